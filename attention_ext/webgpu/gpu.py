@@ -1,0 +1,221 @@
+"""A GPU through WebGPU: the adapter, its device, buffers, shaders and dispatches.
+
+It needs the package wgpu, which finds Vulkan, Metal or Direct3D 12, and no PyTorch.
+"""
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from attention_ext.parts import BuildError
+
+SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "webgpu"
+INSTALL = "pip install wgpu, or pip install -e '.[webgpu]'"
+DRIVER = "a driver for Vulkan, Metal or Direct3D 12; mesa-vulkan-drivers has one that runs on the CPU"
+OPTIONAL = ("subgroup", "shader-f16", "timestamp-query")  # features that are asked for where they exist
+ENABLED = {"shader-f16": "enable f16;"}  # what a source begins with; browsers also want subgroups enabled
+BACKENDS = ("Vulkan", "Metal", "DX12")  # OpenGL's has no subgroups, and less of everything
+MOST_GROUPS = 65_535  # of a dimension of a dispatch, on every adapter
+
+
+class Lost(BuildError):
+    """The device was lost: the driver was reset, or its GPU is gone. opened() opens another one."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A shader to compile.
+
+    files: paths that are joined in this order; those without a folder are in SOURCES. constants: whole
+    numbers that the source names, as `const NAME: u32`. aliases: types that it names. needs: the features of
+    OPTIONAL that it uses.
+    """
+
+    files: tuple[str | Path, ...]
+    constants: tuple[tuple[str, int], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    needs: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """The WGSL, as wgpu takes it."""
+        lines = [ENABLED[feature] for feature in self.needs if feature in ENABLED]
+        lines += [f"alias {name} = {of};" for name, of in self.aliases]
+        lines += [f"const {name}: u32 = {value}u;" for name, value in self.constants]
+        return "\n".join([*lines, *((SOURCES / file).read_text() for file in self.files)])
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What an adapter is and has, by wgpu's names. subgroups: their least and most lanes."""
+
+    name: str
+    backend: str
+    kind: str
+    features: frozenset[str]
+    limits: Mapping[str, int] = field(repr=False)
+    subgroups: tuple[int, int]
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether a driver runs it on the CPU, which is right but slow."""
+        return self.kind == "CPU"
+
+
+class Gpu:
+    """An open device. All calls are of one thread at a time.
+
+    Raises BuildError if wgpu is missing or finds no adapter; its calls raise Lost, or BuildError for what the
+    device refuses.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import wgpu
+            from wgpu.backends.wgpu_native import extras
+        except ImportError as error:
+            raise BuildError(f"device is 'webgpu', which needs wgpu: {INSTALL} ({error})") from None
+        try:
+            extras.set_instance_extras(backends=BACKENDS)  # the first device of the process
+        except RuntimeError:
+            pass
+        try:
+            found = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
+        except RuntimeError as error:
+            found, reason = None, f" ({str(error).splitlines()[0]})"
+        else:
+            reason = ""
+        if found is None:
+            raise BuildError(f"device is 'webgpu', and no adapter was found{reason}; it needs {DRIVER}")
+        info, limits = found.info, dict(found.limits)
+        self.adapter = Adapter(
+            info["device"] or info["description"],
+            info["backend_type"],
+            info["adapter_type"],
+            frozenset(OPTIONAL) & found.features,
+            limits,
+            (info.get("stackgroup_min_size", 4), info.get("stackgroup_max_size", 128)),
+        )
+        with _errors():
+            self.device = found.request_device_sync(
+                required_features=sorted(self.adapter.features), required_limits=limits
+            )
+        self._pipelines: dict[tuple[Source, str], Any] = {}
+
+    def pipeline(self, source: Source, entry: str = "main") -> Any:
+        """The compiled entry point of a shader; each is compiled once."""
+        key = source, entry
+        if key not in self._pipelines:
+            if missing := sorted(set(source.needs) - self.adapter.features):
+                raise BuildError(
+                    f"{source.files[-1]} needs {' and '.join(missing)}, which {self.adapter.name} lacks"
+                )
+            with _errors():
+                module = self.device.create_shader_module(code=source.text())
+                self._pipelines[key] = self.device.create_compute_pipeline(
+                    layout="auto", compute={"module": module, "entry_point": entry}
+                )
+        return self._pipelines[key]
+
+    def buffer(self, content: NDArray[Any] | int, uniform: bool = False) -> Any:
+        """A buffer with an array's numbers, or of so many bytes of zeros. uniform: for var<uniform>.
+
+        Raises BuildError if it is larger than the adapter allows.
+        """
+        import wgpu
+
+        size = content if isinstance(content, int) else content.nbytes
+        size = max(16, (size + 3) // 4 * 4)
+        most = self.adapter.limits["max-storage-buffer-binding-size"]
+        if size > most:
+            raise BuildError(
+                f"{self.adapter.name} allows {most:,} bytes in a buffer, and {size:,} are needed"
+            )
+        usage = wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+        usage |= wgpu.BufferUsage.UNIFORM if uniform else wgpu.BufferUsage.STORAGE
+        with _errors():
+            made = self.device.create_buffer(size=size, usage=usage)
+            if not isinstance(content, int):
+                self.write(made, content)
+            return made
+
+    def write(self, buffer: Any, content: NDArray[Any], offset: int = 0) -> None:
+        """Copy an array's numbers into a buffer, from a byte on that is a multiple of 4."""
+        data = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
+        if padding := -data.size % 4:
+            data = np.concatenate([data, np.zeros(padding, np.uint8)])
+        with _errors():
+            self.device.queue.write_buffer(buffer, offset, data)
+
+    def read(self, buffer: Any, dtype: DTypeLike, count: int, offset: int = 0) -> NDArray[Any]:
+        """`count` numbers of a buffer from a byte on, a multiple of 4. It waits for all dispatches."""
+        size = (count * np.dtype(dtype).itemsize + 3) // 4 * 4
+        with _errors():
+            return np.frombuffer(self.device.queue.read_buffer(buffer, offset, size), dtype)[:count]
+
+    def run(self, pipeline: Any, buffers: Sequence[Any], groups: tuple[int, ...], times: int = 1) -> None:
+        """Dispatch workgroups, without waiting. buffers: bindings 0, 1 ..., all used by the shader."""
+        with _errors():
+            entries = [
+                {"binding": i, "resource": {"buffer": buffer, "offset": 0, "size": buffer.size}}
+                for i, buffer in enumerate(buffers)
+            ]
+            bound = self.device.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=entries)
+            encoder = self.device.create_command_encoder()
+            for _ in range(times):
+                work = encoder.begin_compute_pass()
+                work.set_pipeline(pipeline)
+                work.set_bind_group(0, bound)
+                work.dispatch_workgroups(*groups)
+                work.end()
+            self.device.queue.submit([encoder.finish()])
+
+
+def grid(count: int) -> tuple[int, int]:
+    """The x and y of a dispatch of at least `count` workgroups: number y * num_workgroups.x + x."""
+    y = -(-count // MOST_GROUPS)
+    return -(-count // y), y
+
+
+class _errors:
+    """Turns wgpu's errors into BuildError or Lost, with the first line that says something."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        import wgpu
+
+        if not isinstance(error, (wgpu.GPUError, RuntimeError)) or isinstance(error, BuildError):
+            return
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = ": ".join(line for line in lines if line not in ("Validation Error", "Caused by:"))[:300]
+        if "lost" in said.lower():
+            raise Lost(f"the WebGPU device was lost: {said}") from None
+        raise BuildError(f"WebGPU refused: {said}") from None
+
+
+_lock = threading.Lock()
+
+
+def opened() -> Gpu:
+    """The process's device, opened on first use. Raises BuildError if there is none."""
+    with _lock:
+        return _opened()
+
+
+@functools.cache
+def _opened() -> Gpu:
+    return Gpu()
+
+
+def reopen() -> Gpu:
+    """Another device in place of a lost one."""
+    with _lock:
+        _opened.cache_clear()
+        return _opened()
