@@ -31,6 +31,7 @@ class Options(TypedDict, total=False):
     bc: int | None
     simd: str
     kernel: str | None
+    device: str | None
 
 
 @overload
@@ -63,6 +64,7 @@ def attention(
     bc: int | None = None,
     simd: str = "auto",
     kernel: str | None = None,
+    device: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v by one of PARTS.
@@ -80,7 +82,11 @@ def attention(
     simd: one of SIMD, the helpers under the kernels; 'off' uses scalar loops. part0, CUDA and gradients
     ignore it.
     kernel: part4's kernel on CUDA, by its name in cuda.kernels.KERNELS; None takes the fastest that accepts
-    the tensors. On the CPU it must be None; part0 ignores it on CUDA.
+    the tensors. On the CPU it must be None; part0 ignores it on CUDA. With device='webgpu' it is a step of
+    webgpu.steps.STEPS.
+    device: None for the tensors' own, or 'webgpu': part4 on a GPU through the package wgpu, without PyTorch
+    (docs/webgpu.md). It takes NumPy arrays, or tensors on the CPU, in float32 or float16 with d at most 256,
+    and returns the same kind. br, bc and simd do not go with it.
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
     row, m + log(l), (B, H, Nq), float32. reference.merge() uses it to combine results over disjoint sets of
     keys. Sums and the softmax are float32. With AMX part4 truncates the softmax's weights to bfloat16,
@@ -91,15 +97,14 @@ def attention(
     part0 and, for float32 on the CPU, part4 compute gradients, also of the logsumexp. part4 uses
     FlashAttention-2, which stores no N x N numbers, and has no second gradients.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
-    argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
+    argument, and BuildError if the extension or a CUDA kernel cannot be compiled, or there is no adapter.
     """
+    if device is not None:
+        return _by_webgpu(part, q, k, v, causal, scale, br, bc, simd, kernel, device, return_lse)
     import torch
 
     row, helpers = check_part(part), resolve_simd(simd)
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
-    if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
+    _check_types(scale, kernel)
     if br is not None or bc is not None:
         tiles.check_sides(br, bc)
     if row.operator is None:
@@ -149,6 +154,30 @@ def attention(
 
             operators.raise_reason(error)
         raise
+
+
+def _check_types(scale: object, kernel: object) -> None:
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
+
+
+def _by_webgpu(part, q, k, v, causal, scale, br, bc, simd, kernel, device, return_lse):
+    if device != "webgpu":
+        raise ValueError(f"device is {device!r}; it must be None, which takes the tensors' own, or 'webgpu'")
+    _check_types(scale, kernel)
+    for name, given, only in (
+        ("part", part, "part4"),
+        ("br", br, None),
+        ("bc", bc, None),
+        ("simd", simd, "auto"),
+    ):
+        if given != only:
+            raise ValueError(f"{name} is {given!r}; it must be {only!r} with device='webgpu'")
+    from attention_ext.webgpu.attention import attention as by_webgpu
+
+    return by_webgpu(q, k, v, causal=causal, scale=scale, kernel=kernel, return_lse=return_lse)
 
 
 _operators: dict[tuple[str, str, bool, bool], Callable] = {}

@@ -15,7 +15,7 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
         device = t.device
         if device.type not in part.dtypes:
-            where = " or ".join(DEVICES[device] for device in part.dtypes)
+            where = " or ".join(DEVICES[device] for device in part.dtypes if device != "webgpu")
             raise ValueError(f"{name} is on {device}; it must be on {where} in {part.name}")
         if device != q.device:
             raise ValueError(f"{name} is on {device}; it must be on q's {q.device}")
@@ -25,7 +25,13 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:
             raise TypeError(f"{name} is {t.dtype}; it must be {known} in {part.name}")
         if t.dtype != q.dtype:
             raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
-        if t.dim() != 4 or 0 in t.shape and (least or 0 in (*t.shape[:2], t.shape[3])):
+    check_shapes(q, k, v, causal, least)
+
+
+def check_shapes(q, k, v, causal: bool, least: int = 1) -> None:
+    """Raise ValueError, naming the argument, unless tensors or arrays have the shapes of a call."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if len(t.shape) != 4 or 0 in t.shape and (least or 0 in (*t.shape[:2], t.shape[3])):
             which = "no empty dimension" if least else "no empty dimension but N"
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d) with {which}")
     (B, H, Nq, d), Nk = q.shape, k.shape[2]

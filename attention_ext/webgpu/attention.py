@@ -1,0 +1,132 @@
+"""Part 4 through WebGPU: what the arrays must be, and the call."""
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attention_ext.checks import check_shapes
+from attention_ext.parts import PARTS, Dtype
+from attention_ext.webgpu.gpu import Gpu, Lost, grid, opened, reopen
+from attention_ext.webgpu.steps import WIDEST, choose, up
+
+PART = PARTS["part4"]
+DTYPES = PART.dtypes["webgpu"]
+# Multiply-adds of a dispatch. Systems end one that takes seconds, and reset the GPU.
+AT_ONCE = {"DiscreteGPU": 2**39, "IntegratedGPU": 2**33, "CPU": 2**33}
+
+
+class Call:
+    """A call whose arrays are on the GPU.
+
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d); all contiguous, of one of DTYPES. scale: of the scores.
+    Raises ValueError for a kernel that the adapter does not take, BuildError for arrays that do not fit.
+    """
+
+    def __init__(
+        self, gpu: Gpu, arrays: list[NDArray[Any]], causal: bool, scale: float, kernel: str | None
+    ) -> None:
+        q, k, _ = arrays
+        B, H, Nq, d = q.shape
+        Nk, self.shape, self.gpu, self.dtype = k.shape[2], q.shape, gpu, q.dtype
+        self.step, self.tile = choose(kernel, d, Dtype.of(q.dtype), gpu.adapter)
+        self.pipeline = gpu.pipeline(self.step.source(d, Dtype.of(q.dtype), self.tile))
+        self.padded = 4 * up(d, 4)
+        self.rows = B * H * Nq
+        buffers = [gpu.buffer(_padded(array, self.padded)) for array in arrays]
+        self.out = gpu.buffer(self.rows * self.padded * q.itemsize)
+        self.lse = gpu.buffer(4 * self.rows)
+        groups = B * H * up(Nq, self.tile.br)
+        most = max(1, AT_ONCE.get(gpu.adapter.kind, 2**33) // (self.tile.br * Nk * 2 * self.padded))
+        self.dispatches = []
+        for first in range(0, groups, most):
+            call = np.array([B * H, Nq, Nk, causal, first, 0], np.uint32)
+            call[5:] = np.float32(scale * math.log2(math.e)).view(np.uint32)
+            bound = [*buffers, self.out, self.lse, gpu.buffer(call, uniform=True)]
+            self.dispatches.append((bound, grid(min(most, groups - first))))
+
+    def launch(self) -> None:
+        """Compute, without waiting."""
+        for bound, groups in self.dispatches:
+            self.gpu.run(self.pipeline, bound, groups)
+
+    def wait(self) -> None:
+        """Wait for all launches."""
+        self.gpu.read(self.lse, np.float32, 1)
+
+    def read(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """The output (B, H, Nq, d) and the logsumexp (B, H, Nq) of the last launch."""
+        out = self.gpu.read(self.out, self.dtype, self.rows * self.padded)
+        out = out.reshape(*self.shape[:3], self.padded)[..., : self.shape[3]]
+        lse = self.gpu.read(self.lse, np.float32, self.rows).reshape(self.shape[:3])
+        return np.require(out, requirements=["C", "W"]), np.require(lse, requirements=["C", "W"])
+
+
+def _padded(array: NDArray[Any], width: int) -> NDArray[Any]:
+    """The array with zeros at the end of its rows."""
+    more = width - array.shape[-1]
+    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)]) if more else array
+
+
+def arrays_of(q: Any, k: Any, v: Any, causal: bool) -> list[NDArray[Any]]:
+    """The three as contiguous arrays; a tensor's is its memory, if that is contiguous.
+
+    Raises TypeError or ValueError, naming the argument, if one is nothing that a step takes.
+    """
+    torch: Any = sys.modules.get("torch")
+    arrays: list[NDArray[Any]] = []
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        tensor = torch is not None and isinstance(t, torch.Tensor)
+        if not tensor and not isinstance(t, np.ndarray):
+            raise TypeError(f"{name} is a {type(t).__name__}; it must be a NumPy array or a tensor")
+        if type(t) is not type(q):
+            raise TypeError(f"{name} is a {type(t).__name__}; it must be a {type(q).__name__}, as q is")
+        if tensor and t.device.type != "cpu":
+            raise ValueError(f"{name} is on {t.device}; it must be on the CPU with device='webgpu'")
+        if tensor and t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient; {PART.name} computes none with device='webgpu'")
+        found = str(t.dtype).removeprefix("torch.")
+        if found not in DTYPES:
+            raise TypeError(f"{name} is {t.dtype}; it must be {' or '.join(DTYPES)} with device='webgpu'")
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
+        arrays.append(t.detach().numpy() if tensor else t)
+    check_shapes(q, k, v, causal)
+    if q.shape[3] > WIDEST:
+        raise ValueError(f"q has d={q.shape[3]}; it must be at most {WIDEST} with device='webgpu'")
+    return [np.ascontiguousarray(array) for array in arrays]
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, causal: bool, scale: float | None, kernel: str | None, return_lse: bool
+) -> Any:
+    """As attention_ext.attention(), with device='webgpu'. If the device is lost, another one computes."""
+    arrays = arrays_of(q, k, v, causal)
+    applied = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    try:
+        results = _attend(opened(), arrays, causal, applied, kernel)
+    except Lost:
+        results = _attend(reopen(), arrays, causal, applied, kernel)
+    if not isinstance(q, np.ndarray):
+        results = [sys.modules["torch"].from_numpy(each) for each in results]
+    return tuple(results) if return_lse else results[0]
+
+
+def _attend(
+    gpu: Gpu, arrays: list[NDArray[Any]], causal: bool, scale: float, kernel: str | None
+) -> list[NDArray[Any]]:
+    """The output and the logsumexp, by as many heads at once as fit a buffer."""
+    B, H, Nq, d = arrays[0].shape
+    each = 4 * up(d, 4) * arrays[0].itemsize * max(Nq, arrays[1].shape[2])  # bytes of a head
+    most = max(1, gpu.adapter.limits["max-storage-buffer-binding-size"] // each)
+    flat = [array.reshape(1, B * H, *array.shape[2:]) for array in arrays]
+    parts = []
+    for h in range(0, B * H, most):
+        call = Call(gpu, [array[:, h : h + most] for array in flat], causal, scale, kernel)
+        call.launch()
+        parts.append(call.read())
+    outs, lses = zip(*parts)
+    joined = [np.concatenate(each, axis=1) if len(parts) > 1 else each[0] for each in (outs, lses)]
+    return [joined[0].reshape(B, H, Nq, d), joined[1].reshape(B, H, Nq)]

@@ -1,0 +1,192 @@
+"""The table of part 4's steps in WGSL: what each takes, its tiles, its source. wgpu is not imported here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from attention_ext.parts import Dtype, one_of
+from attention_ext.webgpu.gpu import Adapter, Source
+
+WIDEST = 256  # the largest d
+MOST_FOURS = 16  # of a thread's numbers of O, in tiles that are preferred: with more, registers spill
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A workgroup's threads, `lanes` beside each other and `lines` below, and the scores of each.
+
+    A thread has the scores of `rows` queries, `lines` apart, and `keys` keys, `lanes` apart.
+    """
+
+    lanes: int
+    lines: int
+    rows: int = 1
+    keys: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Invocations of a workgroup."""
+        return self.lanes * self.lines
+
+    @property
+    def br(self) -> int:
+        """Queries of a tile."""
+        return self.rows * self.lines
+
+    @property
+    def bc(self) -> int:
+        """Keys of a tile."""
+        return self.keys * self.lanes
+
+    @property
+    def maxima(self) -> int:
+        """Fours in which all threads leave a number for each row."""
+        return up(self.rows, 4) * self.threads
+
+    def output(self, fours: int) -> int:
+        """A thread's fours of O."""
+        return self.rows * up(fours, self.lanes)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A row of the table.
+
+    name: what --kernel takes. file: its file in csrc/webgpu/. summary: the algorithm in a few words. why:
+    what it improves on, and what still limits it.
+    memory: bytes of workgroup memory for a tile and the fours of a row. tiles: the best first. needs: the
+    features that the adapter must have, of gpu.OPTIONAL.
+    """
+
+    name: str
+    file: str
+    summary: str
+    why: str
+    memory: Callable[[Tile, int], int]
+    tiles: tuple[Tile, ...]
+    needs: tuple[str, ...] = ()
+
+    def lacks(self, adapter: Adapter) -> str:
+        """The features that the step needs and the adapter has not, or ''."""
+        return " and ".join(sorted({*self.needs} - adapter.features))
+
+    def tile(self, d: int, limits: Mapping[str, int]) -> Tile:
+        """The tile for rows of d numbers, at most WIDEST, within an adapter's limits.
+
+        Raises ValueError if it allows none.
+        """
+        most = limits["max-compute-workgroup-storage-size"]
+        threads = limits["max-compute-invocations-per-workgroup"]
+        fours = up(d, 4)
+        fit = [t for t in self.tiles if self.memory(t, fours) <= most and t.threads <= threads]
+        if not fit:
+            least = min(self.memory(tile, fours) for tile in self.tiles)
+            raise ValueError(
+                f"kernel is {self.name!r}; with d = {d} it needs {least} bytes of workgroup memory, and the "
+                f"adapter allows {most}"
+            )
+        return next((tile for tile in fit if tile.output(fours) <= MOST_FOURS), fit[0])
+
+    def source(self, d: int, dtype: Dtype, tile: Tile) -> Source:
+        """The shader for rows of d numbers in a dtype."""
+        half = dtype is Dtype.FP16
+        sizes = {"D4": up(d, 4), "LANES": tile.lanes, "LINES": tile.lines, "ROWS": tile.rows}
+        return Source(
+            ("common.wgsl", self.file),
+            tuple(sizes.items()),
+            (("Stored", "vec4<f16>" if half else "vec4<f32>"),),
+            tuple(sorted({*self.needs} | ({"shader-f16"} if half else set()))),
+        )
+
+
+def up(n: int, by: int) -> int:
+    """n / by, rounded up."""
+    return -(-n // by)
+
+
+# Threads beside and below each other, and rows of a thread.
+_SIDES = [(8, 8, 8), (8, 4, 8), (8, 8, 4), (8, 4, 4), (8, 4, 2), (4, 4, 4), (4, 4, 2)]
+_SIDES += [(4, 4, 1), (2, 4, 1), (1, 4, 1)]
+_EIGHT = tuple(Tile(*sides, keys=4) for sides in _SIDES)
+_FOUR = tuple(tile for tile in _EIGHT if tile.rows <= 4)
+
+STEPS = {
+    step.name: step
+    for step in (
+        Step(
+            "1",
+            "step1.wgsl",
+            "a thread for each score, rows read from storage buffers",
+            "No thread has more than one score. Each multiply-add reads both of its numbers from storage "
+            "buffers, through the caches.",
+            lambda t, d4: 4 * t.br * t.bc,
+            (Tile(8, 32),),
+        ),
+        Step(
+            "2",
+            "step2.wgsl",
+            "tiles of Q, K and V in workgroup memory",
+            "A number comes once from a storage buffer for a whole tile. Each multiply-add still reads both "
+            "of its numbers, now from workgroup memory.",
+            lambda t, d4: 16 * (t.br + 2 * t.bc) * (d4 + 1) + 4 * t.br * t.bc,
+            (Tile(16, 16), Tile(16, 8), Tile(8, 8), Tile(8, 4), Tile(4, 4)),
+        ),
+        Step(
+            "3",
+            "step3.wgsl",
+            "4 x 4 scores a thread in registers",
+            "A number from workgroup memory serves four multiply-adds. A dot product of four takes five "
+            "instructions, and each tile waits at four barriers.",
+            lambda t, d4: 16 * ((t.br + t.bc) * (d4 + 1) + t.bc * d4 + t.br * (t.lanes + 1) + t.maxima),
+            _FOUR,
+        ),
+        Step(
+            "4",
+            "step4.wgsl",
+            "8 x 4 scores a thread, K transposed, K and V in the same place",
+            "A number of K or V serves eight multiply-adds, and one of Q or P four. All products are "
+            "multiply-adds. The rows' maxima still pass through workgroup memory.",
+            lambda t, d4: 16 * (t.br * (d4 + 1) + t.bc * d4 + t.br * (t.lanes + 1) + t.maxima),
+            _EIGHT,
+        ),
+        Step(
+            "5",
+            "step5.wgsl",
+            "the maxima of rows by subgroups",
+            "The lanes of a row exchange their maxima without memory and without a barrier. The products "
+            "through workgroup memory are what is left.",
+            lambda t, d4: 16 * (t.br * (d4 + 1) + 2 * t.bc * d4 + t.br * (t.lanes + 1)) + 8,
+            _EIGHT,
+            ("subgroup",),
+        ),
+        Step(
+            "6",
+            "step6.wgsl",
+            "K, V and P as float16 in workgroup memory",
+            "Half the bytes of K, V and P. Sums stay in float32, so each number is converted before it is "
+            "multiplied.",
+            lambda t, d4: 16 * (t.br * (d4 + 1) + t.maxima) + 8 * (2 * t.bc * d4 + t.br * (t.lanes + 1)) + 8,
+            _EIGHT,
+            ("shader-f16", "subgroup"),
+        ),
+    )
+}
+
+# The first that the adapter has the features for is taken; step 6 rounds float32, so it must be asked for.
+FASTEST = {Dtype.FP32: ("5", "4"), Dtype.FP16: ("6", "4")}
+
+
+def choose(kernel: str | None, d: int, dtype: Dtype, adapter: Adapter) -> tuple[Step, Tile]:
+    """The step with this name, or the fastest one for None, and its tile.
+
+    Raises ValueError, naming the argument, if there is none or the adapter does not take it.
+    """
+    if dtype is Dtype.FP16 and "shader-f16" not in adapter.features:
+        raise ValueError(f"q is float16; it must be float32 on {adapter.name}, which lacks shader-f16")
+    if kernel is None:
+        step = next(STEPS[name] for name in FASTEST[dtype] if not STEPS[name].lacks(adapter))
+    else:
+        one_of("kernel", kernel, STEPS)
+        step = STEPS[kernel]
+        if lacking := step.lacks(adapter):
+            raise ValueError(f"kernel is {kernel!r}; it needs {lacking}, which {adapter.name} lacks")
+    return step, step.tile(d, adapter.limits)
