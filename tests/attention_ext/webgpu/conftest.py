@@ -1,0 +1,26 @@
+"""What the tests of WebGPU share. Without the package wgpu or an adapter they skip with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention_ext.parts import BuildError
+from attention_ext.webgpu.gpu import Gpu, opened
+from attention_ext.webgpu.steps import STEPS
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Gpu:
+    """The device; skip the test if there is none."""
+    try:
+        return opened()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=STEPS)
+def step(request: pytest.FixtureRequest, gpu: Gpu) -> str:
+    """Run the test for each step that the adapter can run."""
+    if lacking := STEPS[request.param].lacks(gpu.adapter):
+        pytest.skip(f"{gpu.adapter.name} lacks {lacking}")
+    return request.param

@@ -1,0 +1,305 @@
+"""attention(device="webgpu"): each step of the ladder against the float64 oracle, and the contract."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from support import ROOT
+
+from attention_ext import attention, reference
+from attention_ext.parts import BuildError, Dtype
+from attention_ext.webgpu import attention as webgpu
+from attention_ext.webgpu.gpu import SOURCES, opened
+from attention_ext.webgpu.steps import STEPS, Tile, choose, up
+
+# (B, H, Nq, Nk, d): one row, tiles that are not full, widths that are padded, few queries, wide heads
+SHAPES = [(2, 3, 63, 63, 24), (1, 1, 1025, 1025, 24)]  # each width is another shader to compile
+MORE = [
+    (1, 1, 1, 1, 1),
+    (1, 2, 50, 123, 32),
+    (1, 1, 1, 300, 64),
+    (1, 2, 123, 123, 80),
+    (1, 1, 130, 257, 128),
+    (1, 1, 40, 64, 256),
+]
+MORE += [(1, 2, 33, 97, 200), (1, 1, 1025, 1025, 64), (1, 1, 63, 123, 33)]
+WIDTHS = (1, 24, 32, 33, 64, 80, 100, 128, 256)
+HALF = 2.0**-11  # half a unit in the last place of 16 bits, by which step 6 rounds K, V and the weights
+
+
+def qkv(B, H, Nq, Nk, d, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, H, n, d, generator=generator).to(dtype) for n in (Nq, Nk, Nk)]
+
+
+def check(step, q, k, v, causal=False, scale=None):
+    """Compare a step with float64; step 6 with that of the K and V that it rounds."""
+    applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    options = dict(causal=causal, scale=scale, kernel=step, device="webgpu")
+    out, lse = attention("part4", q, k, v, return_lse=True, **options)
+    assert (out.dtype, lse.dtype) == (q.dtype, torch.float32) and out.is_contiguous()
+    if step == "6":
+        k, v = k.half(), v.half()
+    expected, expected_lse = oracle.attention(q, k, v, causal, applied)
+    peers, lses = oracle.torch_float32_in_orders(q.float(), k.float(), v.float(), causal, applied)
+    rounding = max(1e-6, oracle.score_rounding(q, k, applied))
+    floor = rounding + (HALF if step == "6" else 0) + (HALF if q.dtype == torch.float16 else 0)
+    oracle.assert_close(out.float(), expected, peers.double(), floor)
+    oracle.assert_close(lse, expected_lse, lses.double(), 4 * rounding + (HALF if step == "6" else 0))
+
+
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, *(pytest.param(shape, marks=pytest.mark.full) for shape in MORE)], ids=str
+)
+def test_awkward_shapes(step, shape):
+    for causal in (True, False):
+        check(step, *qkv(*shape), causal)
+
+
+def generated(step, count, widths):
+    rng = random.Random(int(step))
+    for seed in range(count):
+        Nk, causal = rng.randint(1, 150), rng.random() < 0.5
+        Nq = rng.randint(1, Nk if causal else 150)
+        q, k, v = qkv(rng.randint(1, 2), rng.randint(1, 3), Nq, Nk, rng.choice(widths), seed=seed)
+        if rng.random() < 0.2:  # not contiguous
+            q, k = q.mT.contiguous().mT, torch.cat((k, k), dim=3)[..., : k.shape[3]]
+        check(step, q, k, v, causal, rng.choice((None, 0.3, -0.2, 0.0)))
+
+
+def test_generated_cases(step):
+    generated(step, 8, (24,))
+
+
+@pytest.mark.full
+def test_a_thousand_generated_cases(step):
+    generated(step, 1000, WIDTHS)
+
+
+@pytest.mark.parametrize("kernel", [None, "1"])
+def test_float16(gpu, kernel):
+    if "shader-f16" not in gpu.adapter.features:
+        pytest.skip(f"{gpu.adapter.name} lacks shader-f16")
+    chosen, _ = choose(kernel, 24, Dtype.FP16, gpu.adapter)
+    check(chosen.name, *qkv(1, 2, 50, 123, 24, torch.float16), causal=True)
+
+
+@pytest.mark.parametrize("large", [1e4, -1e4])
+def test_scores_of_1e4(step, large):
+    q, k, v = qkv(1, 2, 50, 123, 24)
+    q *= large / 30
+    assert (q @ k.mT).abs().max() > 1e4 / 2
+    check(step, q, k, v, True, 1.0)
+
+
+def test_numbers_that_are_not_finite(step):
+    """A query's reaches its row, a key's and a value's the rows that see it."""
+    for change in ("q", "k", "v"):
+        tensors = dict(zip("qkv", qkv(1, 1, 63, 63, 24)))
+        for row, number in ((5, math.nan), (50, math.inf)):
+            tensors[change][0, 0, row, 3] = number
+            tensors[change][0, 0, row, 5] = -number
+        out, lse = attention(
+            "part4", *tensors.values(), causal=True, kernel=step, device="webgpu", return_lse=True
+        )
+        finite = out[0, 0].isfinite().all(-1)
+        clean = torch.arange(63) < 5 if change != "q" else (torch.arange(63) != 5) & (torch.arange(63) != 50)
+        assert not finite[~clean].any()
+        tile = 32 if change == "v" else 1  # a masked value may reach the rows of its tile
+        assert finite[: 5 // tile * tile].all() and (change == "v" or torch.equal(finite, clean))
+        assert change == "v" or torch.equal(lse[0, 0].isfinite(), clean)
+
+
+def test_merge(step):
+    q, k, v = qkv(1, 2, 50, 123, 24)
+    call = dict(kernel=step, device="webgpu", return_lse=True)
+    parts = [
+        attention("part4", q, k[:, :, rows], v[:, :, rows], **call) for rows in (slice(70), slice(70, None))
+    ]
+    merged = reference.merge(*parts[0], *parts[1])
+    tolerance = HALF if step == "6" else 1e-6
+    torch.testing.assert_close(
+        merged, attention("part4", q, k, v, **call), rtol=tolerance, atol=2 * tolerance
+    )
+
+
+def test_arrays_need_no_torch(gpu):
+    program = """
+import sys, numpy as np
+from attention_ext import attention
+q = np.ones((1, 2, 3, 5), np.float32)
+out, lse = attention("part4", q, q, q, device="webgpu", return_lse=True)
+assert isinstance(out, np.ndarray) and np.allclose(out, 1) and lse.shape == (1, 2, 3)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
+
+
+def test_more_workgroups_than_a_dimension_has(gpu, monkeypatch):
+    monkeypatch.setitem(STEPS, "1", replace(STEPS["1"], tiles=(Tile(1, 1),)))
+    q = np.arange(70_000, dtype=np.float32).reshape(-1, 1, 1, 1)
+    assert np.array_equal(attention("part4", q, q, q, device="webgpu", kernel="1"), q)
+
+
+def test_a_call_of_several_dispatches(gpu, monkeypatch):
+    tensors = qkv(2, 3, 63, 63, 24)
+    whole = attention("part4", *tensors, causal=True, device="webgpu")
+    monkeypatch.setitem(webgpu.AT_ONCE, gpu.adapter.kind, 1)
+    assert torch.equal(attention("part4", *tensors, causal=True, device="webgpu"), whole)
+
+
+def test_heads_that_do_not_fit_a_buffer_together(gpu, monkeypatch):
+    tensors = qkv(2, 3, 63, 63, 24)
+    whole = attention("part4", *tensors, device="webgpu")
+    monkeypatch.setitem(gpu.adapter.limits, "max-storage-buffer-binding-size", 4 * 63 * 24 * 4)
+    assert torch.equal(attention("part4", *tensors, device="webgpu"), whole)
+    monkeypatch.setitem(gpu.adapter.limits, "max-storage-buffer-binding-size", 6000)
+    with pytest.raises(BuildError, match="allows 6,000 bytes in a buffer, and 6,048 are needed"):
+        attention("part4", *tensors, device="webgpu")
+
+
+@pytest.mark.parametrize("name", ["5", "6"])
+def test_rows_that_are_longer_than_a_subgroup(gpu, monkeypatch, name):
+    """Subgroups have 4 to 128 lanes, so the maxima of a row must have another way."""
+    if lacking := STEPS[name].lacks(gpu.adapter):
+        pytest.skip(f"{gpu.adapter.name} lacks {lacking}")
+    for lanes in (2, 32):
+        monkeypatch.setitem(STEPS, name, replace(STEPS[name], tiles=(Tile(lanes, 2, 2, 4),)))
+        check(name, *qkv(1, 1, 40, 150, 8), causal=True)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_table_has_the_workgroup_memory_of_the_source(name):
+    """It counts what the file declares."""
+    step, size = STEPS[name], {"f32": 4, "u32": 4, "atomic<u32>": 4, "vec4f": 16, "vec4<f16>": 8}
+    text = (SOURCES / step.file).read_text()
+    for tile in step.tiles:
+        known = dict(D4=up(200, 4), LANES=tile.lanes, LINES=tile.lines, ROWS=tile.rows)
+        for const, value in re.findall(r"^const (\w+): u32 = ([^;]+);", text, re.M):
+            known[const] = eval(value.replace("/", "//"), {}, known)
+        assert (known["BR"], known["BC"]) == (tile.br, tile.bc)
+        declared = 0
+        for kind, count in re.findall(r"^var<workgroup> \w+: array<(.+), ([^;]+)>;", text, re.M):
+            declared += size[kind] * eval(count, {}, known)
+        declared += sum(
+            size[kind] for kind in re.findall(r"^var<workgroup> \w+: (u32|atomic<u32>);", text, re.M)
+        )
+        assert declared == step.memory(tile, known["D4"])
+
+
+def test_every_width_fits_the_least_that_webgpu_promises():
+    limits = {"max-compute-workgroup-storage-size": 16384, "max-compute-invocations-per-workgroup": 256}
+    for step in STEPS.values():
+        for d in range(1, 257):
+            assert step.memory(step.tile(d, limits), up(d, 4)) <= 16384
+
+
+Q = np.ones((1, 2, 4, 8), np.float32)
+WRONG = [
+    (
+        dict(device="tpu"),
+        ValueError,
+        "device is 'tpu'; it must be None, which takes the tensors' own, or 'webgpu'",
+    ),
+    (dict(part="part3"), ValueError, "part is 'part3'; it must be 'part4' with device='webgpu'"),
+    (dict(br=64), ValueError, "br is 64; it must be None with device='webgpu'"),
+    (dict(bc=64), ValueError, "bc is 64; it must be None with device='webgpu'"),
+    (dict(simd="off"), ValueError, "simd is 'off'; it must be 'auto' with device='webgpu'"),
+    (dict(scale="1"), TypeError, "scale is a str; it must be a number"),
+    (dict(kernel=4), TypeError, "kernel is a int; it must be a name"),
+    (dict(kernel="7"), ValueError, "kernel is '7'; it must be one of 1, 2, 3, 4, 5, 6"),
+    (dict(q=[1.0]), TypeError, "q is a list; it must be a NumPy array or a tensor"),
+    (dict(k=torch.ones(1, 2, 4, 8)), TypeError, "k is a Tensor; it must be a ndarray, as q is"),
+    (dict(q=Q.astype(float)), TypeError, "q is float64; it must be float32 or float16 with device='webgpu'"),
+    (dict(v=Q.astype(np.float16)), TypeError, "v is float16; it must be q's float32"),
+    (dict(q=Q[0]), ValueError, r"q has shape \(2, 4, 8\); it must be \(B, H, N, d\) with no empty dimension"),
+    (dict(k=Q[:, :1]), ValueError, r"k has shape \(1, 1, 4, 8\); it must be \(1, 2, Nk, 8\)"),
+    (dict(v=Q[:, :, :2]), ValueError, r"v has shape \(1, 2, 2, 8\); it must be k's, \(1, 2, 4, 8\)"),
+    (
+        dict(k=Q[:, :, :2], v=Q[:, :, :2], causal=True),
+        ValueError,
+        "q has Nq=4 rows; with causal=True it must",
+    ),
+    (
+        dict.fromkeys("qkv", np.ones((1, 1, 1, 257), np.float32)),
+        ValueError,
+        "q has d=257; it must be at most 256",
+    ),
+]
+
+
+@pytest.mark.parametrize("change, error, message", WRONG, ids=lambda each: str(each)[:40])
+def test_a_wrong_argument_is_named(gpu, change, error, message):
+    asked = dict(part="part4", q=Q, k=Q, v=Q, device="webgpu") | change
+    with pytest.raises(error, match=message):
+        attention(asked.pop("part"), **asked)
+
+
+def test_a_wrong_tensor_is_named(gpu):
+    q = torch.from_numpy(Q)
+    with pytest.raises(ValueError, match="k is on meta; it must be on the CPU with device='webgpu'"):
+        attention("part4", q, q.to("meta"), q, device="webgpu")
+    with pytest.raises(ValueError, match="v requires a gradient; part4 computes none with device='webgpu'"):
+        attention("part4", q, q, q.clone().requires_grad_(), device="webgpu")
+    with pytest.raises(TypeError, match="q is torch.bfloat16; it must be float32 or float16"):
+        attention("part4", *(q.bfloat16(),) * 3, device="webgpu")
+
+
+def test_features_that_an_adapter_lacks(gpu):
+    poor = replace(gpu.adapter, name="Poor", features=frozenset())
+    assert choose(None, 32, Dtype.FP32, poor)[0].name == "4"
+    with pytest.raises(ValueError, match="kernel is '6'; it needs shader-f16 and subgroup, which Poor lacks"):
+        choose("6", 32, Dtype.FP32, poor)
+    with pytest.raises(ValueError, match="q is float16; it must be float32 on Poor, which lacks shader-f16"):
+        choose(None, 32, Dtype.FP16, poor)
+
+
+def test_another_device_takes_a_lost_ones_place(gpu):
+    before = opened()
+    tensors = qkv(1, 1, 40, 150, 8)
+    expected = attention("part4", *tensors, device="webgpu")
+    before.device.destroy()
+    assert torch.equal(attention("part4", *tensors, device="webgpu"), expected)
+    assert opened() is not before
+
+
+@pytest.mark.parametrize(
+    "what, environment, message",
+    [
+        (
+            "import sys; sys.modules['wgpu'] = None",
+            {},
+            "device is 'webgpu', which needs wgpu: pip install wgpu",
+        ),
+        ("import wgpu", {"VK_DRIVER_FILES": "/none"}, "device is 'webgpu', and no adapter was found"),
+    ],
+    ids=["no wgpu", "no adapter"],
+)
+def test_a_missing_piece_is_named(gpu, what, environment, message):
+    if environment and gpu.adapter.backend != "Vulkan":
+        pytest.skip("only Vulkan's drivers can be hidden")
+    program = f"""
+{what}
+import numpy as np
+from attention_ext import BuildError, attention
+q = np.ones((1, 1, 1, 1), np.float32)
+try:
+    attention("part4", q, q, q, device="webgpu")
+except BuildError as error:
+    print(error)
+"""
+    environment = {**os.environ, **environment, "VK_ICD_FILENAMES": environment.get("VK_DRIVER_FILES", "")}
+    if not environment["VK_ICD_FILENAMES"]:
+        del environment["VK_ICD_FILENAMES"]
+    asked = dict(capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
+    assert message in subprocess.run([sys.executable, "-c", program], **asked).stdout
