@@ -1,6 +1,7 @@
 """The lab's test of one part: compares its result with PyTorch's and prints its time and memory.
 
-On a GPU the time is that between CUDA events around a call, and the memory that of PyTorch's allocator.
+On CUDA the time is that between events around a call, and the memory that of PyTorch's allocator. On WebGPU
+the time is the call's, with the copies to the GPU and back, and the reference is on the CPU.
 """
 
 import time
@@ -21,6 +22,8 @@ from attention_ext import PARTS, attention, extension, operator
 from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import WIDEST
 from attention_ext.parts import Dtype, check_dtype
+from attention_ext.webgpu.gpu import opened
+from attention_ext.webgpu.steps import choose as choose_step
 from lab import machine
 from lab.cuda import gpu
 from lab.text import counted
@@ -177,13 +180,24 @@ def run(
 
     br, bc: part4's tile, in queries and keys; None takes tuned sizes. simd: the helpers under parts 1 to 4,
     one of SIMD. dtype: that of the inputs, a Dtype or its value. device: one of parts.DEVICES. kernel: one of
-    part4's on CUDA, where br and bc must be None. Raises ValueError if the part does not take them, and
+    part4's on a GPU, where br and bc must be None. Raises ValueError if the part does not take them, and
     BuildError if there is no GPU or a kernel cannot be compiled.
     """
-    kind = check_dtype(part, dtype, device)
+    kind = allowed = check_dtype(part, dtype, device)
     row, slices, shown = PARTS[part], 1, []
     timed: Callable[..., Run] = measure
-    if device == "cuda":
+    if device == "webgpu":
+        if d > WIDEST:
+            raise ValueError(f"d is {d}; it must be at most {WIDEST} on WebGPU")
+        chosen, tile = choose_step(kernel, d, kind, opened().adapter)
+        shown.append(f"{opened().adapter.name}, {opened().adapter.backend}")
+        shown.append(
+            f"step {chosen.name}: {chosen.summary}; tiles of {tile.br} queries and {tile.bc} keys, "
+            f"{tile.threads} threads of a workgroup"
+        )
+        heads_at_once(N, batch * heads, machine.available_memory())
+        allowed = Dtype.FP16 if "shader-f16" in chosen.needs else kind  # step 6 rounds K, V and the weights
+    elif device == "cuda":
         on = gpu.Gpu()
         timed = partial(measure_on_gpu, on)
         shown.append(on.describe()["name"])
@@ -196,13 +210,19 @@ def run(
         heads_at_once(N, batch * heads, machine.available_memory())
         if row.operator:
             shown.append(extension.describe(simd))
-    tensors = synthetic_qkv(N, kind, batch, heads, d, device)
+    tensors = synthetic_qkv(N, kind, batch, heads, d, "cuda" if device == "cuda" else "cpu")
     echo("\n".join([f"Running {part} test: {row.title}\n", *shown]) + "\n" * bool(shown))
 
     def lab(part: str) -> Tensor:
         options: dict[str, Any] = dict(causal=causal, scale=1.0, br=br, bc=bc, simd=simd, kernel=kernel)
-        count = 1 if PARTS[part].operator else slices
-        return in_slices(partial(attention, part, **options), count, tensors)
+        count, inputs = (1 if PARTS[part].operator else slices), tensors
+        if device == "webgpu":
+            options = {name: options[name] for name in ("causal", "scale")}
+            if PARTS[part].operator:
+                options |= {"device": device, "kernel": kernel}
+            else:  # PyTorch's on the CPU
+                inputs = tuple(t.float() for t in tensors)  # type: ignore[assignment]
+        return in_slices(partial(attention, part, **options), count, inputs)
 
     echo("-----RUNNING REFERENCE IMPLEMENTATION-----\n")
     reference = timed(f"REFERENCE - {row.title}", lambda: lab("part0"))
@@ -211,7 +231,7 @@ def run(
 
     echo(f"-----RUNNING {part.upper()}-----\n")
     ours = timed(f"{part.upper()} - {row.title}", lambda: lab(part))
-    difference = mismatch(reference.out, ours.out, kind)
+    difference = mismatch(reference.out, ours.out, allowed)
     echo(f"manual attention == pytorch attention {difference is None}")
     if difference:
         echo(difference)
@@ -219,9 +239,10 @@ def run(
     echo(f"Manual Execution Time:  {ours.seconds:.6f} s\n")
     echo(ours.table)
 
-    for label, result in (("REFERENCE", reference), (part.upper(), ours)):
+    where = "cpu" if device == "webgpu" else device
+    for label, result, where in (("REFERENCE", reference, where), (part.upper(), ours, device)):
         echo(f"{label} - {row.title} statistics")
-        echo(f"{device} time:  {1e3 * result.seconds:.3f}ms")
+        echo(f"{where} time:  {1e3 * result.seconds:.3f}ms")
         echo(f"mem usage:  {result.memory} bytes\n")
     echo(f"speed-up over PyTorch:  {reference.seconds / ours.seconds:.2f}x")
     return True

@@ -52,6 +52,18 @@ gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_cou
 print(json.dumps([torch.version.cuda, [[gpu.name, gpu.major, gpu.minor] for gpu in gpus]]))
 """
 DRIVER = Path("/proc/driver/nvidia/version")  # version of NVIDIA's kernel module
+WEBGPU = """
+from attention_ext.parts import BuildError
+from attention_ext.webgpu.gpu import opened
+try:
+    adapter = opened().adapter
+except BuildError as error:
+    print(f"!{error}")
+else:
+    slow = ", right but slow: it is the CPU" * adapter.is_cpu
+    features = ", ".join(sorted(adapter.features)) or "no optional features"
+    print(f"{adapter.name} by {adapter.backend}, {features}{slow}")
+"""
 NVRTC = """
 from attention_ext.build import nvrtc
 core, found = nvrtc.versions()
@@ -274,6 +286,15 @@ def _nvrtc() -> str:
     return _python_says(NVRTC)
 
 
+def _webgpu() -> str:
+    if _installed("wgpu") is None:
+        raise Missing(f"wgpu not installed (part4 --device webgpu on any GPU); {INSTALL[:-1]}'.[webgpu]'")
+    said = _python_says(WEBGPU)
+    if said.startswith("!"):
+        raise Missing(said[1:])
+    return said
+
+
 def _tiles() -> str:
     found = tiles.read()
     if not found:
@@ -333,6 +354,7 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     ),
     "GPU": (_gpu, "torch"),
     "NVRTC": (_nvrtc,),
+    "WebGPU": (_webgpu,),
     "tiles": (_tiles,),
     **{name: (functools.partial(_checkpoint, name), "packages") for name in PRESENT},
     "corpus": (_corpus, "packages"),

@@ -10,13 +10,14 @@ import click
 from app.cli import options
 from app.cli.terminal import notice, progress
 from attention_ext import PARTS
+from attention_ext.parts import DEVICES
 
 if TYPE_CHECKING:  # they import torch
     from lab.bench.cases import Cell
     from lab.bench.results import Run
 
 # Operations per second, to weight the cells of the progress bar.
-ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13}
+ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13, "webgpu": 1e11}
 MASKS = ("none", "causal")
 TILED = tuple(name for name, part in PARTS.items() if part.tiled)
 # The case of the lab's homework.
@@ -98,7 +99,8 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     With --device cuda they are part0, part4 (its fastest kernel), kernel1 and the other kernels
     (kernel2-unpadded, ...), numba-spilled, numba-registers, sdpa-math, sdpa-efficient, sdpa-flash, sdpa-cudnn
     (backends of PyTorch's) and flash-attn; by default all that are installed, each once. --plot then also
-    times part1 on one core of the CPU.
+    times part1 on one core of the CPU. With --device webgpu they are part4 and its steps in WGSL, webgpu1 to
+    webgpu6.
     """
     options.refuse_other_device()
     options.refuse_combinations(ONLY_WITH, NOT_WITH)
@@ -116,7 +118,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
         click.echo(kept if found else f"Nothing is kept for this processor in {file}.")
         return True
     if save and sizes["contenders"] is None:
-        known = {*cases.known_on("cpu"), *cases.known_on("cuda")}
+        known = {name for device in DEVICES for name in cases.known_on(device)}
         if {*save.split(",")} <= known:
             raise click.UsageError(f"--save is {save!r}; it must be a file; CONTENDERS come before --save")
     cells = [] if load else plan_of(tune, **sizes)
@@ -171,6 +173,10 @@ def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: boo
     bench: Bench | GpuBench
     if cells[0].device == "cuda":
         bench = GpuBench(cells, rounds, min_time, against_cpu=against_cpu)
+    elif cells[0].device == "webgpu":
+        from lab.webgpu.gpu import Gpu
+
+        bench = GpuBench(cells, rounds, min_time, against_cpu=against_cpu, gpu=Gpu())
     else:
         bench = Bench(cells, rounds, min_time)
     # A cell's time is unknown; its operations and the requested least time are known.

@@ -76,7 +76,7 @@ def command_of(part: str) -> click.Command:
     @inference_options
     def command(threads: int | None, **asked: Any) -> bool:
         check(part, asked)
-        if asked["inference"] or asked["device"] == "cuda":
+        if asked["inference"] or asked["device"] != "cpu":
             asked |= {side: None for side in ("br", "bc") if not options.given(side)}
         if asked["inference"]:
             asked["threads"] = options.threads_for(threads)
@@ -102,6 +102,8 @@ def check(part: str, asked: dict[str, Any]) -> None:
     if part not in WITH_KERNELS:
         options.refuse(("kernel",), f"goes with {' and '.join(WITH_KERNELS)} only")
     options.check_device(part, asked["device"])
+    if asked["inference"] and asked["device"] == "webgpu":
+        raise click.UsageError("--device webgpu does not go with --inference")
     options.refuse_other_device()
 
 

@@ -113,9 +113,9 @@ def plan(
     """The cells of a sweep: every contender at every length, width, mask and number of threads.
 
     queries: by default as many as keys. br, bc: tiles of the tiled parts, None for the tuned one. simds:
-    names from SIMD. dtype: that of the inputs. device: one of DEVICES; on CUDA there is no choice of tiles,
-    threads and simds, and every contender is timed with each of l2s, from L2. Raises ValueError naming the
-    wrong argument.
+    names from SIMD. dtype: that of the inputs. device: one of DEVICES; on a GPU there is no choice of tiles,
+    threads and simds, and on CUDA every contender is timed with each of l2s, from L2. Raises ValueError
+    naming the wrong argument.
     """
     one_of("device", device, DEVICES)
     choices = (("contender", names, known_on(device)), ("simd", simds, SIMD), ("l2", l2s, L2))
@@ -132,7 +132,7 @@ def plan(
             check_dtype(name, dtype, device)
         elif dtype not in taken:
             raise ValueError(f"dtype is {dtype!r}; contender {name!r} takes {' and '.join(taken)} only")
-    if device == "cuda":
+    if device != "cpu":
         threads = (1,)
     cells = []
     cases = itertools.product(lengths, widths, masks, threads, l2s if device == "cuda" else (None,), names)
@@ -164,7 +164,7 @@ def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[
 
     queries: as in plan(); SPLIT is for few. Raises ValueError if no contender takes the dtype.
     """
-    # on CUDA part4 is one of the kernels, and sdpa one of the backends
+    # on a GPU part4 is one of the kernels, and sdpa one of the backends
     without = {"onnx"} if device == "cpu" else {"part4", "sdpa"}
     if queries is None or queries > MOST_SPLIT:
         without.add(SPLIT)

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention_ext import PARTS, attention
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import Dtype, Part, check_part, is_file
+from attention_ext.webgpu.steps import FASTEST, STEPS
 
 if TYPE_CHECKING:
     from lab.bench.cases import Cell
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Call = Callable[[], Tensor]
 SPLIT = "split"  # the kernel for few queries, which has no number
 OF_KERNEL = {name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()}
+OF_STEP = {f"webgpu{name}": step for name, step in STEPS.items()}
 # Backends of PyTorch's SDPA: the title, the kind and the name in warnings.
 SDPA = {
     "sdpa-math": ("math", SDPBackend.MATH, "Math"),
@@ -77,6 +79,9 @@ def contenders() -> dict[str, Contender]:
     found = Contenders((name, of_part(name, part)) for name, part in PARTS.items())
     for name, kernel in OF_KERNEL.items():
         found[name] = Contender(f"kernel {kernel.name}", attention_call, {"cuda": kernel.dtypes})
+    for name, step in OF_STEP.items():
+        takes = tuple(dtype for dtype in FASTEST if dtype is Dtype.FP16 or "shader-f16" not in step.needs)
+        found[name] = Contender(f"step {step.name}", attention_call, {"webgpu": takes}, "wgpu", True)
     for state in ("spilled", "registers"):
         found[f"numba-{state}"] = Contender(f"Numba, state {state}", numba_call, {"cuda": fp32}, "numba")
     found["sdpa"] = Contender("PyTorch SDPA", sdpa_call, on_cuda | {"cpu": (*fp32, Dtype.BF16)})
@@ -88,7 +93,12 @@ def contenders() -> dict[str, Contender]:
 
 
 def attention_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """attention() with the cell's part, tile and SIMD helpers, or with one of part4's kernels on CUDA."""
+    """attention() with the cell's part, tile and SIMD helpers, or with one of part4's kernels on a GPU."""
+    if cell.device == "webgpu":
+        from lab.webgpu.gpu import prepared
+
+        step = OF_STEP.get(cell.contender)
+        return prepared(q, k, v, cell.causal, step.name if step else None)
     kernel = OF_KERNEL.get(cell.contender)
     part, name = ("part4", kernel.name) if kernel else (cell.contender, None)
     chosen: dict[str, Any] = {"br": cell.br, "bc": cell.bc, "simd": cell.simd or "auto", "kernel": name}

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ Verified = tuple[Result, tuple[Call, float, float] | None]
 class GpuBench:
     """A sweep that can be stopped, like measure.Bench: `done` holds the results of run().
 
-    against_cpu: also time sequential C++ for each case. gpu: the GPU that measures.
+    against_cpu: also time sequential C++ for each case. gpu: the GPU that measures; lab.webgpu.gpu has
+    another kind.
     Raises BuildError without a GPU or a compiler for it, and ValueError for cells that do not fit its memory.
     """
 
@@ -64,9 +66,9 @@ class GpuBench:
         min_time: float = MIN_TIME_SECONDS,
         *,
         against_cpu: bool = False,
-        gpu: Gpu | None = None,
+        gpu: Any = None,
     ) -> None:
-        self.gpu = gpu or Gpu()
+        self.gpu: Any = gpu or Gpu()
         check_memory(cells, self.gpu.free())
         self.cells = list(cells)
         about = machine.describe() | {"gpu": self.gpu.describe()}
@@ -86,8 +88,8 @@ class GpuBench:
             before, after = self.done.peaks[1], self.gpu.fma_peak()
             if abs(after / before - 1) > CHANGED_PEAK:
                 self.done.busy = (
-                    f"The GPU's speed changed: its FMA peak went from {before / 1e12:.1f} to "
-                    f"{after / 1e12:.1f} TFLOP/s; these figures are not firm."
+                    f"The GPU's speed changed: its FMA peak went from {before / 1e12:.3g} to "
+                    f"{after / 1e12:.3g} TFLOP/s; these figures are not firm."
                 )
 
     def _measure_limits(self) -> None:
@@ -96,7 +98,7 @@ class GpuBench:
         self.done.machine["gpu"]["bandwidths"] = bandwidths
         self.done.bandwidths[1] = max(bandwidths.values())
         for dtype in dict.fromkeys(cell.dtype for cell in self.cells):
-            if dtype != Dtype.FP32:
+            if dtype != Dtype.FP32 and self.cells[0].device == "cuda":
                 self.done.tensor_peaks[dtype] = self.gpu.tensor_peak(Dtype(dtype))
 
     def _case(self, cells: list[Cell]) -> Spent:
@@ -137,7 +139,8 @@ class GpuBench:
     def _verify(self, cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> Verified:
         try:
             call = contenders()[cell.contender].prepare(cell, q, k, v)
-            result = compared(cell, *self.gpu.allocated(call), exact)
+            out, memory = self.gpu.allocated(call)
+            result = compared(cell, out, memory, exact)
         except torch.OutOfMemoryError:
             return Result(cell, "skipped", "needs more memory than the GPU has free"), None
         except (BuildError, ValueError, TypeError) as error:

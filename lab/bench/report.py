@@ -76,7 +76,7 @@ def row(run: Run, result: Result) -> dict:
         "quiet": quiet_of(result.paces) if cell.device == "cpu" else None,
         "all_ms": 1e3 * statistics.median(result.every) if result.every else None,
         "gflops": rate / 1e9,
-        "tflops": rate / 1e12 if cell.device == "cuda" else None,
+        "tflops": rate / 1e12 if cell.device != "cpu" else None,
         "peak_share": rate / run.peak(cell),
         "reading_share": result.reading and result.reading / median,
     }
@@ -85,8 +85,8 @@ def row(run: Run, result: Result) -> dict:
         figures["bandwidth_share"] = result.traffic / median / run.bandwidths[cell.threads]
     others = {name: _least_median(run, names, cell.group) for name, names in BASELINES.items()}
     # kernel3 is before kernel4 and its variants kernel4-x
-    if kernel := re.fullmatch(r"kernel(\d+)(-.*)?", cell.contender):
-        others["kernel_before"] = _least_median(run, (f"kernel{int(kernel[1]) - 1}",), cell.group)
+    if kernel := re.fullmatch(r"(kernel|webgpu)(\d+)(-.*)?", cell.contender):
+        others["kernel_before"] = _least_median(run, (f"{kernel[1]}{int(kernel[2]) - 1}",), cell.group)
     others["sequential"] = sequential_seconds(cell, run.sequential)
     return named | figures | {f"over_{name}": other and other / median for name, other in others.items()}
 
@@ -141,10 +141,15 @@ def header(run: Run) -> str:
             for dtype, peak in run.tensor_peaks.items()
         ]
         limits += [f"memory {name} at {_tera(rate)}B/s" for name, rate in gpu["bandwidths"].items()]
+        if "backend" in gpu:
+            what, by = f"{gpu['kind']}, {gpu['features']}", f"{gpu['backend']} by wgpu {gpu['wgpu']}"
+        else:
+            what = f"compute capability {gpu['capability']}, {gpu['multiprocessors']} multiprocessors, "
+            what += f"{size_text(gpu['memory'])}, L2 {size_text(gpu['l2'])}"
+            by = f"CUDA {gpu['cuda']}"
         lines = [
-            f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['multiprocessors']} "
-            f"multiprocessors, {size_text(gpu['memory'])}, L2 {size_text(gpu['l2'])}; host {m['cpu']}",
-            f"{software}, CUDA {gpu['cuda']}, {when}",
+            f"{gpu['name']}, {what}; host {m['cpu']}",
+            f"{software}, {by}, {when}",
             ", ".join(limits),
             *map(sequential_text, run.sequential),
         ]
@@ -224,7 +229,7 @@ def _case(rows: Sequence[dict]) -> tuple[list[str], list[str]]:
         "queries": lambda r: r["N"],
         "dtype": lambda r: Dtype.FP32,
         "device": lambda r: "cpu",
-        "threads": lambda r: r["threads"] if r["device"] == "cuda" else None,
+        "threads": lambda r: r["threads"] if r["device"] != "cpu" else None,
     }
     names = [
         name for name in CASE if name not in usual or any(r[name] not in (None, usual[name](r)) for r in rows)

@@ -109,7 +109,7 @@ def test_without_a_gpu_one_error_says_so(no_gpu):
 def test_the_command_line_refuses(failed, no_gpu):
     for arguments, message in (
         ("part4 --inference --device cuda -bc auto", "-bc does not go with --device cuda"),
-        ("part4 --inference --kernel 1", "--kernel goes with --device cuda only"),
+        ("part4 --inference --kernel 1", "--kernel goes with --device cuda or webgpu only"),
         ("part4 --inference --device cuda", "there is no GPU"),
         ("eval --device cuda --threads 1", "--threads does not go with --device cuda"),
         (f"eval --device cuda --corpus {__file__}", "there is no GPU"),

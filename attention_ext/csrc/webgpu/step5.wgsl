@@ -123,11 +123,15 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
 
         // O <- O + P V
         for (var j = 0u; j < LANES; j++) {
+            var p = array<vec4f, ROWS>();
+            for (var i = 0u; i < ROWS; i++) {
+                p[i] = P[(y + i * LINES) * P_PITCH + j];
+            }
             for (var w = 0u; w < WIDTH; w++) {
                 let at = j * D4 + min(x + w * LANES, D4 - 1);
                 let b = mat4x4f(V[at], V[at + LANES * D4], V[at + 2 * LANES * D4], V[at + 3 * LANES * D4]);
                 for (var i = 0u; i < ROWS; i++) {
-                    o[i * WIDTH + w] = product(P[(y + i * LINES) * P_PITCH + j], b, o[i * WIDTH + w]);
+                    o[i * WIDTH + w] = product(p[i], b, o[i * WIDTH + w]);
                 }
             }
         }

@@ -106,7 +106,7 @@ def test_wrong_options(failed, monkeypatch):
         ("part0 --device cuda", "PART is part0; it must be part4"),
         ("part4 --device cuda --simd off", "--simd does not go with --device cuda"),
         ("part4 --device cuda --cachegrind", "--cachegrind does not go with --device cuda"),
-        ("part4 --kernel 1", "--kernel goes with --device cuda only"),
+        ("part4 --kernel 1", "--kernel goes with --device cuda or webgpu only"),
         ("part4 --arch sm_90", "--arch goes with --device cuda only"),
         ("part4 --device cuda --arch sm_90 -N 9 --queries 10 --causal", "at most N=9 with a"),
         ("part4 --device cuda --arch sm_20", "'sm_20' is not one of"),

@@ -1,0 +1,71 @@
+// What an adapter can do at most, one entry point for each limit. The host puts REPEATS in front, the loops of
+// a thread. Results are written only if they are a number that cannot come out, so that the compiler keeps the
+// work; `never[1]` holds numbers that it does not know.
+const THREADS: u32 = 256;
+const FOURS: u32 = 1024;  // of workgroup memory: 16 KiB
+
+@group(0) @binding(0) var<storage, read_write> never: array<vec4f>;
+@group(0) @binding(1) var<storage, read> data: array<vec4f>;
+
+var<workgroup> tile: array<vec4f, FOURS>;
+
+fn keep(sum: vec4f) {
+    if (sum.x + sum.y + sum.z + sum.w == -1.0) {
+        never[0] = sum;
+    }
+}
+
+// 64 multiply-adds in 16 chains for each loop
+@compute @workgroup_size(THREADS)
+fn multiply_adds(@builtin(local_invocation_index) index: u32) {
+    let a = vec4f(never[1].x);
+    let b = vec4f(never[1].y);
+    var x = vec4f(f32(index));
+    var y = x + 1.0;
+    var z = x + 2.0;
+    var w = x + 3.0;
+    for (var r = 0u; r < REPEATS; r++) {
+        x = fma(fma(fma(fma(x, a, b), a, b), a, b), a, b);
+        y = fma(fma(fma(fma(y, a, b), a, b), a, b), a, b);
+        z = fma(fma(fma(fma(z, a, b), a, b), a, b), a, b);
+        w = fma(fma(fma(fma(w, a, b), a, b), a, b), a, b);
+    }
+    keep(x + y + z + w);
+}
+
+// 8 exponentials for each loop
+@compute @workgroup_size(THREADS)
+fn exponentials(@builtin(local_invocation_index) index: u32) {
+    var x = vec4f(f32(index)) * never[1].z;
+    var y = x + 1.0;
+    for (var r = 0u; r < REPEATS; r++) {
+        x = exp2(-x);
+        y = exp2(-y);
+    }
+    keep(x + y);
+}
+
+// 4 reads of 16 bytes for each loop
+@compute @workgroup_size(THREADS)
+fn workgroup_reads(@builtin(local_invocation_index) index: u32) {
+    for (var at = index; at < FOURS; at += THREADS) {
+        tile[at] = vec4f(f32(at));
+    }
+    workgroupBarrier();
+    var sum = vec4f();
+    for (var r = 0u; r < REPEATS; r++) {
+        let at = index + r;
+        sum += tile[at % FOURS] + tile[(at + 256) % FOURS] + tile[(at + 512) % FOURS] + tile[(at + 768) % FOURS];
+    }
+    keep(sum);
+}
+
+// Reads all of `data` once.
+@compute @workgroup_size(THREADS)
+fn storage_reads(@builtin(global_invocation_id) id: vec3u, @builtin(num_workgroups) groups: vec3u) {
+    var sum = vec4f();
+    for (var at = id.x; at < arrayLength(&data); at += THREADS * groups.x) {
+        sum += data[at];
+    }
+    keep(sum);
+}
