@@ -4,6 +4,7 @@ const WIDTH: u32 = (D4 + LANES - 1) / LANES;  // fours of O for each row of a th
 const PITCH: u32 = D4 + 1;  // rows of a column are in different banks
 const P_PITCH: u32 = LANES + 1;
 const SLAB: u32 = BC * D4;
+const CHAIN: u32 = 16;  // fours that are added one after the other: a longer sum rounds more often
 const FOURS: u32 = (ROWS + 3) / 4;  // of a thread's rows
 
 var<workgroup> Q: array<vec4f, BR * PITCH>;
@@ -49,11 +50,17 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
 
         // S <- Q K^T
         var s = array<vec4f, ROWS>();  // naga does not clear a variable of a loop that has no value
-        for (var c = 0u; c < D4; c++) {
-            let at = 4 * c * LANES + x;
-            let b = mat4x4f(KV[at], KV[at + LANES], KV[at + 2 * LANES], KV[at + 3 * LANES]);
+        for (var c0 = 0u; c0 < D4; c0 += CHAIN) {
+            var part = array<vec4f, ROWS>();
+            for (var c = c0; c < min(c0 + CHAIN, D4); c++) {
+                let at = 4 * c * LANES + x;
+                let b = mat4x4f(KV[at], KV[at + LANES], KV[at + 2 * LANES], KV[at + 3 * LANES]);
+                for (var i = 0u; i < ROWS; i++) {
+                    part[i] = product(Q[(y + i * LINES) * PITCH + c], b, part[i]);
+                }
+            }
             for (var i = 0u; i < ROWS; i++) {
-                s[i] = product(Q[(y + i * LINES) * PITCH + c], b, s[i]);
+                s[i] += part[i];
             }
         }
         if (j0 + BC > all_see) {
