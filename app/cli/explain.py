@@ -6,6 +6,7 @@ from app.cli import options
 from lab.cuda.architectures import SHEETS
 
 DEFAULTS = {"cpu": {"batch": 1, "heads": 4, "N": 1024}, "cuda": {"batch": 100, "heads": 1, "N": 4096}}
+DEFAULTS["webgpu"] = DEFAULTS["cpu"]
 
 
 @click.command()
@@ -35,21 +36,28 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     The bytes are the algorithm's own count. The cache misses of one head are shown beside them if Linux's
     perf may count them, or with --cachegrind. With --device cuda a kernel of part4 is explained: registers,
     spills, occupancy, bytes through shared and global memory, the bound, the time, and the counts of Nsight
-    Compute if ncu is on PATH and may count.
+    Compute if ncu is on PATH and may count. With --device webgpu part4's steps in WGSL are explained: their
+    counts, the adapter's limits, the time that these allow, and the time.
     """
     options.refuse_other_device()
     from lab.bench import cases
 
     sizes |= {name: sizes[name] or size for name, size in DEFAULTS[device].items()}
-    if device == "cuda":
+    if device != "cpu":
         if part != "part4":
-            raise click.UsageError(f"PART is {part}; it must be part4 with --device cuda")
-        from lab.cuda import explain as on_cuda
+            raise click.UsageError(f"PART is {part}; it must be part4 with --device {device}")
 
         asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
         asked |= {"queries": cuda_queries or sizes["N"], "device": device}
         cell = cases.Cell(part, simd=None, br=None, bc=None, threads=1, **asked)
-        on_cuda.explain(cell, click.echo, kernel, arch)
+        if device == "webgpu":
+            from lab.webgpu import explain as on_webgpu
+
+            on_webgpu.explain(cell, click.echo, kernel)
+        else:
+            from lab.cuda import explain as on_cuda
+
+            on_cuda.explain(cell, click.echo, kernel, arch)
         return
     from lab.explain import explain as explained
 

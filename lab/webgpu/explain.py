@@ -1,0 +1,132 @@
+"""gpt.py explain part4 --device webgpu: what each step does by its own count, its bound and its time."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attention_ext.parts import Dtype, check_dtype
+from attention_ext.webgpu.steps import STEPS, WIDEST, Step, Tile, choose, up
+from lab.bench.cases import Cell, check_memory
+from lab.bench.measure import inputs
+from lab.text import counted, markdown, scaled, size_text
+from lab.webgpu.gpu import Gpu, prepared
+
+TIMED = 5  # calls
+FOUR = 16  # bytes of four float32 numbers
+SUBGROUP = 32  # lanes of a GPU that read a number of workgroup memory at once, about; of a CPU it is one
+TITLES = "step|tile|multiply-adds|exp2|workgroup memory|storage|predicted, ms|bound by|measured, ms".split(
+    "|"
+)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Multiply-adds and powers of two of a call, and bytes that its threads ask of each memory.
+
+    workgroup: what lanes of a subgroup read together counts once.
+    """
+
+    multiply_adds: int
+    exponentials: int
+    workgroup: int
+    storage: int
+
+
+def count(step: Step, tile: Tile, cell: Cell, subgroup: int) -> Count:
+    """A step's own count, with the parts of tiles that are masked or past the end."""
+    heads, Nq, Nk, d, causal = cell.batch * cell.heads, cell.queries, cell.N, cell.d, cell.causal
+    element = Dtype(cell.dtype).bytes
+    line, column = min(tile.lanes, subgroup), max(1, subgroup // tile.lanes)  # lanes that read one number
+    d4, threads, rows = up(d, 4), tile.threads, up(Nq, tile.br)
+    seen = [min(Nk, (i + 1) * tile.br + Nk - Nq) if causal else Nk for i in range(rows)]
+    pairs = heads * sum(up(keys, tile.bc) for keys in seen)  # tiles of queries with tiles of keys
+    width, scores = up(d4, tile.lanes), tile.br * tile.bc
+    products = 4 * d4 * scores + 4 * width * tile.lanes * scores
+    stored = heads * Nq * (d4 * 4 * element + 4)
+    if step.name in "12":
+        exponentials = threads * (tile.bc + 1)
+        through = threads * 4 * (1 + 2 * tile.bc / line)  # S
+        asked = threads * (2 * d4 + tile.bc * width)  # fours of Q, K and V
+        if step.name == "1":
+            return Count(
+                pairs * products,
+                pairs * exponentials,
+                int(pairs * through),
+                pairs * 4 * element * asked + stored,
+            )
+        read = threads * (d4 / line + (d4 + tile.bc * width) / column)
+        through += FOUR * (2 * tile.bc * d4 + read)
+    else:
+        half = FOUR // 2 if step.name == "6" else FOUR  # of four numbers of K, V or P
+        exponentials = scores + threads * 4 * up(tile.rows, 4)
+        through = 2.0 * tile.bc * d4 * half  # K and V stored
+        through += threads * d4 * (4 * half / column + tile.rows * FOUR / line)  # S
+        through += threads * tile.rows * half * (1 + tile.lanes / line)  # P
+        through += threads * tile.lanes * width * 4 * half / column  # O
+        if step.name in "34":
+            through += tile.maxima * FOUR * (1 + tile.lanes / line)
+    of_q = heads * rows * tile.br * d4
+    return Count(
+        pairs * products,
+        pairs * exponentials,
+        int(pairs * through) + FOUR * of_q,
+        4 * element * (of_q + pairs * 2 * tile.bc * d4) + stored,
+    )
+
+
+def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) -> None:
+    """Print a row for each step, or for the one called `kernel`, and the adapter's limits.
+
+    Raises ValueError if a step does not take the cell, BuildError without an adapter.
+    """
+    dtype, on = check_dtype("part4", cell.dtype, "webgpu"), Gpu()
+    if cell.d > WIDEST:
+        raise ValueError(f"d is {cell.d}; it must be at most {WIDEST} on WebGPU")
+    check_memory([cell])
+    adapter, heads = on.gpu.adapter, cell.batch * cell.heads
+    steps = [
+        choose(name, cell.d, dtype, adapter) for name in ([kernel] if kernel else runnable(adapter.features))
+    ]
+    peak, exponentials, near, far = on.fma_peak(), on.exponentials, on.workgroup_bandwidth, on.bandwidth
+    mask = "causal" if cell.causal else "no mask"
+    echo(f"part4 on WebGPU: {counted(heads, 'head')} of N = {cell.N}, d = {cell.d}, {cell.dtype}, {mask}")
+    echo(f"{adapter.name}, {adapter.backend}" + ": a CPU, which is right and never fast" * adapter.is_cpu)
+    echo(
+        f"limits, measured: {scaled(peak).strip()}FLOP/s, {scaled(exponentials).strip()} exp2/s, "
+        f"workgroup memory {scaled(near).strip()}B/s, storage {scaled(far).strip()}B/s\n"
+    )
+    q, k, v = inputs(cell)
+    rows = []
+    for step, tile in steps:
+        found = count(step, tile, cell, 1 if adapter.is_cpu else SUBGROUP)
+        bounds = {
+            "multiply-adds": 2 * found.multiply_adds / peak,
+            "exp2": found.exponentials / exponentials,
+            "workgroup memory": found.workgroup / near,
+            "storage": found.storage / far,
+        }
+        bound = max(bounds, key=lambda name: bounds[name])
+        call = prepared(q, k, v, cell.causal, step.name)
+        on.time(call, 1)
+        seconds = statistics.median(on.time(call, 1)[0] for _ in range(TIMED))
+        rows.append(
+            (
+                step.name,
+                f"{tile.br} x {tile.bc}, {tile.threads} threads",
+                scaled(found.multiply_adds).strip(),
+                scaled(found.exponentials).strip(),
+                size_text(found.workgroup),
+                size_text(found.storage),
+                f"{1e3 * bounds[bound]:.3g}",
+                bound,
+                f"{1e3 * seconds:.3g}",
+            )
+        )
+    echo(markdown(TITLES, rows))
+    for step, _ in steps:
+        echo(f"\n{step.name}: {step.summary}. {step.why}")
+
+
+def runnable(features: frozenset[str]) -> list[str]:
+    """The steps that an adapter with these features can run."""
+    return [name for name, step in STEPS.items() if features.issuperset(step.needs)]
