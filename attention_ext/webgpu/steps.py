@@ -104,8 +104,8 @@ def up(n: int, by: int) -> int:
 
 
 # Threads beside and below each other, and rows of a thread.
-_SIDES = [(8, 8, 8), (8, 4, 8), (8, 8, 4), (8, 4, 4), (8, 4, 2), (4, 4, 4), (4, 4, 2)]
-_SIDES += [(4, 4, 1), (2, 4, 1), (1, 4, 1)]
+_SIDES = [(8, 8, 8), (8, 4, 8), (8, 8, 4), (8, 4, 4), (4, 8, 4), (4, 8, 2), (4, 8, 1)]
+_SIDES += [(2, 8, 1), (2, 4, 1), (1, 4, 1)]
 _EIGHT = tuple(Tile(*sides, keys=4) for sides in _SIDES)
 _FOUR = tuple(tile for tile in _EIGHT if tile.rows <= 4)
 

@@ -26,8 +26,8 @@ struct Call {
 @group(0) @binding(5) var<uniform> call: Call;
 
 const LN2: f32 = 0.6931471805599453;
-// The score of a masked key and the maximum of no keys. WGSL has no constant for infinity. A row sees a key of
-// its first tile, so what is subtracted from a masked score is never this number.
+// The score of a masked key and the maximum of no keys. WGSL has no constant for infinity. A row sees a key
+// of its first tile, so what is subtracted from a masked score is never this number.
 const LOWEST: f32 = -3.4e38;
 
 // A tile of queries of a head. The grid may have more workgroups than there are tiles.
@@ -37,13 +37,14 @@ struct Block {
     exists: bool,
 }
 
-// The workgroup's own. A dispatch has at most 65,535 of them in a dimension, so they are counted over two. With
-// a causal mask the tiles with most keys come first.
+// The workgroup's own. A dispatch has at most 65,535 of them in a dimension, so they are counted over two.
+// With a causal mask the tiles with most keys come first.
 fn block_of(group: vec3u, groups: vec3u, rows: u32) -> Block {
     let number = call.first + group.y * groups.x + group.x;
     let tiles = (call.Nq + rows - 1) / rows;
     let tile = number % tiles;
-    return Block(number / tiles, rows * select(tile, tiles - 1 - tile, call.causal == 1), number / tiles < call.heads);
+    let head = number / tiles;
+    return Block(head, rows * select(tile, tiles - 1 - tile, call.causal == 1), head < call.heads);
 }
 
 // How many keys a query sees; they are the first ones.

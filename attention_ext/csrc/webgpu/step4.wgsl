@@ -1,3 +1,17 @@
+// Step 4: 8 x 4 scores a thread; K is transposed, and K and V take turns in one place.
+//
+// Shapes: as in step 1. Tiles of BR = 64 queries and BC = 32 keys, fewer where they do not fit.
+// Loop nest: as in step 3, with ROWS = 8.
+// Dispatch: B H ceil(Nq / BR) workgroups of LANES LINES = 8 x 8 threads.
+// Workgroup memory: Q, K or V, P and the maxima, 24 KiB at d = 32 and 36 KiB at d = 64; where an adapter
+//     allows 16 KiB, 14 KiB at d = 32 with tiles of 32 x 32.
+// Improves on step 3: a number of K or V serves eight multiply-adds. With a column of K for four keys in a
+//     vector, all products are multiply-adds. V is loaded after the barrier at which the maxima are
+//     exchanged, because K has been read then, so the second place needs no barrier of its own.
+// Bound: multiply-adds and reads of workgroup memory, which overlap if enough workgroups are resident. A
+//     tile of keys has four barriers.
+// Command: python gpt.py explain part4 --device webgpu -N 256
+
 const BR: u32 = ROWS * LINES;
 const BC: u32 = 4 * LANES;
 const WIDTH: u32 = (D4 + LANES - 1) / LANES;  // fours of O for each row of a thread
@@ -41,7 +55,8 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
             let key = j0 + at % LANES;
             let c = at / LANES;
             let b = transpose(mat4x4f(k_at(block.head, key, c), k_at(block.head, key + LANES, c),
-                                      k_at(block.head, key + 2 * LANES, c), k_at(block.head, key + 3 * LANES, c)));
+                                      k_at(block.head, key + 2 * LANES, c),
+                                      k_at(block.head, key + 3 * LANES, c)));
             for (var e = 0u; e < 4; e++) {
                 KV[(4 * c + e) * LANES + at % LANES] = b[e];
             }
@@ -111,7 +126,8 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
             }
             for (var w = 0u; w < WIDTH; w++) {
                 let at = j * D4 + min(x + w * LANES, D4 - 1);
-                let b = mat4x4f(KV[at], KV[at + LANES * D4], KV[at + 2 * LANES * D4], KV[at + 3 * LANES * D4]);
+                let b = mat4x4f(KV[at], KV[at + LANES * D4], KV[at + 2 * LANES * D4],
+                                KV[at + 3 * LANES * D4]);
                 for (var i = 0u; i < ROWS; i++) {
                     o[i * WIDTH + w] = product(p[i], b, o[i * WIDTH + w]);
                 }
