@@ -30,6 +30,7 @@ DOCUMENTS = {
     "docs/training.md": (1, 6),
     "docs/try.md": (6, 8),
     "docs/web.md": (3, 4),
+    "docs/webgpu.md": (7, 5),
     "tests/robustness/README.md": (1, 0),
 }
 
