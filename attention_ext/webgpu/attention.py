@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ PART = PARTS["part4"]
 DTYPES = PART.dtypes["webgpu"]
 # Multiply-adds of a dispatch. Systems end one that takes seconds, and reset the GPU.
 AT_ONCE = {"DiscreteGPU": 2**39, "IntegratedGPU": 2**33, "CPU": 2**33}
+
+
+_lock = threading.Lock()  # a Gpu's calls are of one thread at a time
 
 
 class Call:
@@ -105,10 +109,11 @@ def attention(
     """As attention_ext.attention(), with device='webgpu'. If the device is lost, another one computes."""
     arrays = arrays_of(q, k, v, causal)
     applied = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    try:
-        results = _attend(opened(), arrays, causal, applied, kernel)
-    except Lost:
-        results = _attend(reopen(), arrays, causal, applied, kernel)
+    with _lock:
+        try:
+            results = _attend(opened(), arrays, causal, applied, kernel)
+        except Lost:
+            results = _attend(reopen(), arrays, causal, applied, kernel)
     if not isinstance(q, np.ndarray):
         results = [sys.modules["torch"].from_numpy(each) for each in results]
     return tuple(results) if return_lse else results[0]

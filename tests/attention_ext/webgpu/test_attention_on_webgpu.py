@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -262,6 +263,16 @@ def test_features_that_an_adapter_lacks(gpu):
         choose("6", 32, Dtype.FP32, poor)
     with pytest.raises(ValueError, match="q is float16; it must be float32 on Poor, which lacks shader-f16"):
         choose(None, 32, Dtype.FP16, poor)
+
+
+def test_threads_may_call_at_the_same_time(gpu):
+    inputs = [qkv(1, 1, 40, 150, 8, seed=seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(
+            lambda tensors: attention("part4", *tensors, device="webgpu", kernel="2"), inputs * 5
+        )
+    expected = [attention("part4", *tensors, device="webgpu", kernel="2") for tensors in inputs] * 5
+    assert all(map(torch.equal, found, expected))
 
 
 def test_another_device_takes_a_lost_ones_place(gpu):

@@ -1,0 +1,102 @@
+"""The lab on WebGPU: a part's test, bench, explain's counts. Without an adapter they skip with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention_ext.parts import BuildError, Dtype
+from attention_ext.webgpu.gpu import opened
+from attention_ext.webgpu.steps import STEPS, Tile
+from lab import correctness
+from lab.bench import cases
+from lab.bench.cuda import GpuBench
+from lab.webgpu.explain import count, explain
+
+
+@pytest.fixture(scope="module", autouse=True)
+def adapter():
+    try:
+        return opened().adapter
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+def cell(**changes) -> cases.Cell:
+    sizes = dict(N=24, queries=24, d=8, batch=1, heads=2, causal=False)
+    return cases.Cell("part4", None, br=None, bc=None, threads=1, device="webgpu", **sizes | changes)
+
+
+@pytest.mark.parametrize("kernel, dtype", [("1", Dtype.FP32), ("2", Dtype.FP16), ("6", Dtype.FP32)])
+def test_the_test_of_a_part(adapter, kernel, dtype):
+    if "shader-f16" not in adapter.features and (kernel, dtype) != ("1", Dtype.FP32):
+        pytest.skip(f"{adapter.name} lacks shader-f16")
+    said: list[str] = []
+    assert correctness.run(
+        "part4", 24, None, None, True, dtype=dtype, echo=said.append, d=8, device="webgpu", kernel=kernel
+    )
+    assert f"step {kernel}: {STEPS[kernel].summary}" in said[0] and adapter.name in said[0]
+    with pytest.raises(ValueError, match="d is 257; it must be at most 256 on WebGPU"):
+        correctness.run("part4", 24, None, None, True, echo=said.append, d=257, device="webgpu")
+
+
+def test_bench_checks_and_times_each_step(monkeypatch):
+    from lab.webgpu import gpu
+
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.001)
+    names = ("webgpu1", "webgpu2", "part4")
+    bench = GpuBench(
+        cases.plan(names, lengths=(24,), widths=(8,), heads=2, device="webgpu"), 2, 0.01, gpu=gpu.Gpu()
+    )
+    for _ in bench.run():
+        pass
+    assert [(each.cell.contender, each.status, len(each.seconds)) for each in bench.done.results] == [
+        (name, "ok", 2) for name in names
+    ]
+
+
+def test_explain_has_a_row_for_a_step(adapter, monkeypatch):
+    from lab.webgpu import gpu
+
+    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.001)
+    said: list[str] = []
+    explain(cell(), said.append, "2")
+    text = "\n".join(said)
+    assert f"{adapter.name}, {adapter.backend}" in text and "limits, measured: " in text
+    assert "| 2 | 16 x 16, 256 threads |" in text
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_the_counts_are_those_of_the_loops(name, causal):
+    """Of a GPU that reads a number for one lane at a time: multiply-adds, exponentials and fours, counted."""
+    step, one = STEPS[name], cell(N=40, queries=40, causal=causal)
+    tile = Tile(8, 4) if name in "12" else Tile(2, 4, 3, 4)
+    d4, half = 2, 8 if name == "6" else 16
+    width = -(-d4 // tile.lanes)
+    adds = exponentials = workgroup = storage = 0
+    for first in range(0, 40, tile.br):
+        storage += 0 if name == "1" else tile.br * d4 * 16
+        workgroup += 0 if name == "1" else tile.br * d4 * 16  # Q
+        for _ in range(0, min(40, first + tile.br) if causal else 40, tile.bc):
+            for _ in range(tile.threads):
+                if name in "12":
+                    adds += 4 * d4 + 4 * tile.bc * width
+                    exponentials += 1 + tile.bc
+                    workgroup += 4 + 8 * tile.bc
+                    reads = 2 * d4 + tile.bc * width
+                    storage += 16 * reads if name == "1" else 0
+                    workgroup += 16 * reads if name == "2" else 0
+                else:
+                    adds += 16 * tile.rows * d4 + 16 * tile.rows * tile.lanes * width
+                    exponentials += 4 * tile.rows + 4
+                    workgroup += d4 * (4 * half + 16 * tile.rows) + tile.rows * half * (1 + tile.lanes)
+                    workgroup += tile.lanes * width * 4 * half
+                    workgroup += 16 * (1 + tile.lanes) if name in "34" else 0
+            if name != "1":
+                storage += 16 * 2 * tile.bc * d4
+                workgroup += 2 * tile.bc * d4 * half
+    found = count(step, tile, one, 1)
+    stored = 40 * (d4 * 16 + 4)
+    assert (found.multiply_adds, found.exponentials) == (2 * adds, 2 * exponentials)
+    assert (found.workgroup, found.storage) == (2 * workgroup, 2 * (storage + stored))
+    assert count(step, tile, one, 32).workgroup < found.workgroup
