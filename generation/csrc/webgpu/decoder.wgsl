@@ -10,7 +10,7 @@
 // Constants, each `const NAME: u32`: LAYERS, HEADS, HEAD_DIM, VOCAB; BIAS, 1 if layers have one, else 0; TILE,
 // the keys of a tile of attention, a power of two from 16 to 256. HEADS * ceil(HEAD_DIM / 4) is at most 256.
 // Bytes of workgroup memory: 16 (W + max(W, A) + max(4 W, A) + 256) + 4 max(HEADS * TILE, 2 VOCAB, 256)
-// + 4 HEADS + 128, with W and A as below. With TILE 64 that fits the portable 16 KB up to a width of 384.
+// + 4 HEADS + 192, with W and A as below. With TILE 64 that fits the portable 16 KB up to a width of 384.
 //
 // Bindings of group 0. A quad is four numbers, 16 bytes:
 // 0 params    uniform, 32 bytes: texts, rows (tokens to choose for each text), capacity (tokens of a slot), slots,
@@ -101,7 +101,7 @@ const IN = W;
 const WIDE = IN + max(W, A);
 var<workgroup> row: array<vec4f, WIDE + max(WIDTH, A)>;
 var<workgroup> lanes: array<vec4f, INVOCATIONS>;  // results of the invocations
-var<workgroup> merged: array<vec2f, 8>;
+var<workgroup> merged: array<vec4f, 8>;
 // The scores of a tile, [HEADS][TILE]; then the sums of weights, [slices][HEADS]; then of each token the logit
 // or weight, and for typical_p the weight's logarithm.
 var<workgroup> numbers: array<f32, max(max(HEADS * TILE, 2u * VOCAB), INVOCATIONS)>;
@@ -110,32 +110,25 @@ var<workgroup> found: atomic<u32>;
 var<workgroup> likely: atomic<u32>;  // the last token with a weight
 var<workgroup> next: u32;
 
-// The sum of all invocations' numbers.
-fn total(x: f32, id: u32) -> f32 {
-    lanes[id].x = x;
+// The sums of all invocations' x and y, and the largest z.
+fn reduce(x: vec3f, id: u32) -> vec3f {
+    lanes[id] = vec4f(x, 0);
     workgroupBarrier();
     if id < 8u {
-        var sum = 0.0;
-        for (var i = 0u; i < 32u; i++) { sum += lanes[8u * i + id].x; }
-        merged[id].x = sum;
+        var all = lanes[id];
+        for (var i = 1u; i < 32u; i++) {
+            let other = lanes[8u * i + id];
+            all = vec4f(all.xy + other.xy, max(all.zw, other.zw));
+        }
+        merged[id] = all;
     }
     workgroupBarrier();
-    return ((merged[0].x + merged[1].x) + (merged[2].x + merged[3].x)) +
-           ((merged[4].x + merged[5].x) + (merged[6].x + merged[7].x));
-}
-
-// The largest of all invocations' numbers, of each component.
-fn largest(x: vec2f, id: u32) -> vec2f {
-    lanes[id] = vec4f(x, x);
-    workgroupBarrier();
-    if id < 8u {
-        var most = lanes[id].xy;
-        for (var i = 1u; i < 32u; i++) { most = max(most, lanes[8u * i + id].xy); }
-        merged[id] = most;
+    var all = merged[0].xyz;
+    for (var i = 1u; i < 8u; i++) {
+        let other = merged[i].xyz;
+        all = vec3f(all.xy + other.xy, max(all.z, other.z));
     }
-    workgroupBarrier();
-    return max(max(max(merged[0], merged[1]), max(merged[2], merged[3])),
-               max(max(merged[4], merged[5]), max(merged[6], merged[7])));
+    return all;
 }
 
 // The product of the row's quads from `first_input` on with a matrix of so many quads of inputs and outputs: the
@@ -189,33 +182,23 @@ fn product(matrix: u32, inputs: u32, outputs: u32, first_input: u32, first: u32,
     return sum;
 }
 
-// Adds the product of the row's quads from `first_input` on with a matrix, and its bias, to x.
-fn add_product(matrix: u32, bias: u32, inputs: u32, first_input: u32, id: u32) {
-    for (var first = 0u; first < W; first += INVOCATIONS) {
-        var y = product(matrix, inputs, W, first_input, first, id);
-        let q = first + id;
-        if id < INVOCATIONS && q < W {
-            if BIAS == 1u { y += weights[bias + q]; }
-            row[X + q] += y;
-        }
-        workgroupBarrier();
-    }
-}
-
 // The components of a quad that a row has.
 fn held(q: u32) -> vec4f { return select(vec4f(), vec4f(1), 4u * q + vec4u(0, 1, 2, 3) < vec4u(WIDTH)); }
 
 // LayerNorm of x to `in`, as PyTorch's.
 fn normalise(norm: u32, id: u32) {
-    var sum = 0.0;
-    for (var q = id; q < W; q += INVOCATIONS) { sum += dot(row[X + q], vec4f(1)); }
-    let mean = total(sum, id) / f32(WIDTH);
-    sum = 0.0;
-    for (var q = id; q < W; q += INVOCATIONS) {
-        let x = (row[X + q] - mean) * held(q);
-        sum += dot(x, x);
+    var mean = 0.0;
+    var variance = 0.0;
+    for (var moment = 0u; moment < 2u; moment++) {
+        var sum = 0.0;
+        for (var q = id; q < W; q += INVOCATIONS) {
+            let x = (row[X + q] - mean) * held(q);
+            sum += select(dot(x, vec4f(1)), dot(x, x), moment == 1u);
+        }
+        sum = reduce(vec3f(sum), id).x / f32(WIDTH);
+        if moment == 0u { mean = sum; } else { variance = sum; }
     }
-    let factor = inverseSqrt(total(sum, id) / f32(WIDTH) + 1e-5);
+    let factor = inverseSqrt(variance + 1e-5);
     for (var q = id; q < W; q += INVOCATIONS) {
         var y = (row[X + q] - mean) * factor * weights[norm + q];
         if BIAS == 1u { y += weights[norm + W + q]; }
@@ -321,133 +304,124 @@ fn attend(slot_layer: u32, length: u32, id: u32) {
     workgroupBarrier();
 }
 
-// Takes a token, which follows `length` others, through the layers.
-fn read_token(slot: u32, length: u32, token: u32, id: u32) {
+// What a layer multiplies by, in this order, and what the last layer is followed by.
+const TO_QKV = 0u;
+const TO_PROJ = 1u;
+const TO_FC = 2u;
+const TO_OUT = 3u;
+const TO_LOGITS = 4u;
+
+struct Matrix {
+    kind: u32,
+    norm: u32,  // of the LayerNorm before it, if there is one
+    at: u32,
+    bias: u32,
+    inputs: u32,
+    outputs: u32,
+    first_input: u32,  // in `row`
+}
+
+fn matrix(number: u32) -> Matrix {
+    let layer = number / 4u;
+    let begin = VOCAB * W + layer * LAYER;
+    if layer == LAYERS { return Matrix(TO_LOGITS, LN_F, HEAD, 0u, W, V, IN); }
+    switch number % 4u {
+        case TO_QKV: { return Matrix(TO_QKV, begin, begin + QKV, begin + QKV_BIAS, W, 3u * A, IN); }
+        case TO_PROJ: { return Matrix(TO_PROJ, 0u, begin + PROJ, begin + PROJ_BIAS, A, W, IN); }
+        case TO_FC: { return Matrix(TO_FC, begin + LN_2, begin + FC, begin + FC_BIAS, W, WIDTH, IN); }
+        default: { return Matrix(TO_OUT, 0u, begin + OUT, begin + OUT_BIAS, WIDTH, W, WIDE); }
+    }
+}
+
+// Takes a token, which follows `length` others, through the layers, and, if asked, finds the logits after it, to
+// `numbers` and to the slot. Every function is called at one place, which compilers thank.
+fn read_token(slot: u32, length: u32, token: u32, with_logits: bool, id: u32) {
     for (var q = id; q < W; q += INVOCATIONS) {
         row[X + q] = weights[token * W + q] + weights[POSITIONS + length * W + q];
     }
     workgroupBarrier();
-    for (var layer = 0u; layer < LAYERS; layer++) {
-        let begin = VOCAB * W + layer * LAYER;
-        let slot_layer = slot * LAYERS + layer;
-        normalise(begin, id);
-        for (var first = 0u; first < 3u * A; first += INVOCATIONS) {
-            var y = product(begin + QKV, W, 3u * A, IN, first, id);
+    let matrices = 4u * LAYERS + select(0u, 1u, with_logits);
+    for (var number = 0u; number < matrices; number++) {
+        let m = matrix(number);
+        let slot_layer = slot * LAYERS + number / 4u;
+        if m.kind % 2u == 0u { normalise(m.norm, id); }
+        if m.kind == TO_PROJ { attend(slot_layer, length, id); }
+        for (var first = 0u; first < m.outputs; first += INVOCATIONS) {
+            var y = product(m.at, m.inputs, m.outputs, m.first_input, first, id);
             let q = first + id;
-            if id < min(3u * A, INVOCATIONS) && q < 3u * A {
-                if BIAS == 1u { y += weights[begin + QKV_BIAS + q]; }
-                if q < A {
-                    row[WIDE + q] = y * params.scale;
-                } else if q < 2u * A {
-                    keys[(slot_layer * A + q - A) * params.capacity + length] = to_cache(y);
-                } else {
-                    values[(slot_layer * params.capacity + length) * A + q - 2u * A] = to_cache(y);
+            if q < m.outputs {
+                if BIAS == 1u && m.kind != TO_LOGITS { y += weights[m.bias + q]; }
+                switch m.kind {
+                    case TO_QKV: {
+                        if q < A {
+                            row[WIDE + q] = y * params.scale;
+                        } else if q < 2u * A {
+                            keys[(slot_layer * A + q - A) * params.capacity + length] = to_cache(y);
+                        } else {
+                            values[(slot_layer * params.capacity + length) * A + q - 2u * A] = to_cache(y);
+                        }
+                    }
+                    case TO_FC: { row[WIDE + q] = gelu(y); }
+                    case TO_LOGITS: {
+                        for (var i = 0u; i < min(4u, VOCAB - 4u * q); i++) {
+                            numbers[4u * q + i] = y[i];
+                            logits[slot * VOCAB + 4u * q + i] = y[i];
+                        }
+                    }
+                    default: { row[X + q] += y; }
                 }
             }
+            storageBarrier();  // for the keys and values
             workgroupBarrier();
         }
-        storageBarrier();
-        attend(slot_layer, length, id);
-        add_product(begin + PROJ, begin + PROJ_BIAS, A, IN, id);
-        normalise(begin + LN_2, id);
-        for (var first = 0u; first < WIDTH; first += INVOCATIONS) {
-            var y = product(begin + FC, W, WIDTH, IN, first, id);
-            let q = first + id;
-            if id < min(WIDTH, INVOCATIONS) && q < WIDTH {
-                if BIAS == 1u { y += weights[begin + FC_BIAS + q]; }
-                row[WIDE + q] = gelu(y);
-            }
-            workgroupBarrier();
-        }
-        add_product(begin + OUT, begin + OUT_BIAS, WIDTH, WIDE, id);
     }
 }
 
-// The logits of x to `numbers` and to the slot.
-fn find_logits(slot: u32, id: u32) {
-    normalise(LN_F, id);
-    for (var first = 0u; first < V; first += INVOCATIONS) {
-        let y = product(HEAD, W, V, IN, first, id);
-        let q = first + id;
-        if id < min(V, INVOCATIONS) && q < V {
-            for (var i = 0u; i < 4u; i++) {
-                let token = 4u * q + i;
-                if token < VOCAB {
-                    numbers[token] = y[i];
-                    logits[slot * VOCAB + token] = y[i];
+// What leaves out tokens, in this order, and the settings of each.
+const TOP_K = 0u;
+const TYPICAL_P = 1u;
+const TOP_P = 2u;
+const MIN_P = 3u;
+const OWN = (VOCAB + INVOCATIONS - 1u) / INVOCATIONS;  // tokens of an invocation
+
+// Sets the weights that the filters leave out to 0. Nothing is sorted: a token is kept if those that come before
+// it, which its invocation adds up, have less than the limit.
+fn filter_weights(top_k: f32, typical_p: f32, top_p: f32, min_p: f32, id: u32) {
+    for (var rule = TOP_K; rule <= MIN_P; rule++) {
+        let limit = vec4f(top_k, typical_p, top_p, min_p)[rule];
+        if rule == TOP_K && (limit == 0.0 || limit >= f32(VOCAB)) { continue; }
+        if (rule == TYPICAL_P || rule == TOP_P) && limit >= 1.0 { continue; }
+        if rule == MIN_P && limit == 0.0 { continue; }
+        var sums = vec3f();
+        for (var i = id; i < VOCAB; i += INVOCATIONS) {
+            let w = numbers[i];
+            sums = vec3f(sums.x + w, sums.y + w * numbers[VOCAB + i], max(sums.z, w));
+        }
+        sums = reduce(sums, id);
+        let mean = sums.y / sums.x;  // of the logarithms
+        var kept: array<bool, OWN>;
+        for (var n = 0u; n < OWN; n++) {
+            let i = min(n * INVOCATIONS + id, VOCAB - 1u);
+            let w = numbers[i];
+            let distance = abs(numbers[VOCAB + i] - mean);
+            var before = 0.0;
+            if rule != MIN_P {
+                for (var j = 0u; j < VOCAB; j++) {
+                    let other = numbers[j];
+                    let is_before = select(other > w, abs(numbers[VOCAB + j] - mean) < distance, rule == TYPICAL_P);
+                    before += select(0.0, select(other, 1.0, rule == TOP_K), is_before);
                 }
             }
+            let most = select(limit * sums.x, limit, rule == TOP_K);
+            kept[n] = select(most > before, w >= limit * sums.z, rule == MIN_P);
+        }
+        workgroupBarrier();
+        for (var n = 0u; n < OWN; n++) {
+            let i = n * INVOCATIONS + id;
+            if i < VOCAB && !kept[n] { numbers[i] = 0.0; }
         }
         workgroupBarrier();
     }
-}
-
-// The smallest weight that top_k keeps: of each weight, those above it and as large as it are counted, so that
-// nothing is sorted. All tokens that have it are kept.
-fn least_of_top_k(top_k: f32, id: u32) -> f32 {
-    var least = 0.0;
-    for (var i = id; i < VOCAB; i += INVOCATIONS) {
-        let w = numbers[i];
-        var above = 0u;
-        var as_large = 0u;
-        for (var j = 0u; j < VOCAB; j++) {
-            above += u32(numbers[j] > w);
-            as_large += u32(numbers[j] >= w);
-        }
-        if f32(above) < top_k && top_k <= f32(as_large) { least = w; }
-    }
-    return largest(vec2f(least, 0), id).x;
-}
-
-// Sets the weights to 0 that typical_p leaves out: whose logarithm is far from its mean. Those below `least` are
-// left out before.
-fn keep_typical(typical_p: f32, least: f32, id: u32) {
-    var sum = 0.0;
-    var weighted = 0.0;
-    for (var i = id; i < VOCAB; i += INVOCATIONS) {
-        let w = numbers[i];
-        if w > 0.0 && w >= least {
-            sum += w;
-            weighted += w * numbers[VOCAB + i];
-        }
-    }
-    let all = total(sum, id);
-    let mean = total(weighted, id) / all;
-    var farthest = 0.0;
-    for (var i = id; i < VOCAB; i += INVOCATIONS) {
-        let w = numbers[i];
-        if w > 0.0 && w >= least {
-            let distance = abs(numbers[VOCAB + i] - mean);
-            var nearer = 0.0;
-            for (var j = 0u; j < VOCAB; j++) {
-                let other = numbers[j];
-                if other > 0.0 && other >= least && abs(numbers[VOCAB + j] - mean) < distance { nearer += other; }
-            }
-            if nearer < typical_p * all { farthest = max(farthest, distance); }
-        }
-    }
-    farthest = largest(vec2f(farthest, 0), id).x;
-    for (var i = id; i < VOCAB; i += INVOCATIONS) {
-        if numbers[i] < least || abs(numbers[VOCAB + i] - mean) > farthest { numbers[i] = 0.0; }
-    }
-    workgroupBarrier();
-}
-
-// The smallest weight that top_p keeps of those that are at least `least`.
-fn least_of_top_p(top_p: f32, least: f32, id: u32) -> f32 {
-    var sum = 0.0;
-    for (var i = id; i < VOCAB; i += INVOCATIONS) { sum += select(0.0, numbers[i], numbers[i] >= least); }
-    let all = total(sum, id);
-    var lowest = 2.0;
-    for (var i = id; i < VOCAB; i += INVOCATIONS) {
-        let w = numbers[i];
-        if w >= least {
-            var above = 0.0;
-            for (var j = 0u; j < VOCAB; j++) { above += select(0.0, numbers[j], numbers[j] > w); }
-            if above < top_p * all { lowest = min(lowest, w); }
-        }
-    }
-    return -largest(vec2f(-lowest, 0), id).x;
 }
 
 // The token that the text's uniform number falls on, by generation/csrc/sampling.cpp's rules, from the logits in
@@ -463,10 +437,11 @@ fn choose(slot: u32, uniform_at: u32, id: u32) {
     let presence = settings[at + 6u];
     let frequency = settings[at + 7u];
     let bias = params.slots * SETTINGS + slot * VOCAB;
-    var best = vec2f(-3.4e38, 0);  // the largest; 1 if one is NaN or infinite
+    var wrong = 0.0;  // how many are NaN, or infinite
+    var best = -3.4e38;
     for (var i = id; i < VOCAB; i += INVOCATIONS) {
         var y = numbers[i];
-        best.y = max(best.y, f32((bitcast<u32>(y) & 0x7fffffffu) > 0x7f800000u));
+        wrong += f32((bitcast<u32>(y) & 0x7fffffffu) > 0x7f800000u);
         if settings[at + 8u] != 0.0 {
             if repetition != 1.0 && counts[2u * slot * VOCAB + i] > 0u {
                 y = select(y * repetition, y / repetition, y > 0.0);
@@ -476,10 +451,11 @@ fn choose(slot: u32, uniform_at: u32, id: u32) {
             y += settings[bias + i];
             numbers[i] = y;
         }
-        best.y = max(best.y, f32(bitcast<u32>(y) == 0x7f800000u));
-        best.x = max(best.x, y);
+        wrong += f32(bitcast<u32>(y) == 0x7f800000u);
+        best = max(best, y);
     }
-    best = largest(best, id);
+    let all = reduce(vec3f(wrong, 0, best), id);
+    best = all.z;
     if id == 0u {
         atomicStore(&found, VOCAB);
         atomicStore(&likely, 0u);
@@ -487,46 +463,38 @@ fn choose(slot: u32, uniform_at: u32, id: u32) {
     if temperature == 0.0 {
         workgroupBarrier();
         for (var i = id; i < VOCAB; i += INVOCATIONS) {
-            if numbers[i] == best.x { atomicMin(&found, i); }
+            if numbers[i] == best { atomicMin(&found, i); }
         }
         workgroupBarrier();
     } else {
         for (var i = id; i < VOCAB; i += INVOCATIONS) {
-            let exponent = max((numbers[i] - best.x) * settings[at + 9u], -200.0);
+            let exponent = max((numbers[i] - best) * settings[at + 9u], -200.0);
             numbers[i] = exp(exponent);
             numbers[VOCAB + i] = exponent;
         }
         workgroupBarrier();
-        var least = 0.0;
-        if top_k > 0.0 && top_k < f32(VOCAB) { least = least_of_top_k(top_k, id); }
-        if typical_p < 1.0 { keep_typical(typical_p, least, id); }
-        if top_p < 1.0 { least = least_of_top_p(top_p, least, id); }
-        if min_p > 0.0 {
-            var highest = 0.0;
-            for (var i = id; i < VOCAB; i += INVOCATIONS) { highest = max(highest, numbers[i]); }
-            least = max(least, min_p * largest(vec2f(highest, 0), id).x);
-        }
+        filter_weights(top_k, typical_p, top_p, min_p, id);
         // Each of 32 invocations has tokens that follow each other.
         let each = (VOCAB + 31u) / 32u;
         if id < 32u {
             var sum = 0.0;
             for (var i = id * each; i < min((id + 1u) * each, VOCAB); i++) {
-                sum += select(0.0, numbers[i], numbers[i] >= least);
+                sum += numbers[i];
             }
             lanes[id].x = sum;
         }
         workgroupBarrier();
         if id < 32u {
             var reached = 0.0;
-            var all = 0.0;
+            var sum = 0.0;
             for (var i = 0u; i < 32u; i++) {
-                if i == id { reached = all; }
-                all += lanes[i].x;
+                if i == id { reached = sum; }
+                sum += lanes[i].x;
             }
-            let point = fma(bitcast<f32>(work[uniform_at]), all, bitcast<f32>(work[uniform_at + 1u]) * all);
+            let point = fma(bitcast<f32>(work[uniform_at]), sum, bitcast<f32>(work[uniform_at + 1u]) * sum);
             for (var i = id * each; i < min((id + 1u) * each, VOCAB); i++) {
                 let w = numbers[i];
-                if w > 0.0 && w >= least {
+                if w > 0.0 {
                     reached += w;
                     atomicMax(&likely, i);  // if rounding leaves a remainder
                     if reached > point {
@@ -541,8 +509,7 @@ fn choose(slot: u32, uniform_at: u32, id: u32) {
     if id == 0u {
         var token = atomicLoad(&found);
         if token == VOCAB { token = atomicLoad(&likely); }
-        let wrong = best.y > 0.0 || best.x <= -3.4e38;
-        next = select(token, VOCAB, wrong);
+        next = select(token, VOCAB, all.x > 0.0 || best <= -3.4e38);
     }
 }
 
@@ -571,10 +538,8 @@ fn decode(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) 
             var token = 0u;
             if step < count { token = work[at + step]; } else { token = workgroupUniformLoad(&next); }
             let place = length + step - select(0u, 1u, count == 0u);
-            read_token(slot, place, token, id);
-            if chooses || params.every != 0u || (step + 1u == count && (flags & LAST) != 0u) {
-                find_logits(slot, id);
-            }
+            let last = step + 1u == count && (flags & LAST) != 0u;
+            read_token(slot, place, token, chooses || params.every != 0u || last, id);
             if step < count && (flags & PROMPT) != 0u && id == 0u { counts[seen + token] += 1u; }
         } else {
             for (var i = id; i < VOCAB; i += INVOCATIONS) { numbers[i] = logits[slot * VOCAB + i]; }
