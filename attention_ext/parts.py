@@ -64,7 +64,8 @@ class Part:
     file: Path | None = None
 
 
-DEVICES = {"cpu": "the CPU", "cuda": "CUDA"}  # the kinds of device, by PyTorch's names
+# The kinds of device, by PyTorch's names. Tensors are on the CPU or CUDA; WebGPU takes them from the CPU.
+DEVICES = {"cpu": "the CPU", "cuda": "CUDA", "webgpu": "WebGPU"}
 WITH_CUDA = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 PARTS = {
     part.name: part
@@ -114,7 +115,7 @@ PARTS = {
             operator="part4_flash",
             gradient="part4_with_gradient",
             tiled=True,
-            dtypes=WITH_CUDA,
+            dtypes=WITH_CUDA | {"webgpu": ("float32", "float16")},
         ),
     )
 }
@@ -197,12 +198,12 @@ def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
 
 
 def taking(dtype: Dtype, device: str = "cpu") -> tuple[str, ...]:
-    """The parts that take a dtype on a kind of device, 'cpu' or 'cuda'."""
+    """The parts that take a dtype on a kind of device of DEVICES."""
     return tuple(name for name, part in PARTS.items() if dtype.torch_name in part.dtypes.get(device, ()))
 
 
 def running_on(device: str) -> tuple[str, ...]:
-    """The parts that run on a kind of device, 'cpu' or 'cuda'."""
+    """The parts that run on a kind of device of DEVICES."""
     return tuple(name for name, part in PARTS.items() if device in part.dtypes)
 
 

@@ -25,7 +25,7 @@ bulk_options = options.all_of(
     options.size("--texts", "Texts to write; text i has the seed SEED + i.", most=options.LARGEST_SEED),
     options.folder("--out", "Directory of the files.", required=True),
     options.choice("--part", "Attention to use.", of=PARTS, default="part4"),
-    options.device,
+    options.cpu_or_cuda,
     options.choice("--format", "Format of the files; parquet needs pyarrow.", of=("jsonl", "parquet")),
     options.size("--workers", "Processes.", most=2**16, show_default=f"one a core, on a GPU {GPU_WORKERS}"),
     options.option("--ray", "Write on this Ray cluster; 'auto' finds a running one.", metavar="ADDRESS"),

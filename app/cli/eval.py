@@ -16,7 +16,7 @@ from attention_ext import PARTS
 @options.choice("--part", "Attention to evaluate with.", of=PARTS, default="part4")
 @options.weights
 @options.kv_cache
-@options.device
+@options.cpu_or_cuda
 @options.kernel
 @options.threads
 def evaluate(model: str, corpus_file: Path | None, threads: int | None, **asked) -> None:

@@ -201,7 +201,7 @@ folder = partial(option, type=Directory(file_okay=False, path_type=Path))
 def save(kind: str, what: str) -> Decorator:
     """--save [FILE]; without FILE it is the file for this processor's results of a kind.
 
-    With --device cuda it is the GPU's file.
+    With --device cuda or webgpu it is the GPU's file.
     """
 
     def default(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -211,6 +211,10 @@ def save(kind: str, what: str) -> Decorator:
             from lab.cuda import gpu
 
             return str(saved.default_file(f"{kind}_cuda", gpu.slug()))
+        if context.params.get("device") == "webgpu":
+            from lab.webgpu import gpu as by_webgpu
+
+            return str(saved.default_file(f"{kind}_webgpu", by_webgpu.slug()))
         return str(saved.default_file(kind))
 
     return option(
@@ -281,21 +285,23 @@ simds = names(
     default="auto",
 )
 dtype = choice("--dtype", "Format of the inputs and the output.", of=Dtype)
-device = choice(
-    "--device",
-    "Device of the attention; cuda is an NVIDIA GPU, for part0 and part4.",
+_device: Callable = partial(choice, "--device", is_eager=True)  # the defaults of other options depend on it
+device = _device(
+    "Device of the attention; cuda is an NVIDIA GPU, for part0 and part4; webgpu any GPU, for part4.",
     of=DEVICES,
-    is_eager=True,  # the defaults of other options depend on it
+)
+cpu_or_cuda = _device(
+    "Device of the attention; cuda is an NVIDIA GPU, for part0 and part4.", of=("cpu", "cuda")
 )
 kernel = choice(
     "--kernel",
-    "Part4's kernel on CUDA; by default the fastest that accepts the inputs.",
+    "Part4's kernel on CUDA, or its step 1 to 6 on WebGPU; by default the fastest that accepts the inputs.",
     of=KERNELS,
     default=None,
 )
 # Options of one device only, by the names of the commands' parameters.
 CPU_ONLY = ("threads", "simd", "simds", "cachegrind", "tune", "budget", "show")
-CUDA_ONLY = ("kernel", "arch", "cuda_queries", "l2s")
+CUDA_ONLY = ("arch", "cuda_queries", "l2s")
 
 
 def tiles(**settings) -> Decorator:
@@ -308,10 +314,13 @@ def tiles(**settings) -> Decorator:
 
 def refuse_other_device() -> None:
     """Raise UsageError if the current command was given an option that does not go with its --device."""
-    if click.get_current_context().params["device"] == "cuda":
-        refuse(("br", "bc"), "does not go with --device cuda: each kernel has its own tile")
-        refuse(CPU_ONLY, "does not go with --device cuda")
+    device = click.get_current_context().params["device"]
+    if device == "cpu":
+        refuse(("kernel",), "goes with --device cuda or webgpu only")
     else:
+        refuse(("br", "bc"), f"does not go with --device {device}: each kernel has its own tile")
+        refuse(CPU_ONLY, f"does not go with --device {device}")
+    if device != "cuda":
         refuse(CUDA_ONLY, "goes with --device cuda only")
 
 
@@ -319,7 +328,8 @@ def check_device(part: str, device: str) -> None:
     """Raise UsageError if a part does not run on a device."""
     if part not in running_on(device):
         who = " and ".join(running_on(device))
-        raise click.UsageError(f"{part} has no CUDA kernel; --device cuda goes with {who} only")
+        none = f"{part} has no {DEVICES[device]} kernel"
+        raise click.UsageError(f"{none}; --device {device} goes with {who} only")
 
 
 # What runs the model.
@@ -331,8 +341,8 @@ model = option(
 )
 engine = choice(
     "--engine",
-    "Engine that runs the model; auto is native for parts 1 to 4, cuda for part4 on a GPU, else torch.",
-    of=("auto", "native", "torch", "cuda"),
+    "Engine that runs the model; auto is native for parts 1 to 4, for part4 also cuda or webgpu, else torch.",
+    of=("auto", "native", "torch", "cuda", "webgpu"),
     callback=lambda context, parameter, value: None if value == "auto" else value,
 )
 weights = choice(

@@ -19,7 +19,7 @@ METHODS = ("split", "gather", "ring", "zigzag", "ulysses")  # attention_ext.para
 @options.size("-d", "d", "Head width.", most=options.WIDEST_HEAD, default=32)
 @options.flag("--causal", "Use a causal mask.")
 @options.choice("--part", "What computes.", of=PARTS, default="part4")
-@options.device
+@options.cpu_or_cuda
 @options.one_thread
 @options.number(
     "--timeout",

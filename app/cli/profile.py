@@ -45,7 +45,7 @@ MOST_BATCH, MOST_TEXTS = 256, 4096
 @options.flag(
     "--train", "Show where the time of a training step goes instead, for a new model of MODEL's sizes."
 )
-@options.device
+@options.cpu_or_cuda
 @options.size("--texts", "Texts that are written together on a GPU.", most=MOST_TEXTS, default=1)
 @options.size("--batch", "Batch size of a training step.", most=MOST_BATCH, show_default="2048 characters")
 @options.threads

@@ -20,7 +20,7 @@ from attention_ext.parts import running_on
 @options.no_kv_cache
 @options.engine
 @options.simd
-@options.device
+@options.cpu_or_cuda
 @options.kernel
 @options.one_thread
 def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:

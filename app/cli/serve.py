@@ -24,7 +24,7 @@ serve_options = options.all_of(
         multiple=True,
     ),
     options.choice("--part", "Attention of requests that name no part.", of=PARTS, default="part4"),
-    options.device,
+    options.cpu_or_cuda,
     options.option("--host", "Address to listen at.", default="127.0.0.1"),
     options.whole("--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=8000),
     options.size(

@@ -23,7 +23,7 @@ WRONG = [
     (["part4", "--inference", "--causal"], "--causal does not go with --inference"),
     (["part4", "-N", "10000000"], "N is 10000000; the reference would need"),
     (["part4", "--dtype", "fp16"], "dtype is 'fp16'; no part takes it on the CPU"),
-    (["part4", "--kernel", "1"], "--kernel goes with --device cuda only"),
+    (["part4", "--kernel", "1"], "--kernel goes with --device cuda or webgpu only"),
     (["part4", "--kernel", "7", "--device", "cuda"], "'--kernel': '7' is not one of '1', "),
     (["part1", "--device", "cuda"], "part1 has no CUDA kernel; --device cuda goes with part0 and part4 only"),
     (
