@@ -7,6 +7,7 @@ loses no text: the host knows the tokens, which another device reads again.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,10 +36,11 @@ BUFFERS = 8  # of a shader; the portable least too
 TEXT = np.dtype([(name, np.uint32) for name in ("slot", "length", "at", "count", "flags")])  # TEXT words
 FIRST, PROMPT, LAST = 1, 2, 4  # flags of a text
 DISPATCH_SECONDS = 0.01  # of a dispatch: no watchdog ends it, and Ctrl-C takes effect
-FIRST_STEP_SECONDS = 1e-3  # the guess before one was measured
+FIRST_STEP_SECONDS = 1e-3  # of one text, and of ten more: the guess before one was measured
 MOST_OUT = 1 << 26  # bytes of the logits that a dispatch keeps
 SHORT = 64  # tokens of prompts that are read together
 ATTEMPTS = 3  # with devices that are lost one after the other
+DEVICE_LOCK = threading.Lock()  # all engines share the device, whose calls are of one thread at a time
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class WebGpuEngine(Slots):
         c = model.config
         self._source = source_for(c, weights, kv_cache, capacity, self._gpu.adapter)
         super().__init__(c, slots, capacity)
+        self._lock = DEVICE_LOCK
         self._shape, self._kv_cache = Shape(c), kv_cache
         self._packed = self._shape.pack(model.weights)  # kept for another device
         # What another device reads again: a slot's tokens, with the one that is not yet read; how many there
@@ -369,7 +372,8 @@ class WebGpuEngine(Slots):
 
     def _steps(self, texts: int, seconds: float) -> int:
         """The tokens of each of so many texts that are worth a dispatch of so many seconds."""
-        return max(1, int(seconds / self._step_seconds.get(texts, FIRST_STEP_SECONDS)))
+        guess = FIRST_STEP_SECONDS * (1 + texts / 10)
+        return max(1, int(seconds / self._step_seconds.get(texts, guess)))
 
     def _run(
         self,
@@ -385,26 +389,36 @@ class WebGpuEngine(Slots):
         the logits that they were chosen from, or without numbers those after each token: (tokens, texts, V).
         """
         rows = 0 if numbers is None else len(numbers)
+        steps = rows + int(counts.max()) - (rows > 0 and counts.max() > 0)
+        start = time.perf_counter()
+        made = self._surely(lambda: self._run_once(at, counts, flags, numbers, every, steps))
+        self._step_seconds[len(at)] = (time.perf_counter() - start) / max(1, steps)
+        return made
+
+    def _run_once(
+        self,
+        at: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        flags: NDArray[np.int64],
+        numbers: NDArray[np.float64] | None,
+        every: bool,
+        steps: int,
+    ) -> tuple[NDArray[np.int32], Floats | None]:
+        """_run() in so many steps. It changes nothing on the host, so it can be done again."""
+        rows = 0 if numbers is None else len(numbers)
         kept = rows or int(counts.max())
         chosen = np.empty((rows, len(at)), np.int32)
         logits = np.empty((kept, len(at), self.config.vocab_size), np.float32) if every else None
-        steps = rows + int(counts.max()) - (rows > 0 and counts.max() > 0)
-        start = time.perf_counter()
         # Where a token of all texts takes too long, some are written after the others.
         most = len(at) if steps > 1 else self._steps(len(at), DISPATCH_SECONDS * len(at))
         for number, of_chunk in self._by_chunk(at):
             for first in range(0, len(of_chunk), most):
                 some = of_chunk[first : first + most]
                 columns = None if numbers is None else numbers[:, some]
-
-                def dispatch(n: int = number, some: Any = some, columns: Any = columns) -> Any:
-                    given = at[some], counts[some], flags[some], columns
-                    return self._dispatch(self._chunks[n], *given, kept, every)
-
-                chosen[:, some], found = self._surely(dispatch)
+                given = at[some], counts[some], flags[some], columns
+                chosen[:, some], found = self._dispatch(self._chunks[number], *given, kept, every)
                 if logits is not None:
                     logits[:, some] = found
-        self._step_seconds[len(at)] = (time.perf_counter() - start) / max(1, steps)
         return chosen, logits
 
     def _dispatch(
@@ -417,7 +431,7 @@ class WebGpuEngine(Slots):
         kept: int,
         every: bool,
     ) -> tuple[NDArray[np.int32], Floats | None]:
-        """_run() for slots of one chunk, in one dispatch."""
+        """_run_once() for slots of one chunk, in one dispatch."""
         gpu, texts, V = self._gpu, len(at), self.config.vocab_size
         self._upload_settings()
         rows = 0 if numbers is None else len(numbers)
