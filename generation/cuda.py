@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +24,8 @@ from numpy.typing import ArrayLike, NDArray
 from attention_ext.build import cache, nvrtc
 from attention_ext.parts import BuildError, CachePrecision, Precision
 from generation import logprobs
-from generation.engine import rows_of
-from generation.logprobs import TokenLogprob
-from generation.sampling import NUMBERS, Sampling
+from generation.slots import SETTINGS, Slots, numbers_only
+from generation.slots import Unfit as Unfit
 from model.checkpoint import Checkpoint, bf16_bits
 from model.config import EMBEDDING, GPTConfig
 
@@ -52,7 +50,7 @@ RESIDENT = 2  # blocks of a multiprocessor, of which one may read keys while the
 WEIGHT_BITS = {Precision.FP32: 32, Precision.BF16: 16}  # int8 has no kernel
 FORMATS = {CachePrecision.FP32: 0, CachePrecision.BF16: 1}  # FORMAT of attention_ext/csrc/cuda/call.h
 HEAD_DIMS = (4, 8, 16, 32, 64, 128)  # a power of two of lanes reads a key
-BARRIERS, SETTINGS = 4, len(NUMBERS) + 2  # of cluster.cu; a text's settings and what follows from them
+BARRIERS = 4  # of cluster.cu
 # What the kernels count the cycles of, in the words of gpt.py profile.
 PHASES = ("embedding", "QKV", "attention", "projection", "MLP up", "MLP down", "head", "sampling", "waiting")
 CACHE_SHARE = 4  # of the L2 cache, for the weights that each block of the grid reads for every token
@@ -72,10 +70,6 @@ class Work(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("count", "rows", "capacity", "leading")),
         ("scale", ctypes.c_float),
     ]
-
-
-class Unfit(ValueError):
-    """A model, a precision or a GPU that the cuda engine does not take."""
 
 
 @dataclass(frozen=True)
@@ -491,41 +485,7 @@ class Memory:
             self._free(self.address)
 
 
-class Uniforms:
-    """The numbers in [0, 1) of a seed, torch.rand's in float64: each call gives the next ones.
-
-    To make a generator takes 0.2 ms, to seed one 3 us (Zen 3). So all texts share one for their first
-    numbers, and only longer texts have their own.
-    """
-
-    _shared: Any = np.random.MT19937()
-    _lock = threading.Lock()
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed & 0xFFFFFFFF  # the bits that PyTorch uses
-        self._own: Any = None
-        self._given = 0  # raw numbers of the first call
-
-    def __call__(self, count: int) -> NDArray[np.float64]:
-        if self._given and self._own is None:
-            self._own = np.random.MT19937()
-            self._own._legacy_seeding(self._seed)
-            self._own.random_raw(self._given, output=False)
-        if self._own is not None:
-            raw = self._own.random_raw(2 * count)
-        else:
-            with self._lock:
-                self._shared._legacy_seeding(self._seed)
-                raw = self._shared.random_raw(2 * count)
-            self._given = 2 * count
-        halves = raw.view(np.int64)  # which becomes float twice as fast as uint64
-        joined = halves[::2] << 32  # the upper half comes first
-        joined |= halves[1::2]
-        joined &= 2**53 - 1
-        return joined * 2.0**-53
-
-
-class CudaEngine:
+class CudaEngine(Slots):
     """An Engine on the first GPU. Its calls take turns.
 
     A number is summed in the same order whatever else is written, so a text's bits depend on the batch only
@@ -533,8 +493,7 @@ class CudaEngine:
     tell. The other arguments and the errors are those of open_engine(), and Unfit.
     """
 
-    name, fast_in_step, tokens_at_once, threads = "cuda", False, 256, 1
-    simd_name: str | None = None
+    name = "cuda"
 
     def __init__(
         self,
@@ -548,13 +507,12 @@ class CudaEngine:
         on = self._gpu = gpu()
         on.activate()
         c, tensors = model.config, model.weights
-        self.config, self.slots, self.capacity = c, slots, capacity
+        super().__init__(c, slots, capacity)
         self._clusters, self._grid = layouts_for(c, weights, kv_cache, on, clocks)
         self._reader = Grid(c, weights, kv_cache, prompt=True, clocks=clocks)
         # Texts of a block of the grid, tokens of a prompt in one, and blocks of prompts at a time.
         self._many, self._read_together = (each.most_texts(on.shared) for each in (self._grid, self._reader))
         self._read_blocks = on.resident(self._reader, self._read_together)
-        self._lock = threading.Lock()
         self._weights: dict[Layout, Memory] = {
             layout: self._uploaded(layout.pack(tensors)) for layout in (*self._clusters, self._grid)
         }
@@ -583,16 +541,6 @@ class CudaEngine:
             scale=1 / (math.sqrt(c.head_dim) * math.log(2)),
         )
         self._work_at = (ctypes.c_void_p * 1)(ctypes.addressof(self._work))
-        self._lengths = np.zeros(slots, np.int32)  # tokens in the cache
-        self._pending = np.full(slots, -1, np.int32)  # the chosen token that is not yet read; -1 for none
-        self._samplings = [Sampling()] * slots
-        self._settings = {"sampling": np.tile(settings(Sampling()), (slots, 1)), "bias": np.zeros((slots, V))}
-        self._stale = set(self._settings)  # those that the GPU has not got
-        self._tops: dict[int, int] = {}  # of the slots that want logprobs
-        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(slots)]  # not taken yet
-        # Prompts to be read, how many of their tokens are; then as in begin().
-        self._begun: dict[int, tuple[list[int], int, bool, int | None]] = {}
-        self._prompts: dict[int, tuple[list[int], bool]] = {}  # that wait to be read together
         self._launches: dict[int, Launch] = {}  # of so many texts; to find one takes longer than a token
         self._row_seconds: dict[Launch, float] = {}
         on.kernel(*self._launch_of(1)[:2])  # compiled now, not while the first text waits
@@ -605,49 +553,6 @@ class CudaEngine:
             layout = self._clusters[0]
             where = f"{self._gpu.clusters(layout)} clusters of {layout.blocks} blocks of {where}"
         return f"The whole model in one launch, part 4's attention, on {where}"
-
-    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
-        return Uniforms(seed)
-
-    def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
-        self._check_slot(slot)
-        V = self.config.vocab_size
-        for token, _ in sampling.logit_bias:
-            if token >= V:
-                raise ValueError(f"a token of logit_bias is {token}; it must be from 0 to {V - 1}")
-        with self._lock:
-            self._logprobs[slot] = []
-            self._tops.pop(slot, None)
-            if logprobs is not None:
-                self._tops[slot] = logprobs
-            before, self._samplings[slot] = self._samplings[slot], sampling
-            if sampling is before or sampling == before:
-                return
-            self._settings["sampling"][slot] = settings(sampling)
-            self._stale.add("sampling")
-            if sampling.logit_bias != before.logit_bias:
-                self._settings["bias"][slot] = 0
-                for token, number in sampling.logit_bias:
-                    self._settings["bias"][slot, token] = number
-                self._stale.add("bias")
-
-    def take_logprobs(self, slot: int) -> list[TokenLogprob]:
-        with self._lock:
-            taken, self._logprobs[slot] = self._logprobs[slot], []
-        return taken
-
-    def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
-        self._check_slot(slot)
-        if not 1 <= len(ids) <= self.capacity:
-            raise ValueError(f"the number of tokens is {len(ids)}; it must be from 1 to {self.capacity}")
-        if not (0 <= min(ids) and max(ids) < self.config.vocab_size):
-            raise ValueError(f"ids has a token outside 0 .. {self.config.vocab_size - 1}")
-        with self._lock:
-            if continues and slot in self._prompts:
-                self._read_prompts()
-            self._prompts.pop(slot, None)
-            self._lengths[slot], self._pending[slot] = 0, -1
-            self._begun[slot] = (list(ids), 0, continues, top)
 
     def read(self, slot: int, seconds: float = math.inf) -> bool:
         end = time.monotonic() + seconds
@@ -728,32 +633,16 @@ class CudaEngine:
         blocks = -(-len(texts) // self._read_together)
         self._launch(Launch(self._reader, self._read_together, blocks, blocks), texts, None, every)
 
-    def drop(self, slot: int) -> None:
-        with self._lock:
-            self._begun.pop(slot, None)
-
     def write(
         self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
     ) -> NDArray[np.int32]:
-        at = np.array(slots, np.int64)
-        numbers = rows_of(uniforms, len(at))
-        if not ((numbers >= 0) & (numbers < 1)).all():
-            raise ValueError("a uniform is outside [0, 1)")
-        if seconds is not None and not seconds >= 0:
-            raise ValueError("seconds must be at least 0")
-        for slot in at[(at < 0) | (at >= self.slots)]:
-            self._check_slot(slot)
-        if len(np.unique(at)) < len(at):
-            raise ValueError(f"slots is {list(slots)}; each must be named once")
+        at, numbers = self._asked(slots, uniforms, seconds)
         with self._lock:
             self._gpu.activate()
             self._read_prompts()
             texts = np.zeros(len(at), TEXT)
             texts["slot"], texts["length"], texts["token"] = at, self._lengths[at], self._pending[at]
-            held = texts["length"] + (texts["token"] >= 0)
-            for wrong, state in ((held == 0, "first"), (held > self.capacity, "again: it is full")):
-                if wrong.any():
-                    raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
+            held = self._held_by(at)
             if len(at) not in self._launches:
                 self._launches[len(at)] = self._launch_of(len(at))
             launch = self._launches[len(at)]
@@ -761,17 +650,13 @@ class CudaEngine:
             guess = FIRST_ROW_SECONDS * max(1.0, len(at) / self._gpu.multiprocessors)
             fit = seconds / self._row_seconds.get(launch, guess)
             rows = int(min(len(numbers), max(1, fit), self.capacity + 1 - int(held.max())))
-            scored = bool(self._tops) and not self._tops.keys().isdisjoint(slots)
+            scored = self._are_scored(slots)
             chosen = self._launch(launch, texts, numbers[:rows], scored, seconds > SECONDS)
             self._lengths[at], self._pending[at] = held + rows - 1, chosen[-1]
             if scored:
                 every = self._every_logits(chosen.size).reshape(*chosen.shape, -1)
-                for i, slot in enumerate(slots):
-                    if (top := self._tops.get(slot)) is not None:
-                        self._logprobs[slot] += logprobs.of_logits(every[:, i], chosen[:, i].tolist(), top)
-        if (chosen < 0).any():
-            raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
-        return chosen
+                self._score(slots, chosen, every)
+        return numbers_only(chosen)
 
     def copy(self, source: int, *targets: int) -> None:
         for slot in (source, *targets):
@@ -811,10 +696,6 @@ class CudaEngine:
     def cycles(self) -> dict[str, int]:
         """The cycles of each of PHASES in the last launch, in the first block."""
         return dict(zip(PHASES, self._cycles.bytes.view(np.int64).tolist()))
-
-    def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < self.slots:
-            raise ValueError(f"slot is {slot}; it must be from 0 to {self.slots - 1}")
 
     def _uploaded(self, array: NDArray[Any]) -> Memory:
         data = np.ascontiguousarray(array)
@@ -901,12 +782,3 @@ class CudaEngine:
                 _check(driver.cuStreamSynchronize(stream))
                 self._row_seconds[launch] = (time.perf_counter() - start) / rows
         return self._chosen.bytes[:size].view(np.int32).reshape(rows, count).copy()
-
-
-def settings(sampling: Sampling) -> NDArray[np.float64]:
-    """What a kernel is told of the choice of a text's tokens, (SETTINGS,)."""
-    numbers = [getattr(sampling, name) or 0 for name in NUMBERS]
-    adjusted = sampling.repetition_penalty != 1 or any(
-        (sampling.presence_penalty, sampling.frequency_penalty, sampling.logit_bias)
-    )
-    return np.array([*numbers, adjusted, 1 / max(sampling.temperature, 1e-300)], float)

@@ -1,6 +1,6 @@
 """The Engine protocol, which computes the next tokens of several texts, and open_engine().
 
-Only the torch engine imports torch, and only the cuda engine CUDA.
+Only the torch engine imports torch, only the cuda engine CUDA, and only the webgpu engine wgpu.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from attention_ext import processor, tiles
 from attention_ext.cuda import kernels as on_cuda
 from attention_ext.parts import (
     DEVICES,
+    BuildError,
     CachePrecision,
     Part,
     Precision,
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from model.gpt import GPT
 
 Name = TypeVar("Name", Precision, CachePrecision)
-ENGINES = ("native", "torch", "cuda")
+ENGINES = ("native", "torch", "cuda", "webgpu")
+ON_DEVICE = {"cpu": ("native", "torch"), "cuda": ("torch", "cuda"), "webgpu": ("webgpu",)}
 
 
 class Engine(Protocol):
@@ -121,7 +123,8 @@ def open_engine(
     """Open an engine for a model; the native engine and a GPU copy the weights.
 
     engine: one of ENGINES; None takes native for parts 1 to 4, else torch. On a GPU, None takes cuda for
-    part4 without a kernel if the model fits it, else torch.
+    part4 without a kernel if the model fits it, else torch; through WebGPU webgpu, and where there is no
+    adapter or the model does not fit it, native on the CPU.
     part, simd, br, bc: as in attention(). slots: the most texts at a time.
     weights: a Precision or its name. 'bf16' rounds the matrices to bfloat16, which changes the logits; the
     native engine then reads half as many bytes of weights for each token. 'int8' rounds them to int8 with
@@ -129,8 +132,9 @@ def open_engine(
     kv_cache: a CachePrecision or its name. 'bf16' rounds all keys and values to bfloat16, which changes the
     logits; the native engine then keeps and reads half as many bytes of them.
     capacity: the longest context, in tokens; the model's block size by default.
-    device: 'cpu' or 'cuda'. A GPU has the cuda and the torch engine, with part0 and part4, without simd and
-    tile. All arithmetic is float32. kernel: part4's kernel in the torch engine, as in attention().
+    device: 'cpu', 'cuda' or 'webgpu'; the latter two without simd and tile. CUDA has the cuda and the torch
+    engine, with part0 and part4, WebGPU the webgpu engine, with part4 and weights in fp32. All arithmetic is
+    float32. kernel: part4's kernel in the torch engine, as in attention().
     threads: the most that it uses; the torch engine then sets PyTorch's. None takes PyTorch's number where
     torch is imported, else processor.threads().
     draft: what guesses the next tokens of one to four texts in the native engine. It changes no text. 'auto'
@@ -145,7 +149,7 @@ def open_engine(
     tiles.check_sides(br, bc)
     if engine not in (None, *ENGINES):
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
-    if engine in ("native", "cuda") and row.operator is None:
+    if engine in ("native", "cuda", "webgpu") and row.operator is None:
         raise ValueError(
             f"engine is {engine!r}; it must be 'torch' with {part}, which is PyTorch's attention"
         )
@@ -160,14 +164,27 @@ def open_engine(
         capacity = longest
     if not 1 <= capacity <= longest:
         raise ValueError(f"capacity is {capacity}; it must be from 1 to block_size={longest}")
+    if device == "webgpu" and kernel is not None:
+        raise ValueError(f"kernel is {kernel!r}; it must be None with the webgpu engine, which has its own")
     check_kernel(device, row, kernel, model.config.head_dim)
-    if engine == ("native" if device == "cuda" else "cuda"):
-        others = " or ".join(repr(name) for name in ENGINES if name != engine)
+    if engine not in (None, *ON_DEVICE[device]):
+        others = " or ".join(map(repr, ON_DEVICE[device]))
         raise ValueError(f"engine is {engine!r}; it must be {others} on {DEVICES[device]}")
-    if device == "cuda":
+    if device != "cpu":
         for name, given, only in (("simd", simd, "auto"), ("br", br, None), ("bc", bc, None)):
             if given not in (None, only):
                 raise ValueError(f"{name} is {given!r}; it must be {only!r} on {DEVICES[device]}")
+    if device == "webgpu":
+        from generation import webgpu
+
+        try:
+            return webgpu.WebGpuEngine(model, precision, cache, slots, capacity)
+        except (BuildError, webgpu.Unfit) as error:
+            if engine == "webgpu":
+                raise
+            print(f"{error}; the native engine writes on the CPU", file=sys.stderr, flush=True)
+        engine, device = "native", "cpu"
+    if device == "cuda":
         if engine == "cuda" or engine is None and row.operator and kernel is None:
             from generation import cuda
 

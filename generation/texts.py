@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from attention_ext.parts import CachePrecision
+from attention_ext.parts import BuildError, CachePrecision
 from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
 from generation.writer import Request, Text, Writer
@@ -34,16 +34,29 @@ def slots_for(
     """(texts at once, slots of the engine) for this number of texts with one prompt.
 
     capacity: tokens of context of each text. If not all texts are written at once, one more slot keeps the
-    prompt for texts that join later. Raises BuildError if there is no GPU for device 'cuda'.
+    prompt for texts that join later. Raises BuildError if there is no GPU for device 'cuda'; 'webgpu' is as
+    'cpu' then.
     """
     cache_bytes = kv_cache.bytes * 2 * config.n_layer * config.n_embd * capacity  # K and V of a text
     if device == "cuda":
         from generation import cuda
 
         at_once = min(texts, max(1, cuda.gpu().memory // GPU_SHARE // cache_bytes))
+    elif device == "webgpu" and has_gpu():
+        at_once = min(texts, max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes))
     else:
         at_once = min(texts, AT_ONCE * threads, max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes))
     return at_once, at_once + (texts > at_once)
+
+
+def has_gpu() -> bool:
+    """Whether WebGPU finds a GPU that is not the CPU."""
+    from attention_ext.webgpu.gpu import opened
+
+    try:
+        return not opened().adapter.is_cpu
+    except BuildError:
+        return False
 
 
 class StopFilter:

@@ -341,8 +341,8 @@ model = option(
 )
 engine = choice(
     "--engine",
-    "Engine that runs the model; auto is native for parts 1 to 4, cuda for part4 on a GPU, else torch.",
-    of=("auto", "native", "torch", "cuda"),
+    "Engine that runs the model; auto is native for parts 1 to 4, for part4 also cuda or webgpu, else torch.",
+    of=("auto", "native", "torch", "cuda", "webgpu"),
     callback=lambda context, parameter, value: None if value == "auto" else value,
 )
 weights = choice(

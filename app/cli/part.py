@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from generation.cuda import CudaEngine
     from generation.engine import Engine
     from generation.texts import Completion
+    from generation.webgpu import WebGpuEngine
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
 WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
@@ -174,8 +175,8 @@ class Session:
             from attention_ext.cuda import driver
 
             kernel = driver.describe(self.part, asked["kernel"], config.head_dim)
-        elif engine.name == "cuda":
-            kernel = cast("CudaEngine", engine).description
+        elif engine.name in ("cuda", "webgpu"):
+            kernel = cast("CudaEngine | WebGpuEngine", engine).description
         elif engine.simd_name:
             from attention_ext import extension
 
@@ -229,7 +230,8 @@ def write(session: Session) -> None:
 
 def record(session: Session, engine: "Engine", completion: "Completion") -> dict[str, Any]:
     """What --json prints of a sample."""
-    device, simd = session.asked["device"], session.asked["simd"]
+    simd = session.asked["simd"]
+    device = "cpu" if engine.name == "native" else session.asked["device"]  # where WebGPU cannot write
     return {
         "model": session.asked["model"],
         "part": session.part,

@@ -158,6 +158,14 @@ class Gpu:
         with _errors():
             return np.frombuffer(self.device.queue.read_buffer(buffer, offset, size), dtype)[:count]
 
+    def copy(self, copies: Sequence[tuple[Any, int, Any, int, int]]) -> None:
+        """Copy bytes between buffers: (source, its offset, target, its offset, size), multiples of 4."""
+        with _errors():
+            encoder = self.device.create_command_encoder()
+            for each in copies:
+                encoder.copy_buffer_to_buffer(*each)
+            self.device.queue.submit([encoder.finish()])
+
     def run(self, pipeline: Any, buffers: Sequence[Any], groups: tuple[int, ...], times: int = 1) -> None:
         """Dispatch workgroups, without waiting. buffers: bindings 0, 1 ..., all used by the shader."""
         with _errors():

@@ -13,6 +13,7 @@ from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
 
 from attention_ext import PARTS
 from attention_ext.parts import BuildError, CachePrecision, Precision
+from attention_ext.webgpu.gpu import opened
 from generation import bulk, cuda, load, shards
 from generation.engine import open_engine
 from generation.jobs import Job
@@ -27,7 +28,7 @@ ENGINES = [
     )
     for part, row in PARTS.items()
     for name in (("native", "torch") if row.operator else ("torch",))
-] + [pytest.param(("part4", "cuda"), id="part4 cuda", marks=pytest.mark.full)]
+] + [pytest.param(("part4", name), id=f"part4 {name}", marks=pytest.mark.full) for name in ("cuda", "webgpu")]
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +41,16 @@ def no_cuda_engine() -> str | None:
     return None
 
 
+@pytest.fixture(scope="session")
+def no_webgpu() -> str | None:
+    """Why there is no adapter here, or None."""
+    try:
+        opened()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
 @pytest.fixture(params=ENGINES)
 def engine(request):
     """Run the test for each part in each of its engines; opens an engine of a model."""
@@ -48,6 +59,10 @@ def engine(request):
         if request.getfixturevalue("no_cuda_engine"):  # small blocks, because each thread takes turns here
             request.getfixturevalue("emulated")(request.getfixturevalue("monkeypatch"), 32, 1, (2,))
         return partial(open_engine, engine=name, part=part, device="cuda")
+    if name == "webgpu":
+        if reason := request.getfixturevalue("no_webgpu"):
+            pytest.skip(reason)
+        return partial(open_engine, engine=name, part=part, device="webgpu")
     if PARTS[part].operator:
         request.getfixturevalue("extension")
     return partial(open_engine, engine=name, part=part)

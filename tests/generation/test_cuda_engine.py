@@ -20,7 +20,7 @@ from attention_ext import BuildError
 from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import CachePrecision, Dtype, Precision
-from generation import cuda, pytorch
+from generation import cuda, pytorch, slots
 from generation.engine import open_engine
 from generation.sampling import Sampling
 from generation.texts import complete, generate
@@ -267,8 +267,8 @@ def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch, capsys):
 
 def test_the_uniform_numbers_are_pytorchs():
     for seed in (0, 1337, 2**64 - 1):
-        following = cuda.Uniforms(seed)
-        cuda.Uniforms(7)(5)  # another text's
+        following = slots.Uniforms(seed)
+        slots.Uniforms(7)(5)  # another text's
         generator = torch.Generator().manual_seed(seed)
         for count in (1, 300, 2):
             expected = torch.rand(count, dtype=torch.float64, generator=generator)

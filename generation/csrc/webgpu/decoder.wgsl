@@ -1,0 +1,571 @@
+// The GPT of model/gpt.py: a workgroup reads the tokens of one text and writes its next ones, in one dispatch.
+//
+// WebGPU has no barrier over a grid, so a text never leaves its workgroup: 256 invocations take a token through
+// all layers, multiply by the weights, attend to the cached keys and choose the next token. All arithmetic is
+// float32. A number is summed in the same order whatever else is written.
+//
+// A source is the constants, then cache_fp32.wgsl or cache_bf16.wgsl, then this file. Entry point: decode, with
+// a workgroup for each text, (texts, 1, 1).
+//
+// Constants, each `const NAME: u32`: LAYERS, HEADS, HEAD_DIM, VOCAB; BIAS, 1 if layers have one, else 0; TILE,
+// the keys of a tile of attention, a power of two from 16 to 256. HEADS * ceil(HEAD_DIM / 4) is at most 256.
+// Bytes of workgroup memory: 16 (W + max(W, A) + max(4 W, A) + 256) + 4 max(HEADS * TILE, 2 VOCAB, 256)
+// + 4 HEADS + 192, with W and A as below. With TILE 64 that fits the portable 16 KB up to a width of 384.
+//
+// Bindings of group 0. A quad is four numbers, 16 bytes:
+// 0 params    uniform, 32 bytes: texts, rows (tokens to choose for each text), capacity (tokens of a slot), slots,
+//             uniforms_at (a word of `work`), every (0, or 1 to keep all logits): u32; scale = log2(e) /
+//             sqrt(HEAD_DIM): f32; 4 bytes unused
+// 1 weights   f32, in quads, see below
+// 2 keys      a slot and layer: [A][capacity] quads, so that invocations read neighbouring keys
+// 3 values    a slot and layer: [capacity][A] quads. A quad of bfloat16 is 8 bytes
+// 4 logits    f32 [slots][VOCAB], the latest
+// 5 counts    u32 [slots][2][VOCAB]: how often a token has occurred; how often since the prompt
+// 6 settings  f32 [slots][10], then f32 [slots][VOCAB], added to the logits. The ten: temperature, top_k, top_p,
+//             min_p, typical_p, repetition_penalty, presence_penalty, frequency_penalty; 1 if a penalty or a bias
+//             changes logits, else 0; 1 / temperature, at most 1e30
+// 7 work      u32: TEXT words of each text, then what they point to: the tokens to be read, and at uniforms_at
+//             for each (row, text) a number in [0, 1) as f32 bits, the nearest f32 below it and the rest
+// 8 out       u32: [rows][texts], the chosen tokens, -1 where logits hold NaN or the largest is infinite; with
+//             `every` then the logits as f32 bits: [rows][texts][VOCAB], those that each choice was made from, or
+//             if rows is 0, [tokens][texts][VOCAB], those after each token (the longest text's count of them)
+//
+// A text's words: slot; length, tokens in its cache; at, the word of its tokens to be read; count of them, which
+// may be 0 if its logits are known; flags: FIRST, the counts begin with these tokens; PROMPT, these tokens have
+// occurred, LAST, the slot's logits are those after the last token. A text that is written again has read all
+// tokens but the last one, which count 1 then reads.
+//
+// Weights, in quads. W = ceil(WIDTH / 4) of a row; A = HEADS * ceil(HEAD_DIM / 4) of a row by heads, each of
+// which begins a quad; V = ceil(VOCAB / 4). What is left over is 0. A matrix of K inputs and N outputs is
+// [4 K][N] quads, K and N in quads, a row for each input, so that neighbours read neighbours. In order:
+//   tokens [VOCAB][W];
+//   for each layer: ln_1 [W] (+ [W]); qkv W -> 3 A (+ [3 A]), the queries of all heads, then keys, then values;
+//     proj A -> W (+ [W]); ln_2 [W] (+ [W]); fc W -> WIDTH (+ [WIDTH]); out WIDTH -> W (+ [W]);
+//   ln_f [W] (+ [W]); head W -> V, the tokens' transpose; positions [block size][W].
+// (+ ...) are biases, which are left out if BIAS is 0.
+
+const INVOCATIONS = 256u;
+const WIDTH = HEADS * HEAD_DIM;
+const W = (WIDTH + 3u) / 4u;
+const D = (HEAD_DIM + 3u) / 4u;  // quads of a head
+const A = HEADS * D;
+const V = (VOCAB + 3u) / 4u;
+
+// Where a layer's weights begin, in quads.
+const QKV = W * (1u + BIAS);
+const QKV_BIAS = QKV + 4u * W * 3u * A;
+const PROJ = QKV_BIAS + 3u * A * BIAS;
+const PROJ_BIAS = PROJ + 4u * A * W;
+const LN_2 = PROJ_BIAS + W * BIAS;
+const FC = LN_2 + W * (1u + BIAS);
+const FC_BIAS = FC + 4u * W * WIDTH;
+const OUT = FC_BIAS + WIDTH * BIAS;
+const OUT_BIAS = OUT + 4u * WIDTH * W;
+const LAYER = OUT_BIAS + W * BIAS;
+const LN_F = VOCAB * W + LAYERS * LAYER;
+const HEAD = LN_F + W * (1u + BIAS);
+const POSITIONS = HEAD + 4u * W * V;
+
+const TEXT = 5u;
+const FIRST = 1u;
+const PROMPT = 2u;
+const LAST = 4u;
+const SETTINGS = 10u;
+const LOWEST = -1e30;  // below all scores and logits; WGSL has no infinity
+
+struct Params {
+    texts: u32,
+    rows: u32,
+    capacity: u32,
+    slots: u32,
+    uniforms_at: u32,
+    every: u32,
+    scale: f32,
+    unused: u32,
+}
+
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> weights: array<vec4f>;
+@group(0) @binding(2) var<storage, read_write> keys: array<Cached>;
+@group(0) @binding(3) var<storage, read_write> values: array<Cached>;
+@group(0) @binding(4) var<storage, read_write> logits: array<f32>;
+@group(0) @binding(5) var<storage, read_write> counts: array<u32>;
+@group(0) @binding(6) var<storage, read> settings: array<f32>;
+@group(0) @binding(7) var<storage, read> work: array<u32>;
+@group(0) @binding(8) var<storage, read_write> out: array<u32>;
+
+// Quads of `row`: the residual stream; what the next matrix is multiplied with; the queries, then the MLP's
+// hidden numbers.
+const X = 0u;
+const IN = W;
+const WIDE = IN + max(W, A);
+var<workgroup> row: array<vec4f, WIDE + max(WIDTH, A)>;
+var<workgroup> lanes: array<vec4f, INVOCATIONS>;  // results of the invocations
+var<workgroup> merged: array<vec4f, 8>;
+// The scores of a tile, [HEADS][TILE]; then the sums of weights, [slices][HEADS]; then of each token the logit
+// or weight, and for typical_p the weight's logarithm.
+var<workgroup> numbers: array<f32, max(max(HEADS * TILE, 2u * VOCAB), INVOCATIONS)>;
+var<workgroup> peaks: array<f32, HEADS>;  // m of each head
+var<workgroup> found: atomic<u32>;
+var<workgroup> likely: atomic<u32>;  // the last token with a weight
+var<workgroup> next: u32;
+
+// The sums of all invocations' x and y, and the largest z.
+fn reduce(x: vec3f, id: u32) -> vec3f {
+    lanes[id] = vec4f(x, 0);
+    workgroupBarrier();
+    if id < 8u {
+        var all = lanes[id];
+        for (var i = 1u; i < 32u; i++) {
+            let other = lanes[8u * i + id];
+            all = vec4f(all.xy + other.xy, max(all.zw, other.zw));
+        }
+        merged[id] = all;
+    }
+    workgroupBarrier();
+    var all = merged[0].xyz;
+    for (var i = 1u; i < 8u; i++) {
+        let other = merged[i].xyz;
+        all = vec3f(all.xy + other.xy, max(all.z, other.z));
+    }
+    return all;
+}
+
+// The product of the row's quads from `first_input` on with a matrix of so many quads of inputs and outputs: the
+// quad of output `first + id` in each of the first invocations. An invocation has four outputs and a slice of the
+// inputs; the weights of eight inputs are loaded together.
+fn product(matrix: u32, inputs: u32, outputs: u32, first_input: u32, first: u32, id: u32) -> vec4f {
+    let line = min(outputs, INVOCATIONS);
+    let slices = min(INVOCATIONS / line, inputs);
+    let depth = (inputs + slices - 1u) / slices;
+    let slice = id / line;
+    let column = first + id % line;
+    var sum = vec4f();
+    if slice < slices && column < outputs {
+        var k = slice * depth;
+        let end = min(k + depth, inputs);
+        var at = matrix + 4u * k * outputs + column;
+        for (; k + 2u <= end; k += 2u) {
+            let w0 = weights[at];
+            let w1 = weights[at + outputs];
+            let w2 = weights[at + 2u * outputs];
+            let w3 = weights[at + 3u * outputs];
+            let w4 = weights[at + 4u * outputs];
+            let w5 = weights[at + 5u * outputs];
+            let w6 = weights[at + 6u * outputs];
+            let w7 = weights[at + 7u * outputs];
+            let x = row[first_input + k];
+            let y = row[first_input + k + 1u];
+            sum = fma(vec4f(x.x), w0, sum);
+            sum = fma(vec4f(x.y), w1, sum);
+            sum = fma(vec4f(x.z), w2, sum);
+            sum = fma(vec4f(x.w), w3, sum);
+            sum = fma(vec4f(y.x), w4, sum);
+            sum = fma(vec4f(y.y), w5, sum);
+            sum = fma(vec4f(y.z), w6, sum);
+            sum = fma(vec4f(y.w), w7, sum);
+            at += 8u * outputs;
+        }
+        if k < end {
+            let x = row[first_input + k];
+            sum = fma(vec4f(x.x), weights[at], sum);
+            sum = fma(vec4f(x.y), weights[at + outputs], sum);
+            sum = fma(vec4f(x.z), weights[at + 2u * outputs], sum);
+            sum = fma(vec4f(x.w), weights[at + 3u * outputs], sum);
+        }
+    }
+    lanes[id] = sum;
+    workgroupBarrier();
+    if id < line {
+        for (var i = 1u; i < slices; i++) { sum += lanes[i * line + id]; }
+    }
+    return sum;
+}
+
+// The components of a quad that a row has.
+fn held(q: u32) -> vec4f { return select(vec4f(), vec4f(1), 4u * q + vec4u(0, 1, 2, 3) < vec4u(WIDTH)); }
+
+// LayerNorm of x to `in`, as PyTorch's.
+fn normalise(norm: u32, id: u32) {
+    var mean = 0.0;
+    var variance = 0.0;
+    for (var moment = 0u; moment < 2u; moment++) {
+        var sum = 0.0;
+        for (var q = id; q < W; q += INVOCATIONS) {
+            let x = (row[X + q] - mean) * held(q);
+            sum += select(dot(x, vec4f(1)), dot(x, x), moment == 1u);
+        }
+        sum = reduce(vec3f(sum), id).x / f32(WIDTH);
+        if moment == 0u { mean = sum; } else { variance = sum; }
+    }
+    let factor = inverseSqrt(variance + 1e-5);
+    for (var q = id; q < W; q += INVOCATIONS) {
+        var y = (row[X + q] - mean) * factor * weights[norm + q];
+        if BIAS == 1u { y += weights[norm + W + q]; }
+        row[IN + q] = y;
+    }
+    workgroupBarrier();
+}
+
+// GELU by erfc(z) = t exp(P(t) - z^2), t = 1 / (1 + z / 2): Chebyshev's fit of log(erfc(z) exp(z^2) / t), by
+// scipy.special.erfcx, for z up to 9 within 4.2e-8.
+fn gelu(x: vec4f) -> vec4f {
+    let z = abs(x) * 0.70710678118654752;
+    let t = 1.0 / fma(z, vec4f(0.5), vec4f(1));
+    var p = vec4f(0.1354247188493049);
+    p = fma(p, t, vec4f(-0.6286316827558825));
+    p = fma(p, t, vec4f(1.0327699228865832));
+    p = fma(p, t, vec4f(-0.5295532645551162));
+    p = fma(p, t, vec4f(-0.2197604457163112));
+    p = fma(p, t, vec4f(0.07634552090457862));
+    p = fma(p, t, vec4f(0.008687083954603967));
+    p = fma(p, t, vec4f(0.3921549499090914));
+    p = fma(p, t, vec4f(0.9979783023537578));
+    p = fma(p, t, vec4f(-1.265415065369658));
+    let half_erfc = 0.5 * t * exp(max(p - z * z, vec4f(-80)));
+    return x * select(1.0 - half_erfc, half_erfc, x < vec4f());
+}
+
+const SLICES = INVOCATIONS / A;  // of a tile's keys, when values are summed
+const PEAKS = max(1u, min(16u, INVOCATIONS / HEADS));  // partial maxima of a head
+
+// Attention of the queries to `in`: part 4's online softmax over tiles of keys, all heads together.
+fn attend(slot_layer: u32, length: u32, id: u32) {
+    let K = slot_layer * A * params.capacity;
+    let last = length + 1u;
+    let quad = id % A;
+    let head = quad / D;
+    let slice = id / A;
+    var o = vec4f();
+    var l = 0.0;
+    var m = LOWEST;
+    for (var h = id; h < HEADS; h += INVOCATIONS) { peaks[h] = LOWEST; }
+    for (var first = 0u; first < last; first += TILE) {
+        // Sij <- Qi Kj^T
+        for (var i = id; i < HEADS * TILE; i += INVOCATIONS) {
+            let h = i / TILE;
+            let j = first + i % TILE;
+            var score = LOWEST;
+            if j < last {
+                score = 0.0;
+                var at = K + h * D * params.capacity + j;
+                for (var q = 0u; q < D; q++) {
+                    score += dot(row[WIDE + h * D + q], of_cache(keys[at]));
+                    at += params.capacity;
+                }
+            }
+            numbers[i] = score;
+        }
+        workgroupBarrier();
+        for (var i = id; i < HEADS * PEAKS; i += INVOCATIONS) {
+            let h = i / PEAKS;
+            var most = peaks[h];
+            for (var j = i % PEAKS; j < TILE; j += PEAKS) { most = max(most, numbers[h * TILE + j]); }
+            lanes[i].x = most;
+        }
+        workgroupBarrier();
+        // Pij <- exp(Sij - m_new)
+        for (var i = id; i < HEADS * TILE; i += INVOCATIONS) {
+            let h = i / TILE;
+            var most = LOWEST;
+            for (var j = 0u; j < PEAKS; j++) { most = max(most, lanes[h * PEAKS + j].x); }
+            numbers[i] = exp2(numbers[i] - most);
+            if i % TILE == 0u { peaks[h] = most; }
+        }
+        workgroupBarrier();
+        // l <- exp(m - m_new) * l + rowsum(Pij);  O <- exp(m - m_new) * O + Pij Vj
+        if slice < SLICES {
+            let correction = exp2(m - peaks[head]);
+            m = peaks[head];
+            o *= correction;
+            l *= correction;
+            let some = min(TILE, last - first);
+            var at = K + (first + slice) * A + quad;
+            for (var j = slice; j < some; j += SLICES) {
+                let p = numbers[head * TILE + j];
+                o = fma(vec4f(p), of_cache(values[at]), o);
+                l += p;
+                at += SLICES * A;
+            }
+        }
+        workgroupBarrier();
+    }
+    lanes[id] = o;
+    if slice < SLICES && quad % D == 0u { numbers[slice * HEADS + head] = l; }
+    workgroupBarrier();
+    if id < A {
+        for (var i = 1u; i < SLICES; i++) {
+            o += lanes[i * A + id];
+        }
+        l = 0.0;
+        for (var i = 0u; i < SLICES; i++) { l += numbers[i * HEADS + head]; }
+        row[IN + id] = o / l;
+    }
+    workgroupBarrier();
+}
+
+// What a layer multiplies by, in this order, and what the last layer is followed by.
+const TO_QKV = 0u;
+const TO_PROJ = 1u;
+const TO_FC = 2u;
+const TO_OUT = 3u;
+const TO_LOGITS = 4u;
+
+struct Matrix {
+    kind: u32,
+    norm: u32,  // of the LayerNorm before it, if there is one
+    at: u32,
+    bias: u32,
+    inputs: u32,
+    outputs: u32,
+    first_input: u32,  // in `row`
+}
+
+fn matrix(number: u32) -> Matrix {
+    let layer = number / 4u;
+    let begin = VOCAB * W + layer * LAYER;
+    if layer == LAYERS { return Matrix(TO_LOGITS, LN_F, HEAD, 0u, W, V, IN); }
+    switch number % 4u {
+        case TO_QKV: { return Matrix(TO_QKV, begin, begin + QKV, begin + QKV_BIAS, W, 3u * A, IN); }
+        case TO_PROJ: { return Matrix(TO_PROJ, 0u, begin + PROJ, begin + PROJ_BIAS, A, W, IN); }
+        case TO_FC: { return Matrix(TO_FC, begin + LN_2, begin + FC, begin + FC_BIAS, W, WIDTH, IN); }
+        default: { return Matrix(TO_OUT, 0u, begin + OUT, begin + OUT_BIAS, WIDTH, W, WIDE); }
+    }
+}
+
+// Takes a token, which follows `length` others, through the layers, and, if asked, finds the logits after it, to
+// `numbers` and to the slot. Every function is called at one place, which compilers thank.
+fn read_token(slot: u32, length: u32, token: u32, with_logits: bool, id: u32) {
+    for (var q = id; q < W; q += INVOCATIONS) {
+        row[X + q] = weights[token * W + q] + weights[POSITIONS + length * W + q];
+    }
+    workgroupBarrier();
+    let matrices = 4u * LAYERS + select(0u, 1u, with_logits);
+    for (var number = 0u; number < matrices; number++) {
+        let m = matrix(number);
+        let slot_layer = slot * LAYERS + number / 4u;
+        if m.kind % 2u == 0u { normalise(m.norm, id); }
+        if m.kind == TO_PROJ { attend(slot_layer, length, id); }
+        for (var first = 0u; first < m.outputs; first += INVOCATIONS) {
+            var y = product(m.at, m.inputs, m.outputs, m.first_input, first, id);
+            let q = first + id;
+            if q < m.outputs {
+                if BIAS == 1u && m.kind != TO_LOGITS { y += weights[m.bias + q]; }
+                switch m.kind {
+                    case TO_QKV: {
+                        if q < A {
+                            row[WIDE + q] = y * params.scale;
+                        } else if q < 2u * A {
+                            keys[(slot_layer * A + q - A) * params.capacity + length] = to_cache(y);
+                        } else {
+                            values[(slot_layer * params.capacity + length) * A + q - 2u * A] = to_cache(y);
+                        }
+                    }
+                    case TO_FC: { row[WIDE + q] = gelu(y); }
+                    case TO_LOGITS: {
+                        for (var i = 0u; i < min(4u, VOCAB - 4u * q); i++) {
+                            numbers[4u * q + i] = y[i];
+                            logits[slot * VOCAB + 4u * q + i] = y[i];
+                        }
+                    }
+                    default: { row[X + q] += y; }
+                }
+            }
+            storageBarrier();  // for the keys and values
+            workgroupBarrier();
+        }
+    }
+}
+
+// What leaves out tokens, in this order, and the settings of each.
+const TOP_K = 0u;
+const TYPICAL_P = 1u;
+const TOP_P = 2u;
+const MIN_P = 3u;
+const OWN = (VOCAB + INVOCATIONS - 1u) / INVOCATIONS;  // tokens of an invocation
+
+// Sets the weights that the filters leave out to 0. Nothing is sorted: a token is kept if those that come before
+// it, which its invocation adds up, have less than the limit.
+fn filter_weights(top_k: f32, typical_p: f32, top_p: f32, min_p: f32, id: u32) {
+    for (var rule = TOP_K; rule <= MIN_P; rule++) {
+        let limit = vec4f(top_k, typical_p, top_p, min_p)[rule];
+        if rule == TOP_K && (limit == 0.0 || limit >= f32(VOCAB)) { continue; }
+        if (rule == TYPICAL_P || rule == TOP_P) && limit >= 1.0 { continue; }
+        if rule == MIN_P && limit == 0.0 { continue; }
+        var sums = vec3f();
+        for (var i = id; i < VOCAB; i += INVOCATIONS) {
+            let w = numbers[i];
+            sums = vec3f(sums.x + w, sums.y + w * numbers[VOCAB + i], max(sums.z, w));
+        }
+        sums = reduce(sums, id);
+        let mean = sums.y / sums.x;  // of the logarithms
+        var kept: array<bool, OWN>;
+        for (var n = 0u; n < OWN; n++) {
+            let i = min(n * INVOCATIONS + id, VOCAB - 1u);
+            let w = numbers[i];
+            let distance = abs(numbers[VOCAB + i] - mean);
+            var before = 0.0;
+            if rule != MIN_P {
+                for (var j = 0u; j < VOCAB; j++) {
+                    let other = numbers[j];
+                    let is_before = select(other > w, abs(numbers[VOCAB + j] - mean) < distance, rule == TYPICAL_P);
+                    before += select(0.0, select(other, 1.0, rule == TOP_K), is_before);
+                }
+            }
+            let most = select(limit * sums.x, limit, rule == TOP_K);
+            kept[n] = select(most > before, w >= limit * sums.z, rule == MIN_P);
+        }
+        workgroupBarrier();
+        for (var n = 0u; n < OWN; n++) {
+            let i = n * INVOCATIONS + id;
+            if i < VOCAB && !kept[n] { numbers[i] = 0.0; }
+        }
+        workgroupBarrier();
+    }
+}
+
+// The token that the text's uniform number falls on, by generation/csrc/sampling.cpp's rules, from the logits in
+// `numbers`; to `next`, which is VOCAB if the logits hold NaN, or the largest is infinite.
+fn choose(slot: u32, uniform_at: u32, id: u32) {
+    let at = slot * SETTINGS;
+    let temperature = settings[at];
+    let top_k = settings[at + 1u];
+    let top_p = settings[at + 2u];
+    let min_p = settings[at + 3u];
+    let typical_p = settings[at + 4u];
+    let repetition = settings[at + 5u];
+    let presence = settings[at + 6u];
+    let frequency = settings[at + 7u];
+    let bias = params.slots * SETTINGS + slot * VOCAB;
+    var wrong = 0.0;  // how many are NaN, or infinite
+    var best = -3.4e38;
+    for (var i = id; i < VOCAB; i += INVOCATIONS) {
+        var y = numbers[i];
+        wrong += f32((bitcast<u32>(y) & 0x7fffffffu) > 0x7f800000u);
+        if settings[at + 8u] != 0.0 {
+            if repetition != 1.0 && counts[2u * slot * VOCAB + i] > 0u {
+                y = select(y * repetition, y / repetition, y > 0.0);
+            }
+            let written = counts[(2u * slot + 1u) * VOCAB + i];
+            if written > 0u { y -= f32(written) * frequency + presence; }
+            y += settings[bias + i];
+            numbers[i] = y;
+        }
+        wrong += f32(bitcast<u32>(y) == 0x7f800000u);
+        best = max(best, y);
+    }
+    let all = reduce(vec3f(wrong, 0, best), id);
+    best = all.z;
+    if id == 0u {
+        atomicStore(&found, VOCAB);
+        atomicStore(&likely, 0u);
+    }
+    if temperature == 0.0 {
+        workgroupBarrier();
+        for (var i = id; i < VOCAB; i += INVOCATIONS) {
+            if numbers[i] == best { atomicMin(&found, i); }
+        }
+        workgroupBarrier();
+    } else {
+        for (var i = id; i < VOCAB; i += INVOCATIONS) {
+            let exponent = max((numbers[i] - best) * settings[at + 9u], -200.0);
+            numbers[i] = exp(exponent);
+            numbers[VOCAB + i] = exponent;
+        }
+        workgroupBarrier();
+        filter_weights(top_k, typical_p, top_p, min_p, id);
+        // Each of 32 invocations has tokens that follow each other.
+        let each = (VOCAB + 31u) / 32u;
+        if id < 32u {
+            var sum = 0.0;
+            for (var i = id * each; i < min((id + 1u) * each, VOCAB); i++) {
+                sum += numbers[i];
+            }
+            lanes[id].x = sum;
+        }
+        workgroupBarrier();
+        if id < 32u {
+            var reached = 0.0;
+            var sum = 0.0;
+            for (var i = 0u; i < 32u; i++) {
+                if i == id { reached = sum; }
+                sum += lanes[i].x;
+            }
+            let point = fma(bitcast<f32>(work[uniform_at]), sum, bitcast<f32>(work[uniform_at + 1u]) * sum);
+            for (var i = id * each; i < min((id + 1u) * each, VOCAB); i++) {
+                let w = numbers[i];
+                if w > 0.0 {
+                    reached += w;
+                    atomicMax(&likely, i);  // if rounding leaves a remainder
+                    if reached > point {
+                        atomicMin(&found, i);
+                        break;
+                    }
+                }
+            }
+        }
+        workgroupBarrier();
+    }
+    if id == 0u {
+        var token = atomicLoad(&found);
+        if token == VOCAB { token = atomicLoad(&likely); }
+        next = select(token, VOCAB, all.x > 0.0 || best <= -3.4e38);
+    }
+}
+
+@compute @workgroup_size(INVOCATIONS)
+fn decode(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) id: u32) {
+    let text = group.x;
+    let slot = work[text * TEXT];
+    let length = work[text * TEXT + 1u];
+    let at = work[text * TEXT + 2u];
+    let count = work[text * TEXT + 3u];
+    let flags = work[text * TEXT + 4u];
+    let seen = 2u * slot * VOCAB;
+    let written = seen + VOCAB;
+    if (flags & FIRST) != 0u {
+        for (var i = id; i < 2u * VOCAB; i += INVOCATIONS) { counts[seen + i] = 0u; }
+        storageBarrier();
+    }
+    // Step `begun` is the first that chooses a token. A step reads the last token unless count is 0.
+    let begun = max(count, 1u) - 1u;
+    var steps = count;
+    if params.rows > 0u { steps = begun + params.rows; }
+    for (var step = 0u; step < steps; step++) {
+        let chooses = params.rows > 0u && step >= begun;
+        let reads = step < count || step > begun;
+        if reads {
+            var token = 0u;
+            if step < count { token = work[at + step]; } else { token = workgroupUniformLoad(&next); }
+            let place = length + step - select(0u, 1u, count == 0u);
+            let last = step + 1u == count && (flags & LAST) != 0u;
+            read_token(slot, place, token, chooses || params.every != 0u || last, id);
+            if step < count && (flags & PROMPT) != 0u && id == 0u { counts[seen + token] += 1u; }
+        } else {
+            for (var i = id; i < VOCAB; i += INVOCATIONS) { numbers[i] = logits[slot * VOCAB + i]; }
+            workgroupBarrier();
+        }
+        var chosen = step - begun;
+        if params.rows == 0u { chosen = step; }
+        let place = chosen * params.texts + text;
+        if params.every != 0u {
+            let kept = params.rows * params.texts + place * VOCAB;
+            for (var i = id; i < VOCAB; i += INVOCATIONS) { out[kept + i] = bitcast<u32>(numbers[i]); }
+        }
+        if chooses {
+            choose(slot, params.uniforms_at + 2u * place, id);
+            if id == 0u {
+                if next < VOCAB {
+                    out[place] = next;
+                    counts[seen + next] += 1u;
+                    counts[written + next] += 1u;
+                } else {
+                    out[place] = 0xffffffffu;
+                    next = 0u;
+                }
+            }
+        }
+        storageBarrier();
+        workgroupBarrier();
+    }
+}

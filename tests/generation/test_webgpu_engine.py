@@ -1,0 +1,309 @@
+"""The webgpu engine: its texts beside the CPU's, a device that is lost, what it refuses.
+
+The contract of every engine is tested on it by the fixture `engine`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from steps import choose, forced, logits, prefill
+from support import naming
+
+from attention_ext.parts import BuildError, CachePrecision, Precision
+from attention_ext.webgpu import gpu as by_webgpu
+from generation import webgpu
+from generation.engine import open_engine
+from generation.sampling import Sampling, sample
+from generation.texts import generate
+from generation.writer import Request, Writer
+from model import load
+from model.config import GPTConfig
+
+FP32, CACHE = Precision.FP32, CachePrecision.FP32
+MIXED = dict(top_k=20, top_p=0.9, typical_p=0.9, min_p=0.02, temperature=1.2)
+SAMPLINGS = [
+    *(dict(), dict(temperature=0), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1), dict(typical_p=0.7)),
+    *(dict(repetition_penalty=1.3), dict(presence_penalty=0.7, frequency_penalty=0.3), MIXED),
+    *(dict(logit_bias=((1, 3.0), (20, -50.0))), dict(temperature=1e-300)),
+]
+NEAR = 1e-5  # of a probability: closer to a boundary, float32's rounding may decide
+
+
+@pytest.fixture
+def adapter(no_webgpu) -> None:
+    """Skip the test without an adapter."""
+    if no_webgpu:
+        pytest.skip(no_webgpu)
+
+
+@pytest.fixture
+def no_adapter(monkeypatch) -> str:
+    """A machine without an adapter; the error that says so."""
+    message = "device is 'webgpu', and no adapter was found"
+
+    def opened() -> None:
+        raise BuildError(message)
+
+    monkeypatch.setattr(webgpu, "opened", opened)
+    monkeypatch.setattr(by_webgpu, "opened", opened)
+    return message
+
+
+def limits(**change) -> by_webgpu.Adapter:
+    """An adapter with the least limits that every browser has."""
+    least = {"max-storage-buffers-per-shader-stage": 8, "max-compute-workgroup-storage-size": 16384}
+    least |= {"max-storage-buffer-binding-size": 1 << 27}
+    named = {name.replace("_", "-"): number for name, number in change.items()}
+    return by_webgpu.Adapter("a GPU", "Vulkan", "DiscreteGPU", frozenset(), least | named, (32, 32))
+
+
+def test_what_does_not_fit_is_a_sentence():
+    wide = GPTConfig(64, 65, 1, 8, 1024)
+    for config, weights, on, message in (
+        (load("shakes128").config, Precision.INT8, limits(), "has weights in fp32, not int8"),
+        (GPTConfig(64, 65, 1, 300, 300), FP32, limits(), "rows of 1024 numbers, not 1200 in all heads"),
+        (wide, FP32, limits(), "of workgroup memory; a GPU has 16,384"),
+        (GPTConfig(64, 5000, 1, 2, 16), FP32, limits(), "of workgroup memory; a GPU has 16,384"),
+        (tiny.gpt().config, FP32, limits(max_storage_buffers_per_shader_stage=7), "needs 8 buffers"),
+        (
+            tiny.gpt().config,
+            FP32,
+            limits(max_storage_buffer_binding_size=1000),
+            "the weights take 28,864 bytes",
+        ),
+        (
+            GPTConfig(1 << 22, 65, 3, 1, 8),
+            FP32,
+            limits(max_storage_buffer_binding_size=1 << 28),
+            "the keys",
+        ),
+    ):
+        with naming(message), pytest.raises(webgpu.Unfit, match=message):
+            webgpu.source_for(config, weights, CACHE, config.block_size, on)
+    for model in (tiny.gpt(bias=True, n_embd=15, n_head=5, vocab_size=7), load("shakes128")):
+        shape = webgpu.Shape(model.config)
+        assert shape.bytes() == shape.pack(model.weights).nbytes
+    for name in ("shakes128", "shakes256", "shakes1024"):
+        webgpu.source_for(load(name).config, FP32, CACHE, 1024, limits())
+
+
+def test_a_wrong_argument_is_named():
+    for change, message in (
+        (dict(part="part0"), "device is 'webgpu'; part0 does not run there, only part4"),
+        (dict(engine="native"), "engine is 'native'; it must be 'webgpu' on WebGPU"),
+        (
+            dict(engine="webgpu", device="cpu"),
+            "engine is 'webgpu'; it must be 'native' or 'torch' on the CPU",
+        ),
+        (dict(kernel="1"), "kernel is '1'; it must be None with the webgpu engine"),
+        (dict(simd="off"), "simd is 'off'; it must be 'auto' on WebGPU"),
+        (dict(br=64), "br is 64; it must be None on WebGPU"),
+    ):
+        with naming(change), pytest.raises(ValueError, match=message):
+            open_engine(tiny.gpt(), **{"device": "webgpu"} | change)
+
+
+def test_without_an_adapter_the_cpu_writes(extension, no_adapter, capsys, cli, failed):
+    assert open_engine(tiny.gpt(), device="webgpu").name == "native"
+    assert capsys.readouterr().err.endswith(f"{no_adapter}; the native engine writes on the CPU\n")
+    with pytest.raises(BuildError, match=no_adapter):
+        open_engine(tiny.gpt(), "webgpu", device="webgpu")
+
+
+@pytest.mark.usefixtures("adapter")
+def test_what_does_not_fit_is_written_by_the_cpu(extension, capsys):
+    assert open_engine(tiny.gpt(), device="webgpu", weights="bf16").name == "native"
+    assert "has weights in fp32, not bf16; the native engine writes" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("adapter")
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(bias=True, n_embd=15, n_head=5, vocab_size=7),
+        pytest.param(dict(n_embd=99, n_head=3, vocab_size=300, block_size=70), marks=pytest.mark.full),
+        pytest.param(dict(n_head=1, n_layer=1, block_size=1, vocab_size=1), marks=pytest.mark.full),
+        pytest.param(dict(n_head=32, n_embd=32, n_layer=3), marks=pytest.mark.full),
+        pytest.param(dict(n_head=6, n_embd=384, block_size=300), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_cache", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+def test_the_logits_are_the_cpus(extension, change, kv_cache):
+    model = tiny.gpt(**change)
+    with torch.no_grad():  # logits a few units large, like those of trained models
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter *= min(1, 4 / parameter.shape[1] ** 0.5)
+    length = model.config.block_size
+    ids = [token * token % model.config.vocab_size for token in range(length)]
+    on_gpu, on_cpu = (
+        open_engine(model, name, device=device, kv_cache=kv_cache)
+        for name, device in (("webgpu", "webgpu"), ("native", "cpu"))
+    )
+    before = max(1, length // 2)
+    for engine in (on_gpu, on_cpu):
+        prefill(engine, 0, ids[:before])
+    # An error of float32 may round a key the other way.
+    near = 1e-4 if kv_cache == "fp32" else 3e-2
+    for made, right in zip(*(forced(each, 0, ids[before:]) for each in (on_gpu, on_cpu)), strict=True):
+        torch.testing.assert_close(made, right, atol=near, rtol=0)
+
+
+def margin(row: torch.Tensor, uniform: float, sampling: Sampling, prompt: list, written: list) -> float:
+    """How much the uniform number or a filter's limit may change before another token is chosen."""
+    if sampling.temperature == 0:
+        first, second = row.topk(2).values.tolist()
+        return first - second
+
+    def chosen(uniform: float, sampling: Sampling) -> list[int]:
+        counts = [collections.Counter(written)]
+        return sample(row[None], [uniform], sampling, [{*prompt, *written}], counts)
+
+    expected = chosen(uniform, sampling)
+    for far in np.geomspace(1e-9, NEAR, 9):
+        for change in (-far, far):
+            others = [(min(max(uniform + change, 0), 1 - 2**-53), sampling)]
+            for name in ("top_p", "typical_p", "min_p"):
+                if 0 < (limit := getattr(sampling, name) + change) < 1:
+                    others.append((uniform, dataclasses.replace(sampling, **{name: limit})))
+            if any(chosen(*other) != expected for other in others):
+                return far
+    return 1.0
+
+
+def boundary_cases(on_gpu, on_cpu, ids, length, seeds, settings) -> tuple[int, int]:
+    """Write texts of both engines. Returns the tokens compared, and the texts that end at a boundary.
+
+    A text ends where the engines choose different tokens, which must be at a boundary.
+    """
+    sampling, slots = Sampling(**settings), range(len(seeds))
+    numbers = np.stack([on_gpu.uniforms(seed)(length) for seed in seeds], -1)
+    texts = []
+    for engine in (on_gpu, on_cpu):
+        for slot in slots:
+            engine.set_sampling(slot, sampling)
+            prefill(engine, slot, ids)
+        rows = np.empty((0, len(seeds)), int)
+        while len(rows) < length:
+            rows = np.concatenate([rows, engine.write(slots, numbers[len(rows) :], 1000.0)])
+        texts.append(rows.T)
+    tokens = different = 0
+    for slot, made, right in zip(slots, *texts):
+        same = made == right
+        good = length if same.all() else int(same.argmin())
+        tokens += min(length, good + 1)
+        if good < length:
+            different += 1
+            written = right[:good].tolist()
+            prefill(on_cpu, 0, [*ids, *written])
+            near = margin(logits(on_cpu, 0), numbers[good, slot], sampling, ids, written)
+            assert near <= NEAR, (settings, seeds[slot], good)
+    return tokens, different
+
+
+@pytest.mark.usefixtures("adapter")
+@pytest.mark.parametrize("seeds, length", [(3, 12), pytest.param(200, 40, marks=pytest.mark.full)])
+def test_its_texts_are_those_of_the_cpu(extension, seeds, length):
+    checkpoint = load("shakes128")
+    on_gpu = open_engine(checkpoint, "webgpu", device="webgpu", slots=seeds)
+    on_cpu = open_engine(checkpoint, slots=seeds, draft="off")
+    ids, tokens, different = checkpoint.tokenizer.encode("ROMEO:"), 0, 0
+    for settings in SAMPLINGS:
+        with naming(settings):
+            found = boundary_cases(on_gpu, on_cpu, ids, length, range(seeds), settings)
+            tokens, different = tokens + found[0], different + found[1]
+    print(f"{different} of {tokens} tokens at a boundary")
+    assert different <= tokens * 1e-4
+
+
+@pytest.fixture
+def engine_of_tiny(adapter):
+    """Opens the webgpu engine of the tiny model; all share a shader."""
+    return lambda **options: open_engine(tiny.gpt(), "webgpu", device="webgpu", **options)
+
+
+def test_a_batch_changes_no_bit(engine_of_tiny):
+    alone, many = engine_of_tiny(), engine_of_tiny(slots=9)
+    uniforms = np.random.default_rng(1).random((6, 9))
+    for slot in range(9):
+        prefill(many, slot, [token % 11 for token in range(1 + slot)])
+        many.set_sampling(slot, Sampling(top_p=0.9 if slot % 3 else 1.0))
+    rows = many.write(range(9), uniforms, 10)
+    for slot in (0, 4, 8):
+        prefill(alone, 0, [token % 11 for token in range(1 + slot)])
+        alone.set_sampling(0, Sampling(top_p=0.9 if slot % 3 else 1.0))
+        assert [choose(alone, [0], [row[slot]])[0] for row in uniforms[: len(rows)]] == rows[:, slot].tolist()
+        assert alone.logits(0) == many.logits(slot)
+
+
+def test_slots_are_divided_among_buffers(engine_of_tiny, monkeypatch):
+    whole, size = engine_of_tiny(slots=5), engine_of_tiny()._chunks[0].held["keys"][1]
+    adapter = whole._gpu.adapter
+    few = dict(adapter.limits) | {"max-storage-buffer-binding-size": max(2 * size, whole._packed.nbytes)}
+    monkeypatch.setattr(whole._gpu, "adapter", dataclasses.replace(adapter, limits=few))
+    most = few["max-storage-buffer-binding-size"] // size
+    divided = engine_of_tiny(slots=3 * most)
+    assert len(divided._chunks) == 3
+    last = 3 * most - 1
+    for engine in (whole, divided):
+        prefill(engine, 0, [1, 2, 3])
+        engine.set_sampling(1, Sampling(top_k=3))
+    divided.set_sampling(last, Sampling(top_k=3))
+    whole.copy(0, 1)
+    divided.copy(0, last, most)
+    numbers = np.random.default_rng(2).random((5, 2))
+    assert whole.write([0, 1], numbers, 10).tolist() == divided.write([0, last], numbers, 10).tolist()
+    assert whole.logits(1) == divided.logits(last)
+
+
+def test_a_lost_device_loses_no_text(engine_of_tiny):
+    settings = Sampling(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.2)
+    requests = [
+        Request([1, 2, 3], 5, settings, 40, context="reset"),
+        Request([4], 6, Sampling(top_p=0.9), 40, context="slide", logprobs=2),
+    ]
+
+    def texts(engine, lost_at=()) -> list:
+        writer, step = Writer(engine), 0
+        growing = [writer.join(request) for request in requests]
+        made: list[list[int]] = [[], []]
+        while any(text.remaining for text in growing):
+            if step in lost_at:
+                engine._gpu.device.destroy()
+            for text, tokens in writer.step(5):
+                made[growing.index(text)] += tokens.tolist()
+            step += 1
+        return [*made, growing[1].logprobs, engine.logits(0)]
+
+    expected, engine = texts(engine_of_tiny(slots=2)), engine_of_tiny(slots=2)
+    before = engine._gpu
+    engine._step_seconds[2] = 1.0  # the first step of both texts is two dispatches
+    assert texts(engine, (0, 2, 3, 11)) == expected
+    assert engine._gpu is not before and by_webgpu.opened() is engine._gpu
+    engine._gpu.device.destroy()
+    engine.copy(0, 1)
+    assert engine.logits(1) == expected[-1]
+
+
+def test_logits_that_are_no_numbers_are_refused(adapter):
+    model = tiny.gpt()
+    with torch.no_grad():
+        model.transformer.ln_f.weight[0] = torch.nan
+    engine = open_engine(model, "webgpu", device="webgpu")
+    prefill(engine, 0, [1])
+    with pytest.raises(ValueError, match="logits hold NaN"):
+        engine.write([0], [[0.5]])
+
+
+def test_the_command_line_writes_the_same_text(adapter, cli):
+    arguments = ("part4", "--inference", "-m", "shakes128", "--max-new-tokens", 40, "--num-samples", 2)
+    done = cli(*arguments, "--device", "webgpu")
+    assert done.stdout == cli(*arguments).stdout and "webgpu engine" in done.stderr
+    assert generate(load("shakes128"), max_new_tokens=40, device="webgpu") in done.stdout
