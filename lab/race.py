@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from attention_ext import extension
-from attention_ext.parts import check_part
+from attention_ext.parts import check_part, running_on
 from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
 from generation.texts import capacity_for
@@ -80,6 +80,7 @@ def line_up(
     max_new_tokens: int | None = None,
     seed: int = 1337,
     sampling: Sampling = Sampling(),
+    device: str = "cpu",
     kernel: str | None = None,
     use_cache: bool = True,
     **engine: Any,
@@ -88,6 +89,7 @@ def line_up(
 
     parts: names of PARTS, at least two and each once, or ValueError is raised.
     max_new_tokens: tokens of each part; by default DEFAULT_TOKENS, at most the block size.
+    device: of the parts that run there. With 'webgpu' the others run on the CPU.
     The other arguments and the errors are those of generate() and open_engine(). Without drafts, so that a
     token is one pass.
     """
@@ -99,7 +101,10 @@ def line_up(
     runners = []
     for part in parts:
         own = kernel if check_part(part).operator else None
-        opened = open_engine(checkpoint, part=part, capacity=capacity, kernel=own, draft="off", **engine)
+        where = "cpu" if device == "webgpu" and part not in running_on(device) else device
+        opened = open_engine(
+            checkpoint, part=part, capacity=capacity, kernel=own, device=where, draft="off", **engine
+        )
         writer = Writer(opened)
         writer.check(request)
         _warm_up(writer.engine, request)
@@ -133,10 +138,12 @@ def describe(
     else:
         engines = (r.engine for r in runners if r.engine.simd_name)
         lines += [extension.describe_helpers(str(e.simd_name), e.threads) for e in islice(engines, 1)]
-    own = [r for r in runners if r.engine.name != "torch"]
-    if 0 < len(own) < len(runners):
-        parts = ", ".join(r.part for r in own)
-        lines.append(f"Engines differ, not attention alone: {own[0].engine.name} for {parts}")
+        lines += [r.engine.description for r in runners if hasattr(r.engine, "description")]
+    names = dict.fromkeys(r.engine.name for r in runners)
+    if len(names) > 1:
+        of = {name: ", ".join(r.part for r in runners if r.engine.name == name) for name in names}
+        own = "; ".join(f"{name} for {parts}" for name, parts in of.items() if name != "torch")
+        lines.append(f"Engines differ, not attention alone: {own}")
     return "\n".join(lines)
 
 

@@ -103,8 +103,6 @@ def check(part: str, asked: dict[str, Any]) -> None:
     if part not in WITH_KERNELS:
         options.refuse(("kernel",), f"goes with {' and '.join(WITH_KERNELS)} only")
     options.check_device(part, asked["device"])
-    if asked["inference"] and asked["device"] == "webgpu":
-        raise click.UsageError("--device webgpu does not go with --inference")
     options.refuse_other_device()
 
 

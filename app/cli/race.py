@@ -20,7 +20,7 @@ from attention_ext.parts import running_on
 @options.no_kv_cache
 @options.engine
 @options.simd
-@options.cpu_or_cuda
+@options.device
 @options.kernel
 @options.one_thread
 def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
@@ -30,14 +30,15 @@ def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     table then shows the speeds. The last line says whether the texts are identical; if not, the exit code
     is 1. part0 has the torch engine only; with --engine torch the parts differ in attention alone. With a KV
     cache a token takes one row of attention and the parts are close; --no-kv-cache shows the differences.
-    All parts race by default; with --device cuda, part0 and part4.
+    All parts race by default; with --device cuda, part0 and part4. With --device webgpu part4 runs there, and
+    the others on the CPU.
     """
     options.refuse_other_device()
     asked["threads"] = options.threads_for(threads)
     from lab import race as racing
     from model import load
 
-    names = parts or running_on(asked["device"])
+    names = parts or (running_on("cuda") if asked["device"] == "cuda" else tuple(PARTS))
     asked["use_cache"] = not no_kv_cache
     sampling = options.take_sampling(asked)
     runners = racing.line_up(load(model), names, prompt=prompt, sampling=sampling, **asked)

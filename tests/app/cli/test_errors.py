@@ -36,7 +36,6 @@ WRONG = [
         ["part4", "--device", "webgpu", "-br", "64"],
         "-br does not go with --device webgpu: each kernel has its",
     ),
-    (["part4", "--device", "webgpu", "--inference"], "--device webgpu does not go with --inference"),
     (["explain", "part0", "--device", "webgpu"], "PART is part0; it must be part4 with --device webgpu"),
     (["explain", "part4", "--device", "webgpu", "--arch", "sm_90"], "--arch goes with --device cuda only"),
     (
