@@ -48,7 +48,7 @@ from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
 from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
 from benchmarks.peers.onnx_runtime import OnnxRuntime
 from benchmarks.peers.pytorch import CachedPyTorch, Transformers, UncachedPyTorch
-from generation.engine import ENGINES, open_engine
+from generation.engine import ENGINES, ON_DEVICE, open_engine
 from generation.sampling import Sampling
 from generation.writer import Request
 from lab import saved
@@ -366,7 +366,7 @@ def row(name: str, each: dict[str, Any], limit: dict[str, Any] | None) -> str:
 
 
 @click.command(context_settings={"show_default": True})
-@options.device
+@options.cpu_or_cuda
 @options.names("--dtypes", "Formats of weights and cache on a GPU.", of=("fp32", "bf16"), default="fp32,bf16")
 @options.names(
     "--cases", "Cases to time.", of=CASES, show_default=f"{','.join(ON_CPU)}; on a GPU all", default=None
@@ -423,7 +423,7 @@ def main(
         return
     cases = cases or ON_CPU
     text = corpus.read(file or corpus.INPUT) if file or corpus.INPUT.exists() else None
-    on_cpu = [engine for engine in engines if engine != "cuda"]
+    on_cpu = [engine for engine in engines if engine in ON_DEVICE["cpu"]]
     contenders = [Contender(e, p) for p in parts for e in on_cpu if e == "torch" or PARTS[p].operator]
     native = [each for each in contenders if each.engine == "native"]
     contenders += [replace(each, weights=Precision(name)) for each in native for name in weights]

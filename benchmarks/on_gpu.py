@@ -30,6 +30,7 @@ from attention_ext.parts import CachePrecision, Dtype, Precision
 from benchmarks import generation as bench
 from benchmarks.peers import Peer
 from benchmarks.peers.pytorch import CachedPyTorch, Transformers
+from generation.engine import ON_DEVICE
 from generation.sampling import Sampling
 from lab.cuda.gpu import Gpu
 from lab.machine import describe
@@ -205,7 +206,7 @@ def compare(
     gpu = Gpu()
     on = gpu.describe()
     click.echo(f"{on['name']}, PyTorch {torch.__version__}, CUDA {on['cuda']}")
-    contenders = [bench.Contender(name, "part4") for name in engines if name != "native"]
+    contenders = [bench.Contender(name, "part4") for name in engines if name in ON_DEVICE["cuda"]]
     for name in (name for name in PEERS if name in peers):
         if all(map(find_spec, PEERS[name].packages)):
             contenders.append(bench.Contender(name))

@@ -4,6 +4,8 @@ It needs the package wgpu, which finds Vulkan, Metal or Direct3D 12, and no PyTo
 """
 
 import functools
+import os
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,12 +86,17 @@ class Gpu:
             extras.set_instance_extras(backends=BACKENDS)  # the first device of the process
         except RuntimeError:
             pass
+        unset = "XDG_RUNTIME_DIR" not in os.environ  # without a screen Mesa complains on stderr
         try:
+            os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
             found = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
         except RuntimeError as error:
             found, reason = None, f" ({str(error).splitlines()[0]})"
         else:
             reason = ""
+        finally:
+            if unset:
+                del os.environ["XDG_RUNTIME_DIR"]
         if found is None:
             raise BuildError(f"device is 'webgpu', and no adapter was found{reason}; it needs {DRIVER}")
         info, limits = found.info, dict(found.limits)

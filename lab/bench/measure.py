@@ -256,7 +256,7 @@ def compared(cell: Cell, out: Tensor, memory: int, exact: Tensor) -> Result:
     error = (out - exact).abs().nan_to_num(nan=torch.inf)  # (B, H, Nq, d)
     worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     result = Result(cell, error=float(error[worst]), error_at=worst)
-    if not contenders()[cell.contender].own_allocator:
+    if not contenders()[cell.contender].own_allocator and cell.device != "webgpu":
         result.scratch = max(0, memory - out.numel() * out.element_size())
     if not error[worst] <= WRONG_ERROR[Dtype(cell.dtype)] * float(exact.abs().max()):
         result.status = "wrong"

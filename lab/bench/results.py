@@ -63,8 +63,9 @@ class Run:
     peaks of AMX's products in bfloat16, if a cell has that dtype and the processor has AMX. busy: the reason
     why the figures are not firm. complete: False if the run was stopped.
 
-    On a GPU the cache is L2, and the number of threads is 1. tensor_peaks: the peak of a product of large
-    matrices, by dtype. sequential: part1's results on one core, for lab.bench.cuda.smaller() cells.
+    On a GPU the cache is L2, 0 where it is unknown, and the number of threads is 1. tensor_peaks: the peak of
+    a product of large matrices, by dtype. sequential: part1's results on one core, for
+    lab.bench.cuda.smaller() cells.
     """
 
     machine: dict

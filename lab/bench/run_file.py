@@ -68,7 +68,7 @@ def _check_run(run: Run) -> None:
     for name in ("peaks", "bandwidths", "amx_peaks", "tensor_peaks"):
         _check(name, getattr(run, name), _positive(*getattr(run, name).values()))
     _check("bandwidths", run.bandwidths, threads <= run.peaks.keys() <= run.bandwidths.keys())
-    _check("cache", run.cache, _positive(run.cache))
+    _check("cache", run.cache, run.cache == 0 or _positive(run.cache))
     _check("busy", run.busy, isinstance(run.busy, str | None))
     gpu = run.machine.get("gpu")
     _check("gpu", gpu, gpu is None or isinstance(gpu, dict) and isinstance(gpu.get("name"), str))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -109,11 +110,17 @@ def test_a_wrong_argument_is_named():
             open_engine(tiny.gpt(), **{"device": "webgpu"} | change)
 
 
-def test_without_an_adapter_the_cpu_writes(extension, no_adapter, capsys, cli, failed):
+def test_without_an_adapter_the_cpu_writes(extension, no_adapter, capsys, cli):
     assert open_engine(tiny.gpt(), device="webgpu").name == "native"
     assert capsys.readouterr().err.endswith(f"{no_adapter}; the native engine writes on the CPU\n")
     with pytest.raises(BuildError, match=no_adapter):
         open_engine(tiny.gpt(), "webgpu", device="webgpu")
+    arguments = ("part4", "--inference", "-m", "shakes128", "--max-new-tokens", 5, "--json")
+    done = cli(*arguments, "--device", "webgpu")
+    assert f"{no_adapter}; the native engine writes on the CPU" in done.stderr
+    written = json.loads(done.stdout.splitlines()[0])
+    assert (written["engine"], written["device"]) == ("native", "cpu")
+    assert written["text"] == json.loads(cli(*arguments).stdout.splitlines()[0])["text"]
 
 
 @pytest.mark.usefixtures("adapter")

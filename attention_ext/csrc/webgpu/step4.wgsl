@@ -57,9 +57,11 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
             let b = transpose(mat4x4f(k_at(block.head, key, c), k_at(block.head, key + LANES, c),
                                       k_at(block.head, key + 2 * LANES, c),
                                       k_at(block.head, key + 3 * LANES, c)));
-            for (var e = 0u; e < 4; e++) {
-                KV[(4 * c + e) * LANES + at % LANES] = b[e];
-            }
+            let to = 4 * c * LANES + at % LANES;
+            KV[to] = b[0];
+            KV[to + LANES] = b[1];
+            KV[to + 2 * LANES] = b[2];
+            KV[to + 3 * LANES] = b[3];
         }
         workgroupBarrier();
 

@@ -67,9 +67,11 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
             let b = transpose(mat4x4f(k_at(block.head, key, c), k_at(block.head, key + LANES, c),
                                       k_at(block.head, key + 2 * LANES, c),
                                       k_at(block.head, key + 3 * LANES, c)));
-            for (var e = 0u; e < 4; e++) {
-                K[(4 * c + e) * LANES + at % LANES] = vec4<f16>(b[e]);
-            }
+            let to = 4 * c * LANES + at % LANES;
+            K[to] = vec4<f16>(b[0]);
+            K[to + LANES] = vec4<f16>(b[1]);
+            K[to + 2 * LANES] = vec4<f16>(b[2]);
+            K[to + 3 * LANES] = vec4<f16>(b[3]);
         }
         for (var at = index; at < SLAB; at += LANES * LINES) {
             V[at] = vec4<f16>(v_at(block.head, j0 + at / D4, at % D4));

@@ -8,7 +8,7 @@ from attention_ext.parts import BuildError, Dtype
 from attention_ext.webgpu.gpu import opened
 from attention_ext.webgpu.steps import STEPS, Tile
 from lab import correctness
-from lab.bench import cases
+from lab.bench import cases, report, run_file
 from lab.bench.cuda import GpuBench
 from lab.webgpu.explain import count, explain
 
@@ -39,7 +39,7 @@ def test_the_test_of_a_part(adapter, kernel, dtype):
         correctness.run("part4", 24, None, None, True, echo=said.append, d=257, device="webgpu")
 
 
-def test_bench_checks_and_times_each_step(monkeypatch):
+def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
     from lab.webgpu import gpu
 
     monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.001)
@@ -52,6 +52,8 @@ def test_bench_checks_and_times_each_step(monkeypatch):
     assert [(each.cell.contender, each.status, len(each.seconds)) for each in bench.done.results] == [
         (name, "ok", 2) for name in names
     ]
+    run_file.save(bench.done, tmp_path / "run.json")
+    assert report.text(run_file.load(tmp_path / "run.json"), "md") == report.text(bench.done, "md")
 
 
 def test_explain_has_a_row_for_a_step(adapter, monkeypatch):
