@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ class Slots:
     def __init__(self, config: GPTConfig, slots: int, capacity: int) -> None:
         self.config, self.slots, self.capacity = config, slots, capacity
         V = config.vocab_size
-        self._lock = threading.Lock()
+        self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
         self._lengths = np.zeros(slots, np.int32)  # tokens in the cache
         self._pending = np.full(slots, -1, np.int32)  # the chosen token that is not yet read; -1 for none
         self._samplings = [Sampling()] * slots

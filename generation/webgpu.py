@@ -7,7 +7,6 @@ loses no text: the host knows the tokens, which another device reads again.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attention_ext.parts import CachePrecision, Precision
-from attention_ext.webgpu.gpu import MOST_GROUPS, Adapter, Lost, Source, opened, reopen
+from attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Lost, Source, opened, reopen
 from generation import logprobs
 from generation.slots import SETTINGS, Slots, Unfit, numbers_only
 from model.checkpoint import Checkpoint
@@ -40,7 +39,6 @@ FIRST_STEP_SECONDS = 1e-3  # of one text, and of ten more: the guess before one 
 MOST_OUT = 1 << 26  # bytes of the logits that a dispatch keeps
 SHORT = 64  # tokens of prompts that are read together
 ATTEMPTS = 3  # with devices that are lost one after the other
-DEVICE_LOCK = threading.Lock()  # all engines share the device, whose calls are of one thread at a time
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ class WebGpuEngine(Slots):
         c = model.config
         self._source = source_for(c, weights, kv_cache, capacity, self._gpu.adapter)
         super().__init__(c, slots, capacity)
-        self._lock = DEVICE_LOCK
+        self._lock = LOCK  # all engines share the device
         self._shape, self._kv_cache = Shape(c), kv_cache
         self._packed = self._shape.pack(model.weights)  # kept for another device
         # What another device reads again: a slot's tokens, with the one that is not yet read; how many there

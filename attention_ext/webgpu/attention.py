@@ -2,7 +2,6 @@
 
 import math
 import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -10,16 +9,13 @@ from numpy.typing import NDArray
 
 from attention_ext.checks import check_shapes
 from attention_ext.parts import PARTS, Dtype
-from attention_ext.webgpu.gpu import Gpu, Lost, grid, opened, reopen
+from attention_ext.webgpu.gpu import LOCK, Gpu, Lost, grid, opened, reopen
 from attention_ext.webgpu.steps import WIDEST, choose, up
 
 PART = PARTS["part4"]
 DTYPES = PART.dtypes["webgpu"]
 # Multiply-adds of a dispatch. Systems end one that takes seconds, and reset the GPU.
 AT_ONCE = {"DiscreteGPU": 2**39, "IntegratedGPU": 2**33, "CPU": 2**33}
-
-
-_lock = threading.Lock()  # a Gpu's calls are of one thread at a time
 
 
 class Call:
@@ -109,7 +105,7 @@ def attention(
     """As attention_ext.attention(), with device='webgpu'. If the device is lost, another one computes."""
     arrays = arrays_of(q, k, v, causal)
     applied = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    with _lock:
+    with LOCK:
         try:
             results = _attend(opened(), arrays, causal, applied, kernel)
         except Lost:

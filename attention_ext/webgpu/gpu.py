@@ -70,7 +70,7 @@ class Adapter:
 
 
 class Gpu:
-    """An open device. All calls are of one thread at a time.
+    """An open device. All calls are of one thread at a time, which holds LOCK.
 
     Raises BuildError if wgpu is missing or finds no adapter; its calls raise Lost, or BuildError for what the
     device refuses.
@@ -215,12 +215,12 @@ class _errors:
         raise BuildError(f"WebGPU refused: {said}") from None
 
 
-_lock = threading.Lock()
+LOCK = threading.RLock()  # a Gpu's calls are of one thread at a time
 
 
 def opened() -> Gpu:
     """The process's device, opened on first use. Raises BuildError if there is none."""
-    with _lock:
+    with LOCK:
         return _opened()
 
 
@@ -231,6 +231,6 @@ def _opened() -> Gpu:
 
 def reopen() -> Gpu:
     """Another device in place of a lost one."""
-    with _lock:
+    with LOCK:
         _opened.cache_clear()
         return _opened()

@@ -112,7 +112,7 @@ def test_a_wrong_argument_is_named():
 
 def test_without_an_adapter_the_cpu_writes(extension, no_adapter, capsys, cli):
     assert open_engine(tiny.gpt(), device="webgpu").name == "native"
-    assert capsys.readouterr().err.endswith(f"{no_adapter}; the native engine writes on the CPU\n")
+    assert f"{no_adapter}; the native engine writes on the CPU\n" in capsys.readouterr().err
     with pytest.raises(BuildError, match=no_adapter):
         open_engine(tiny.gpt(), "webgpu", device="webgpu")
     arguments = ("part4", "--inference", "-m", "shakes128", "--max-new-tokens", 5, "--json")
