@@ -293,7 +293,7 @@ class OnCuda:
             major, minor = (
                 driver.attribute(f"COMPUTE_CAPABILITY_{name}", index) for name in ("MAJOR", "MINOR")
             )
-            cuda, check = driver._driver(), driver._check
+            cuda, check = driver.bindings(), driver.checked
             code = self.source(d, f"sm_{major}{minor}").make()
             library = check(cuda.cuLibraryLoadData(code, [], [], 0, [], [], 0))
             function = check(cuda.cuKernelGetFunction(check(cuda.cuLibraryGetKernel(library, b"attention"))))
@@ -355,8 +355,8 @@ class OnCuda:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
         grid = (B * H * -(-Nq // br), 1, 1, threads, 1, 1, shared)
         try:
-            driver._check(
-                driver._driver().cuLaunchKernel(function, *grid, stream, ctypes.addressof(arguments), 0)
+            driver.checked(
+                driver.bindings().cuLaunchKernel(function, *grid, stream, ctypes.addressof(arguments), 0)
             )
         except BuildError as error:
             what = f"{grid[0]} blocks of {threads} threads and {shared} bytes of shared memory"

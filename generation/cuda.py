@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attention_ext.build import cache, nvrtc
+from attention_ext.cuda.driver import bindings
 from attention_ext.parts import BuildError, CachePrecision, Precision
 from generation import logprobs
 from generation.slots import SETTINGS, Slots, numbers_only
@@ -338,47 +339,47 @@ class Gpu:
     """
 
     def __init__(self) -> None:
-        driver = _driver()
-        _check(driver.cuInit(0))
-        self._device = _check(driver.cuDeviceGet(0))
-        self.name = _check(driver.cuDeviceGetName(128, self._device)).split(b"\0")[0].decode()
-        self._context = _check(driver.cuDevicePrimaryCtxRetain(self._device))
+        driver = bindings()
+        checked(driver.cuInit(0))
+        self._device = checked(driver.cuDeviceGet(0))
+        self.name = checked(driver.cuDeviceGetName(128, self._device)).split(b"\0")[0].decode()
+        self._context = checked(driver.cuDevicePrimaryCtxRetain(self._device))
         self.activate()
-        self.stream = _check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self.stream = checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
         major, minor = (self._attribute(f"COMPUTE_CAPABILITY_{name}") for name in ("MAJOR", "MINOR"))
         self.capability = (major, minor)
         self.shared = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self.cache = self._attribute("L2_CACHE_SIZE")
         self.multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
         self.hertz = 1000 * self._attribute("CLOCK_RATE")
-        self.memory = int(_check(driver.cuDeviceTotalMem(self._device)))
-        self.identity = _check(driver.cuDeviceGetUuid(self._device)).bytes.hex()
+        self.memory = int(checked(driver.cuDeviceTotalMem(self._device)))
+        self.identity = checked(driver.cuDeviceGetUuid(self._device)).bytes.hex()
 
     def _attribute(self, name: str) -> int:
-        named = getattr(_driver().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return _check(_driver().cuDeviceGetAttribute(named, self._device))
+        named = getattr(bindings().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return checked(bindings().cuDeviceGetAttribute(named, self._device))
 
     def activate(self) -> None:
         """Make the context the calling thread's."""
-        _check(_driver().cuCtxSetCurrent(self._context))
+        checked(bindings().cuCtxSetCurrent(self._context))
 
     @functools.cache
     def kernel(self, layout: Layout, texts: int) -> tuple[Any, Any]:
         """The function for passes of so many texts, and the library that keeps it alive."""
-        driver = _driver()
+        driver = bindings()
         function, library = load(layout.source(texts, self.capability), "decode")
         attributes = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": layout.shared(texts)}
         if isinstance(layout, Cluster):
             attributes["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"] = 1
         for name, value in attributes.items():
             named = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
-            _check(driver.cuFuncSetAttribute(function, named, value))
+            checked(driver.cuFuncSetAttribute(function, named, value))
         return function, library
 
     @functools.cache
     def launch(self, layout: Layout, texts: int, blocks: int) -> Any:
         """The driver's description of a launch of so many blocks."""
-        driver = _driver()
+        driver = bindings()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
@@ -399,7 +400,7 @@ class Gpu:
     def clusters(self, layout: Cluster) -> int:
         """The most clusters that run at a time; 0 if the GPU takes none of this size."""
         texts = layout.most_texts(self.shared)
-        most = _driver().cuOccupancyMaxActiveClusters
+        most = bindings().cuOccupancyMaxActiveClusters
         error, count = most(self.kernel(layout, texts)[0], self.launch(layout, texts, layout.blocks))
         return 0 if error else count
 
@@ -413,16 +414,16 @@ class Gpu:
 
 def load(source: nvrtc.Source, name: str) -> tuple[Any, Any]:
     """A kernel of a source, compiled if need be, and the library that keeps it alive."""
-    driver = _driver()
-    library = _check(driver.cuLibraryLoadData(source.make(), [], [], 0, [], [], 0))
-    return _check(
-        driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, name.encode())))
+    driver = bindings()
+    library = checked(driver.cuLibraryLoadData(source.make(), [], [], 0, [], [], 0))
+    return checked(
+        driver.cuKernelGetFunction(checked(driver.cuLibraryGetKernel(library, name.encode())))
     ), library
 
 
 def launch(function: Any, blocks: int, threads: int, stream: int, arguments: int) -> None:
     """Launch a kernel without shared memory. arguments: the address of those of its arguments."""
-    _check(_driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0))
+    checked(bindings().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, 0))
 
 
 @contextlib.contextmanager
@@ -448,16 +449,7 @@ def gpu() -> Gpu:
         raise BuildError(f"device is 'cuda', and no GPU can be used: {str(error).splitlines()[0]}") from None
 
 
-def _driver() -> Any:
-    """The module cuda.bindings.driver. Raises BuildError if it is missing."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise nvrtc.missing("cuda.bindings is missing") from None
-    return driver
-
-
-def _check(result: tuple) -> Any:
+def checked(result: tuple) -> Any:
     """The value of a call of the driver. Raises BuildError if it failed, MemoryError if memory is lacking."""
     error, *values = result
     if error != 0:
@@ -471,14 +463,14 @@ class Memory:
     """Bytes on the GPU, zero at first, or of the host where the GPU reaches them; freed with the object."""
 
     def __init__(self, size: int, host: bool = False) -> None:
-        driver = _driver()
+        driver = bindings()
         self.size, self._free = size, driver.cuMemFreeHost if host else driver.cuMemFree
         if host:
-            self.address = int(_check(driver.cuMemHostAlloc(size, driver.CU_MEMHOSTALLOC_PORTABLE)))
+            self.address = int(checked(driver.cuMemHostAlloc(size, driver.CU_MEMHOSTALLOC_PORTABLE)))
             self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.address))
         else:
-            self.address = int(_check(driver.cuMemAlloc(size)))
-            _check(driver.cuMemsetD8(self.address, 0, size))
+            self.address = int(checked(driver.cuMemAlloc(size)))
+            checked(driver.cuMemsetD8(self.address, 0, size))
 
     def __del__(self) -> None:
         if hasattr(self, "address") and not sys.is_finalizing():  # the process frees it then
@@ -679,7 +671,7 @@ class CudaEngine(Slots):
             while done < len(run):
                 count = min(max(done, 1), len(run) - done)
                 to, of = (start + int(slot) * size for slot in (run[done], origin))
-                _check(_driver().cuMemcpyDtoDAsync(to, of, count * size, self._gpu.stream))
+                checked(bindings().cuMemcpyDtoDAsync(to, of, count * size, self._gpu.stream))
                 origin, done = run[0], done + count
 
     def logits(self, slot: int) -> list[float]:
@@ -689,8 +681,8 @@ class CudaEngine(Slots):
             self._read_prompts()
             made = np.empty(self.config.vocab_size, np.float32)
             address = self._held["logits"].address + slot * self._sizes["logits"]
-            _check(_driver().cuStreamSynchronize(self._gpu.stream))
-            _check(_driver().cuMemcpyDtoH(made.ctypes.data, address, made.nbytes))
+            checked(bindings().cuStreamSynchronize(self._gpu.stream))
+            checked(bindings().cuMemcpyDtoH(made.ctypes.data, address, made.nbytes))
             return made.tolist()
 
     def cycles(self) -> dict[str, int]:
@@ -700,14 +692,14 @@ class CudaEngine(Slots):
     def _uploaded(self, array: NDArray[Any]) -> Memory:
         data = np.ascontiguousarray(array)
         made = Memory(data.nbytes)
-        _check(_driver().cuMemcpyHtoD(made.address, data.ctypes.data, data.nbytes))
+        checked(bindings().cuMemcpyHtoD(made.address, data.ctypes.data, data.nbytes))
         return made
 
     def _every_logits(self, rows: int) -> Floats:
         """The logits that the last launch kept, (rows, vocab_size)."""
         made = np.empty((rows, self.config.vocab_size), np.float32)
-        _check(_driver().cuStreamSynchronize(self._gpu.stream))
-        _check(_driver().cuMemcpyDtoH(made.ctypes.data, self._every.address, made.nbytes))
+        checked(bindings().cuStreamSynchronize(self._gpu.stream))
+        checked(bindings().cuMemcpyDtoH(made.ctypes.data, self._every.address, made.nbytes))
         return made
 
     def _launch_of(self, count: int) -> Launch:
@@ -746,16 +738,16 @@ class CudaEngine(Slots):
         texts: (count,) of TEXT. every: keep the logits of every row. long: whether processes take turns.
         Returns the tokens, (rows, count).
         """
-        driver, count, stream, work = _driver(), len(texts), self._gpu.stream, self._work
+        driver, count, stream, work = bindings(), len(texts), self._gpu.stream, self._work
         for name in self._stale:
             array = self._settings[name]
-            _check(driver.cuMemcpyHtoD(self._held[name].address, array.ctypes.data, array.nbytes))
+            checked(driver.cuMemcpyHtoD(self._held[name].address, array.ctypes.data, array.nbytes))
         self._stale.clear()
         rows = 1 if uniforms is None else len(uniforms)
         given = texts.nbytes + (0 if uniforms is None else uniforms.nbytes)
         prompts = uniforms is None
         if prompts:  # the launch before this may not have got what it was given
-            _check(driver.cuStreamSynchronize(stream))
+            checked(driver.cuStreamSynchronize(stream))
         if given > self._given[prompts][0].size:
             self._given[prompts] = Memory(2 * given, host=True), Memory(2 * given)
         host, staged = self._given[prompts]
@@ -773,12 +765,12 @@ class CudaEngine(Slots):
         work.chosen, work.count, work.rows, work.leading = self._chosen.address, count, rows, launch.leading
         function, _ = self._gpu.kernel(launch.layout, launch.texts)
         config = self._gpu.launch(*launch[:3])
-        _check(driver.cuMemcpyHtoDAsync(staged.address, host.address, given, stream))
-        _check(driver.cuMemsetD8Async(self._arrived.address, 0, self._arrived.size, stream))
+        checked(driver.cuMemcpyHtoDAsync(staged.address, host.address, given, stream))
+        checked(driver.cuMemsetD8Async(self._arrived.address, 0, self._arrived.size, stream))
         with turn(self._gpu.identity) if long else contextlib.nullcontext():
             start = time.perf_counter()
-            _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(self._work_at), 0))
+            checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(self._work_at), 0))
             if not prompts:
-                _check(driver.cuStreamSynchronize(stream))
+                checked(driver.cuStreamSynchronize(stream))
                 self._row_seconds[launch] = (time.perf_counter() - start) / rows
         return self._chosen.bytes[:size].view(np.int32).reshape(rows, count).copy()

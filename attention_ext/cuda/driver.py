@@ -29,9 +29,9 @@ def gpu(index: int) -> Gpu:
 
 def attribute(name: str, index: int) -> int:
     """An attribute of the GPU with this number, by the driver's name without CU_DEVICE_ATTRIBUTE."""
-    driver = _driver()
+    driver = bindings()
     named = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    return _check(driver.cuDeviceGetAttribute(named, _check(driver.cuDeviceGet(index))))
+    return checked(driver.cuDeviceGetAttribute(named, checked(driver.cuDeviceGet(index))))
 
 
 def check_gpu() -> None:
@@ -76,17 +76,17 @@ class Compiled:
         """Launch a function on the current stream of the current device. arguments: ctypes objects."""
         import torch
 
-        driver, tile = _driver(), self.tile
+        driver, tile = bindings(), self.tile
         # where the arguments are, from where the driver copies them
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         stream, parameters = torch.cuda.current_stream().cuda_stream, ctypes.addressof(pointers)
         sizes = (blocks, 1, 1, tile.threads, 1, 1, tile.shared)
-        _check(driver.cuLaunchKernel(self.functions[name], *sizes, stream, parameters, 0))
+        checked(driver.cuLaunchKernel(self.functions[name], *sizes, stream, parameters, 0))
 
     def resident(self) -> int:
         """The most blocks of the first function that a multiprocessor holds at a time, by the driver."""
-        most = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
-        return _check(most(self.functions[self.row.functions[0]], self.tile.threads, self.tile.shared))
+        most = bindings().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        return checked(most(self.functions[self.row.functions[0]], self.tile.threads, self.tile.shared))
 
 
 @functools.cache
@@ -95,17 +95,17 @@ def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int) -> Compiled:
 
     Raises BuildError if it cannot be compiled or loaded.
     """
-    driver, on = _driver(), gpu(index)
+    driver, on = bindings(), gpu(index)
     code = source(row, tile, d, dtype, on.capability).make()
-    library = _check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+    library = checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
     functions = {}
     for name in row.functions:
-        function = _check(
-            driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, name.encode())))
+        function = checked(
+            driver.cuKernelGetFunction(checked(driver.cuLibraryGetKernel(library, name.encode())))
         )
         if tile.shared > 48 * 1024:  # more must be asked for
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(function, attribute, tile.shared))
+            checked(driver.cuFuncSetAttribute(function, attribute, tile.shared))
         functions[name] = function
     return Compiled(row, tile, row.padded(d), on, library, functions)
 
@@ -136,7 +136,7 @@ def describe(part: str, kernel: str | None, d: int, dtype: Dtype = Dtype.FP32) -
 
 
 @functools.cache
-def _driver():
+def bindings():
     """The module cuda.bindings.driver. Raises BuildError if it is missing."""
     try:
         from cuda.bindings import driver
@@ -145,11 +145,11 @@ def _driver():
     return driver
 
 
-def _check(result: tuple, all: bool = False):
+def checked(result: tuple, all: bool = False):
     """The value of a call of the driver, or all of them. Raises BuildError if it failed."""
     error, *values = result
     if error != 0:
-        _, name = _driver().cuGetErrorName(error)
-        _, text = _driver().cuGetErrorString(error)
+        _, name = bindings().cuGetErrorName(error)
+        _, text = bindings().cuGetErrorString(error)
         raise BuildError(f"the CUDA driver failed: {name.decode()}, {text.decode()}")
     return values if all else values[0] if values else None

@@ -116,9 +116,10 @@ class Trial:
 
     def _on_gpu(self, given: list[NDArray[np.float32]], case: Case, fill: float) -> Floats:
         """Without PyTorch, whose start takes seconds. A matrix ends where NaN begins."""
+        from attention_ext.cuda.driver import bindings
         from generation import cuda
 
-        driver, check, shape = cuda._driver(), cuda._check, (case.B, case.H, case.Nq, case.d)
+        driver, check, shape = bindings(), cuda.checked, (case.B, case.H, case.Nq, case.d)
         sent, held = [], []
         strides = [tuple(s // 4 for s in t.strides[:3]) for t in given]
         for t in (*given, np.full(shape, fill, np.float32)):

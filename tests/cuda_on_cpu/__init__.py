@@ -121,7 +121,7 @@ def install(directory: Path, monkeypatch, threads: int, team: int, clusters: tup
     directory: where its kernels are built.
     """
     driver, gpu = Driver(), Gpu(directory)
-    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda, "bindings", lambda: driver)
     monkeypatch.setattr(cuda, "gpu", lambda: gpu)
     for name, value in (("THREADS", threads), ("TEAM", team), ("CLUSTERS", clusters)):
         monkeypatch.setattr(cuda, name, value)

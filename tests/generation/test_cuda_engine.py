@@ -377,7 +377,7 @@ def test_a_batch_changes_no_text_on_a_gpu():
 def free_bytes() -> int:
     """Free memory of the GPU."""
     cuda.gpu().activate()
-    return int(cuda._check(cuda._driver().cuMemGetInfo()))
+    return int(cuda.checked(cuda.bindings().cuMemGetInfo()))
 
 
 @pytest.mark.full

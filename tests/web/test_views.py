@@ -128,6 +128,23 @@ def test_a_wrong_script_gets_a_sentence_with_its_line(node):
         assert why in made.get("why", ""), script[:80]
 
 
+NAMED = """
+S = matrix(2, 2)
+A = matrix(2, 4)
+for i of tiles(Q, 2)
+    for j of tiles(K & seen(i), 2)
+        for x of A
+            if size(i) - x
+                multiply S[x, 0:size(j)] = A[x] * K[j]'
+"""
+
+
+def test_a_matrix_may_have_a_name_of_javascripts_objects(node):
+    made, named = (node("script", script=NAMED.replace("A", a), sizes=SMALL) for a in ("A", "constructor"))
+    assert made["computed"] == named["computed"] == [15, 15, 0, 5]
+    assert made["bytes"] == named["bytes"]
+
+
 def test_no_script_does_anything_but_walk_or_get_a_sentence(node):
     """Our scripts with pieces lost, doubled and exchanged, and with names that JavaScript's objects have."""
     chance = random.Random(1)

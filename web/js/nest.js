@@ -14,6 +14,8 @@ function fail(at, text) {
 // The numbers [a, b). kind: "query" or "key" if they count such; base: which of them 0 is.
 const span = (a, b, kind = null, base = 0) => ({ a, b, kind, base });
 const size = ({ a, b }) => b - a;
+// What a matrix's rows are; a Map, since a script's matrix may have any name.
+const ROWS = new Map(Object.entries({ Q: "query", O: "query", K: "key", V: "key" }));
 
 const FUNCTIONS = {
   first: (run, x) => run.span(x).a,
@@ -284,7 +286,7 @@ export class Nest {
   span(value) {
     if (typeof value === "number") return span(value, value + 1);
     if (typeof value !== "string") return value;
-    return span(0, this.matrices[value][0], { Q: "query", O: "query", K: "key", V: "key" }[value]);
+    return span(0, this.matrices[value][0], ROWS.get(value));
   }
 
   // A span's queries or keys.
