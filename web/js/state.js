@@ -21,7 +21,7 @@ export const SETTINGS = SLIDERS.map((setting) => ({ ...setting, choice: setting.
 export const CHOICES = {
   model: text(MODEL),
   weights: oneOf(WEIGHTS),
-  where: oneOf({ browser: "this browser", server: "the server" }), // the server that the page comes from
+  where: oneOf({ browser: "this browser", gpu: "its GPU", server: "the server" }), // the server that the page comes from
   prompt: text("ROMEO:"),
   seed: text("1337", isSeed),
   length: number(250, 1, 20000),
