@@ -10,6 +10,7 @@ import { RaceView } from "./race.js";
 import { openServer } from "./server.js";
 import { format, namesView, parse, VIEWS } from "./state.js";
 import { TilesView } from "./tiles.js";
+import { WallView } from "./wall.js";
 import { WriteView } from "./write.js";
 
 class Page {
@@ -25,6 +26,7 @@ class Page {
     bind((changes) => this.choose(changes));
     this.views = {
       write: new WriteView(this),
+      wall: new WallView(this),
       race: new RaceView(this),
       attention: new AttentionView(this),
       tiles: new TilesView(this),
