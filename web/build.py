@@ -29,10 +29,12 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
 FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "web"))
+DECODER = ROOT / "generation" / "csrc" / "webgpu"
 # The page does not train, its threads would wait for each other, and it has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
 STATIC = ("index.html", "style.css", "sw.js")
-WORKERS = ("worker.js", "session.js", "caches.js", "nest.js", "tiling.js")  # modules that only the worker has
+# Modules that only the worker has.
+WORKERS = ("worker.js", "session.js", "caches.js", "nest.js", "tiling.js", "gpu.js", "gpu_decoder.js")
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
 EMBEDDED = (MODEL, "shakes1024")  # in the one file; the race needs the long window
@@ -86,6 +88,7 @@ def write_page(work: Path) -> Path:
     for name in STATIC:
         shutil.copyfile(WEB / name, folder / name)
     write_text(folder / "sources.json", json.dumps(sources()))
+    write_text(folder / "shaders.json", json.dumps(shaders()))
     write_models(folder / "models")
     write_text(folder / "index.html", hinted((WEB / "index.html").read_text(encoding="utf-8"), folder))
     weights = [name for name in files(folder) if name.endswith(WEIGHTS)]
@@ -196,6 +199,14 @@ def sources() -> dict[str, dict[str, str]]:
     for path in (WEB / "nests").glob("*.txt"):
         made[path.stem]["nest"] = path.read_text(encoding="utf-8").strip()
     return made
+
+
+def shaders() -> dict[str, str]:
+    """The decoder's WGSL, without comments and indentation."""
+    paths = (DECODER / name for name in ("cache_fp32.wgsl", "decoder.wgsl"))
+    return {
+        path.name: re.sub(r"^ *//.*\n|^ +| +// .*$|^\n", "", path.read_text(), flags=re.M) for path in paths
+    }
 
 
 def write_models(folder: Path) -> None:

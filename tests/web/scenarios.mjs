@@ -43,7 +43,7 @@ await new Promise((done) => server.listen(0, "127.0.0.1", done));
 const home = argument.home ?? `http://127.0.0.1:${server.address().port}/`;
 
 const launch = {
-  chromium: () => playwright.chromium.launch({ executablePath: program, args: ["--no-sandbox"] }),
+  chromium: () => playwright.chromium.launch({ executablePath: program, args: ["--no-sandbox", ...(argument.flags ?? [])] }),
   firefox: () =>
     playwright._bidiFirefox.launch({
       channel: "moz-firefox",
@@ -121,6 +121,49 @@ const scenarios = {
     await page.click("#another");
     await until("another text", () => document.documentElement.dataset.written !== undefined);
     made.choice = await page.inputValue("#where");
+    return made;
+  },
+
+  // Texts by the GPU: those of addresses, with who wrote them; one whose device is lost meanwhile; a wall of texts.
+  async gpu({ queries, lost, wall }) {
+    await open(queries[0], queries[0].length);
+    const made = { note: await textOf("gpu-note"), texts: [], by: [] };
+    if (await page.evaluate(() => document.querySelector('#where option[value="gpu"]').disabled)) return made;
+    for (const query of queries) {
+      await page.goto("about:blank");
+      await open({ ...query, where: "gpu" }, query.length);
+      made.texts.push(await textOf("text-new"));
+      made.by.push(await textOf("write-status"));
+    }
+    await page.goto("about:blank");
+    await page.addInitScript(() => {
+      const { Worker } = globalThis;
+      globalThis.Worker = class extends Worker {
+        constructor(...given) {
+          super(...given);
+          globalThis.latest = this;
+        }
+        // Replies to calls of this test have numbers that the page does not wait for.
+        set onmessage(call) {
+          super.onmessage = (event) => event.data.id < 0 || call(event);
+        }
+      };
+    });
+    await open({ ...lost, where: "gpu" });
+    await until("some text", () => document.getElementById("text-new").textContent.length > 0);
+    await page.evaluate(() => globalThis.latest.postMessage({ id: -1, method: "loseGpu" }));
+    await written(lost.length);
+    made.lost = { text: await textOf("text-new"), status: await textOf("write-status") };
+    await show("wall");
+    await until("the number", () => document.getElementById("wall-count").value !== "");
+    await set("wall-count", wall);
+    await page.click("#wall-form button");
+    await until("the wall", () => / texts by /.test(document.getElementById("wall-status").textContent));
+    const texts = () => [...document.querySelectorAll("#texts a")].map((a) => a.textContent);
+    made.wall = { texts: await page.evaluate(texts), status: await textOf("wall-status") };
+    await page.click("#texts a:nth-child(2)");
+    await written(100);
+    made.wall.opened = await textOf("text-new");
     return made;
   },
 

@@ -40,6 +40,36 @@ def test_texts_are_the_native_engines(visit, extension):
     assert visit("texts", queries=queries) == expected
 
 
+SWIFTSHADER = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader")  # WebGPU on the CPU
+FILTERS = {"temperature": 1.1, "topk": 20, "topp": 0.9, "typicalp": 0.95}
+SAME_FILTERS = {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "typical_p": 0.95}
+
+
+@pytest.mark.full
+def test_the_gpu_writes_the_texts_of_the_cpu_and_loses_none(visit, extension):
+    """SwiftShader shows that it is right, never that it is fast."""
+    if visit.browser != "chromium":
+        pytest.skip("only Chromium brings SwiftShader for WebGPU")
+    queries = [QUERY, QUERY | {"seed": "8"}, QUERY | FILTERS, QUERY | {"temperature": 0}]
+    queries.append(QUERY | {"length": 300, "context": "reset"})  # beyond the window
+    lost = QUERY | {"seed": "9", "length": 230, "pace": 150}
+    made = visit("gpu", queries=queries, lost=lost, wall=5, flags=SWIFTSHADER)
+    if not made["texts"]:
+        pytest.skip(made["note"])
+    expected = [native(queries[0]), native(queries[1]), native(queries[2], **SAME_FILTERS)]
+    expected += [native(queries[3], temperature=0), native(queries[4], context="reset")]
+    assert made["texts"] == expected
+    assert all(" on google swiftshader" in by for by in made["by"])
+    assert made["lost"]["text"] == native(lost) and "the GPU was lost" in made["lost"]["status"]
+    wall = [native(lost | {"seed": 9 + i, "length": 100}) for i in range(5)]
+    assert made["wall"]["texts"] == wall and made["wall"]["opened"] == wall[1]
+
+
+def test_without_webgpu_a_sentence_says_why(visit):
+    made = visit("gpu", queries=[{"length": 5}], lost={}, wall=1)
+    assert re.match(r"The GPU cannot write: .*\.$", made["note"]) and not made["texts"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "query, model", [({}, "shakes256-bf16"), ({"model": "shakes128", "weights": "fp32"}, "shakes128-fp32")]

@@ -2,6 +2,8 @@
 import { encode } from "./checkpoint.js";
 import { parseBranches, sampling } from "./state.js";
 
+let shaders; // a promise
+
 const inside = (name) => document.getElementById(`asset:${name}`);
 
 // A file's bytes. Packed ones are unpacked as they arrive. progress(bytes so far) is called meanwhile.
@@ -78,12 +80,20 @@ export class Engine {
     });
   }
 
-  begin({ prompt, length, branches, ...choices }) {
+  // The GPU for this model: {name, isCpu}, or {why}, a sentence.
+  async openGpu() {
+    const found = await this.call("openGpu", { shaders: await (shaders ??= json("shaders.json")) });
+    this.gpuName = found.name;
+    return found;
+  }
+
+  async begin({ prompt, length, branches, ...choices }) {
     const { characters, config } = this,
       endless = choices.endless === 1,
       ids = encode(prompt || "\n", characters),
       forced = parseBranches(branches).map(([at, c]) => [at, characters.indexOf(c)]);
-    return this.call("begin", {
+    const onGpu = choices.where === "gpu",
+      request = {
       part: "part4",
       ids,
       seed: choices.seed,
@@ -92,12 +102,22 @@ export class Engine {
       sampling: sampling(choices),
       capacity: endless ? config.block_size : Math.min(config.block_size, ids.length + length),
       forced: forced.filter(([, id]) => id >= 0),
-    });
+      onGpu,
+    };
+    this.told((await this.call("begin", request)).why);
+    if (onGpu && !this.why) this.by = `on ${this.gpuName}`;
   }
 
   async more(most) {
-    const { tokens, logits, elapsed } = await this.call("more", { most });
+    const { tokens, logits, elapsed, why } = await this.call("more", { most });
+    if (why) this.told(why);
     return { piece: tokens.map((token) => this.characters[token]).join(""), logits, elapsed };
+  }
+
+  // why: why the CPU writes what the GPU was to write, if so.
+  told(why) {
+    this.why = why;
+    this.by = why ? `with part4 on the CPU: ${why}` : "with part4";
   }
 
   halt() {} // the page asks for no more

@@ -10,6 +10,7 @@ import { RaceView } from "./race.js";
 import { openServer } from "./server.js";
 import { format, namesView, parse, VIEWS } from "./state.js";
 import { TilesView } from "./tiles.js";
+import { WallView } from "./wall.js";
 import { WriteView } from "./write.js";
 
 class Page {
@@ -25,6 +26,7 @@ class Page {
     bind((changes) => this.choose(changes));
     this.views = {
       write: new WriteView(this),
+      wall: new WallView(this),
       race: new RaceView(this),
       attention: new AttentionView(this),
       tiles: new TilesView(this),
@@ -88,13 +90,20 @@ class Page {
     if (!here.includes(this.choices.weights)) [this.choices.weights] = here;
   }
 
-  // Whether the server can write with the chosen model; if not, the browser does.
-  offerServer() {
-    const can = !this.own && (this.server?.models.includes(this.choices.model) ?? false);
-    for (const element of document.querySelectorAll(".where")) element.hidden = !this.server;
-    for (const option of $("where").options) option.disabled = option.value === "server" && !can;
-    if (!can) this.choices.where = "browser";
-    return this.choices.where === "server";
+  // Offers what can write with the chosen model; what was chosen and cannot is replaced by the CPU.
+  offerWriters(gpu) {
+    const can = {
+      browser: true,
+      gpu: !gpu.why,
+      server: !this.own && (this.server?.models.includes(this.choices.model) ?? false),
+    };
+    for (const option of $("where").options) {
+      option.disabled = !can[option.value];
+      option.hidden = option.value === "server" && !this.server;
+    }
+    if (!can[this.choices.where]) this.choices.where = "browser";
+    const slow = gpu.isCpu ? " A driver runs it on the CPU, so it is slow." : "";
+    say("gpu-note", gpu.why ? `The GPU cannot write: ${gpu.why}.` : `The GPU is ${gpu.name}.${slow}`);
   }
 
   // The engine of the chosen model; null if it cannot be loaded, or if another was chosen meanwhile.

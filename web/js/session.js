@@ -6,7 +6,9 @@ import { Kernels } from "./kernels.js";
 import { Nest, ScriptError } from "./nest.js";
 import { frames, isTurned, matrices, WALKS } from "./tiling.js";
 import { Block } from "./traffic.js";
-import { Writer } from "./writer.js";
+import { Gpu, Lost, Unfit } from "./gpu.js";
+import { GpuDecoder, GpuModel, settingsOf } from "./gpu_decoder.js";
+import { CpuDecoder, Writer } from "./writer.js";
 
 const AT_ONCE = 128; // most tokens of a call
 const LEAST_TICKS_MS = 10; // shortest time that is measured
@@ -28,19 +30,93 @@ export class Session {
 
   // A fresh instance: after a refusal the old one has lost its stack.
   async restart() {
-    this.writer = this.decoder = null;
+    this.writer = this.decoder = this.wall = null;
     this.observations = {};
     this.kernels = await Kernels.of(this.module);
     this.handle = this.kernels.openCheckpoint(this.checkpoint);
   }
 
-  // Begins a text; see Writer for the request, whose `part` is a name and `forced` a list of pairs here.
+  // Opens the GPU, for the checkpoint. shaders: texts of WGSL by name. {name, isCpu} or {why}, a sentence.
+  async openGpu({ shaders }) {
+    try {
+      if (!this.gpu || this.gpu.gpu.isLost) this.gpu = await GpuModel.of(await Gpu.open(), shaders, this.checkpoint);
+      return { name: this.gpu.gpu.name, isCpu: this.gpu.gpu.isCpu };
+    } catch (error) {
+      return { why: error.message };
+    }
+  }
+
+  // Begins a text; see Writer for the request, whose `part` is a name and `forced` a list of pairs here. seed and sampling:
+  // {name: value}. onGpu: after openGpu(), which said no `why`. Returns {why} if the CPU writes it nevertheless.
   begin(request) {
-    const { vocab_size } = this.checkpoint.config;
     this.writer = null;
+    this.request = { ...request, forced: new Map(request.forced) };
+    const { onGpu, seed, sampling, capacity } = request;
+    this.onGpu?.close();
+    this.onGpu = null;
+    try {
+      if (onGpu) this.onGpu = new GpuDecoder(this.gpu, [seed], settingsOf(this.kernels.inOrder(sampling)), capacity);
+    } catch (error) {
+      if (!(error instanceof Unfit)) throw error;
+      this.beginOnCpu();
+      return { why: error.message };
+    }
+    if (this.onGpu) this.writer = new Writer(this.onGpu, this.request);
+    else this.beginOnCpu();
+    return {};
+  }
+
+  beginOnCpu() {
+    const { request } = this,
+      { vocab_size } = this.checkpoint.config;
     this.open(this.kernels.part(request.part), request.capacity);
-    const own = { ...request, forced: new Map(request.forced) };
-    this.writer = new Writer(this.kernels, this.decoder.at, vocab_size, own);
+    this.writer = new Writer(new CpuDecoder(this.kernels, this.decoder.at, vocab_size, request), request);
+  }
+
+  // Writes the text again from its seed, on the CPU, after the loss of the GPU.
+  async goOn() {
+    const { written } = this.writer;
+    this.onGpu = null;
+    this.beginOnCpu();
+    while (this.writer.written < written) await this.writer.write(written - this.writer.written);
+  }
+
+  // Ends the GPU's device, as a driver does that is reset.
+  loseGpu() {
+    this.gpu?.gpu.device.destroy();
+  }
+
+  // Begins texts of the same prompt and settings on the GPU, after openGpu(). {why} if it does not take them.
+  beginWall({ ids, seeds, sampling, capacity }) {
+    for (const some of this.wall ?? []) some.close();
+    this.wall = [];
+    const { gpu, config } = this.gpu,
+      { maxStorageBufferBindingSize: most } = gpu.limits,
+      together = Math.max(1, Math.floor(most / Math.max(this.gpu.cached(capacity), 8 * config.vocab_size))),
+      settings = settingsOf(this.kernels.inOrder(sampling));
+    try {
+      for (let i = 0; i < seeds.length; i += together) {
+        const some = new GpuDecoder(this.gpu, seeds.slice(i, i + together), settings, capacity, false);
+        some.prefill(ids, false);
+        this.wall.push(some);
+      }
+    } catch (error) {
+      if (error instanceof Unfit) return { why: error.message };
+      throw error;
+    }
+    return {};
+  }
+
+  // Writes 1 to `most` tokens of each of some of those texts: {tokens (rows, texts), milliseconds}, or {why}.
+  async moreWall({ number, most }) {
+    const start = performance.now();
+    try {
+      const { tokens } = await this.wall[number].write(most);
+      return { tokens, texts: this.wall[number].count, isLast: number === this.wall.length - 1, elapsed: performance.now() - start };
+    } catch (error) {
+      if (error instanceof Lost) return { why: error.message };
+      throw error;
+    }
   }
 
   // Keeps the decoder for the next text, because it packs and rounds the weights.
@@ -54,9 +130,18 @@ export class Session {
   }
 
   // Writes 1 to `most` tokens, for half a frame: {tokens, logits of each, elapsed milliseconds}.
-  more({ most }) {
+  // After the loss of the GPU the CPU goes on: then `why` says so.
+  async more({ most }) {
     const start = performance.now(),
-      written = this.writer.write(Math.min(most, AT_ONCE));
+      count = Math.min(most, AT_ONCE);
+    let written;
+    try {
+      written = await this.writer.write(count);
+    } catch (error) {
+      if (!(error instanceof Lost)) throw error;
+      await this.goOn();
+      written = { ...(await this.writer.write(count)), why: error.message };
+    }
     return { ...written, elapsed: performance.now() - start };
   }
 

@@ -21,7 +21,7 @@ export const SETTINGS = SLIDERS.map((setting) => ({ ...setting, choice: setting.
 export const CHOICES = {
   model: text(MODEL),
   weights: oneOf(WEIGHTS),
-  where: oneOf({ browser: "this browser", server: "the server" }), // the server that the page comes from
+  where: oneOf({ browser: "this browser", gpu: "its GPU", server: "the server" }), // the server that the page comes from
   prompt: text("ROMEO:"),
   seed: text("1337", isSeed),
   length: number(250, 1, 20000),
@@ -53,7 +53,7 @@ export const CHOICES = {
   count: oneOf([8, 16, 32, 64], 16),
 };
 const DEFAULTS = Object.fromEntries(Object.entries(CHOICES).map(([name, { value }]) => [name, value]));
-export const VIEWS = ["write", "race", "attention", "tiles", "measure"];
+export const VIEWS = ["write", "wall", "race", "attention", "tiles", "measure"];
 
 // The value that a text means for a choice; undefined if there is none.
 export function admitted(name, given) {

@@ -15,7 +15,7 @@ function sentence(error) {
   return String(error);
 }
 
-self.onmessage = async ({ data: { id, method, argument } }) => {
+async function answer({ id, method, argument }) {
   try {
     const result = await session[method](argument);
     const arrays = [result, ...Object.values(ArrayBuffer.isView(result) ? {} : (result ?? {}))];
@@ -25,4 +25,9 @@ self.onmessage = async ({ data: { id, method, argument } }) => {
     if (spoilt && session.checkpoint) await session.restart().catch(() => {}); // the next call reports the reason
     self.postMessage({ id, error: sentence(error) });
   }
+}
+
+let last = Promise.resolve(); // calls that wait for the GPU do not overlap
+self.onmessage = ({ data }) => {
+  last = last.then(() => answer(data));
 };

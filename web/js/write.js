@@ -1,5 +1,5 @@
 // The view Write: a text, the distribution of each of its characters, branches.
-import { $, copy, make, number, on, say, shown } from "./dom.js";
+import { $, brief, copy, make, number, on, say, shown } from "./dom.js";
 import { Closed } from "./engine.js";
 import { fill } from "./fields.js";
 import { softmax } from "./formulas.js";
@@ -90,7 +90,9 @@ export class WriteView {
     delete document.documentElement.dataset.written;
     const engine = await page.ready();
     if (!engine || this.latest !== mine) return;
-    const byServer = page.offerServer();
+    page.offerWriters(await engine.openGpu());
+    if (this.latest !== mine) return;
+    const byServer = this.choices.where === "server";
     if (byServer) page.choose({ branches: "" });
     this.fill();
     const text = new Writing(byServer ? new Server(page.server) : engine, { ...this.choices });
@@ -144,7 +146,7 @@ export class WriteView {
     const { text } = this;
     if (!text || text.running || !text.written) return say("write-status", "");
     // A browser's clock may tick once in a millisecond.
-    const speed = `, ${number(Math.round(text.speed / 100) * 100)} a second without the pace`;
+    const speed = `, ${text.speed < 1000 ? brief(text.speed) : number(Math.round(text.speed / 100) * 100)} a second without the pace`;
     const shownSpeed = text.milliseconds < 10 ? "" : speed;
     return say("write-status", `${number(text.written)} characters ${text.source.by}${shownSpeed}`);
   }

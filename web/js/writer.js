@@ -1,11 +1,10 @@
 // Writes a text with a decoder, as generation/writer.py and generation/texts.py do.
 
 export class Writer {
-  // decoder: its address; its text is dropped. request: {ids, seed, sampling: {name: value}, context: 'slide' or 'reset',
-  // useCache, capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id}.
-  constructor(kernels, decoder, vocabSize, request) {
-    Object.assign(this, { kernels, decoder, vocabSize, request, capacity: request.capacity });
-    kernels.call("begin_text", decoder, BigInt(request.seed), kernels.inOrder(request.sampling));
+  // decoder: a CpuDecoder or a GpuDecoder, with a text begun. request: {ids, context: 'slide' or 'reset', useCache,
+  // capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id}.
+  constructor(decoder, request) {
+    Object.assign(this, { decoder, request, capacity: request.capacity });
     this.last = request.ids.slice(-this.capacity); // the tokens that may be read again
     this.held = 0; // tokens in the decoder; 0 before the prompt is read
     this.written = 0;
@@ -25,23 +24,20 @@ export class Writer {
 
   // Reads the last tokens.
   load(count) {
-    const ids = Int32Array.from(this.last.slice(-count));
-    this.kernels.call("prefill", this.decoder, ids, ids.length, this.held > 0 ? 1 : 0);
+    const ids = this.last.slice(-count);
+    this.decoder.prefill(ids, this.held > 0);
     this.held = ids.length;
   }
 
   // Writes 1 to `most` tokens, at most as many as the window has room for: {tokens, logits (tokens, vocabSize)}.
-  write(most) {
-    const { kernels, vocabSize: V, capacity } = this,
+  async write(most) {
+    const { capacity } = this,
       { useCache, forced } = this.request;
     if (this.held === 0 || this.isFull || (!useCache && this.written > 0)) this.read();
     most = Math.min(most, useCache ? capacity + 1 - this.held : 1);
     for (let i = 0; i < most; i++) if (forced?.has(this.written + i)) most = i + 1;
-    const ids = new Int32Array(most),
-      rows = new Float32Array(most * V),
-      count = kernels.call("write_tokens", this.decoder, most, ids, rows),
-      tokens = [...ids.subarray(0, count)],
-      logits = rows.slice(0, count * V);
+    const { tokens: ids, logits } = await this.decoder.write(most),
+      tokens = [...ids];
     this.written += tokens.length;
     this.held += tokens.length;
     const other = forced?.get(this.written - 1);
@@ -50,6 +46,27 @@ export class Writer {
     if (other !== undefined && !this.isFull) this.load(this.held);
     if (this.last.length > 4 * capacity) this.last = this.last.slice(-capacity);
     return { tokens, logits };
+  }
+}
+
+// A decoder of the kernels, which begins a text; its own text is dropped.
+export class CpuDecoder {
+  // at: its address.
+  constructor(kernels, at, vocabSize, { seed, sampling }) {
+    Object.assign(this, { kernels, at, vocabSize });
+    kernels.call("begin_text", at, BigInt(seed), kernels.inOrder(sampling));
+  }
+
+  prefill(ids, continues) {
+    this.kernels.call("prefill", this.at, Int32Array.from(ids), ids.length, continues ? 1 : 0);
+  }
+
+  write(most) {
+    const { vocabSize: V } = this,
+      ids = new Int32Array(most),
+      rows = new Float32Array(most * V),
+      count = this.kernels.call("write_tokens", this.at, most, ids, rows);
+    return { tokens: ids.subarray(0, count), logits: rows.slice(0, count * V) };
   }
 }
 

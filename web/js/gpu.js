@@ -1,0 +1,98 @@
+// A GPU through WebGPU: its adapter, device, shaders, buffers and dispatches, as attention_ext/webgpu/gpu.py has them.
+
+const OPTIONAL = { "shader-f16": "enable f16;", subgroups: "enable subgroups;", "timestamp-query": "" };
+const LIMITS = [
+  "maxBufferSize",
+  "maxStorageBufferBindingSize",
+  "maxStorageBuffersPerShaderStage",
+  "maxComputeWorkgroupStorageSize",
+];
+
+// Why there is no GPU, or why it does not take a model; a sentence.
+export class Unfit extends Error {}
+
+// The device was lost: the driver was reset, or its GPU is gone.
+export class Lost extends Error {}
+
+export class Gpu {
+  // Raises Unfit.
+  static async open() {
+    if (!globalThis.isSecureContext) throw new Unfit("browsers give a page their GPU by https only");
+    const { gpu } = navigator;
+    if (!gpu) throw new Unfit("this browser has no WebGPU, or has it switched off");
+    const adapter = await gpu.requestAdapter({ powerPreference: "high-performance" });
+    if (!adapter) throw new Unfit("this browser finds no GPU that it trusts");
+    const features = Object.keys(OPTIONAL).filter((name) => adapter.features.has(name)),
+      limits = Object.fromEntries(LIMITS.map((name) => [name, adapter.limits[name]])),
+      device = await adapter.requestDevice({ requiredFeatures: features, requiredLimits: limits });
+    return Object.assign(new Gpu(), { device, limits, features }).watched(adapter.info);
+  }
+
+  watched({ vendor, architecture, description, isFallbackAdapter }) {
+    this.name = description || [vendor, architecture].filter(Boolean).join(" ") || "the GPU";
+    this.isCpu = Boolean(isFallbackAdapter); // a driver runs it on the CPU
+    this.device.lost.then(() => (this.isLost = true));
+    return this;
+  }
+
+  // A compiled entry point. files: texts of WGSL, joined after what they name. Raises Unfit with the compiler's message.
+  async pipeline(files, entryPoint, { constants = {}, aliases = {}, needs = [] } = {}) {
+    const lines = [
+      ...needs.map((feature) => OPTIONAL[feature]),
+      ...Object.entries(aliases).map(([name, of]) => `alias ${name} = ${of};`),
+      ...Object.entries(constants).map(([name, value]) => `const ${name}: u32 = ${value}u;`),
+    ];
+    const module = this.device.createShaderModule({ code: [...lines, ...files].join("\n") });
+    try {
+      return await this.device.createComputePipelineAsync({ layout: "auto", compute: { module, entryPoint } });
+    } catch (error) {
+      this.check();
+      const { messages } = await module.getCompilationInfo();
+      throw new Unfit(`the shader was refused: ${messages[0]?.message ?? error.message}`);
+    }
+  }
+
+  // A buffer with an array's numbers, or of so many bytes of zeros. Raises Unfit if it is too large.
+  buffer(content, usage = GPUBufferUsage.STORAGE) {
+    const size = Math.max(16, 4 * Math.ceil((content.byteLength ?? content) / 4)),
+      most = Math.min(this.limits.maxStorageBufferBindingSize, this.limits.maxBufferSize);
+    if (size > most) throw new Unfit(`${this.name} allows ${most} bytes in a buffer, and ${size} are needed`);
+    const made = this.device.createBuffer({ size, usage: usage | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST });
+    if (ArrayBuffer.isView(content)) this.write(made, content);
+    return made;
+  }
+
+  write(buffer, array, offset = 0) {
+    this.device.queue.writeBuffer(buffer, offset, array);
+  }
+
+  // Dispatches workgroups and returns the first `bytes` of the last buffer. Bindings 0, 1 ... are the buffers. Raises Lost.
+  async run(pipeline, buffers, groups, bytes) {
+    this.check();
+    const { device } = this,
+      entries = buffers.map((buffer, binding) => ({ binding, resource: { buffer } })),
+      usage = GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST,
+      back = device.createBuffer({ size: bytes, usage }),
+      encoder = device.createCommandEncoder(),
+      pass = encoder.beginComputePass();
+    pass.setPipeline(pipeline);
+    pass.setBindGroup(0, device.createBindGroup({ layout: pipeline.getBindGroupLayout(0), entries }));
+    pass.dispatchWorkgroups(...groups);
+    pass.end();
+    encoder.copyBufferToBuffer(buffers.at(-1), 0, back, 0, bytes);
+    device.queue.submit([encoder.finish()]);
+    try {
+      await back.mapAsync(GPUMapMode.READ);
+    } catch (error) {
+      throw new Lost(`the GPU was lost: ${error.message}`);
+    }
+    const result = back.getMappedRange().slice(0);
+    back.destroy();
+    this.check(); // a lost device maps zeros
+    return result;
+  }
+
+  check() {
+    if (this.isLost) throw new Lost("the GPU was lost");
+  }
+}

@@ -1,0 +1,106 @@
+// The view Wall: texts of neighbouring seeds, written at once on the GPU, or fewer one after the other on the CPU.
+import { $, frame, make, number, on, say } from "./dom.js";
+import { encode } from "./checkpoint.js";
+import { format, sampling } from "./state.js";
+
+const TEXTS = { gpu: 1000, browser: 32 };
+const LENGTH = 100; // characters
+const MOST_SEED = 2n ** 64n;
+
+export class WallView {
+  constructor(page) {
+    this.page = page;
+    on("wall-form", "submit", (event) => {
+      event.preventDefault();
+      page.measured("wall", event.submitter, () => this.run(Number($("wall-count").value)));
+    });
+    // One of the texts is reached by Tab, the others by the arrows.
+    on("texts", "keydown", (event) => {
+      const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key],
+        all = [...$("texts").children],
+        next = by && all[all.indexOf(document.activeElement) + by];
+      if (!next) return;
+      event.preventDefault();
+      document.activeElement.tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
+    });
+  }
+
+  async show() {
+    const engine = await this.page.ready();
+    if (!engine) return;
+    const { why } = await engine.openGpu();
+    $("wall-count").value ||= TEXTS[why ? "browser" : "gpu"];
+    say("wall-note", why ? `The CPU writes the texts one after the other, as the GPU cannot: ${why}.` : "");
+  }
+
+  hide() {
+    this.cancelled = true;
+  }
+
+  async run(count) {
+    this.cancelled = false;
+    const { page } = this,
+      choices = { ...page.choices, length: LENGTH, branches: "", endless: 0, stop: "" },
+      engine = await page.ready();
+    if (!engine) return;
+    const seeds = Array.from({ length: count }, (_, i) => String((BigInt(choices.seed) + BigInt(i)) % MOST_SEED));
+    this.nodes = seeds.map((seed, i) => {
+      const href = format("write", { ...choices, seed }),
+        title = `Seed ${seed}: open it in Write`;
+      return make("a", { href, title, tabIndex: i ? -1 : 0 });
+    });
+    $("texts").replaceChildren(...this.nodes);
+    const start = performance.now();
+    let { why } = await engine.openGpu();
+    why ||= await this.onGpu(engine, seeds, choices);
+    if (why) await this.onCpu(engine, seeds, choices);
+    if (this.cancelled) return say("wall-status", "Stopped, because another view was shown.");
+    const seconds = (performance.now() - start) / 1e3,
+      speed = number(Math.round((count * LENGTH) / seconds)),
+      by = why ? "the CPU" : engine.gpuName;
+    return say("wall-status", `${number(count)} texts by ${by}: ${speed} characters a second, with all that is shown.`);
+  }
+
+  // Returns why the GPU did not write them, if so.
+  async onGpu(engine, seeds, choices) {
+    const ids = encode(choices.prompt || "\n", engine.characters).slice(-engine.config.block_size + LENGTH),
+      request = { ids, seeds, sampling: sampling(choices), capacity: ids.length + LENGTH };
+    const { why } = await engine.call("beginWall", request);
+    if (why) return why;
+    for (let number = 0, first = 0, isLast = false; !isLast; number++) {
+      let texts = 0;
+      for (let done = 0; done < LENGTH && !this.cancelled; await frame()) {
+        const made = await engine.call("moreWall", { number, most: LENGTH - done });
+        if (made.why) return made.why;
+        ({ texts, isLast } = made);
+        const rows = made.tokens.length / texts;
+        for (let i = 0; i < texts; i++) {
+          let piece = "";
+          for (let row = 0; row < rows; row++) piece += engine.characters[made.tokens[row * texts + i]];
+          this.nodes[first + i].append(piece);
+        }
+        done += rows;
+        say("wall-status", `${done} of ${LENGTH} characters`);
+      }
+      if (this.cancelled) return "";
+      first += texts;
+    }
+    return "";
+  }
+
+  async onCpu(engine, seeds, choices) {
+    for (const [i, seed] of seeds.entries()) {
+      this.nodes[i].textContent = "";
+      await engine.begin({ ...choices, seed, where: "browser" });
+      for (let done = 0; done < LENGTH && !this.cancelled; ) {
+        const { piece } = await engine.more(LENGTH - done);
+        this.nodes[i].append(piece);
+        done += piece.length;
+      }
+      if (this.cancelled) return;
+      say("wall-status", `${i + 1} of ${number(seeds.length)} texts`);
+    }
+  }
+}
