@@ -417,11 +417,16 @@ const scenarios = {
     const source = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
     await open({ length: 40 }, 40);
     const found = [];
-    for (const view of ["write", "race", "attention", "tiles", "script", "measure"]) {
+    for (const view of ["write", "wall", "race", "attention", "tiles", "script", "measure"]) {
       if (view === "script") {
         await page.click("#as-script");
         await page.click("#editor summary");
       } else await show(view);
+      if (view === "wall") {
+        await until("the number", () => document.getElementById("wall-count").value !== "");
+        await page.click("#wall-form button");
+        await until("the wall", () => / texts by /.test(document.getElementById("wall-status").textContent));
+      }
       await page.evaluate(source);
       const { violations } = await page.evaluate(() => globalThis.axe.run());
       found.push(...violations.map(({ id, nodes }) => `${view}: ${id}: ${nodes[0].html}`));

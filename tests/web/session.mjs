@@ -29,7 +29,7 @@ const calls = {
     await session.load({ precision: a.precision, ...files(a) });
   },
   // The text of a request, whose prompt is text.
-  text({ prompt, length, stop = [], ...request }) {
+  async text({ prompt, length, stop = [], ...request }) {
     const { characters } = session.checkpoint;
     const sampled = { temperature: 0.8, top_k: 200, ...request.sampling };
     session.begin({
@@ -44,7 +44,7 @@ const calls = {
     });
     let text = "";
     for (let n = 0; n < length;) {
-      const { tokens } = session.more({ most: length - n });
+      const { tokens } = await session.more({ most: length - n });
       n += tokens.length;
       const from = text.length;
       text += tokens.map((token) => characters[token]).join("");

@@ -44,7 +44,7 @@ export class Uniforms {
 // The compiled decoder and the weights of a checkpoint on a GPU.
 export class GpuModel {
   // shaders: texts of WGSL by name. Raises Unfit.
-  static async of(gpu, shaders, { config, tensors }) {
+  static async of(gpu, shaders, { config, tensors }, precision) {
     const { n_layer, n_head, n_embd, vocab_size, block_size, bias = true } = config,
       d = n_embd / n_head,
       A = n_head * quads(d),
@@ -62,7 +62,7 @@ export class GpuModel {
       TILE: tiles.findLast((tile) => tile >= block_size) ?? tiles[0],
     };
     const pipeline = await gpu.pipeline([shaders["cache_fp32.wgsl"], shaders["decoder.wgsl"]], "decode", { constants });
-    return Object.assign(new GpuModel(), { gpu, config, pipeline, A, weights: gpu.buffer(packed(config, tensors)) });
+    return Object.assign(new GpuModel(), { gpu, config, pipeline, A, weights: gpu.buffer(packed(config, tensors, precision)) });
   }
 
   // Bytes of a text's keys, and of its values.
@@ -71,8 +71,9 @@ export class GpuModel {
   }
 }
 
-// The weights in the decoder's order.
-export function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }, tensors) {
+// The weights in the decoder's order. precision: 'bf16' rounds the head, as the kernels do; the file has it in float32,
+// because it is the tokens' table too.
+export function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }, tensors, precision) {
   const d = C / n_head,
     W = quads(C),
     D = 4 * quads(d),
@@ -113,8 +114,9 @@ export function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true 
   }
   norm("transformer.ln_f");
   const wte = data("transformer.wte.weight"),
+    round = precision === "bf16" ? rounded : straight,
     N = 4 * quads(V);
-  place(4 * W, N, C, V, (r, c) => r * N + c, (r, c) => wte[c * C + r]);
+  place(4 * W, N, C, V, (r, c) => r * N + c, (r, c) => round(wte[c * C + r]));
   table("transformer.wpe.weight");
   const all = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
   let at = 0;
@@ -185,6 +187,13 @@ export class GpuDecoder {
   close() {
     for (const buffer of [this.params, ...this.buffers]) buffer.destroy();
   }
+}
+
+// A float32 as the nearest bfloat16, ties to even.
+function rounded(x) {
+  const bits = new Uint32Array(new Float32Array([x]).buffer);
+  bits[0] = (bits[0] + 0x7fff + ((bits[0] >>> 16) & 1)) & 0xffff0000;
+  return new Float32Array(bits.buffer)[0];
 }
 
 // A number as the nearest float32 below it, and the rest.

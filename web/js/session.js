@@ -39,7 +39,10 @@ export class Session {
   // Opens the GPU, for the checkpoint. shaders: texts of WGSL by name. {name, isCpu} or {why}, a sentence.
   async openGpu({ shaders }) {
     try {
-      if (!this.gpu || this.gpu.gpu.isLost) this.gpu = await GpuModel.of(await Gpu.open(), shaders, this.checkpoint);
+      if (!this.gpu || this.gpu.gpu.isLost) {
+        const precision = PRECISIONS[this.precision];
+        this.gpu = await GpuModel.of(await Gpu.open(), shaders, this.checkpoint, precision);
+      }
       return { name: this.gpu.gpu.name, isCpu: this.gpu.gpu.isCpu };
     } catch (error) {
       return { why: error.message };
@@ -107,12 +110,11 @@ export class Session {
     return {};
   }
 
-  // Writes 1 to `most` tokens of each of some of those texts: {tokens (rows, texts), milliseconds}, or {why}.
+  // Writes 1 to `most` tokens of each of some of those texts: {tokens (rows, texts), texts, isLast}, or {why}.
   async moreWall({ number, most }) {
-    const start = performance.now();
     try {
       const { tokens } = await this.wall[number].write(most);
-      return { tokens, texts: this.wall[number].count, isLast: number === this.wall.length - 1, elapsed: performance.now() - start };
+      return { tokens, texts: this.wall[number].count, isLast: number === this.wall.length - 1 };
     } catch (error) {
       if (error instanceof Lost) return { why: error.message };
       throw error;
