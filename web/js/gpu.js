@@ -14,25 +14,41 @@ export class Unfit extends Error {}
 // The device was lost: the driver was reset, or its GPU is gone.
 export class Lost extends Error {}
 
+// Raises Unfit.
+async function findAdapter() {
+  if (!globalThis.isSecureContext) throw new Unfit("browsers give a page their GPU by https only");
+  const { gpu } = navigator;
+  if (!gpu) throw new Unfit("this browser has no WebGPU, or has it switched off");
+  const adapter = await gpu.requestAdapter({ powerPreference: "high-performance" });
+  if (!adapter) throw new Unfit("this browser finds no GPU that it trusts");
+  return adapter;
+}
+
+// isCpu: a driver runs it on the CPU.
+function described({ vendor, architecture, description, isFallbackAdapter }) {
+  const name = description || [vendor, architecture].filter(Boolean).join(" ") || "the GPU";
+  return { name, isCpu: Boolean(isFallbackAdapter) };
+}
+
+// What Gpu.open() would take, without opening it: {name, isCpu}, or {why}, a sentence.
+export async function findGpu() {
+  try {
+    return described((await findAdapter()).info);
+  } catch (error) {
+    return { why: error.message };
+  }
+}
+
 export class Gpu {
   // Raises Unfit.
   static async open() {
-    if (!globalThis.isSecureContext) throw new Unfit("browsers give a page their GPU by https only");
-    const { gpu } = navigator;
-    if (!gpu) throw new Unfit("this browser has no WebGPU, or has it switched off");
-    const adapter = await gpu.requestAdapter({ powerPreference: "high-performance" });
-    if (!adapter) throw new Unfit("this browser finds no GPU that it trusts");
-    const features = Object.keys(OPTIONAL).filter((name) => adapter.features.has(name)),
+    const adapter = await findAdapter(),
+      features = Object.keys(OPTIONAL).filter((name) => adapter.features.has(name)),
       limits = Object.fromEntries(LIMITS.map((name) => [name, adapter.limits[name]])),
-      device = await adapter.requestDevice({ requiredFeatures: features, requiredLimits: limits });
-    return Object.assign(new Gpu(), { device, limits, features }).watched(adapter.info);
-  }
-
-  watched({ vendor, architecture, description, isFallbackAdapter }) {
-    this.name = description || [vendor, architecture].filter(Boolean).join(" ") || "the GPU";
-    this.isCpu = Boolean(isFallbackAdapter); // a driver runs it on the CPU
-    this.device.lost.then(() => (this.isLost = true));
-    return this;
+      device = await adapter.requestDevice({ requiredFeatures: features, requiredLimits: limits }),
+      made = Object.assign(new Gpu(), { device, limits, features }, described(adapter.info));
+    device.lost.then(() => (made.isLost = true));
+    return made;
   }
 
   // A compiled entry point. files: texts of WGSL, joined after what they name. Raises Unfit with the compiler's message.

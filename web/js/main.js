@@ -91,10 +91,11 @@ class Page {
   }
 
   // Offers what can write with the chosen model; what was chosen and cannot is replaced by the CPU.
-  offerWriters(gpu) {
+  // gpu: {name, isCpu}, or {why} it cannot; null until it is known.
+  offerWriters(gpu = null) {
     const can = {
       browser: true,
-      gpu: !gpu.why,
+      gpu: Boolean(gpu) && !gpu.why,
       server: !this.own && (this.server?.models.includes(this.choices.model) ?? false),
     };
     for (const option of $("where").options) {
@@ -102,6 +103,7 @@ class Page {
       option.hidden = option.value === "server" && !this.server;
     }
     if (!can[this.choices.where]) this.choices.where = "browser";
+    if (!gpu) return;
     const slow = gpu.isCpu ? " A driver runs it on the CPU, so it is slow." : "";
     say("gpu-note", gpu.why ? `The GPU cannot write: ${gpu.why}.` : `The GPU is ${gpu.name}.${slow}`);
   }

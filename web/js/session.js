@@ -90,13 +90,15 @@ export class Session {
   }
 
   // Begins texts of the same prompt and settings on the GPU, after openGpu(). {why} if it does not take them.
-  beginWall({ ids, seeds, sampling, capacity }) {
+  async beginWall({ ids, seeds, sampling, capacity }) {
     for (const some of this.wall ?? []) some.close();
     this.wall = [];
     const { gpu, config } = this.gpu,
       { maxStorageBufferBindingSize: most } = gpu.limits,
       together = Math.max(1, Math.floor(most / Math.max(this.gpu.cached(capacity), 8 * config.vocab_size))),
       settings = settingsOf(this.kernels.inOrder(sampling));
+    let why;
+    gpu.device.pushErrorScope("out-of-memory");
     try {
       for (let i = 0; i < seeds.length; i += together) {
         const some = new GpuDecoder(this.gpu, seeds.slice(i, i + together), settings, capacity, false);
@@ -104,10 +106,11 @@ export class Session {
         this.wall.push(some);
       }
     } catch (error) {
-      if (error instanceof Unfit) return { why: error.message };
-      throw error;
+      if (!(error instanceof Unfit)) throw error;
+      why = error.message;
     }
-    return {};
+    if (await gpu.device.popErrorScope()) why = `${gpu.name} has too little memory for so many texts`;
+    return { why };
   }
 
   // Writes 1 to `most` tokens of each of some of those texts: {tokens (rows, texts), texts, isLast}, or {why}.

@@ -4,7 +4,7 @@ import { encode } from "./checkpoint.js";
 import { format, sampling } from "./state.js";
 
 const TEXTS = { gpu: 1000, browser: 32 };
-const LENGTH = 100; // characters
+const LENGTH = 100; // characters, or the window if that is less
 const MOST_SEED = 2n ** 64n;
 
 export class WallView {
@@ -42,9 +42,10 @@ export class WallView {
   async run(count) {
     this.cancelled = false;
     const { page } = this,
-      choices = { ...page.choices, length: LENGTH, branches: "", endless: 0, stop: "" },
       engine = await page.ready();
     if (!engine) return;
+    const length = Math.max(1, Math.min(LENGTH, engine.config.block_size - 1)),
+      choices = { ...page.choices, length, branches: "", endless: 0, stop: "" };
     const seeds = Array.from({ length: count }, (_, i) => String((BigInt(choices.seed) + BigInt(i)) % MOST_SEED));
     this.nodes = seeds.map((seed, i) => {
       const href = format("write", { ...choices, seed }),
@@ -58,21 +59,23 @@ export class WallView {
     if (why) await this.onCpu(engine, seeds, choices);
     if (this.cancelled) return say("wall-status", "Stopped, because another view was shown.");
     const seconds = (performance.now() - start) / 1e3,
-      speed = number(Math.round((count * LENGTH) / seconds)),
+      speed = number(Math.round((count * length) / seconds)),
       by = why ? "the CPU" : engine.gpuName;
     return say("wall-status", `${number(count)} texts by ${by}: ${speed} characters a second, with all that is shown.`);
   }
 
-  // Returns why the GPU did not write them, if so.
+  // Returns why the GPU did not write them, if so. The end of a prompt counts, as far as the window has room for it.
   async onGpu(engine, seeds, choices) {
-    const ids = encode(choices.prompt || "\n", engine.characters).slice(-engine.config.block_size + LENGTH),
-      request = { ids, seeds, sampling: sampling(choices), capacity: ids.length + LENGTH };
+    const { length } = choices,
+      room = Math.max(1, engine.config.block_size - length),
+      ids = encode(choices.prompt || "\n", engine.characters).slice(-room),
+      request = { ids, seeds, sampling: sampling(choices), capacity: Math.min(engine.config.block_size, ids.length + length) };
     const { why } = await engine.call("beginWall", request);
     if (why) return why;
     for (let number = 0, first = 0, isLast = false; !isLast; number++) {
       let texts = 0;
-      for (let done = 0; done < LENGTH && !this.cancelled; await frame()) {
-        const made = await engine.call("moreWall", { number, most: LENGTH - done });
+      for (let done = 0; done < length && !this.cancelled; await frame()) {
+        const made = await engine.call("moreWall", { number, most: length - done });
         if (made.why) return made.why;
         ({ texts, isLast } = made);
         const rows = made.tokens.length / texts;
@@ -82,7 +85,7 @@ export class WallView {
           this.nodes[first + i].append(piece);
         }
         done += rows;
-        say("wall-status", `${done} of ${LENGTH} characters`);
+        say("wall-status", `${done} of ${length} characters`);
       }
       if (this.cancelled) return "";
       first += texts;
@@ -94,8 +97,8 @@ export class WallView {
     for (const [i, seed] of seeds.entries()) {
       this.nodes[i].textContent = "";
       await engine.begin({ ...choices, seed, where: "browser" });
-      for (let done = 0; done < LENGTH && !this.cancelled; ) {
-        const { piece } = await engine.more(LENGTH - done);
+      for (let done = 0; done < choices.length && !this.cancelled; ) {
+        const { piece } = await engine.more(choices.length - done);
         this.nodes[i].append(piece);
         done += piece.length;
       }

@@ -4,6 +4,7 @@ import { Closed } from "./engine.js";
 import { fill } from "./fields.js";
 import { softmax } from "./formulas.js";
 import { encode } from "./checkpoint.js";
+import { findGpu } from "./gpu.js";
 import { Server } from "./server.js";
 import { commandFor, formatBranches, parseBranches, sampling, SETTINGS } from "./state.js";
 import { Writing } from "./text.js";
@@ -90,8 +91,11 @@ export class WriteView {
     delete document.documentElement.dataset.written;
     const engine = await page.ready();
     if (!engine || this.latest !== mine) return;
-    page.offerWriters(await engine.openGpu());
+    // A text by the CPU does not wait for the GPU.
+    if (this.choices.where === "gpu") this.gpu = await engine.openGpu();
     if (this.latest !== mine) return;
+    page.offerWriters(this.gpu);
+    if (!this.gpu || this.gpu.why) findGpu().then((gpu) => page.offerWriters((this.gpu = gpu)));
     const byServer = this.choices.where === "server";
     if (byServer) page.choose({ branches: "" });
     this.fill();
