@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from safetensors.numpy import load, save
 
@@ -16,6 +17,7 @@ from attention_ext import tiles
 from attention_ext.build import cache, prebuilt
 from attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
 from attention_ext.parts import PARTS, BuildError, Precision
+from attention_ext.webgpu import steps
 from checkpoints import PRESENT
 from generation.sampling import NUMBERS
 from model.checkpoint import SUMS, bf16_bits, shipped
@@ -29,7 +31,10 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
 FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "web"))
-DECODER = ROOT / "generation" / "csrc" / "webgpu"
+SHADERS = tuple(ROOT / package / "csrc" / "webgpu" for package in ("attention_ext", "generation"))
+# Part 4's steps in WGSL that the page measures, with heads of this width: those in float32.
+STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs]
+STEPS_D = 32
 # The page does not train, its threads would wait for each other, and it has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
 STATIC = ("index.html", "style.css", "sw.js")
@@ -121,8 +126,22 @@ def facts() -> str:
         "PRECISIONS": list(Precision),
         "TILE": tiles.DEFAULT,
         "SLIDERS": settings,
+        "STEPS": [step_facts(step) for step in STEPS],
     }
     return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
+
+
+def step_facts(step: steps.Step) -> dict[str, Any]:
+    """A step's files, the features that it needs, and its tiles with their memory, the best first."""
+    fours = steps.up(STEPS_D, 4)
+    best = sorted(step.tiles, key=lambda tile: tile.output(fours) > steps.MOST_FOURS)
+    fitting = [
+        {"constants": {"D4": fours, "LANES": t.lanes, "LINES": t.lines, "ROWS": t.rows}, "br": t.br}
+        | {"memory": step.memory(t, fours)}
+        for t in best
+    ]
+    needs = [{"subgroup": "subgroups"}[feature] for feature in step.needs]  # as browsers name it
+    return {"name": step.name, "files": ["common.wgsl", step.file], "needs": needs, "tiles": fitting}
 
 
 def files(folder: Path) -> list[str]:
@@ -202,8 +221,9 @@ def sources() -> dict[str, dict[str, str]]:
 
 
 def shaders() -> dict[str, str]:
-    """The decoder's WGSL, without comments and indentation."""
-    paths = (DECODER / name for name in ("cache_fp32.wgsl", "decoder.wgsl"))
+    """The decoder's and the steps' WGSL, without comments and indentation."""
+    names = ("cache_fp32.wgsl", "decoder.wgsl", "common.wgsl", *(step.file for step in STEPS))
+    paths = (path for folder in SHADERS for path in folder.iterdir() if path.name in names)
     return {
         path.name: re.sub(r"^ *//.*\n|^ +| +// .*$|^\n", "", path.read_text(), flags=re.M) for path in paths
     }

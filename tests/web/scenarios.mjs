@@ -354,8 +354,10 @@ const scenarios = {
     await open({ length: 5 }, 5);
     await show("measure");
     await page.click("#measure-go");
-    await until("the figures", () => document.querySelectorAll("#figures tbody tr").length === 4);
-    return page.evaluate(() => document.querySelectorAll("#roofline circle").length);
+    await until("the figures", () => /The GPU /.test(document.getElementById("measure-status").textContent));
+    const rows = () => [...document.querySelectorAll("#figures tbody tr")].map((row) => row.innerText.split("\t"));
+    const points = await page.evaluate(() => document.querySelectorAll("#roofline circle").length);
+    return { points, rows: await page.evaluate(rows), status: await textOf("measure-status") };
   },
 
   // The one file, from the disk.

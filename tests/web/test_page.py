@@ -180,7 +180,19 @@ def test_a_script_is_shown_as_a_part_is_and_shared_by_its_address(visit):
 
 @pytest.mark.full
 def test_measure_draws_a_point_for_each_part(visit):
-    assert visit("measure") == 4
+    made = visit("measure", flags=SWIFTSHADER if visit.browser == "chromium" else ())
+    assert made["points"] == 4 and [row[0] for row in made["rows"][:4]] == [
+        "part1",
+        "part2",
+        "part3",
+        "part4",
+    ]
+    if "The GPU is " not in made["status"]:
+        assert len(made["rows"]) == 4 and "The GPU was not measured: " in made["status"]
+        return
+    steps = [(title, float(rate)) for title, _, rate, *_ in made["rows"][4:]]  # a wrong one has no rate
+    assert [title for title, _ in steps] == [f"step {n} on the GPU" for n in range(1, 6)]
+    assert all(rate > 0 for _, rate in steps)
 
 
 @pytest.mark.full

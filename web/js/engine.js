@@ -82,9 +82,13 @@ export class Engine {
 
   // The GPU for this model: {name, isCpu}, or {why}, a sentence.
   async openGpu() {
-    const found = await this.call("openGpu", { shaders: await (shaders ??= json("shaders.json")) });
+    const found = await this.callWithShaders("openGpu");
     this.gpuName = found.name;
     return found;
+  }
+
+  async callWithShaders(method, argument = {}) {
+    return this.call(method, { ...argument, shaders: await (shaders ??= json("shaders.json")) });
   }
 
   async begin({ prompt, length, branches, ...choices }) {

@@ -6,6 +6,7 @@ const LIMITS = [
   "maxStorageBufferBindingSize",
   "maxStorageBuffersPerShaderStage",
   "maxComputeWorkgroupStorageSize",
+  "maxComputeInvocationsPerWorkgroup",
 ];
 
 // Why there is no GPU, or why it does not take a model; a sentence.
@@ -82,8 +83,9 @@ export class Gpu {
     this.device.queue.writeBuffer(buffer, offset, array);
   }
 
-  // Dispatches workgroups and returns the first `bytes` of the last buffer. Bindings 0, 1 ... are the buffers. Raises Lost.
-  async run(pipeline, buffers, groups, bytes) {
+  // Dispatches workgroups, some times in a row, and returns the first `bytes` of a buffer, by default the last one. Bindings
+  // 0, 1 ... are the buffers. Raises Lost.
+  async run(pipeline, buffers, groups, bytes, { times = 1, from = buffers.at(-1) } = {}) {
     this.check();
     const { device } = this,
       entries = buffers.map((buffer, binding) => ({ binding, resource: { buffer } })),
@@ -93,9 +95,9 @@ export class Gpu {
       pass = encoder.beginComputePass();
     pass.setPipeline(pipeline);
     pass.setBindGroup(0, device.createBindGroup({ layout: pipeline.getBindGroupLayout(0), entries }));
-    pass.dispatchWorkgroups(...groups);
+    for (let i = 0; i < times; i++) pass.dispatchWorkgroups(...groups);
     pass.end();
-    encoder.copyBufferToBuffer(buffers.at(-1), 0, back, 0, bytes);
+    encoder.copyBufferToBuffer(from, 0, back, 0, bytes);
     device.queue.submit([encoder.finish()]);
     try {
       await back.mapAsync(GPUMapMode.READ);

@@ -1,6 +1,6 @@
 // The view Measure: a roofline of one worker on this machine, after Williams, Waterman & Patterson 2009.
 import { $, brief, bytes, make, number, on, say, tableRow } from "./dom.js";
-import { TILE } from "./facts.js";
+import { STEPS, TILE } from "./facts.js";
 import { Case, streams, traffic } from "./traffic.js";
 
 const N = 1024,
@@ -8,6 +8,7 @@ const N = 1024,
 const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // in L1, in L2, in memory, on most machines
 const L1 = 32 << 10;
 const HEADS = ["part", "ms", "GFLOP/s", "of the peak", "bytes into 32 KB", "FLOP/byte", "scratch"];
+const MOST_ERROR = 1e-4; // of a step on the GPU; its sums have another order
 const EMPTY_PEAK = 9e10; // of the axes before something is measured
 const HEIGHT = 400,
   LEFT = 62,
@@ -47,14 +48,33 @@ export class MeasureView {
       points.push({ part, milliseconds, speed, moved, scratch, intensity: CALL.flops / moved });
     }
     this.draw(peak, bandwidths, points);
-    this.table(peak, points);
+    const [gpu, onGpu] = await this.measureGpu(engine);
+    this.table(peak, points, onGpu);
     $("copy").disabled = false;
     const reads = BUFFERS.map((size, i) => `${brief(bandwidths[i] / 1e9)} GB/s from ${bytes(size)}`).join(", "),
       sizes = `${CALL.heads} heads, N = ${number(N)}, d = ${CALL.d}, no mask`;
-    say("measure-status", `One worker: ${brief(peak / 1e9)} GFLOP/s of multiply-adds; reads of ${reads}. ${sizes}.`);
+    say("measure-status", `One worker: ${brief(peak / 1e9)} GFLOP/s of multiply-adds; reads of ${reads}. ${sizes}. ${gpu}`);
   }
 
-  table(peak, points) {
+  // Part 4's steps in WGSL: a sentence about the GPU, and a row for each.
+  async measureGpu(engine) {
+    const rows = [];
+    let name, isCpu;
+    for (const step of STEPS) {
+      say("measure-status", `Step ${step.name} on the GPU …`);
+      const made = await engine.callWithShaders("gpuAttention", { step, N, heads: CALL.heads, d: CALL.d }),
+        { milliseconds: ms, error, why } = made;
+      if (made.name) ({ name, isCpu } = made);
+      if (why && !name) return [`The GPU was not measured: ${why}.`, []];
+      const isRight = error <= MOST_ERROR,
+        cells = isRight ? [brief(ms), brief(CALL.flops / ms / 1e6)] : [why ? `needs ${why}` : "wrong", "–"];
+      rows.push([`step ${step.name} on the GPU`, ...cells]);
+    }
+    const slow = isCpu ? ", a driver on the CPU, so it is slow" : "";
+    return [`The GPU is ${name}${slow}.`, rows.map((cells) => [...cells, ...Array(HEADS.length - cells.length).fill("–")])];
+  }
+
+  table(peak, points, onGpu) {
     this.rows = points.map(({ part, milliseconds, speed, moved, scratch, intensity }) => [
       part,
       brief(milliseconds),
@@ -64,6 +84,7 @@ export class MeasureView {
       moved ? brief(intensity) : "–",
       bytes(scratch),
     ]);
+    this.rows.push(...onGpu);
     $("figures").tHead.replaceChildren(make("tr", {}, ...HEADS.map((head) => make("th", {}, head))));
     $("figures").tBodies[0].replaceChildren(...this.rows.map((cells) => tableRow(null, ...cells)));
   }

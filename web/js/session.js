@@ -235,6 +235,59 @@ export class Session {
     });
   }
 
+  // A step in WGSL on the GPU, on numbers of which part 4 computed the result too: {name, isCpu, milliseconds, error}, the
+  // largest difference. {why} where it does not run. The call on the GPU lasts at least ms, of many dispatches.
+  async gpuAttention({ shaders, step, heads, N, d, ms = 100 }) {
+    try {
+      if (!this.measured || this.measured.isLost) this.measured = await Gpu.open();
+      const gpu = this.measured,
+        { maxComputeWorkgroupStorageSize: memory, maxComputeInvocationsPerWorkgroup: most } = gpu.limits,
+        fits = ({ constants, memory: bytes }) => bytes <= memory && constants.LANES * constants.LINES <= most,
+        tile = step.tiles.find(fits),
+        lacking = step.needs.filter((feature) => !gpu.features.includes(feature));
+      if (lacking.length || !tile) return { why: lacking.join(" and ") || "more workgroup memory" };
+      const { constants, br } = tile,
+        aliases = { Stored: "vec4<f32>" },
+        files = step.files.map((name) => shaders[name]),
+        pipeline = await gpu.pipeline(files, "main", { constants, aliases, needs: step.needs }),
+        [inputs, expected] = this.example(heads, N, d),
+        size = heads * N * d,
+        call = new Uint32Array([heads, N, N, 0, 0, 0, 0, 0]);
+      new Float32Array(call.buffer)[5] = Math.LOG2E / Math.sqrt(d);
+      const given = [0, 1, 2].map((i) => gpu.buffer(inputs.subarray(i * size, (i + 1) * size))),
+        result = gpu.buffer(4 * size),
+        buffers = [...given, result, gpu.buffer(4 * heads * N), gpu.buffer(call, GPUBufferUsage.UNIFORM)],
+        run = (times) => gpu.run(pipeline, buffers, [heads * Math.ceil(N / br)], 4 * size, { times, from: result }),
+        made = new Float32Array(await run(1)),
+        error = made.reduce((worst, x, i) => Math.max(worst, Math.abs(x - expected[i])), 0); // NaN if one is NaN
+      let elapsed = 0;
+      let times = 1;
+      for (; elapsed < ms; times *= 2) {
+        const start = performance.now();
+        await run(times);
+        elapsed = performance.now() - start;
+      }
+      for (const buffer of buffers) buffer.destroy();
+      return { name: gpu.name, isCpu: gpu.isCpu, milliseconds: (2 * elapsed) / times, error };
+    } catch (error) {
+      if (error instanceof Unfit || error instanceof Lost) return { why: error.message };
+      throw error;
+    }
+  }
+
+  // Random q, k and v (heads, N, d), one after the other, and attention's result by part 4.
+  example(heads, N, d) {
+    const { kernels } = this,
+      sizes = [kernels.part("part4"), heads, N, d, ...TILE],
+      size = heads * N * d;
+    return kernels.with(4 * (4 * size + kernels.c.scratch_floats(...sizes)), (data) => {
+      const all = kernels.view(Float32Array, data, 3 * size);
+      all.set(Array.from({ length: 3 * size }, () => 2 * Math.random() - 1));
+      kernels.c.attend(...sizes, data);
+      return [kernels.view(Float32Array, data, 3 * size).slice(), kernels.view(Float32Array, data + 12 * size, size).slice()];
+    });
+  }
+
   // Operations per second of multiply-adds in registers.
   peak({ ms = 200 } = {}) {
     const { multiply_adds } = this.kernels.c,
