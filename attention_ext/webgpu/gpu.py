@@ -90,15 +90,13 @@ class Gpu:
         try:
             os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
             found = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
-        except RuntimeError as error:
-            found, reason = None, f" ({str(error).splitlines()[0]})"
-        else:
-            reason = ""
+        except RuntimeError:
+            found = None
         finally:
             if unset:
                 del os.environ["XDG_RUNTIME_DIR"]
         if found is None:
-            raise BuildError(f"device is 'webgpu', and no adapter was found{reason}; it needs {DRIVER}")
+            raise BuildError(f"device is 'webgpu', and no adapter was found; it needs {DRIVER}")
         info, limits = found.info, dict(found.limits)
         self.adapter = Adapter(
             info["device"] or info["description"],
