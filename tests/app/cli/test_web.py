@@ -65,6 +65,7 @@ def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
 
 def test_without_ziglang_it_says_what_to_install(failed, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))  # without a page of an earlier run
     assert "pip install ziglang" in failed("web", "--build", "--out", tmp_path / "page")
 
 
