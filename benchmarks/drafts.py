@@ -7,7 +7,7 @@ The native engine with part 4 and one thread. Each round writes the text of anot
 whole block, with and without drafts in turns; both must be the same text. Prompts: passages of the corpus's
 last 10 %, prose and source code that Shakespeare would not have written, and random characters. 'times' is
 the ratio of the medians of the quiet rounds, 'all' that of all rounds. A peer takes its turn in each round
-with the same prompt; it writes greedily, which is its fastest path.
+with the same prompt, after a comparison of its logits with float64; it writes greedily, its fastest path.
 """
 
 import random
@@ -21,7 +21,7 @@ import click
 
 from app.cli import options
 from attention_ext import extension
-from benchmarks.generation import PEERS
+from benchmarks.generation import PEERS, exact_logits
 from benchmarks.measuring import QUIET, percent, quiet, show_table, take_turns, write
 from benchmarks.peers import Peer
 from generation.engine import open_engine
@@ -102,6 +102,11 @@ def main(
     )
 
     other = PEERS[peer](checkpoint.model, 1) if peer else None
+    if other:
+        ids = next(prompts("corpus", checkpoint, text))
+        error = float((other.logits(ids) - exact_logits(checkpoint.model, ids)).abs().max())
+        if not error <= other.most_error:
+            raise click.ClickException(f"{other.name} is wrong: its logits differ by {error:.0e}")
 
     def row(kind: str, temperature: float) -> str:
         length = checkpoint.config.block_size

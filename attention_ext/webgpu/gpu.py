@@ -20,7 +20,7 @@ from attention_ext.parts import BuildError
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "webgpu"
 INSTALL = "pip install wgpu, or pip install -e '.[webgpu]'"
 DRIVER = "a driver for Vulkan, Metal or Direct3D 12; mesa-vulkan-drivers has one that runs on the CPU"
-OPTIONAL = ("subgroup", "shader-f16", "timestamp-query")  # features that are asked for where they exist
+OPTIONAL = ("subgroup", "shader-f16")  # features that are asked for where they exist
 ENABLED = {"shader-f16": "enable f16;"}  # what a source begins with; browsers also want subgroups enabled
 BACKENDS = ("Vulkan", "Metal", "DX12")  # OpenGL's has no subgroups, and less of everything
 MOST_GROUPS = 65_535  # of a dimension of a dispatch, on every adapter

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -314,3 +315,10 @@ def test_the_command_line_writes_the_same_text(adapter, cli):
     done = cli(*arguments, "--device", "webgpu")
     assert done.stdout == cli(*arguments).stdout and "webgpu engine" in done.stderr
     assert generate(load("shakes128"), max_new_tokens=40, device="webgpu") in done.stdout
+
+
+def test_it_races_with_parts_on_the_cpu(adapter, cli):
+    done = cli("race", "part3,part4", "-m", "shakes128", "--max-new-tokens", 20, "--device", "webgpu")
+    assert done.returncode == 0 and "are the same" in done.stdout  # one that differs gives 1
+    assert sorted(re.findall(r"part\d +[a-z]+", done.stdout)) == ["part3  native", "part4  webgpu"]
+    assert "native for part3; webgpu for part4" in done.stderr

@@ -187,8 +187,9 @@ def test_measure_draws_a_point_for_each_part(visit):
         "part3",
         "part4",
     ]
-    if "The GPU is " not in made["status"]:
-        assert len(made["rows"]) == 4 and "The GPU was not measured: " in made["status"]
+    if "The GPU is " not in made["status"]:  # another reason, such as a shader that is refused, is a fault
+        assert len(made["rows"]) == 4
+        assert re.search(r"The GPU was not measured: this browser (has no|finds no)", made["status"])
         return
     steps = [(title, float(rate)) for title, _, rate, *_ in made["rows"][4:]]  # a wrong one has no rate
     assert [title for title, _ in steps] == [f"step {n} on the GPU" for n in range(1, 6)]

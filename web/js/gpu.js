@@ -1,6 +1,6 @@
 // A GPU through WebGPU: its adapter, device, shaders, buffers and dispatches, as attention_ext/webgpu/gpu.py has them.
 
-const OPTIONAL = { "shader-f16": "enable f16;", subgroups: "enable subgroups;", "timestamp-query": "" };
+const OPTIONAL = { "shader-f16": "enable f16;", subgroups: "enable subgroups;" };
 const LIMITS = [
   "maxBufferSize",
   "maxStorageBufferBindingSize",
