@@ -134,11 +134,9 @@ def facts() -> str:
 def step_facts(step: steps.Step) -> dict[str, Any]:
     """A step's files, the features that it needs, and its tiles with their memory, the best first."""
     fours = steps.up(STEPS_D, 4)
-    best = sorted(step.tiles, key=lambda tile: tile.output(fours) > steps.MOST_FOURS)
     fitting = [
-        {"constants": {"D4": fours, "LANES": t.lanes, "LINES": t.lines, "ROWS": t.rows}, "br": t.br}
-        | {"memory": step.memory(t, fours)}
-        for t in best
+        {"constants": step.constants(fours, t), "br": t.br, "memory": step.memory(t, fours)}
+        for t in step.best(step.tiles, fours)
     ]
     needs = [{"subgroup": "subgroups"}[feature] for feature in step.needs]  # as browsers name it
     return {"name": step.name, "files": ["common.wgsl", step.file], "needs": needs, "tiles": fitting}
@@ -221,11 +219,12 @@ def sources() -> dict[str, dict[str, str]]:
 
 
 def shaders() -> dict[str, str]:
-    """The decoder's and the steps' WGSL, without comments and indentation."""
+    """The decoder's and the steps' WGSL, without indentation and comments, but marks of loops."""
     names = ("cache_fp32.wgsl", "decoder.wgsl", "common.wgsl", *(step.file for step in STEPS))
     paths = (path for folder in SHADERS for path in folder.iterdir() if path.name in names)
     return {
-        path.name: re.sub(r"^ *//.*\n|^ +| +// .*$|^\n", "", path.read_text(), flags=re.M) for path in paths
+        path.name: re.sub(r"^ *//.*\n|^ +| +// (?!unroll$).*$|^\n", "", path.read_text(), flags=re.M)
+        for path in paths
     }
 
 

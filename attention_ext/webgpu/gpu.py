@@ -5,6 +5,7 @@ It needs the package wgpu, which finds Vulkan, Metal or Direct3D 12, and no PyTo
 
 import functools
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,37 @@ class Source:
         lines = [ENABLED[feature] for feature in self.needs if feature in ENABLED]
         lines += [f"alias {name} = {of};" for name, of in self.aliases]
         lines += [f"const {name}: u32 = {value}u;" for name, value in self.constants]
-        return "\n".join([*lines, *((SOURCES / file).read_text() for file in self.files)])
+        for file in self.files:
+            lines += unrolled((SOURCES / file).read_text().splitlines(), dict(self.constants))
+        return "\n".join(lines)
+
+
+_LOOP = re.compile(r"( *)for \(var (\w+) = 0u; \2 < ([^;]+); \2\+\+\) \{  // unroll")
+
+
+def unrolled(lines: Sequence[str], constants: Mapping[str, int]) -> list[str]:
+    """WGSL whose loops are written out if their first line ends with `// unroll`.
+
+    Their bound is a number, a constant, or one of them times or divided by another: 4u, KEYS, KEYS / 2.
+    """
+    made: list[str] = []
+    at = 0
+    while at < len(lines):
+        if (loop := _LOOP.fullmatch(lines[at])) is None:
+            made.append(lines[at])
+            at += 1
+            continue
+        indent, index, bound = loop.groups()
+        first, *rest = (constants[word] if word in constants else word.rstrip("u") for word in bound.split())
+        count = int(first)
+        if rest:
+            count = count * int(rest[1]) if rest[0] == "*" else count // int(rest[1])
+        end = lines.index(indent + "}", at)
+        body = unrolled(lines[at + 1 : end], constants)
+        for i in range(count):
+            made += [indent + "{", f"{indent}    const {index} = {i}u;", *body, indent + "}"]
+        at = end + 1
+    return made
 
 
 @dataclass(frozen=True)
@@ -121,11 +152,31 @@ class Gpu:
                     f"{source.files[-1]} needs {' and '.join(missing)}, which {self.adapter.name} lacks"
                 )
             with _errors():
-                module = self.device.create_shader_module(code=source.text())
+                module = self._module(source.text())
                 self._pipelines[key] = self.device.create_compute_pipeline(
                     layout="auto", compute={"module": module, "entry_point": entry}
                 )
         return self._pipelines[key]
+
+    def _module(self, code: str) -> Any:
+        """A compiled shader without checks of array bounds and counters of loops.
+
+        With them, drivers keep arrays in memory instead of registers. The shaders stay within their arrays.
+        wgpu's own call, which adds the checks, says first what is wrong.
+        """
+        from wgpu.backends.wgpu_native import GPUShaderModule, ffi, lib
+
+        checked = self.device.create_shader_module(code=code)
+        create = getattr(lib, "wgpuDeviceCreateShaderModuleTrusted", None)  # wgpu-py has no call for it
+        if create is None:
+            return checked
+        text = ffi.new("char[]", code.encode())
+        source = ffi.new("WGPUShaderSourceWGSL *")
+        source.chain.sType = lib.WGPUSType_ShaderSourceWGSL
+        source.code.data, source.code.length = text, len(text) - 1
+        descriptor = ffi.new("WGPUShaderModuleDescriptor *")
+        descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", source)
+        return GPUShaderModule("", create(self.device._internal, descriptor, 0), self.device)
 
     def buffer(self, content: NDArray[Any] | int, uniform: bool = False) -> Any:
         """A buffer with an array's numbers, or of so many bytes of zeros. uniform: for var<uniform>.

@@ -1,6 +1,7 @@
 """The table of part 4's steps in WGSL: what each takes, its tiles, its source. wgpu is not imported here."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attention_ext.parts import Dtype, one_of
@@ -8,6 +9,7 @@ from attention_ext.webgpu.gpu import Adapter, Source
 
 WIDEST = 256  # the largest d
 MOST_FOURS = 16  # of a thread's numbers of O, in tiles that are preferred: with more, registers spill
+AT_ONCE = 16  # columns or keys that a loop takes, at most
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,9 @@ class Tile:
         """Keys of a tile."""
         return self.keys * self.lanes
 
-    @property
-    def maxima(self) -> int:
-        """Fours in which all threads leave a number for each row."""
-        return up(self.rows, 4) * self.threads
-
-    def output(self, fours: int) -> int:
-        """A thread's fours of O."""
-        return self.rows * up(fours, self.lanes)
+    def width(self, fours: int) -> int:
+        """Fours of O in each row of a thread, for rows of so many fours."""
+        return up(fours, self.lanes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +81,24 @@ class Step:
                 f"kernel is {self.name!r}; with d = {d} it needs {least} bytes of workgroup memory, and the "
                 f"adapter allows {most}"
             )
-        return next((tile for tile in fit if tile.output(fours) <= MOST_FOURS), fit[0])
+        return self.best(fit, fours)[0]
+
+    def best(self, tiles: Sequence[Tile], fours: int) -> list[Tile]:
+        """Tiles in the order of preference: first those whose lanes all have some of O, in registers."""
+        return sorted(
+            tiles, key=lambda tile: tile.lanes > max(2, fours) or tile.rows * tile.width(fours) > MOST_FOURS
+        )
+
+    def constants(self, fours: int, tile: Tile) -> dict[str, int]:
+        """What common.wgsl says that the host puts in front, for rows of so many fours."""
+        sizes = {"D4": fours, "LANES": tile.lanes, "LINES": tile.lines, "ROWS": tile.rows, "KEYS": tile.keys}
+        sizes |= {"WIDTH": tile.width(fours), "COLUMNS": math.gcd(AT_ONCE, 4 * fours)}
+        return sizes | {"SOME": math.gcd(AT_ONCE, max(1, tile.bc // 2))}
 
     def source(self, d: int, dtype: Dtype, tile: Tile) -> Source:
         """The shader for rows of d numbers in a dtype."""
         half = dtype is Dtype.FP16
-        sizes = {"D4": up(d, 4), "LANES": tile.lanes, "LINES": tile.lines, "ROWS": tile.rows}
+        sizes = self.constants(up(d, 4), tile)
         return Source(
             ("common.wgsl", self.file),
             tuple(sizes.items()),
@@ -104,10 +113,19 @@ def up(n: int, by: int) -> int:
 
 
 # Threads beside and below each other, and rows of a thread.
-_SIDES = [(8, 8, 8), (8, 4, 8), (8, 8, 4), (8, 4, 4), (4, 8, 4), (4, 8, 2), (4, 8, 1)]
-_SIDES += [(2, 8, 1), (2, 4, 1), (1, 4, 1)]
-_EIGHT = tuple(Tile(*sides, keys=4) for sides in _SIDES)
-_FOUR = tuple(tile for tile in _EIGHT if tile.rows <= 4)
+_SIDES = [(8, 16, 4), (8, 8, 4), (8, 4, 4), (4, 8, 4), (4, 8, 2), (4, 8, 1), (2, 8, 1), (2, 4, 1), (1, 4, 1)]
+_FOUR = tuple(Tile(*sides, keys=4) for sides in _SIDES)
+# Threads beside and below each other, and keys of a thread. Those with more threads come first, because a
+# multiprocessor has memory for few tiles.
+_SIDES = [(8, 32, 8), (16, 16, 4), (8, 16, 8), (8, 16, 4), (8, 12, 4), (8, 8, 4), (8, 4, 4), (4, 64, 8)]
+_SIDES += [(4, 32, 8), (4, 8, 4), (4, 4, 4), (2, 64, 8), (2, 32, 8), (2, 4, 4), (1, 2, 4)]
+_BY_COLUMNS = tuple(Tile(lanes, lines, 4, keys) for lanes, lines, keys in _SIDES)
+
+
+def _weights(tile: Tile) -> int:
+    """Fours of half of the weights of a tile, by columns."""
+    return tile.bc // 2 * (tile.lines + 1)
+
 
 STEPS = {
     step.name: step
@@ -136,26 +154,26 @@ STEPS = {
             "4 x 4 scores a thread in registers",
             "A number from workgroup memory serves four multiply-adds. A dot product of four takes five "
             "instructions, and each tile waits at four barriers.",
-            lambda t, d4: 16 * ((t.br + t.bc) * (d4 + 1) + t.bc * d4 + t.br * (t.lanes + 1) + t.maxima),
+            lambda t, d4: 16 * ((t.br + t.bc) * (d4 + 1) + t.bc * d4 + t.br * (t.lanes + 1) + t.threads),
             _FOUR,
         ),
         Step(
             "4",
             "step4.wgsl",
-            "8 x 4 scores a thread, K transposed, K and V in the same place",
-            "A number of K or V serves eight multiply-adds, and one of Q or P four. All products are "
-            "multiply-adds. The rows' maxima still pass through workgroup memory.",
-            lambda t, d4: 16 * (t.br * (d4 + 1) + t.bc * d4 + t.br * (t.lanes + 1) + t.maxima),
-            _EIGHT,
+            "4 x 8 scores a thread, Q, K and P by columns, K and V in the same place",
+            "4 numbers of a column of Q and 8 of K serve 32 multiply-adds, and more threads share a tile. "
+            "All products are multiply-adds. The rows' maxima still pass through workgroup memory.",
+            lambda t, d4: 16 * ((t.br + t.bc) * d4 + _weights(t) + t.threads),
+            _BY_COLUMNS,
         ),
         Step(
             "5",
             "step5.wgsl",
             "the maxima of rows by subgroups",
-            "The lanes of a row exchange their maxima without memory and without a barrier. The products "
-            "through workgroup memory are what is left.",
-            lambda t, d4: 16 * (t.br * (d4 + 1) + 2 * t.bc * d4 + t.br * (t.lanes + 1)) + 8,
-            _EIGHT,
+            "The lanes of a row exchange their maxima without memory. The products through workgroup memory "
+            "are what is left.",
+            lambda t, d4: 16 * ((t.br + t.bc) * d4 + _weights(t)) + 8,
+            _BY_COLUMNS,
             ("subgroup",),
         ),
         Step(
@@ -164,15 +182,15 @@ STEPS = {
             "K, V and P as float16 in workgroup memory",
             "Half the bytes of K, V and P. Sums stay in float32, so each number is converted before it is "
             "multiplied.",
-            lambda t, d4: 16 * (t.br * (d4 + 1) + t.maxima) + 8 * (2 * t.bc * d4 + t.br * (t.lanes + 1)) + 8,
-            _EIGHT,
+            lambda t, d4: 16 * (t.br * d4 + t.threads) + 8 * (t.bc * d4 + _weights(t)) + 8,
+            _BY_COLUMNS,
             ("shader-f16", "subgroup"),
         ),
     )
 }
 
-# The first that the adapter has the features for is taken; step 6 rounds float32, so it must be asked for.
-FASTEST = {Dtype.FP32: ("5", "4"), Dtype.FP16: ("6", "4")}
+# The first that the adapter has the features for is taken; step 6 rounds the weights, so it must be asked for.
+FASTEST = ("5", "4")
 
 
 def choose(kernel: str | None, d: int, dtype: Dtype, adapter: Adapter) -> tuple[Step, Tile]:
@@ -183,7 +201,7 @@ def choose(kernel: str | None, d: int, dtype: Dtype, adapter: Adapter) -> tuple[
     if dtype is Dtype.FP16 and "shader-f16" not in adapter.features:
         raise ValueError(f"q is float16; it must be float32 on {adapter.name}, which lacks shader-f16")
     if kernel is None:
-        step = next(STEPS[name] for name in FASTEST[dtype] if not STEPS[name].lacks(adapter))
+        step = next(STEPS[name] for name in FASTEST if not STEPS[name].lacks(adapter))
     else:
         one_of("kernel", kernel, STEPS)
         step = STEPS[kernel]

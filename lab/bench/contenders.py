@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention_ext import PARTS, attention
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import Dtype, Part, check_part, is_file
-from attention_ext.webgpu.steps import FASTEST, STEPS
+from attention_ext.webgpu.steps import STEPS
 
 if TYPE_CHECKING:
     from lab.bench.cases import Cell
@@ -80,7 +80,7 @@ def contenders() -> dict[str, Contender]:
     for name, kernel in OF_KERNEL.items():
         found[name] = Contender(f"kernel {kernel.name}", attention_call, {"cuda": kernel.dtypes})
     for name, step in OF_STEP.items():
-        takes = tuple(dtype for dtype in FASTEST if dtype is Dtype.FP16 or "shader-f16" not in step.needs)
+        takes = (Dtype.FP16,) if "shader-f16" in step.needs else (*fp32, Dtype.FP16)
         found[name] = Contender(f"step {step.name}", attention_call, {"webgpu": takes}, "wgpu", True)
     for state in ("spilled", "registers"):
         found[f"numba-{state}"] = Contender(f"Numba, state {state}", numba_call, {"cuda": fp32}, "numba")

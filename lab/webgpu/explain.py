@@ -58,13 +58,17 @@ def count(step: Step, tile: Tile, cell: Cell, subgroup: int) -> Count:
         through += FOUR * (2 * tile.bc * d4 + read)
     else:
         half = FOUR // 2 if step.name == "6" else FOUR  # of four numbers of K, V or P
-        exponentials = scores + threads * 4 * up(tile.rows, 4)
+        exponentials = scores + 4 * threads
         through = 2.0 * tile.bc * d4 * half  # K and V stored
-        through += threads * d4 * (4 * half / column + tile.rows * FOUR / line)  # S
-        through += threads * tile.rows * half * (1 + tile.lanes / line)  # P
-        through += threads * tile.lanes * width * 4 * half / column  # O
+        if step.name == "3":
+            through += threads * d4 * (4 * FOUR / column + tile.rows * FOUR / line)  # S
+            through += threads * tile.rows * FOUR * (1 + tile.lanes / line)  # P
+        else:
+            through += threads * d4 * 4 * (FOUR / line + tile.keys / 4 * half / column)  # S
+            through += threads * half * (tile.keys + tile.bc / line)  # P
+        through += threads * tile.bc * width * half / column  # V
         if step.name in "34":
-            through += tile.maxima * FOUR * (1 + tile.lanes / line)
+            through += threads * FOUR * (1 + tile.lanes / line)  # the maxima
     of_q = heads * rows * tile.br * d4
     return Count(
         pairs * products,

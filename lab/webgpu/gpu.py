@@ -19,6 +19,8 @@ from attention_ext.webgpu.gpu import Source, opened
 
 GROUPS = 2048  # workgroups of a measurement of a limit, of 256 invocations
 LEAST_SECONDS = 0.02  # of such a measurement
+RESTED_SECONDS = 0.05  # after which a GPU may lower its clock
+WARM_SECONDS = 0.5  # of work until the clock is up again
 TIMED = 5  # measurements of a limit; the fastest counts
 READ = 2**28  # bytes, at most
 
@@ -52,6 +54,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.gpu = opened()
+        self._busy_until = 0.0
         self._never = self.gpu.buffer(np.array([0, 0, 0, 0, 0.5, 1, 0.001, 0], np.float32))
 
     def describe(self) -> dict:
@@ -78,16 +81,22 @@ class Gpu:
 
     def time(self, call: Prepared, count: int, cold: bool = False, launching: float = 0.0) -> list[float]:
         """Seconds of each of `count` calls; all have the mean. cold, launching: as in lab.cuda.gpu."""
+
+        def timed(times: int) -> float:
+            start = time.perf_counter()
+            for _ in range(times):
+                call.call.launch()
+            call.call.wait()
+            self._busy_until = time.perf_counter()
+            return self._busy_until - start
+
         call.call.wait()
-        start = time.perf_counter()
-        for _ in range(count):
-            call.call.launch()
-        call.call.wait()
-        return [(time.perf_counter() - start) / count] * count
+        self._warm_up(lambda: timed(1))
+        return [timed(count) / count] * count
 
     def fma_peak(self) -> float:
         """The highest number of float32 operations per second, by chains in registers."""
-        return 2 * self._rate("multiply_adds", 64 * 4096, 4096)
+        return 2 * self._rate("multiply_adds", 256 * 1024, 1024)
 
     @cached_property
     def exponentials(self) -> float:
@@ -132,5 +141,15 @@ class Gpu:
             return time.perf_counter() - start
 
         timed(1)
+        self._warm_up(lambda: timed(1))
         times = max(1, round(LEAST_SECONDS / timed(1)))
-        return min(timed(times) for _ in range(TIMED)) / times
+        least = min(timed(times) for _ in range(TIMED)) / times
+        self._busy_until = time.perf_counter()
+        return least
+
+    def _warm_up(self, work: Callable[[], object]) -> None:
+        """Work until the clock is up, if the GPU has rested."""
+        begin = time.perf_counter()
+        if not self.gpu.adapter.is_cpu and begin - self._busy_until > RESTED_SECONDS:
+            while time.perf_counter() - begin < WARM_SECONDS:
+                work()

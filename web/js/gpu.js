@@ -40,6 +40,28 @@ export async function findGpu() {
   }
 }
 
+const LOOP = /^for \(var (\w+) = 0u; \1 < ([^;]+); \1\+\+\) \{ +\/\/ unroll$/;
+
+// Lines of WGSL whose marked loops are written out, as attention_ext/webgpu/gpu.py does it.
+export function unrolled(lines, constants) {
+  const made = [];
+  for (let at = 0; at < lines.length; at++) {
+    const [, index, bound] = LOOP.exec(lines[at]) ?? [];
+    if (!bound) {
+      made.push(lines[at]);
+      continue;
+    }
+    const [first, operator, second] = bound.split(" ").map((word) => (/^\D/.test(word) ? (constants[word] ?? word) : parseInt(word))),
+      count = operator === "*" ? first * second : operator ? Math.floor(first / second) : first;
+    let end = at;
+    for (let depth = 1; depth; ) depth += lines[++end].split("{").length - lines[end].split("}").length;
+    const body = unrolled(lines.slice(at + 1, end), constants);
+    for (let i = 0; i < count; i++) made.push("{", `const ${index} = ${i}u;`, ...body, "}");
+    at = end;
+  }
+  return made;
+}
+
 export class Gpu {
   // Raises Unfit.
   static async open() {
@@ -59,7 +81,8 @@ export class Gpu {
       ...Object.entries(aliases).map(([name, of]) => `alias ${name} = ${of};`),
       ...Object.entries(constants).map(([name, value]) => `const ${name}: u32 = ${value}u;`),
     ];
-    const module = this.device.createShaderModule({ code: [...lines, ...files].join("\n") });
+    const code = [...lines, ...files.flatMap((text) => unrolled(text.split("\n"), constants))].join("\n"),
+      module = this.device.createShaderModule({ code });
     try {
       return await this.device.createComputePipelineAsync({ layout: "auto", compute: { module, entryPoint } });
     } catch (error) {

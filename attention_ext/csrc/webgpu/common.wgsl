@@ -1,8 +1,12 @@
 // What the steps of the ladder share: the call, the masks and the tiles' places. The host puts in front of it
 //   Stored                  vec4<f32> or vec4<f16>: four numbers of q, k, v and the output
 //   D4                      fours of a row; the host pads d to a multiple of 4 with zeros
-//   LANES, LINES, ROWS      threads beside each other, threads below each other, rows of a thread
-// and `enable f16;` or, for browsers, `enable subgroups;` where a step needs it.
+//   LANES, LINES            threads beside each other, threads below each other
+//   ROWS, KEYS              rows and keys of a thread
+//   WIDTH                   fours of O in each row of a thread
+//   COLUMNS, SOME           columns of Q and K, and keys of P and V, that a loop takes at a time
+// and `enable f16;` or, for browsers, `enable subgroups;` where a step needs it. It writes out the loops whose first
+// line ends with `unroll`: drivers keep an array in registers only if they see that all its indices are constant.
 
 // softmax(scale q k^T) v for every head of every batch. q and the output are (heads, Nq, 4 D4); k and v are
 // (heads, Nk, 4 D4); lse is (heads, Nq), each row's logsumexp.

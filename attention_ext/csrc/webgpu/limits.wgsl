@@ -15,7 +15,7 @@ fn keep(sum: vec4f) {
     }
 }
 
-// 64 multiply-adds in 16 chains for each loop
+// 256 multiply-adds in 16 chains for each loop
 @compute @workgroup_size(THREADS)
 fn multiply_adds(@builtin(local_invocation_index) index: u32) {
     let a = vec4f(never[1].x);
@@ -25,10 +25,12 @@ fn multiply_adds(@builtin(local_invocation_index) index: u32) {
     var z = x + 2.0;
     var w = x + 3.0;
     for (var r = 0u; r < REPEATS; r++) {
-        x = fma(fma(fma(fma(x, a, b), a, b), a, b), a, b);
-        y = fma(fma(fma(fma(y, a, b), a, b), a, b), a, b);
-        z = fma(fma(fma(fma(z, a, b), a, b), a, b), a, b);
-        w = fma(fma(fma(fma(w, a, b), a, b), a, b), a, b);
+        for (var i = 0u; i < 16u; i++) {  // unroll
+            x = fma(x, a, b);
+            y = fma(y, a, b);
+            z = fma(z, a, b);
+            w = fma(w, a, b);
+        }
     }
     keep(x + y + z + w);
 }

@@ -14,7 +14,6 @@
 
 const BR: u32 = LINES;
 const BC: u32 = LANES;
-const WIDTH: u32 = (D4 + LANES - 1) / LANES;  // fours of O for each thread
 
 var<workgroup> S: array<f32, BR * BC>;
 

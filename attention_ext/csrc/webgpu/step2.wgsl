@@ -12,7 +12,6 @@
 
 const BR: u32 = LINES;
 const BC: u32 = LANES;
-const WIDTH: u32 = (D4 + LANES - 1) / LANES;  // fours of O for each thread
 const PITCH: u32 = D4 + 1;  // rows of a column are in different banks
 
 var<workgroup> Q: array<vec4f, BR * PITCH>;

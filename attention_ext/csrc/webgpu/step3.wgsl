@@ -14,17 +14,15 @@
 
 const BR: u32 = ROWS * LINES;
 const BC: u32 = 4 * LANES;
-const WIDTH: u32 = (D4 + LANES - 1) / LANES;  // fours of O for each row of a thread
 const PITCH: u32 = D4 + 1;  // rows of a column are in different banks
 const P_PITCH: u32 = LANES + 1;
-const FOURS: u32 = (ROWS + 3) / 4;  // of a thread's rows
 
 var<workgroup> Q: array<vec4f, BR * PITCH>;
 var<workgroup> K: array<vec4f, BC * PITCH>;
 var<workgroup> V: array<vec4f, BC * D4>;
 // Four n of P[i][x] is the weight of key x + n LANES, as that of K and V.
 var<workgroup> P: array<vec4f, BR * P_PITCH>;
-var<workgroup> M: array<vec4f, FOURS * LINES * LANES>;  // maxima of a thread's scores
+var<workgroup> M: array<vec4f, LINES * LANES>;  // maxima of a thread's scores
 
 @compute @workgroup_size(LANES * LINES)
 fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: vec3u,
@@ -41,11 +39,8 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
     }
 
     var o: array<vec4f, ROWS * WIDTH>;
-    var m: array<vec4f, FOURS>;
+    var m = vec4f(LOWEST);
     var l: array<f32, ROWS>;  // of this thread's keys; added up at the end
-    for (var i = 0u; i < FOURS; i++) {
-        m[i] = vec4f(LOWEST);
-    }
     let all_see = keys_seen(block.first_query);
     let keys = keys_seen(min(block.first_query + BR, call.Nq) - 1);
     for (var j0 = 0u; j0 < keys; j0 += BC) {
@@ -60,12 +55,12 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
         for (var c = 0u; c < D4; c++) {
             let b = mat4x4f(K[x * PITCH + c], K[(x + LANES) * PITCH + c], K[(x + 2 * LANES) * PITCH + c],
                             K[(x + 3 * LANES) * PITCH + c]);
-            for (var i = 0u; i < ROWS; i++) {
+            for (var i = 0u; i < ROWS; i++) {  // unroll
                 s[i] += Q[(y + i * LINES) * PITCH + c] * b;  // four dot products
             }
         }
         if (j0 + BC > all_see) {
-            for (var i = 0u; i < ROWS; i++) {
+            for (var i = 0u; i < ROWS; i++) {  // unroll
                 let seen = keys_seen(block.first_query + y + i * LINES);
                 let key = j0 + x + LANES * vec4u(0, 1, 2, 3);
                 s[i] = select(vec4f(LOWEST), s[i], key < vec4u(seen));
@@ -73,30 +68,25 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
         }
 
         // m <- max(m, rowmax(S)); l and O follow
-        var top = array<vec4f, FOURS>();
-        for (var i = 0u; i < ROWS; i++) {
-            top[i / 4][i % 4] = max(max(s[i].x, s[i].y), max(s[i].z, s[i].w));
+        var top = vec4f(LOWEST);
+        for (var i = 0u; i < ROWS; i++) {  // unroll
+            top[i] = max(max(s[i].x, s[i].y), max(s[i].z, s[i].w));
         }
-        for (var i = 0u; i < FOURS; i++) {
-            M[(i * LINES + y) * LANES + x] = top[i];
-        }
+        M[y * LANES + x] = top;
         workgroupBarrier();
-        var shrink = array<vec4f, FOURS>();
-        for (var i = 0u; i < FOURS; i++) {
-            let old = m[i];
-            for (var lane = 0u; lane < LANES; lane++) {
-                m[i] = max(m[i], M[(i * LINES + y) * LANES + lane]);
-            }
-            shrink[i] = exp2(old - m[i]);
+        let old = m;
+        for (var lane = 0u; lane < LANES; lane++) {
+            m = max(m, M[y * LANES + lane]);
         }
+        let shrink = exp2(old - m);
 
         // P <- 2^(S - m)
-        for (var i = 0u; i < ROWS; i++) {
-            let p = exp2(s[i] - m[i / 4][i % 4]);
+        for (var i = 0u; i < ROWS; i++) {  // unroll
+            let p = exp2(s[i] - m[i]);
             P[(y + i * LINES) * P_PITCH + x] = p;
-            l[i] = l[i] * shrink[i / 4][i % 4] + (p.x + p.y + p.z + p.w);
-            for (var w = 0u; w < WIDTH; w++) {
-                o[i * WIDTH + w] *= shrink[i / 4][i % 4];
+            l[i] = l[i] * shrink[i] + (p.x + p.y + p.z + p.w);
+            for (var w = 0u; w < WIDTH; w++) {  // unroll
+                o[i * WIDTH + w] *= shrink[i];
             }
         }
         workgroupBarrier();
@@ -104,13 +94,13 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
         // O <- O + P V
         for (var j = 0u; j < LANES; j++) {
             var p = array<vec4f, ROWS>();
-            for (var i = 0u; i < ROWS; i++) {
+            for (var i = 0u; i < ROWS; i++) {  // unroll
                 p[i] = P[(y + i * LINES) * P_PITCH + j];
             }
-            for (var w = 0u; w < WIDTH; w++) {
+            for (var w = 0u; w < WIDTH; w++) {  // unroll
                 let at = j * D4 + min(x + w * LANES, D4 - 1);
                 let b = mat4x4f(V[at], V[at + LANES * D4], V[at + 2 * LANES * D4], V[at + 3 * LANES * D4]);
-                for (var i = 0u; i < ROWS; i++) {
+                for (var i = 0u; i < ROWS; i++) {  // unroll
                     o[i * WIDTH + w] = product(p[i], b, o[i * WIDTH + w]);
                 }
             }
@@ -119,11 +109,11 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
     }
 
     // O <- O / l
-    for (var i = 0u; i < ROWS; i++) {
+    for (var i = 0u; i < ROWS; i++) {  // unroll
         P[(y + i * LINES) * P_PITCH + x].x = l[i];
     }
     workgroupBarrier();
-    for (var i = 0u; i < ROWS; i++) {
+    for (var i = 0u; i < ROWS; i++) {  // unroll
         let query = block.first_query + y + i * LINES;
         if (query < call.Nq) {
             var sum = 0.0;
@@ -131,13 +121,13 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
                 sum += P[(y + i * LINES) * P_PITCH + lane].x;
             }
             let at = block.head * call.Nq + query;
-            for (var w = 0u; w < WIDTH; w++) {
+            for (var w = 0u; w < WIDTH; w++) {  // unroll
                 if (x + w * LANES < D4) {
                     result[at * D4 + x + w * LANES] = Stored(o[i * WIDTH + w] / sum);
                 }
             }
             if (x == 0) {
-                lse[at] = LN2 * m[i / 4][i % 4] + log(sum);
+                lse[at] = LN2 * m[i] + log(sum);
             }
         }
     }

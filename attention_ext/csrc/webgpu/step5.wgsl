@@ -1,29 +1,25 @@
-// Step 5: the maxima of rows by subgroups.
+// Step 5: step 4 with the maxima of rows by subgroups.
 //
 // Shapes, loop nest and dispatch: as in step 4.
-// Workgroup memory: Q, K, V and P, 26 KiB at d = 32 and 42 KiB at d = 64.
-// Improves on step 4: a row's lanes exchange their maxima by shuffles. K and V are loaded together, and a
-//     tile of keys has three barriers. Where the lanes of a row are not neighbours in one subgroup, the
-//     maxima pass through P, with two more barriers.
-// Bound: as in step 4.
+// Workgroup memory: Q, K or V, and half of P, 40.5 KiB at d = 32.
+// Improves on step 4: the lanes of a row tell each other their maxima without memory.
+// Bound: multiply-adds and reads of workgroup memory. A tile of keys has six barriers.
 // Command: python gpt.py explain part4 --device webgpu -N 256
 
-const BR: u32 = ROWS * LINES;
-const BC: u32 = 4 * LANES;
-const WIDTH: u32 = (D4 + LANES - 1) / LANES;  // fours of O for each row of a thread
-const PITCH: u32 = D4 + 1;  // rows of a column are in different banks
-const P_PITCH: u32 = LANES + 1;
-const SLAB: u32 = BC * D4;
-const CHAIN: u32 = 16;  // fours that are added one after the other: a longer sum rounds more often
-const FOURS: u32 = (ROWS + 3) / 4;  // of a thread's rows
+const BR: u32 = 4 * LINES;
+const BC: u32 = KEYS * LANES;
+const PART: u32 = BC / 2;  // keys whose weights are in P
+const K_ROW: u32 = BC / 4;
+const P_ROW: u32 = LINES + 1;  // rows of neighbouring keys are in different banks
+const CHAIN: u32 = 64;  // columns that are added one after the other: a longer sum rounds more often
 
-var<workgroup> Q: array<vec4f, BR * PITCH>;
-// K, transposed: K[c][x] is column c of the keys x + n LANES, n = 0 ... 3.
-var<workgroup> K: array<vec4f, SLAB>;
-var<workgroup> V: array<vec4f, SLAB>;
-// P[i][x] has the weights of the keys x + n LANES.
-var<workgroup> P: array<vec4f, BR * P_PITCH>;
-var<workgroup> scattered: atomic<u32>;  // threads whose row is not in LANES neighbouring lanes
+// Q[c][y] is column c of four queries from 4 y on.
+var<workgroup> Q: array<vec4f, 4 * D4 * LINES>;
+// K[c][x + g LANES] is column c of the keys x + (4 g + n) LANES, n = 0 ... 3. Then V, by rows.
+var<workgroup> KV: array<vec4f, BC * D4>;
+// P[j][y] has the weights of key j for four queries from 4 y on.
+var<workgroup> P: array<vec4f, PART * P_ROW>;
+var<workgroup> scattered: atomic<u32>;  // threads whose row is not in 2 LANES neighbouring lanes
 var<workgroup> together: u32;
 
 @compute @workgroup_size(LANES * LINES)
@@ -34,15 +30,22 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
     if (!block.exists) {
         return;
     }
-    // A thread's rows are LINES apart and its keys LANES, so neighbours read neighbouring banks.
-    let x = index % LANES;
-    let y = index / LANES;
-    for (var at = index; at < BR * D4; at += LANES * LINES) {
-        Q[at / D4 * PITCH + at % D4] = q_at(block.head, block.first_query + at / D4, at % D4);
+    // A thread's keys are LANES apart. Threads 2 apart have neighbouring keys and the same rows, threads 1 apart
+    // the same keys: NVIDIA reads 16 bytes for two such threads at once.
+    let x = index / 2 % LANES;
+    let y = index / (2 * LANES) * 2 + index % 2;
+    for (var at = index; at < LINES * D4; at += LANES * LINES) {
+        let query = block.first_query + at % LINES * 4;
+        let c = at / LINES;
+        let b = transpose(mat4x4f(q_at(block.head, query, c), q_at(block.head, query + 1, c),
+                                  q_at(block.head, query + 2, c), q_at(block.head, query + 3, c)));
+        for (var e = 0u; e < 4u; e++) {  // unroll
+            Q[(4 * c + e) * LINES + at % LINES] = b[e];
+        }
     }
 
     // WGSL does not say which invocations form a subgroup, and a subgroup has 4 to 128 of them.
-    if (size < LANES || lane != index % size) {
+    if (size < 2 * LANES || lane != index % size) {
         atomicAdd(&scattered, 1u);
     }
     workgroupBarrier();
@@ -51,133 +54,126 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
     }
     let by_lanes = workgroupUniformLoad(&together) == 1;
 
-    var o: array<vec4f, ROWS * WIDTH>;
-    var m: array<vec4f, FOURS>;
-    var l: array<f32, ROWS>;  // of this thread's keys; added up at the end
-    for (var i = 0u; i < FOURS; i++) {
-        m[i] = vec4f(LOWEST);
-    }
+    var o: array<vec4f, 4 * WIDTH>;  // a column of the four rows each
+    var m = vec4f(LOWEST);
+    var l = vec4f();  // of this thread's keys; added up at the end
+    let first_row = block.first_query + 4 * y;
     let all_see = keys_seen(block.first_query);
     let keys = keys_seen(min(block.first_query + BR, call.Nq) - 1);
     for (var j0 = 0u; j0 < keys; j0 += BC) {
-        for (var at = index; at < LANES * D4; at += LANES * LINES) {
-            let key = j0 + at % LANES;
-            let c = at / LANES;
+        for (var at = index; at < K_ROW * D4; at += LANES * LINES) {
+            let key = j0 + at % LANES + at / LANES % (KEYS / 4) * 4 * LANES;
+            let c = at / K_ROW;
             let b = transpose(mat4x4f(k_at(block.head, key, c), k_at(block.head, key + LANES, c),
                                       k_at(block.head, key + 2 * LANES, c),
                                       k_at(block.head, key + 3 * LANES, c)));
-            let to = 4 * c * LANES + at % LANES;
-            K[to] = b[0];
-            K[to + LANES] = b[1];
-            K[to + 2 * LANES] = b[2];
-            K[to + 3 * LANES] = b[3];
-        }
-        for (var at = index; at < SLAB; at += LANES * LINES) {
-            V[at] = v_at(block.head, j0 + at / D4, at % D4);
+            for (var e = 0u; e < 4u; e++) {  // unroll
+                KV[(4 * c + e) * K_ROW + at % K_ROW] = b[e];
+            }
         }
         workgroupBarrier();
 
         // S <- Q K^T
-        var s = array<vec4f, ROWS>();  // naga does not clear a variable of a loop that has no value
-        for (var c0 = 0u; c0 < D4; c0 += CHAIN) {
-            var part = array<vec4f, ROWS>();
-            for (var c = c0; c < min(c0 + CHAIN, D4); c++) {
-                let at = 4 * c * LANES + x;
-                let b = mat4x4f(K[at], K[at + LANES], K[at + 2 * LANES], K[at + 3 * LANES]);
-                for (var i = 0u; i < ROWS; i++) {
-                    part[i] = product(Q[(y + i * LINES) * PITCH + c], b, part[i]);
+        var s = array<vec4f, KEYS>();  // naga does not clear a variable of a loop that has no value
+        var chains = array<vec4f, KEYS>();
+        for (var c0 = 0u; c0 < 4 * D4; c0 += COLUMNS) {
+            for (var i = 0u; i < COLUMNS; i++) {  // unroll
+                let a = Q[(c0 + i) * LINES + y];
+                for (var g = 0u; g < KEYS / 4; g++) {  // unroll
+                    let b = KV[(c0 + i) * K_ROW + g * LANES + x];
+                    for (var n = 0u; n < 4u; n++) {  // unroll
+                        s[4 * g + n] = fma(a, vec4f(b[n]), s[4 * g + n]);
+                    }
                 }
             }
-            for (var i = 0u; i < ROWS; i++) {
-                s[i] += part[i];
+            if (4 * D4 > CHAIN && (c0 + COLUMNS) % CHAIN == 0) {
+                for (var n = 0u; n < KEYS; n++) {  // unroll
+                    chains[n] += s[n];
+                    s[n] = vec4f();
+                }
             }
         }
+        for (var n = 0u; n < KEYS; n++) {  // unroll
+            s[n] += chains[n];
+        }
         if (j0 + BC > all_see) {
-            for (var i = 0u; i < ROWS; i++) {
-                let seen = keys_seen(block.first_query + y + i * LINES);
-                let key = j0 + x + LANES * vec4u(0, 1, 2, 3);
-                s[i] = select(vec4f(LOWEST), s[i], key < vec4u(seen));
+            let seen = vec4u(keys_seen(first_row), keys_seen(first_row + 1), keys_seen(first_row + 2),
+                             keys_seen(first_row + 3));
+            for (var n = 0u; n < KEYS; n++) {  // unroll
+                s[n] = select(vec4f(LOWEST), s[n], vec4u(j0 + n * LANES + x) < seen);
             }
         }
 
         // m <- max(m, rowmax(S)); l and O follow
-        var top = array<vec4f, FOURS>();
-        for (var i = 0u; i < ROWS; i++) {
-            top[i / 4][i % 4] = max(max(s[i].x, s[i].y), max(s[i].z, s[i].w));
+        var top = m;
+        for (var n = 0u; n < KEYS; n++) {  // unroll
+            top = max(top, s[n]);
         }
         if (by_lanes) {
-            for (var i = 0u; i < FOURS; i++) {
-                for (var far = LANES / 2; far > 0; far /= 2) {
-                    top[i] = max(top[i], subgroupShuffleXor(top[i], far));
-                }
+            for (var far = LANES; far > 1; far /= 2) {
+                top = max(top, subgroupShuffleXor(top, far));
             }
         } else {
-            for (var i = 0u; i < FOURS; i++) {
-                P[(y + i * LINES) * P_PITCH + x] = top[i];
-            }
+            P[y * LANES + x] = top;
             workgroupBarrier();
-            for (var i = 0u; i < FOURS; i++) {
-                for (var other = 0u; other < LANES; other++) {
-                    top[i] = max(top[i], P[(y + i * LINES) * P_PITCH + other]);
-                }
+            for (var other = 0u; other < LANES; other++) {
+                top = max(top, P[y * LANES + other]);
             }
-            workgroupBarrier();
         }
-        var shrink = array<vec4f, FOURS>();
-        for (var i = 0u; i < FOURS; i++) {
-            top[i] = max(top[i], m[i]);
-            shrink[i] = exp2(m[i] - top[i]);
-            m[i] = top[i];
+        workgroupBarrier();  // K's tile has been read
+        for (var at = index; at < BC * D4; at += LANES * LINES) {
+            KV[at] = v_at(block.head, j0 + at / D4, at % D4);
+        }
+        let shrink = exp2(m - top);
+        m = top;
+        l *= shrink;
+        for (var w = 0u; w < 4 * WIDTH; w++) {  // unroll
+            o[w] *= shrink;
         }
 
-        // P <- 2^(S - m)
-        for (var i = 0u; i < ROWS; i++) {
-            let p = exp2(s[i] - m[i / 4][i % 4]);
-            P[(y + i * LINES) * P_PITCH + x] = p;
-            l[i] = l[i] * shrink[i / 4][i % 4] + (p.x + p.y + p.z + p.w);
-            for (var w = 0u; w < WIDTH; w++) {
-                o[i * WIDTH + w] *= shrink[i / 4][i % 4];
+        for (var h = 0u; h < 2u; h++) {  // unroll
+            // P <- 2^(S - m), for half of the keys
+            for (var n = 0u; n < KEYS / 2; n++) {  // unroll
+                let p = exp2(s[h * KEYS / 2 + n] - m);
+                P[(n * LANES + x) * P_ROW + y] = p;
+                l += p;
             }
-        }
-        workgroupBarrier();
+            workgroupBarrier();
 
-        // O <- O + P V
-        for (var j = 0u; j < LANES; j++) {
-            var p = array<vec4f, ROWS>();
-            for (var i = 0u; i < ROWS; i++) {
-                p[i] = P[(y + i * LINES) * P_PITCH + j];
-            }
-            for (var w = 0u; w < WIDTH; w++) {
-                let at = j * D4 + min(x + w * LANES, D4 - 1);
-                let b = mat4x4f(V[at], V[at + LANES * D4], V[at + 2 * LANES * D4], V[at + 3 * LANES * D4]);
-                for (var i = 0u; i < ROWS; i++) {
-                    o[i * WIDTH + w] = product(p[i], b, o[i * WIDTH + w]);
+            // O <- O + P V
+            for (var i0 = 0u; i0 < PART; i0 += SOME) {
+                for (var i = 0u; i < SOME; i++) {  // unroll
+                    let p = P[(i0 + i) * P_ROW + y];
+                    for (var w = 0u; w < WIDTH; w++) {  // unroll
+                        let b = KV[(h * PART + i0 + i) * D4 + min(x + w * LANES, D4 - 1)];
+                        for (var e = 0u; e < 4u; e++) {  // unroll
+                            o[4 * w + e] = fma(p, vec4f(b[e]), o[4 * w + e]);
+                        }
+                    }
                 }
             }
+            workgroupBarrier();  // all threads have read P, and at last V
         }
-        workgroupBarrier();  // all threads have read the tiles
     }
 
     // O <- O / l
-    for (var i = 0u; i < ROWS; i++) {
-        P[(y + i * LINES) * P_PITCH + x].x = l[i];
-    }
+    P[y * LANES + x] = l;
     workgroupBarrier();
-    for (var i = 0u; i < ROWS; i++) {
-        let query = block.first_query + y + i * LINES;
-        if (query < call.Nq) {
-            var sum = 0.0;
-            for (var other = 0u; other < LANES; other++) {
-                sum += P[(y + i * LINES) * P_PITCH + other].x;
-            }
-            let at = block.head * call.Nq + query;
-            for (var w = 0u; w < WIDTH; w++) {
+    var sum = vec4f();
+    for (var other = 0u; other < LANES; other++) {
+        sum += P[y * LANES + other];
+    }
+    for (var i = 0u; i < 4u; i++) {  // unroll
+        if (first_row + i < call.Nq) {
+            let at = block.head * call.Nq + first_row + i;
+            for (var w = 0u; w < WIDTH; w++) {  // unroll
                 if (x + w * LANES < D4) {
-                    result[at * D4 + x + w * LANES] = Stored(o[i * WIDTH + w] / sum);
+                    let row = vec4f(o[4 * w][i], o[4 * w + 1][i], o[4 * w + 2][i], o[4 * w + 3][i]);
+                    result[at * D4 + x + w * LANES] = Stored(row / sum[i]);
                 }
             }
             if (x == 0) {
-                lse[at] = LN2 * m[i / 4][i % 4] + log(sum);
+                lse[at] = LN2 * m[i] + log(sum[i]);
             }
         }
     }

@@ -371,7 +371,7 @@ fn read_token(slot: u32, length: u32, token: u32, with_logits: bool, id: u32) {
                     default: { row[X + q] += y; }
                 }
             }
-            storageBarrier();  // for the keys and values
+            if m.kind == TO_QKV { storageBarrier(); }  // for the keys and values; it waits for memory
             workgroupBarrier();
         }
     }

@@ -20,7 +20,7 @@ from support import ROOT
 from attention_ext import attention, reference
 from attention_ext.parts import BuildError, Dtype
 from attention_ext.webgpu import attention as webgpu
-from attention_ext.webgpu.gpu import SOURCES, opened
+from attention_ext.webgpu.gpu import SOURCES, opened, unrolled
 from attention_ext.webgpu.steps import STEPS, Tile, choose, up
 
 # (B, H, Nq, Nk, d): one row, tiles that are not full, widths that are padded, few queries, wide heads
@@ -175,7 +175,7 @@ def test_rows_that_are_longer_than_a_subgroup(gpu, monkeypatch, name):
     if lacking := STEPS[name].lacks(gpu.adapter):
         pytest.skip(f"{gpu.adapter.name} lacks {lacking}")
     for lanes in (2, 32):
-        monkeypatch.setitem(STEPS, name, replace(STEPS[name], tiles=(Tile(lanes, 2, 2, 4),)))
+        monkeypatch.setitem(STEPS, name, replace(STEPS[name], tiles=(Tile(lanes, 2, 4, 4),)))
         check(name, *qkv(1, 1, 40, 150, 8), causal=True)
 
 
@@ -185,7 +185,7 @@ def test_the_table_has_the_workgroup_memory_of_the_source(name):
     step, size = STEPS[name], {"f32": 4, "u32": 4, "atomic<u32>": 4, "vec4f": 16, "vec4<f16>": 8}
     text = (SOURCES / step.file).read_text()
     for tile in step.tiles:
-        known = dict(D4=up(200, 4), LANES=tile.lanes, LINES=tile.lines, ROWS=tile.rows)
+        known = step.constants(up(200, 4), tile)
         for const, value in re.findall(r"^const (\w+): u32 = ([^;]+);", text, re.M):
             known[const] = eval(value.replace("/", "//"), {}, known)
         assert (known["BR"], known["BC"]) == (tile.br, tile.bc)
@@ -196,6 +196,22 @@ def test_the_table_has_the_workgroup_memory_of_the_source(name):
             size[kind] for kind in re.findall(r"^var<workgroup> \w+: (u32|atomic<u32>);", text, re.M)
         )
         assert declared == step.memory(tile, known["D4"])
+
+
+def test_marked_loops_are_written_out():
+    text = """
+for (var i = 0u; i < KEYS / 2; i++) {  // unroll
+    for (var n = 0u; n < 2u; n++) {  // unroll
+        s[2 * i + n] = 0;
+    }
+}
+for (var i = 0u; i < KEYS; i++) {
+}"""
+    inner = "        s[2 * i + n] = 0;"
+    loops = [f"    {{\n        const n = {n}u;\n{inner}\n    }}" for n in range(2)]
+    expected = [f"{{\n    const i = {i}u;\n" + "\n".join(loops) + "\n}" for i in range(2)]
+    kept = ["for (var i = 0u; i < KEYS; i++) {", "}"]
+    assert unrolled(text.split("\n"), {"KEYS": 4}) == "\n".join(["", *expected, *kept]).split("\n")
 
 
 def test_every_width_fits_the_least_that_webgpu_promises():
