@@ -153,7 +153,7 @@ class Own(bench.Own):
     """One of our engines, called directly: benchmarks.bulk measures what Python adds to many texts."""
 
     def __init__(self, model: GPT, contender: bench.Contender, slots: int) -> None:
-        super().__init__(model, contender, slots, DEVICE)
+        super().__init__(model, contender, slots, "webgpu" if contender.engine == "webgpu" else DEVICE)
         for slot in range(slots):
             self.engine.set_sampling(slot, GREEDY)
 
@@ -206,7 +206,8 @@ def compare(
     gpu = Gpu()
     on = gpu.describe()
     click.echo(f"{on['name']}, PyTorch {torch.__version__}, CUDA {on['cuda']}")
-    contenders = [bench.Contender(name, "part4") for name in engines if name in ON_DEVICE["cuda"]]
+    here = ON_DEVICE["cuda"] + ON_DEVICE["webgpu"] * bool(find_spec("wgpu"))
+    contenders = [bench.Contender(name, "part4") for name in engines if name in here]
     for name in (name for name in PEERS if name in peers):
         if all(map(find_spec, PEERS[name].packages)):
             contenders.append(bench.Contender(name))
@@ -220,6 +221,8 @@ def compare(
         given = {"weights": Precision(dtype), "kv_cache": CachePrecision(dtype)}
         ready = []
         for each in contenders:
+            if each.engine == "webgpu" and dtype != "fp32":  # it has no other weights
+                continue
             mine = replace(each, **given) if each.part else each  # type: ignore[arg-type]
             ready.append(bench.Opened(mine, title, 1, peer_of(mine, case, dtype)))
         model = load(case.model).model

@@ -110,13 +110,14 @@ var<workgroup> found: atomic<u32>;
 var<workgroup> likely: atomic<u32>;  // the last token with a weight
 var<workgroup> next: u32;
 
-// The sums of all invocations' x and y, and the largest z.
-fn reduce(x: vec3f, id: u32) -> vec3f {
+// The sums of x and y, and the largest z, of the invocations that have one of `count` things, and of seven more at
+// most, whose x, y and z are those of nothing.
+fn reduce(x: vec3f, count: u32, id: u32) -> vec3f {
     lanes[id] = vec4f(x, 0);
     workgroupBarrier();
     if id < 8u {
         var all = lanes[id];
-        for (var i = 1u; i < 32u; i++) {
+        for (var i = 1u; i < (min(count, INVOCATIONS) + 7u) / 8u; i++) {
             let other = lanes[8u * i + id];
             all = vec4f(all.xy + other.xy, max(all.zw, other.zw));
         }
@@ -195,7 +196,7 @@ fn normalise(norm: u32, id: u32) {
             let x = (row[X + q] - mean) * held(q);
             sum += select(dot(x, vec4f(1)), dot(x, x), moment == 1u);
         }
-        sum = reduce(vec3f(sum), id).x / f32(WIDTH);
+        sum = reduce(vec3f(sum), W, id).x / f32(WIDTH);
         if moment == 0u { mean = sum; } else { variance = sum; }
     }
     let factor = inverseSqrt(variance + 1e-5);
@@ -397,7 +398,7 @@ fn filter_weights(top_k: f32, typical_p: f32, top_p: f32, min_p: f32, id: u32) {
             let w = numbers[i];
             sums = vec3f(sums.x + w, sums.y + w * numbers[VOCAB + i], max(sums.z, w));
         }
-        sums = reduce(sums, id);
+        sums = reduce(sums, VOCAB, id);
         let mean = sums.y / sums.x;  // of the logarithms
         var kept: array<bool, OWN>;
         for (var n = 0u; n < OWN; n++) {
@@ -454,7 +455,7 @@ fn choose(slot: u32, uniform_at: u32, id: u32) {
         wrong += f32(bitcast<u32>(y) == 0x7f800000u);
         best = max(best, y);
     }
-    let all = reduce(vec3f(wrong, 0, best), id);
+    let all = reduce(vec3f(wrong, 0, best), VOCAB, id);
     best = all.z;
     if id == 0u {
         atomicStore(&found, VOCAB);
@@ -565,7 +566,7 @@ fn decode(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) 
                 }
             }
         }
-        storageBarrier();
+        if settings[slot * SETTINGS + 8u] != 0.0 { storageBarrier(); }  // for the counts; it waits for memory
         workgroupBarrier();
     }
 }
