@@ -189,7 +189,7 @@ STEPS = {
     )
 }
 
-# The first that the adapter has the features for is taken; step 6 rounds the weights, so it must be asked for.
+# The first whose features the adapter has is taken; step 6 rounds the weights, so it must be asked for.
 FASTEST = ("5", "4")
 
 
