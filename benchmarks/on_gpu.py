@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention_ext.parts import CachePrecision, Dtype, Precision
+from attention_ext.parts import BuildError, CachePrecision, Dtype, Precision
+from attention_ext.webgpu.gpu import opened
 from benchmarks import generation as bench
 from benchmarks.peers import Peer
 from benchmarks.peers.pytorch import CachedPyTorch, Transformers
@@ -206,8 +207,13 @@ def compare(
     gpu = Gpu()
     on = gpu.describe()
     click.echo(f"{on['name']}, PyTorch {torch.__version__}, CUDA {on['cuda']}")
-    here = ON_DEVICE["cuda"] + ON_DEVICE["webgpu"] * bool(find_spec("wgpu"))
-    contenders = [bench.Contender(name, "part4") for name in engines if name in here]
+    contenders = [bench.Contender(name, "part4") for name in engines if name in ON_DEVICE["cuda"]]
+    if "webgpu" in engines:
+        try:
+            opened()
+            contenders.append(bench.Contender("webgpu", "part4"))
+        except BuildError as error:
+            click.echo(f"webgpu is not compared: {error}")
     for name in (name for name in PEERS if name in peers):
         if all(map(find_spec, PEERS[name].packages)):
             contenders.append(bench.Contender(name))

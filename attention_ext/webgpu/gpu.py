@@ -23,6 +23,7 @@ INSTALL = "pip install wgpu, or pip install -e '.[webgpu]'"
 DRIVER = "a driver for Vulkan, Metal or Direct3D 12; mesa-vulkan-drivers has one that runs on the CPU"
 OPTIONAL = ("subgroup", "shader-f16")  # features that are asked for where they exist
 ENABLED = {"shader-f16": "enable f16;"}  # what a source begins with; browsers also want subgroups enabled
+NO_CHECKS = 0  # of wgpu-native's WGPUShaderRuntimeChecks
 BACKENDS = ("Vulkan", "Metal", "DX12")  # OpenGL's has no subgroups, and less of everything
 MOST_GROUPS = 65_535  # of a dimension of a dispatch, on every adapter
 
@@ -176,7 +177,7 @@ class Gpu:
         source.code.data, source.code.length = text, len(text) - 1
         descriptor = ffi.new("WGPUShaderModuleDescriptor *")
         descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", source)
-        return GPUShaderModule("", create(self.device._internal, descriptor, 0), self.device)
+        return GPUShaderModule("", create(self.device._internal, descriptor, NO_CHECKS), self.device)
 
     def buffer(self, content: NDArray[Any] | int, uniform: bool = False) -> Any:
         """A buffer with an array's numbers, or of so many bytes of zeros. uniform: for var<uniform>.

@@ -16,7 +16,8 @@ AT_ONCE = 16  # columns or keys that a loop takes, at most
 class Tile:
     """A workgroup's threads, `lanes` beside each other and `lines` below, and the scores of each.
 
-    A thread has the scores of `rows` queries, `lines` apart, and `keys` keys, `lanes` apart.
+    A thread has the scores of `rows` queries, which are `lines` apart or, in steps 4 to 6, neighbours, and of
+    `keys` keys, `lanes` apart.
     """
 
     lanes: int
@@ -84,7 +85,10 @@ class Step:
         return self.best(fit, fours)[0]
 
     def best(self, tiles: Sequence[Tile], fours: int) -> list[Tile]:
-        """Tiles in the order of preference: first those whose lanes all have some of O, in registers."""
+        """Tiles in the order of preference: first those whose lanes all have some of O, in registers.
+
+        Two lanes are never too many: a tile with one has few threads.
+        """
         return sorted(
             tiles, key=lambda tile: tile.lanes > max(2, fours) or tile.rows * tile.width(fours) > MOST_FOURS
         )

@@ -67,7 +67,7 @@ def count(step: Step, tile: Tile, cell: Cell, subgroup: int) -> Count:
             through += threads * d4 * 4 * (FOUR / line + tile.keys / 4 * half / column)  # S
             through += threads * half * (tile.keys + tile.bc / line)  # P
         through += threads * tile.bc * width * half / column  # V
-        if step.name in "34":
+        if step.name in "34" or subgroup < 2 * tile.lanes:
             through += threads * FOUR * (1 + tile.lanes / line)  # the maxima
     of_q = heads * rows * tile.br * d4
     return Count(

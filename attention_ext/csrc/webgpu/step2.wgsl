@@ -1,10 +1,10 @@
 // Step 2: tiles of Q, K and V in workgroup memory.
 //
-// Shapes: as in step 1. Tiles of BR = 16 queries and BC = 16 keys, fewer where they do not fit.
+// Shapes: as in step 1. Tiles of 8 x 8 at d = 32 and 16 x 16 at d = 64, fewer where they do not fit.
 // Loop nest: as in step 1.
-// Dispatch: B H ceil(Nq / BR) workgroups of LANES LINES = 16 x 16 threads.
-// Workgroup memory: Q, K, V and S, 16 (BR + 2 BC) (d / 4 + 1) + 4 BR BC bytes; 7.8 KiB at d = 32.
-// Improves on step 1: a number is read from a storage buffer once for a tile, 4.25 MiB instead of 96 MiB
+// Dispatch: B H ceil(Nq / BR) workgroups of LANES LINES threads, one for each score of a tile.
+// Workgroup memory: Q, K, V and S, 16 (BR + 2 BC) (d / 4 + 1) + 4 BR BC bytes; 3.6 KiB at d = 32.
+// Improves on step 1: a number is read from a storage buffer once for a tile, 8.25 MiB instead of 96 MiB
 //     for 4 heads of N = 256 and d = 32.
 // Bound: reads of workgroup memory. Each multiply-add still reads both of its numbers, and each thread
 //     computes the weights of a whole row of the tile again.

@@ -1,10 +1,10 @@
 // Step 3: 4 x 4 scores a thread in registers.
 //
-// Shapes: as in step 1. Tiles of BR = 32 queries and BC = 32 keys, fewer where they do not fit.
+// Shapes: as in step 1. Tiles of BR = 64 queries and BC = 32 keys, fewer where they do not fit.
 // Loop nest: the grid and the workgroup as in step 1. A thread has ROWS = 4 rows and four keys of the tile,
 //     and ROWS ceil(d / 4 / LANES) fours of O.
-// Dispatch: B H ceil(Nq / BR) workgroups of LANES LINES = 8 x 8 threads.
-// Workgroup memory: Q, K, V, P and the maxima, 18.5 KiB at d = 32; where an adapter allows 16 KiB, tiles of
+// Dispatch: B H ceil(Nq / BR) workgroups of LANES LINES = 8 x 16 threads.
+// Workgroup memory: Q, K, V, P and the maxima, 28.5 KiB at d = 32; where an adapter allows 16 KiB, tiles of
 //     16 x 32 take 13.5 KiB.
 // Improves on step 2: a number from workgroup memory serves four multiply-adds, and each weight is computed
 //     once. A row's threads tell each other their maxima through workgroup memory.

@@ -5,8 +5,8 @@
 // Loop nest: as in step 3. A thread has four rows, the components of a vector, and KEYS keys of the tile: 8 at
 //     d = 32, 4 at d = 64. It has ceil(d / 4 / LANES) fours of O in each row.
 // Dispatch: B H ceil(Nq / BR) workgroups of LANES LINES threads: 8 x 32 at d = 32, 16 x 16 at d = 64.
-// Workgroup memory: Q, K or V, half of P and the maxima, 44.5 KiB at d = 32; where an adapter allows 16 KiB, 11.3
-//     KiB with tiles of 32 x 32.
+// Workgroup memory: Q, K or V, half of P and the maxima, 44.5 KiB at d = 32; where an adapter allows 16 KiB, 14.8
+//     KiB with tiles of 48 x 32.
 // Improves on step 3: a step along a column of Q and K reads 4 + KEYS numbers for 4 KEYS products, all of them
 //     multiply-adds of a vector, and m, l and the weights of a key are vectors of rows, too. Few numbers are read
 //     ahead, so registers do not spill. V is loaded after the barrier at which the maxima are exchanged, because K
@@ -37,8 +37,8 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
     if (!block.exists) {
         return;
     }
-    // A thread's keys are LANES apart. Threads 2 apart have neighbouring keys and the same rows, threads 1 apart
-    // the same keys: NVIDIA reads 16 bytes for two such threads at once.
+    // A thread's keys are LANES apart. Threads 2 i and 2 i + 1 have the same keys and other rows: NVIDIA reads 16
+    // bytes once for both.
     let x = index / 2 % LANES;
     let y = index / (2 * LANES) * 2 + index % 2;
     for (var at = index; at < LINES * D4; at += LANES * LINES) {

@@ -3,7 +3,8 @@
 // Shapes, loop nest and dispatch: as in step 4.
 // Workgroup memory: Q, K or V, and half of P, 40.5 KiB at d = 32.
 // Improves on step 4: the lanes of a row tell each other their maxima without memory.
-// Bound: multiply-adds and reads of workgroup memory. A tile of keys has six barriers.
+// Bound: multiply-adds and reads of workgroup memory. A tile of keys has six barriers. Where the lanes of a row are
+//     not neighbours in a subgroup, the maxima pass through P, with one more barrier.
 // Command: python gpt.py explain part4 --device webgpu -N 256
 
 const BR: u32 = 4 * LINES;
@@ -30,8 +31,8 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
     if (!block.exists) {
         return;
     }
-    // A thread's keys are LANES apart. Threads 2 apart have neighbouring keys and the same rows, threads 1 apart
-    // the same keys: NVIDIA reads 16 bytes for two such threads at once.
+    // A thread's keys are LANES apart. Threads 2 i and 2 i + 1 have the same keys and other rows: NVIDIA reads 16
+    // bytes once for both.
     let x = index / 2 % LANES;
     let y = index / (2 * LANES) * 2 + index % 2;
     for (var at = index; at < LINES * D4; at += LANES * LINES) {

@@ -33,8 +33,8 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
     if (!block.exists) {
         return;
     }
-    // A thread's keys are LANES apart. Threads 2 apart have neighbouring keys and the same rows, threads 1 apart
-    // the same keys: NVIDIA reads 16 bytes for two such threads at once.
+    // A thread's keys are LANES apart. Threads 2 i and 2 i + 1 have the same keys and other rows: NVIDIA reads 16
+    // bytes once for both.
     let x = index / 2 % LANES;
     let y = index / (2 * LANES) * 2 + index % 2;
     for (var at = index; at < LINES * D4; at += LANES * LINES) {

@@ -110,8 +110,8 @@ var<workgroup> found: atomic<u32>;
 var<workgroup> likely: atomic<u32>;  // the last token with a weight
 var<workgroup> next: u32;
 
-// The sums of x and y, and the largest z, of the invocations that have one of `count` things, and of seven more at
-// most, whose x, y and z are those of nothing.
+// The sums of x and y and the largest z of the first `count` invocations. It reads them in eights: the seven more at
+// most must hold 0, 0 and the least z.
 fn reduce(x: vec3f, count: u32, id: u32) -> vec3f {
     lanes[id] = vec4f(x, 0);
     workgroupBarrier();
@@ -554,6 +554,9 @@ fn decode(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) 
             for (var i = id; i < VOCAB; i += INVOCATIONS) { out[kept + i] = bitcast<u32>(numbers[i]); }
         }
         if chooses {
+            if settings[slot * SETTINGS + 8u] != 0.0 {  // the token that was just read is counted
+                storageBarrier();
+            }
             choose(slot, params.uniforms_at + 2u * place, id);
             if id == 0u {
                 if next < VOCAB {
