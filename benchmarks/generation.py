@@ -41,7 +41,7 @@ from torch.nn import functional as F
 
 from app.cli import options
 from attention_ext import PARTS, extension
-from attention_ext.parts import CachePrecision, Precision
+from attention_ext.parts import BuildError, CachePrecision, Precision
 from benchmarks.measuring import QUIET, percent, show_table, spread, write
 from benchmarks.peers import Peer
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
@@ -417,7 +417,10 @@ def main(
     if device == "cuda":
         from benchmarks import on_gpu
 
-        content = on_gpu.compare(cases or tuple(CASES), engines, dtypes, peers, rounds)
+        try:
+            content = on_gpu.compare(cases or tuple(CASES), engines, dtypes, peers, rounds)
+        except BuildError as error:
+            raise click.UsageError(str(error)) from None
         if save:
             saved.write(content | {"format": FORMAT, "rounds": rounds}, Path(save))
         return

@@ -210,10 +210,14 @@ def compare(
     contenders = [bench.Contender(name, "part4") for name in engines if name in ON_DEVICE["cuda"]]
     if "webgpu" in engines:
         try:
-            opened()
-            contenders.append(bench.Contender("webgpu", "part4"))
+            adapter = opened().adapter
         except BuildError as error:
             click.echo(f"webgpu is not compared: {error}")
+        else:
+            if adapter.is_cpu:
+                click.echo(f"webgpu is not compared: {adapter.name} is a CPU")
+            else:
+                contenders.append(bench.Contender("webgpu", "part4"))
     for name in (name for name in PEERS if name in peers):
         if all(map(find_spec, PEERS[name].packages)):
             contenders.append(bench.Contender(name))

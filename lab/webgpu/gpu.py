@@ -82,17 +82,13 @@ class Gpu:
     def time(self, call: Prepared, count: int, cold: bool = False, launching: float = 0.0) -> list[float]:
         """Seconds of each of `count` calls; all have the mean. cold, launching: as in lab.cuda.gpu."""
 
-        def timed(times: int) -> float:
-            start = time.perf_counter()
+        def launch(times: int) -> None:
             for _ in range(times):
                 call.call.launch()
-            call.call.wait()
-            self._busy_until = time.perf_counter()
-            return self._busy_until - start
 
         call.call.wait()
-        self._warm_up(lambda: timed(1))
-        return [timed(count) / count] * count
+        self._warm_up(launch)
+        return [self._timed(launch, count) / count] * count
 
     def fma_peak(self) -> float:
         """The highest number of float32 operations per second, by chains in registers."""
@@ -133,23 +129,22 @@ class Gpu:
 
     def _seconds(self, launch: Callable[[int], None]) -> float:
         """The seconds of a launch, the least of several after a warm-up."""
+        self._warm_up(launch)
+        self._timed(launch, 1)
+        times = max(1, round(LEAST_SECONDS / self._timed(launch, 1)))
+        return min(self._timed(launch, times) for _ in range(TIMED)) / times
 
-        def timed(times: int) -> float:
-            start = time.perf_counter()
-            launch(times)
-            self.gpu.read(self._never, np.float32, 1)
-            return time.perf_counter() - start
-
-        timed(1)
-        self._warm_up(lambda: timed(1))
-        times = max(1, round(LEAST_SECONDS / timed(1)))
-        least = min(timed(times) for _ in range(TIMED)) / times
+    def _timed(self, launch: Callable[[int], None], times: int) -> float:
+        """Seconds of so many launches."""
+        start = time.perf_counter()
+        launch(times)
+        self.gpu.read(self._never, np.float32, 1)
         self._busy_until = time.perf_counter()
-        return least
+        return self._busy_until - start
 
-    def _warm_up(self, work: Callable[[], object]) -> None:
-        """Work until the clock is up, if the GPU has rested."""
+    def _warm_up(self, launch: Callable[[int], None]) -> None:
+        """Launch until the clock is up, if the GPU has rested."""
         begin = time.perf_counter()
         if not self.gpu.adapter.is_cpu and begin - self._busy_until > RESTED_SECONDS:
             while time.perf_counter() - begin < WARM_SECONDS:
-                work()
+                self._timed(launch, 1)

@@ -13,7 +13,7 @@ from support import FakeGpu
 
 from attention_ext import processor
 from attention_ext.parts import BuildError
-from attention_ext.webgpu.gpu import opened
+from attention_ext.webgpu.gpu import Adapter, opened
 from benchmarks import generation as bench
 from benchmarks import on_gpu
 
@@ -171,10 +171,12 @@ def test_a_gpus_contenders(monkeypatch, capsys):
     monkeypatch.setattr(bench, "LEAST_SECONDS", 0.0)
     for name, case in CASES.items():
         monkeypatch.setitem(bench.CASES, name, case)
-    peers = ("CachedPyTorch", "GraphPyTorch")
-    engines = ("native", "torch", *["webgpu"] * has_adapter())
+    peers, engines = ("CachedPyTorch", "GraphPyTorch"), ("native", "torch", "webgpu")
+    if has_adapter():
+        monkeypatch.setattr(Adapter, "is_cpu", False)
     content = on_gpu.compare(("pair", "read"), engines, ("fp32", "bf16"), peers, 2)
     out = capsys.readouterr().out
+    assert ("webgpu is not compared" in out) != has_adapter()
     assert "Fake GPU" in out and "vLLM is not installed" in out and "a step moves" in out
     for title, figures in content["cases"].items():
         assert len(figures) == 3 + (has_adapter() and "fp32" in title) and "wrong" not in out, out

@@ -9,7 +9,7 @@ from attention_ext.webgpu.gpu import Gpu, opened
 from attention_ext.webgpu.steps import STEPS
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture  # a test may lose the device, and the next one has another
 def gpu() -> Gpu:
     """The device; skip the test if there is none."""
     try:

@@ -89,10 +89,8 @@ def test_a_thousand_generated_cases(step):
 
 @pytest.mark.parametrize("kernel", [None, "1", "6"])
 def test_float16(gpu, kernel):
-    if lacking := STEPS["6" if kernel == "6" else "1"].lacks(gpu.adapter):
-        pytest.skip(f"{gpu.adapter.name} lacks {lacking}")
-    if "shader-f16" not in gpu.adapter.features:
-        pytest.skip(f"{gpu.adapter.name} lacks shader-f16")
+    if lacking := {"shader-f16", *STEPS[kernel or "1"].needs} - gpu.adapter.features:
+        pytest.skip(f"{gpu.adapter.name} lacks {' and '.join(sorted(lacking))}")
     chosen, _ = choose(kernel, 24, Dtype.FP16, gpu.adapter)
     check(chosen.name, *qkv(1, 2, 50, 123, 24, torch.float16), causal=True)
 
