@@ -233,6 +233,7 @@ const scenarios = {
       texts: [...document.querySelectorAll(".lane .written > span:last-child")].map((e) => e.textContent),
       times: [...document.querySelectorAll(".lane > p")].map((e) => e.textContent),
       bars: document.querySelectorAll("#alone tr").length,
+      status: document.getElementById("race-status").textContent,
     }));
   },
 

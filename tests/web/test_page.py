@@ -127,6 +127,14 @@ def test_all_parts_write_the_same_text_in_the_race(visit):
 
 
 @pytest.mark.full
+def test_the_race_times_attention_on_the_gpu(visit):
+    if visit.browser != "chromium":
+        pytest.skip("only Chromium brings SwiftShader for WebGPU")
+    made = visit("race", window=256, count=2, flags=SWIFTSHADER)
+    assert made["bars"] == 5 and made["status"].endswith("is a driver on the CPU, so it is slow.")
+
+
+@pytest.mark.full
 def test_a_weight_is_named_with_both_characters(visit, node: Node):
     """The weight is one of the head that the view opens on."""
     i, j = 50, 47

@@ -1,6 +1,8 @@
 // The view Race: the parts write the same text one after the other, and are shown at their relative speeds.
 import { $, brief, copy, frame, isStill, make, number, on, say, tableRow } from "./dom.js";
 import { encode } from "./checkpoint.js";
+import { STEPS } from "./facts.js";
+import { MOST_ERROR } from "./measure.js";
 
 const CASE = { heads: 4, N: 1024, d: 32 };
 const MODEL = "shakes1024"; // has the long window
@@ -131,15 +133,27 @@ export class RaceView {
     const times = {};
     for (const { name: part } of this.parts)
       times[part] = (await this.engine.call("attention", { part, ...CASE })).milliseconds;
-    const most = Math.max(...Object.values(times));
-    const rows = this.parts.map(({ name: part, algorithm }) => {
+    const calls = this.parts.map(({ name, algorithm }) => [`${name}, ${algorithm}`, times[name]]),
+      gpu = await this.onGpu();
+    if (gpu) calls.push([`part4 in WGSL, ${gpu.name}`, gpu.milliseconds]);
+    const most = Math.max(...calls.map(([, time]) => time));
+    const rows = calls.map(([title, time]) => {
       const bar = make("i");
-      bar.style.width = `${(100 * times[part]) / most}%`;
-      return tableRow(`${part}, ${algorithm}`, bar, brief(times[part]));
+      bar.style.width = `${(100 * time) / most}%`;
+      return tableRow(title, bar, brief(time));
     });
     $("alone").tBodies[0].replaceChildren(...rows);
     const gain = brief(times.part1 / times.part4);
     const said = $("race-status").textContent;
-    say("race-status", `${said} Attention alone: part4 is ${gain} times as fast as part1 here.`);
+    const slow = gpu?.isCpu ? ` ${gpu.name} is a driver on the CPU, so it is slow.` : "";
+    say("race-status", `${said} Attention alone: part4 is ${gain} times as fast as part1 here.${slow}`);
+  }
+
+  // A call of the last step that the GPU runs rightly, {name, isCpu, milliseconds}; undefined without one.
+  async onGpu() {
+    for (const step of [...STEPS].reverse()) {
+      const made = await this.engine.callWithShaders("gpuAttention", { step, ...CASE });
+      if (made.error <= MOST_ERROR) return made;
+    }
   }
 }
