@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 
 #include "sampling.h"
@@ -89,11 +90,18 @@ class DraftPace {
 
     void took(int64_t rows, double elapsed, int64_t given) {
         double& cost = costs[rows];
-        // A quarter of the steps take less: other programs only add to a time, and differences are needed.
-        if (cost == 0 || elapsed < cost / 2)
+        if (cost == 0) {
             cost = elapsed;
-        else
-            cost *= elapsed < cost ? 1 - RATE : 1 + RATE / 3;
+        } else {
+            // A quarter of the steps take less: other programs only add to a time, and differences are needed.
+            const double change = elapsed < cost / 2 ? elapsed / cost
+                                  : elapsed < cost   ? 1 - RATE
+                                                     : 1 + RATE / 3;
+            // A longer context, a new text or a slower processor changes the cost of any number of rows.
+            const double common = std::pow(change, COMMON);
+            for (double& other : costs) other *= common;
+            cost *= change / common;
+        }
         // What was not tried for long becomes cheap, and is tried again.
         for (int64_t other = 2; other <= MOST_ROWS; other++)
             if (other != rows) costs[other] *= 1 - FORGOTTEN;
@@ -105,6 +113,7 @@ class DraftPace {
   private:
     static constexpr double FIRST_ROW = 0.1;  // a row's share of a step, before it was measured
     static constexpr double RATE = 1.0 / 32, SHARE = 1.0 / 64, FORGOTTEN = 1.0 / 16384;
+    static constexpr double COMMON = 0.75;  // of a change of a cost, in that of the others
     int64_t steps = 0;
     std::array<double, MOST_ROWS + 1> costs{};  // by the number of rows; 0 where unknown
     double seconds = 0, tokens = 0;             // of a step, on average

@@ -81,8 +81,8 @@ struct Transposed : Rows {
     void all_scores(simd::Matrix S, const float* Q, int64_t rows, int64_t j0, int64_t n) const {
         for (int64_t j = 0; j < n; j += a.Bc) {
             const int64_t some = std::min(a.Bc, round_up(n - j, simd::lanes()));
-            simd::multiply({S.data + j, S.ld}, {Q, a.d, 1}, {K + (j0 + j) * a.d, a.k.col_stride}, rows, some,
-                           a.d);
+            portable::multiply_few({S.data + j, S.ld}, {Q, a.d}, {K + (j0 + j) * a.d, a.k.col_stride}, rows,
+                                   some, a.d, false);
         }
     }
     void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n,
@@ -110,8 +110,8 @@ struct Pairs : Rows {
         for (int64_t j = 0; j < n; j += a.Bc) {
             const auto panel = reinterpret_cast<const uint32_t*>(K) + (j0 + j) * a.d / 2;
             const int64_t some = std::min(a.Bc, round_up(n - j, 2 * portable::lanes()));
-            portable::multiply_bf16({S.data + j, S.ld}, {Q, a.d}, {panel, a.k.col_stride}, rows, some, a.d,
-                                    false);
+            portable::multiply_few_bf16({S.data + j, S.ld}, {Q, a.d}, {panel, a.k.col_stride}, rows, some, a.d,
+                                        false);
         }
     }
     void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n,

@@ -243,21 +243,34 @@ INLINE void weighted_columns(float* o, const float* p, const Element* B, int64_t
         store(o + v * W, load(o + v * W) + ((acc[0][v] + acc[1][v]) + (acc[2][v] + acc[3][v])));
 }
 
+// Of four chains of so many sums each, how many the registers hold beside B and P: 4, 2 or 1.
+constexpr int sums_beside(int sums) {
+    constexpr int MOST = REGISTERS == 32 ? 24 : 12;
+    return 4 * sums <= MOST ? 4 : 2 * sums <= MOST ? 2 : 1;
+}
+
 // The same for R rows of O and P, which read B once. Row i takes the first min(n, first + i) rows of B, in the
 // order in which weighted_columns() takes them.
 template <int R, int VS, class Element>
 INLINE void weighted_block(float* O, int64_t ldO, const float* P, int64_t ldP, const Element* B, int64_t ldB,
                            int64_t n, int64_t first) {
     constexpr int CHAINS = 4;
-    Vec acc[R][CHAINS][VS] = {};
+    constexpr int BESIDE = sums_beside(R * VS);  // chains that are in registers together
+    Vec acc[R][CHAINS][VS];
     const int64_t shared = std::min(n, first) / CHAINS * CHAINS;
-    for (int64_t j = 0; j < shared; j += CHAINS) {
-        for (int k = 0; k < CHAINS; k++) {
-            Vec x[VS];
-            for (int v = 0; v < VS; v++) x[v] = kept(column(B + (j + k) * ldB, v));
-            for (int i = 0; i < R; i++)
-                for (int v = 0; v < VS; v++) acc[i][k][v] += P[i * ldP + j + k] * x[v];
+    for (int begin = 0; begin < CHAINS; begin += BESIDE) {
+        Vec some[R][BESIDE][VS] = {};
+        for (int64_t j = begin; j < shared; j += CHAINS) {
+            for (int k = 0; k < BESIDE; k++) {
+                Vec x[VS];
+                for (int v = 0; v < VS; v++) x[v] = kept(column(B + (j + k) * ldB, v));
+                for (int i = 0; i < R; i++)
+                    for (int v = 0; v < VS; v++) some[i][k][v] += P[i * ldP + j + k] * x[v];
+            }
         }
+        for (int i = 0; i < R; i++)
+            for (int k = 0; k < BESIDE; k++)
+                for (int v = 0; v < VS; v++) acc[i][begin + k][v] = some[i][k][v];
     }
     for (int i = 0; i < R; i++) {
         const int64_t rows = std::min(n, first + i);
@@ -286,7 +299,7 @@ INLINE void weighted_rows(float* O, int64_t ldO, const float* P, int64_t ldP, co
             weighted_rows<R - 1, VS>(O + i * ldO, ldO, P + i * ldP, ldP, B, ldB, rows - i, n, first + i);
 }
 
-constexpr int ROWS_BESIDE = REGISTERS == 32 ? 3 : 1;  // accumulators of two vectors in four chains each
+constexpr int ROWS_BESIDE = 3;
 
 }  // namespace
 
