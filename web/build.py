@@ -127,6 +127,7 @@ def facts() -> str:
         "TILE": tiles.DEFAULT,
         "SLIDERS": settings,
         "STEPS": [step_facts(step) for step in STEPS],
+        "FASTEST": steps.FASTEST,
     }
     return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
 

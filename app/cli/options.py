@@ -47,6 +47,17 @@ class Directory(click.Path):
         return super().convert(value, parameter, context)
 
 
+class Kernel(click.Choice):
+    """A name of KERNELS, or of WebGPU's STEPS. --device is known by then, because it is eager."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if ctx and ctx.params.get("device") == "webgpu":
+            from attention_ext.webgpu.steps import STEPS  # imports NumPy
+
+            return click.Choice(list(STEPS)).convert(value, param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class TileSize(click.ParamType):
     """A whole number of at least 1, or 'auto', which gives None: the kernel chooses."""
 
@@ -293,11 +304,10 @@ device = _device(
 cpu_or_cuda = _device(
     "Device of the attention; cuda is an NVIDIA GPU, for part0 and part4.", of=("cpu", "cuda")
 )
-kernel = choice(
+kernel = option(
     "--kernel",
     "Part4's kernel on CUDA, or its step 1 to 6 on WebGPU; by default the fastest that accepts the inputs.",
-    of=KERNELS,
-    default=None,
+    type=Kernel(list(KERNELS)),
 )
 # Options of one device only, by the names of the commands' parameters.
 CPU_ONLY = ("threads", "simd", "simds", "cachegrind", "tune", "budget", "show")

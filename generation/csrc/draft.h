@@ -98,9 +98,8 @@ class DraftPace {
                                   : elapsed < cost   ? 1 - RATE
                                                      : 1 + RATE / 3;
             // A longer context, a new text or a slower processor changes the cost of any number of rows.
-            const double common = std::pow(change, COMMON);
-            for (double& other : costs) other *= common;
-            cost *= change / common;
+            cost *= std::pow(change, 1 - COMMON);
+            for (double& each : costs) each *= std::pow(change, COMMON);
         }
         // What was not tried for long becomes cheap, and is tried again.
         for (int64_t other = 2; other <= MOST_ROWS; other++)
@@ -113,7 +112,7 @@ class DraftPace {
   private:
     static constexpr double FIRST_ROW = 0.1;  // a row's share of a step, before it was measured
     static constexpr double RATE = 1.0 / 32, SHARE = 1.0 / 64, FORGOTTEN = 1.0 / 16384;
-    static constexpr double COMMON = 0.75;  // of a change of a cost, in that of the others
+    static constexpr double COMMON = 0.75;  // exponent of a change that the costs of all rows share
     int64_t steps = 0;
     std::array<double, MOST_ROWS + 1> costs{};  // by the number of rows; 0 where unknown
     double seconds = 0, tokens = 0;             // of a step, on average

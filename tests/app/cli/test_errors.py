@@ -25,6 +25,7 @@ WRONG = [
     (["part4", "--dtype", "fp16"], "dtype is 'fp16'; no part takes it on the CPU"),
     (["part4", "--kernel", "1"], "--kernel goes with --device cuda or webgpu only"),
     (["part4", "--kernel", "7", "--device", "cuda"], "'--kernel': '7' is not one of '1', "),
+    (["part4", "--device", "webgpu", "--kernel", "7"], "not one of '1', '2', '3', '4', '5', '6'."),
     (["part1", "--device", "cuda"], "part1 has no CUDA kernel; --device cuda goes with part0 and part4 only"),
     (
         ["part4", "--device", "cuda", "-br", "64"],

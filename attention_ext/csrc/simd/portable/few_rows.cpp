@@ -1,4 +1,4 @@
-// Products of few rows of activations with a panel of weights, in float32 or bfloat16.
+// Products of few rows of activations with a panel of weights or of keys, in float32 or bfloat16.
 //
 //   for each chunk of the panel's rows:
 //       for each block of rows of A, of columns of the panel:

@@ -243,11 +243,7 @@ INLINE void weighted_columns(float* o, const float* p, const Element* B, int64_t
         store(o + v * W, load(o + v * W) + ((acc[0][v] + acc[1][v]) + (acc[2][v] + acc[3][v])));
 }
 
-// Of four chains of so many sums each, how many the registers hold beside B and P: 4, 2 or 1.
-constexpr int sums_beside(int sums) {
-    constexpr int MOST = REGISTERS == 32 ? 24 : 12;
-    return 4 * sums <= MOST ? 4 : 2 * sums <= MOST ? 2 : 1;
-}
+constexpr int ROWS_BESIDE = 3;  // of two vectors each: with all chains they fill 24 of 32 registers
 
 // The same for R rows of O and P, which read B once. Row i takes the first min(n, first + i) rows of B, in the
 // order in which weighted_columns() takes them.
@@ -255,7 +251,7 @@ template <int R, int VS, class Element>
 INLINE void weighted_block(float* O, int64_t ldO, const float* P, int64_t ldP, const Element* B, int64_t ldB,
                            int64_t n, int64_t first) {
     constexpr int CHAINS = 4;
-    constexpr int BESIDE = sums_beside(R * VS);  // chains that are in registers together
+    constexpr int BESIDE = REGISTERS == 32 || R == 1 ? CHAINS : 2;  // chains that are in registers together
     Vec acc[R][CHAINS][VS];
     const int64_t shared = std::min(n, first) / CHAINS * CHAINS;
     for (int begin = 0; begin < CHAINS; begin += BESIDE) {
@@ -298,8 +294,6 @@ INLINE void weighted_rows(float* O, int64_t ldO, const float* P, int64_t ldP, co
         if (i < rows)
             weighted_rows<R - 1, VS>(O + i * ldO, ldO, P + i * ldP, ldP, B, ldB, rows - i, n, first + i);
 }
-
-constexpr int ROWS_BESIDE = 3;
 
 }  // namespace
 
