@@ -6,13 +6,16 @@ where its user has named it. torch is imported for CUDA and by files that import
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import linecache
 import math
+import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 Array = NDArray[np.float32]
 NAME = "attention_ext_own"  # of the build directories
 MOST_KEPT = 16  # builds of users' files; each save makes one
+BUILD_SECONDS = 600  # no build takes longer
 SHARED_BYTES = 163 * 1024  # of a block, for which a kernel of the ladder is compiled where there is no GPU
 MISSING = {
     ".cpp": "void attention(const Attention&, float* scratch)",
@@ -169,10 +173,18 @@ def make(file: Path, program: str = "", march: str = "native") -> Path:
 
 
 def _prune(keep: Path) -> None:
-    """Delete the oldest builds of users' files. A library that is loaded stays loaded."""
-    builds = sorted(keep.parent.glob(f"{NAME}_*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in builds[MOST_KEPT:]:
-        if old != keep:
+    """Delete the builds of users' files that were used least recently. A library that is loaded stays loaded.
+
+    Other processes prune, too, so what one of them may be building is left to it.
+    """
+    used = {}
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(keep)
+    for path in keep.parent.glob(f"{NAME}_*"):
+        with contextlib.suppress(FileNotFoundError):
+            used[path] = path.stat().st_mtime
+    for old in sorted(used, key=lambda path: used[path], reverse=True)[MOST_KEPT:]:
+        if old != keep and used[old] < time.time() - BUILD_SECONDS:
             shutil.rmtree(old, ignore_errors=True)
 
 
