@@ -32,7 +32,6 @@ from model.checkpoint import SHIPPED
 from web import build, serve
 
 TEXTS = 8  # of one measurement
-VISITS = 5  # over each line
 # Mbit/s, and milliseconds of a round trip: a mobile line, and Lighthouse's slow 4G.
 LINES = ((10, 40), (1.6, 150))
 
@@ -50,7 +49,8 @@ def compile_for(march: str) -> None:
 @option("--march", "-march of the native engine.", default="x86-64-v2")
 @whole("--core", "Core of both.", least=0, default=0)
 @whole("--rounds", "Rounds of each.", least=2, default=15)
-def main(model: str, weights: str, march: str, core: int, rounds: int) -> None:
+@whole("--visits", "First visits over each line.", least=1, default=5)
+def main(model: str, weights: str, march: str, core: int, rounds: int, visits: int) -> None:
     """Print tokens per second of the page and of the native engine."""
     program = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not program or not shutil.which("node"):
@@ -74,7 +74,7 @@ def main(model: str, weights: str, march: str, core: int, rounds: int) -> None:
     native = f"native engine, {march}"
     with serve.server(folder, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        asked = {"program": program, "model": model, "weights": weights, "lines": LINES, "visits": VISITS}
+        asked = {"program": program, "model": model, "weights": weights, "lines": LINES, "visits": visits}
         asked["home"] = f"http://127.0.0.1:{server.server_address[1]}/"
         script = str(Path(__file__).with_suffix(".mjs"))
         page = Process(["node", script, json.dumps(asked)], core, ready="{")
