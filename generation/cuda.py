@@ -12,9 +12,10 @@ import itertools
 import math
 import sys
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,10 +26,13 @@ from attention_ext.build import cache, nvrtc
 from attention_ext.cuda.driver import bindings
 from attention_ext.parts import BuildError, CachePrecision, Precision
 from generation import logprobs
-from generation.slots import SETTINGS, Slots, numbers_only
+from generation.distributions import distributions
+from generation.native import DraftCounts
+from generation.slots import ADJUSTED, SETTINGS, Slots, numbers_only
 from generation.slots import Unfit as Unfit
 from model.checkpoint import Checkpoint, bf16_bits
 from model.config import EMBEDDING, GPTConfig
+from model.draft import Draft
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -39,14 +43,19 @@ SOURCES = Path(__file__).resolve().parent / "csrc" / "cuda"
 CAPABILITY, CLUSTER_CAPABILITY = (8, 0), (9, 0)  # the least that reduces integers in a warp, and has clusters
 CLUSTERS = (16, 8)  # blocks of a cluster, the best for one text first; a GPU may refuse 16
 THREADS, LANES = 256, 32  # of a block, of a warp
-# Warps that attend to a text together in a cluster, and a lane's keys at a time: for a pass of one text, and
-# for one of more. Best of 1, 2, 4, 8 warps on an H200; other strips came within 3 %.
-TEAM, STRIP = 8, 2
-TEAM_OF_MORE, STRIP_OF_MORE = 1, 6
+# A lane's keys at a time, where so many warps attend to a text together in a cluster; the best on an H100.
+STRIPS = {8: 2, 4: 2, 2: 4, 1: 6}
+# Rows of a pass with drafts. On an H100 a pass of four takes 1.8 times one of a row and writes 2.55 tokens of
+# shakes256; a fifth row adds 0.2 tokens, 8 %, and takes 13 % longer.
+DRAFT_ROWS = 4
+DRAFT_PRICE = 1.8  # of such a pass, over one of a row, until both were measured
+LEAST_ROWS = 32  # of a launch whose time tells something
+RETRIED = 32  # launches, until the slower way is tried again
+TAIL = 5  # tokens of a text that its draft sees
 MOST_TEXTS = 5  # of a cluster's pass: what shared memory has room for beside shakes256 in float32
 GRID_TEXTS = (1, 2, 4, 8)  # of a block of the grid: with more, the registers do not suffice for two blocks
 PROMPT_TEXTS = 4  # tokens of a prompt in a block
-GRID_STRIP, PROMPT_STRIP = 4, 2  # as STRIP
+GRID_STRIP, PROMPT_STRIP = 4, 2  # as STRIPS
 RESIDENT = 2  # blocks of a multiprocessor, of which one may read keys while the other multiplies
 WEIGHT_BITS = {Precision.FP32: 32, Precision.BF16: 16}  # int8 has no kernel
 FORMATS = {CachePrecision.FP32: 0, CachePrecision.BF16: 1}  # FORMAT of attention_ext/csrc/cuda/call.h
@@ -68,7 +77,8 @@ class Work(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "tokens", "positions", "keys", "values", "logits")),
         *((name, ctypes.c_void_p) for name in ("every", "seen", "written", "sampling", "bias", "texts")),
         *((name, ctypes.c_void_p) for name in ("uniforms", "chosen", "cycles", "arrived")),
-        *((name, ctypes.c_int) for name in ("count", "rows", "capacity", "leading")),
+        *((name, ctypes.c_void_p) for name in ("contexts", "codes", "drafts")),
+        *((name, ctypes.c_int) for name in ("count", "rows", "capacity", "context_bits", "leading")),
         ("scale", ctypes.c_float),
     ]
 
@@ -164,9 +174,13 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class Cluster(Layout):
-    """A cluster of `blocks` holds the model in its shared memory, each block a share: cluster.cu."""
+    """A cluster of `blocks` holds the model in its shared memory, each block a share: cluster.cu.
+
+    drafts: whether the texts of a pass are rows of one text.
+    """
 
     blocks: int
+    drafts: bool = False
 
     @property
     def head_rows(self) -> int:
@@ -193,8 +207,13 @@ class Cluster(Layout):
         return self.image.itemsize + -(-size // 16) * 16
 
     def attending(self, texts: int) -> tuple[int, int]:
-        """(warps that attend to a text together, a lane's keys at a time) of passes of this many texts."""
-        return (TEAM, STRIP) if texts == 1 else (TEAM_OF_MORE, STRIP_OF_MORE)
+        """(warps that attend to a text together, a lane's keys at a time) of passes of this many texts.
+
+        All warps attend at once: to one text, or to several.
+        """
+        warps = THREADS // LANES
+        team = warps if self.drafts else max(1, warps >> (texts - 1).bit_length())
+        return team, STRIPS[team]
 
     def most_texts(self, shared: int) -> int:
         rows = -(-4 * self.config.n_embd // self.blocks * LANES // THREADS)  # a warp's, of the widest matrix
@@ -203,7 +222,8 @@ class Cluster(Layout):
 
     def source(self, texts: int, capability: tuple[int, int]) -> nvrtc.Source:
         team, strip = self.attending(texts)
-        return self._source("cluster.cu", texts, capability, BLOCKS=self.blocks, TEAM=team, STRIP=strip)
+        macros = {"BLOCKS": self.blocks, "TEAM": team, "STRIP": strip, "DRAFTS": int(self.drafts)}
+        return self._source("cluster.cu", texts, capability, **macros)
 
     def pack(self, tensors: Mapping[str, Floats]) -> NDArray[Any]:
         c = self.config
@@ -293,6 +313,11 @@ class Launch(NamedTuple):
     texts: int
     blocks: int
     leading: int
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a pass has rows of one text."""
+        return isinstance(self.layout, Cluster) and self.layout.drafts
 
 
 def padded(fields: list[Any]) -> np.dtype:
@@ -482,7 +507,9 @@ class CudaEngine(Slots):
 
     A number is summed in the same order whatever else is written, so a text's bits depend on the batch only
     in whether a cluster writes it, with few others, or the grid. clocks: whether cycles() has something to
-    tell. The other arguments and the errors are those of open_engine(), and Unfit.
+    tell. draft: what guesses the next tokens of few texts, each in a cluster of its own; one with damaged
+    tables is ignored with a warning. The other arguments and the errors are those of open_engine(), and
+    Unfit.
     """
 
     name = "cuda"
@@ -495,6 +522,7 @@ class CudaEngine(Slots):
         slots: int,
         capacity: int,
         clocks: bool = False,
+        draft: Draft | None = None,
     ) -> None:
         on = self._gpu = gpu()
         on.activate()
@@ -509,6 +537,8 @@ class CudaEngine(Slots):
             layout: self._uploaded(layout.pack(tensors)) for layout in (*self._clusters, self._grid)
         }
         self._weights[self._reader] = self._weights[self._grid]
+        for layout in self._clusters[:1]:
+            self._weights[replace(layout, drafts=True)] = self._weights[layout]
         self._tokens = self._uploaded(tensors[EMBEDDING])
         self._positions = self._uploaded(tensors["transformer.wpe.weight"][:capacity])
         V, cached = (
@@ -535,7 +565,20 @@ class CudaEngine(Slots):
         self._work_at = (ctypes.c_void_p * 1)(ctypes.addressof(self._work))
         self._launches: dict[int, Launch] = {}  # of so many texts; to find one takes longer than a token
         self._row_seconds: dict[Launch, float] = {}
-        on.kernel(*self._launch_of(1)[:2])  # compiled now, not while the first text waits
+        self._ran: set[Launch] = set()  # the first launch takes longer
+        self._tails = np.zeros((slots, TAIL), np.int64)  # of each slot the last tokens, the latest one last
+        self._drafted: dict[Launch, Launch] = {}  # of one without drafts
+        self._paces: dict[bool, float] = {}  # seconds of a token with drafts, and without
+        self._calls = 0  # of write()
+        self._tables: tuple[Memory, ...] = ()
+        self._drafts = np.zeros(5)  # passes, tokens, rows of guesses, guesses that were compared; seconds
+        self._counted = np.zeros((0, 3), np.int32)  # of the last launch, as struct Work has them
+        self._measured = False  # whether the pace without drafts was
+        try:
+            self.set_draft(draft)
+        except ValueError as error:
+            warnings.warn(f"{error}; the draft is ignored", stacklevel=3)
+        on.kernel(*self._way([0])[:2])  # compiled now, not while the first text waits
 
     @property
     def description(self) -> str:
@@ -574,6 +617,7 @@ class CudaEngine(Slots):
                     return False
             del self._begun[slot]
             self._lengths[slot] = len(ids)
+            self._tails[slot, -len(ids) :] = ids[-TAIL:]
         return True
 
     def _read_prompts(self) -> None:
@@ -635,9 +679,13 @@ class CudaEngine(Slots):
             texts = np.zeros(len(at), TEXT)
             texts["slot"], texts["length"], texts["token"] = at, self._lengths[at], self._pending[at]
             held = self._held_by(at)
-            if len(at) not in self._launches:
-                self._launches[len(at)] = self._launch_of(len(at))
-            launch = self._launches[len(at)]
+            launch = self._way(slots)
+            if launch.drafts:
+                tails = self._tails[at].astype(np.uint32)
+                before = np.where(self._pending[at, None] < 0, tails[:, 1:], tails[:, :-1])
+                texts["flags"] = (
+                    (before << np.array([24, 16, 8, 0], np.uint32)).sum(1, dtype=np.uint32).view(np.int32)
+                )
             seconds = SECONDS if seconds is None else seconds
             guess = FIRST_ROW_SECONDS * max(1.0, len(at) / self._gpu.multiprocessors)
             fit = seconds / self._row_seconds.get(launch, guess)
@@ -645,6 +693,8 @@ class CudaEngine(Slots):
             scored = self._are_scored(slots)
             chosen = self._launch(launch, texts, numbers[:rows], scored, seconds > SECONDS)
             self._lengths[at], self._pending[at] = held + rows - 1, chosen[-1]
+            self._tails[at] = np.concatenate([self._tails[at], chosen[-TAIL:].T], axis=1)[:, -TAIL:]
+            self._learn(launch, rows)
             if scored:
                 every = self._every_logits(chosen.size).reshape(*chosen.shape, -1)
                 self._score(slots, chosen, every)
@@ -659,7 +709,8 @@ class CudaEngine(Slots):
             self._read_prompts()
             for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
                 self._copy_to_run(source, run)
-            self._lengths[at], self._pending[at] = self._lengths[source], self._pending[source]
+            for kept in (self._lengths, self._pending, self._tails):
+                kept[at] = kept[source]
             for slot in self._begun.keys() & set(targets):
                 del self._begun[slot]
 
@@ -701,6 +752,75 @@ class CudaEngine(Slots):
         checked(bindings().cuStreamSynchronize(self._gpu.stream))
         checked(bindings().cuMemcpyDtoH(made.ctypes.data, self._every.address, made.nbytes))
         return made
+
+    def set_draft(self, draft: Draft | None) -> None:
+        """Guess tokens by this draft from now on, or not at all. It changes no text.
+
+        Raises ValueError if its tables are damaged, or for another vocabulary.
+        """
+        self.draft: Draft | None = None
+        if draft is None:
+            return
+        if len(draft.first) != self.config.vocab_size:
+            has = f"the draft's vocabulary is {len(draft.first)}"
+            raise ValueError(f"{has}; it must be the model's, {self.config.vocab_size}")
+        contexts, codes, bits = distributions(draft)
+        each = -(-codes.shape[1] // LANES)  # tokens of a lane
+        codes = np.pad(codes, ((0, 0), (0, LANES * each - codes.shape[1])))
+        codes = np.pad(codes.reshape(-1, LANES, each), ((0, 0), (0, 0), (0, -each % 4)))
+        with self._lock:
+            self._gpu.activate()
+            self._tables = self._uploaded(contexts), self._uploaded(codes)
+            self._work.contexts, self._work.codes = (table.address for table in self._tables)
+            self._work.context_bits = bits
+            self._paces.clear()
+        self.draft = draft
+
+    def draft_counts(self) -> DraftCounts:
+        """What drafts did since the last call. Guessing is a part of verifying, and `wasted` is not known."""
+        with self._lock:
+            steps, tokens, drafted, guesses, seconds = self._drafts.tolist()
+            self._drafts[:] = 0
+        passes = int(steps)
+        accepted = int(tokens) - passes
+        return DraftCounts(passes, int(tokens), int(guesses), accepted, int(drafted), accepted, 0, seconds, 0)
+
+    def _way(self, slots: Sequence[int]) -> Launch:
+        """How these texts are written: with drafts, if each has a cluster of its own and that is faster.
+
+        Penalties count the tokens before a row, which a row of guesses does not know.
+        """
+        count = len(slots)
+        if count not in self._launches:
+            self._launches[count] = self._launch_of(count)
+        plain = self._launches[count]
+        if self.draft is None or plain.texts > 1 or not isinstance(plain.layout, Cluster):
+            return plain
+        if plain not in self._drafted:
+            layout = replace(plain.layout, drafts=True)
+            rows = min(DRAFT_ROWS, layout.most_texts(self._gpu.shared))
+            self._drafted[plain] = plain if rows < 2 else Launch(layout, rows, plain.blocks, plain.leading)
+        if any(self._settings["sampling"][slot][ADJUSTED] for slot in slots):
+            return plain
+        self._calls += 1
+        with_drafts, without = (self._paces.get(drafts, 0) for drafts in (True, False))
+        slower = with_drafts > without and self._calls % RETRIED > 0
+        return plain if slower else self._drafted[plain]
+
+    def _learn(self, launch: Launch, rows: int) -> None:
+        """Take the time of a launch and the counts of its drafts."""
+        seconds = self._row_seconds[launch]
+        told = launch in self._ran and rows >= LEAST_ROWS  # the call takes as long as some rows
+        self._ran.add(launch)
+        if told:
+            self._paces[launch.drafts] = seconds
+        if launch.drafts:
+            passes, drafted, guesses = self._counted.sum(0).tolist()
+            self._drafts += passes, rows * len(self._counted), drafted, guesses, rows * seconds
+            if told and not self._measured:
+                self._paces[False] = rows * seconds / self._counted[:, 0].max() / DRAFT_PRICE
+        elif told:
+            self._measured = True
 
     def _launch_of(self, count: int) -> Launch:
         """What writes so many texts: one pass of clusters, if they suffice, else the grid."""
@@ -751,9 +871,9 @@ class CudaEngine(Slots):
         if given > self._given[prompts][0].size:
             self._given[prompts] = Memory(2 * given, host=True), Memory(2 * given)
         host, staged = self._given[prompts]
-        size = 4 * rows * count
-        if size > self._chosen.size:
-            self._chosen = Memory(2 * size, host=True)
+        size, counts = 4 * rows * count, 12 * count
+        if size + counts > self._chosen.size:
+            self._chosen = Memory(2 * (size + counts), host=True)
         if every and size * self.config.vocab_size > self._every.size:
             self._every = Memory(size * self.config.vocab_size)
         host.bytes[: texts.nbytes] = texts.view(np.uint8)
@@ -763,6 +883,7 @@ class CudaEngine(Slots):
         work.every = self._every.address if every else None
         work.texts, work.uniforms = staged.address, staged.address + texts.nbytes
         work.chosen, work.count, work.rows, work.leading = self._chosen.address, count, rows, launch.leading
+        work.drafts = self._chosen.address + size
         function, _ = self._gpu.kernel(launch.layout, launch.texts)
         config = self._gpu.launch(*launch[:3])
         checked(driver.cuMemcpyHtoDAsync(staged.address, host.address, given, stream))
@@ -773,4 +894,6 @@ class CudaEngine(Slots):
             if not prompts:
                 checked(driver.cuStreamSynchronize(stream))
                 self._row_seconds[launch] = (time.perf_counter() - start) / rows
+        if launch.drafts:
+            self._counted = self._chosen.bytes[size : size + counts].view(np.int32).reshape(count, 3).copy()
         return self._chosen.bytes[:size].view(np.int32).reshape(rows, count).copy()

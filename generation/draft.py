@@ -20,7 +20,7 @@ from generation.logprobs import MOST_TOP
 from generation.native import Decoder
 from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint
-from model.draft import MOST_BYTES, Draft, code_points
+from model.draft import HEAD, MOST_BYTES, PAIR, Draft, code_points, extended, first_hashes
 
 ORDER = 5  # the most tokens of a context, Tail::MOST of csrc/draft.h
 MOST_VOCABULARY = 256  # a token takes a byte
@@ -31,12 +31,11 @@ SHARPNESS = 1.4  # a guess takes the probabilities to about this power, so error
 OWN_TOKENS = 2**18  # of own_text(): seconds
 AT_ONCE = 32  # texts
 WINDOW = 256  # tokens that the model reads at once; three quarters of them see at least the first quarter
-HEAD, PAIR, START = 3, 2, 4  # bytes of a record, of a token in it, of a bucket
+START = 4  # bytes of a bucket
 MOST_LISTED = 63  # tokens of a record
 IN_BUCKET = 4  # records
 TRIES = 9  # sizes that are tried
 HEADER = 500  # bytes of the file beside the tables
-FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 class NoDraft(ValueError):
@@ -218,12 +217,10 @@ def _sharp(p: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _hashes(keys: NDArray[np.int64], n: int, V: int) -> NDArray[np.uint64]:
-    """The hashes of contexts, as csrc/ngrams.cpp computes them: the latest token first."""
-    hashes = np.full(len(keys), FACTOR, np.uint64)
+    """The hashes of contexts: the latest token first."""
+    hashes = first_hashes(len(keys))
     for _ in range(n):
-        hashes = (hashes ^ (keys % V + 1).astype(np.uint64)) * FACTOR
-        hashes ^= hashes >> np.uint64(29)
-        keys = keys // V
+        hashes, keys = extended(hashes, keys % V), keys // V
     return hashes
 
 

@@ -137,8 +137,9 @@ def open_engine(
     float32. kernel: part4's kernel in the torch engine, as in attention().
     threads: the most that it uses; the torch engine then sets PyTorch's. None takes PyTorch's number where
     torch is imported, else processor.threads().
-    draft: what guesses the next tokens of one to four texts in the native engine. It changes no text. 'auto'
-    takes the checkpoint's own if it has one, 'off' none. Else a Draft, a model's name or a draft's file.
+    draft: what guesses the next tokens in the native engine of one to four texts, in the cuda engine of as
+    many as have a cluster each. It changes no text. 'auto' takes the checkpoint's own if it has one, 'off'
+    none. Else a Draft, a model's name or a draft's file.
     Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled or
     there is no GPU.
     """
@@ -189,7 +190,9 @@ def open_engine(
             from generation import cuda
 
             try:
-                return cuda.CudaEngine(model, precision, cache, slots, capacity)
+                return cuda.CudaEngine(
+                    model, precision, cache, slots, capacity, draft=chosen_draft(model, draft)
+                )
             except cuda.Unfit as error:
                 if engine == "cuda":
                     raise
@@ -198,7 +201,9 @@ def open_engine(
     if engine is None:
         engine = default_engine(part)
     if engine != "native" and not (isinstance(draft, str) and draft in ("auto", "off")):
-        raise ValueError(f"draft is {draft!r}; it must be 'auto' or 'off' but in the native engine")
+        raise ValueError(
+            f"draft is {draft!r}; it must be 'auto' or 'off' but in the native and the cuda engine"
+        )
     if engine == "native" and row.file:
         raise ValueError(
             f"engine is 'native'; it must be 'torch' with {part}, which the decoder does not link"

@@ -17,6 +17,7 @@ from generation.sampling import NUMBERS, Sampling
 from model.config import GPTConfig
 
 SETTINGS = len(NUMBERS) + 2  # a text's settings and what follows from them
+ADJUSTED = len(NUMBERS)  # whether logits are changed before the choice
 
 
 class Unfit(ValueError):

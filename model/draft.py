@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
@@ -19,8 +19,39 @@ from model.files import write_file
 from model.tokenizer import CharTokenizer, Tokenizer
 
 FILE = "draft.safetensors"
+HEAD, PAIR = 3, 2  # bytes of a record, and of each token in it
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
 MOST_BYTES = 300_000  # of a file
+MOST_BITS = 24  # of the number of buckets
 TENSORS = {"vocabulary": "U32", "first": "U8", "starts": "U32", "records": "U8"}
+
+
+def first_hashes(count: int) -> NDArray[np.uint64]:
+    """The hashes of so many contexts without tokens."""
+    return np.full(count, FACTOR, np.uint64)
+
+
+def extended(hashes: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The hashes of contexts with one more token in front, as generation/csrc/ngrams.cpp computes them."""
+    mixed = (hashes ^ (tokens + 1).astype(np.uint64)) * FACTOR
+    return mixed ^ mixed >> np.uint64(29)
+
+
+class Records(NamedTuple):
+    """The contexts of a draft, in the order of their buckets.
+
+    bits: of a bucket's number. bucket, tag, factor (contexts): as in NgramTables. first, pairs (contexts):
+    where its pairs begin, and how many it has. tokens, codes (of all pairs).
+    """
+
+    bits: int
+    bucket: NDArray[np.int64]
+    tag: NDArray[np.int64]
+    factor: NDArray[np.int64]
+    first: NDArray[np.int64]
+    pairs: NDArray[np.int64]
+    tokens: NDArray[np.uint8]
+    codes: NDArray[np.uint8]
 
 
 class DraftError(ValueError):
@@ -38,6 +69,40 @@ class Draft:
     first: NDArray[np.uint8]
     starts: NDArray[np.uint32]
     records: NDArray[np.uint8]
+
+    def unpacked(self) -> Records:
+        """The records, checked. Raises ValueError if the tables are damaged."""
+        starts, records, V = self.starts.astype(np.int64), self.records, len(self.first)
+        bits = max(1, len(starts) - 1).bit_length() - 1
+        if bits == 0 or len(starts) != (1 << bits) + 1 or bits > MOST_BITS:
+            raise ValueError(f"the draft has {len(starts) - 1} buckets; it must be a power of 2 above 1")
+        if not self.first.any():
+            raise ValueError("the draft holds no probabilities")
+        if starts[0] != 0 or starts[-1] != len(records) or (np.diff(starts) < 0).any():
+            raise ValueError("the draft's buckets do not fit its records")
+        at, end = starts[:-1].copy(), starts[1:]
+        found = [np.empty((5, 0), np.int64)]  # of each bucket the next record
+        bucket = np.flatnonzero(at < end)
+        while len(bucket):
+            begin = at[bucket]
+            if (begin + HEAD > end[bucket]).any():
+                raise ValueError("a record of the draft leaves its bucket")
+            low, high, factor = (records[begin + i].astype(np.int64) for i in range(HEAD))
+            at[bucket] += HEAD + PAIR * (high >> 2)
+            if (at > end).any():
+                raise ValueError("a record of the draft leaves its bucket")
+            found.append(np.stack([bucket, low | (high & 3) << 8, factor, high >> 2, begin + HEAD]))
+            bucket = bucket[at[bucket] < end[bucket]]
+        bucket, tag, factor, count, begin = np.concatenate(found, axis=1)
+        first = np.cumsum(count) - count
+        place = np.repeat(begin - PAIR * first, count) + PAIR * np.arange(count.sum())
+        tokens, codes = records[place], records[place + 1]
+        if (tokens >= V).any():
+            raise ValueError("a token of the draft is outside its vocabulary")
+        named = np.repeat(np.arange(len(count)), count) * V + tokens
+        if len(np.unique(named)) < len(named):
+            raise ValueError("a record of the draft names a token twice")
+        return Records(bits, bucket, tag, factor, first, count, tokens, codes)
 
     def save(self, directory: Path) -> Path:
         """Write the file into a model's directory; returns its path."""

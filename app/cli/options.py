@@ -366,8 +366,8 @@ kv_cache = choice(
 
 draft = option(
     "--draft",
-    "What guesses the next tokens of one to four texts in the native engine: the model's draft, nothing, "
-    "or the draft of a model or in a file. It changes no text.",
+    "What guesses the next tokens of few texts in the native and the cuda engine: the model's draft, "
+    "nothing, or the draft of a model or in a file. It changes no text.",
     default="auto",
     metavar="auto|off|NAME",
 )

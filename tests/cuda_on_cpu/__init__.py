@@ -115,7 +115,7 @@ class Gpu:
         return library.run, library
 
 
-def install(directory: Path, monkeypatch, threads: int, team: int, clusters: tuple[int, ...]) -> None:
+def install(directory: Path, monkeypatch, threads: int, clusters: tuple[int, ...]) -> None:
     """Let the cuda engine run here, with so many threads a block and these sizes of clusters.
 
     directory: where its kernels are built.
@@ -123,5 +123,5 @@ def install(directory: Path, monkeypatch, threads: int, team: int, clusters: tup
     driver, gpu = Driver(), Gpu(directory)
     monkeypatch.setattr(cuda, "bindings", lambda: driver)
     monkeypatch.setattr(cuda, "gpu", lambda: gpu)
-    for name, value in (("THREADS", threads), ("TEAM", team), ("CLUSTERS", clusters)):
+    for name, value in (("THREADS", threads), ("CLUSTERS", clusters)):
         monkeypatch.setattr(cuda, name, value)

@@ -175,10 +175,16 @@ template <class T>
 T __reduce_max_sync(unsigned, T x) {
     return emulated::reduce(x, [](T a, T b) { return std::max(a, b); });
 }
+inline unsigned __ballot_sync(unsigned, bool x) {
+    return emulated::reduce(x ? 1u << emulated::current->thread % 32 : 0u,
+                            [](unsigned a, unsigned b) { return a | b; });
+}
+inline int __clz(unsigned x) { return __builtin_clz(x); }
 inline bool __all_sync(unsigned, bool x) { return __reduce_min_sync(~0u, static_cast<int>(x)); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline long long clock64() { return emulated::rounds; }
 inline void atomicAdd(int* p, int x) { *p += x; }
+inline float __log2f(float x) { return std::log2(x); }
 inline int __ldcg(const int* p) { return *p; }
 template <class To, class From>
 To bits_of(From x) {

@@ -57,7 +57,7 @@ def engine(request):
     part, name = request.param
     if name == "cuda":
         if request.getfixturevalue("no_cuda_engine"):  # small blocks, because each thread takes turns here
-            request.getfixturevalue("emulated")(request.getfixturevalue("monkeypatch"), 32, 1, (2,))
+            request.getfixturevalue("emulated")(request.getfixturevalue("monkeypatch"), 32, (2,))
         return partial(open_engine, engine=name, part=part, device="cuda")
     if name == "webgpu":
         if reason := request.getfixturevalue("no_webgpu"):

@@ -59,7 +59,7 @@ def test_texts_that_begin_and_end_together_are_the_same(settings, model):
 @pytest.mark.full
 @pytest.mark.parametrize("stop", [(), ("a", "bc")])
 def test_the_cuda_engine_writes_the_same_texts(emulated, monkeypatch, settings, model, tmp_path, stop):
-    emulated(monkeypatch, 32, 1, (2,))
+    emulated(monkeypatch, 32, (2,))
     checkpoint = load(str(model))
     for device, engine in (("cpu", "native"), ("cuda", "cuda")):
         chosen = replace(settings, device=device, max_new_tokens=9, stop=stop)

@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_a_sentence():
 
 
 def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch, capsys):
-    def unfit(*arguments):
+    def unfit(*arguments, **named):
         raise cuda.Unfit("a model that does not fit")
 
     monkeypatch.setattr(cuda, "CudaEngine", unfit)
@@ -279,24 +279,24 @@ def test_the_uniform_numbers_are_pytorchs():
 
 
 @pytest.mark.parametrize(
-    "threads, team, blocks, count, change",
+    "threads, blocks, count, change",
     [
-        pytest.param(64, 2, 4, 9, dict(bias=True), marks=FULL),
-        (64, 2, 4, 45, dict(bias=True)),  # more than the clusters take: the grid, in two passes
-        pytest.param(64, 1, 8, 9, dict(bias=False, n_head=1), marks=FULL),
-        pytest.param(256, 8, 16, 9, dict(n_embd=32, n_head=4, vocab_size=70), marks=FULL),
-        pytest.param(256, 8, 8, 9, dict(n_embd=64, n_head=16), marks=FULL),  # two units a block
-        pytest.param(128, 4, 8, 9, dict(n_embd=48, n_head=6, vocab_size=3), marks=FULL),  # idle blocks
-        pytest.param(128, 4, 8, 21, dict(n_embd=48, n_head=6, vocab_size=3), marks=FULL),
-        pytest.param(256, 8, 32, 12, dict(n_embd=32, n_head=1, vocab_size=70), marks=FULL),
+        pytest.param(64, 4, 9, dict(bias=True), marks=FULL),
+        (64, 4, 45, dict(bias=True)),  # more than the clusters take: the grid, in two passes
+        pytest.param(64, 8, 9, dict(bias=False, n_head=1), marks=FULL),
+        pytest.param(256, 16, 9, dict(n_embd=32, n_head=4, vocab_size=70), marks=FULL),
+        pytest.param(256, 8, 9, dict(n_embd=64, n_head=16), marks=FULL),  # two units a block
+        pytest.param(128, 8, 9, dict(n_embd=48, n_head=6, vocab_size=3), marks=FULL),  # idle blocks
+        pytest.param(128, 8, 21, dict(n_embd=48, n_head=6, vocab_size=3), marks=FULL),
+        pytest.param(256, 32, 12, dict(n_embd=32, n_head=1, vocab_size=70), marks=FULL),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_no_order_of_the_blocks_changes_a_text(
-    emulated, monkeypatch, threads, team, blocks, count, change, precision
+    emulated, monkeypatch, threads, blocks, count, change, precision
 ):
-    emulated(monkeypatch, threads, team, (blocks,))
+    emulated(monkeypatch, threads, (blocks,))
     model, rounded = tiny.gpt(**change), dict(weights=precision, kv_cache=precision)
     vocab_size = model.config.vocab_size
     uniforms = np.random.default_rng(0).random((6, count)).tolist()
@@ -311,6 +311,9 @@ def test_no_order_of_the_blocks_changes_a_text(
     written = engine.write(range(count), uniforms, 100).tolist()
     assert len(written) == 6
     assert written == [choose(expected, range(count), row) for row in uniforms]
+    close = 1e-4 if precision == "fp32" else 0.02  # a last bit may round a key to the next number of 8 bits
+    for slot in range(count):
+        torch.testing.assert_close(logits(engine, slot), logits(expected, slot), rtol=close, atol=close)
     with pytest.raises(ValueError, match="slot is 0; it must be read first"):
         engine.begin(0, [1])
         engine.write([0], [[0.5]])
@@ -318,7 +321,7 @@ def test_no_order_of_the_blocks_changes_a_text(
 
 @pytest.mark.full
 def test_long_launches_of_processes_take_turns(emulated, monkeypatch):
-    emulated(monkeypatch, 32, 1, (2,))
+    emulated(monkeypatch, 32, (2,))
     engine = open_engine(tiny.gpt(), "cuda", device="cuda")
     prefill(engine, 0, [1])
     long = threading.Thread(target=engine.write, args=([0], [[0.5]], 1.0))

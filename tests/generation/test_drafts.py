@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from dataclasses import replace
@@ -13,12 +14,13 @@ import tiny
 from attention_ext import extension as built
 from attention_ext.parts import PARTS, BuildError
 from generation import draft as drafts
+from generation.distributions import distributions
 from generation.engine import open_engine
 from generation.sampling import Sampling
 from generation.writer import Request, Writer
 from model import load
 from model.checkpoint import Checkpoint
-from model.draft import Draft, code_points
+from model.draft import Draft, code_points, extended, first_hashes
 
 PARTS_HERE = [name for name, part in PARTS.items() if part.operator]
 # Texts of a case in each batch: in the default tests, and in the full set.
@@ -50,15 +52,15 @@ def certain(token: int) -> Draft:
 
 def scrambled(draft: Draft, seed: int) -> Draft:
     """The same contexts with other tokens and probabilities."""
-    rng, records = np.random.default_rng(seed), draft.records.copy()
+    rng, records, V = np.random.default_rng(seed), draft.records.copy(), len(draft.first)
     for begin, end in zip(draft.starts, draft.starts[1:]):
         while begin < end:
             n = records[begin + 1] >> 2
             pairs = records[begin + 3 : begin + 3 + 2 * n].reshape(n, 2)
-            pairs[:, 0] = rng.integers(0, len(draft.first), n)
+            pairs[:, 0] = rng.permutation(V)[:n]
             pairs[:, 1] = rng.integers(0, 256, n)
             begin += 3 + 2 * n
-    return replace(draft, records=records, first=rng.integers(1, 256, len(draft.first)).astype(np.uint8))
+    return replace(draft, records=records, first=rng.integers(1, 256, V).astype(np.uint8))
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +93,12 @@ def any_request(rng: random.Random, vocab: int, longest: int) -> Request:
     )
 
 
-def written(engine, requests: list[Request], seed: int) -> list[tuple]:
-    """The tokens and log-probabilities of all requests, which join and leave at random steps."""
-    rng, writer = random.Random(seed), Writer(engine)
+def written(engine, requests: list[Request], seed: int, seconds: float | None = None) -> list[tuple]:
+    """The tokens and log-probabilities of all requests, which join and leave at random steps.
+
+    seconds: as in Engine.write().
+    """
+    rng, writer = random.Random(seed), Writer(engine, seconds=seconds)
     waiting, growing, done = list(enumerate(requests)), {}, {}
     while waiting or growing:
         while waiting and writer.free and (not growing or rng.random() < 0.4):
@@ -130,6 +135,70 @@ def test_a_draft_changes_no_text(part, kind, model, kinds):
 @pytest.mark.parametrize("options", [{"kv_cache": "bf16"}, {"weights": "int8"}, {"threads": 2}], ids=str)
 def test_nor_in_other_precisions_and_over_threads(options, model, kinds):
     same(model, kinds["own"], FEW, 1, **options)
+
+
+@pytest.mark.parametrize(
+    "threads, blocks, kind, change",
+    [
+        (64, 4, "own", {}),
+        pytest.param(64, 8, "scrambled", dict(n_head=1, bias=True), marks=pytest.mark.full),
+        pytest.param(128, 8, "own", dict(n_embd=48, n_head=6), marks=pytest.mark.full),
+        pytest.param(256, 8, "certain", dict(n_embd=64, n_head=16), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+def test_nor_in_the_cuda_engine(emulated, monkeypatch, threads, blocks, kind, change, precision):
+    """On the CPU; rows of guesses add in another order than a row alone."""
+    gpt = tiny.gpt(block_size=60, **change)
+    model = Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
+    own = drafts.make(model, text_of(model))
+    draft = {"own": own, "scrambled": scrambled(own, 1), "certain": certain(3)}[kind]
+    emulated(monkeypatch, threads, (blocks,))
+    rng, rounded = random.Random(0), dict(weights=precision, kv_cache=precision)
+    plain = dict(repetition_penalty=1, presence_penalty=0, frequency_penalty=0, logit_bias=())
+    for slots in (1, 2):
+        some = [any_request(rng, 11, 30) for _ in range(4)]
+        requests = [
+            replace(each, max_new_tokens=25, context="reset", sampling=replace(each.sampling, **change))
+            for each, change in zip(some, (plain, plain, plain, {}))  # rows of guesses know no penalties
+        ]
+        expected = written(open_engine(model, slots=slots, draft="off", **rounded), requests, 0)
+        engine = open_engine(model, "cuda", device="cuda", slots=slots, draft=draft, **rounded)
+        found = written(engine, requests, 1, seconds=100)
+        for (tokens, logprobs), (other, others) in zip(found, expected):
+            assert tokens == other
+            assert [each.token for each in logprobs] == [each.token for each in others]
+            assert [each.logprob for each in logprobs] == pytest.approx([e.logprob for e in others], abs=1e-3)
+        counts = engine.draft_counts()
+        assert counts.tokens == counts.steps + counts.accepted > counts.steps
+        assert counts.accepted == counts.hits <= counts.guesses <= counts.drafted
+
+
+def test_a_gpus_table_has_the_distributions_of_the_draft(model, kinds):
+    """Of each context that the text has, from the longest one's record to that of no context."""
+    draft = kinds["own"]
+    found, records, V = distributions(draft), draft.unpacked(), len(tiny.VOCABULARY)
+    place = {pair: i for i, pair in reversed(list(enumerate(zip(records.bucket, records.tag))))}
+    rows = set()
+    for context in itertools.product(range(V), repeat=2):
+        p, row, hash_ = (draft.first / 255) ** 2, 0, first_hashes(1)
+        for token in context:  # the latest first
+            hash_ = extended(hash_, np.array([token]))
+            full = int(hash_[0])
+            at = place.get((full >> 64 - records.bits, full >> 20 & 1023))
+            for tag, name in found.contexts[full >> 64 - found.bits].tolist():
+                if name and tag == full & 0xFFFFFFFF:
+                    assert at is not None
+                    row = name
+            if at is None:
+                break
+            pairs = slice(records.first[at], records.first[at] + records.pairs[at])
+            p = p * (records.factor[at] / 128) ** 2
+            p[records.tokens[pairs]] = (records.codes[pairs] / 255) ** 2
+        rows.add(row)
+        assert np.abs(found.codes[row] - 255 * np.sqrt(np.minimum(p, 1))).max() < 0.501  # rounded in float32
+    assert len(rows) > V
 
 
 @pytest.mark.full
@@ -170,6 +239,15 @@ def test_a_draft_holds_no_rare_context(model):
     assert 0 < count <= V
 
 
+def test_a_draft_that_fits_any_context_is_refused_on_a_gpu():
+    tags = np.arange(1024)
+    heads = np.stack([tags & 255, tags >> 8, 128 + 0 * tags], axis=1).astype(np.uint8).ravel()
+    first, starts = np.full(200, 9, np.uint8), np.array([0, 3 * 1024, 6 * 1024], np.uint32)
+    wrong = Draft(np.arange(200, dtype=np.uint32), first, starts, np.tile(heads, 2))
+    with pytest.raises(ValueError, match="the draft fits 8,000,000 contexts; it must be at most 100,000"):
+        distributions(wrong)
+
+
 def test_drafts_that_do_not_fit_are_refused_or_ignored(model, kinds):
     own = kinds["own"]
     for wrong in (
@@ -182,6 +260,8 @@ def test_drafts_that_do_not_fit_are_refused_or_ignored(model, kinds):
     ):
         with pytest.warns(UserWarning, match="the draft is ignored"):
             assert open_engine(model, draft=wrong).draft is None
+        with pytest.raises(ValueError, match="the draft|a record of the draft"):
+            distributions(wrong)
     for value, engine in (("nowhere", "native"), ("shakes128", "native"), (own, "torch")):
         with pytest.raises(ValueError, match="draft"):
             open_engine(model, engine, draft=value)

@@ -108,6 +108,29 @@ __device__ inline void filter(double top_k, double typical_p, double top_p, doub
     UNROLLED(e, EACH) of_lane[e] = weight[e] >= least ? float(weight[e]) : 0;
 }
 
+// The token that `uniform` falls on among weights, 0 where a token is left out; -1 if all are. By one warp.
+__device__ inline int pick(const float (&weight)[EACH], float uniform) {
+    const int lane = threadIdx.x % LANES, first = lane * EACH;
+    float sum = 0;
+    UNROLLED(e, EACH) sum += weight[e];
+    float before = sum;  // the sum of all lanes up to this one
+#pragma unroll
+    for (int far = 1; far < LANES; far *= 2) {
+        const float other = __shfl_sync(~0u, before, max(lane - far, 0));
+        if (lane >= far) before += other;
+    }
+    const float point = uniform * __shfl_sync(~0u, before, LANES - 1);
+    float reached = before - sum;
+    int found = VOCAB, last = -1;  // last: if rounding leaves a remainder
+    UNROLLED(e, EACH) {
+        if (weight[e] == 0) continue;
+        reached += weight[e], last = first + e;
+        if (found == VOCAB && reached > point) found = first + e;
+    }
+    found = __reduce_min_sync(~0u, found);
+    return found < VOCAB ? found : __reduce_max_sync(~0u, last);
+}
+
 // The token that `uniform` falls on, by generation/csrc/sampling.cpp's rules; -1 if the logits hold NaN, or the
 // largest is infinite. By one warp. memory: VOCAB numbers.
 __device__ inline int choose(const float* logits, const double* settings, const double* bias, const int* seen,
@@ -156,23 +179,5 @@ __device__ inline int choose(const float* logits, const double* settings, const 
     UNROLLED(e, EACH) kept[e] = expf(below[e] * inverse);
     if (top_k > 0 || typical_p < 1 || top_p < 1 || min_p > 0)
         filter(top_k, typical_p, top_p, min_p, memory, kept);
-
-    float sum = 0;
-    UNROLLED(e, EACH) sum += kept[e];
-    float before = sum;  // the sum of all lanes up to this one
-#pragma unroll
-    for (int far = 1; far < LANES; far *= 2) {
-        const float other = __shfl_sync(~0u, before, max(lane - far, 0));
-        if (lane >= far) before += other;
-    }
-    const float point = float(uniform) * __shfl_sync(~0u, before, LANES - 1);
-    float reached = before - sum;
-    int found = VOCAB, last = -1;  // last: if rounding leaves a remainder
-    UNROLLED(e, EACH) {
-        if (kept[e] == 0) continue;
-        reached += kept[e], last = first + e;
-        if (found == VOCAB && reached > point) found = first + e;
-    }
-    found = __reduce_min_sync(~0u, found);
-    return found < VOCAB ? found : __reduce_max_sync(~0u, last);
+    return pick(kept, float(uniform));
 }

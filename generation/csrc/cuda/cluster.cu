@@ -11,17 +11,22 @@
 // A number is summed in the same order whatever other texts a pass of this many holds. grid.cu reads the
 // prompts.
 //
+// With DRAFTS the TEXTS of a pass are rows of one text: its pending token and the guesses of the next ones. All
+// blocks guess the same. A wrong guess is forgotten, and the next row overwrites its key and value.
+//
 // Why no block overwrites what another still reads, or completes its barrier too soon: all phases but the first
 // need data of all blocks, which come after these have read the data of the phase before. So a block is at most
 // two phases ahead of another, or three at a choice, and four barriers in turn are enough. What it stores goes
 // to another buffer than those that the blocks behind still read.
 //
 // Macros beside those of decoder.h: BLOCKS of a cluster; TEAM, the warps that attend to a text together; STRIP,
-// a lane's keys at a time.
-#include "choose.h"
+// a lane's keys at a time; DRAFTS.
+#include "guess.h"
 #include "ptx.h"
 
-constexpr int TEAMS = WARPS / TEAM;  // warps that attend to a text together
+constexpr int TEAMS = WARPS / TEAM;           // warps that attend to a text together
+constexpr int TOGETHER = DRAFTS ? TEXTS : 1;  // rows that see the same keys, which they load once
+static_assert(TEAMS == 1 || !DRAFTS, "all warps attend to the rows of a text");
 
 // A block collects its results for several texts before it sends them. Those of one text go as they are found.
 constexpr bool COLLECTED = TEXTS > 1;
@@ -211,7 +216,7 @@ __device__ inline void products(const Weight (&matrix)[rows][K], int texts, cons
     float sums[count][numbers] = {};
     UNROLLED(piece, Of::pieces) {
         const int k = Of::input(piece);
-        if (K % (4 * Of::lanes) != 0 && k >= K) break;
+        if (K % (4 * Of::lanes) != 0 && k >= K) continue;  // the pieces of some lanes are in another order
         const float4 w = load4(weights + k);
         UNROLLED(t, TEXTS) {
             float& sum = sums[t / numbers][t % numbers];
@@ -260,7 +265,7 @@ __device__ inline Row<Of> centred(const Norm& norm, int t, float& squares) {
     squares = 0;
     UNROLLED(i, Of::pieces) {
         const int k = Of::input(i);
-        if (k >= WIDTH) break;
+        if (k >= WIDTH) continue;
         float4& x = row.at[i];
         x = {x.x - mean, x.y - mean, x.z - mean, x.w - mean};
         squares += dot(0, x, x);
@@ -280,7 +285,7 @@ __device__ inline void normalise(const Norm& norm) {
         const float scale = inverse_deviation(sum<1, LANES>(squares));
         UNROLLED(i, Of::pieces) {
             const int k = Of::input(i);
-            if (k >= WIDTH) break;
+            if (k >= WIDTH) continue;
             const float4 x = row.at[i];
             float4 y = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
 #if BIAS
@@ -357,44 +362,61 @@ __device__ inline void attend(const Work& work, int layer, int texts, unsigned b
         if (UNITS % BLOCKS != 0 && unit >= UNITS) break;
         const int head = unit / SPLITS, first = first_key(unit);
 #pragma unroll 1
-        for (int t = team; t < texts; t += TEAMS) {
-            const int cached = s.length[t], keys = cached + (s.token[t] >= 0);
-            const float4 q = load4(&s.qkv[mine][t][0][4 * part]);
-            const float4 k_new = rounded(load4(&s.qkv[mine][t][1][4 * part]));  // the key that this step adds
-            const float4 v_new = rounded(load4(&s.qkv[mine][t][2][4 * part]));
-            float m = -INF, l = 0;
-            float4 o = {};
+        for (int t0 = team * TOGETHER; t0 < texts; t0 += TEAMS * TOGETHER) {
+            // The first key that this step adds, and the end of those that a row sees.
+            const int added = s.length[t0], ends = added + (s.token[t0] >= 0);
+            const int end = DRAFTS ? added + texts : ends;
+            const float4 k_new = rounded(load4(&s.qkv[mine][t0][1][4 * part]));
+            const float4 v_new = rounded(load4(&s.qkv[mine][t0][2][4 * part]));
+            float4 q[TOGETHER], o[TOGETHER];
+            float m[TOGETHER], l[TOGETHER];
+            UNROLLED(r, TOGETHER) {
+                q[r] = load4(&s.qkv[mine][t0 + r][0][4 * part]);
+                m[r] = -INF, l[r] = 0, o[r] = {};
+            }
 #pragma unroll 1
-            for (int j0 = first; j0 < keys; j0 += STRIP * ROUND) {
-                float score[STRIP], highest = m;
+            for (int j0 = first; j0 < end; j0 += STRIP * ROUND) {
+                float score[TOGETHER][STRIP], highest[TOGETHER];
+                UNROLLED(r, TOGETHER) highest[r] = m[r];
                 UNROLLED(i, STRIP) {
                     const int j = j0 + i * ROUND + lane / PARTS;
-                    if (j == cached) strip.k[i] = k_new, strip.v[i] = v_new;
-                    const float product = sum<1, PARTS>(dot(0, q, strip.k[i]));
-                    score[i] = j < keys ? product : -INF;
-                    highest = fmaxf(highest, score[i]);
+                    if (j == added) strip.k[i] = k_new, strip.v[i] = v_new;
+                    if (DRAFTS && j > added && j < end) {
+                        strip.k[i] = rounded(load4(&s.qkv[mine][j - added][1][4 * part]));
+                        strip.v[i] = rounded(load4(&s.qkv[mine][j - added][2][4 * part]));
+                    }
+                    UNROLLED(r, TOGETHER) {
+                        const float product = sum<1, PARTS>(dot(0, q[r], strip.k[i]));
+                        score[r][i] = j < ends + r ? product : -INF;
+                        highest[r] = fmaxf(highest[r], score[r][i]);
+                    }
                 }
-                const float correction = exp2_approx(m - subtrahend(highest));
-                m = highest, l *= correction;
-                o.x *= correction, o.y *= correction, o.z *= correction, o.w *= correction;
-                UNROLLED(i, STRIP) {
-                    const float p = exp2_approx(score[i] - subtrahend(m));
-                    const float4 v = strip.v[i];
-                    l += p;
-                    o.x = fmaf(p, v.x, o.x), o.y = fmaf(p, v.y, o.y);
-                    o.z = fmaf(p, v.z, o.z), o.w = fmaf(p, v.w, o.w);
+                UNROLLED(r, TOGETHER) {
+                    const float correction = exp2_approx(m[r] - subtrahend(highest[r]));
+                    m[r] = highest[r], l[r] *= correction;
+                    o[r].x *= correction, o[r].y *= correction, o[r].z *= correction, o[r].w *= correction;
+                    UNROLLED(i, STRIP) {
+                        const float p = exp2_approx(score[r][i] - subtrahend(m[r]));
+                        const float4 v = strip.v[i];
+                        l[r] += p;
+                        o[r].x = fmaf(p, v.x, o[r].x), o[r].y = fmaf(p, v.y, o[r].y);
+                        o[r].z = fmaf(p, v.z, o[r].z), o[r].w = fmaf(p, v.w, o[r].w);
+                    }
                 }
-                if (j0 + STRIP * ROUND < keys) strip = load_strip(work, layer, head, t, j0 + STRIP * ROUND);
+                if (j0 + STRIP * ROUND < end) strip = load_strip(work, layer, head, t0, j0 + STRIP * ROUND);
             }
-            if (t + TEAMS < texts) strip = load_strip(work, layer, head, t + TEAMS, first);
-            const float all = largest<PARTS, LANES>(m), factor = exp2_approx(m - subtrahend(all));
-            float* output = MERGED ? &s.various[t][warp * PARTIAL] : s.results[unit].output[t];
-            float* state = MERGED ? output + HEAD_DIM : s.results[unit].state[t];
-            const float4 sums = {sum<PARTS, LANES>(o.x * factor), sum<PARTS, LANES>(o.y * factor),
-                                 sum<PARTS, LANES>(o.z * factor), sum<PARTS, LANES>(o.w * factor)};
-            const float total = sum<PARTS, LANES>(l * factor);
-            if (lane < PARTS) *reinterpret_cast<float4*>(output + 4 * part) = sums;
-            if (lane == 0) state[0] = all, state[1] = total;
+            if (t0 + TEAMS * TOGETHER < texts)
+                strip = load_strip(work, layer, head, t0 + TEAMS * TOGETHER, first);
+            UNROLLED(r, TOGETHER) {
+                const float all = largest<PARTS, LANES>(m[r]), factor = exp2_approx(m[r] - subtrahend(all));
+                float* output = MERGED ? &s.various[t0 + r][warp * PARTIAL] : s.results[unit].output[t0 + r];
+                float* state = MERGED ? output + HEAD_DIM : s.results[unit].state[t0 + r];
+                const float4 sums = {sum<PARTS, LANES>(o[r].x * factor), sum<PARTS, LANES>(o[r].y * factor),
+                                     sum<PARTS, LANES>(o[r].z * factor), sum<PARTS, LANES>(o[r].w * factor)};
+                const float total = sum<PARTS, LANES>(l[r] * factor);
+                if (lane < PARTS) *reinterpret_cast<float4*>(output + 4 * part) = sums;
+                if (lane == 0) state[0] = all, state[1] = total;
+            }
         }
         if (MERGED) {
             __syncthreads();
@@ -584,6 +606,84 @@ __device__ inline void step(const Work& work, int texts, Exchange& exchange) {
     exchange.wait(HEAD);
 }
 
+#if DRAFTS
+// Writes the tokens of a text. Block t chooses the token after row t, as if all guesses up to it were right.
+__device__ inline void write_with_drafts(const Work& work, int number, Exchange& exchange) {
+    Shared& s = own();
+    const int block = rank(), thread = threadIdx.x, lane = thread % LANES;
+    const Text text = work.texts[number];
+    const long long at = (long long)text.slot * VOCAB;
+    float* found = s.various[block % TEXTS];
+    auto* memory = reinterpret_cast<double*>(found + WEIGHTS);
+    int held = text.length, pending = text.token, passes = 0, drafted = 0, guesses = 0;
+    int known = min(held, CONTEXT - 1);
+    unsigned long long recent = unsigned(text.flags);
+    const auto add = [&](int token) { recent = recent << 8 | unsigned(token), known++; };
+    if (pending >= 0) add(pending);
+    __syncthreads();
+    if (thread < SETTINGS) s.settings[thread] = work.sampling[text.slot * SETTINGS + thread];
+    sync_cluster();  // the first row may only choose, and other blocks' choices must come after this
+    const Taste taste = taste_of(s.settings);
+    double uniforms = 0;  // a lane's, of the tokens from `loaded` on
+    int loaded = -LANES;
+    for (int done = 0; done < work.rows;) {
+        const bool reads = pending >= 0;
+        const int rows = reads ? min(min(TEXTS, work.rows - done), work.capacity - held) : 1;
+        if (done + rows > loaded + LANES) {
+            loaded = done;
+            const int row = min(loaded + lane, work.rows - 1);
+            if (thread < LANES) uniforms = work.uniforms[row * work.count + number];
+        }
+        if (thread < LANES) {
+            unsigned long long tokens = recent;
+            for (int row = 1; row < rows; row++) {
+                const float drawn = __shfl_sync(~0u, float(uniforms), done - loaded + row - 1);
+                const int token = guess(work, tokens, known + row - 1, drawn, taste, s.settings, memory);
+                tokens = tokens << 8 | unsigned(token);
+                if (lane == 0) s.token[row] = token;
+            }
+        }
+        if (thread == 0) s.token[0] = pending;
+        if (thread < TEXTS) s.slot[thread] = text.slot, s.length[thread] = held + thread;
+        __syncthreads();
+        if (reads) step(work, rows, exchange);
+        int token = 0;
+        const bool chooses = block < rows && thread < LANES;
+        if (chooses) {
+            for (int i = lane; i < VOCAB && !reads; i += LANES) found[i] = work.logits[at + i];
+            __syncwarp();
+            token = choose(found, s.settings, work.bias + at, work.seen + at, work.written + at,
+                           from_lane(uniforms, done - loaded + block), memory);
+            if (lane < BLOCKS) exchange.store(&s.next[block], lane, __int_as_float(max(token, 0)));
+        }
+        exchange.expect(rows * int(sizeof(int)));
+        exchange.wait(SAMPLING);
+        int right = 0;  // guesses
+        while (right + 1 < rows && s.next[right] == s.token[right + 1]) right++;
+        if (chooses && block <= right) {
+            const int row = done + block, place = row * work.count + number;
+            for (int i = lane; i < VOCAB; i += LANES) {
+                if (work.every) work.every[(long long)place * VOCAB + i] = found[i];
+                if (row + 1 == work.rows) work.logits[at + i] = found[i];
+            }
+            if (lane == 0) {
+                work.chosen[place] = token;
+                if (token >= 0) count_token(work, at + token);
+            }
+        }
+        for (int i = 0; i <= right; i++) add(s.next[i]);
+        pending = s.next[right];
+        held += reads ? right + 1 : 0, done += right + 1;
+        passes++, drafted += rows - 1, guesses += min(right + 1, rows - 1);
+        __syncthreads();  // the guesses are compared before the next ones are made
+    }
+    if (block == 0 && thread == 0) {
+        int* drafts = work.drafts + 3 * number;
+        drafts[0] = passes, drafts[1] = drafted, drafts[2] = guesses;
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Work work) {
     Shared& s = own();
     const int block = rank(), clusters = gridDim.x / BLOCKS, cluster = blockIdx.x / BLOCKS;
@@ -599,6 +699,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         sync_cluster();
     }
     Exchange exchange;
+#if DRAFTS
+    for (int text = cluster; text < work.count; text += clusters) write_with_drafts(work, text, exchange);
+#else
     for (int start = cluster * TEXTS; start < work.count; start += clusters * TEXTS) {
         const int texts = TEXTS == 1 ? 1 : min(TEXTS, work.count - start);
         __syncthreads();
@@ -645,6 +748,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
             exchange.wait(SAMPLING);
         }
     }
+#endif
     report(s, work);
     sync_cluster();  // no block ends while another may store into its shared memory
 }

@@ -33,7 +33,8 @@ enum Phase { EMBEDDING, QKV, ATTENTION, PROJECTION, MLP_UP, MLP_DOWN, HEAD, SAMP
 struct Weights;  // of each kernel its own
 
 // A text, or a token of a prompt. length: tokens in the cache. token: the one to be read next; -1 if the logits
-// are known.
+// are known. flags: of a prompt's token; of a text with drafts the four tokens before `token`, or of the cache
+// if there is none, a byte each, the latest one lowest.
 struct __align__(16) Text {
     int slot, length, token, flags;
 };
@@ -55,7 +56,10 @@ struct Work {
     int* chosen;             // (rows, count); -1 where the logits hold NaN, or the largest is infinite
     long long* cycles;       // (PHASES) of the first block
     unsigned* arrived;       // (blocks of the grid) or, for prompts, (1) of announce(), 0 at first
-    int count, rows, capacity;
+    const uint2* contexts;   // of generation/distributions.py
+    const unsigned* codes;   // a row of all lanes, a lane's in words of four
+    int* drafts;  // (count, 3): passes, guesses that were rows of them, and those whose token was then chosen
+    int count, rows, capacity, context_bits;
     int leading;  // blocks of the grid whose attention comes before that of the others
     float scale;  // of the scores, times log2(e)
 };

@@ -83,7 +83,7 @@ def test_the_cuda_engine_serves_the_same_texts(emulated, extension, tmp_path, mo
     found = {}
     for device in ("cpu", "cuda"):
         if device == "cuda":
-            emulated(monkeypatch, 32, 1, (2,))
+            emulated(monkeypatch, 32, (2,))
         settings = Settings(("tiny",), device=device, slots=3)
         with serving(settings, {"tiny": checkpoint}) as client, ThreadPoolExecutor() as threads:
             made = [threads.submit(client.complete, model="tiny", **each) for each in fields]

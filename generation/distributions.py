@@ -1,0 +1,76 @@
+"""A draft's contexts with whole distributions, for a GPU: one look-up gives all tokens' probabilities."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.draft import Draft, extended, first_hashes
+
+BUCKETS = 4  # on the GPU for each of the draft's
+WAYS = 4  # contexts of a bucket, as in csrc/cuda/guess.h
+TAGS = 1024  # of the draft
+SIEVE = 1 << 20  # most names that are not the draft's are not here either
+MOST = 5  # tokens of a context
+MOST_CONTEXTS = 100_000  # of a length; a file holds fewer
+
+
+class Distributions(NamedTuple):
+    """contexts (buckets, WAYS, 2): the lower half of a context's hash, and its row of `codes`; 0 for none.
+
+    codes (rows, V): the codes of the probabilities, as in NgramTables; the first row is that of no context.
+    The upper `bits` bits of a hash name its bucket.
+    """
+
+    contexts: NDArray[np.uint32]
+    codes: NDArray[np.uint8]
+    bits: int
+
+
+def distributions(draft: Draft) -> Distributions:
+    """All contexts of a draft that follow from shorter ones. Raises ValueError if the tables are damaged.
+
+    A record does not tell its context, so all contexts with one more token in front are looked for. One that
+    finds its bucket full is left out.
+    """
+    records, V = draft.unpacked(), len(draft.first)
+    names, record = np.unique(records.bucket * TAGS + records.tag, return_index=True)
+    sieve = np.zeros(SIEVE, bool)
+    sieve[names % SIEVE] = True
+    hashes = [first_hashes(1)]  # of the contexts of each length
+    shares: list[NDArray[Any]] = [_square(draft.first / np.float32(255))[None]]
+    for _ in range(MOST if len(names) else 0):
+        longer = extended(hashes[-1][:, None], np.arange(V)).ravel()
+        name = (longer >> np.uint64(64 - records.bits)).astype(np.int64) * TAGS
+        name += (longer >> np.uint64(20)).astype(np.int64) % TAGS
+        at = np.flatnonzero(sieve[name % SIEVE])
+        place = np.minimum(np.searchsorted(names, name[at]), len(names) - 1)
+        held = names[place] == name[at]
+        at, of = at[held], record[place[held]]
+        if len(at) > MOST_CONTEXTS:  # nearly all tags are taken
+            raise ValueError(f"the draft fits {len(at):,} contexts; it must be at most {MOST_CONTEXTS:,}")
+        made = shares[-1][at // V] * _square(records.factor[of] / np.float32(128))[:, None]
+        count = records.pairs[of]
+        pair = np.repeat(records.first[of] - np.cumsum(count) + count, count) + np.arange(count.sum())
+        made[np.repeat(np.arange(len(of)), count), records.tokens[pair]] = _square(
+            records.codes[pair] / np.float32(255)
+        )
+        hashes.append(longer[at])
+        shares.append(made)
+    all_hashes, all_shares = np.concatenate(hashes), np.concatenate(shares)
+    bits = records.bits + BUCKETS.bit_length() - 1
+    bucket = (all_hashes[1:] >> np.uint64(64 - bits)).astype(np.int64)
+    order = np.argsort(bucket, kind="stable")
+    way = np.arange(len(order)) - np.searchsorted(bucket[order], bucket[order])
+    order, way = order[way < WAYS], way[way < WAYS]
+    contexts = np.zeros((1 << bits, WAYS, 2), np.uint32)
+    contexts[bucket[order], way, 0] = all_hashes[1:][order] & np.uint64(0xFFFFFFFF)
+    contexts[bucket[order], way, 1] = order + 1
+    codes = np.rint(255 * np.sqrt(np.clip(all_shares, 0, 1))).astype(np.uint8)
+    return Distributions(contexts, codes, bits)
+
+
+def _square(root: NDArray[Any]) -> NDArray[np.float32]:
+    return np.square(root, dtype=np.float32)
