@@ -537,7 +537,7 @@ class CudaEngine(Slots):
             layout: self._uploaded(layout.pack(tensors)) for layout in (*self._clusters, self._grid)
         }
         self._weights[self._reader] = self._weights[self._grid]
-        for layout in self._clusters[:1]:
+        for layout in self._clusters:
             self._weights[replace(layout, drafts=True)] = self._weights[layout]
         self._tokens = self._uploaded(tensors[EMBEDDING])
         self._positions = self._uploaded(tensors["transformer.wpe.weight"][:capacity])

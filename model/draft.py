@@ -38,7 +38,7 @@ def extended(hashes: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[n
 
 
 class Records(NamedTuple):
-    """The contexts of a draft, in the order of their buckets.
+    """The contexts of a draft: the first one of each bucket, then the second ones, and so on.
 
     bits: of a bucket's number. bucket, tag, factor (contexts): as in NgramTables. first, pairs (contexts):
     where its pairs begin, and how many it has. tokens, codes (of all pairs).
