@@ -537,7 +537,7 @@ class CudaEngine(Slots):
             layout: self._uploaded(layout.pack(tensors)) for layout in (*self._clusters, self._grid)
         }
         self._weights[self._reader] = self._weights[self._grid]
-        for layout in self._clusters:
+        for layout in self._clusters[:1]:
             self._weights[replace(layout, drafts=True)] = self._weights[layout]
         self._tokens = self._uploaded(tensors[EMBEDDING])
         self._positions = self._uploaded(tensors["transformer.wpe.weight"][:capacity])
@@ -794,10 +794,11 @@ class CudaEngine(Slots):
         if count not in self._launches:
             self._launches[count] = self._launch_of(count)
         plain = self._launches[count]
-        if self.draft is None or plain.texts > 1 or not isinstance(plain.layout, Cluster):
+        # In clusters of eight, for more texts in bf16, a pass of four rows gains nothing on an H100.
+        if self.draft is None or plain.texts > 1 or plain.layout not in self._clusters[:1]:
             return plain
         if plain not in self._drafted:
-            layout = replace(plain.layout, drafts=True)
+            layout = replace(self._clusters[0], drafts=True)
             rows = min(DRAFT_ROWS, layout.most_texts(self._gpu.shared))
             self._drafted[plain] = plain if rows < 2 else Launch(layout, rows, plain.blocks, plain.leading)
         if any(self._settings["sampling"][slot][ADJUSTED] for slot in slots):

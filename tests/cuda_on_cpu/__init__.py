@@ -66,10 +66,7 @@ class Driver:
 
 
 class Gpu:
-    """A GPU of two of the first clusters, four of others or five blocks at most.
-
-    directory: where kernels are built.
-    """
+    """A GPU of two clusters or five blocks at most. directory: where kernels are built."""
 
     name, capability, shared, stream, hertz = "the CPU", (9, 0), 227 * 1024, None, 10**9
     cache, memory, multiprocessors, identity = 10**7, 1 << 20, 3, "none"
@@ -81,7 +78,7 @@ class Gpu:
         pass
 
     def clusters(self, layout: cuda.Cluster) -> int:
-        return 2 if layout.blocks == cuda.CLUSTERS[0] else 4
+        return 2
 
     def resident(self, layout: cuda.Grid, texts: int) -> int:
         return 5

@@ -138,27 +138,26 @@ def test_nor_in_other_precisions_and_over_threads(options, model, kinds):
 
 
 @pytest.mark.parametrize(
-    "threads, clusters, kind, change",
+    "threads, blocks, kind, change",
     [
-        (64, (4,), "own", {}),
-        pytest.param(64, (8,), "scrambled", dict(n_head=1, bias=True), marks=pytest.mark.full),
-        pytest.param(64, (8, 4), "own", {}, marks=pytest.mark.full),  # three texts have smaller clusters
-        pytest.param(128, (8,), "own", dict(n_embd=48, n_head=6), marks=pytest.mark.full),
-        pytest.param(256, (8,), "certain", dict(n_embd=64, n_head=16), marks=pytest.mark.full),
+        (64, 4, "own", {}),
+        pytest.param(64, 8, "scrambled", dict(n_head=1, bias=True), marks=pytest.mark.full),
+        pytest.param(128, 8, "own", dict(n_embd=48, n_head=6), marks=pytest.mark.full),
+        pytest.param(256, 8, "certain", dict(n_embd=64, n_head=16), marks=pytest.mark.full),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-def test_nor_in_the_cuda_engine(emulated, monkeypatch, threads, clusters, kind, change, precision):
+def test_nor_in_the_cuda_engine(emulated, monkeypatch, threads, blocks, kind, change, precision):
     """On the CPU; rows of guesses add in another order than a row alone."""
     gpt = tiny.gpt(block_size=60, **change)
     model = Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
     own = drafts.make(model, text_of(model))
     draft = {"own": own, "scrambled": scrambled(own, 1), "certain": certain(3)}[kind]
-    emulated(monkeypatch, threads, clusters)
+    emulated(monkeypatch, threads, (blocks,))
     rng, rounded = random.Random(0), dict(weights=precision, kv_cache=precision)
     plain = dict(repetition_penalty=1, presence_penalty=0, frequency_penalty=0, logit_bias=())
-    for slots in (1, len(clusters) + 1):
+    for slots in (1, 2):
         some = [any_request(rng, 11, 30) for _ in range(4)]
         requests = [
             replace(each, max_new_tokens=25, context="reset", sampling=replace(each.sampling, **change))
