@@ -48,9 +48,8 @@ STRIPS = {8: 2, 4: 2, 2: 4, 1: 6}
 # Rows of a pass with drafts. On an H100 a pass of four takes 1.8 times one of a row and writes 2.55 tokens of
 # shakes256; a fifth row adds 0.2 tokens, 8 %, and takes 13 % longer.
 DRAFT_ROWS = 4
-DRAFT_PRICE = 1.8  # of such a pass, over one of a row, until both were measured
-LEAST_ROWS = 32  # of a launch whose time tells something
-RETRIED = 32  # launches, until the slower way is tried again
+DRAFT_PRICE = 1.8  # of such a pass, over one of a row; a text whose passes give fewer tokens has no drafts
+TRIED = 32  # tokens of a text, before its drafts are judged
 TAIL = 5  # tokens of a text that its draft sees
 MOST_TEXTS = 5  # of a cluster's pass: what shared memory has room for beside shakes256 in float32
 GRID_TEXTS = (1, 2, 4, 8)  # of a block of the grid: with more, the registers do not suffice for two blocks
@@ -209,7 +208,7 @@ class Cluster(Layout):
     def attending(self, texts: int) -> tuple[int, int]:
         """(warps that attend to a text together, a lane's keys at a time) of passes of this many texts.
 
-        All warps attend at once: to one text, or to several.
+        As many warps as possible attend at once: to one text, or to several.
         """
         warps = THREADS // LANES
         team = warps if self.drafts else max(1, warps >> (texts - 1).bit_length())
@@ -505,11 +504,11 @@ class Memory:
 class CudaEngine(Slots):
     """An Engine on the first GPU. Its calls take turns.
 
-    A number is summed in the same order whatever else is written, so a text's bits depend on the batch only
-    in whether a cluster writes it, with few others, or the grid. clocks: whether cycles() has something to
-    tell. draft: what guesses the next tokens of few texts, each in a cluster of its own; one with damaged
-    tables is ignored with a warning. The other arguments and the errors are those of open_engine(), and
-    Unfit.
+    A number is summed in the same order whatever other texts a launch of the same kind holds. So a text's
+    last bits depend on the kind only: alone in a cluster, with drafts or without, among others there, or in
+    the grid. clocks: whether cycles() has something to tell. draft: what guesses the next tokens of few
+    texts, each in a cluster of its own; one with damaged tables is ignored with a warning. The other
+    arguments and the errors are those of open_engine(), and Unfit.
     """
 
     name = "cuda"
@@ -565,20 +564,18 @@ class CudaEngine(Slots):
         self._work_at = (ctypes.c_void_p * 1)(ctypes.addressof(self._work))
         self._launches: dict[int, Launch] = {}  # of so many texts; to find one takes longer than a token
         self._row_seconds: dict[Launch, float] = {}
-        self._ran: set[Launch] = set()  # the first launch takes longer
         self._tails = np.zeros((slots, TAIL), np.int64)  # of each slot the last tokens, the latest one last
         self._drafted: dict[Launch, Launch] = {}  # of one without drafts
-        self._paces: dict[bool, float] = {}  # seconds of a token with drafts, and without
-        self._calls = 0  # of write()
+        self._gains = np.zeros((slots, 2))  # of each slot's text: tokens with drafts, and their passes
         self._tables: tuple[Memory, ...] = ()
         self._drafts = np.zeros(5)  # passes, tokens, rows of guesses, guesses that were compared; seconds
         self._counted = np.zeros((0, 3), np.int32)  # of the last launch, as struct Work has them
-        self._measured = False  # whether the pace without drafts was
         try:
             self.set_draft(draft)
         except ValueError as error:
             warnings.warn(f"{error}; the draft is ignored", stacklevel=3)
-        on.kernel(*self._way([0])[:2])  # compiled now, not while the first text waits
+        for way in {self._way([0]), self._launches[1]}:
+            on.kernel(*way[:2])  # compiled now, not while the first text waits
 
     @property
     def description(self) -> str:
@@ -618,6 +615,8 @@ class CudaEngine(Slots):
             del self._begun[slot]
             self._lengths[slot] = len(ids)
             self._tails[slot, -len(ids) :] = ids[-TAIL:]
+            if not continues:
+                self._gains[slot] = 0
         return True
 
     def _read_prompts(self) -> None:
@@ -694,7 +693,11 @@ class CudaEngine(Slots):
             chosen = self._launch(launch, texts, numbers[:rows], scored, seconds > SECONDS)
             self._lengths[at], self._pending[at] = held + rows - 1, chosen[-1]
             self._tails[at] = np.concatenate([self._tails[at], chosen[-TAIL:].T], axis=1)[:, -TAIL:]
-            self._learn(launch, rows)
+            if launch.drafts:
+                passes, drafted, guesses = self._counted.sum(0).tolist()
+                self._drafts += passes, chosen.size, drafted, guesses, rows * self._row_seconds[launch]
+                self._gains[at, 0] += rows
+                self._gains[at, 1] += self._counted[:, 0]
             if scored:
                 every = self._every_logits(chosen.size).reshape(*chosen.shape, -1)
                 self._score(slots, chosen, every)
@@ -709,7 +712,7 @@ class CudaEngine(Slots):
             self._read_prompts()
             for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
                 self._copy_to_run(source, run)
-            for kept in (self._lengths, self._pending, self._tails):
+            for kept in (self._lengths, self._pending, self._tails, self._gains):
                 kept[at] = kept[source]
             for slot in self._begun.keys() & set(targets):
                 del self._begun[slot]
@@ -754,8 +757,9 @@ class CudaEngine(Slots):
         return made
 
     def set_draft(self, draft: Draft | None) -> None:
-        """Guess tokens by this draft from now on, or not at all. It changes no text.
+        """Guess tokens by this draft from now on, or not at all.
 
+        It changes the last bits of logits, and no text but where a number falls within them of a boundary.
         Raises ValueError if its tables are damaged, or for another vocabulary.
         """
         self.draft: Draft | None = None
@@ -773,7 +777,6 @@ class CudaEngine(Slots):
             self._tables = self._uploaded(contexts), self._uploaded(codes)
             self._work.contexts, self._work.codes = (table.address for table in self._tables)
             self._work.context_bits = bits
-            self._paces.clear()
         self.draft = draft
 
     def draft_counts(self) -> DraftCounts:
@@ -786,9 +789,10 @@ class CudaEngine(Slots):
         return DraftCounts(passes, int(tokens), int(guesses), accepted, int(drafted), accepted, 0, seconds, 0)
 
     def _way(self, slots: Sequence[int]) -> Launch:
-        """How these texts are written: with drafts, if each has a cluster of its own and that is faster.
+        """How these texts are written: with drafts, if each has a cluster of its own and guesses hit.
 
-        Penalties count the tokens before a row, which a row of guesses does not know.
+        Penalties count the tokens before a row, which a row of guesses does not know; adjusted logits have no
+        drafts. No time decides, so that a seed's text is the same each time.
         """
         count = len(slots)
         if count not in self._launches:
@@ -803,25 +807,10 @@ class CudaEngine(Slots):
             self._drafted[plain] = plain if rows < 2 else Launch(layout, rows, plain.blocks, plain.leading)
         if any(self._settings["sampling"][slot][ADJUSTED] for slot in slots):
             return plain
-        self._calls += 1
-        with_drafts, without = (self._paces.get(drafts, 0) for drafts in (True, False))
-        slower = with_drafts > without and self._calls % RETRIED > 0
-        return plain if slower else self._drafted[plain]
-
-    def _learn(self, launch: Launch, rows: int) -> None:
-        """Take the time of a launch and the counts of its drafts."""
-        seconds = self._row_seconds[launch]
-        told = launch in self._ran and rows >= LEAST_ROWS  # the call takes as long as some rows
-        self._ran.add(launch)
-        if told:
-            self._paces[launch.drafts] = seconds
-        if launch.drafts:
-            passes, drafted, guesses = self._counted.sum(0).tolist()
-            self._drafts += passes, rows * len(self._counted), drafted, guesses, rows * seconds
-            if told and not self._measured:
-                self._paces[False] = rows * seconds / self._counted[:, 0].max() / DRAFT_PRICE
-        elif told:
-            self._measured = True
+        tokens, passes = self._gains[list(slots)].sum(0)
+        if tokens >= TRIED * count and tokens < DRAFT_PRICE * passes:
+            return plain
+        return self._drafted[plain]
 
     def _launch_of(self, count: int) -> Launch:
         """What writes so many texts: one pass of clusters, if they suffice, else the grid."""

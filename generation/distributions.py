@@ -14,7 +14,7 @@ WAYS = 4  # contexts of a bucket, as in csrc/cuda/guess.h
 TAGS = 1024  # of the draft
 SIEVE = 1 << 20  # most names that are not the draft's are not here either
 MOST = 5  # tokens of a context
-MOST_CONTEXTS = 100_000  # of a length; a file holds fewer
+MOST_CONTEXTS = 100_000  # with those that only have the name of another; a shipped draft has 24,000
 
 
 class Distributions(NamedTuple):
@@ -49,8 +49,8 @@ def distributions(draft: Draft) -> Distributions:
         place = np.minimum(np.searchsorted(names, name[at]), len(names) - 1)
         held = names[place] == name[at]
         at, of = at[held], record[place[held]]
-        if len(at) > MOST_CONTEXTS:  # nearly all tags are taken
-            raise ValueError(f"the draft fits {len(at):,} contexts; it must be at most {MOST_CONTEXTS:,}")
+        if (fits := sum(map(len, hashes)) + len(at)) > MOST_CONTEXTS:  # nearly all tags are taken
+            raise ValueError(f"the draft fits {fits:,} contexts; it must be at most {MOST_CONTEXTS:,}")
         made = shares[-1][at // V] * _square(records.factor[of] / np.float32(128))[:, None]
         count = records.pairs[of]
         pair = np.repeat(records.first[of] - np.cumsum(count) + count, count) + np.arange(count.sum())

@@ -20,10 +20,9 @@ from generation.logprobs import MOST_TOP
 from generation.native import Decoder
 from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint
-from model.draft import HEAD, MOST_BYTES, PAIR, Draft, code_points, extended, first_hashes
+from model.draft import HEAD, MOST_BYTES, MOST_VOCABULARY, PAIR, Draft, code_points, extended, first_hashes
 
 ORDER = 5  # the most tokens of a context, Tail::MOST of csrc/draft.h
-MOST_VOCABULARY = 256  # a token takes a byte
 LEAST_COUNT = 3  # occurrences of a context; rarer ones could be passages of the text
 MOST_CONTEXTS = 60_000  # of a length; a file cannot hold more
 SMOOTHING = 0.5  # occurrences that the shorter context counts for

@@ -23,6 +23,7 @@ HEAD, PAIR = 3, 2  # bytes of a record, and of each token in it
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 MOST_BYTES = 300_000  # of a file
 MOST_BITS = 24  # of the number of buckets
+MOST_VOCABULARY = 256  # a token takes a byte
 TENSORS = {"vocabulary": "U32", "first": "U8", "starts": "U32", "records": "U8"}
 
 
@@ -73,6 +74,8 @@ class Draft:
     def unpacked(self) -> Records:
         """The records, checked. Raises ValueError if the tables are damaged."""
         starts, records, V = self.starts.astype(np.int64), self.records, len(self.first)
+        if not 0 < V <= MOST_VOCABULARY:
+            raise ValueError(f"the draft's vocabulary is {V}; it must be from 1 to {MOST_VOCABULARY}")
         bits = max(1, len(starts) - 1).bit_length() - 1
         if bits == 0 or len(starts) != (1 << bits) + 1 or bits > MOST_BITS:
             raise ValueError(f"the draft has {len(starts) - 1} buckets; it must be a power of 2 above 1")
@@ -89,7 +92,7 @@ class Draft:
                 raise ValueError("a record of the draft leaves its bucket")
             low, high, factor = (records[begin + i].astype(np.int64) for i in range(HEAD))
             at[bucket] += HEAD + PAIR * (high >> 2)
-            if (at > end).any():
+            if (at[bucket] > end[bucket]).any():
                 raise ValueError("a record of the draft leaves its bucket")
             found.append(np.stack([bucket, low | (high & 3) << 8, factor, high >> 2, begin + HEAD]))
             bucket = bucket[at[bucket] < end[bucket]]

@@ -244,7 +244,9 @@ def test_a_draft_that_fits_any_context_is_refused_on_a_gpu():
     heads = np.stack([tags & 255, tags >> 8, 128 + 0 * tags], axis=1).astype(np.uint8).ravel()
     first, starts = np.full(200, 9, np.uint8), np.array([0, 3 * 1024, 6 * 1024], np.uint32)
     wrong = Draft(np.arange(200, dtype=np.uint32), first, starts, np.tile(heads, 2))
-    with pytest.raises(ValueError, match="the draft fits 8,000,000 contexts; it must be at most 100,000"):
+    with pytest.raises(ValueError, match="the draft's vocabulary is 257; it must be from 1 to 256"):
+        distributions(replace(wrong, first=np.full(257, 9, np.uint8)))
+    with pytest.raises(ValueError, match="the draft fits 8,040,201 contexts; it must be at most 100,000"):
         distributions(wrong)
 
 

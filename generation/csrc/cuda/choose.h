@@ -174,8 +174,8 @@ __device__ inline int choose(const float* logits, const double* settings, const 
         return __reduce_min_sync(~0u, likeliest);
     }
     // float32's exp and sums err by less than the logits do.
-    float kept[EACH];                                 // 0 where a filter leaves a token out
-    const float inverse = fminf(settings[9], 3e38f);  // of the temperature; finite, so that 0 stays 0
+    float kept[EACH];                                                // 0 where a filter leaves a token out
+    const float inverse = fmaxf(fminf(settings[9], 3e38f), 1e-30f);  // of the temperature; 0 stays 0
     UNROLLED(e, EACH) kept[e] = expf(below[e] * inverse);
     if (top_k > 0 || typical_p < 1 || top_p < 1 || min_p > 0)
         filter(top_k, typical_p, top_p, min_p, memory, kept);

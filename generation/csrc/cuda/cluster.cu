@@ -24,7 +24,7 @@
 #include "guess.h"
 #include "ptx.h"
 
-constexpr int TEAMS = WARPS / TEAM;           // warps that attend to a text together
+constexpr int TEAMS = WARPS / TEAM;           // teams of a block, which attend to a text each
 constexpr int TOGETHER = DRAFTS ? TEXTS : 1;  // rows that see the same keys, which they load once
 static_assert(TEAMS == 1 || !DRAFTS, "all warps attend to the rows of a text");
 
@@ -559,6 +559,7 @@ __device__ inline void step(const Work& work, int texts, Exchange& exchange) {
             });
         if (COLLECTED) exchange.store_collected<QKV_ROWS, SHARE>(of_qkv, texts, SPLITS, send_qkv);
         exchange.wait(QKV);
+        if (COLLECTED && MERGED) __syncthreads();  // all warps have sent what attend() overwrites
         exchange.expect(COLLECTED ? (UNITS - units) * int(sizeof(Result)) : UNITS * (HEAD_DIM + 2) * row_bytes);
         attend(work, l, texts, block, strip, exchange);
         exchange.wait(ATTENTION);

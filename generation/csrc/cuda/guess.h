@@ -17,7 +17,8 @@ struct Taste {
 };
 
 __device__ inline Taste taste_of(const double* settings) {
-    const float exponent = 2 * SHARPNESS * fminf(settings[9], 1e30f);  // settings[9]: 1 / temperature
+    // settings[9]: 1 / temperature. Never 0, so that the power of 0 is 0.
+    const float exponent = 2 * SHARPNESS * fmaxf(fminf(settings[9], 1e30f), 1e-30f);
     const bool filters = settings[1] > 0 || settings[2] < 1 || settings[3] > 0 || settings[4] < 1;
     return {exponent, settings[0] == 0 || exponent > GREEDY, filters};
 }
