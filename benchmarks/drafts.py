@@ -22,9 +22,11 @@ import click
 
 from app.cli import options
 from attention_ext import extension
+from attention_ext.parts import BuildError
 from benchmarks.generation import PEERS, exact_logits
 from benchmarks.measuring import QUIET, percent, quiet, show_table, take_turns, write
 from benchmarks.peers import Peer
+from generation import cuda
 from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
 from generation.writer import Request
@@ -99,7 +101,13 @@ def main(
     """Print how many times as fast one text is with drafts."""
     checkpoint, text = load(model), options.read_corpus(corpus_file)
     shown = ", ".join(f"{name} {value}" for name, value in precisions.items())
-    writer = "The cuda engine" if device == "cuda" else extension.describe("auto")
+    if device == "cuda":
+        try:
+            writer = f"The cuda engine on {cuda.gpu().name}"
+        except BuildError as missing:
+            raise click.UsageError(str(missing)) from None
+    else:
+        writer = extension.describe("auto")
     click.echo(f"{writer}; {model}, {shown}, texts of {checkpoint.config.block_size} tokens\n")
 
     other = PEERS[peer](checkpoint.model, 1) if peer else None

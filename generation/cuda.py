@@ -32,7 +32,7 @@ from generation.slots import ADJUSTED, SETTINGS, Slots, numbers_only
 from generation.slots import Unfit as Unfit
 from model.checkpoint import Checkpoint, bf16_bits
 from model.config import EMBEDDING, GPTConfig
-from model.draft import Draft
+from model.draft import ORDER, Draft
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -48,9 +48,8 @@ STRIPS = {8: 2, 4: 2, 2: 4, 1: 6}
 # Rows of a pass with drafts. On an H100 a pass of four takes 1.8 times one of a row and writes 2.55 tokens of
 # shakes256; a fifth row adds 0.2 tokens, 8 %, and takes 13 % longer.
 DRAFT_ROWS = 4
-DRAFT_PRICE = 1.8  # of such a pass, over one of a row; a text whose passes give fewer tokens has no drafts
-TRIED = 32  # tokens of a text, before its drafts are judged
-TAIL = 5  # tokens of a text that its draft sees
+LEAST_HITS = 0.47  # of guesses: with fewer, a pass gives less than 1.8 tokens
+TRIED = 32  # guesses of a text, before they are judged
 MOST_TEXTS = 5  # of a cluster's pass: what shared memory has room for beside shakes256 in float32
 GRID_TEXTS = (1, 2, 4, 8)  # of a block of the grid: with more, the registers do not suffice for two blocks
 PROMPT_TEXTS = 4  # tokens of a prompt in a block
@@ -564,9 +563,9 @@ class CudaEngine(Slots):
         self._work_at = (ctypes.c_void_p * 1)(ctypes.addressof(self._work))
         self._launches: dict[int, Launch] = {}  # of so many texts; to find one takes longer than a token
         self._row_seconds: dict[Launch, float] = {}
-        self._tails = np.zeros((slots, TAIL), np.int64)  # of each slot the last tokens, the latest one last
+        self._tails = np.zeros((slots, ORDER), np.int64)  # of each slot the last tokens, the latest one last
         self._drafted: dict[Launch, Launch] = {}  # of one without drafts
-        self._gains = np.zeros((slots, 2))  # of each slot's text: tokens with drafts, and their passes
+        self._guessed = np.zeros((slots, 2))  # of each slot's text: guesses that were compared, and hits
         self._tables: tuple[Memory, ...] = ()
         self._drafts = np.zeros(5)  # passes, tokens, rows of guesses, guesses that were compared; seconds
         self._counted = np.zeros((0, 3), np.int32)  # of the last launch, as struct Work has them
@@ -614,9 +613,9 @@ class CudaEngine(Slots):
                     return False
             del self._begun[slot]
             self._lengths[slot] = len(ids)
-            self._tails[slot, -len(ids) :] = ids[-TAIL:]
+            self._tails[slot, -len(ids) :] = ids[-ORDER:]
             if not continues:
-                self._gains[slot] = 0
+                self._guessed[slot] = 0
         return True
 
     def _read_prompts(self) -> None:
@@ -692,12 +691,12 @@ class CudaEngine(Slots):
             scored = self._are_scored(slots)
             chosen = self._launch(launch, texts, numbers[:rows], scored, seconds > SECONDS)
             self._lengths[at], self._pending[at] = held + rows - 1, chosen[-1]
-            self._tails[at] = np.concatenate([self._tails[at], chosen[-TAIL:].T], axis=1)[:, -TAIL:]
+            self._tails[at] = np.concatenate([self._tails[at], chosen[-ORDER:].T], axis=1)[:, -ORDER:]
             if launch.drafts:
                 passes, drafted, guesses = self._counted.sum(0).tolist()
                 self._drafts += passes, chosen.size, drafted, guesses, rows * self._row_seconds[launch]
-                self._gains[at, 0] += rows
-                self._gains[at, 1] += self._counted[:, 0]
+                self._guessed[at, 0] += self._counted[:, 2]
+                self._guessed[at, 1] += rows - self._counted[:, 0]
             if scored:
                 every = self._every_logits(chosen.size).reshape(*chosen.shape, -1)
                 self._score(slots, chosen, every)
@@ -712,7 +711,7 @@ class CudaEngine(Slots):
             self._read_prompts()
             for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
                 self._copy_to_run(source, run)
-            for kept in (self._lengths, self._pending, self._tails, self._gains):
+            for kept in (self._lengths, self._pending, self._tails, self._guessed):
                 kept[at] = kept[source]
             for slot in self._begun.keys() & set(targets):
                 del self._begun[slot]
@@ -792,7 +791,7 @@ class CudaEngine(Slots):
         """How these texts are written: with drafts, if each has a cluster of its own and guesses hit.
 
         Penalties count the tokens before a row, which a row of guesses does not know; adjusted logits have no
-        drafts. No time decides, so that a seed's text is the same each time.
+        drafts. Counts decide, not times, which change from run to run.
         """
         count = len(slots)
         if count not in self._launches:
@@ -807,8 +806,8 @@ class CudaEngine(Slots):
             self._drafted[plain] = plain if rows < 2 else Launch(layout, rows, plain.blocks, plain.leading)
         if any(self._settings["sampling"][slot][ADJUSTED] for slot in slots):
             return plain
-        tokens, passes = self._gains[list(slots)].sum(0)
-        if tokens >= TRIED * count and tokens < DRAFT_PRICE * passes:
+        guesses, hits = self._guessed[list(slots)].sum(0)
+        if guesses >= TRIED * count and hits < LEAST_HITS * guesses:
             return plain
         return self._drafted[plain]
 

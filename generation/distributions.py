@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.draft import Draft, extended, first_hashes
+from model.draft import ORDER, Draft, extended, first_hashes, share
 
 BUCKETS = 4  # on the GPU for each of the draft's
 WAYS = 4  # contexts of a bucket, as in csrc/cuda/guess.h
 TAGS = 1024  # of the draft
 SIEVE = 1 << 20  # most names that are not the draft's are not here either
-MOST = 5  # tokens of a context
 MOST_CONTEXTS = 100_000  # with those that only have the name of another; a shipped draft has 24,000
 
 
@@ -40,8 +39,8 @@ def distributions(draft: Draft) -> Distributions:
     sieve = np.zeros(SIEVE, bool)
     sieve[names % SIEVE] = True
     hashes = [first_hashes(1)]  # of the contexts of each length
-    shares: list[NDArray[Any]] = [_square(draft.first / np.float32(255))[None]]
-    for _ in range(MOST if len(names) else 0):
+    shares: list[NDArray[Any]] = [share(draft.first)[None]]
+    for _ in range(ORDER if len(names) else 0):
         longer = extended(hashes[-1][:, None], np.arange(V)).ravel()
         name = (longer >> np.uint64(64 - records.bits)).astype(np.int64) * TAGS
         name += (longer >> np.uint64(20)).astype(np.int64) % TAGS
@@ -51,12 +50,11 @@ def distributions(draft: Draft) -> Distributions:
         at, of = at[held], record[place[held]]
         if (fits := sum(map(len, hashes)) + len(at)) > MOST_CONTEXTS:  # nearly all tags are taken
             raise ValueError(f"the draft fits {fits:,} contexts; it must be at most {MOST_CONTEXTS:,}")
-        made = shares[-1][at // V] * _square(records.factor[of] / np.float32(128))[:, None]
+        factor = np.square(records.factor[of] / np.float32(128), dtype=np.float32)
+        made = shares[-1][at // V] * factor[:, None]
         count = records.pairs[of]
         pair = np.repeat(records.first[of] - np.cumsum(count) + count, count) + np.arange(count.sum())
-        made[np.repeat(np.arange(len(of)), count), records.tokens[pair]] = _square(
-            records.codes[pair] / np.float32(255)
-        )
+        made[np.repeat(np.arange(len(of)), count), records.tokens[pair]] = share(records.codes[pair])
         hashes.append(longer[at])
         shares.append(made)
     all_hashes, all_shares = np.concatenate(hashes), np.concatenate(shares)
@@ -70,7 +68,3 @@ def distributions(draft: Draft) -> Distributions:
     contexts[bucket[order], way, 1] = order + 1
     codes = np.rint(255 * np.sqrt(np.clip(all_shares, 0, 1))).astype(np.uint8)
     return Distributions(contexts, codes, bits)
-
-
-def _square(root: NDArray[Any]) -> NDArray[np.float32]:
-    return np.square(root, dtype=np.float32)

@@ -20,9 +20,19 @@ from generation.logprobs import MOST_TOP
 from generation.native import Decoder
 from generation.writer import Request, Writer
 from model.checkpoint import Checkpoint
-from model.draft import HEAD, MOST_BYTES, MOST_VOCABULARY, PAIR, Draft, code_points, extended, first_hashes
+from model.draft import (
+    HEAD,
+    MOST_BYTES,
+    MOST_VOCABULARY,
+    ORDER,
+    PAIR,
+    Draft,
+    code_points,
+    extended,
+    first_hashes,
+    share,
+)
 
-ORDER = 5  # the most tokens of a context, Tail::MOST of csrc/draft.h
 LEAST_COUNT = 3  # occurrences of a context; rarer ones could be passages of the text
 MOST_CONTEXTS = 60_000  # of a length; a file cannot hold more
 SMOOTHING = 0.5  # occurrences that the shorter context counts for
@@ -171,7 +181,7 @@ def _pruned(levels: list[_Level], least: float) -> tuple[NDArray[Any], ...]:
     uniform = SMOOTHING / V
     p = (levels[0].sums + uniform) / (levels[0].sums + uniform).sum()
     first = np.clip(np.rint(255 * np.sqrt(p)), 1, 255).astype(np.uint8)[0]
-    Q = _share(first)[None]
+    Q = share(first)[None]
     Q /= Q.sum()
     hashes: list[NDArray[np.uint64]] = []
     heads, numbers, listed_tokens, listed_codes = [], [], [], []
@@ -195,7 +205,7 @@ def _pruned(levels: list[_Level], least: float) -> tuple[NDArray[Any], ...]:
         left = np.maximum(1 - (p * listed).sum(1), 1e-6)
         factor = np.clip(np.rint(128 * np.sqrt(left / np.maximum(1 - (lower * listed).sum(1), 1e-6))), 0, 255)
         factor[~kept] = 128
-        Q = np.where(listed, _share(code), (factor[:, None] / 128) ** 2 * lower).astype(np.float32)
+        Q = np.where(listed, share(code), (factor[:, None] / 128) ** 2 * lower).astype(np.float32)
         Q /= Q.sum(1, keepdims=True)
         rows, tokens = np.nonzero(listed)
         listed_tokens.append(tokens.astype(np.uint8))
@@ -204,10 +214,6 @@ def _pruned(levels: list[_Level], least: float) -> tuple[NDArray[Any], ...]:
         numbers.append(listed[kept].sum(1))
         heads.append(factor[kept].astype(np.uint8))
     return first, *_packed(hashes, numbers, heads, listed_tokens, listed_codes)
-
-
-def _share(code: NDArray[np.uint8]) -> NDArray[Any]:
-    return (code.astype(np.float32) / 255) ** 2
 
 
 def _sharp(p: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -19,6 +19,7 @@ from model.files import write_file
 from model.tokenizer import CharTokenizer, Tokenizer
 
 FILE = "draft.safetensors"
+ORDER = 5  # the most tokens of a context, Tail::MOST of generation/csrc/draft.h
 HEAD, PAIR = 3, 2  # bytes of a record, and of each token in it
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 MOST_BYTES = 300_000  # of a file
@@ -36,6 +37,11 @@ def extended(hashes: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[n
     """The hashes of contexts with one more token in front, as generation/csrc/ngrams.cpp computes them."""
     mixed = (hashes ^ (tokens + 1).astype(np.uint64)) * FACTOR
     return mixed ^ mixed >> np.uint64(29)
+
+
+def share(code: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The probabilities that codes stand for."""
+    return np.square(code / np.float32(255), dtype=np.float32)
 
 
 class Records(NamedTuple):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiny
+from steps import prefill
 
 from attention_ext import extension as built
 from attention_ext.parts import PARTS, BuildError
@@ -173,6 +174,29 @@ def test_nor_in_the_cuda_engine(emulated, monkeypatch, threads, blocks, kind, ch
         counts = engine.draft_counts()
         assert counts.tokens == counts.steps + counts.accepted > counts.steps
         assert counts.accepted == counts.hits <= counts.guesses <= counts.drafted
+
+
+def test_when_the_cuda_engine_has_drafts(emulated, monkeypatch):
+    gpt = tiny.gpt(block_size=60)
+    emulated(monkeypatch, 64, (4,))
+    checkpoint = Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
+    engine = open_engine(checkpoint, "cuda", device="cuda", draft=certain(3))
+    expected = open_engine(checkpoint, draft="off")
+    uniforms = np.random.default_rng(0).random((60, 1))
+
+    def drafted(count: int, sampling: Sampling | None = None) -> int:
+        """Write so many tokens, of a new text with these settings or of the same; those with drafts."""
+        for each in (engine, expected) if sampling else ():
+            each.set_sampling(0, sampling)
+            prefill(each, 0, [1])
+        found, other = (each.write([0], uniforms[:count], 100) for each in (engine, expected))
+        assert len(found) == count and np.array_equal(found, other)
+        return engine.draft_counts().tokens
+
+    assert drafted(45, Sampling()) == 45
+    assert drafted(5) == 0  # too many guesses of the text have missed
+    assert drafted(5, Sampling(1e300)) == 5
+    assert drafted(5, Sampling(presence_penalty=0.5)) == 0
 
 
 def test_a_gpus_table_has_the_distributions_of_the_draft(model, kinds):
