@@ -5,7 +5,7 @@ compiled, and both, with a cache of the whole block size and a mask, because a g
 fp32 their attention is two products and a softmax: for 1,024 texts on an H200 the graph was then 2.9 times as
 fast as with PyTorch's SDPA and a mask. In bf16 it is SDPA, which was faster. All texts of a case are equally
 long, and greedy, which is PyTorch's best case. PyTorch's compiler has no setting for programmatic dependent
-launch in 2.11.
+launch in 2.11; in 2.13 TORCHINDUCTOR_ENABLE_PDL=1 is one.
 
 The limit of a step is the larger of two times: of reading the weights, and the keys and values so far, at the
 bandwidth of a kernel that only reads; and of the multiplications, in fp32 at the peak of FMA, in bf16 at that

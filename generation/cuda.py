@@ -62,7 +62,7 @@ BARRIERS = 4  # of cluster.cu
 # What the kernels count the cycles of, in the words of gpt.py profile.
 PHASES = ("embedding", "QKV", "attention", "projection", "MLP up", "MLP down", "head", "sampling", "waiting")
 CACHE_SHARE = 4  # of the L2 cache, for the weights that each block of the grid reads for every token
-SECONDS = 0.005  # of a launch by default, so that Ctrl-C and a client that leaves take effect soon
+SECONDS = 0.0075  # of a launch by default, so that Ctrl-C and a client that leaves take effect within 0.01
 FIRST_ROW_SECONDS = 2e-5  # for each text of a multiprocessor: the guess before one was measured
 TEXT = np.dtype([(name, np.int32) for name in ("slot", "length", "token", "flags")])  # struct Text
 FIRST, LAST = 1, 2  # flags of a Text
@@ -625,30 +625,28 @@ class CudaEngine(Slots):
                 self._read_some(slot, prompt, 0, FIRST * (not continues), LAST, False)
             self._prompts.clear()
             return
-        of_block, blocks = self._read_together, self._read_blocks
+        of_block = self._read_together
         waiting, self._prompts = self._prompts, {}
         slots = np.fromiter(waiting, np.int32)
         tokens = np.fromiter((len(ids) for ids, _ in waiting.values()), np.int64)
-        ids = np.fromiter(itertools.chain.from_iterable(ids for ids, _ in waiting.values()), np.int32)
         continued = np.fromiter((continues for _, continues in waiting.values()), bool)
-        ends, owned = np.cumsum(tokens), np.cumsum(-(-tokens // of_block))
+        ids = itertools.chain.from_iterable(ids for ids, _ in waiting.values())
+        ends = np.cumsum(-(-tokens // of_block))  # in blocks
         first = 0
         while first < len(slots):
-            before = owned[first - 1] if first else 0
-            last = int(np.searchsorted(owned, before + blocks, "right"))
-            some = slice(first, last)
-            starts = np.concatenate([[before], owned[some][:-1]]) - before
-            position = np.arange(tokens[some].sum()) - np.repeat(
-                ends[some] - tokens[some] - (ends[first] - tokens[first]), tokens[some]
-            )
-            texts = np.full((owned[last - 1] - before) * of_block, -1, TEXT)
-            flags = np.where(position == 0, np.repeat(FIRST * ~continued[some], tokens[some]), 0)
-            flags[ends[some] - (ends[first] - tokens[first]) - 1] |= LAST
-            at = np.repeat(starts * of_block, tokens[some]) + position
-            texts["slot"][at], texts["length"][at] = np.repeat(slots[some], tokens[some]), position
-            texts["token"][at] = ids[ends[first] - tokens[first] : ends[last - 1]]
-            texts["flags"][at] = flags
-            self._launch_prompts(texts, False)
+            before = ends[first - 1] if first else 0
+            last = int(np.searchsorted(ends, before + self._read_blocks, "right"))
+            some = tokens[first:last]
+            position = np.arange(-(-some.max() // of_block) * of_block, dtype=np.int32)
+            held = position < some[:, None]
+            texts = np.zeros(held.shape, TEXT)
+            texts["slot"] = np.where(held, slots[first:last, None], -1)
+            texts["length"] = position
+            texts["token"][held] = np.fromiter(ids, np.int32, int(some.sum()))
+            texts["flags"][:, 0] = FIRST * ~continued[first:last]
+            texts["flags"][np.arange(len(some)), some - 1] |= LAST
+            of_blocks = texts.reshape(-1, of_block)
+            self._launch_prompts(of_blocks[of_blocks["slot"][:, 0] >= 0].reshape(-1), False)
             first = last
 
     def _read_some(
@@ -705,15 +703,21 @@ class CudaEngine(Slots):
     def copy(self, source: int, *targets: int) -> None:
         for slot in (source, *targets):
             self._check_slot(slot)
-        at = np.setdiff1d(np.array(targets, np.int64), [source])
+        at = sorted(set(targets) - {source})
         with self._lock:
             self._gpu.activate()
-            self._read_prompts()
-            for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
-                self._copy_to_run(source, run)
+            prompt, continues = self._prompts.get(source, ([], True))
+            blocks = -(-len(prompt) // self._read_together)
+            # A launch reads many prompts in the time of one; a block's is read sooner than a slot is copied.
+            if not continues and (blocks == 1 or blocks * len(at) <= self._read_blocks):
+                self._prompts.update(dict.fromkeys(at, (prompt, False)))
+            else:
+                self._read_prompts()
+                for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
+                    self._copy_to_run(source, run)
             for kept in (self._lengths, self._pending, self._tails, self._guessed):
                 kept[at] = kept[source]
-            for slot in self._begun.keys() & set(targets):
+            for slot in self._begun.keys() & set(at):
                 del self._begun[slot]
 
     def _copy_to_run(self, source: int, run: NDArray[Any]) -> None:

@@ -140,13 +140,13 @@ class Slots:
         """The checked arguments of write(): the slots, and the numbers (rows, slots)."""
         at = np.array(slots, np.int64)
         numbers = rows_of(uniforms, len(at))
-        if not ((numbers >= 0) & (numbers < 1)).all():
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() < 1):
             raise ValueError("a uniform is outside [0, 1)")
         if seconds is not None and not seconds >= 0:
             raise ValueError("seconds must be at least 0")
         for slot in at[(at < 0) | (at >= self.slots)]:
             self._check_slot(slot)
-        if len(np.unique(at)) < len(at):
+        if len(set(slots)) < len(at):
             raise ValueError(f"slots is {list(slots)}; each must be named once")
         return at, numbers
 

@@ -253,9 +253,10 @@ class Writer:
         written: NDArray[Any] = np.empty((0, 0), int)  # (texts, tokens)
         if writing:
             count = int(min(most, self._worth, *(min(text.room, text.remaining) for text in writing)))
-            uniforms = np.empty((len(writing), count))
+            uniforms = np.zeros((len(writing), count))
             for row, text in zip(uniforms, writing):
-                row[:] = text.draw(count)
+                if text.request.sampling.temperature > 0:  # else nothing is drawn
+                    row[:] = text.draw(count)
             rows = self.engine.write([text.slot for text in writing], uniforms.T, self._seconds)
             written = np.ascontiguousarray(rows.T)
             # Numbers beyond what the engine writes in its time are drawn for nothing.

@@ -93,7 +93,7 @@ def splits(rows: int, keys: int, together: int, slots: int) -> int:
     rows: blocks for one split. together: keys that a block takes at a time. slots: blocks that run at once.
     More waves of blocks fill the last one better, and cost more merging.
     """
-    most = max(1, keys // together)
+    most = -(-keys // together)
     best, chosen = -1.0, 1
     for waves in range(1, MOST_WAVES + 1):
         count = min(most, max(1, waves * slots // rows))

@@ -290,6 +290,10 @@ def test_a_text_is_copied_to_any_slots(engine):
     opened.copy(2, 4, 8, 5, 2, 6, 0)
     for slot in range(9):
         assert opened.logits(slot) == kept[2 if slot in (0, 2, 4, 5, 6, 8) else slot]
+    prefill(opened, 7, [5])
+    prefill(opened, 1, [7, 8])
+    opened.copy(1, 3, 7)  # of a prompt that an engine may not have read yet, over one of the same kind
+    assert opened.logits(7) == opened.logits(3) == opened.logits(1) not in (kept[7], kept[1])
     alike = choose(opened, [0, 2, 4, 8], [0.5] * 4)
     assert len(set(alike)) == 1
     assert len(set(choose(opened, [0, 2, 4, 8], [0.7] * 4))) == 1

@@ -126,17 +126,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #else
     auto q_shared = (float (*)[WIDTH])(l_shared + WARPS);  // (BR, WIDTH)
 
+    // The queries first: they would arrive after all of K and V that is under way.
+    constexpr int NUMBERS = (BR * WIDTH + THREADS - 1) / THREADS;  // of the queries, a thread's
+    float numbers[NUMBERS];
+    UNROLLED(e, NUMBERS) {
+        const int n = e * THREADS + threadIdx.x, i = n / WIDTH, c = n % WIDTH;
+        numbers[e] = i < BR && i0 + i < Nq && c < d ? to_float(q[i * call.q_strides.row + c]) * call.scale : 0;
+    }
     const int lane = threadIdx.x % 32, place = lane % LANES, group = lane / LANES;
     int j = start + warp * STRIP + group;  // the lane's first key of the strip
     const Element *k_at = k + j * k_row, *v_at = v + j * v_row;
     Piece K[LOADS], V[LOADS];
     UNROLLED(u, LOADS) K[u] = load(k_at + u * ROWS * k_row, place, j + u * ROWS < end);
     UNROLLED(u, LOADS) V[u] = load(v_at + u * ROWS * v_row, place, j + u * ROWS < end);
-
-    for (int n = threadIdx.x; n < BR * WIDTH; n += THREADS) {
-        const int i = n / WIDTH, c = n % WIDTH;
-        q_shared[i][c] = i0 + i < Nq && c < d ? to_float(q[i * call.q_strides.row + c]) * call.scale : 0;
-    }
+    UNROLLED(e, NUMBERS)
+        if (const int n = e * THREADS + threadIdx.x; n < BR * WIDTH)
+            q_shared[n / WIDTH][n % WIDTH] = numbers[e];
     __syncthreads();
     float o[BR][PER * VECTOR] = {}, m[BR], l[BR] = {};
     UNROLLED(i, BR) m[i] = -INF;
@@ -237,38 +242,36 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     constexpr int WIDE = MERGE_LANES, SHARES = MERGE_THREADS / WIDE;  // SHARES: of the splits
     static_assert(SHARES >= 1);
     __shared__ float4 o_shared[SHARES][WIDE];
-    __shared__ float l_shared[SHARES], m_shared[MERGE_THREADS / 32];
+    __shared__ float2 stats_shared[SHARES];
     const long long row = blockIdx.x, all = (long long)call.batches * call.heads * call.Nq;
     const float2* stats = (const float2*)(partial + all * splits * d) + row * splits;
     const float4* o_splits = (const float4*)(partial + row * splits * d);
 
-    float m = -INF;
-    for (int s = threadIdx.x; s < splits; s += MERGE_THREADS) m = fmaxf(m, stats[s].x);
-    m = largest<1, 32>(m);
-    if (threadIdx.x % 32 == 0) m_shared[threadIdx.x / 32] = m;
-    __syncthreads();
-    for (int w = 0; w < MERGE_THREADS / 32; w++) m = fmaxf(m, m_shared[w]);
-
     const int share = threadIdx.x / WIDE, place = threadIdx.x % WIDE;
     float4 o = {0, 0, 0, 0};
-    float l = 0;
+    float m = -INF, l = 0;
 #pragma unroll 4
     for (int s = share; s < splits; s += SHARES) {
         const float2 stat = stats[s];
-        const float weight = exp2_approx(stat.x - subtrahend(m));
-        l += weight * stat.y;
-        if (place < d / 4) {
-            const float4 x = o_splits[(long long)s * (d / 4) + place];
-            o.x += weight * x.x, o.y += weight * x.y, o.z += weight * x.z, o.w += weight * x.w;
-        }
+        const float4 x = place < d / 4 ? o_splits[(long long)s * (d / 4) + place] : float4{0, 0, 0, 0};
+        const float top = fmaxf(m, stat.x), less = subtrahend(top);
+        const float shrink = exp2_approx(m - less), weight = exp2_approx(stat.x - less);
+        o.x = o.x * shrink + weight * x.x, o.y = o.y * shrink + weight * x.y;
+        o.z = o.z * shrink + weight * x.z, o.w = o.w * shrink + weight * x.w;
+        l = l * shrink + weight * stat.y;
+        m = top;
     }
     o_shared[share][place] = o;
-    if (place == 0) l_shared[share] = l;
+    if (place == 0) stats_shared[share] = {m, l};
     __syncthreads();
+    UNROLLED(n, SHARES) m = fmaxf(m, stats_shared[n].x);
 
     for (int c = threadIdx.x; c < d; c += MERGE_THREADS) {
         float x = 0, total = 0;
-        for (int n = 0; n < SHARES; n++) x += ((const float*)&o_shared[n][0])[c], total += l_shared[n];
+        UNROLLED(n, SHARES) {
+            const float weight = exp2_approx(stats_shared[n].x - subtrahend(m));
+            x += weight * ((const float*)&o_shared[n][0])[c], total += weight * stats_shared[n].y;
+        }
         call.out[row * d + c] = to_element(x / total);
         if (call.lse && c == 0) call.lse[row] = m * LN2 + logf(total);
     }

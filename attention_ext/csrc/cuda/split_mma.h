@@ -142,13 +142,19 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
                                      float* m_out, float* l_out) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Strip strip;
+    // The queries first: they would arrive after all of K and V that is under way.
+    constexpr int PIECES = BR * WIDTH / K_WIDE, EACH = (PIECES + THREADS - 1) / THREADS;
+    unsigned x[EACH][4];
+    UNROLLED(e, EACH) {
+        const int n = e * THREADS + threadIdx.x, row = n / (WIDTH / K_WIDE), c = n % (WIDTH / K_WIDE);
+        load_words(x[e], q + row * q_row + c * K_WIDE, row < min(queries, BR) && c * K_WIDE < d);
+    }
     strip.load_keys(k, k_row, start, end);
     strip.load_values(v, v_row, start, end);
-    for (int n = threadIdx.x; n < BR * WIDTH / K_WIDE; n += THREADS) {
-        const int row = n / (WIDTH / K_WIDE), c = n % (WIDTH / K_WIDE);
-        unsigned x[4];
-        load_words(x, q + row * q_row + c * K_WIDE, row < queries && c * K_WIDE < d);
-        store_shared(q_shared + row * Q_ROW + c * 16, make_uint4(x[0], x[1], x[2], x[3]));
+    UNROLLED(e, EACH) {
+        const int n = e * THREADS + threadIdx.x, row = n / (WIDTH / K_WIDE), c = n % (WIDTH / K_WIDE);
+        if (n < PIECES)
+            store_shared(q_shared + row * Q_ROW + c * 16, make_uint4(x[e][0], x[e][1], x[e][2], x[e][3]));
     }
     __syncthreads();
     const unsigned q_at = q_shared + g * Q_ROW + t * 16;
