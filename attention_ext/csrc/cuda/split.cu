@@ -17,7 +17,8 @@
 // Shared memory: the warps' O (WARPS, BR, WIDTH), m and l (WARPS, BR), then q (BR, WIDTH), float32; 2.3 KiB for
 //     one query at d = 64, 4.6 KiB at d = 128.
 // Registers: 128 for one query at d = 64, none spilled; sm_90. BLOCKS limits them to 128, to 168 for three or
-//     four queries in fp32. One query has 8 loads of K under way in fp32, 6 in 16 bits, 4 where d exceeds 128.
+//     four queries in fp32 where d exceeds 128. One query has 8 loads of K under way in fp32 up to d = 128, all
+//     others have 4.
 // Improves on kernels 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. One query
 //     of 8 heads is 8 blocks there. Since sm_90 the merge is launched before the split has ended, which hides
 //     the launch.
@@ -28,7 +29,8 @@
 //          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
 //          python gpt.py bench split,sdpa-efficient,sdpa-math --device cuda --queries 1
 //          -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
-// Measured: NVIDIA H200, one query of 32 heads, share of the bandwidth of 4.65 TB/s at Nk = 8192, 32768 and
+// Measured: NVIDIA H200, before the queries came first, one query of 32 heads, share of the bandwidth of 4.65
+// TB/s at Nk = 8192, 32768 and
 //     131072; in brackets over the best backend of SDPA:
 //         bf16  d =  64   56 % (0.97), 83 % (0.99), 95 % (0.98)
 //         bf16  d = 128   72 % (1.01), 90 % (0.99), 96 % (0.98)
