@@ -708,8 +708,8 @@ class CudaEngine(Slots):
             self._gpu.activate()
             prompt, continues = self._prompts.get(source, ([], True))
             blocks = -(-len(prompt) // self._read_together)
-            # A launch reads many prompts in the time of one; a block's is read sooner than a slot is copied.
-            if not continues and (blocks == 1 or blocks * len(at) <= self._read_blocks):
+            # Prompts that fit a launch are read in the time of one, and a slot's copy takes several calls.
+            if not continues and blocks * (1 + len(at)) <= self._read_blocks:
                 self._prompts.update(dict.fromkeys(at, (prompt, False)))
             else:
                 self._read_prompts()

@@ -172,11 +172,8 @@ def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterato
             shared = 4 * warps * 16 * (width + 2) + 16 * q_row
             yield Tile(16, warps * strip, 32 * warps, shared, {**sizes, **merge})
         return
-    one, four = (
-        (1, 8, 2, 8 if d <= 128 and dtype is Dtype.FP32 else 4),
-        (4, 8, 2, 4) if d <= 128 else (4, 4, 3, 4),
-    )
-    rows = ((1, one), (2, (2, 8, 2, 4)), (4, four))
+    one = (1, 8, 2, 8 if d <= 128 and dtype is Dtype.FP32 else 4)
+    rows = ((1, one), (2, (2, 8, 2, 4)), (4, (4, 8, 2, 4) if d <= 128 else (4, 4, 3, 4)))
     br, warps, blocks, loads = next((row[1] for row in rows if queries <= row[0]), (8, 8, 1, 4))
     vector = 16 // dtype.bytes
     lanes = min(32, 1 << (d // vector - 1).bit_length())

@@ -29,9 +29,8 @@
 //          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
 //          python gpt.py bench split,sdpa-efficient,sdpa-math --device cuda --queries 1
 //          -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
-// Measured: NVIDIA H200, before the queries came first, one query of 32 heads, share of the bandwidth of 4.65
-// TB/s at Nk = 8192, 32768 and
-//     131072; in brackets over the best backend of SDPA:
+// Measured: NVIDIA H200, before the queries were loaded first, one query of 32 heads, share of the bandwidth of
+//     4.65 TB/s at Nk = 8192, 32768 and 131072; in brackets over the best backend of SDPA:
 //         bf16  d =  64   56 % (0.97), 83 % (0.99), 95 % (0.98)
 //         bf16  d = 128   72 % (1.01), 90 % (0.99), 96 % (0.98)
 //         fp32  d =  64   75 % (2.95), 93 % (4.36), 98 % (4.49)
