@@ -35,7 +35,8 @@ class Tail {
 };
 
 // token: -1 for none. margin: the distance from the number to the next boundary between two tokens in the
-// draft's distribution, 0 to 0.5: the model's boundaries lie elsewhere, and a small margin often misses.
+// draft's distribution, relative to the boundary's likely error. The model's boundaries lie elsewhere, and a
+// small margin often misses.
 struct Guess {
     int64_t token = -1;
     double margin = 0;
@@ -59,12 +60,14 @@ class Confidence {
     }
 
   private:
-    static constexpr int BINS = 8;
+    // Margins of a bin are up to twice as large as those of the bin before, from 1 / 16 to 4.
+    static constexpr int BINS = 8, FIRST = -5;
     static constexpr double RATE = 1.0 / 64;
     static int bin(const Guess& guess) {
-        return std::clamp(static_cast<int>(guess.margin * 2 * BINS), 0, BINS - 1);
+        const double margin = std::max(std::ldexp(1.0, FIRST), guess.margin);
+        return std::min(std::ilogb(margin) - FIRST, BINS - 1);
     }
-    std::array<double, BINS> shares{0.5, 0.7, 0.8, 0.85, 0.9, 0.9, 0.95, 0.95};  // to begin with
+    std::array<double, BINS> shares{0.3, 0.42, 0.54, 0.68, 0.81, 0.92, 0.97, 0.99};  // shakes256's
 };
 
 // Decides how many rows a step has, from the measured times of steps and the tokens that they gave.
@@ -73,49 +76,57 @@ class DraftPace {
     // Whether a row that gives a token with this probability saves time in a step of `rows` rows: the other way
     // to that token is a later step.
     bool pays(int64_t rows, double probability) const {
-        if (rows >= MOST_ROWS) return false;
+        // A step has at most a row more than those before: how much one costs is not known beforehand.
+        if (rows >= std::min(MOST_ROWS, most + 1)) return false;
         double price = cost(rows + 1) - cost(rows);
         // The row after it may be so cheap that both pay: products take rows in blocks.
-        if (rows + 2 <= MOST_ROWS) price = std::min(price, (cost(rows + 2) - cost(rows)) / 2);
+        if (rows + 2 <= most) price = std::min(price, (cost(rows + 2) - cost(rows)) / 2);
         return probability * seconds > price * tokens;
     }
 
     // The time of a step with so many rows; a guess until there was one.
     double cost(int64_t rows) const {
-        int64_t known = rows;
-        while (known > 0 && costs[known] == 0) known--;
-        return known == 0 ? FIRST_ROW * static_cast<double>(rows)
-                          : costs[known] * (1 + FIRST_ROW * static_cast<double>(rows - known));
+        int64_t known = std::min(rows, most);
+        while (known > 0 && costs[known].trials == 0) known--;
+        if (known == 0) return FIRST_ROW * static_cast<double>(rows);
+        const double last = costs[known].now, before = costs[known - 1].now;
+        return last + (before > 0 ? last - before : FIRST_ROW * last) * static_cast<double>(rows - known);
     }
 
     void took(int64_t rows, double elapsed, int64_t given) {
-        double& cost = costs[rows];
-        if (cost == 0) {
-            cost = elapsed;
+        Cost& cost = costs[rows];
+        if (cost.trials < TRIALS) {
+            cost.now = cost.least = cost.trials++ == 0 ? elapsed : std::min(cost.least, elapsed);
+            most = std::max(most, rows);
         } else {
             // A quarter of the steps take less: other programs only add to a time, and differences are needed.
-            const double change = elapsed < cost / 2 ? elapsed / cost
-                                  : elapsed < cost   ? 1 - RATE
-                                                     : 1 + RATE / 3;
+            const double change = elapsed < cost.now / 2 ? elapsed / cost.now
+                                  : elapsed < cost.now   ? 1 - RATE
+                                                         : 1 + RATE / 3;
             // A longer context, a new text or a slower processor changes the cost of any number of rows.
-            cost *= std::pow(change, 1 - COMMON);
-            for (double& each : costs) each *= std::pow(change, COMMON);
+            cost.now *= std::pow(change, 1 - COMMON);
+            for (Cost& each : costs) each.now *= std::pow(change, COMMON);
         }
-        // What was not tried for long becomes cheap, and is tried again.
+        // What was not tried for long becomes cheap, and is tried again; soon if it was hardly ever tried.
         for (int64_t other = 2; other <= MOST_ROWS; other++)
-            if (other != rows) costs[other] *= 1 - FORGOTTEN;
+            if (other != rows) costs[other].now *= 1 - (costs[other].trials < TRIALS ? UNSURE : FORGOTTEN);
         const double share = std::max(SHARE, 1.0 / static_cast<double>(++steps));
-        seconds += share * (cost - seconds);
+        seconds += share * (cost.now - seconds);
         tokens += share * (static_cast<double>(given) - tokens);
     }
 
   private:
     static constexpr double FIRST_ROW = 0.1;  // a row's share of a step, before it was measured
-    static constexpr double RATE = 1.0 / 32, SHARE = 1.0 / 64, FORGOTTEN = 1.0 / 16384;
+    static constexpr double RATE = 1.0 / 32, SHARE = 1.0 / 64, UNSURE = 1.0 / 128, FORGOTTEN = 1.0 / 16384;
     static constexpr double COMMON = 0.75;  // exponent of a change that the costs of all rows share
-    int64_t steps = 0;
-    std::array<double, MOST_ROWS + 1> costs{};  // by the number of rows; 0 where unknown
-    double seconds = 0, tokens = 0;             // of a step, on average
+    static constexpr int TRIALS = 4;        // steps whose least time is a cost to begin with
+    struct Cost {
+        double now = 0, least = 0;  // seconds; least: of the trials
+        int trials = 0;
+    };
+    int64_t steps = 0, most = 0;              // most: rows of a step so far
+    std::array<Cost, MOST_ROWS + 1> costs{};  // by the number of rows
+    double seconds = 0, tokens = 0;           // of a step, on average
 };
 
 // What drafts did. guesses: those of tokens that were then chosen, also where no row was spent on them, and

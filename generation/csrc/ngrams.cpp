@@ -15,6 +15,13 @@ constexpr uint64_t FACTOR = 0x9E3779B97F4A7C15;
 // The model sees more than the draft, so it is surer. With this exponent the guesses of shakes256 hit most.
 constexpr double SHARPNESS = 1.15;
 
+// The likely error of a boundary between two tokens, at `b` of the distribution, but for a factor. Like that of
+// any share it is least near 0 and 1.
+double boundary_error(double b) {
+    constexpr double LEAST = 0.01;
+    return std::sqrt(std::max(b * (1 - b), 0.0)) + LEAST;
+}
+
 // The hash of a context with one more token in front.
 uint64_t extended(uint64_t hash, int64_t token) {
     hash = (hash ^ static_cast<uint64_t>(token + 1)) * FACTOR;
@@ -100,7 +107,8 @@ Guess Ngrams::guess(const Tail& tail, double uniform, const Occurrences& text, c
             total += weight[i];
             if (weight + i != best) second = std::max(second, weight[i]);
         }
-        return {best - weight, total > 0 ? (*best - second) / total / 2 : 0};
+        const double share = *best / total;
+        return {best - weight, total > 0 ? (*best - second) / total / 2 / boundary_error(share) : 0};
     }
     if (!plain) {
         weigh_all(tail, 1, weight);
@@ -117,6 +125,6 @@ Guess Ngrams::guess(const Tail& tail, double uniform, const Occurrences& text, c
     float below = 0, point = static_cast<float>(uniform) * total;
     int64_t token = 0;
     while (token + 1 < vocab_size && below + weight[token] <= point) below += weight[token++];
-    const float margin = std::min(point - below, below + weight[token] - point) / total;
-    return {token, std::max(margin, 0.0f)};
+    const double at = point / total, low = below / total, high = (below + weight[token]) / total;
+    return {token, std::min((at - low) / boundary_error(low), (high - at) / boundary_error(high))};
 }
