@@ -76,8 +76,11 @@ void Ngrams::weigh_all(const Tail& tail, double exponent, float* weight) const {
         hashes[n] = hash = extended(hash, tail[n]);
         __builtin_prefetch(&tables.starts[hash >> (64 - bits)]);
     }
-    for (int64_t n = 0; n < tail.size(); n++)
-        __builtin_prefetch(tables.records.data() + tables.starts[hashes[n] >> (64 - bits)]);
+    for (int64_t n = 0; n < tail.size(); n++) {
+        const uint8_t* bucket = tables.records.data() + tables.starts[hashes[n] >> (64 - bits)];
+        __builtin_prefetch(bucket);
+        __builtin_prefetch(bucket + 64);
+    }
     const Powers& of = powers(exponent);
     for (int64_t i = 0; i < vocab_size; i++) weight[i] = of.share[tables.first[i]];
     for (int64_t n = 0; n < tail.size(); n++) {
@@ -120,11 +123,13 @@ Guess Ngrams::guess(const Tail& tail, double uniform, const Occurrences& text, c
     } else {
         weigh_all(tail, SHARPNESS / s.temperature, weight);
     }
-    const float total = std::accumulate(weight, weight + vocab_size, 0.0f);
+    float ends[MOST_VOCABULARY];  // of the tokens' parts of the distribution
+    std::partial_sum(weight, weight + vocab_size, ends);
+    const float total = ends[vocab_size - 1], point = static_cast<float>(uniform) * total;
     if (!(total > 0)) return {};
-    float below = 0, point = static_cast<float>(uniform) * total;
     int64_t token = 0;
-    while (token + 1 < vocab_size && below + weight[token] <= point) below += weight[token++];
-    const double at = point / total, low = below / total, high = (below + weight[token]) / total;
+    for (int64_t i = 0; i + 1 < vocab_size; i++) token += ends[i] <= point;
+    const float below = token > 0 ? ends[token - 1] : 0;
+    const double at = point / total, low = below / total, high = ends[token] / total;
     return {token, std::min((at - low) / boundary_error(low), (high - at) / boundary_error(high))};
 }
