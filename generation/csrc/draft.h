@@ -88,7 +88,10 @@ class DraftPace {
     double cost(int64_t rows) const {
         int64_t known = std::min(rows, most);
         while (known > 0 && costs[known].trials == 0) known--;
-        if (known == 0) return FIRST_ROW * static_cast<double>(rows);
+        if (known == 0) {  // several texts had more rows so far
+            for (known = rows; known < most && costs[known].trials == 0;) known++;
+            return costs[known].now * (1 + FIRST_ROW * static_cast<double>(rows - known));
+        }
         const double last = costs[known].now, before = costs[known - 1].now;
         return last + (before > 0 ? last - before : FIRST_ROW * last) * static_cast<double>(rows - known);
     }
