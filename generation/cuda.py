@@ -62,7 +62,7 @@ BARRIERS = 4  # of cluster.cu
 # What the kernels count the cycles of, in the words of gpt.py profile.
 PHASES = ("embedding", "QKV", "attention", "projection", "MLP up", "MLP down", "head", "sampling", "waiting")
 CACHE_SHARE = 4  # of the L2 cache, for the weights that each block of the grid reads for every token
-SECONDS = 0.0075  # of a launch by default, so that Ctrl-C and a client that leaves take effect within 0.01
+SECONDS = 0.0075  # of a launch by default, less than the 0.01 in which Ctrl-C should take effect
 FIRST_ROW_SECONDS = 2e-5  # for each text of a multiprocessor: the guess before one was measured
 TEXT = np.dtype([(name, np.int32) for name in ("slot", "length", "token", "flags")])  # struct Text
 FIRST, LAST = 1, 2  # flags of a Text

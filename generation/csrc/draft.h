@@ -60,14 +60,15 @@ class Confidence {
     }
 
   private:
-    // Margins of a bin are up to twice as large as those of the bin before, from 1 / 16 to 4.
-    static constexpr int BINS = 8, FIRST = -5;
+    // A bin's margins are twice those of the bin before: below 1 / 16, below 1 / 8 ... from 4 on.
+    static constexpr int BINS = 8, FIRST = -5;  // FIRST: binary exponent
     static constexpr double RATE = 1.0 / 64;
     static int bin(const Guess& guess) {
         const double margin = std::max(std::ldexp(1.0, FIRST), guess.margin);
         return std::min(std::ilogb(margin) - FIRST, BINS - 1);
     }
-    std::array<double, BINS> shares{0.3, 0.42, 0.54, 0.68, 0.81, 0.92, 0.97, 0.99};  // shakes256's
+    std::array<double, BINS> shares{0.3,  0.42, 0.54, 0.68,
+                                    0.81, 0.92, 0.97, 0.99};  // to begin with: shakes256's
 };
 
 // Decides how many rows a step has, from the measured times of steps and the tokens that they gave.
