@@ -46,6 +46,22 @@ def own_tiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     tiles.forget()
 
 
+@pytest.fixture(autouse=True)
+def turn_on_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A test that has the mark `whole_gpu` has the GPU's memory for itself: the other workers wait."""
+    if sys.platform != "linux" or not torch.cuda.is_available():
+        yield
+        return
+    import fcntl
+
+    shared = tmp_path_factory.getbasetemp().parent  # by all workers of this run
+    with open(shared / "next_on_gpu", "w") as queue, open(shared / "on_gpu", "w") as gpu:
+        fcntl.flock(queue, fcntl.LOCK_EX)  # so that one who waits for all others is the next
+        fcntl.flock(gpu, fcntl.LOCK_EX if request.node.get_closest_marker("whole_gpu") else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        yield
+
+
 @pytest.fixture(scope="session", name="extension")
 def compiled_extension() -> None:
     """Load the compiled extension; skip the test if there is no compiler."""

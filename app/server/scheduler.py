@@ -159,7 +159,7 @@ class Lane:
         joining = any(choice.sent_at == 0 for choice in self._running.values())
         fitting = int(STEP_SECONDS / self._row_seconds) if self._row_seconds else 1
         most = max(1, min(STEP_TOKENS // running, fitting)) if self._device == "cpu" else math.inf
-        written = self._writer.step(1 if joining else most)  # on a GPU a call ends by itself after 5 ms
+        written = self._writer.step(1 if joining else most)  # a call on a GPU ends itself: cuda.SECONDS
         now = time.monotonic()
         if written:
             self._row_seconds = (now - start) / len(written[0][1])

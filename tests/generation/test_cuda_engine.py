@@ -384,6 +384,7 @@ def free_bytes() -> int:
 
 
 @pytest.mark.full
+@pytest.mark.whole_gpu
 @pytest.mark.usefixtures("a_gpu")
 def test_ten_million_tokens_at_constant_memory():
     checkpoint, texts = load("shakes256"), 39_100
@@ -403,6 +404,7 @@ def test_ten_million_tokens_at_constant_memory():
 
 
 @pytest.mark.full
+@pytest.mark.whole_gpu
 @pytest.mark.usefixtures("a_gpu")
 def test_a_killed_process_frees_the_gpu(process):
     before = free_bytes()

@@ -1,19 +1,31 @@
-"""Calls every CUDA kernel in every dtype on a few small cases, for compute-sanitizer: python cuda_cases.py"""
+"""Calls CUDA kernels on small cases, for compute-sanitizer: python cuda_cases.py KIND
+
+attention: every kernel in every dtype. The other kinds are kernels that decode: `grid` many texts, `cluster`
+few, `drafts` few with guesses; `graph` is the attention of the torch engine.
+"""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
 from attention_ext import attention
 from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import KERNELS
+from generation.engine import open_engine
+from generation.sampling import Sampling
+from generation.texts import complete
+from generation.writer import Request, Writer
+from model import load
 
 # (B, H, Nq, Nk, d), causal: full and ragged tiles, one query, widths that are padded
 CASES = [((1, 2, 130, 200, 32), True), ((2, 1, 1, 300, 64), False), ((1, 1, 70, 70, 40), True)]
+TEXTS = {"grid": (100,), "cluster": (1, 3, 20), "drafts": (1, 3), "graph": (1, 3)}  # at a time
 
 
-def main() -> None:
-    """Run all of them; compute-sanitizer reports what is wrong."""
+def call_attention() -> int:
+    """Call every kernel; the number of calls."""
     capability, count = driver.gpu(0).capability, 0
     for name, kernel in KERNELS.items():
         for dtype in kernel.dtypes:
@@ -26,8 +38,30 @@ def main() -> None:
                 torch.cuda.synchronize()
                 assert out.isfinite().all()
                 count += 1
-    print(f"{count} calls")
+    return count
+
+
+def write(kind: str) -> int:
+    """Write texts with settings in turns; the number of tokens."""
+    checkpoint, name = load("shakes128"), "torch" if kind == "graph" else "cuda"
+    draft = "auto" if kind == "drafts" else "off"
+    settings = Sampling(), Sampling(top_p=0.9, top_k=20), Sampling(0, presence_penalty=0.5)
+    count = 0
+    for texts in TEXTS[kind]:
+        for precision in ("fp32",) if kind == "graph" else ("fp32", "bf16"):
+            rounded = dict(weights=precision, kv_cache=precision)
+            engine = open_engine(checkpoint, name, device="cuda", slots=texts, draft=draft, **rounded)
+            for chosen in settings[: 2 if kind == "drafts" else 3]:  # penalties have no drafts
+                requests = (
+                    Request([i % 65 for i in range(1 + number % 4)], number, chosen, max_new_tokens=4)
+                    for number in range(2 * texts)
+                )
+                for completion, piece in complete(Writer(engine), checkpoint.tokenizer, requests):
+                    count += 0 if piece else completion.new_tokens
+            assert (name == "cuda" and engine.draft_counts().drafted > 0) == (kind == "drafts")
+    return count
 
 
 if __name__ == "__main__":
-    main()
+    (kind,) = sys.argv[1:]
+    print(f"{call_attention() if kind == 'attention' else write(kind)} results")
