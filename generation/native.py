@@ -93,7 +93,7 @@ class Decoder:
     with a warning. The other arguments and the errors are those of open_engine().
     """
 
-    name, fast_in_step, tokens_at_once = "native", False, 64
+    name, fast_in_step, tokens_at_once = "native", False, 256
 
     def __init__(
         self,
