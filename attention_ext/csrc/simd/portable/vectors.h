@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX512DQ__) || defined(__AVX__) && !defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -72,7 +72,22 @@ INLINE const uint32_t* columns(const uint32_t* b, int64_t c) { return b + c / 2;
 
 INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
-// The first n lanes from p, the others `rest`; n < W. Not unrolled, the loop becomes one masked load.
+#if defined(__AVX512F__)
+
+INLINE __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+
+// The first n lanes from p, the others `rest`; n < W.
+INLINE Vec load_part(const float* p, int64_t n, float rest) {
+    return _mm512_mask_loadu_ps(splat(rest), first_lanes(n), p);
+}
+
+// Not the loop below: where GCC prefers vectors of 8 floats, it stores them by VEXTRACTF32X8, which faults on
+// lanes that the mask leaves out (Intel's manual, exceptions of type E6NF).
+INLINE void store_part(float* p, Vec v, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
+
+#else
+
+// Not unrolled, the loops become one masked load or store.
 INLINE Vec load_part(const float* p, int64_t n, float rest) {
     const int count = static_cast<int>(n);
     float lane[W];
@@ -89,6 +104,8 @@ INLINE void store_part(float* p, Vec v, int64_t n) {
     for (int i = 0; i < W; i++)
         if (i < count) p[i] = lane[i];
 }
+
+#endif
 
 // The larger one; a where either is NaN.
 #if defined(__AVX__) && !defined(__AVX512F__)
