@@ -165,7 +165,7 @@ def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterato
     """bc: keys that a block takes at a time. A row begins with the most queries that it is for."""
     merge = {"MERGE_THREADS": 128, "MERGE_LANES": 1 << (d // 4 - 1).bit_length()}
     if _multiplies_16(d, dtype, queries, capability):
-        strip, width = (64 if d <= 32 else 32) // dtype.bytes, up(d, 32)
+        strip, width = 8 if dtype is Dtype.FP32 and d > 32 else 16, up(d, 32)
         q_row = odd(width * dtype.bytes, 64)
         sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": 2, "LANES": 1, "WIDTH": width, "Q_ROW": q_row}
         for warps in (8 if d <= 64 else 4, 2):
