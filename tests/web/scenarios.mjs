@@ -210,6 +210,11 @@ const scenarios = {
     return { plain, text, address, again };
   },
 
+  async speed() {
+    await open({ length: 5 }, 5);
+    return parseFloat(/([\d.,]+) a second/.exec(await textOf("write-status"))[1].replace(/,/g, ""));
+  },
+
   async endless({ query, characters }) {
     await open({ ...query, endless: 1 });
     await until(
