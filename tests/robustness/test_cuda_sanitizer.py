@@ -17,8 +17,6 @@ from generation import cuda
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 # The order follows from what other blocks of a cluster have sent, which racecheck does not see: docs/gpu.md.
 NOT_SEEN = ("cluster", "drafts")
 NEEDS = {"grid": cuda.CAPABILITY, "cluster": cuda.CLUSTER_CAPABILITY, "drafts": cuda.CLUSTER_CAPABILITY}

@@ -18,6 +18,7 @@ from attention_ext.build import cache
 from web import build
 
 BROWSERS = {"chromium": ("CHROMIUM", ("chromium",)), "firefox": ("FIREFOX", ("firefox-esr", "firefox"))}
+LEAST_RATE = 100  # characters a second: 9,000 of them in the 90 s for which scenarios.mjs waits
 
 
 @pytest.fixture(scope="session")
@@ -86,19 +87,12 @@ def visit(request: pytest.FixtureRequest, node_program: str, page_folder: Path, 
             timeout=600,
             env=os.environ | {"HOME": str(tmp_path)},
         )
+        # Firefox 140.12 wrote 7 to 20 characters a second on an Intel Xeon with AMX, for a reason not found.
+        in_vain = request.param == "firefox" and "waited in vain" in done.stderr
+        if in_vain and scenario != "speed" and (rate := run("speed")) < LEAST_RATE:
+            pytest.skip(f"firefox writes {rate} characters a second here")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     run.browser = request.param  # type: ignore[attr-defined]
     return run
-
-
-@pytest.fixture
-def fast_visit(visit):
-    """visit(), in a browser that writes 100 characters a second.
-
-    Firefox does not on an Intel Xeon with AMX: it runs unoptimized code there, 20 a second; 140.12, in CI.
-    """
-    if visit.browser == "firefox" and (rate := visit("speed")) < 100:
-        pytest.skip(f"firefox writes {rate} characters a second here")
-    return visit

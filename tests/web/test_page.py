@@ -114,13 +114,13 @@ def test_a_branch_is_kept_in_the_address(visit):
 
 
 @pytest.mark.full
-def test_endless_writing_stops_when_told(fast_visit):
-    made = fast_visit("endless", query=QUERY, characters=9000)
+def test_endless_writing_stops_when_told(visit):
+    made = visit("endless", query=QUERY, characters=9000)
     assert made["shown"] <= 8192 + 4096 and re.match(r"\d+,\d+ characters", made["status"])
 
 
-def test_all_parts_write_the_same_text_in_the_race(fast_visit):
-    made = fast_visit("race", window=256, count=8)
+def test_all_parts_write_the_same_text_in_the_race(visit):
+    made = visit("race", window=256, count=8)
     assert len(made["texts"]) == 4 and set(map(len, made["texts"])) == {8}
     assert len(set(made["texts"])) == 1 and made["bars"] == 4
     assert all("ms a character" in time for time in made["times"])
@@ -187,8 +187,8 @@ def test_a_script_is_shown_as_a_part_is_and_shared_by_its_address(visit):
 
 
 @pytest.mark.full
-def test_measure_draws_a_point_for_each_part(fast_visit):
-    made = fast_visit("measure", flags=SWIFTSHADER if fast_visit.browser == "chromium" else ())
+def test_measure_draws_a_point_for_each_part(visit):
+    made = visit("measure", flags=SWIFTSHADER if visit.browser == "chromium" else ())
     assert made["points"] == 4 and [row[0] for row in made["rows"][:4]] == [
         "part1",
         "part2",
