@@ -168,6 +168,8 @@ def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterato
         strip, width = 8 if dtype is Dtype.FP32 and d > 32 else 16, up(d, 32)
         q_row = odd(width * dtype.bytes, 64)
         sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": 2, "LANES": 1, "WIDTH": width, "Q_ROW": q_row}
+        # Registers hold half of V.
+        sizes["PASSES"] = 2 if width == 256 and dtype is not Dtype.FP32 else 1
         for warps in (8 if d <= 64 else 4, 2):
             shared = 4 * warps * 16 * (width + 2) + 16 * q_row
             yield Tile(16, warps * strip, 32 * warps, shared, {**sizes, **merge})

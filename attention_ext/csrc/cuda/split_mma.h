@@ -12,8 +12,9 @@
 // Improves on lanes that share a row: those exchange sums for every query and key, and take three times as long
 //     for sixteen queries of 64 heads.
 //
-// Macros of its own, by cuda/tiles.py: STRIP, and Q_ROW, bytes of a row of the queries in shared memory: an odd
-// multiple of 64, so that eight lanes read different banks.
+// Macros of its own, by cuda/tiles.py: STRIP; Q_ROW, bytes of a row of the queries in shared memory: an odd
+// multiple of 64, so that eight lanes read different banks; PASSES, in which the columns of V are loaded and
+// multiplied, so that fewer registers hold them.
 #pragma once
 #include "mma.h"
 
@@ -22,8 +23,8 @@ constexpr int SIZE = sizeof(Element), UNIT = PARTS ? 8 : 16;  // keys of a produ
 constexpr int UNITS = STRIP / UNIT, TILES = UNIT / 8;         // of S, for a unit
 constexpr int K_WIDE = 16 / SIZE, K_LOADS = WIDTH / (4 * K_WIDE);
 constexpr int VW = PARTS || WIDTH % 64 == 0 ? 4 : 2;  // words of a lane's load of V
-constexpr int V_WIDE = VW * 4 / SIZE, V_LOADS = WIDTH / (8 * V_WIDE), V_KEYS = UNIT / 4;
-static_assert(BR == 16 && WIDTH % 32 == 0 && STRIP % UNIT == 0);
+constexpr int V_WIDE = VW * 4 / SIZE, V_LOADS = WIDTH / (8 * V_WIDE * PASSES), V_KEYS = UNIT / 4;  // of a pass
+static_assert(BR == 16 && WIDTH % 32 == 0 && STRIP % UNIT == 0 && WIDTH % (8 * V_WIDE * PASSES) == 0);
 
 // Words of a row, or zeros. ld.global.nc.L1::no_allocate (PTX ISA, ld.global.nc) keeps what is read once out of
 // L1.
@@ -57,13 +58,13 @@ struct Strip {
                 }
             }
     }
-    __device__ inline void load_values(const Element* v, long long row, int j0, int end) {
+    __device__ inline void load_values(const Element* v, long long row, int j0, int end, int pass) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         UNROLLED(u, UNITS)
             UNROLLED(n, V_KEYS) {
                 const int j = j0 + UNIT * u + 2 * t + n % 2 + n / 2 * 8;
                 UNROLLED(b, V_LOADS) {
-                    const int c = (8 * b + g) * V_WIDE;
+                    const int c = (8 * (pass * V_LOADS + b) + g) * V_WIDE;
                     load_words(V[u][n][b], v + j * row + c, j < end && c < d);
                 }
             }
@@ -71,7 +72,7 @@ struct Strip {
 };
 
 using Scores = float[UNITS][TILES][4];
-using Output = float[V_LOADS][V_WIDE][4];
+using Output = float[PASSES][V_LOADS][V_WIDE][4];
 
 #if FORMAT == FP32
 // c += a b in three products
@@ -107,7 +108,7 @@ __device__ inline void scores(Scores& S, unsigned q, const Strip& strip) {
 }
 
 // O <- O + P V. S has the weights.
-__device__ inline void add_values(Output& O, const Scores& S, const Strip& strip) {
+__device__ inline void add_values(float (&O)[V_LOADS][V_WIDE][4], const Scores& S, const Strip& strip) {
     unsigned P[UNITS][4];
     UNROLLED(u, UNITS)
         UNROLLED(e, 4) {
@@ -150,7 +151,7 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
         load_words(x[e], q + row * q_row + c * K_WIDE, row < min(queries, BR) && c * K_WIDE < d);
     }
     strip.load_keys(k, k_row, start, end);
-    strip.load_values(v, v_row, start, end);
+    strip.load_values(v, v_row, start, end, 0);
     UNROLLED(e, EACH) {
         const int n = e * THREADS + threadIdx.x, row = n / (WIDTH / K_WIDE), c = n % (WIDTH / K_WIDE);
         if (n < PIECES)
@@ -186,8 +187,9 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
                 const float shrink = exp2_approx(m[h] - subtrahend(top[h]));
                 m[h] = top[h];
                 l[h] *= shrink;
-                UNROLLED(b, V_LOADS)
-                    UNROLLED(n, V_WIDE) O[b][n][2 * h] *= shrink, O[b][n][2 * h + 1] *= shrink;
+                UNROLLED(pass, PASSES)
+                    UNROLLED(b, V_LOADS)
+                        UNROLLED(n, V_WIDE) O[pass][b][n][2 * h] *= shrink, O[pass][b][n][2 * h + 1] *= shrink;
             }
         }
 
@@ -198,15 +200,21 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
                     S[u][n][e] = exp2_approx(S[u][n][e] - subtrahend(m[e / 2]));
                     l[e / 2] += S[u][n][e];
                 }
-        add_values(O, S, strip);
-        strip.load_values(v, v_row, j0 + apart, end);
+        UNROLLED(pass, PASSES) {
+            add_values(O[pass], S, strip);
+            const bool is_last = pass + 1 == PASSES;
+            strip.load_values(v, v_row, is_last ? j0 + apart : j0, end, is_last ? 0 : pass + 1);
+        }
     }
 
     UNROLLED(h, 2) {
         l[h] = sum<1, 4>(l[h]);
         if (t == 0) m_out[g + 8 * h] = m[h], l_out[g + 8 * h] = l[h];
-        UNROLLED(b, V_LOADS)
-            UNROLLED(e, 2)
-                UNROLLED(n, V_WIDE) o[g + 8 * h][(8 * b + 2 * t + e) * V_WIDE + n] = O[b][n][2 * h + e];
+        UNROLLED(pass, PASSES)
+            UNROLLED(b, V_LOADS)
+                UNROLLED(e, 2) {
+                    const int c = (8 * (pass * V_LOADS + b) + 2 * t + e) * V_WIDE;
+                    UNROLLED(n, V_WIDE) o[g + 8 * h][c + n] = O[pass][b][n][2 * h + e];
+                }
     }
 }
