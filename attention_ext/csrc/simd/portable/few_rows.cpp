@@ -5,8 +5,8 @@
 //           C's numbers stay in registers while the block reads the chunk
 //
 // So the panel is read once from memory, whatever the number of rows: all of them read a chunk from the core's
-// caches. A block that is narrower than the panel also fetches from the next chunk, as much as it reads. Each
-// sum goes from first to last in one chain, as in the other products, so a row's bits are the same.
+// caches. Each sum goes from first to last in one chain, as in the other products, so a row's bits are the
+// same.
 #include <algorithm>
 #include <type_traits>
 
@@ -17,37 +17,63 @@ namespace portable {
 namespace {
 
 constexpr int PANEL = 8;                  // vectors of most panels
+constexpr int HEAD = 6;                   // of a panel of q, k and v: 96 columns with 32 of each, by 16 floats
 constexpr int64_t CHUNK = 4 * REGISTERS;  // rows of B: a panel's are a fraction of L2
 constexpr int UNROLL = REGISTERS / 8;     // of the sums
 constexpr int64_t MOST = REGISTERS / 4;   // rows of a block, so that registers hold three vectors of each
 
-// Vectors in a block of R rows. Registers hold its accumulators, the numbers of A or the vectors of B,
-// whichever are fewer, one of the others, and a pair of bfloat16. A panel of 8 vectors is few blocks.
 template <class Element>
-constexpr int vectors_beside(int R) {
-    constexpr bool pairs = !std::is_same_v<Element, float>;
-    for (const int VS : {PANEL, 4, 3})
-        if (R * VS + std::min(R, VS) + 1 + pairs <= REGISTERS && !(pairs && VS % 2)) return VS;
+constexpr bool IS_BF16 = !std::is_same_v<Element, float>;
+
+// Whether registers hold a block of R rows of VS vectors: its accumulators, the numbers of A or the vectors of
+// B, whichever are fewer, one of the others, and a pair of bfloat16 with the mask that divides it.
+template <class Element>
+constexpr bool fits(int R, int VS) {
+    return R * VS + std::min(R, VS) + 1 + (IS_BF16<Element> ? 2 : 0) <= REGISTERS;
+}
+
+// Whether they hold it if each pair of vectors loads the numbers of A again, one by one.
+template <class Element>
+constexpr bool fits_by_pairs(int R, int VS) {
+    return IS_BF16<Element> && R * VS + /* pair */ 2 + /* mask */ 1 + /* A */ 1 <= REGISTERS;
+}
+
+// Vectors in a block of R rows, if the panel has `of`: all of them, or as many as give few blocks.
+template <class Element>
+constexpr int vectors_beside(int R, int of) {
+    for (const int VS : {of, 4, 3})
+        if ((fits<Element>(R, VS) || fits_by_pairs<Element>(R, VS)) && !(IS_BF16<Element> && VS % 2)) return VS;
     return 2;
 }
 
-// Adds to columns [0, VS vectors) of R rows of C. The processor's own prefetcher follows a block of a whole
-// panel.
+// Sets columns [0, VS vectors) of R rows of C, or adds to them. Half a panel of bfloat16 is a line or two of
+// each of its rows. The processor's own prefetcher may not follow these, so the block fetches from the next
+// chunk as much as it reads: a fifth of the time on an Intel (Sapphire Rapids). Elsewhere it only took time
+// (Zen 5).
 template <int R, int VS, class Element>
-INLINE void few_block(float* C, int64_t ldC, const float* A, int64_t ldA, const Element* B, int64_t ldB,
-                      int64_t depth, const char*& next) {
-    constexpr int IN_L2 = 2, LINE = 64, BYTES = VS * W * (std::is_same_v<Element, float> ? 4 : 2);
+INLINE void few_block(float* C, int64_t ldC, bool add, const float* A, int64_t ldA, const Element* B,
+                      int64_t ldB, int64_t depth, const char*& next) {
+    constexpr int IN_L2 = 2, LINE = 64, BYTES = VS * W * (IS_BF16<Element> ? 2 : 4);
     Vec acc[R][VS];
     for (int i = 0; i < R; i++)
-        for (int v = 0; v < VS; v++) acc[i][v] = load(C + i * ldC + v * W);
+        for (int v = 0; v < VS; v++) acc[i][v] = add ? load(C + i * ldC + v * W) : Vec{};
     if (depth <= 0) __builtin_unreachable();
 #pragma GCC unroll UNROLL
     for (int64_t k = 0; k < depth; k++, B += ldB) {
-        if constexpr (VS < PANEL) {
+        if constexpr (IS_BF16<Element> && REGISTERS == 16) {
             for (int byte = 0; byte < BYTES; byte += LINE) __builtin_prefetch(next + byte, 0, IN_L2);
-            next += (BYTES + LINE - 1) / LINE * LINE;
+            next += BYTES;
         }
-        if constexpr (R < VS) {
+        if constexpr (!fits<Element>(R, VS) && fits_by_pairs<Element>(R, VS)) {
+            for (int v = 0; v < VS; v += 2) {
+                const Vec x = kept(column(B, v)), y = kept(column(B, v + 1));
+                const int64_t at = unknown(k);
+                for (int i = 0; i < R; i++) {
+                    const Vec a = kept(A[i * ldA + at] - Vec{});
+                    acc[i][v] += a * x, acc[i][v + 1] += a * y;
+                }
+            }
+        } else if constexpr (R < VS) {
             Vec a[R];
             for (int i = 0; i < R; i++) a[i] = kept(A[i * ldA + k] - Vec{});
             for (int v = 0; v < VS; v++) {
@@ -67,36 +93,37 @@ INLINE void few_block(float* C, int64_t ldC, const float* A, int64_t ldA, const 
 
 // Columns from c on of R rows, VS vectors at a time and then fewer.
 template <int R, int VS, class Element>
-INLINE void few_columns(Matrix C, ConstMatrix A, const Element* B, int64_t ldB, int64_t c, int64_t cols,
-                        int64_t depth, const char* next) {
+INLINE void few_columns(Matrix C, bool add, ConstMatrix A, const Element* B, int64_t ldB, int64_t c,
+                        int64_t cols, int64_t depth, const char* next) {
     for (; c + VS * W <= cols; c += VS * W)
-        few_block<R, VS>(C.data + c, C.ld, A.data, A.ld, columns(B, c), ldB, depth, next);
-    constexpr int LEAST = std::is_same_v<Element, float> ? 1 : 2;
-    if constexpr (VS > LEAST) few_columns<R, VS == 3 ? 2 : VS / 2>(C, A, B, ldB, c, cols, depth, next);
+        few_block<R, VS>(C.data + c, C.ld, add, A.data, A.ld, columns(B, c), ldB, depth, next);
+    if constexpr (VS > (IS_BF16<Element> ? 2 : 1))
+        few_columns<R, VS == HEAD ? 4 : VS == 3 ? 2 : VS / 2>(C, add, A, B, ldB, c, cols, depth, next);
 }
 
 // The same for all of at most R rows.
 template <int R, class Element>
-void few_rows(Matrix C, ConstMatrix A, const Element* B, int64_t ldB, int64_t rows, int64_t cols, int64_t depth,
-              const char* next) {
-    if (rows == R)
-        few_columns<R, vectors_beside<Element>(R)>(C, A, B, ldB, 0, cols, depth, next);
-    else if constexpr (R > 1)
-        few_rows<R - 1>(C, A, B, ldB, rows, cols, depth, next);
+void few_rows(Matrix C, bool add, ConstMatrix A, const Element* B, int64_t ldB, int64_t rows, int64_t cols,
+              int64_t depth, const char* next) {
+    if constexpr (R > 1)
+        if (rows < R) return few_rows<R - 1>(C, add, A, B, ldB, rows, cols, depth, next);
+    if constexpr (vectors_beside<Element>(R, HEAD) == HEAD)
+        if (cols % (HEAD * W) == 0 && cols % (PANEL * W) != 0)
+            return few_columns<R, HEAD>(C, add, A, B, ldB, 0, cols, depth, next);
+    few_columns<R, vectors_beside<Element>(R, PANEL)>(C, add, A, B, ldB, 0, cols, depth, next);
 }
 
 template <class Element>
 void few_product(Matrix C, ConstMatrix A, const Element* B, int64_t ldB, int64_t rows, int64_t cols,
                  int64_t depth, bool add) {
-    for (int64_t r = 0; !add && r < rows; r++) std::fill_n(C.data + r * C.ld, cols, 0.0f);
     const int64_t blocks = (rows + MOST - 1) / MOST;
     for (int64_t k = 0; k < depth; k += CHUNK) {
         const int64_t terms = std::min(CHUNK, depth - k);
         const Element *const chunk = B + k * ldB, *const next = chunk + terms * ldB;
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t r = rows * b / blocks, n = rows * (b + 1) / blocks - r;
-            few_rows<MOST>({C.data + r * C.ld, C.ld}, {A.data + r * A.ld + k, A.ld}, chunk, ldB, n, cols, terms,
-                           reinterpret_cast<const char*>(next));
+            few_rows<MOST>({C.data + r * C.ld, C.ld}, add || k > 0, {A.data + r * A.ld + k, A.ld}, chunk, ldB,
+                           n, cols, terms, reinterpret_cast<const char*>(next));
         }
     }
 }

@@ -54,6 +54,12 @@ INLINE V kept(V v) {
     return v;
 }
 
+// The same number, unknown to the compiler: it loads again what it has loaded at this place.
+INLINE int64_t unknown(int64_t k) {
+    __asm__ volatile("" : "+r"(k));
+    return k;
+}
+
 // Vector v of the columns of a row of B: floats, or bfloat16 in the pairs of portable.h.
 INLINE Vec column(const float* b, int v) { return load(b + v * W); }
 
