@@ -164,15 +164,15 @@ def kernel6(d: int, dtype: Dtype, queries: int, capability: Capability) -> Itera
 def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
     """bc: keys that a block takes at a time. A row begins with the most queries that it is for."""
     merge = {"MERGE_THREADS": 128, "MERGE_LANES": 1 << (d // 4 - 1).bit_length()}
-    if _multiplies_16(d, dtype, queries, capability):
-        strip, width = 8 if dtype is Dtype.FP32 and d > 32 else 16, up(d, 32)
+    if _multiplies_16(dtype, queries, capability):
+        sharers = 2 if d > 160 else 1
+        strip, width = 8 if dtype is Dtype.FP32 and d > 32 else 16, up(d, 32 * sharers)
         q_row = odd(width * dtype.bytes, 64)
         sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": 2, "LANES": 1, "WIDTH": width, "Q_ROW": q_row}
-        # Registers hold half of V.
-        sizes["PASSES"] = 2 if width == 256 and dtype is not Dtype.FP32 else 1
         for warps in (8 if d <= 64 else 4, 2):
-            shared = 4 * warps * 16 * (width + 2) + 16 * q_row
-            yield Tile(16, warps * strip, 32 * warps, shared, {**sizes, **merge})
+            teams = warps // sharers
+            shared = 4 * teams * 16 * (width + 2) + 16 * q_row
+            yield Tile(16, teams * strip, 32 * warps, shared, {**sizes, "SHARERS": sharers, **merge})
         return
     one = (1, 8, 2, 8 if d <= 128 and dtype is Dtype.FP32 else 4)
     rows = ((1, one), (2, (2, 8, 2, 4)), (4, (4, 8, 2, 4) if d <= 128 else (4, 4, 3, 4)))
@@ -180,13 +180,13 @@ def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterato
     vector = 16 // dtype.bytes
     lanes = min(32, 1 << (d // vector - 1).bit_length())
     width = up(d, lanes * vector)
-    sizes = {"TENSOR": 0, "BLOCKS": blocks, "LOADS": loads, "LANES": lanes, "WIDTH": width, **merge}
+    sizes = {"TENSOR": 0, "BLOCKS": blocks, "LOADS": loads, "LANES": lanes, "WIDTH": width}
     shared = 4 * ((1 + warps) * br * width + 2 * warps * br)
-    yield Tile(br, warps * loads * 32 // lanes, 32 * warps, shared, sizes)
+    yield Tile(br, warps * loads * 32 // lanes, 32 * warps, shared, {**sizes, "SHARERS": 1, **merge})
 
 
-def _multiplies_16(d: int, dtype: Dtype, queries: int, capability: Capability) -> bool:
+def _multiplies_16(dtype: Dtype, queries: int, capability: Capability) -> bool:
     """Whether the tensor cores multiply a tile of 16 queries in split: they have the dtype and are faster."""
     if dtype is not Dtype.FP16 and capability < ASYNCHRONOUS:
         return False
-    return queries > 4 or (queries > 2 and d <= 192 and dtype is not Dtype.FP32)
+    return queries > (4 if dtype is Dtype.FP32 else 2)

@@ -19,8 +19,13 @@ from generation.texts import complete
 from generation.writer import Request, Writer
 from model import load
 
-# (B, H, Nq, Nk, d), causal: full and ragged tiles, one query, widths that are padded
-CASES = [((1, 2, 130, 200, 32), True), ((2, 1, 1, 300, 64), False), ((1, 1, 70, 70, 40), True)]
+# (B, H, Nq, Nk, d), causal: full and ragged tiles, one query, widths that are padded, warps that share keys
+CASES = [
+    ((1, 2, 130, 200, 32), True),
+    ((2, 1, 1, 300, 64), False),
+    ((1, 1, 70, 70, 40), True),
+    ((1, 1, 16, 150, 192), True),
+]
 TEXTS = {"grid": (100,), "cluster": (1, 3, 20), "drafts": (1, 3), "graph": (1, 3)}  # at a time
 
 

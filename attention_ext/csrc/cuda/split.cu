@@ -6,7 +6,7 @@
 // Loop nest: attention_split: the grid goes over (batch, head), splits of keys and tiles of queries, a block's
 //     warps in turn over STRIP keys of the split:
 //         S <- scale q K^T; m, l and O as in every kernel, separately for each group of LANES lanes
-//     then the O, m and l of the groups and of the warps are merged. attention_merge: for each row, over the
+//     then the O, m and l of the groups and of the teams are merged. attention_merge: for each row, over the
 //     splits
 //         O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
 //     A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once. The loads of the next strip's
@@ -14,7 +14,7 @@
 //     the tensor cores multiply (split_mma.h).
 // Launch: attention_split: B H splits ceil(Nq / BR) blocks of THREADS threads. attention_merge: B H Nq blocks
 //     of MERGE_THREADS threads.
-// Shared memory: the warps' O (WARPS, BR, WIDTH), m and l (WARPS, BR), then q (BR, WIDTH), float32; 2.3 KiB for
+// Shared memory: the teams' O (TEAMS, BR, WIDTH), m and l (TEAMS, BR), then q (BR, WIDTH), float32; 2.3 KiB for
 //     one query at d = 64, 4.6 KiB at d = 128.
 // Registers: 128 for one query at d = 64, none spilled; sm_90. BLOCKS limits them to 128, to 168 for three or
 //     four queries in fp32 where d exceeds 128. One query has 8 loads of K under way in fp32 up to d = 128, all
@@ -40,13 +40,14 @@
 // Macros of its own, by cuda/tiles.py:
 //   TENSOR         1: the tensor cores multiply, with the macros of split_mma.h
 //   BLOCKS         blocks that a multiprocessor should hold: bounds the registers
+//   SHARERS        warps that share a strip: each has as many columns of it
 //   LOADS          loads of K under way in a lane
 //   LANES          lanes that share a row, and compute its weight
 //   WIDTH          numbers of a row, with the padding
 //   MERGE_THREADS  of a block that merges: two for each of the 64 vectors of the widest row (d = 256)
 //   MERGE_LANES    threads of a row there, 4 numbers each
 constexpr int d = HEAD_DIM;
-constexpr int WARPS = THREADS / 32;
+constexpr int TEAMS = THREADS / 32 / SHARERS;  // of warps that share a strip
 #if TENSOR
 #include "split_mma.h"
 #else
@@ -117,15 +118,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Element *q = block.q + i0 * call.q_strides.row, *k = block.k, *v = block.v;
     const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
     extern __shared__ __align__(16) float memory[];
-    auto o_shared = (float (*)[BR][WIDTH])memory;                                    // (WARPS, BR, WIDTH)
-    auto m_shared = (float (*)[BR])(o_shared + WARPS), l_shared = m_shared + WARPS;  // (WARPS, BR)
-    const int warp = threadIdx.x / 32;
+    auto o_shared = (float (*)[BR][WIDTH])memory;                                    // (TEAMS, BR, WIDTH)
+    auto m_shared = (float (*)[BR])(o_shared + TEAMS), l_shared = m_shared + TEAMS;  // (TEAMS, BR)
+    const int team = threadIdx.x / 32 / SHARERS;
 #if TENSOR
-    attend_strips(q, call.q_strides.row, Nq - i0, shared_address(l_shared + WARPS), k, k_row, v, v_row,
-                  start + warp * STRIP, WARPS * STRIP, end, sees, call.scale, o_shared[warp], m_shared[warp],
-                  l_shared[warp]);
+    attend_strips(q, call.q_strides.row, Nq - i0, shared_address(l_shared + TEAMS), k, k_row, v, v_row,
+                  start + team * STRIP, TEAMS * STRIP, end, sees, call.scale, o_shared[team], m_shared[team],
+                  l_shared[team]);
 #else
-    auto q_shared = (float (*)[WIDTH])(l_shared + WARPS);  // (BR, WIDTH)
+    auto q_shared = (float (*)[WIDTH])(l_shared + TEAMS);  // (BR, WIDTH)
 
     // The queries first: they would arrive after all of K and V that is under way.
     constexpr int NUMBERS = (BR * WIDTH + THREADS - 1) / THREADS;  // of the queries, a thread's
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         numbers[e] = i < BR && i0 + i < Nq && c < d ? to_float(q[i * call.q_strides.row + c]) * call.scale : 0;
     }
     const int lane = threadIdx.x % 32, place = lane % LANES, group = lane / LANES;
-    int j = start + warp * STRIP + group;  // the lane's first key of the strip
+    int j = start + team * STRIP + group;  // the lane's first key of the strip
     const Element *k_at = k + j * k_row, *v_at = v + j * v_row;
     Piece K[LOADS], V[LOADS];
     UNROLLED(u, LOADS) K[u] = load(k_at + u * ROWS * k_row, place, j + u * ROWS < end);
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     float o[BR][PER * VECTOR] = {}, m[BR], l[BR] = {};
     UNROLLED(i, BR) m[i] = -INF;
 
-    for (int j0 = start + warp * STRIP; j0 < end; j0 += WARPS * STRIP) {
+    for (int j0 = start + team * STRIP; j0 < end; j0 += TEAMS * STRIP) {
         // S <- q K^T
         float s[BR][LOADS] = {};
         UNROLLED(u, LOADS) {
@@ -162,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 }
             }
         }
-        const int next = j + WARPS * STRIP;
-        k_at += WARPS * STRIP * k_row;
+        const int next = j + TEAMS * STRIP;
+        k_at += TEAMS * STRIP * k_row;
         UNROLLED(u, LOADS) K[u] = load(k_at + u * ROWS * k_row, place, next + u * ROWS < end);
 
         // P <- 2^(S - m), l and O as m grows
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             UNROLLED(i, BR)
                 UNROLLED(c, PER * VECTOR) o[i][c] += s[i][u] * x[c];
         }
-        v_at += WARPS * STRIP * v_row;
+        v_at += TEAMS * STRIP * v_row;
         UNROLLED(u, LOADS) V[u] = load(v_at + u * ROWS * v_row, place, next + u * ROWS < end);
         j = next;
     }
@@ -208,24 +209,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (group == 0) {
 #pragma unroll
             for (int c = 0; c < PER * VECTOR; c += 4)
-                *(float4*)&o_shared[warp][i][(c / VECTOR * LANES + place) * VECTOR + c % VECTOR] = {
+                *(float4*)&o_shared[team][i][(c / VECTOR * LANES + place) * VECTOR + c % VECTOR] = {
                     o[i][c], o[i][c + 1], o[i][c + 2], o[i][c + 3]};
         }
-        if (lane == 0) m_shared[warp][i] = top, l_shared[warp][i] = l[i];
+        if (lane == 0) m_shared[team][i] = top, l_shared[team][i] = l[i];
     }
 #endif
     __syncthreads();
 
-    // Merge the warps of the block
+    // Merge the teams of the block
     const long long all = (long long)call.batches * call.heads * Nq;
     for (int n = threadIdx.x; n < BR * d / 4; n += THREADS) {
         const int i = n / (d / 4), c = n % (d / 4) * 4;
         if (i0 + i >= Nq) break;
         float top = m_shared[0][i];
-        for (int w = 1; w < WARPS; w++) top = fmaxf(top, m_shared[w][i]);
+        for (int w = 1; w < TEAMS; w++) top = fmaxf(top, m_shared[w][i]);
         float4 x = {0, 0, 0, 0};
         float total = 0;
-        for (int w = 0; w < WARPS; w++) {
+        for (int w = 0; w < TEAMS; w++) {
             const float weight = exp2_approx(m_shared[w][i] - subtrahend(top));
             const float4 y = *(const float4*)&o_shared[w][i][c];
             x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;

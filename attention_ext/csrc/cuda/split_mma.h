@@ -1,8 +1,11 @@
-// Split on the tensor cores, for five to sixteen queries, and in 16 bits for three and four up to d = 192.
-// split.cu includes it with TENSOR. float32 and bfloat16 need sm_80, float16 sm_75.
+// Split on the tensor cores, for five to sixteen queries, and in 16 bits for three and four. split.cu includes
+// it with TENSOR. float32 and bfloat16 need sm_80, float16 sm_75.
 //
 // A warp takes STRIP keys at a time, with a tile of 16 queries (mma.h: which lanes hold what). K and V go from
-// global memory to the registers that the products read, without shared memory. A sum may take any order, so
+// global memory to the registers that the products read, without shared memory. Beyond d = 128 two warps share
+// a strip, each with half of the columns, or registers spill: they exchange their parts of S, where O goes at
+// the end. At d = 256 one warp alone reaches 71 % of a reading launch, two reach 90 to 92 % (H100, 16 queries
+// of 32 heads). A sum may take any order, so
 // lane 4 g + t loads neighbouring numbers: of K those of key g, of V those of some keys, which stand for column
 // g of as many tiles.
 //     16 bits  8 columns of K from 8 t on, for two products; V of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, which
@@ -12,19 +15,19 @@
 // Improves on lanes that share a row: those exchange sums for every query and key, and take three times as long
 //     for sixteen queries of 64 heads.
 //
-// Macros of its own, by cuda/tiles.py: STRIP; Q_ROW, bytes of a row of the queries in shared memory: an odd
-// multiple of 64, so that eight lanes read different banks; PASSES, in which the columns of V are loaded and
-// multiplied, so that fewer registers hold them.
+// Macros of its own, by cuda/tiles.py: STRIP, and Q_ROW, bytes of a row of the queries in shared memory: an odd
+// multiple of 64, so that eight lanes read different banks.
 #pragma once
 #include "mma.h"
 
 constexpr bool PARTS = FORMAT == FP32;
+constexpr int COLUMNS = WIDTH / SHARERS;                      // of a warp
 constexpr int SIZE = sizeof(Element), UNIT = PARTS ? 8 : 16;  // keys of a product of P and V
 constexpr int UNITS = STRIP / UNIT, TILES = UNIT / 8;         // of S, for a unit
-constexpr int K_WIDE = 16 / SIZE, K_LOADS = WIDTH / (4 * K_WIDE);
-constexpr int VW = PARTS || WIDTH % 64 == 0 ? 4 : 2;  // words of a lane's load of V
-constexpr int V_WIDE = VW * 4 / SIZE, V_LOADS = WIDTH / (8 * V_WIDE * PASSES), V_KEYS = UNIT / 4;  // of a pass
-static_assert(BR == 16 && WIDTH % 32 == 0 && STRIP % UNIT == 0 && WIDTH % (8 * V_WIDE * PASSES) == 0);
+constexpr int K_WIDE = 16 / SIZE, K_LOADS = COLUMNS / (4 * K_WIDE);
+constexpr int VW = PARTS || COLUMNS % 64 == 0 ? 4 : 2;  // words of a lane's load of V
+constexpr int V_WIDE = VW * 4 / SIZE, V_LOADS = COLUMNS / (8 * V_WIDE), V_KEYS = UNIT / 4;
+static_assert(BR == 16 && COLUMNS % 32 == 0 && STRIP % UNIT == 0);
 
 // Words of a row, or zeros. ld.global.nc.L1::no_allocate (PTX ISA, ld.global.nc) keeps what is read once out of
 // L1.
@@ -47,24 +50,24 @@ __device__ inline void load_words(unsigned (&x)[2], const Element* from, bool ex
 struct Strip {
     unsigned K[UNITS][TILES][K_LOADS][4], V[UNITS][V_KEYS][V_LOADS][VW];
 
-    __device__ inline void load_keys(const Element* k, long long row, int j0, int end) {
+    __device__ inline void load_keys(const Element* k, long long row, int j0, int end, int first) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         UNROLLED(u, UNITS)
             UNROLLED(n, TILES) {
                 const int j = j0 + UNIT * u + 8 * n + g;
                 UNROLLED(b, K_LOADS) {
-                    const int c = (4 * b + t) * K_WIDE;
+                    const int c = first + (4 * b + t) * K_WIDE;
                     load_words(K[u][n][b], k + j * row + c, j < end && c < d);
                 }
             }
     }
-    __device__ inline void load_values(const Element* v, long long row, int j0, int end, int pass) {
+    __device__ inline void load_values(const Element* v, long long row, int j0, int end, int first) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         UNROLLED(u, UNITS)
             UNROLLED(n, V_KEYS) {
                 const int j = j0 + UNIT * u + 2 * t + n % 2 + n / 2 * 8;
                 UNROLLED(b, V_LOADS) {
-                    const int c = (8 * (pass * V_LOADS + b) + g) * V_WIDE;
+                    const int c = first + (8 * b + g) * V_WIDE;
                     load_words(V[u][n][b], v + j * row + c, j < end && c < d);
                 }
             }
@@ -72,7 +75,7 @@ struct Strip {
 };
 
 using Scores = float[UNITS][TILES][4];
-using Output = float[PASSES][V_LOADS][V_WIDE][4];
+using Output = float[V_LOADS][V_WIDE][4];
 
 #if FORMAT == FP32
 // c += a b in three products
@@ -107,8 +110,28 @@ __device__ inline void scores(Scores& S, unsigned q, const Strip& strip) {
     }
 }
 
+// Waits for the warp that shares the strip.
+__device__ inline void meet_sharer() {
+    asm volatile("bar.sync %0, 64;" ::"r"(1 + threadIdx.x / 64) : "memory");
+}
+
+// S <- S + S of the warp with the other columns. turn: 0 and 1 in turns.
+__device__ inline void add_sharer(Scores& S, float4 (*shared)[2][UNITS * TILES][32], int turn) {
+    const int warp = threadIdx.x / 32 % 2, lane = threadIdx.x % 32;
+    UNROLLED(n, UNITS * TILES) {
+        const float (&s)[4] = S[n / TILES][n % TILES];
+        shared[turn][warp][n][lane] = {s[0], s[1], s[2], s[3]};
+    }
+    meet_sharer();
+    UNROLLED(n, UNITS * TILES) {
+        const float4 other = shared[turn][1 - warp][n][lane];
+        float (&s)[4] = S[n / TILES][n % TILES];
+        s[0] += other.x, s[1] += other.y, s[2] += other.z, s[3] += other.w;
+    }
+}
+
 // O <- O + P V. S has the weights.
-__device__ inline void add_values(float (&O)[V_LOADS][V_WIDE][4], const Scores& S, const Strip& strip) {
+__device__ inline void add_values(Output& O, const Scores& S, const Strip& strip) {
     unsigned P[UNITS][4];
     UNROLLED(u, UNITS)
         UNROLLED(e, 4) {
@@ -150,22 +173,25 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
         const int n = e * THREADS + threadIdx.x, row = n / (WIDTH / K_WIDE), c = n % (WIDTH / K_WIDE);
         load_words(x[e], q + row * q_row + c * K_WIDE, row < min(queries, BR) && c * K_WIDE < d);
     }
-    strip.load_keys(k, k_row, start, end);
-    strip.load_values(v, v_row, start, end, 0);
+    const int first = threadIdx.x / 32 % SHARERS * COLUMNS;
+    strip.load_keys(k, k_row, start, end, first);
+    strip.load_values(v, v_row, start, end, first);
     UNROLLED(e, EACH) {
         const int n = e * THREADS + threadIdx.x, row = n / (WIDTH / K_WIDE), c = n % (WIDTH / K_WIDE);
         if (n < PIECES)
             store_shared(q_shared + row * Q_ROW + c * 16, make_uint4(x[e][0], x[e][1], x[e][2], x[e][3]));
     }
     __syncthreads();
-    const unsigned q_at = q_shared + g * Q_ROW + t * 16;
+    const unsigned q_at = q_shared + g * Q_ROW + first * SIZE + t * 16;
     Output O = {};
     float m[2] = {-INF, -INF}, l[2] = {};
+    int turn = 0;
 
     for (int j0 = start; j0 < end; j0 += apart) {
         Scores S = {};
         scores(S, q_at, strip);
-        strip.load_keys(k, k_row, j0 + apart, end);
+        strip.load_keys(k, k_row, j0 + apart, end, first);
+        if (SHARERS > 1) add_sharer(S, (float4(*)[2][UNITS * TILES][32]) o, turn ^= 1);
 
         // m <- max(m, rowmax(S)); l and O follow
         const bool masked = j0 + STRIP > min(end, sees);
@@ -187,9 +213,8 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
                 const float shrink = exp2_approx(m[h] - subtrahend(top[h]));
                 m[h] = top[h];
                 l[h] *= shrink;
-                UNROLLED(pass, PASSES)
-                    UNROLLED(b, V_LOADS)
-                        UNROLLED(n, V_WIDE) O[pass][b][n][2 * h] *= shrink, O[pass][b][n][2 * h + 1] *= shrink;
+                UNROLLED(b, V_LOADS)
+                    UNROLLED(n, V_WIDE) O[b][n][2 * h] *= shrink, O[b][n][2 * h + 1] *= shrink;
             }
         }
 
@@ -200,21 +225,18 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
                     S[u][n][e] = exp2_approx(S[u][n][e] - subtrahend(m[e / 2]));
                     l[e / 2] += S[u][n][e];
                 }
-        UNROLLED(pass, PASSES) {
-            add_values(O[pass], S, strip);
-            const bool is_last = pass + 1 == PASSES;
-            strip.load_values(v, v_row, is_last ? j0 + apart : j0, end, is_last ? 0 : pass + 1);
-        }
+        add_values(O, S, strip);
+        strip.load_values(v, v_row, j0 + apart, end, first);
     }
 
+    if (SHARERS > 1) meet_sharer();  // who may still read o
     UNROLLED(h, 2) {
         l[h] = sum<1, 4>(l[h]);
-        if (t == 0) m_out[g + 8 * h] = m[h], l_out[g + 8 * h] = l[h];
-        UNROLLED(pass, PASSES)
-            UNROLLED(b, V_LOADS)
-                UNROLLED(e, 2) {
-                    const int c = (8 * (pass * V_LOADS + b) + 2 * t + e) * V_WIDE;
-                    UNROLLED(n, V_WIDE) o[g + 8 * h][c + n] = O[pass][b][n][2 * h + e];
-                }
+        if (t == 0 && first == 0) m_out[g + 8 * h] = m[h], l_out[g + 8 * h] = l[h];
+        UNROLLED(b, V_LOADS)
+            UNROLLED(e, 2) {
+                const int c = first + (8 * b + 2 * t + e) * V_WIDE;
+                UNROLLED(n, V_WIDE) o[g + 8 * h][c + n] = O[b][n][2 * h + e];
+            }
     }
 }
