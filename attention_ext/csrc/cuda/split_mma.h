@@ -116,7 +116,9 @@ __device__ inline void meet_sharer() {
 }
 
 // S <- S + S of the warp with the other columns. turn: 0 and 1 in turns.
-__device__ inline void add_sharer(Scores& S, float4 (*shared)[2][UNITS * TILES][32], int turn) {
+using Exchange = float4[2][2][UNITS * TILES][32];
+static_assert(sizeof(Exchange) <= sizeof(float[BR][WIDTH]) || SHARERS == 1);
+__device__ inline void add_sharer(Scores& S, Exchange& shared, int turn) {
     const int warp = threadIdx.x / 32 % 2, lane = threadIdx.x % 32;
     UNROLLED(n, UNITS * TILES) {
         const float (&s)[4] = S[n / TILES][n % TILES];
@@ -191,7 +193,7 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
         Scores S = {};
         scores(S, q_at, strip);
         strip.load_keys(k, k_row, j0 + apart, end, first);
-        if (SHARERS > 1) add_sharer(S, (float4(*)[2][UNITS * TILES][32]) o, turn ^= 1);
+        if (SHARERS > 1) add_sharer(S, *(Exchange*)o, turn ^= 1);
 
         // m <- max(m, rowmax(S)); l and O follow
         const bool masked = j0 + STRIP > min(end, sees);
