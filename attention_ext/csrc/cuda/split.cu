@@ -4,7 +4,7 @@
 //     is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC
 //     keys. Partial results in global memory, float32: O (B, H, Nq, splits, d), m and l (B, H, Nq, splits, 2).
 // Loop nest: attention_split: the grid goes over (batch, head), splits of keys and tiles of queries, a block's
-//     warps in turn over STRIP keys of the split:
+//     teams of SHARERS warps in turn over STRIP keys of the split:
 //         S <- scale q K^T; m, l and O as in every kernel, separately for each group of LANES lanes
 //     then the O, m and l of the groups and of the teams are merged. attention_merge: for each row, over the
 //     splits
@@ -40,14 +40,14 @@
 // Macros of its own, by cuda/tiles.py:
 //   TENSOR         1: the tensor cores multiply, with the macros of split_mma.h
 //   BLOCKS         blocks that a multiprocessor should hold: bounds the registers
-//   SHARERS        warps that share a strip: each has as many columns of it
+//   SHARERS        warps of a team: they share a strip, each with an equal part of its columns
 //   LOADS          loads of K under way in a lane
 //   LANES          lanes that share a row, and compute its weight
 //   WIDTH          numbers of a row, with the padding
 //   MERGE_THREADS  of a block that merges: two for each of the 64 vectors of the widest row (d = 256)
 //   MERGE_LANES    threads of a row there, 4 numbers each
 constexpr int d = HEAD_DIM;
-constexpr int TEAMS = THREADS / 32 / SHARERS;  // of warps that share a strip
+constexpr int TEAMS = THREADS / 32 / SHARERS;
 #if TENSOR
 #include "split_mma.h"
 #else

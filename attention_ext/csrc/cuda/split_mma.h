@@ -2,10 +2,12 @@
 // it with TENSOR. float32 and bfloat16 need sm_80, float16 sm_75.
 //
 // A warp takes STRIP keys at a time, with a tile of 16 queries (mma.h: which lanes hold what). K and V go from
-// global memory to the registers that the products read, without shared memory. Beyond d = 128 two warps share
-// a strip, each with half of the columns, or registers spill: they exchange their parts of S, where O goes at
-// the end. At d = 256 one warp alone reaches 71 % of a reading launch, two reach 90 to 92 % (H100, 16 queries
-// of 32 heads). A sum may take any order, so
+// global memory to the registers that the products read, without shared memory. Beyond d = 160 two warps share
+// a strip. Each has half of the columns, because the registers of one warp would spill. They exchange their
+// parts of S in the memory that O takes at the end. At d = 256 one warp reaches 70 % (float32) and 72 %
+// (bfloat16) of a reading launch, two reach 92 and 90 % (H100, 16 queries of 32 heads).
+//
+// A sum may take any order, so
 // lane 4 g + t loads neighbouring numbers: of K those of key g, of V those of some keys, which stand for column
 // g of as many tiles.
 //     16 bits  8 columns of K from 8 t on, for two products; V of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, which
@@ -46,7 +48,7 @@ __device__ inline void load_words(unsigned (&x)[2], const Element* from, bool ex
                      : "l"(from));
 }
 
-// The keys from j0 on and their values, of a warp.
+// A warp's columns, from `first` on, of the keys from j0 on and of their values.
 struct Strip {
     unsigned K[UNITS][TILES][K_LOADS][4], V[UNITS][V_KEYS][V_LOADS][VW];
 
@@ -115,9 +117,10 @@ __device__ inline void meet_sharer() {
     asm volatile("bar.sync %0, 64;" ::"r"(1 + threadIdx.x / 64) : "memory");
 }
 
-// S <- S + S of the warp with the other columns. turn: 0 and 1 in turns.
+// S <- S + S of the warp with the other columns. turn: alternates. A buffer is written again when both have met
+// once more, so the other warp has read it.
 using Exchange = float4[2][2][UNITS * TILES][32];
-static_assert(sizeof(Exchange) <= sizeof(float[BR][WIDTH]) || SHARERS == 1);
+static_assert(SHARERS == 1 || (SHARERS == 2 && sizeof(Exchange) <= sizeof(float[BR][WIDTH])));
 __device__ inline void add_sharer(Scores& S, Exchange& shared, int turn) {
     const int warp = threadIdx.x / 32 % 2, lane = threadIdx.x % 32;
     UNROLLED(n, UNITS * TILES) {
@@ -160,8 +163,8 @@ __device__ inline void add_values(Output& O, const Scores& S, const Strip& strip
         }
 }
 
-// All strips of the warp, from `start` on, every `apart` keys. Query i sees the keys below min(end, sees + i).
-// q_shared: memory for the queries, rows of Q_ROW bytes. o (16, WIDTH), m and l (16): the warp's results.
+// All strips of the team, from `start` on, every `apart` keys. Query i sees the keys below min(end, sees + i).
+// q_shared: memory for the queries, rows of Q_ROW bytes. o (16, WIDTH), m and l (16): the team's results.
 __device__ inline void attend_strips(const Element* q, long long q_row, int queries, unsigned q_shared,
                                      const Element* k, long long k_row, const Element* v, long long v_row,
                                      int start, int apart, int end, int sees, float scale, float (*o)[WIDTH],
@@ -231,7 +234,7 @@ __device__ inline void attend_strips(const Element* q, long long q_row, int quer
         strip.load_values(v, v_row, j0 + apart, end, first);
     }
 
-    if (SHARERS > 1) meet_sharer();  // who may still read o
+    if (SHARERS > 1) meet_sharer();  // it may still read scores from o
     UNROLLED(h, 2) {
         l[h] = sum<1, 4>(l[h]);
         if (t == 0 && first == 0) m_out[g + 8 * h] = m[h], l_out[g + 8 * h] = l[h];

@@ -21,7 +21,8 @@ from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import Gpu
 from attention_ext.parts import Dtype
 
-# (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads
+# (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads, many
+# strips for warps that share them
 SHAPES = [
     (1, 1, 1, 1, 1),
     (1, 2, 1, 300, 32),
@@ -32,7 +33,7 @@ SHAPES = [
     (1, 1, 130, 1000, 64),
     (1, 2, 200, 333, 128),
     (1, 1, 40, 64, 256),
-    (1, 2, 16, 700, 256),
+    (1, 64, 16, 700, 256),
     (1, 1, 65, 129, 200),
     (3, 2, 129, 129, 96),
     (1, 1, 1025, 1025, 16),

@@ -17,7 +17,7 @@ namespace portable {
 namespace {
 
 constexpr int PANEL = 8;                  // vectors of most panels
-constexpr int HEAD = 6;                   // of a panel of q, k and v: 96 columns with 32 of each, by 16 floats
+constexpr int HEAD = 6;                   // of a head's panel of q, k and v: 3 x 32 columns, by 16 floats
 constexpr int64_t CHUNK = 4 * REGISTERS;  // rows of B: a panel's are a fraction of L2
 constexpr int UNROLL = REGISTERS / 8;     // of the sums
 constexpr int64_t MOST = REGISTERS / 4;   // rows of a block, so that registers hold three vectors of each
@@ -46,10 +46,12 @@ constexpr int vectors_beside(int R, int of) {
     return 2;
 }
 
-// Sets columns [0, VS vectors) of R rows of C, or adds to them. Half a panel of bfloat16 is a line or two of
-// each of its rows. The processor's own prefetcher may not follow these, so the block fetches from the next
-// chunk as much as it reads: a fifth of the time on an Intel (Sapphire Rapids). Elsewhere it only took time
-// (Zen 5).
+// Sets columns [0, VS vectors) of R rows of C, or adds to them.
+//
+// With 16 registers a block of bfloat16 is less than a panel: at most two lines of each of its rows. The
+// processor's own prefetcher may not follow these, so the block fetches from the next chunk as much as it
+// reads. That saves a fifth of the time on an Intel (Sapphire Rapids, compiled for AVX2) and nothing on a
+// Zen 5. In float32, and with 32 registers, it saves nothing on either.
 template <int R, int VS, class Element>
 INLINE void few_block(float* C, int64_t ldC, bool add, const float* A, int64_t ldA, const Element* B,
                       int64_t ldB, int64_t depth, const char*& next) {
@@ -97,11 +99,11 @@ INLINE void few_columns(Matrix C, bool add, ConstMatrix A, const Element* B, int
                         int64_t cols, int64_t depth, const char* next) {
     for (; c + VS * W <= cols; c += VS * W)
         few_block<R, VS>(C.data + c, C.ld, add, A.data, A.ld, columns(B, c), ldB, depth, next);
-    if constexpr (VS > (IS_BF16<Element> ? 2 : 1))
-        few_columns<R, VS == HEAD ? 4 : VS == 3 ? 2 : VS / 2>(C, add, A, B, ldB, c, cols, depth, next);
+    if constexpr (VS != HEAD && VS > (IS_BF16<Element> ? 2 : 1))  // heads leave no rest
+        few_columns<R, VS == 3 ? 2 : VS / 2>(C, add, A, B, ldB, c, cols, depth, next);
 }
 
-// The same for all of at most R rows.
+// All columns of `rows` rows, at most R.
 template <int R, class Element>
 void few_rows(Matrix C, bool add, ConstMatrix A, const Element* B, int64_t ldB, int64_t rows, int64_t cols,
               int64_t depth, const char* next) {
