@@ -113,7 +113,9 @@ class Server:
     def __init__(self) -> None:
         command = [sys.executable, str(ROOT / "gpt.py"), "serve", "-m", MODEL, "--port", "0"]
         command += ["--threads", "1", "--slots", str(SLOTS), "--queue", str(QUEUE)]
-        self.child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        # The pools of NumPy and PyTorch are not the server's: they stay empty.
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         assert self.child.stderr
         said = self.child.stderr.readline()
         found = re.search(r":(\d+)$", said, re.M)
@@ -125,6 +127,14 @@ class Server:
             raise RuntimeError(said)
         assert found, said
         self.port = int(found[1])
+
+    def threads(self) -> str:
+        """The name of each thread, and what it waits for."""
+        told = []
+        for folder in Path(f"/proc/{self.child.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has just ended
+                told.append("/".join((folder / file).read_text().strip() for file in ("comm", "wchan")))
+        return ", ".join(told)
 
     def state(self) -> dict[str, int]:
         """Its resident bytes, threads and open files."""
@@ -372,7 +382,7 @@ async def soak(server: Server, requests: int, seed: int) -> list[str]:
     # PyTorch opens threads and files of its own when a part is first used
     for name in ("task", "fd"):
         if after[name] > before[name]:
-            wrong.append(f"{name}: {before[name]} became {after[name]}")
+            wrong.append(f"{name}: {before[name]} became {after[name]}; threads: {server.threads()}")
     if failed := await server.metric("attention_requests_refused_total", 'status="500"'):
         wrong.append(f"{failed:.0f} answers were 500")
     counted = [await server.metric(f"attention_texts_{name}_total") for name in ("finished", "cancelled")]
