@@ -7,9 +7,8 @@
 // parts of S in the memory that O takes at the end. At d = 256 one warp reaches 70 % (float32) and 72 %
 // (bfloat16) of a reading launch, two reach 92 and 90 % (H100, 16 queries of 32 heads).
 //
-// A sum may take any order, so
-// lane 4 g + t loads neighbouring numbers: of K those of key g, of V those of some keys, which stand for column
-// g of as many tiles.
+// A sum may take any order, so lane 4 g + t loads neighbouring numbers: of K those of key g, of V those of some
+// keys, which stand for column g of as many tiles.
 //     16 bits  8 columns of K from 8 t on, for two products; V of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, which
 //              prmt pairs
 //     float32  4 columns of K from 4 t on, for two products; V of keys 2 t and 2 t + 1. Three products of tf32
