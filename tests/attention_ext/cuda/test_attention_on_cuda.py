@@ -21,8 +21,8 @@ from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import Gpu
 from attention_ext.parts import Dtype
 
-# (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads, many strips of keys
-# for warps that share them
+# (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads, many strips
+# of keys for warps that share them
 SHAPES = [
     (1, 1, 1, 1, 1),
     (1, 2, 1, 300, 32),
