@@ -74,8 +74,9 @@ Buffer bf16_pack(const float* W, const Panels& s) {
 // The columns before the first are computed too: a pair cannot be split.
 void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
                    int64_t, int64_t end, bool add) {
-    const auto multiply = is_few(rows) ? portable::multiply_few_bf16 : portable::multiply_bf16;
-    multiply(y, x, {reinterpret_cast<const uint32_t*>(panel), s.width / 2}, rows, end, s.in, add);
+    const portable::Bf16Pairs weights{reinterpret_cast<const uint32_t*>(panel), s.width / 2};
+    if (is_few(rows)) return portable::multiply_few_bf16(y, x, weights, rows, end, s.in, add);
+    portable::multiply_bf16(y, x, weights, rows, end, s.in, add);
 }
 
 // ---- int8 with a float32 scale for each output and group of inputs: a quarter of the memory, and 6 % of that

@@ -77,12 +77,13 @@ struct Transposed : Rows {
             simd::multiply({S + j, 0}, {Q, a.d, 1}, {K + (j0 + j) * a.d, ldK}, 1, some, a.d);
         }
     }
-    // The same for several rows of Q, S and O, of panels; row i adds its first min(n, first + i) keys.
+    // The same for several rows of Q, S and O, of panels; row i adds its first min(n, first + i) keys. A
+    // product fetches the next panel if that is full, otherwise the first values.
     void all_scores(simd::Matrix S, const float* Q, int64_t rows, int64_t j0, int64_t n) const {
         for (int64_t j = 0; j < n; j += a.Bc) {
             const int64_t some = std::min(a.Bc, round_up(n - j, simd::lanes()));
             portable::multiply_few({S.data + j, S.ld}, {Q, a.d}, {K + (j0 + j) * a.d, a.k.col_stride}, rows,
-                                   some, a.d, false);
+                                   some, a.d, false, j + 2 * a.Bc <= n ? nullptr : V + j0 * a.v.row_stride);
         }
     }
     void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n,
@@ -111,7 +112,7 @@ struct Pairs : Rows {
             const auto panel = reinterpret_cast<const uint32_t*>(K) + (j0 + j) * a.d / 2;
             const int64_t some = std::min(a.Bc, round_up(n - j, 2 * portable::lanes()));
             portable::multiply_few_bf16({S.data + j, S.ld}, {Q, a.d}, {panel, a.k.col_stride}, rows, some, a.d,
-                                        false);
+                                        false, j + 2 * a.Bc <= n ? nullptr : V + j0 * a.v.row_stride);
         }
     }
     void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n,

@@ -50,11 +50,13 @@ struct Bf16Pairs {
 void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add);
 
 // The same for at most FEW_ROWS rows, the fastest where B comes from memory; and in float32, where cols is a
-// multiple of W.
+// multiple of W. after: what is read after B, which may be fetched meanwhile; by default what follows B in
+// memory.
 constexpr int64_t FEW_ROWS = SMALL ? 0 : 8;
 void multiply_few_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth,
-                       bool add);
-void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth, bool add);
+                       bool add, const void* after = nullptr);
+void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth, bool add,
+                  const void* after = nullptr);
 
 // o <- o + sum_j p[j] * B[j]; cols is a multiple of 2 W.
 void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);

@@ -244,6 +244,9 @@ INLINE void weighted_columns(float* o, const float* p, const Element* B, int64_t
 }
 
 constexpr int ROWS_BESIDE = 3;  // of two vectors each: with all chains they fill 24 of 32 registers
+// With 16 registers, rows of B that are fetched ahead for several rows of P, as in few_rows.cpp: as many as the
+// keys of a panel, whose product fetches the first ones.
+constexpr int64_t AHEAD = 128;
 
 // The same for R rows of O and P, which read B once. Row i takes the first min(n, first + i) rows of B, in the
 // order in which weighted_columns() takes them.
@@ -252,18 +255,24 @@ INLINE void weighted_block(float* O, int64_t ldO, const float* P, int64_t ldP, c
                            int64_t n, int64_t first) {
     constexpr int CHAINS = 4;
     constexpr int BESIDE = REGISTERS == 32 || R == 1 ? CHAINS : 2;  // chains that are in registers together
+    constexpr int IN_L2 = 2;
     Vec acc[R][CHAINS][VS];
     const int64_t shared = std::min(n, first) / CHAINS * CHAINS;
     for (int begin = 0; begin < CHAINS; begin += BESIDE) {
         Vec some[R][BESIDE][VS] = {};
-        for (int64_t j = begin; j < shared; j += CHAINS) {
+        const auto add = [&](int64_t j, auto fetches) {
             for (int k = 0; k < BESIDE; k++) {
+                if constexpr (fetches) __builtin_prefetch(B + (j + k + AHEAD) * ldB, 0, IN_L2);
                 Vec x[VS];
                 for (int v = 0; v < VS; v++) x[v] = kept(column(B + (j + k) * ldB, v));
                 for (int i = 0; i < R; i++)
                     for (int v = 0; v < VS; v++) some[i][k][v] += P[i * ldP + j + k] * x[v];
             }
-        }
+        };
+        int64_t j = begin;
+        if constexpr (BESIDE < CHAINS)
+            for (; j < shared - AHEAD; j += CHAINS) add(j, std::true_type{});
+        for (; j < shared; j += CHAINS) add(j, std::false_type{});
         for (int i = 0; i < R; i++)
             for (int k = 0; k < BESIDE; k++)
                 for (int v = 0; v < VS; v++) acc[i][begin + k][v] = some[i][k][v];
