@@ -8,7 +8,7 @@ layout.
 projection, MLP down: the native engine's include the residual sums; PyTorch's sums are in `other`.
 waiting: time in which the native engine's threads wait for each other; PyTorch's is inside its operators.
 other: the time outside all spans: Python, the calls, waking the threads, reading the clock. Here each token
-is a separate call, so that each has its place; gpt.py --inference writes about ten tokens in a call.
+is a separate call, so that each has its place; gpt.py --inference writes up to 256 tokens in a call.
 """
 
 import json
