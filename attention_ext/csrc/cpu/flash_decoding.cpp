@@ -58,6 +58,11 @@ struct Rows {
     Rows(const Attention& a, int64_t head, float*) : a(a), K(a.k_of(head)), V(a.v_of(head)) {}
     int64_t block() const { return a.Bc < BLOCK ? BLOCK / a.Bc * a.Bc : a.Bc; }
     int64_t columns() const { return a.d; }
+    // What a product with the panel of key j0 + j fetches: the next panel if that is full, else the first
+    // values.
+    const float* after(int64_t j0, int64_t j, int64_t n) const {
+        return j + 2 * a.Bc <= n ? nullptr : V + j0 * a.v.row_stride;
+    }
     void scores(float* S, const float* Q, int64_t j0, int64_t n) {
         simd::dot_rows(S, Q, {K + j0 * a.k.row_stride, a.k.row_stride}, n, a.d, 1.0f);
     }
@@ -77,13 +82,12 @@ struct Transposed : Rows {
             simd::multiply({S + j, 0}, {Q, a.d, 1}, {K + (j0 + j) * a.d, ldK}, 1, some, a.d);
         }
     }
-    // The same for several rows of Q, S and O, of panels; row i adds its first min(n, first + i) keys. A
-    // product fetches the next panel if that is full, otherwise the first values.
+    // The same for several rows of Q, S and O, of panels; row i adds its first min(n, first + i) keys.
     void all_scores(simd::Matrix S, const float* Q, int64_t rows, int64_t j0, int64_t n) const {
         for (int64_t j = 0; j < n; j += a.Bc) {
             const int64_t some = std::min(a.Bc, round_up(n - j, simd::lanes()));
             portable::multiply_few({S.data + j, S.ld}, {Q, a.d}, {K + (j0 + j) * a.d, a.k.col_stride}, rows,
-                                   some, a.d, false, j + 2 * a.Bc <= n ? nullptr : V + j0 * a.v.row_stride);
+                                   some, a.d, false, after(j0, j, n));
         }
     }
     void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n,
@@ -112,7 +116,7 @@ struct Pairs : Rows {
             const auto panel = reinterpret_cast<const uint32_t*>(K) + (j0 + j) * a.d / 2;
             const int64_t some = std::min(a.Bc, round_up(n - j, 2 * portable::lanes()));
             portable::multiply_few_bf16({S.data + j, S.ld}, {Q, a.d}, {panel, a.k.col_stride}, rows, some, a.d,
-                                        false, j + 2 * a.Bc <= n ? nullptr : V + j0 * a.v.row_stride);
+                                        false, after(j0, j, n));
         }
     }
     void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n,

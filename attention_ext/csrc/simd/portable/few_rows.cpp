@@ -55,7 +55,7 @@ constexpr int vectors_beside(int R, int of) {
 template <int R, int VS, class Element>
 INLINE void few_block(float* C, int64_t ldC, bool add, const float* A, int64_t ldA, const Element* B,
                       int64_t ldB, int64_t depth, const char*& next) {
-    constexpr int IN_L2 = 2, LINE = 64, BYTES = VS * W * (IS_BF16<Element> ? 2 : 4);
+    constexpr int LINE = 64, BYTES = VS * W * (IS_BF16<Element> ? 2 : 4);
     Vec acc[R][VS];
     for (int i = 0; i < R; i++)
         for (int v = 0; v < VS; v++) acc[i][v] = add ? load(C + i * ldC + v * W) : Vec{};

@@ -255,7 +255,6 @@ INLINE void weighted_block(float* O, int64_t ldO, const float* P, int64_t ldP, c
                            int64_t n, int64_t first) {
     constexpr int CHAINS = 4;
     constexpr int BESIDE = REGISTERS == 32 || R == 1 ? CHAINS : 2;  // chains that are in registers together
-    constexpr int IN_L2 = 2;
     Vec acc[R][CHAINS][VS];
     const int64_t shared = std::min(n, first) / CHAINS * CHAINS;
     for (int begin = 0; begin < CHAINS; begin += BESIDE) {

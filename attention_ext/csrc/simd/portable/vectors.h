@@ -31,6 +31,8 @@ constexpr int REGISTERS = 32;  // of a vector each
 constexpr int REGISTERS = 16;
 #endif
 
+constexpr int IN_L2 = 2;  // where a prefetch ends
+
 typedef float Vec __attribute__((vector_size(W * sizeof(float))));
 typedef int32_t IntVec __attribute__((vector_size(W * sizeof(float))));
 typedef uint32_t UintVec __attribute__((vector_size(W * sizeof(float))));
