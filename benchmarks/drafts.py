@@ -58,13 +58,21 @@ def prompts(kind: str, checkpoint: Checkpoint, text: str) -> Iterator[list[int]]
         yield tokenizer.encode(known or tokenizer.characters[0])
 
 
+def settings(context: click.Context, option: click.Parameter, value: str) -> list[Sampling]:
+    """The sampling of each temperature of --temperatures."""
+    try:
+        return [Sampling(float(temperature)) for temperature in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{value!r} must be numbers of at least 0, separated by commas") from None
+
+
 class Contender:
     """An engine that writes the next text at each call."""
 
-    def __init__(self, engine: Engine | Peer, texts: Iterator[list[int]], length: int, temperature: float):
+    def __init__(self, engine: Engine | Peer, texts: Iterator[list[int]], length: int, sampling: Sampling):
         self.engine, self.texts = engine, list[list[int]]()
         self._prompts, self._length = texts, length
-        self._sampling = Sampling(temperature)
+        self._sampling = sampling
 
     def __call__(self) -> float:
         """The seconds of the text."""
@@ -81,7 +89,13 @@ class Contender:
 @click.command(context_settings={"show_default": True})
 @options.model
 @options.path("--corpus", "corpus_file", "Text of the prompts.", show_default="what prepare got")
-@click.option("--temperatures", default="0,0.5,0.8,1,1.5", help="Temperatures, separated by commas.")
+@options.option(
+    "--temperatures",
+    "samplings",
+    "Temperatures, separated by commas.",
+    default="0,0.5,0.8,1,1.5",
+    callback=settings,
+)
 @options.weights
 @options.kv_cache
 @options.draft
@@ -91,7 +105,7 @@ class Contender:
 def main(
     model: str,
     corpus_file: Path | None,
-    temperatures: str,
+    samplings: list[Sampling],
     rounds: int,
     draft: str,
     device: str,
@@ -117,11 +131,11 @@ def main(
         if not error <= other.most_error:
             raise click.ClickException(f"{other.name} is wrong: its logits differ by {error:.0e}")
 
-    def row(kind: str, temperature: float) -> str:
+    def row(kind: str, sampling: Sampling) -> str:
         length = checkpoint.config.block_size
 
         def contender(engine: Engine | Peer) -> Contender:
-            return Contender(engine, prompts(kind, checkpoint, text), length, temperature)
+            return Contender(engine, prompts(kind, checkpoint, text), length, sampling)
 
         def opened(guesses: str) -> Any:
             name = "cuda" if device == "cuda" else "native"
@@ -143,13 +157,14 @@ def main(
         tokens = length - PROMPT
         every = statistics.median(without.seconds) / statistics.median(with_.seconds)
         return (
-            f"{kind} | {temperature:g} | {tokens / without.median:,.0f} | {tokens / with_.median:,.0f} "
+            f"{kind} | {sampling.temperature:g} "
+            f"| {tokens / without.median:,.0f} | {tokens / with_.median:,.0f} "
             f"| {without.median / with_.median:.2f} | {every:.2f} | {percent(counts.hits / counts.guesses)} "
             f"| {counts.tokens / counts.steps:.2f} | {quiet(with_)}"
             + (f" | {times['peer'].median / with_.median:.2f}" if other else "")
         )
 
-    cases = ((kind, float(t)) for kind in ("corpus", "unlike", "random") for t in temperatures.split(","))
+    cases = ((kind, sampling) for kind in ("corpus", "unlike", "random") for sampling in samplings)
     show_table(TITLES + (f" | over {other.name}" if other else ""), (row(*case) for case in cases))
 
 

@@ -148,6 +148,8 @@ def test_a_wrong_argument_is_named():
         ("scores", "--parts part9", "'--parts': 'part9' must be one of part0, part1,"),
         ("scores", "--simd avx", "'--simd': 'avx' must be one of auto, ispc, portable, off"),
         ("threads", "--threads 0", "at least 1"),
+        ("drafts", "--temperatures 0.8,x", "'--temperatures': '0.8,x' must be numbers"),
+        ("drafts", "--temperatures 0.8,-1", "'--temperatures': '0.8,-1' must be numbers"),
     ):
         with naming(name, arguments):
             done = run(name, arguments)
