@@ -39,17 +39,36 @@ def write_file(path: Path, data: bytes) -> None:
 def locked(file: Path, does: str) -> Iterator[None]:
     """Hold a lock on a file; the kernel releases it when the process ends, however it ends.
 
+    The file is removed at the end; that of a killed process stays until the next one ends.
     Raises ValueError if another process holds it: 'another process (PID) DOES in DIRECTORY'.
     """
     import fcntl
 
-    with open(file, "a+") as held:  # the file stays: another process may be waiting to open it
-        held.seek(0)
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process ({held.read() or 'new'}) {does} in {file.parent}") from None
-        held.truncate(0)
-        held.write(str(os.getpid()))
-        held.flush()
-        yield
+    while True:
+        with open(file, "a+") as held:
+            held.seek(0)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another process ({held.read() or 'new'}) {does} in {file.parent}"
+                ) from None
+            if not _is_still(held.fileno(), file):  # its owner removed it between open() and flock()
+                continue
+            held.truncate(0)
+            held.write(str(os.getpid()))
+            held.flush()
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    file.unlink()  # while it is locked, so that it is no other process's
+            return
+
+
+def _is_still(descriptor: int, file: Path) -> bool:
+    """Whether an open file still has this name; another one may have got it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False

@@ -11,7 +11,6 @@ from pathlib import Path
 from generation import bulk, cluster
 from generation.jobs import MANIFEST
 from generation.shards import Scribe, Task
-from model.files import UNFINISHED
 
 TEXTS, SIZE = 46, 4  # the last file has fewer texts than the others
 TOKENS = 200  # of a text, beyond the model's window
@@ -64,7 +63,7 @@ def check(directory: Path, expected: dict[str, str], texts: int = TEXTS) -> dict
     assert manifest["complete"] and files(directory) == expected
     assert {name: shard["sha256"] for name, shard in manifest["shards"].items()} == expected
     assert [row["index"] for row in rows(directory)] == list(range(texts))  # none lost, none twice
-    assert not list(directory.glob(f"*{UNFINISHED}"))
+    assert {file.name for file in directory.iterdir()} == {MANIFEST, *expected}
     return manifest
 
 

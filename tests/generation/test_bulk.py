@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -168,8 +169,24 @@ def test_a_directory_that_is_not_the_jobs_is_refused(job, tmp_path):
     (tmp_path / MANIFEST).write_text(json.dumps(content | {"version": 2}))
     with pytest.raises(BulkError, match="has version 2"):
         bulk.run(job, tmp_path, here())
+
+
+def test_one_process_at_a_time_has_a_folder_and_its_lock_is_removed(job, tmp_path, monkeypatch):
+    lock = tmp_path / "lock"
     taken = rf"another process \({os.getpid()}\) writes texts in"
-    with locked(tmp_path / "lock", "writes texts"), pytest.raises(ValueError, match=taken):
+    lock.write_text("1")  # of a killed process
+    with locked(lock, "writes texts"), pytest.raises(ValueError, match=taken):
+        bulk.run(job, tmp_path, here())
+    assert not lock.exists()
+    flock = fcntl.flock
+
+    def late(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        lock.unlink()  # its owner ends after this process has opened it
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(lock, "writes texts"), pytest.raises(ValueError, match=taken):
         bulk.run(job, tmp_path, here())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -13,7 +14,7 @@ import tiny
 from training_texts import words
 
 from attention_ext import BuildError, extension
-from model.checkpoint import load, save
+from model.checkpoint import DRAFT, SUMMED, SUMS, load, save
 
 SMALL = ("--block-size", 16, "--batch-chars", 128, "--corpus", "text.txt")
 ENDING = re.compile(
@@ -43,6 +44,7 @@ def test_a_text_of_ones_own_by_time(cli, extension):
     assert done.stdout.endswith("python gpt.py part4 --inference -m out/mine\n")
     assert float(validation) < 3 and float(test) < 3
     assert 1 <= float(seconds) < 60  # of three on an idle machine
+    assert {*os.listdir("out/mine")} == {*SUMMED, DRAFT, SUMS, "training.json"}
     record = json.loads(Path("out/mine/training.json").read_text())
     assert record["steps"] == int(steps.replace(",", "")) and record["part"] == "part4"
     assert f"{record['val_loss']:.4f} {record['test_loss']:.4f}" == f"{validation} {test}"
