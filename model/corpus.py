@@ -1,4 +1,4 @@
-"""Tiny Shakespeare: its download, its checksum, and the split for training and validation."""
+"""Tiny Shakespeare: its place, its checksum, and the split for training and validation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 INPUT = Path("data", "shakespeare_char", "input.txt")  # in the current folder
 
@@ -36,19 +35,3 @@ def decode(data: bytes, name: str) -> str:
 def is_tiny_shakespeare(text: str) -> bool:
     """Whether this is the text that the shipped checkpoints were trained on."""
     return hashlib.sha256(text.encode()).hexdigest() == SHA256
-
-
-def download() -> Path:
-    """Download Tiny Shakespeare to INPUT unless it is there; return its path.
-
-    Raises ConnectionError without a network, ValueError if the checksum is wrong.
-    """
-    import pooch
-    import requests
-
-    try:
-        fetched = pooch.retrieve(URL, known_hash=f"sha256:{SHA256}", fname=INPUT.name, path=INPUT.parent)
-    except requests.RequestException as error:
-        reason = type(error).__name__
-        raise ConnectionError(f"{URL} could not be downloaded ({reason}); --corpus takes a file") from None
-    return Path(fetched)

@@ -73,7 +73,11 @@ def test_the_installed_command_writes_the_text_of_the_checkout(environment, tmp_
     (tmp_path / "mine.txt").write_text("To be, or not to be\n" * 20)
     run(command, "prepare", "--corpus", "mine.txt", cwd=tmp_path)
     assert files(packages(environment)) == before
-    assert files(tmp_path) == {"mine.txt", "data/shakespeare_char/input.txt"}
+    made = ("input.txt", "train.bin", "val.bin", "meta.pkl", "meta.json")
+    assert files(tmp_path) == {"mine.txt", *(f"data/shakespeare_char/{name}" for name in made)}
+    done = subprocess.run([command, *TEXT], cwd=tmp_path, capture_output=True, text=True)
+    vocabulary = packages(environment) / "checkpoints" / "shakes256" / "meta.json"
+    assert done.stdout == shown and f"\nLoading meta from {vocabulary}...\n" in done.stderr
 
 
 @pytest.mark.full

@@ -1,29 +1,74 @@
-"""prepare: the text that train and eval read by default."""
+"""prepare: a text in nanoGPT's layout, which train and eval read by default."""
 
+import pickle
 from pathlib import Path
 
 import click
 
 from app.cli import options
 
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+MOST_CHARACTERS = 2**16  # different ones, which the ids of train.bin tell apart
+
 
 @click.command()
 @options.path("--corpus", "corpus_file", "Use this file instead of downloading.")
-def prepare(corpus_file: Path | None) -> None:
-    """Get Tiny Shakespeare from the network or a file, check it and count its characters."""
+@options.folder("--out", "Folder of the files.", show_default="data/shakespeare_char")
+def prepare(corpus_file: Path | None, out: Path | None) -> None:
+    """Get Tiny Shakespeare from the network or a file, check it and write it as nanoGPT does.
+
+    OUT gets input.txt, which train and eval read by default, and what nanoGPT's train.py reads: train.bin
+    and val.bin, the ids of the first 90 % and of the rest, and meta.pkl. meta.json is the vocabulary too.
+    data/shakespeare_char/prepare.py is this command with the script's own folder as OUT.
+    """
+    import numpy as np
+
     from model import corpus
+    from model.files import write_file
     from model.tokenizer import CharTokenizer
 
-    path = corpus_file or corpus.download()
+    folder = out or corpus.INPUT.parent
+    path = corpus_file or download(folder)
     text = corpus.read(path)
     tokenizer = CharTokenizer.from_text(text)
+    characters = tokenizer.characters
+    if len(characters) > MOST_CHARACTERS:
+        raise ValueError(
+            f"{path} has {len(characters)} different characters; it must have at most 65536, for train.bin"
+        )
     training, validation = corpus.split(tokenizer.encode(text))
     known = "Tiny Shakespeare" if corpus.is_tiny_shakespeare(text) else "not Tiny Shakespeare"
     click.echo(f"{path}: {known}")
     click.echo(f"length of dataset in characters: {len(text):,}")
     click.echo(f"vocabulary: {len(tokenizer)} characters")
     click.echo(f"training: {len(training):,} characters, validation: {len(validation):,}")
-    if corpus_file:
-        corpus.INPUT.parent.mkdir(parents=True, exist_ok=True)
-        corpus.INPUT.write_bytes(path.read_bytes())
-    click.echo(f"train and eval read {corpus.INPUT} by default")
+    meta = {
+        "vocab_size": len(characters),
+        "itos": dict(enumerate(characters)),
+        "stoi": {c: i for i, c in enumerate(characters)},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / corpus.INPUT.name, text.encode())
+    write_file(folder / "train.bin", np.array(training, np.uint16).tobytes())
+    write_file(folder / "val.bin", np.array(validation, np.uint16).tobytes())
+    write_file(folder / "meta.pkl", pickle.dumps(meta))
+    tokenizer.write_meta_json(folder / "meta.json")
+    click.echo(f"wrote {folder}; train and eval read {corpus.INPUT} by default")
+
+
+def download(folder: Path) -> Path:
+    """Download Tiny Shakespeare to a folder unless it is there; return its path.
+
+    Raises ConnectionError without a network, ValueError if the checksum is wrong.
+    """
+    import pooch
+    import requests
+
+    from model.corpus import INPUT, SHA256
+
+    try:
+        fetched = pooch.retrieve(URL, known_hash=f"sha256:{SHA256}", fname=INPUT.name, path=folder)
+    except requests.RequestException as error:
+        reason = type(error).__name__
+        raise ConnectionError(f"{URL} could not be downloaded ({reason}); --corpus takes a file") from None
+    return Path(fetched)

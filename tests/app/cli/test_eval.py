@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+from support import ROOT
+
 from attention_ext import PARTS
 from model import corpus
+from model.tokenizer import CharTokenizer
 
 TEXT = "First Citizen:\nWe are accounted poor citizens.\n" * 60
 
 
-def test_prepare_counts(cli, tmp_path, monkeypatch):
+def test_prepare_writes_what_nanogpt_reads(cli, failed, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "INPUT", tmp_path / "data" / "input.txt")
-    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "text.txt").write_bytes(TEXT.replace("\n", "\r\n").encode())
     done = cli("prepare", "--corpus", "text.txt")
     assert done.returncode == 0, done.stderr
     assert "not Tiny Shakespeare" in done.stdout
     assert f"length of dataset in characters: {len(TEXT):,}" in done.stdout
     assert f"vocabulary: {len(set(TEXT))} characters" in done.stdout
-    assert (tmp_path / "data" / "input.txt").read_text() == TEXT
     assert cli("eval").returncode == 0  # it finds the file that prepare saved
+    # The script is the same command, from any folder, and writes beside itself.
+    script = tmp_path / "nanoGPT" / "data" / "shakespeare_char" / "prepare.py"
+    shutil.copytree(ROOT / "data", script.parents[1])
+    command, env = [sys.executable, script, "--corpus", "text.txt"], os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=tmp_path, env=env, check=True)
+    characters, cut = sorted(set(TEXT)), int(len(TEXT) * 0.9)
+    stoi = {c: i for i, c in enumerate(characters)}
+    meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": stoi}
+    for folder in (tmp_path / "data", script.parent):
+        assert (folder / "input.txt").read_bytes() == TEXT.encode()
+        for name, part in (("train", TEXT[:cut]), ("val", TEXT[cut:])):
+            assert np.fromfile(folder / f"{name}.bin", np.uint16).tolist() == [stoi[c] for c in part]
+        assert pickle.loads((folder / "meta.pkl").read_bytes()) == meta
+        assert CharTokenizer.from_meta_json(folder / "meta.json").characters == characters
+    (tmp_path / "many.txt").write_text("".join(map(chr, range(0x10000, 0x20001))))
+    assert "has 65537 different characters; it must" in failed("prepare", "--corpus", "many.txt")
 
 
 def test_without_a_corpus_train_and_eval_say_how_to_get_one(failed, tmp_path, monkeypatch):
@@ -27,7 +52,7 @@ def test_without_a_corpus_train_and_eval_say_how_to_get_one(failed, tmp_path, mo
 
 
 def test_a_failed_download_says_what_to_do(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "URL", "http://localhost:1/input.txt")
+    monkeypatch.setattr("app.cli.prepare.URL", "http://localhost:1/input.txt")
     monkeypatch.setattr(corpus, "INPUT", tmp_path / "input.txt")
     done = cli("prepare")
     assert done.returncode == 2
