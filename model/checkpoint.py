@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from model.gpt import GPT
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
+DATA = CHECKPOINTS.parent / "data" / "shakespeare_char"  # in a checkout: what the shipped models learned
 SUMS = "SHA256SUMS"  # in a checkpoint's directory, for sha256sum -c
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}  # safetensors' names
 SUMMED = ("config.json", "meta.json", "model.safetensors")  # all files that a model and its vocabulary need
@@ -312,6 +313,8 @@ def _checked(name: str, config: GPTConfig, stored: Stored) -> Weights:
 def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> Tokenizer:
     """The vocabulary beside the checkpoint (meta.json or meta.pkl), else its data set's, else GPT-2's."""
     places = [directory]
+    if directory.resolve().parent == CHECKPOINTS and not _changed(directory, (str(DATA / "meta.json"),)):
+        places.insert(0, DATA)  # the same file; `prepare` may have replaced it
     if isinstance(dataset, str) and re.fullmatch(r"[\w-]{1,100}", dataset):
         places.append(directory.resolve().parent / "data" / dataset)  # as in a nanoGPT checkout
         places.append(Path("data") / dataset)  # the folder of `prepare`

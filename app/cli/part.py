@@ -1,9 +1,11 @@
 """part0 ... part4: the lab's test of a part; with --inference the part writes text instead."""
 
+import contextlib
 import json
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -163,10 +165,13 @@ class Session:
 
     def announce(self, engine: "Engine") -> None:
         """Describe the model, the kernel and the engine."""
-        config, tokenizer, asked = self.checkpoint.config, self.checkpoint.tokenizer, self.asked
+        config, asked = self.checkpoint.config, self.asked
         notice(f"Running inference using dnn model {asked['model']}")
         notice(f"number of parameters: {config.num_params / 1e6:.2f}M")
-        notice(f"Vocabulary of {len(tokenizer)} tokens from {tokenizer.source}")
+        meta = Path(self.checkpoint.tokenizer.source)
+        with contextlib.suppress(OSError, ValueError):  # it is outside the current folder, or that is removed
+            meta = meta.relative_to(Path.cwd())
+        notice(f"Loading meta from {meta}...")
         row = check_part(self.part)
         kernel = f"Attention by {row.summary}"
         if asked["device"] == "cuda" and engine.name == "torch" and not row.file:

@@ -150,6 +150,17 @@ def test_the_users_data_set_comes_before_this_projects(tmp_path):
     assert load(str(tmp_path / "out" / "ckpt.pt")).tokenizer.source == str(data / "meta.json")
 
 
+def test_the_shipped_models_share_the_vocabulary_of_their_text(tmp_path, monkeypatch):
+    """Unless `prepare` replaced it, or an installed package lacks it; then each has its own."""
+    for name in checkpoint.SHIPPED:
+        assert load(name).tokenizer.source == str(checkpoint.DATA / "meta.json"), name
+    monkeypatch.setattr(checkpoint, "DATA", tmp_path)
+    own = str(checkpoint.shipped("shakes128") / "meta.json")
+    assert load("shakes128").tokenizer.source == own
+    VOCABULARY.write_meta_json(tmp_path / "meta.json")
+    assert load("shakes128").tokenizer.source == own
+
+
 def config_change(directory, **change):
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
