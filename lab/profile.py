@@ -8,7 +8,8 @@ layout.
 projection, MLP down: the native engine's include the residual sums; PyTorch's sums are in `other`.
 waiting: time in which the native engine's threads wait for each other; PyTorch's is inside its operators.
 other: the time outside all spans: Python, the calls, waking the threads, reading the clock. Here each token
-is a separate call, so that each has its place; gpt.py --inference writes up to 256 tokens in a call.
+of one text is a separate call, so that each has its place; gpt.py --inference writes up to 256 tokens in a
+call. Several texts are written in such calls here too.
 """
 
 import json
@@ -24,10 +25,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from attention_ext.parts import helpers_of
-from generation.engine import Engine, open_engine
+from attention_ext.parts import CachePrecision, helpers_of
+from generation.engine import Engine, member, open_engine
 from generation.native import Decoder, DraftCounts
 from generation.pytorch import TorchEngine
+from generation.texts import slots_for
 from generation.writer import Request, Writer
 from lab.machine import Load, busy_text
 from lab.text import counted, markdown
@@ -161,10 +163,11 @@ def run(
     kv_cache: str = "fp32",
     prompt_tokens: int | None = None,
     tokens: int | None = None,
+    texts: int = 1,
     trace_file: Path | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """The figures() of the reading of a prompt and the writing of `tokens` tokens after it.
+    """The figures() of the reading of a prompt and the writing of `tokens` tokens of each text after it.
 
     The prompt is the model's own text after token 0. The first token after it needs no reading and is not
     measured. Each later token is measured with the reading of the token before it.
@@ -172,7 +175,8 @@ def run(
     model: the model's name, for the output. part, simd, weights, kv_cache, others: as in
     generation.engine.open_engine.
     prompt_tokens: by default half of the block size. tokens: by default DEFAULT_TOKENS, at most the rest of
-    the block size. trace_file: the trace is written to it as JSON.
+    the block size. texts: are written together, after the same prompt. trace_file: the trace is written to it
+    as JSON.
     Raises TypeError or ValueError naming a wrong argument, OSError if trace_file cannot be written, and
     BuildError if the kernels cannot be compiled.
     """
@@ -187,15 +191,21 @@ def run(
             f"together they must be at most block_size={longest}, and each at least 1"
         )
     precisions: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache}
-    capacity = prompt_tokens + tokens
-    engine = open_engine(checkpoint, part=part, simd=simd, capacity=capacity, **precisions, **others)
+    capacity, cache = prompt_tokens + tokens, member(CachePrecision, "kv_cache", kv_cache)
+    most, _ = slots_for(2**31, 2**31, checkpoint.config, capacity, cache)
+    if not 1 <= texts <= most:
+        raise ValueError(f"texts is {texts}; it must be from 1 to {most} with caches of {capacity} tokens")
+    sized: dict[str, Any] = precisions | {"slots": texts, "capacity": capacity}
+    engine = open_engine(checkpoint, part=part, simd=simd, **sized, **others)
     about = {"model": model, "part": part, "engine": engine.name, "simd": helpers_of(part, simd)}
-    sizes = {"prompt_tokens": prompt_tokens, "new_tokens": tokens, "repetitions": REPETITIONS}
+    sizes = {"texts": texts, "prompt_tokens": prompt_tokens, "new_tokens": tokens, "repetitions": REPETITIONS}
     settings = about | precisions | {"threads": torch.get_num_threads()} | sizes
     with open(trace_file, "w") if trace_file else nullcontext() as file:  # before it takes time
         load = Load()
-        prefill, decode, plain = measure(engine, prompt_tokens, tokens)
         drafts = measure_drafts(engine, prompt_tokens, tokens)
+        if drafts and texts > 1:  # the table's steps have one token of each text
+            cast(Decoder, engine).set_draft(None)
+        prefill, decode, plain = measure(engine, prompt_tokens, tokens)
         if file:
             json.dump(trace(settings, prefill, decode), file)
     found = figures(settings, prefill, decode, plain) | {"drafts": drafts}
@@ -225,8 +235,9 @@ def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Pha
 def measure_drafts(engine: Engine, prompt_tokens: int, tokens: int) -> dict[str, float] | None:
     """The same writing in calls as long as gpt.py --inference makes, with and without the engine's draft.
 
-    None without a draft. The times of a token are medians; those of a step are means of all steps: guessing,
-    the verification of guesses, and what of it the rows cost that gave no token.
+    None without a draft, or with more texts than a draft serves. The times of a token are medians; those of
+    a step are means of all steps: guessing, the verification of guesses, and what of it the rows cost that
+    gave no token.
     """
     if getattr(engine, "draft", None) is None:
         return None
@@ -244,14 +255,18 @@ def measure_drafts(engine: Engine, prompt_tokens: int, tokens: int) -> dict[str,
             left = tokens
             while left:
                 left -= len(writer.step(left)[0][1])
+            took, count = 1e-9 * (monotonic_ns() - begin), decoder.draft_counts()
+            if on and not count.steps:
+                return None
             if repetition >= 0:
-                seconds[on].append(1e-9 * (monotonic_ns() - begin))
-                counts += [decoder.draft_counts()] if on else []
+                seconds[on].append(took)
+                counts += [count] if on else []
+    decoder.set_draft(draft)
     done = {name: sum(getattr(each, name) for each in counts) for name in DraftCounts._fields}
     steps = max(1, done["steps"])
     return {
-        "off_us_per_token": 1e6 * statistics.median(seconds[False]) / tokens,
-        "on_us_per_token": 1e6 * statistics.median(seconds[True]) / tokens,
+        "off_us_per_token": 1e6 * statistics.median(seconds[False]) / tokens / engine.slots,
+        "on_us_per_token": 1e6 * statistics.median(seconds[True]) / tokens / engine.slots,
         "hits_percent": 100 * done["hits"] / max(1, done["guesses"]),
         "tokens_per_step": done["tokens"] / steps,
         "drafted_per_step": done["drafted"] / steps,
@@ -264,7 +279,7 @@ def measure_drafts(engine: Engine, prompt_tokens: int, tokens: int) -> dict[str,
 
 def _own_text(engine: Engine, prompt_tokens: int) -> list[int]:
     """The model's text after token 0, which is the first of these tokens."""
-    writer, ids = _writer(engine, [0]), [0]
+    writer, ids = _writer(engine, [0], 1), [0]
     while len(ids) < prompt_tokens:
         ids += [token for _, tokens in writer.step(1) for token in tokens]
     return ids
@@ -273,46 +288,51 @@ def _own_text(engine: Engine, prompt_tokens: int) -> list[int]:
 def _repetition(
     engine: Engine, spans_of: Any, recorded: bool, ids: Sequence[int], tokens: int
 ) -> tuple[Phase, Phase]:
-    """One prefill, and the decoding of one text after it."""
+    """One prefill, and the decoding of a text in each of the engine's slots after it."""
     threads = torch.get_num_threads() if engine.name == "native" else 1
 
-    def phase(call: Callable[[], object], count: int) -> Phase:
+    def phase(call: Callable[[int], int], left: int) -> Phase:
+        """The calls that do `left` pieces of work; each is told how much is left, and returns what it did."""
         spans_of.record(recorded)
         calls = []
-        for _ in range(count):
+        while left:
             begin = monotonic_ns()
-            call()
+            left -= call(left)
             calls.append((begin, monotonic_ns()))
         spans_of.record(False)
         return Phase(calls, [Span(*span) for span in spans_of.spans()], threads)
 
-    def read() -> None:
+    def read(left: int) -> int:
         engine.begin(0, ids)
         engine.read(0)
+        return 1
 
-    read()  # the first one after spans were taken has page faults again
+    read(1)  # the first one after spans were taken has page faults again
     prefill = phase(read, 1)
     writer = _writer(engine, ids)
     writer.step(1)  # reads the prompt again
-    return prefill, phase(lambda: writer.step(1), tokens)
+    return prefill, phase(lambda left: len(writer.step(left if engine.slots > 1 else 1)[0][1]), tokens)
 
 
-def _writer(engine: Engine, ids: Sequence[int]) -> Writer:
-    """A writer with one text that continues these tokens."""
+def _writer(engine: Engine, ids: Sequence[int], texts: int | None = None) -> Writer:
+    """A writer with texts that continue these tokens; None: as many as the engine has slots."""
     writer = Writer(engine)
-    writer.join(Request(ids, SEED))
+    for i in range(texts or engine.slots):
+        writer.join(Request(ids, SEED + i))
     return writer
 
 
 def figures(settings: dict[str, Any], prefill: Phase, decode: Phase, plain: Sequence[float]) -> dict:
     """The output of -o json: the settings, a row for each kind, and the cost of recording."""
-    new_tokens = settings["new_tokens"]
+    steps = settings["new_tokens"]
+    tokens = steps * settings.get("texts", 1)
 
     def speeds(prefill: float, decode: float) -> dict[str, float]:
         return {
             "prefill_ms": 1e3 * prefill,
-            "decode_us_per_token": 1e6 * decode / new_tokens,
-            "tokens_per_second": new_tokens / decode,
+            "decode_us_per_step": 1e6 * decode / steps,
+            "decode_us_per_token": 1e6 * decode / tokens,
+            "tokens_per_second": tokens / decode,
         }
 
     recorded = speeds(prefill.seconds, decode.seconds)
@@ -321,6 +341,7 @@ def figures(settings: dict[str, Any], prefill: Phase, decode: Phase, plain: Sequ
             "kind": kind,
             "prefill_ms": recorded["prefill_ms"] * of_prefill,
             "prefill_percent": 100 * of_prefill,
+            "decode_us_per_step": recorded["decode_us_per_step"] * of_decode,
             "decode_us_per_token": recorded["decode_us_per_token"] * of_decode,
             "decode_percent": 100 * of_decode,
         }
@@ -333,19 +354,22 @@ def table(f: dict[str, Any]) -> str:
     """The figures as a Markdown table, with the settings above it and the cost of recording below."""
     threads = counted(f["threads"], "thread")
     helpers = "" if f["simd"] is None else f", {f['simd']} helpers"
+    several = f"{f['texts']} texts, " if f.get("texts", 1) > 1 else ""
     total = {"kind": "wall time", "prefill_percent": 100, "decode_percent": 100} | f["recorded"]
     rows = []
     for row in [*f["rows"], total]:
         ms, us = row["prefill_ms"], row["decode_us_per_token"]
         of_prefill = (f"{ms:.3f}", f"{row['prefill_percent']:.1f} %") if ms else ("", "")
         if ms or us:
-            rows.append((row["kind"], *of_prefill, f"{us:.2f}", f"{row['decode_percent']:.1f} %"))
+            decode = (f"{row['decode_us_per_step']:.2f}", f"{us:.2f}") if several else (f"{us:.2f}",)
+            rows.append((row["kind"], *of_prefill, *decode, f"{row['decode_percent']:.1f} %"))
+    columns = ("decode, µs per step", "µs per token") if several else ("decode, µs per token",)
     lines = [
         f"{f['model']}: {f['part']}{helpers}, {f['engine']} engine, weights in {f['weights']}, "
         f"cache in {f['kv_cache']}, {threads}; "
-        f"a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more",
+        f"{several}a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more",
         "",
-        markdown(("", "prefill, ms", "share", "decode, µs per token", "share"), rows),
+        markdown(("", "prefill, ms", "share", *columns, "share"), rows),
         "",
     ]
     if f["threads"] > 1 and f["engine"] == "native":
@@ -374,13 +398,16 @@ def trace(settings: dict[str, Any], prefill: Phase, decode: Phase) -> dict:
     """A trace for ui.perfetto.dev and chrome://tracing, in microseconds from the beginning of the prefill.
 
     Prefill and decoding come from two repetitions, so the tokens are shifted to the end of the prefill. A
-    token's name is its number, from 0; its position is that of the token that it reads. The calling thread
+    token's name is its number, from 0; its position is that of the token that it reads. With several texts a
+    call of the engine is named instead, because it writes several tokens of each. The calling thread
     has the number of the process, PROCESS, which makes it the main thread; the helpers have the next numbers.
     There is no thread 0: Perfetto would merge its spans with those of the main thread.
     """
     begin, end = prefill.calls[0]
     prompt, tokens = settings["prompt_tokens"], range(settings["new_tokens"])
-    calls = [(f"token {i}", {"position": prompt + i}) for i in tokens]
+    calls: list[tuple[str, dict]] = [(f"token {i}", {"position": prompt + i}) for i in tokens]
+    if settings.get("texts", 1) > 1:
+        calls = [(f"call {i}", {}) for i in range(len(decode.calls))]
     spans = _events(prefill, begin, [("prefill", {"tokens": prompt})])
     spans += _events(decode, decode.calls[0][0] - (end - begin), calls)
     spans.sort(key=lambda event: (event["ts"], -event["dur"]))  # a call before its spans

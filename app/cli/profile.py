@@ -7,6 +7,7 @@ import click
 from app.cli import options
 
 NOT_WITH_TRAIN = (
+    "texts",
     "engine",
     "br",
     "bc",
@@ -46,10 +47,10 @@ MOST_BATCH, MOST_TEXTS = 256, 4096
     "--train", "Show where the time of a training step goes instead, for a new model of MODEL's sizes."
 )
 @options.cpu_or_cuda
-@options.size("--texts", "Texts that are written together on a GPU.", most=MOST_TEXTS, default=1)
+@options.size("--texts", "Texts that are written together, after one prompt.", most=MOST_TEXTS, default=1)
 @options.size("--batch", "Batch size of a training step.", most=MOST_BATCH, show_default="2048 characters")
 @options.threads
-def profile(model, form, threads, train, batch, device, texts, **asked) -> None:
+def profile(model, form, threads, train, batch, device, **asked) -> None:
     """Show where a token's time goes with PART: embedding, QKV, attention, MLP, sampling and so on.
 
     The prefill of a prompt and the decoding after it are measured separately. The last lines show what the
@@ -64,11 +65,10 @@ def profile(model, form, threads, train, batch, device, texts, **asked) -> None:
         from lab.cuda import profile as on_cuda
         from model import load
 
-        names = ("weights", "kv_cache", "prompt_tokens", "tokens")
-        found = on_cuda.run(load(model), model=model, texts=texts, **{name: asked[name] for name in names})
+        names = ("weights", "kv_cache", "prompt_tokens", "tokens", "texts")
+        found = on_cuda.run(load(model), model=model, **{name: asked[name] for name in names})
         click.echo(on_cuda.table(found) if form == "md" else json.dumps(found))
         return
-    options.refuse(("texts",), "goes with --device cuda only")
     options.refuse(
         NOT_WITH_TRAIN if train else ("batch",), f"{'does not go with' if train else 'needs'} --train"
     )

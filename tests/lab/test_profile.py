@@ -35,8 +35,9 @@ def case(request, extension, threads):
     return name, count
 
 
-def test_spans_do_not_overlap_and_their_shares_add_up(case):
-    engine = open_engine(load("shakes128").model, case[0])
+@pytest.mark.parametrize("texts", [1, 5])
+def test_spans_do_not_overlap_and_their_shares_add_up(case, texts):
+    engine = open_engine(load("shakes128").model, case[0], slots=texts)
     prefill, decode, plain = profile.measure(engine, PROMPT[case[0]], TOKENS)
     for phase in (prefill, decode):
         assert phase.threads == (case[1] if case[0] == "native" else 1)
@@ -50,9 +51,10 @@ def test_spans_do_not_overlap_and_their_shares_add_up(case):
         shares = phase.shares()
         assert sum(shares.values()) == pytest.approx(1)
         assert min(shares.values()) >= 0 and shares["attention"] > 0
-    assert len(prefill.calls) == 1 and len(decode.calls) == TOKENS
-    f = profile.figures({"new_tokens": TOKENS}, prefill, decode, plain)
-    for column in ("prefill_ms", "decode_us_per_token"):
+    assert len(prefill.calls) == 1 and (len(decode.calls) == TOKENS if texts == 1 else decode.calls)
+    f = profile.figures({"new_tokens": TOKENS, "texts": texts}, prefill, decode, plain)
+    assert f["recorded"]["tokens_per_second"] * decode.seconds == pytest.approx(texts * TOKENS)
+    for column in ("prefill_ms", "decode_us_per_token", "decode_us_per_step"):
         assert sum(row[column] for row in f["rows"]) == pytest.approx(f["recorded"][column])
     for column in ("prefill_percent", "decode_percent"):
         assert sum(row[column] for row in f["rows"]) == pytest.approx(100)
@@ -87,6 +89,12 @@ def test_the_table():
     assert lines[12] == "Recording: 4.000 ms, 20.00 µs per token, 50,000 tokens/s"
     assert lines[13] == "Not recording: 2.000 ms, 15.00 µs per token, 66,667 tokens/s"
     assert len(lines) == 15
+    batch = profile.figures(settings | {"texts": 4}, prefill, decode, (2e-3, 3e-5))
+    lines = profile.table(batch | {"processors_taken_by_others": 0.0}).splitlines()
+    assert lines[0].endswith("2 threads; 4 texts, a prompt of 7 tokens, then 2 more")
+    assert lines[2] == "|  | prefill, ms | share | decode, µs per step | µs per token | share |"
+    assert lines[9] == "| wall time | 4.000 | 100.0 % | 20.00 | 5.00 | 100.0 % |"
+    assert lines[12].endswith("5.00 µs per token, 200,000 tokens/s")
     busy = profile.table(figures | {"processors_taken_by_others": 1.5}).splitlines()[-1]
     assert "others took 1.50 processors" in busy
 
@@ -126,8 +134,23 @@ def test_the_command(cli, extension, tmp_path):
         assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-def test_an_error_is_one_line(failed, tmp_path):
+def test_a_batch_is_written_as_inference_writes_it(cli, extension, tmp_path):
+    """In calls of several tokens of each text. Drafts serve up to four texts."""
+    asked = "profile -m shakes128 --tokens 9 --threads 1 -o json --trace trace.json".split()
+    for part, texts in (("part0", 2), ("part4", 2), ("part4", 5)):
+        f = json.loads(cli(*asked, part, "--texts", texts).stdout)
+        assert (f["texts"], f["drafts"] is None) == (texts, (part, texts) != ("part4", 2)), (part, texts)
+        assert "draft" not in {row["kind"] for row in f["rows"] if row["decode_us_per_step"]}
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        calls = [event["name"] for event in events if event["name"].startswith(("call ", "token "))]
+        assert calls == [f"call {i}" for i in range(len(calls))] and calls, (part, texts)
+
+
+def test_an_error_is_one_line(failed, tmp_path, monkeypatch):
+    monkeypatch.setattr("generation.texts.MOST_CACHE_BYTES", 2**25)  # a token's keys and values take 4 KiB
     for arguments, message in (
+        (["part4", "--texts", "65"], "texts is 65; it must be from 1 to 64 with caches of 128 tokens"),
+        (["part4", "--texts", "2", "--train"], "--texts does not go with --train"),
         ([], "Missing argument 'PART'"),
         (["part0", "--tokens", "65"], "prompt_tokens is 64 and tokens is 65; together they must be at most"),
         (["part0", "--prompt-tokens", "128"], "prompt_tokens is 128 and tokens is 1; together they"),
