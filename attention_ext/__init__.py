@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 from attention_ext import tiles
-from attention_ext.checks import check_gradient, check_tensors
+from attention_ext.checks import check_gradient, check_tensors, finite, truth
 from attention_ext.parts import AUTO, PARTS, SIMD, BuildError, Part, check_part, resolve_simd
 
 if TYPE_CHECKING:
@@ -96,17 +96,23 @@ def attention(
     masked key or value it may reach the rows of the same tile, as in PyTorch. Denormal numbers count as 0.
     part0 and, for float32 on the CPU, part4 compute gradients, also of the logsumexp. part4 uses
     FlashAttention-2, which stores no N x N numbers, and has no second gradients.
+    A number may be NumPy's or a tensor (); None stands for each default.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension or a CUDA kernel cannot be compiled, or there is no adapter.
     """
+    causal = causal is not None and truth("causal", causal)
+    return_lse = return_lse is not None and truth("return_lse", return_lse)
+    scale = None if scale is None else finite("scale", scale)
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
+    simd = "auto" if simd is None else simd
     if device is not None:
         return _by_webgpu(part, q, k, v, causal, scale, br, bc, simd, kernel, device, return_lse)
     import torch
 
     row, helpers = check_part(part), resolve_simd(simd)
-    _check_types(scale, kernel)
     if br is not None or bc is not None:
-        tiles.check_sides(br, bc)
+        br, bc = tiles.checked_sides(br, bc)
     if row.operator is None:
         check_tensors(row, q, k, v, causal)
     if row.file:
@@ -116,7 +122,7 @@ def attention(
             raise ValueError(f"return_lse is True; it must be False with {part}, which gives no logsumexp")
         if torch.is_grad_enabled():
             check_gradient(row, q, k, v)
-        applied = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+        applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
         return own.attend(row.file, q, k, v, causal, applied)
     try:
         on_cuda = q.is_cuda
@@ -131,7 +137,7 @@ def attention(
                 raise ValueError(f"{side}; it must be None on CUDA, where each kernel has its own tile")
             return operator(part, "cuda", False, return_lse)(q, k, v, causal, scale, kernel)
         (B, H, Nq, d), Nk = q.shape, k.shape[2]
-        scale = 1 / math.sqrt(d) if scale is None else float(scale)
+        scale = 1 / math.sqrt(d) if scale is None else scale
         if row.operator is None:
             from attention_ext import reference
 
@@ -156,17 +162,9 @@ def attention(
         raise
 
 
-def _check_types(scale: object, kernel: object) -> None:
-    if scale is not None and not isinstance(scale, (int, float)):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number")
-    if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
-
-
 def _by_webgpu(part, q, k, v, causal, scale, br, bc, simd, kernel, device, return_lse):
     if device != "webgpu":
         raise ValueError(f"device is {device!r}; it must be None, which takes the tensors' own, or 'webgpu'")
-    _check_types(scale, kernel)
     for name, given, only in (
         ("part", part, "part4"),
         ("br", br, None),

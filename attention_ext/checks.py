@@ -1,6 +1,93 @@
-"""What the tensors of a call must be. torch is not imported here."""
+"""What the arguments of a call must be: tensors, numbers, defaults. torch is not imported here."""
+
+import functools
+import inspect
+import numbers
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 from attention_ext.parts import DEVICES, MOST_SCORES, Part, with_gradient
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def plain(value: Any) -> Any:
+    """What a number of NumPy, or an array or tensor (), holds; any other value as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def whole(name: str, value: Any, must: str = "a whole number") -> int:
+    """The int of a whole number: Python's, NumPy's, or an array or tensor (). Raises TypeError for others."""
+    held = plain(value)
+    if not isinstance(held, bool) and not hasattr(held, "shape"):
+        try:
+            return operator.index(held)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} is a {kind(value)}; it must be {must}")
+
+
+def real(name: str, value: Any, must: str = "a number") -> float:
+    """The int or float of a real number, as whole() takes it; also infinite or NaN. Raises TypeError."""
+    held = plain(value)
+    if isinstance(held, bool) or not isinstance(held, numbers.Real):
+        raise TypeError(f"{name} is a {kind(value)}; it must be {must}")
+    return int(held) if isinstance(held, numbers.Integral) else float(held)
+
+
+def finite(name: str, value: Any) -> float:
+    """The float of a real number. Raises TypeError as real(), ValueError if it is infinite or NaN."""
+    found = real(name, value)
+    if not abs(found) <= sys.float_info.max:
+        raise ValueError(f"{name} is {found}; it must be finite")
+    return float(found)
+
+
+def truth(name: str, value: Any) -> bool:
+    """The bool of True, False, 1, 0 or NumPy's, or an array or tensor () of one. Raises TypeError."""
+    held = plain(value)
+    if not isinstance(held, int) or held not in (0, 1):
+        raise TypeError(f"{name} is a {kind(value)}; it must be True or False")
+    return bool(held)
+
+
+def kind(value: object) -> str:
+    """A value's type, with the shape that an array or a tensor has."""
+    shape = getattr(value, "shape", ())
+    return type(value).__name__ + (f" of shape {tuple(shape)}" if shape else "")
+
+
+def none_is_default(function: Function) -> Function:
+    """The function, where None for an argument stands for its default."""
+    parameters = inspect.signature(function).parameters
+    known = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+
+    @functools.wraps(function)
+    def called(*args, **given):
+        names = list(parameters)[: len(args)]
+        args = tuple(known.get(name) if v is None else v for name, v in zip_longest(names, args))
+        given = {name: known.get(name) if v is None else v for name, v in given.items()}
+        return function(*args, **given)
+
+    return called  # type: ignore[return-value]
+
+
+def set_defaults(made: Any) -> None:
+    """Give each field of a dataclass that is None its default, if it has one."""
+    for each in fields(made):
+        if getattr(made, each.name) is None and each.default is not MISSING:
+            object.__setattr__(made, each.name, each.default)
+
+
+def set_whole(made: Any, *names: str) -> None:
+    """Make ints of these fields of a dataclass, unless they are None. Raises TypeError as whole()."""
+    for name in names:
+        if (value := getattr(made, name)) is not None:
+            object.__setattr__(made, name, whole(name, value))
 
 
 def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:

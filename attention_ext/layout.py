@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attention_ext.checks import check_tensors
+from attention_ext.checks import check_tensors, finite, truth
 from attention_ext.parts import check_part
 
 # For each rank the chunks of the sequence that it holds, in the order of its tensors' rows.
@@ -88,6 +88,7 @@ def describe(
     """A rank's arguments, as the ranks compare them, or what is wrong with them."""
     try:
         check_tensors(check_part(part), q, k, v, causal=False, least=0)
+        causal, scale = truth("causal", causal), None if scale is None else finite("scale", scale)
     except (TypeError, ValueError) as error:
         return error
     shapes = {name: tuple(t.shape) for name, t in (("q", q), ("k", k), ("v", v))}

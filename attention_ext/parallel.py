@@ -30,6 +30,7 @@ from torch import Tensor
 
 import attention_ext
 from attention_ext import layout, reference
+from attention_ext.checks import none_is_default, whole
 from attention_ext.layout import Rows, contiguous, kernel_calls, length, shares, zigzag_rows
 from attention_ext.parts import one_of
 
@@ -273,6 +274,7 @@ def expected(
     return 2 * width * heads * d * (sum(m) - m[(rank + 1) % P]), P - 1
 
 
+@none_is_default
 def attention(
     method: str,
     q: Tensor,
@@ -311,11 +313,12 @@ def attention(
         if lengths is None:
             dist.all_gather_object(described, mine, group=group)
         elif not isinstance(mine, Exception):
-            described = [layout.with_rows(mine, n) for n in lengths]
+            described = [layout.with_rows(mine, whole("lengths", n)) for n in lengths]
             if len(lengths) != P or described[rank] != mine:
                 raise ValueError(f"lengths is {list(lengths)}; it must have the rows of each of {P} ranks")
         queries, keys, offset = layout.agreed_rows(described)
         one_of("method", method, METHODS)
+        causal, scale = described[rank]["causal"], described[rank]["scale"]
         options = {"scale": scale, "simd": simd, "kernel": kernel}
         traffic = Traffic() if traffic is None else traffic
         call = Call(part, causal, options, queries, keys, offset, rank, P, group, traffic)

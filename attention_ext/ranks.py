@@ -18,6 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from attention_ext.checks import finite, none_is_default
+
 HERE = "here"  # the answer of a rank that has not failed itself
 ABORT = 2.0  # seconds that NCCL's abort may take
 ROLL_CALL = 5.0  # seconds that a rank waits for the others' answers, at most the timeout
@@ -37,6 +39,7 @@ class Ranks:
     device: torch.device
 
 
+@none_is_default
 @contextlib.contextmanager
 def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
     """The process group of all ranks: gloo for tensors on the CPU; with 'cuda' NCCL for those on GPUs.
@@ -48,6 +51,7 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
     after it began to wait. torchrun sends SIGTERM when a rank has ended; it ends the process with the same
     message.
     """
+    timeout = finite("timeout", timeout)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ValueError("started without torchrun: python -m torch.distributed.run --nproc-per-node P ...")
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from attention_ext import processor
+from attention_ext.checks import whole
 
 # Within 2 % of the best tile in a sweep at N = 1024, d = 32, 64, 128 (gpt.py bench part4 -br ... -bc ...).
 DEFAULT = (192, 256)
@@ -72,15 +73,13 @@ def _fitting(simd: str, threads: int, d: int, causal: bool) -> tuple[Tuned, ...]
     return tuple(t for t in entries if (t.simd, t.threads, t.d, t.causal) == (simd, threads, d, causal))
 
 
-def check_sides(br: int | None, bc: int | None) -> None:
-    """Raise TypeError or ValueError unless each side is None or a whole number of at least 1."""
-    for name, size in (("br", br), ("bc", bc)):
-        if size is None:
-            continue
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} is a {type(size).__name__}; it must be a whole number")
-        if not 1 <= size < 2**63:
+def checked_sides(br: int | None, bc: int | None) -> tuple[int | None, int | None]:
+    """Both sides; TypeError or ValueError unless each is None or a whole number of at least 1."""
+    found = [None if size is None else whole(name, size) for name, size in (("br", br), ("bc", bc))]
+    for name, size in zip(("br", "bc"), found):
+        if size is not None and not 1 <= size < 2**63:
             raise ValueError(f"{name} is {size}; it must be at least 1 and fit 63 bits")
+    return found[0], found[1]
 
 
 def path() -> Path:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attention_ext import processor, tiles
+from attention_ext.checks import none_is_default, whole
 from attention_ext.cuda import kernels as on_cuda
 from attention_ext.parts import (
     DEVICES,
@@ -27,7 +29,7 @@ from attention_ext.parts import (
     running_on,
 )
 from generation.sampling import Sampling
-from model.checkpoint import Checkpoint, named_draft
+from model.checkpoint import Checkpoint, loaded, named_draft
 from model.config import GPTConfig
 from model.draft import Draft
 
@@ -103,8 +105,9 @@ class Engine(Protocol):
         """The slot's latest logits (V,). Its last token was, or its next one will be, chosen from them."""
 
 
+@none_is_default
 def open_engine(
-    model: Checkpoint | GPT,
+    model: Checkpoint | GPT | str | Path,
     engine: str | None = None,
     *,
     part: str = "part4",
@@ -122,6 +125,7 @@ def open_engine(
 ) -> Engine:
     """Open an engine for a model; the native engine and a GPU copy the weights.
 
+    model: loaded, or a name for load(). None stands for each default.
     engine: one of ENGINES; None takes native for parts 1 to 4, else torch. On a GPU, None takes cuda for
     part4 without a kernel if the model fits it, else torch; through WebGPU webgpu, and where there is no
     adapter or the model does not fit it, native on the CPU.
@@ -143,11 +147,13 @@ def open_engine(
     Raises TypeError or ValueError naming the wrong argument, BuildError if the kernels cannot be compiled or
     there is no GPU.
     """
-    for name, number in (("slots", slots), ("capacity", capacity), ("threads", threads)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-            raise TypeError(f"{name} is a {type(number).__name__}; it must be a whole number")
+    if isinstance(model, (str, Path)) or not hasattr(model, "config"):
+        model = loaded(model)
+    slots = whole("slots", slots)
+    capacity = None if capacity is None else whole("capacity", capacity)
+    threads = None if threads is None else whole("threads", threads)
     row, helpers = check_part(part), resolve_simd(simd)
-    tiles.check_sides(br, bc)
+    br, bc = tiles.checked_sides(br, bc)
     if engine not in (None, *ENGINES):
         raise ValueError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if engine in ("native", "cuda", "webgpu") and row.operator is None:

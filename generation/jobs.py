@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attention_ext.checks import set_whole
 from generation.shards import Settings, Shard, Task
 from model.files import write_file
 
@@ -38,6 +39,7 @@ class Job:
     resolved: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        set_whole(self, "texts", "shard_size")
         for name, number in (("texts", self.texts), ("shard_size", self.shard_size)):
             if number < 1:
                 raise BulkError(f"{name} is {number}; it must be at least 1")

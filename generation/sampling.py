@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from attention_ext.checks import real, whole
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -41,16 +43,19 @@ class Number:
         """Whether it must be a whole number."""
         return isinstance(self.default, int)
 
-    def check(self, name: str, value: Any) -> None:
-        """Raise TypeError or ValueError naming the setting unless it may have this value."""
-        if value is None and self.off is None:
-            return
-        if not is_number(value) or self.whole and not isinstance(value, int):
-            kind = ("a whole number" if self.whole else "a number") + " or None" * (self.off is None)
-            raise TypeError(f"{name} is a {type(value).__name__}; it must be {kind}")
+    def checked(self, name: str, value: Any) -> float | None:
+        """The value as an int or float; of None the default, unless None is `off`.
+
+        Raises TypeError or ValueError naming the setting unless it may have this value.
+        """
+        if value is None:
+            return None if self.off is None else self.default
+        must = ("a whole number" if self.whole else "a number") + " or None" * (self.off is None)
+        value = (whole if self.whole else real)(name, value, must)
         enough = value > self.least if self.above else value >= self.least
         if not enough or not value <= min(self.most, sys.float_info.max):
             raise ValueError(f"{name} is {value}; it must be {self.bounds}")
+        return value
 
     @property
     def bounds(self) -> str:
@@ -94,7 +99,7 @@ class Sampling:
     (Holtzman et al. 2019, arXiv:1904.09751); 1 keeps all.
     min_p: keep the tokens with at least this share of the largest probability (Nguyen et al. 2024,
     arXiv:2407.01082); 0 keeps all.
-    Tokens as likely as the last one kept are kept too.
+    Tokens as likely as the last one kept are kept too. None stands for each default but that of top_k.
     Raises ValueError or TypeError naming the first setting that is out of range.
     """
 
@@ -142,19 +147,24 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, known in NUMBERS.items():
-            known.check(name, getattr(self, name))
-        pairs = self.logit_bias
+            object.__setattr__(self, name, known.checked(name, getattr(self, name)))
+        pairs = () if self.logit_bias is None else self.logit_bias
         if not isinstance(pairs, tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
             raise TypeError("logit_bias must be a tuple of pairs, each a token id and a number")
-        for token, bias in pairs:
-            if not isinstance(token, int) or isinstance(token, bool) or not is_number(bias):
-                raise TypeError(f"logit_bias has ({token!r}, {bias!r}); it must be a token id and a number")
+        checked = []
+        for pair in pairs:
+            try:
+                checked.append((whole("token", pair[0]), real("bias", pair[1])))
+            except TypeError:
+                raise TypeError(f"logit_bias has {pair}; it must be a token id and a number") from None
+            token, bias = checked[-1]
             if token < 0:
                 raise ValueError(f"logit_bias has token {token}; it must be at least 0")
             if not abs(bias) <= MOST_BIAS:
                 bounds = f"from -{MOST_BIAS} to {MOST_BIAS}"
                 raise ValueError(f"logit_bias has {bias} for token {token}; it must be {bounds}")
-        if len({token for token, _ in pairs}) < len(pairs):
+        object.__setattr__(self, "logit_bias", tuple(checked))
+        if len(dict(checked)) < len(checked):
             raise ValueError("logit_bias has a token twice; it must have each once")
 
 
@@ -162,11 +172,6 @@ class Sampling:
 NUMBERS: dict[str, Number] = {
     each.name: each.metadata["number"] for each in fields(Sampling) if "number" in each.metadata
 }
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is an int or a float. A bool does not count."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def sample(

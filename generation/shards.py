@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from attention_ext import __version__, processor, tiles
 from attention_ext.build import prebuilt
+from attention_ext.checks import set_whole
 from attention_ext.parts import PARTS, CachePrecision, helpers_of
 from generation.engine import Engine, open_engine
 from generation.sampling import NUMBERS, Sampling
@@ -63,6 +64,9 @@ class Settings:
     context: str = "slide"
     use_cache: bool = True
     format: str = "jsonl"
+
+    def __post_init__(self) -> None:
+        set_whole(self, "br", "bc", "max_new_tokens", "seed")
 
 
 @dataclass(frozen=True)
@@ -200,15 +204,17 @@ def request_of_line(
         raise TypeError("options must be an object")
     if unknown := options.keys() - set(LINE_OPTIONS):
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
-    stop = options.get("stop", settings.stop)
+    endless = ("top_k", "max_new_tokens")  # for which null is a value
+    given = {name: value for name, value in options.items() if value is not None or name in endless}
+    stop = given.get("stop", settings.stop)
     if not isinstance(stop, (str, list, tuple)):
         raise TypeError("stop must be a string or a list of strings")
     request = replace(
         request_for(settings, tokenizer, index),
         ids=tokenizer.encode(prompt),
-        sampling=replace(settings.sampling, **{name: options[name] for name in NUMBERS if name in options}),
+        sampling=replace(settings.sampling, **{name: given[name] for name in NUMBERS if name in given}),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        **{name: options[name] for name in ("seed", "max_new_tokens", "context") if name in options},
+        **{name: given[name] for name in ("seed", "max_new_tokens", "context") if name in given},
     )
     most = request.max_new_tokens
     if most is None or most > max(MOST_NEW_TOKENS, settings.max_new_tokens):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
+from attention_ext.checks import none_is_default
 from attention_ext.parts import BuildError, CachePrecision
 from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
 from generation.writer import Request, Text, Writer
-from model.checkpoint import Checkpoint
+from model.checkpoint import Checkpoint, loaded
 from model.config import GPTConfig
 from model.tokenizer import Tokenizer
 
@@ -160,8 +162,10 @@ def complete(
     A request joins as soon as a slot is free; with an engine that is `fast_in_step`, when all slots are free.
     Pieces of different completions alternate. A finished completion is yielded once more, with an empty text.
     After any end the writer holds no text.
-    Raises ValueError if the writer holds other texts, and as Writer.join() does.
+    Raises TypeError if writer is no Writer, ValueError if it holds other texts, and as Writer.join() does.
     """
+    if not isinstance(writer, Writer):
+        raise TypeError(f"writer is a {type(writer).__name__}; it must be Writer(open_engine(model))")
     if writer.texts:
         raise ValueError(f"writer holds {len(writer.texts)} texts; it must hold none")
     waiting = enumerate(requests)
@@ -209,8 +213,9 @@ def complete(
 ENGINE_OPTIONS = ("part", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads", "draft")
 
 
+@none_is_default
 def generate(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | str | Path,
     prompt: str = "\n",
     max_new_tokens: int | None = None,
     *,
@@ -224,6 +229,7 @@ def generate(
 ) -> str | Iterator[str]:
     """The text that continues `prompt`, without the prompt. With stream=True an iterator over its pieces.
 
+    checkpoint: a loaded model, or a name for load(), which then loads it at each call.
     max_new_tokens: the most tokens to write; the model's block size by default.
     engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts,
     with the options that it was opened with.
@@ -231,7 +237,7 @@ def generate(
         kv_cache is 'bf16', which rounds their results.
     stop: a string or several; the text ends before the first one that appears.
     context, use_cache: see writer.Request.
-    options: ENGINE_OPTIONS as in open_engine(), and those of Sampling.
+    options: ENGINE_OPTIONS as in open_engine(), and those of Sampling. None stands for each default.
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.
     """
@@ -239,7 +245,7 @@ def generate(
     settings = {each.name for each in fields(Sampling)}
     if unknown := [name for name in options if name not in settings]:
         raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
-    sampling = Sampling(**options)
+    checkpoint, sampling = loaded(checkpoint), Sampling(**options)
     if not isinstance(prompt, str):
         raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a string")
     if max_new_tokens is None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attention_ext.checks import plain, real, set_defaults, set_whole, whole
 from generation.engine import Engine
 from generation.logprobs import MOST_TOP
 from generation.logprobs import TokenLogprob as TokenLogprob
@@ -56,12 +57,10 @@ class Request:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
+        set_defaults(self)
         if len(self.ids) == 0:
             raise ValueError("prompt is empty; it must have at least one token")
-        for name in ("seed", "max_new_tokens", "logprobs"):
-            number = getattr(self, name)
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-                raise TypeError(f"{name} is a {type(number).__name__}; it must be a whole number")
+        set_whole(self, "seed", "max_new_tokens", "logprobs")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and less than 2**64")
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
@@ -72,6 +71,7 @@ class Request:
             raise ValueError(f"context is {self.context!r}; it must be one of {', '.join(CONTEXTS)}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_TOP:
             raise ValueError(f"logprobs is {self.logprobs}; it must be from 0 to {MOST_TOP}")
+        object.__setattr__(self, "prompt_logprobs", plain(self.prompt_logprobs))
         if not isinstance(self.prompt_logprobs, bool):
             kind = type(self.prompt_logprobs).__name__
             raise TypeError(f"prompt_logprobs is a {kind}; it must be True or False")
@@ -185,7 +185,8 @@ class Writer:
         slice_seconds: float = math.inf,
         seconds: float | None = None,
     ) -> None:
-        texts = engine.slots if texts is None else texts
+        texts = engine.slots if texts is None else whole("texts", texts)
+        slice_seconds = math.inf if slice_seconds is None else real("slice_seconds", slice_seconds)
         if not 1 <= texts <= engine.slots:
             raise ValueError(f"texts is {texts}; it must be from 1 to {engine.slots}, the engine's slots")
         if not slice_seconds >= 0:

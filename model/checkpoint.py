@@ -80,13 +80,20 @@ def shipped(name: str) -> Path:
     return CHECKPOINTS / name
 
 
-def load(name: str) -> Checkpoint:
+def loaded(model: Any) -> Checkpoint:
+    """A loaded model as it is, or that of a name for load(), and its errors."""
+    return model if isinstance(model, Checkpoint) else load(model)
+
+
+def load(name: str | Path) -> Checkpoint:
     """Load a shipped checkpoint, a checkpoint directory, a nanoGPT ckpt.pt or a directory with one.
 
     name: one of SHIPPED, or a path. A ckpt.pt needs torch.
     Raises CheckpointError or tokenizer.VocabularyError, which name the file and the error. Warns of
     well-formed files with a wrong checksum, and of a draft that does not fit, which is ignored.
     """
+    if not isinstance(name, (str, Path)):
+        raise TypeError(f"model is a {type(name).__name__}; it must be a name, a path or what load() gives")
     path = _path_of(name)
     if path.is_dir() and not (path / "config.json").is_file() and (path / "ckpt.pt").is_file():
         path = path / "ckpt.pt"
@@ -107,7 +114,7 @@ def load(name: str) -> Checkpoint:
         config = replace(GPTConfig(**args), dropout=0.0)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
-    weights = _checked(name, config, stored)
+    weights = _checked(str(name), config, stored)
     tokenizer = _find_vocabulary(path, dataset, config.vocab_size)
     if len(tokenizer) != config.vocab_size:
         raise CheckpointError(
@@ -120,12 +127,12 @@ def load(name: str) -> Checkpoint:
     return Checkpoint(config, weights, tokenizer, _own_draft(path, tokenizer))
 
 
-def _path_of(name: str) -> Path:
-    path = shipped(name) if name in SHIPPED else Path(name)
+def _path_of(name: str | Path) -> Path:
+    path = shipped(str(name)) if str(name) in SHIPPED else Path(name)
     return path.parent if path.name == "model.safetensors" else path
 
 
-def directory_of(name: str) -> Path:
+def directory_of(name: str | Path) -> Path:
     """The directory of a model that load() takes."""
     path = _path_of(name)
     return path.parent if path.is_file() else path

@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from attention_ext.checks import finite, set_defaults, whole
+from attention_ext.parts import one_of
 
 # Share of the peak learning rate after the warm-up, by the progress in [0, 1]; each ends at 0.
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -24,6 +27,7 @@ class Recipe:
     window: the average covers at most this share of the training steps done; 0 sets no limit.
     test_share: share of the text, at its end, that nothing selects on. The rest of the last tenth of the text
     is the validation text.
+    Raises TypeError or ValueError naming a number that is of another type, negative, infinite or NaN.
     """
 
     block_size: int
@@ -45,6 +49,18 @@ class Recipe:
     minutes: float | None = None
     window: float = 0.0
     test_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        set_defaults(self)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type is str or value is None and each.default is None:
+                continue
+            number = (whole if each.type is int else finite)(each.name, value)
+            if number < 0:
+                raise ValueError(f"{each.name} is {number}; it must be at least 0")
+            object.__setattr__(self, each.name, number)
+        one_of("decay", self.decay, DECAYS)
 
     def average_decay(self, done: int) -> float:
         """The decay of the average in the training step after `done` ones."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_ext.checks import none_is_default
 from model.checkpoint import Checkpoint, save, save_record
 from model.gpt import GPT
 from model.loss import evaluate, evaluate_windows
@@ -27,6 +28,7 @@ STATE_SHARE = 0.04  # share of the time that writing states may take
 MARGIN = 1.2  # factor on the estimated time of a run's end
 
 
+@none_is_default
 def train(
     recipe: Recipe,
     text: str,

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from attention_ext.checks import check_tensors
 from attention_ext.parts import Part, one_of
-from attention_ext.tiles import check_sides
+from attention_ext.tiles import checked_sides
 
 STATES = ("registers", "spilled")
 TAKEN = Part("numba", "", "", dtypes={"cpu": ("float32",), "cuda": ("float32",)})
@@ -82,7 +82,7 @@ def flash_attention(
     """
     one_of("state", state, STATES)
     check_tensors(TAKEN, q, k, v, causal)
-    check_sides(br, bc)
+    br, bc = checked_sides(br, bc)
     B, H, Nq, d = q.shape
     if d > WIDEST:
         raise ValueError(f"d is {d}; it must be at most {WIDEST}")

@@ -104,7 +104,7 @@ def attention(
 ) -> Any:
     """As attention_ext.attention(), with device='webgpu'. If the device is lost, another one computes."""
     arrays = arrays_of(q, k, v, causal)
-    applied = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     with LOCK:
         try:
             results = _attend(opened(), arrays, causal, applied, kernel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -208,7 +209,13 @@ WRONG_TENSORS = [
     (dict(q=MANY, k=MANY, v=MANY), ValueError, "Nq=4294967296 .* their product must be below 2\\^50"),
     (dict(scale="big"), TypeError, "scale is a str; it must be a number"),
     (dict(simd="sse"), ValueError, "simd is 'sse'; it must be one of auto, ispc, portable, off"),
-    (dict(simd=None), ValueError, "simd is None; it must be one of auto, ispc, portable, off"),
+    (dict(scale=True), TypeError, "scale is a bool; it must be a number"),
+    (dict(scale=torch.tensor([0.5])), TypeError, r"scale is a Tensor of shape \(1,\); it must be a number"),
+    (dict(scale=np.float32("nan")), ValueError, "scale is nan; it must be finite"),
+    (dict(scale=-math.inf), ValueError, "scale is -inf; it must be finite"),
+    (dict(causal="no"), TypeError, "causal is a str; it must be True or False"),
+    (dict(br=torch.tensor(True)), TypeError, "br is a Tensor; it must be a whole number"),
+    (dict(br=torch.tensor([4])), TypeError, r"br is a Tensor of shape \(1,\); it must be a whole"),
     (dict(br=0), ValueError, "br is 0; it must be at least 1"),
     (dict(bc=-3), ValueError, "bc is -3; it must be at least 1"),
     (dict(bc=2**63), ValueError, "bc is 9223372036854775808; it must be at least 1 and fit 63 bits"),
@@ -222,6 +229,19 @@ WRONG_PARTS = [
         "q requires a gradient; part3 computes none, only part0 and part4 do",
     ),
 ]
+
+
+def test_numbers_of_numpy_and_tensors_count_as_numbers_and_none_as_the_default(attend):
+    q, k, v = attend.qkv(1, 2, 40, 40, 8)
+    for kind in (np.float64, np.array, torch.tensor):
+        whole = np.int64 if kind is np.float64 else kind
+        given = dict(scale=kind(0.5), br=whole(8), bc=whole(16), causal=kind(1) == 1)
+        with naming(given):
+            attend.assert_same(attend(q, k, v, **given), attend(q, k, v, scale=0.5, br=8, bc=16, causal=True))
+    names = ("scale", "causal", "simd", "br", "bc", "return_lse")
+    attend.assert_same(
+        attention(attend.part, q, k, v, **dict.fromkeys(names)), attention(attend.part, q, k, v)
+    )
 
 
 def test_wrong_arguments_are_named_before_anything_is_compiled(monkeypatch):

@@ -279,6 +279,7 @@ GOOD = [
     {"id": "a", "prompt": "abc"},
     {"id": 7, "prompt": "d", "options": {"max_new_tokens": 3, "temperature": 0}},
     {"id": "b", "prompt": "a", "options": {"seed": 99, "stop": "b", "top_k": 4, "top_p": 0.9}},
+    {"id": "n", "prompt": "a", "options": dict.fromkeys(("seed", "temperature", "stop", "context"))},
     {"id": "c", "prompt": "a", "options": {"context": "reset", "stop": ["b", "c"], "min_p": 0.1}},
 ]
 HALF = '{"id": "\\ud800", "prompt": "a"}'
@@ -328,7 +329,8 @@ def test_prompts_from_a_file(settings, model, prompts, tmp_path):
     lines = prompts.read_bytes().split(b"\n")
     for row, good in zip(written, GOOD):
         assert json.loads(lines[row["index"]]) == good
-        options = {"seed": 5 + row["index"], "max_new_tokens": 30} | good.get("options", {})
+        options = {name: value for name, value in good.get("options", {}).items() if value is not None}
+        options = {"seed": 5 + row["index"], "max_new_tokens": 30} | options
         assert row["text"] == generate(load(str(model)), good["prompt"], **options)
     rejected = [each for shard in manifest["shards"].values() for each in shard["rejected"]]
     assert manifest["complete"] and len(rejected) == len(MALFORMED) == len(reported)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import tiny
+import torch
 from support import naming
 
 from generation import generate, load
 from generation.engine import open_engine
+from generation.jobs import Job
 from generation.sampling import Sampling
-from generation.texts import StopFilter, complete
+from generation.shards import Settings
+from generation.texts import ENGINE_OPTIONS, StopFilter, complete
 from generation.writer import Request, Writer
 
 USUAL = Sampling(0.8, 200)
@@ -80,6 +86,29 @@ def test_generate_gives_the_text(extension, shakes):
     assert len(generate(shakes)) == 256
     pieces = list(generate(shakes, "ROMEO:", 200, seed=1, stream=True))
     assert len(pieces) == 200 and "".join(pieces) == text
+
+
+def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes):
+    text = generate(shakes, "ROMEO:", 20, seed=1)
+    for number in (np.int64, np.array, torch.tensor):
+        names = ("seed", "threads", "br", "bc")
+        assert generate("shakes256", "ROMEO:", number(20), **dict.fromkeys(names, number(1))) == text
+    names = ("stop", "context", "stream", "engine", *ENGINE_OPTIONS, "temperature")
+    given = dict.fromkeys(names)
+    assert generate(Path("shakes256"), "ROMEO:", 20, seed=1, **given) == text
+    assert generate(shakes, None, 20, seed=None) == generate(shakes, "\n", 20, seed=1337)
+    request = Request([1], np.int64(2), max_new_tokens=np.array(3), logprobs=torch.tensor(1))
+    assert repr(request) == repr(Request([1], 2, max_new_tokens=3, logprobs=1))
+    settings = Settings("m", "", br=np.int64(8), seed=torch.tensor(1), sampling=Sampling(np.float32(0.5)))
+    assert Job(settings, np.int64(3)).request()["seed"] == 1  # as JSON
+    for wrong in (5, None, shakes.model):
+        with (
+            naming(wrong),
+            pytest.raises(TypeError, match="model is a .*; it must be a name, a path or what"),
+        ):
+            generate(wrong)
+    with pytest.raises(TypeError, match="writer is a str; it must be Writer"):
+        next(complete("shakes256", LETTERS, []))
 
 
 def test_wrong_arguments_are_named_before_anything_is_written(shakes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from support import naming
@@ -103,10 +104,25 @@ def test_logits_with_nan_or_infinity_are_refused():
             sample(torch.tensor([[0.0, 1.0], bad]), [0.5, 0.5], Sampling(temperature))
 
 
+def test_settings_are_kept_as_numbers_of_python():
+    for real, whole in ((np.float64, np.int64), (np.array, np.array), (torch.tensor, torch.tensor)):
+        kept = Sampling(real(0.5), whole(3), whole(1), logit_bias=((whole(1), real(2.5)),))
+        assert repr(kept) == repr(Sampling(0.5, 3, 1, logit_bias=((1, 2.5),)))
+    assert Sampling(None, top_p=None, logit_bias=None) == Sampling() != Sampling(top_k=None)
+
+
 def test_wrong_settings_are_named():
     for change, error, message in (
         (dict(temperature=math.nan), ValueError, "temperature is nan"),
         (dict(temperature="1"), TypeError, "temperature is a str"),
+        (
+            dict(temperature=np.array([0.5])),
+            TypeError,
+            r"temperature is a ndarray of shape \(1,\); it must be",
+        ),
+        (dict(top_p=np.float32("nan")), ValueError, "top_p is nan"),
+        (dict(top_k=np.float64(3)), TypeError, "top_k is a float64; it must be a whole number or None"),
+        (dict(top_k=np.True_), TypeError, "top_k is a bool; it must be a whole number or None"),
         (dict(top_k=0), ValueError, "top_k is 0"),
         (dict(top_p=0), ValueError, "top_p is 0"),
         (dict(repetition_penalty=0), ValueError, "repetition_penalty is 0"),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
+from support import naming
 from training_texts import TINY, words
 
 from model import corpus
 from model.checkpoint import load
 from model.loss import evaluate, evaluate_windows
 from training import run
+from training.recipe import OWN_TEXT, Recipe
 from training.run import train
 from training.text import windows
 from training.trainer import Trainer, sinusoids
@@ -102,6 +105,21 @@ def test_a_text_shorter_than_a_block_is_refused(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_recipe_keeps_numbers_of_python_and_names_a_wrong_one():
+    kept = Recipe(np.int64(8), torch.tensor(3), np.float32(0.5), warmup=None, minutes=np.array(2))
+    assert repr(kept) == repr(Recipe(8, 3, 0.5, minutes=2.0))
+    for change, error in (
+        (dict(steps=2.5), TypeError),
+        (dict(n_embd=True), TypeError),
+        (dict(dropout="0"), TypeError),
+        (dict(seed=-1), ValueError),
+        (dict(minutes=np.inf), ValueError),
+        (dict(decay="none"), ValueError),
+    ):
+        with naming(change), pytest.raises(error, match=f"{next(iter(change))} is "):
+            dataclasses.replace(OWN_TEXT, **change)
+
+
 def test_a_missing_gpu_is_named(tmp_path):
     with pytest.raises(ValueError, match="device is 'cuda', but PyTorch finds no GPU"):
         train(RECIPE, TEXT, tmp_path, device="cuda")
