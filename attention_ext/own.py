@@ -274,7 +274,7 @@ class OnCuda:
     takes_tensors = True
 
     def __init__(self, file: Path) -> None:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         for macro in ("BR", "THREADS"):
             if not re.search(rf"^\s*#\s*define\s+{macro}\b", text, re.M):
                 raise BuildError(f"{file.name} does not define {macro}; its head must: #define {macro} 64")
@@ -291,7 +291,7 @@ class OnCuda:
 
     def _write(self, work: Path) -> Path:
         made = work / "own.cu"
-        made.write_text(self._text)
+        made.write_text(self._text, encoding="utf-8")
         return made
 
     def compiled(self, d: int, index: int) -> tuple[Any, Any, list[int]]:
@@ -389,13 +389,13 @@ class OnLadder:
     def __init__(self, file: Path) -> None:
         from attention_ext.cuda.kernels import KERNELS
 
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         number = of_ladder(text)
         if number not in KERNELS:
             raise BuildError(f"{file.name} defines attention_kernel{number}; the ladder has none")
 
         def write(work: Path) -> Path:
-            (work / file.name).write_text(text)
+            (work / file.name).write_text(text, encoding="utf-8")
             return work / file.name
 
         folder = cache.real(cache.directory()) / f"{NAME}_{cache.fingerprint([file.name, text])}"
@@ -432,7 +432,7 @@ class InPython:
     """
 
     def __init__(self, file: Path) -> None:
-        self._file, text = file, file.read_text()
+        self._file, text = file, file.read_text(encoding="utf-8")
         if uses_numba_cuda(text) and simulated() and "numba" not in sys.modules:
             import os
 

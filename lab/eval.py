@@ -11,8 +11,10 @@ from functools import partial
 import numpy as np
 
 from attention_ext import attention
+from attention_ext.checks import none_is_default
 from attention_ext.parts import check_part
 from generation.engine import Engine, check_kernel, open_engine
+from lab.text import counted
 from model import corpus
 from model.checkpoint import load
 
@@ -31,6 +33,7 @@ class Loss:
         return self.nats / math.log(2)
 
 
+@none_is_default
 def held_out_loss(
     model: str,
     text: str,
@@ -57,6 +60,9 @@ def held_out_loss(
         driver.check_gpu()
     _, held_out = corpus.split(text)
     ids = checkpoint.tokenizer.encode(held_out)
+    if len(ids) < 2:
+        held = f"its last 10 %, which are evaluated, have {counted(len(ids), 'token')}"
+        raise ValueError(f"text has {counted(len(text), 'character')}; {held} and must have at least 2")
     if row.operator and device == "cpu":
         opened = open_engine(checkpoint, part=part, weights=weights, kv_cache=kv_cache, threads=threads)
         nats = native_loss(opened, ids)

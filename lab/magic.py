@@ -74,5 +74,5 @@ def attention(line: str, cell: str) -> None:
         checked_name(file)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    file.write_text(cell)
+    file.write_text(cell, encoding="utf-8")
     gpt(f"try {line}")

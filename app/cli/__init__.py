@@ -1,10 +1,15 @@
 """The command line: parse, call, print; no maths. A command imports what it needs when it runs."""
 
+import ast
 import gc
 import importlib
+import inspect
 import os
+import shlex
 import sys
 import warnings
+from collections.abc import Collection
+from typing import Any, cast
 
 import click
 
@@ -34,6 +39,24 @@ NEEDED = {
 APART = "ATTENTION_APART"  # set in the process that runs a user's kernel
 CTRL_C_SECONDS = 2  # until a process that does not end at Ctrl-C is killed
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+RECIPE = "leave it out, train's recipe decides"
+# nanoGPT's words that are none of the command's, and what to type instead.
+NANOGPT = {
+    **dict.fromkeys(("sample", "sample.py"), "part4 --inference"),
+    **{f"{name}.py": name for name in ("train", "prepare", "bench")},
+    "--start": "--prompt TEXT or --prompt-file FILE, with --inference",
+    "--out_dir": "-m DIRECTORY with --inference, --out DIRECTORY of train",
+    "--init_from": "-m MODEL with --inference; --init MODEL or --resume of train",
+    "--max_iters": "--minutes or --steps of train",
+    "--batch_size": "--batch-chars of train, batch size times block size",
+    "--block_size": "--block-size of train; a model keeps its own",
+    "--dataset": "--corpus FILE of train and eval",
+    "--dtype": "--weights and --kv-cache with --inference; train takes float32",
+    "--compile": "leave it out, kernels are always compiled",
+    **dict.fromkeys(("--eval_iters", "--eval_interval", "--log_interval"), "leave it out, train decides"),
+    **dict.fromkeys(("--n_layer", "--n_head", "--n_embd"), f"{RECIPE}, or the model of its --init"),
+    **dict.fromkeys(("--dropout", "--learning_rate", "--weight_decay", "--warmup_iters"), RECIPE),
+}
 
 
 class Commands(click.Group):
@@ -45,6 +68,13 @@ class Commands(click.Group):
         if at < len(args) and args[at].startswith("-"):
             args = [*args[:at], "part4", "--inference", *args[at:]]
         return super().parse_args(context, args)
+
+    def resolve_command(self, context: click.Context, args: list[str]) -> Any:
+        if said := nanogpt("command", args[0].split("/")[-1]):
+            raise click.UsageError(said)
+        name, command, rest = super().resolve_command(context, args)
+        known = {word for parameter in command.params for word in parameter.opts} if command else set()
+        return name, command, [hyphened(word, known) for word in rest]
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -71,7 +101,28 @@ def command_of(name: str) -> click.Command:
     # 4D and try cannot be names of modules
     module = importlib.import_module(f"app.cli.{name.replace('4D', 'four_d_').replace('try', 'try_')}")
     commands = (found for found in vars(module).values() if isinstance(found, click.Command))
-    return next(command for command in commands if command.name == name)
+    return with_help(next(command for command in commands if command.name == name))
+
+
+def with_help(command: click.Command) -> click.Command:
+    """The command; its help is read from its source where `python -OO` has removed the docstrings."""
+    if command.help is None and command.callback:
+        function = ast.parse(inspect.getsource(command.callback)).body[0]
+        command.help = ast.get_docstring(cast(ast.FunctionDef, function))
+    return command
+
+
+def hyphened(word: str, known: Collection[str]) -> str:
+    """--top_k=5 as --top-k=5, if --top-k is one of the known options; any other word as it is."""
+    name, *value = word.split("=", 1)
+    return "=".join([name.replace("_", "-"), *value]) if name.replace("_", "-") in known else word
+
+
+def nanogpt(kind: str, word: str) -> str:
+    """What to type for an unknown option or command that is one of nanoGPT's words; else ''."""
+    theirs = f"--{word[2:].replace('-', '_')}" if kind == "option" else word
+    known = NANOGPT.get(theirs)
+    return f"No such {kind} {theirs!r}, which is nanoGPT's; here: {known}" if known else ""
 
 
 def first_sentence(command: click.Command) -> str:
@@ -93,6 +144,9 @@ def cli(compiled: bool) -> None:
         os.environ[prebuilt.COMPILE] = "1"
 
 
+with_help(cli)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line with these arguments; None takes those of the process.
 
@@ -103,6 +157,8 @@ def main(arguments: list[str] | None = None) -> None:
     # Kineto writes a line to stderr at each start and stop of the profiler unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it takes fewer arguments
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr: no character is lost
     if arguments is None and (file := named_file(sys.argv[1:])):
         run_apart(file)
     try:
@@ -114,6 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         sys.exit(error.exit_code)
+    except click.NoSuchOption as error:
+        fail(nanogpt("option", error.option_name) or error.format_message())
     except click.ClickException as error:
         fail(error.format_message())
     except (click.Abort, KeyboardInterrupt):
@@ -158,7 +216,8 @@ def run_apart(file: str) -> None:
     if code < 0:
         name = signal.Signals(-code).name
         file = one_line(file)
-        notice(f"{program()}: error: {file} crashed ({name}); {program()} try {file} says where")
+        where = f"{program()} try {shlex.quote(file)}"
+        notice(f"{program()}: error: {file} crashed ({name}); {where} says where")
         code = 1
     sys.exit(code)
 

@@ -125,6 +125,8 @@ def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) ->
     if found is None:
         prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
         asked["prompt"] = "\n" if prompt is None else prompt
+        options.encoded(checkpoint.tokenizer, asked["prompt"])
+    options.warn_of_stops(checkpoint.tokenizer, asked["stop"])
     if asked["max_new_tokens"] is None:
         asked["max_new_tokens"] = checkpoint.config.block_size
     asked["sampling"] = options.take_sampling(asked)

@@ -1,6 +1,7 @@
 """course: exercises from the parts' own sources, and their check."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def course(words: tuple[str, ...], as_json: bool, seconds: float) -> bool:
         from lab.course import exercises
 
         files = exercises.write(Path(words[0]))
-        notice(f"Wrote {len(files)} exercises and their pages. Now: {to_type()} course check {words[0]}")
+        command = f"{to_type()} course check {shlex.quote(words[0])}"
+        notice(f"Wrote {len(files)} exercises and their pages. Now: {command}")
         return True
     return check(Path(words[1] if words[1:] else "."), as_json, seconds)
 

@@ -2,15 +2,16 @@
 
 import math
 import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from app.cli.terminal import notice, program
+from app.cli.terminal import notice, one_line, program
 from attention_ext import PARTS, SIMD
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, is_file, running_on
@@ -18,6 +19,11 @@ from checkpoints import DEFAULT, PRESENT
 from generation.sampling import NUMBERS, Sampling
 from lab import saved
 
+if TYPE_CHECKING:
+    from model.tokenizer import Tokenizer
+
+ESCAPE = re.compile(r"\\[nrt]")
+SHELL = "; in a shell $'\\n' is a line end"
 LARGEST_SIZE = 2**31 - 1
 LARGEST_SEED = 2**63 - 1
 MOST_THREADS = 1024
@@ -421,6 +427,31 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     if sys.stdin is None:
         raise click.UsageError("--prompt-file is -, but standard input is closed")
     return corpus.decode(sys.stdin.buffer.read(), "standard input")
+
+
+def encoded(tokenizer: "Tokenizer", prompt: str) -> list[int]:
+    """The ids of a prompt. Raises ValueError with a hint if --prompt is meant otherwise than it is taken."""
+    shown = prompt if given("prompt") else ""
+    hint = SHELL if ESCAPE.search(shown) else ""
+    if shown.startswith("FILE:"):  # nanoGPT's --start
+        hint = f"; --prompt-file {shlex.quote(shown.removeprefix('FILE:'))} continues a file"
+    try:
+        ids = tokenizer.encode(prompt)
+    except ValueError as error:
+        raise ValueError(f"{error}{hint}") from None
+    if shown.startswith("FILE:"):
+        notice(f"{program()}: warning: --prompt is taken as it is{one_line(hint)}")
+    return ids
+
+
+def warn_of_stops(tokenizer: "Tokenizer", stops: Iterable[str]) -> None:
+    """Print a warning for each --stop with characters that the model cannot write."""
+    for stop in stops:
+        try:
+            tokenizer.encode(stop)
+        except ValueError as error:
+            hint = SHELL if ESCAPE.search(stop) else ""
+            notice(f"{program()}: warning: --stop {one_line(stop)} ends no text: {error}{hint}")
 
 
 def read_corpus(file: Path | None) -> str:

@@ -143,9 +143,10 @@ class Session:
         self.shown_prompt = prompt or ""
         # in turns the first typed line starts the text
         self.prompt = "\n" if prompt is None or asked["interactive"] and not prompt else prompt
+        options.warn_of_stops(self.checkpoint.tokenizer, asked["stop"])
         length = asked["max_new_tokens"]
         self.request = Request(  # of the first sample
-            self.checkpoint.tokenizer.encode(self.prompt),
+            options.encoded(self.checkpoint.tokenizer, self.prompt),
             asked["seed"],
             options.take_sampling(asked),
             self.checkpoint.config.block_size if length is None else length,
@@ -202,7 +203,8 @@ def write(session: Session) -> None:
     writer = Writer(engine, at_once)
     writer.check(request)
     session.announce(engine)
-    as_json = asked["as_json"]
+    as_json, encoding = asked["as_json"], getattr(sys.stdout, "encoding", None) or "utf-8"
+    ascii = not encoding.lower().startswith("utf")  # a character that stdout lacks must not break the JSON
     requests = (replace(request, seed=request.seed + i) for i in range(count))
     shown = tokens = 0  # the sample that is shown or printed next
     waiting: dict[int, Completion] = {}  # the samples from that one on that have begun
@@ -219,7 +221,7 @@ def write(session: Session) -> None:
                 current.pieces.clear()
             if not current.finish_reason:
                 break
-            click.echo(json.dumps(record(session, engine, current), ensure_ascii=False) if as_json else "")
+            click.echo(json.dumps(record(session, engine, current), ensure_ascii=ascii) if as_json else "")
             del waiting[shown]
             shown += 1
             if not as_json and shown < count:

@@ -41,7 +41,9 @@ def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     names = parts or (running_on("cuda") if asked["device"] == "cuda" else tuple(PARTS))
     asked["use_cache"] = not no_kv_cache
     sampling = options.take_sampling(asked)
-    runners = racing.line_up(load(model), names, prompt=prompt, sampling=sampling, **asked)
+    checkpoint = load(model)
+    options.encoded(checkpoint.tokenizer, prompt)
+    runners = racing.line_up(checkpoint, names, prompt=prompt, sampling=sampling, **asked)
     where = {name: asked[name] for name in ("use_cache", "device", "kernel")}
     notice(f"{model}, {racing.describe(runners, **where)}")
     return racing.run(runners, prompt, click.echo)

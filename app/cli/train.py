@@ -63,7 +63,8 @@ def train(
     minutes on a GPU and a day on a CPU.
     """
     if not re.fullmatch(r"\w[\w.-]{0,99}", name):
-        raise click.UsageError(f"NAME is {name!r}; it must be letters, digits, '.', '-' and '_'")
+        hint = "; nanoGPT's config files are not read" if name.endswith(".py") else ""
+        raise click.UsageError(f"NAME is {name!r}; it must be letters, digits, '.', '-' and '_'{hint}")
     if name in RECIPES:
         options.refuse(OWN_ONLY, f"does not go with {name}, which has a recipe of its own")
     options.refuse_combinations(

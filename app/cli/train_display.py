@@ -35,8 +35,9 @@ def watch(name: str, quiet: bool) -> Iterator[Watcher]:
     """A picture on a terminal, else lines."""
     seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
     console = Console(stderr=True)
-    # Without colors the curves could not be told apart.
-    if not seen or quiet or console.is_dumb_terminal or console.no_color:
+    # Without colors the curves could not be told apart, and half blocks are in Unicode only.
+    drawn = console.encoding.startswith("utf") and not (console.is_dumb_terminal or console.no_color)
+    if not seen or quiet or not drawn:
         yield Lines(quiet)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:

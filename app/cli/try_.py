@@ -1,6 +1,7 @@
 """try: a kernel of your own, from a file: is it right, how fast is it, and what to do next."""
 
 import json
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -52,7 +53,7 @@ def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | Non
             raise click.UsageError("FILE does not go with --new")
         report.checked_name(new)
         starts.write(new)
-        notice(f"Wrote {new}. Now: {to_type()} try {new}")
+        notice(f"Wrote {new}. Now: {to_type()} try {shlex.quote(str(new))}")
         return True
     if file is None:
         raise click.UsageError("Missing argument 'FILE'.")

@@ -116,7 +116,7 @@ class Exercise:
 
     def solution(self) -> str:
         """The part's own source, as the exercise's file."""
-        text = (ROOT / self.source).read_text()
+        text = (ROOT / self.source).read_text(encoding="utf-8")
         if self.start:
             text = self.head + text[text.index(f"\n{self.start}") + 1 :]
         if self.names:
@@ -385,5 +385,5 @@ def write(folder: Path) -> list[Path]:
             raise ValueError(f"DIRECTORY is {str(folder)!r}; {name} exists there, and is not replaced")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
     return [folder / each.file for each in EXERCISES]

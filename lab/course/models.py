@@ -167,7 +167,7 @@ def main(kind: str, path: str, share: str) -> None:
     linecache.checkcache(path)
     check = {"backward": backward, "decoder": decoder}[kind]
     try:
-        exec(compile(file.read_text(), path, "exec"), vars(module))
+        exec(compile(file.read_text(encoding="utf-8"), path, "exec"), vars(module))
         with torch.inference_mode(kind == "decoder"):
             for stage, note in check(module, float(share)):
                 print(json.dumps({"stage": stage, "note": note}), flush=True)

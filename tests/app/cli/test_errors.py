@@ -76,6 +76,22 @@ WRONG = [
     (["train", "shakes128", "--part", "part4", "--device", "cuda"], "part4 has no gradient on CUDA"),
     (["part1", "--backward"], "part1 computes no gradients; --backward goes with part0 and part4 only"),
     (["part4", "--backward", "-br", "16"], "-br does not go with --backward"),
+    (["--prompt", r"ROMEO:\nO"], r"characters: '\\'; in a shell $'\n' is a line end"),
+    (["bulk", "--texts", "1", "--out", "o", "--prompt", r"a\n"], r"; in a shell $'\n' is a line end"),
+    (["race", "part3,part4", "--prompt", "FILE:日 1"], "; --prompt-file '日 1' continues a file"),
+    (
+        ["--start=FILE:p"],
+        "No such option '--start', which is nanoGPT's; here: --prompt TEXT or --prompt-file",
+    ),
+    (["train", "mine", "--n_layer", "4"], "'--n_layer', which is nanoGPT's; here: leave it out"),
+    (["train", "mine", "--max_iters=5"], "here: --minutes or --steps of train"),
+    (["--compile=False"], "'--compile', which is nanoGPT's; here: leave it out"),
+    (
+        ["sample.py", "--out_dir=x"],
+        "No such command 'sample.py', which is nanoGPT's; here: part4 --inference",
+    ),
+    (["train", "config/x.py"], "NAME is 'config/x.py'; it must be"),
+    (["train", "mine", "--batch_chars=0"], "'--batch-chars': 0 is not in the range"),
 ]
 
 

@@ -59,6 +59,15 @@ def test_a_failed_download_says_what_to_do(cli, tmp_path, monkeypatch):
     assert "could not be downloaded (ConnectionError); --corpus takes a file" in done.stderr.splitlines()[-1]
 
 
+def test_a_text_too_short_to_evaluate_is_named(failed, cli, extension, tmp_path):
+    for part in ("part0", "part4"):
+        for text, said in (("", "0 characters"), ("a", "1 character"), (10 * "a", "10 characters")):
+            (tmp_path / "text.txt").write_text(text)
+            assert f"text has {said}; its last 10 %" in failed("eval", "--corpus", "text.txt", "--part", part)
+        (tmp_path / "text.txt").write_text(11 * "a")  # shorter than a block
+        assert cli("eval", "--corpus", "text.txt", "--part", part).returncode == 0
+
+
 def test_eval_is_the_same_through_every_part(cli, extension, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     losses = {cli("eval", "--corpus", "text.txt", "--part", part).stdout for part in PARTS}

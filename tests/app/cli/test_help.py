@@ -26,6 +26,18 @@ def test_help_does_not_import_torch():
     assert done.stdout.endswith("\nimported\n"), done.stdout[-200:]
 
 
+def test_it_is_the_same_without_docstrings():
+    code = (
+        "import inspect; from app.cli import COMMANDS, cli, command_of\n"
+        "for command in (cli, *map(command_of, COMMANDS)): print(inspect.cleandoc(command.help))"
+    )
+    shown = [
+        subprocess.check_output([sys.executable, *optimized, "-c", code], cwd=ROOT, text=True)
+        for optimized in ((), ("-OO",))
+    ]
+    assert shown[0] == shown[1]
+
+
 def test_commands_are_listed_in_sections(cli):
     lines = cli("--help").stdout.splitlines()
     headings = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]

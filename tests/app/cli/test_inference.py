@@ -7,11 +7,12 @@ import re
 
 import pytest
 import tiny
-from support import ROOT
+from support import ROOT, naming
 from training_texts import words
 
 from attention_ext import PARTS
 from model.checkpoint import DRAFT, save
+from model.tokenizer import CharTokenizer
 
 
 def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part, monkeypatch):
@@ -120,6 +121,30 @@ def test_writing_in_turns(cli, extension):
     again = cli(*common, "--interactive", input="ROMEO:\n/fresh\nROMEO:\n").stdout
     other = cli(*common, "--num-samples", 1, "--seed", 1338, "--prompt", "ROMEO:").stdout
     assert again == first + other + "\n"
+
+
+def test_text_that_stdout_cannot_encode_is_escaped(process, extension, tmp_path):
+    save(tmp_path / "model", tiny.gpt(vocab_size=3), CharTokenizer("–日\n"), {})
+    written = ("--inference", "-m", "model", "--prompt", "–日", "--max_new_tokens", 0, "--num_samples", 1)
+    for encoding, shown in (("latin-1", r"\u2013\u65e5"), ("cp1252", r"–\u65e5"), ("utf-8", "–日")):
+        with naming(encoding):
+            for as_json in ([], ["--json"]):
+                done = process(*written, *as_json, PYTHONIOENCODING=encoding)
+                out, errors = done.stdout.buffer.read().decode(encoding), done.stderr.read()
+                assert done.wait() == 0, errors
+                assert json.loads(out)["prompt"] == "–日" if as_json else out == f"{shown}\n"
+
+
+def test_a_stop_string_that_the_model_cannot_write_and_nanogpt_s_file_are_warned_of(cli, extension):
+    for option, said in (
+        (["--stop", r"\n"], r"--stop \\n ends no text: .*; in a shell \$'\\n' is a line end$"),
+        (["--stop", "日"], r"--stop 日 ends no text: .*'日'$"),
+        (["--prompt", "FILE:p q"], r"--prompt is taken as it is; --prompt-file 'p q' continues a file"),
+    ):
+        with naming(option):
+            done = cli("--inference", *option, "--max-new-tokens", 1)
+            assert done.returncode == 0 and re.search(said, done.stderr, re.M)
+    assert "warning" not in cli("--inference", "--stop", "\n", "--max-new-tokens", 1).stderr
 
 
 def test_prompts_from_a_file_and_from_standard_input(cli, tmp_path):
