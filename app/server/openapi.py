@@ -110,12 +110,15 @@ RESPONSES: dict[str, Schema] = {
 
 
 class Bodies(GenerateJsonSchema):
-    """Pydantic's schemas, where null is admitted in place of any default."""
+    """Pydantic's schemas, where null is admitted in place of any default, and as any other field."""
 
     def default_schema(self, schema: Any) -> Schema:
         made = super().default_schema(schema)
         default = made.pop("default")
-        return (made if default is None else optional(made)) | {"default": default}
+        return (made if NOTHING in made.get("anyOf", ()) else optional(made)) | {"default": default}
+
+    def model_schema(self, schema: Any) -> Schema:
+        return super().model_schema(schema) | {"additionalProperties": NOTHING}
 
 
 def document(keys: bool) -> Schema:

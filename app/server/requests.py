@@ -1,6 +1,6 @@
 """The bodies of requests, what they ask a Writer for, and refusals in OpenAI's words.
 
-Types are strict and unknown fields are refused. As in OpenAI's API, null counts as a missing field.
+Types are strict and unknown fields are refused. null counts as a missing field.
 A chat is a play: each message is a speech, and the model, which learned only plays, writes the next one. A
 speech ends at a blank line, the default of `stop`:
 
@@ -11,6 +11,7 @@ speech ends at a blank line, the default of `stop`:
 
 """
 
+import codecs
 import json
 import re
 import secrets
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -26,8 +28,8 @@ from pydantic import (
     ValidationError,
     WithJsonSchema,
     create_model,
-    field_validator,
 )
+from pydantic_core import PydanticCustomError, from_json
 
 from app.server import Settings
 from attention_ext import PARTS
@@ -85,27 +87,77 @@ Biases = Annotated[
     WithJsonSchema(  # Sampling checks the numbers; pydantic's schema would admit other keys
         {
             "type": "object",
-            "patternProperties": {TOKEN_ID: {"type": "number", "minimum": -MOST_BIAS, "maximum": MOST_BIAS}},
-            "additionalProperties": False,
+            "patternProperties": {
+                TOKEN_ID: {"type": ["number", "null"], "minimum": -MOST_BIAS, "maximum": MOST_BIAS}
+            },
+            "additionalProperties": {"type": "null"},
         }
     ),
 ]
 
 
+Labels = Annotated[
+    dict[str, str],
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "null"]}}),
+]
+# Fields of OpenAI's API without effect here: the values that ask for nothing, or the type of any value.
+IDLE_IN_REQUESTS = {
+    "function_call": ["none", "auto"],
+    "functions": [[]],
+    "metadata": Labels,
+    "modalities": [["text"]],
+    "parallel_tool_calls": bool,
+    "prompt_cache_key": str,
+    "prompt_cache_options": Labels,
+    "prompt_cache_retention": ["in_memory", "in-memory", "24h"],
+    "reasoning_effort": ["none"],
+    "response_format": [{"type": "text"}],
+    "safety_identifier": str,
+    "service_tier": ["auto", "default"],
+    "store": [False],
+    "suffix": [""],
+    "tool_choice": ["none", "auto"],
+    "tools": [[]],
+    "user": str,
+    "verbosity": ["medium"],
+}
+IDLE_IN_MESSAGES = {
+    "annotations": [[]],
+    "provider_specific_fields": [{}],  # LiteLLM's
+    "refusal": [""],
+    "tool_calls": [[]],
+}
+
+
 class Fields(BaseModel):
-    """A strict object: no other fields, no other types. null stands for a field's default."""
+    """A strict object: no other fields, no other types."""
 
     # deferred: a server starts sooner, and the first request takes what it saves
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
-    @field_validator("*", mode="wrap")
-    @classmethod
-    def _default_for_null(cls, value: Any, handler: Any, info: Any) -> Any:
-        known = cls.model_fields[info.field_name]
-        return handler(known.default if value is None and not known.is_required() else value)
+
+def one_of(values: list[Any]) -> Any:
+    """The type of a field that has one of these values of JSON."""
+    known = [json.dumps(value) for value in values]  # in Python 0 equals False
+
+    def check(value: Any) -> Any:
+        if json.dumps(value) not in known:
+            raise PydanticCustomError(
+                "unsupported", "only {known} is supported", {"known": " or ".join(known)}
+            )
+        return value
+
+    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": values})]
 
 
-class StreamOptions(Fields):
+def idle(**known: Any) -> Any:
+    """A base of objects with these fields, which have no effect."""
+    note = Field(None, description="Accepted; nothing depends on it.")
+    fields: Any = {name: (one_of(of) if isinstance(of, list) else of, note) for name, of in known.items()}
+    return create_model("Idle", __base__=Fields, **fields)
+
+
+class StreamOptions(idle(include_obfuscation=[False])):  # type: ignore[misc]
     include_usage: bool = Field(default=False, description="Send a last chunk with the usage.")
     interval_ms: Annotated[int, Field(ge=0, le=10_000), WHOLE] = Field(
         default=16, description="Milliseconds between two chunks of a text. Not in OpenAI's API."
@@ -123,14 +175,16 @@ def setting(name: str, known: Number) -> Any:
 
 
 Settable: Any = create_model(
-    "Settable", __base__=Fields, **{name: setting(name, known) for name, known in NUMBERS.items()}
+    "Settable",
+    __base__=idle(**IDLE_IN_REQUESTS),
+    **{name: setting(name, known) for name, known in NUMBERS.items()},
 )
 
 
 class Body(Settable):
     """The fields of both kinds of requests besides the numbers of Sampling, and the texts that they ask for.
 
-    Each kind has `alternatives` (for each token; None sends no log-probabilities), `echo`, `play` (a chat's
+    Each kind has `alternatives` (for each token; None sends no log-probabilities), `echo`, play() (a chat's
     prompt), ids() and limit().
     """
 
@@ -141,7 +195,6 @@ class Body(Settable):
     )
     stop: Stop = []
     logit_bias: Biases = {}
-    user: str | None = Field(None, description="Accepted; nothing depends on it.")
     stream: bool = False
     stream_options: StreamOptions | None = None
     part: Literal[*PARTS] | None = Field(None, description="The attention. Not in OpenAI's API.")  # type: ignore
@@ -222,8 +275,9 @@ class CompletionBody(Body):
     best_of: Choices | None = None
     echo: bool = False
     logprobs: Alternatives | None = None
-    suffix: None = Field(None, description="Not supported: the model writes forwards only.")
-    play: ClassVar[None] = None
+
+    def play(self, tokenizer: Tokenizer) -> None:
+        """No play."""
 
     @property
     def candidates(self) -> int:
@@ -253,21 +307,20 @@ class CompletionBody(Body):
         return ids
 
 
-class TextPart(Fields):
+class TextPart(idle(prompt_cache_breakpoint=Labels)):  # type: ignore[misc]
     type: Literal["text"]
     text: str
 
 
-class Message(Fields):
+class Message(idle(**IDLE_IN_MESSAGES)):  # type: ignore[misc]
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: Name | None = Field(None, description="The speaker in the play; the role in capitals by default.")
 
-    @property
-    def speech(self) -> str:
+    def speech(self, tokenizer: Tokenizer) -> str:
         """The speaker and the text."""
         parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return f"{self.name or self.role.upper()}:\n{parts}\n\n"
+        return speaker_line(self.name, self.role.upper(), tokenizer) + parts + spelled("\n\n", tokenizer)
 
 
 class ChatBody(Body):
@@ -288,16 +341,14 @@ class ChatBody(Body):
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def play(self) -> str:
-        """The messages as speeches, then a line with the name of the next speaker."""
-        return "".join(message.speech for message in self.messages) + f"{self.answering}:\n"
+    def play(self, tokenizer: Tokenizer) -> str:
+        """The messages as speeches, then a line with the name of the next speaker.
 
-    @property
-    def answering(self) -> str:
-        """The next speaker: `speaker`, else the name in the assistant's last message with a name."""
+        That is `speaker`, else the name in the assistant's last message with a name.
+        """
         named = (m.name for m in reversed(self.messages) if m.role == "assistant" and m.name)
-        return self.speaker or next(named, SPEAKER)
+        speeches = "".join(message.speech(tokenizer) for message in self.messages)
+        return speeches + speaker_line(self.speaker or next(named, None), SPEAKER, tokenizer)
 
     def limit(self, block_size: int) -> tuple[str, int]:
         """The most tokens of a text, after the name of their field. Raises ApiError."""
@@ -309,10 +360,28 @@ class ChatBody(Body):
 
     def ids(self, tokenizer: Tokenizer) -> list[list[int]]:
         """The tokens of the play. Raises ApiError."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs needs logprobs.", "top_logprobs")
-        encoded(self.answering, tokenizer, "speaker")
-        return [encoded(self.play, tokenizer, "messages")]
+        encoded(self.speaker or "", tokenizer, "speaker")
+        for i, message in enumerate(self.messages):
+            encoded(message.name or "", tokenizer, f"messages[{i}].name")
+        if not (ids := encoded(self.play(tokenizer), tokenizer, "messages")):
+            raise wrong("messages are empty; they must have at least one token.", "messages")
+        return [ids]
+
+
+def speaker_line(name: str | None, default: str, tokenizer: Tokenizer) -> str:
+    """The line before a speech. What the client did not send is left out if the model does not know it."""
+    who = name or spelled(default, tokenizer)
+    return who and who + spelled(":", tokenizer) + spelled("\n", tokenizer)
+
+
+def spelled(text: str, tokenizer: Tokenizer) -> str:
+    """The text, or nothing if the model does not know one of its characters."""
+    try:
+        return text if tokenizer.encode(text) else ""
+    except ValueError:
+        return ""
 
 
 def encoded(text: str, tokenizer: Tokenizer, name: str) -> list[int]:
@@ -339,24 +408,30 @@ MUST_BE = {
 }
 
 
+def without_nulls(value: Any) -> Any:
+    """A value of JSON without the fields that are null."""
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
     """The body of a request. Raises ApiError 400 that names the first wrong field in `param`."""
     try:
-        return kind.model_validate_json(data)
+        body = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The body is not JSON: {error}.") from None
+    try:
+        return kind.model_validate(without_nulls(body))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     name, message, value = path(first["loc"]), first["msg"], first.get("input")
     union = next((str(part) for part in first["loc"] if part in MUST_BE), None)
     match first["type"]:
-        case "json_invalid":
-            raise ApiError(400, f"The body is not JSON: {message.removeprefix('Invalid JSON: ')}")
         case _ if not name:
             raise ApiError(400, "The body must be a JSON object.")
         case "extra_forbidden":
             raise ApiError(400, f"Unsupported parameter: {name!r}.", name, "unsupported_parameter")
-        case "none_required":
-            message = f"Unsupported parameter: {name!r}; it must be null."
-            raise ApiError(400, message, name, "unsupported_parameter")
         case "missing":
             raise ApiError(400, f"Missing required parameter: {name!r}.", name, "missing_required_parameter")
         case _ if union:

@@ -123,7 +123,7 @@ class Call:
         self._error: ApiError | None = None
         self._news = asyncio.Event()
         self._text_of = cache(lambda token: self._decoded([token]))
-        play = body.play
+        play = body.play(self.tokenizer)
         self._chat = play is not None
         kind = "chat.completion" if self._chat else "text_completion"
         self._common: dict[str, Any] = {

@@ -89,6 +89,8 @@ def test_a_client(client, environments, server, full, written):
     assert found["text"] == text["text"] and len(text["text"]) == CASE["tokens"]
     assert "".join(found["stream"]) == text["text"] and len(found["stream"]) > 1
     assert found["chat"] == "".join(found["chat_stream"]) == chat["text"] != ""
+    second = written(f"{PLAY}{chat['text']}\n\n{PLAY}", CASE["seed"], "--stop", "\n\n")
+    assert found["second"] == second["text"]
     assert found.get("usage", usage) == found.get("stream_usage", usage) == usage
     if "chat_stream_usage" in found:
         assert found["chat_stream_usage"][0] == len(PLAY)

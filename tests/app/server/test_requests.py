@@ -29,8 +29,26 @@ COMMON = {  # field: (good values, bad values)
     "stop": (["a", ["a", "b", "c", "d"], [], None], ["", [""], "a" * 257, list("abcde"), 1, [1], {}]),
     "presence_penalty": ([-2, 0, 2, 0.5, None], [-2.1, 2.1, *FLOATS]),
     "frequency_penalty": ([-2, 0, 2, 0.5, None], [-2.1, 2.1, *FLOATS]),
-    "logit_bias": ([{}, {"0": 100, "3": -100.0}, None], [{"a": 1}, {"0": 101}, {"0": "1"}, {"99": 1}, 3]),
-    "user": (["someone", "", None], [1, [], {}, True]),
+    "logit_bias": (
+        [{}, {"0": 100, "3": -100.0, "4": None}, None],
+        [{"a": 1}, {"0": 101}, {"0": "1"}, {"99": 1}, 3],
+    ),
+    **dict.fromkeys(["user", "safety_identifier", "prompt_cache_key"], (["a", "", None], [1, [], {}, True])),
+    **dict.fromkeys(["tools", "functions"], ([[], None], [[{}], [{"type": "function"}], {}, "", 0, False])),
+    **dict.fromkeys(["tool_choice", "function_call"], (["none", "auto", None], ["required", {"name": "a"}])),
+    **dict.fromkeys(["metadata", "prompt_cache_options"], ([{}, {"a": "b", "c": None}], [{"a": 1}, [], ""])),
+    "response_format": (
+        [{"type": "text"}, {"type": "text", "json_schema": None}, None],
+        [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, {}, "text"],
+    ),
+    "modalities": ([["text"], None], [["text", "audio"], ["audio"], "text"]),
+    "parallel_tool_calls": ([True, False, None], [1, "true"]),
+    "prompt_cache_retention": (["in_memory", "24h", None], ["1h", 24]),
+    "reasoning_effort": (["none", None], ["minimal", "low", "high", 0]),
+    "service_tier": (["auto", "default", None], ["flex", "priority", ""]),
+    "store": ([False, None], [True, 0, "false"]),
+    "suffix": (["", None], ["a", 1]),
+    "verbosity": (["medium", None], ["low", "high", 1]),
     "stream": ([True, False, None], ["true", 1, 0, []]),
     "top_k": ([1, 200, None], [0, -1, 2**63, *INTS]),
     "typical_p": ([0.5, 1, None], [0, 1.1, *FLOATS]),
@@ -49,7 +67,6 @@ COMPLETION = COMMON | {
     "best_of": ([1, 5, None], [0, 129, *INTS]),
     "echo": ([True, False, None], ["true", 1]),
     "logprobs": ([0, 5, None], [-1, 6, *INTS]),
-    "suffix": ([None], ["a", "", 1]),
 }
 CHAT = COMMON | {
     "max_tokens": ([0, 1, None], [-1, 65_537, *INTS]),
@@ -57,7 +74,7 @@ CHAT = COMMON | {
     "logprobs": ([True, False, None], [0, 1, "true"]),
     "speaker": (["ROMEO", None], ["", 1, "a" * 65]),
 }
-UNSUPPORTED = [*"tools functions response_format audio modalities store x Ä __class__".split(), "a b"]
+UNSUPPORTED = [*"audio moderation prediction web_search_options temperatur Ä __class__".split(), "a b"]
 
 
 def asked(kind, **fields) -> tuple[Body, list[Request]]:
@@ -108,9 +125,15 @@ def test_the_tables_have_all_fields(kind):
 @pytest.mark.parametrize("kind", BASES)
 def test_unsupported_fields_are_named(kind):
     for name in UNSUPPORTED:
-        for value in (1, None, [], "a"):
+        for value in (1, [], "a", {}, False):
             error = refused(kind, **BASES[kind] | {name: value})
             assert error.param == name and repr(name) in error.message
+        asked(kind, **BASES[kind] | {name: None})
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_a_byte_order_mark(kind):
+    assert parse(kind, b"\xef\xbb\xbf" + json.dumps(BASES[kind]).encode()) == asked(kind, **BASES[kind])[0]
 
 
 @pytest.mark.parametrize("kind", BASES)
@@ -126,8 +149,14 @@ def test_options_of_streams():
     options = {"include_usage": True, "interval_ms": 0}
     body, _ = asked(CompletionBody, model="m", prompt="a", stream=True, stream_options=options)
     assert body.options.include_usage and body.options.interval_ms == 0
+    options = {"include_usage": None, "include_obfuscation": False, "x": None}
+    body, _ = asked(CompletionBody, model="m", prompt="a", stream=True, stream_options=options)
+    assert not body.options.include_usage
     assert refused(CompletionBody, model="m", prompt="a", stream_options={}).param == "stream_options"
-    for wrong in ({"interval_ms": -1}, {"interval_ms": 1.5}, {"include_usage": 1}, {"x": 1}):
+    for wrong in (
+        *({"interval_ms": -1}, {"interval_ms": 1.5}, {"include_usage": 1}, {"x": 1}),
+        {"include_obfuscation": True},
+    ):
         (name,) = wrong
         error = refused(CompletionBody, model="m", prompt="a", stream=True, stream_options=wrong)
         assert error.param == f"stream_options.{name}"
@@ -144,17 +173,33 @@ def test_messages():
         ([*MESSAGES, {"role": "user", "content": 1}], "messages[1].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
         ([{"role": "user", "content": "a", "name": 1}], "messages[0].name"),
-        ([{"role": "user", "content": "a", "tool_calls": []}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "a", "refusal": "No"}], "messages[0].refusal"),
+        ([{"role": "assistant", "content": "a", "audio": {"id": "a"}}], "messages[0].audio"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
+        ([{"role": "user", "content": "a", "contents": "a"}], "messages[0].contents"),
         ([{"role": "user", "content": "a#b"}], "messages"),
     ):
         assert refused(ChatBody, model="m", messages=wrong).param == param, wrong
     assert "'#'" in refused(ChatBody, model="m", messages=[{"role": "user", "content": "#"}]).message
+    part = {"type": "text", "text": "a", "image_url": None, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    none = dict.fromkeys("refusal annotations audio function_call tool_calls name x".split())
+    for more in (
+        none,
+        none | {"refusal": "", "annotations": [], "tool_calls": []},
+        none | {"provider_specific_fields": {"refusal": None}},  # LiteLLM's
+        {"content": [part]},
+        {"content": []},
+        {"content": ""},
+    ):
+        asked(ChatBody, model="m", messages=[{"role": "assistant", "content": "a"} | more, *MESSAGES])
 
 
 def test_what_goes_together():
     chat = {"model": "m", "messages": MESSAGES}
     assert refused(ChatBody, **chat, top_logprobs=2).param == "top_logprobs"
     assert asked(ChatBody, **chat, top_logprobs=2, logprobs=True)[1][0].logprobs == 2
+    assert asked(ChatBody, **chat, top_logprobs=0)[1][0].logprobs is None
     assert refused(ChatBody, **chat, max_tokens=1, max_completion_tokens=2).param == "max_tokens"
     text = {"model": "m", "prompt": "a"}
     assert refused(CompletionBody, **text, n=3, best_of=2).param == "best_of"
@@ -191,6 +236,30 @@ def test_a_chat_is_a_play():
         {"role": "user", "content": "d"},
     ]
     expected = "SYSTEM:\nBe bad\n\nROMEO:\nab\n\nJULIET:\nc\n\nUSER:\nd\n\n"
-    assert asked(ChatBody, model="m", messages=messages)[0].play == expected + "JULIET:\n"
-    assert asked(ChatBody, model="m", messages=messages, speaker="A")[0].play == expected + "A:\n"
-    assert asked(ChatBody, model="m", messages=MESSAGES)[0].play == "USER:\na\n\nASSISTANT:\n"
+    for more, play in (
+        ({"messages": messages}, expected + "JULIET:\n"),
+        ({"messages": messages, "speaker": "A"}, expected + "A:\n"),
+        ({"messages": MESSAGES}, "USER:\na\n\nASSISTANT:\n"),
+    ):
+        assert asked(ChatBody, model="m", **more)[0].play(CHECKPOINT.tokenizer) == play
+
+
+def test_what_the_client_did_not_send_is_left_out_of_a_play_if_the_model_lacks_its_letters():
+    named = [{"role": "assistant", "content": "ab", "name": "b"}, {"role": "user", "content": "a"}]
+    for characters, messages, play in (
+        ("ab\n:", named, "b:\nab\n\na\n\nb:\n"),
+        ("ab\n:USER", MESSAGES, "USER:\na\n\n"),
+        ("ab\n", named, "b\nab\n\na\n\nb\n"),
+        ("ab", named, "babab"),
+        ("аб\n:", [{"role": "user", "content": "ба"}], "ба\n\n"),
+    ):
+        tokenizer = CharTokenizer(characters)
+        body = parse(ChatBody, json.dumps({"model": "m", "messages": messages}).encode())
+        assert body.play(tokenizer) == play and body.ids(tokenizer) == [tokenizer.encode(play)]
+    with pytest.raises(ApiError, match="messages"):
+        parse(ChatBody, b'{"model": "m", "messages": [{"role": "user", "content": ""}]}').ids(
+            CharTokenizer("a")
+        )
+    unknown = [*MESSAGES, {"role": "assistant", "content": "a", "name": "É"}]
+    assert refused(ChatBody, model="m", messages=unknown).param == "messages[1].name"
+    assert refused(ChatBody, model="m", messages=MESSAGES, speaker="É").param == "speaker"

@@ -44,6 +44,7 @@ found = {
     "usage": [whole.llm_output["token_usage"][f"{kind}_tokens"] for kind in ("prompt", "completion")],
     "stream": list(texts().stream(CASE["prompt"])),
     "chat": talk.content,
+    "second": chats(service_tier="auto", store=False).invoke([*messages, talk, *messages]).content,
     "chat_stream": [delta.content for delta in deltas],
     "chat_stream_usage": [usage["input_tokens"], usage["output_tokens"]],
     "errors": {

@@ -31,6 +31,8 @@ def refused(**fields) -> dict:
 
 whole = litellm.text_completion(**text)
 talk = litellm.completion(**chat)
+messages = [*CASE["messages"], talk.choices[0].message, *CASE["messages"]]
+second = litellm.completion(**chat | {"messages": messages})
 usage = {"stream": True, "stream_options": {"include_usage": True}}
 events = list(litellm.text_completion(**text, **usage))
 deltas = list(litellm.completion(**chat, **usage))
@@ -39,6 +41,7 @@ found = {
     "usage": [whole.usage.prompt_tokens, whole.usage.completion_tokens],
     "stream": [event.choices[0].text or "" for event in events if event.choices],
     "chat": talk.choices[0].message.content,
+    "second": second.choices[0].message.content,
     "chat_stream": [event.choices[0].delta.content or "" for event in deltas if event.choices],
     "chat_stream_usage": [deltas[-1].usage.prompt_tokens, deltas[-1].usage.completion_tokens],
     "errors": {

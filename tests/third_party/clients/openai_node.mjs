@@ -25,6 +25,8 @@ async function all(stream) {
 
 const whole = await client.completions.create(text);
 const talk = await client.chat.completions.create(chat);
+const turns = [...messages, talk.choices[0].message, ...messages];
+const second = await client.chat.completions.create({ ...chat, messages: turns });
 const streaming = { stream: true, stream_options: { include_usage: true } };
 const events = await all(client.completions.create({ ...text, ...streaming }));
 const deltas = await all(client.chat.completions.create({ ...chat, ...streaming }));
@@ -34,6 +36,7 @@ console.log(JSON.stringify({
   stream: events.filter((e) => e.choices.length).map((e) => e.choices[0].text),
   stream_usage: shown(events.at(-1).usage),
   chat: talk.choices[0].message.content,
+  second: second.choices[0].message.content,
   chat_stream: deltas.filter((e) => e.choices.length).map((e) => e.choices[0].delta.content ?? ""),
   chat_stream_usage: shown(deltas.at(-1).usage),
   models: (await all(client.models.list())).map((each) => each.id),

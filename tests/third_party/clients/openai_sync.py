@@ -23,6 +23,8 @@ def refused(call, **fields) -> dict:
 
 whole = client.completions.create(**text)
 talk = client.chat.completions.create(**chat)
+messages = [*CASE["messages"], talk.choices[0].message, *CASE["messages"]]  # as messages.append() makes them
+second = client.chat.completions.create(**chat | {"messages": messages})
 usage = {"stream": True, "stream_options": {"include_usage": True}}
 events = list(client.completions.create(**text, **usage))
 deltas = list(client.chat.completions.create(**chat, **usage))
@@ -34,6 +36,7 @@ found = {
     "stream": [event.choices[0].text for event in events if event.choices],
     "stream_usage": [events[-1].usage.prompt_tokens, events[-1].usage.completion_tokens],
     "chat": talk.choices[0].message.content,
+    "second": second.choices[0].message.content,
     "chat_stream": [event.choices[0].delta.content or "" for event in deltas if event.choices],
     "chat_stream_usage": [deltas[-1].usage.prompt_tokens, deltas[-1].usage.completion_tokens],
     "models": [each.id for each in client.models.list()],
