@@ -12,8 +12,8 @@ from pathlib import Path
 class Settings:
     """A server's models, its address and its limits, fixed when it starts.
 
-    models: names for model.checkpoint.load(); the first one is the page's example. part: the default part.
-    device, weights, kv_cache, draft: of the engines.
+    models: their names in requests; the first one is the page's example. part: the default part.
+    device, weights, kv_cache, draft: of the engines. host: 'localhost' is 127.0.0.1 and ::1.
     slots: texts that each model and part writes at once. queue: texts that may wait for each. threads: of
     the engines. api_keys: if empty, no key is needed. origins: origins whose pages may call. hosts:
     additional names in the Host header; '*' admits any. grace: seconds for running requests when the server
@@ -27,7 +27,7 @@ class Settings:
     models: tuple[str, ...] = ("shakes256",)
     part: str = "part4"
     device: str = "cpu"
-    host: str = "127.0.0.1"
+    host: str = "localhost"
     port: int = 8000
     slots: int = 32
     queue: int = 256

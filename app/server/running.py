@@ -5,14 +5,17 @@ import logging
 import resource
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.server import Settings
 from app.server.app import ABORT, Application
+from app.server.security import LOCALHOST
 from model.checkpoint import Checkpoint
 
 HEAD_BYTES = 65_536  # most bytes of a request's line and headers
@@ -51,6 +54,8 @@ class Protocol(HttpToolsProtocol):
         self._head = -1
         self._arm(None)
         super().on_headers_complete()
+        if self.parser.get_http_version() != "1.1":
+            end_by_closing(self.cycle)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -82,6 +87,17 @@ class Protocol(HttpToolsProtocol):
         if self._timer:
             self._timer.cancel()
         self._timer = self.loop.call_later(HEAD_SECONDS, close) if close else None
+
+
+def end_by_closing(cycle: RequestResponseCycle) -> None:
+    """Let the connection's end be that of the body: HTTP/1.0 has no chunks, which uvicorn would send."""
+    cycle.chunked_encoding, cycle.keep_alive, send = False, False, cycle.send
+
+    async def unframed(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = unframed  # type: ignore[method-assign]
 
 
 class Server(uvicorn.Server):
@@ -134,13 +150,12 @@ class Server(uvicorn.Server):
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A listening socket. Raises OSError."""
-    family, *_ = socket.getaddrinfo(
-        settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    """A listening socket; that of localhost is at 127.0.0.1. Raises OSError."""
+    host = "127.0.0.1" if settings.host == LOCALHOST else settings.host
+    family, *_ = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is also every IPv4 address
     listener = socket.create_server(
-        (settings.host, settings.port), family=family, backlog=BACKLOG, dualstack_ipv6=both
+        (host, settings.port), family=family, backlog=BACKLOG, dualstack_ipv6=both
     )
     # Accepted sockets inherit this. Otherwise Linux would buffer megabytes for a slow reader.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
@@ -172,8 +187,12 @@ def serve(server: Server, listener: socket.socket, say: Callable[[str], None]) -
     """Serve until a signal comes. Raises the error that kept an engine from opening."""
 
     async def main() -> None:
-        scheduler = server.application.scheduler
-        running = asyncio.create_task(server.serve([listener]))
+        scheduler, settings = server.application.scheduler, server.application.settings
+        listeners = [listener]
+        if settings.host == LOCALHOST:  # programs may take it for ::1
+            with suppress(OSError):  # there is no IPv6, or another program has the port
+                listeners.append(bind(replace(settings, host="::1", port=listener.getsockname()[1])))
+        running = asyncio.create_task(server.serve(listeners))
         loaded = asyncio.create_task(scheduler.loaded.wait())
         await asyncio.wait((running, loaded), return_when=asyncio.FIRST_COMPLETED)
         if scheduler.error:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.server import Settings
 from app.server.requests import ApiError
 
-LOCAL = ("localhost", "127.0.0.1", "::1")
+LOCALHOST = "localhost"
 OPEN = "/health"  # this path needs no key
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]*))?")
@@ -25,7 +25,7 @@ DEFAULT_PORTS = (("http", "80"), ("https", "443"))  # browsers leave these out
 
 def is_loopback(host: str) -> bool:
     """Whether only programs on this machine reach a host."""
-    if host == "localhost":
+    if host == LOCALHOST:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -82,7 +82,7 @@ def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send],
             app, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     if "*" not in settings.hosts:
-        hosts = (*LOCAL, settings.host, *settings.hosts)
+        hosts = (settings.host, *settings.hosts)
         app = checked(app, partial(host_refusal, frozenset(host.strip("[]").lower() for host in hosts)))
     return app
 
@@ -90,7 +90,7 @@ def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send],
 def host_refusal(hosts: frozenset[str], scope: Scope) -> ApiError | None:
     """The refusal of another host name, as that of another site's page after DNS rebinding."""
     given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    if len(given) == 1 and host_of(given[0]) in hosts:
+    if len(given) == 1 and ((host := host_of(given[0])) in hosts or is_loopback(host)):
         return None
     shown = ascii(given[0][:100]) if given else "missing"
     message = f"The Host header is {shown}; the server must be started with --allow-host to admit it."

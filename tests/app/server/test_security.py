@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import socket
+from contextlib import suppress
+
 import pytest
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
@@ -42,12 +46,23 @@ def test_origins_and_hosts_that_cannot_match_are_refused():
 
 
 def test_the_host_header_is_checked(client):
-    for host in ("localhost", "127.0.0.1", "[::1]", "LocalHost:99"):
+    for host in ("localhost", "127.0.0.1", "127.9.9.9", "[::1]:8000", "[0:0:0:0:0:0:0:1]", "LocalHost:99"):
         assert client.get("/health", Host=host).status == 200
     for host in ("example.org", "localhost.example.org", "", "127.0.0.1.nip.io", "[::2]", "\xe9"):
         for path in ("/health", "/", "/v1/models", "/nothing"):
             refused = client.get(path, Host=host)
             assert refused.status == 403 and refused.json()["error"]["code"] == "host_not_allowed"
+
+
+def test_localhost_is_both_addresses(client):
+    addresses = ["127.0.0.1"]
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        addresses.append("::1")  # this machine has it
+    for address in addresses:
+        connection = http.client.HTTPConnection(address, client.port, timeout=20)
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200, address
+        connection.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
-from serving import MODEL
+from serving import MODEL, Response
 
 from app.server.app import stream
 from attention_ext import PARTS
@@ -182,8 +185,25 @@ def test_the_shapes_of_chats(client):
     assert streamed.text(0) == choice["message"]["content"]
     assert streamed.text(1) == client.chat(USER, seed=2).text()
     assert [e["choices"][0]["finish_reason"] for e in streamed.events].count(None) == len(streamed.events) - 2
+    second = client.chat(USER, choice["message"], USER, seed=1)  # as after messages.append()
+    assert second.json()["play"] == f"{play}{choice['message']['content']}\n\n{play}"
     longer = client.chat(USER, seed=1, stop=[], max_completion_tokens=128).text()
     assert longer.startswith(choice["message"]["content"]) and len(longer) == 128
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(client):
+    """The connection's end is that of the response, as this version requires."""
+    head = "POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    expected = client.complete(max_tokens=60, seed=1).text()
+    for more, streamed in itertools.product(("", "Connection: keep-alive\r\n"), (True, False)):
+        fields = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 60, "seed": 1, "stream": streamed}
+        body = json.dumps(fields)
+        with socket.create_connection(("127.0.0.1", client.port), 20) as connection:
+            connection.sendall(f"{head}{more}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            shown, _, data = b"".join(iter(partial(connection.recv, 65_536), b"")).partition(b"\r\n\r\n")
+        found = dict(line.split(": ", 1) for line in shown.decode().split("\r\n")[1:])
+        assert "transfer-encoding" not in found, (more, streamed)
+        assert Response(200, found, data).text() == expected, (more, streamed)
 
 
 def test_a_stream_is_whole_although_its_reader_was_waited_for():
