@@ -1,6 +1,8 @@
 """serve: an OpenAI-compatible server."""
 
 import contextlib
+from collections.abc import Iterable
+from pathlib import Path
 
 import click
 
@@ -19,13 +21,15 @@ serve_options = options.all_of(
         "-m",
         "--model",
         "models",
-        "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; may be repeated.",
+        "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; NAME=PATH gives it a "
+        "name in the API. May be repeated.",
         default=["shakes256"],
         multiple=True,
+        metavar="[NAME=]PATH",
     ),
     options.choice("--part", "Attention of requests that name no part.", of=PARTS, default="part4"),
     options.cpu_or_cuda,
-    options.option("--host", "Address to listen at.", default="127.0.0.1"),
+    options.option("--host", "Address to listen at; localhost is 127.0.0.1 and ::1.", default="localhost"),
     options.whole("--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=8000),
     options.size(
         "--slots",
@@ -66,6 +70,21 @@ serve_options = options.all_of(
 )
 
 
+def paths_by_name(models: Iterable[str]) -> dict[str, str]:
+    """The models of -m, each PATH or NAME=PATH, by their names. Raises ValueError."""
+    paths: dict[str, str] = {}
+    for given in dict.fromkeys(models):
+        name, equals, path = given.partition("=")
+        if not equals or Path(given).exists():
+            name = path = given
+        if not (name and path):
+            raise ValueError(f"--model is {given!r}; it must be a model or NAME=PATH")
+        if name in paths:
+            raise ValueError(f"--model is {given!r}; {name} is the name of {paths[name]} already")
+        paths[name] = path
+    return paths
+
+
 @click.command()
 @serve_options
 def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origins, hosts, **asked) -> None:
@@ -90,15 +109,17 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
     from model import corpus, load
     from web import build
 
-    keys = list(api_keys)
+    found: list[str] = []
     if api_key_file:
-        found = [line.strip() for line in corpus.read(api_key_file).splitlines() if line.strip()]
+        lines = corpus.read(api_key_file).removeprefix("\ufeff").splitlines()
+        found = [line.strip() for line in lines if line.strip()]
         if not found:
             raise ValueError(f"--api-key-file {api_key_file} has no key; it must have one in a line")
-        keys += found
-    if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):
-        raise ValueError("--api-key must be of printable ASCII characters, without spaces around it")
-    if not (is_loopback(host) or keys or insecure):
+    for option, keys in (("--api-key", api_keys), (f"--api-key-file {api_key_file}", found)):
+        if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):
+            raise ValueError(f"{option}: keys must be of printable ASCII characters, without spaces around")
+    host = host.strip("[]").lower()
+    if not (is_loopback(host) or api_keys or found or insecure):
         raise ValueError(
             f"--host {host} can be reached by others; give --api-key or --api-key-file, or --insecure"
         )
@@ -111,8 +132,7 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
         page = build.path()
         if prebuilt.page(next(iter(build.BUILDS))).is_file():  # nothing is to be compiled
             build.make()
-    names = tuple(dict.fromkeys(models))
-    checkpoints = {name: load(name) for name in names}
+    checkpoints = {name: load(path) for name, path in paths_by_name(models).items()}
     if slots is None and device == "cuda":
         kv_cache = CachePrecision(asked["kv_cache"])
         configs = [checkpoint.config for checkpoint in checkpoints.values()]
@@ -120,11 +140,11 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
             slots_for(MOST_SLOTS, 1, config, config.block_size, kv_cache, device)[0] for config in configs
         )
     settings = Settings(
-        names,
+        tuple(checkpoints),
         host=host,
         slots=slots or SLOTS,
         threads=options.threads_for(threads),
-        api_keys=tuple(keys),
+        api_keys=(*api_keys, *found),
         origins=origins,
         hosts=hosts,
         page=page,

@@ -13,6 +13,8 @@ import pytest
 from serving import MODEL, Client, raw, until
 from support import ROOT
 
+from model.checkpoint import shipped
+
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
 
@@ -76,6 +78,18 @@ def test_a_second_signal_ends_at_once(start):
         assert until(lambda: child.poll() is not None) < 5
 
 
+def test_names_of_models_and_a_file_of_keys(start, tmp_path):
+    """A path with = is no name; the file begins with a byte order mark, as Windows' editors write it."""
+    (tmp_path / "a=b").symlink_to(shipped(MODEL))
+    (tmp_path / "keys").write_text("key\n", encoding="utf-8-sig")
+    more = ("-m", f"mine={tmp_path / 'a=b'}", "-m", tmp_path / "a=b", "--api-key-file", tmp_path / "keys")
+    _, client = start(*more)
+    client.headers["Authorization"] = "Bearer key"
+    names = [MODEL, "mine", str(tmp_path / "a=b")]
+    assert [model["id"] for model in client.get("/v1/models").json()["data"]] == names
+    assert len({client.complete(model=name, seed=1).text() for name in names}) == 1
+
+
 def test_what_it_refuses_to_start_with(failed, tmp_path):
     assert "--insecure" in failed("serve", "--host", "0.0.0.0")
     assert "was not found" in failed("serve", "-m", "nothing")
@@ -83,6 +97,11 @@ def test_what_it_refuses_to_start_with(failed, tmp_path):
     (tmp_path / "keys").write_text("\n")
     assert "has no key" in failed("serve", "--api-key-file", tmp_path / "keys")
     assert "No such file" in failed("serve", "--api-key-file", tmp_path / "none")
+    (tmp_path / "keys").write_text("é", encoding="utf-8")
+    assert "--api-key-file " in failed("serve", "--api-key-file", tmp_path / "keys")
+    for models in (("=a",), ("a=",), ("",), ("a=b", "a=c"), (f"{MODEL}=a", MODEL)):
+        each = [word for model in models for word in ("-m", model)]
+        assert f"--model is {models[-1]!r};" in failed("serve", *each)
     assert "--grace" in failed("serve", "--grace", "nan")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "in use" in failed("serve", "-m", MODEL, "--port", taken.getsockname()[1])
