@@ -71,7 +71,7 @@ def device(file: Path) -> str:
         return "cuda"
     if file.suffix != ".py":
         return "cpu"
-    text = file.read_text(errors="replace")
+    text = file.read_text("utf-8-sig", errors="replace")
     if re.search(r"^\s*(import|from)\s+triton\b", text, re.M):
         return "cuda"
     return "cuda" if uses_numba_cuda(text) and not simulated() else "cpu"
@@ -102,7 +102,7 @@ def loaded(file: Path) -> Any:
 @functools.lru_cache(8)
 def load(file: Path, *version: int) -> Any:
     """loaded() for a version of the file."""
-    text = file.read_text(errors="replace")
+    text = file.read_text("utf-8-sig", errors="replace")
     if file.suffix == ".cu" and of_ladder(text):
         return OnLadder(file)
     if not re.search(r"\battention\b", text):
@@ -274,7 +274,7 @@ class OnCuda:
     takes_tensors = True
 
     def __init__(self, file: Path) -> None:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text("utf-8-sig")
         for macro in ("BR", "THREADS"):
             if not re.search(rf"^\s*#\s*define\s+{macro}\b", text, re.M):
                 raise BuildError(f"{file.name} does not define {macro}; its head must: #define {macro} 64")
@@ -389,7 +389,7 @@ class OnLadder:
     def __init__(self, file: Path) -> None:
         from attention_ext.cuda.kernels import KERNELS
 
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text("utf-8-sig")
         number = of_ladder(text)
         if number not in KERNELS:
             raise BuildError(f"{file.name} defines attention_kernel{number}; the ladder has none")
@@ -432,7 +432,7 @@ class InPython:
     """
 
     def __init__(self, file: Path) -> None:
-        self._file, text = file, file.read_text(encoding="utf-8")
+        self._file, text = file, file.read_text("utf-8-sig")
         if uses_numba_cuda(text) and simulated() and "numba" not in sys.modules:
             import os
 

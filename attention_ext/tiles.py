@@ -129,7 +129,7 @@ def _read_all() -> dict[str, list[Tuned]]:
     if not file.exists():
         return {}
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_bytes())
         found = {cpu: [Tuned(**entry) for entry in entries] for cpu, entries in content.items()}
         for tuned, field in itertools.product(itertools.chain(*found.values()), fields(Tuned)):
             value = getattr(tuned, field.name)

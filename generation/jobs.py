@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 from attention_ext.checks import set_whole
 from generation.shards import Settings, Shard, Task
+from model import corpus
 from model.files import write_file
 
 SHARD_SIZE = 1024
@@ -68,15 +70,21 @@ class Job:
 
 
 class Prompts:
-    """A prompts file: its hash, its number of lines, and where each shard's lines begin."""
+    """A prompts file: its hash, its number of lines, and where each shard's lines begin.
+
+    Raises ValueError if it is UTF-16.
+    """
 
     def __init__(self, path: Path, shard_size: int) -> None:
         self.path, self.lines, self._begins = path, 0, dict[int, int]()
         digest, at = hashlib.sha256(), 0
         with open(path, "rb") as file:
             for line in file:
+                if not at and line.startswith(corpus.UTF_16):
+                    corpus.decode(line, str(path))  # which refuses it
                 if self.lines % shard_size == 0:
-                    self._begins[self.lines] = at
+                    mark = not at and line.startswith(codecs.BOM_UTF8)
+                    self._begins[self.lines] = at + len(codecs.BOM_UTF8) * mark
                 digest.update(line)
                 at += len(line)
                 self.lines += 1
@@ -116,7 +124,7 @@ class Manifest:
             }
             return
         try:
-            self.content = json.loads(self.path.read_text())
+            self.content = json.loads(self.path.read_bytes())
             found, version = self.content["request"], self.content["version"]
             self.shards.items(), self.content["resolved"].items(), found.items()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -114,7 +114,8 @@ class Completion:
         self.finish_reason = self.stopped_by = ""
         self.new_tokens = 0
         self.prefill_seconds = self.decode_seconds = 0.0
-        self._decoder, self._filter = tokenizer.decoder(), StopFilter(request.stop)
+        self._decoder = tokenizer.decoder()
+        self._filter = StopFilter([tokenizer.normal(text) for text in request.stop])
 
     @property
     def text(self) -> str:

@@ -58,7 +58,7 @@ def held_out_loss(
         from attention_ext.cuda import driver
 
         driver.check_gpu()
-    _, held_out = corpus.split(text)
+    _, held_out = corpus.split(checkpoint.tokenizer.normal(text))
     ids = checkpoint.tokenizer.encode(held_out)
     if len(ids) < 2:
         held = f"its last 10 %, which are evaluated, have {counted(len(ids), 'token')}"

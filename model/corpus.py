@@ -1,7 +1,8 @@
-"""Tiny Shakespeare: its place, its checksum, and the split for training and validation."""
+"""Texts from files; Tiny Shakespeare: its place, its checksum, the split for training and validation."""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import TypeVar
 
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 INPUT = Path("data", "shakespeare_char", "input.txt")  # in the current folder
+
+MARK = "\ufeff"  # the byte order mark
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 Ids = TypeVar("Ids", bound=Sequence)
 
@@ -20,16 +24,35 @@ def split(ids: Ids) -> tuple[Ids, Ids]:
 
 
 def read(path: Path) -> str:
-    """Read a file's text, see decode()."""
-    return decode(path.read_bytes(), str(path))
+    """Read a corpus: decode(), with newlines for old Macs' line ends, without the marks of joined files.
+
+    Raises ValueError as decode() does, and for a folder or a text with a NUL, such as nanoGPT's train.bin.
+    """
+    beside = (path if path.is_dir() else path.parent) / "input.txt"
+    hint = f"; did you mean {beside}?" if beside.is_file() and beside != path else ""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; it must be a file of text{hint}")
+    text = decode(path.read_bytes(), str(path), hint)
+    if (at := text.find("\0")) >= 0:
+        raise ValueError(
+            f"{path} holds a NUL, character {at}: it is binary, as nanoGPT's train.bin, or UTF-16; "
+            f"it must be text in UTF-8{hint}"
+        )
+    return text.replace("\r", "\n").replace(MARK, "")
 
 
-def decode(data: bytes, name: str) -> str:
-    """Decode UTF-8 and turn CRLF into newlines. Raises ValueError naming `name` if it is not UTF-8."""
+def decode(data: bytes, name: str, hint: str = "") -> str:
+    """Decode UTF-8, drop a byte order mark and turn CRLF into newlines.
+
+    Raises ValueError naming `name` if it is not UTF-8.
+    """
     try:
-        return data.decode("utf-8").replace("\r\n", "\n")
+        text = data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 at byte {error.start}; it must be text") from None
+        what = "UTF-16, which Windows calls Unicode" if data.startswith(UTF_16) else "not UTF-8"
+        at = "" if data.startswith(UTF_16) else f" at byte {error.start}"
+        raise ValueError(f"{name} is {what}{at}; it must be text in UTF-8{hint}") from None
+    return text.removeprefix(MARK) or text  # a mark alone is a character
 
 
 def is_tiny_shakespeare(text: str) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import codecs
 import json
 import pickle
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from model.corpus import MARK
 from model.files import write_file
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class CharTokenizer:
     def from_meta_json(cls, path: Path) -> CharTokenizer:
         """Read {"characters": ["\\n", " ", ...]}. Raises VocabularyError."""
         try:
-            characters = json.loads(path.read_text(encoding="utf-8"))["characters"]
+            characters = json.loads(path.read_bytes())["characters"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise VocabularyError(f"{path}: it must be JSON with a list 'characters' ({error!r})") from None
         if not isinstance(characters, list):
@@ -61,7 +63,7 @@ class CharTokenizer:
 
     @classmethod
     def from_meta_pickle(cls, path: Path) -> CharTokenizer:
-        """Read nanoGPT's meta.pkl, {'itos': {0: '\\n', ...}, ...}; unpickles built-in values only.
+        """Read nanoGPT's meta.pkl, {'itos': {0: '\\n', ...}, ...}; only numbers and strings are unpickled.
 
         Raises VocabularyError.
         """
@@ -83,8 +85,18 @@ class CharTokenizer:
     def __len__(self) -> int:
         return len(self.characters)
 
+    def normal(self, text: str) -> str:
+        """A text with '\\n' for '\\r\\n' and '\\r', and without byte order marks, unless these are known.
+
+        One of marks alone stays as it is: no text becomes empty.
+        """
+        if "\r" not in self._ids:
+            text = text.replace("\r\n", "\n").replace("\r", "\n")
+        return text if MARK in self._ids else text.replace(MARK, "") or text
+
     def encode(self, text: str) -> list[int]:
-        """The ids of a text's characters. Raises ValueError naming unknown characters."""
+        """The ids of the characters of normal(text). Raises ValueError naming unknown characters."""
+        text = self.normal(text)
         unknown = sorted(set(text) - self._ids.keys())
         if unknown:
             shown = " ".join(map(repr, unknown[:10])) + (" ..." if len(unknown) > 10 else "")
@@ -114,10 +126,35 @@ class _CharDecoder:
         return ""
 
 
+class _Dtype:
+    """Stands for numpy.dtype in a pickle. NumPy's own takes states that make it read any memory."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.name = name
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+def _number(dtype: _Dtype, data: bytes) -> float:
+    """Stands for NumPy's function that makes a number of a pickle. Raises ValueError for another type."""
+    if not re.fullmatch(r"b1|[iu][1248]|f[248]", dtype.name):
+        raise ValueError(f"{dtype.name} is no type of numbers")
+    return np.frombuffer(data, dtype.name).item()
+
+
+# What is called for NumPy's numbers in a pickle, by the names of NumPy 1 and 2.
+NUMBERS: dict[str, Callable[..., Any]] = {
+    f"numpy.{core}.multiarray.scalar": _number for core in ("core", "_core")
+}
+NUMBERS["numpy.dtype"] = _Dtype
+
+
 class _PlainUnpickler(pickle.Unpickler):
-    """Admits numbers, strings, lists and dicts. Refuses every global, so nothing can be called."""
+    """Admits numbers, strings, lists and dicts. Refuses every other global, so nothing else can be called."""
 
     def find_class(self, module: str, name: str):
+        if found := NUMBERS.get(f"{module}.{name}"):
+            return found
         raise VocabularyError(f"it names {module}.{name}; only built-in values are admitted")
 
 
@@ -140,11 +177,19 @@ class GPT2Tokenizer:
         try:
             self._encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken's download can raise nearly anything
-            raise VocabularyError(f"tiktoken could not load GPT-2's vocabulary: {error}") from None
+            reason = str(error) if len(str(error)) < 80 else type(error).__name__
+            raise VocabularyError(
+                f"tiktoken could not load GPT-2's vocabulary: {reason}; let it download once, "
+                "or set TIKTOKEN_CACHE_DIR to a folder that has it"
+            ) from None
         self._vocab_size = vocab_size
 
     def __len__(self) -> int:
         return self._vocab_size
+
+    def normal(self, text: str) -> str:
+        """The text: byte pairs have every character."""
+        return text
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text; '<|endoftext|>' is the special token, as in nanoGPT."""

@@ -423,7 +423,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     from model import corpus
 
     if str(file) != "-":
-        return corpus.read(file)
+        return corpus.decode(file.read_bytes(), str(file))
     if sys.stdin is None:
         raise click.UsageError("--prompt-file is -, but standard input is closed")
     return corpus.decode(sys.stdin.buffer.read(), "standard input")

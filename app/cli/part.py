@@ -140,6 +140,8 @@ class Session:
         self.part, self.asked = part, asked
         self.checkpoint = load(asked["model"])
         prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
+        normal = self.checkpoint.tokenizer.normal
+        prompt = None if prompt is None else normal(prompt)
         self.shown_prompt = prompt or ""
         # in turns the first typed line starts the text
         self.prompt = "\n" if prompt is None or asked["interactive"] and not prompt else prompt
@@ -268,7 +270,7 @@ def converse(session: Session) -> None:
         import readline  # noqa: F401  gives input() its history and line editing
     while True:
         try:
-            line = input("> " if typed else "")
+            line = tokenizer.normal(input("> " if typed else ""))
         except EOFError:
             click.echo()
             return

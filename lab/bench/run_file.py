@@ -23,7 +23,7 @@ def save(run: Run, file: Path) -> None:
 def load(file: Path) -> Run:
     """A run that save() wrote. Raises ValueError for any other file."""
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_bytes())
         if content["format"] not in READABLE:
             raise ValueError(f"its format is {content['format']!r}, not one of {READABLE}")
         run = Run(**{each.name: content[each.name] for each in fields(Run) if each.name in content})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import itertools
@@ -341,6 +342,19 @@ def test_prompts_from_a_file(settings, model, prompts, tmp_path):
     prompts.write_bytes(prompts.read_bytes() + b"\n")
     with pytest.raises(BulkError, match=r"another request \(.*prompts_sha256\)"):
         bulk.run(replace(job, prompts=Prompts(prompts, SIZE)), tmp_path / "out", here())
+
+
+def test_a_prompts_file_of_a_windows_editor_gives_the_same_texts(settings, tmp_path):
+    lines = [{"id": 0, "prompt": "a\nb"}, {"id": 1, "prompt": "c", "options": {"stop": "\n"}}]
+    for mark, end in (("", "\n"), ("\ufeff", "\r\n")):
+        changed = [json.dumps(line).replace("\\n", json.dumps(end)[1:-1]) + end for line in lines]
+        (path := tmp_path / f"prompts{len(mark)}").write_bytes((mark + "".join(changed)).encode())
+        job = Job(replace(settings, prompt=None), 2, 1, Prompts(path, 1))
+        bulk.run(job, tmp_path / f"out{len(mark)}", here())
+    assert rows(tmp_path / "out0") == rows(tmp_path / "out1") and len(rows(tmp_path / "out1")) == 2
+    manifest = tmp_path / "out1" / "manifest.json"
+    manifest.write_bytes(codecs.BOM_UTF8 + manifest.read_bytes())
+    assert bulk.run(job, tmp_path / "out1", here()).content["complete"]
 
 
 def test_a_row_is_a_line_whatever_its_strings_hold():

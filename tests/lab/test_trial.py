@@ -182,7 +182,7 @@ def test_python_and_the_engine_call_the_file(extension, tmp_path, monkeypatch):
     assert not attention("./mine.cpp", q, k, v).any()
     count = "    with open('called', 'a') as file:\n        file.write('.')\n    Nq, Nk"
     counting = NUMPY.replace("    Nq, Nk", count)
-    Path("mine.py").write_text(counting)
+    Path("mine.py").write_text("\ufeff" + counting)  # with an editor's byte order mark
     assert generate(model, "ROMEO:", 40, part="mine.py") == texts["part4"]
     assert len(Path("called").read_text()) == 40 * model.config.n_layer
 

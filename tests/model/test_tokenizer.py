@@ -26,6 +26,19 @@ def test_characters_round_trip():
     assert tokenizer.encode("") == []
 
 
+def test_line_ends_and_byte_order_marks_are_those_of_the_vocabulary():
+    for characters, text, normal in (
+        ("a\n", "\ufeffa\r\na\ra\n", "a\na\na\n"),
+        ("a\n\r", "\ufeffa\r\na\r", "a\r\na\r"),
+        ("a\n\ufeff", "\ufeffa\r\n", "\ufeffa\n"),
+    ):
+        tokenizer = CharTokenizer(characters)
+        with naming(characters):
+            assert tokenizer.normal(text) == normal == decoded(tokenizer, tokenizer.encode(text))
+    with pytest.raises(ValueError, match=r"does not know 1 of the text's characters: '\\ufeff'"):
+        CharTokenizer("a").encode("\ufeff")  # it does not become an empty text
+
+
 def test_unknown_characters_are_named():
     with pytest.raises(ValueError, match=r"does not know 2 of the text's characters: 'x' 'é'"):
         CharTokenizer.from_text("abc").encode("axébx")
@@ -41,6 +54,16 @@ def test_a_hostile_meta_pickle_is_refused_unexecuted(tmp_path):
     assert not proof.exists()
     pickle.loads(path.read_bytes())  # an ordinary unpickler runs it, so this test can fail
     assert proof.exists()
+
+
+def test_numpys_numbers_in_a_meta_pickle_are_read(tmp_path):
+    path = tmp_path / "meta.pkl"
+    path.write_bytes(pickle.dumps({"itos": {np.int64(0): "a", np.uint8(1): "b"}, "vocab_size": np.int32(2)}))
+    assert CharTokenizer.from_meta_pickle(path).characters == ["a", "b"]
+    for other in (np.array([1]), np.datetime64(1, "s"), np.void(b"12345678"), np.longdouble(1)):
+        path.write_bytes(pickle.dumps({"itos": {0: "a"}, "other": other}))
+        with naming(other), pytest.raises(VocabularyError, match="meta.pkl"):
+            CharTokenizer.from_meta_pickle(path)
 
 
 def test_a_damaged_vocabulary_is_named(tmp_path):
@@ -92,9 +115,13 @@ def test_byte_pairs_without_tiktoken_or_without_a_network(monkeypatch):
     with pytest.raises(VocabularyError, match="needs tiktoken: pip install tiktoken"):
         GPT2Tokenizer(50257)
 
-    def fail(name):
-        raise OSError("no route to host")
+    for said, shown in (("no route to host", "no route to host"), ("long " * 70, "OSError")):
 
-    monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding=fail))
-    with pytest.raises(VocabularyError, match="could not load GPT-2's vocabulary: no route to host"):
-        GPT2Tokenizer(50257)
+        def fail(name):
+            raise OSError(said)
+
+        monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding=fail))
+        with pytest.raises(VocabularyError, match="TIKTOKEN_CACHE_DIR") as raised:
+            GPT2Tokenizer(50257)
+        assert f"could not load GPT-2's vocabulary: {shown};" in str(raised.value)
+        assert len(str(raised.value)) < 200

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from support import ROOT, naming
@@ -107,6 +108,30 @@ def test_a_file_that_is_no_text_is_named(failed, tmp_path):
         assert "binary is not UTF-8 at byte 3" in failed(*arguments)
     message = failed("part0", "--inference", "--prompt-file", "-", input=b"\xff")
     assert "standard input is not UTF-8 at byte 0" in message
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "input.txt").write_text("a text")
+    ids = np.arange(1, 50, dtype=np.uint16)
+    hint, train = "did you mean data/input.txt?", ("train", "own", "--corpus")
+    others = ("eval", "--corpus"), ("draft", "-m", "shakes128", "--corpus"), ("prepare", "--corpus")
+    for content, said in (
+        ("a text".encode("utf-16"), "is UTF-16, which Windows calls Unicode; it must be text in UTF-8"),
+        ("a text".encode("utf-16-be"), "holds a NUL, character 0: it is binary, as nanoGPT's train.bin, or"),
+        (ids.tobytes(), "holds a NUL, character 1"),
+        ((ids + 50000).tobytes(), "is not UTF-8 at byte 1"),
+        (None, "data is a folder; it must be a file of text"),
+    ):
+        name = "data" if content is None else "data/train.bin"
+        if content:
+            (tmp_path / name).write_bytes(content)
+        for arguments in (train, (*train[:2], "--init", "shakes128", "--corpus"), *others):
+            with naming(said, *arguments):
+                message = failed(*arguments, name)
+                assert said in message and hint in message
+    (folder / "train.bin").write_bytes("a text".encode("utf-16"))
+    for arguments in (("part0", "--inference", "--prompt-file"), ("bulk", "--out", "out", "--prompts")):
+        with naming(*arguments):
+            assert "data/train.bin is UTF-16" in failed(*arguments, "data/train.bin")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -45,6 +45,17 @@ def test_prepare_writes_what_nanogpt_reads(cli, failed, tmp_path, monkeypatch):
     assert "has 65537 different characters; it must" in failed("prepare", "--corpus", "many.txt")
 
 
+def test_a_byte_order_mark_and_other_line_ends_change_nothing(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "INPUT", tmp_path / "data" / "input.txt")
+    (tmp_path / "text.txt").write_text(TEXT)
+    commands = (("eval", "--part", "part0"), ("prepare",))
+    expected = [cli(*command, "--corpus", "text.txt").stdout for command in commands]
+    for end in ("\r\n", "\r"):
+        text = "\ufeff" + TEXT.replace("\n", end)
+        (tmp_path / "text.txt").write_bytes((text[:500] + "\ufeff" + text[500:]).encode())  # of joined files
+        assert [cli(*command, "--corpus", "text.txt").stdout for command in commands] == expected
+
+
 def test_without_a_corpus_train_and_eval_say_how_to_get_one(failed, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "INPUT", tmp_path / "input.txt")
     for command in (["eval"], ["train", "shakes128"]):

@@ -158,6 +158,19 @@ def test_prompts_from_a_file_and_from_standard_input(cli, tmp_path):
     assert len(outputs) == 1 and outputs.pop().startswith("Now is\n")
 
 
+def test_prompts_of_windows_editors_give_the_same_text(cli, extension, tmp_path):
+    plain, marked, old = (f"{mark}ROMEO:{end}O" for mark, end in (("", "\n"), ("\ufeff", "\r\n"), ("", "\r")))
+    (tmp_path / "prompt.txt").write_bytes(marked.encode())
+    common = ("part4", "--inference", "--max-new-tokens", 30)
+    expected = cli(*common, "--prompt", plain).stdout
+    for more in (("--prompt", marked), ("--prompt-file", "prompt.txt"), ("--prompt", old)):
+        assert cli(*common, *more).stdout == expected, more
+    stopped = [cli(*common, "--prompt", plain, "--stop", end).stdout for end in ("\n", "\r\n")]
+    assert stopped[0] == stopped[1] != expected
+    turns = [cli(*common, "--interactive", input=text).stdout for text in (plain, marked)]
+    assert turns[0] == turns[1] and "ROMEO" in turns[0]
+
+
 def test_a_draft_is_made_and_changes_no_text(cli, extension, tmp_path):
     tiny_model = tmp_path / "mine"
     save(tiny_model, tiny.gpt(), tiny.VOCABULARY, {})
