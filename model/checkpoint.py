@@ -15,10 +15,10 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import safetensors
@@ -32,7 +32,7 @@ from model.draft import FILE as DRAFT
 from model.draft import Draft, DraftError
 from model.draft import load as load_draft
 from model.files import write_file
-from model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer
+from model.tokenizer import NUMBERS, CharTokenizer, GPT2Tokenizer, Tokenizer, VocabularyError
 
 if TYPE_CHECKING:
     from model.gpt import GPT
@@ -48,9 +48,14 @@ class CheckpointError(ValueError):
     """A checkpoint is missing or malformed; the message names the file and what is wrong."""
 
 
+# Modules around a model, by what they add to a tensor's name: DDP, torch.compile, FSDP, Lightning and Fabric.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "model"}
+GPT2_TOKENS, GPT2_PADDED = 50257, 51200  # of GPT-2's vocabulary, and the most that a model pads it to
+Named = TypeVar("Named")
 NO_FLOATS = "must be a dense tensor of floats"
 # The tensors of a file by their names: the shape, and a function that makes the array; it raises ValueError.
 Stored = dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]
+PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 Weights = Mapping[str, NDArray[np.float32]]
 
 
@@ -85,10 +90,11 @@ def loaded(model: Any) -> Checkpoint:
     return model if isinstance(model, Checkpoint) else load(model)
 
 
-def load(name: str | Path) -> Checkpoint:
+def load(name: str | Path, to_train: bool = False) -> Checkpoint:
     """Load a shipped checkpoint, a checkpoint directory, a nanoGPT ckpt.pt or a directory with one.
 
-    name: one of SHIPPED, or a path. A ckpt.pt needs torch.
+    name: one of SHIPPED, or a path. A ckpt.pt needs torch. to_train: refuse a vocabulary that is not one of
+    characters. Rows of the embedding beyond the vocabulary, which only pad it, are left out.
     Raises CheckpointError or tokenizer.VocabularyError, which name the file and the error. Warns of
     well-formed files with a wrong checksum, and of a draft that does not fit, which is ignored.
     """
@@ -111,16 +117,19 @@ def load(name: str | Path) -> Checkpoint:
             "a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt"
         )
     try:
-        config = replace(GPTConfig(**args), dropout=0.0)
-    except (TypeError, ValueError) as error:
+        config = _config(args)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
     weights = _checked(str(name), config, stored)
-    tokenizer = _find_vocabulary(path, dataset, config.vocab_size)
-    if len(tokenizer) != config.vocab_size:
+    tokenizer = _find_vocabulary(path, dataset, config.vocab_size, to_train)
+    if len(tokenizer) > config.vocab_size:
         raise CheckpointError(
             f"{name}: the vocabulary {tokenizer.source} has {len(tokenizer)} tokens; "
             f"it must have vocab_size={config.vocab_size}"
         )
+    if len(tokenizer) < config.vocab_size:
+        weights = {**weights, EMBEDDING: weights[EMBEDDING][: len(tokenizer)]}
+        config = replace(config, vocab_size=len(tokenizer))
     if changed := _changed(path):
         what = " and ".join(changed) + (" does" if len(changed) == 1 else " do")
         warnings.warn(f"{path}: {what} not match {SUMS}; the text may be garbage", stacklevel=2)
@@ -195,7 +204,7 @@ def _changed(directory: Path, names: Sequence[str] = SUMMED) -> list[str]:
     """Those of these files that do not match the directory's SHA256SUMS; none without SHA256SUMS."""
     if not (directory / SUMS).is_file():
         return []
-    lines = (directory / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = (directory / SUMS).read_text(encoding="utf-8-sig", errors="replace").splitlines()
     files = [directory / name for name in names]
     return [file.name for file in files if not file.is_file() or _sum_line(file) not in lines]
 
@@ -213,7 +222,7 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None]:
         if not file.is_file():
             raise CheckpointError(f"{path} has no {file.name}; a checkpoint directory must have one")
     try:
-        args = json.loads(config_file.read_text(encoding="utf-8"))
+        args = json.loads(config_file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{config_file} is not JSON: {error}") from None
     if not isinstance(args, dict):
@@ -222,8 +231,46 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None]:
         stored = dict(safetensors.deserialize(weights_file.read_bytes()))
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{weights_file} cannot be read: {error}") from None
-    weights: Stored = {n: (tuple(t["shape"]), partial(_decoded, t)) for n, t in stored.items()}
+    named = _named(weights_file, stored)
+    weights: Stored = {n: (tuple(t["shape"]), partial(_decoded, t)) for n, t in named.items()}
     return args, weights, args.pop("dataset", None)
+
+
+def _named(file: Path, stored: Mapping[Any, Named]) -> dict[str, Named]:
+    """A file's tensors by nanoGPT's names, without causal masks.
+
+    Raises CheckpointError if a name comes twice.
+    """
+    found: dict[str, Named] = {}
+    for key, tensor in stored.items():
+        name = ".".join(word for word in str(key).split(".") if word not in WRAPPERS)
+        if name in found:
+            raise CheckpointError(f"{file} has {name} twice, once as {key}; it must have each tensor once")
+        if not name.endswith((".attn.bias", ".attn.masked_bias")):
+            found[name] = tensor
+    if HEAD in found and EMBEDDING not in found:  # some programs store one name of tied tensors
+        found[EMBEDDING] = found.pop(HEAD)
+    return found
+
+
+def _config(args: dict[Any, Any]) -> GPTConfig:
+    """The configuration of a file's values. Raises ValueError, TypeError or RuntimeError."""
+    values = {name: _plain(value) for name, value in args.items()}
+    known = {field.name for field in fields(GPTConfig)}
+    # A feature that is off is none: None, False, 0, "" or an empty list.
+    if unknown := [str(n) for n, v in values.items() if n not in known and (type(v) not in PLAIN or v)]:
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"it has the unknown fields {names}; remove those that change no result")
+    values = {name: value for name, value in values.items() if name in known}
+    if values.get("bias", True) in (0, 1, None):
+        values["bias"] = bool(values.get("bias", True))
+    return replace(GPTConfig(**values | {"dropout": values.get("dropout") or 0}), dropout=0.0)
+
+
+def _plain(value: Any) -> Any:
+    """A value with a number of NumPy or PyTorch as Python's, and a whole float as an int."""
+    value = value.item() if getattr(value, "shape", None) == () else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _decoded(stored: dict[str, Any]) -> np.ndarray:
@@ -239,17 +286,20 @@ def _decoded(stored: dict[str, Any]) -> np.ndarray:
 
 
 def _read_nanogpt(path: Path) -> tuple[dict, Stored, str | None]:
-    """A ckpt.pt's model_args, weights with torch.compile's prefix removed, and data set."""
+    """A ckpt.pt's model_args, weights and data set."""
     try:
         import torch
     except ImportError:
         raise CheckpointError(f"{path} needs PyTorch: pip install torch") from None
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([(called, name) for name, called in NUMBERS.items()]):
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         if isinstance(error, pickle.UnpicklingError):  # PyTorch's text recommends an unsafe load
+            refused = re.search(r"GLOBAL ([\w.]+)|<class '([\w.]+)'", str(error))
             reason = "it must hold tensors and plain values only"
+            reason += f", not {refused[1] or refused[2]}" if refused else ""
         raise CheckpointError(f"{path} is refused: it is not a plain PyTorch checkpoint ({reason})") from None
     for key in ("model", "model_args"):
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), dict):
@@ -260,15 +310,12 @@ def _read_nanogpt(path: Path) -> tuple[dict, Stored, str | None]:
         plain = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
         if not plain or tensor.device.type != "cpu" or tensor.dtype not in floats or tensor.is_neg():
             raise ValueError(NO_FLOATS)
-        if not tensor.is_contiguous():  # a view of a few bytes could claim any size
-            raise ValueError("must be contiguous")
-        return tensor.detach().float().numpy()
+        if not tensor.is_contiguous() and tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError("must be contiguous or have its own numbers: it repeats a few")  # to any size
+        return tensor.detach().contiguous().float().numpy()
 
-    weights: Stored = {}
-    for key, tensor in checkpoint["model"].items():
-        name = str(key).removeprefix("_orig_mod.")
-        if not name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks, not parameters
-            weights[name] = tuple(getattr(tensor, "shape", ())), partial(array, tensor)
+    named = _named(path, checkpoint["model"])
+    weights: Stored = {n: (tuple(getattr(t, "shape", ())), partial(array, t)) for n, t in named.items()}
     config = checkpoint.get("config")
     return checkpoint["model_args"], weights, config.get("dataset") if isinstance(config, dict) else None
 
@@ -317,7 +364,9 @@ def _checked(name: str, config: GPTConfig, stored: Stored) -> Weights:
     return weights
 
 
-def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> Tokenizer:
+def _find_vocabulary(
+    directory: Path, dataset: str | None, vocab_size: int, to_train: bool = False
+) -> Tokenizer:
     """The vocabulary beside the checkpoint (meta.json or meta.pkl), else its data set's, else GPT-2's."""
     places = [directory]
     if directory.resolve().parent == CHECKPOINTS and not _changed(directory, (str(DATA / "meta.json"),)):
@@ -332,8 +381,11 @@ def _find_vocabulary(directory: Path, dataset: str | None, vocab_size: int) -> T
             return CharTokenizer.from_meta_json(place / "meta.json")
         if (place / "meta.pkl").is_file():
             return CharTokenizer.from_meta_pickle(place / "meta.pkl")
-    if vocab_size in (50257, 50304):
-        return GPT2Tokenizer(vocab_size)
+    if GPT2_TOKENS <= vocab_size <= GPT2_PADDED:
+        if to_train:
+            what = f"the model's vocabulary is {GPT2Tokenizer.source}"
+            raise VocabularyError(f"{what}; it must be one of characters to train it")
+        return GPT2Tokenizer(GPT2_TOKENS)
     looked = ", ".join(str(place) for place in places)
     raise CheckpointError(f"no vocabulary (meta.json or meta.pkl) was found in {looked}")
 

@@ -83,7 +83,7 @@ def train(
     from training.start import recipe_of
     from training.state import FILE
 
-    start = None if init is None else load(init)
+    start = None if init is None else load(init, to_train=True)
     changes = {option: value for option, value in changes.items() if value is not None}
     if "steps" in changes and name not in RECIPES:
         changes |= {"minutes": None, "eval_every": math.ceil(changes["steps"] / 20)}

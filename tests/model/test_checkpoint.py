@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
+import fractions
 import json
 import pickle
 
+import numpy as np
 import pytest
 import safetensors.torch
 import tiny
 import torch
-from support import Hostile
+from support import Hostile, naming
 
 from model import checkpoint
 from model.checkpoint import CheckpointError, load, save
+from model.tokenizer import VocabularyError
 from training.recipe import RECIPES, Recipe
 
 VOCABULARY, nanogpt_file = tiny.VOCABULARY, tiny.nanogpt_file
@@ -123,6 +127,7 @@ def test_odd_tensors_are_refused(tmp_path):
         (lambda t: t.to("meta"), "must be a dense tensor of floats"),
         (lambda t: t.to(torch.float8_e4m3fn), "must be a dense tensor of floats"),
         (lambda t: torch.zeros(1, 1).expand(16, 16), "must be contiguous"),
+        (lambda t: torch.zeros(16).expand(16, 16), "must be contiguous"),
         (lambda t: t.double() * 1e300, "holds NaN or infinity"),
         (lambda t: 3, "must be a dense tensor of floats"),
         (torch._neg_view, "must be a dense tensor of floats"),
@@ -173,7 +178,75 @@ def weights_change(directory, name, value):
     safetensors.torch.save_file({n: t for n, t in weights.items() if t is not None}, path)
 
 
-WTE = "transformer.wte.weight"
+WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
+SIZES = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=11, bias=False)
+
+
+def test_what_other_programs_write_is_read(tmp_path):
+    """Names with the prefixes of wrappers, one name of tied tensors, views, padding, and odd numbers."""
+    gpt = tiny.gpt(bias=False)
+    state, path = dict(gpt.state_dict()), tmp_path / "ckpt.pt"
+    VOCABULARY.write_meta_json(tmp_path / "meta.json")
+    prefixes = ("module.", "module._orig_mod.", "_orig_mod.module.", "model._forward_module.", "")
+    wide, wpe = torch.cat([state[WTE], torch.full((85, 16), 9.0)]), "transformer.wpe.weight"
+    for tensors in (
+        *({prefix + name: t for name, t in state.items()} for prefix in prefixes),
+        {prefixes[i % 5] + name: t for i, (name, t) in enumerate(state.items())},
+        {name.replace("h.0.", "h.0._orig_mod."): t for name, t in state.items()},
+        state | {"module.transformer.h.1.attn.bias": torch.ones(1, 1, 16, 16)},
+        {name: t for name, t in state.items() if name != HEAD},
+        {f"module.{name}": t for name, t in state.items() if name != WTE},
+        {name: t.t().contiguous().t() if t.ndim == 2 else t for name, t in state.items()},
+        state | {wpe: torch.cat([state[wpe], state[wpe]], 1)[:, :16]},
+        state | {WTE: wide, HEAD: wide},
+    ):
+        size = len(tensors.get(WTE, state[WTE]))
+        nanogpt_file(path, model=tensors, model_args=SIZES | {"vocab_size": size})
+        with naming(list(tensors)):
+            loaded = load(str(path))
+            assert loaded.config == gpt.config and loaded.weights.keys() == state.keys() - {HEAD}
+            assert all(np.array_equal(array, state[name]) for name, array in loaded.weights.items())
+    for change in (
+        *({"bias": off} for off in (0, None, 0.0, np.bool_(False))),
+        {"n_layer": 2.0, "n_embd": torch.tensor(16), "dropout": None, "vocab_size": np.int64(11)},
+        {"rope": False, "experts": 0, "window": None, "names": []},
+    ):
+        nanogpt_file(path, model_args=SIZES | change)
+        with naming(change):
+            assert load(str(path)).config == gpt.config
+    for change, message in (
+        ({"model": state | {f"module.{WTE}": wide}}, f"has {WTE} twice, once as module.{WTE};"),
+        ({"model_args": SIZES | {"rope": True, "x": "y"}}, "the unknown fields rope, x; remove those"),
+        ({"model_args": SIZES | {"n_layer": 2.5}}, "n_layer is 2.5; it must be a whole number"),
+        ({"model_args": SIZES | {"n_layer": np.bool_(True)}}, "n_layer is True; it must be a whole number"),
+        ({"model_args": SIZES | {"bias": torch.ones(2)}}, "the configuration is wrong"),
+        ({"extra": fractions.Fraction(1, 2)}, "tensors and plain values only, not fractions.Fraction"),
+    ):
+        nanogpt_file(path, **change)
+        with naming(message), pytest.raises(CheckpointError, match=message):
+            load(str(path))
+
+
+def test_safetensors_are_read_likewise_and_json_with_a_byte_order_mark(directory):
+    expected, file = load(str(directory)), directory / "model.safetensors"
+    for name in ("config.json", "meta.json"):
+        (directory / name).write_bytes(codecs.BOM_UTF8 + (directory / name).read_bytes())
+    weights = safetensors.torch.load_file(file)
+    weights[f"module.{HEAD}"] = weights.pop(WTE)
+    safetensors.torch.save_file(weights, file)
+    (directory / checkpoint.SUMS).unlink()  # it would warn: the files have changed
+    loaded = load(str(directory))
+    assert (loaded.config, loaded.tokenizer.characters) == (expected.config, tiny.CHARACTERS)
+    assert all(np.array_equal(array, expected.weights[name]) for name, array in loaded.weights.items())
+
+
+def test_gpt2s_vocabulary_is_refused_for_training_before_it_is_loaded(tmp_path):
+    state = tiny.gpt(bias=False, vocab_size=50304).state_dict()
+    nanogpt_file(tmp_path / "ckpt.pt", model=state, model_args=SIZES | {"vocab_size": 50304}, config={"a": 1})
+    with pytest.raises(VocabularyError, match="GPT-2 encodings .*must be one of characters to train it"):
+        load(str(tmp_path), to_train=True)
+
+
 DAMAGE = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no model.safetensors"),
     "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),

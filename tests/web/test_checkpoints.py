@@ -102,6 +102,25 @@ def test_a_vocabulary_that_the_page_cannot_count_is_refused(node, directory):
     assert "\U0001f600; the page takes characters up to U+FFFF only" in outcome(node, directory)
 
 
+def test_what_other_programs_write_is_read_as_in_python(node, directory):
+    file, config = directory / "model.safetensors", directory / "config.json"
+    weights, sizes = safetensors.torch.load_file(file), json.loads(config.read_text())
+    wte = weights["transformer.wte.weight"]
+    rest = {name: w for name, w in weights.items() if w is not wte}
+    for tensors, change, fine in (
+        ({f"module._orig_mod.{name}": w for name, w in weights.items()}, {"rope": False}, True),
+        (rest | {"lm_head.weight": wte}, {}, True),
+        (rest | {"transformer.wte.weight": torch.cat([wte, wte])}, {"vocab_size": 22}, True),
+        (weights | {f"module.{NAME}": weights[NAME]}, {}, False),
+        (weights, {"rope": True}, False),
+        ({name: w for name, w in weights.items() if not name.endswith(".bias")}, {"bias": None}, True),
+    ):
+        safetensors.torch.save_file({name: w.clone() for name, w in tensors.items()}, file)
+        config.write_text(json.dumps(sizes | change))
+        said = outcome(node, directory)
+        assert (said == "fine") == fine != refused_by_python(directory), (said, change)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_floats_are_widened(node, directory, dtype, wasm):
     file = directory / "model.safetensors"

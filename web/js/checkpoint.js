@@ -2,15 +2,35 @@
 import { check, CheckpointError, isObject, readSafetensors } from "./safetensors.js";
 
 const SIZES = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"];
+const KNOWN = [...SIZES, "dropout", "bias", "dataset"];
+const WRAPPERS = ["module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "model"]; // model/checkpoint.py's
+const [EMBEDDING, HEAD] = ["transformer.wte.weight", "lm_head.weight"];
 const MOST_PARAMETERS = 2 ** 28; // a gigabyte; WebAssembly has four
 
 // files: {config, characters} as parsed JSON, weights: an ArrayBuffer. Raises CheckpointError.
 export function readCheckpoint({ config, characters, weights }) {
   checkConfig(config);
-  const tensors = readSafetensors(weights);
+  const tensors = named(readSafetensors(weights));
   assemble(config, tensors);
   checkCharacters(characters, config.vocab_size);
-  return { config, characters, tensors };
+  const vocab_size = characters.length, // rows of the embedding beyond it only pad it
+    { data } = tensors.get(EMBEDDING),
+    shape = [vocab_size, config.n_embd];
+  tensors.set(EMBEDDING, { shape, data: data.subarray(0, vocab_size * config.n_embd) });
+  return { config: { ...config, vocab_size }, characters, tensors };
+}
+
+// The tensors by nanoGPT's names, without causal masks.
+function named(stored) {
+  const found = new Map();
+  for (const [key, tensor] of stored) {
+    const words = key.split(".").filter((word) => !WRAPPERS.includes(word)),
+      name = words.join(".");
+    check(!found.has(name), `model.safetensors has ${name} twice, once as ${key}; it must have each tensor once`);
+    if (!/\.attn\.(masked_)?bias$/.test(name)) found.set(name, tensor);
+  }
+  if (!found.has(EMBEDDING) && found.has(HEAD)) found.set(EMBEDDING, found.get(HEAD)); // stored by one name
+  return found;
 }
 
 function checkConfig(config) {
@@ -21,7 +41,10 @@ function checkConfig(config) {
     check(isSize, `${name} is ${JSON.stringify(config[name])}; it must be a whole number of at least 1`);
   }
   check(n_embd % n_head === 0, `n_embd is ${n_embd}; it must be a multiple of n_head=${n_head}`);
-  check(typeof bias === "boolean", `bias is ${JSON.stringify(bias)}; it must be true or false`);
+  const isOn = (name) => config[name] && !["[]", "{}"].includes(JSON.stringify(config[name])),
+    unknown = Object.keys(config).filter((name) => !KNOWN.includes(name) && isOn(name));
+  check(!unknown.length, `it has the unknown fields ${unknown.sort().join(", ")}; remove those that change no result`);
+  check([true, false, 1, 0, null].includes(bias), `bias is ${JSON.stringify(bias)}; it must be true or false`);
 }
 
 // The names and shapes of a model's tensors.
@@ -80,7 +103,8 @@ function checkCharacters(characters, vocabSize) {
   const areDifferent = new Set(characters).size === characters.length,
     count = characters.length;
   check(areDifferent, "meta.json: there must be at least one character, all different");
-  check(count === vocabSize, `the vocabulary meta.json has ${count} tokens; it must have vocab_size=${vocabSize}`);
+  const fits = count > 0 && count <= vocabSize;
+  check(fits, `the vocabulary meta.json has ${count} tokens; it must have vocab_size=${vocabSize}`);
 }
 
 // The ids of a text's characters. Raises CheckpointError naming the characters that the model does not know.

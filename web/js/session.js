@@ -26,7 +26,7 @@ export class Session {
     this.checkpoint = readCheckpoint({ config, characters, weights });
     this.precision = PRECISIONS.indexOf(precision);
     await this.restart();
-    return { config, characters, parts: this.kernels.parts };
+    return { config: this.checkpoint.config, characters, parts: this.kernels.parts };
   }
 
   // A fresh instance: after a refusal the old one has lost its stack.
