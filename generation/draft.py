@@ -48,14 +48,15 @@ HEADER = 500  # bytes of the file beside the tables
 
 
 class NoDraft(ValueError):
-    """The model's vocabulary is too large for a draft."""
+    """The model's vocabulary is too large for a draft, or it sees one token only."""
 
 
 def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) -> Draft:
     """The draft of a model from a text's tokens, at most MOST_BYTES.
 
     seconds: the most time for the model's reading; of the rest of the text only the tokens count.
-    Raises NoDraft if the vocabulary is not of at most MOST_VOCABULARY characters, ValueError without a text.
+    Raises NoDraft if the vocabulary is not of at most MOST_VOCABULARY characters, or the block size is 1.
+    Raises ValueError without a text.
     """
     vocabulary = code_points(checkpoint.tokenizer)
     if not 0 < len(vocabulary) <= MOST_VOCABULARY:
@@ -63,6 +64,8 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
             f"the model's vocabulary has {checkpoint.config.vocab_size} tokens; "
             f"a draft needs one of at most {MOST_VOCABULARY} characters"
         )
+    if checkpoint.config.block_size < 2:
+        raise NoDraft("the model's block size is 1; a draft needs one of at least 2")
     if len(ids) == 0:
         raise ValueError("the text is empty; a draft needs one")
     text = np.array(ids, np.int64)
@@ -123,7 +126,7 @@ def _expected(
         engine.begin(0, ids, top=MOST_TOP)
         engine.read(0)
         found, logprobs = engine.take_logprob_arrays(0)
-        skipped = size // 4 - 1 if start else 0
+        skipped = max(0, size // 4 - 1) if start else 0
         at = slice(start + 1 + skipped, start + len(ids))
         tokens[at] = np.maximum(found[skipped:, 1:], 0)
         shares[at] = np.where(found[skipped:, 1:] >= 0, np.exp(logprobs[skipped:, 1:]), 0)

@@ -58,6 +58,8 @@ def train(
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but PyTorch finds no GPU here; it must be 'cpu'")
+    if old_text is not None and len(old_text) < 11:
+        raise ValueError(f"old_text has {len(old_text)} characters; it must have at least 11")
     if resume:
         check_state(out)
     if recipe.test_share:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import warnings
 from dataclasses import replace
@@ -10,7 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiny
+import torch
 from steps import prefill
+from support import naming
 
 from attention_ext import extension as built
 from attention_ext.parts import PARTS, BuildError
@@ -68,6 +71,24 @@ def scrambled(draft: Draft, seed: int) -> Draft:
 def kinds(model) -> dict[str, Draft]:
     own = drafts.make(model, text_of(model))
     return {"own": own, "scrambled": scrambled(own, 1), "certain": certain(3)}
+
+
+def test_each_place_has_what_the_model_expects_there(extension):
+    """The probabilities after at least a quarter of a window, and at most a whole, for any block size."""
+    for block in (2, 3, 4, 5, 6, 7, 8, 12):
+        gpt = tiny.gpt(block_size=block)
+        text = np.random.default_rng(block).integers(11, size=29)
+        tokens, shares = drafts._expected(
+            Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY), text, math.inf
+        )
+        for at in range(1, len(text)):
+            firsts = range(max(0, at - block), max(0, at - max(1, block // 4)) + 1)
+            possible = [gpt(torch.tensor(text[None, first:at]))[0, -1].softmax(0) for first in firsts]
+            with naming(block, at):
+                assert any(np.allclose(p[tokens[at]].detach(), shares[at], atol=1e-4) for p in possible)
+    gpt = tiny.gpt(block_size=1)
+    with pytest.raises(drafts.NoDraft, match="block size is 1; a draft needs one of at least 2"):
+        drafts.make(Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY), [1, 2, 3])
 
 
 def any_request(rng: random.Random, vocab: int, longest: int) -> Request:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from support import naming
 from training_texts import words
 
 from attention_ext import BuildError, extension
@@ -73,6 +74,23 @@ def test_a_text_of_one_line_ends_with_a_command_that_works(cli, tmp_path):
     command = shlex.split(done.stdout.split("write text with it: python gpt.py ")[1])
     written = cli(*command, "--num-samples", 1, "--max-new-tokens", 5)
     assert (done.returncode, written.returncode) == (0, 0), written.stderr
+
+
+def test_small_blocks_train_and_have_a_draft_of_their_own_or_none(cli, failed, extension):
+    for block in (1, 2, 3, 4, 5, 7):
+        own = ("--corpus", "text.txt", "--steps", 1, "--batch-chars", 64, "--block-size", block, "--quiet")
+        with naming(block):
+            done = cli("train", f"b{block}", *own)
+            assert done.returncode == 0, done.stderr
+            assert ("block size is 1; a draft needs one of at least 2" in done.stderr) == (block == 1)
+            assert Path(f"out/b{block}/draft.safetensors").is_file() == (block > 1)
+            common = ("--inference", "-m", f"out/b{block}", "--max-new-tokens", 12)
+            texts = {cli(part, *common, "--prompt", "ab").stdout for part in ("part0", "part4")}
+            assert len(texts) == 1 and len(texts.pop()) > 2 * 12
+    Path("old.txt").write_text("abcabcabca")
+    wrong = ("train", "fine", *SMALL, "--init", "out/b7", "--block-size", 7, "--old-corpus", "old.txt")
+    assert "old_text has 10 characters; it must have at least 11" in failed(*wrong)
+    assert not Path("out/fine").exists()
 
 
 def test_without_a_compiler_it_trains_with_part0(cli, monkeypatch):
