@@ -111,7 +111,7 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
 
     found: list[str] = []
     if api_key_file:
-        lines = corpus.read(api_key_file).removeprefix("\ufeff").splitlines()
+        lines = corpus.decode(api_key_file.read_bytes(), str(api_key_file)).splitlines()
         found = [line.strip() for line in lines if line.strip()]
         if not found:
             raise ValueError(f"--api-key-file {api_key_file} has no key; it must have one in a line")
