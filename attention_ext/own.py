@@ -6,16 +6,12 @@ where its user has named it. torch is imported for CUDA and by files that import
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import linecache
 import math
-import os
 import re
-import shutil
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attention_ext.build import cache, nvrtc, recipes, toolchain
+from attention_ext.build import cache, nvrtc, recipes
 from attention_ext.parts import BuildError, Dtype, Part
 
 if TYPE_CHECKING:
@@ -33,8 +29,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float32]
 NAME = "attention_ext_own"  # of the build directories
-MOST_KEPT = 16  # builds of users' files; each save makes one
-BUILD_SECONDS = 600  # no build takes longer
 SHARED_BYTES = 163 * 1024  # of a block, for which a kernel of the ladder is compiled where there is no GPU
 MISSING = {
     ".cpp": "void attention(const Attention&, float* scratch)",
@@ -130,62 +124,12 @@ def make(file: Path, program: str = "", march: str = "native") -> Path:
 
     march: as in recipes.own(). Raises BuildError if it cannot be compiled.
     """
-    in_ispc = file.suffix == ".ispc"
-    base = recipes.own(in_ispc, program, march)
-    ispc = toolchain.find_ispc() if in_ispc else None
-    if in_ispc and ispc is None:
-        raise BuildError(
-            f"{file.name} needs ispc, which was not found on PATH; scripts/install-ispc.sh gets it"
-        )
-    beside = sorted(file.parent.glob("*.h"))  # headers that the file may include
-    facts = [base.path().parent.name, str(toolchain.version(ispc)) if ispc else ""]
-    named = cache.fingerprint(facts, file, *beside)
-    made = cache.real(cache.directory()) / f"{NAME}_{named}" / ("program" if program else "own.so")
-
-    def write(work: Path) -> Path:
-        own, result = work / "own.o", work / made.name
-        includes = [f"-I{folder}" for folder in (recipes.CSRC, file.parent)]
-        flags, link = [*base.flags, *includes], list(recipes.OWN_PROGRAMS.get(program, ()))
-        if ispc:
-            debug = ["-g"] * bool(program)
-            target = "avx2-i32x8" if march == "haswell" else "host"
-            options = [f"--target={target}", "-O3", "--pic", *debug, *includes]
-            toolchain.run([ispc], [str(file), *options, "-o", str(own)], work)
-        else:
-            toolchain.run(list(base.compiler), [*flags, "-c", str(file), "-o", str(own)], work)
-        if sys.platform != "darwin":  # a copy of a part may have names of the parts
-            link += ["-Wl,--allow-multiple-definition", "-Wl,--no-undefined"]
-        link += [*(() if program else recipes.LINK), "-pthread", *toolchain.libraries(base.compiler)]
-        try:
-            toolchain.run(list(base.compiler), [str(own), str(base.make()), *link, "-o", str(result)], work)
-        except BuildError:
-            log = (work.parent / "build.log").read_text(errors="replace")
-            if "undefined reference to `attention" in log or '"attention(' in log:
-                raise BuildError(f"{file.name} must define {MISSING[file.suffix]}") from None
-            raise
-        return result
-
-    base.make()  # before the file's own lock and notice
-    how = {"address": " with AddressSanitizer", "thread": " with ThreadSanitizer"}.get(program, "")
-    cache.make(made, f"{file.name}{how}", write)
-    _prune(made.parent)
-    return made
-
-
-def _prune(keep: Path) -> None:
-    """Delete the builds of users' files that were used least recently. A library that is loaded stays loaded.
-
-    Other processes prune, too, so what one of them may be building is left to it.
-    """
-    used = {}
-    with contextlib.suppress(FileNotFoundError):
-        os.utime(keep)
-    for path in keep.parent.glob(f"{NAME}_*"):
-        with contextlib.suppress(FileNotFoundError):
-            used[path] = path.stat().st_mtime
-    for old in sorted(used, key=lambda path: used[path], reverse=True)[MOST_KEPT:]:
-        if old != keep and used[old] < time.time() - BUILD_SECONDS:
-            shutil.rmtree(old, ignore_errors=True)
+    try:
+        return recipes.own(file, program, march).make()
+    except BuildError as error:
+        if re.search(r"undefined reference to `attention|undefined symbol.*attention\(", str(error)):
+            raise BuildError(f"{file.name} must define {MISSING[file.suffix]}") from None
+        raise
 
 
 class Call(ctypes.Structure):
@@ -286,7 +230,7 @@ class OnCuda:
         named = cache.fingerprint([self._text])
         folder = cache.real(cache.directory()) / f"{NAME}_{named}"
         cache.make(folder / "own.cu", self.name, self._write)
-        _prune(folder)
+        cache.prune(folder)
         return nvrtc.Source("own.cu", arch, {"FORMAT": 0, "HEAD_DIM": d}, folder, lines=True)
 
     def _write(self, work: Path) -> Path:
@@ -401,7 +345,7 @@ class OnLadder:
         folder = cache.real(cache.directory()) / f"{NAME}_{cache.fingerprint([file.name, text])}"
         made = folder / file.name
         cache.make(made, file.name, write)
-        _prune(folder)
+        cache.prune(folder)
         self._row = replace(KERNELS[number], name=str(made), sources={Dtype.FP32: str(made)})
         KERNELS[self._row.name] = self._row  # where the launcher looks
 

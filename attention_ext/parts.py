@@ -10,7 +10,14 @@ from pathlib import Path
 
 
 class BuildError(RuntimeError):
-    """The extension could not be compiled or loaded; the message says what to do."""
+    """The extension could not be compiled or loaded; the message says what to do.
+
+    output: what a compiler wrote about a mistake in a source, with colours if stderr is a terminal.
+    """
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
 
 
 class Dtype(enum.StrEnum):

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -31,22 +32,19 @@ PLATFORMS = {
     "macosx_11_0_x86_64": ("x86_64-macos.11.0", "x86_64"),
 }
 MODELS = ("shakes256", "shakes1024")
-ZIG = [sys.executable, "-m", "ziglang", "c++"]
+ZIG = (sys.executable, "-m", "ziglang", "c++")
 
 
 def compile_for(target: str, level: str, library: Path) -> None:
     """Compile the decoder for a kind of processor."""
     recipe = recipes.library("decoder", ("model", "generation"))
-    assert recipe.kernels
-    flags = [flag for flag in toolchain.flags(ZIG) if flag != toolchain.NATIVE]
-    flags += ["-fPIC", *(f"-I{folder}" for folder in (*recipe.folders, ROOT))]
-    machine = ["-target", target, f"-mcpu={level}"]
-    with tempfile.TemporaryDirectory() as work:
-        made, sources = Path(work, "build", library.name), (*recipe.sources, *recipe.kernels.sources)
-        made.parent.mkdir()
-        # Linking compiles the C++ library: without -mcpu once for all levels.
-        toolchain.build(ZIG, sources, [*flags, *machine], ["-shared", "-s", *machine[:2]], made)
-        shutil.copyfile(made, library)
+    assert recipe.needs
+    machine = ("-target", target, f"-mcpu={level}")
+    flags = (*(flag for flag in toolchain.flags(ZIG) if flag != toolchain.NATIVE), "-fPIC", *machine)
+    # Linking compiles the C++ library: without -mcpu once for all levels.
+    others = {"compiler": ZIG, "flags": flags, "file": "decoder", "link": ("-shared", "-s", *machine[:2])}
+    made = replace(recipe, **others, needs=replace(recipe.needs, **others)).make()
+    shutil.copyfile(made, library)
 
 
 def write_sums(folder: Path) -> None:

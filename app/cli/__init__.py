@@ -183,6 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (ValueError, BuildError) as error:
+        notice(getattr(error, "output", ""), nl=False)
         fail(str(error))
     except ModuleNotFoundError as error:
         if error.name not in NEEDED:

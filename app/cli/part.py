@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from app.cli import options
+from app.cli import options, watch
 from app.cli.terminal import notice
 from attention_ext import PARTS
 from attention_ext.parts import CachePrecision, check_part, helpers_of, running_on, with_gradient
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
 WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
-TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward"}
+TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again"}
 NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype"}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
 # Options of open_engine().
@@ -49,6 +49,7 @@ test_options = options.all_of(
     options.flag("--causal", "Use a causal mask in the test; the model always uses one."),
     options.flag("--backward", "Test the gradients, against float64 and PyTorch; part0 and part4."),
     options.dtype,
+    options.flag("--watch", "again", "Run the test again at every save of a source, until Ctrl-C."),
 )
 inference_options = options.all_of(
     options.flag("--inference", "Write text instead of running the test."),
@@ -86,6 +87,10 @@ def command_of(part: str) -> click.Command:
             session = Session(part, asked)
             converse(session) if asked["interactive"] else write(session)
             return True
+        if asked["again"]:
+            from attention_ext.build.recipes import CSRC
+
+            watch.tests(CSRC)
         return test(part, threads, asked)
 
     return command
@@ -117,7 +122,7 @@ def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
         shape = backward.Shape(*(asked[name] for name in ("batch", "heads", "N", "d", "causal")))
         passed = backward.run(part, shape, asked["simd"], echo=click.echo)
     else:
-        settings = {name: asked[name] for name in TEST_ONLY - {"backward"} | {"simd"} | NOT_BACKWARD}
+        settings = {name: asked[name] for name in TEST_ONLY - {"backward", "again"} | {"simd"} | NOT_BACKWARD}
         # Python's own handler of Ctrl-C would wait until a kernel returns.
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:

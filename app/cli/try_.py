@@ -10,20 +10,19 @@ from typing import Any
 
 import click
 
-from app.cli import options
+from app.cli import options, watch
 from app.cli.part import inference_options
 from app.cli.terminal import notice, to_type
 
-POLL_SECONDS = 0.05
 # Options of the engine that a file does not take, as open_engine() has them by default.
 FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
-OWN = {"file", "new", "watch", "as_json", "N", "d", "heads", "causal", "threads", "cachegrind", "seconds"}
+OWN = {"file", "new", "again", "as_json", "N", "d", "heads", "causal", "threads", "cachegrind", "seconds"}
 
 
 @click.command("try")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @options.file("--new", "Write a working start to this file: .cpp, .ispc, .cu or .py.")
-@options.flag("--watch", "Try again at every save, until Ctrl-C.")
+@options.flag("--watch", "again", "Try again at every save, until Ctrl-C.")
 @options.size("-N", "N", "Keys and queries of the timed call.", show_default="1024; 4096 on CUDA")
 @options.size("-d", "d", "Head width of the timed call.", most=options.WIDEST_HEAD, default=32)
 @options.size("--heads", "Heads of the timed call.", most=options.MOST_HEADS, show_default="4; 100 on CUDA")
@@ -38,7 +37,7 @@ OWN = {"file", "new", "watch", "as_json", "N", "d", "heads", "causal", "threads"
 @options.flag("--cachegrind", "Simulate the timed call's caches with valgrind.")
 @options.number("--seconds", "A call that takes longer is endless.", most=3600, above=True, default=10)
 @inference_options
-def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | None, **asked: Any) -> bool:
+def attempt(file: Path | None, new: Path | None, again: bool, threads: int | None, **asked: Any) -> bool:
     """Try the attention in FILE: C++ (.cpp), ISPC (.ispc), CUDA (.cu) or Python (.py).
 
     It is compared with float64 over shapes that break kernels; the first wrong case is shown with a
@@ -65,48 +64,39 @@ def attempt(file: Path | None, new: Path | None, watch: bool, threads: int | Non
         return infer(file, threads, asked)
     ignored = asked.keys() - OWN - {"inference"}
     options.refuse(ignored, "goes with --inference only")
-    if watch:
+    if again:
         options.refuse(("as_json",), "does not go with --watch")
     from attention_ext import own
     from lab.trial.speed import Size
 
     N, heads = (4096, 100) if own.device(file) == "cuda" else (1024, 4)
     size = Size(asked["N"] or N, asked["d"], asked["heads"] or heads, asked["causal"], threads or 1)
-    return try_once(file, size, asked, watch)
+    return try_once(file, size, asked, again)
 
 
-def try_once(file: Path, size: Any, asked: dict[str, Any], watch: bool) -> bool:
-    """Try the file and print the report; with `watch` again at each save."""
+def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
+    """Try the file and print the report; with `again` once more at each save."""
     from lab.trial import checking, report
 
     with checking.Checker() as checker:
         while True:
-            before, start = version(file), time.perf_counter()
+            before, start = watch.versions([file]), time.perf_counter()
             found = checker.check(file, asked["seconds"])
             if not asked["as_json"]:
                 click.echo(report.verdict(file, found))
-            if not watch:
+            if not again:
                 return explain(file, found, size, asked)
             notice(f"verdict after {time.perf_counter() - start:.2f} s")
 
             def changed(before: Any = before) -> bool:
-                return version(file) not in (before, None)
+                return watch.versions([file]) not in (before, {})
 
             # a save does not wait for what a compiler still does for the last one
             threading.Thread(target=explain, args=(file, found, size, asked, changed), daemon=True).start()
             checker.warm(file)
             while not changed():
-                time.sleep(POLL_SECONDS)
+                time.sleep(watch.POLL_SECONDS)
             click.echo("")
-
-
-def version(file: Path) -> tuple[int, int] | None:
-    """What changes at a save; None while there is no file."""
-    try:
-        status = file.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_mtime_ns, status.st_size
 
 
 def explain(

@@ -14,12 +14,15 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from attention_ext.parts import BuildError
 
 LOCK = "building"  # this file in a build's directory is locked while a process compiles there
+MOST_KEPT = 16  # builds of a name; each saved source makes one
+BUILD_SECONDS = 600  # no build takes longer
 ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
 
 
@@ -116,8 +119,11 @@ def running() -> list[Path]:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on path; print a notice if another process holds it."""
+def locked(path: Path) -> Iterator[int]:
+    """Hold an exclusive lock on path; print a notice if another process holds it. Yields its descriptor.
+
+    A process that inherits the descriptor holds the lock, too.
+    """
     import fcntl
 
     with open(path, "w") as file:
@@ -126,7 +132,7 @@ def locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             print("Waiting for another build...", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file.fileno()
 
 
 def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
@@ -156,3 +162,20 @@ def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
         raise BuildError(
             f"cannot write the build directory {directory}: {error.strerror}; {ELSEWHERE}"
         ) from error
+
+
+def prune(keep: Path) -> None:
+    """Delete those of the builds named like `keep` that were used least recently, if they are many.
+
+    A library that is loaded stays loaded. Other processes prune, too, so what one of them may be building is
+    left to it.
+    """
+    used = {}
+    with contextlib.suppress(OSError):  # it may be read-only
+        os.utime(keep)
+    for path in keep.parent.glob(f"{keep.name.rpartition('_')[0]}_*"):
+        with contextlib.suppress(FileNotFoundError):
+            used[path] = path.stat().st_mtime
+    for old in sorted(used, key=lambda path: used[path], reverse=True)[MOST_KEPT:]:
+        if old != keep and used[old] < time.time() - BUILD_SECONDS:
+            shutil.rmtree(old, ignore_errors=True)

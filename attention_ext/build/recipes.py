@@ -1,10 +1,11 @@
 """What is compiled: libraries for Python over each SIMD helper, and a standalone program of the kernels.
 
 Sources are found by folder, so a new kernel or a new precision is a new file. The kernels are compiled once
-for each SIMD helper, and every library links them.
+for each SIMD helper, and every library links their objects.
 """
 
 import ctypes
+import hashlib
 import shlex
 import sys
 import sysconfig
@@ -12,19 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attention_ext import processor
-from attention_ext.build import cache, toolchain
+from attention_ext.build import cache, ninja, toolchain
 from attention_ext.parts import MOST_SCORES, BuildError, resolve_simd
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CSRC = ROOT / "attention_ext" / "csrc"
 # Each implementation of simd/simd.h: its source beside KERNELS, and the flags of all compiled over it.
 HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "ispc": (("simd/ispc.cpp",), ("-DSIMD_ELSEWHERE",)),
+    "ispc": (("simd/ispc.cpp", "simd/simd.ispc"), ("-DSIMD_ELSEWHERE",)),
     "portable": ((), ()),
     "off": (("simd/off.cpp",), ("-DSIMD_ELSEWHERE", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")),
 }
 TORCH_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10, the oldest with all that is used
-ISPC_SOURCE = "simd/simd.ispc"
+FLAGS_OF_ISPC = ("-O3", "--pic")
 KERNELS = ("cpu/*.cpp", "simd/portable/*.cpp")  # the latter: simd/portable.h, used over every helper
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
 LAUNCHER = ("bindings/launcher.cpp",)
@@ -42,9 +43,9 @@ class Recipe:
     """A file to compile, and everything that decides its content.
 
     name: the directory's name before the fingerprint. file: the file's name. what: a description for
-    messages. folders: of headers; every file in them enters the fingerprint. includes: other folders of
-    headers. link: the linker's arguments. ispc: the compiler of ISPC_SOURCE, if needed. kernels: linked too.
-    versions: of packages whose headers it includes.
+    messages. sources: in C++ and ISPC. folders: of headers; every file in them enters the fingerprint, as
+    those `beside` do. includes: other folders of headers. link: the linker's arguments. ispc: its command.
+    versions: of packages whose headers are included. needs: a recipe whose objects are linked, too.
     """
 
     name: str
@@ -54,52 +55,89 @@ class Recipe:
     flags: tuple[str, ...]
     sources: tuple[Path, ...]
     folders: tuple[Path, ...] = (CSRC,)
+    beside: tuple[Path, ...] = ()
     includes: tuple[str, ...] = ()
     link: tuple[str, ...] = ()
-    ispc: str | None = None
-    kernels: "Recipe | None" = None
+    ispc: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
+    needs: "Recipe | None" = None
 
     def path(self) -> Path:
         """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""
-        commands = [self.compiler, (self.ispc,)] if self.ispc else [self.compiler]
-        outputs = [toolchain.version(*command) for command in commands]
-        kernels = self.kernels.path().parent.name if self.kernels else ""
-        facts = [shlex.join(self.compiler), *self.flags, processor.capabilities(), kernels, *self.versions]
-        found = (path for folder in self.folders for path in sorted(folder.iterdir()))
-        inputs = (path for path in found if path.name != "cuda")  # NVRTC compiles those
-        named = cache.fingerprint([*facts, *outputs], *inputs)
+        digests = (f"{_named(path)} {digest}" for path, digest in self._digests().items())
+        named = cache.fingerprint([*self._facts(), *self.link, processor.capabilities(), *digests])
         return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
 
     def make(self) -> Path:
         """The file, compiled if need be. Raises BuildError as cache.make() does, or if compiling fails."""
-        made = self.path()
-        cache.make(made, self.what, self._compiled)
-        return made
+        while True:
+            made = self.path()
+            try:
+                cache.make(made, self.what, lambda work: self._compiled(work, made))
+            except _Saved:
+                continue
+            cache.prune(made.parent)
+            return made
 
-    def _compiled(self, work: Path) -> Path:
-        # An object file must not bring a C++ library of its own.
-        link = [*self.link, *(() if "-r" in self.link else toolchain.libraries(self.compiler))]
-        if self.kernels:
-            link.insert(0, str(self.kernels.make()))
-        if self.ispc:
-            link.insert(0, str(work / "ispc.o"))
-            source = str(self.folders[0] / ISPC_SOURCE)
-            toolchain.run([self.ispc], [source, "--target=host", "-O3", "--pic", "-o", link[0]], work)
-        includes = (*self.includes, *self.folders, ROOT)
-        flags = [*self.flags, *(f"-I{folder}" for folder in includes)]
-        made = toolchain.build(list(self.compiler), self.sources, flags, link, work / self.file)
+    def objects(self) -> list[ninja.Object]:
+        """The objects to link."""
+        includes = (f"-I{folder}" for folder in (*self.includes, *self.folders, ROOT))
+        flags, depfile = (*self.flags, *includes), toolchain.writes_depfiles(self.compiler)
+        own = []
+        for source in self.sources:
+            if source.suffix == ".ispc":
+                own.append(ninja.Object(source, self.ispc, flags[len(self.flags) :], self._facts()))
+            else:
+                own.append(ninja.Object(source, self.compiler, flags, self.versions, depfile))
+        return own + (self.needs.objects() if self.needs else [])
+
+    def _facts(self) -> tuple[str, ...]:
+        """What decides the objects besides the sources."""
+        tools = [self.compiler, self.ispc[:1]] if self.ispc else [self.compiler]
+        versions = (toolchain.version(*tool).decode(errors="replace") for tool in tools)
+        facts = (shlex.join(self.compiler), shlex.join(self.ispc), *self.flags, *self.versions, *versions)
+        return (*facts, *(self.needs._facts() if self.needs else ()))
+
+    def _digests(self) -> dict[Path, str]:
+        """The SHA-256 of each file that decides the content."""
+        tops = (path for folder in self.folders for path in sorted(folder.iterdir()))
+        # NVRTC compiles what is in cuda
+        found = (path for top in tops if top.name != "cuda" for path in (top, *sorted(top.rglob("*"))))
+        files = (*(path for path in found if path.is_file()), *self.sources, *self.beside)
+        digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        return (self.needs._digests() if self.needs else {}) | digests
+
+    def _compiled(self, work: Path, named: Path) -> Path:
+        compiler, made = self.compiler, work / self.file
+        version, machine = toolchain.version(*compiler), processor.capabilities()
+        identity = cache.fingerprint([shlex.join(compiler), version, machine, str(ROOT)])
+        folder = named.parent.parent / f"attention_ext_objects_{identity}"
+        digests = {str(path): digest for path, digest in self._digests().items()}
+        link = (*self.link, *toolchain.libraries(compiler))
+        ninja.build(folder, self.objects(), compiler, link, made, digests)
+        cache.prune(folder)
+        if self.path() != named:
+            raise _Saved
         if made.suffix == ".so":
             try:
                 ctypes.CDLL(str(made))  # a renamed library is not loaded twice
             except OSError as error:
-                reason = f"{shlex.join(self.compiler)} made a library that cannot be loaded ({error})"
+                reason = f"{shlex.join(compiler)} made a library that cannot be loaded ({error})"
                 raise BuildError(reason) from None
         return made
 
 
+class _Saved(Exception):
+    """A source was saved while it was compiled."""
+
+
+def _named(path: Path) -> str:
+    """The path below ROOT, so that equal checkouts share what is compiled."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
 def kernels(simd: str = "auto") -> Recipe:
-    """The object file of the kernels over one of SIMD, compiled for this processor.
+    """The objects of the kernels over one of SIMD, compiled for this processor.
 
     Raises ValueError if simd is not one of SIMD, BuildError if a compiler is missing.
     """
@@ -111,13 +149,12 @@ def kernels(simd: str = "auto") -> Recipe:
     compiler = toolchain.find_compiler()
     return Recipe(
         name=f"attention_ext_kernels_{helpers}",
-        file="kernels.o",
+        file="",
         what="the kernels",
         compiler=tuple(compiler),
         flags=(*toolchain.flags(compiler), *flags, "-fPIC"),
         sources=found(CSRC, *KERNELS, *own),
-        link=("-r", "-nostdlib"),
-        ispc=ispc,
+        ispc=(ispc, *FLAGS_OF_ISPC, "--target=host") if ispc else (),
     )
 
 
@@ -203,25 +240,47 @@ def program(simd: str = "auto", march: str = "native") -> Recipe:
     )
 
 
-def own(in_ispc: bool, program: str = "", march: str = "native") -> Recipe:
-    """The object file that a user's file is linked with: what it may call, and what calls it.
+def own(file: Path, program: str = "", march: str = "native") -> Recipe:
+    """The library of a user's file in C++ or ISPC, or one of OWN_PROGRAMS.
 
-    in_ispc: it is in ISPC. program: one of OWN_PROGRAMS, or '' for a library. march: as in program(), for
-    'simulated'. Raises BuildError if there is no compiler.
+    march: as in program(), for 'simulated'. Raises BuildError if a compiler is missing.
     """
+    in_ispc = file.suffix == ".ispc"
+    ispc = toolchain.find_ispc() if in_ispc else None
+    if in_ispc and ispc is None:
+        raise BuildError(
+            f"{file.name} needs ispc, which was not found on PATH; scripts/install-ispc.sh gets it"
+        )
     over = kernels()
     ours: tuple[str, ...] = ("-DOWN", *(("-DOWN_ISPC",) if in_ispc else ()))
-    made = replace(over, file="own.o", what="what your kernel is linked with", link=("-r", "-nostdlib"))
-    name = over.name.replace("kernels", f"base{'_ispc' * in_ispc}{'_' * bool(program)}{program}")
     if program == "simulated":
-        sources = (*over.sources, *found(CSRC, *PROGRAM))
         ours += ("-g",)
         flags = tuple(f"-march={march}" if flag == toolchain.NATIVE else flag for flag in over.flags)
-        return replace(made, name=name, flags=(*flags, *ours), sources=sources)
-    if program:  # the kernels are not instrumented
+        over = replace(over, flags=(*flags, *ours))
+    elif program:  # the kernels are not instrumented
         ours += ("-g", "-O1", "-fno-omit-frame-pointer", *OWN_PROGRAMS[program])
-    sources = found(CSRC, *(PROGRAM if program else OWN))
-    return replace(made, name=name, flags=(*over.flags, *ours), sources=sources, kernels=over)
+    flags = over.flags if program == "simulated" else (*over.flags, *ours)
+    base = replace(
+        over, flags=flags, sources=found(CSRC, *(PROGRAM if program else OWN)), ispc=(), needs=over
+    )
+    link = (*OWN_PROGRAMS.get(program, ()), *(() if program else LINK), "-pthread")
+    if sys.platform != "darwin":  # a copy of a part may have names of the parts
+        link = ("-Wl,--allow-multiple-definition", "-Wl,--no-undefined", *link)
+    how = {"address": " with AddressSanitizer", "thread": " with ThreadSanitizer"}.get(program, "")
+    target = "avx2-i32x8" if march == "haswell" else "host"
+    debug = ("-g",) * bool(program)
+    return replace(
+        base,
+        name="attention_ext_own",
+        file="program" if program else "own.so",
+        what=f"{file.name}{how}",
+        sources=(file,),
+        beside=tuple(sorted(file.parent.glob("*.h"))),  # headers that the file may include
+        includes=(str(CSRC), str(file.parent)),
+        link=link,
+        ispc=(ispc, f"--target={target}", *FLAGS_OF_ISPC, *debug) if ispc else (),
+        needs=base,
+    )
 
 
 def found(folder: Path, *patterns: str) -> tuple[Path, ...]:
@@ -242,7 +301,7 @@ def _library(
         sources=sources,
         folders=folders,
         link=LINK,
-        kernels=over,
+        needs=over,
     )
 
 

@@ -1,4 +1,4 @@
-"""Finds the compilers of this machine, runs them, and reports why one failed."""
+"""Finds the compilers of this machine, and what they are told."""
 
 import functools
 import importlib.util
@@ -7,7 +7,6 @@ import platform
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -17,8 +16,6 @@ from pathlib import Path
 from attention_ext.parts import BuildError
 
 VERSION_SECONDS = 60  # the time limit of a compiler's --version
-# Signs of the line that says why a compiler failed, the most reliable first; the shell reports a crash.
-REASONS = ("no space left on device", "error:", "segmentation fault", "killed", "aborted")
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = (
     "-std=c++17",
@@ -102,6 +99,11 @@ def flags(command: Sequence[str]) -> tuple[str, ...]:
     return tuple(flag for flag in chosen if not (named and flag == NATIVE))
 
 
+def writes_depfiles(command: Sequence[str]) -> bool:
+    """Whether a compiler is GCC or Clang, which write depfiles. Raises BuildError as flags() does."""
+    return any(sign in version(*command) for sign in (b"Free Software Foundation", b"clang"))
+
+
 def libraries(command: Sequence[str]) -> tuple[str, ...]:
     """The C++ library, which a C compiler such as CXX=gcc must be told to link.
 
@@ -111,48 +113,3 @@ def libraries(command: Sequence[str]) -> tuple[str, ...]:
     if not any(_C_COMPILER.fullmatch(os.path.basename(word)) for word in command):
         return ()
     return ("-lc++",) if sys.platform == "darwin" else ("-lstdc++",)
-
-
-def run(command: list[str], arguments: list[str], work: Path) -> None:
-    """Run a compiler whose output goes to `work`; a log of a failure's output stays beside `work`.
-
-    Raises BuildError with the line that gives the reason if the compiler fails.
-    """
-    done = subprocess.run(
-        [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode == 0:
-        return
-    code = done.returncode
-    output = done.stdout + done.stderr
-    if code < 0:
-        output += f"error: ended by a signal: {signal.strsignal(-code)}\n"
-    log = work.parent / "build.log"
-    log.write_text(output)
-    told = ((sign, line) for sign in REASONS for line in output.splitlines())
-    reason = next((line for sign, line in told if sign in line.lower()), "no reason given")
-    raise BuildError(f"{shlex.join(command)} failed: {reason.strip()} (full output: {log})")
-
-
-def build(
-    command: list[str], sources: Sequence[Path], flags: Sequence[str], link: Sequence[str], made: Path
-) -> Path:
-    """Compile C++ sources, as many at once as there are processors, and link them as `made`; returns `made`.
-
-    The objects lie beside it. flags: of each source. link: the linker's arguments, after the objects.
-    Raises BuildError as run() does.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    work = made.parent
-    objects = [str(work / f"{i}.o") for i in range(len(sources))]
-
-    def compile(source: Path, object: str) -> None:
-        run(command, [*flags, "-c", str(source), "-o", object], work)
-
-    # The longest first, so that no processor waits for one that began late.
-    order = sorted(zip(sources, objects), key=lambda pair: pair[0].stat().st_size, reverse=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile, *zip(*order)))
-    run(command, [*objects, *link, "-o", str(made)], work)
-    return made

@@ -51,14 +51,15 @@ SIGNALS = {
 class Verdict:
     """Whether a kernel is right, and what was found.
 
-    refused: why it could not be compiled; then nothing was tried. tried: cases; skipped: those that would
-    take too long. at, case: the first wrong one, or that of a crash. finding: what explains it. shown:
-    worker.shown() of the first wrong result. said: what the kernel printed. memory: what the sanitizers
-    found, or why they did not run. finished: whether all cases were tried. passed: the numbers of the right
-    ones.
+    refused: why it could not be compiled; then nothing was tried. output: the compiler's. tried: cases;
+    skipped: those that would take too long. at, case: the first wrong one, or that of a crash. finding: what
+    explains it. shown: worker.shown() of the first wrong result. said: what the kernel printed. memory: what
+    the sanitizers found, or why they did not run. finished: whether all cases were tried. passed: the numbers
+    of the right ones.
     """
 
     refused: str = ""
+    output: str = ""
     tried: int = 0
     skipped: Sequence[str] = ()
     at: str = ""
@@ -149,7 +150,7 @@ def environment() -> dict[str, str]:
 
 def take(found: Verdict, answer: dict[str, Any], seconds: float) -> None:
     """Add an answer of the worker to a verdict."""
-    found.refused = answer.get("refused", found.refused)
+    found.refused, found.output = answer.get("refused", found.refused), answer.get("output", found.output)
     if "begin" in answer and answer["begin"]:
         if not found.wrong:
             found.at, found.case = answer["begin"], CASES[answer["at"]]

@@ -36,7 +36,7 @@ def spans(numbers: list[int]) -> str:
 def verdict(file: Path, found: Verdict) -> str:
     """Right or wrong, and what was found, in lines."""
     if found.refused:
-        return f"{file.name} does not run: {found.refused}"
+        return f"{found.output}{file.name} does not run: {found.refused}"
     if found.right:
         lines = [f"{file.name} is right in {counted(found.tried, 'case')}"]
     else:

@@ -201,7 +201,7 @@ def trial(request: dict[str, Any], send: Send) -> None:
     try:
         kernel = Trial(Path(request["file"]))
     except BuildError as error:
-        return send(refused=str(error))
+        return send(refused=str(error), output=error.output)
     limit, per_work = request["seconds"], math.inf
     wrong: dict[Case, Floats] = {}
     right: list[Case] = []

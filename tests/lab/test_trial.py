@@ -371,15 +371,3 @@ def test_pictures_and_spans():
     drawn = worker.picture(np.array([[0.0, 2, 200, 20_000, np.inf]]))
     assert drawn == [".-+#?"]
     assert os.path.basename(report.MISTAKES).startswith("try.md")
-
-
-def test_the_builds_used_least_recently_are_deleted_but_none_that_may_be_running(tmp_path):
-    folders = [tmp_path / f"{own.NAME}_{i}" for i in range(own.MOST_KEPT + 4)]
-    for folder in folders:
-        folder.mkdir()
-    own._prune(folders[0])
-    assert all(folder.exists() for folder in folders)
-    for i, folder in enumerate(folders[2:]):
-        os.utime(folder, (10**9 - i, 10**9 - i))
-    own._prune(folders[-1])
-    assert [folder for folder in folders if not folder.exists()] == folders[-5:-1]

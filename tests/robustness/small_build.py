@@ -28,7 +28,7 @@ from attention_ext import BuildError
 from attention_ext.build import recipes
 
 ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
-LEFT = ["attention_ext_portable.so", "building", "building", "kernels.o"]  # in the two folders of a build
+LEFT = ["attention_ext_portable.so", "building"]  # in the folder of a build
 # Python's audit events for files and processes. A build can be killed before each.
 STEPS = ("os.", "shutil.", "tempfile.", "open", "subprocess.Popen", "fcntl.flock")
 
@@ -38,17 +38,16 @@ def write_sources(directory: Path) -> Path:
     (directory / "simd").mkdir(parents=True)
     (directory / "answer.cpp").write_text(ANSWER)
     (directory / "other.cpp").write_text("int other = 1;\n")
-    (directory / recipes.ISPC_SOURCE).write_text("export uniform int answer_of_ispc() { return 42; }\n")
+    (directory / "simd" / "simd.ispc").write_text("export uniform int answer_of_ispc() { return 42; }\n")
     return directory
 
 
 def answer(sources: Path, variant: str = "portable") -> int:
     """Build these sources by the library's recipe, and return the built library's answer."""
-    kernels = dataclasses.replace(
-        recipes.kernels(variant), folders=(sources,), sources=(sources / "other.cpp",)
-    )
+    compiled = [sources / "other.cpp", *([sources / "simd" / "simd.ispc"] if variant == "ispc" else [])]
+    kernels = dataclasses.replace(recipes.kernels(variant), folders=(sources,), sources=tuple(compiled))
     recipe = dataclasses.replace(
-        recipes.operators(variant), folders=(sources,), sources=(sources / "answer.cpp",), kernels=kernels
+        recipes.operators(variant), folders=(sources,), sources=(sources / "answer.cpp",), needs=kernels
     )
     return ctypes.CDLL(str(recipe.make())).answer()
 
@@ -102,7 +101,7 @@ def watched(sources: Path, at: int | None, after: float | None, group: bool) -> 
         steps += 1  # counted first, as os.kill is a step too
         if steps == at:
             die()
-        if event == "subprocess.Popen" and "-c" in args[1] and after is not None:
+        if event == "subprocess.Popen" and "-C" in args[1] and after is not None:
             threading.Timer(after, die).start()
 
     sys.addaudithook(hook)
@@ -131,7 +130,7 @@ def kill_everywhere(sources: Path, cache: Path, count: int) -> dict:
         directory = use(str(i))
         killed += in_child(lambda: watched(sources, at, after, i % 2 == 0)) is None
         got = in_child(lambda: answer(sources))
-        left = sorted(path.name for path in directory.glob("*/*") if not path.name.startswith("tmp"))
+        left = sorted(path.name for path in directory.glob("attention_ext_portable_*/*"))
         if got != "42" or left != LEFT:
             wrong.append([at, after, got, left])
     return {"steps": steps, "seconds": seconds, "points": len(points), "killed": killed, "wrong": wrong}

@@ -1,0 +1,57 @@
+"""--watch: a command that runs again at each save of a source."""
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from app.cli.terminal import notice
+
+POLL_SECONDS = 0.05
+TIME = re.compile(r"^(?:Manual Execution Time|part\d backward time): +([\d.]+) ?(m?s)", re.M)
+
+
+def versions(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+    """What changes at a save of one of the files; a file that is missing is left out."""
+    found = {}
+    for file in files:
+        try:
+            status = file.stat()
+        except FileNotFoundError:
+            continue
+        found[file] = status.st_mtime_ns, status.st_size
+    return found
+
+
+def tests(folder: Path) -> None:
+    """Run this command without --watch in a fresh process, again at each save below the folder, until Ctrl-C.
+
+    A save ends a test that runs. A right result is two lines: the verdict, the time and its change.
+    """
+    command = [sys.executable, *(word for word in sys.orig_argv[1:] if word != "--watch")]
+    last: float | None = None
+    while True:
+        before = versions(folder.rglob("*.*"))
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as child:
+            while True:
+                try:
+                    said, _ = child.communicate(timeout=POLL_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    if versions(folder.rglob("*.*")) != before:
+                        child.kill()
+        timed = TIME.search(said)
+        if child.returncode == 0 and timed:
+            seconds = float(timed[1]) / (1000 if timed[2] == "ms" else 1)
+            change = f", {(seconds / last - 1):+.0%} of {1e3 * last:.3g} ms before" if last else ""
+            click.echo(f"right, {1e3 * seconds:.3g} ms{change}")
+            last = seconds
+        elif child.returncode > 0:
+            click.echo(said, nl=False)
+        notice("waiting for a source to be saved (Ctrl-C ends)")
+        while versions(folder.rglob("*.*")) == before:
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,193 @@
+"""Compiles by ninja: what a change concerns and no more, each object once for all libraries that link it.
+
+A folder of objects belongs to a compiler, a processor and a checkout. ninja compares times, which a file that
+is replaced by an older one would escape. So the folder also holds the digest of each source, and an object is
+deleted when a file that it was compiled from has another digest. The compilers inherit the folder's lock, so
+those of a killed build are waited for. An object gets its name when it is complete.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attention_ext import processor
+from attention_ext.build import cache
+from attention_ext.parts import BuildError
+
+NO_NINJA = "parts 1 to 4 are compiled by ninja, and none was found: pip install ninja"
+DIGESTS, PROCESSOR = "sources.json", "processor"  # in a folder of objects; ccache hashes the latter
+MARK = "\x1e"  # begins ninja's own lines, and the last one of a command that failed, with its status
+COLORS = "DIAGNOSTICS"  # a variable of the shell: a terminal's colours are no other command
+RULES = f"""\
+rule compile
+  command = {{ $words $${COLORS} -o $out.new && mv -f $out.new $out; }} || {{ echo "{MARK}$$?"; exit 1; }}
+  depfile = $out.d
+  description = $out
+rule link
+  command = $words || {{ echo "{MARK}$$?"; exit 1; }}
+  description = $out
+"""
+# Signs of the line that says why a compiler failed, the most reliable first; the shell reports a crash.
+REASONS = ("no space left on device", "error:", "segmentation fault", "killed", "aborted", "fatal:")
+IN_A_SOURCE = re.compile(r"^\S.*:\d+:\d+: (fatal )?error: ", re.I | re.M)
+ESCAPES = re.compile(r"\x1b\[[\d;]*[mK]|\x1b\].*?(?:\x1b\\|\x07)")  # colours and links
+
+
+@dataclass(frozen=True)
+class Object:
+    """An object file of a source in C++ or ISPC.
+
+    tool: the compiler and its first words. facts: what else decides the content, such as versions. depfile:
+    whether the compiler writes one; an object without one is compiled again after every change.
+    """
+
+    source: Path
+    tool: tuple[str, ...]
+    flags: tuple[str, ...]
+    facts: tuple[str, ...] = ()
+    depfile: bool = True
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Its path in a folder of objects."""
+        named = cache.fingerprint((*self.tool, *self.flags, *self.facts, str(self.source.parent)))
+        return f"{named}/{self.source.stem}.o"
+
+    def command(self) -> list[str]:
+        """The command that compiles it, without the object."""
+        ispc = self.source.suffix == ".ispc"
+        ccache = None if ispc else shutil.which("ccache")
+        depends = ("-M" if ispc else "-MMD", "-MF", f"{self.name}.d", "-MT", self.name) * self.depfile
+        words = (ccache, *self.tool, *self.flags, *depends, None if ispc else "-c")
+        return [*filter(None, words), str(self.source)]
+
+
+def find() -> list[str]:
+    """ninja's command: the package's, else that on PATH. Raises BuildError if there is none."""
+    for folder in (sysconfig.get_path("scripts"), None):
+        if found := shutil.which("ninja", path=folder):
+            return [found]
+    if importlib.util.find_spec("ninja"):
+        return [sys.executable, "-m", "ninja"]
+    raise BuildError(NO_NINJA)
+
+
+def build(
+    folder: Path,
+    objects: Sequence[Object],
+    linker: Sequence[str],
+    link: Sequence[str],
+    made: Path,
+    digests: Mapping[str, str],
+) -> None:
+    """Compile the objects that a change concerns, those of changed sources first, and link `made`.
+
+    folder: of the objects. linker, link: its command, and its arguments after the objects. digests: of each
+    file that a source may include. A failure's output stays in build.log beside the folder of `made`.
+    Raises BuildError with the line that gives the reason, and all of a mistake in a source in its `output`;
+    OSError if the folder cannot be written.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    cache.check_owner(folder)
+    with cache.locked(folder / cache.LOCK) as lock:
+        changed = _forget(folder, digests)
+        command = [*linker, *(each.name for each in objects), *link, "-o", str(made)]
+        statements = [_statement(each.name, "compile", [each.source], each.command()) for each in objects]
+        statements.append(_statement(str(made), "link", [each.name for each in objects], command))
+        manifest = folder / f"{made.name}.ninja"
+        manifest.write_text(RULES + "".join(statements))
+        (folder / PROCESSOR).write_text(processor.capabilities())
+        tools = {each.name: each.tool for each in objects} | {str(made): tuple(linker)}
+        first = [each.name for each in objects if str(each.source) in changed]
+        for targets in filter(None, (first, [str(made)])):
+            command = [*find(), "-C", str(folder), "-f", manifest.name, f"-j{os.cpu_count()}", *targets]
+            _run(command, tools, lock, made.parent.parent / "build.log")
+
+
+def _statement(made: str, rule: str, inputs: Sequence[str | Path], command: Sequence[str]) -> str:
+    """A statement in ninja's language."""
+    names = [re.sub(r"[$ :]", r"$\g<0>", str(name)) for name in (made, *inputs)]
+    words = shlex.join(command).replace("$", "$$")
+    return f"build {names[0]}: {rule} {' '.join(names[1:])}\n  words = {words}\n"
+
+
+def _forget(folder: Path, digests: Mapping[str, str]) -> set[str]:
+    """Delete the objects of changed files, and note the digests; returns the files that changed."""
+    noted = folder / DIGESTS
+    try:
+        known = json.loads(noted.read_text())
+    except (OSError, ValueError):  # a new folder
+        known = {}
+    changed = {path for path, digest in digests.items() if known.get(path) != digest}
+    gone = {path for path in known.keys() - digests if not os.path.exists(path)}
+    changed |= gone
+    for made in folder.glob("*/*.o") if changed else ():
+        depfile = Path(f"{made}.d")
+        words = re.findall(r"(?:\\.|[^\s\\])+", depfile.read_text()) if depfile.exists() else changed
+        if changed & {os.path.normpath(re.sub(r"[\\$](.)", r"\1", word)) for word in words}:
+            made.unlink()
+    new = noted.with_suffix(".new")
+    new.write_text(json.dumps({path: known[path] for path in known.keys() - gone} | dict(digests)))
+    new.replace(noted)
+    return changed
+
+
+def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, log: Path) -> None:
+    """Run ninja until a command of it fails.
+
+    tools: what makes each target. lock: the descriptor of the folder's lock.
+    """
+    colors = {COLORS: "-fdiagnostics-color=always", "CLICOLOR_FORCE": "1"} if sys.stderr.isatty() else {}
+    env = {COLORS: "", "CCACHE_EXTRAFILES": PROCESSOR} | os.environ | {"NINJA_STATUS": MARK} | colors
+    said: list[str] = []
+    tool: Sequence[str] | None = None
+    status = 0
+    with subprocess.Popen(
+        command,
+        env=env,
+        pass_fds=(lock,),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout
+        for line in process.stdout:
+            text, mark, code = line.partition(MARK)
+            plain = ESCAPES.sub("", line)
+            if plain.startswith("FAILED: "):
+                target = plain.removeprefix("FAILED: ").rpartition("] ")[2].strip()
+                tool, said = tools.get(target, ()), []
+                next(process.stdout, "")  # the command
+            elif tool and mark:
+                said, status = [*said, text], int(code)
+                process.terminate()  # nobody waits for the others
+                break
+            elif mark:
+                said = []  # warnings of a command that succeeded
+            else:
+                said.append(line)
+    if process.returncode == 0:
+        return
+    output = "".join(said)
+    if status > 128:
+        output += f"error: ended by a signal: {signal.strsignal(status - 128)}\n"
+    plain = ESCAPES.sub("", output)
+    log.write_text(plain)
+    told = ((sign, line) for sign in REASONS for line in plain.splitlines())
+    reason = next((line for sign, line in told if sign in line.lower()), "no reason given")
+    shown = output if IN_A_SOURCE.search(plain) else ""
+    name = shlex.join(tool or command)
+    raise BuildError(f"{name} failed: {reason.strip()} (full output: {log})", shown)

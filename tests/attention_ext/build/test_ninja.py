@@ -1,0 +1,100 @@
+"""Incremental builds: what a change compiles, and what a mistake says."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+from support import script
+
+from attention_ext import BuildError
+from attention_ext.build import cache, ninja, recipes, toolchain
+
+SOURCES = {
+    "main.cpp": '#include "a.h"\nint other();\nint main() { return A + other(); }\n',
+    "other.cpp": "int other() { return 40; }\n",
+    "a.h": "#define A 2\n",
+}
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch, extension):
+    """Build the program of SOURCES: gives its exit code, and the names of the objects that were compiled."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    for name, text in SOURCES.items():
+        (folder / name).write_text(text)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+
+    def objects():
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*/*/*.o")}
+
+    def make():
+        before = objects()
+        sources = (folder / "main.cpp", folder / "other.cpp")
+        recipe = dataclasses.replace(recipes.program("portable"), folders=(folder,), sources=sources)
+        code = subprocess.run([recipe.make()]).returncode
+        return code, {path.name for path, time in objects().items() if before.get(path) != time}
+
+    make.folder = folder
+    return make
+
+
+def test_a_change_compiles_what_includes_it(program):
+    assert program() == (42, {"main.o", "other.o"})
+    assert program() == (42, set())
+    (program.folder / "a.h").write_text("#define A 3\n")
+    assert program() == (43, {"main.o"})
+    (program.folder / "other.cpp").write_text("int other() { return 50; }\n")
+    os.utime(program.folder / "other.cpp", (10**9, 10**9))  # an older file takes its place
+    assert program() == (53, {"other.o"})
+    (program.folder / "b.h").write_text("")
+    assert program() == (53, set())
+
+
+def test_without_depfiles_every_change_compiles_all(program, monkeypatch, tmp_path):
+    real = toolchain.find_compiler()[0]
+    monkeypatch.setenv("CXX", script(tmp_path / "nameless", f'[ "$1" = --version ] || exec {real} "$@"'))
+    assert program() == (42, {"main.o", "other.o"})
+    (program.folder / "a.h").write_text("#define A 3\n")
+    assert program() == (43, {"main.o", "other.o"})
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_mistake_is_shown_as_the_compiler_wrote_it(program, monkeypatch, terminal):
+    """That of a changed source first, though a changed header has one, too."""
+    program()
+    (program.folder / "a.h").write_text("#define A ?\n")
+    (program.folder / "other.cpp").write_text("int other() { return 40 }\n")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    told = r"failed: .*other.cpp:1:\d+: error: .*full output: .*build.log"
+    with pytest.raises(BuildError, match=told) as caught:
+        program()
+    shown = caught.value.output
+    assert ("\x1b[" in shown) == terminal
+    plain = ninja.ESCAPES.sub("", shown)
+    assert "return 40 }" in plain and "^" in plain and "main.cpp" not in plain
+    (log,) = program.folder.parent.glob("cache/*/build.log")
+    assert "return 40 }" in log.read_text() and "\x1b" not in log.read_text()
+
+
+def test_ninja_that_is_missing_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(ninja.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(ninja.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match="pip install ninja"):
+        ninja.find()
+
+
+def test_the_builds_used_least_recently_are_deleted_but_none_that_may_be_running(tmp_path):
+    folders = [tmp_path / f"attention_ext_own_{i}" for i in range(cache.MOST_KEPT + 4)]
+    for folder in folders:
+        folder.mkdir()
+    cache.prune(folders[0])
+    assert all(folder.exists() for folder in folders)
+    for i, folder in enumerate(folders[2:]):
+        os.utime(folder, (10**9 - i, 10**9 - i))
+    cache.prune(folders[-1])
+    assert [folder for folder in folders if not folder.exists()] == folders[-5:-1]
