@@ -103,7 +103,9 @@ def build(
     with cache.locked(folder / cache.LOCK) as lock:
         changed = _forget(folder, digests)
         command = [*linker, *(each.name for each in objects), *link, "-o", str(made)]
-        statements = [_statement(each.name, "compile", [each.source], each.command()) for each in objects]
+        # the longest first, so that no processor waits for one that began late
+        queue = sorted(objects, key=lambda each: each.source.stat().st_size, reverse=True)
+        statements = [_statement(each.name, "compile", [each.source], each.command()) for each in queue]
         statements.append(_statement(str(made), "link", [each.name for each in objects], command))
         manifest = folder / f"{made.name}.ninja"
         manifest.write_text(RULES + "".join(statements))

@@ -94,7 +94,7 @@ def test_the_compilers_of_a_killed_build_are_waited_for(tmp_path, sources):
         assert first.poll() is None
         time.sleep(0.01)
     first.kill()
-    first.wait()
+    first.communicate()
     second = start_python(cache, SCRIPT, sources, CXX=compiler)
     said = iter(second.stderr.readline, "")
     assert "Waiting for another build...\n" in said  # it ends where no process waits
