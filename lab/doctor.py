@@ -29,7 +29,7 @@ OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 
 OLDEST_TORCH = (2, 10)
 # Other packages that the commands import: distribution names.
-PACKAGES = ("click", "numpy", "safetensors")
+PACKAGES = ("click", "ninja", "numpy", "safetensors")
 # Packages of optional features: the extra of setup.cfg that brings each, and its purpose.
 OPTIONAL = {
     "pybind11": ("torch", "the native training step"),

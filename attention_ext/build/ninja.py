@@ -39,7 +39,15 @@ rule link
   description = $out
 """
 # Signs of the line that says why a compiler failed, the most reliable first; the shell reports a crash.
-REASONS = ("no space left on device", "error:", "segmentation fault", "killed", "aborted", "fatal:")
+REASONS = (
+    "no space left on device",
+    "undefined reference",
+    "error:",
+    "segmentation fault",
+    "killed",
+    "aborted",
+    "fatal:",
+)
 IN_A_SOURCE = re.compile(r"^\S.*:\d+:\d+: (fatal )?error: ", re.I | re.M)
 ESCAPES = re.compile(r"\x1b\[[\d;]*[mK]|\x1b\].*?(?:\x1b\\|\x07)")  # colours and links
 

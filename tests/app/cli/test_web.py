@@ -69,12 +69,13 @@ def test_without_ziglang_it_says_what_to_install(failed, tmp_path, monkeypatch):
     assert "pip install ziglang" in failed("web", "--build", "--out", tmp_path / "page")
 
 
-def test_a_source_that_does_not_compile_is_one_line(cli, tmp_path, monkeypatch):
+def test_a_source_that_does_not_compile_is_named(cli, tmp_path, monkeypatch):
     if not importlib.util.find_spec("ziglang"):
         pytest.skip(build.NO_ZIG)
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-include", "missing.h"))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     done = cli("web", "--build", "--out", tmp_path / "page")
-    notice, error = done.stderr.splitlines()
+    notice, *said, error = done.stderr.splitlines()
     assert done.returncode == 2 and notice.startswith("Compiling the kernels to WebAssembly")
+    assert any("missing.h" in line for line in said)
     assert error.startswith("gpt.py: error: ") and "build.log" in error and not (tmp_path / "page").exists()
