@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -30,12 +32,15 @@ class Node:
 
     def __init__(self, program: str) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        modules = Path(self.folder.name, "js")
+        above, modules = Path(self.folder.name), Path(self.folder.name, "web", "js")
         build.write_scripts(modules)
+        shutil.copy(build.WEB / "package.json", modules.parent)
+        (above / "package.json").write_text('{"type": "commonjs"}')  # as a folder above a checkout may say
         self.process = subprocess.Popen(
             [program, RELAXED, WEB_TESTS / "session.mjs", modules.as_uri()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
 
@@ -46,9 +51,14 @@ class Node:
 
     def __call__(self, method: str, **argument: Any) -> Any:
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({"method": method, "argument": argument}) + "\n")
-        self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps({"method": method, "argument": argument}) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"node ended: {self.process.communicate()[1]}")
+        answer = json.loads(line)
         if "error" in answer:
             raise Refused(answer["error"], answer["kind"])
         return answer.get("result")
