@@ -30,6 +30,7 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
     *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-flto"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
+ONCE = "; the first time zig compiles its C++ library too, which takes a minute or two"
 FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "web"))
 SHADERS = tuple(ROOT / package / "csrc" / "webgpu" for package in ("attention_ext", "generation"))
 # Part 4's steps in WGSL that the page measures, with heads of this width: those in float32.
@@ -193,18 +194,17 @@ def compiled(build: str) -> Path:
         return brought
     if not importlib.util.find_spec("ziglang"):
         raise BuildError(NO_ZIG)
-    flags = (*FLAGS, *BUILDS[build])
     own = (path for folder in FOLDERS for path in found(folder, "*.cpp"))
     sources = (*found(CSRC, *KERNELS, "tools/limits.cpp"), *own)
     return Recipe(
         name=f"attention_ext_web_{build}",
         file="kernels.wasm",
-        what=f"the kernels to WebAssembly ({build})",
+        what=f"the kernels to WebAssembly ({build}){ONCE if build == next(iter(BUILDS)) else ''}",
         compiler=(sys.executable, "-m", "ziglang", "c++"),
-        flags=flags,
+        flags=(*FLAGS, *BUILDS[build]),
         sources=tuple(path for path in sources if path.name not in LEFT_OUT),
         folders=(CSRC, *FOLDERS),
-        link=flags,
+        link=FLAGS,  # the same for each build, so that zig compiles its libraries once
     ).make()
 
 
