@@ -1,6 +1,6 @@
 """A rank, started by torchrun, of which rank 1 has a fault: python tests/faulty_rank.py FAULT.
 
-Prints a line of JSON: rank, seconds from the fault to the end, error.
+Prints a line of JSON: rank, error.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 
 from attention_ext import parallel, ranks
 
-TIMEOUT = 6.0  # seconds; twelve processes that start at once on two cores need some
+TIMEOUT = 30.0  # seconds: the time of a test, which a machine is not too slow for
+ranks.ROLL_CALL = 15.0  # torchrun kills what has not ended 30 s after its SIGTERM
 
 
 def main(fault: str) -> None:
-    start, said = 0.0, ""
+    said = ""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     try:
         with ranks.join("cpu", TIMEOUT):
             q = torch.randn(1, 2, 40 + rank, 16)
             parallel.attention("ring", q, q, q, part="part0")
-            start = time.monotonic()
             if rank == 1:
                 if fault == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -39,7 +39,7 @@ def main(fault: str) -> None:
             parallel.attention("ring", q, q, q, part="part0")
     except (ranks.LostRank, ValueError, OSError) as error:
         said = str(error)
-    line = json.dumps({"rank": rank, "seconds": time.monotonic() - start, "error": said})
+    line = json.dumps({"rank": rank, "error": said})
     os.write(1, f"{line}\n".encode())  # one call, so that the lines of the ranks do not mix
     os._exit(2 if said else 0)
 

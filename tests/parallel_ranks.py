@@ -38,7 +38,7 @@ def run(rank: int, folder: str, cases: list[dict]) -> None:
     """Run the cases as one of RANKS ranks; a case of P ranks runs in a group of the first P."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=240))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=1200))
     groups = [dist.new_group(list(range(P))) for P in range(1, RANKS + 1)]
     done = []
     for case in cases:

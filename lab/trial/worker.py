@@ -349,7 +349,7 @@ class Child:
                 seconds = request["seconds"] + (
                     JIT_SECONDS if request.get("jit") and answer.get("at") == 0 else 0
                 )
-                deadline = time.monotonic() + (DIAGNOSIS_SECONDS if explaining else seconds)
+                deadline = time.monotonic() + (max(DIAGNOSIS_SECONDS, seconds) if explaining else seconds)
                 yield answer
         os.close(read)
         _, status = os.waitpid(child, 0)

@@ -76,7 +76,7 @@ TILES = st.one_of(st.integers(1, 100), st.just(4096))
     max_examples=100,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the part stays the same
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],  # of a busy machine
 )
 @given(
     Nq=st.integers(1, 90),

@@ -8,7 +8,7 @@ import math
 import oracle
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import naming
 from torch import library as torch_library
@@ -81,7 +81,12 @@ def test_awkward_shapes():
     check(*inputs(1, 2, 150, 9, 16))  # more queries than keys
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],  # of a busy machine
+)
 @given(
     Nq=st.integers(1, 150),
     more=st.integers(0, 150),

@@ -23,7 +23,7 @@ def test_the_file_is_what_the_script_writes():
 def test_the_help_is_the_commands(process):
     """In the form that a wide terminal shows."""
     for name in ("part4", "bench"):
-        shown, _ = process(name, "--help", COLUMNS="120").communicate(timeout=180)
+        shown, _ = process(name, "--help", COLUMNS="120").communicate(timeout=600)
         assert f"```text\n$ python gpt.py {name} --help\n{shown}```" in TEXT
 
 

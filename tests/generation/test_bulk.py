@@ -78,7 +78,7 @@ def command(model, out, tokens=TOKENS) -> list[str]:
     return [sys.executable, str(ROOT / "gpt.py"), "bulk", "-m", str(model), "--out", str(out), *given]
 
 
-def group_ends(process, seconds=30) -> bool:
+def group_ends(process, seconds=600) -> bool:
     """Whether all processes of a killed driver's group end."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -116,7 +116,7 @@ def test_a_killed_driver_leaves_no_worker_and_is_resumed(slow, slow_expected, mo
 def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cli):
     process = started(model, tmp_path / "out")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, err = process.communicate(timeout=180)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 130 and "Traceback" not in err
     assert "the same command goes on" in err and err.count("\n") <= 2
     assert group_ends(process)

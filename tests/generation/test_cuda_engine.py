@@ -413,7 +413,7 @@ def test_a_killed_process_frees_the_gpu(process):
     assert running.stdout.read(100)
     assert free_bytes() < before - (1 << 30)  # the caches
     running.kill()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 600
     while free_bytes() < before - (64 << 20):
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -23,7 +23,7 @@ from bulk_jobs import Here, check, files, here
 
 from generation import bulk, cluster
 from generation.jobs import MANIFEST, BulkError
-from generation.processes import Pool, local_pool
+from generation.processes import STALL_SECONDS, Pool, local_pool
 from generation.shards import Shard, Task
 
 pytestmark = pytest.mark.full
@@ -118,8 +118,8 @@ def test_a_driver_killed_at_any_moment_loses_and_doubles_nothing(job, expected, 
                 bulk.run(job, out, lambda settings, shards: Copies(tmp_path / "source"))
             os._exit(0)
         what = chance.choice(("*", "texts-*.jsonl"))  # an unfinished manifest, say, or a whole file
-        before, end = len(list(out.glob(what))), time.monotonic() + 5
-        while time.monotonic() < end and len(list(out.glob(what))) == before:
+        before, ended = len(list(out.glob(what))), os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while not os.waitid(os.P_PID, child, ended) and len(list(out.glob(what))) == before:
             time.sleep(1e-4)
         time.sleep(chance.uniform(0, 0.01))
         os.kill(child, signal.SIGKILL)
@@ -141,30 +141,26 @@ def test_a_stalled_worker_is_killed_and_its_file_tried_again(slow, slow_expected
     pools, stopped, lines = list[Pool](), list[int](), list[str]()
 
     def open_pool(settings, shards):
-        pools.append(local_pool(settings, 2, timeout=10))  # which must be longer than a worker takes to start
+        pools.append(local_pool(settings, 2))
         return pools[-1]
 
     def progress(state):
         if state.texts and not stopped:
             stopped.append(pools[0].all[0].pid)
             os.kill(stopped[0], signal.SIGSTOP)
+            pools[0]._timeout = 2.0
 
-    bulk.run(slow, tmp_path, open_pool, lines.append, progress)
-    reason = f"worker {stopped[0]} gave no sign of life for 10 s and was killed"
+    def say(line):
+        lines.append(line)
+        pools[0]._timeout = STALL_SECONDS  # the next worker starts in its own time
+
+    bulk.run(slow, tmp_path, open_pool, say, progress)
+    reason = f"worker {stopped[0]} gave no sign of life for 2 s and was killed"
     (loss,) = [loss for loss in check(tmp_path, slow_expected)["workers_lost"] if loss["reason"] == reason]
     assert f"{reason}; it had {loss['shard']}" in lines
 
 
 with_ray = pytest.mark.filterwarnings("default")  # Ray's own warnings are no errors
-
-
-# A node that does not answer for a second and a half is dead; by default it takes half a minute.
-HEALTH = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 2000, "failure_threshold": 3}
-HEAD = {
-    "num_cpus": 0,
-    "include_dashboard": False,
-    "_system_config": {f"health_check_{name}": value for name, value in HEALTH.items()},
-}
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +169,7 @@ def nodes():
     ray = pytest.importorskip("ray", reason="Ray is not installed")
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args=HEAD)
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     made.add_node(num_cpus=1)
     made.add_node(num_cpus=1)
     made.wait_for_nodes()

@@ -61,7 +61,7 @@ def test_the_count_is_what_a_simulated_cache_takes_in(block, N, d, causal):
     found = {}
     for part in (name for name in COUNTS if PARTS[name].operator):
         case = Case(N, N, d, br=192, bc=256, causal=causal)
-        missed = counters.misses(part, case, "auto", caches, timeout=120)
+        missed = counters.misses(part, case, "auto", caches, timeout=1200)
         if missed.l1 is None:
             pytest.skip(missed.note)
         counted = streams(part, case, block)

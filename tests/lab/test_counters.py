@@ -50,7 +50,7 @@ def cachegrind(extension):
         pytest.skip("valgrind was not found on PATH")
 
 
-def count(part="part4", N=64, d=16, caches=None, timeout=120):
+def count(part="part4", N=64, d=16, caches=None, timeout=1200):
     return counters.misses(part, Case(N, N, d, br=32, bc=32), "off", caches, timeout)
 
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attention_ext import own
-from lab.course import checks
+from lab.course import checks, models
 from lab.course.exercises import EXERCISES, STAGES, cases_of, write
 from lab.trial.cases import CASES
+from lab.trial.speed import Figures
 
-SECONDS = 10
+SECONDS = 600  # after which a call is endless
 ON_GPU = [each for each in EXERCISES if each.file.endswith(".cu")]
 QUICK = ("3-fused", "10-decoder")  # that the default tests solve
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr(checks, "PYTHON_SECONDS", SECONDS)
+
+
 def skip_without_gpu(exercise) -> None:
-    if exercise in ON_GPU and not torch.cuda.is_available():
+    if exercise.file.endswith(".cu") and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
 
 
@@ -39,14 +49,31 @@ def solve(exercise, folder) -> checks.Result:
 @pytest.mark.full
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda each: each.name)
 def test_the_solution_passes_all_stages_and_the_untouched_exercise_none(exercise, tmp_path, extension):
-    solved = solve(exercise, tmp_path)
+    """At any speed: the last stage asks for no share of the limit."""
+    solved = solve(dataclasses.replace(exercise, share=0.0), tmp_path)
     assert solved.passed == list(STAGES), solved
     assert not solved.failed and solved.note
 
 
 @pytest.mark.parametrize("exercise", [each for each in EXERCISES if each.name in QUICK], ids=QUICK)
-def test_the_solution_passes_all_stages_but_the_time(exercise, tmp_path, extension):
-    assert solve(exercise, tmp_path).passed[:4] == list(STAGES)[:4]
+def test_a_solution_that_is_too_slow_lacks_the_last_stage(exercise, tmp_path, extension):
+    solved = solve(dataclasses.replace(exercise, share=math.inf), tmp_path)
+    assert solved.passed == list(STAGES)[:4] and solved.failed, solved
+
+
+@pytest.mark.parametrize("reached", [0.99, 1.01])  # times the share that is asked for
+def test_the_last_stage_is_judged_by_the_share_of_the_limit(reached, tmp_path, extension, monkeypatch):
+    (fused,) = (each for each in EXERCISES if each.name == "3-fused")
+    flops, peak = reached * fused.share / 100 * 1e8, 1e11  # of a call of 1 ms
+    figures = Figures({"own": 1.0}, None, None, flops, peak, 0.0, 8, 0, 0, "a processor", "cpu")
+    monkeypatch.setattr(checks.speed, "measure", lambda *_, **__: figures)
+    found = result_of(fused, fused.solution(), tmp_path)
+    assert found.points == (5 if reached > 1 else 4) and found.share == pytest.approx(flops / 1e8), found
+    assert reached > 1 or found.failed.endswith(f"(100 GFLOP/s), a processor; {fused.share:g} % is asked for")
+    samples = [SimpleNamespace(seconds=[seconds] * models.ROUNDS) for seconds in (1.0, 0.2 * reached)]
+    monkeypatch.setattr(models, "in_turns", lambda *_: samples)
+    with contextlib.nullcontext() if reached > 1 else pytest.raises(models.Failed):
+        assert models.fast(lambda: None, lambda: None, 20.0).startswith("1e+03 ms, 20.2 % of")
 
 
 def test_exercises_for_a_gpu_compile(nvrtc, tmp_path):

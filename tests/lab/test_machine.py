@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from lab import machine
@@ -39,9 +41,14 @@ def test_the_load_of_others_is_what_this_process_did_not_use(monkeypatch):
 
 
 def test_the_limits_are_plausible(extension):
-    assert 1e9 < machine.fma_peak() < 1e12
-    assert 1e8 < machine.read_bandwidth(1 << 20) < 1e13
-    assert 1e8 < machine.read_rate(1 << 20) < 1e13
-    assert 1e3 < machine.nop_rate() < 1e7
-    assert 1e-10 < machine.fma_latency() < 1e-7
-    assert machine.fma_peak() * machine.fma_latency() > 4  # an FMA is two operations, on several lanes
+    """Beside each other, not beside figures of a machine; a busy one may take several tries."""
+
+    def holds(ratio, least: float, most: float = math.inf) -> bool:
+        return any(least < ratio() < most for _ in range(100))
+
+    assert holds(machine.nop_rate, 0)
+    # an FMA is two operations, on several lanes and in several units
+    assert holds(lambda: machine.fma_peak() * machine.fma_latency(), 4, 4096)
+    assert holds(lambda: machine.read_rate(1 << 20) / machine.read_bandwidth(1 << 20), 0.1, 10)
+    # a vector of numbers is read for a few multiply-adds, and not for thousands
+    assert holds(lambda: machine.fma_peak() / machine.read_bandwidth(1 << 14), 0.01, 100)

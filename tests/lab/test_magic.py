@@ -65,7 +65,7 @@ def test_an_interrupt_ends_the_command(magics):
     start = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            magics["cell", "attention"]("mine.py --seconds 90", "def attention(*_):\n    while True: ...\n")
+            magics["cell", "attention"]("mine.py --seconds 3600", "def attention(*_):\n    while True: ...\n")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 600  # of 3600

@@ -188,7 +188,7 @@ def test_a_terminal_shows_the_race_as_it_runs(extension, tmp_path):
                 seen += more
         except OSError:  # Linux reports a closed terminal in this way
             pass
-        assert running.wait(timeout=180) == 130
+        assert running.wait(timeout=600) == 130
     finally:
         running.kill()
         running.wait()

@@ -43,7 +43,7 @@ def sources(tmp_path):
 
 
 def finish(process) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=3600)
     return process.returncode, out, err
 
 

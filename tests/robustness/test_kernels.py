@@ -60,7 +60,7 @@ def found(*command: str) -> list[str]:
     return list(command)
 
 
-def run(*command: str | Path, seconds: float = 1200) -> str:
+def run(*command: str | Path, seconds: float = 3600) -> str:
     """Run a command and return its stdout. If the command fails, the test fails and shows all output."""
     options = {
         "TSAN_OPTIONS": "halt_on_error=1",  # the racing case is then the last one printed

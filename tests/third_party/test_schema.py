@@ -14,7 +14,7 @@ from model import load
 from .conftest import KEY, MODEL
 
 HERE = Path(__file__).parent
-SECONDS = 60
+SECONDS = 3600  # ends what hangs
 
 
 def test_the_document_holds(environments, server, tmp_path):
@@ -27,10 +27,10 @@ def test_the_document_holds(environments, server, tmp_path):
     own |= {"MODEL": MODEL, "VOCABULARY": vocabulary}
     command = [program, "--config-file", HERE / "schemathesis.toml", "run"]
     command += [f"{server.removesuffix('/v1')}/openapi.json", "--header", f"Authorization: Bearer {KEY}"]
-    command += ["--checks", "all", "--max-examples", "40", "--seed", "1", "--max-time", str(SECONDS)]
-    command += ["--continue-on-failure", "--request-timeout", "60", "--no-color"]
+    command += ["--checks", "all", "--max-examples", "40", "--seed", "1"]
+    command += ["--continue-on-failure", "--request-timeout", "600", "--no-color"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=5 * SECONDS
+        command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=SECONDS
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr
     assert "Selected: 6/6" in done.stdout and "Tested: 6" in done.stdout

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -18,6 +19,7 @@ from training_texts import TINY, words
 
 from model import files
 from model.checkpoint import load
+from training import run, schedule
 from training.run import train
 from training.schedule import Schedule, Watcher
 from training.state import FILE, load_state, save_state
@@ -83,16 +85,22 @@ def assert_resumed(out: Path, whole: tuple[dict, Path], steps: tuple[int, ...], 
 
 
 @pytest.mark.full
-def test_a_run_by_time_goes_on_with_the_time_that_is_left(tmp_path):
-    recipe = dataclasses.replace(TINY, minutes=1 / 15)
-    watcher = StoppedAt()
+def test_a_run_by_time_goes_on_with_the_time_that_is_left(tmp_path, monkeypatch):
+    """By a clock that moves whenever it is read."""
+    clock = SimpleNamespace(now=0.0)
+
+    def monotonic():
+        clock.now += 0.02
+        return clock.now
+
+    for module in (run, schedule):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
+    recipe, watcher = dataclasses.replace(TINY, minutes=1 / 15), StoppedAt()
     with pytest.raises(KeyboardInterrupt):
         train(recipe, TEXT, out=tmp_path, stop=lambda: watcher.seconds > 2.0, watcher=watcher)
-    time.sleep(1.0)  # does not count
-    start = time.monotonic()
+    clock.now = 1000.0  # the time between does not count
     record = train(recipe, TEXT, out=tmp_path, resume=True)
-    # One of the first two seconds is left to a busy machine: steps are not charged with all of its delays.
-    assert record["steps"] > 5 and record["seconds"] > time.monotonic() - start + 1.0
+    assert record["seconds"] == pytest.approx(clock.now - 1000 + 2, abs=0.2) == pytest.approx(4, abs=0.2)
     assert record["curve"][-1][0] == record["steps"]
 
 

@@ -76,9 +76,10 @@ def test_without_webgpu_a_sentence_says_why(visit):
 )
 def test_the_weights_come_before_the_modules_and_once(visit, query, model):
     """Those that the page then loads, be it by the address or by the page's defaults, and no others."""
-    answered = visit("early", query={"length": 5} | query)
+    expected = f"/models/{model}.planes.gz"
+    answered = visit("early", query={"length": 5} | query, weights=expected)
     weights = [path for path in answered if path.endswith(build.WEIGHTS)]
-    assert weights == [f"/models/{model}.planes.gz"]
+    assert weights == [expected]
     assert answered.index(weights[0]) < answered.index("/js/main.js")
 
 
@@ -115,8 +116,9 @@ def test_a_branch_is_kept_in_the_address(visit):
 
 @pytest.mark.full
 def test_endless_writing_stops_when_told(visit):
-    made = visit("endless", query=QUERY, characters=9000)
-    assert made["shown"] <= 8192 + 4096 and re.match(r"\d+,\d+ characters", made["status"])
+    made = visit("endless", query=QUERY, kept=512, characters=600)
+    written = re.match(r"([\d,]+) characters", made["status"])
+    assert made["shown"] <= 512 < 600 < int(written[1].replace(",", ""))
 
 
 def test_all_parts_write_the_same_text_in_the_race(visit):
@@ -162,8 +164,8 @@ def test_a_link_shows_the_weight_and_the_frame(visit):
 
 def test_tiles_shows_every_part(visit):
     shown_of = visit("tiles")
-    made, (slow, normal, fast) = shown_of["made"], shown_of["seconds"]
-    assert slow > normal > fast
+    made = shown_of["made"]
+    assert shown_of["milliseconds"] == {"slow": 1200, "normal": 450, "fast": 120}
     assert list(made) == [name for name, part in PARTS.items() if part.operator]
     for part, shown in made.items():
         assert shown["lines"] == (part in WITH_FRAMES) and shown["paper"] >= 1

@@ -3,9 +3,9 @@
 export const visits = ({
   page, home, pages, slow, answered, complaints, open, written, until, textOf, set, show, problem,
 }) => ({
-  // The files that the page gets, in their order, where the modules are late.
-  async early({ query }) {
-    slow.set("/js/main.js", { ms: 1500 });
+  // The files that the page gets, in their order, where the modules come after the weights.
+  async early({ query, weights }) {
+    slow.set("/js/main.js", { until: () => answered.includes(weights) });
     await open(query, query.length);
     return answered;
   },
@@ -15,7 +15,7 @@ export const visits = ({
   async policy({ lacks }) {
     pages.edit = (html) => html.replace(lacks, "");
     await page.goto(`${home}#write?pace=0&length=5`);
-    for (let i = 0; i < 50 && !answered.includes("/sw.js"); i++) await new Promise((done) => setTimeout(done, 100));
+    for (let i = lacks ? 50 : Infinity; i > 0 && !answered.includes("/sw.js"); i--) await new Promise((done) => setTimeout(done, 100));
     if (lacks) complaints.length = 0; // browsers log what a policy forbids
     return answered.includes("/sw.js");
   },

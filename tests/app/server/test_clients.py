@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
-from serving import MODEL, raw, serving, until
+from serving import MODEL, WAIT_SECONDS, raw, serving, until
 
 from app.server import Settings
+from app.server import running as running_
 
 LONG = {"prompt": "a" * 128, "max_tokens": 60_000}  # each token reads a window
+
+
+PATIENT = dict.fromkeys(("body_seconds", "behind_seconds", "stall_seconds"), WAIT_SECONDS)
 
 
 @pytest.fixture(scope="module")
 def small(extension):
     """A server with one slot and a queue of two."""
-    limits = {"body_bytes": 10_000, "body_seconds": 0.5, "buffer_bytes": 20_000, "most_scores": 10**6}
-    limits |= {"behind_seconds": 0.2}
+    limits = {"body_bytes": 10_000, "buffer_bytes": 20_000, "most_scores": 10**6} | PATIENT
     settings = Settings((MODEL,), slots=1, queue=2, **limits)
     with serving(settings) as client:
         yield client
+
+
+@pytest.fixture
+def hasty(small, monkeypatch):
+    """Shortens limits of the server for one test."""
+    application = small.server.application
+    return lambda **limits: monkeypatch.setattr(
+        application, "settings", replace(application.settings, **limits)
+    )
 
 
 def running(client) -> float:
@@ -66,12 +79,12 @@ def test_a_full_queue_answers_429(small):
 
 
 @pytest.mark.full
-def test_a_slow_reader_is_dropped(small):
+def test_a_slow_reader_is_dropped(small, hasty):
     small.idle()
+    hasty(behind_seconds=0.2)
     dropped = small.metric("attention_streams_dropped_total")
     fields = {"prompt": "a", "logprobs": 5, "stream_options": {"interval_ms": 0}}
     with raw(small, receive_buffer=4096, stream=True, **LONG | fields):
-        until(lambda: running(small) == 1)
         until(lambda: small.metric("attention_streams_dropped_total") == dropped + 1)
         small.idle()
     assert small.complete().status == 200
@@ -80,7 +93,7 @@ def test_a_slow_reader_is_dropped(small):
 @pytest.mark.full
 def test_a_stalled_reader_is_dropped(extension, caplog):
     """The reader of a stream, of a whole response, and of responses without a text."""
-    limits = {"stall_seconds": 0.3, "behind_seconds": 60, "buffer_bytes": 10**9, "most_scores": 10**6}
+    limits = PATIENT | {"stall_seconds": 0.3, "buffer_bytes": 10**9, "most_scores": 10**6}
     whole = {"prompt": "a" * 5000, "n": 16, "max_tokens": 0, "echo": True, "logprobs": 5}
     stream = {"prompt": "a", "logprobs": 5, "stream": True, "stream_options": {"interval_ms": 0}}
     with serving(Settings((MODEL,), **limits)) as client:
@@ -104,7 +117,7 @@ def test_a_stalled_reader_is_dropped(extension, caplog):
 @pytest.mark.full
 def test_a_fast_reader_is_not_dropped(extension):
     """It stays even if a piece is larger than the buffer."""
-    settings = Settings((MODEL,), buffer_bytes=2000, behind_seconds=2.0, stall_seconds=5.0)
+    settings = Settings((MODEL,), buffer_bytes=2000, **PATIENT)
     echo = {"prompt": "a" * 30_000, "echo": True, "max_tokens": 10, "n": 8}
     with serving(settings) as client:
         for fields, characters in (
@@ -134,22 +147,26 @@ def test_what_is_no_request(small):
 def test_a_head_that_does_not_come(small, monkeypatch):
     monkeypatch.setattr("app.server.running.HEAD_SECONDS", 0.2)
     for data in (b"", b"POST /v1/comp", b"GET / HTTP/1.1\r\nHost: loc"):
-        with socket.create_connection(("127.0.0.1", small.port), 20) as connection:
+        with socket.create_connection(("127.0.0.1", small.port), WAIT_SECONDS) as connection:
             connection.sendall(data)
             try:
                 assert connection.recv(1000) == b""
             except ConnectionResetError:
                 pass
-    monkeypatch.setattr("app.server.running.HEAD_SECONDS", 20.0)
-    with socket.create_connection(("127.0.0.1", small.port), 20) as connection, pytest.raises(OSError):
+    monkeypatch.setattr("app.server.running.HEAD_SECONDS", WAIT_SECONDS)
+    with (
+        socket.create_connection(("127.0.0.1", small.port), WAIT_SECONDS) as connection,
+        pytest.raises(OSError),
+    ):
         connection.sendall(b"GET / HTTP/1.1\r\n")
         for _ in range(30_000):
             connection.sendall(b"X-Header: " + b"a" * 1000 + b"\r\n")
 
 
 @pytest.mark.full
-def test_a_body_that_does_not_come(small):
-    with socket.create_connection(("127.0.0.1", small.port), 20) as connection:
+def test_a_body_that_does_not_come(small, hasty):
+    hasty(body_seconds=0.5)
+    with socket.create_connection(("127.0.0.1", small.port), WAIT_SECONDS) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert b" 408 " in connection.recv(10_000).partition(b"\r\n")[0]
@@ -157,8 +174,15 @@ def test_a_body_that_does_not_come(small):
 
 @pytest.mark.full
 def test_a_connection_does_not_stay_after_a_refusal(small, monkeypatch):
-    """The connection ends whether or not the client sends the rest."""
-    monkeypatch.setattr("app.server.running.HEAD_SECONDS", 0.3)
+    """The connection ends whether or not the client sends the rest, for which it has little time."""
+    arm = running_.Protocol._arm
+
+    def armed(self, close):
+        monkeypatch.setattr(running_, "HEAD_SECONDS", 0.3 if close == self.transport.close else WAIT_SECONDS)
+        arm(self, close)
+
+    monkeypatch.setattr(running_, "HEAD_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(running_.Protocol, "_arm", armed)
     long = "Host: localhost\r\nContent-Length: 1000000000\r\n\r\n{"
     get = "GET /health HTTP/1.1\r\nHost: localhost\r\n"
     for sent, later in (
@@ -168,7 +192,7 @@ def test_a_connection_does_not_stay_after_a_refusal(small, monkeypatch):
         (f"{get}\r\n", "\r\n"),  # a line end begins no request
         (f"{get}Content-Length: 9\r\n\r\n", "a" * 9),
     ):
-        with socket.create_connection(("127.0.0.1", small.port), 3) as connection:
+        with socket.create_connection(("127.0.0.1", small.port), WAIT_SECONDS) as connection:
             connection.sendall(sent.encode())
             assert connection.recv(10_000).startswith(b"HTTP/1.1 ")
             connection.sendall(later.encode())
@@ -182,9 +206,9 @@ def test_a_connection_does_not_stay_after_a_refusal(small, monkeypatch):
 def test_connections_are_limited(extension):
     with serving(Settings((MODEL,), connections=4)) as client:
         until(lambda: not client.server.server_state.connections)
-        kept = [socket.create_connection(("127.0.0.1", client.port), 3) for _ in range(4)]
+        kept = [socket.create_connection(("127.0.0.1", client.port), WAIT_SECONDS) for _ in range(4)]
         until(lambda: len(client.server.server_state.connections) == 4)
-        with socket.create_connection(("127.0.0.1", client.port), 3) as refused:
+        with socket.create_connection(("127.0.0.1", client.port), WAIT_SECONDS) as refused:
             with pytest.raises(OSError):  # closed, whichever call sees it
                 refused.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 if not refused.recv(100):

@@ -277,7 +277,7 @@ def test_uses_the_current_stream_and_does_not_wait(row):
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(50_000_000)
+            torch.cuda._sleep(4_000_000_000)  # seconds
             copies = [t.clone() for t in (q, k, v)]  # ready only after the sleep
             outs.append(attention("part4", *copies, kernel=kernel))
             assert not stream.query()  # the call came back while the stream still sleeps

@@ -50,7 +50,7 @@ def simulator():
 
         def run(function, tensors, **options):
             arrays = [t.numpy() for t in tensors]
-            return process.submit(function, arrays, options).result(timeout=300)
+            return process.submit(function, arrays, options).result(timeout=1200)
 
         yield run
 
