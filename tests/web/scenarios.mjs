@@ -494,4 +494,4 @@ try {
   process.exitCode = 1;
 }
 await browser.close();
-server.close();
+process.exit(); // an answer may still wait
