@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
-from serving import MODEL, Response
+from serving import MODEL, WAIT_SECONDS, Response
 
 from app.server.app import stream
 from attention_ext import PARTS
@@ -198,7 +198,7 @@ def test_a_client_of_http_1_0_gets_no_chunks(client):
     for more, streamed in itertools.product(("", "Connection: keep-alive\r\n"), (True, False)):
         fields = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 60, "seed": 1, "stream": streamed}
         body = json.dumps(fields)
-        with socket.create_connection(("127.0.0.1", client.port), 20) as connection:
+        with socket.create_connection(("127.0.0.1", client.port), WAIT_SECONDS) as connection:
             connection.sendall(f"{head}{more}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             shown, _, data = b"".join(iter(partial(connection.recv, 65_536), b"")).partition(b"\r\n\r\n")
         found = dict(line.split(": ", 1) for line in shown.decode().split("\r\n")[1:])
