@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attention_ext.build import cache
 from attention_ext.checks import plain, real, set_defaults, set_whole, whole
 from generation.engine import Engine
 from generation.logprobs import MOST_TOP
@@ -91,7 +91,7 @@ class Text:
     prompt: the part of the request's prompt that is read. new_tokens: the number of tokens after it.
     remaining: tokens that may still be written.
     prefill_seconds: the time until the prompt is read. decode_seconds: the time of writing since then. Both
-    include the work for its neighbours in these steps.
+    include the work for its neighbours in these steps, but no compilation.
     logprobs: those of the new tokens, if requested; the caller may clear the list.
     prompt_logprobs: those of the tokens of `prompt`, None for the first one. None until the prompt is read,
     or if not requested.
@@ -242,13 +242,13 @@ class Writer:
         Returns these texts in the order in which they joined, each with its new tokens. With slice_seconds,
         texts whose prompt or window is not read yet are left out; if there are no others, returns [].
         """
-        start = time.perf_counter()
+        start = cache.clock()
         unfinished = [text for text in self.texts if text.remaining > 0 or text.lacks_prompt_logprobs]
         if not unfinished:
             return []
         new = {text for text in unfinished if text.is_new}
         self._reader.read(unfinished)
-        read = time.perf_counter()
+        read = cache.clock()
         waiting = self._reader.waiting
         writing = [text for text in unfinished if text.remaining > 0 and text not in waiting]
         written: NDArray[Any] = np.empty((0, 0), int)  # (texts, tokens)
@@ -267,7 +267,7 @@ class Writer:
             text.append(tokens)
             if text.request.logprobs is not None:
                 text.logprobs += map(TokenLogprob._make, self.engine.take_logprobs(text.slot))
-        end = time.perf_counter()
+        end = cache.clock()
         self.seconds += end - start
         for text in unfinished:
             prefilled = start if text not in new else end if text.is_new else read

@@ -14,6 +14,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,6 +25,22 @@ LOCK = "building"  # this file in a build's directory is locked while a process 
 MOST_KEPT = 16  # builds of a name; each saved source makes one
 BUILD_SECONDS = 600  # no build takes longer
 ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
+_compiling = threading.local()  # seconds: of this thread so far
+
+
+def clock() -> float:
+    """time.perf_counter() without the seconds in which this thread waited for compilers: for speeds."""
+    return time.perf_counter() - getattr(_compiling, "seconds", 0.0)
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Let clock() stand still in this block."""
+    start = clock()
+    try:
+        yield
+    finally:
+        _compiling.seconds = time.perf_counter() - start
 
 
 def fingerprint(facts: Iterable[str | bytes], *paths: Path) -> str:
@@ -149,10 +166,10 @@ def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
             check_owner(path)
         if made.exists():
             return
-        with locked(directory / LOCK):
+        with uncounted(), locked(directory / LOCK):
             if made.exists():  # another process made it while this one waited
                 return
-            print(f"Compiling {what}...", file=sys.stderr, flush=True)
+            print(f"Compiling {what}...\n", end="", file=sys.stderr, flush=True)  # whole: other threads print
             # A killed build's compilers may still be writing to its folder, so it is never used again.
             for left in directory.glob(f"{tempfile.gettempprefix()}*"):
                 shutil.rmtree(left, ignore_errors=True)
