@@ -117,7 +117,7 @@ def main(
     checkpoint = load(model)
     length = tokens or checkpoint.config.block_size
     settings = shards.Settings(model, shards.fingerprint(checkpoint), max_new_tokens=length, device=device)
-    resolved = shards.resolved(settings, checkpoint)
+    resolved = shards.resolved(settings, checkpoint, shard_size)
     kinds: dict[str, Callable] = {"processes": processes}
     if with_ray:
         kinds["Ray"] = partial(cluster.open_pool, "local")

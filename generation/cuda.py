@@ -1,6 +1,7 @@
 """The cuda engine: model, caches and the choice of a token in one launch, csrc/cuda/cluster.cu and grid.cu.
 
-It needs cuda-core and a GPU, but no PyTorch. Clusters of blocks, for few texts, need compute capability 9.0.
+It needs cuda-bindings and a GPU, but no PyTorch; cuda-core and NVRTC only for kernels that no wheel brings.
+Clusters of blocks, for few texts, need compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -218,6 +219,12 @@ class Cluster(Layout):
         most = min(MOST_TEXTS, self.blocks) if rows <= LANES else 0
         return max((texts for texts in range(1, most + 1) if self.shared(texts) <= shared), default=0)
 
+    def alone(self, drafts: bool, shared: int) -> tuple[Cluster, int]:
+        """(layout, rows) of a pass of one text; with drafts, if there is room for a guess."""
+        drafted = replace(self, drafts=True)
+        rows = min(DRAFT_ROWS, drafted.most_texts(shared))
+        return (drafted, rows) if drafts and rows > 1 else (self, 1)
+
     def source(self, texts: int, capability: tuple[int, int]) -> nvrtc.Source:
         team, strip = self.attending(texts)
         macros = {"BLOCKS": self.blocks, "TEAM": team, "STRIP": strip, "DRAFTS": int(self.drafts)}
@@ -329,6 +336,7 @@ def layouts_for(
 ) -> tuple[list[Cluster], Grid]:
     """How a Gpu may hold a model for few texts, the best for one text first, and for many.
 
+    on: a Gpu's name, capability, shared and cache. Whether it takes clusters of a size, Gpu.clusters() says.
     Raises Unfit, in a sentence, if the cuda engine does not take the model.
     """
     if weights not in WEIGHT_BITS:
@@ -345,13 +353,9 @@ def layouts_for(
     if size > most or not grid.most_texts(on.shared):
         has = f"the model has {size:,} in {weights}"
         raise Unfit(f"the cuda engine takes {most:,} bytes of weights on {on.name}; {has}")
-    clusters: list[Cluster] = []
-    for blocks in CLUSTERS if on.capability >= CLUSTER_CAPABILITY else ():
-        made = Cluster(config, weights, kv_cache, blocks, clocks=clocks)
-        # To ask the GPU takes a compilation. The second is asked when texts are written by it.
-        if config.n_embd % blocks == 0 and made.most_texts(on.shared) and (clusters or on.clusters(made)):
-            clusters.append(made)
-    return clusters, grid
+    sizes = CLUSTERS if on.capability >= CLUSTER_CAPABILITY else ()
+    clusters = [Cluster(config, weights, kv_cache, n, clocks=clocks) for n in sizes if config.n_embd % n == 0]
+    return [each for each in clusters if each.most_texts(on.shared)], grid
 
 
 class Gpu:
@@ -377,6 +381,7 @@ class Gpu:
         self.hertz = 1000 * self._attribute("CLOCK_RATE")
         self.memory = int(checked(driver.cuDeviceTotalMem(self._device)))
         self.identity = checked(driver.cuDeviceGetUuid(self._device)).bytes.hex()
+        self._clusters: dict[Cluster, int] = {}
 
     def _attribute(self, name: str) -> int:
         named = getattr(bindings().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
@@ -386,6 +391,10 @@ class Gpu:
         """Make the context the calling thread's."""
         checked(bindings().cuCtxSetCurrent(self._context))
 
+    def prepare(self, kernels: Iterable[tuple[Layout, int]]) -> None:
+        """Compile those that nobody has compiled yet, at the same time: each takes a second or two."""
+        nvrtc.make_all(layout.source(texts, self.capability) for layout, texts in dict.fromkeys(kernels))
+
     @functools.cache
     def kernel(self, layout: Layout, texts: int) -> tuple[Any, Any]:
         """The function for passes of so many texts, and the library that keeps it alive."""
@@ -393,20 +402,23 @@ class Gpu:
         function, library = load(layout.source(texts, self.capability), "decode")
         attributes = {"MAX_DYNAMIC_SHARED_SIZE_BYTES": layout.shared(texts)}
         if isinstance(layout, Cluster):
-            attributes["NON_PORTABLE_CLUSTER_SIZE_ALLOWED"] = 1
+            attributes = {
+                "NON_PORTABLE_CLUSTER_SIZE_ALLOWED": 1,
+                "MAX_DYNAMIC_SHARED_SIZE_BYTES": self.shared,
+            }
         for name, value in attributes.items():
             named = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
             checked(driver.cuFuncSetAttribute(function, named, value))
         return function, library
 
     @functools.cache
-    def launch(self, layout: Layout, texts: int, blocks: int) -> Any:
-        """The driver's description of a launch of so many blocks."""
+    def launch(self, layout: Layout, texts: int, blocks: int, shared: int | None = None) -> Any:
+        """The driver's description of a launch of so many blocks. shared: bytes, if not the layout's."""
         driver = bindings()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
-        config.sharedMemBytes, config.hStream = layout.shared(texts), self.stream
+        config.sharedMemBytes, config.hStream = shared or layout.shared(texts), self.stream
         attribute = driver.CUlaunchAttribute()
         if isinstance(layout, Cluster):
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -419,13 +431,18 @@ class Gpu:
         config.attrs, config.numAttrs = [attribute], 1
         return config
 
-    @functools.cache
-    def clusters(self, layout: Cluster) -> int:
-        """The most clusters that run at a time; 0 if the GPU takes none of this size."""
-        texts = layout.most_texts(self.shared)
-        most = bindings().cuOccupancyMaxActiveClusters
-        error, count = most(self.kernel(layout, texts)[0], self.launch(layout, texts, layout.blocks))
-        return 0 if error else count
+    def clusters(self, layout: Cluster, drafts: bool = False) -> int:
+        """The most clusters that run at a time, a block on a multiprocessor; 0 if none of this size runs.
+
+        Any kernel of the layout tells: that for one text, with drafts or without, which is loaded the first
+        time.
+        """
+        if layout not in self._clusters:
+            function, _ = self.kernel(*layout.alone(drafts, self.shared))
+            config = self.launch(layout, 1, layout.blocks, self.shared)
+            error, count = bindings().cuOccupancyMaxActiveClusters(function, config)
+            self._clusters[layout] = 0 if error else count
+        return self._clusters[layout]
 
     @functools.cache
     def resident(self, layout: Grid, texts: int) -> int:
@@ -465,7 +482,7 @@ def turn(identity: str) -> Iterator[None]:
 
 @functools.cache
 def gpu() -> Gpu:
-    """The GPU. Raises BuildError, in one line, if there is none or cuda-core is missing."""
+    """The GPU. Raises BuildError, in one line, if there is none or cuda-bindings is missing."""
     try:
         return Gpu()
     except RuntimeError as error:  # the driver's library is missing
@@ -526,10 +543,14 @@ class CudaEngine(Slots):
         on.activate()
         c, tensors = model.config, model.weights
         super().__init__(c, slots, capacity)
-        self._clusters, self._grid = layouts_for(c, weights, kv_cache, on, clocks)
+        clusters, self._grid = layouts_for(c, weights, kv_cache, on, clocks)
         self._reader = Grid(c, weights, kv_cache, prompt=True, clocks=clocks)
         # Texts of a block of the grid, tokens of a prompt in one, and blocks of prompts at a time.
         self._many, self._read_together = (each.most_texts(on.shared) for each in (self._grid, self._reader))
+        alone = clusters[0].alone(draft is not None, on.shared) if clusters else (self._grid, GRID_TEXTS[0])
+        on.prepare([(self._reader, self._read_together), alone])
+        takes = functools.partial(on.clusters, drafts=draft is not None)
+        self._clusters = list(itertools.dropwhile(lambda each: not takes(each), clusters))
         self._read_blocks = on.resident(self._reader, self._read_together)
         self._weights: dict[Layout, Memory] = {
             layout: self._uploaded(layout.pack(tensors)) for layout in (*self._clusters, self._grid)
@@ -573,8 +594,9 @@ class CudaEngine(Slots):
             self.set_draft(draft)
         except ValueError as error:
             warnings.warn(f"{error}; the draft is ignored", stacklevel=3)
-        for way in {self._way([0]), self._launches[1]}:
-            on.kernel(*way[:2])  # compiled now, not while the first text waits
+        # Compiled now, not while texts wait: what as many texts as there are slots need, or fewer.
+        most = min(slots, self._many * RESIDENT * on.multiprocessors)  # more need the same
+        on.prepare(self._way(range(count))[:2] for count in range(1, most + 1))
 
     @property
     def description(self) -> str:
@@ -805,9 +827,8 @@ class CudaEngine(Slots):
         if self.draft is None or plain.texts > 1 or plain.layout not in self._clusters[:1]:
             return plain
         if plain not in self._drafted:
-            layout = replace(self._clusters[0], drafts=True)
-            rows = min(DRAFT_ROWS, layout.most_texts(self._gpu.shared))
-            self._drafted[plain] = plain if rows < 2 else Launch(layout, rows, plain.blocks, plain.leading)
+            drafted = self._clusters[0].alone(True, self._gpu.shared)
+            self._drafted[plain] = Launch(*drafted, plain.blocks, plain.leading)
         if any(self._settings["sampling"][slot][ADJUSTED] for slot in slots):
             return plain
         guesses, hits = self._guessed[list(slots)].sum(0)

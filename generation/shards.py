@@ -118,16 +118,16 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def resolved(settings: Settings, checkpoint: Checkpoint) -> dict[str, Any]:
+def resolved(settings: Settings, checkpoint: Checkpoint, texts: int) -> dict[str, Any]:
     """The engine, SIMD helpers and tile that this machine chooses for 'auto'.
 
     They decide the last bits of the logits; tuned tiles differ between machines. The engine is opened once,
-    so that what the workers load is compiled. Raises as open_engine() does.
+    so that what the workers load is compiled, for shards of so many texts. Raises as open_engine() does.
     """
     s = settings
-    engine = opened(s, checkpoint).name
     if s.device == "cuda":
-        return {"engine": engine}
+        return {"engine": Scribe(s, texts).engine.name}
+    engine = opened(s, checkpoint).name
     simd = helpers_of(s.part, s.simd) or "auto"
     chosen = {"engine": engine, "simd": simd, "br": s.br, "bc": s.bc}
     if PARTS[s.part].tiled:

@@ -4,16 +4,20 @@
 
 The package ziglang compiles the decoder for each platform and for each kind of processor of
 attention_ext/build/prebuilt.py, and for the page. A wheel fits every version of Python: the decoder has a C
-interface. It holds two of the shipped models. pip and setuptools must be installed; the network is not used.
+interface. It holds two of the shipped models. Those for Linux have the CUDA kernels of sources(), which NVRTC
+compiles without a GPU. pip and setuptools must be installed; the network is not used.
 """
 
+import itertools
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 
@@ -21,7 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from app.cli import options  # noqa: E402
-from attention_ext.build import prebuilt, recipes, toolchain  # noqa: E402
+from attention_ext.build import nvrtc, prebuilt, recipes, toolchain  # noqa: E402
+from attention_ext.cuda import driver, kernels  # noqa: E402
+from attention_ext.parts import CachePrecision, Dtype, Precision  # noqa: E402
+from generation import cuda  # noqa: E402
+from model import load  # noqa: E402
 from web import build  # noqa: E402
 
 # pip's name of each platform: Clang's target, and the key of prebuilt.LEVELS.
@@ -47,6 +55,29 @@ def compile_for(target: str, level: str, library: Path) -> None:
     shutil.copyfile(made, library)
 
 
+def sources() -> Iterator[nvrtc.Source]:
+    """The CUDA kernels of a wheel, for the models' sizes: part 4's, and the cuda engine's.
+
+    Those that one text needs in each precision; in float32, the default, those for any number of texts. The
+    others would make them 5 MB.
+    """
+    config = load(MODELS[0]).config
+    for capability, shared in prebuilt.GPUS.items():
+        on = SimpleNamespace(name="", capability=capability, shared=shared << 10, cache=sys.maxsize)
+        for weights, kv_cache in itertools.product(cuda.WEIGHT_BITS, CachePrecision):
+            clusters, grid = cuda.layouts_for(config, weights, kv_cache, on)
+            reader = replace(grid, prompt=True)
+            few = [each.alone(drafts, on.shared) for each in clusters[:1] for drafts in (True, False)]
+            found = {(reader, reader.most_texts(on.shared)), *(few or [(grid, cuda.GRID_TEXTS[0])])}
+            if (weights, kv_cache) == (Precision.FP32, CachePrecision.FP32):
+                found |= {(grid, texts) for texts in cuda.GRID_TEXTS if texts <= grid.most_texts(on.shared)}
+                found |= {(c, n + 1) for c in clusters for n in range(c.most_texts(on.shared))}
+            yield from (layout.source(texts, capability) for layout, texts in found)
+        for few in (False, True):
+            row, tile = kernels.choose(None, config.head_dim, Dtype.FP32, on, few)
+            yield driver.source(row, tile, config.head_dim, Dtype.FP32, capability)
+
+
 def write_sums(folder: Path) -> None:
     """Write the file that names the libraries in a folder with their SHA-256."""
     lines = (f"{sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in folder.iterdir())
@@ -70,6 +101,9 @@ def wheel(platform: str, out: Path) -> None:
                 continue  # no Mac says that it has AVX-512
             suffix = ".dylib" if "macos" in target else ".so"
             compile_for(target, level, folder / f"decoder-{level}{suffix}")
+        if "linux" in target:
+            for source, code in zip(needed := [*sources()], nvrtc.make_all(needed)):
+                (folder / source.name()).write_bytes(code)
         write_sums(folder)
         for name in build.BUILDS:
             shutil.copyfile(build.compiled(name), Path(work, prebuilt.page(name).relative_to(ROOT)))

@@ -135,7 +135,7 @@ def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) ->
     settings = shards.Settings(**{name: asked[name] for name in names})
     shards.request_for(settings, checkpoint.tokenizer, 0)  # checks the settings
     texts = found.lines if found else texts or 0
-    return Job(settings, texts, shard_size, found, shards.resolved(settings, checkpoint))
+    return Job(settings, texts, shard_size, found, shards.resolved(settings, checkpoint, shard_size))
 
 
 def described(state: "Progress") -> str:

@@ -3,17 +3,21 @@
 import io
 import re
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from attention_ext.build import cache
+from attention_ext.build import cache, prebuilt
 from attention_ext.parts import BuildError
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 INSTALL = "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc, or pip install -e '.[cuda]'"
+
+_IMPORTING = threading.Lock()  # cuda.core's modules import each other, which threads may not do together
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,29 @@ class Source:
     folder: Path | None = None
     lines: bool = False
 
-    def path(self) -> Path:
-        """Where the compiled kernel is kept. Raises BuildError if NVRTC is missing."""
+    def fingerprint(self, *compiler: str) -> str:
+        """A hash of the sources, the macros and the architecture, and of the compiler's versions if given."""
         macros = sorted(f"{name}={value}" for name, value in self.macros.items())
         folders = (SOURCES, self.folder) if self.folder else (SOURCES,)
-        named = cache.fingerprint((self.file, self.arch, *macros, *versions()), *folders)
+        return cache.fingerprint((self.file, self.arch, *macros, *compiler), *folders)
+
+    def name(self) -> str:
+        """The file of the compiled kernel in a wheel: changed sources or other macros have another one."""
+        return f"{Path(self.file).stem}-{self.arch}-{self.fingerprint()}.cubin"
+
+    def path(self) -> Path:
+        """Where the compiled kernel is kept. Raises BuildError if NVRTC is missing."""
+        named = self.fingerprint(*versions())
         return cache.real(cache.directory()) / f"attention_ext_cuda_{named}" / f"{Path(self.file).stem}.cubin"
 
     def make(self) -> bytes:
-        """The machine code, compiled if need be.
+        """The machine code, from a wheel or compiled if need be.
 
-        Raises BuildError if NVRTC is missing or refuses the source, and as cache.make() does.
+        Raises BuildError if NVRTC is missing or refuses the source, and as cache.make() and
+        prebuilt.kernel() do.
         """
+        if prebuilt.in_wheel() and (brought := prebuilt.kernel(self.name())):
+            return brought
         made = self.path()
         cache.make(made, f"{self.file} for {self.arch}", self._write)
         return made.read_bytes()
@@ -92,10 +107,16 @@ class Source:
     def _write(self, work: Path) -> Path:
         start = time.perf_counter()
         code, _ = self.compile()
-        print(f"Compiled in {time.perf_counter() - start:.1f} s.", file=sys.stderr, flush=True)
+        print(f"Compiled in {time.perf_counter() - start:.1f} s.\n", end="", file=sys.stderr, flush=True)
         made = work / "kernel.cubin"
         made.write_bytes(code)
         return made
+
+
+def make_all(sources: Iterable[Source]) -> list[bytes]:
+    """Source.make() of each; those that must be compiled are compiled at the same time."""
+    with cache.uncounted(), ThreadPoolExecutor() as pool:
+        return list(pool.map(Source.make, sources))
 
 
 def parse(log: str) -> Resources:
@@ -122,7 +143,8 @@ def missing(what: str) -> BuildError:
 def _core() -> Any:
     """The module cuda.core. Raises BuildError if it is missing."""
     try:
-        import cuda.core
+        with _IMPORTING:
+            import cuda.core
     except ImportError:
         raise missing("cuda.core is missing") from None
     return cuda.core

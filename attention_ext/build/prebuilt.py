@@ -1,4 +1,4 @@
-"""The libraries that a wheel brings, compiled for several processors; scripts/make-wheels.py makes them.
+"""The libraries and CUDA kernels that a wheel brings, compiled by scripts/make-wheels.py.
 
 A checkout has none: its libraries are compiled for this very processor.
 """
@@ -29,6 +29,8 @@ LEVELS: dict[str, dict[str, set[str]]] = {
     "aarch64": {"generic+dotprod": {"asimddp"}, "generic": set()},
     "arm64": {"apple_m1": set()},
 }
+# GPUs that a wheel has kernels for, by compute capability; KiB of shared memory for a block.
+GPUS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 
 
 def level(name: str) -> str:
@@ -62,6 +64,16 @@ def checked(name: str) -> Path:
     library = find(name)
     if library is None:
         raise BuildError(f"{FOLDER} has no {name} for this processor, {platform.machine()}; {REMEDY}")
+    return _verified(library)
+
+
+def kernel(name: str) -> bytes | None:
+    """A wheel's CUDA kernel, by nvrtc.Source.name(); None if it has none. Raises BuildError as checked()."""
+    file = FOLDER / name
+    return _verified(file).read_bytes() if file.is_file() else None
+
+
+def _verified(library: Path) -> Path:
     digest = hashlib.sha256(library.read_bytes()).hexdigest()
     if f"{digest}  {library.name}" not in (FOLDER / SUMS).read_text(encoding="utf-8").splitlines():
         raise BuildError(f"{library} is not the file that {SUMS} beside it names; {REMEDY}")

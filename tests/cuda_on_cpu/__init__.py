@@ -7,6 +7,7 @@ import functools
 import itertools
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,11 +74,16 @@ class Gpu:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self.prepared: list[tuple[cuda.Layout, int]] = []
 
     def activate(self) -> None:
         pass
 
-    def clusters(self, layout: cuda.Cluster) -> int:
+    def prepare(self, kernels: Iterable[tuple[cuda.Layout, int]]) -> None:
+        """Note what a GPU would compile; here each is compiled when it is launched."""
+        self.prepared += dict.fromkeys(kernels)
+
+    def clusters(self, layout: cuda.Cluster, drafts: bool = False) -> int:
         return 2
 
     def resident(self, layout: cuda.Grid, texts: int) -> int:

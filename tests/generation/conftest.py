@@ -84,7 +84,7 @@ def settings(model) -> Settings:
 
 @pytest.fixture(scope="session")
 def job(settings, model) -> Job:
-    return Job(settings, TEXTS, SIZE, resolved=shards.resolved(settings, load(str(model))))
+    return Job(settings, TEXTS, SIZE, resolved=shards.resolved(settings, load(str(model)), SIZE))
 
 
 @pytest.fixture(scope="session")

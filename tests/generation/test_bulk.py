@@ -65,7 +65,7 @@ def test_the_cuda_engine_writes_the_same_texts(emulated, monkeypatch, settings, 
     checkpoint = load(str(model))
     for device, engine in (("cpu", "native"), ("cuda", "cuda")):
         chosen = replace(settings, device=device, max_new_tokens=9, stop=stop)
-        job = Job(chosen, 11, 8, resolved=shards.resolved(chosen, checkpoint))
+        job = Job(chosen, 11, 8, resolved=shards.resolved(chosen, checkpoint, 8))
         assert job.resolved["engine"] == engine
         manifest = bulk.run(job, tmp_path / device, here()).content
         (machine,) = manifest["machines"].values()

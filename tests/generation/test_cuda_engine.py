@@ -5,8 +5,10 @@ The contract of every engine is tested on the cuda engine by the fixture `engine
 
 from __future__ import annotations
 
+import runpy
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +16,10 @@ import pytest
 import tiny
 import torch
 from steps import choose, forced, logits, prefill
-from support import naming, resident
+from support import ROOT, naming, resident
 
 from attention_ext import BuildError
+from attention_ext.build import cache, nvrtc, prebuilt
 from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import CachePrecision, Dtype, Precision
@@ -165,10 +168,8 @@ def test_the_loss_is_that_of_the_cpu(gpu):
 # The cuda engine, as far as it needs no GPU
 
 
-def gpu_of(capability=(9, 0), shared=H100, clusters=7, cache=50 << 20):
-    return SimpleNamespace(
-        name="a GPU", capability=capability, shared=shared, cache=cache, clusters=lambda layout: clusters
-    )
+def gpu_of(capability=(9, 0), shared=H100, cache=50 << 20):
+    return SimpleNamespace(name="a GPU", capability=capability, shared=shared, cache=cache)
 
 
 FP32 = dict(config=SHAKES256, weights=Precision.FP32, kv_cache=CachePrecision.FP32)
@@ -249,8 +250,7 @@ def test_what_does_not_fit_is_a_sentence():
     both, _ = cuda.layouts_for(SHAKES256, Precision.BF16, cache, gpu_of())
     assert [each.blocks for each in both] == [16, 8]
     assert cuda.layouts_for(GPTConfig(64, 65, 1, 2, 8), fp32, cache, gpu_of())[0][0].blocks == 8
-    for on in (gpu_of((8, 6)), gpu_of(clusters=0)):
-        assert cuda.layouts_for(SHAKES256, fp32, cache, on)[0] == []
+    assert cuda.layouts_for(SHAKES256, fp32, cache, gpu_of((8, 6)))[0] == []
 
 
 def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch, capsys):
@@ -317,6 +317,64 @@ def test_no_order_of_the_blocks_changes_a_text(
     with pytest.raises(ValueError, match="slot is 0; it must be read first"):
         engine.begin(0, [1])
         engine.write([0], [[0.5]])
+
+
+def test_what_the_slots_need_is_compiled_and_a_wheel_brings_it(emulated, monkeypatch, tmp_path):
+    """One text: the reading of its prompt, and one way to write it."""
+    wheel = runpy.run_path(str(ROOT / "scripts" / "make-wheels.py"))
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    for source in wheel["sources"]():
+        (tmp_path / source.name()).write_bytes(source.name().encode())
+    wheel["write_sums"](tmp_path)
+    checkpoint = load("shakes256")
+    monkeypatch.setattr(nvrtc, "versions", lambda: pytest.fail("NVRTC is asked for"))
+    for capability, clusters, count, draft, precision, texts in (
+        ((9, 0), 2, 1, "auto", "fp32", [4]),
+        ((9, 0), 2, 1, "off", "bf16", [1]),
+        ((9, 0), 0, 1, "auto", "fp32", [4, 1]),  # the GPU refuses clusters of 16
+        ((8, 6), 0, 1, "auto", "bf16", [1]),
+        ((9, 0), 2, 500, "auto", "fp32", [4, 2, 3, 4, 5, 4, 8]),
+    ):
+        emulated(monkeypatch, cuda.THREADS, cuda.CLUSTERS)
+        on = cuda.gpu()
+        monkeypatch.setattr(on, "clusters", lambda layout, drafts=False: clusters)
+        monkeypatch.setattr(on, "capability", capability)
+        monkeypatch.setattr(on, "cache", 50 << 20)
+        monkeypatch.setattr(on, "shared", prebuilt.GPUS[capability] << 10)
+        open_engine(
+            checkpoint, "cuda", device="cuda", slots=count, draft=draft, weights=precision, kv_cache=precision
+        )
+        (reader, _), *ways = dict.fromkeys(on.prepared)
+        with naming(capability, clusters, count, draft, precision):
+            assert reader.prompt and [rows for _, rows in ways] == texts
+            for layout, rows in on.prepared:
+                source = layout.source(rows, capability)
+                assert source.make() == source.name().encode()
+    changed = replace(source, macros=source.macros | {"TEXTS": 7})
+    assert changed.name() != source.name() and prebuilt.kernel(changed.name()) is None
+    (tmp_path / source.name()).write_bytes(b"another")
+    with pytest.raises(BuildError, match=f"is not the file that {prebuilt.SUMS} beside it names"):
+        source.make()
+
+
+def test_compiling_is_not_counted_as_writing(emulated, monkeypatch):
+    emulated(monkeypatch, 32, (2,))
+    engine, seconds = open_engine(tiny.gpt(), "cuda", device="cuda"), 1.0
+    kernel = engine._gpu.kernel
+
+    def slow(layout, texts):
+        with cache.uncounted(), cache.uncounted():  # as of a compilation in a compilation
+            time.sleep(seconds)
+        return kernel(layout, texts)
+
+    monkeypatch.setattr(engine._gpu, "kernel", slow)
+    kernel(engine._reader, engine._read_together), kernel(*engine._way([0])[:2])
+    writer = Writer(engine)
+    text, start = writer.join(Request([1], max_new_tokens=1)), time.perf_counter()
+    writer.step()
+    took = time.perf_counter() - start
+    assert took >= 2 * seconds and writer.seconds <= took - 2 * seconds
+    assert text.prefill_seconds + text.decode_seconds == pytest.approx(writer.seconds)
 
 
 @pytest.mark.full
