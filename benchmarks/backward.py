@@ -8,13 +8,14 @@ median of the rounds; the FMA peak is measured in the same run.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import click
 import torch
 
 from app.cli.options import Names, Numbers
 from attention_ext import extension, processor
-from benchmarks.measuring import QUIET, quiet, show_table
+from benchmarks.measuring import QUIET, quiet, rows, show_table
 from lab import backward
 from lab.machine import fma_peak
 
@@ -56,14 +57,13 @@ def main(lengths: tuple[int, ...], threads: tuple[int, ...], masks: tuple[str, .
         for sizes in [(1, 4, N, 32) for N in lengths] + [TRAINING]
     ]
 
-    def rows() -> Iterator[str]:
+    def every_row() -> Iterator[str]:
         for count in threads:
             torch.set_num_threads(count)
             peak = fma_peak(count)
-            for shape in shapes:
-                yield row(shape, count, rounds, peak)
+            yield from rows(((shape, count) for shape in shapes), partial(row, rounds=rounds, peak=peak))
 
-    show_table(TITLES, rows())
+    show_table(TITLES, every_row())
 
 
 if __name__ == "__main__":

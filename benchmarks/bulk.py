@@ -30,7 +30,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from app.cli.options import Numbers  # noqa: E402
-from benchmarks.measuring import percent, powers, show_table  # noqa: E402
+from benchmarks.measuring import attempt, percent, powers, show_table  # noqa: E402
 from generation import bulk, cluster, cuda, shards  # noqa: E402
 from generation.jobs import Job  # noqa: E402
 from generation.processes import Pool, local_pool  # noqa: E402
@@ -125,15 +125,20 @@ def main(
         f"{count} {kind}": [] for count in workers for kind in kinds
     }
     sums: dict[int, str] = {}  # SHA-256 of each file
+    failed: dict[str, str] = {}
     for _ in range(rounds):
         for case, runs in found.items():
+            if case in failed:
+                continue
             count, kind = case.split()
             count_of_files = (
                 each if device == "cuda" else each * int(count)
             )  # a GPU is one, however many share it
             job = Job(settings, shard_size * count_of_files, shard_size, resolved=resolved)
-            runs.append(measure(job, partial(kinds[kind], int(count))))
-            for file in runs[-1][2]:
+            if not (run := attempt(failed, case, measure, job, partial(kinds[kind], int(count)))):
+                continue
+            runs.append(run)
+            for file in run[2]:
                 if sums.setdefault(file["first"], file["sha256"]) != file["sha256"]:
                     raise click.ClickException(f"{case} write other bytes than other numbers do")
     name = processor.microarchitecture() or processor.name()
@@ -159,7 +164,7 @@ def main(
             f"| {sum(file['tokens'] for file in files) / cpu_seconds:,.0f}"
         )
 
-    show_table(TITLES, map(row, found))
+    show_table(TITLES, (row(case) for case in found if case not in failed), failed)
     if device == "cuda":
         rate = alone(replace(settings, **resolved), shard_size, rounds)
         click.echo(f"| the engine alone | {rate:,.0f} | | {rate / first:.2f} |")

@@ -24,7 +24,7 @@ from app.cli import options
 from attention_ext import extension
 from attention_ext.parts import BuildError
 from benchmarks.generation import PEERS, exact_logits
-from benchmarks.measuring import QUIET, percent, quiet, show_table, take_turns, write
+from benchmarks.measuring import QUIET, attempt, percent, quiet, rows, show_table, take_turns, write
 from benchmarks.peers import Peer
 from generation import cuda
 from generation.engine import Engine, open_engine
@@ -124,15 +124,22 @@ def main(
         writer = extension.describe("auto")
     click.echo(f"{writer}; {model}, {shown}, texts of {checkpoint.config.block_size} tokens\n")
 
-    other = PEERS[peer](checkpoint.model, 1) if peer else None
-    if other:
+    failed: dict[str, str] = {}
+
+    def opened_peer() -> Peer | None:
+        if peer is None:
+            return None
+        other = PEERS[peer](checkpoint.model, 1)
         ids = next(prompts("corpus", checkpoint, text))
         error = float((other.logits(ids) - exact_logits(checkpoint.model, ids)).abs().max())
         if not error <= other.most_error:
             raise click.ClickException(f"{other.name} is wrong: its logits differ by {error:.0e}")
+        return other
 
-    def row(kind: str, sampling: Sampling) -> str:
-        length = checkpoint.config.block_size
+    other = attempt(failed, peer, opened_peer)
+
+    def row(kind: str, temperature: float) -> str:
+        length, sampling = checkpoint.config.block_size, Sampling(temperature)
 
         def contender(engine: Engine | Peer) -> Contender:
             return Contender(engine, prompts(kind, checkpoint, text), length, sampling)
@@ -157,15 +164,15 @@ def main(
         tokens = length - PROMPT
         every = statistics.median(without.seconds) / statistics.median(with_.seconds)
         return (
-            f"{kind} | {sampling.temperature:g} "
+            f"{kind} | {temperature:g} "
             f"| {tokens / without.median:,.0f} | {tokens / with_.median:,.0f} "
             f"| {without.median / with_.median:.2f} | {every:.2f} | {percent(counts.hits / counts.guesses)} "
             f"| {counts.tokens / counts.steps:.2f} | {quiet(with_)}"
             + (f" | {times['peer'].median / with_.median:.2f}" if other else "")
         )
 
-    cases = ((kind, sampling) for kind in ("corpus", "unlike", "random") for sampling in samplings)
-    show_table(TITLES + (f" | over {other.name}" if other else ""), (row(*case) for case in cases))
+    cases = ((kind, each.temperature) for kind in ("corpus", "unlike", "random") for each in samplings)
+    show_table(TITLES + (f" | over {other.name}" if other else ""), rows(cases, row), failed)
 
 
 if __name__ == "__main__":

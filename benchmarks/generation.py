@@ -5,11 +5,12 @@
     python -m benchmarks.generation --device cuda [--cases batch1024] [--dtypes bf16] [--peers GraphPyTorch]
 
 Before a contender is timed, its logits are compared with float64, and its greedy text with that of our
-PyTorch engine. Equally likely tokens may be chosen differently, so a different text is only reported. Times
-are of whole texts, with the prompt and each engine's Python loop. With one thread all contenders run in this
-process. With several threads each has its own process, because idle threads of one engine would disturb the
-others. The processes stay alive and take turns. A pause and an untimed text precede each turn, because
-threads that have slept need some milliseconds to spread over the cores.
+PyTorch engine. Equally likely tokens may be chosen differently, so a different text is only reported. A
+wrong contender is not timed, and the exit code is 1. One that fails or is not installed is a row with the
+reason. Times are of whole texts, with the prompt and each engine's Python loop. With one thread all
+contenders run in this process. With several threads each has its own process, because idle threads of one
+engine would disturb the others. The processes stay alive and take turns. A pause and an untimed text precede
+each turn, because threads that have slept need some milliseconds to spread over the cores.
 
 Where weights are rounded, the loss is measured too: over the first tokens of the last 10 % of a corpus, in
 windows of the block size, each token given those before it. Our native engine reads them one at a time, as it
@@ -23,11 +24,10 @@ values so far.
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import takewhile
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from app.cli import options
 from attention_ext import PARTS, extension
 from attention_ext.parts import BuildError, CachePrecision, Precision
-from benchmarks.measuring import QUIET, percent, show_table, spread, write
+from benchmarks.measuring import QUIET, attempt, failed_row, percent, show_table, spread, write
 from benchmarks.peers import Peer
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
 from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
@@ -68,7 +68,7 @@ LOSS_TOKENS = 16_384  # tokens over which a loss is measured
 LEAST_SECONDS = 0.05  # of one measurement
 SAMPLE_BYTES = 4 << 20  # read in a bandwidth sample; as many as a token of the first case reads
 PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
-BUSY_EXIT_CODE = 3
+WRONG_EXIT_CODE, BUSY_EXIT_CODE = 1, 3
 FORMAT = 1  # of the file that --save writes
 ROUNDED = [each.value for each in Precision if each is not Precision.FP32]
 MEMORY_LIMIT = "memory limit"  # the last row of a table
@@ -155,18 +155,23 @@ class Own(Peer):
 
 
 class Opened:
-    """A contender that is ready."""
+    """A contender, which is ready after open()."""
 
-    def __init__(self, contender: Contender, case: str, threads: int, peer: Peer | None = None) -> None:
-        if peer is not None:
-            self.peer = peer
-            return
-        torch.set_num_threads(threads)
-        model = load(CASES[case].model).model
-        if contender.part is None:
-            self.peer = PEERS[contender.engine](model, threads)
-        else:
-            self.peer = Own(model, contender, CASES[case].batch)
+    peer: Peer
+
+    def __init__(self, contender: Contender, case: str, threads: int) -> None:
+        self._contender, self._case, self._threads = contender, CASES[case], threads
+
+    def open(self) -> None:
+        """Load the model into the engine."""
+        torch.set_num_threads(self._threads)
+        self.peer = self.made(load(self._case.model).model)
+
+    def made(self, model: GPT) -> Peer:
+        """The engine."""
+        if self._contender.part is None:
+            return PEERS[self._contender.engine](model, self._threads)
+        return Own(model, self._contender, self._case.batch)
 
     def get(self, name: str) -> Any:
         """An attribute of its Peer."""
@@ -182,6 +187,13 @@ class Opened:
     def loss(self, texts: list[list[int]]) -> float:
         """The mean loss of texts."""
         return loss(self.peer.every_logits, texts)
+
+
+def open_all(contenders: dict[str, Opened], failed: dict[str, str]) -> list[Opened]:
+    """Open contenders, by their names; those that are ready."""
+    for name, each in contenders.items():
+        attempt(failed, name, each.open)
+    return [each for name, each in contenders.items() if name not in failed]
 
 
 class OwnProcess(BaseManager):
@@ -227,11 +239,18 @@ def loss(every_logits: Callable[[list[int]], Tensor], texts: list[list[int]]) ->
 
 
 def run_case(
-    title: str, contenders: list[Opened], rounds: int, watch: Load, apart: bool, text: str | None
+    title: str,
+    contenders: list[Opened],
+    rounds: int,
+    watch: Load,
+    apart: bool,
+    text: str | None,
+    failed: dict[str, str],
 ) -> dict[str, dict[str, Any]]:
     """Verify, time and print one case, the contenders in turn; gives the figures of each, see show().
 
-    apart: each has a process of its own. text: a corpus, for the loss of rounded weights.
+    apart: each has a process of its own. text: a corpus, for the loss of rounded weights. failed: contenders
+    that cannot be opened, with the reason.
     """
     case = CASES[title]
     checkpoint = load(case.model)
@@ -240,17 +259,19 @@ def run_case(
     ids = torch.randint(model.config.vocab_size, (max(100, case.prompt),)).tolist()
     prompt = ids if case.prompt > 1 else [0]  # a line end
     opened = {each.get("name"): each for each in contenders}
-    figures, first = verify(case, model, opened, ids, prompt)
+    figures, first = verify(case, model, opened, ids, prompt, failed)
     repeats = {name: max(1, round(LEAST_SECONDS / seconds)) for name, seconds in first.items()}
-    for _ in range(rounds):
-        for name, count in repeats.items():
-            call = partial(opened[name].call, *task(case, prompt))
-            if apart:
-                time.sleep(PAUSE_SECONDS)
-                call()
-            before = watch.sample(SAMPLE_BYTES, PATIENCE)
-            figures[name]["seconds"].append(sum(call()[0] for _ in range(count)) / count)
-            figures[name].setdefault("paces", []).append(min(before, watch.sample(SAMPLE_BYTES)))
+
+    def turn(name: str) -> None:
+        call = partial(opened[name].call, *task(case, prompt))
+        if apart:
+            time.sleep(PAUSE_SECONDS)
+            call()
+        before = watch.sample(SAMPLE_BYTES, PATIENCE)
+        figures[name]["seconds"].append(sum(call()[0] for _ in range(repeats[name])) / repeats[name])
+        figures[name].setdefault("paces", []).append(min(before, watch.sample(SAMPLE_BYTES)))
+
+    figures |= in_rounds(rounds, repeats, turn, failed)
     click.echo(f"\n{title}: {case.model}, {case.prompt} + {case.count} tokens, batch {case.batch}\n")
     if case.batch > 1 or case.count == 1:
         show(case, figures)
@@ -259,7 +280,7 @@ def run_case(
     if text is not None:
         texts = windows(checkpoint.tokenizer.encode(corpus.split(text)[1]), model.config.block_size)
         for name in first:
-            if opened[name].get("rounded"):
+            if name not in failed and opened[name].get("rounded"):
                 figures[name]["loss"] = opened[name].loss(texts)
     needed = bytes_per_token(model, case)
     bandwidth = read_bandwidth(int(needed))
@@ -287,42 +308,63 @@ def verify(
     contenders: dict[str, Opened],
     ids: list[int],
     prompt: list[int],
+    failed: dict[str, str],
     part: str = "part4",
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
     """Each contender's figures before it is timed, and the seconds of one call of those that are right.
 
-    ids: tokens after which logits are compared. prompt: the start of the case's texts. part: that writes what
-    is expected.
+    ids: tokens after which logits are compared. prompt: the start of the case's texts. failed: gets the
+    reasons of those that raise an error. part: that writes what is expected.
     """
     exact = exact_logits(model, ids)
     (expected,) = Own(model, Contender("torch", part), 1).greedy_batch([prompt], case.count)
     figures: dict[str, dict[str, Any]] = {}
     seconds = {}
-    for name, opened in contenders.items():
+
+    def check(name: str, opened: Opened) -> None:
         error = float((torch.tensor(opened.call("logits", ids)[1]) - exact).abs().max())
         figures[name] = {"error": error, "agreement": "", "seconds": []}
         if not error <= opened.get("most_error"):
-            continue
+            return
         seconds[name], written = opened.call(*task(case, prompt))
         if case.count == 1:
-            continue
+            return
         figures[name]["agreement"] = f"{agreement(written, expected)} of {case.count}"
         if case.batch > 1:
             alone = agreement(written, opened.call("greedy_batch", [prompt], case.count)[1][0])
             if alone < case.count:
                 figures[name]["agreement"] += f", {alone} as when alone"
-    return figures, seconds
+
+    for name, opened in contenders.items():
+        attempt(failed, name, check, name, opened)
+    return figures, {name: each for name, each in seconds.items() if name not in failed}
+
+
+def in_rounds(
+    rounds: int, names: Iterable[str], turn: Callable[[str], None], failed: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Let contenders take turns; the figures of all that have failed, now or before."""
+    for _ in range(rounds):
+        for name in names:
+            if name not in failed:
+                attempt(failed, name, turn, name)
+    return {name: {"failed": reason, "seconds": []} for name, reason in failed.items()}
+
+
+def any_wrong(cases: dict[str, dict[str, dict[str, Any]]]) -> bool:
+    """Whether the check refused a contender in a case."""
+    return any("error" in each and not each["seconds"] for case in cases.values() for each in case.values())
 
 
 def show(case: Case, figures: dict[str, dict[str, Any]]) -> None:
     """Print the figures, after adding those that follow from the seconds of each round.
 
-    The figures are: error, the largest of its logits. agreement: how much of its greedy text is as expected.
-    seconds: of each round; empty if it was wrong. paces: the machine's speed beside them, if it was
-    sampled. quiet, all: how many rounds were quiet, and the median of all relative to theirs. loss: nats
-    a token, if it was measured. tokens_per_second, or ms where a case only reads a prompt: of the median
-    time in quiet rounds. relative: the time, as a multiple of the first contender's. spread: the
-    interquartile range, as a share of the median.
+    The figures are: failed, the reason if there are no others. error, the largest of its logits. agreement:
+    how much of its greedy text is as expected. seconds: of each round; empty if it was wrong. paces: the
+    machine's speed beside them, if it was sampled. quiet, all: how many rounds were quiet, and the median of
+    all relative to theirs. loss: nats a token, if it was measured. tokens_per_second, or ms where a case only
+    reads a prompt: of the median time in quiet rounds. relative: the time, as a multiple of the first
+    contender's. spread: the interquartile range, as a share of the median.
     """
     timed = {name: each for name, each in figures.items() if each["seconds"]}
     for each in timed.values():
@@ -348,6 +390,8 @@ def samples_of(figures: dict[str, Any]) -> Samples:
 
 def row(name: str, each: dict[str, Any], limit: dict[str, Any] | None) -> str:
     """A row of the table. limit: the figures of the memory limit."""
+    if "failed" in each:
+        return failed_row(name, each["failed"])
     if "relative" not in each:
         return f"{name} | wrong, so not timed | | | | | | {each['error']:.0e} | | "
     cells = [
@@ -423,7 +467,7 @@ def main(
             raise click.UsageError(str(error)) from None
         if save:
             saved.write(content | {"format": FORMAT, "rounds": rounds}, Path(save))
-        return
+        sys.exit(WRONG_EXIT_CODE if any_wrong(content["cases"]) else 0)
     cases = cases or ON_CPU
     text = corpus.read(file or corpus.INPUT) if file or corpus.INPUT.exists() else None
     on_cpu = [engine for engine in engines if engine in ON_DEVICE["cpu"]]
@@ -431,26 +475,23 @@ def main(
     native = [each for each in contenders if each.engine == "native"]
     contenders += [replace(each, weights=Precision(name)) for each in native for name in weights]
     contenders += [replace(each, kv_cache=CachePrecision.BF16) for each in native]
-    for peer in (name for name in peers if name in PEERS):
-        if all(map(find_spec, PEERS[peer].packages)):
-            contenders.append(Contender(peer))
-        else:
-            click.echo(f"{peer} is not installed")
+    contenders += [Contender(name) for name in peers if name in PEERS]
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     watch = Load()  # from here: the compilers are done
     peaks = [fma_peak()]
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for name in cases:
         with ExitStack() as stack:
-            ready = []
+            asked, failed = dict[str, Opened](), dict[str, str]()
             for each in contenders:
                 if each.engine == "UncachedPyTorch" and CASES[name].slow_without_cache and not slow:
                     click.echo(f"\n{name}: {each.name} is slow and left out; --slow includes it")
                     continue
                 if threads > 1:
                     process = stack.enter_context(OwnProcess(ctx=get_context("spawn")))
-                ready.append((process.open if threads > 1 else Opened)(each, name, threads))
-            results[name] = run_case(name, ready, rounds, watch, threads > 1, text)
+                asked[each.name] = (process.open if threads > 1 else Opened)(each, name, threads)
+            ready = open_all(asked, failed)
+            results[name] = run_case(name, ready, rounds, watch, threads > 1, text, failed)
     peaks.append(fma_peak())
     closing, busy = closing_text(watch, peaks, threads)
     if save:
@@ -464,8 +505,8 @@ def main(
         }
         saved.write(content, Path(save))
     click.echo(f"\n{closing}")
-    if busy:
-        sys.exit(BUSY_EXIT_CODE)
+    if busy or any_wrong(results):
+        sys.exit(BUSY_EXIT_CODE if busy else WRONG_EXIT_CODE)
 
 
 if __name__ == "__main__":

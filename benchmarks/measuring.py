@@ -1,8 +1,10 @@
-"""What the benchmarks share: texts, contenders that take turns, their spread, and tables in Markdown."""
+"""What the benchmarks share: texts, contenders that take turns or fail, their spread, Markdown tables."""
 
+import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from lab.timing import Samples
 
 Name = TypeVar("Name")
+Result = TypeVar("Result")
 
 
 def powers(most: int) -> str:
@@ -30,6 +33,7 @@ def write(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return list(texts.values())
 
 
+MOST_REASON = 200  # characters of why a contender failed
 QUIET = "quiet | all samples' time"  # the titles of quiet()
 
 
@@ -38,11 +42,52 @@ def quiet(samples: "Samples") -> str:
     return f"{samples.quiet} | {samples.disturbance:.2f}"
 
 
-def take_turns(contenders: Mapping[Name, Callable[[], float]], rounds: int) -> "dict[Name, Samples]":
-    """The seconds that each contender returns in each round; the contenders take turns."""
+def attempt(failed: dict[Any, str], name: object, call: Callable[..., Result], *given: Any) -> Result | None:
+    """What a contender's call gives. If it raises an error, None; `failed` then has the reason, in one line.
+
+    click's errors pass: that of a wrong result, or of a wrong option.
+    """
+    try:
+        return call(*given)
+    except click.ClickException:
+        raise
+    except Exception as error:  # packages raise types of their own
+        missing = isinstance(error, ModuleNotFoundError) and error.name
+        reason = " ".join(str(error).split("\n\n")[0].replace("|", "/").split()) or type(error).__name__
+        failed[name] = f"{missing} is not installed" if missing else f"failed: {reason[:MOST_REASON]}"
+        return None
+
+
+def take_turns(
+    contenders: Mapping[Name, Callable[[], float]], rounds: int, failed: dict[Any, str] | None = None
+) -> "dict[Name, Samples]":
+    """The seconds that each contender returns in each round; the contenders take turns.
+
+    failed: gets those that raise an error, which the result lacks; without it the error is raised.
+    """
     from lab import timing  # it imports torch, and benchmarks.start measures memory without it
 
-    return dict(zip(contenders, timing.take_turns([*contenders.values()], rounds)))
+    def turn(name: Name) -> float:
+        if failed is None:
+            return contenders[name]()
+        seconds = None if name in failed else attempt(failed, name, contenders[name])
+        return math.nan if seconds is None else seconds
+
+    found = dict(zip(contenders, timing.take_turns([partial(turn, name) for name in contenders], rounds)))
+    return {name: samples for name, samples in found.items() if name not in (failed or {})}
+
+
+def rows(cases: Iterable[tuple[object, ...]], row: Callable[..., str]) -> Iterator[str]:
+    """row(*case) for each case; if it raises an error, the case and the reason."""
+    for case in cases:
+        failed: dict[Any, str] = {}
+        made = attempt(failed, case, row, *case)
+        yield made if made is not None else failed_row(case, failed[case])
+
+
+def failed_row(name: object, reason: str) -> str:
+    """The row of a contender that failed. name: a tuple has a cell for each part."""
+    return " | ".join([*map(str, name if isinstance(name, tuple) else (name,)), reason])
 
 
 def spread(seconds: Sequence[float]) -> float:
@@ -56,9 +101,14 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def show_table(titles: str, rows: Iterable[str]) -> None:
-    """Print a table in Markdown, each row as soon as it is there. A line's cells have ' | ' between them."""
+def show_table(titles: str, rows: Iterable[str], failed: Mapping[Any, str] = {}) -> None:
+    """Print a table in Markdown, each row as soon as it is there. A line's cells have ' | ' between them.
+
+    failed: by contender, see attempt(); the last rows.
+    """
     click.echo(f"| {titles} |")
     click.echo("|---" * (titles.count("|") + 1) + "|")
     for row in rows:
         click.echo(f"| {row} |")
+    for name, reason in failed.items():
+        click.echo(f"| {failed_row(name, reason)} |")

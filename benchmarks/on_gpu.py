@@ -170,16 +170,20 @@ class Own(bench.Own):
         return np.concatenate(rows).T.tolist()
 
 
-def peer_of(contender: bench.Contender, case: bench.Case, dtype: str) -> Peer:
-    """A contender that is ready."""
-    model = load(case.model).model
-    if contender.part:
-        peer: Peer = Own(model, contender, case.batch)
-    else:
-        peer = PEERS[contender.engine](model, 1, DEVICE, DTYPES[dtype])
-        peer.name += f" {dtype}"
-    peer.most_error = MOST_ERROR[dtype]
-    return peer
+class Opened(bench.Opened):
+    """A contender on a GPU."""
+
+    def made(self, model: GPT) -> Peer:
+        contender, dtype = self._contender, self._contender.weights
+        if contender.part:
+            if contender.engine == "webgpu" and opened().adapter.is_cpu:
+                raise BuildError(f"{opened().adapter.name} is a CPU")
+            peer: Peer = Own(model, contender, self._case.batch)
+        else:
+            peer = PEERS[contender.engine](model, 1, DEVICE, DTYPES[dtype])
+            peer.name += f" {dtype}"
+        peer.most_error = MOST_ERROR[dtype]
+        return peer
 
 
 def limit(case: bench.Case, dtype: str, gpu: Gpu) -> tuple[float, str]:
@@ -209,51 +213,43 @@ def compare(
     click.echo(f"{on['name']}, PyTorch {torch.__version__}, CUDA {on['cuda']}")
     contenders = [bench.Contender(name, "part4") for name in engines if name in ON_DEVICE["cuda"]]
     if "webgpu" in engines:
-        try:
-            adapter = opened().adapter
-        except BuildError as error:
-            click.echo(f"webgpu is not compared: {error}")
-        else:
-            if adapter.is_cpu:
-                click.echo(f"webgpu is not compared: {adapter.name} is a CPU")
-            else:
-                contenders.append(bench.Contender("webgpu", "part4"))
-    for name in (name for name in PEERS if name in peers):
-        if all(map(find_spec, PEERS[name].packages)):
-            contenders.append(bench.Contender(name))
-        else:
-            click.echo(f"{name} is not installed")
+        contenders.append(bench.Contender("webgpu", "part4"))
+    contenders += [bench.Contender(name) for name in PEERS if name in peers]
     for package, name in NOT_HERE.items():
         click.echo(f"{name} is {'not compared' if find_spec(package) else 'not installed'}")
     found: dict[str, dict[str, Any]] = {}
     for title, dtype in itertools.product(cases, dtypes):
         case = bench.CASES[title]
         given = {"weights": Precision(dtype), "kv_cache": CachePrecision(dtype)}
-        ready = []
-        for each in contenders:
-            if each.engine == "webgpu" and dtype != "fp32":  # it has no other weights
-                continue
-            mine = replace(each, **given) if each.part else each  # type: ignore[arg-type]
-            ready.append(bench.Opened(mine, title, 1, peer_of(mine, case, dtype)))
+        torch.compiler.reset()  # a function is compiled for eight shapes and models at most
+        # webgpu has no other weights
+        asked = [replace(each, **given) for each in contenders if each.engine != "webgpu" or dtype == "fp32"]  # type: ignore[arg-type]
+        failed: dict[str, str] = {}
+        ready = bench.open_all({each.name: Opened(each, title, 1) for each in asked}, failed)
         model = load(case.model).model
         torch.manual_seed(0)
         ids = torch.randint(model.config.vocab_size, (max(100, case.prompt),)).tolist()
         prompt = ids if case.prompt > 1 else [0]
         by_name = {each.get("name"): each for each in ready}
-        figures, first = bench.verify(case, model, by_name, ids, prompt, "part0")
+        figures, first = bench.verify(case, model, by_name, ids, prompt, failed, "part0")
         repeats = {name: max(1, round(bench.LEAST_SECONDS / seconds)) for name, seconds in first.items()}
-        for name in repeats:  # the first call compiled and captured
+
+        def turn(name: str) -> None:
+            call = partial(by_name[name].call, *bench.task(case, prompt))
+            figures[name]["seconds"].append(sum(call()[0] for _ in range(repeats[name])) / repeats[name])
+
+        def warm_up(name: str) -> None:  # the first call compiled and captured
             by_name[name].call(*bench.task(case, prompt))
-        for _ in range(rounds):
-            for name, count in repeats.items():
-                call = partial(by_name[name].call, *bench.task(case, prompt))
-                figures[name]["seconds"].append(sum(call()[0] for _ in range(count)) / count)
+
+        bench.in_rounds(1, repeats, warm_up, failed)
+        figures |= bench.in_rounds(rounds, repeats, turn, failed)
         seconds, bound = limit(case, dtype, gpu)
         what = f"{case.prompt} + {case.count} tokens, batch {case.batch}"
         click.echo(f"\n{title}, {dtype}: {case.model}, {what}\n")
         bench.show(case, figures | {bench.MEMORY_LIMIT: {"seconds": [seconds]}})
         click.echo(f"\nLimit: {bound}")
         found[f"{title} {dtype}"] = figures
-        del ready, by_name
+        ready.clear()
+        by_name.clear()
         torch.cuda.empty_cache()
     return {"machine": describe() | {"gpu": on | {"bandwidths": gpu.bandwidths()}}, "cases": found}

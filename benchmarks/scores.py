@@ -13,7 +13,6 @@ our kernels exceeds --limit in any column.
 
 import statistics
 import sys
-from collections.abc import Iterator
 from functools import partial
 
 import click
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 
 from app.cli.options import Names
 from attention_ext import PARTS, SIMD, attention, extension, processor, reference
-from benchmarks.measuring import show_table
+from benchmarks.measuring import rows, show_table
 from lab.timing import Samples, in_turns
 
 SCALES = (1, 1.5, 2, 3, 4, 5, 6, 8)
@@ -77,18 +76,16 @@ def main(parts: tuple[str, ...], simds: tuple[str, ...], N: int, d: int, rounds:
     cases = [(s * q, s * k, v) for s in (*SCALES, DENORMAL)]
     slow = False
 
-    def rows() -> Iterator[str]:
+    def row(part: str, simd: str) -> str:
         nonlocal slow
-        for part in (*parts, "sdpa"):
-            ours = part != "sdpa" and PARTS[part].operator is not None
-            for simd in simds if ours else (None if part == "sdpa" else "auto",):
-                first, others = ratios(part, simd, cases, rounds)
-                slow = slow or ours and max(others) > limit
-                shown = " | ".join(f"{ratio:.2f}" for ratio in others)
-                yield f"{part} | {simd if ours else ''} | {1e3 * first:.3g} | {shown}"
+        first, others = ratios(part, None if part == "sdpa" else simd or "auto", cases, rounds)
+        slow = slow or bool(simd) and max(others) > limit
+        return f"{part} | {simd} | {1e3 * first:.3g} | {' | '.join(f'{ratio:.2f}' for ratio in others)}"
 
     click.echo(f"{processor.name()}, PyTorch {torch.__version__}, {extension.describe()}; N = {N}, d = {d}\n")
-    show_table(TITLES, rows())
+    compiled = [part for part in parts if PARTS[part].operator]
+    each = ((part, simd) for part in (*parts, "sdpa") for simd in (simds if part in compiled else ("",)))
+    show_table(TITLES, rows(each, row))
     sys.exit(1 if slow else 0)
 
 

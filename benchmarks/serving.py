@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving [-m shakes256] [--rounds 5] [--streams 32] [--core N] [--client-core N]
 
-llama-server takes part if it is in the PATH; scripts/build-llama-server.sh builds it. The servers and the
+llama-server must be in the PATH; scripts/build-llama-server.sh builds it. Without it, or if a server fails, a
+row says so. The servers and the
 engine are pinned to one core and take turns, round by round; the client has another. `usage` counts the
 tokens. A ratio is that of two medians, printed per second and per CPU second; on a shared machine the latter
 is more reliable.
@@ -14,12 +15,12 @@ import itertools
 import json
 import os
 import random
-import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import click
@@ -32,7 +33,7 @@ import torch  # noqa: E402
 
 from app.cli.options import option, whole  # noqa: E402
 from benchmarks import servers as processes  # noqa: E402
-from benchmarks.measuring import show_table, write  # noqa: E402
+from benchmarks.measuring import attempt, show_table, write  # noqa: E402
 from benchmarks.servers import LLAMA, OWN, PROMPT, Client, Process, start  # noqa: E402
 from generation.engine import open_engine  # noqa: E402
 from generation.sampling import Sampling  # noqa: E402
@@ -118,24 +119,34 @@ def compare(
     rounds: int,
     tokens: int,
     streaming: bool,
+    failed: dict[str, str],
 ) -> Iterator[str]:
-    """A row for each server: `count` texts at once, relative to the engine's batch of as many."""
+    """A row for each server: `count` texts at once, relative to the engine's batch of as many.
+
+    failed: servers that take no part, see attempt(); it gets more.
+    """
     each = EACH if count > 1 else 4 * EACH
     alone: list[dict] = []
     served: dict[str, list[dict]] = {name: [] for name in servers}
     for _ in range(rounds + 1):  # the first one warms up
         alone.append(own.ask(f"{count} {count * each} {tokens}"))
         for name, server in servers.items():
+            if name in failed:
+                continue
             before = server.cpu_seconds()
-            run = asyncio.run(ask(server.port, model, count, each, tokens, streaming))
-            served[name].append(run | {"cpu": server.cpu_seconds() - before})
+            asked = (server.port, model, count, each, tokens, streaming)
+            if run := attempt(failed, name, lambda: asyncio.run(ask(*asked))):
+                served[name].append(run | {"cpu": server.cpu_seconds() - before})
 
     def rate(runs: list[dict], by: str) -> float:
         return statistics.median(run["tokens"] / max(run[by], 1e-9) for run in runs[1:])
 
     for name, runs in served.items():
+        if name in failed:
+            continue
         over = [f"{rate(runs, by) / rate(alone, by):.0%}" for by in ("seconds", "cpu")]
-        faster = [rate(served[OWN], by) / rate(runs, by) for by in ("seconds", "cpu")]
+        ours = runs if OWN in failed else served[OWN]
+        faster = [rate(ours, by) / rate(runs, by) for by in ("seconds", "cpu")]
         client = statistics.median(run["client"] for run in runs[1:])
         yield (
             f"{name} | {count} | {rate(runs, 'seconds'):,.0f} | {' | '.join(over)} "
@@ -164,21 +175,27 @@ def main(
     os.sched_setaffinity(0, {client_core})
     name = processor.microarchitecture() or processor.name()
     click.echo(f"{name}; {model}, texts of {tokens} tokens, load average {os.getloadavg()[0]:.1f}")
-    contenders = [OWN, LLAMA] if shutil.which("llama-server") else [OWN]
     with contextlib.ExitStack() as ends, tempfile.TemporaryDirectory() as folder:
         own = Process([sys.executable, "-m", "benchmarks.serving", "--engine", "-m", model], core, "Ready")
         ends.callback(own.end)
-        servers = {}
-        for each in contenders:
-            servers[each] = server = start(each, model, streams, core, Path(folder))
-            ends.callback(server.end)
+        servers, failed = dict[str, Process](), dict[str, str]()
+        for each in (OWN, LLAMA):
+            if server := attempt(failed, each, start, each, model, streams, core, Path(folder)):
+                servers[each] = server
+                ends.callback(server.end)
         click.echo()
-        rows = (compare(own, servers, model, each, rounds, tokens, streaming) for each in (streams, 1))
+        asked = (rounds, tokens, streaming, failed)
+        rows = (compare(own, servers, model, each, *asked) for each in (streams, 1))
         titles = "server | at once | tokens/s | of the engine's | per CPU second | own is | client"
-        show_table(titles, itertools.chain.from_iterable(rows))
+        show_table(titles, itertools.chain.from_iterable(rows), failed)
         click.echo(f"\nFirst token with {OTHERS} others, prompt of {PROMPT_TOKENS}:")
         for name, server in servers.items():
-            found, client = asyncio.run(first_tokens(server.port, model, tokens))
+            probe = partial(first_tokens, server.port, model, tokens)
+            probed = attempt(failed, name, lambda: asyncio.run(probe()))
+            if probed is None:
+                click.echo(f"{name}: {failed[name]}")
+                continue
+            found, client = probed
             median, late = statistics.median(found), sorted(found)[int(0.99 * len(found)) - 1]
             click.echo(
                 f"{name}: median {1e3 * median:.1f} ms, 99th of {PROBES} {1e3 * late:.1f} ms, "

@@ -24,7 +24,7 @@ import click
 
 from app.cli import options
 from attention_ext import processor
-from benchmarks.measuring import show_table
+from benchmarks.measuring import attempt, show_table
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("--inference", "-m", "shakes256", "--num-samples", "1", "--max-new-tokens", "20")
@@ -54,7 +54,7 @@ class Start(NamedTuple):
 def start(name: str, *python: str) -> tuple[Start, str]:
     """A start of a command, and what it wrote to stderr, with a sign also to stdout.
 
-    python: Python's options. Raises ClickException.
+    python: Python's options. Raises RuntimeError with the last line that a command wrote, if it failed.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         words = [str(Path(folder, "texts")) if word == "OUT" else word for word in COMMANDS[name]]
@@ -77,7 +77,7 @@ def start(name: str, *python: str) -> tuple[Start, str]:
         errors.seek(0)
         said = errors.read() or shown.decode()
     if not more or process.returncode not in (0, 130) and name != "doctor":
-        raise click.ClickException(f"{name} failed: {said}")
+        raise RuntimeError(said.strip().rpartition("\n")[2])
     return Start(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024), said
 
 
@@ -96,19 +96,23 @@ def slowest_imports(name: str) -> str:
 def main(rounds: int, core: int) -> None:
     """Start each command repeatedly."""
     os.sched_setaffinity(0, {core})
-    for name in COMMANDS:
-        start(name)
     starts: dict[str, list[Start]] = {name: [] for name in COMMANDS}
-    for _ in range(rounds):
+    failed: dict[str, str] = {}
+    for number in range(1 + rounds):
         for name, measured in starts.items():
-            measured.append(start(name)[0])
+            if name not in failed and (done := attempt(failed, name, start, name)) and number:
+                measured.append(done[0])
     click.echo(f"{processor.name()}; one core, medians of {rounds} starts\n")
 
     def row(name: str) -> str:
         seconds, cpu_seconds, memory = map(statistics.median, zip(*starts[name]))
         return f"{name} | {seconds:.2f} | {cpu_seconds:.2f} | {memory:.0f} | {slowest_imports(name)}"
 
-    show_table("command | seconds | CPU seconds | MiB | slowest imports, ms", map(row, starts))
+    show_table(
+        "command | seconds | CPU seconds | MiB | slowest imports, ms",
+        map(row, [name for name in starts if name not in failed]),
+        failed,
+    )
 
 
 if __name__ == "__main__":

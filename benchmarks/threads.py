@@ -7,6 +7,7 @@ same. A figure is the median of the rounds. The memory limit of one text is the 
 threads together read a token's bytes, each repeatedly its own share, measured in the same run.
 """
 
+import itertools
 import statistics
 from functools import partial
 
@@ -16,7 +17,17 @@ import torch
 from app.cli import options
 from attention_ext import extension, processor
 from attention_ext.parts import CachePrecision, Precision
-from benchmarks.measuring import QUIET, percent, powers, quiet, show_table, spread, take_turns, write
+from benchmarks.measuring import (
+    QUIET,
+    attempt,
+    percent,
+    powers,
+    quiet,
+    show_table,
+    spread,
+    take_turns,
+    write,
+)
 from generation.engine import Engine, open_engine
 from generation.writer import Request
 from lab.machine import fma_peak, read_bandwidth
@@ -76,20 +87,25 @@ def main(
     """Print tokens per second by the numbers of texts and threads."""
     gpt = load(model).model
     length = gpt.config.block_size - 1
-    engines = {
-        (count, team): open_with(gpt, team, weights, kv_cache, count) for count in texts for team in threads
-    }
-    expected = texts_of(engines[max(texts), threads[0]], max(texts))
-    for (count, team), engine in engines.items():
-        if texts_of(engine, count) != expected[:count]:
-            raise click.ClickException(
-                f"{count} at a time, {team} threads: another text, so nothing is timed"
-            )
+    failed: dict[tuple[int, int], str] = {}
+    engines: dict[tuple[int, int], Engine] = {}
+    expected: list[list[int]] = []  # of the first of the most texts
+    for count, team in itertools.product(sorted(texts, reverse=True), threads):
+        engine = attempt(failed, (count, team), open_with, gpt, team, weights, kv_cache, count)
+        written = engine and attempt(failed, (count, team), texts_of, engine, count)
+        if engine and written:
+            expected = expected or written
+            if written != expected[:count]:
+                raise click.ClickException(
+                    f"{count} at a time, {team} threads: another text, so nothing is timed"
+                )
+            engines[count, team] = engine
     peaks = {team: [fma_peak(team)] for team in threads}
-    cases = {case: partial(mean_seconds, engine, case[0]) for case, engine in engines.items()}
-    seconds = take_turns(cases, rounds)
+    order = [case for case in itertools.product(texts, threads) if case in engines]
+    cases = {case: partial(mean_seconds, engines[case], case[0]) for case in order}
+    seconds = take_turns(cases, rounds, failed)
     steps = {case: times.median / length for case, times in seconds.items()}
-    first = next(iter(steps))
+    first = next(iter(steps), (0, 0))
     for team in threads:
         peaks[team].append(fma_peak(team))
 
@@ -108,7 +124,7 @@ def main(
         f"{extension.describe('auto')}, PyTorch {torch.__version__}; {model}, weights in {weights}, "
         f"cache in {kv_cache}, {length} tokens a text\n"
     )
-    show_table(TITLES, map(row, steps))
+    show_table(TITLES, map(row, steps), failed)
 
 
 if __name__ == "__main__":

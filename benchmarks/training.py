@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import click
@@ -27,7 +28,7 @@ import torch  # noqa: E402
 from app.cli.options import Numbers  # noqa: E402
 from attention_ext import extension  # noqa: E402
 from benchmarks.llm_c import LlmC  # noqa: E402
-from benchmarks.measuring import QUIET, quiet, show_table  # noqa: E402
+from benchmarks.measuring import QUIET, attempt, quiet, rows, show_table  # noqa: E402
 from lab import profile_training as training  # noqa: E402
 from lab.machine import Load, busy_text, fma_peak  # noqa: E402
 from lab.timing import in_turns  # noqa: E402
@@ -38,7 +39,7 @@ TITLES = (
 )
 
 
-def row(threads: int, block: int, batch: int, rounds: int, llm_c: Path | None) -> str:
+def row(threads: int, block: int, batch: int, rounds: int, llm_c: Path | None, failed: dict[str, str]) -> str:
     """A row of the table. Raises ClickException if a gradient differs, or llm.c's first loss."""
     torch.set_num_threads(threads)
     config = dataclasses.replace(training.SHAKES, block_size=block)
@@ -50,11 +51,11 @@ def row(threads: int, block: int, batch: int, rounds: int, llm_c: Path | None) -
         others: list[float] = []  # seconds of llm.c's steps
         if llm_c:
             windows = both[0].ids[: batch * block + 1].unfold(0, block + 1, block)  # (batch, block + 1)
-            program = LlmC(llm_c, Path(work), both[0].model, windows)
-            others += program.seconds(threads)
+            program = attempt(failed, "llm.c", LlmC, llm_c, Path(work), both[0].model, windows)
+            others += program and attempt(failed, "llm.c", program.seconds, threads) or []
         times = in_turns([each.step for each in both], rounds)
-        if llm_c:
-            others += program.seconds(threads)
+        if others and program:
+            others += attempt(failed, "llm.c", program.seconds, threads) or []
     pytorchs, native = (samples.median for samples in times)
     rate, peak = training.operations(config, batch) / native, fma_peak(threads)
     third = (
@@ -89,7 +90,8 @@ def main(
     load = Load()
     cases = itertools.product(threads, blocks, batches)
     titles = TITLES + " | llm.c, ms | llm.c / native" * bool(llm_c)
-    show_table(titles, (row(*case, rounds, llm_c) for case in cases))
+    failed: dict[str, str] = {}
+    show_table(titles, rows(cases, partial(row, rounds=rounds, llm_c=llm_c, failed=failed)), failed)
     for line in busy_text(load.others(), max(threads)):
         click.echo(f"\n{line}")
 

@@ -87,7 +87,8 @@ def main(model: str, weights: str, march: str, core: int, rounds: int, visits: i
         if any(by_page(seed)[1] != own(seed)[1] for seed in range(TEXTS)):
             raise click.ClickException("the page writes another text, so nothing is timed")
         contenders = {"page": partial(mean_seconds, by_page), native: partial(mean_seconds, own)}
-        seconds = take_turns(contenders, rounds)
+        failed: dict[str, str] = {}
+        seconds = take_turns(contenders, rounds, failed)
         page.end()
         server.shutdown()
     browser = f"{facts['browser']}, {facts['build']} build"
@@ -97,9 +98,10 @@ def main(model: str, weights: str, march: str, core: int, rounds: int, visits: i
         f"engine | tokens/s | spread | of the native engine | {QUIET}",
         (
             f"{name} | {count / median:,.0f} | {percent(spread(seconds[name].counted))} "
-            f"| {percent(medians[native] / median)} | {quiet(seconds[name])}"
+            f"| {percent(medians[native] / median) if native in medians else ''} | {quiet(seconds[name])}"
             for name, median in medians.items()
         ),
+        failed,
     )
     click.echo()
     titles = "a first visit's line | bytes | the line alone | until text shows"

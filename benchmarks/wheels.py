@@ -11,13 +11,14 @@ import runpy
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
 from app.cli import options
 from attention_ext import processor
 from attention_ext.build import prebuilt
-from benchmarks.measuring import QUIET, percent, quiet, show_table, spread, take_turns, write
+from benchmarks.measuring import QUIET, attempt, percent, quiet, show_table, spread, take_turns, write
 from generation import native
 from generation.engine import Engine, open_engine
 from generation.writer import Request
@@ -30,8 +31,8 @@ PLATFORM = f"manylinux_2_17_{platform.machine()}"
 TEXTS = {"one text": 1, "32 texts": 32}
 
 
-def engines(weights: str) -> dict[str, Engine]:
-    """An engine over each library, by the kind of processor that it is compiled for."""
+def engines(weights: str, failed: dict[str, str]) -> dict[str, Engine]:
+    """An engine over each library, by the kind of processor it is compiled for. failed: see attempt()."""
     make = runpy.run_path(str(ROOT / "scripts" / "make-wheels.py"))
     target, machine = make["PLATFORMS"][PLATFORM]
     opened, checkpoint = {}, load("shakes256")
@@ -43,11 +44,15 @@ def engines(weights: str) -> dict[str, Engine]:
                     continue
                 prebuilt.FOLDER, prebuilt.LEVELS[machine] = Path(folder), {level: set()}
                 Path(folder, prebuilt.SUMS).unlink(missing_ok=True)
-                make["compile_for"](target, level, Path(folder, f"decoder-{level}.so"))
+                library = Path(folder, f"decoder-{level}.so")
+                attempt(failed, level, make["compile_for"], target, level, library)
+                if level in failed:
+                    continue
                 make["write_sums"](Path(folder))
             native.library.cache_clear()
-            slots = max(TEXTS.values())
-            opened[level] = open_engine(checkpoint, weights=weights, slots=slots, threads=1, draft="off")
+            asked: dict[str, Any] = {"slots": max(TEXTS.values()), "threads": 1, "draft": "off"}
+            if engine := attempt(failed, level, partial(open_engine, checkpoint, weights=weights, **asked)):
+                opened[level] = engine
     return opened
 
 
@@ -62,7 +67,10 @@ def texts_of(engine: Engine, count: int) -> list[list[int]]:
 @options.whole("--rounds", "Rounds of each.", least=2, default=9)
 def main(weights: str, rounds: int) -> None:
     """Print tokens per second by the kind of processor."""
-    opened = engines(weights)
+    failed: dict[str, str] = {}
+    opened = engines(weights, failed)
+    if HERE in failed:
+        raise click.ClickException(f"{HERE}: {failed[HERE]}")
     for name, engine in opened.items():
         if texts_of(engine, 2) != texts_of(opened[HERE], 2):
             raise click.ClickException(f"{name} writes another text, so nothing is timed")
@@ -71,14 +79,14 @@ def main(weights: str, rounds: int) -> None:
     def rows():
         for title, count in TEXTS.items():
             calls = {name: partial(seconds_of, partial(texts_of, e, count)) for name, e in opened.items()}
-            seconds = take_turns(calls, rounds)
+            seconds = take_turns(calls, rounds, failed)
             tokens, own = count * (opened[HERE].config.block_size - 1), seconds[HERE].median
             for name, times in seconds.items():
                 median = times.median
                 cells = f"{tokens / median:,.0f} | {percent(spread(times.counted))} | {own / median:.2f}"
                 yield f"{title} | {name} | {cells} | {quiet(times)}"
 
-    show_table(f"texts | compiled for | tokens/s | spread | of this processor's | {QUIET}", rows())
+    show_table(f"texts | compiled for | tokens/s | spread | of this processor's | {QUIET}", rows(), failed)
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     """Time CONTENDERS over a sweep: part0 to part4, sdpa (PyTorch's), onnx (ONNX Runtime's).
 
     Lists are 32,64 and ranges 1:9+2 or 256:4096*2. Each result is checked against float64 before it is
-    timed. The contenders of a case are timed in turn. The default CONTENDERS are sdpa and all
-    parts that take the dtype.
+    timed, and the exit code is 1 if one is wrong. A contender that fails is skipped, with the reason. The
+    contenders of a case are timed in turn. The default CONTENDERS are sdpa and all parts that take the dtype.
 
     With --device cuda they are part0, part4 (its fastest kernel), kernel1 and the other kernels
     (kernel2-unpadded, ...), numba-spilled, numba-registers, sdpa-math, sdpa-efficient, sdpa-flash, sdpa-cudnn
@@ -159,7 +159,8 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
         notice(f"wrote {file}")
     if stopped:
         raise KeyboardInterrupt
-    return not (slower and asked["fail_on_regression"])
+    wrong = not old and any(result.status == "wrong" for result in run.results)
+    return not wrong and not (slower and asked["fail_on_regression"])
 
 
 def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: bool) -> tuple["Run", bool]:

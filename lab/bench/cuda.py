@@ -31,6 +31,7 @@ from lab.bench.measure import (
     compared,
     exact_output,
     inputs,
+    skipping,
     verify,
     whole_rounds,
 )
@@ -131,21 +132,22 @@ class GpuBench:
         with whole_rounds([result for result, *_ in running]):
             for _ in range(self.done.rounds):
                 for result, call, once, launching in running:
+                    if result.status != "ok":
+                        continue
                     start = time.perf_counter()
-                    result.seconds.append(self._time(call, once, launching, result.cell.l2 == "cold"))
-                    result.paces.append(1.0)
+                    with skipping(result):
+                        result.seconds.append(self._time(call, once, launching, result.cell.l2 == "cold"))
+                        result.paces.append(1.0)
                     yield result.cell, time.perf_counter() - start
 
     def _verify(self, cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> Verified:
-        try:
+        result, timed = Result(cell), None
+        with skipping(result):
             call = contenders()[cell.contender].prepare(cell, q, k, v)
             out, memory = self.gpu.allocated(call)
             result = compared(cell, out, memory, exact)
-        except torch.OutOfMemoryError:
-            return Result(cell, "skipped", "needs more memory than the GPU has free"), None
-        except (BuildError, ValueError, TypeError) as error:
-            return Result(cell, "skipped", str(error)), None
-        return result, (call, *self.gpu.once(call)) if result.status == "ok" else None
+            timed = (call, *self.gpu.once(call)) if result.status == "ok" else None
+        return result, timed
 
     def _time(self, call: Call, once: float, launching: float, cold: bool) -> float:
         """Seconds of the median call of a round."""

@@ -23,7 +23,7 @@ from attention_ext import PARTS, extension, processor, reference
 from attention_ext.parts import Dtype
 from lab import machine
 from lab.bench.cases import Cell, check_memory
-from lab.bench.contenders import Call, contenders
+from lab.bench.contenders import Call, contenders, first_line
 from lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
 from lab.correctness import allocated
 from lab.costs import block_of, scratch
@@ -137,7 +137,8 @@ class Bench:
             self.done.results.append(result)
             if call:
                 result.traffic = traffic(cell, self.done.cache)
-                right.append((result, seconds_of(call)))
+                with skipping(result):
+                    right.append((result, seconds_of(call)))
             yield cell, time.perf_counter() - start
         return right
 
@@ -172,39 +173,55 @@ class Bench:
         running: list[tuple[Result, Call, bool, list[int]]] = []
         faulting = set()  # cells that get new pages in every call
         for result, once in group:
-            call = contenders()[result.cell.contender].prepare(result.cell, q, k, v)
             repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / once))
             bursts = spread(repeats, max(1, round(repeats * once / BURST_SECONDS)))
-            running.append((result, call, once < SHORT_CALL_SECONDS, bursts))
+            with skipping(result):
+                call = contenders()[result.cell.contender].prepare(result.cell, q, k, v)
+                running.append((result, call, once < SHORT_CALL_SECONDS, bursts))
         with whole_rounds([result for result, _ in group]):
             for _ in range(rounds):
                 for result, call, short, bursts in running:
-                    if short:
-                        call()
+                    if result.status != "ok":
+                        continue
                     spent = 0.0
-                    for _ in range(1 if result.cell in faulting else MOST_TRIES):
-                        timed = time_round(call, bursts, self._pace)
-                        spent += timed.spent
-                        # The allocator chose memory that is new in this pass; its pages stay from now on.
-                        if timed.pages * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * timed.spent:
-                            break
-                    else:
-                        faulting.add(result.cell)
-                    result.seconds.append(timed.seconds)
-                    result.every.append(timed.every)
-                    result.paces.append(timed.pace)
+                    with skipping(result):
+                        if short:
+                            call()
+                        for _ in range(1 if result.cell in faulting else MOST_TRIES):
+                            timed = time_round(call, bursts, self._pace)
+                            spent += timed.spent
+                            # The allocator chose memory that is new in this pass; its pages stay from now on.
+                            if timed.pages * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * timed.spent:
+                                break
+                        else:
+                            faulting.add(result.cell)
+                        result.seconds.append(timed.seconds)
+                        result.every.append(timed.every)
+                        result.paces.append(timed.pace)
                     yield result.cell, spent
 
 
 @contextmanager
+def skipping(result: Result) -> Iterator[None]:
+    """Skip a contender that raises an error, with the reason."""
+    try:
+        yield
+    except Exception as error:  # packages raise types of their own
+        full = "needs more memory than the GPU has free"
+        result.note = full if isinstance(error, torch.OutOfMemoryError) else first_line(error)
+        result.status, result.seconds, result.every, result.paces = "skipped", [], [], []
+
+
+@contextmanager
 def whole_rounds(results: Sequence[Result]) -> Iterator[None]:
-    """Add rounds to results; after an interrupted one all keep the same number of them."""
+    """Add rounds to results; after an interrupted one all that are right keep the same number of them."""
     before = [len(result.seconds) for result in results]
     try:
         yield
     finally:
-        fewest = min((len(result.paces) - had for result, had in zip(results, before)), default=0)
-        for result, had in zip(results, before):
+        both = [(result, had) for result, had in zip(results, before) if result.status == "ok"]
+        fewest = min((len(result.paces) - had for result, had in both), default=0)
+        for result, had in both:
             for kept in (result.seconds, result.every, result.paces):
                 del kept[had + fewest :]
 
@@ -246,8 +263,13 @@ def verify(cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> tuple[
             machine.check_memory("its matrices", scratch(cell.contender, cell.case(), cell.simd))
         except ValueError as error:
             return Result(cell, "skipped", str(error)), None
-    call = contenders()[cell.contender].prepare(cell, q, k, v)
-    result = compared(cell, *allocated(call), exact)
+    result = Result(cell)
+    with skipping(result):
+        call = contenders()[cell.contender].prepare(cell, q, k, v)
+        out = allocated(call)
+    if result.status != "ok":
+        return result, None
+    result = compared(cell, *out, exact)
     return result, call if result.status == "ok" else None
 
 

@@ -8,6 +8,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch
+from click import ClickException
 from click.testing import CliRunner
 from support import FakeGpu
 
@@ -15,7 +16,7 @@ from attention_ext import processor
 from attention_ext.parts import BuildError
 from attention_ext.webgpu.gpu import Adapter, opened
 from benchmarks import generation as bench
-from benchmarks import on_gpu
+from benchmarks import measuring, on_gpu
 
 CASES = {
     "short": bench.Case("shakes128", 1, 1, 4),
@@ -110,11 +111,77 @@ def test_what_is_wrong_is_not_timed(run):
 
     wrong = {"A": Fake("wrong", 0.005, fail), "B": Fake("NaN", float("nan"), fail)}
     code, output = run("--cases", "short", **wrong)
-    assert code == 0
+    assert code == bench.WRONG_EXIT_CODE
     table = rows(output)
     assert table["wrong"] == ["wrong, so not timed", "", "", "", "", "", "5e-03", "", ""]
     assert table["NaN"][0] == "wrong, so not timed"
     assert float(table["torch part4"][3]) == 1
+
+
+class Failing(Fake):
+    """A contender that fails at its call with this number, of all from 0 on, its set-up included."""
+
+    def __init__(self, at, error):
+        super().__init__(f"fails at {at}")
+        self.left, self.error = at, error
+
+    def _count(self):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+
+    def __call__(self, *arguments):
+        self._count()
+        return super().__call__(*arguments[:2])
+
+    def logits(self, ids):
+        self._count()
+        return super().logits(ids)
+
+    def greedy_batch(self, prompts, count):
+        self._count()
+        return super().greedy_batch(prompts, count)
+
+
+def test_a_contender_that_fails_is_a_row(run):
+    """At its set-up, its check, its first text, and while it is timed."""
+    missing = ModuleNotFoundError("No module named 'nowhere.x'", name="nowhere")
+    errors = [
+        missing,
+        RuntimeError("a | b\nsecond\n\nthird"),
+        AssertionError(),
+        torch.OutOfMemoryError("full"),
+    ]
+    failing = {f"P{at}": Failing(at, error) for at, error in enumerate(errors)}
+    code, output = run("--cases", "short", **failing)
+    assert code == 0, output
+    table = rows(output)
+    reasons = ["nowhere is not installed", "failed: a / b second", "failed: AssertionError", "failed: full"]
+    for at, reason in enumerate(reasons):
+        assert table["P0" if at == 0 else f"fails at {at}"] == [reason]
+    assert float(table["torch part4"][5]) == 1
+    assert run("--cases", "short", A=Failing(0, missing), B=Fake("wrong", 0.005))[0] == bench.WRONG_EXIT_CODE
+
+
+def test_what_fails_in_other_benchmarks_is_a_row(capsys):
+    def row(case):
+        return f"{case} | {1 / case:g}"
+
+    def raises(error=ValueError("no")):
+        raise error
+
+    failed = {}
+    samples = measuring.take_turns({"right": lambda: 2.0, ("wrong", 1): raises}, 3, failed)
+    assert list(samples) == ["right"] and samples["right"].seconds == [2.0] * 3
+    late = (made for made in measuring.rows(((2,), (0,), (4,)), row) if failed.setdefault("late", "too"))
+    measuring.show_table("case | figure", late, failed)
+    table = rows(capsys.readouterr().out)
+    assert table == {
+        "case": ["figure"], "2": ["0.5"], "0": ["failed: division by zero"], "4": ["0.25"],
+        "wrong": ["1", "failed: no"], "late": ["too"],
+    }  # fmt: skip
+    with pytest.raises(ClickException, match="wrong result"):
+        measuring.attempt({}, "", raises, ClickException("wrong result"))
 
 
 def test_save_alone_keeps_the_figures_by_processor(run, results, monkeypatch):
@@ -146,12 +213,19 @@ def test_a_contender_in_a_process_of_its_own(extension, threads):
     contender = bench.Contender("torch", "part4")
     with bench.OwnProcess(ctx=get_context("spawn")) as process:
         apart = process.open(contender, "batch1", 2)
+        apart.open()
         name, (seconds, text), (_, logits) = (
             apart.get("name"),
             apart.call("greedy_batch", [ids], 6),
             apart.call("logits", ids),
         )
+        lacking = process.open(bench.Contender("nowhere"), "batch1", 2)
+        failed = {}
+        assert bench.open_all({"nowhere": lacking}, failed) == [] and failed == {
+            "nowhere": "failed: 'nowhere'"
+        }
     here = bench.Opened(contender, "batch1", 1)
+    here.open()
     assert name == "torch part4" and seconds > 0 and text == here.call("greedy_batch", [ids], 6)[1]
     torch.testing.assert_close(torch.tensor(logits), torch.tensor(here.call("logits", ids)[1]))
 
@@ -171,14 +245,17 @@ def test_a_gpus_contenders(monkeypatch, capsys):
     monkeypatch.setattr(bench, "LEAST_SECONDS", 0.0)
     for name, case in CASES.items():
         monkeypatch.setitem(bench.CASES, name, case)
-    peers, engines = ("CachedPyTorch", "GraphPyTorch"), ("native", "torch", "webgpu")
+    monkeypatch.setitem(on_gpu.PEERS, "Failing", Failing(0, ValueError("no")))
+    peers, engines = ("CachedPyTorch", "GraphPyTorch", "Failing"), ("native", "torch", "webgpu")
     if has_adapter():
         monkeypatch.setattr(Adapter, "is_cpu", False)
     content = on_gpu.compare(("pair", "read"), engines, ("fp32", "bf16"), peers, 2)
     out = capsys.readouterr().out
-    assert ("webgpu is not compared" in out) != has_adapter()
+    assert (
+        "webgpu part4 | failed: " in out
+    ) != has_adapter() and "| Failing bf16 kv-bf16 | failed: no |" in out
     assert "Fake GPU" in out and "vLLM is not installed" in out and "a step moves" in out
     for title, figures in content["cases"].items():
-        assert len(figures) == 3 + (has_adapter() and "fp32" in title) and "wrong" not in out, out
+        assert len(figures) == 4 + ("fp32" in title) and "wrong" not in out, out
         if title == "pair fp32":
-            assert {each["agreement"] for each in figures.values()} == {"4 of 4"}
+            assert {each["agreement"] for each in figures.values() if "agreement" in each} == {"4 of 4"}

@@ -53,8 +53,25 @@ def test_what_is_wrong_is_shown_and_not_timed(run, monkeypatch):
     part0, part4 = json.loads(done.stdout)["rows"]
     assert part0["status"] == "ok" and part4["status"] == "wrong" and part4["ms"] is None
     assert part4["error"] == pytest.approx(0.01, rel=1e-3)
-    assert part4["note"].startswith("at (0, 1, 2, 3): expected ")
+    assert part4["note"].startswith("at (0, 1, 2, 3): expected ") and done.returncode == 1
     assert "| part4 | wrong: at (0, 1, 2, 3): expected" in run("part0,part4", *SMALL).stdout
+
+
+def test_a_contender_that_fails_is_skipped(run, monkeypatch, rows):
+    """At its check, and while it is timed."""
+    right, calls = contenders.attention, []
+
+    def fails(part, *tensors, **options):
+        calls.append(part)
+        if part == "part4" and calls.count(part) > allowed:
+            raise OSError("no more\nof it")
+        return right(part, *tensors, **options)
+
+    monkeypatch.setattr(contenders, "attention", fails)
+    for allowed in (0, 1, 5):
+        calls.clear()
+        part0, part4 = rows(run("part0,part4", *SMALL))
+        assert part4["ms"] == "skipped: no more" and float(part0["ms"]) > 0, allowed
 
 
 def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(run, monkeypatch, rows):
