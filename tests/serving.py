@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -101,6 +103,16 @@ def until(holds) -> None:
     while not holds():
         assert time.monotonic() < end, "it hangs"
         time.sleep(0.002)
+
+
+def port_of(child: subprocess.Popen) -> int:
+    """The port of a server's process, once it is ready. Fails with what it said if it ends before."""
+    said = ""
+    for line in child.stderr or ():
+        said += line
+        if line.startswith("Ready") and (port := re.search(r"http://127\.0\.0\.1:(\d+)$", said, re.M)):
+            return int(port[1])
+    raise AssertionError(said)
 
 
 @contextmanager

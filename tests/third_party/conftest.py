@@ -6,13 +6,13 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from serving import port_of
 from support import ROOT
 
 MODEL, KEY = "shakes128", "a-key"
@@ -24,12 +24,8 @@ def serving(*arguments: str) -> Iterator[int]:
     """A server's process; gives its port."""
     command = [sys.executable, str(ROOT / "gpt.py"), "serve", "-m", MODEL, "--port", "0", "--threads", "1"]
     child = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
-    assert child.stderr
     try:
-        said = child.stderr.readline()
-        port = re.search(r":(\d+)$", said, re.M)
-        assert port and "Ready" in child.stderr.readline(), said + child.stderr.read()
-        yield int(port[1])
+        yield port_of(child)
     finally:
         child.terminate()
         said = child.communicate(timeout=600)[1]

@@ -10,7 +10,7 @@ import sys
 import threading
 
 import pytest
-from serving import MODEL, WAIT_SECONDS, Client, raw, until
+from serving import MODEL, WAIT_SECONDS, Client, port_of, raw, until
 from support import ROOT
 
 from model.checkpoint import shipped
@@ -24,11 +24,7 @@ def start(process, extension):
 
     def run(*arguments) -> tuple[subprocess.Popen, Client]:
         child = process("serve", "-m", MODEL, "--port", 0, *arguments)
-        said = child.stderr.readline()
-        port = re.search(r"http://127\.0\.0\.1:(\d+)$", said, re.M)
-        assert port, said + child.stderr.read()
-        assert "Ready" in child.stderr.readline()
-        return child, Client(int(port[1]))
+        return child, Client(port_of(child))
 
     return run
 
