@@ -13,7 +13,6 @@ speech ends at a blank line, the default of `stop`:
 
 import codecs
 import json
-import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -320,7 +319,8 @@ class Message(idle(**IDLE_IN_MESSAGES)):  # type: ignore[misc]
     def speech(self, tokenizer: Tokenizer) -> str:
         """The speaker and the text."""
         parts = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return speaker_line(self.name, self.role.upper(), tokenizer) + parts + spelled("\n\n", tokenizer)
+        text = tokenizer.normal(parts)  # alone: its last \r does not belong to the line end behind it
+        return speaker_line(self.name, self.role.upper(), tokenizer) + text + spelled("\n\n", tokenizer)
 
 
 class ChatBody(Body):
@@ -348,7 +348,8 @@ class ChatBody(Body):
         """
         named = (m.name for m in reversed(self.messages) if m.role == "assistant" and m.name)
         speeches = "".join(message.speech(tokenizer) for message in self.messages)
-        return speeches + speaker_line(self.speaker or next(named, None), SPEAKER, tokenizer)
+        line = speaker_line(self.speaker or next(named, None), SPEAKER, tokenizer)
+        return tokenizer.normal(speeches + line)
 
     def limit(self, block_size: int) -> tuple[str, int]:
         """The most tokens of a text, after the name of their field. Raises ApiError."""
@@ -404,7 +405,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 MUST_BE = {
     "prompt": "must be a text, a list of texts, a list of token ids, or a list of lists of token ids",
     "stop": "must be a text of 1 to 256 characters, or a list of at most four of them",
-    "content": "must be a text, or a list of parts of the type 'text'",
+    "content": "must be a text, or a list of parts of the type 'text' with a text and nothing else",
 }
 
 
@@ -428,7 +429,7 @@ def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
     name, message, value = path(first["loc"]), first["msg"], first.get("input")
     union = next((str(part) for part in first["loc"] if part in MUST_BE), None)
     match first["type"]:
-        case _ if not name:
+        case _ if not first["loc"]:
             raise ApiError(400, "The body must be a JSON object.")
         case "extra_forbidden":
             raise ApiError(400, f"Unsupported parameter: {name!r}.", name, "unsupported_parameter")
@@ -444,12 +445,7 @@ def path(loc: tuple[int | str, ...]) -> str:
     """The path to a field, such as messages[0].content, without pydantic's names for a union's types."""
     shown = ""
     for part in loc:
-        if isinstance(part, int):
-            shown += f"[{part}]"
-        elif re.fullmatch(r"[a-z_]+|[0-9]+", part) and part not in ("str", "int", "float"):
-            shown += f".{part}" if shown else part
-        elif not shown:  # an unknown field of any name
-            shown = part
+        shown += f"[{part}]" if isinstance(part, int) else f".{part}" if shown else part
         if part in MUST_BE:
             break
-    return shown
+    return shown.removesuffix(".[key]")  # pydantic's for a key of logit_bias

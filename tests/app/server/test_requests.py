@@ -74,7 +74,7 @@ CHAT = COMMON | {
     "logprobs": ([True, False, None], [0, 1, "true"]),
     "speaker": (["ROMEO", None], ["", 1, "a" * 65]),
 }
-UNSUPPORTED = [*"audio moderation prediction web_search_options temperatur Ä __class__".split(), "a b"]
+UNSUPPORTED = [*"audio moderation prediction web_search_options temperatur Ä __class__".split(), "a b", ""]
 
 
 def asked(kind, **fields) -> tuple[Body, list[Request]]:
@@ -155,7 +155,7 @@ def test_options_of_streams():
     assert refused(CompletionBody, model="m", prompt="a", stream_options={}).param == "stream_options"
     for wrong in (
         *({"interval_ms": -1}, {"interval_ms": 1.5}, {"include_usage": 1}, {"x": 1}),
-        {"include_obfuscation": True},
+        *({"include_obfuscation": True}, {"includeUsage": True}),
     ):
         (name,) = wrong
         error = refused(CompletionBody, model="m", prompt="a", stream=True, stream_options=wrong)
@@ -177,7 +177,7 @@ def test_messages():
         ([{"role": "assistant", "content": "a", "refusal": "No"}], "messages[0].refusal"),
         ([{"role": "assistant", "content": "a", "audio": {"id": "a"}}], "messages[0].audio"),
         ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
-        ([{"role": "user", "content": "a", "contents": "a"}], "messages[0].contents"),
+        *(([MESSAGES[0] | {x: "a"}], f"messages[0].{x}") for x in ("contents", "toolCalls", "str", "é 1")),
         ([{"role": "user", "content": "a#b"}], "messages"),
     ):
         assert refused(ChatBody, model="m", messages=wrong).param == param, wrong
@@ -240,6 +240,13 @@ def test_a_chat_is_a_play():
         ({"messages": messages}, expected + "JULIET:\n"),
         ({"messages": messages, "speaker": "A"}, expected + "A:\n"),
         ({"messages": MESSAGES}, "USER:\na\n\nASSISTANT:\n"),
+        *(
+            (
+                {"messages": [{"role": "user", "content": text}], "speaker": "\ufeffA"},
+                f"USER:\n{same}\n\nA:\n",
+            )
+            for text, same in (("\ufeffa\r\nb\r", "a\nb\n"), ("\ufeff", ""), ("\r\n", "\n"))
+        ),
     ):
         assert asked(ChatBody, model="m", **more)[0].play(CHECKPOINT.tokenizer) == play
 
