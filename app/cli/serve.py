@@ -77,8 +77,8 @@ def paths_by_name(models: Iterable[str]) -> dict[str, str]:
         name, equals, path = given.partition("=")
         if not equals or Path(given).exists():
             name = path = given
-        if not (name and path):
-            raise ValueError(f"--model is {given!r}; it must be a model or NAME=PATH")
+        if not (name and path and name.isprintable()):
+            raise ValueError(f"--model is {given!r}; it must be [NAME=]PATH in printable characters")
         if name in paths:
             raise ValueError(f"--model is {given!r}; {name} is the name of {paths[name]} already")
         paths[name] = path
@@ -118,7 +118,7 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
     for option, keys in (("--api-key", api_keys), (f"--api-key-file {api_key_file}", found)):
         if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):
             raise ValueError(f"{option}: keys must be of printable ASCII characters, without spaces around")
-    host = host.strip("[]").lower()
+    host = host.strip("[].").lower()
     if not (is_loopback(host) or api_keys or found or insecure):
         raise ValueError(
             f"--host {host} can be reached by others; give --api-key or --api-key-file, or --insecure"

@@ -6,6 +6,7 @@ Plain ASGI: the queue of Starlette's BaseHTTPMiddleware has no bound.
 import hmac
 import ipaddress
 import re
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,18 +28,20 @@ def is_loopback(host: str) -> bool:
     """Whether only programs on this machine reach a host."""
     if host == LOCALHOST:
         return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    with suppress(ValueError):
+        address = ipaddress.IPv6Address(host)
+        return (address.ipv4_mapped or address).is_loopback
+    with suppress(OSError):
+        return socket.inet_aton(host)[0] == 127  # also of 127.1
+    return False
 
 
 def host_of(header: str) -> str:
-    """A Host header without its port, in lower case; an IPv6 address without its brackets."""
+    """A Host header without its port and last dot, in lower case; an IPv6 address without its brackets."""
     header = header.strip().lower()
     if header.startswith("["):
         return header[1:].partition("]")[0]
-    return header.partition(":")[0]
+    return header.partition(":")[0].removesuffix(".")
 
 
 def check_origin(origin: str) -> None:
@@ -83,7 +86,7 @@ def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send],
         )
     if "*" not in settings.hosts:
         hosts = (settings.host, *settings.hosts)
-        app = checked(app, partial(host_refusal, frozenset(host.strip("[]").lower() for host in hosts)))
+        app = checked(app, partial(host_refusal, frozenset(host.strip("[].").lower() for host in hosts)))
     return app
 
 
@@ -91,6 +94,8 @@ def host_refusal(hosts: frozenset[str], scope: Scope) -> ApiError | None:
     """The refusal of another host name, as that of another site's page after DNS rebinding."""
     given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     if len(given) == 1 and ((host := host_of(given[0])) in hosts or is_loopback(host)):
+        return None
+    if not given and scope["http_version"] != "1.1":  # no browser: HTTP/1.0 needs no Host
         return None
     shown = ascii(given[0][:100]) if given else "missing"
     message = f"The Host header is {shown}; the server must be started with --allow-host to admit it."

@@ -93,7 +93,7 @@ def test_what_it_refuses_to_start_with(failed, tmp_path):
     assert "No such file" in failed("serve", "--api-key-file", tmp_path / "none")
     (tmp_path / "keys").write_text("é", encoding="utf-8")
     assert "--api-key-file " in failed("serve", "--api-key-file", tmp_path / "keys")
-    for models in (("=a",), ("a=",), ("",), ("a=b", "a=c"), (f"{MODEL}=a", MODEL)):
+    for models in (("=a",), ("a=",), ("",), ("a\nb=c",), ("a=b", "a=c"), (f"{MODEL}=a", MODEL)):
         each = [word for model in models for word in ("-m", model)]
         assert f"--model is {models[-1]!r};" in failed("serve", *each)
     assert "--grace" in failed("serve", "--grace", "nan")

@@ -24,12 +24,15 @@ def test_hosts():
         ("LOCALHOST:80", "localhost"),
         ("[::1]:8000", "::1"),
         ("[::1]", "::1"),
+        ("Localhost.:80", "localhost"),
         ("a.example:1", "a.example"),
         ("", ""),
     ):
         assert host_of(header) == host
-    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.9.9.9", "::1")))
-    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+    for host in "localhost 127.0.0.1 127.9.9.9 127.1 ::1 ::ffff:127.0.0.1 ::ffff:7f00:1".split():
+        assert is_loopback(host), host
+    for host in (*"0.0.0.0 :: 10.0.0.1 127 ::ffff:10.0.0.1 example.org 127.1.example.org".split(), ""):
+        assert not is_loopback(host), host
 
 
 def test_origins_and_hosts_that_cannot_match_are_refused():
@@ -52,6 +55,10 @@ def test_the_host_header_is_checked(client):
         for path in ("/health", "/", "/v1/models", "/nothing"):
             refused = client.get(path, Host=host)
             assert refused.status == 403 and refused.json()["error"]["code"] == "host_not_allowed"
+    for version, status in ((b"1.0", b" 200 "), (b"1.1", b" 403 ")):  # HTTP/1.0 needs no Host
+        with socket.create_connection(("127.0.0.1", client.port), 20) as connection:
+            connection.sendall(b"GET /health HTTP/%b\r\n\r\n" % version)
+            assert status in connection.recv(12 + len(status)), version
 
 
 def test_localhost_is_both_addresses(client):
