@@ -4,6 +4,7 @@ import asyncio
 import logging
 import resource
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
+from httptools import HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.server import Settings
@@ -33,6 +35,8 @@ class Protocol(HttpToolsProtocol):
     """
 
     _head = 0  # bytes of the arriving head; -1 while a request is being answered
+    _data = b""  # what is being read
+    _again = False  # whether _data is to be read again
     _timer: asyncio.TimerHandle | None = None
     _unread = 0  # bytes that the reader had not taken at the time _since
     _since = 0.0
@@ -51,14 +55,32 @@ class Protocol(HttpToolsProtocol):
         self._arm(self.transport.abort)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            return  # data_received() reads it again
         self._head = -1
         self._arm(None)
         super().on_headers_complete()
         if self.parser.get_http_version() != "1.1":
             end_by_closing(self.cycle)
 
+    def on_message_complete(self) -> None:
+        if self._head < 0:  # else it is read again
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read the request again without its Upgrade header: the parser has left out its body."""
+        error, parser = cast(Exception, sys.exception()), self.parser
+        lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.url, parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        self._data = b"\r\n".join([*lines, b"", self._data[error.args[0] :]])
+        self._again, self.parser = True, HttpRequestParser(self)
+
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._data, self._again = data, True
+        while self._again:
+            self._again = False
+            super().data_received(self._data)
+        self._data = b""
         if self._head >= 0:
             self._head += len(data)
             if self._head > HEAD_BYTES:
@@ -91,7 +113,8 @@ class Protocol(HttpToolsProtocol):
 
 def end_by_closing(cycle: RequestResponseCycle) -> None:
     """Let the connection's end be that of the body: HTTP/1.0 has no chunks, which uvicorn would send."""
-    cycle.chunked_encoding, cycle.keep_alive, send = False, False, cycle.send
+    cycle.chunked_encoding = cycle.keep_alive = cycle.waiting_for_100_continue = False
+    send = cycle.send
 
     async def unframed(message: Any) -> None:
         cycle.expected_content_length = len(message.get("body", b""))

@@ -192,10 +192,13 @@ def test_the_shapes_of_chats(client):
 
 
 def test_a_client_of_http_1_0_gets_no_chunks(client):
-    """The connection's end is that of the response, as this version requires."""
+    """The connection's end is that of the response, as this version requires. Other protocols are ignored."""
     head = "POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     expected = client.complete(max_tokens=60, seed=1).text()
-    for more, streamed in itertools.product(("", "Connection: keep-alive\r\n"), (True, False)):
+    upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c"}  # Java's HttpClient sends it
+    heads = ({}, {"Connection": "keep-alive"}, {"Expect": "100-continue"}, upgrade)
+    for each, streamed in itertools.product(heads, (True, False)):
+        more = "".join(f"{name}: {value}\r\n" for name, value in each.items())
         fields = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 60, "seed": 1, "stream": streamed}
         body = json.dumps(fields)
         with socket.create_connection(("127.0.0.1", client.port), WAIT_SECONDS) as connection:
@@ -204,6 +207,8 @@ def test_a_client_of_http_1_0_gets_no_chunks(client):
         found = dict(line.split(": ", 1) for line in shown.decode().split("\r\n")[1:])
         assert "transfer-encoding" not in found, (more, streamed)
         assert Response(200, found, data).text() == expected, (more, streamed)
+        sent = client.send("POST", "/v1/completions", body.encode(), Content_Type="application/json", **each)
+        assert sent.text() == expected, (more, streamed)
 
 
 def test_a_stream_is_whole_although_its_reader_was_waited_for():
