@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 from support import ROOT, copy_tree
@@ -71,13 +72,17 @@ def copy(tmp_path_factory, extension):
 
 
 @pytest.fixture
-def run(copy, tmp_path_factory):
+def env(copy):
+    """The environment of a process in the copy."""
+    own = {"TORCH_EXTENSIONS_DIR": str(copy.parent / "sixth-part-builds"), "OMP_NUM_THREADS": "1"}
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
+
+
+@pytest.fixture
+def run(copy, env):
     """Run Python in the copy; return its stdout."""
-    cache = copy.parent / "sixth-part-builds"
 
     def run(*arguments):
-        env = os.environ | {"TORCH_EXTENSIONS_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-        env.pop("PYTHONPATH", None)
         done = subprocess.run(
             [sys.executable, *map(str, arguments)], cwd=copy, env=env, capture_output=True, text=True
         )
@@ -90,6 +95,25 @@ def run(copy, tmp_path_factory):
 def test_the_command_line_has_it(run):
     assert re.search(r"^ +part5 +.*a part that a test adds", run("gpt.py", "--help"), re.M)
     assert "manual attention == pytorch attention True" in run("gpt.py", "part5", "-N", 64)
+
+
+def test_every_save_is_tested_again(copy, env):
+    source = copy / "attention_ext" / "csrc" / "cpu" / "part5_plain.cpp"
+    command = [sys.executable, "-u", "gpt.py", "part5", "--watch", "-N", "64"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=copy, env=env, **pipes) as watching:
+        lines = iter(watching.stdout.readline, "")
+        hang = threading.Timer(600, watching.kill)
+        hang.start()
+        try:
+            next(line for line in lines if line.startswith("right, ") and "before" not in line)
+            source.write_text(KERNEL.replace("S[j] *= a.scale;", "S[j] *= a.scale"))
+            next(line for line in lines if "part5_plain.cpp:" in line and "error: expected" in line)
+            source.write_text(KERNEL + "// saved\n")
+            next(line for line in lines if line.startswith("right, ") and line.endswith(" before\n"))
+        finally:
+            hang.cancel()
+            watching.kill()
 
 
 def test_bench_measures_it_and_explain_tells_what_it_takes(run, copy):
