@@ -48,8 +48,10 @@ class CheckpointError(ValueError):
     """A checkpoint is missing or malformed; the message names the file and what is wrong."""
 
 
-# Modules around a model, by what they add to a tensor's name: DDP, torch.compile, FSDP, Lightning and Fabric.
-WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "model"}
+# What other programs add to a tensor's name: a prefix, and within it torch.compile, FSDP and checkpointing.
+AROUND = re.compile(
+    r"^.*?(?=transformer\.|lm_head\.)|\b(module|_orig_mod|_(fsdp|checkpoint)_wrapped_module)\."
+)
 GPT2_TOKENS, GPT2_PADDED = 50257, 51200  # of GPT-2's vocabulary, and the most that a model pads it to
 Named = TypeVar("Named")
 NO_FLOATS = "must be a dense tensor of floats"
@@ -175,9 +177,13 @@ def _write_sums(directory: Path) -> None:
     write_file(directory / SUMS, "".join(f"{_sum_line(directory / name)}\n" for name in names).encode())
 
 
-def named_draft(name: str, tokenizer: Tokenizer) -> Draft:
+def named_draft(name: str | Path, tokenizer: Tokenizer) -> Draft:
     """The draft of a shipped model, of a directory or in a file. Raises DraftError unless it fits."""
-    path = shipped(name) if name in SHIPPED else Path(name)
+    if not isinstance(name, (str, Path)):
+        raise TypeError(
+            f"draft is a {type(name).__name__}; it must be 'auto', 'off', a name, a path or a Draft"
+        )
+    path = shipped(str(name)) if str(name) in SHIPPED else Path(name)
     return load_draft(path / DRAFT if path.is_dir() else path, tokenizer)
 
 
@@ -243,7 +249,7 @@ def _named(file: Path, stored: Mapping[Any, Named]) -> dict[str, Named]:
     """
     found: dict[str, Named] = {}
     for key, tensor in stored.items():
-        name = ".".join(word for word in str(key).split(".") if word not in WRAPPERS)
+        name = AROUND.sub("", str(key))
         if name in found:
             raise CheckpointError(f"{file} has {name} twice, once as {key}; it must have each tensor once")
         if not name.endswith((".attn.bias", ".attn.masked_bias")):

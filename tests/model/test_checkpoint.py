@@ -187,12 +187,13 @@ def test_what_other_programs_write_is_read(tmp_path):
     gpt = tiny.gpt(bias=False)
     state, path = dict(gpt.state_dict()), tmp_path / "ckpt.pt"
     VOCABULARY.write_meta_json(tmp_path / "meta.json")
-    prefixes = ("module.", "module._orig_mod.", "_orig_mod.module.", "model._forward_module.", "")
+    prefixes = ("module.", "module._orig_mod.", "_orig_mod.module.", "model._forward_module.", "net.", "")
+    within = ("_orig_mod", "_fsdp_wrapped_module._checkpoint_wrapped_module")
     wide, wpe = torch.cat([state[WTE], torch.full((85, 16), 9.0)]), "transformer.wpe.weight"
     for tensors in (
         *({prefix + name: t for name, t in state.items()} for prefix in prefixes),
-        {prefixes[i % 5] + name: t for i, (name, t) in enumerate(state.items())},
-        {name.replace("h.0.", "h.0._orig_mod."): t for name, t in state.items()},
+        {prefixes[i % 6] + name: t for i, (name, t) in enumerate(state.items())},
+        *({name.replace("h.0.", f"h.0.{word}."): t for name, t in state.items()} for word in within),
         state | {"module.transformer.h.1.attn.bias": torch.ones(1, 1, 16, 16)},
         {name: t for name, t in state.items() if name != HEAD},
         {f"module.{name}": t for name, t in state.items() if name != WTE},

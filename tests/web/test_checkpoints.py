@@ -109,6 +109,7 @@ def test_what_other_programs_write_is_read_as_in_python(node, directory):
     rest = {name: w for name, w in weights.items() if w is not wte}
     for tensors, change, fine in (
         ({f"module._orig_mod.{name}": w for name, w in weights.items()}, {"rope": False}, True),
+        ({f"net.{name}".replace(".h.0.", ".h.0._orig_mod."): w for name, w in weights.items()}, {}, True),
         (rest | {"lm_head.weight": wte}, {}, True),
         (rest | {"transformer.wte.weight": torch.cat([wte, wte])}, {"vocab_size": 22}, True),
         (weights | {f"module.{NAME}": weights[NAME]}, {}, False),

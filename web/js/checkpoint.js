@@ -3,7 +3,8 @@ import { check, CheckpointError, isObject, readSafetensors } from "./safetensors
 
 const SIZES = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"];
 const KNOWN = [...SIZES, "dropout", "bias", "dataset"];
-const WRAPPERS = ["module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "model"]; // model/checkpoint.py's
+// As in model/checkpoint.py.
+const AROUND = /^.*?(?=transformer\.|lm_head\.)|\b(module|_orig_mod|_(fsdp|checkpoint)_wrapped_module)\./g;
 const [EMBEDDING, HEAD] = ["transformer.wte.weight", "lm_head.weight"];
 const MOST_PARAMETERS = 2 ** 28; // a gigabyte; WebAssembly has four
 
@@ -24,8 +25,7 @@ export function readCheckpoint({ config, characters, weights }) {
 function named(stored) {
   const found = new Map();
   for (const [key, tensor] of stored) {
-    const words = key.split(".").filter((word) => !WRAPPERS.includes(word)),
-      name = words.join(".");
+    const name = key.replace(AROUND, "");
     check(!found.has(name), `model.safetensors has ${name} twice, once as ${key}; it must have each tensor once`);
     if (!/\.attn\.(masked_)?bias$/.test(name)) found.set(name, tensor);
   }
