@@ -163,7 +163,7 @@ class CachePrecision(enum.StrEnum):
 
 def one_of(name: str, value: str, known: Collection[str]) -> None:
     """Raise ValueError, naming the argument, unless its value is one of the known ones."""
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
 
 

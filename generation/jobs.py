@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import time
@@ -83,8 +82,7 @@ class Prompts:
                 if not at and line.startswith(corpus.UTF_16):
                     corpus.decode(line, str(path))  # which refuses it
                 if self.lines % shard_size == 0:
-                    mark = not at and line.startswith(codecs.BOM_UTF8)
-                    self._begins[self.lines] = at + len(codecs.BOM_UTF8) * mark
+                    self._begins[self.lines] = at
                 digest.update(line)
                 at += len(line)
                 self.lines += 1

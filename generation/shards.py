@@ -6,6 +6,7 @@ with the same kernels, and do not depend on earlier shards.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 import json
@@ -206,15 +207,11 @@ def request_of_line(
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
     endless = ("top_k", "max_new_tokens")  # for which null is a value
     given = {name: value for name, value in options.items() if value is not None or name in endless}
-    stop = given.get("stop", settings.stop)
-    if not isinstance(stop, (str, list, tuple)):
-        raise TypeError("stop must be a string or a list of strings")
     request = replace(
         request_for(settings, tokenizer, index),
         ids=tokenizer.encode(prompt),
         sampling=replace(settings.sampling, **{name: given[name] for name in NUMBERS if name in given}),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        **{name: given[name] for name in ("seed", "max_new_tokens", "context") if name in given},
+        **{name: given[name] for name in LINE_OPTIONS if name in given and name not in NUMBERS},
     )
     most = request.max_new_tokens
     if most is None or most > max(MOST_NEW_TOKENS, settings.max_new_tokens):
@@ -341,6 +338,7 @@ class Scribe:
                 yield {"index": index}, first.with_seed(self.settings.seed + index)
             return
         for index, line in enumerate(task.lines, task.first):
+            line = line.removeprefix(codecs.BOM_UTF8)  # a file of joined ones has some
             if not line.strip():
                 continue
             try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from attention_ext.checks import none_is_default
+from attention_ext.checks import none_is_default, truth
 from attention_ext.parts import BuildError, CachePrecision
 from generation.engine import Engine, open_engine
 from generation.sampling import Sampling
@@ -251,12 +251,11 @@ def generate(
         raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a string")
     if max_new_tokens is None:
         max_new_tokens = checkpoint.config.block_size
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    ids = checkpoint.tokenizer.encode(prompt)
-    request = Request(ids, seed, sampling, max_new_tokens, stops, context, use_cache)
-    if engine is None or isinstance(engine, str):
+    ids, stream = checkpoint.tokenizer.encode(prompt), truth("stream", stream)
+    request = Request(ids, seed, sampling, max_new_tokens, stop, context, use_cache)
+    if engine is None or isinstance(engine, str) or not hasattr(engine, "config"):
         capacity = capacity_for(checkpoint, request)
-        engine = open_engine(checkpoint, engine, capacity=capacity, **chosen)
+        engine = open_engine(checkpoint, engine, capacity=capacity, **chosen)  # type: ignore[arg-type]
     if engine.config != checkpoint.config:
         raise ValueError("engine was opened for another model; it must be one for the checkpoint's")
     writer = Writer(engine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attention_ext.build import cache
-from attention_ext.checks import plain, real, set_defaults, set_whole, whole
+from attention_ext.checks import kind, real, set_defaults, set_whole, truth, whole
 from generation.engine import Engine
 from generation.logprobs import MOST_TOP
 from generation.logprobs import TokenLogprob as TokenLogprob
@@ -50,7 +50,7 @@ class Request:
     seed: int = 1337
     sampling: Sampling = Sampling()
     max_new_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | Sequence[str] = ()
     context: str = "slide"
     use_cache: bool = True
     logprobs: int | None = None
@@ -65,16 +65,17 @@ class Request:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and less than 2**64")
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 0")
+        if not isinstance(self.stop, Collection) or getattr(self.stop, "shape", None) == ():
+            raise TypeError(f"stop is a {kind(self.stop)}; it must be a string or several")
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise ValueError(f"stop is {list(self.stop)!r}; it must hold strings, none of them empty")
         if self.context not in CONTEXTS:
             raise ValueError(f"context is {self.context!r}; it must be one of {', '.join(CONTEXTS)}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_TOP:
             raise ValueError(f"logprobs is {self.logprobs}; it must be from 0 to {MOST_TOP}")
-        object.__setattr__(self, "prompt_logprobs", plain(self.prompt_logprobs))
-        if not isinstance(self.prompt_logprobs, bool):
-            kind = type(self.prompt_logprobs).__name__
-            raise TypeError(f"prompt_logprobs is a {kind}; it must be True or False")
+        for name in ("use_cache", "prompt_logprobs"):
+            object.__setattr__(self, name, truth(name, getattr(self, name)))
         if self.prompt_logprobs and self.logprobs is None:
             raise ValueError("prompt_logprobs is True; it must be False where logprobs is None")
 

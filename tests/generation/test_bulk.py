@@ -300,7 +300,7 @@ MALFORMED = {
     '{"id": 1, "prompt": "a", "options": {"temperature": 1%s}}' % ("0" * 400): "must be a number of",
     '{"id": 1, "prompt": "a", "options": {"max_new_tokens": null}}': "max_new_tokens must be",
     '{"id": 1, "prompt": "a", "options": {"max_new_tokens": 99999999}}': "at most 1048576",
-    '{"id": 1, "prompt": "a", "options": {"stop": 1}}': "stop must be",
+    '{"id": 1, "prompt": "a", "options": {"stop": 1}}': "stop is a int; it must be a string or several",
     '{"id": 1, "prompt": "a", "options": {"stop": [""]}}': "stop is ['']",
     "\udcff": "can't decode",
     "[" * 100000: "recursion",
@@ -347,8 +347,8 @@ def test_prompts_from_a_file(settings, model, prompts, tmp_path):
 def test_a_prompts_file_of_a_windows_editor_gives_the_same_texts(settings, tmp_path):
     lines = [{"id": 0, "prompt": "a\nb"}, {"id": 1, "prompt": "c", "options": {"stop": "\n"}}]
     for mark, end in (("", "\n"), ("\ufeff", "\r\n")):
-        changed = [json.dumps(line).replace("\\n", json.dumps(end)[1:-1]) + end for line in lines]
-        (path := tmp_path / f"prompts{len(mark)}").write_bytes((mark + "".join(changed)).encode())
+        changed = [mark + json.dumps(line).replace("\\n", json.dumps(end)[1:-1]) + end for line in lines]
+        (path := tmp_path / f"prompts{len(mark)}").write_bytes("".join(changed).encode())
         job = Job(replace(settings, prompt=None), 2, 1, Prompts(path, 1))
         bulk.run(job, tmp_path / f"out{len(mark)}", here())
     assert rows(tmp_path / "out0") == rows(tmp_path / "out1") and len(rows(tmp_path / "out1")) == 2

@@ -107,6 +107,18 @@ def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes):
             pytest.raises(TypeError, match="model is a .*; it must be a name, a path or what"),
         ):
             generate(wrong)
+    for given, message in (
+        ({"stop": 3}, "stop is a int; it must be a string or several"),
+        ({"use_cache": "no"}, "use_cache is a str; it must be True or False"),
+        ({"stream": 2}, "stream is a int; it must be True or False"),
+        ({"part": ["part4"]}, "part is .*; it must be one of"),
+        ({"device": {}}, "device is {}; it must be one of"),
+        ({"engine": 5}, "engine is 5; it must be one of"),
+        ({"draft": 5}, "draft is a int; it must be 'auto', 'off', a name"),
+    ):
+        with naming(given), pytest.raises((TypeError, ValueError), match=message):
+            generate(shakes, **given)
+    assert generate(shakes, "ROMEO:", 20, stop=["\n"]) == generate(shakes, "ROMEO:", 20, stop="\n")
     with pytest.raises(TypeError, match="writer is a str; it must be Writer"):
         next(complete("shakes256", LETTERS, []))
 

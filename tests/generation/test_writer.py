@@ -111,7 +111,7 @@ def test_a_wrong_request_is_named():
         (dict(logprobs=6), ValueError, "logprobs is 6; it must be from 0 to 5"),
         (dict(logprobs=True), TypeError, "logprobs is a bool; it must be a whole number"),
         (dict(prompt_logprobs=True), ValueError, "prompt_logprobs is True; it must be False"),
-        (dict(logprobs=0, prompt_logprobs=1), TypeError, "prompt_logprobs is a int; it must be"),
+        (dict(logprobs=0, prompt_logprobs="1"), TypeError, "prompt_logprobs is a str; it must be"),
     ):
         with naming(change), pytest.raises(error, match=message):
             Request(**dict(ids=[0]) | change)
