@@ -54,8 +54,15 @@ NANOGPT = {
     "--dtype": "--weights and --kv-cache with --inference; train takes float32",
     "--compile": "leave it out, kernels are always compiled",
     **dict.fromkeys(("--eval_iters", "--eval_interval", "--log_interval"), "leave it out, train decides"),
+    **dict.fromkeys(("--wandb_log", "--wandb_project", "--wandb_run_name", "--backend"), "leave it out"),
+    "--eval_only": "eval, a command",
+    "config/": "options of train, config files are not read",
     **dict.fromkeys(("--n_layer", "--n_head", "--n_embd"), f"{RECIPE}, or the model of its --init"),
-    **dict.fromkeys(("--dropout", "--learning_rate", "--weight_decay", "--warmup_iters"), RECIPE),
+    **dict.fromkeys(("--dropout", "--bias", "--learning_rate", "--min_lr", "--decay_lr", "--beta1"), RECIPE),
+    **dict.fromkeys(
+        ("--beta2", "--weight_decay", "--grad_clip", "--warmup_iters", "--lr_decay_iters"), RECIPE
+    ),
+    "--gradient_accumulation_steps": "--batch-chars of train, all characters of a step",
 }
 
 
@@ -70,7 +77,8 @@ class Commands(click.Group):
         return super().parse_args(context, args)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
-        if said := nanogpt("command", args[0].split("/")[-1]):
+        folder, _, word = args[0].rpartition("/")
+        if said := nanogpt("command", "config/" if folder == "config" else word):
             raise click.UsageError(said)
         name, command, rest = super().resolve_command(context, args)
         known = {word for parameter in command.params for word in parameter.opts} if command else set()
@@ -113,9 +121,11 @@ def with_help(command: click.Command) -> click.Command:
 
 
 def hyphened(word: str, known: Collection[str]) -> str:
-    """--top_k=5 as --top-k=5, if --top-k is one of the known options; any other word as it is."""
+    """--top_k=5 and -top_k=5 as --top-k=5, if --top-k is known or nanoGPT's; any other word as it is."""
     name, *value = word.split("=", 1)
-    return "=".join([name.replace("_", "-"), *value]) if name.replace("_", "-") in known else word
+    meant = "--" + name.lstrip("-").replace("_", "-")
+    known_too = meant in known or "--" + meant[2:].replace("-", "_") in NANOGPT
+    return "=".join([meant, *value]) if name[:1] == "-" and name not in known and known_too else word
 
 
 def nanogpt(kind: str, word: str) -> str:
@@ -157,8 +167,9 @@ def main(arguments: list[str] | None = None) -> None:
     # Kineto writes a line to stderr at each start and stop of the profiler unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it takes fewer arguments
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
-        sys.stdout.reconfigure(errors="backslashreplace")  # as Python's stderr: no character is lost
+    for stream in (sys.stdin, sys.stdout):
+        if hasattr(stream, "reconfigure"):  # a notebook's have none
+            stream.reconfigure(errors="backslashreplace")  # as Python's stderr: no character is lost
     if arguments is None and (file := named_file(sys.argv[1:])):
         run_apart(file)
     try:

@@ -11,7 +11,7 @@ def write(file: Path) -> None:
     names = {"start.": f"{file.stem}.", f"try start{file.suffix}": f"try {shlex.quote(file.name)}"}
     text = re.sub(r"try start\.\w+|start\.", lambda found: names[found[0]], text)
     try:
-        with open(file, "x", encoding="utf-8") as made:
+        with open(file, "x", encoding="utf-8", errors="surrogateescape") as made:
             made.write(text)
     except FileExistsError:
         raise ValueError(f"--new is {str(file)!r}; that file exists, and is not replaced") from None

@@ -92,6 +92,10 @@ WRONG = [
         "No such command 'sample.py', which is nanoGPT's; here: part4 --inference",
     ),
     (["train", "config/x.py"], "NAME is 'config/x.py'; it must be"),
+    (["-start", "A"], "No such option '--start', which is nanoGPT's; here: --prompt TEXT"),
+    (["train", "mine", "--min_lr=1"], "'--min_lr', which is nanoGPT's; here: leave it out"),
+    (["config/x.py"], "nanoGPT's; here: options of train, config files are not read"),
+    (["-top_k=0"], "'--top-k': 0 is not in the range"),
     (["train", "mine", "--batch_chars=0"], "'--batch-chars': 0 is not in the range"),
 ]
 

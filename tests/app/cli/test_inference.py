@@ -169,6 +169,8 @@ def test_prompts_of_windows_editors_give_the_same_text(cli, extension, tmp_path)
     assert stopped[0] == stopped[1] != expected
     turns = [cli(*common, "--interactive", input=text).stdout for text in (plain, marked)]
     assert turns[0] == turns[1] and "ROMEO" in turns[0]
+    done = cli(*common, "--interactive", input=b"R\xf6\n" + plain.encode())  # the next line is answered
+    assert (done.returncode, done.stdout) == (0, turns[0]) and "does not know" in done.stderr
 
 
 def test_a_draft_is_made_and_changes_no_text(cli, extension, tmp_path):
