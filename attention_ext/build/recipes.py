@@ -20,11 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CSRC = ROOT / "attention_ext" / "csrc"
 # Each implementation of simd/simd.h: its source beside KERNELS, and the flags of all compiled over it.
 HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "ispc": (("simd/ispc.cpp", "simd/simd.ispc"), ("-DSIMD_ELSEWHERE",)),
+    "ispc": (("simd/ispc.cpp",), ("-DSIMD_ELSEWHERE",)),
     "portable": ((), ()),
     "off": (("simd/off.cpp",), ("-DSIMD_ELSEWHERE", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")),
 }
 TORCH_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10, the oldest with all that is used
+ISPC_SOURCE = "simd/simd.ispc"
 FLAGS_OF_ISPC = ("-O3", "--pic")
 KERNELS = ("cpu/*.cpp", "simd/portable/*.cpp")  # the latter: simd/portable.h, used over every helper
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
@@ -153,7 +154,7 @@ def kernels(simd: str = "auto") -> Recipe:
         what="the kernels",
         compiler=tuple(compiler),
         flags=(*toolchain.flags(compiler), *flags, "-fPIC"),
-        sources=found(CSRC, *KERNELS, *own),
+        sources=found(CSRC, *KERNELS, *own, *([ISPC_SOURCE] if ispc else [])),
         ispc=(ispc, *FLAGS_OF_ISPC, "--target=host") if ispc else (),
     )
 

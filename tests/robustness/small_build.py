@@ -38,13 +38,13 @@ def write_sources(directory: Path) -> Path:
     (directory / "simd").mkdir(parents=True)
     (directory / "answer.cpp").write_text(ANSWER)
     (directory / "other.cpp").write_text("int other = 1;\n")
-    (directory / "simd" / "simd.ispc").write_text("export uniform int answer_of_ispc() { return 42; }\n")
+    (directory / recipes.ISPC_SOURCE).write_text("export uniform int answer_of_ispc() { return 42; }\n")
     return directory
 
 
 def answer(sources: Path, variant: str = "portable") -> int:
     """Build these sources by the library's recipe, and return the built library's answer."""
-    compiled = [sources / "other.cpp", *([sources / "simd" / "simd.ispc"] if variant == "ispc" else [])]
+    compiled = [sources / "other.cpp", *([sources / recipes.ISPC_SOURCE] if variant == "ispc" else [])]
     kernels = dataclasses.replace(recipes.kernels(variant), folders=(sources,), sources=tuple(compiled))
     recipe = dataclasses.replace(
         recipes.operators(variant), folders=(sources,), sources=(sources / "answer.cpp",), needs=kernels
