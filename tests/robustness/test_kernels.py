@@ -9,19 +9,19 @@ A program prints the seed of a case that fails. `kernels SEED 1 THREADS`, `backw
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from attention_ext.build import recipes, toolchain
+from attention_ext.build import ninja, recipes, toolchain
 from attention_ext.build.recipes import CSRC, ROOT
 from attention_ext.parts import BuildError
 
@@ -80,25 +80,20 @@ def flags(compiler: str | Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def link(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Compile and link: link(command, sources, *objects). A source is compiled once for each command."""
-    directory = tmp_path_factory.mktemp("programs")
-    made: dict[tuple[str | Path, ...], Path] = {}
-    numbers = itertools.count()
-
-    def compiled(key: tuple[str | Path, ...]) -> None:
-        extra = OF_A_SOURCE.get(Path(key[-1]), ())
-        run(*key[:-1], f"-I{CSRC}", f"-I{ROOT}", *extra, "-c", key[-1], "-o", made[key])
+    """Compile and link: link(command, sources, *objects). All workers share what a command compiles."""
+    own = tmp_path_factory.mktemp("programs")
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "objects"
 
     def link(command: list[str], sources: list[Path], *objects: Path) -> Path:
         command = [*command, "-std=c++17", "-g1", *flags(command[0])]
-        keys: list[tuple[str | Path, ...]] = [(*command, source) for source in sources]
-        left = [key for key in keys if key not in made]
-        for key in left:
-            made[key] = directory / f"{next(numbers)}.o"
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compiled, left))
-        program = directory / f"{next(numbers)}-{sources[0].stem}"
-        run(*command, *(made[key] for key in keys), *objects, "-pthread", "-o", program)
+        includes = (f"-I{CSRC}", f"-I{ROOT}")
+        compiled = [
+            ninja.Object(source, tuple(command), (*includes, *OF_A_SOURCE.get(source, ())))
+            for source in sources
+        ]
+        program = Path(tempfile.mkdtemp(dir=own)) / sources[0].stem
+        ninja.build(shared, compiled, command, [*map(str, objects), "-pthread"], program, {})
         return program
 
     return link
