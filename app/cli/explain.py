@@ -35,9 +35,9 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
 
     The bytes are the algorithm's own count. The cache misses of one head are shown beside them if Linux's
     perf may count them, or with --cachegrind. With --device cuda a kernel of part4 is explained: registers,
-    spills, occupancy, bytes through shared and global memory, the bound, the time, and the counts of Nsight
-    Compute if ncu is on PATH and may count. With --device webgpu part4's steps in WGSL are explained: their
-    counts, the adapter's limits, the time that these allow, and the time.
+    spills, occupancy, bytes through shared and global memory, the bound and the time. With --device webgpu
+    part4's steps in WGSL are explained: their counts, the adapter's limits, the time that these allow, and
+    the time.
     """
     options.refuse_other_device()
     from lab.bench import cases

@@ -1,7 +1,6 @@
 """gpt.py explain part4 --device cuda: a kernel's resources, its own counts, its bound and its time."""
 
 import functools
-import json
 import statistics
 import textwrap
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from attention_ext.cuda.tiles import Tile
 from attention_ext.parts import BuildError, check_dtype
 from lab.bench.cases import Cell, check_memory
 from lab.bench.measure import inputs
-from lab.cuda import architectures, costs, gpu, nsight
+from lab.cuda import architectures, costs, gpu
 from lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, WARP, Device, occupancy
 from lab.cuda.costs import WAVEFRONT, Count, Launch, Shared
 from lab.explain import Limit, arithmetic_text, bound_text
@@ -72,12 +71,6 @@ def explain(
     rate, peak = case.flops / seconds, limits[0]
     share = f"{100 * peak[2] / seconds:.0f} % of {peak[0]}"
     echo(f"measured    {1e3 * seconds:.3g} ms (IQR {1e3 * error:.2g}), {rate / 1e12:.3g} TFLOP/s = {share}")
-    shape = [cell.batch, cell.heads, case.Nq, case.Nk, case.d]
-    arguments = json.dumps([shape, case.dtype.torch_name, cell.causal, name])
-    try:
-        echo(nsight_text(nsight.count(arguments), answer))
-    except nsight.NotCounted as reason:
-        echo(f"Nsight      not counted: {reason}")
 
 
 def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> Answer:
@@ -204,26 +197,3 @@ def measured(cell: Cell, kernel: str) -> tuple[float, float]:
     seconds = on.time(call, REPEATS, launching=launching)
     low, high = quartiles(seconds)
     return statistics.median(seconds), high - low
-
-
-def nsight_text(found: nsight.Counted, answer: Answer) -> str:
-    """The homework's table, and the counts beside the kernel's own."""
-    count, values = answer.count, found.values
-    some = f", of {found.launches} of its launches" if found.launches < count.launches else ""
-    lines = [f"Nsight      of one call, {1e3 * found.seconds:.3g} ms{some}"]
-    for name, metric in nsight.METRICS.items():
-        rate, text = metric.endswith(".sum"), "not counted"
-        if name in values and not rate:
-            text = f"{values[name]:.1f} %"
-        elif name in values and found.seconds:
-            text = f"{values[name] / found.seconds / 1e9:,.0f} GB/s"
-        lines.append(f"  {name + ' throughput' * rate:26}{text:>16}")
-    part = found.launches / count.launches
-    for place, names, own in (
-        ("shared", ("shared load", "shared store"), WAVEFRONT * count.wavefronts),
-        ("memory", ("memory read", "memory write"), count.from_memory(answer.on.l2)),
-    ):
-        if all(name in values for name in names):
-            total = size_text(sum(values[name] for name in names))
-            lines.append(f"  {place} bytes: {total}; by the kernel's count {size_text(part * own)}")
-    return "\n".join(lines)
