@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.cli.options import all_of, option, whole
 from model import load
 
 OWN, LLAMA = "gpt.py serve", "llama-server"
@@ -27,15 +26,6 @@ START_SECONDS = 120.0
 WRITTEN = re.compile(rb'"completion_tokens": ?(\d+)')
 LENGTH = re.compile(rb"content-length: (\d+)", re.I)
 TEXT = (b'"text":', b'"content":')
-
-# What every benchmark of a server asks.
-options = all_of(
-    option("-m", "--model", "The model.", default="shakes256", show_default=True),
-    whole("--streams", "Texts at once.", most=512, default=32, show_default=True),
-    whole("--tokens", "Tokens of each text.", least=2, default=240, show_default=True),
-    whole("--core", "Server's.", least=0, default=CORES[0], show_default="first"),
-    whole("--client-core", "Its client's.", least=0, default=CORES[-1], show_default="last"),
-)
 
 
 def llama_command(model: str, port: int, streams: int, folder: Path) -> list[str]:
@@ -85,8 +75,16 @@ class Process:
         raise RuntimeError(f"the process ended: {said}")
 
     def cpu_seconds(self) -> float:
-        """CPU time so far of all its threads."""
-        return cpu_seconds(self.child.pid)
+        """CPU time so far of the processes of its session, which has the id of the first one."""
+        total = 0
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = file.read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if int(fields[3]) == self.child.pid:
+                total += int(fields[11]) + int(fields[12])
+        return total / TICKS
 
     def ask(self, question: str) -> dict:
         """Send a line, read a line of JSON."""
@@ -114,19 +112,6 @@ class Process:
                 time.sleep(0.1)
         self.child.kill()
         raise RuntimeError(f"no server answers: {' '.join(map(str, self.child.args))}")  # type: ignore
-
-
-def cpu_seconds(session: int) -> float:
-    """CPU time so far of the processes of a session, which has the id of its first one."""
-    total = 0
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = file.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if int(fields[3]) == session:
-            total += int(fields[11]) + int(fields[12])
-    return total / TICKS
 
 
 def start(name: str, model: str, streams: int, core: int, folder: Path) -> Process:

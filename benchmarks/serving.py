@@ -32,9 +32,8 @@ processor.let_waiting_threads_sleep()  # before torch is imported, for the engin
 import torch  # noqa: E402
 
 from app.cli.options import option, whole  # noqa: E402
-from benchmarks import servers as processes  # noqa: E402
 from benchmarks.measuring import attempt, show_table, write  # noqa: E402
-from benchmarks.servers import LLAMA, OWN, PROMPT, Client, Process, start  # noqa: E402
+from benchmarks.servers import CORES, LLAMA, OWN, PROMPT, Client, Process, start  # noqa: E402
 from generation.engine import open_engine  # noqa: E402
 from generation.sampling import Sampling  # noqa: E402
 from generation.texts import complete  # noqa: E402
@@ -155,7 +154,11 @@ def compare(
 
 
 @click.command()
-@processes.options
+@option("-m", "--model", "The model.", default="shakes256", show_default=True)
+@whole("--streams", "Texts at once.", most=512, default=32, show_default=True)
+@whole("--tokens", "Tokens of each text.", least=2, default=240, show_default=True)
+@whole("--core", "Server's.", least=0, default=CORES[0], show_default="first")
+@whole("--client-core", "Its client's.", least=0, default=CORES[-1], show_default="last")
 @option("--stream/--no-stream", "streaming", "Stream the answers.", default=True)
 @whole("--rounds", "Rounds of each.", default=5, show_default=True)
 @option("--engine", "as_engine", "Be the engine's process.", is_flag=True, hidden=True)

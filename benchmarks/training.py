@@ -1,21 +1,16 @@
 """A training step in C++ beside the same step in PyTorch.
 
-    python -m benchmarks.training [--threads 1,2] [--batch 16] [--block-size 128] [--llm-c FOLDER]
+    python -m benchmarks.training [--threads 1,2] [--batch 16] [--block-size 128]
 
 shakes128's sizes, float32, no dropout. A step is gradients, clipping, Muon, AdamW and the average of the
 weights. The gradients of one batch are compared first: each may differ by 1e-4 of its parameter's largest.
 Both then take turns; a figure is the median of the quiet rounds. The GFLOP/s exclude the optimizers'
-products; the FMA peak is measured in the same run. FOLDER is a clone of llm.c. It gets the same weights and
-batch, which its first loss must confirm; its step is gradients and AdamW. It runs before and after the
-rounds.
+products; the FMA peak is measured in the same run.
 """
 
 import dataclasses
 import itertools
-import statistics
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import click
 
@@ -27,8 +22,7 @@ import torch  # noqa: E402
 
 from app.cli.options import Numbers  # noqa: E402
 from attention_ext import extension  # noqa: E402
-from benchmarks.llm_c import LlmC  # noqa: E402
-from benchmarks.measuring import QUIET, attempt, quiet, rows, show_table  # noqa: E402
+from benchmarks.measuring import QUIET, quiet, rows, show_table  # noqa: E402
 from lab import profile_training as training  # noqa: E402
 from lab.machine import Load, busy_text, fma_peak  # noqa: E402
 from lab.timing import in_turns  # noqa: E402
@@ -39,34 +33,21 @@ TITLES = (
 )
 
 
-def row(threads: int, block: int, batch: int, rounds: int, llm_c: Path | None, failed: dict[str, str]) -> str:
-    """A row of the table. Raises ClickException if a gradient differs, or llm.c's first loss."""
+def row(threads: int, block: int, batch: int, rounds: int) -> str:
+    """A row of the table. Raises ClickException if a gradient differs."""
     torch.set_num_threads(threads)
     config = dataclasses.replace(training.SHAKES, block_size=block)
     both = [training.trainer(part, config, batch) for part in ("part0", "part4")]
     name, error = training.largest_error(*both)
     if not error <= training.TOLERANCE:
         raise click.ClickException(f"the gradients of {name} differ by {error:.1e} of the largest")
-    with tempfile.TemporaryDirectory() as work:
-        others: list[float] = []  # seconds of llm.c's steps
-        if llm_c:
-            windows = both[0].ids[: batch * block + 1].unfold(0, block + 1, block)  # (batch, block + 1)
-            program = attempt(failed, "llm.c", LlmC, llm_c, Path(work), both[0].model, windows)
-            others += program and attempt(failed, "llm.c", program.seconds, threads) or []
-        times = in_turns([each.step for each in both], rounds)
-        if others and program:
-            others += attempt(failed, "llm.c", program.seconds, threads) or []
+    times = in_turns([each.step for each in both], rounds)
     pytorchs, native = (samples.median for samples in times)
     rate, peak = training.operations(config, batch) / native, fma_peak(threads)
-    third = (
-        f" | {1e3 * statistics.median(others):.0f} | {statistics.median(others) / native:.1f}"
-        if others
-        else ""
-    )
     return (
         f"{batch} x {block} | {threads} | {1e3 * pytorchs:.1f} | {1e3 * native:.1f} "
         f"| {pytorchs / native:.2f} | {error:.0e} | {batch * block / native:,.0f} "
-        f"| {rate / 1e9:.0f} | {rate / peak:.0%} | {quiet(times[1])}{third}"
+        f"| {rate / 1e9:.0f} | {rate / peak:.0%} | {quiet(times[1])}"
     )
 
 
@@ -75,23 +56,12 @@ def row(threads: int, block: int, batch: int, rounds: int, llm_c: Path | None, f
 @click.option("--batch", "batches", type=Numbers(4096), default="16", help="Batch sizes.")
 @click.option("--block-size", "blocks", type=Numbers(2**14), default="128", help="Blocks.")
 @click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=15, help="Rounds.")
-@click.option(
-    "--llm-c", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A clone of llm.c."
-)
-def main(
-    threads: tuple[int, ...],
-    batches: tuple[int, ...],
-    blocks: tuple[int, ...],
-    rounds: int,
-    llm_c: Path | None,
-) -> None:
+def main(threads: tuple[int, ...], batches: tuple[int, ...], blocks: tuple[int, ...], rounds: int) -> None:
     """Time a training step in C++ and in PyTorch, after their gradients were compared."""
     click.echo(f"{processor.name()}; PyTorch {torch.__version__}; {extension.load().simd_name()}\n")
     load = Load()
     cases = itertools.product(threads, blocks, batches)
-    titles = TITLES + " | llm.c, ms | llm.c / native" * bool(llm_c)
-    failed: dict[str, str] = {}
-    show_table(titles, rows(cases, partial(row, rounds=rounds, llm_c=llm_c, failed=failed)), failed)
+    show_table(TITLES, rows(cases, partial(row, rounds=rounds)))
     for line in busy_text(load.others(), max(threads)):
         click.echo(f"\n{line}")
 
