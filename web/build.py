@@ -141,7 +141,7 @@ def step_facts(step: steps.Step) -> dict[str, Any]:
         for t in step.best(step.tiles, fours)
     ]
     needs = [{"subgroup": "subgroups"}[feature] for feature in step.needs]  # as browsers name it
-    return {"name": step.name, "files": ["common.wgsl", step.file], "needs": needs, "tiles": fitting}
+    return {"name": step.name, "files": ["common.wgsl", *step.files], "needs": needs, "tiles": fitting}
 
 
 def files(folder: Path) -> list[str]:
@@ -221,7 +221,7 @@ def sources() -> dict[str, dict[str, str]]:
 
 def shaders() -> dict[str, str]:
     """The decoder's and the steps' WGSL, without indentation and comments, but marks of loops."""
-    names = ("cache_fp32.wgsl", "decoder.wgsl", "common.wgsl", *(step.file for step in STEPS))
+    names = {"cache_fp32.wgsl", "decoder.wgsl", "common.wgsl"}.union(*(step.files for step in STEPS))
     paths = (path for folder in SHADERS for path in folder.iterdir() if path.name in names)
     return {
         path.name: re.sub(r"^ *//.*\n|^ +| +// (?!unroll$).*$|^\n", "", path.read_text(), flags=re.M)

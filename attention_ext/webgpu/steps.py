@@ -49,14 +49,14 @@ class Tile:
 class Step:
     """A row of the table.
 
-    name: what --kernel takes. file: its file in csrc/webgpu/. summary: the algorithm in a few words. why:
-    what it improves on, and what still limits it.
+    name: what --kernel takes. files: its sources in csrc/webgpu/, behind common.wgsl. summary: the algorithm
+    in a few words. why: what it improves on, and what still limits it.
     memory: bytes of workgroup memory for a tile and the fours of a row. tiles: the best first. needs: the
     features that the adapter must have, of gpu.OPTIONAL.
     """
 
     name: str
-    file: str
+    files: tuple[str, ...]
     summary: str
     why: str
     memory: Callable[[Tile, int], int]
@@ -104,7 +104,7 @@ class Step:
         half = dtype is Dtype.FP16
         sizes = self.constants(up(d, 4), tile)
         return Source(
-            ("common.wgsl", self.file),
+            ("common.wgsl", *self.files),
             tuple(sizes.items()),
             (("Stored", "vec4<f16>" if half else "vec4<f32>"),),
             tuple(sorted({*self.needs} | ({"shader-f16"} if half else set()))),
@@ -136,7 +136,7 @@ STEPS = {
     for step in (
         Step(
             "1",
-            "step1.wgsl",
+            ("step1.wgsl",),
             "a thread for each score, rows read from storage buffers",
             "No thread has more than one score. Each multiply-add reads both of its numbers from storage "
             "buffers, through the caches.",
@@ -145,7 +145,7 @@ STEPS = {
         ),
         Step(
             "2",
-            "step2.wgsl",
+            ("step2.wgsl",),
             "tiles of Q, K and V in workgroup memory",
             "A number comes once from a storage buffer for a whole tile. Each multiply-add still reads both "
             "of its numbers, now from workgroup memory.",
@@ -154,7 +154,7 @@ STEPS = {
         ),
         Step(
             "3",
-            "step3.wgsl",
+            ("step3.wgsl",),
             "4 x 4 scores a thread in registers",
             "A number from workgroup memory serves four multiply-adds. A dot product of four takes five "
             "instructions, and each tile waits at four barriers.",
@@ -163,7 +163,7 @@ STEPS = {
         ),
         Step(
             "4",
-            "step4.wgsl",
+            ("columns.wgsl", "step4.wgsl"),
             "4 x 8 scores a thread, Q, K and P by columns, K and V in the same place",
             "4 numbers of a column of Q and 8 of K serve 32 multiply-adds, and more threads share a tile. "
             "All products are multiply-adds. The rows' maxima still pass through workgroup memory.",
@@ -172,7 +172,7 @@ STEPS = {
         ),
         Step(
             "5",
-            "step5.wgsl",
+            ("columns.wgsl", "subgroups.wgsl", "step5.wgsl"),
             "the maxima of rows by subgroups",
             "The lanes of a row exchange their maxima without memory. The products through workgroup memory "
             "are what is left.",
@@ -182,7 +182,7 @@ STEPS = {
         ),
         Step(
             "6",
-            "step6.wgsl",
+            ("columns.wgsl", "subgroups.wgsl", "step6.wgsl"),
             "K, V and P as float16 in workgroup memory",
             "Half the bytes of K, V and P. Sums stay in float32, so each number is converted before it is "
             "multiplied.",

@@ -181,9 +181,10 @@ def test_rows_that_are_longer_than_a_subgroup(gpu, monkeypatch, name):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_table_has_the_workgroup_memory_of_the_source(name):
-    """It counts what the file declares."""
+    """It counts what the files declare."""
     step, size = STEPS[name], {"f32": 4, "u32": 4, "atomic<u32>": 4, "vec4f": 16, "vec4<f16>": 8}
-    text = (SOURCES / step.file).read_text()
+    text = "".join((SOURCES / file).read_text() for file in step.files)
+    size |= {name: size[of] for name, of in re.findall(r"^alias (\w+) = (.+);", text, re.M)}
     for tile in step.tiles:
         known = step.constants(up(200, 4), tile)
         for const, value in re.findall(r"^const (\w+): u32 = ([^;]+);", text, re.M):
