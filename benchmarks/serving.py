@@ -1,10 +1,10 @@
 """The server against its own engine and llama.cpp's server: 32 streams, one stream, time to the first token.
 
-    python -m benchmarks.serving [-m shakes256] [--rounds 5] [--streams 32] [--core N] [--client-core N]
+    python -m benchmarks.serving [-m shakes256] [--rounds 5] [--streams 32]
 
 llama-server must be in the PATH; scripts/build-llama-server.sh builds it. Without it, or if a server fails, a
 row says so. The servers and the
-engine are pinned to one core and take turns, round by round; the client has another. `usage` counts the
+engine are pinned to the first core and take turns, round by round; the client has the last. `usage` counts the
 tokens. A ratio is that of two medians, printed per second and per CPU second; on a shared machine the latter
 is more reliable.
 """
@@ -157,8 +157,6 @@ def compare(
 @option("-m", "--model", "The model.", default="shakes256", show_default=True)
 @whole("--streams", "Texts at once.", most=512, default=32, show_default=True)
 @whole("--tokens", "Tokens of each text.", least=2, default=240, show_default=True)
-@whole("--core", "Server's.", least=0, default=CORES[0], show_default="first")
-@whole("--client-core", "Its client's.", least=0, default=CORES[-1], show_default="last")
 @option("--stream/--no-stream", "streaming", "Stream the answers.", default=True)
 @whole("--rounds", "Rounds of each.", default=5, show_default=True)
 @option("--engine", "as_engine", "Be the engine's process.", is_flag=True, hidden=True)
@@ -166,8 +164,6 @@ def main(
     model: str,
     streams: int,
     tokens: int,
-    core: int,
-    client_core: int,
     streaming: bool,
     rounds: int,
     as_engine: bool,
@@ -175,7 +171,8 @@ def main(
     """Print the servers' speeds relative to the engine's, and their times to the first token."""
     if as_engine:
         return engine(model)
-    os.sched_setaffinity(0, {client_core})
+    core = CORES[0]  # the servers'
+    os.sched_setaffinity(0, {CORES[-1]})
     name = processor.microarchitecture() or processor.name()
     click.echo(f"{name}; {model}, texts of {tokens} tokens, load average {os.getloadavg()[0]:.1f}")
     with contextlib.ExitStack() as ends, tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """The time of each command from Enter to its first character or its result, with its memory and imports.
 
-    python -m benchmarks.start [-r 11] [--core 0]
+    python -m benchmarks.start [-r 11]
 
 The commands take turns, round by round, each in a new process on one core, after a round that compiles and
 fills the caches. A figure is the median of the rounds. CPU seconds are those of the whole process until it
@@ -92,10 +92,9 @@ def slowest_imports(name: str) -> str:
 
 @click.command()
 @options.whole("-r", "--rounds", "Starts of each command.", default=11, show_default=True)
-@options.whole("--core", "The core of all processes.", least=0, default=0, show_default=True)
-def main(rounds: int, core: int) -> None:
+def main(rounds: int) -> None:
     """Start each command repeatedly."""
-    os.sched_setaffinity(0, {core})
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     starts: dict[str, list[Start]] = {name: [] for name in COMMANDS}
     failed: dict[str, str] = {}
     for number in range(1 + rounds):

@@ -1,6 +1,6 @@
 """The page in Chromium against the native engine compiled for SSE: tokens per second of one text.
 
-    npm install --prefix tests/web && python -m benchmarks.web [--march x86-64]
+    npm install --prefix tests/web && python -m benchmarks.web
 
 Both run on one core and take turns, after their texts have been compared: they must be the same. The page's
 time includes the messages of its worker with all logits. WebAssembly has vectors of 128 bits, as SSE has.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 
-from app.cli.options import choice, option, set_threads, whole
+from app.cli.options import choice, set_threads, whole
 from attention_ext import processor
 from attention_ext.build import toolchain
 from benchmarks.measuring import QUIET, percent, quiet, show_table, spread, take_turns, write
@@ -32,6 +32,7 @@ from model.checkpoint import SHIPPED
 from web import build, serve
 
 TEXTS = 8  # of one measurement
+MARCH = "x86-64-v2"  # of the native engine: SSE4.2, whose vectors are as wide as WebAssembly's
 # Mbit/s, and milliseconds of a round trip: a mobile line, and Lighthouse's slow 4G.
 LINES = ((10, 40), (1.6, 150))
 
@@ -46,17 +47,16 @@ def compile_for(march: str) -> None:
 @click.command(context_settings={"show_default": True})
 @choice("-m", "--model", "The model.", of=SHIPPED, default="shakes256")
 @choice("--weights", "Precision of the weights.", of=("fp32", "bf16"))
-@option("--march", "-march of the native engine.", default="x86-64-v2")
 @whole("--core", "Core of both.", least=0, default=0)
 @whole("--rounds", "Rounds of each.", least=2, default=15)
 @whole("--visits", "First visits over each line.", least=1, default=5)
-def main(model: str, weights: str, march: str, core: int, rounds: int, visits: int) -> None:
+def main(model: str, weights: str, core: int, rounds: int, visits: int) -> None:
     """Print tokens per second of the page and of the native engine."""
     program = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not program or not shutil.which("node"):
         raise click.ClickException("chromium and node are needed; CHROMIUM can name the browser")
     folder = build.make()
-    compile_for(march)
+    compile_for(MARCH)
     os.sched_setaffinity(0, {core})  # the browser's processes inherit it
     set_threads(1)
     engine = open_engine(load(model), "native", simd="portable", weights=weights, draft="off")
@@ -71,7 +71,7 @@ def main(model: str, weights: str, march: str, core: int, rounds: int, visits: i
         run(0)  # wakes it
         return statistics.mean(run(seed)[0] for seed in range(TEXTS))
 
-    native = f"native engine, {march}"
+    native = f"native engine, {MARCH}"
     with serve.server(folder, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         asked = {"program": program, "model": model, "weights": weights, "lines": LINES, "visits": visits}
