@@ -73,6 +73,7 @@ def test_a_wrong_compiler(monkeypatch):
     for chosen, message in (
         ("/bin/false", "/bin/false --version failed with exit code 1; let CXX name a C++ compiler that"),
         ("no-such-compiler", "CXX is 'no-such-compiler'; it must be a C++ compiler"),
+        ("'c++", """CXX is "'c++"; it must be a compiler's command: No"""),
         ("/bin/sh -c 'echo kaboom >&2; exit 3'", "failed with exit code 3: kaboom; let CXX"),
     ):
         monkeypatch.setenv("CXX", chosen)
