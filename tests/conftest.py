@@ -29,6 +29,8 @@ from support import ROOT, Done
 from app import cli as command_line
 from attention_ext import PARTS, BuildError, extension, tiles
 from attention_ext.build import nvrtc, toolchain
+from attention_ext.cuda import driver
+from attention_ext.cuda.kernels import Gpu
 from lab import saved
 
 
@@ -201,3 +203,13 @@ def nvrtc_here() -> None:
         nvrtc.versions()
     except BuildError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def gpu(nvrtc: None) -> Gpu:
+    """The GPU; skip the test if there is none."""
+    try:
+        driver.check_gpu()
+    except BuildError as error:
+        pytest.skip(str(error))
+    return driver.gpu(0)

@@ -23,6 +23,7 @@ from attention_ext import reference
 from attention_ext.build import recipes
 from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
+from attention_ext.own import CudaCall
 from attention_ext.parts import Dtype
 
 STREAM = 7
@@ -52,21 +53,6 @@ int aoti_torch_get_current_cuda_stream(int index, void** stream) { return *strea
 int aoti_torch_create_cuda_guard(int index, void** guard) { return *guard = 0, 0; }
 int aoti_torch_delete_cuda_guard(void* guard) { return 0; }
 """
-
-
-class Strides(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_longlong) for name in ("batch", "head", "row")]
-
-
-class Call(ctypes.Structure):
-    """struct Call of csrc/cuda/call.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
-        *((f"{name}_strides", Strides) for name in "qkv"),
-        *((name, ctypes.c_int) for name in ("batches", "heads", "Nq", "Nk", "causal")),
-        ("scale", ctypes.c_float),
-    ]
 
 
 class Config(ctypes.Structure):
@@ -103,7 +89,7 @@ def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) ->
     row, tile, width = running.row, running.tile, running.width
     name = row.functions[function - 1]
     maps = "BOX" in tile.sizes
-    call = Call.from_address(arguments[3 if maps else 0])
+    call = CudaCall.from_address(arguments[3 if maps else 0])
     tiles = call.batches * call.heads * -(-call.Nq // tile.br)
     block = (tile.threads // tile.threads_y, tile.threads_y, 1)
     shared, last, early = tile.shared, True, False

@@ -8,6 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# Awkward shapes: (B, H, Nq, Nk, d)
+SHAPES = [
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 1, 32),
+    (2, 3, 63, 63, 24),
+    (1, 2, 123, 123, 80),
+    (1, 4, 257, 257, 32),
+    (1, 1, 1025, 1025, 16),
+    (1, 2, 1, 300, 32),
+    (2, 1, 7, 40, 33),
+    (1, 1, 130, 1000, 64),
+    (1, 1, 16, 16, 300),
+]
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, Nq, d) and logsumexp (B, H, Nq) in float64, by the definition, one query at a time."""

@@ -1,4 +1,4 @@
-"""An engine, one call at a time."""
+"""An engine, one call at a time, and settings that a GPU applies as the CPU does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from torch import Tensor
 
 from generation.engine import Engine
 from generation.sampling import Sampling
+
+MIXED = dict(top_k=20, top_p=0.9, typical_p=0.9, min_p=0.02, temperature=1.2)
+SAMPLINGS = [
+    *(dict(temperature=0), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1), dict(typical_p=0.7), MIXED),
+    *(dict(repetition_penalty=1.3), dict(presence_penalty=0.7, frequency_penalty=0.3)),
+    *(dict(logit_bias=((1, 3.0), (20, -50.0))), dict(temperature=1e-300)),
+]
 
 
 def prefill(engine: Engine, slot: int, ids: Sequence[int], **more) -> None:

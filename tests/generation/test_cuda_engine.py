@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from steps import choose, forced, logits, prefill
+from steps import SAMPLINGS, choose, forced, logits, prefill
 from support import ROOT, naming, resident
 
 from attention_ext import BuildError
@@ -35,12 +35,6 @@ from model.config import EMBEDDING, GPTConfig
 PROMPT = [1, 2, 3]
 SHAKES256 = GPTConfig(256, 65, 4, 4, 128, bias=False)
 H100 = 227 * 1024  # bytes of shared memory for a block
-MIXED = dict(top_k=20, top_p=0.9, typical_p=0.9, min_p=0.02, temperature=1.2)
-SAMPLINGS = [
-    *(dict(temperature=0), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1), dict(typical_p=0.7), MIXED),
-    *(dict(repetition_penalty=1.3), dict(presence_penalty=0.7, frequency_penalty=0.3)),
-    *(dict(logit_bias=((1, 3.0), (20, -50.0))), dict(temperature=1e-300)),
-]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from steps import choose, forced, logits, prefill
+from steps import SAMPLINGS, choose, forced, logits, prefill
 from support import naming
 
 from attention_ext.parts import BuildError, CachePrecision, Precision
@@ -28,12 +28,6 @@ from model import load
 from model.config import GPTConfig
 
 FP32, CACHE = Precision.FP32, CachePrecision.FP32
-MIXED = dict(top_k=20, top_p=0.9, typical_p=0.9, min_p=0.02, temperature=1.2)
-SAMPLINGS = [
-    *(dict(), dict(temperature=0), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.1), dict(typical_p=0.7)),
-    *(dict(repetition_penalty=1.3), dict(presence_penalty=0.7, frequency_penalty=0.3), MIXED),
-    *(dict(logit_bias=((1, 3.0), (20, -50.0))), dict(temperature=1e-300)),
-]
 NEAR = 1e-5  # of a probability: closer to a boundary, float32's rounding may decide
 
 
@@ -223,7 +217,7 @@ def test_its_texts_are_those_of_the_cpu(extension, seeds, length):
     on_gpu = open_engine(checkpoint, "webgpu", device="webgpu", slots=seeds)
     on_cpu = open_engine(checkpoint, slots=seeds, draft="off")
     ids, tokens, different = checkpoint.tokenizer.encode("ROMEO:"), 0, 0
-    for settings in SAMPLINGS:
+    for settings in ({}, *SAMPLINGS):
         with naming(settings):
             found = boundary_cases(on_gpu, on_cpu, ids, length, range(seeds), settings)
             tokens, different = tokens + found[0], different + found[1]

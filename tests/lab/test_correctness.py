@@ -9,12 +9,10 @@ import pytest
 import torch
 from support import ROOT
 
-from attention_ext import BuildError, attention
-from attention_ext.cuda import driver
+from attention_ext import attention
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import Dtype
 from lab import correctness
-from lab.cuda import gpu
 
 
 def lines_of(part, **change):
@@ -91,21 +89,13 @@ def test_a_length_that_cannot_fit_is_refused():
         correctness.run("part4", 10_000_000, 256, 256, False)
 
 
-@pytest.fixture
-def on_gpu():
-    try:
-        return driver.gpu(gpu.Gpu().device.index)
-    except BuildError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kernel", [None, *KERNELS])
-def test_every_kernel_passes(on_gpu, kernel, dtype):
+def test_every_kernel_passes(gpu, kernel, dtype):
     if kernel and dtype not in KERNELS[kernel].dtypes:
         pytest.skip(f"kernel {kernel} does not take {dtype}")
-    if kernel and not KERNELS[kernel].runs_on(on_gpu.capability, Dtype(dtype)):
-        pytest.skip(f"kernel {kernel} does not run on {on_gpu.name}")
+    if kernel and not KERNELS[kernel].runs_on(gpu.capability, Dtype(dtype)):
+        pytest.skip(f"kernel {kernel} does not run on {gpu.name}")
     arguments = dict(N=300, br=None, bc=None, dtype=dtype, kernel=kernel, batch=3, device="cuda")
     for causal in (False, True):
         passed, lines = lines_of("part4", causal=causal, **arguments)

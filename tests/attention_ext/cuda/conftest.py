@@ -5,23 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import KERNELS, Gpu
-from attention_ext.parts import BuildError, Dtype
+from attention_ext.parts import Dtype
 
 ROWS = [(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.dtypes]
 if not torch.cuda.is_available():  # one is skipped for all
     ROWS = ROWS[:1]
-
-
-@pytest.fixture(scope="session")
-def gpu(nvrtc: None) -> Gpu:
-    """The GPU; skip the test if there is none."""
-    try:
-        driver.check_gpu()
-    except BuildError as error:
-        pytest.skip(str(error))
-    return driver.gpu(0)
 
 
 @pytest.fixture(params=ROWS, ids=lambda row: f"kernel{row[0]}-{row[1]}")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from support import naming
 
 from attention_ext import BuildError
-from attention_ext.build import nvrtc
 from attention_ext.cuda import driver
 from attention_ext.cuda.kernels import KERNELS
 from attention_ext.parts import Dtype
@@ -21,25 +19,6 @@ from lab.cuda.explain import compiled, explain
 def cell(**change) -> Cell:
     asked = dict(N=256, d=32, batch=2, heads=3, causal=False, dtype="fp32") | change
     return Cell("part4", queries=asked["N"], simd=None, br=None, bc=None, threads=1, device="cuda", **asked)
-
-
-@pytest.fixture
-def compiler() -> None:
-    """Skip the test without NVRTC."""
-    try:
-        nvrtc.versions()
-    except BuildError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture
-def gpu(compiler) -> int:
-    """The number of a GPU; skip the test without one."""
-    try:
-        driver.check_gpu()
-    except BuildError as error:
-        pytest.skip(str(error))
-    return torch.cuda.current_device()
 
 
 def explained(kernel=None, arch=None, **change) -> str:
@@ -56,7 +35,7 @@ CASES = [  # one of them is compiled by default
 
 
 @pytest.mark.parametrize("kernel, arch", CASES)
-def test_each_kernel_is_explained_without_a_gpu(compiler, arch, kernel):
+def test_each_kernel_is_explained_without_a_gpu(nvrtc, arch, kernel):
     row, on = KERNELS[kernel], SHEETS[arch]
     dtype = row.dtypes[0]
     if not row.runs_on(on.capability, dtype):
@@ -79,13 +58,13 @@ def test_each_kernel_is_explained_without_a_gpu(compiler, arch, kernel):
 
 
 @pytest.mark.full
-def test_spills_and_conflicts_show(compiler):
+def test_spills_and_conflicts_show(nvrtc):
     assert re.search(r"spilled: [1-9]\d* B stored, [1-9]\d* B", explained(arch="sm_90", kernel="3-spilled"))
     text = explained(arch="sm_90", kernel="2-unpadded")
     assert "spilled: none" in text and float(re.search(r"^  K +\S+ \S+ +(\S+) x", text, re.M)[1]) > 10
 
 
-def test_the_command(cli, compiler):
+def test_the_command(cli, nvrtc):
     done = cli(
         "explain", "part4", "--device", "cuda", "--arch", "sm_90", "--kernel", "2", "--causal", "-d", 40
     )
@@ -119,7 +98,7 @@ def test_wrong_options(failed, monkeypatch):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("d", [32, 128])
 def test_the_driver_counts_the_same_blocks(gpu, kernel, d):
-    row, on = KERNELS[kernel], driver.gpu(gpu)
+    row, on = KERNELS[kernel], gpu
     dtype = row.dtypes[0]
     if not row.runs_on(on.capability, dtype):
         pytest.skip(f"{on.name} cannot run kernel {kernel}")
