@@ -104,10 +104,3 @@ def test_every_kernel_passes(gpu, kernel, dtype):
     assert sum(line.startswith("cuda time:  ") for line in lines) == 2
     assert any("CUDA total" in line for line in lines)
     assert memory_of(lines)[1] >= 3 * 4 * 300 * 32 * Dtype(dtype).bytes
-
-
-def test_4d_access(extension):
-    lines = []
-    assert correctness.four_d_access(seed=5, echo=lines.append)
-    assert lines[0] == "Tensor Shape: (2, 4, 16, 32)"
-    assert lines[2].split(":")[1].split() == lines[3].split(":")[1].split()

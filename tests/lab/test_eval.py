@@ -18,10 +18,6 @@ def test_an_unknown_precision_is_named():
             held_out_loss("shakes128", TEXT, **{name: "int4"})
 
 
-def test_the_line_ends_of_windows_change_nothing(extension):
-    assert held_out_loss("shakes128", TEXT.replace("\n", "\r\n")) == held_out_loss("shakes128", TEXT)
-
-
 def test_rounding_changes_the_loss_a_little(extension):
     for part in ("part0", "part4"):
         exact = held_out_loss("shakes128", TEXT, part).nats

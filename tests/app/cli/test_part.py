@@ -49,6 +49,7 @@ def test_wrong_gradients_exit_1(cli, extension, monkeypatch):
 def test_4d_access(cli, extension):
     done = cli("4Daccess")
     assert done.returncode == 0
+    assert done.stdout.startswith("Tensor Shape: (2, 4, 16, 32)\n")
     values = dict(re.findall(r"^(Expected|Result): +(\S+)$", done.stdout, re.M))
     assert values["Expected"] == values["Result"]
     assert re.search(r"^4D Tensor Index: \(\d, \d, \d+, \d+\)$", done.stdout, re.M)
