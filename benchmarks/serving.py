@@ -3,9 +3,9 @@
     python -m benchmarks.serving [-m shakes256] [--rounds 5] [--streams 32]
 
 llama-server must be in the PATH; scripts/build-llama-server.sh builds it. Without it, or if a server fails, a
-row says so. The servers and the engine are pinned to the first core and take turns, round by round; the client
-has the last one. `usage` counts the tokens. A ratio is that of two medians, printed per second and per CPU
-second; on a shared machine the latter is more reliable.
+row says so. The servers and the engine are pinned to the first core and take turns, round by round; the
+client has the last one. `usage` counts the tokens. A ratio is that of two medians, printed per second and per
+CPU second; on a shared machine the latter is more reliable.
 """
 
 import asyncio
