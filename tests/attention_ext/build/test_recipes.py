@@ -40,14 +40,7 @@ def test_versions_decide_what_is_compiled_with_them_only(monkeypatch):
     assert [a == b for a, b in zip(before, paths())] == [True, True, False]
 
 
-@pytest.mark.full
-def test_the_program_is_compiled_once_for_each_processor(extension, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    made = recipes.program("off").make()
-    assert "Compiling a standalone program of the kernels..." in capsys.readouterr().err
-    assert recipes.program("off").make() == made
-    assert capsys.readouterr().err == ""
-    assert sorted(path.name for path in made.parent.iterdir()) == ["alone", "building"]
+def test_the_program_is_for_a_processor_and_over_helpers_of_cpp(extension):
     with pytest.raises(BuildError, match="failed: .*no-such-processor"):
         recipes.program("off", "no-such-processor").make()
     with pytest.raises(ValueError, match="simd is 'ispc'; the program's must be auto, portable or off"):
