@@ -113,10 +113,7 @@ def test_threads():
     assert float(rows[0][3]) == float(rows[0][5]) == 1
 
 
-def test_training(tmp_path):
-    assert "| llm.c | failed: " in printed(
-        "training", f"--batch 1 --block-size 5 --rounds 1 --llm-c {tmp_path}"
-    )
+def test_training():
     head, *rows = table(printed("training", "--threads 1,2 --batch 1,3 --block-size 5 --rounds 1"))
     cases = [[f"{batch} x 5", threads] for threads in "12" for batch in (1, 3)]
     assert head[:2] == ["batch", "threads"] and [row[:2] for row in rows] == cases
