@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -27,10 +28,11 @@ def versions(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
     return found
 
 
-def tests(folder: Path) -> None:
+def tests(folder: Path) -> NoReturn:
     """Run this command without --watch in a fresh process, again at each save below the folder, until Ctrl-C.
 
-    A save ends a test that runs. A right result is two lines: the verdict, the time and its change.
+    A save ends a test that runs. A right result is one line: the verdict, the time and its change. Of a wrong
+    one all of the test's output is printed.
     """
     command = [sys.executable, *(word for word in sys.orig_argv[1:] if word != "--watch")]
     last: float | None = None

@@ -182,7 +182,8 @@ def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, 
                 tool, said = tools.get(target, ()), []
                 next(process.stdout, "")  # the command
             elif tool and mark:
-                said, status = [*said, text], int(code)
+                # without a status the shell itself was killed, and the line is of another command
+                said, status = [*said, text], int(code) if code.strip().isdigit() else 0
                 process.terminate()  # nobody waits for the others
                 break
             elif mark:

@@ -81,6 +81,15 @@ def test_a_mistake_is_shown_as_the_compiler_wrote_it(program, monkeypatch, termi
     assert "return 40 }" in log.read_text() and "\x1b" not in log.read_text()
 
 
+def test_a_killed_command_is_an_error(program, monkeypatch, tmp_path):
+    """The shell that runs the compiler has no time to tell its status."""
+    real = toolchain.find_compiler()[0]
+    kill = f'case "$*" in *main.cpp*) kill -KILL $PPID; exit 1;; esac; exec {real} "$@"'
+    monkeypatch.setenv("CXX", script(tmp_path / "killed", f'[ "$1" = --version ] && exit 0\n{kill}'))
+    with pytest.raises(BuildError, match="killed failed: "):
+        program()
+
+
 def test_ninja_that_is_missing_is_a_sentence(monkeypatch):
     monkeypatch.setattr(ninja.shutil, "which", lambda *_, **__: None)
     monkeypatch.setattr(ninja.importlib.util, "find_spec", lambda name: None)
