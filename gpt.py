@@ -1,6 +1,6 @@
 """The command line's entry."""
 
-from app.cli import main
+from shakespeare.app.cli import main
 
 if __name__ == "__main__":
     main()

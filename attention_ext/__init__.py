@@ -11,15 +11,14 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
-from attention_ext import tiles
-from attention_ext.checks import check_gradient, check_tensors, finite, truth
-from attention_ext.parts import AUTO, PARTS, SIMD, BuildError, Part, check_part, resolve_simd
+from shakespeare.attention_ext import tiles
+from shakespeare.attention_ext.checks import check_gradient, check_tensors, finite, truth
+from shakespeare.attention_ext.parts import AUTO, PARTS, SIMD, BuildError, Part, check_part, resolve_simd
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["AUTO", "PARTS", "SIMD", "BuildError", "Part", "attention", "operator"]
-__version__ = "0.1.0"
 
 
 class Options(TypedDict, total=False):
@@ -116,7 +115,7 @@ def attention(
     if row.operator is None:
         check_tensors(row, q, k, v, causal)
     if row.file:
-        from attention_ext import own
+        from shakespeare.own import kernel as own
 
         if return_lse:
             raise ValueError(f"return_lse is True; it must be False with {part}, which gives no logsumexp")
@@ -139,7 +138,7 @@ def attention(
         (B, H, Nq, d), Nk = q.shape, k.shape[2]
         scale = 1 / math.sqrt(d) if scale is None else scale
         if row.operator is None:
-            from attention_ext import reference
+            from shakespeare.attention_ext import reference
 
             return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
         if (part, helpers, gradient, False) not in _operators:
@@ -156,7 +155,7 @@ def attention(
     except Exception as error:  # the operators in C++ check the tensors too, but raise RuntimeErrors
         check_tensors(row, q, k, v, causal)
         if type(error) is RuntimeError and q.is_cuda and row.operator:
-            from attention_ext.cuda import operators
+            from shakespeare.attention_ext.cuda import operators
 
             operators.raise_reason(error)
         raise
@@ -173,7 +172,7 @@ def _by_webgpu(part, q, k, v, causal, scale, br, bc, simd, kernel, device, retur
     ):
         if given != only:
             raise ValueError(f"{name} is {given!r}; it must be {only!r} with device='webgpu'")
-    from attention_ext.webgpu.attention import attention as by_webgpu
+    from shakespeare.attention_ext.webgpu.attention import attention as by_webgpu
 
     return by_webgpu(q, k, v, causal=causal, scale=scale, kernel=kernel, return_lse=return_lse)
 
@@ -191,11 +190,11 @@ def operator(part: str, simd: str = "auto", gradient: bool = False, lse: bool = 
     key = part, simd, gradient, lse
     if key not in _operators:  # torch.compile can trace a look-up in a table but not a build
         if simd == "cuda":
-            from attention_ext.cuda import operators
+            from shakespeare.attention_ext.cuda import operators
 
             _operators[key] = operators.flash_with_lse if lse else operators.flash
         else:
-            from attention_ext import extension
+            from shakespeare.attention_ext import extension
 
             row = check_part(part)
             name = row.gradient if gradient else row.operator

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from attention_ext.parts import DEVICES, MOST_SCORES, Part, with_gradient
+from shakespeare.attention_ext.parts import DEVICES, MOST_SCORES, Part, with_gradient
 
 Function = TypeVar("Function", bound=Callable)
 

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from attention_ext import processor
-from attention_ext.build import prebuilt
-from attention_ext.checks import check_tensors
-from attention_ext.parts import AUTO, PARTS, BuildError, Dtype, check_part, resolve_simd
+from shakespeare.attention_ext import processor
+from shakespeare.attention_ext.build import prebuilt
+from shakespeare.attention_ext.checks import check_tensors
+from shakespeare.attention_ext.parts import AUTO, PARTS, BuildError, Dtype, check_part, resolve_simd
 
 if TYPE_CHECKING:
     import torch
 
-    from attention_ext.build.recipes import Recipe
+    from shakespeare.attention_ext.build.recipes import Recipe
 
 _loading = threading.RLock()
 
@@ -39,7 +39,7 @@ def load(simd: str = "auto") -> Any:
 
 @functools.cache
 def _load(helpers: str) -> Any:
-    from attention_ext.build import recipes
+    from shakespeare.attention_ext.build import recipes
 
     recipe = recipes.operators(helpers)
     loaded = load_operators(recipe)
@@ -114,7 +114,7 @@ def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ct
         if resolve_simd(simd) == AUTO and prebuilt.in_wheel():
             library, remedy = prebuilt.checked(name), prebuilt.REMEDY
         else:
-            from attention_ext.build import recipes  # a wheel needs no compiler's
+            from shakespeare.attention_ext.build import recipes  # a wheel needs no compiler's
 
             library, remedy = recipes.library(name, packages, simd).make(), "delete it to compile it again"
         try:
@@ -135,7 +135,7 @@ def load_module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Mod
 
 @functools.cache
 def _load_module(name: str, packages: tuple[str, ...], helpers: str) -> ModuleType:
-    from attention_ext.build import recipes
+    from shakespeare.attention_ext.build import recipes
 
     library = recipes.module(name, packages, helpers).make()
     spec = importlib.util.spec_from_file_location(name, library)

@@ -11,8 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attention_ext.checks import check_tensors, finite, truth
-from attention_ext.parts import check_part
+from shakespeare.attention_ext.checks import check_tensors, finite, truth
+from shakespeare.attention_ext.parts import check_part
 
 # For each rank the chunks of the sequence that it holds, in the order of its tensors' rows.
 Rows = tuple[tuple[range, ...], ...]

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import attention_ext
-from attention_ext import layout, reference
-from attention_ext.checks import none_is_default, whole
-from attention_ext.layout import Rows, contiguous, kernel_calls, length, shares, zigzag_rows
-from attention_ext.parts import one_of
+from shakespeare import attention_ext
+from shakespeare.attention_ext import layout, reference
+from shakespeare.attention_ext.checks import none_is_default, whole
+from shakespeare.attention_ext.layout import Rows, contiguous, kernel_calls, length, shares, zigzag_rows
+from shakespeare.attention_ext.parts import one_of
 
 SPIN_SECONDS = 1.0  # for which a wait on CUDA polls
 

@@ -175,7 +175,7 @@ def is_file(part: str) -> bool:
 def check_part(part: str) -> Part:
     """The row of a part, or of a user's file. Raises ValueError for another name."""
     if is_file(part):
-        from attention_ext import own
+        from shakespeare.own import kernel as own
 
         return own.row(part)
     one_of("part", part, PARTS)

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from attention_ext.checks import finite, none_is_default
+from shakespeare.attention_ext.checks import finite, none_is_default
 
 HERE = "here"  # the answer of a rank that has not failed itself
 ABORT = 2.0  # seconds that NCCL's abort may take

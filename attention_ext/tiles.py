@@ -13,8 +13,8 @@ import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from attention_ext import processor
-from attention_ext.checks import whole
+from shakespeare.attention_ext import processor
+from shakespeare.attention_ext.checks import whole
 
 # Within 2 % of the best tile in a sweep at N = 1024, d = 32, 64, 128 (gpt.py bench part4 -br ... -bc ...).
 DEFAULT = (192, 256)
@@ -55,7 +55,7 @@ def tile(
         return nearest.br, nearest.bc
     if threads == 1 or queries is None:
         return DEFAULT
-    from attention_ext import extension
+    from shakespeare.attention_ext import extension
 
     # A panel is the number of queries that the kernel multiplies at a time. Any multiple of it cuts queries
     # into the same strips, so the number of threads changes no bit of the result.

@@ -10,9 +10,9 @@ means benchmarks/results/attention-PROCESSOR.json, with --dtype bf16 attention_b
 import sys
 from importlib.util import find_spec
 
-from app import cli
-from attention_ext.parts import Dtype, taking
-from lab import saved
+from shakespeare.app import cli
+from shakespeare.attention_ext.parts import Dtype, taking
+from shakespeare.lab import saved
 
 SWEEP = ["-N", "128,1024", "-d", "32,64,128", "--rounds", "15"]
 MASKS = ["--mask", "none,causal"]

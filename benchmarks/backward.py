@@ -13,11 +13,11 @@ from functools import partial
 import click
 import torch
 
-from app.cli.options import Names, Numbers
-from attention_ext import extension, processor
 from benchmarks.measuring import QUIET, quiet, rows, show_table
-from lab import backward
-from lab.machine import fma_peak
+from shakespeare.app.cli.options import Names, Numbers
+from shakespeare.attention_ext import extension, processor
+from shakespeare.lab import backward
+from shakespeare.lab.machine import fma_peak
 
 TRAINING = (16, 4, 128, 32)
 TITLES = (

@@ -22,19 +22,20 @@ from pathlib import Path
 
 import click
 
-from attention_ext import processor
+from shakespeare.attention_ext import processor
 
 processor.let_waiting_threads_sleep()  # before torch is imported
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from app.cli.options import Numbers  # noqa: E402
 from benchmarks.measuring import attempt, percent, powers, show_table  # noqa: E402
-from generation import bulk, cluster, cuda, shards  # noqa: E402
-from generation.jobs import Job  # noqa: E402
-from generation.processes import Pool, local_pool  # noqa: E402
-from model import load  # noqa: E402
+from shakespeare.app.cli.options import Numbers  # noqa: E402
+from shakespeare.generation.engines import cuda  # noqa: E402
+from shakespeare.generation.many import bulk, cluster, shards  # noqa: E402
+from shakespeare.generation.many.jobs import Job  # noqa: E402
+from shakespeare.generation.many.processes import Pool, local_pool  # noqa: E402
+from shakespeare.model import load  # noqa: E402
 
 TITLES = (
     "workers | tokens/s | spread | times the first | with start | a file | share of a core | per core-second"

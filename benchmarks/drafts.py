@@ -20,19 +20,19 @@ from typing import Any
 
 import click
 
-from app.cli import options
-from attention_ext import extension
-from attention_ext.parts import BuildError
 from benchmarks.generation import PEERS, exact_logits
 from benchmarks.measuring import QUIET, attempt, percent, quiet, rows, show_table, take_turns, write
 from benchmarks.peers import Peer
-from generation import cuda
-from generation.engine import Engine, open_engine
-from generation.sampling import Sampling
-from generation.writer import Request
-from model import corpus, load
-from model.checkpoint import Checkpoint
-from model.tokenizer import CharTokenizer
+from shakespeare.app.cli import options
+from shakespeare.attention_ext import extension
+from shakespeare.attention_ext.parts import BuildError
+from shakespeare.generation.engines import cuda
+from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.writer import Request
+from shakespeare.model import corpus, load
+from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.tokenizer import CharTokenizer
 
 PROMPT = 24  # characters
 UNLIKE = (

@@ -39,23 +39,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from app.cli import options
-from attention_ext import PARTS, extension
-from attention_ext.parts import BuildError, CachePrecision, Precision
 from benchmarks.measuring import QUIET, attempt, failed_row, percent, show_table, spread, write
 from benchmarks.peers import Peer
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
 from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
 from benchmarks.peers.onnx_runtime import OnnxRuntime
 from benchmarks.peers.pytorch import CachedPyTorch, Transformers, UncachedPyTorch
-from generation.engine import ENGINES, ON_DEVICE, open_engine
-from generation.sampling import Sampling
-from generation.writer import Request
-from lab import saved
-from lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth
-from lab.timing import PATIENCE, Samples
-from model import corpus, load
-from model.gpt import GPT
+from shakespeare.app.cli import options
+from shakespeare.attention_ext import PARTS, extension
+from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
+from shakespeare.generation.engines.engine import ENGINES, ON_DEVICE, open_engine
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.writer import Request
+from shakespeare.lab import saved
+from shakespeare.lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth
+from shakespeare.lab.timing import PATIENCE, Samples
+from shakespeare.model import corpus, load
+from shakespeare.model.gpt import GPT
 
 PYTORCH = (UncachedPyTorch, CachedPyTorch, Transformers)
 OTHERS = (CTranslate2, CTranslate2Int8, OnnxRuntime, LlamaCpp, LlamaCppQ8)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from app.cli import options
-from attention_ext import BuildError, attention, processor
-from attention_ext.parts import Dtype
 from benchmarks.measuring import percent, rows, show_table, spread, take_turns
-from lab.cuda.gpu import Gpu
-from lab.timing import seconds_of
+from shakespeare.app.cli import options
+from shakespeare.attention_ext import BuildError, attention, processor
+from shakespeare.attention_ext.parts import Dtype
+from shakespeare.lab.cuda.gpu import Gpu
+from shakespeare.lab.timing import seconds_of
 
 CALLS = 300  # the driver queues 1,024 launches
 SHAPES = ((1, 4, 64, 32), (1, 4, 256, 32), (2, 8, 64, 64))

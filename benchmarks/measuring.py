@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from generation.engine import Engine
-from generation.writer import Request, Writer
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.writer import Request, Writer
 
 if TYPE_CHECKING:
-    from lab.timing import Samples
+    from shakespeare.lab.timing import Samples
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
@@ -65,7 +65,7 @@ def take_turns(
 
     failed: gets those that raise an error, which the result lacks; without it the error is raised.
     """
-    from lab import timing  # it imports torch, and benchmarks.start measures memory without it
+    from shakespeare.lab import timing  # it imports torch, and benchmarks.start measures memory without it
 
     def turn(name: Name) -> float:
         if failed is None:

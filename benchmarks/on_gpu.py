@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention_ext.parts import BuildError, CachePrecision, Dtype, Precision
-from attention_ext.webgpu.gpu import opened
 from benchmarks import generation as bench
 from benchmarks.peers import Peer
 from benchmarks.peers.pytorch import CachedPyTorch, Transformers
-from generation.engine import ON_DEVICE
-from generation.sampling import Sampling
-from lab.cuda.gpu import Gpu
-from lab.machine import describe
-from model import load
-from model.gpt import GPT
+from shakespeare.attention_ext.parts import BuildError, CachePrecision, Dtype, Precision
+from shakespeare.attention_ext.webgpu.gpu import opened
+from shakespeare.generation.engines.engine import ON_DEVICE
+from shakespeare.generation.sampling import Sampling
+from shakespeare.lab.cuda.gpu import Gpu
+from shakespeare.lab.machine import describe
+from shakespeare.model import load
+from shakespeare.model.gpt import GPT
 
 DEVICE = "cuda"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

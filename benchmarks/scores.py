@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from app.cli.options import Names
-from attention_ext import PARTS, SIMD, attention, extension, processor, reference
 from benchmarks.measuring import rows, show_table
-from lab.timing import Samples, in_turns
+from shakespeare.app.cli.options import Names
+from shakespeare.attention_ext import PARTS, SIMD, attention, extension, processor, reference
+from shakespeare.lab.timing import Samples, in_turns
 
 SCALES = (1, 1.5, 2, 3, 4, 5, 6, 8)
 DENORMAL = 1e-40

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model import load
+from shakespeare.model import load
 
 OWN, LLAMA = "gpt.py serve", "llama-server"
 PROMPT = "ROMEO:"

@@ -24,20 +24,20 @@ from pathlib import Path
 
 import click
 
-from attention_ext import processor
+from shakespeare.attention_ext import processor
 
 processor.let_waiting_threads_sleep()  # before torch is imported, for the engine's process
 
 import torch  # noqa: E402
 
-from app.cli.options import option, whole  # noqa: E402
 from benchmarks.measuring import attempt, show_table, write  # noqa: E402
 from benchmarks.servers import CORES, LLAMA, OWN, PROMPT, Client, Process, start  # noqa: E402
-from generation.engine import open_engine  # noqa: E402
-from generation.sampling import Sampling  # noqa: E402
-from generation.texts import complete  # noqa: E402
-from generation.writer import Request, Writer  # noqa: E402
-from model import load  # noqa: E402
+from shakespeare.app.cli.options import option, whole  # noqa: E402
+from shakespeare.generation.engines.engine import open_engine  # noqa: E402
+from shakespeare.generation.sampling import Sampling  # noqa: E402
+from shakespeare.generation.texts import complete  # noqa: E402
+from shakespeare.generation.writer import Request, Writer  # noqa: E402
+from shakespeare.model import load  # noqa: E402
 
 EACH = 6  # texts of a stream in a round
 OTHERS, PROMPT_TOKENS, PROBES = 8, 200, 100

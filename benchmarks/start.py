@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import click
 
-from app.cli import options
-from attention_ext import processor
 from benchmarks.measuring import attempt, show_table
+from shakespeare.app.cli import options
+from shakespeare.attention_ext import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("--inference", "-m", "shakes256", "--num-samples", "1", "--max-new-tokens", "20")

@@ -14,9 +14,6 @@ from functools import partial
 import click
 import torch
 
-from app.cli import options
-from attention_ext import extension, processor
-from attention_ext.parts import CachePrecision, Precision
 from benchmarks.measuring import (
     QUIET,
     attempt,
@@ -28,13 +25,16 @@ from benchmarks.measuring import (
     take_turns,
     write,
 )
-from generation.engine import Engine, open_engine
-from generation.writer import Request
-from lab.machine import fma_peak, read_bandwidth
-from lab.timing import seconds_of
-from model import load
-from model.checkpoint import SHIPPED
-from model.gpt import GPT
+from shakespeare.app.cli import options
+from shakespeare.attention_ext import extension, processor
+from shakespeare.attention_ext.parts import CachePrecision, Precision
+from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.writer import Request
+from shakespeare.lab.machine import fma_peak, read_bandwidth
+from shakespeare.lab.timing import seconds_of
+from shakespeare.model import load
+from shakespeare.model.checkpoint import SHIPPED
+from shakespeare.model.gpt import GPT
 
 LEAST_SECONDS = 0.2  # of one measurement: a virtual machine's cores change places within seconds
 WEIGHT_BYTES = {Precision.FP32: 4, Precision.BF16: 2, Precision.INT8: 1}  # without int8's scales

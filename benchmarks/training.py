@@ -14,18 +14,18 @@ from functools import partial
 
 import click
 
-from attention_ext import processor
+from shakespeare.attention_ext import processor
 
 processor.let_waiting_threads_sleep()  # before torch is imported; spinning is slow on a busy machine
 
 import torch  # noqa: E402
 
-from app.cli.options import Numbers  # noqa: E402
-from attention_ext import extension  # noqa: E402
 from benchmarks.measuring import QUIET, quiet, rows, show_table  # noqa: E402
-from lab import profile_training as training  # noqa: E402
-from lab.machine import Load, busy_text, fma_peak  # noqa: E402
-from lab.timing import in_turns  # noqa: E402
+from shakespeare.app.cli.options import Numbers  # noqa: E402
+from shakespeare.attention_ext import extension  # noqa: E402
+from shakespeare.lab import profile_training as training  # noqa: E402
+from shakespeare.lab.machine import Load, busy_text, fma_peak  # noqa: E402
+from shakespeare.lab.timing import in_turns  # noqa: E402
 
 TITLES = (
     "batch | threads | PyTorch, ms | native, ms | ratio | gradients differ by | characters/s | GFLOP/s "

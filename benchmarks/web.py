@@ -20,16 +20,16 @@ from pathlib import Path
 
 import click
 
-from app.cli.options import choice, set_threads, whole
-from attention_ext import processor
-from attention_ext.build import toolchain
 from benchmarks.measuring import QUIET, percent, quiet, show_table, spread, take_turns, write
 from benchmarks.servers import Process
-from generation.engine import open_engine
-from generation.writer import Request
-from model import load
-from model.checkpoint import SHIPPED
-from web import build, serve
+from shakespeare.app.cli.options import choice, set_threads, whole
+from shakespeare.attention_ext import processor
+from shakespeare.attention_ext.build import toolchain
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.writer import Request
+from shakespeare.model import load
+from shakespeare.model.checkpoint import SHIPPED
+from shakespeare.web import build, serve
 
 TEXTS = 8  # of one measurement
 MARCH = "x86-64-v2"  # of the native engine: SSE4.2, whose vectors are as wide as WebAssembly's

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.draft import ORDER, Draft, extended, first_hashes, share
+from shakespeare.model.draft import ORDER, Draft, extended, first_hashes, share
 
 BUCKETS = 4  # on the GPU for each of the draft's
 WAYS = 4  # contexts of a bucket, as in csrc/cuda/guess.h

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from generation.engine import open_engine
-from generation.logprobs import MOST_TOP
-from generation.native import Decoder
-from generation.writer import Request, Writer
-from model.checkpoint import Checkpoint
-from model.draft import (
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.native import Decoder
+from shakespeare.generation.logprobs import MOST_TOP
+from shakespeare.generation.writer import Request, Writer
+from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.draft import (
     HEAD,
     MOST_BYTES,
     MOST_VOCABULARY,

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from generation.engine import Engine
-from generation.logprobs import TokenLogprob
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.logprobs import TokenLogprob
 
 if TYPE_CHECKING:
-    from generation.writer import Text
+    from shakespeare.generation.writer import Text
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from attention_ext.checks import real, whole
+from shakespeare.attention_ext.checks import real, whole
 
 if TYPE_CHECKING:
     from torch import Tensor

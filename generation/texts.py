@@ -9,14 +9,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from attention_ext.checks import none_is_default, truth
-from attention_ext.parts import BuildError, CachePrecision
-from generation.engine import Engine, open_engine
-from generation.sampling import Sampling
-from generation.writer import Request, Text, Writer
-from model.checkpoint import Checkpoint, loaded
-from model.config import GPTConfig
-from model.tokenizer import Tokenizer
+from shakespeare.attention_ext.checks import none_is_default, truth
+from shakespeare.attention_ext.parts import BuildError, CachePrecision
+from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.writer import Request, Text, Writer
+from shakespeare.model.checkpoint import Checkpoint, loaded
+from shakespeare.model.config import GPTConfig
+from shakespeare.model.tokenizer import Tokenizer
 
 AT_ONCE = 32  # texts that are written together, for each thread
 # Of a GPU's memory, for the caches of an engine. To read so much takes any GPU 3 ms or more, a hundred times
@@ -41,7 +41,7 @@ def slots_for(
     """
     cache_bytes = kv_cache.bytes * 2 * config.n_layer * config.n_embd * capacity  # K and V of a text
     if device == "cuda":
-        from generation import cuda
+        from shakespeare.generation.engines import cuda
 
         at_once = min(texts, max(1, cuda.gpu().memory // GPU_SHARE // cache_bytes))
     elif device == "webgpu" and has_gpu():
@@ -53,7 +53,7 @@ def slots_for(
 
 def has_gpu() -> bool:
     """Whether WebGPU finds a GPU that is not the CPU."""
-    from attention_ext.webgpu.gpu import opened
+    from shakespeare.attention_ext.webgpu.gpu import opened
 
     try:
         return not opened().adapter.is_cpu

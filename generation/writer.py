@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attention_ext.build import cache
-from attention_ext.checks import kind, real, set_defaults, set_whole, truth, whole
-from generation.engine import Engine
-from generation.logprobs import MOST_TOP
-from generation.logprobs import TokenLogprob as TokenLogprob
-from generation.reading import Reader
-from generation.sampling import Sampling
+from shakespeare.attention_ext.build import cache
+from shakespeare.attention_ext.checks import kind, real, set_defaults, set_whole, truth, whole
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.logprobs import MOST_TOP
+from shakespeare.generation.logprobs import TokenLogprob as TokenLogprob
+from shakespeare.generation.reading import Reader
+from shakespeare.generation.sampling import Sampling
 
 CONTEXTS = ("slide", "reset")
 UNIFORMS_AT_ONCE = 256  # one draw costs as much as a small model's token

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention_ext import PARTS, attention, extension, reference
-from attention_ext.parts import check_part, resolve_simd, with_gradient
-from lab import correctness, machine
-from lab.timing import Samples, in_turns
+from shakespeare.attention_ext import PARTS, attention, extension, reference
+from shakespeare.attention_ext.parts import check_part, resolve_simd, with_gradient
+from shakespeare.lab import correctness, machine
+from shakespeare.lab.timing import Samples, in_turns
 
 PRODUCTS = 5  # S, dP, dV, dK and dQ, each of 2 d operations for a query and a key
 FLOOR = 1e-6  # allowed error of any float32 result, as a share of the largest gradient

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import shakespeare
+
 ROOT = Path(__file__).resolve().parent.parent
-
-
+IMPORTS = Path(shakespeare.__file__).resolve().parents[1]  # where Python finds shakespeare; a checkout's ROOT
 POLL_SECONDS = 0.05
 
 
@@ -21,14 +22,14 @@ class Stopped(Exception):
 def run(
     command: Sequence[str], seconds: float, stop: Callable[[], bool] | None = None, **env: str
 ) -> tuple[int, str, str]:
-    """The exit code, the standard output and the standard error of a command that runs in ROOT.
+    """The exit code, the standard output and the standard error of a command that runs in IMPORTS.
 
     Its output goes through files, because a pipe stays open as long as any child of the program has it.
     Raises TimeoutExpired after `seconds`, and Stopped when stop() is true; then the program and its children
     are killed.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        settings: dict = {"cwd": ROOT, "env": os.environ | env, "start_new_session": True}
+        settings: dict = {"cwd": IMPORTS, "env": os.environ | env, "start_new_session": True}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **settings)
         try:
             end = time.monotonic() + seconds

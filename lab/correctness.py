@@ -18,15 +18,15 @@ from torch.autograd.profiler import profile as cpu_profile
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from attention_ext import PARTS, attention, extension, operator
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import WIDEST
-from attention_ext.parts import Dtype, check_dtype
-from attention_ext.webgpu.gpu import opened
-from attention_ext.webgpu.steps import choose as choose_step
-from lab import machine
-from lab.cuda import gpu
-from lab.text import counted
+from shakespeare.attention_ext import PARTS, attention, extension, operator
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import WIDEST
+from shakespeare.attention_ext.parts import Dtype, check_dtype
+from shakespeare.attention_ext.webgpu.gpu import opened
+from shakespeare.attention_ext.webgpu.steps import choose as choose_step
+from shakespeare.lab import machine
+from shakespeare.lab.cuda import gpu
+from shakespeare.lab.text import counted
 
 B, H, D = 1, 4, 32  # the lab's sizes
 # Relative and absolute tolerance. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7. Two

@@ -1,8 +1,9 @@
 """The costs of a call beside its traffic: its scratch, and the sizes of the kernels' blocks."""
 
-from attention_ext import extension, own
-from attention_ext.parts import check_part
-from lab.traffic import FLOAT_BYTES, Block, Case
+from shakespeare.attention_ext import extension
+from shakespeare.attention_ext.parts import check_part
+from shakespeare.lab.traffic import FLOAT_BYTES, Block, Case
+from shakespeare.own import kernel as own
 
 
 def block_of(simd: str | None = "auto") -> Block:

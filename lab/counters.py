@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attention_ext import BuildError, own, processor
-from attention_ext.build import recipes
-from attention_ext.parts import check_part
-from attention_ext.processor import Cache
-from lab.command import run
-from lab.costs import scratch
-from lab.machine import check_memory
-from lab.traffic import FLOAT_BYTES, Block, Case
+from shakespeare.attention_ext import BuildError, processor
+from shakespeare.attention_ext.build import recipes
+from shakespeare.attention_ext.parts import check_part
+from shakespeare.attention_ext.processor import Cache
+from shakespeare.lab.command import run
+from shakespeare.lab.costs import scratch
+from shakespeare.lab.machine import check_memory
+from shakespeare.lab.traffic import FLOAT_BYTES, Block, Case
+from shakespeare.own import kernel as own
 
 SWEPT_BYTES = 256 << 20  # bytes written before each call under perf, to empty all caches
 # Valgrind does not support AVX-512. Every supported compiler has the name 'haswell' for x86-64-v3.

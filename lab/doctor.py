@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from attention_ext import AUTO, BuildError, processor, tiles
-from attention_ext.build import cache, nvrtc, prebuilt, recipes, toolchain
-from checkpoints import PRESENT
-from lab.command import run as run_command
+from shakespeare.attention_ext import AUTO, BuildError, processor, tiles
+from shakespeare.attention_ext.build import cache, nvrtc, prebuilt, recipes, toolchain
+from shakespeare.checkpoints import PRESENT
+from shakespeare.lab.command import run as run_command
 
 OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 
@@ -53,8 +53,8 @@ print(json.dumps([torch.version.cuda, [[gpu.name, gpu.major, gpu.minor] for gpu 
 """
 DRIVER = Path("/proc/driver/nvidia/version")  # version of NVIDIA's kernel module
 WEBGPU = """
-from attention_ext.parts import BuildError
-from attention_ext.webgpu.gpu import opened
+from shakespeare.attention_ext.parts import BuildError
+from shakespeare.attention_ext.webgpu.gpu import opened
 try:
     adapter = opened().adapter
 except BuildError as error:
@@ -65,7 +65,7 @@ else:
     print(f"{adapter.name} by {adapter.backend}, {features}{slow}")
 """
 NVRTC = """
-from attention_ext.build import nvrtc
+from shakespeare.attention_ext.build import nvrtc
 core, found = nvrtc.versions()
 print(f"NVRTC {found}, cuda-core {core}")
 """
@@ -303,7 +303,7 @@ def _tiles() -> str:
 
 
 def _checkpoint(name: str) -> str:
-    from model.checkpoint import load
+    from shakespeare.model.checkpoint import load
 
     try:
         checkpoint = load(name)
@@ -314,7 +314,7 @@ def _checkpoint(name: str) -> str:
 
 
 def _corpus() -> str:
-    from model import corpus
+    from shakespeare.model import corpus
 
     if not corpus.INPUT.exists():
         raise Missing("none (train and eval need it); prepare gets it")

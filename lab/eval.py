@@ -10,13 +10,13 @@ from functools import partial
 
 import numpy as np
 
-from attention_ext import attention
-from attention_ext.checks import none_is_default
-from attention_ext.parts import check_part
-from generation.engine import Engine, check_kernel, open_engine
-from lab.text import counted
-from model import corpus
-from model.checkpoint import load
+from shakespeare.attention_ext import attention
+from shakespeare.attention_ext.checks import none_is_default
+from shakespeare.attention_ext.parts import check_part
+from shakespeare.generation.engines.engine import Engine, check_kernel, open_engine
+from shakespeare.lab.text import counted
+from shakespeare.model import corpus
+from shakespeare.model.checkpoint import load
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ def held_out_loss(
 
     model: a name for load(). part: the attention. weights: a Precision or its name. kv_cache: a
     CachePrecision or its name, to which the keys and values that attention sees are rounded. device, kernel:
-    as in generation.engine.open_engine. threads: of the native engine.
+    as in generation.engines.engine.open_engine. threads: of the native engine.
     Raises ValueError naming what is wrong, BuildError without a GPU or what compiles the kernels.
     """
     row = check_part(part)
     checkpoint = load(model)
     check_kernel(device, row, kernel, checkpoint.config.head_dim)
     if device == "cuda":
-        from attention_ext.cuda import driver
+        from shakespeare.attention_ext.cuda import gpu as driver
 
         driver.check_gpu()
     _, held_out = corpus.split(checkpoint.tokenizer.normal(text))
@@ -69,8 +69,8 @@ def held_out_loss(
     else:
         import torch
 
-        from generation.pytorch import on_device, rounded, with_rounded_cache
-        from model.loss import evaluate
+        from shakespeare.generation.engines.pytorch import on_device, rounded, with_rounded_cache
+        from shakespeare.model.loss import evaluate
 
         attend = with_rounded_cache(partial(attention, part, causal=True, kernel=kernel), kv_cache)
         gpt = on_device(rounded(checkpoint.model.with_attention(attend), weights), device, row, kernel)

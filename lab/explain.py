@@ -7,17 +7,17 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from attention_ext import extension, processor
-from attention_ext.parts import Dtype, check_part
-from attention_ext.processor import Cache
-from lab import counters, machine
-from lab.bench.cases import Cell
-from lab.bench.measure import Bench
-from lab.bench.results import Result, Run
-from lab.costs import block_of, scratch
-from lab.text import counted, scaled, size_text
-from lab.timing import quartiles
-from lab.traffic import Case, Stream, streams, traffic
+from shakespeare.attention_ext import extension, processor
+from shakespeare.attention_ext.parts import Dtype, check_part
+from shakespeare.attention_ext.processor import Cache
+from shakespeare.lab import counters, machine
+from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.bench.measure import Bench
+from shakespeare.lab.bench.results import Result, Run
+from shakespeare.lab.costs import block_of, scratch
+from shakespeare.lab.text import counted, scaled, size_text
+from shakespeare.lab.timing import quartiles
+from shakespeare.lab.traffic import Case, Stream, streams, traffic
 
 AMX_SOFTMAX_INSTRUCTIONS = 7.5  # instructions of part4_amx.cpp for a vector, without loads and stores
 SCALAR = ("part1",)  # parts that use one lane of a vector, and sum each output in one chain of additions

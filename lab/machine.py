@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from attention_ext import AUTO, BuildError, __version__, extension, processor
-from attention_ext.build import toolchain
-from lab.command import ROOT
-from lab.text import size_text
+from shakespeare import __version__
+from shakespeare.attention_ext import AUTO, BuildError, extension, processor
+from shakespeare.attention_ext.build import toolchain
+from shakespeare.lab.command import ROOT
+from shakespeare.lab.text import size_text
 
 BUSY_SHARE = 0.05  # on a busy machine others take more than this share of the measured threads' time
 SAMPLE_SECONDS = 2e-4

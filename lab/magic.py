@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lab.trial.checking import environment
-from lab.trial.report import checked_name
+from shakespeare.own.trial.checking import environment
+from shakespeare.own.trial.report import checked_name
 
 CTRL_C_SECONDS = 2  # that a command may take to end when the cell is interrupted
 PICTURE = re.compile(r"wrote (.*)\.(svg|png)\n")
@@ -34,7 +34,7 @@ def gpt(line: str) -> None:
     """Run a command of gpt.py: %gpt COMMAND OPTIONS. An error is printed, and the notebook goes on."""
     from IPython.display import Image, display
 
-    command = [sys.executable, "-m", "gpt", *shlex.split(line)]
+    command = [sys.executable, "-m", "shakespeare", *shlex.split(line)]
     pipes: dict[str, Any] = {
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.PIPE,

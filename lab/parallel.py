@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention_ext import PARTS, attention, operator, parallel, processor, reference
-from attention_ext.layout import Rows, length, pairs, shares, take
-from attention_ext.parallel import Traffic
-from attention_ext.ranks import Ranks, join, meet
-from lab import machine
-from lab.correctness import mismatch
-from lab.text import counted
-from lab.timing import seconds_of
+from shakespeare.attention_ext import PARTS, attention, operator, parallel, processor, reference
+from shakespeare.attention_ext.layout import Rows, length, pairs, shares, take
+from shakespeare.attention_ext.parallel import Traffic
+from shakespeare.attention_ext.ranks import Ranks, join, meet
+from shakespeare.lab import machine
+from shakespeare.lab.correctness import mismatch
+from shakespeare.lab.text import counted
+from shakespeare.lab.timing import seconds_of
 
 BLOCK = 4096  # rows of one seed
 CHECKED = 16  # rows of each rank that are compared with float64

@@ -25,15 +25,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from attention_ext.parts import CachePrecision, helpers_of
-from generation.engine import Engine, member, open_engine
-from generation.native import Decoder, DraftCounts
-from generation.pytorch import TorchEngine
-from generation.texts import slots_for
-from generation.writer import Request, Writer
-from lab.machine import Load, busy_text
-from lab.text import counted, markdown
-from model.checkpoint import Checkpoint
+from shakespeare.attention_ext.parts import CachePrecision, helpers_of
+from shakespeare.generation.engines.engine import Engine, member, open_engine
+from shakespeare.generation.engines.native import Decoder, DraftCounts
+from shakespeare.generation.engines.pytorch import TorchEngine
+from shakespeare.generation.texts import slots_for
+from shakespeare.generation.writer import Request, Writer
+from shakespeare.lab.machine import Load, busy_text
+from shakespeare.lab.text import counted, markdown
+from shakespeare.model.checkpoint import Checkpoint
 
 KINDS = (
     *("embedding", "norm", "QKV", "attention", "projection", "MLP up", "MLP GELU", "MLP down"),
@@ -173,7 +173,7 @@ def run(
     measured. Each later token is measured with the reading of the token before it.
 
     model: the model's name, for the output. part, simd, weights, kv_cache, others: as in
-    generation.engine.open_engine.
+    generation.engines.engine.open_engine.
     prompt_tokens: by default half of the block size. tokens: by default DEFAULT_TOKENS, at most the rest of
     the block size. texts: are written together, after the same prompt. trace_file: the trace is written to it
     as JSON.

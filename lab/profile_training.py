@@ -7,13 +7,13 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
-from attention_ext.parts import check_part, with_gradient
-from lab.machine import Load, busy_text
-from lab.text import counted, markdown
-from lab.timing import seconds_of
-from model.config import GPTConfig
-from training.recipe import Recipe
-from training.trainer import Trainer
+from shakespeare.attention_ext.parts import check_part, with_gradient
+from shakespeare.lab.machine import Load, busy_text
+from shakespeare.lab.text import counted, markdown
+from shakespeare.lab.timing import seconds_of
+from shakespeare.model.config import GPTConfig
+from shakespeare.training.recipe import Recipe
+from shakespeare.training.trainer import Trainer
 
 SHAKES = GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False)  # shakes128's
 CHARACTERS = 2048  # characters of a batch by default

@@ -12,14 +12,14 @@ from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from attention_ext import extension
-from attention_ext.parts import check_part, running_on
-from generation.engine import Engine, open_engine
-from generation.sampling import Sampling
-from generation.texts import capacity_for
-from generation.writer import Request, Writer
-from model.checkpoint import Checkpoint
-from model.tokenizer import Tokenizer
+from shakespeare.attention_ext import extension
+from shakespeare.attention_ext.parts import check_part, running_on
+from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.texts import capacity_for
+from shakespeare.generation.writer import Request, Writer
+from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -128,7 +128,7 @@ def describe(
     """A description of the race; different engines are named."""
     lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
     if device == "cuda":
-        from attention_ext.cuda import driver
+        from shakespeare.attention_ext.cuda import gpu as driver
 
         head_dim = runners[0].engine.config.head_dim
         lines += [

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from attention_ext import processor
+from shakespeare.attention_ext import processor
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
@@ -31,7 +31,7 @@ def check_file(save: str) -> None:
 
 def write(content: dict[str, Any], file: Path) -> None:
     """Write JSON to a file, which is replaced atomically. Each list of numbers takes one line."""
-    from model.files import write_file  # its package imports torch
+    from shakespeare.model.files import write_file  # its package imports torch
 
     text = json.dumps(content, indent=1)
     text = re.sub(r"\[\n([\d\s.,eE+-]*)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from lab import machine
+from shakespeare.lab import machine
 
 CONFIDENCE = 0.95  # least confidence of a median's interval
 WARM_UP_SAMPLES = 20  # of the machine's speed, which show its fastest

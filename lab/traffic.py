@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from attention_ext.parts import Dtype
+from shakespeare.attention_ext.parts import Dtype
 
 FLOAT_BYTES = 4
 LINE = 16  # floats of a cache line

@@ -1,5 +1,5 @@
 """The GPT, its checkpoints and vocabularies. It imports no part: attention is an argument."""
 
-from model.checkpoint import load
+from shakespeare.model.checkpoint import load
 
 __all__ = ["load"]

@@ -25,17 +25,17 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from checkpoints import DEFAULT, PRESENT
-from checkpoints import SHIPPED as SHIPPED
-from model.config import EMBEDDING, HEAD, GPTConfig
-from model.draft import FILE as DRAFT
-from model.draft import Draft, DraftError
-from model.draft import load as load_draft
-from model.files import write_file
-from model.tokenizer import NUMBERS, CharTokenizer, GPT2Tokenizer, Tokenizer, VocabularyError
+from shakespeare.checkpoints import DEFAULT, PRESENT
+from shakespeare.checkpoints import SHIPPED as SHIPPED
+from shakespeare.model.config import EMBEDDING, HEAD, GPTConfig
+from shakespeare.model.draft import FILE as DRAFT
+from shakespeare.model.draft import Draft, DraftError
+from shakespeare.model.draft import load as load_draft
+from shakespeare.model.files import write_file
+from shakespeare.model.tokenizer import NUMBERS, CharTokenizer, GPT2Tokenizer, Tokenizer, VocabularyError
 
 if TYPE_CHECKING:
-    from model.gpt import GPT
+    from shakespeare.model.gpt import GPT
 
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 DATA = CHECKPOINTS.parent / "data" / "shakespeare_char"  # in a checkout: what the shipped models learned
@@ -77,7 +77,7 @@ class Checkpoint:
     @cached_property
     def model(self) -> GPT:
         """The model in evaluation mode with PyTorch's attention. Imports torch; it shares the weights."""
-        from model.gpt import GPT
+        from shakespeare.model.gpt import GPT
 
         return GPT.of(self.config, self.weights)
 

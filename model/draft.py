@@ -15,8 +15,8 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from model.files import write_file
-from model.tokenizer import CharTokenizer, Tokenizer
+from shakespeare.model.files import write_file
+from shakespeare.model.tokenizer import CharTokenizer, Tokenizer
 
 FILE = "draft.safetensors"
 ORDER = 5  # the most tokens of a context, Tail::MOST of generation/csrc/draft.h

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from model.config import EMBEDDING, HEAD, GPTConfig
-from model.kv_cache import KVCache
+from shakespeare.model.config import EMBEDDING, HEAD, GPTConfig
+from shakespeare.model.kv_cache import KVCache
 
 # (B, H, Nq, d), (B, H, Nk, d), (B, H, Nk, d) -> (B, H, Nq, d); causal and scaled by 1/sqrt(d)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

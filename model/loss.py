@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.gpt import GPT
+from shakespeare.model.gpt import GPT
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.gpt import GPT
+from shakespeare.model.gpt import GPT
 
 HEADER = Path(__file__).resolve().parent.parent / "attention_ext/csrc/simd/portable.h"
 # As the header states them: no compiler is needed.

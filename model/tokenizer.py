@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.corpus import MARK
-from model.files import write_file
+from shakespeare.model.corpus import MARK
+from shakespeare.model.files import write_file
 
 if TYPE_CHECKING:
     import tiktoken

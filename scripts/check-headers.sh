@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pybind11
 
-from attention_ext.build import recipes
+from shakespeare.attention_ext.build import recipes
 
 work = Path(sys.argv[1])
 (wheel,) = work.glob("torch-*.whl")

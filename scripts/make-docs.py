@@ -18,13 +18,13 @@ from click.testing import CliRunner
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from app.cli import COMMANDS, cli  # noqa: E402
-from app.cli.terminal import one_line  # noqa: E402
-from attention_ext import PARTS  # noqa: E402
-from attention_ext.parts import Dtype  # noqa: E402
-from lab import saved  # noqa: E402
-from lab.bench import report, run_file  # noqa: E402
-from lab.text import markdown  # noqa: E402
+from shakespeare.app.cli import COMMANDS, cli  # noqa: E402
+from shakespeare.app.cli.terminal import one_line  # noqa: E402
+from shakespeare.attention_ext import PARTS  # noqa: E402
+from shakespeare.attention_ext.parts import Dtype  # noqa: E402
+from shakespeare.lab import saved  # noqa: E402
+from shakespeare.lab.bench import report, run_file  # noqa: E402
+from shakespeare.lab.text import markdown  # noqa: E402
 
 HEAD = """\
 # The command line

@@ -22,7 +22,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from attention_ext import PARTS  # noqa: E402
+from shakespeare.attention_ext import PARTS  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 # On GitHub; to be replaced by the project's address. No account's name begins with a hyphen.

@@ -21,11 +21,11 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from app.cli.options import file, one_thread, option, set_threads, whole  # noqa: E402
-from attention_ext import PARTS, processor  # noqa: E402
+from shakespeare.app.cli.options import file, one_thread, option, set_threads, whole  # noqa: E402
+from shakespeare.attention_ext import PARTS, processor  # noqa: E402
 
 if TYPE_CHECKING:
-    from lab.race import Runner
+    from shakespeare.lab.race import Runner
 
 FIGURE = ROOT / "docs" / "figures" / "race.svg"
 # The race is played in real time if the slowest part takes this long; else it is sped up or slowed down.
@@ -254,8 +254,8 @@ def main(
 ) -> None:
     """Run gpt.py race and write it as a moving picture."""
     set_threads(threads)
-    from lab import race
-    from model import load
+    from shakespeare.lab import race
+    from shakespeare.model import load
 
     try:
         names = parts.split(",")

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from attention_ext import layout, parallel  # noqa: E402
+from shakespeare.attention_ext import layout, parallel  # noqa: E402
 
 P, N = 4, 800
 COLOURS = ("#4477aa", "#66ccee", "#ccbb44", "#ee6677")

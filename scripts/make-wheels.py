@@ -24,13 +24,14 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from app.cli import options  # noqa: E402
-from attention_ext.build import nvrtc, prebuilt, recipes, toolchain  # noqa: E402
-from attention_ext.cuda import driver, kernels  # noqa: E402
-from attention_ext.parts import CachePrecision, Dtype, Precision  # noqa: E402
-from generation import cuda  # noqa: E402
-from model import load  # noqa: E402
-from web import build  # noqa: E402
+from shakespeare.app.cli import options  # noqa: E402
+from shakespeare.attention_ext.build import nvrtc, prebuilt, recipes, toolchain  # noqa: E402
+from shakespeare.attention_ext.cuda import gpu as driver  # noqa: E402
+from shakespeare.attention_ext.cuda import kernels  # noqa: E402
+from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision  # noqa: E402
+from shakespeare.generation.engines import cuda  # noqa: E402
+from shakespeare.model import load  # noqa: E402
+from shakespeare.web import build  # noqa: E402
 
 # pip's name of each platform: Clang's target, and the key of prebuilt.LEVELS.
 PLATFORMS = {

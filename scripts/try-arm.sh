@@ -80,7 +80,7 @@ inside() {
     : > "$folder/results"
     arm sh -c 'uname -m; g++ --version | head -n 1; python --version'
     step python gpt.py doctor  # compiles
-    for part in $(arm python -c 'from attention_ext import PARTS; print(*PARTS)'); do
+    for part in $(arm python -c 'from shakespeare.attention_ext import PARTS; print(*PARTS)'); do
         step python gpt.py "$part" -N 128 -br 32 -bc 32
         text="--inference -m shakes256 --num-samples 1 --max-new-tokens 100"
         step sh -c "python gpt.py $part $text > /tmp/$part && cat /tmp/$part && cmp /tmp/part0 /tmp/$part"

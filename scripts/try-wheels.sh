@@ -32,7 +32,7 @@ make() {
 emulated() {
     echo "== qemu-$2 -cpu $3"
     cp "/usr/bin/qemu-$2-static" "$1/try/"
-    in_system "$1" "/try/qemu-$2-static" -cpu "$3" -E PYTHONPATH="$4" /usr/bin/python3 -m gpt \
+    in_system "$1" "/try/qemu-$2-static" -cpu "$3" -E PYTHONPATH="$4" /usr/bin/python3 -m shakespeare \
         -m shakes1024 --num-samples 1 --max-new-tokens 100 --prompt ROMEO: > "$folder/text"
     cmp "$folder/text" "$folder/expected"
     echo "ok: the text is the checkout's"

@@ -8,9 +8,9 @@ from collections import deque
 from functools import partial
 from pathlib import Path
 
-from generation import bulk, cluster
-from generation.jobs import MANIFEST
-from generation.shards import Scribe, Task
+from shakespeare.generation.many import bulk, cluster
+from shakespeare.generation.many.jobs import MANIFEST
+from shakespeare.generation.many.shards import Scribe, Task
 
 TEXTS, SIZE = 46, 4  # the last file has fewer texts than the others
 TOKENS = 200  # of a text, beyond the model's window

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from attention_ext import processor
+from shakespeare.attention_ext import processor
 
 # Before torch is imported: on a busy machine, threads that spin make the tests slow.
 processor.let_waiting_threads_sleep()
@@ -26,12 +26,12 @@ import pytest
 import torch
 from support import ROOT, Done
 
-from app import cli as command_line
-from attention_ext import PARTS, BuildError, extension, tiles
-from attention_ext.build import nvrtc, toolchain
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import Gpu
-from lab import saved
+from shakespeare.app import cli as command_line
+from shakespeare.attention_ext import PARTS, BuildError, extension, tiles
+from shakespeare.attention_ext.build import nvrtc, toolchain
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import Gpu
+from shakespeare.lab import saved
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import cuda_on_cpu
 import numpy as np
 
-from attention_ext import own
-from attention_ext.build.nvrtc import SOURCES
+from shakespeare.attention_ext.build.nvrtc import SOURCES
+from shakespeare.own import kernel as own
 
 
 class Emulated(own.Native):

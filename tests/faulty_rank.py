@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from attention_ext import parallel, ranks
+from shakespeare.attention_ext import parallel, ranks
 
 TIMEOUT = 30.0  # seconds: the time of a test, which a machine is not too slow for
 ranks.ROLL_CALL = 15.0  # torchrun kills what has not ended 30 s after its SIGTERM

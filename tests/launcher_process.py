@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from attention_ext import reference
-from attention_ext.build import recipes
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
-from attention_ext.own import CudaCall
-from attention_ext.parts import Dtype
+from shakespeare.attention_ext import reference
+from shakespeare.attention_ext.build import recipes
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
+from shakespeare.attention_ext.parts import Dtype
+from shakespeare.own.kernel import CudaCall
 
 STREAM = 7
 STAND_IN = """
@@ -156,7 +156,7 @@ def loaded() -> Any:
     made = recipes.launcher()
     recipes.launcher = lambda: dataclasses.replace(made, flags=(*made.flags, "-DLAUNCHER_DEVICE=CPU"))
     driver.compiled = compiled
-    from attention_ext.cuda import operators
+    from shakespeare.attention_ext.cuda import operators
 
     return operators
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import ROOT
 
-from web import build
+from shakespeare.web import build
 
 WEB_TESTS = Path(__file__).resolve().parent / "web"
 RELAXED = "--experimental-wasm-relaxed-simd"  # of node 20; later ones accept and ignore it

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from attention_ext import layout as rows_of
-from attention_ext import parallel
+from shakespeare.attention_ext import layout as rows_of
+from shakespeare.attention_ext import parallel
 
 RANKS = 4
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from attention_ext.build.recipes import CSRC
-from lab.trial import starts
+from shakespeare.attention_ext.build.recipes import CSRC
+from shakespeare.own.trial import starts
 
 STARTS = Path(starts.__file__).parent
 NAIVE, ISPC, CUDA, TORCH = (

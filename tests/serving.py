@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from model import load
+from shakespeare.model import load
 
 MODEL = "shakes128"
 WAIT_SECONDS = 600.0  # ends what hangs
@@ -132,7 +132,7 @@ def raw(client: Client, receive_buffer: int | None = None, **fields) -> Iterator
 @contextmanager
 def serving(settings, checkpoints=None) -> Iterator[Client]:
     """A server in a thread, at a free port."""
-    from app.server import running
+    from shakespeare.app.server import running
 
     settings = replace(settings, port=0)
     server = running.make(checkpoints or {name: load(name) for name in settings.models}, settings)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from generation.engine import Engine
-from generation.sampling import Sampling
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.sampling import Sampling
 
 MIXED = dict(top_k=20, top_p=0.9, typical_p=0.9, min_p=0.02, temperature=1.2)
 SAMPLINGS = [

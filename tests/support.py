@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from lab.bench.cases import plan
-from lab.bench.cuda import smaller
-from lab.bench.results import Result, Run
-from lab.traffic import COUNTS
+from shakespeare.lab.bench.cases import plan
+from shakespeare.lab.bench.cuda import smaller
+from shakespeare.lab.bench.results import Result, Run
+from shakespeare.lab.traffic import COUNTS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from support import ROOT
 
-from attention_ext import processor
+from shakespeare.attention_ext import processor
 
 pytestmark = pytest.mark.full
 
@@ -36,9 +36,9 @@ ctypes.CDLL.__getattr__ = function
 sys.addaudithook(hide)
 sys.path.insert(0, os.getcwd())
 
-from attention_ext import processor
+from shakespeare.attention_ext import processor
 processor.capabilities = lambda given=sys.argv.pop(1): given
-from app.cli import main
+from shakespeare.app.cli import main
 main(sys.argv[1:])
 """
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from support import ROOT, copy_tree
 
-from attention_ext.build import prebuilt
+from shakespeare.attention_ext.build import prebuilt
 
-PACKAGES = ("app", "attention_ext", "checkpoints", "generation", "lab", "model", "training", "web")
+PACKAGES = ("app", "attention_ext", "checkpoints", "generation", "lab", "model", "own", "training", "web")
 CACHES = shutil.ignore_patterns("__pycache__")
 TEXT = ("part4", "--inference", "-m", "shakes256", "--num-samples", "1", "--max-new-tokens", "60")
 
@@ -41,7 +41,7 @@ def environment(tmp_path_factory) -> Path:
     """A new environment with the package. The packages that it needs are those of this environment."""
     work = tmp_path_factory.mktemp("package")
     source, made = work / "source", work / "environment"
-    for name in PACKAGES:  # a copy, because pip leaves folders where it builds
+    for name in (*PACKAGES, "shakespeare"):  # a copy, because pip leaves folders where it builds
         copy_tree(ROOT / name, source / name, ignore=CACHES)
     for name in ("gpt.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, source / name)
@@ -64,9 +64,6 @@ def test_the_installed_command_writes_the_text_of_the_checkout(environment, tmp_
     command, before = environment / "bin" / "shakespeare", files(packages(environment))
     shown = run(command, *TEXT, cwd=tmp_path)
     assert shown == run(sys.executable, ROOT / "gpt.py", *TEXT, cwd=tmp_path)
-    assert shown == run(environment / "bin" / "python", "-m", "gpt", *TEXT, cwd=tmp_path)
-    where = run(environment / "bin" / "python", "-c", "import gpt; print(gpt.__file__)", cwd=tmp_path)
-    assert Path(where.strip()).parent == packages(environment)
     assert run(command, "--version", cwd=tmp_path).startswith("shakespeare-attention ")
     wrong = subprocess.run([command, "part9"], cwd=tmp_path, capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.startswith("shakespeare: error: ")
@@ -76,14 +73,39 @@ def test_the_installed_command_writes_the_text_of_the_checkout(environment, tmp_
     made = ("input.txt", "train.bin", "val.bin", "meta.pkl", "meta.json")
     assert files(tmp_path) == {"mine.txt", *(f"data/shakespeare_char/{name}" for name in made)}
     done = subprocess.run([command, *TEXT], cwd=tmp_path, capture_output=True, text=True)
-    vocabulary = packages(environment) / "checkpoints" / "shakes256" / "meta.json"
+    vocabulary = packages(environment) / "shakespeare" / "checkpoints" / "shakes256" / "meta.json"
     assert done.stdout == shown and f"\nLoading meta from {vocabulary}...\n" in done.stderr
 
 
 @pytest.mark.full
+def test_it_works_beside_nanogpt_whose_files_are_model_py_and_data(environment, tmp_path, extension):
+    """One import name is this project's: every other is the user's, whichever is found first."""
+    nanogpt, folder = tmp_path / "nanoGPT", packages(environment)
+    nanogpt.mkdir()
+    for name in ("model", "train", "sample", "web", "app", "lab"):
+        (nanogpt / f"{name}.py").write_text(f"GPT = {name!r}\n")
+    names = {path.name for path in folder.iterdir() if path.suffix not in (".dist-info", ".pth")}
+    assert names - {"__pycache__"} == {"shakespeare"}
+    code = (
+        "import sys, model, web; from shakespeare import attention, generate, load; from model import GPT\n"
+        "import shakespeare.model, shakespeare.web\n"
+        "assert (GPT, web.GPT) == ('model', 'web') and shakespeare.__file__.startswith(sys.argv[1])\n"
+        "print(generate(load('shakes256'), max_new_tokens=60, seed=1), end='')"
+    )
+    python = environment / "bin" / "python"
+    shown = run(python, "-c", code, folder, cwd=nanogpt)
+    text = run(python, "-m", "shakespeare", *TEXT, cwd=nanogpt)
+    assert text == run(sys.executable, ROOT / "gpt.py", *TEXT, cwd=nanogpt)  # as the checkout's, also there
+    # Without an installation, the checkout's folder on the path.
+    assert shown == run(sys.executable, "-c", code, ROOT, cwd=nanogpt, PYTHONPATH=str(ROOT))
+
+
+@pytest.mark.full
 def test_the_installation_has_every_file(environment):
+    installed = packages(environment) / "shakespeare"
     for name in PACKAGES:
-        assert files(packages(environment) / name) == files(ROOT / name), name
+        assert files(installed / name) == files(ROOT / name), name
+    assert files(ROOT / "shakespeare") <= files(installed)
 
 
 @pytest.mark.full
@@ -116,7 +138,7 @@ def test_a_wheel_works_without_a_compiler_and_without_torch(tmp_path, monkeypatc
         return done.stderr
 
     assert "CXX is 'none'" in refused("--compile")
-    (library,) = packages(made).glob("attention_ext/prebuilt/decoder-*")
+    (library,) = packages(made).glob("shakespeare/attention_ext/prebuilt/decoder-*")
     whole = library.read_bytes()
     library.write_bytes(whole[: len(whole) // 2])
     assert "install the package again" in refused()

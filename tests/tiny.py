@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from attention_ext import attention
-from model.config import GPTConfig
-from model.gpt import GPT, Attend
-from model.tokenizer import CharTokenizer
+from shakespeare.attention_ext import attention
+from shakespeare.model.config import GPTConfig
+from shakespeare.model.gpt import GPT, Attend
+from shakespeare.model.tokenizer import CharTokenizer
 
 CHARACTERS = list("\n abcdefghi")
 VOCABULARY = CharTokenizer(CHARACTERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from training.recipe import Recipe
+from shakespeare.training.recipe import Recipe
 
 TINY = Recipe(
     block_size=16,

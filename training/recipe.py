@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from attention_ext.checks import finite, set_defaults, whole
-from attention_ext.parts import one_of
+from shakespeare.attention_ext.checks import finite, set_defaults, whole
+from shakespeare.attention_ext.parts import one_of
 
 # Share of the peak learning rate after the warm-up, by the progress in [0, 1]; each ends at 0.
 DECAYS: dict[str, Callable[[float], float]] = {

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_ext.checks import none_is_default
-from model.checkpoint import Checkpoint, save, save_record
-from model.gpt import GPT
-from model.loss import evaluate, evaluate_windows
-from training.recipe import Recipe
-from training.schedule import ByTime, Schedule, Watcher
-from training.start import fitted
-from training.state import FILE, check_state, load_state, only_run, save_state
-from training.text import MOST_EVALUATED, MOST_OLD, MOST_WATCHED, Material, divide, fit, windows
-from training.trainer import Trainer
+from shakespeare.attention_ext.checks import none_is_default
+from shakespeare.model.checkpoint import Checkpoint, save, save_record
+from shakespeare.model.gpt import GPT
+from shakespeare.model.loss import evaluate, evaluate_windows
+from shakespeare.training.recipe import Recipe
+from shakespeare.training.schedule import ByTime, Schedule, Watcher
+from shakespeare.training.start import fitted
+from shakespeare.training.state import FILE, check_state, load_state, only_run, save_state
+from shakespeare.training.text import MOST_EVALUATED, MOST_OLD, MOST_WATCHED, Material, divide, fit, windows
+from shakespeare.training.trainer import Trainer
 
 STATE_SECONDS = 8.0  # time between two states, unless writing one takes long
 STATE_SHARE = 0.04  # share of the time that writing states may take

@@ -3,9 +3,9 @@
 import time
 from typing import Any
 
-from model.gpt import GPT
-from model.tokenizer import CharTokenizer
-from training.recipe import DECAYS, Recipe
+from shakespeare.model.gpt import GPT
+from shakespeare.model.tokenizer import CharTokenizer
+from shakespeare.training.recipe import DECAYS, Recipe
 
 EVALUATIONS = 40  # most evaluations of a run by time; a long one has more
 LONGEST_WAIT = 60.0  # seconds between two evaluations, unless they take long

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from model.checkpoint import Checkpoint
-from model.gpt import GPT
-from model.tokenizer import CharTokenizer
-from training.recipe import Recipe
+from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.gpt import GPT
+from shakespeare.model.tokenizer import CharTokenizer
+from shakespeare.training.recipe import Recipe
 
 # Fine-tuning takes half the rates: 500 steps of shakes256 on 466,000 characters of other prose ended at 1.198
 # nats, with the full rates at 1.204, with a quarter at 1.235, from scratch at 1.360 (Zen 5). Lower rates

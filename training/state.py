@@ -9,7 +9,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from model.files import locked, write_file
+from shakespeare.model.files import locked, write_file
 
 FILE = "resume.safetensors"
 LOCK = ".lock"

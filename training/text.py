@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model import corpus
-from model.tokenizer import CharTokenizer
-from training.recipe import Recipe
+from shakespeare.model import corpus
+from shakespeare.model.tokenizer import CharTokenizer
+from shakespeare.training.recipe import Recipe
 
 SHORTEST = 2000  # characters of an own text: its validation part has a hundred
 WINDOW, WINDOWS = 32, 10_000  # characters of a passage in the search for repetitions, number of passages

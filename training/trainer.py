@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_ext import attention, extension, tiles
-from model.config import GPTConfig
-from model.gpt import GPT
-from training.muon import Muon
-from training.recipe import Recipe
+from shakespeare.attention_ext import attention, extension, tiles
+from shakespeare.model.config import GPTConfig
+from shakespeare.model.gpt import GPT
+from shakespeare.training.muon import Muon
+from shakespeare.training.recipe import Recipe
 
 SIZES = ("block_size", "n_layer", "n_head", "n_embd")
 CLIP = 1.0  # the largest norm of all gradients

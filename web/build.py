@@ -13,15 +13,15 @@ from typing import Any
 
 from safetensors.numpy import load, save
 
-from attention_ext import tiles
-from attention_ext.build import cache, prebuilt
-from attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
-from attention_ext.parts import PARTS, BuildError, Precision
-from attention_ext.webgpu import steps
-from checkpoints import PRESENT
-from generation.sampling import NUMBERS
-from model.checkpoint import SUMS, bf16_bits, shipped
-from web import bundle, traffic
+from shakespeare.attention_ext import tiles
+from shakespeare.attention_ext.build import cache, prebuilt
+from shakespeare.attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
+from shakespeare.attention_ext.parts import PARTS, BuildError, Precision
+from shakespeare.attention_ext.webgpu import steps
+from shakespeare.checkpoints import PRESENT
+from shakespeare.generation.sampling import NUMBERS
+from shakespeare.model.checkpoint import SUMS, bf16_bits, shipped
+from shakespeare.web import bundle, traffic
 
 WEB = Path(__file__).resolve().parent
 # Each build of the kernels: its flags. 'relaxed' has fused multiply-adds, which not every browser has.

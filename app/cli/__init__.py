@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import click
 
-from app.cli.terminal import notice, one_line, program
-from attention_ext import PARTS, BuildError, __version__
-from attention_ext.build import prebuilt
-from attention_ext.parts import is_file
+from shakespeare import __version__
+from shakespeare.app.cli.terminal import notice, one_line, program
+from shakespeare.attention_ext import PARTS, BuildError
+from shakespeare.attention_ext.build import prebuilt
+from shakespeare.attention_ext.parts import is_file
 
 # The sections of `gpt.py --help`: (what to type, the sentence that describes it).
 WRITE = [(f"{name} --inference", f"Write text with {name}: {part.summary}.") for name, part in PARTS.items()]
@@ -103,7 +104,7 @@ class Commands(click.Group):
 def command_of(name: str) -> click.Command:
     """The command of one of SECTIONS' names."""
     if name in PARTS:
-        from app.cli import part
+        from shakespeare.app.cli import part
 
         return part.command_of(name)
     # 4D and try cannot be names of modules

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from app.cli import options
-from app.cli.terminal import notice, progress
-from attention_ext import PARTS
-from attention_ext.parts import DEVICES
+from shakespeare.app.cli import options
+from shakespeare.app.cli.terminal import notice, progress
+from shakespeare.attention_ext import PARTS
+from shakespeare.attention_ext.parts import DEVICES
 
 if TYPE_CHECKING:  # they import torch
-    from lab.bench.cases import Cell
-    from lab.bench.results import Run
+    from shakespeare.lab.bench.cases import Cell
+    from shakespeare.lab.bench.results import Run
 
 # Operations per second, to weight the cells of the progress bar.
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13, "webgpu": 1e11}
@@ -97,21 +97,21 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     contenders of a case are timed in turn. The default CONTENDERS are sdpa and all parts that take the dtype.
 
     With --device cuda they are part0, part4 (its fastest kernel), kernel1 and the other kernels
-    (kernel2-unpadded, ...), numba-spilled, numba-registers, sdpa-math, sdpa-efficient, sdpa-flash, sdpa-cudnn
+    (kernel2-unpadded, ...), sdpa-math, sdpa-efficient, sdpa-flash, sdpa-cudnn
     (backends of PyTorch's) and flash-attn; by default all that are installed, each once. --plot then also
     times part1 on one core of the CPU. With --device webgpu they are part4 and its steps in WGSL, webgpu1 to
     webgpu6.
     """
     options.refuse_other_device()
     options.refuse_combinations(ONLY_WITH, NOT_WITH)
-    from lab import saved
-    from lab.bench import cases, report, run_file
-    from lab.bench import compare as comparing
+    from shakespeare.lab import saved
+    from shakespeare.lab.bench import cases, report, run_file
+    from shakespeare.lab.bench import compare as comparing
 
     sizes = {name: asked[name] for name in ("contenders", "queries", "dtype", "device", *CASES)}
     if asked["show"]:
-        from attention_ext import processor, tiles
-        from lab.bench import tune as tuning
+        from shakespeare.attention_ext import processor, tiles
+        from shakespeare.lab.bench import tune as tuning
 
         found, file = tiles.read(), tiles.path()
         kept = f"{tuning.text(found)}\n\nFrom {file}, for {processor.name()}."
@@ -139,7 +139,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     if before:
         comparing.check(before, cells, rounds)
     if plot:
-        from lab.bench import plots
+        from shakespeare.lab.bench import plots
 
         plot.mkdir(parents=True, exist_ok=True)
     run, stopped = (old, False) if old else measured(cells, rounds, asked["min_time"], plot is not None)
@@ -168,14 +168,14 @@ def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: boo
 
     against_cpu: with cells on a GPU, also time sequential C++.
     """
-    from lab.bench.cuda import GpuBench
-    from lab.bench.measure import Bench
+    from shakespeare.lab.bench.cuda import GpuBench
+    from shakespeare.lab.bench.measure import Bench
 
     bench: Bench | GpuBench
     if cells[0].device == "cuda":
         bench = GpuBench(cells, rounds, min_time, against_cpu=against_cpu)
     elif cells[0].device == "webgpu":
-        from lab.webgpu.gpu import Gpu
+        from shakespeare.lab.webgpu.gpu import Gpu
 
         bench = GpuBench(cells, rounds, min_time, against_cpu=against_cpu, gpu=Gpu())
     else:
@@ -201,9 +201,9 @@ def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int])
 
     br, bc: sides to try; empty for all.
     """
-    from attention_ext import tiles
-    from lab.bench import tune
-    from lab.bench.cases import check_memory
+    from shakespeare.attention_ext import tiles
+    from shakespeare.lab.bench import tune
+    from shakespeare.lab.bench.cases import check_memory
 
     check_memory(cells)
     found = []
@@ -229,7 +229,7 @@ def plan_of(
     tune: bool, contenders: tuple[str, ...] | None, masks: tuple[str, ...], causal: bool, **sizes
 ) -> list:
     """The cells of a sweep, from lab.bench.cases.plan(). With `tune`: those of TILED, without tiles."""
-    from lab.bench import cases
+    from shakespeare.lab.bench import cases
 
     if sizes["device"] == "cuda":
         sizes |= {name: size for name, size in ON_CUDA.items() if not options.given(name)}

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from app.cli import options
-from app.cli.terminal import notice, progress
-from attention_ext import PARTS, processor
+from shakespeare.app.cli import options
+from shakespeare.app.cli.terminal import notice, progress
+from shakespeare.attention_ext import PARTS, processor
 
 if TYPE_CHECKING:
-    from generation.bulk import Progress
-    from generation.jobs import Job
+    from shakespeare.generation.many.bulk import Progress
+    from shakespeare.generation.many.jobs import Job
 
-STALL_SECONDS = 120.0  # generation.processes.STALL_SECONDS
-SHARD_SIZE = 1024  # generation.jobs.SHARD_SIZE
+STALL_SECONDS = 120.0  # generation.many.processes.STALL_SECONDS
+SHARD_SIZE = 1024  # generation.many.jobs.SHARD_SIZE
 GPU_SHARD_SIZE = 8192  # which are written at once, if the GPU's memory suffices
 GPU_WORKERS = 2  # one prepares and packs texts while the GPU writes those of the other
 
@@ -72,8 +72,8 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
     elif asked["texts"] is None:
         raise click.UsageError("give --texts N or --prompts FILE")
     processor.let_waiting_threads_sleep()
-    from generation import bulk as writing_many
-    from generation.processes import local_pool
+    from shakespeare.generation.many import bulk as writing_many
+    from shakespeare.generation.many.processes import local_pool
 
     asked["shard_size"] = asked["shard_size"] or (GPU_SHARD_SIZE if cuda else SHARD_SIZE)
     processes = workers or (GPU_WORKERS if cuda else processor.cores())
@@ -82,7 +82,7 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
     def open_pool(settings, shards):
         if ray is None:
             return local_pool(settings, min(processes, shards), timeout)
-        from generation import cluster
+        from shakespeare.generation.many import cluster
 
         return cluster.open_pool(ray, workers, settings, shards, timeout)
 
@@ -114,9 +114,9 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
 
 def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) -> "Job":
     """The job that the options ask for. Raises ValueError, CheckpointError or BuildError."""
-    from generation import shards
-    from generation.jobs import Job, Prompts
-    from model import load
+    from shakespeare.generation.many import shards
+    from shakespeare.generation.many.jobs import Job, Prompts
+    from shakespeare.model import load
 
     if asked["format"] == "parquet":
         shards.check_parquet()

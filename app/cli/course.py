@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from app.cli import options
-from app.cli.terminal import notice, to_type
+from shakespeare.app.cli import options
+from shakespeare.app.cli.terminal import notice, to_type
 
 
 @click.command()
@@ -26,7 +26,7 @@ def course(words: tuple[str, ...], as_json: bool, seconds: float) -> bool:
         raise click.UsageError("the arguments must be DIRECTORY, or check and perhaps DIRECTORY.")
     if not checks:
         options.refuse(("as_json", "seconds"), "goes with check only")
-        from lab.course import exercises
+        from shakespeare.own.course import exercises
 
         files = exercises.write(Path(words[0]))
         command = f"{to_type()} course check {shlex.quote(words[0])}"
@@ -37,7 +37,7 @@ def course(words: tuple[str, ...], as_json: bool, seconds: float) -> bool:
 
 def check(path: Path, as_json: bool, seconds: float) -> bool:
     """Check the exercises and print what is done."""
-    from lab.course import checks
+    from shakespeare.own.course import checks
 
     results = []
     for result, (exercise, _) in zip(checks.check(found := checks.named(path), seconds), found):
@@ -50,7 +50,7 @@ def check(path: Path, as_json: bool, seconds: float) -> bool:
             click.echo(f"{'':16}next: {stage}\n{'':16}{result.failed}")
     points, of = sum(r.points for r in results), sum(r.of for r in results)
     if as_json:
-        from lab import machine
+        from shakespeare.lab import machine
 
         made: dict[str, Any] = {"points": points, "of": of, "machine": machine.describe()}
         click.echo(json.dumps(made | {"exercises": [result.as_json() for result in results]}))

@@ -9,6 +9,6 @@ def doctor() -> bool:
 
     Lines that begin with -- are about optional features. The exit code is 1 if anything is broken.
     """
-    from lab import doctor as examination
+    from shakespeare.lab import doctor as examination
 
     return examination.run(click.echo)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from app.cli import options
-from app.cli.terminal import notice, program
-from attention_ext import BuildError
-from checkpoints import PRESENT
+from shakespeare.app.cli import options
+from shakespeare.app.cli.terminal import notice, program
+from shakespeare.attention_ext import BuildError
+from shakespeare.checkpoints import PRESENT
 
 
 @click.command()
@@ -22,7 +22,7 @@ def draft(model: str, corpus_file: Path | None) -> None:
     probabilities after each context of at most five characters become the draft. It takes seconds, at most
     300 KB, and changes no text.
     """
-    from model.checkpoint import directory_of
+    from shakespeare.model.checkpoint import directory_of
 
     start = time.monotonic()
     path = make_draft(directory_of(model), options.read_corpus(corpus_file) if corpus_file else None)
@@ -37,9 +37,9 @@ def make_draft(directory: Path, text: str | None, seconds: float = math.inf) -> 
     text: None for one that the model writes. seconds: the most time of the model's reading. Returns None,
     with a notice, where the kernels do not compile or no draft can have the model's vocabulary.
     """
-    from generation import draft
-    from model import corpus, load
-    from model.checkpoint import save_draft
+    from shakespeare.generation import draft
+    from shakespeare.model import corpus, load
+    from shakespeare.model.checkpoint import save_draft
 
     checkpoint = load(str(directory))
     try:

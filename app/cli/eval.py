@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from app.cli import options
-from attention_ext import PARTS
+from shakespeare.app.cli import options
+from shakespeare.attention_ext import PARTS
 
 
 @click.command("eval")
@@ -26,7 +26,7 @@ def evaluate(model: str, corpus_file: Path | None, threads: int | None, **asked)
         threads = options.threads_for(threads)
     else:
         threads = options.set_threads(threads)
-    from lab.eval import held_out_loss
+    from shakespeare.lab.eval import held_out_loss
 
     measured = held_out_loss(model, options.read_corpus(corpus_file), threads=threads, **asked)
     click.echo(f"{model}: {measured.nats:.4f} nats = {measured.bits:.4f} bits per character")

@@ -2,8 +2,8 @@
 
 import click
 
-from app.cli import options
-from lab.cuda.architectures import SHEETS
+from shakespeare.app.cli import options
+from shakespeare.lab.cuda.architectures import SHEETS
 
 DEFAULTS = {"cpu": {"batch": 1, "heads": 4, "N": 1024}, "cuda": {"batch": 100, "heads": 1, "N": 4096}}
 DEFAULTS["webgpu"] = DEFAULTS["cpu"]
@@ -40,7 +40,7 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     the time.
     """
     options.refuse_other_device()
-    from lab.bench import cases
+    from shakespeare.lab.bench import cases
 
     sizes |= {name: sizes[name] or size for name, size in DEFAULTS[device].items()}
     if device != "cpu":
@@ -51,15 +51,15 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
         asked |= {"queries": cuda_queries or sizes["N"], "device": device}
         cell = cases.Cell(part, simd=None, br=None, bc=None, threads=1, **asked)
         if device == "webgpu":
-            from lab.webgpu import explain as on_webgpu
+            from shakespeare.lab.webgpu import explain as on_webgpu
 
             on_webgpu.explain(cell, click.echo, kernel)
         else:
-            from lab.cuda import explain as on_cuda
+            from shakespeare.lab.cuda import explain as on_cuda
 
             on_cuda.explain(cell, click.echo, kernel, arch)
         return
-    from lab.explain import explain as explained
+    from shakespeare.lab.explain import explain as explained
 
     lists = {"lengths": "N", "widths": "d", "masks": "causal", "simds": "simd"}
     lists |= {name: name for name in ("br", "bc", "threads")}

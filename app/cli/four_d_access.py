@@ -6,6 +6,6 @@ import click
 @click.command("4Daccess")
 def four_d_access() -> bool:
     """Read one element of a 4-D tensor through the extension's accessor."""
-    from lab import correctness
+    from shakespeare.lab import correctness
 
     return correctness.four_d_access(echo=click.echo)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from app.cli.terminal import notice, one_line, program
-from attention_ext import PARTS, SIMD
-from attention_ext.cuda.kernels import KERNELS
-from attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, is_file, running_on
-from checkpoints import DEFAULT, PRESENT
-from generation.sampling import NUMBERS, Sampling
-from lab import saved
+from shakespeare.app.cli.terminal import notice, one_line, program
+from shakespeare.attention_ext import PARTS, SIMD
+from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, is_file, running_on
+from shakespeare.checkpoints import DEFAULT, PRESENT
+from shakespeare.generation.sampling import NUMBERS, Sampling
+from shakespeare.lab import saved
 
 if TYPE_CHECKING:
-    from model.tokenizer import Tokenizer
+    from shakespeare.model.tokenizer import Tokenizer
 
 ESCAPE = re.compile(r"\\[nrt]")
 SHELL = "; in a shell $'\\n' is a line end"
@@ -58,7 +58,7 @@ class Kernel(click.Choice):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if ctx and ctx.params.get("device") == "webgpu":
-            from attention_ext.webgpu.steps import STEPS  # imports NumPy
+            from shakespeare.attention_ext.webgpu.steps import STEPS  # imports NumPy
 
             return click.Choice(list(STEPS)).convert(value, param, ctx)
         return super().convert(value, param, ctx)
@@ -225,11 +225,11 @@ def save(kind: str, what: str) -> Decorator:
         if value != "":
             return value
         if context.params.get("device") == "cuda":
-            from lab.cuda import gpu
+            from shakespeare.lab.cuda import gpu
 
             return str(saved.default_file(f"{kind}_cuda", gpu.slug()))
         if context.params.get("device") == "webgpu":
-            from lab.webgpu import gpu as by_webgpu
+            from shakespeare.lab.webgpu import gpu as by_webgpu
 
             return str(saved.default_file(f"{kind}_webgpu", by_webgpu.slug()))
         return str(saved.default_file(kind))
@@ -247,7 +247,7 @@ def save(kind: str, what: str) -> Decorator:
 
 def warned_of_threads(context, parameter, value):
     """The value of --threads. Prints a warning if it is more than the cores."""
-    from attention_ext.processor import cores
+    from shakespeare.attention_ext.processor import cores
 
     most = max(value) if isinstance(value, tuple) else value or 1
     if most > cores():
@@ -257,7 +257,7 @@ def warned_of_threads(context, parameter, value):
 
 def threads_for(threads: int | None) -> int:
     """The threads of an engine; None takes all cores. PyTorch's, if it is imported later, then sleep."""
-    from attention_ext import processor
+    from shakespeare.attention_ext import processor
 
     processor.let_waiting_threads_sleep()
     return threads or processor.threads()
@@ -268,7 +268,7 @@ def set_threads(threads: int | None, sleeping: bool = True) -> int:
 
     sleeping: threads that wait sleep, see let_waiting_threads_sleep().
     """
-    from attention_ext import processor
+    from shakespeare.attention_ext import processor
 
     if sleeping:
         processor.let_waiting_threads_sleep()
@@ -420,7 +420,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
         return prompt
     if prompt is not None:
         raise click.UsageError("--prompt and --prompt-file exclude each other")
-    from model import corpus
+    from shakespeare.model import corpus
 
     if str(file) != "-":
         return corpus.decode(file.read_bytes(), str(file))
@@ -456,7 +456,7 @@ def warn_of_stops(tokenizer: "Tokenizer", stops: Iterable[str]) -> None:
 
 def read_corpus(file: Path | None) -> str:
     """The text of the given file, or of the one that `prepare` wrote."""
-    from model import corpus
+    from shakespeare.model import corpus
 
     if file is None and not corpus.INPUT.exists():
         raise click.UsageError(

@@ -4,9 +4,9 @@ import os
 
 import click
 
-from app.cli import options
-from app.cli.terminal import notice, program
-from attention_ext import PARTS
+from shakespeare.app.cli import options
+from shakespeare.app.cli.terminal import notice, program
+from shakespeare.attention_ext import PARTS
 
 METHODS = ("split", "gather", "ring", "zigzag", "ulysses")  # attention_ext.parallel.METHODS, which need torch
 
@@ -46,14 +46,14 @@ def parallel(method: str, threads: int, queries: int | None, **asked) -> bool:
     if asked["causal"] and queries > asked["N"]:
         raise click.UsageError(f"--queries is {queries}; with --causal it must be at most N = {asked['N']}")
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        module = "-m gpt" if program() == "shakespeare" else "gpt.py"
+        module = "-m shakespeare" if program() == "shakespeare" else "gpt.py"
         raise click.UsageError(
             "started without torchrun; the command is: "
             f"python -m torch.distributed.run --nproc-per-node 2 {module} parallel {method}"
         )
     options.set_threads(threads)
-    from attention_ext.ranks import LostRank
-    from lab import parallel as over_processes
+    from shakespeare.attention_ext.ranks import LostRank
+    from shakespeare.lab import parallel as over_processes
 
     question = over_processes.Question(method=method, queries=queries, **asked)
     try:

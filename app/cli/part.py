@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from app.cli import options, watch
-from app.cli.terminal import notice
-from attention_ext import PARTS
-from attention_ext.parts import CachePrecision, check_part, helpers_of, running_on, with_gradient
+from shakespeare.app.cli import options, watch
+from shakespeare.app.cli.terminal import notice
+from shakespeare.attention_ext import PARTS
+from shakespeare.attention_ext.parts import CachePrecision, check_part, helpers_of, running_on, with_gradient
 
 if TYPE_CHECKING:
-    from generation.cuda import CudaEngine
-    from generation.engine import Engine
-    from generation.texts import Completion
-    from generation.webgpu import WebGpuEngine
+    from shakespeare.generation.engines.cuda import CudaEngine
+    from shakespeare.generation.engines.engine import Engine
+    from shakespeare.generation.engines.webgpu import WebGpuEngine
+    from shakespeare.generation.texts import Completion
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
 WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
@@ -88,7 +88,7 @@ def command_of(part: str) -> click.Command:
             converse(session) if asked["interactive"] else write(session)
             return True
         if asked["again"]:
-            from attention_ext.build.recipes import CSRC
+            from shakespeare.attention_ext.build.recipes import CSRC
 
             watch.tests(CSRC)
         return test(part, threads, asked)
@@ -116,7 +116,7 @@ def check(part: str, asked: dict[str, Any]) -> None:
 def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
     """Run the lab's test of a part or of its gradients; False on a mismatch."""
     options.set_threads(threads, sleeping=False)
-    from lab import backward, correctness
+    from shakespeare.lab import backward, correctness
 
     if asked["backward"]:
         shape = backward.Shape(*(asked[name] for name in ("batch", "heads", "N", "d", "causal")))
@@ -139,8 +139,8 @@ class Session:
     """
 
     def __init__(self, part: str, asked: dict[str, Any]) -> None:
-        from generation.writer import Request
-        from model import load
+        from shakespeare.generation.writer import Request
+        from shakespeare.model import load
 
         self.part, self.asked = part, asked
         self.checkpoint = load(asked["model"])
@@ -166,7 +166,7 @@ class Session:
 
     def open(self, slots: int, capacity: int) -> "Engine":
         """Open the requested engine."""
-        from generation.engine import open_engine
+        from shakespeare.generation.engines.engine import open_engine
 
         settings = {name: self.asked[name] for name in ENGINE}
         return open_engine(self.checkpoint, part=self.part, slots=slots, capacity=capacity, **settings)
@@ -183,13 +183,13 @@ class Session:
         row = check_part(self.part)
         kernel = f"Attention by {row.summary}"
         if asked["device"] == "cuda" and engine.name == "torch" and not row.file:
-            from attention_ext.cuda import driver
+            from shakespeare.attention_ext.cuda import gpu as driver
 
             kernel = driver.describe(self.part, asked["kernel"], config.head_dim)
         elif engine.name in ("cuda", "webgpu"):
             kernel = cast("CudaEngine | WebGpuEngine", engine).description
         elif engine.simd_name:
-            from attention_ext import extension
+            from shakespeare.attention_ext import extension
 
             kernel = extension.describe_helpers(engine.simd_name, engine.threads)
         precisions = {"weights": asked["weights"], "cache": asked["kv_cache"]}
@@ -199,8 +199,8 @@ class Session:
 
 def write(session: Session) -> None:
     """Write all samples, in the order of their seeds; the first unfinished one is shown as it grows."""
-    from generation.texts import capacity_for, complete, slots_for
-    from generation.writer import Writer
+    from shakespeare.generation.texts import capacity_for, complete, slots_for
+    from shakespeare.generation.writer import Writer
 
     asked, request, count = session.asked, session.request, session.asked["num_samples"]
     capacity = capacity_for(session.checkpoint, request)
@@ -261,8 +261,8 @@ def record(session: Session, engine: "Engine", completion: "Completion") -> dict
 
 def converse(session: Session) -> None:
     """Write in turns: a line from standard input, then the model's text. Each continues all text before."""
-    from generation.texts import complete
-    from generation.writer import Writer
+    from shakespeare.generation.texts import complete
+    from shakespeare.generation.writer import Writer
 
     engine = session.open(1, session.checkpoint.config.block_size)
     session.announce(engine)

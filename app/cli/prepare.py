@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from app.cli import options
+from shakespeare.app.cli import options
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 MOST_CHARACTERS = 2**16  # different ones, which the ids of train.bin tell apart
@@ -23,9 +23,9 @@ def prepare(corpus_file: Path | None, out: Path | None) -> None:
     """
     import numpy as np
 
-    from model import corpus
-    from model.files import write_file
-    from model.tokenizer import CharTokenizer
+    from shakespeare.model import corpus
+    from shakespeare.model.files import write_file
+    from shakespeare.model.tokenizer import CharTokenizer
 
     folder = out or corpus.INPUT.parent
     path = corpus_file or download(folder)
@@ -64,7 +64,7 @@ def download(folder: Path) -> Path:
     import pooch
     import requests
 
-    from model.corpus import INPUT, SHA256
+    from shakespeare.model.corpus import INPUT, SHA256
 
     try:
         fetched = pooch.retrieve(URL, known_hash=f"sha256:{SHA256}", fname=INPUT.name, path=folder)

@@ -4,7 +4,7 @@ import json
 
 import click
 
-from app.cli import options
+from shakespeare.app.cli import options
 
 NOT_WITH_TRAIN = (
     "texts",
@@ -62,8 +62,8 @@ def profile(model, form, threads, train, batch, device, **asked) -> None:
         options.refuse(ON_CPU, "does not go with --device cuda")
         if asked["part"] != "part4":
             raise click.UsageError(f"PART is {asked['part']}; it must be part4 with --device cuda")
-        from lab.cuda import profile as on_cuda
-        from model import load
+        from shakespeare.lab.cuda import profile as on_cuda
+        from shakespeare.model import load
 
         names = ("weights", "kv_cache", "prompt_tokens", "tokens", "texts")
         found = on_cuda.run(load(model), model=model, **{name: asked[name] for name in names})
@@ -73,9 +73,9 @@ def profile(model, form, threads, train, batch, device, **asked) -> None:
         NOT_WITH_TRAIN if train else ("batch",), f"{'does not go with' if train else 'needs'} --train"
     )
     options.set_threads(threads)
-    from lab import profile as profiling
-    from lab import profile_training
-    from model import load
+    from shakespeare.lab import profile as profiling
+    from shakespeare.lab import profile_training
+    from shakespeare.model import load
 
     checkpoint = load(model)
     if train:

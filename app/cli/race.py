@@ -2,10 +2,10 @@
 
 import click
 
-from app.cli import options
-from app.cli.terminal import notice
-from attention_ext import PARTS
-from attention_ext.parts import running_on
+from shakespeare.app.cli import options
+from shakespeare.app.cli.terminal import notice
+from shakespeare.attention_ext import PARTS
+from shakespeare.attention_ext.parts import running_on
 
 
 @click.command()
@@ -35,8 +35,8 @@ def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     """
     options.refuse_other_device()
     asked["threads"] = options.threads_for(threads)
-    from lab import race as racing
-    from model import load
+    from shakespeare.lab import race as racing
+    from shakespeare.model import load
 
     names = parts or (running_on("cuda") if asked["device"] == "cuda" else tuple(PARTS))
     asked["use_cache"] = not no_kv_cache

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from app.cli import options
-from app.cli.terminal import notice
-from attention_ext import PARTS, BuildError, processor
-from attention_ext.build import prebuilt
-from attention_ext.parts import CachePrecision
+from shakespeare.app.cli import options
+from shakespeare.app.cli.terminal import notice
+from shakespeare.attention_ext import PARTS, BuildError, processor
+from shakespeare.attention_ext.build import prebuilt
+from shakespeare.attention_ext.parts import CachePrecision
 
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
@@ -98,16 +98,16 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
     options.refuse_other_device()
     processor.let_waiting_threads_sleep()  # before torch is imported
     try:
-        from app.server import Settings, running  # the latter imports all of them
-        from app.server.security import check_host, check_origin, is_loopback
+        from shakespeare.app.server import Settings, running  # the latter imports all of them
+        from shakespeare.app.server.security import check_host, check_origin, is_loopback
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
         needed = "prometheus_client pydantic starlette 'uvicorn[standard]'"
         raise BuildError(f"serve needs {error.name}: pip install {needed}") from None
-    from generation.texts import slots_for
-    from model import corpus, load
-    from web import build
+    from shakespeare.generation.texts import slots_for
+    from shakespeare.model import corpus, load
+    from shakespeare.web import build
 
     found: list[str] = []
     if api_key_file:

@@ -13,12 +13,12 @@ from typing import Any
 
 import click
 
-from app.cli import options
-from app.cli.draft import make_draft
-from app.cli.terminal import notice, program, to_type
-from attention_ext import BuildError
-from attention_ext.parts import with_gradient
-from training.recipe import OWN_TEXT, RECIPES
+from shakespeare.app.cli import options
+from shakespeare.app.cli.draft import make_draft
+from shakespeare.app.cli.terminal import notice, program, to_type
+from shakespeare.attention_ext import BuildError
+from shakespeare.attention_ext.parts import with_gradient
+from shakespeare.training.recipe import OWN_TEXT, RECIPES
 
 # Options that do not go with a shipped recipe.
 OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars")
@@ -77,11 +77,11 @@ def train(
     check_directory(directory, replaces=resume or overwrite)
     text = options.read_corpus(corpus_file)
 
-    from app.cli.train_display import watch
-    from model.checkpoint import load
-    from training.run import train as run
-    from training.start import recipe_of
-    from training.state import FILE
+    from shakespeare.app.cli.train_display import watch
+    from shakespeare.model.checkpoint import load
+    from shakespeare.training.run import train as run
+    from shakespeare.training.start import recipe_of
+    from shakespeare.training.state import FILE
 
     start = None if init is None else load(init, to_train=True)
     changes = {option: value for option, value in changes.items() if value is not None}
@@ -112,7 +112,7 @@ def check_directory(directory: Path, replaces: bool) -> None:
 
     Raises ValueError if another process trains there.
     """
-    from training.state import FILE, LOCK, only_run
+    from shakespeare.training.state import FILE, LOCK, only_run
 
     if (directory / LOCK).is_file():
         with only_run(directory):  # else the next message would call its run stopped
@@ -132,7 +132,7 @@ def default_part(name: str, device: str) -> str:
     """part4 if it has a gradient here and compiles, else part0. It compiles before the run's time begins."""
     if name in RECIPES or device == "cuda":
         return "part0"
-    from training.trainer import load_training_step
+    from shakespeare.training.trainer import load_training_step
 
     try:
         load_training_step()

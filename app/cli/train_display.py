@@ -14,14 +14,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from app.cli.terminal import notice
-from attention_ext import BuildError
-from generation import generate
-from lab.race import harmless
-from model.checkpoint import Checkpoint
-from model.gpt import GPT
-from model.tokenizer import CharTokenizer
-from training.schedule import Schedule, Watcher
+from shakespeare import generate
+from shakespeare.app.cli.terminal import notice
+from shakespeare.attention_ext import BuildError
+from shakespeare.lab.race import harmless
+from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.gpt import GPT
+from shakespeare.model.tokenizer import CharTokenizer
+from shakespeare.training.schedule import Schedule, Watcher
 
 SAMPLE_SHARE = 0.015  # share of the time that samples may take
 SAMPLE_SECONDS = 3.0  # least time between two samples

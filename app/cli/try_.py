@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from app.cli import options, watch
-from app.cli.part import inference_options
-from app.cli.terminal import notice, to_type
+from shakespeare.app.cli import options, watch
+from shakespeare.app.cli.part import inference_options
+from shakespeare.app.cli.terminal import notice, to_type
 
 # Options of the engine that a file does not take, as open_engine() has them by default.
 FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
@@ -45,7 +45,7 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     parts and PyTorch, with a hint. --json prints all of it. With --inference the kernel writes text. Exit
     code 0: right; 1: wrong, crashed or endless; 2: used wrongly.
     """
-    from lab.trial import report, starts
+    from shakespeare.own.trial import report, starts
 
     if new:
         if file:
@@ -66,8 +66,8 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     options.refuse(ignored, "goes with --inference only")
     if again:
         options.refuse(("as_json",), "does not go with --watch")
-    from attention_ext import own
-    from lab.trial.speed import Size
+    from shakespeare.own import kernel as own
+    from shakespeare.own.trial.speed import Size
 
     N, heads = (4096, 100) if own.device(file) == "cuda" else (1024, 4)
     size = Size(asked["N"] or N, asked["d"], asked["heads"] or heads, asked["causal"], threads or 1)
@@ -76,7 +76,7 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
 
 def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
     """Try the file and print the report; with `again` once more at each save."""
-    from lab.trial import checking, report
+    from shakespeare.own.trial import checking, report
 
     with checking.Checker() as checker:
         while True:
@@ -106,8 +106,8 @@ def explain(
 
     stop: whether the file was saved again; then nothing more is said.
     """
-    from lab.command import Stopped
-    from lab.trial import checking, report, speed
+    from shakespeare.lab.command import Stopped
+    from shakespeare.own.trial import checking, report, speed
 
     figures, known, as_json = None, found.finding, asked["as_json"]
 
@@ -134,8 +134,8 @@ def explain(
 
 def infer(file: Path, threads: int | None, asked: dict[str, Any]) -> bool:
     """Let the file's kernel write text."""
-    from app.cli.part import Session, converse, write
-    from attention_ext import own
+    from shakespeare.app.cli.part import Session, converse, write
+    from shakespeare.own import kernel as own
 
     settings = asked | FIXED | {"device": own.device(file), "threads": options.threads_for(threads)}
     session = Session(str(file), settings)

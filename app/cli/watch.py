@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import click
 
-from app.cli.terminal import notice
+from shakespeare.app.cli.terminal import notice
 
 POLL_SECONDS = 0.05
 TIME = re.compile(r"^(?:Manual Execution Time|part\d backward time): +([\d.]+) ?(m?s)", re.M)

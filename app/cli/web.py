@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from app.cli import options
-from app.cli.terminal import notice
+from shakespeare.app.cli import options
+from shakespeare.app.cli.terminal import notice
 
 
 @click.command()
@@ -14,7 +14,7 @@ from app.cli.terminal import notice
 @options.flag("--build", "only_build", "Make the files and exit.")
 def web(port: int, out: Path | None, only_build: bool) -> None:
     """Show a web page that writes, races and explains in your browser. Its files are made on first use."""
-    from web import build, serve
+    from shakespeare.web import build, serve
 
     if out:
         build.put(out)

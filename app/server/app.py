@@ -14,14 +14,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from app.server import Settings, pages
-from app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
-from app.server.responses import Call
-from app.server.scheduler import RETRY, Metrics, Scheduler
-from app.server.security import secured
-from attention_ext import PARTS
-from attention_ext.parts import running_on
-from model.checkpoint import Checkpoint
+from shakespeare.app.server import Settings, pages
+from shakespeare.app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
+from shakespeare.app.server.responses import Call
+from shakespeare.app.server.scheduler import RETRY, Metrics, Scheduler
+from shakespeare.app.server.security import secured
+from shakespeare.attention_ext import PARTS
+from shakespeare.attention_ext.parts import running_on
+from shakespeare.model.checkpoint import Checkpoint
 
 ABORT = "abort"  # key of a function in a scope's state: it closes the connection and drops its buffer
 SLICE_BYTES = 65_536  # bytes of a body that are sent before waiting for the reader
@@ -108,7 +108,7 @@ class Application:
         return Response(generate_latest(self.metrics.registry), media_type=media_type)
 
     async def openapi(self, request: Request) -> Response:
-        from app.server.openapi import document  # most servers are never asked for it
+        from shakespeare.app.server.openapi import document  # most servers are never asked for it
 
         return JSONResponse(document(bool(self.settings.api_keys)))
 

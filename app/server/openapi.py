@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from app.server.requests import ChatBody, CompletionBody
-from attention_ext import __version__
+from shakespeare import __version__
+from shakespeare.app.server.requests import ChatBody, CompletionBody
 
 Schema = dict[str, Any]
 

@@ -10,8 +10,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from attention_ext import PARTS, __version__
-from model.checkpoint import Checkpoint
+from shakespeare import __version__
+from shakespeare.attention_ext import PARTS
+from shakespeare.model.checkpoint import Checkpoint
 
 HINT = '<meta name="server" content="/v1" data-most-tokens="{}">\n</head>'
 COMMON = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}

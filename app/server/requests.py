@@ -30,13 +30,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from app.server import Settings
-from attention_ext import PARTS
-from generation.logprobs import MOST_TOP
-from generation.sampling import MOST_BIAS, NUMBERS, Number, Sampling
-from generation.writer import CONTEXTS, Request
-from model.checkpoint import Checkpoint
-from model.tokenizer import Tokenizer
+from shakespeare.app.server import Settings
+from shakespeare.attention_ext import PARTS
+from shakespeare.generation.logprobs import MOST_TOP
+from shakespeare.generation.sampling import MOST_BIAS, NUMBERS, Number, Sampling
+from shakespeare.generation.writer import CONTEXTS, Request
+from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.tokenizer import Tokenizer
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_ID = 2**31 - 1

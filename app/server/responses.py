@@ -14,12 +14,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from app.server import Settings
-from app.server.requests import ApiError, Body
-from attention_ext import __version__
-from generation.texts import Completion
-from generation.writer import Request, Text, TokenLogprob
-from model.checkpoint import Checkpoint
+from shakespeare import __version__
+from shakespeare.app.server import Settings
+from shakespeare.app.server.requests import ApiError, Body
+from shakespeare.generation.texts import Completion
+from shakespeare.generation.writer import Request, Text, TokenLogprob
+from shakespeare.model.checkpoint import Checkpoint
 
 dumps = json.JSONEncoder(separators=(",", ":")).encode
 # A token, the characters before it, and its log-probability: None where nothing predicts the token.

@@ -15,10 +15,10 @@ import uvicorn
 from httptools import HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from app.server import Settings
-from app.server.app import ABORT, Application
-from app.server.security import LOCALHOST
-from model.checkpoint import Checkpoint
+from shakespeare.app.server import Settings
+from shakespeare.app.server.app import ABORT, Application
+from shakespeare.app.server.security import LOCALHOST
+from shakespeare.model.checkpoint import Checkpoint
 
 HEAD_BYTES = 65_536  # most bytes of a request's line and headers
 HEAD_SECONDS = 10.0  # time for them to arrive; after a response also for the rest of its request

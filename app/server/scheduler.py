@@ -18,12 +18,12 @@ from typing import Any
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from app.server import Settings
-from app.server.requests import ApiError
-from app.server.responses import Call, Choice
-from generation.engine import Engine, open_engine
-from generation.writer import Text, Writer
-from model.checkpoint import Checkpoint
+from shakespeare.app.server import Settings
+from shakespeare.app.server.requests import ApiError
+from shakespeare.app.server.responses import Call, Choice
+from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.writer import Text, Writer
+from shakespeare.model.checkpoint import Checkpoint
 
 STEP_TOKENS = 1024  # tokens of all texts in a step; fewer cost speed, more delay new texts
 STEP_SECONDS = 0.02  # most time of a step, which writes at least one token of each text

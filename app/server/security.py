@@ -14,8 +14,8 @@ from functools import partial
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.server import Settings
-from app.server.requests import ApiError
+from shakespeare.app.server import Settings
+from shakespeare.app.server.requests import ApiError
 
 LOCALHOST = "localhost"
 OPEN = "/health"  # this path needs no key

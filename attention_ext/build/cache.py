@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from attention_ext.parts import BuildError
+from shakespeare.attention_ext.parts import BuildError
 
 LOCK = "building"  # this file in a build's directory is locked while a process compiles there
 MOST_KEPT = 16  # builds of a name; each saved source makes one

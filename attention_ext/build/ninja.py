@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attention_ext import processor
-from attention_ext.build import cache
-from attention_ext.parts import BuildError
+from shakespeare.attention_ext import processor
+from shakespeare.attention_ext.build import cache
+from shakespeare.attention_ext.parts import BuildError
 
 NO_NINJA = "parts 1 to 4 are compiled by ninja, and none was found: pip install ninja"
 DIGESTS, PROCESSOR = "sources.json", "processor"  # in a folder of objects; ccache hashes the latter

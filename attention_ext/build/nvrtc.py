@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from attention_ext.build import cache, prebuilt
-from attention_ext.parts import BuildError
+from shakespeare.attention_ext.build import cache, prebuilt
+from shakespeare.attention_ext.parts import BuildError
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 INSTALL = "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc, or pip install -e '.[cuda]'"

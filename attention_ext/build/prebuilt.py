@@ -9,8 +9,8 @@ import platform
 import sys
 from pathlib import Path
 
-from attention_ext import processor
-from attention_ext.parts import BuildError
+from shakespeare.attention_ext import processor
+from shakespeare.attention_ext.parts import BuildError
 
 SUMS = "SHA256SUMS"  # beside the libraries, for sha256sum -c
 FOLDER = Path(__file__).resolve().parent.parent / "prebuilt"

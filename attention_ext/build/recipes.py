@@ -12,9 +12,9 @@ import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attention_ext import processor
-from attention_ext.build import cache, ninja, toolchain
-from attention_ext.parts import MOST_SCORES, BuildError, resolve_simd
+from shakespeare.attention_ext import processor
+from shakespeare.attention_ext.build import cache, ninja, toolchain
+from shakespeare.attention_ext.parts import MOST_SCORES, BuildError, resolve_simd
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CSRC = ROOT / "attention_ext" / "csrc"

@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from attention_ext.parts import BuildError
+from shakespeare.attention_ext.parts import BuildError
 
 VERSION_SECONDS = 60  # the time limit of a compiler's --version
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"

@@ -1,1 +1,1 @@
-"""Part 4 on a GPU: the kernels of the ladder, how they are compiled and launched, and kernels in Numba."""
+"""Part 4 on a GPU: the kernels of the ladder, how they are compiled and launched."""

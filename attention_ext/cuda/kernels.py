@@ -6,10 +6,10 @@ Neither torch nor CUDA is imported here.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from attention_ext.cuda import launches, tiles
-from attention_ext.cuda.launches import Planner
-from attention_ext.cuda.tiles import Capability, Tile, Tiles
-from attention_ext.parts import Dtype, one_of
+from shakespeare.attention_ext.cuda import launches, tiles
+from shakespeare.attention_ext.cuda.launches import Planner
+from shakespeare.attention_ext.cuda.tiles import Capability, Tile, Tiles
+from shakespeare.attention_ext.parts import Dtype, one_of
 
 HALVES = (Dtype.BF16, Dtype.FP16)
 WIDEST = 256  # the largest d

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attention_ext.cuda.driver import Compiled
+    from shakespeare.attention_ext.cuda.gpu import Compiled
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
 MOST_WAVES, WAVE_COST = 8, 0.02  # of blocks, by which splits() chooses

@@ -9,13 +9,13 @@ import threading
 import torch
 from torch import Tensor, library
 
-from attention_ext import extension
-from attention_ext.build import recipes
-from attention_ext.checks import check_size, check_tensors
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import MOST_ROWS, WIDEST, check_kernel
-from attention_ext.cuda.launches import Plan
-from attention_ext.parts import PARTS, Dtype
+from shakespeare.attention_ext import extension
+from shakespeare.attention_ext.build import recipes
+from shakespeare.attention_ext.checks import check_size, check_tensors
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import MOST_ROWS, WIDEST, check_kernel
+from shakespeare.attention_ext.cuda.launches import Plan
+from shakespeare.attention_ext.parts import PARTS, Dtype
 
 PART = PARTS["part4"]
 DTYPES = list(Dtype)

@@ -7,7 +7,7 @@ best first. Its sizes reach the kernel as macros, lab/cuda/costs.py by their nam
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from attention_ext.parts import Dtype
+from shakespeare.attention_ext.parts import Dtype
 
 
 @dataclass(frozen=True)

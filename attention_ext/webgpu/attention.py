@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attention_ext.checks import check_shapes
-from attention_ext.parts import PARTS, Dtype
-from attention_ext.webgpu.gpu import LOCK, Gpu, Lost, grid, opened, reopen
-from attention_ext.webgpu.steps import WIDEST, choose, up
+from shakespeare.attention_ext.checks import check_shapes
+from shakespeare.attention_ext.parts import PARTS, Dtype
+from shakespeare.attention_ext.webgpu.gpu import LOCK, Gpu, Lost, grid, opened, reopen
+from shakespeare.attention_ext.webgpu.steps import WIDEST, choose, up
 
 PART = PARTS["part4"]
 DTYPES = PART.dtypes["webgpu"]

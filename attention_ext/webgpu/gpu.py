@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from attention_ext.parts import BuildError
+from shakespeare.attention_ext.parts import BuildError
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "webgpu"
 INSTALL = "pip install wgpu, or pip install -e '.[webgpu]'"

@@ -7,7 +7,7 @@ whose packages are not installed is left out.
 import torch
 from torch import Tensor
 
-from model.gpt import GPT
+from shakespeare.model.gpt import GPT
 
 
 class Peer:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.peers import Peer
 from benchmarks.peers.pytorch import gpt2
-from model.gpt import GPT
+from shakespeare.model.gpt import GPT
 
 
 class CTranslate2(Peer):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers import Peer, bias_or_zeros, named_weights
-from model.gpt import GPT
+from shakespeare.model.gpt import GPT
 
 
 class LlamaCpp(Peer):

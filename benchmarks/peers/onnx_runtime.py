@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers import Peer, named_weights
-from model.gpt import GPT
+from shakespeare.model.gpt import GPT
 
 
 class OnnxRuntime(Peer):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.peers import Peer, named_weights
-from model.gpt import GPT
+from shakespeare.model.gpt import GPT
 
 
 class UncachedPyTorch(Peer):

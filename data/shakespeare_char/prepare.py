@@ -6,7 +6,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parents[1]))
 
-from app.cli import main  # noqa: E402
+from shakespeare.app.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     main(["prepare", "--out", str(FOLDER), *sys.argv[1:]])

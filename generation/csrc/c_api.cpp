@@ -1,4 +1,4 @@
-// The decoder's C interface, which generation/native.py calls: no Python header, one library for every Python.
+// The decoder's C interface, which generation/engines/native.py calls: no Python header, one library for every Python.
 //
 // A function that may fail returns whether it did not; error() then says why. Pointers are to arrays of the
 // caller, of the lengths that the comments give. The caller calls a decoder from one thread at a time.

@@ -5,12 +5,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attention_ext import AUTO, PARTS, SIMD, extension, tiles
-from attention_ext.cuda.kernels import MOST_SPLIT
-from attention_ext.parts import DEVICES, Dtype, check_dtype, is_file, one_of, resolve_simd
-from lab import machine
-from lab.bench.contenders import SPLIT, contenders
-from lab.traffic import Case
+from shakespeare.attention_ext import AUTO, PARTS, SIMD, extension, tiles
+from shakespeare.attention_ext.cuda.kernels import MOST_SPLIT
+from shakespeare.attention_ext.parts import DEVICES, Dtype, check_dtype, is_file, one_of, resolve_simd
+from shakespeare.lab import machine
+from shakespeare.lab.bench.contenders import SPLIT, contenders
+from shakespeare.lab.traffic import Case
 
 L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last call left, or other data
 

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_ext import PARTS, attention
-from attention_ext.cuda.kernels import KERNELS
-from attention_ext.parts import Dtype, Part, check_part, is_file
-from attention_ext.webgpu.steps import STEPS
+from shakespeare.attention_ext import PARTS, attention
+from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.parts import Dtype, Part, check_part, is_file
+from shakespeare.attention_ext.webgpu.steps import STEPS
 
 if TYPE_CHECKING:
-    from lab.bench.cases import Cell
+    from shakespeare.lab.bench.cases import Cell
 
 Call = Callable[[], Tensor]
 SPLIT = "split"  # the kernel for few queries, which has no number
@@ -82,8 +82,6 @@ def contenders() -> dict[str, Contender]:
     for name, step in OF_STEP.items():
         takes = (Dtype.FP16,) if "shader-f16" in step.needs else (*fp32, Dtype.FP16)
         found[name] = Contender(f"step {step.name}", attention_call, {"webgpu": takes}, "wgpu", True)
-    for state in ("spilled", "registers"):
-        found[f"numba-{state}"] = Contender(f"Numba, state {state}", numba_call, {"cuda": fp32}, "numba")
     found["sdpa"] = Contender("PyTorch SDPA", sdpa_call, on_cuda | {"cpu": (*fp32, Dtype.BF16)})
     found["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
     for name, (title, _, _) in SDPA.items():
@@ -95,7 +93,7 @@ def contenders() -> dict[str, Contender]:
 def attention_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """attention() with the cell's part, tile and SIMD helpers, or with one of part4's kernels on a GPU."""
     if cell.device == "webgpu":
-        from lab.webgpu.gpu import prepared
+        from shakespeare.lab.webgpu.gpu import prepared
 
         step = OF_STEP.get(cell.contender)
         return prepared(q, k, v, cell.causal, step.name if step else None)
@@ -153,17 +151,6 @@ def first_call(of: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(f"{of}: {first_line(error)}") from None
-
-
-def numba_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """The kernels in Numba, with the state spilled or in registers. Raises ValueError if they fail."""
-    with first_call("Numba for CUDA"):
-        from attention_ext.cuda.numba_flash import flash_attention
-
-        state = cell.contender.removeprefix("numba-")
-        call = partial(flash_attention, q, k, v, causal=cell.causal, state=state)
-        call()
-    return lambda: call()[0]
 
 
 def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_ext import BuildError
-from attention_ext.parts import Dtype
-from lab import machine
-from lab.bench.cases import Cell, check_memory
-from lab.bench.contenders import Call, contenders
-from lab.bench.measure import (
+from shakespeare.attention_ext import BuildError
+from shakespeare.attention_ext.parts import Dtype
+from shakespeare.lab import machine
+from shakespeare.lab.bench.cases import Cell, check_memory
+from shakespeare.lab.bench.contenders import Call, contenders
+from shakespeare.lab.bench.measure import (
     MIN_TIME_SECONDS,
     ROUNDS,
     Spent,
@@ -35,10 +35,10 @@ from lab.bench.measure import (
     verify,
     whole_rounds,
 )
-from lab.bench.results import Result, Run
-from lab.cuda.gpu import Gpu
-from lab.text import counted
-from lab.timing import seconds_of
+from shakespeare.lab.bench.results import Result, Run
+from shakespeare.lab.cuda.gpu import Gpu
+from shakespeare.lab.text import counted
+from shakespeare.lab.timing import seconds_of
 
 MOST_CALLS = 50  # most calls that the host launches ahead
 SHORT_CALL_SECONDS = 0.005  # before shorter calls, an untimed one restores the caches

@@ -19,16 +19,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from attention_ext import PARTS, extension, processor, reference
-from attention_ext.parts import Dtype
-from lab import machine
-from lab.bench.cases import Cell, check_memory
-from lab.bench.contenders import Call, contenders, first_line
-from lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
-from lab.correctness import allocated
-from lab.costs import block_of, scratch
-from lab.timing import PATIENCE, WARM_UP_SAMPLES, seconds_of, spread, time_round
-from lab.traffic import streams
+from shakespeare.attention_ext import PARTS, extension, processor, reference
+from shakespeare.attention_ext.parts import Dtype
+from shakespeare.lab import machine
+from shakespeare.lab.bench.cases import Cell, check_memory
+from shakespeare.lab.bench.contenders import Call, contenders, first_line
+from shakespeare.lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
+from shakespeare.lab.correctness import allocated
+from shakespeare.lab.costs import block_of, scratch
+from shakespeare.lab.timing import PATIENCE, WARM_UP_SAMPLES, seconds_of, spread, time_round
+from shakespeare.lab.traffic import streams
 
 # Largest error of a correct contender, as a share of the largest expected value. bfloat16 rounds by up to 0.4
 # %, float16 by 0.05 %.

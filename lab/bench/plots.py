@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lab.bench import report
-from lab.bench.contenders import OF_KERNEL, contenders
-from lab.bench.cuda import sequential_seconds, sequential_text, smaller
-from lab.bench.results import Result, Run
-from lab.text import counted, size_text
+from shakespeare.lab.bench import report
+from shakespeare.lab.bench.contenders import OF_KERNEL, contenders
+from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text, smaller
+from shakespeare.lab.bench.results import Result, Run
+from shakespeare.lab.text import counted, size_text
 
 try:
     import matplotlib

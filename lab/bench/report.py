@@ -8,13 +8,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from attention_ext.parts import Dtype
-from lab.bench.cases import Cell
-from lab.bench.contenders import SDPA
-from lab.bench.cuda import sequential_seconds, sequential_text
-from lab.bench.results import FIRM_MARGIN, Result, Run, as_json
-from lab.text import counted, markdown, size_text
-from lab.timing import interval, quartiles, quiet_of
+from shakespeare.attention_ext.parts import Dtype
+from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.bench.contenders import SDPA
+from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text
+from shakespeare.lab.bench.results import FIRM_MARGIN, Result, Run, as_json
+from shakespeare.lab.text import counted, markdown, size_text
+from shakespeare.lab.timing import interval, quartiles, quiet_of
 
 MOST_NAMED = 3  # cells that infirm() names
 # The baselines of "over ..." columns; the fastest one counts.

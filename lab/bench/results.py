@@ -3,8 +3,8 @@
 import statistics
 from dataclasses import asdict, dataclass, field
 
-from lab.bench.cases import Cell
-from lab.timing import calm, interval
+from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.timing import calm, interval
 
 FORMAT = 4  # of as_json()
 FIRM_MARGIN = 0.025  # largest margin of a firm median; two firm medians can differ by twice as much

@@ -4,13 +4,13 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from attention_ext import SIMD
-from attention_ext.parts import DEVICES, Dtype
-from lab import saved
-from lab.bench.cases import L2, Cell
-from lab.bench.contenders import contenders
-from lab.bench.report import header
-from lab.bench.results import FORMAT, Result, Run, as_json
+from shakespeare.attention_ext import SIMD
+from shakespeare.attention_ext.parts import DEVICES, Dtype
+from shakespeare.lab import saved
+from shakespeare.lab.bench.cases import L2, Cell
+from shakespeare.lab.bench.contenders import contenders
+from shakespeare.lab.bench.report import header
+from shakespeare.lab.bench.results import FORMAT, Result, Run, as_json
 
 READABLE = (2, 3, FORMAT)  # format 2 has no traffic, format 3 no device
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from attention_ext import attention
-from attention_ext.parts import resolve_simd
-from attention_ext.tiles import DEFAULT, Tuned
-from lab.bench.cases import Cell
-from lab.bench.measure import inputs
-from lab.text import markdown
-from lab.timing import seconds_of
+from shakespeare.attention_ext import attention
+from shakespeare.attention_ext.parts import resolve_simd
+from shakespeare.attention_ext.tiles import DEFAULT, Tuned
+from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.bench.measure import inputs
+from shakespeare.lab.text import markdown
+from shakespeare.lab.timing import seconds_of
 
 SIDES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 LEAST_GAIN = 0.01  # share of the time that a tile must save to replace the default one

@@ -81,7 +81,7 @@ SHEETS = {
 
 def here(index: int) -> Device:
     """The GPU with this number, by its driver. Raises BuildError if cuda-bindings is missing."""
-    from attention_ext.cuda import driver
+    from shakespeare.attention_ext.cuda import gpu as driver
 
     found = driver.gpu(index)
     clock, memory_clock, bits, l2 = (

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention_ext.cuda.kernels import Kernel
-from attention_ext.cuda.launches import splits
-from attention_ext.cuda.tiles import Tile, up
-from lab.traffic import Case, Stream
+from shakespeare.attention_ext.cuda.kernels import Kernel
+from shakespeare.attention_ext.cuda.launches import splits
+from shakespeare.attention_ext.cuda.tiles import Tile, up
+from shakespeare.lab.traffic import Case, Stream
 
 BANKS, NUMBER = 32, 4  # of shared memory; bytes of a number in a bank
 WAVEFRONT = BANKS * NUMBER

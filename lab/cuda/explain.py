@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attention_ext import attention
-from attention_ext.build.nvrtc import Resources
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import WIDEST, Gpu, Kernel, choose, few_queries
-from attention_ext.cuda.tiles import Tile
-from attention_ext.parts import BuildError, check_dtype
-from lab.bench.cases import Cell, check_memory
-from lab.bench.measure import inputs
-from lab.cuda import architectures, costs, gpu
-from lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, WARP, Device, occupancy
-from lab.cuda.costs import WAVEFRONT, Count, Launch, Shared
-from lab.explain import Limit, arithmetic_text, bound_text
-from lab.text import counted, scaled, size_text
-from lab.timing import quartiles
-from lab.traffic import Case, Stream
+from shakespeare.attention_ext import attention
+from shakespeare.attention_ext.build.nvrtc import Resources
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import WIDEST, Gpu, Kernel, choose, few_queries
+from shakespeare.attention_ext.cuda.tiles import Tile
+from shakespeare.attention_ext.parts import BuildError, check_dtype
+from shakespeare.lab.bench.cases import Cell, check_memory
+from shakespeare.lab.bench.measure import inputs
+from shakespeare.lab.cuda import architectures, costs, gpu
+from shakespeare.lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, WARP, Device, occupancy
+from shakespeare.lab.cuda.costs import WAVEFRONT, Count, Launch, Shared
+from shakespeare.lab.explain import Limit, arithmetic_text, bound_text
+from shakespeare.lab.text import counted, scaled, size_text
+from shakespeare.lab.timing import quartiles
+from shakespeare.lab.traffic import Case, Stream
 
 LONGEST = 2**24  # N; counting goes over the tiles
 WARM_UPS, REPEATS = 3, 20

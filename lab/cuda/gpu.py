@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import Kernel
-from attention_ext.cuda.tiles import Tile
-from attention_ext.parts import Dtype
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import Kernel
+from shakespeare.attention_ext.cuda.tiles import Tile
+from shakespeare.attention_ext.parts import Dtype
 
 FLUSH_CACHES = 4  # the buffer that clears the L2 cache has this many times its size
 MATMUL_SIDE = 8192

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from attention_ext.parts import CachePrecision, Precision
-from generation.cuda import CudaEngine, gpu
-from generation.engine import member
-from lab.text import markdown
-from model.checkpoint import Checkpoint
+from shakespeare.attention_ext.parts import CachePrecision, Precision
+from shakespeare.generation.engines.cuda import CudaEngine, gpu
+from shakespeare.generation.engines.engine import member
+from shakespeare.lab.text import markdown
+from shakespeare.model.checkpoint import Checkpoint
 
 DEFAULT_TOKENS, REPETITIONS = 200, 5
 

@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attention_ext.parts import Dtype, check_dtype
-from attention_ext.webgpu.steps import STEPS, WIDEST, Step, Tile, choose, up
-from lab.bench.cases import Cell, check_memory
-from lab.bench.measure import inputs
-from lab.text import counted, markdown, scaled, size_text
-from lab.webgpu.gpu import Gpu, prepared
+from shakespeare.attention_ext.parts import Dtype, check_dtype
+from shakespeare.attention_ext.webgpu.steps import STEPS, WIDEST, Step, Tile, choose, up
+from shakespeare.lab.bench.cases import Cell, check_memory
+from shakespeare.lab.bench.measure import inputs
+from shakespeare.lab.text import counted, markdown, scaled, size_text
+from shakespeare.lab.webgpu.gpu import Gpu, prepared
 
 TIMED = 5  # calls
 FOUR = 16  # bytes of four float32 numbers

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_ext.webgpu.attention import Call, arrays_of
-from attention_ext.webgpu.gpu import Source, opened
+from shakespeare.attention_ext.webgpu.attention import Call, arrays_of
+from shakespeare.attention_ext.webgpu.gpu import Source, opened
 
 GROUPS = 2048  # workgroups of a measurement of a limit, of 256 invocations
 LEAST_SECONDS = 0.02  # of such a measurement

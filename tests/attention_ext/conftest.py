@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from attention_ext import PARTS, SIMD, BuildError, attention, extension
-from attention_ext.parts import Dtype, taking
+from shakespeare.attention_ext import PARTS, SIMD, BuildError, attention, extension
+from shakespeare.attention_ext.parts import Dtype, taking
 
 KERNELS = [name for name, part in PARTS.items() if part.operator]
 

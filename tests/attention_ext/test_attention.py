@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import naming
 
-import attention_ext
-from attention_ext import PARTS, attention
+from shakespeare import attention_ext
+from shakespeare.attention_ext import PARTS, attention
 
 SHAPES = [
     *oracle.SHAPES,

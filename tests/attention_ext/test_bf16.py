@@ -7,8 +7,8 @@ import torch
 from support import naming
 from torch import library as torch_library
 
-from attention_ext import attention, extension, operator
-from attention_ext.parts import Dtype, check_dtype
+from shakespeare.attention_ext import attention, extension, operator
+from shakespeare.attention_ext.parts import Dtype, check_dtype
 
 pytestmark = pytest.mark.usefixtures("extension")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_ext.build import toolchain
-from attention_ext.build.recipes import CSRC
+from shakespeare.attention_ext.build import toolchain
+from shakespeare.attention_ext.build.recipes import CSRC
 
 SOURCE = """
 #include "bindings/boundary.h"

@@ -14,10 +14,10 @@ from support import naming
 from torch import library as torch_library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention_ext import attention, reference
-from attention_ext.extension import load
-from attention_ext.parts import PARTS
-from lab.correctness import allocated
+from shakespeare.attention_ext import attention, reference
+from shakespeare.attention_ext.extension import load
+from shakespeare.attention_ext.parts import PARTS
+from shakespeare.lab.correctness import allocated
 
 pytestmark = pytest.mark.usefixtures("extension")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import library as torch_library
 
-from attention_ext import PARTS, attention, operator
-from attention_ext.extension import scratch
-from lab.correctness import allocated
+from shakespeare.attention_ext import PARTS, attention, operator
+from shakespeare.attention_ext.extension import scratch
+from shakespeare.lab.correctness import allocated
 
 
 def arguments(kernel, **change):

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from parallel_ranks import RANKS
 from support import ROOT, Done, naming
 
-from attention_ext import PARTS, layout, parallel
-from attention_ext.parallel import METHODS
+from shakespeare.attention_ext import PARTS, layout, parallel
+from shakespeare.attention_ext.parallel import METHODS
 
 DEFAULTS = dict(B=1, H=2, d=16, seed=0, part="part4", causal=False, scale=None, dtype="float32")
 DEFAULTS |= dict(inference=False, known=False, wrong_rank=None, wrong=None)

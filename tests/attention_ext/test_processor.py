@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from attention_ext import processor
+from shakespeare.attention_ext import processor
 
 X86 = """processor\t: 0
 vendor_id\t: AuthenticAMD

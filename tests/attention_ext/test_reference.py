@@ -9,7 +9,7 @@ import oracle
 import torch
 from support import naming
 
-from attention_ext import reference
+from shakespeare.attention_ext import reference
 
 
 def qkv(Nq, Nk):

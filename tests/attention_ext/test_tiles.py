@@ -10,9 +10,9 @@ import pytest
 import torch
 from support import naming
 
-import attention_ext
-from attention_ext import attention, processor, tiles
-from attention_ext.tiles import DEFAULT, Tuned
+from shakespeare import attention_ext
+from shakespeare.attention_ext import attention, processor, tiles
+from shakespeare.attention_ext.tiles import DEFAULT, Tuned
 
 FOUND = Tuned("portable", 1, 16, 1000, False, br=48, bc=96, seconds=1.0, default_seconds=1.5)
 

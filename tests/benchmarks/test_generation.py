@@ -12,11 +12,11 @@ from click import ClickException
 from click.testing import CliRunner
 from support import FakeGpu
 
-from attention_ext import processor
-from attention_ext.parts import BuildError
-from attention_ext.webgpu.gpu import Adapter, opened
 from benchmarks import generation as bench
 from benchmarks import measuring, on_gpu
+from shakespeare.attention_ext import processor
+from shakespeare.attention_ext.parts import BuildError
+from shakespeare.attention_ext.webgpu.gpu import Adapter, opened
 
 CASES = {
     "short": bench.Case("shakes128", 1, 1, 4),

@@ -14,10 +14,10 @@ import pytest
 from node_process import WEB_TESTS
 from support import ROOT, naming
 
-from attention_ext import PARTS, processor
 from benchmarks import attention
-from lab import saved
-from web import build
+from shakespeare.attention_ext import PARTS, processor
+from shakespeare.lab import saved
+from shakespeare.web import build
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("extension")]
 

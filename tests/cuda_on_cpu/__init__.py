@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from attention_ext.parts import BuildError
-from generation import cuda
+from shakespeare.attention_ext.parts import BuildError
+from shakespeare.generation.engines import cuda
 
 HERE = Path(__file__).resolve().parent
 
 
 class Driver:
-    """What generation/cuda.py calls of CUDA's driver, over the memory of this process."""
+    """What engines/cuda.py calls of CUDA's driver, over the memory of this process."""
 
     CU_MEMHOSTALLOC_PORTABLE = 0
 

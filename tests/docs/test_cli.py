@@ -7,7 +7,7 @@ import sys
 
 from support import ROOT
 
-from app.cli import COMMANDS
+from shakespeare.app.cli import COMMANDS
 
 TEXT = (ROOT / "docs" / "cli.md").read_text()
 

@@ -9,8 +9,8 @@ import shlex
 import pytest
 from support import ROOT
 
-from app.cli import COMMANDS, command_of
-from model.checkpoint import SHIPPED
+from shakespeare.app.cli import COMMANDS, command_of
+from shakespeare.model.checkpoint import SHIPPED
 
 README = (ROOT / "README.md").read_text()
 TORCHRUN = r"(?:-m torch\.distributed\.run [-.\w ]+ )?"

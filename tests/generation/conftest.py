@@ -11,15 +11,17 @@ import pytest
 import tiny
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
 
-from attention_ext import PARTS
-from attention_ext.parts import BuildError, CachePrecision, Precision
-from attention_ext.webgpu.gpu import opened
-from generation import bulk, cuda, load, shards
-from generation.engine import open_engine
-from generation.jobs import Job
-from generation.processes import local_pool
-from generation.shards import Settings
-from model import checkpoint
+from shakespeare import load
+from shakespeare.attention_ext import PARTS
+from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
+from shakespeare.attention_ext.webgpu.gpu import opened
+from shakespeare.generation.engines import cuda
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.many import bulk, shards
+from shakespeare.generation.many.jobs import Job
+from shakespeare.generation.many.processes import local_pool
+from shakespeare.generation.many.shards import Settings
+from shakespeare.model import checkpoint
 
 # Each part in each of its engines. One kernel stands for all by default.
 ENGINES = [

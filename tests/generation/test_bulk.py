@@ -19,11 +19,12 @@ import pytest
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Here, check, files, here, rows
 from support import ROOT, naming
 
-from generation import bulk, generate, load, shards
-from generation.jobs import MANIFEST, BulkError, Job, Prompts
-from generation.processes import local_pool
-from generation.shards import Loss, Stop, Task
-from model.files import UNFINISHED, locked
+from shakespeare import generate, load
+from shakespeare.generation.many import bulk, shards
+from shakespeare.generation.many.jobs import MANIFEST, BulkError, Job, Prompts
+from shakespeare.generation.many.processes import local_pool
+from shakespeare.generation.many.shards import Loss, Stop, Task
+from shakespeare.model.files import UNFINISHED, locked
 
 
 def processes(workers):
@@ -241,7 +242,7 @@ def test_a_full_disk_leaves_whole_files(job, expected, tmp_path, monkeypatch, st
 
 FULL_DISK = """
 import subprocess, sys
-from app.cli import main
+from shakespeare.app.cli import main
 
 def mount(options):
     subprocess.run(["mount", "-o", options, *kind, "none", sys.argv[1]], check=True)

@@ -18,19 +18,19 @@ import torch
 from steps import SAMPLINGS, choose, forced, logits, prefill
 from support import ROOT, naming, resident
 
-from attention_ext import BuildError
-from attention_ext.build import cache, nvrtc, prebuilt
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import KERNELS
-from attention_ext.parts import CachePrecision, Dtype, Precision
-from generation import cuda, pytorch, slots
-from generation.engine import open_engine
-from generation.sampling import Sampling
-from generation.texts import complete, generate
-from generation.writer import Request, Writer
-from lab.eval import held_out_loss
-from model import load
-from model.config import EMBEDDING, GPTConfig
+from shakespeare.attention_ext import BuildError
+from shakespeare.attention_ext.build import cache, nvrtc, prebuilt
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
+from shakespeare.generation.engines import cuda, pytorch, slots
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.texts import complete, generate
+from shakespeare.generation.writer import Request, Writer
+from shakespeare.lab.eval import held_out_loss
+from shakespeare.model import load
+from shakespeare.model.config import EMBEDDING, GPTConfig
 
 PROMPT = [1, 2, 3]
 SHAKES256 = GPTConfig(256, 65, 4, 4, 128, bias=False)

@@ -15,16 +15,16 @@ import torch
 from steps import prefill
 from support import naming
 
-from attention_ext import extension as built
-from attention_ext.parts import PARTS, BuildError
-from generation import draft as drafts
-from generation.distributions import distributions
-from generation.engine import open_engine
-from generation.sampling import Sampling
-from generation.writer import Request, Writer
-from model import load
-from model.checkpoint import Checkpoint
-from model.draft import Draft, code_points, extended, first_hashes
+from shakespeare.attention_ext import extension as built
+from shakespeare.attention_ext.parts import PARTS, BuildError
+from shakespeare.generation import draft as drafts
+from shakespeare.generation.distributions import distributions
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.writer import Request, Writer
+from shakespeare.model import load
+from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.draft import Draft, code_points, extended, first_hashes
 
 PARTS_HERE = [name for name, part in PARTS.items() if part.operator]
 # Texts of a case in each batch: in the default tests, and in the full set.

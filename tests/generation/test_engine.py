@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from steps import choose, forced, logits, prefill
 from support import naming
 
-from attention_ext import SIMD, BuildError
-from attention_ext.extension import load as load_extension
-from attention_ext.processor import Cache
-from generation.engine import open_engine
-from generation.native import Decoder
-from generation.pytorch import rounded
-from generation.sampling import Sampling
-from model.checkpoint import Checkpoint
+from shakespeare.attention_ext import SIMD, BuildError
+from shakespeare.attention_ext.extension import load as load_extension
+from shakespeare.attention_ext.processor import Cache
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.native import Decoder
+from shakespeare.generation.engines.pytorch import rounded
+from shakespeare.generation.sampling import Sampling
+from shakespeare.model.checkpoint import Checkpoint
 
 GREEDY = Sampling(temperature=0)
 
@@ -306,7 +306,9 @@ def test_a_batch_in_groups_of_any_size_is_written_as_each_text_alone(
 ):
     """The size of the processor's last cache decides how many slots are stepped together."""
     threads(threads_used)
-    monkeypatch.setattr("attention_ext.processor.caches", lambda: (Cache(3, cache_bytes, 16, 64),))
+    monkeypatch.setattr(
+        "shakespeare.attention_ext.processor.caches", lambda: (Cache(3, cache_bytes, 16, 64),)
+    )
     gpt = model(n_embd=64, block_size=500)
     texts, steps = 25, 6
     rows = torch.rand(steps, texts, generator=torch.Generator().manual_seed(0)).tolist()

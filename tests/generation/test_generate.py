@@ -10,13 +10,13 @@ import tiny
 import torch
 from support import naming
 
-from generation import generate, load
-from generation.engine import open_engine
-from generation.jobs import Job
-from generation.sampling import Sampling
-from generation.shards import Settings
-from generation.texts import ENGINE_OPTIONS, StopFilter, complete
-from generation.writer import Request, Writer
+from shakespeare import generate, load
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.many.jobs import Job
+from shakespeare.generation.many.shards import Settings
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.texts import ENGINE_OPTIONS, StopFilter, complete
+from shakespeare.generation.writer import Request, Writer
 
 USUAL = Sampling(0.8, 200)
 LETTERS = tiny.VOCABULARY

@@ -10,10 +10,10 @@ import tiny
 import torch
 from steps import choose, logits, prefill
 
-from attention_ext.parts import PARTS
-from generation import graph, pytorch
-from generation.sampling import Sampling
-from generation.writer import Request, Writer
+from shakespeare.attention_ext.parts import PARTS
+from shakespeare.generation.engines import graph, pytorch
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.writer import Request, Writer
 
 PENALTIES = Sampling(repetition_penalty=1.3, presence_penalty=0.5)
 

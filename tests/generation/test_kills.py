@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 from bulk_jobs import Here, check, files, here
 
-from generation import bulk, cluster
-from generation.jobs import MANIFEST, BulkError
-from generation.processes import STALL_SECONDS, Pool, local_pool
-from generation.shards import Shard, Task
+from shakespeare.generation.many import bulk, cluster
+from shakespeare.generation.many.jobs import MANIFEST, BulkError
+from shakespeare.generation.many.processes import STALL_SECONDS, Pool, local_pool
+from shakespeare.generation.many.shards import Shard, Task
 
 pytestmark = pytest.mark.full
 

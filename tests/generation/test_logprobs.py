@@ -11,14 +11,14 @@ import torch
 from steps import prefill
 from torch.nn import functional as F
 
-from attention_ext import attention
-from generation.engine import open_engine
-from generation.logprobs import of_logits
-from generation.pytorch import rounded
-from generation.sampling import Sampling
-from generation.writer import Request, Writer
-from model import load
-from model.loss import evaluate
+from shakespeare.attention_ext import attention
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.pytorch import rounded
+from shakespeare.generation.logprobs import of_logits
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.writer import Request, Writer
+from shakespeare.model import load
+from shakespeare.model.loss import evaluate
 
 PENALTIES = dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5)
 SAMPLING = Sampling(1.3, 5, 0.9, 0.01, **PENALTIES, logit_bias=((3, 2.0),))

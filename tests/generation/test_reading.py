@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import tiny
 
-from attention_ext import attention
-from generation.engine import open_engine
-from generation.sampling import Sampling
-from generation.writer import Request, Writer
+from shakespeare.attention_ext import attention
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.writer import Request, Writer
 
 USUAL = Sampling(0.8, 200)
 LONGEST = 200

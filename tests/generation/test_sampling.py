@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import naming
 
-from generation.sampling import Sampling, sample
+from shakespeare.generation.sampling import Sampling, sample
 
 PLAIN = dict(temperature=1.0, top_k=None)
 UNIFORMS = [i / 997 for i in range(997)]

@@ -17,15 +17,15 @@ import torch
 from steps import SAMPLINGS, choose, forced, logits, prefill
 from support import naming
 
-from attention_ext.parts import BuildError, CachePrecision, Precision
-from attention_ext.webgpu import gpu as by_webgpu
-from generation import webgpu
-from generation.engine import open_engine
-from generation.sampling import Sampling, sample
-from generation.texts import generate
-from generation.writer import Request, Writer
-from model import load
-from model.config import GPTConfig
+from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
+from shakespeare.attention_ext.webgpu import gpu as by_webgpu
+from shakespeare.generation.engines import webgpu
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.sampling import Sampling, sample
+from shakespeare.generation.texts import generate
+from shakespeare.generation.writer import Request, Writer
+from shakespeare.model import load
+from shakespeare.model.config import GPTConfig
 
 FP32, CACHE = Precision.FP32, CachePrecision.FP32
 NEAR = 1e-5  # of a probability: closer to a boundary, float32's rounding may decide

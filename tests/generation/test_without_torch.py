@@ -54,7 +54,7 @@ def test_the_loss_is_that_with_torch(without_torch, cli, tmp_path):
 
 def test_the_functions_of_python(without_torch, cli):
     code = (
-        "import sys; from generation import generate, load\n"
+        "import sys; from shakespeare import generate, load\n"
         "checkpoint = load('shakes256')\n"
         "print(end=generate(checkpoint, max_new_tokens=60, temperature=0.8, top_k=200))\n"
         "sys.exit('torch' in sys.modules)"
@@ -65,7 +65,7 @@ def test_the_functions_of_python(without_torch, cli):
 
 def test_the_server_starts_without_importing_it(without_torch):
     pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
-    assert without_torch("-c", "from app.server import app, running, scheduler")[0] == 0
+    assert without_torch("-c", "from shakespeare.app.server import app, running, scheduler")[0] == 0
 
 
 def test_what_needs_it_is_refused_in_one_line(without_torch, tmp_path):

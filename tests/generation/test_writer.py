@@ -10,10 +10,10 @@ import tiny
 import torch
 from support import naming
 
-from attention_ext import attention
-from generation.engine import open_engine
-from generation.sampling import Sampling, sample
-from generation.writer import Request, Writer
+from shakespeare.attention_ext import attention
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.sampling import Sampling, sample
+from shakespeare.generation.writer import Request, Writer
 
 USUAL = Sampling(0.8, 200)
 
@@ -75,7 +75,7 @@ def test_a_cached_token_costs_one_position(monkeypatch):
         rows.append((q.shape[2], k.shape[2]))
         return attention(part, q, k, v, **options)
 
-    monkeypatch.setattr("generation.pytorch.attention", counting)
+    monkeypatch.setattr("shakespeare.generation.engines.pytorch.attention", counting)
     gpt = model(n_layer=1)
     tokens(open_engine(gpt, part="part0"), [1, 2, 3], 4, 0)
     assert rows == [(3, 3), (1, 4), (1, 5), (1, 6)]

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from attention_ext import attention
-from lab import backward
-from lab.backward import Shape
+from shakespeare.attention_ext import attention
+from shakespeare.lab import backward
+from shakespeare.lab.backward import Shape
 
 
 def lines_of(part, shape, **settings):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from support import ROOT
 
-from attention_ext import attention
-from attention_ext.cuda.kernels import KERNELS
-from attention_ext.parts import Dtype
-from lab import correctness
+from shakespeare.attention_ext import attention
+from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.parts import Dtype
+from shakespeare.lab import correctness
 
 
 def lines_of(part, **change):
@@ -53,7 +53,7 @@ def test_every_part_passes(part, causal):
 def test_the_test_imports_no_compiler():
     """torch._dynamo takes longer to import than the test."""
     code = (
-        "import sys, model; from lab import correctness; model.load('shakes128').model\n"
+        "import sys, model; from shakespeare.lab import correctness; model.load('shakes128').model\n"
         "sys.exit(not correctness.run('part4', 64, 64, 64, False) or 'torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0

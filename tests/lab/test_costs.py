@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from attention_ext import PARTS, attention
-from attention_ext.processor import Cache
-from lab import correctness, counters
-from lab.costs import block_of, scratch
-from lab.traffic import COUNTS, Case, streams, traffic
+from shakespeare.attention_ext import PARTS, attention
+from shakespeare.attention_ext.processor import Cache
+from shakespeare.lab import correctness, counters
+from shakespeare.lab.costs import block_of, scratch
+from shakespeare.lab.traffic import COUNTS, Case, streams, traffic
 
 SMALL, LARGE = 32 << 10, 1 << 40
 

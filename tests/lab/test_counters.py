@@ -8,11 +8,11 @@ import shutil
 import pytest
 from support import script
 
-from attention_ext import PARTS, BuildError
-from attention_ext.build import recipes
-from attention_ext.processor import Cache
-from lab import counters, machine
-from lab.traffic import Case
+from shakespeare.attention_ext import PARTS, BuildError
+from shakespeare.attention_ext.build import recipes
+from shakespeare.attention_ext.processor import Cache
+from shakespeare.lab import counters, machine
+from shakespeare.lab.traffic import Case
 
 KERNELS = [part.operator for part in PARTS.values() if part.operator]
 L1, L2 = Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 8, 64)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from support import ROOT, copy_tree, script
 
-from attention_ext import tiles
-from attention_ext.build import cache as builds
-from attention_ext.build import recipes
-from lab import doctor
-from model import checkpoint, corpus
+from shakespeare.attention_ext import tiles
+from shakespeare.attention_ext.build import cache as builds
+from shakespeare.attention_ext.build import recipes
+from shakespeare.lab import doctor
+from shakespeare.model import checkpoint, corpus
 
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support import naming
 
-from attention_ext.parts import CachePrecision, Precision
-from lab.eval import held_out_loss
+from shakespeare.attention_ext.parts import CachePrecision, Precision
+from shakespeare.lab.eval import held_out_loss
 
 TEXT = "First Citizen:\nWe are accounted poor citizens.\n" * 60
 

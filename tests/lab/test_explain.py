@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from attention_ext import PARTS, extension
-from attention_ext.processor import caches
-from lab import counters, machine
-from lab.costs import block_of
-from lab.text import size_text
-from lab.traffic import Case, streams, traffic
+from shakespeare.attention_ext import PARTS, extension
+from shakespeare.attention_ext.processor import caches
+from shakespeare.lab import counters, machine
+from shakespeare.lab.costs import block_of
+from shakespeare.lab.text import size_text
+from shakespeare.lab.traffic import Case, streams, traffic
 
 
 @pytest.mark.full

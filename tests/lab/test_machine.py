@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lab import machine
+from shakespeare.lab import machine
 
 
 def test_the_closing_text_says_whether_the_machine_was_busy(monkeypatch):

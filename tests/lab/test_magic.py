@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import magic
+from shakespeare.lab import magic
 
 pytest.importorskip("IPython", reason="pip install ipykernel")
 

@@ -8,9 +8,9 @@ import oracle
 import pytest
 import torch
 
-from attention_ext import layout
-from lab import parallel
-from lab.parallel import Question, Speeds
+from shakespeare.attention_ext import layout
+from shakespeare.lab import parallel
+from shakespeare.lab.parallel import Question, Speeds
 
 
 def question(method: str, **changed) -> Question:

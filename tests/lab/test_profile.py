@@ -10,10 +10,10 @@ import torch
 from steps import choose, prefill
 from support import naming
 
-from generation.engine import open_engine
-from lab import profile
-from lab.profile import KINDS, Phase, Span
-from model import load
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.lab import profile
+from shakespeare.lab.profile import KINDS, Phase, Span
+from shakespeare.model import load
 
 CASES = [("native", 1), ("native", 2), ("torch", 1), ("torch", 2)]
 PROMPT = dict(native=100, torch=10)  # the native engine's threads share prompts above 64 tokens
@@ -147,7 +147,9 @@ def test_a_batch_is_written_as_inference_writes_it(cli, extension, tmp_path):
 
 
 def test_an_error_is_one_line(failed, tmp_path, monkeypatch):
-    monkeypatch.setattr("generation.texts.MOST_CACHE_BYTES", 2**25)  # a token's keys and values take 4 KiB
+    monkeypatch.setattr(
+        "shakespeare.generation.texts.MOST_CACHE_BYTES", 2**25
+    )  # a token's keys and values take 4 KiB
     for arguments, message in (
         (["part4", "--texts", "65"], "texts is 65; it must be from 1 to 64 with caches of 128 tokens"),
         (["part4", "--texts", "2", "--train"], "--texts does not go with --train"),

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from lab import profile_training
+from shakespeare.lab import profile_training
 
 SMALL = dataclasses.replace(
     profile_training.SHAKES, block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16

@@ -19,11 +19,11 @@ import torch
 from rich.console import Console
 from support import ROOT, naming
 
-import attention_ext
-from attention_ext import PARTS
-from generation import pytorch
-from lab import race
-from model.tokenizer import CharTokenizer
+from shakespeare import attention_ext
+from shakespeare.attention_ext import PARTS
+from shakespeare.generation.engines import pytorch
+from shakespeare.lab import race
+from shakespeare.model.tokenizer import CharTokenizer
 
 ROW = re.compile(r"^(\d|-) +(part\d) +(torch|native) +(\d+) +([\d.]+) +([\d,]+) +([\d.]+|-)$", re.M)
 LETTERS = CharTokenizer(list("\n abcdefghijklmnopqrstuvwxyz[]/\x1b日"))

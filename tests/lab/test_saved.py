@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from attention_ext import processor
-from lab import saved
+from shakespeare.attention_ext import processor
+from shakespeare.lab import saved
 
 
 def test_the_default_file_names_the_kind_and_the_processor(monkeypatch):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from lab import machine, timing
+from shakespeare.lab import machine, timing
 
 # of the fastest rate, before and after each of six calls
 SLOWED = [1.0, 0.96, 0.98, 0.9, 1.0, 1.0, 0.97, 0.99, 0.5, 1.0, 1.0, 1.0]

@@ -14,10 +14,10 @@ import tiny
 import torch
 from support import Hostile, naming
 
-from model import checkpoint
-from model.checkpoint import CheckpointError, load, save
-from model.tokenizer import VocabularyError
-from training.recipe import RECIPES, Recipe
+from shakespeare.model import checkpoint
+from shakespeare.model.checkpoint import CheckpointError, load, save
+from shakespeare.model.tokenizer import VocabularyError
+from shakespeare.training.recipe import RECIPES, Recipe
 
 VOCABULARY, nanogpt_file = tiny.VOCABULARY, tiny.nanogpt_file
 

@@ -10,9 +10,9 @@ import torch
 from support import naming
 from torch.nn import functional as F
 
-from attention_ext import attention
-from model.config import GPTConfig
-from model.kv_cache import KVCache
+from shakespeare.attention_ext import attention
+from shakespeare.model.config import GPTConfig
+from shakespeare.model.kv_cache import KVCache
 
 
 def attend(part="part0"):

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from model import rounding
+from shakespeare.model import rounding
 
 
 def numbers(shape, seed, spread=3):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import Hostile, naming
 
-from model.tokenizer import CharTokenizer, GPT2Tokenizer, VocabularyError
+from shakespeare.model.tokenizer import CharTokenizer, GPT2Tokenizer, VocabularyError
 
 
 def decoded(tokenizer, ids):

@@ -10,14 +10,14 @@ import sys
 
 import torch
 
-from attention_ext import attention
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import KERNELS
-from generation.engine import open_engine
-from generation.sampling import Sampling
-from generation.texts import complete
-from generation.writer import Request, Writer
-from model import load
+from shakespeare.attention_ext import attention
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.texts import complete
+from shakespeare.generation.writer import Request, Writer
+from shakespeare.model import load
 
 # (B, H, Nq, Nk, d), causal: full and ragged tiles, one query, widths that are padded
 CASES = [((1, 2, 130, 200, 32), True), ((2, 1, 1, 300, 64), False), ((1, 1, 70, 70, 40), True)]

@@ -24,8 +24,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from attention_ext import BuildError
-from attention_ext.build import recipes
+from shakespeare.attention_ext import BuildError
+from shakespeare.attention_ext.build import recipes
 
 ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
 LEFT = ["attention_ext_portable.so", "building"]  # in the folder of a build

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from support import script, start_python
 
-from attention_ext import BuildError, processor
-from attention_ext.build import cache as cache_of_builds
-from attention_ext.build import recipes, toolchain
 from robustness import small_build
+from shakespeare.attention_ext import BuildError, processor
+from shakespeare.attention_ext.build import cache as cache_of_builds
+from shakespeare.attention_ext.build import recipes, toolchain
 
 pytestmark = pytest.mark.full
 

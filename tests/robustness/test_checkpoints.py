@@ -20,11 +20,11 @@ import torch
 from support import ROOT, Hostile, bench_run, copy_tree
 from tiny import VOCABULARY, nanogpt_file
 
-from generation import generate
-from lab.bench import run_file
-from model import checkpoint
-from model.checkpoint import CheckpointError, load, save
-from model.tokenizer import VocabularyError
+from shakespeare import generate
+from shakespeare.lab.bench import run_file
+from shakespeare.model import checkpoint
+from shakespeare.model.checkpoint import CheckpointError, load, save
+from shakespeare.model.tokenizer import VocabularyError
 
 pytestmark = pytest.mark.full
 
@@ -120,7 +120,7 @@ def test_the_command_line_warns_in_one_line_and_writes(cli, tmp_path):
 TERA = """
 import json, resource, sys
 from pathlib import Path
-from model.checkpoint import CheckpointError, load
+from shakespeare.model.checkpoint import CheckpointError, load
 
 path, sizes = Path(sys.argv[1]), json.loads(sys.argv[2])
 config = json.loads((path / "config.json").read_text())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from generation import cuda
+from shakespeare.generation.engines import cuda
 
 pytestmark = pytest.mark.full
 

@@ -11,12 +11,12 @@ import tiny
 from support import Done
 from training_texts import words
 
-from app import cli as commands
-from app.cli.options import Numbers, TileSize
-from attention_ext import PARTS
-from lab import machine
-from model.checkpoint import save
-from model.tokenizer import CharTokenizer
+from shakespeare.app import cli as commands
+from shakespeare.app.cli.options import Numbers, TileSize
+from shakespeare.attention_ext import PARTS
+from shakespeare.lab import machine
+from shakespeare.model.checkpoint import save
+from shakespeare.model.tokenizer import CharTokenizer
 
 pytestmark = pytest.mark.full
 
@@ -173,7 +173,7 @@ def test_options_at_and_beyond_their_bounds(cli, tmp_path, monkeypatch, threads,
     """Each value is accepted, or refused in one line. Options of another mode are refused."""
     monkeypatch.setattr(machine, "fma_peak", lambda simd="auto", threads=1: 1e11)
     monkeypatch.setattr(machine, "read_bandwidth", lambda size, threads=1: 1e10)
-    monkeypatch.setattr("model.corpus.INPUT", tmp_path / "data" / "input.txt")
+    monkeypatch.setattr("shakespeare.model.corpus.INPUT", tmp_path / "data" / "input.txt")
     (tmp_path / "text.txt").write_text("aaa\n" * 50)
     (tmp_path / "own.txt").write_text(words(2000))
     measures = name in ("bench", "explain") and "--dry-run" not in base

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-from attention_ext.build import ninja, recipes, toolchain
-from attention_ext.build.recipes import CSRC, ROOT
-from attention_ext.parts import BuildError
+from shakespeare.attention_ext.build import ninja, recipes, toolchain
+from shakespeare.attention_ext.build.recipes import CSRC, ROOT
+from shakespeare.attention_ext.parts import BuildError
 
 HERE = Path(__file__).parent
 ARM = platform.machine() in ("arm64", "aarch64")

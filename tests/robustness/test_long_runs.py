@@ -11,7 +11,7 @@ import pytest
 import tiny
 from support import ROOT, resident
 
-from model.checkpoint import save
+from shakespeare.model.checkpoint import save
 
 # Numbers of texts and the characters of each: in full, ten million by either engine; else what takes seconds.
 # The torch engine would take hours for one such text, and so would a window that slides.
@@ -58,7 +58,7 @@ def test_a_long_text_takes_no_more_memory_than_its_first_tenth(
 
 LOAD_AND_FREE = """
 import os, sys
-from generation import generate, load
+from shakespeare import generate, load
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

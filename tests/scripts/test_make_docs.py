@@ -9,8 +9,8 @@ import runpy
 import pytest
 from support import ROOT, bench_run, naming
 
-from lab import saved
-from lab.bench import run_file
+from shakespeare.lab import saved
+from shakespeare.lab.bench import run_file
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "make-docs.py"))
 MACHINE = {

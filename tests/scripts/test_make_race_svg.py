@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from support import ROOT
 
-from attention_ext import PARTS
+from shakespeare.attention_ext import PARTS
 
 LARGEST_BYTES = 150_000
 SVG = "{http://www.w3.org/2000/svg}"

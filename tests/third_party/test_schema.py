@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from model import load
+from shakespeare.model import load
 
 from .conftest import KEY, MODEL
 

@@ -14,11 +14,11 @@ import torch
 from support import naming
 from training_texts import TINY
 
-from training import trainer as trainers
-from training.muon import Muon
-from training.recipe import Recipe
-from training.start import recipe_of
-from training.trainer import Trainer
+from shakespeare.training import trainer as trainers
+from shakespeare.training.muon import Muon
+from shakespeare.training.recipe import Recipe
+from shakespeare.training.start import recipe_of
+from shakespeare.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("extension")
 RECIPE = Recipe(

@@ -11,14 +11,14 @@ import torch
 from support import naming
 from training_texts import TINY, words
 
-from model import corpus
-from model.checkpoint import load
-from model.loss import evaluate, evaluate_windows
-from training import run
-from training.recipe import OWN_TEXT, Recipe
-from training.run import train
-from training.text import windows
-from training.trainer import Trainer, sinusoids
+from shakespeare.model import corpus
+from shakespeare.model.checkpoint import load
+from shakespeare.model.loss import evaluate, evaluate_windows
+from shakespeare.training import run
+from shakespeare.training.recipe import OWN_TEXT, Recipe
+from shakespeare.training.run import train
+from shakespeare.training.text import windows
+from shakespeare.training.trainer import Trainer, sinusoids
 
 TEXT = "abcdefgh" * 100
 RECIPE = dataclasses.replace(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from support import naming
 
-from training import schedule
-from training.recipe import OWN_TEXT
-from training.schedule import ByTime
+from shakespeare.training import schedule
+from shakespeare.training.recipe import OWN_TEXT
+from shakespeare.training.schedule import ByTime
 
 
 class Clock:

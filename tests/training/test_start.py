@@ -9,11 +9,11 @@ import tiny
 import torch
 from training_texts import TINY, words
 
-from model.checkpoint import Checkpoint, load
-from model.loss import evaluate
-from training.run import train
-from training.start import fitted, recipe_of
-from training.trainer import Trainer
+from shakespeare.model.checkpoint import Checkpoint, load
+from shakespeare.model.loss import evaluate
+from shakespeare.training.run import train
+from shakespeare.training.start import fitted, recipe_of
+from shakespeare.training.trainer import Trainer
 
 START = Checkpoint(tiny.gpt().config, tiny.gpt().weights, tiny.VOCABULARY)  # knows a to i, space and line end
 

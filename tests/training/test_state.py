@@ -17,12 +17,12 @@ import torch
 from support import ROOT, start_python
 from training_texts import TINY, words
 
-from model import files
-from model.checkpoint import load
-from training import run, schedule
-from training.run import train
-from training.schedule import Schedule, Watcher
-from training.state import FILE, load_state, save_state
+from shakespeare.model import files
+from shakespeare.model.checkpoint import load
+from shakespeare.training import run, schedule
+from shakespeare.training.run import train
+from shakespeare.training.schedule import Schedule, Watcher
+from shakespeare.training.state import FILE, load_state, save_state
 
 TEXT = words(4000)
 
@@ -108,8 +108,8 @@ KILLED = """
 import sys
 from pathlib import Path
 from training_texts import TINY, words
-from training import run
-from training.schedule import Watcher
+from shakespeare.training import run
+from shakespeare.training.schedule import Watcher
 run.STATE_SECONDS, run.STATE_SHARE = 0.0, 1e9  # a state after each step
 class Slowly(Watcher):
     def stepped(self, schedule):

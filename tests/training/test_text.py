@@ -8,10 +8,10 @@ import pytest
 import torch
 from training_texts import TINY, words
 
-from model import corpus
-from model.tokenizer import CharTokenizer
-from training import text as texts
-from training.text import divide, fit, repeated_share
+from shakespeare.model import corpus
+from shakespeare.model.tokenizer import CharTokenizer
+from shakespeare.training import text as texts
+from shakespeare.training.text import divide, fit, repeated_share
 
 
 def test_a_short_text_is_refused_with_both_lengths():

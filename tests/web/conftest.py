@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from node_process import WEB_TESTS, Node
 
-from attention_ext.build import cache
-from web import build
+from shakespeare.attention_ext.build import cache
+from shakespeare.web import build
 
 BROWSERS = {"chromium": ("CHROMIUM", ("chromium",)), "firefox": ("FIREFOX", ("firefox-esr", "firefox"))}
 

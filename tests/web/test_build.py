@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from web import build
+from shakespeare.web import build
 
 
 def test_a_folder_holds_the_page_before_until_it_holds_the_new_one(page_folder, tmp_path, monkeypatch):

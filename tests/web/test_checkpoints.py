@@ -15,8 +15,8 @@ import torch
 from node_process import Refused
 from tiny import VOCABULARY
 
-from model.checkpoint import SUMS, CheckpointError, load, save
-from model.tokenizer import VocabularyError
+from shakespeare.model.checkpoint import SUMS, CheckpointError, load, save
+from shakespeare.model.tokenizer import VocabularyError
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from node_process import Refused
 from steps import choose, prefill
 from support import ROOT
 
-from attention_ext.parts import PARTS
-from generation import generate
-from generation.sampling import NUMBERS, Sampling, sample
-from lab.traffic import Block, Case, streams
-from model.checkpoint import load
+from shakespeare import generate
+from shakespeare.attention_ext.parts import PARTS
+from shakespeare.generation.sampling import NUMBERS, Sampling, sample
+from shakespeare.lab.traffic import Block, Case, streams
+from shakespeare.model.checkpoint import load
 
 KERNELS = ("part1", "part2", "part3", "part4")
 PROMPT = "ROMEO:"
@@ -68,7 +68,7 @@ def test_a_window_slides_as_nanogpts_does(node, native):
 
 def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
     """As a text whose prompt ends with the branch, and whose first numbers are skipped."""
-    from generation.engine import open_engine
+    from shakespeare.generation.engines.engine import open_engine
 
     node.load()
     checkpoint, at, length = load("shakes256"), 40, 120

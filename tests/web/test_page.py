@@ -12,10 +12,10 @@ import torch
 from node_process import Node
 from tiny import VOCABULARY
 
-from attention_ext import PARTS
-from generation import generate
-from model.checkpoint import load, save
-from web import build
+from shakespeare import generate
+from shakespeare.attention_ext import PARTS
+from shakespeare.model.checkpoint import load, save
+from shakespeare.web import build
 
 WITH_FRAMES = ("part1", "part2", "part3", "part4")  # others show the formula's
 QUERY = {"model": "shakes256", "seed": "7", "length": 60}

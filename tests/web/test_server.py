@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from serving import serving
 
-from generation import generate
-from model import load
+from shakespeare import generate
+from shakespeare.model import load
 
 
 def test_the_server_and_the_browser_write_the_same_text(visit, page_folder, extension):
@@ -14,7 +14,7 @@ def test_the_server_and_the_browser_write_the_same_text(visit, page_folder, exte
     if visit.browser == "firefox":
         pytest.skip("Firefox is tested without the page's policy, which the server's page has")
     query = {"model": "shakes256", "seed": "18446744073709", "length": 120, "weights": "fp32"}
-    from app.server import Settings
+    from shakespeare.app.server import Settings
 
     with serving(Settings(("shakes256",), page=page_folder)) as client:
         made = visit("server", query=query, home=f"http://127.0.0.1:{client.port}/")

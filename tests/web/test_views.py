@@ -13,8 +13,8 @@ import pytest
 import torch
 from support import ROOT, naming
 
-from generation.sampling import NUMBERS
-from web import build
+from shakespeare.generation.sampling import NUMBERS
+from shakespeare.web import build
 
 KERNELS = ("part1", "part2", "part3", "part4")
 WITH_A_SIXTH = (*KERNELS, "part5")  # it gets the frames of the formula

@@ -1,5 +1,5 @@
 // The arguments of every kernel and the functions that the kernels share. No header of CUDA is needed: NVRTC
-// compiles each file alone, with these macros, which cuda/driver.py and cuda/tiles.py set, and those of the
+// compiles each file alone, with these macros, which cuda/gpu.py and cuda/tiles.py set, and those of the
 // kernel itself:
 //   FORMAT    0, 1 or 2: q, k, v and the output are float32, bfloat16 or float16
 //   HEAD_DIM  d, a multiple of what the kernel's row in cuda/kernels.py asks for

@@ -1,4 +1,4 @@
-// The C interface of a library that holds a user's kernel, for attention_ext/own.py.
+// The C interface of a library that holds a user's kernel, for own/kernel.py.
 #include "tools/own.h"
 
 #include <string>

@@ -63,7 +63,7 @@ struct __align__(16) Vectors {
 #endif
 };
 
-// A block's weights, as generation/cuda.py lays them out for it.
+// A block's weights, as engines/cuda.py lays them out for it.
 struct __align__(16) Weights {
     Layer layers[LAYERS];
     Weight head[HEAD_ROWS][WIDTH];
@@ -91,7 +91,7 @@ struct __align__(16) Shared {
     long long cycles[PHASES], last;
 #endif
 };
-static_assert(sizeof(Shared) == SHARED_BYTES && TEXTS <= BLOCKS, "generation/cuda.py counts the same");
+static_assert(sizeof(Shared) == SHARED_BYTES && TEXTS <= BLOCKS, "engines/cuda.py counts the same");
 
 __device__ inline Shared& own() { return *reinterpret_cast<Shared*>(shared_memory()); }
 
@@ -192,7 +192,7 @@ struct Split {
     static constexpr int pieces = (K + 4 * lanes - 1) / (4 * lanes);
     static constexpr int together = sizeof(Weight) == 2 && lanes < LANES / 2 ? LANES / 2 / lanes : 1;
     static constexpr int orders = pieces % together == 0 ? together : 1;
-    static_assert(each <= LANES, "generation/cuda.py takes no more");
+    static_assert(each <= LANES, "engines/cuda.py takes no more");
     __device__ static int input(int piece) {
         const int lane = threadIdx.x % LANES;
         return 4 * ((piece ^ lane / lanes % orders) * lanes + lane % lanes);

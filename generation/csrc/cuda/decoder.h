@@ -1,6 +1,6 @@
 // What the kernels of the cuda engine share: the model's sizes, what they are given, and small functions.
 //
-// Macros, which generation/cuda.py sets: FORMAT of call.h for the keys and values; WEIGHT_BITS, 32 or 16
+// Macros, which engines/cuda.py sets: FORMAT of call.h for the keys and values; WEIGHT_BITS, 32 or 16
 // (bfloat16); LAYERS, HEADS, HEAD_DIM, VOCAB; TEXTS of a pass; THREADS of a block; BIAS, whether layers have
 // one; CLOCKS, whether the cycles of the phases are counted; SHARED_BYTES of a block.
 #pragma once

@@ -72,7 +72,7 @@ struct __align__(16) Shared {
     long long cycles[PHASES], last;
 #endif
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "generation/cuda.py counts the same");
+static_assert(sizeof(Shared) == SHARED_BYTES, "engines/cuda.py counts the same");
 
 __device__ inline Shared& own() { return *reinterpret_cast<Shared*>(shared_memory()); }
 
@@ -159,7 +159,7 @@ __device__ inline void multiply(const Matrix<K, N>& matrix, const float* in, int
     constexpr int QUADS = N / 4, LINE = QUADS < THREADS ? (QUADS + LANES - 1) / LANES * LANES : THREADS;
     constexpr int GROUP = TEXTS <= 2 ? 8 : 4;  // inputs whose weights are loaded while others are used
     constexpr int SLICES = slices(K / GROUP, THREADS / LINE), DEPTH = K / SLICES;
-    static_assert(N % 4 == 0 && K % GROUP == 0, "generation/cuda.py asks for multiples of 8");
+    static_assert(N % 4 == 0 && K % GROUP == 0, "engines/cuda.py asks for multiples of 8");
     float* partial = own().partial;
     const int slice = threadIdx.x / LINE;
 #pragma unroll 1

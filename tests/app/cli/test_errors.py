@@ -13,8 +13,8 @@ import pytest
 import torch
 from support import ROOT, naming
 
-from attention_ext import PARTS, processor
-from attention_ext.build import nvrtc
+from shakespeare.attention_ext import PARTS, processor
+from shakespeare.attention_ext.build import nvrtc
 
 WRONG = [
     (["part9"], "No such command 'part9'"),
@@ -146,7 +146,7 @@ def test_without_a_gpu(failed, part):
 
 def test_without_nvrtc(failed, monkeypatch):
     """As on a machine with a GPU and without cuda-core."""
-    from lab.cuda import gpu
+    from shakespeare.lab.cuda import gpu
 
     def missing() -> None:
         raise nvrtc.missing("cuda.core is missing")
@@ -157,8 +157,8 @@ def test_without_nvrtc(failed, monkeypatch):
 
 EVERY_PART = """
 import contextlib, io, json
-from app.cli import main
-from attention_ext import PARTS, processor
+from shakespeare.app.cli import main
+from shakespeare.attention_ext import PARTS, processor
 
 done = []
 for part in PARTS:

@@ -11,9 +11,9 @@ import sys
 import numpy as np
 from support import ROOT
 
-from attention_ext import PARTS
-from model import corpus
-from model.tokenizer import CharTokenizer
+from shakespeare.attention_ext import PARTS
+from shakespeare.model import corpus
+from shakespeare.model.tokenizer import CharTokenizer
 
 TEXT = "First Citizen:\nWe are accounted poor citizens.\n" * 60
 
@@ -63,7 +63,7 @@ def test_without_a_corpus_train_and_eval_say_how_to_get_one(failed, tmp_path, mo
 
 
 def test_a_failed_download_says_what_to_do(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr("app.cli.prepare.URL", "http://localhost:1/input.txt")
+    monkeypatch.setattr("shakespeare.app.cli.prepare.URL", "http://localhost:1/input.txt")
     monkeypatch.setattr(corpus, "INPUT", tmp_path / "input.txt")
     done = cli("prepare")
     assert done.returncode == 2

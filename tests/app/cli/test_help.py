@@ -8,13 +8,13 @@ import sys
 
 from support import ROOT
 
-from app.cli import COMMANDS, command_of, first_sentence
-from attention_ext import PARTS
+from shakespeare.app.cli import COMMANDS, command_of, first_sentence
+from shakespeare.attention_ext import PARTS
 
 
 def test_help_does_not_import_torch():
     code = (
-        "import sys; from app.cli import main\n"
+        "import sys; from shakespeare.app.cli import main\n"
         "for command in sys.argv[1:]:\n"
         "    try: main(['-h'] if command == 'gpt.py' else [command, '-h'])\n"
         "    except SystemExit: pass\n"
@@ -28,7 +28,7 @@ def test_help_does_not_import_torch():
 
 def test_it_is_the_same_without_docstrings():
     code = (
-        "import inspect; from app.cli import COMMANDS, cli, command_of\n"
+        "import inspect; from shakespeare.app.cli import COMMANDS, cli, command_of\n"
         "for command in (cli, *map(command_of, COMMANDS)): print(inspect.cleandoc(command.help))"
     )
     shown = [

@@ -10,9 +10,9 @@ import tiny
 from support import ROOT, naming
 from training_texts import words
 
-from attention_ext import PARTS
-from model.checkpoint import DRAFT, save
-from model.tokenizer import CharTokenizer
+from shakespeare.attention_ext import PARTS
+from shakespeare.model.checkpoint import DRAFT, save
+from shakespeare.model.tokenizer import CharTokenizer
 
 
 def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part, monkeypatch):

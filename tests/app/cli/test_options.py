@@ -7,11 +7,11 @@ import re
 import click
 import pytest
 
-from app.cli import COMMANDS, command_of
-from attention_ext.parts import CachePrecision, Precision
-from generation.engine import ENGINES
-from generation.writer import CONTEXTS
-from model.checkpoint import SHIPPED
+from shakespeare.app.cli import COMMANDS, command_of
+from shakespeare.attention_ext.parts import CachePrecision, Precision
+from shakespeare.generation.engines.engine import ENGINES
+from shakespeare.generation.writer import CONTEXTS
+from shakespeare.model.checkpoint import SHIPPED
 
 CHOICES = {
     "engine": ["auto", *ENGINES],

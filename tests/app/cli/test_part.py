@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from attention_ext import PARTS
-from lab import backward, correctness
+from shakespeare.attention_ext import PARTS
+from shakespeare.lab import backward, correctness
 
 
 def test_the_labs_test(cli, part):

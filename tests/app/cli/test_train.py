@@ -14,8 +14,8 @@ import tiny
 from support import naming
 from training_texts import words
 
-from attention_ext import BuildError, extension
-from model.checkpoint import DRAFT, SUMMED, SUMS, load, save
+from shakespeare.attention_ext import BuildError, extension
+from shakespeare.model.checkpoint import DRAFT, SUMMED, SUMS, load, save
 
 SMALL = ("--block-size", 16, "--batch-chars", 128, "--corpus", "text.txt")
 ENDING = re.compile(

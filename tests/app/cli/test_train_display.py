@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.live import Live
 from training_texts import TINY, words
 
-from app.cli import train_display as display
-from app.cli.train_display import Picture, Sampler, picture
-from training.run import train
-from training.schedule import Schedule
+from shakespeare.app.cli import train_display as display
+from shakespeare.app.cli.train_display import Picture, Sampler, picture
+from shakespeare.training.run import train
+from shakespeare.training.schedule import Schedule
 
 CURVE = [[10, 3.0, 2.9], [20, 2.0, 2.1], [40, 1.0, 1.5]]
 

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from web import build, serve
+from shakespeare.web import build, serve
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from serving import MODEL, Client, serving
 @pytest.fixture(scope="module")
 def client(extension) -> Iterator[Client]:
     """A server with one model."""
-    from app.server import Settings
+    from shakespeare.app.server import Settings
 
     with serving(Settings((MODEL,))) as made:
         yield made

@@ -11,8 +11,8 @@ pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
 from serving import MODEL, WAIT_SECONDS, raw, serving, until
 
-from app.server import Settings
-from app.server import running as running_
+from shakespeare.app.server import Settings
+from shakespeare.app.server import running as running_
 
 LONG = {"prompt": "a" * 128, "max_tokens": 60_000}  # each token reads a window
 
@@ -145,7 +145,7 @@ def test_what_is_no_request(small):
 
 @pytest.mark.full
 def test_a_head_that_does_not_come(small, monkeypatch):
-    monkeypatch.setattr("app.server.running.HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("shakespeare.app.server.running.HEAD_SECONDS", 0.2)
     for data in (b"", b"POST /v1/comp", b"GET / HTTP/1.1\r\nHost: loc"):
         with socket.create_connection(("127.0.0.1", small.port), WAIT_SECONDS) as connection:
             connection.sendall(data)
@@ -153,7 +153,7 @@ def test_a_head_that_does_not_come(small, monkeypatch):
                 assert connection.recv(1000) == b""
             except ConnectionResetError:
                 pass
-    monkeypatch.setattr("app.server.running.HEAD_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr("shakespeare.app.server.running.HEAD_SECONDS", WAIT_SECONDS)
     with (
         socket.create_connection(("127.0.0.1", small.port), WAIT_SECONDS) as connection,
         pytest.raises(OSError),

@@ -13,7 +13,7 @@ import pytest
 from serving import MODEL, WAIT_SECONDS, Client, port_of, raw, until
 from support import ROOT
 
-from model.checkpoint import shipped
+from shakespeare.model.checkpoint import shipped
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
@@ -104,10 +104,11 @@ def test_what_it_refuses_to_start_with(failed, tmp_path):
 @pytest.mark.full
 def test_memory_that_does_not_suffice(extension):
     code = (
-        "from app.server import scheduler\n"
+        "from shakespeare.app.server import scheduler\n"
         "def fail(*arguments, **options): raise MemoryError('std::bad_alloc')\n"
         "scheduler.open_engine = fail\n"
-        f"from app.cli import main; main(['serve', '-m', '{MODEL}', '--port', '0', '--slots', '7'])"
+        "from shakespeare.app.cli import main\n"
+        f"main(['serve', '-m', '{MODEL}', '--port', '0', '--slots', '7'])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "with --slots 7;" in done.stderr
@@ -118,9 +119,9 @@ def test_memory_that_does_not_suffice(extension):
 def test_a_signal_while_loading_does_not_wait():
     """A compiler may take minutes."""
     code = (
-        "import time; from app.server import scheduler\n"
+        "import time; from shakespeare.app.server import scheduler\n"
         "scheduler.open_engine = lambda *arguments, **options: time.sleep(6000)\n"
-        f"from app.cli import main; main(['serve', '-m', '{MODEL}', '--port', '0'])"
+        f"from shakespeare.app.cli import main; main(['serve', '-m', '{MODEL}', '--port', '0'])"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as child:

@@ -9,11 +9,11 @@ import tiny
 
 pytest.importorskip("pydantic", reason="pip install -e '.[serve]'")
 
-from app.server import Settings
-from app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
-from generation.writer import Request
-from model.checkpoint import Checkpoint
-from model.tokenizer import CharTokenizer
+from shakespeare.app.server import Settings
+from shakespeare.app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
+from shakespeare.generation.writer import Request
+from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.tokenizer import CharTokenizer
 
 CHARACTERS = sorted(set("\n :ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefgh"))
 GPT = tiny.gpt(vocab_size=len(CHARACTERS))

@@ -11,13 +11,13 @@ pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 import tiny
 from serving import MODEL, serving
 
-from app.server import Settings
-from model import load
-from model.checkpoint import save
+from shakespeare.app.server import Settings
+from shakespeare.model import load
+from shakespeare.model.checkpoint import save
 
 
 def test_an_engine_that_fails_ends_its_texts_only(extension, monkeypatch):
-    from generation.native import Decoder
+    from shakespeare.generation.engines.native import Decoder
 
     with serving(Settings((MODEL,))) as client:
         before = client.complete(seed=1).text()
@@ -37,7 +37,7 @@ def test_an_engine_that_fails_ends_its_texts_only(extension, monkeypatch):
 
 def test_an_error_of_one_request_ends_that_request_only(extension, monkeypatch):
     with serving(Settings((MODEL,))) as client, ThreadPoolExecutor() as threads:
-        from app.server.responses import Call
+        from shakespeare.app.server.responses import Call
 
         before = client.complete(seed=1, max_tokens=60).text()
         event = Call.event
@@ -58,7 +58,7 @@ def test_an_error_of_one_request_ends_that_request_only(extension, monkeypatch):
 
 def test_a_part_that_cannot_be_opened(extension, monkeypatch):
     with serving(Settings((MODEL,))) as client:
-        from app.server import scheduler
+        from shakespeare.app.server import scheduler
 
         def fail(*arguments, **options):
             raise MemoryError("no room")

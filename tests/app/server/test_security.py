@@ -12,8 +12,8 @@ pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
 from serving import MODEL, serving
 
-from app.server import Settings
-from app.server.security import check_host, check_origin, host_of, is_loopback
+from shakespeare.app.server import Settings
+from shakespeare.app.server.security import check_host, check_origin, host_of, is_loopback
 
 ORIGIN = "https://example.org"
 

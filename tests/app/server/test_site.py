@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from serving import MODEL, serving
 
-from app.server import Settings
+from shakespeare.app.server import Settings
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
 from serving import MODEL, WAIT_SECONDS, Response
 
-from app.server.app import stream
-from attention_ext import PARTS
-from model import load
-from model.loss import evaluate
+from shakespeare.app.server.app import stream
+from shakespeare.attention_ext import PARTS
+from shakespeare.model import load
+from shakespeare.model.loss import evaluate
 
 CLI_SAMPLING = {"temperature": 0.8, "top_k": 200}  # the command line's defaults
 USER = {"role": "user", "content": "Who is there?"}

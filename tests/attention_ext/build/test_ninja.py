@@ -10,8 +10,8 @@ import sys
 import pytest
 from support import script
 
-from attention_ext import BuildError
-from attention_ext.build import cache, ninja, recipes, toolchain
+from shakespeare.attention_ext import BuildError
+from shakespeare.attention_ext.build import cache, ninja, recipes, toolchain
 
 SOURCES = {
     "main.cpp": '#include "a.h"\nint other();\nint main() { return A + other(); }\n',

@@ -6,8 +6,8 @@ import hashlib
 
 import pytest
 
-from attention_ext import BuildError, extension, processor
-from attention_ext.build import prebuilt
+from shakespeare.attention_ext import BuildError, extension, processor
+from shakespeare.attention_ext.build import prebuilt
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from attention_ext import PARTS, BuildError
-from attention_ext.build import recipes, toolchain
+from shakespeare.attention_ext import PARTS, BuildError
+from shakespeare.attention_ext.build import recipes, toolchain
 
 
 def test_every_source_is_compiled_and_every_part_has_a_row():

@@ -7,8 +7,8 @@ import sys
 import pytest
 from support import script
 
-from attention_ext import BuildError
-from attention_ext.build import recipes, toolchain
+from shakespeare.attention_ext import BuildError
+from shakespeare.attention_ext.build import recipes, toolchain
 
 
 def test_ispc_is_found_by_its_variable_and_named_when_it_is_not(monkeypatch, extension):

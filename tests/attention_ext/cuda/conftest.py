@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_ext.cuda.kernels import KERNELS, Gpu
-from attention_ext.parts import Dtype
+from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
+from shakespeare.attention_ext.parts import Dtype
 
 ROWS = [(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.dtypes]
 if not torch.cuda.is_available():  # one is skipped for all

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attention_ext import PARTS, attention, operator
-from attention_ext.cuda.kernels import Gpu, choose
-from attention_ext.parts import Dtype
+from shakespeare.attention_ext import PARTS, attention, operator
+from shakespeare.attention_ext.cuda.kernels import Gpu, choose
+from shakespeare.attention_ext.parts import Dtype
 
 
 @pytest.fixture(autouse=True)

@@ -15,11 +15,11 @@ from support import ROOT, naming
 from torch import library as torch_library
 from torch.nn import functional as F
 
-from attention_ext import attention, operator, reference
-from attention_ext.build import nvrtc
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import Gpu
-from attention_ext.parts import Dtype
+from shakespeare.attention_ext import attention, operator, reference
+from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import Gpu
+from shakespeare.attention_ext.parts import Dtype
 
 # (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads, many strips
 # of keys for warps that share them

@@ -8,10 +8,10 @@ import math
 import pytest
 from support import naming
 
-from attention_ext.build import nvrtc
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import FASTEST, KERNELS, WIDEST, Gpu, choose
-from attention_ext.parts import BuildError, Dtype
+from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import FASTEST, KERNELS, WIDEST, Gpu, choose
+from shakespeare.attention_ext.parts import BuildError, Dtype
 
 # KiB for a block, by NVIDIA's guide
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
@@ -96,7 +96,7 @@ def test_a_directory_that_others_can_write_to_is_refused(nvrtc, tmp_path, monkey
 
 @pytest.mark.usefixtures("nvrtc")
 def test_an_error_of_the_compiler_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("attention_ext.build.nvrtc.SOURCES", tmp_path)
+    monkeypatch.setattr("shakespeare.attention_ext.build.nvrtc.SOURCES", tmp_path)
     (tmp_path / "wrong.cu").write_text("not C++\n")
     message = r"\ANVRTC failed to compile wrong.cu for sm_90: .*error.*\Z"  # `.` matches no line end
     with pytest.raises(BuildError, match=message):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from attention_ext.parts import BuildError
-from attention_ext.webgpu.gpu import Gpu, opened
-from attention_ext.webgpu.steps import STEPS
+from shakespeare.attention_ext.parts import BuildError
+from shakespeare.attention_ext.webgpu.gpu import Gpu, opened
+from shakespeare.attention_ext.webgpu.steps import STEPS
 
 
 @pytest.fixture  # a test may lose the device, and the next one has another

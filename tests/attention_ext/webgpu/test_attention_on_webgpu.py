@@ -17,11 +17,11 @@ import pytest
 import torch
 from support import ROOT
 
-from attention_ext import attention, reference
-from attention_ext.parts import BuildError, Dtype
-from attention_ext.webgpu import attention as webgpu
-from attention_ext.webgpu.gpu import SOURCES, opened, unrolled
-from attention_ext.webgpu.steps import STEPS, Tile, choose, up
+from shakespeare.attention_ext import attention, reference
+from shakespeare.attention_ext.parts import BuildError, Dtype
+from shakespeare.attention_ext.webgpu import attention as webgpu
+from shakespeare.attention_ext.webgpu.gpu import SOURCES, opened, unrolled
+from shakespeare.attention_ext.webgpu.steps import STEPS, Tile, choose, up
 
 # (B, H, Nq, Nk, d): one row, tiles that are not full, widths that are padded, few queries, wide heads
 SHAPES = [(2, 3, 63, 63, 24), (1, 1, 1025, 1025, 24)]  # each width is another shader to compile
@@ -137,7 +137,7 @@ def test_merge(step):
 def test_arrays_need_no_torch(gpu):
     program = """
 import sys, numpy as np
-from attention_ext import attention
+from shakespeare.attention_ext import attention
 q = np.ones((1, 2, 3, 5), np.float32)
 out, lse = attention("part4", q, q, q, device="webgpu", return_lse=True)
 assert isinstance(out, np.ndarray) and np.allclose(out, 1) and lse.shape == (1, 2, 3)
@@ -335,7 +335,7 @@ def test_a_missing_piece_is_named(gpu, what, environment, message):
     program = f"""
 {what}
 import numpy as np
-from attention_ext import BuildError, attention
+from shakespeare.attention_ext import BuildError, attention
 q = np.ones((1, 1, 1, 1), np.float32)
 try:
     attention("part4", q, q, q, device="webgpu")

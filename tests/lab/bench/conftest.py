@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from support import bench_run
 
-from lab import machine
+from shakespeare.lab import machine
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import json
 import pytest
 from support import naming
 
-from attention_ext import PARTS, tiles
-from lab.bench.cases import plan
-from lab.explain import explain
+from shakespeare.attention_ext import PARTS, tiles
+from shakespeare.lab.bench.cases import plan
+from shakespeare.lab.explain import explain
 
 
 def test_a_plan_is_every_contender_at_every_case(extension):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.bench import compare, run_file
+from shakespeare.lab.bench import compare, run_file
 
 pytest.importorskip("scipy")
 

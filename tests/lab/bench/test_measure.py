@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from lab import machine
-from lab.bench import contenders, run_file
+from shakespeare.lab import machine
+from shakespeare.lab.bench import contenders, run_file
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lab.bench import contenders, run_file
+from shakespeare.lab.bench import contenders, run_file
 
-plots = pytest.importorskip("lab.bench.plots", exc_type=ValueError)
+plots = pytest.importorskip("shakespeare.lab.bench.plots", exc_type=ValueError)
 
 
 def test_pictures(tmp_path, cli, made):

@@ -9,8 +9,8 @@ import json
 import pytest
 import torch
 
-from attention_ext import processor
-from lab.bench import contenders, run_file
+from shakespeare.attention_ext import processor
+from shakespeare.lab.bench import contenders, run_file
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 

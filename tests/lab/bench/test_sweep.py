@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support import naming
 
-from app.cli.options import Numbers
+from shakespeare.app.cli.options import Numbers
 
 
 def test_a_dry_run_prints_the_plan_alone(cli):

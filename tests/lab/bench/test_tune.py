@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attention_ext import tiles
-from lab.bench import cases, tune
+from shakespeare.attention_ext import tiles
+from shakespeare.lab.bench import cases, tune
 
 
 def test_tuning_finds_the_fastest_within_the_budget(monkeypatch, extension):

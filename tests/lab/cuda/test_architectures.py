@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab.cuda.architectures import ARCHITECTURES, KIB, Device, occupancy
+from shakespeare.lab.cuda.architectures import ARCHITECTURES, KIB, Device, occupancy
 
 # threads, registers, shared bytes, then the blocks by CUDA's occupancy calculator and what limits them
 KNOWN = [

@@ -7,10 +7,10 @@ import itertools
 import pytest
 from support import naming
 
-from attention_ext.cuda.kernels import KERNELS, Gpu
-from lab.cuda.architectures import SHEETS
-from lab.cuda.costs import BANKS, LANES, SAME, Launch, banked, counted
-from lab.traffic import Case
+from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
+from shakespeare.lab.cuda.architectures import SHEETS
+from shakespeare.lab.cuda.costs import BANKS, LANES, SAME, Launch, banked, counted
+from shakespeare.lab.traffic import Case
 
 L2 = 50 << 20
 ON = SHEETS["sm_90"]

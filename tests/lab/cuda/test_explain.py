@@ -7,13 +7,13 @@ import re
 import pytest
 from support import naming
 
-from attention_ext import BuildError
-from attention_ext.cuda import driver
-from attention_ext.cuda.kernels import KERNELS
-from attention_ext.parts import Dtype
-from lab.bench.cases import Cell
-from lab.cuda.architectures import SHEETS, occupancy
-from lab.cuda.explain import compiled, explain
+from shakespeare.attention_ext import BuildError
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.parts import Dtype
+from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.cuda.architectures import SHEETS, occupancy
+from shakespeare.lab.cuda.explain import compiled, explain
 
 
 def cell(**change) -> Cell:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_ext import BuildError
-from attention_ext.cuda import driver
-from attention_ext.parts import Dtype
-from lab.cuda import gpu
+from shakespeare.attention_ext import BuildError
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.parts import Dtype
+from shakespeare.lab.cuda import gpu
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from attention_ext.parts import BuildError, Dtype
-from attention_ext.webgpu.gpu import opened
-from attention_ext.webgpu.steps import STEPS, Tile
-from lab import correctness
-from lab.bench import cases, report, run_file
-from lab.bench.cuda import GpuBench
-from lab.webgpu.explain import count, explain
+from shakespeare.attention_ext.parts import BuildError, Dtype
+from shakespeare.attention_ext.webgpu.gpu import opened
+from shakespeare.attention_ext.webgpu.steps import STEPS, Tile
+from shakespeare.lab import correctness
+from shakespeare.lab.bench import cases, report, run_file
+from shakespeare.lab.bench.cuda import GpuBench
+from shakespeare.lab.webgpu.explain import count, explain
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +40,7 @@ def test_the_test_of_a_part(adapter, kernel, dtype):
 
 
 def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
-    from lab.webgpu import gpu
+    from shakespeare.lab.webgpu import gpu
 
     monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.001)
     names = ("webgpu1", "webgpu2", "part4")
@@ -57,7 +57,7 @@ def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
 
 
 def test_explain_has_a_row_for_a_step(adapter, monkeypatch):
-    from lab.webgpu import gpu
+    from shakespeare.lab.webgpu import gpu
 
     monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.001)
     said: list[str] = []

@@ -1,0 +1,275 @@
+"""The native engine: the decoder of generation/csrc, which knows neither Python nor PyTorch, by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+import warnings
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shakespeare.attention_ext import extension, processor
+from shakespeare.attention_ext.parts import PARTS, CachePrecision, Precision
+from shakespeare.generation.engines.engine import rows_of
+from shakespeare.generation.sampling import Sampling
+from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.draft import Draft
+
+if TYPE_CHECKING:
+    from shakespeare.model.gpt import GPT
+
+# What a failure of each kind in csrc/c_api.cpp raises.
+FAILURES = {1: ValueError, 2: MemoryError, 3: RuntimeError}
+
+
+class Span(ctypes.Structure):
+    """struct Span of csrc/team.h."""
+
+    _fields_ = [("kind", c_char_p), ("thread", c_int), ("begin", c_int64), ("end", c_int64)]
+
+
+class DraftCounts(NamedTuple):
+    """struct DraftCounts of csrc/draft.h."""
+
+    steps: int
+    tokens: int
+    guesses: int
+    hits: int
+    drafted: int
+    accepted: int
+    guessing: float
+    verifying: float
+    wasted: float
+
+
+# The functions of csrc/c_api.cpp: what each returns, and takes; addresses of arrays are c_void_p.
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "error": (c_char_p, (c_void_p,)),
+    "simd_name": (c_char_p, ()),
+    "sampling_names": (c_char_p, ()),
+    "most_top": (c_int64, ()),
+    "uniforms_bytes": (c_int64, ()),
+    "uniforms_seed": (None, (c_void_p, c_uint64)),
+    "uniforms_next": (None, (c_void_p, c_int64, c_void_p)),
+    "open_decoder": (c_void_p, (c_void_p, c_char_p, c_char_p, c_char_p, c_int64, *3 * (c_void_p,))),
+    "close_decoder": (None, (c_void_p,)),
+    "set_sampling": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
+    "begin": (c_bool, (c_void_p, c_int64, c_int64, c_void_p, c_bool, c_int64)),
+    "read_for": (c_bool, (c_void_p, c_int64, c_double, c_void_p)),
+    "drop": (c_bool, (c_void_p, c_int64)),
+    "write_rows": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, *4 * (c_void_p,))),
+    "set_draft": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
+    "draft_counts": (c_bool, (c_void_p, c_void_p)),
+    "copy": (c_bool, (c_void_p, c_int64, c_int64)),
+    "logits": (c_bool, (c_void_p, c_int64, c_void_p)),
+    "take_logprobs": (c_bool, (c_void_p, c_int64, c_void_p)),
+    "fetch_logprobs": (None, (c_void_p, c_void_p, c_void_p)),
+    "record": (c_bool, (c_void_p, c_bool)),
+    "take_spans": (c_bool, (c_void_p, c_void_p, POINTER(POINTER(Span)))),
+}
+
+
+@functools.cache
+def library(simd: str = "auto") -> ctypes.CDLL:
+    """The library of csrc/ over one of SIMD, compiled if need be. Raises as extension.load() does."""
+    made = extension.load_library("decoder", ("model", "generation"), simd)
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(made, name)
+        function.restype, function.argtypes = result, arguments
+    return made
+
+
+class Decoder:
+    """An Engine that holds the packed weights and the slots' caches. Its calls take turns.
+
+    tile: (br, bc) of a tiled part. draft: what guesses the next tokens; one with damaged tables is ignored
+    with a warning. The other arguments and the errors are those of open_engine().
+    """
+
+    name, fast_in_step, tokens_at_once = "native", False, 256
+
+    def __init__(
+        self,
+        model: Checkpoint | GPT,
+        part: str,
+        simd: str,
+        tile: tuple[int, int],
+        weights: Precision,
+        kv_cache: CachePrecision,
+        slots: int,
+        capacity: int,
+        threads: int,
+        draft: Draft | None = None,
+    ) -> None:
+        c = model.config
+        self.config, self.slots, self.capacity, self.threads = c, slots, capacity, threads
+        self._c, self._lock = library(simd), threading.Lock()
+        self.simd_name = self._c.simd_name().decode()
+        self._settings = self._c.sampling_names().decode().split()
+        sizes = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, *tile, slots, capacity, threads)
+        tensors = model.weights
+        for tensor, data in tensors.items():
+            if data.dtype != "float32":
+                raise ValueError(f"{tensor} is {data.dtype}; it must be float32")
+            if not data.flags.c_contiguous:
+                raise ValueError(f"{tensor} has gaps; it must be contiguous")
+        self._handle = self._c.open_decoder(
+            integers([*sizes, processor.caches()[-1].size]),
+            weights.encode(),
+            kv_cache.encode(),
+            str(PARTS[part].operator).encode(),
+            len(tensors),
+            (c_char_p * len(tensors))(*(name.encode() for name in tensors)),
+            (c_void_p * len(tensors))(*(tensor.ctypes.data for tensor in tensors.values())),
+            integers([tensor.size for tensor in tensors.values()]),
+        )
+        if not self._handle:
+            raise self._error()
+        for slot in range(slots):
+            self.set_sampling(slot, Sampling())
+        try:
+            self.set_draft(draft)
+        except ValueError as error:
+            warnings.warn(f"{error}; the draft is ignored", stacklevel=3)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._c.close_decoder(self._handle)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Decoder cannot be copied")
+
+    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
+        state = ctypes.create_string_buffer(self._c.uniforms_bytes())
+        self._c.uniforms_seed(state, seed)
+
+        def following(count: int) -> NDArray[np.float64]:
+            numbers = np.empty(count)
+            self._c.uniforms_next(state, count, numbers.ctypes.data)
+            return numbers
+
+        return following
+
+    def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
+        values = (getattr(sampling, name) for name in self._settings)
+        numbers = (c_double * len(self._settings))(*(math.nan if v is None else v for v in values))
+        tokens, biases = zip(*sampling.logit_bias) if sampling.logit_bias else ((), ())
+        added = (c_double * len(biases))(*biases)
+        with self._lock:
+            self._do("set_sampling", slot, numbers, len(tokens), integers(tokens), added, no(logprobs))
+
+    def take_logprobs(self, slot: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
+        rows = (list(zip(*row)) for row in zip(*(a.tolist() for a in self.take_logprob_arrays(slot))))
+        return [(*first, [pair for pair in top if pair[0] >= 0]) for first, *top in rows]
+
+    def take_logprob_arrays(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The same as arrays (tokens, 1 + MOST_TOP): tokens, -1 where an alternative lacks; and logprobs."""
+        count, width = c_int64(), 1 + self._c.most_top()
+        with self._lock:
+            self._do("take_logprobs", slot, byref(count))
+            tokens, logprobs = np.empty((count.value, width), np.int64), np.empty((count.value, width))
+            self._c.fetch_logprobs(self._handle, tokens.ctypes.data, logprobs.ctypes.data)
+        return tokens, logprobs
+
+    def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
+        with self._lock:
+            self._do("begin", slot, len(ids), integers(ids), continues, no(top))
+
+    def read(self, slot: int, seconds: float = math.inf) -> bool:
+        done = c_bool()
+        with self._lock:
+            self._do("read_for", slot, seconds, byref(done))
+        return done.value
+
+    def drop(self, slot: int) -> None:
+        with self._lock:
+            self._do("drop", slot)
+
+    def write(
+        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
+    ) -> NDArray[np.int64]:
+        numbers, written = rows_of(uniforms, len(slots)), c_int64()
+        rows, count = numbers.shape
+        tokens = np.empty((rows, count), np.int64)
+        limit = None if seconds is None else byref(c_double(seconds))
+        arrays = (integers(slots), rows, numbers.ctypes.data, limit, tokens.ctypes.data, byref(written))
+        with self._lock:
+            if not self._c.write_rows(self._handle, count, *arrays):
+                raise self._error()
+        return tokens[: written.value]
+
+    def set_draft(self, draft: Draft | None) -> None:
+        """Guess tokens by this draft from now on, or not at all. It changes no text."""
+        self.draft: Draft | None = None
+        if draft is None:
+            tables: list[Any] = [0, None, 0, None, 0, None]
+        else:
+            arrays: tuple[NDArray[Any], ...] = (draft.first, draft.starts, draft.records)
+            sizes = (len(draft.first), len(draft.starts) - 1, len(draft.records))
+            tables = [item for size, array in zip(sizes, arrays) for item in (size, array.ctypes.data)]
+        with self._lock:
+            self._do("set_draft", *tables)
+        self.draft = draft
+
+    def draft_counts(self) -> DraftCounts:
+        """What drafts did since the last call."""
+        numbers = (c_double * len(DraftCounts._fields))()
+        with self._lock:
+            self._do("draft_counts", numbers)
+        return DraftCounts(*map(int, numbers[:6]), *numbers[6:])
+
+    def copy(self, source: int, *targets: int) -> None:
+        with self._lock:
+            for target in targets:
+                self._do("copy", source, target)
+
+    def logits(self, slot: int) -> list[float]:
+        made = (c_float * self.config.vocab_size)()
+        with self._lock:
+            self._do("logits", slot, made)
+        return list(made)
+
+    def record(self, on: bool) -> None:
+        """Switch the recording of spans on or off; it is off at first."""
+        with self._lock:
+            self._do("record", on)
+
+    def spans(self) -> list[tuple[str, int, int, int]]:
+        """(kind, thread, begin, end) of each span since the last call, thread by thread; 0 is the caller.
+
+        In nanoseconds of time.monotonic_ns().
+        """
+        count, spans = c_int64(), POINTER(Span)()
+        with self._lock:
+            self._do("take_spans", byref(count), byref(spans))
+            return [(s.kind.decode(), s.thread, s.begin, s.end) for s in spans[: count.value]]
+
+    def _do(self, function: str, *arguments: Any) -> None:
+        """Call a function that may fail. Raises ValueError naming the wrong argument."""
+        if not getattr(self._c, function)(self._handle, *arguments):
+            raise self._error()
+
+    def _error(self) -> Exception:
+        kind = c_int()
+        message = self._c.error(byref(kind)).decode()
+        return FAILURES[kind.value](message)
+
+
+def integers(numbers: Sequence[int]) -> ctypes.Array[c_int64]:
+    """An array of numbers for the library. Raises ValueError for one that does not fit 64 bits."""
+    try:
+        return (c_int64 * len(numbers)).from_buffer(array("q", numbers)) if numbers else (c_int64 * 0)()
+    except OverflowError:
+        raise ValueError(f"a number in {list(numbers)!r:.100} does not fit 64 bits") from None
+
+
+def no(number: int | None) -> int:
+    """What stands for None in csrc/c_api.cpp, else the number."""
+    return -(2**63) if number is None else number

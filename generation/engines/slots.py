@@ -1,0 +1,185 @@
+"""What an engine on a GPU knows of its slots on the host: settings, log-probabilities, checked arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shakespeare.generation import logprobs
+from shakespeare.generation.engines.engine import rows_of
+from shakespeare.generation.logprobs import TokenLogprob
+from shakespeare.generation.sampling import NUMBERS, Sampling
+from shakespeare.model.config import GPTConfig
+
+SETTINGS = len(NUMBERS) + 2  # a text's settings and what follows from them
+ADJUSTED = len(NUMBERS)  # whether logits are changed before the choice
+
+
+class Unfit(ValueError):
+    """A model, a precision or a GPU that an engine does not take."""
+
+
+class Uniforms:
+    """The numbers in [0, 1) of a seed, torch.rand's in float64: each call gives the next ones.
+
+    To make a generator takes 0.2 ms, to seed one 3 us (Zen 3). So all texts share one for their first
+    numbers, and only longer texts have their own.
+    """
+
+    _shared: Any = np.random.MT19937()
+    _lock = threading.Lock()
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed & 0xFFFFFFFF  # the bits that PyTorch uses
+        self._own: Any = None
+        self._given = 0  # raw numbers of the first call
+
+    def __call__(self, count: int) -> NDArray[np.float64]:
+        if self._given and self._own is None:
+            self._own = np.random.MT19937()
+            self._own._legacy_seeding(self._seed)
+            self._own.random_raw(self._given, output=False)
+        if self._own is not None:
+            raw = self._own.random_raw(2 * count)
+        else:
+            with self._lock:
+                self._shared._legacy_seeding(self._seed)
+                raw = self._shared.random_raw(2 * count)
+            self._given = 2 * count
+        halves = raw.view(np.int64)  # which becomes float twice as fast as uint64
+        joined = halves[::2] << 32  # the upper half comes first
+        joined |= halves[1::2]
+        joined &= 2**53 - 1
+        return joined * 2.0**-53
+
+
+class Slots:
+    """The part of an Engine that needs no GPU. Its calls take turns."""
+
+    fast_in_step, tokens_at_once, threads = False, 256, 1
+    simd_name: str | None = None
+
+    def __init__(self, config: GPTConfig, slots: int, capacity: int) -> None:
+        self.config, self.slots, self.capacity = config, slots, capacity
+        V = config.vocab_size
+        self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
+        self._lengths = np.zeros(slots, np.int32)  # tokens in the cache
+        self._pending = np.full(slots, -1, np.int32)  # the chosen token that is not yet read; -1 for none
+        self._samplings = [Sampling()] * slots
+        self._settings = {"sampling": np.tile(settings(Sampling()), (slots, 1)), "bias": np.zeros((slots, V))}
+        self._stale = set(self._settings)  # those that the GPU has not got
+        self._tops: dict[int, int] = {}  # of the slots that want logprobs
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(slots)]  # not taken yet
+        # Prompts to be read, how many of their tokens are; then as in begin().
+        self._begun: dict[int, tuple[list[int], int, bool, int | None]] = {}
+        self._prompts: dict[int, tuple[list[int], bool]] = {}  # that wait to be read together
+
+    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
+        return Uniforms(seed)
+
+    def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
+        self._check_slot(slot)
+        V = self.config.vocab_size
+        for token, _ in sampling.logit_bias:
+            if token >= V:
+                raise ValueError(f"a token of logit_bias is {token}; it must be from 0 to {V - 1}")
+        with self._lock:
+            self._logprobs[slot] = []
+            self._tops.pop(slot, None)
+            if logprobs is not None:
+                self._tops[slot] = logprobs
+            before, self._samplings[slot] = self._samplings[slot], sampling
+            if sampling is before or sampling == before:
+                return
+            self._settings["sampling"][slot] = settings(sampling)
+            self._stale.add("sampling")
+            if sampling.logit_bias != before.logit_bias:
+                self._settings["bias"][slot] = 0
+                for token, number in sampling.logit_bias:
+                    self._settings["bias"][slot, token] = number
+                self._stale.add("bias")
+
+    def take_logprobs(self, slot: int) -> list[TokenLogprob]:
+        with self._lock:
+            taken, self._logprobs[slot] = self._logprobs[slot], []
+        return taken
+
+    def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
+        self._check_slot(slot)
+        if not 1 <= len(ids) <= self.capacity:
+            raise ValueError(f"the number of tokens is {len(ids)}; it must be from 1 to {self.capacity}")
+        if not (0 <= min(ids) and max(ids) < self.config.vocab_size):
+            raise ValueError(f"ids has a token outside 0 .. {self.config.vocab_size - 1}")
+        with self._lock:
+            if continues and slot in self._prompts:
+                self._read_prompts()
+            self._prompts.pop(slot, None)
+            self._lengths[slot], self._pending[slot] = 0, -1
+            self._begun[slot] = (list(ids), 0, continues, top)
+
+    def drop(self, slot: int) -> None:
+        with self._lock:
+            self._begun.pop(slot, None)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.slots:
+            raise ValueError(f"slot is {slot}; it must be from 0 to {self.slots - 1}")
+
+    def _read_prompts(self) -> None:
+        """Read the prompts that wait."""
+        raise NotImplementedError
+
+    def _asked(
+        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The checked arguments of write(): the slots, and the numbers (rows, slots)."""
+        at = np.array(slots, np.int64)
+        numbers = rows_of(uniforms, len(at))
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() < 1):
+            raise ValueError("a uniform is outside [0, 1)")
+        if seconds is not None and not seconds >= 0:
+            raise ValueError("seconds must be at least 0")
+        for slot in at[(at < 0) | (at >= self.slots)]:
+            self._check_slot(slot)
+        if len(set(slots)) < len(at):
+            raise ValueError(f"slots is {list(slots)}; each must be named once")
+        return at, numbers
+
+    def _held_by(self, at: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The tokens of these slots, with those that are not yet read; write() asks for 1 to capacity."""
+        held = self._lengths[at] + (self._pending[at] >= 0)
+        for wrong, state in ((held == 0, "first"), (held > self.capacity, "again: it is full")):
+            if wrong.any():
+                raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
+        return held
+
+    def _are_scored(self, slots: Sequence[int]) -> bool:
+        """Whether one of these slots wants log-probabilities."""
+        return bool(self._tops) and not self._tops.keys().isdisjoint(slots)
+
+    def _score(self, slots: Sequence[int], chosen: NDArray[np.int32], every: NDArray[np.float32]) -> None:
+        """Keep log-probabilities of tokens (rows, slots), from logits (rows, slots, V), where wanted."""
+        for i, slot in enumerate(slots):
+            if (top := self._tops.get(slot)) is not None:
+                self._logprobs[slot] += logprobs.of_logits(every[:, i], chosen[:, i].tolist(), top)
+
+
+def numbers_only(chosen: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The tokens. Raises ValueError if one is -1: its logits could not be sampled."""
+    if (chosen < 0).any():
+        raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
+    return chosen
+
+
+def settings(sampling: Sampling) -> NDArray[np.float64]:
+    """What a kernel is told of the choice of a text's tokens, (SETTINGS,)."""
+    numbers = [getattr(sampling, name) or 0 for name in NUMBERS]
+    adjusted = sampling.repetition_penalty != 1 or any(
+        (sampling.presence_penalty, sampling.frequency_penalty, sampling.logit_bias)
+    )
+    return np.array([*numbers, adjusted, 1 / max(sampling.temperature, 1e-300)], float)

@@ -1,0 +1,531 @@
+"""The webgpu engine: a text a workgroup, a piece of it in a dispatch, csrc/webgpu/decoder.wgsl.
+
+It needs the package wgpu and no PyTorch. A text's bits do not depend on what else is written. A lost device
+loses no text: the host knows the tokens, which another device reads again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shakespeare.attention_ext.parts import CachePrecision, Precision
+from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Lost, Source, opened, reopen
+from shakespeare.generation import logprobs
+from shakespeare.generation.engines.slots import SETTINGS, Slots, Unfit, numbers_only
+from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.config import EMBEDDING, GPTConfig
+
+if TYPE_CHECKING:
+    from shakespeare.model.gpt import GPT
+
+Floats = NDArray[np.float32]
+
+SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "webgpu"
+INVOCATIONS = 256  # of a workgroup
+TILES = (256, 128, 64, 32, 16)  # keys of attention's, the largest that fits
+BUFFERS = 8  # of a shader; the portable least too
+TEXT = np.dtype([(name, np.uint32) for name in ("slot", "length", "at", "count", "flags")])  # TEXT words
+FIRST, PROMPT, LAST = 1, 2, 4  # flags of a text
+DISPATCH_SECONDS = 0.01  # of a dispatch: no watchdog ends it, and Ctrl-C takes effect
+FIRST_STEP_SECONDS = 1e-3  # of one text, and of ten more: the guess before one was measured
+MOST_OUT = 1 << 26  # bytes of the logits that a dispatch keeps
+SHORT = 64  # tokens of prompts that are read together
+ATTEMPTS = 3  # with devices that are lost one after the other
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of decoder.wgsl, in quads of four numbers. heads: a row whose heads each begin a quad."""
+
+    config: GPTConfig
+
+    @property
+    def width(self) -> int:
+        return -(-self.config.n_embd // 4)
+
+    @property
+    def heads(self) -> int:
+        return self.config.n_head * -(-self.config.head_dim // 4)
+
+    @property
+    def by_head(self) -> NDArray[np.int64]:
+        """The places of a row's numbers, (n_embd,), where each head begins a quad."""
+        number = np.arange(self.config.n_embd)
+        d = self.config.head_dim
+        return number // d * (-(-d // 4) * 4) + number % d
+
+    def shared(self, tile: int) -> int:
+        """Bytes of a workgroup's memory, at most."""
+        c = self.config
+        row = self.width + max(self.width, self.heads) + max(c.n_embd, self.heads) + INVOCATIONS
+        numbers = max(c.n_head * tile, 2 * c.vocab_size, INVOCATIONS)
+        return 16 * row + 4 * numbers + 4 * c.n_head + 192
+
+    def pack(self, tensors: Mapping[str, Floats]) -> Floats:
+        """The weights as decoder.wgsl describes them."""
+        c, W, A = self.config, self.width, self.heads
+        straight, hidden = np.arange(c.n_embd), np.arange(4 * c.n_embd)
+        packed: list[Floats] = []
+
+        def matrix(name: str, inputs: NDArray, K: int, outputs: NDArray, N: int) -> None:
+            made = np.zeros((4 * K, 4 * N), np.float32)
+            made[inputs[:, None], outputs] = tensors[f"{name}.weight"].T
+            packed.append(made)
+            if c.bias:
+                vector(tensors[f"{name}.bias"], outputs, N)
+
+        def vector(tensor: Floats, places: NDArray, N: int) -> None:
+            packed.append(np.zeros(4 * N, np.float32))
+            packed[-1][places] = tensor
+
+        def norm(name: str) -> None:
+            for kind in ("weight", "bias")[: 1 + c.bias]:
+                vector(tensors[f"{name}.{kind}"], straight, W)
+
+        def rows(tensor: Floats) -> None:
+            packed.append(np.pad(tensor, ((0, 0), (0, 4 * W - c.n_embd))))
+
+        qkv = np.concatenate([self.by_head + part * 4 * A for part in range(3)])
+        rows(tensors[EMBEDDING])
+        for i in range(c.n_layer):
+            prefix = f"transformer.h.{i}"
+            norm(f"{prefix}.ln_1")
+            matrix(f"{prefix}.attn.c_attn", straight, W, qkv, 3 * A)
+            matrix(f"{prefix}.attn.c_proj", self.by_head, A, straight, W)
+            norm(f"{prefix}.ln_2")
+            matrix(f"{prefix}.mlp.c_fc", straight, W, hidden, c.n_embd)
+            matrix(f"{prefix}.mlp.c_proj", hidden, c.n_embd, straight, W)
+        norm("transformer.ln_f")
+        head = np.pad(tensors[EMBEDDING], ((0, -c.vocab_size % 4), (0, 4 * W - c.n_embd))).T
+        packed.append(head)
+        rows(tensors["transformer.wpe.weight"])
+        return np.concatenate([each.reshape(-1) for each in packed])
+
+    def bytes(self) -> int:
+        """Bytes of the packed weights."""
+        c, W, A, bias = self.config, self.width, self.heads, int(self.config.bias)
+        layer = 2 * W * (1 + bias) + 4 * (3 * W * A + A * W + 2 * W * c.n_embd)
+        layer += bias * (3 * A + 2 * W + c.n_embd)
+        tokens = (c.vocab_size + c.block_size) * W + 4 * W * -(-c.vocab_size // 4)
+        return 16 * (tokens + c.n_layer * layer + W * (1 + bias))
+
+    def cached(self, kv_cache: CachePrecision, capacity: int) -> int:
+        """Bytes of a slot's keys, and of its values."""
+        return self.config.n_layer * self.heads * capacity * 4 * kv_cache.bytes
+
+
+def source_for(
+    config: GPTConfig, weights: Precision, kv_cache: CachePrecision, capacity: int, on: Adapter
+) -> Source:
+    """The shader for a model. Raises Unfit, in a sentence, if the engine or the adapter does not take it."""
+    shape, limits = Shape(config), on.limits
+    if weights is not Precision.FP32:
+        raise Unfit(f"the webgpu engine has weights in fp32, not {weights}")
+    if shape.heads > INVOCATIONS:
+        most = 4 * INVOCATIONS
+        raise Unfit(f"the webgpu engine takes rows of {most} numbers, not {4 * shape.heads} in all heads")
+    if limits["max-storage-buffers-per-shader-stage"] < BUFFERS:
+        raise Unfit(f"the webgpu engine needs {BUFFERS} buffers in a shader; {on.name} has fewer")
+    room, most = limits["max-compute-workgroup-storage-size"], limits["max-storage-buffer-binding-size"]
+    tiles = [tile for tile in TILES if shape.shared(tile) <= room]
+    if not tiles:
+        needed = shape.shared(TILES[-1])
+        raise Unfit(f"the webgpu engine needs {needed:,} bytes of workgroup memory; {on.name} has {room:,}")
+    for what, size in (
+        ("the weights", shape.bytes()),
+        ("the keys of a text", shape.cached(kv_cache, capacity)),
+    ):
+        if size > most:
+            raise Unfit(f"{what} take {size:,} bytes in the webgpu engine; {on.name} has buffers of {most:,}")
+    needed = next((tile for tile in reversed(tiles) if tile >= config.block_size), tiles[0])
+    constants = {"LAYERS": config.n_layer, "HEADS": config.n_head, "HEAD_DIM": config.head_dim}
+    constants |= {"VOCAB": config.vocab_size, "BIAS": int(config.bias), "TILE": needed}
+    files = (SOURCES / f"cache_{kv_cache}.wgsl", SOURCES / "decoder.wgsl")
+    return Source(files, tuple(constants.items()))
+
+
+@dataclass
+class Chunk:
+    """The buffers of neighbouring slots, of which a binding may have only so many bytes.
+
+    held: those of bindings 2 to 6, with the bytes of a slot. work, out: bindings 7 and 8, which grow.
+    """
+
+    first: int
+    slots: int
+    params: Any
+    held: dict[str, tuple[Any, int]]
+    work: Any
+    out: Any
+
+
+class WebGpuEngine(Slots):
+    """An Engine on the first adapter of WebGPU. The arguments and errors are open_engine()'s, and Unfit."""
+
+    name = "webgpu"
+
+    def __init__(
+        self,
+        model: Checkpoint | GPT,
+        weights: Precision,
+        kv_cache: CachePrecision,
+        slots: int,
+        capacity: int,
+    ) -> None:
+        self._gpu = opened()
+        c = model.config
+        self._source = source_for(c, weights, kv_cache, capacity, self._gpu.adapter)
+        super().__init__(c, slots, capacity)
+        self._lock = LOCK  # all engines share the device
+        self._shape, self._kv_cache = Shape(c), kv_cache
+        self._packed = self._shape.pack(model.weights)  # kept for another device
+        # What another device reads again: a slot's tokens, with the one that is not yet read; how many there
+        # are, how many of them are a prompt or window, how many are in the cache; the counts before that.
+        self._tokens = np.zeros((slots, capacity + 1), np.int32)
+        self._known, self._prompt, self._cached = np.zeros((3, slots), np.int32)
+        self._counts = np.zeros((slots, 2, c.vocab_size), np.uint32)
+        self._step_seconds: dict[int, float] = {}  # of so many texts in a dispatch
+        self._open()
+
+    @property
+    def description(self) -> str:
+        """What computes the texts, in a line for people."""
+        adapter = self._gpu.adapter
+        return f"A text a workgroup, part 4's attention, on {adapter.name} by {adapter.backend}"
+
+    def _open(self) -> None:
+        """Make the buffers on the device, and compile the shader."""
+        gpu, c, V = self._gpu, self.config, self.config.vocab_size
+        self._pipeline = gpu.pipeline(self._source, "decode")
+        self._weights = gpu.buffer(self._packed)
+        cached = self._shape.cached(self._kv_cache, self.capacity)
+        sizes = {"keys": cached, "values": cached, "logits": 4 * V, "counts": 8 * V}
+        sizes |= {"settings": 4 * (SETTINGS + V)}
+        most = gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values())
+        most = min(most, MOST_GROUPS)
+        self._chunks = []
+        for first in range(0, self.slots, most):
+            n = min(most, self.slots - first)
+            held = {name: (gpu.buffer(n * size), size) for name, size in sizes.items()}
+            made = gpu.buffer(32, uniform=True), held, gpu.buffer(1 << 12), gpu.buffer(1 << 12)
+            self._chunks.append(Chunk(first, n, *made))
+        self._scale = math.log2(math.e) / math.sqrt(c.head_dim)
+        self._stale = set(self._settings)
+
+    def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
+        super().begin(slot, ids, continues, top)
+        with self._lock:
+            self._counts[slot] = self._counted(slot) if continues else 0
+            self._tokens[slot, : len(ids)] = ids
+            self._known[slot] = self._prompt[slot] = len(ids)
+            self._cached[slot] = 0
+
+    def _counted(self, slot: int) -> NDArray[np.uint32]:
+        """How often each token has occurred in a slot, and since the prompt: (2, V)."""
+        ids, prompt, made = self._tokens[slot], self._prompt[slot], self._counts[slot].copy()
+        made += np.bincount(ids[prompt : self._known[slot]], minlength=made.shape[1]).astype(np.uint32)
+        np.add.at(made[0], ids[: min(prompt, self._cached[slot])], 1)
+        return made
+
+    def read(self, slot: int, seconds: float = math.inf) -> bool:
+        end = time.monotonic() + seconds
+        with self._lock:
+            if slot not in self._begun:
+                raise ValueError(f"slot is {slot}; it must be one that was begun")
+            ids, done, continues, top = self._begun[slot]
+            if done == 0 and not continues:
+                self._logprobs[slot] = []
+            if top is None and len(ids) <= SHORT:
+                self._prompts[slot] = ids, continues
+                done = len(ids)
+            while done < len(ids):
+                done, every = self._read_on(np.array([slot]), np.array([not continues]), top is not None)
+                if top is not None and every is not None:
+                    following = ids[done - len(every) + 1 : done + 1]
+                    rows = every[: len(following), 0]
+                    self._logprobs[slot] += logprobs.of_logits(rows, following, top)
+                if done < len(ids) and time.monotonic() >= end:
+                    self._begun[slot] = (ids, done, continues, top)
+                    return False
+            del self._begun[slot]
+            self._lengths[slot] = len(ids)
+        return True
+
+    def _read_on(
+        self, at: NDArray[np.int64], begins: NDArray[np.bool_], every: bool = False
+    ) -> tuple[int, Floats | None]:
+        """Read a piece of the prompts of these slots. Returns the least tokens in the caches, and all logits.
+
+        begins: whether the counts begin with the prompt.
+        """
+        count = self._steps(len(at), DISPATCH_SECONDS)
+        if every:
+            count = min(count, max(1, MOST_OUT // (4 * self.config.vocab_size)))
+        done = self._cached[at]
+        counts = np.minimum(self._prompt[at] - done, count)
+        flags = PROMPT + FIRST * (begins & (done == 0)) + LAST * (done + counts == self._prompt[at])
+        _, kept = self._run(at, counts, flags, None, every)
+        self._cached[at] += counts
+        return int(self._cached[at].min()), kept
+
+    def _read_prompts(self) -> None:
+        at = np.fromiter(self._prompts, np.int64)
+        begins = np.fromiter((not continues for _, continues in self._prompts.values()), bool)
+        self._prompts = {}
+        while len(at):
+            self._read_on(at, begins)
+            left = self._cached[at] < self._prompt[at]
+            at, begins = at[left], begins[left]
+
+    def write(
+        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
+    ) -> NDArray[np.int32]:
+        at, numbers = self._asked(slots, uniforms, seconds)
+        end = time.monotonic() + (DISPATCH_SECONDS if seconds is None else seconds)
+        with self._lock:
+            self._read_prompts()
+            held, done = self._held_by(at), 0
+            most = int(min(len(numbers), self.capacity + 1 - int(held.max()) if len(at) else 1))
+            chosen = np.empty((most, len(at)), np.int32)
+            scored = self._are_scored(slots)
+            while done < most:
+                left = min(DISPATCH_SECONDS, end - time.monotonic())
+                rows = min(most - done, self._steps(len(at), left))
+                if scored:
+                    rows = min(rows, max(1, MOST_OUT // (4 * len(at) * self.config.vocab_size)))
+                lengths = self._lengths[at]
+                unread = (self._pending[at] >= 0).astype(np.int64)
+                some, every = self._run(
+                    at, unread, np.zeros(len(at), int), numbers[done : done + rows], scored
+                )
+                chosen[done : done + rows] = some
+                if scored and every is not None:
+                    self._score(slots, some, every)
+                known = lengths + unread
+                self._tokens[at[:, None], known[:, None] + np.arange(rows)] = np.maximum(some.T, 0)
+                self._lengths[at] = self._cached[at] = known + rows - 1
+                self._known[at] = known + rows
+                self._pending[at] = np.maximum(some[-1], 0)
+                done += rows
+                if time.monotonic() >= end or (some < 0).any():
+                    break
+        return numbers_only(chosen[:done])
+
+    def copy(self, source: int, *targets: int) -> None:
+        for slot in (source, *targets):
+            self._check_slot(slot)
+        at = np.setdiff1d(np.array(targets, np.int64), [source])
+        with self._lock:
+            self._read_prompts()
+            self._surely(lambda: self._copy_buffers(source, at))
+            self._counts[at] = self._counts[source]
+            for of_slots in (self._lengths, self._pending, self._tokens):
+                of_slots[at] = of_slots[source]
+            for of_slots in (self._known, self._prompt, self._cached):
+                of_slots[at] = of_slots[source]
+            for slot in self._begun.keys() & set(targets):
+                del self._begun[slot]
+
+    def _copy_buffers(self, source: int, at: NDArray[np.int64]) -> None:
+        """Copy a slot's buffers. No buffer is copied to itself: a slot's bytes are copied out first."""
+        copies = []
+        origin = self._chunk_of(source)
+        for name in ("keys", "values", "logits", "counts"):
+            buffer, size = origin.held[name]
+            between = self._gpu.buffer(size)
+            copies.append((buffer, (source - origin.first) * size, between, 0, size))
+            for number, some in self._by_chunk(at):
+                chunk = self._chunks[number]
+                for slot in at[some] - chunk.first:
+                    copies.append((between, 0, chunk.held[name][0], int(slot) * size, size))
+        self._gpu.copy(copies)
+
+    def logits(self, slot: int) -> list[float]:
+        self._check_slot(slot)
+        with self._lock:
+            self._read_prompts()
+            return self._surely(lambda: self._logits_of(slot)).tolist()
+
+    def _logits_of(self, slot: int) -> Floats:
+        chunk = self._chunk_of(slot)
+        buffer, size = chunk.held["logits"]
+        return self._gpu.read(buffer, np.float32, self.config.vocab_size, (slot - chunk.first) * size)
+
+    def _chunk_of(self, slot: int) -> Chunk:
+        return self._chunks[slot // self._chunks[0].slots]
+
+    def _by_chunk(self, at: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The numbers of the chunks that hold some of these slots, with the places of the slots in `at`."""
+        numbers = at // self._chunks[0].slots
+        for number in np.unique(numbers):
+            yield int(number), np.flatnonzero(numbers == number)
+
+    def _steps(self, texts: int, seconds: float) -> int:
+        """The tokens of each of so many texts that are worth a dispatch of so many seconds."""
+        guess = FIRST_STEP_SECONDS * (1 + texts / 10)
+        return max(1, int(seconds / self._step_seconds.get(texts, guess)))
+
+    def _run(
+        self,
+        at: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        flags: NDArray[np.int64],
+        numbers: NDArray[np.float64] | None,
+        every: bool,
+    ) -> tuple[NDArray[np.int32], Floats | None]:
+        """Read tokens that follow those in the caches, then choose a row for each row of numbers.
+
+        at: the slots. counts: how many tokens of each. Returns the tokens (rows, texts) and, with `every`,
+        the logits that they were chosen from, or without numbers those after each token: (tokens, texts, V).
+        """
+        rows = 0 if numbers is None else len(numbers)
+        steps = rows + int(counts.max()) - (rows > 0 and counts.max() > 0)
+        start = time.perf_counter()
+        made = self._surely(lambda: self._run_once(at, counts, flags, numbers, every, steps))
+        self._step_seconds[len(at)] = (time.perf_counter() - start) / max(1, steps)
+        return made
+
+    def _run_once(
+        self,
+        at: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        flags: NDArray[np.int64],
+        numbers: NDArray[np.float64] | None,
+        every: bool,
+        steps: int,
+    ) -> tuple[NDArray[np.int32], Floats | None]:
+        """_run() in so many steps. It changes nothing on the host, so it can be done again."""
+        rows = 0 if numbers is None else len(numbers)
+        kept = rows or int(counts.max())
+        chosen = np.empty((rows, len(at)), np.int32)
+        logits = np.empty((kept, len(at), self.config.vocab_size), np.float32) if every else None
+        # Where a token of all texts takes too long, some are written after the others.
+        most = len(at) if steps > 1 else self._steps(len(at), DISPATCH_SECONDS * len(at))
+        for number, of_chunk in self._by_chunk(at):
+            for first in range(0, len(of_chunk), most):
+                some = of_chunk[first : first + most]
+                columns = None if numbers is None else numbers[:, some]
+                given = at[some], counts[some], flags[some], columns
+                chosen[:, some], found = self._dispatch(self._chunks[number], *given, kept, every)
+                if logits is not None:
+                    logits[:, some] = found
+        return chosen, logits
+
+    def _dispatch(
+        self,
+        chunk: Chunk,
+        at: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        flags: NDArray[np.int64],
+        numbers: NDArray[np.float64] | None,
+        kept: int,
+        every: bool,
+    ) -> tuple[NDArray[np.int32], Floats | None]:
+        """_run_once() for slots of one chunk, in one dispatch."""
+        gpu, texts, V = self._gpu, len(at), self.config.vocab_size
+        self._upload_settings()
+        rows = 0 if numbers is None else len(numbers)
+        words = np.zeros(texts, TEXT)
+        cached = self._cached[at].astype(np.int64)
+        starts = np.cumsum(counts) - counts
+        words["slot"], words["length"], words["count"], words["flags"] = (
+            at - chunk.first,
+            cached,
+            counts,
+            flags,
+        )
+        words["at"] = texts * TEXT.itemsize // 4 + starts
+        places = np.arange(counts.sum()) - np.repeat(starts - cached, counts)
+        ids = self._tokens[np.repeat(at, counts), places].view(np.uint32)
+        parts = [words.view(np.uint32), ids]
+        if numbers is not None:
+            parts.append(halves(numbers).view(np.uint32).reshape(-1))
+        work = np.concatenate(parts)
+        if work.nbytes > chunk.work.size:
+            chunk.work = gpu.buffer(2 * work.nbytes)
+        size = rows * texts + every * kept * texts * V
+        if 4 * size > chunk.out.size:
+            chunk.out = gpu.buffer(4 * size if every else 8 * size)
+        whole = [texts, rows, self.capacity, chunk.slots, len(work) - 2 * rows * texts, int(every), 0, 0]
+        params = np.array(whole, np.uint32)
+        params[6:7] = np.array([self._scale], np.float32).view(np.uint32)
+        gpu.write(chunk.params, params)
+        gpu.write(chunk.work, work)
+        held = [buffer for buffer, _ in chunk.held.values()]
+        gpu.run(self._pipeline, [chunk.params, self._weights, *held, chunk.work, chunk.out], (texts,))
+        out = gpu.read(chunk.out, np.uint32, max(1, size))
+        chosen = out[: rows * texts].view(np.int32).reshape(rows, texts)
+        logits = out[rows * texts :].view(np.float32).reshape(kept, texts, V) if every else None
+        return chosen, logits
+
+    def _upload_settings(self) -> None:
+        """Write the settings that the device has not got."""
+        stale, self._stale = self._stale, set()
+        try:
+            for chunk in self._chunks:
+                buffer, _ = chunk.held["settings"]
+                some = slice(chunk.first, chunk.first + chunk.slots)
+                if "sampling" in stale:
+                    self._gpu.write(buffer, in_float32(self._settings["sampling"][some]))
+                if "bias" in stale:
+                    numbers = self._settings["bias"][some].astype(np.float32)
+                    self._gpu.write(buffer, numbers, 4 * SETTINGS * chunk.slots)
+        except Lost:
+            self._stale |= stale
+            raise
+
+    def _surely(self, work: Any) -> Any:
+        """What `work` returns; after the loss of the device, on another one with the same texts."""
+        for attempt in range(ATTEMPTS):
+            try:
+                if attempt:
+                    self._restore()
+                return work()
+            except Lost:
+                if attempt == ATTEMPTS - 1:
+                    raise
+        raise AssertionError
+
+    def _restore(self) -> None:
+        """Open another device and read all texts there again."""
+        current = opened()
+        self._gpu = reopen() if current is self._gpu else current  # another engine may have opened one
+        self._open()
+        cached, self._cached = self._cached, np.zeros_like(self._cached)
+        try:
+            at = np.flatnonzero(cached)
+            while len(at):
+                counts = np.minimum(cached[at] - self._cached[at], self._steps(len(at), DISPATCH_SECONDS))
+                for number, some in self._by_chunk(at):
+                    chunk = self._chunks[number]
+                    flags = LAST * (self._cached[at[some]] + counts[some] == cached[at[some]])
+                    self._dispatch(chunk, at[some], counts[some].astype(np.int64), flags, None, 0, False)
+                self._cached[at] += counts
+                at = at[self._cached[at] < cached[at]]
+        finally:
+            self._cached = cached
+        for chunk in self._chunks:
+            counts = [self._counted(slot) for slot in range(chunk.first, chunk.first + chunk.slots)]
+            self._gpu.write(chunk.held["counts"][0], np.stack(counts))
+
+
+def halves(numbers: NDArray[np.float64]) -> Floats:
+    """Each number as the nearest float32 below it, and the rest: (..., 2)."""
+    upper = numbers.astype(np.float32)
+    upper = np.where(upper > numbers, np.nextafter(upper, np.float32(-1)), upper)
+    return np.stack([upper, (numbers - upper).astype(np.float32)], -1)
+
+
+def in_float32(settings: NDArray[np.float64]) -> Floats:
+    """Settings (slots, SETTINGS) as decoder.wgsl has them: a temperature above 0 stays above 0."""
+    bounded = np.clip(settings, -1e30, 1e30)
+    bounded[:, 0] = np.where(settings[:, 0] > 0, np.maximum(bounded[:, 0], 1e-30), 0)
+    return bounded.astype(np.float32)

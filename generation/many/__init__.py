@@ -1,0 +1,1 @@
+"""Many texts: jobs in files, over processes and machines."""

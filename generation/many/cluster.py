@@ -1,0 +1,131 @@
+"""Shards over a Ray cluster: a Pool whose workers are Ray actors.
+
+Ray starts the actors, places them on nodes, moves tasks and bytes, and reports deaths. Nodes need the same
+version of this package, and the model under the same name. They need no shared disk: only the driver writes
+files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from typing import Any
+
+from shakespeare.attention_ext.build import prebuilt
+from shakespeare.generation.many.jobs import BulkError
+from shakespeare.generation.many.processes import ALIVE, STALL_SECONDS, Pool, Worker
+from shakespeare.generation.many.shards import Loss, Scribe, Settings, Shard, Task
+
+MOST_ASK_SECONDS = 10.0  # longest time between two questions whether an actor still writes
+
+
+class Actor:
+    """A worker: one thread writes, with an engine that the first task opens; another thread answers."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.scribe: Scribe | None = None
+        self.signs = 0
+
+    def ready(self) -> None:
+        """Return when the actor has a node."""
+
+    def alive(self) -> int:
+        """A number that grows while the actor writes."""
+        return self.signs
+
+    def write(self, task: Task) -> Shard:
+        """Write a task and return its shard."""
+        self.scribe = self.scribe or Scribe(self.settings)
+        return self.scribe.write(task, self._wanted)
+
+    def _wanted(self) -> bool:
+        self.signs += 1
+        return True
+
+
+def open_pool(
+    address: str, workers: int | None, settings: Settings, shards: int, timeout: float = STALL_SECONDS
+) -> Pool:
+    """The actors on the cluster at an address: `workers`, or one for each CPU; at most one for each shard.
+
+    timeout: seconds without progress after which an actor is killed.
+    Raises BulkError if Ray is not installed or there is no cluster.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise BulkError("--ray needs Ray; install it (pip install -e '.[cluster]')") from None
+    ours = not ray.is_initialized()
+    if ours:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise BulkError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
+    cpus = int(ray.cluster_resources().get("CPU", 0))
+    passed = {name: os.environ[name] for name in (prebuilt.COMPILE,) if name in os.environ}
+    kind = ray.remote(
+        num_cpus=1,
+        max_restarts=0,
+        max_task_retries=0,
+        max_concurrency=2,
+        runtime_env={"env_vars": passed} if passed else None,
+    )(Actor)
+    shared, ask_seconds = ray.put(settings), min(MOST_ASK_SECONDS, timeout / 4)
+    count = max(1, min(workers or cpus, shards))
+    closed = ray.shutdown if ours else lambda: None
+    return Pool(lambda: RayWorker(ray, kind.remote(shared), ask_seconds), count, timeout, closed)
+
+
+class RayWorker(Worker):
+    """An actor of one CPU. It takes tasks when it has a node, so no task waits for a lost node.
+
+    ray: the module, initialised. ask_seconds: time between two questions whether the actor still writes.
+    """
+
+    name = "an actor"
+
+    def __init__(self, ray: Any, actor: Any, ask_seconds: float) -> None:
+        super().__init__()
+        self._ray, self._actor, self._ask_seconds = ray, actor, ask_seconds
+        self._death = "the actor was lost"
+        self._writing: Any = None  # the reference to the result of write()
+        self._signs = 0
+
+    def start(self) -> None:
+        self._get(self._actor.ready.remote())
+
+    def send(self, task: Task) -> None:
+        self._writing = self._actor.write.remote(task)
+
+    def receive(self) -> Any:
+        while True:
+            ended, _ = self._ray.wait([self._writing], timeout=self._ask_seconds)
+            if ended:
+                return self._get(self._writing)
+            signs = self._get(self._actor.alive.remote())
+            if signs != self._signs:
+                self._signs = signs
+                return ALIVE
+
+    def end(self) -> None:
+        with contextlib.suppress(Exception):  # the actor or the cluster may be gone
+            self._ray.kill(self._actor)
+
+    def death(self) -> str:
+        return self._death
+
+    def _get(self, reference: Any) -> Any:
+        """The result of an actor's call, or a Loss if our code failed in it."""
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(reference)
+        except errors.RayTaskError as error:
+            cause = error.cause or error
+            return Loss(f"{type(cause).__name__}: {cause}", died=False)
+        except errors.RayError as error:  # also if only the bytes were lost
+            self._death = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise EOFError from None

@@ -1,0 +1,213 @@
+"""A request for many texts, its shards, and the manifest: the record of those that are complete."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shakespeare.attention_ext.checks import set_whole
+from shakespeare.generation.many.shards import Settings, Shard, Task
+from shakespeare.model import corpus
+from shakespeare.model.files import write_file
+
+SHARD_SIZE = 1024
+MANIFEST = "manifest.json"
+VERSION = 1  # of the manifest's format
+
+
+class BulkError(ValueError):
+    """A job that cannot begin or continue; the message says why."""
+
+
+@dataclass
+class Job:
+    """A request for many texts. texts: their number, which is the number of lines of a prompts file.
+
+    resolved: the values of the settings that were 'auto', from shards.resolved(). A directory keeps those of
+    its first run.
+    Raises BulkError for a wrong request.
+    """
+
+    settings: Settings
+    texts: int
+    shard_size: int = SHARD_SIZE
+    prompts: Prompts | None = None
+    resolved: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        set_whole(self, "texts", "shard_size")
+        for name, number in (("texts", self.texts), ("shard_size", self.shard_size)):
+            if number < 1:
+                raise BulkError(f"{name} is {number}; it must be at least 1")
+        if self.settings.seed + self.texts > 2**63:
+            raise BulkError(f"seed is {self.settings.seed}; the last text's must be less than 2**63")
+
+    def request(self) -> dict[str, Any]:
+        """All that decides the bytes of the files, as JSON. The model's name is not part of it."""
+        what = asdict(self.settings) | {"texts": self.texts, "shard_size": self.shard_size}
+        what |= {"prompts_sha256": self.prompts.sha256 if self.prompts else None}
+        del what["model"]
+        if self.settings.device == "cpu":  # as before there was another
+            del what["device"]
+        return json.loads(json.dumps(what))
+
+    def tasks(self) -> Iterator[Task]:
+        """All shards, without their lines."""
+        for first in range(0, self.texts, self.shard_size):
+            yield Task(first, min(self.shard_size, self.texts - first))
+
+    def with_lines(self, task: Task) -> Task:
+        """The task with its lines of the prompts file, if there is one."""
+        if self.prompts is None:
+            return task
+        return replace(task, lines=self.prompts.read(task.first, task.count))
+
+
+class Prompts:
+    """A prompts file: its hash, its number of lines, and where each shard's lines begin.
+
+    Raises ValueError if it is UTF-16.
+    """
+
+    def __init__(self, path: Path, shard_size: int) -> None:
+        self.path, self.lines, self._begins = path, 0, dict[int, int]()
+        digest, at = hashlib.sha256(), 0
+        with open(path, "rb") as file:
+            for line in file:
+                if not at and line.startswith(corpus.UTF_16):
+                    corpus.decode(line, str(path))  # which refuses it
+                if self.lines % shard_size == 0:
+                    self._begins[self.lines] = at
+                digest.update(line)
+                at += len(line)
+                self.lines += 1
+        self.sha256 = digest.hexdigest()
+
+    def read(self, first: int, count: int) -> list[bytes]:
+        """`count` lines from line `first`, the first of a shard."""
+        with open(self.path, "rb") as file:
+            file.seek(self._begins[first])
+            return [file.readline() for _ in range(count)]
+
+
+class Manifest:
+    """The record of a job in its directory. It is replaced as a whole at each change.
+
+    Raises BulkError if the directory holds another request, or an unreadable manifest.
+    """
+
+    def __init__(self, directory: Path, job: Job) -> None:
+        self.path = directory / MANIFEST
+        self._saved_at = self._save_seconds = 0.0
+        request = job.request()
+        if not self.path.exists():
+            if any(directory.glob("texts-*")):
+                raise BulkError(f"{directory} has texts, but no {MANIFEST}; choose another directory")
+            self.content: dict[str, Any] = {
+                "version": VERSION,
+                "model": job.settings.model,
+                "request": request,
+                "request_sha256": hash_of(request),
+                "resolved": job.resolved,
+                "complete": False,
+                "machines": {},
+                "workers_lost": [],
+                "failed": {},
+                "shards": {},
+            }
+            return
+        try:
+            self.content = json.loads(self.path.read_bytes())
+            found, version = self.content["request"], self.content["version"]
+            self.shards.items(), self.content["resolved"].items(), found.items()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise BulkError(
+                f"{self.path} is not a manifest; remove it, or choose another directory"
+            ) from None
+        if version != VERSION:
+            raise BulkError(f"{self.path} has version {version}; this program writes {VERSION}")
+        if self.content.get("request_sha256") != hash_of(found):
+            raise BulkError(f"{self.path} was changed: its request does not match request_sha256")
+        if found != request:
+            names = [name for name in {**found, **request} if found.get(name) != request.get(name)]
+            raise BulkError(
+                f"{directory} holds texts of another request ({', '.join(names)}); choose another directory"
+            )
+
+    @property
+    def shards(self) -> dict[str, dict]:
+        """The complete shards, by the file's name."""
+        return self.content["shards"]
+
+    @property
+    def texts(self) -> int:
+        """Texts of the complete shards; rejected and empty lines count too."""
+        return sum(shard["count"] for shard in self.shards.values())
+
+    def check_files(self) -> list[str]:
+        """Remove shards whose file is missing or changed from the record; return their names."""
+        bad = []
+        for name, shard in self.shards.items():
+            try:
+                with open(self.path.parent / name, "rb") as file:
+                    good = hashlib.file_digest(file, "sha256").hexdigest() == shard["sha256"]
+            except FileNotFoundError:
+                good = False
+            if not good:
+                bad.append(name)
+        for name in bad:
+            del self.shards[name]
+        return bad
+
+    def add(self, name: str, task: Task, shard: Shard, attempts: int) -> None:
+        """Record a shard after its file was written."""
+        key = hash_of(shard.machine)[:16]
+        self.content["machines"][key] = shard.machine
+        self.content["failed"].pop(name, None)
+        self.shards[name] = {
+            "first": task.first,
+            "count": task.count,
+            "sha256": hashlib.sha256(shard.data).hexdigest(),
+            "bytes": len(shard.data),
+            "texts": shard.texts,
+            "tokens": shard.tokens,
+            "rejected": [{"line": line, "error": error} for line, error in shard.rejected],
+            "machine": key,
+            "attempts": attempts,
+            "seconds": round(shard.seconds, 3),
+            "cpu_seconds": round(shard.cpu_seconds, 3),
+        }
+
+    def save(self, lazily: bool = False) -> None:
+        """Replace the file. lazily: skip it if writing would take most of the time."""
+        start = time.monotonic()
+        if lazily and start - self._saved_at < 20 * self._save_seconds:
+            return
+        self.content["shards"] = dict(sorted(self.shards.items()))
+        write_file(self.path, (json.dumps(self.content, indent=1) + "\n").encode())
+        self._saved_at = time.monotonic()
+        self._save_seconds = self._saved_at - start
+
+
+def hash_of(content: dict) -> str:
+    """The SHA-256 of JSON with sorted names."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def file_of(task: Task, settings: Settings) -> str:
+    """The name of a shard's file."""
+    return f"texts-{task.first:012d}.{settings.format}"
+
+
+def mix_of(machines) -> str:
+    """The line that reports shards of unlike machines."""
+    known = {name for machine in machines for name in machine if name != "processor"}
+    differ = [name for name in known if len({machine.get(name) for machine in machines}) > 1]
+    names = sorted({f"{machine['processor']} ({machine['instructions']})" for machine in machines})
+    what = "processors with different instruction sets" if "features" in differ else "unlike versions"
+    return f"warning: shards come from {what} ({'; '.join(names)}): another run may give other bytes"

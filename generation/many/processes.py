@@ -1,0 +1,228 @@
+"""Workers that write shards, and the pool of them; here each worker is a process of this machine.
+
+A worker that dies or stalls is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import connection, resource_tracker
+from typing import Any
+
+from shakespeare.generation.many.jobs import BulkError
+from shakespeare.generation.many.shards import Loss, Scribe, Settings, Shard, Stop, Task
+
+# What a worker says: it can take tasks; it still writes; it died.
+READY, ALIVE, GONE = "ready", "alive", "gone"
+TICK = 0.5  # seconds between two checks of the workers' silence
+# A writing worker sends a message five times a second. It is silent while it starts and opens the model, two
+# to five seconds on an idle core; the rest is for busy machines.
+STALL_SECONDS = 120.0
+MOST_FAILED_STARTS = 20  # in a row
+
+
+class Worker:
+    """A worker as the driver sees it: its task, and calls that reach it.
+
+    A thread of the driver makes the calls, because a process that stops within a message blocks its reader.
+    They raise EOFError or OSError if the worker is gone.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.task: Task | None = None
+        self.silent = 0.0  # seconds since it got the task, or said something
+        self.loss: Loss | None = None  # why it was killed
+        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Wait until the worker can take tasks."""
+
+    def send(self, task: Task) -> None:
+        """Let it write a task."""
+
+    def receive(self) -> Any:
+        """Wait for ALIVE, or the Shard or Loss of the task."""
+
+    def end(self) -> None:
+        """Kill the worker. Another thread may be waiting in another call."""
+
+    def death(self) -> str:
+        """How a worker that has ended died."""
+        raise NotImplementedError
+
+    def converse(self, said: queue.SimpleQueue[tuple[Worker, Any]]) -> None:
+        """Pass on tasks and put the worker's messages into `said`, until it is gone or a task is None."""
+        try:
+            self.start()
+            said.put((self, READY))
+            while (task := self.tasks.get()) is not None:
+                self.send(task)
+                while (word := self.receive()) == ALIVE:
+                    said.put((self, ALIVE))
+                said.put((self, word))
+        except (EOFError, OSError):
+            said.put((self, GONE))
+
+
+class Pool:
+    """Workers that write shards.
+
+    start: starts a worker. timeout: seconds of silence after which a worker is killed. closed: is called
+    after all workers were killed.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Worker],
+        workers: int,
+        timeout: float = STALL_SECONDS,
+        closed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.workers = workers
+        self._new, self._timeout, self._closed = start, timeout, closed
+        self._said: queue.SimpleQueue[tuple[Worker, Any]] = queue.SimpleQueue()
+        self._failed_starts = 0
+        self._looked = time.monotonic()  # when silence was measured last
+        self.all = [self._start() for _ in range(workers)]
+
+    @property
+    def idle(self) -> int:
+        """Tasks that the pool can take now."""
+        return sum(worker.ready and worker.task is None for worker in self.all)
+
+    def give(self, task: Task) -> None:
+        """Let a worker write a task."""
+        worker = next(worker for worker in self.all if worker.ready and worker.task is None)
+        worker.task, worker.silent = task, 0.0
+        worker.tasks.put(task)
+
+    def wait(self) -> list[tuple[Task, Shard | Loss]]:
+        """Wait until a task has ended, or a worker may take one; return the tasks that have ended."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                worker, word = self._said.get(timeout=TICK)
+                if word == READY:
+                    worker.ready, self._failed_starts = True, 0
+                    return []
+                if word == ALIVE:
+                    worker.silent = 0.0
+                elif worker.task:
+                    return [(worker.task, self._outcome(worker, word))]
+                else:
+                    self._failed_starts += 1
+                    if self._failed_starts > MOST_FAILED_STARTS:
+                        raise BulkError(f"no worker starts: {worker.death()}")
+                    self._replace(worker)
+            # Only time in which the driver runs counts: Ctrl-Z stops the workers too.
+            now = time.monotonic()
+            passed, self._looked = min(now - self._looked, 2 * TICK), now
+            for worker in self.all:
+                worker.silent += passed
+                if worker.task and worker.silent > self._timeout and not worker.loss:
+                    reason = f"{worker.name} gave no sign of life for {self._timeout:g} s and was killed"
+                    worker.loss = Loss(reason, stalled=True)
+                    worker.end()  # its thread notices
+
+    def close(self) -> None:
+        """End all workers at once: they hold nothing that the driver lacks."""
+        for worker in self.all:
+            worker.end()
+            worker.tasks.put(None)
+        self._closed()
+
+    def _outcome(self, worker: Worker, word: Any) -> Shard | Loss:
+        """The outcome of a worker's task. A worker that is gone is replaced."""
+        worker.task = None
+        if word != GONE:
+            return word
+        self._replace(worker)
+        return worker.loss or Loss(worker.death())
+
+    def _replace(self, worker: Worker) -> None:
+        worker.end()
+        self.all[self.all.index(worker)] = self._start()
+
+    def _start(self) -> Worker:
+        worker = self._new()
+        threading.Thread(target=worker.converse, args=(self._said,), daemon=True).start()
+        return worker
+
+
+class Process(Worker):
+    """A process of this machine, with one thread and its own engine."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        # Ctrl-C reaches all processes of a terminal; only the driver handles it.
+        resource_tracker.ensure_running()  # its start would unblock the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process = context.Process(target=work, args=(settings, theirs), daemon=True)
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self.pid = self._process.pid
+        self.name = f"worker {self.pid}"
+
+    def send(self, task: Task) -> None:
+        self._pipe.send(task)
+
+    def receive(self) -> Any:
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def death(self) -> str:
+        code = self._process.exitcode or 0
+        if code < 0:
+            return f"{self.name} was killed by {signal.Signals(-code).name}"
+        return f"{self.name} ended with exit code {code}"
+
+
+def local_pool(settings: Settings, workers: int, timeout: float = STALL_SECONDS) -> Pool:
+    """Processes of this machine."""
+    return Pool(lambda: Process(settings), workers, timeout)
+
+
+def work(settings: Settings, pipe: connection.Connection) -> None:
+    """Run a worker: write the arriving tasks until the driver is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.set_threshold(100_000)  # thousands of texts live at a time, and few objects are in cycles
+    scribe = None
+
+    def wanted() -> bool:
+        pipe.send(ALIVE)
+        return not pipe.poll()
+
+    while True:
+        try:
+            task = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if scribe is None or scribe.texts < task.count:
+                scribe = Scribe(settings, task.count)
+            outcome: Shard | Loss = scribe.write(task, wanted)
+        except Stop:
+            return
+        except Exception as error:
+            outcome = Loss(f"{type(error).__name__}: {error}", died=False)
+        try:
+            pipe.send(outcome)
+        except OSError:
+            return

@@ -1,0 +1,382 @@
+"""A shard of many texts: the settings that decide its bytes, and the Scribe that writes it.
+
+Text i depends only on the settings, its prompt and its seed. So a shard's bytes are the same on every worker
+with the same kernels, and do not depend on earlier shards.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import io
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shakespeare import __version__
+from shakespeare.attention_ext import processor, tiles
+from shakespeare.attention_ext.build import prebuilt
+from shakespeare.attention_ext.checks import set_whole
+from shakespeare.attention_ext.parts import PARTS, CachePrecision, helpers_of
+from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.sampling import NUMBERS, Sampling
+from shakespeare.generation.texts import capacity_for, complete, slots_for
+from shakespeare.generation.writer import Request, Writer
+from shakespeare.model.checkpoint import Checkpoint, load
+from shakespeare.model.config import EMBEDDING, HEAD
+from shakespeare.model.tokenizer import Tokenizer
+
+MOST_NEW_TOKENS = 2**20  # limit for a line of a prompts file: an endless text would block its shard
+ASK_SECONDS = 0.2  # time between two questions whether a shard is still wanted
+WRITE_SECONDS = 1.0  # of a call of the engine: nobody waits for its tokens
+LINE_OPTIONS = (*NUMBERS, "max_new_tokens", "seed", "stop", "context")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides the texts, besides their numbers.
+
+    model: a name for load(); only `fingerprint` decides. prompt: None if each text has its own.
+    engine, simd, br, bc: None or 'auto' if resolved() chooses.
+    """
+
+    model: str
+    fingerprint: str
+    part: str = "part4"
+    engine: str | None = None
+    simd: str = "auto"
+    br: int | None = None
+    bc: int | None = None
+    weights: str = "fp32"
+    kv_cache: str = "fp32"
+    device: str = "cpu"
+    prompt: str | None = "\n"
+    max_new_tokens: int = 256
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    seed: int = 1337
+    context: str = "slide"
+    use_cache: bool = True
+    format: str = "jsonl"
+
+    def __post_init__(self) -> None:
+        set_whole(self, "br", "bc", "max_new_tokens", "seed")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The texts first .. first + count - 1.
+
+    lines: lines of the prompts file, line i for text i; None if all texts have the prompt of the settings.
+    """
+
+    first: int
+    count: int
+    lines: Sequence[bytes] | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A written shard: the bytes of its file, and the record of how it was written.
+
+    cpu_seconds: time of the process; `seconds` is more if others use the core.
+    rejected: (line number from 1, the error). machine: see this_machine().
+    """
+
+    data: bytes
+    texts: int
+    tokens: int
+    seconds: float
+    cpu_seconds: float = 0.0
+    rejected: list[tuple[int, str]] = field(default_factory=list)
+    machine: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A shard that was not written. died: the worker was lost too. stalled: the silent worker was killed."""
+
+    reason: str
+    died: bool = True
+    stalled: bool = False
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """A hash of a model's configuration, weights and vocabulary."""
+    digest = hashlib.sha256(json.dumps(asdict(checkpoint.config)).encode())
+    weights = {**checkpoint.weights, HEAD: checkpoint.weights[EMBEDDING]}
+    for name, array in sorted(weights.items()):
+        digest.update(name.encode() + array.tobytes())
+    tokenizer = checkpoint.tokenizer
+    digest.update(json.dumps(getattr(tokenizer, "characters", None) or len(tokenizer)).encode())
+    return digest.hexdigest()
+
+
+def resolved(settings: Settings, checkpoint: Checkpoint, texts: int) -> dict[str, Any]:
+    """The engine, SIMD helpers and tile that this machine chooses for 'auto'.
+
+    They decide the last bits of the logits; tuned tiles differ between machines. The engine is opened once,
+    so that what the workers load is compiled, for shards of so many texts. Raises as open_engine() does.
+    """
+    s = settings
+    if s.device == "cuda":
+        return {"engine": Scribe(s, texts).engine.name}
+    engine = opened(s, checkpoint).name
+    simd = helpers_of(s.part, s.simd) or "auto"
+    chosen = {"engine": engine, "simd": simd, "br": s.br, "bc": s.bc}
+    if PARTS[s.part].tiled:
+        d, capacity = checkpoint.config.head_dim, capacity_of(s, checkpoint)
+        br, bc = tiles.tile(simd, 1, d, capacity, causal=True)
+        chosen |= {"br": s.br or br, "bc": s.bc or bc}
+    return chosen
+
+
+def opened(settings: Settings, checkpoint: Checkpoint, **sizes: int) -> Engine:
+    """The engine of the settings, with one thread. sizes: slots and capacity. Raises as open_engine()."""
+    names = ("engine", "part", "simd", "br", "bc", "weights", "kv_cache", "device")
+    chosen: dict[str, Any] = {name: getattr(settings, name) for name in names}
+    return open_engine(checkpoint, threads=1, **chosen | sizes)
+
+
+def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
+    """Tokens of context that the longest text needs; the block size for prompts from a file."""
+    if settings.prompt is None:
+        return checkpoint.config.block_size
+    return capacity_for(checkpoint, request_for(settings, checkpoint.tokenizer, 0))
+
+
+def this_machine(kernels: str, *packages: str) -> dict[str, str]:
+    """What can change a text's bytes besides the settings: the processor, what its kernels are compiled for,
+    and versions, also of packages.
+    """
+    features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
+    return {
+        "processor": processor.name(),
+        "instructions": processor.instructions(),
+        "features": features,
+        "kernels": kernels,
+        "python": platform.python_version(),
+        "shakespeare-attention": __version__,
+        **{name: metadata.version(name) for name in packages},
+    }
+
+
+def request_for(settings: Settings, tokenizer: Tokenizer, index: int) -> Request:
+    """The request of text `index` with the prompt of the settings. Raises as Request does."""
+    s = settings
+    return Request(
+        tokenizer.encode("\n" if s.prompt is None else s.prompt),
+        s.seed + index,
+        s.sampling,
+        s.max_new_tokens,
+        s.stop,
+        s.context,
+        s.use_cache,
+    )
+
+
+def request_of_line(
+    settings: Settings, tokenizer: Tokenizer, index: int, line: bytes
+) -> tuple[str | int, Request]:
+    """(id, request) of a line: {"id": ..., "prompt": ..., "options": {...}}.
+
+    options: any of LINE_OPTIONS; the settings give the others. The default seed is the settings' + index.
+    Raises ValueError, TypeError or RecursionError for a malformed line.
+    """
+    entry = json.loads(line.decode())
+    if not isinstance(entry, dict):
+        raise ValueError(f"the line is a {type(entry).__name__}; it must be an object")
+    if unknown := entry.keys() - {"id", "prompt", "options"}:
+        raise ValueError(f"{min(unknown)!r} is unknown; a line has id, prompt and options")
+    identity, prompt, options = entry.get("id"), entry.get("prompt"), entry.get("options", {})
+    if not isinstance(identity, (str, int)) or isinstance(identity, bool):
+        raise TypeError("id must be a string or a whole number")
+    str(identity).encode()  # raises for half of a surrogate pair
+    if not isinstance(prompt, str):
+        raise TypeError("prompt must be a string")
+    if not isinstance(options, dict):
+        raise TypeError("options must be an object")
+    if unknown := options.keys() - set(LINE_OPTIONS):
+        raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
+    endless = ("top_k", "max_new_tokens")  # for which null is a value
+    given = {name: value for name, value in options.items() if value is not None or name in endless}
+    request = replace(
+        request_for(settings, tokenizer, index),
+        ids=tokenizer.encode(prompt),
+        sampling=replace(settings.sampling, **{name: given[name] for name in NUMBERS if name in given}),
+        **{name: given[name] for name in LINE_OPTIONS if name in given and name not in NUMBERS},
+    )
+    most = request.max_new_tokens
+    if most is None or most > max(MOST_NEW_TOKENS, settings.max_new_tokens):
+        raise ValueError(f"max_new_tokens must be a whole number of at most {MOST_NEW_TOKENS}")
+    return identity, request
+
+
+class Stop(Exception):
+    """The shard is no longer wanted."""
+
+
+class Scribe:
+    """Writes shards with one model and engine.
+
+    texts: the most of a shard; on a GPU there are no more slots.
+    Raises ValueError if the model is not the one of the settings, and the errors of load() and open_engine().
+    """
+
+    def __init__(self, settings: Settings, texts: int = 2**31) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the driver has shown them
+            self.checkpoint = load(settings.model)
+        if fingerprint(self.checkpoint) != settings.fingerprint:
+            raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
+        self.settings = settings
+        capacity = capacity_of(settings, self.checkpoint)
+        kv_cache = CachePrecision(settings.kv_cache)
+        self.texts = texts if settings.device == "cuda" else 2**31
+        sizes = (self.checkpoint.config, capacity, kv_cache, settings.device)
+        self.at_once, slots = slots_for(self.texts, 1, *sizes)
+        self.engine = opened(settings, self.checkpoint, slots=slots, capacity=capacity)
+
+    def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
+        """Write a task's texts. Raises Stop soon after wanted() is false."""
+        start, cpu_start = time.perf_counter(), time.process_time()
+        rejected: list[tuple[int, str]] = []
+        written = self._together(task, wanted) or self._each(task, wanted, rejected)
+        parquet = self.settings.format == "parquet"
+        data = in_parquet(written, task.lines is not None) if parquet else in_jsonl(written)
+        tokens = sum(row["new_tokens"] for row in written)
+        seconds = time.perf_counter() - start
+        cpu_seconds = time.process_time() - cpu_start
+        packages = ["pyarrow"] * parquet + ["torch"] * (self.engine.name == "torch")
+        gpu = {}
+        if self.settings.device == "cuda":
+            from shakespeare.generation.engines import cuda
+
+            gpu["gpu"] = cuda.gpu().name
+        return Shard(
+            data,
+            len(written),
+            tokens,
+            seconds,
+            cpu_seconds,
+            rejected,
+            this_machine(prebuilt.level("decoder"), *packages) | gpu,
+        )
+
+    def _each(
+        self, task: Task, wanted: Callable[[], bool], rejected: list[tuple[int, str]]
+    ) -> list[dict[str, Any]]:
+        """The rows of texts that join and leave, each by itself. rejected: as in _requests()."""
+        rows: dict[int, dict[str, Any]] = {}  # of the requests, by their numbers
+
+        def requests() -> Iterator[Request]:
+            for number, (row, request) in enumerate(self._requests(task, rejected)):
+                rows[number] = row
+                yield request
+
+        writer = Writer(self.engine, self.at_once, seconds=WRITE_SECONDS)
+        asked = time.perf_counter()
+        for done, piece in complete(writer, self.checkpoint.tokenizer, requests()):
+            if time.perf_counter() - asked > ASK_SECONDS:
+                asked = time.perf_counter()
+                if not wanted():
+                    raise Stop
+            if not piece:
+                row = rows[done.number]
+                row["seed"], row["text"] = done.request.seed, done.text
+                row["new_tokens"], row["finish_reason"] = done.new_tokens, done.finish_reason
+        return list(rows.values())
+
+    def _together(self, task: Task, wanted: Callable[[], bool]) -> list[dict[str, Any]]:
+        """The rows of texts that begin and end together; none if these do not.
+
+        _each() would give the same, in 65 us a text of 255 tokens instead of 24 (Zen 3). A GPU takes some 50.
+        """
+        s, engine, tokenizer = self.settings, self.engine, self.checkpoint.tokenizer
+        first = request_for(s, tokenizer, task.first)
+        tokens, slots = s.max_new_tokens, range(task.count)
+        fit = task.count <= self.at_once and 0 < tokens <= engine.capacity + 1 - len(first.ids)
+        if task.lines is not None or s.stop or not s.use_cache or not fit:
+            return []
+        for slot in slots:
+            engine.set_sampling(slot, s.sampling)
+        engine.begin(0, first.ids)
+        engine.read(0)
+        engine.copy(0, *slots[1:])
+        seeds = range(first.seed, first.seed + task.count)
+        uniforms = np.array([engine.uniforms(seed)(tokens) for seed in seeds]).T  # (tokens, texts)
+        written: list[NDArray[Any]] = []
+        while (done := sum(map(len, written))) < tokens:
+            if not wanted():
+                raise Stop
+            written.append(engine.write(slots, uniforms[done:], WRITE_SECONDS))
+        texts = tokenizer.decode_all(np.concatenate(written).T)
+        same = {"new_tokens": tokens, "finish_reason": "length"}
+        return [
+            {"index": index, "seed": seed, "text": text} | same
+            for index, (seed, text) in enumerate(zip(seeds, texts), task.first)
+        ]
+
+    def _requests(
+        self, task: Task, rejected: list[tuple[int, str]]
+    ) -> Iterator[tuple[dict[str, Any], Request]]:
+        """The first fields of each text's row, and its request. An empty line has none.
+
+        rejected: gets the lines that have none because they are malformed.
+        """
+        tokenizer = self.checkpoint.tokenizer
+        if task.lines is None:
+            first = request_for(self.settings, tokenizer, 0)
+            for index in range(task.first, task.first + task.count):
+                yield {"index": index}, first.with_seed(self.settings.seed + index)
+            return
+        for index, line in enumerate(task.lines, task.first):
+            line = line.removeprefix(codecs.BOM_UTF8)  # a file of joined ones has some
+            if not line.strip():
+                continue
+            try:
+                identity, request = request_of_line(self.settings, tokenizer, index, line)
+            except (ValueError, TypeError, RecursionError) as error:
+                rejected.append((index + 1, str(error)))
+                continue
+            yield {"index": index, "id": identity}, request
+
+
+def in_jsonl(rows: Sequence[dict]) -> bytes:
+    """A line of JSON for each row; index is its first field."""
+    # One call takes half the time of one for each row. A string with this border has its quotes escaped.
+    lines = json.dumps(rows, ensure_ascii=False)[1:-1].replace('}, {"index": ', '}\n{"index": ')
+    return (lines + "\n" * bool(rows)).encode()
+
+
+def check_parquet() -> None:
+    """Raise ValueError if pyarrow is not installed."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "format is 'parquet', which needs pyarrow; install it (pip install -e '.[cluster]')"
+        ) from None
+
+
+def in_parquet(rows: Sequence[dict], with_id: bool) -> bytes:
+    """The rows as a Parquet file. All ids become strings."""
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {"index": pyarrow.int64(), "id": pyarrow.string(), "seed": pyarrow.uint64()}
+    columns |= {"text": pyarrow.string(), "new_tokens": pyarrow.int32(), "finish_reason": pyarrow.string()}
+    if not with_id:
+        del columns["id"]
+    rows = [row | {"id": str(row["id"])} for row in rows] if with_id else rows
+    out = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(columns)), out)
+    return out.getvalue()

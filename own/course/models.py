@@ -1,0 +1,192 @@
+"""The checks of the exercises in PyTorch, in a process of their own: the backward pass and the decoder.
+
+python -m shakespeare.own.course.models backward|decoder FILE
+
+prints a line of JSON for each stage that passed, {"stage": ..., "note": ...}, then why the next one failed.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shakespeare.attention_ext import reference
+from shakespeare.lab.timing import in_turns
+from shakespeare.model import load
+from shakespeare.model.gpt import GPT
+from shakespeare.model.kv_cache import KVCache
+
+MODEL = "shakes128"
+ALLOWED, FLOOR = 4, 2e-6  # times the error of PyTorch's float32, and a share of the largest number
+ROUNDS, LEAST_SECONDS = 7, 0.02
+TIMED = (4, 512, 64)  # heads, N and d of the timed backward pass
+# (B, H, Nq, Nk, d) of each stage
+BACKWARD = {
+    "plain": ((1, 1, 4, 4, 8), (2, 2, 64, 64, 16)),
+    "causal": ((1, 1, 4, 4, 8), (2, 2, 64, 64, 16), (1, 1, 256, 256, 16)),
+    "awkward": ((1, 1, 1, 1, 4), (1, 2, 63, 63, 24), (2, 1, 7, 40, 33), (1, 1, 130, 257, 16)),
+}
+
+
+class Failed(Exception):
+    """A stage is not passed."""
+
+
+def passed(got: Tensor, wanted: Tensor, peer: Tensor, what: str) -> None:
+    """Raise Failed unless `got` errs little more than PyTorch's float32, `peer`, beside float64."""
+    if tuple(got.shape) != tuple(wanted.shape):
+        raise Failed(f"{what} has the shape {tuple(got.shape)}; it must be {tuple(wanted.shape)}")
+    error, other = (float((t.double() - wanted).abs().max()) for t in (got, peer))
+    allowed = ALLOWED * other + FLOOR * max(1.0, float(wanted.abs().max()))
+    if not error <= allowed:
+        raise Failed(f"{what} is off by {error:.2g}; {allowed:.2g} is allowed")
+
+
+def unchanged(tensors: dict[str, Tensor], call: Callable[[], object]) -> None:
+    """Raise Failed if a call changes one of the tensors."""
+    before = {name: t.clone() for name, t in tensors.items()}
+    call()
+    for name, t in tensors.items():
+        if not torch.equal(t, before[name]):
+            raise Failed(f"it changes {name}")
+
+
+def fast(call: Callable[[], object], products: Callable[[], object], share: float) -> str:
+    """The share of the speed of the products alone, in a sentence. Raises Failed if it is too small."""
+    mine, alone = (
+        sorted(sample.seconds)[ROUNDS // 2] for sample in in_turns([call, products], ROUNDS, LEAST_SECONDS)
+    )
+    text = f"{1e3 * mine:.3g} ms, {100 * alone / mine:.3g} % of its products alone ({1e3 * alone:.3g} ms)"
+    if 100 * alone < share * mine:
+        raise Failed(text)
+    return text
+
+
+def backward(module: ModuleType, share: float) -> Iterator[tuple[str, str]]:
+    """Yield each stage that the backward pass passes, with a note. Raises Failed at the first other one."""
+    function: Any = module.flash_attention_backward
+    torch.manual_seed(0)
+
+    def inputs(B: int, H: int, Nq: int, Nk: int, d: int, causal: bool) -> list[Tensor]:
+        q, k, v, dout = (torch.randn(B, H, n, d) for n in (Nq, Nk, Nk, Nq))
+        out, lse = reference.flash_attention(q, k, v, causal=causal)
+        return [q, k, v, out, lse, dout]
+
+    for stage, sizes in BACKWARD.items():
+        for causal in (False, True) if stage == "awkward" else (stage == "causal",):
+            for size in sizes:
+                given = inputs(*size, causal)
+                got = function(*given, causal=causal)
+                results = []
+                for kind in (torch.float64, torch.float32):
+                    q, k, v = (t.to(kind).requires_grad_() for t in given[:3])
+                    out: Any = reference.attention(q, k, v, causal=causal, scale=size[4] ** -0.5)
+                    results.append(torch.autograd.grad(out, (q, k, v), given[5].to(kind)))
+                for name, mine, wanted, peer in zip(("dq", "dk", "dv"), got, *results):
+                    passed(mine, wanted, peer, f"{name} at (B, H, Nq, Nk, d) = {size}, causal={causal}")
+        yield stage, ""
+    H, N, d = TIMED
+    given = inputs(1, H, N, N, d, False)
+    names = ("q", "k", "v", "out", "lse", "dout")
+    unchanged(dict(zip(names, given)), lambda: function(*given))
+    yield "memory", ""
+    q, k, v, _, _, dout = given
+    s = q @ k.mT
+
+    def products() -> object:
+        return q @ k.mT, dout @ v.mT, s.mT @ dout, s @ k, s.mT @ q
+
+    yield "fast", fast(lambda: function(*given), products, share)
+
+
+def decoder(module: ModuleType, share: float) -> Iterator[tuple[str, str]]:
+    """Yield each stage that the decoder passes, with a note. Raises Failed at the first other one."""
+    checkpoint = load(MODEL)
+    config = checkpoint.config
+    mine: Any = module.GPT.of(config, checkpoint.weights)
+    peer = GPT.of(config, checkpoint.weights)
+    exact = GPT.of(config, checkpoint.weights).double()
+    torch.manual_seed(0)
+
+    def caches(texts: int) -> list[KVCache]:
+        sizes = (texts, config.n_head, config.block_size, config.head_dim)
+        return [KVCache(*sizes) for _ in range(config.n_layer)]
+
+    def compare(ids: Tensor, steps: list[int], what: str) -> None:
+        """Read the tokens so many at a time, with a cache; without one if there is one step."""
+        held = caches(len(ids)) if len(steps) > 1 else None
+        logits = torch.cat([mine(part, held) for part in ids.split(steps, 1)], 1)
+        passed(logits, exact(ids), peer(ids), f"the logits of {what}")
+
+    def tokens(texts: int, count: int) -> Tensor:
+        return torch.randint(config.vocab_size, (texts, count))
+
+    compare(tokens(1, 20), [20], "20 tokens")
+    yield "plain", ""
+    compare(tokens(1, 20), [1] * 20, "20 tokens, one at a time")
+    yield "causal", ""
+    compare(tokens(3, 17), [5, 1, 1, 10], "3 texts, 5, 1, 1 and 10 tokens at a time")
+    compare(tokens(1, 1), [1], "a token")
+    full = config.block_size
+    compare(tokens(1, full), [full - 2, 1, 1], f"{full} tokens, the last two one at a time")
+    yield "awkward", ""
+    held, token = caches(1), tokens(1, 1)
+    mine(tokens(1, 30), held)
+    kept = {f"the {name} of layer {i}": t[:, :, :30] for i, c in enumerate(held) for name, t in keys(c)}
+    unchanged(dict(mine.named_parameters()) | kept, lambda: mine(token, held))
+    yield "memory", ""
+    weights = [t for t in peer.state_dict().values() if t.dim() == 2 and t.shape != (full, config.n_embd)]
+    rows = [torch.randn(1, t.shape[1]) for t in weights]
+
+    def step() -> object:
+        for cache in held:
+            cache.length = 30
+        return mine(token, held)
+
+    yield "fast", fast(step, lambda: [row @ t.T for row, t in zip(rows, weights)], share)
+
+
+def keys(cache: KVCache) -> tuple[tuple[str, Tensor], ...]:
+    return ("keys", cache.k), ("values", cache.v)
+
+
+def main(kind: str, path: str, share: str) -> None:
+    """Print the stages that a file passes, and why it fails the next one."""
+    file = Path(path)
+    torch.set_num_threads(1)
+    module = ModuleType(f"own_{kind}")
+    sys.modules[module.__name__] = module
+    linecache.checkcache(path)
+    check = {"backward": backward, "decoder": decoder}[kind]
+    try:
+        exec(compile(file.read_text(encoding="utf-8"), path, "exec"), vars(module))
+        with torch.inference_mode(kind == "decoder"):
+            for stage, note in check(module, float(share)):
+                print(json.dumps({"stage": stage, "note": note}), flush=True)
+    except Failed as error:
+        print(json.dumps({"failed": str(error)}))
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [""])[0]
+        print(json.dumps({"failed": f"{type(error).__name__}: {said}{line_of(error, path)}"}))
+
+
+def line_of(error: BaseException, path: str) -> str:
+    """Where in the file an error was raised."""
+    where, trace = "", error.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == path:
+            where = f" at {Path(path).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return where
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,126 @@
+"""gpt.py course: the parts pass every stage of their exercises, and an untouched exercise passes none."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shakespeare.own import kernel as own
+from shakespeare.own.course import checks, models
+from shakespeare.own.course.exercises import EXERCISES, STAGES, cases_of, write
+from shakespeare.own.trial.cases import CASES
+from shakespeare.own.trial.speed import Figures
+
+SECONDS = 600  # after which a call is endless
+ON_GPU = [each for each in EXERCISES if each.file.endswith(".cu")]
+QUICK = ("3-fused", "10-decoder")  # that the default tests solve
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr(checks, "PYTHON_SECONDS", SECONDS)
+
+
+def skip_without_gpu(exercise) -> None:
+    if exercise.file.endswith(".cu") and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+
+
+def result_of(exercise, text: str, folder) -> checks.Result:
+    (folder / exercise.file).write_text(text)
+    (result,) = checks.check([(exercise, folder / exercise.file)], SECONDS)
+    return result
+
+
+def solve(exercise, folder) -> checks.Result:
+    """The result of the solution; the untouched exercise passes nothing."""
+    skip_without_gpu(exercise)
+    untouched = result_of(exercise, exercise.text(), folder)
+    assert not untouched.passed and untouched.failed == "it is untouched"
+    return result_of(exercise, exercise.solution(), folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda each: each.name)
+def test_the_solution_passes_all_stages_and_the_untouched_exercise_none(exercise, tmp_path, extension):
+    """At any speed: the last stage asks for no share of the limit."""
+    solved = solve(dataclasses.replace(exercise, share=0.0), tmp_path)
+    assert solved.passed == list(STAGES), solved
+    assert not solved.failed and solved.note
+
+
+@pytest.mark.parametrize("exercise", [each for each in EXERCISES if each.name in QUICK], ids=QUICK)
+def test_a_solution_that_is_too_slow_lacks_the_last_stage(exercise, tmp_path, extension):
+    solved = solve(dataclasses.replace(exercise, share=math.inf), tmp_path)
+    assert solved.passed == list(STAGES)[:4] and solved.failed, solved
+
+
+@pytest.mark.parametrize("reached", [0.99, 1.01])  # times the share that is asked for
+def test_the_last_stage_is_judged_by_the_share_of_the_limit(reached, tmp_path, extension, monkeypatch):
+    (fused,) = (each for each in EXERCISES if each.name == "3-fused")
+    flops, peak = reached * fused.share / 100 * 1e8, 1e11  # of a call of 1 ms
+    figures = Figures({"own": 1.0}, None, None, flops, peak, 0.0, 8, 0, 0, "a processor", "cpu")
+    monkeypatch.setattr(checks.speed, "measure", lambda *_, **__: figures)
+    found = result_of(fused, fused.solution(), tmp_path)
+    assert found.points == (5 if reached > 1 else 4) and found.share == pytest.approx(flops / 1e8), found
+    assert reached > 1 or found.failed.endswith(f"(100 GFLOP/s), a processor; {fused.share:g} % is asked for")
+    samples = [SimpleNamespace(seconds=[seconds] * models.ROUNDS) for seconds in (1.0, 0.2 * reached)]
+    monkeypatch.setattr(models, "in_turns", lambda *_: samples)
+    with contextlib.nullcontext() if reached > 1 else pytest.raises(models.Failed):
+        assert models.fast(lambda: None, lambda: None, 20.0).startswith("1e+03 ms, 20.2 % of")
+
+
+def test_exercises_for_a_gpu_compile(nvrtc, tmp_path):
+    for exercise in ON_GPU:
+        for text in (exercise.solution(), exercise.text()):
+            (tmp_path / exercise.file).write_text(text)
+            kernel = own.loaded(tmp_path / exercise.file)
+            assert isinstance(kernel, own.OnLadder)
+            _, resources = kernel.source(32, "sm_80").compile()
+            assert resources.registers > 0
+
+
+def test_each_stage_asks_for_more_cases():
+    counts = [sum(map(cases_of(stage), CASES)) for stage in ("plain", "causal", "awkward")]
+    assert min(counts[:2]) >= 2 and counts[2] == len(CASES)
+
+
+def test_stages_are_lost_one_by_one(tmp_path, extension):
+    """A mistake costs the stages from its own on; a crash and an endless loop are sentences."""
+    named = {each.name: each for each in EXERCISES}
+    naive, backward = named["1-naive"], named["9-backward"]
+    for exercise, old, new, passed, why in (
+        (naive, "a.seen(i)", "a.Nk", 1, "mask"),
+        (naive, "ldK = a.k.row_stride", "ldK = a.d", 2, "row_stride"),
+        (naive, "float* S) {", "float* S) {\n    *(volatile int*)8 = 0;", 0, "crashed"),
+        (backward, "dq[:, :, i] += dSij @ Kj", "out += 0.5; dq[:, :, i] += dSij @ Kj", 3, "changes out"),
+        (backward, "Nq, d = q.shape[2:]", "import os; os._exit(0)", 0, "ended the program"),
+    ):
+        text = exercise.solution()
+        assert old in text
+        result = result_of(exercise, text.replace(old, new), tmp_path)
+        assert result.points == passed and why in result.failed, result
+
+
+def test_the_command(cli, failed, tmp_path, extension):
+    assert "must be DIRECTORY, or check" in failed("course")
+    assert "must hold exercises" in failed("course", "check")
+    assert "--json goes with check only" in failed("course", "work", "--json")
+    assert cli("course", "work").returncode == 0
+    assert "1-naive.cpp exists there" in failed("course", "work")
+    with pytest.raises(ValueError, match="is not replaced"):
+        write(tmp_path / "work")
+    page = (tmp_path / "work" / "1-naive.md").read_text()
+    assert "course check 1-naive.cpp" in page and "% of the FMA peak" in page
+    shown = cli("course", "check", "work/1-naive.cpp")
+    assert shown.returncode == 1 and "0 of 5 points" in shown.stdout
+    assert "next: right without a mask" in shown.stdout
+    made = json.loads(cli("course", "check", "work/9-backward.py", "--json").stdout)
+    assert made["points"] == 0 and made["of"] == 5 and made["machine"]["version"]
+    assert made["exercises"][0]["failed"]

@@ -1,0 +1,384 @@
+"""gpt.py try: planted mistakes are found and named, right kernels are right, and the command's report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from planted import (
+    CUDA,
+    FLASH,
+    KERNELS,
+    MISTAKES,
+    NAIVE,
+    NUMPY,
+    ON_GPU_ONLY,
+    RIGHT,
+    TORCH,
+    WITH_SANITIZER,
+    Mistake,
+)
+from support import naming
+
+from shakespeare import generate
+from shakespeare.attention_ext import attention
+from shakespeare.attention_ext.build import toolchain
+from shakespeare.attention_ext.parts import SUFFIXES
+from shakespeare.model import load
+from shakespeare.own import kernel as own
+from shakespeare.own.trial import checking, diagnosis, report, speed, worker
+from shakespeare.own.trial.cases import CASES
+from shakespeare.own.trial.speed import Figures, Size
+
+SECONDS = 600.0  # after which a call is endless; that is known of some mistakes
+ENDLESS_SECONDS = 5.0
+NAMED = 0.85  # least share of the mistakes that the diagnosis names
+DEFAULT = {
+    ("no maximum", "naive"),
+    ("beyond a row", "naive"),
+    ("one scratch for all", "flash"),
+    ("the last key", "numpy"),
+}
+
+
+@pytest.fixture(scope="module")
+def checker(extension):
+    with checking.Checker() as made:
+        yield made
+
+
+def skip_without(suffix: str) -> None:
+    if suffix == ".ispc" and not toolchain.find_ispc():
+        pytest.skip("ispc is missing")
+    if suffix == ".cu" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    monkeypatch.setattr(checking, "SANITIZER_SECONDS", SECONDS)
+
+
+def tried(
+    checker, folder: Path, name: str, suffix: str, text: str, seconds: float = SECONDS
+) -> checking.Verdict:
+    """The verdict on a kernel."""
+    file = folder / f"{name}{suffix}"
+    file.write_text(text)
+    found = checker.check(file, seconds)
+    checking.sanitize(file, found)
+    return found
+
+
+def find(checker, folder: Path, mistakes: list[Mistake]) -> None:
+    """Each mistake is found, and most are named."""
+    assert mistakes
+    named = []
+    for i, mistake in enumerate(mistakes):
+        with naming(mistake.kernel, mistake.name):
+            seconds = ENDLESS_SECONDS if "endless" in mistake.kinds.split() else SECONDS
+            found = tried(checker, folder, f"mine{i}", mistake.suffix, mistake.text(), seconds)
+            assert not found.refused and not found.right
+            named.append(found.finding is not None and found.finding.kind in mistake.kinds.split())
+    missed = [(m.kernel, m.name) for m, ok in zip(mistakes, named) if not ok]
+    assert sum(named) >= NAMED * len(named), missed
+
+
+def test_some_mistakes_are_found(checker, tmp_path):
+    some = [m for m in MISTAKES if (m.name, m.kernel) in DEFAULT]
+    find(checker, tmp_path, some)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("suffix", [".cpp", ".py", ".ispc", ".cu"])
+def test_all_mistakes_are_found(checker, tmp_path, suffix):
+    skip_without(suffix)
+    left_out = () if shutil.which("compute-sanitizer") else WITH_SANITIZER
+    find(checker, tmp_path, [m for m in MISTAKES if m.suffix == suffix and m.name not in left_out])
+
+
+def test_the_table_is_as_large_as_promised():
+    assert len(MISTAKES) >= 40 and len(RIGHT) >= 20
+    assert len({kind for m in MISTAKES for kind in m.kinds.split()}) >= 10
+    assert {kind for m in MISTAKES for kind in m.kinds.split()} <= diagnosis.KINDS.keys()
+    for mistake in MISTAKES:
+        assert mistake.text() != KERNELS[mistake.kernel][1]
+
+
+@pytest.mark.full
+def test_mistakes_in_cuda_are_found_in_an_emulator(tmp_path, monkeypatch):
+    """The worker's cases and diagnosis, without a GPU: the kernel's threads are fibers."""
+    if not shutil.which("g++"):
+        pytest.skip("g++ is missing, which compiles the kernels for the CPU")
+    from emulated import Emulated
+
+    monkeypatch.setattr(own, "loaded", Emulated)
+    monkeypatch.setattr(worker, "CASES", [case for case in CASES if case.d in (8, 16)])
+    named = []
+    mistakes = [m for m in MISTAKES if m.suffix == ".cu" and m.name not in ON_GPU_ONLY]
+    right = [("right", text) for suffix, text in RIGHT.values() if suffix == ".cu"]
+    for i, (mistake, text) in enumerate([*right, *((m, m.text()) for m in mistakes)]):
+        said: dict = {}
+        (tmp_path / f"mine{i}.cu").write_text(text)
+        with naming(mistake):
+            worker.trial(
+                {"file": tmp_path / f"mine{i}.cu", "seconds": SECONDS}, lambda **answer: said.update(answer)
+            )
+            if mistake == "right":
+                assert "wrong" not in said and said["right"] == said["tried"] > 10
+                continue
+            assert "wrong" in said
+            named.append(said.get("finding", ("",))[0] in mistake.kinds.split())
+    assert sum(named) >= NAMED * len(named), [m.name for m, ok in zip(mistakes, named) if not ok]
+
+
+def test_kernels_in_cuda_compile(nvrtc, tmp_path):
+    """For two architectures, without a GPU."""
+    for i, (name, text) in enumerate({n: t for n, (s, t) in RIGHT.items() if s == ".cu"}.items()):
+        (tmp_path / f"mine{i}.cu").write_text(text)
+        kernel = own.loaded(tmp_path / f"mine{i}.cu")
+        for arch in ("sm_75", "sm_90"):
+            with naming(name, arch):
+                _, resources = kernel.source(32, arch).compile()
+                assert resources.registers > 0
+
+
+def test_without_a_gpu_a_kernel_in_cuda_is_compiled(checker, nvrtc, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    found = tried(checker, tmp_path, "mine", ".cu", CUDA)
+    assert "it compiles for sm_80" in found.refused and "not tried" in found.refused
+    found = tried(checker, tmp_path, "mine", ".cu", CUDA.replace("call.scale", "call.nothing"))
+    assert "mine.cu(" in found.refused and "nothing" in found.refused
+
+
+def test_right_kernels_are_right(checker, tmp_path):
+    for name in ("flash", "numpy"):
+        suffix, text = RIGHT[name]
+        with naming(name):
+            assert tried(checker, tmp_path, "mine", suffix, text).right
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RIGHT)
+def test_all_right_kernels_are_right(checker, tmp_path, name):
+    suffix, text = RIGHT[name]
+    skip_without(suffix)
+    if "numba" in text:
+        pytest.importorskip("numba")
+    found = tried(checker, tmp_path, "mine", suffix, text)
+    assert found.right, (found.finding, found.refused, found.said)
+    simulated = own.uses_numba_cuda(text) and not torch.cuda.is_available()
+    assert found.tried == len(worker.chosen({"simulated": simulated}, "cpu"))
+
+
+def test_python_and_the_engine_call_the_file(extension, tmp_path, monkeypatch):
+    """The text is that of part4 if the kernel is right, and another one if it is not."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.cpp").write_text(FLASH)
+    q, k, v = (torch.randn(2, 3, n, 24) for n in (9, 30, 30))
+    out = attention("./mine.cpp", q, k, v, causal=True)
+    torch.testing.assert_close(out, attention("part0", q, k, v, causal=True))
+    model = load("shakes128")
+    texts = {part: generate(model, "ROMEO:", 40, part=part) for part in ("part4", "./mine.cpp")}
+    assert texts["part4"] == texts["./mine.cpp"]
+    Path("mine.cpp").write_text(
+        FLASH.replace("= O[i * d + c] / l[i]", "= 0")
+    )  # a saved file is compiled again
+    assert generate(model, "ROMEO:", 40, part="./mine.cpp") != texts["part4"]
+    assert not attention("./mine.cpp", q, k, v).any()
+    count = "    with open('called', 'a') as file:\n        file.write('.')\n    Nq, Nk"
+    counting = NUMPY.replace("    Nq, Nk", count)
+    Path("mine.py").write_text("\ufeff" + counting)  # with an editor's byte order mark
+    assert generate(model, "ROMEO:", 40, part="mine.py") == texts["part4"]
+    assert len(Path("called").read_text()) == 40 * model.config.n_layer
+
+
+def test_wrong_uses_from_python_are_named(extension, tmp_path):
+    q = torch.zeros(1, 1, 4, 8)
+    file = tmp_path / "mine.cpp"
+    with pytest.raises(ValueError, match=r"mine.cpp'; there is no such file"):
+        attention(str(file), q, q, q)
+    file.write_text("int other() { return 1; }  // no attention")
+    with pytest.raises(own.BuildError, match="must define void attention"):
+        attention(str(file), q, q, q)
+    file.write_text('#include "attention.h"\nvoid attention(const Attention& a, float*) { a.nothing; }')
+    with pytest.raises(own.BuildError, match=r"mine.cpp:2:\d+: error: .*nothing"):
+        attention(str(file), q, q, q)
+    file.write_text(NAIVE)
+    with pytest.raises(ValueError, match="return_lse is True; it must be False"):
+        attention(str(file), q, q, q, return_lse=True)
+    with pytest.raises(ValueError, match="q requires a gradient"):
+        attention(str(file), q.clone().requires_grad_(), q, q)
+    with pytest.raises(ValueError, match="engine is 'native'; it must be 'torch'"):
+        generate(load("shakes128"), "R", 2, part=str(file), engine="native")
+    (tmp_path / "mine.cu").write_text(CUDA)
+    with pytest.raises(ValueError, match="q is on cpu; it must be on CUDA"):
+        attention(str(tmp_path / "mine.cu"), q, q, q)
+
+
+def test_a_request_cannot_name_a_file():
+    from shakespeare.app.server.requests import CompletionBody
+
+    with pytest.raises(ValueError):
+        CompletionBody(prompt="x", part="mine.cpp")
+
+
+FIGURES = Figures(
+    {"own": 50.0, "part1": 100.0, "part2": 3.0, "part3": 8.0, "part4": 2.5, "sdpa": 6.0},
+    0.2,
+    None,
+    0.537e9,
+    120e9,
+    1e-9,
+    16,
+    4 << 20,
+    1 << 20,
+    "a processor",
+    "cpu",
+)
+
+
+def test_the_ladder_and_the_hints():
+    assert speed.place(FIGURES) == "between part1 and part3"
+
+    def with_time(ms: float, **others) -> Figures:
+        return Figures(**{**vars(FIGURES), "ms": FIGURES.ms | {"own": ms}, "small_ms": ms / 256} | others)
+
+    assert speed.place(with_time(200)) == "slower than part1"
+    assert speed.place(with_time(1)) == "faster than part4"
+    size = Size()
+    for figures, page, words in (
+        (FIGURES, "lanes", "gives 7.5"),
+        (with_time(50, moved={"L1": 4e9}), "lanes", "a cache line comes in for each number"),
+        (with_time(12, small_ms=0.01), "blocks", "the matrices leave the cache"),
+        (with_time(14), "rows", "S takes 4 MiB"),
+        (with_time(14, wide_ms=18.0), "helpers", "71 % of the time"),
+        (with_time(14, scratch=0), "blocks", "keep a block of sums in registers"),
+        (with_time(7, scratch=1 << 19), "tiles", "leaves the first caches"),
+        (with_time(5.5), "tiles", "of the peak"),
+    ):
+        what, where = speed.hint(figures, size, "")
+        assert words in what and where == page, (what, where)
+    assert speed.hint(with_time(14, scratch=0), Size(threads=2), "")[1] == "rows"
+    assert "4 KiB apart" in speed.hint(with_time(14, scratch=0), size, "simd::multiply(")[0]
+    on_gpu = Figures(**vars(FIGURES) | {"device": "cuda", "ms": {"own": 5.0, "kernel1": 9.0, "kernel2": 1.0}})
+    assert (
+        speed.hint(on_gpu, size, "")[1] == "kernel2" and speed.place(on_gpu) == "between kernel1 and kernel2"
+    )
+
+
+def test_the_pages_of_the_hints_exist():
+    root = Path(checking.ROOT)
+    for page in (*speed.PAGES.values(), report.MISTAKES):
+        file, anchor = page.split("#")
+        titles = [
+            line.lstrip("# ") for line in (root / file).read_text().splitlines() if line.startswith("#")
+        ]
+        slugs = {"".join(c for c in t.lower().replace(" ", "-") if c.isalnum() or c == "-") for t in titles}
+        assert anchor in slugs, page
+
+
+def test_the_command(cli, failed, extension, tmp_path):
+    assert "there is no such file" in failed("try", "mine.cpp")
+    assert "must end with .cpp, .ispc, .cu, .py" in failed("try", "mine.txt")
+    assert "Missing argument" in failed("try")
+    for suffix in SUFFIXES:
+        assert cli("try", "--new", f"mine{suffix}").returncode == 0
+    assert "that file exists" in failed("try", "--new", "mine.cpp")
+    assert "python gpt.py try 'restart. 1.cpp'\n" in cli("try", "--new", "restart. 1.cpp").stderr
+    assert "    python gpt.py try 'restart. 1.cpp'  " in Path("restart. 1.cpp").read_text()
+    assert "-N does not go with --inference" in failed("try", "mine.cpp", "-N", 3, "--inference")
+    Path("mine.cpp").write_text(NAIVE.replace("a.scale * s", "s"))
+    done = cli("try", "mine.cpp")
+    assert done.returncode == 1
+    for words in (
+        "mine.cpp is wrong",
+        "first at    1 head of N = 4, d = 8",
+        "the scores are not scaled",
+        "expected",
+        "####",
+    ):
+        assert words in done.stdout, words
+    Path("mine.py").write_text(TORCH)
+    done = cli("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", SECONDS, "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["right"] and found["tried"] == len(CASES)
+    assert found["speed"]["share"] > 0 and found["hint"]["text"]
+
+
+@pytest.mark.full
+def test_the_report_of_a_right_kernel(cli, extension):
+    Path("mine.cpp").write_text(NAIVE)
+    done = cli("try", "mine.cpp", "-N", 256, "--seconds", SECONDS, "--cachegrind")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"mine.cpp is right in {len(CASES)} cases" in done.stdout
+    for title in ("memory", "speed", "ladder", "scratch", "what now", "read"):
+        assert f"\n{title} " in done.stdout, title
+    done = cli(
+        "try", "mine.cpp", "--inference", "-m", "shakes128", "--max-new-tokens", 10, "--num-samples", 1
+    )
+    assert done.returncode == 0 and "mine.cpp, torch engine" in done.stderr
+
+
+@pytest.mark.full
+def test_other_commands_take_a_file(cli, failed, extension):
+    assert "part is 'none.cpp'; there is no such file" in failed("explain", "none.cpp")
+    Path("mine.cpp").write_text(FLASH)
+    assert "mine.cpp" in cli("explain", "mine.cpp", "-N", 64).stdout
+    shown = cli("bench", "mine.cpp,part2", "-N", 64, "-r", 2, "--min-time", 0.01).stdout
+    assert "| mine.cpp |" in shown
+    shown = cli("race", "part4,mine.cpp", "-m", "shakes128", "--max-new-tokens", 20).stdout
+    assert "identical: all 2 texts" in shown
+    assert "mine.cpp" in cli("profile", "mine.cpp", "-m", "shakes128", "--tokens", 4).stdout
+
+
+def test_watching_answers_each_save(process, tmp_path, extension):
+    """The first verdict, and the one after a save."""
+    file = tmp_path / "mine.cpp"
+    file.write_text(NAIVE.replace("a.scale * s", "s"))
+    running = process("try", file, "--watch", "--seconds", SECONDS, PYTHONUNBUFFERED="1")
+    lines = iter(running.stdout.readline, "")
+    assert next(line for line in lines if "mine.cpp is" in line) == "mine.cpp is wrong\n"
+    next(line for line in lines if line.startswith("memory"))
+    file.write_text(NAIVE)
+    assert next(line for line in lines if "mine.cpp is" in line) == "mine.cpp is right in 29 cases\n"
+
+
+def test_a_crash_in_another_command_is_a_sentence(process, tmp_path, extension):
+    (tmp_path / "mine.cpp").write_text(NAIVE.replace("float* O = a.out_at(b, h);", "float* O = nullptr;"))
+    running = process("bench", "mine.cpp", "-N", 64)
+    _, said = running.communicate(timeout=600)
+    assert running.returncode == 1
+    assert "mine.cpp crashed" in said and "gpt.py try mine.cpp" in said
+
+
+def test_reports_of_sanitizers_are_read():
+    said = """==1==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x10 at pc 0x1 bp 0x2 sp 0x3
+READ of size 4 at 0x10 thread T0
+    #0 0x55 in attention(AttentionOf<float> const&, float*) /a/mine.cpp:28
+0x10 is located 0 bytes to the right of 16-byte region [0x0a,0x10)
+q at 0x01, k at 0x0a"""
+    assert (
+        checking.of_address_sanitizer(said, "mine.cpp").sentence == "read of 4 bytes beyond k at mine.cpp:28"
+    )
+    memcheck = """========= Invalid __global__ read of size 4 bytes
+=========     at attention+0x1e0 in mine.cu:31"""
+    assert checking.of_compute_sanitizer(memcheck, "mine.cu").sentence == (
+        "read of 4 bytes out of bounds of global memory at mine.cu:31"
+    )
+    race = "========= Error: Race reported between Write access at attention+0x1 in mine.cu:24"
+    assert checking.of_compute_sanitizer(race, "mine.cu").kind == "race"
+
+
+def test_pictures_and_spans():
+    import numpy as np
+
+    assert report.spans([0, 1, 2, 5]) == "0 to 2, 5"
+    drawn = worker.picture(np.array([[0.0, 2, 200, 20_000, np.inf]]))
+    assert drawn == [".-+#?"]
+    assert os.path.basename(report.MISTAKES).startswith("try.md")
