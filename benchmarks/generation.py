@@ -43,7 +43,6 @@ from benchmarks.measuring import QUIET, attempt, failed_row, percent, show_table
 from benchmarks.peers import Peer
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
 from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
-from benchmarks.peers.onnx_runtime import OnnxRuntime
 from benchmarks.peers.pytorch import CachedPyTorch, Transformers, UncachedPyTorch
 from shakespeare.app.cli import options
 from shakespeare.attention_ext import PARTS, extension
@@ -58,7 +57,7 @@ from shakespeare.model import corpus, load
 from shakespeare.model.gpt import GPT
 
 PYTORCH = (UncachedPyTorch, CachedPyTorch, Transformers)
-OTHERS = (CTranslate2, CTranslate2Int8, OnnxRuntime, LlamaCpp, LlamaCppQ8)
+OTHERS = (CTranslate2, CTranslate2Int8, LlamaCpp, LlamaCppQ8)
 PEERS: dict[str, type[Peer]] = {peer.__name__: peer for peer in (*PYTORCH, *OTHERS)}
 # of on_gpu.py, beside PYTORCH
 ON_GPU = dict.fromkeys(("GraphPyTorch", "CompiledPyTorch", "CompiledGraphPyTorch"))

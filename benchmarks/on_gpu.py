@@ -17,7 +17,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -42,7 +41,6 @@ DEVICE = "cuda"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_ERROR = {"fp32": Peer.most_error, "bf16": 0.5}  # of logits
 GREEDY = Sampling(temperature=0)
-NOT_HERE = {"vllm": "vLLM", "tensorrt_llm": "TensorRT-LLM"}  # no contender
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
@@ -215,8 +213,6 @@ def compare(
     if "webgpu" in engines:
         contenders.append(bench.Contender("webgpu", "part4"))
     contenders += [bench.Contender(name) for name in PEERS if name in peers]
-    for package, name in NOT_HERE.items():
-        click.echo(f"{name} is {'not compared' if find_spec(package) else 'not installed'}")
     found: dict[str, dict[str, Any]] = {}
     for title, dtype in itertools.product(cases, dtypes):
         case = bench.CASES[title]

@@ -76,15 +76,6 @@ def test_bulk():
     assert all(float(row[1].replace(",", "")) > 0 and 0 < float(row[6]) <= 1.1 for row in rows)
 
 
-def test_scores():
-    head, *rows = table(printed("scores", "--parts part0,part4 -N 64 -d 16 --rounds 3 --limit 1000"))
-    assert head[0] == "contender" and head[-1] == "denormal"
-    assert [row[0] for row in rows] == ["part0", "part4", "sdpa"] and {len(row) for row in rows} == {
-        len(head)
-    }
-    assert all(float(figure) > 0 for row in rows for figure in row[2:])
-
-
 def test_serving():
     pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
     if not hasattr(os, "sched_getaffinity"):
@@ -101,16 +92,6 @@ def test_start():
     assert rows[0] == ["command", "seconds", "CPU seconds", "MiB", "slowest imports, ms"] and len(rows) == 9
     memory = {row[0]: float(row[3]) for row in rows[1:]}
     assert memory["part4 --inference"] < memory["part0 --inference"] / 3
-
-
-def test_threads():
-    text = printed("threads", "--threads 1,3 --texts 2,7 --rounds 2 --weights bf16 --kv-cache bf16")
-    assert "weights in bf16, cache in bf16" in text
-    head, *rows = table(text)
-    cases = [[texts, threads] for texts in "27" for threads in "13"]
-    assert head[:3] == ["texts", "threads", "tokens/s"] and [row[:2] for row in rows] == cases
-    assert all(float(figure) > 0 for row in rows for figure in row[2:6])
-    assert float(rows[0][3]) == float(rows[0][5]) == 1
 
 
 def test_training():
@@ -145,9 +126,6 @@ def test_web():
 def test_a_wrong_argument_is_named():
     for name, arguments, message in (
         ("backward", "--mask window", "'--mask': 'window' must be one of none, causal"),
-        ("scores", "--parts part9", "'--parts': 'part9' must be one of part0, part1,"),
-        ("scores", "--simd avx", "'--simd': 'avx' must be one of auto, ispc, portable, off"),
-        ("threads", "--threads 0", "at least 1"),
         ("drafts", "--temperatures 0.8,x", "'--temperatures': '0.8,x' must be numbers"),
         ("drafts", "--temperatures 0.8,-1", "'--temperatures': '0.8,-1' must be numbers"),
     ):
