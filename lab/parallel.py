@@ -3,19 +3,17 @@
 Every rank makes its own rows from a seed for each block of rows, so no rank holds more than its method needs.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shakespeare.attention_ext import PARTS, attention, operator, parallel, processor, reference
-from shakespeare.attention_ext.layout import Rows, length, pairs, shares, take
+from shakespeare.attention_ext.layout import Rows, length, take
 from shakespeare.attention_ext.parallel import Traffic
 from shakespeare.attention_ext.ranks import Ranks, join, meet
 from shakespeare.lab import machine
@@ -28,11 +26,6 @@ CHECKED = 16  # rows of each rank that are compared with float64
 MOST_NUMBERS = 2**30  # most numbers of K to make again for the comparison with float64; about ten seconds
 ROUNDS = 5  # rounds of the measurement, unless one takes longer than LONG seconds
 LONG = 2.0
-SAMPLE = {"cpu": 2**26, "cuda": 2**34}  # pairs for the measurement of one rank's speed, some 0.1 s
-LEAST = 64  # queries of that measurement, at least
-PIECES = (1 << 20, 64 << 20)  # least and most bytes with which the bandwidth is measured
-# https://github.com/zhuzilin/ring-flash-attention: eight H800, forward, % of eight times one GPU
-PUBLISHED = {"ring": 52, "striped": 74, "zigzag": 85}
 
 
 @dataclass(frozen=True)
@@ -57,32 +50,6 @@ class Question:
     def offset(self) -> int:
         """Query i sees the keys j <= i + offset."""
         return self.N - self.queries
-
-    def work(self, queries: Sequence[range], keys: Sequence[range]) -> int:
-        """Pairs of a query and a key that it sees, in all heads."""
-        return self.heads * pairs(queries, keys, self.causal, self.offset)
-
-
-class Speeds(NamedTuple):
-    """The speeds that a prediction uses.
-
-    work: pairs of a query and a key in one head that one rank computes in a second while the others wait.
-    bandwidth: bytes that each rank sends in a second while all ranks send. latency: seconds of an exchange of
-    almost nothing. crowd: threads of the ranks for each core of this host, at least 1.
-    """
-
-    work: float
-    bandwidth: float
-    latency: float
-    crowd: float
-
-    def computing(self, work: float) -> float:
-        """Seconds to compute `work` pairs."""
-        return self.crowd * work / self.work
-
-    def sending(self, sent: float) -> float:
-        """Seconds of an exchange of `sent` bytes."""
-        return self.latency + sent / self.bandwidth if sent else 0.0
 
 
 def rows_of(name: str, asked: Question, chunks: Sequence[range]) -> Tensor:
@@ -127,90 +94,10 @@ def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
     return which, out
 
 
-def measure_speeds(asked: Question, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, sent: int) -> Speeds:
-    """Measure rank 0's speed while the others wait, and the bandwidth of all ranks round the ring."""
-    found = torch.zeros(3, dtype=torch.float64)
-    if ranks.rank == 0:
-        few = q[:, :, : max(LEAST, SAMPLE[asked.device] // max(1, asked.heads * k.shape[2]))]
-        seconds = best(lambda: k.numel() and attention(asked.part, few, k, v, scale=asked.scale), ranks)
-        found[0] = asked.heads * max(1, few.shape[2] * k.shape[2]) / seconds
-    meet()
-    if ranks.count > 1:
-        size = min(max(PIECES[0], sent // (ranks.count - 1)), PIECES[1]) // 8
-        for place, numbers, count in ((1, size, 5), (2, 1, 50)):
-            half = torch.zeros(numbers, device=ranks.device)
-
-            def turn() -> None:  # as in the ring: copied together, received into new memory
-                pair = torch.stack((half, half))
-                operations = [
-                    dist.P2POp(dist.isend, pair, (ranks.rank + 1) % ranks.count),
-                    dist.P2POp(dist.irecv, torch.empty_like(pair), (ranks.rank - 1) % ranks.count),
-                ]
-                Traffic().wait(dist.batch_isend_irecv(operations), ranks.device)
-
-            # a fixed number of turns: the ranks wait for each other
-            found[place] = best(turn, ranks, count, limit=math.inf)
-    dist.broadcast(found, 0)
-    work, transfer, latency = found.tolist()
-    bandwidth = 8 * size / max(1e-9, transfer - latency) if ranks.count > 1 else math.inf
-    crowd = 1.0
-    if asked.device == "cpu":
-        crowd = max(1.0, ranks.local * torch.get_num_threads() / processor.cores())
-    return Speeds(work, bandwidth, latency, crowd)
-
-
-def best(function: Callable[[], object], ranks: Ranks, count: int = 5, limit: float = LONG) -> float:
-    """Seconds of the fastest of `count` calls, after one to warm up."""
-
-    def finished() -> None:
-        function()
-        synchronize(ranks)
-
-    synchronize(ranks)
-    found = [seconds_of(finished)]
-    while len(found) <= count and sum(found) <= limit:
-        found.append(seconds_of(finished))
-    return min(found[1:] or found)
-
-
 def synchronize(ranks: Ranks) -> None:
     """Wait for the GPU, if there is one."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def predict(asked: Question, queries: Rows, keys: Rows, speeds: Speeds) -> tuple[float, float, float]:
-    """Seconds of the call, of the computation on the busiest rank, and of sending without overlap."""
-    P = len(keys)
-    if asked.method not in ("ring", "zigzag"):
-        sent = [
-            parallel.expected(asked.method, queries, keys, rank, asked.heads, asked.d)[0] for rank in range(P)
-        ]
-        everything = [chunk for chunks in keys for chunk in chunks]
-        work = [asked.work(mine, everything) for mine in queries]
-        if asked.method == "split":
-            work = [asked.work(queries[0], mine) for mine in keys]
-        if asked.method == "ulysses":
-            whole = asked.work([range(asked.queries)], [range(asked.N)]) // asked.heads
-            work = [share * whole for share in shares(asked.heads, P)]
-        computing, sending = speeds.computing(max(work)), speeds.sending(max(sent))
-        return computing + sending, computing, sending
-    # A turn of rank r begins when it has computed the turn before and its keys have arrived, which rank r - 1
-    # began to send in its own turn before.
-    began, ended = [0.0] * P, [0.0] * P
-    busy, sending = [0.0] * P, 0.0
-    for turn in range(P):
-        if turn:
-            owners = [(rank - turn) % P for rank in range(P)]
-            send = [speeds.sending(8 * asked.heads * asked.d * length(keys[owner])) for owner in owners]
-            arrived = [max(began[rank], began[rank - 1]) + send[rank] for rank in range(P)]
-            began = [max(ended[rank], arrived[rank]) for rank in range(P)]
-            sending += max(send)
-        for rank in range(P):
-            seconds = speeds.computing(asked.work(queries[rank], keys[(rank - turn) % P]))
-            busy[rank] += seconds
-            ended[rank] = began[rank] + seconds
-    return max(ended), max(busy), sending
 
 
 def run(asked: Question, echo: Callable[[str], None] = print) -> bool:
@@ -250,7 +137,6 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
         seconds.append(longest.item())
 
     formula = parallel.expected(asked.method, queries, keys, ranks.rank, asked.heads, asked.d)
-    speeds = measure_speeds(asked, ranks, q, k, v, formula[0])
     wrong = []
     error = None
     if asked.N * asked.heads * asked.d <= MOST_NUMBERS:
@@ -258,7 +144,7 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
         got = out[:, :, which].cpu()
         error = float((got.double() - expected).abs().max()) if which else 0.0
         wrong += [f"float64: {found}" for found in [mismatch(expected, got)] if which and found]
-    alone = compare_with_one_process(asked, ranks, queries, out, speeds, wrong)
+    alone = compare_with_one_process(asked, ranks, queries, out, min(seconds), wrong)
     if (traffic.sent, traffic.exchanges) != formula:
         wrong.append(f"sent {traffic.sent} bytes in {traffic.exchanges} exchanges; by the formula {formula}")
     sent, exchanges = zip((traffic.sent, traffic.exchanges), formula)
@@ -274,7 +160,7 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     if error is not None:
         found["float64"] = f"largest error {max(errors):.1e}, in {CHECKED} rows of each rank"
     waiting = statistics.mean(row[-1] for row in rows)
-    found |= conclusions(asked, speeds, seconds, alone, waiting, predict(asked, queries, keys, speeds))
+    found |= conclusions(asked, seconds, alone, waiting)
     for title, text in found.items():
         echo(f"{title:16}{text}")
     lines = [f"rank {rank}: {each}" for rank, found in enumerate(all_wrong) for each in found]
@@ -285,17 +171,19 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
 
 
 def compare_with_one_process(
-    asked: Question, ranks: Ranks, queries: Rows, out: Tensor, speeds: Speeds, wrong: list[str]
+    asked: Question, ranks: Ranks, queries: Rows, out: Tensor, seconds: float, wrong: list[str]
 ) -> float | None:
-    """Compute everything on rank 0 and compare. Returns its seconds, None if too much. Adds to `wrong`."""
-    work = asked.work([range(asked.queries)], [range(asked.N)])
+    """Compute everything on rank 0 and compare. Returns its seconds, None if too much. Adds to `wrong`.
+
+    seconds: of all ranks together.
+    """
     need = 8 * asked.heads * asked.d * (asked.N + asked.queries)
     if PARTS[asked.part].name in ("part0", "part1", "part2"):
         need += 12 * asked.heads * asked.N * asked.queries
     available = machine.available_memory()
     if ranks.device.type == "cuda":
         available = torch.cuda.mem_get_info()[0]
-    fits = work / speeds.work < asked.timeout / 4 and (available is None or 2 * need < available)
+    fits = seconds * ranks.count < asked.timeout / 4 and (available is None or 2 * need < available)
     if not of_rank_0(float(fits)):
         return None
     everyone: list = [None] * ranks.count
@@ -308,13 +196,14 @@ def compare_with_one_process(
 
     def compute() -> None:
         held[:] = [attention(asked.part, q, k, v, causal=asked.causal, scale=asked.scale)]
+        synchronize(ranks)
 
-    seconds = best(compute, ranks, count=2)
+    alone = min(seconds_of(compute) for _ in range(2))
     for rank, (chunks, got) in enumerate(zip(queries, everyone)):
         different = mismatch(take(held[0].cpu(), chunks), got) if got.numel() else None
         if different:
             wrong.append(f"one process, rows of rank {rank}: {different}")
-    return of_rank_0(seconds)
+    return of_rank_0(alone)
 
 
 def of_rank_0(number: float) -> float:
@@ -337,38 +226,24 @@ def describe(asked: Question, ranks: Ranks) -> str:
 
 
 def conclusions(
-    asked: Question,
-    speeds: Speeds,
-    seconds: Sequence[float],
-    alone: float | None,
-    waiting: float,
-    predicted: tuple[float, float, float],
+    asked: Question, seconds: Sequence[float], alone: float | None, waiting: float
 ) -> dict[str, str]:
-    """The measured times beside one process's, predict()'s and published ones. waiting: a share."""
+    """The measured times beside one process's. waiting: a share."""
     count, fastest, median = dist.get_world_size(), min(seconds), statistics.median(seconds)
-    ranks, (total, computing, sending) = counted(count, "rank"), predicted
-    overlap = max(0.0, computing + sending - total)
     found = {
         "one process": "not compared: it would take too much memory or more than a quarter of --timeout",
         "measured": f"{duration(fastest)}, the fastest of {len(seconds)} (median {duration(median)}); "
         f"{waiting:.0%} of the ranks' time communicating",
-        "predicted": f"{duration(total)}: computing {duration(computing)}, sending {duration(sending)}, "
-        f"less overlap {duration(overlap)}",
     }
     if alone is not None:
         faster = alone / fastest
         ideal = f"{faster / count:.0%} of ideal"
-        found["one process"] = f"{duration(alone)}; with {ranks} {faster:.2f} times as fast, {ideal}"
-    if count > 1:
-        found[""] = (
-            f"from {speeds.work / 1e9:.3g} G pairs/s alone, {speeds.bandwidth / 1e9:.3g} GB/s and "
-            f"{speeds.latency * 1e6:.0f} us between ranks, {speeds.crowd:.3g} threads for a core"
+        found["one process"] = (
+            f"{duration(alone)}; with {counted(count, 'rank')} {faster:.2f} times as fast, {ideal}"
         )
-    if asked.causal and asked.method in ("ring", "zigzag"):
-        figures, names = " / ".join(map(str, PUBLISHED.values())), ", ".join(PUBLISHED)
-        found["published"] = f"{figures} % of ideal: {names}; ring-flash-attention, eight H800"
     if asked.causal and asked.method == "ring":
-        found["at most"] = f"{count / 2 / (count - 0.5):.0%} of ideal for a causal ring of {ranks}"
+        most = f"{count / 2 / (count - 0.5):.0%}"
+        found["at most"] = f"{most} of ideal for a causal ring of {counted(count, 'rank')}"
     return found
 
 

@@ -247,7 +247,7 @@ def test_every_other_rank_ends_and_names_the_faulty_one():
 
 
 @pytest.mark.full
-def test_the_command_compares_counts_and_predicts(extension):
+def test_the_command_compares_and_counts(extension):
     """A million keys in the first run; the second, over parts that share no row count, starts beside it."""
     options = ["-N", 1001, "--causal", "--queries", 500, "--part", "part1"]
     runs = [
@@ -261,9 +261,7 @@ def test_the_command_compares_counts_and_predicts(extension):
         assert re.search(r"^float64 +largest error [\d.]+e-\d\d, in 16 rows", done.stdout, re.M)
         assert re.search(r"^one process +[\d.]+ m?s; with \d ranks ", done.stdout, re.M)
         assert re.search(r"^measured +.* communicating$", done.stdout, re.M)
-        assert re.search(r"^predicted +.*: computing .*, sending .*, less overlap ", done.stdout, re.M)
         assert re.search(r"^attention over \d ranks == attention True$", done.stdout, re.M)
-    assert "52 / 74 / 85 % of ideal" in zigzag.stdout
 
 
 def test_a_wrong_command_is_one_line(monkeypatch, failed):
