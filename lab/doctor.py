@@ -17,10 +17,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from shakespeare.attention_ext import AUTO, BuildError, processor, tiles
+from shakespeare.attention_ext import AUTO, BuildError, processor
 from shakespeare.attention_ext.build import cache, nvrtc, prebuilt, recipes, toolchain
 from shakespeare.checkpoints import PRESENT
 from shakespeare.lab.command import run as run_command
@@ -30,15 +29,13 @@ OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 OLDEST_TORCH = (2, 10)
 # Other packages that the commands import: distribution names.
 PACKAGES = ("click", "ninja", "numpy", "safetensors")
-# Packages of optional features: the extra of setup.cfg that brings each, and its purpose.
-OPTIONAL = {
-    "pybind11": ("torch", "the native training step"),
-    "pooch": ("torch", "the download of Tiny Shakespeare"),
-    "rich": ("torch", "pictures and progress bars"),
-    "tiktoken": ("torch", "GPT-2's vocabulary"),
-    "matplotlib": ("lab", "plots"),
-    "scipy": ("lab", "statistics of comparisons"),
-    "onnxruntime": ("bench", "comparisons with other engines"),
+# A package of each of setup.cfg's extras, without those that have a line of their own.
+EXTRAS = {
+    "torch": "pybind11",
+    "serve": "starlette",
+    "web": "ziglang",
+    "lab": "matplotlib",
+    "bench": "ctranslate2",
 }
 INSTALL = "pip install -c constraints.txt -e ."
 
@@ -51,7 +48,6 @@ import json, torch
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 print(json.dumps([torch.version.cuda, [[gpu.name, gpu.major, gpu.minor] for gpu in gpus]]))
 """
-DRIVER = Path("/proc/driver/nvidia/version")  # version of NVIDIA's kernel module
 WEBGPU = """
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.attention_ext.webgpu.gpu import opened
@@ -230,11 +226,6 @@ def _cache() -> str:
     return f"{directory}, {free / 2**30:.1f} GiB free" + ("" if made else " (the first build makes it)")
 
 
-def _builds() -> str:
-    running = ", ".join(str(path) for path in cache.running())
-    return f"one is running, and others wait for it, in {running}" if running else "none is running"
-
-
 def _decoder() -> str:
     if BROUGHT:
         return f"{BROUGHT} ({_python_says(DECODER, str(BROUGHT))})"
@@ -259,23 +250,13 @@ def _compiled(recipe: Callable[[], Any], program: str, *arguments: str) -> str:
 
 def _gpu() -> str:
     built, gpus = json.loads(_python_says(GPU))
-    driver = _driver()
-    purpose = "(for part4 --device cuda)"
     if built is None:
-        there = f"NVIDIA's driver {driver} is here, but " if driver else ""
-        raise Missing(f"{there}this PyTorch has no CUDA {purpose}; pytorch.org has builds with it")
+        raise Missing("this PyTorch has no CUDA (for part4 --device cuda); pytorch.org has builds with it")
     if not gpus:
-        unusable = f"none that PyTorch, for CUDA {built}, can use with driver {driver}"
-        why = unusable if driver else "no GPU or driver"
-        raise Missing(f"{why} {purpose}; nvidia-smi shows what there is")
+        why = f"none that PyTorch, for CUDA {built}, can use"
+        raise Missing(f"{why} (for part4 --device cuda); nvidia-smi shows what there is")
     names = ", ".join(f"{name} ({major}.{minor})" for name, major, minor in gpus)
-    return f"{names}, driver {driver or 'unknown'}, PyTorch for CUDA {built}"
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver; None if none is loaded."""
-    text = DRIVER.read_text() if DRIVER.exists() else ""
-    return next((word for word in text.split() if word[:1].isdigit() and "." in word), None)
+    return f"{names}, PyTorch for CUDA {built}"
 
 
 def _nvrtc() -> str:
@@ -295,13 +276,6 @@ def _webgpu() -> str:
     return said
 
 
-def _tiles() -> str:
-    found = tiles.read()
-    if not found:
-        raise Missing("none tuned for this processor (one default serves); bench --tune finds them")
-    return f"{len(found)} tuned for this processor ({tiles.path()})"
-
-
 def _checkpoint(name: str) -> str:
     from shakespeare.model.checkpoint import load
 
@@ -313,25 +287,11 @@ def _checkpoint(name: str) -> str:
     return f"block size {block}, {len(checkpoint.tokenizer)} characters"
 
 
-def _corpus() -> str:
-    from shakespeare.model import corpus
-
-    if not corpus.INPUT.exists():
-        raise Missing("none (train and eval need it); prepare gets it")
-    try:
-        text = corpus.read(corpus.INPUT)
-    except ValueError as error:
-        raise Broken(f"{error}; prepare gets it again") from None
-    known = "Tiny Shakespeare" if corpus.is_tiny_shakespeare(text) else "not Tiny Shakespeare"
-    return f"{known}, {len(text):,} characters ({corpus.INPUT})"
-
-
-def _optional(package: str) -> str:
-    extra, purpose = OPTIONAL[package]
-    version = _installed(package)
-    if version is None:
-        raise Missing(f"not installed ({purpose}); {INSTALL[:-1]}'.[{extra}]'")
-    return f"{version} ({purpose})"
+def _extras() -> str:
+    missing = [extra for extra, package in EXTRAS.items() if _installed(package) is None]
+    if missing:
+        raise Missing(f"without {', '.join(missing)}; {INSTALL[:-1]}'.[{','.join(missing)}]'")
+    return ", ".join(EXTRAS)
 
 
 # Each line: a function that returns its result, and the names of the lines that it depends on. The function
@@ -346,7 +306,6 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "Python header": (_python_header,),
     "ispc": (_ispc,),
     "cache": (_cache,),
-    "builds": (_builds, "cache"),
     "decoder": (_decoder, *(() if BROUGHT else ("compiler", "cache"))),
     "operators": (
         functools.partial(_compiled, recipes.operators, OPERATORS, f"attention_ext_{AUTO}"),
@@ -355,8 +314,6 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "GPU": (_gpu, "torch"),
     "NVRTC": (_nvrtc,),
     "WebGPU": (_webgpu,),
-    "tiles": (_tiles,),
     **{name: (functools.partial(_checkpoint, name), "packages") for name in PRESENT},
-    "corpus": (_corpus, "packages"),
-    **{name: (functools.partial(_optional, name),) for name in OPTIONAL},
+    "extras": (_extras,),
 }
