@@ -96,6 +96,7 @@ def test_it_works_beside_nanogpt_whose_files_are_model_py_and_data(environment, 
     shown = run(python, "-c", code, folder, cwd=nanogpt)
     text = run(python, "-m", "shakespeare", *TEXT, cwd=nanogpt)
     assert text == run(sys.executable, ROOT / "gpt.py", *TEXT, cwd=nanogpt)  # as the checkout's, also there
+    assert "4Daccess" in run(python, "-m", "shakespeare", "--help", cwd=nanogpt)  # imports every command
     # Without an installation, the checkout's folder on the path.
     assert shown == run(sys.executable, "-c", code, ROOT, cwd=nanogpt, PYTHONPATH=str(ROOT))
 

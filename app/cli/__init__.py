@@ -31,6 +31,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Show": ("web",),
 }
 COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
+MODULES = {"4Daccess": "four_d_access", "try": "try_"}  # of commands whose names no module can have
 # What a plain install lacks and some commands need.
 NEEDED = {
     "torch": "PyTorch: pip install torch pybind11",
@@ -107,8 +108,7 @@ def command_of(name: str) -> click.Command:
         from shakespeare.app.cli import part
 
         return part.command_of(name)
-    # 4D and try cannot be names of modules
-    module = importlib.import_module(f"app.cli.{name.replace('4D', 'four_d_').replace('try', 'try_')}")
+    module = importlib.import_module(f"shakespeare.app.cli.{MODULES.get(name, name)}")
     commands = (found for found in vars(module).values() if isinstance(found, click.Command))
     return with_help(next(command for command in commands if command.name == name))
 
