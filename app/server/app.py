@@ -49,8 +49,7 @@ class Application:
         page = settings.page
         site = pages.Site(page, settings.most_tokens) if page and page.is_dir() else None
         routes = [
-            Route("/", site.index if site else self.status_page),
-            Route("/status", self.status_page),
+            Route("/", site.index if site else self.models),
             Route("/health", self.health),
             Route("/metrics", self.metrics_page),
             Route("/openapi.json", self.openapi),
@@ -96,9 +95,6 @@ class Application:
         if self.draining:
             return "shutting down"
         return "ok" if self.scheduler.ready else "failed" if self.scheduler.error else "loading"
-
-    async def status_page(self, request: Request) -> Response:
-        return pages.status(self.checkpoints, self.settings.part, self.status, str(request.base_url))
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": self.status}, 200 if self.status == "ok" else 503)

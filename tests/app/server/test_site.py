@@ -1,4 +1,4 @@
-"""The page of web/ on a server, and the status page in its place."""
+"""The page of web/ on a server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def test_the_page_knows_its_server(paged):
         and b"A page" in page.data
     )
     assert page.headers["content-security-policy"] == "frame-ancestors 'none'"
-    assert MODEL in paged.get("/status").data.decode()
 
 
 def test_the_files_have_their_types_and_the_api_its_paths(paged):
