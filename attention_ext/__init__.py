@@ -83,8 +83,8 @@ def attention(
     kernel: part4's kernel on CUDA, by its name in cuda.kernels.KERNELS; None takes the fastest that accepts
     the tensors. On the CPU it must be None; part0 ignores it on CUDA. With device='webgpu' it is a step of
     webgpu.steps.STEPS.
-    device: None for the tensors' own, or 'webgpu': part4 on a GPU through the package wgpu, without PyTorch
-    (docs/webgpu.md). It takes NumPy arrays, or tensors on the CPU, in float32 or float16 with d at most 256,
+    device: None for the tensors' own, or 'webgpu': part4 on a GPU through the package wgpu, without PyTorch.
+    It takes NumPy arrays, or tensors on the CPU, in float32 or float16 with d at most 256,
     and returns the same kind. br, bc and simd do not go with it.
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
     row, m + log(l), (B, H, Nq), float32. reference.merge() uses it to combine results over disjoint sets of

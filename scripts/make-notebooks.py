@@ -224,7 +224,7 @@ def own(file: str, options: str, text: str) -> str:
 NOTEBOOK = {
     1: Notebook(
         "1-attention-on-a-cpu.ipynb",
-        "docs/attention.md",
+        "docs/learn/attention.md",
         "lab",
         as_text=("--cachegrind",),
         shorter={
@@ -253,7 +253,7 @@ NOTEBOOK = {
     ),
     2: Notebook(
         "2-attention-on-a-gpu.ipynb",
-        "docs/gpu.md",
+        "docs/learn/gpu.md",
         "cuda,lab",
         shorter={
             " --save benchmarks/results/bench_cuda-nvidia-h200.json": "",
@@ -284,7 +284,7 @@ NOTEBOOK = {
                     "%gpt profile part4 --device cuda -m shakes256 --texts 1024\n"
                     f"%gpt try online.cu --inference {TEXT}",
                 ),
-                ("[The document](../docs/gpu.md#few-texts-a-cluster) goes on, into the one launch.", ""),
+                ("[The document](../docs/learn/gpu.md#few-texts-a-cluster) goes on, into the one launch.", ""),
             ],
         },
         left_out=("Few texts: a cluster", "Many texts, and prompts: the grid", "What is left"),

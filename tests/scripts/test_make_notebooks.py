@@ -58,7 +58,7 @@ def test_every_linked_file_exists(number):
 def test_what_the_document_has_not_is_named():
     for field, value in (("shorter", {"-N 7": ""}), ("figures", {"none": ""}), ("left_out", ("Part 9",))):
         changed = dataclasses.replace(NOTEBOOK[1], **{field: value})
-        with pytest.raises(ValueError, match=r"docs/attention.md has no '(-N 7|none|Part 9)'"):
+        with pytest.raises(ValueError, match=r"docs/learn/attention.md has no '(-N 7|none|Part 9)'"):
             SCRIPT["made"](changed)
 
 
