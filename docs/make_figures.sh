@@ -13,5 +13,5 @@ trap 'rm -rf "$work"' EXIT
 "$python" gpt.py bench part4 -N 1024 -d 32,64,128 -br 16,32,48,64,96,128,192,256,512,1024 \
     -bc 16,32,64,128,256,512,1024 -r 5 --min-time 0.05 --plot "$work/tiles" > /dev/null
 mkdir -p docs/figures
-cp "$work"/lengths/{time,memory,roofline,threads}.svg "$work"/tiles/tiles.svg docs/figures/
+cp "$work"/lengths/{time,memory,roofline}.svg "$work"/tiles/tiles.svg docs/figures/
 "$python" docs/rerun.py docs/learn/attention.md
