@@ -177,7 +177,10 @@ EXERCISES = (
         "2-blocked",
         f"{CPU}/part2_blocked.cpp",
         "Cut both products into tiles that stay in cache, and let all lanes of a vector work.",
-        ("docs/learn/attention.md, part 2", "attention_ext/csrc/simd/helpers.h: transpose, multiply, multiply_add"),
+        (
+            "docs/learn/attention.md, part 2",
+            "attention_ext/csrc/simd/helpers.h: transpose, multiply, multiply_add",
+        ),
         (
             Gap(
                 "for (int64_t j0 = 0; j0 < Nk; j0 += T) {",
@@ -349,7 +352,7 @@ EXERCISES = (
         "model/gpt.py",
         "A step of the decoder: from a token to the logits of the next one, with the keys and values of "
         "earlier tokens in a cache.",
-        ("docs/learn/drafts.md", "model/kv_cache.py: attend, positions"),
+        ("docs/learn/attention.md, in the model", "model/kv_cache.py: attend, positions"),
         (
             Gap(
                 "q, k, v = (",

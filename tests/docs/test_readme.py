@@ -8,33 +8,26 @@ import shlex
 
 from support import ROOT, naming
 
-from shakespeare.app.cli import COMMANDS, command_of
+from shakespeare.app.cli import command_of
 from shakespeare.model.checkpoint import SHIPPED
 
-TORCHRUN = r"(?:-m torch\.distributed\.run [-.\w ]+ )?"
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests/robustness/README.md"]
-LINES = 300  # of a walk
-SHOWN = 6  # lines of output in a section of a walk
+
+
+def matches(pattern):
+    return [(file, match) for file in DOCUMENTS for match in re.findall(pattern, file.read_text())]
 
 
 def test_every_linked_file_exists():
-    links = [
-        (file, link)
-        for file in DOCUMENTS
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text())
-    ]
-    assert len(links) > 60
+    links = matches(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
     assert [(file.name, link) for file, link in links if not (file.parent / link).exists()] == []
+    assert len(links) > 60
 
 
 def test_every_shown_command_is_valid():
     """The options are parsed; other tests check the output."""
-    shown = [
-        (file, command)
-        for file in DOCUMENTS
-        for command in re.findall(rf"python {TORCHRUN}(?:\.\./)?gpt\.py ([^\n|;`]+)", file.read_text())
-    ]
-    assert len(shown) > 60 + len(COMMANDS)
+    shown = matches(r"python (?:-m torch\.distributed\.run [-.\w ]+ )?(?:\.\./)?gpt\.py ([^\n|;`]+)")
+    assert len(shown) > 60
     for file, command in shown:
         words = shlex.split(command.replace("$part", "part1").replace("$n", "128"), comments=True)
         if words and "--help" not in words:
@@ -42,14 +35,13 @@ def test_every_shown_command_is_valid():
                 command_of(words[0]).make_context("gpt.py", words[1:])
 
 
-def test_a_section_of_a_walk_shows_one_figure_or_six_lines():
+def test_a_walk_is_short_and_a_section_shows_one_figure_or_six_lines():
     for file in ROOT.glob("docs/learn/*.md"):
-        text = file.read_text()
-        assert text.count("\n") <= LINES, file.name
-        for section in re.split(r"^#+ ", text, flags=re.M)[1:]:
-            output = "".join(re.findall(r"^```text\n\$ [^\n]+\n(.*?)^```", section, re.M | re.S)).splitlines()
+        assert len(file.read_text().splitlines()) <= 300, file.name
+        for section in re.split(r"^#+ ", file.read_text(), flags=re.M)[1:]:
+            output = re.findall(r"^```text\n\$ [^\n]+\n(.*?)^```", section, re.M | re.S)
             figures = section.count("](../figures/")
-            assert len(output) <= SHOWN and figures + bool(output) <= 1, (file.name, section.splitlines()[0])
+            assert "".join(output).count("\n") <= 6 and figures + bool(output) <= 1, (file.name, section[:60])
 
 
 def test_the_sample_is_what_the_command_writes(cli, extension):

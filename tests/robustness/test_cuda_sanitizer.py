@@ -17,7 +17,7 @@ from shakespeare.generation.engines import cuda
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
-# The order follows from what other blocks of a cluster have sent, which racecheck does not see: docs/learn/gpu.md.
+# The order follows from what other blocks of a cluster have sent, which racecheck does not see.
 NOT_SEEN = ("cluster", "drafts")
 NEEDS = {"grid": cuda.CAPABILITY, "cluster": cuda.CLUSTER_CAPABILITY, "drafts": cuda.CLUSTER_CAPABILITY}
 # The Python code checks every call of the driver. A cluster has more barriers than are tracked by default.
