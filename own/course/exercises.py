@@ -151,7 +151,7 @@ def cases_of(stage: str) -> Callable[[Case], bool]:
     return even.get(stage, lambda case: True)
 
 
-# The shares are at most half of what the parts reach on the processors of docs/benchmarking.md and on the GPU
+# The shares are at most half of what the parts reach on the processors of docs/results and on the GPU
 # of docs/learn/gpu.md, so that other machines allow them. Part 1 adds one number at a time, and a chain of
 # additions reaches 1 / (lanes x units x latency) of the peak.
 EXERCISES = (

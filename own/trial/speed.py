@@ -36,7 +36,7 @@ PAGES = {
     "blocks": "docs/learn/attention.md#part-2-blocks",
     "rows": "docs/learn/attention.md#part-3-one-row-at-a-time",
     "tiles": "docs/learn/attention.md#part-4-tiles-and-an-online-softmax",
-    "helpers": "docs/benchmarking.md#effect-of-the-simd-helpers",
+    "helpers": "docs/use/measuring.md#effect-of-the-simd-helpers",
     "kernel1": "docs/learn/gpu.md#kernel-1-a-launch-for-each-tile-of-keys",
     "kernel2": "docs/learn/gpu.md#kernel-2-one-launch-padding-4-x-4-scores-a-thread",
     "kernel3": "docs/learn/gpu.md#kernel-3-where-a-rows-state-is",
