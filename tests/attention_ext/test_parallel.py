@@ -305,8 +305,8 @@ def network():
 
 
 def documented_command(form: str, node: int, side: str) -> list[str]:
-    """docs/scale.md's command for two machines with this option, as words, on one of the namespaces."""
-    document = (ROOT / "docs" / "scale.md").read_text()
+    """docs/use/scale.md's command for two machines with this option, as words, on one of the namespaces."""
+    document = (ROOT / "docs" / "use" / "scale.md").read_text()
     (line,) = [each for each in document.splitlines() if "--nnodes 2" in each and form in each]
     assert line.startswith("GLOO_SOCKET_IFNAME=eth0 python -m torch.distributed.run ")
     for told, here in {

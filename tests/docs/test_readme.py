@@ -56,7 +56,7 @@ def test_the_sample_is_what_the_command_writes(cli, extension):
 
 
 def test_the_losses_are_the_records():
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (ROOT / "docs" / "use" / "train.md").read_text()
     for name in SHIPPED:
         record = json.loads((ROOT / "checkpoints" / name / "training.json").read_text())
         assert re.search(rf"^\| {name} \| \d+ \| {record['val_loss']:.4f} \|", text, re.M)
