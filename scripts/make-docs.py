@@ -157,7 +157,7 @@ def results() -> dict[str, str]:
             )
             path = f"docs/results/{file.stem.removeprefix(f'{kind}-')}.md"
             documents.setdefault(path, f"# {name}\n\nWritten by `python scripts/make-docs.py`.\n")
-            documents[path] += "\n".join([f"\n## {title}\n", f"`python {command} --save`\n", *shown, ""])
+            documents[path] += "\n".join([f"\n## {title}\n", f"`python {command}`, with `--save`:\n", *shown, ""])
     return documents
 
 
