@@ -11,9 +11,8 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -125,23 +124,17 @@ def figures_of(figures: dict[str, float] | None) -> str:
     return f"{rate} ({figures['relative']:.2f}){nats}"
 
 
-class Kind(NamedTuple):
-    """A kind of files of results: its heading, the command that saves one, and what shows it."""
-
-    title: str
-    command: str
-    lines: Callable[[Path], list[str]]
-
-
-SAVED_BY = "benchmarks.attention"
+# The kinds of files of results: heading, the command that saves one, and what shows it.
 KINDS = {
-    "bench": Kind("The five parts", "gpt.py bench part0,part1,part2,part3,part4,sdpa", bench),
-    "attention": Kind("Part 4, four heads", f"-m {SAVED_BY} part4,sdpa,onnx -N 128,1024,2048", part4),
-    "attention_bf16": Kind(
-        "Part 4 in bfloat16", f"-m {SAVED_BY} part0,part4,sdpa --dtype bf16 -N 1024", part4
+    "bench": ("The five parts", "gpt.py bench part0,part1,part2,part3,part4,sdpa", bench),
+    "attention": ("Part 4", "-m benchmarks.attention part4,sdpa,onnx -N 128,1024,2048", part4),
+    "attention_bf16": (
+        "Part 4, bf16",
+        "-m benchmarks.attention part0,part4,sdpa --dtype bf16 -N 1024",
+        part4,
     ),
-    "generation": Kind("Text, against other engines", "-m benchmarks.generation", generation),
-    "bench_cuda": Kind("Attention on the GPU", "gpt.py bench --device cuda", bench),
+    "generation": ("Text, against other engines", "-m benchmarks.generation", generation),
+    "bench_cuda": ("Attention on the GPU", "gpt.py bench --device cuda", bench),
 }
 
 
@@ -150,14 +143,14 @@ def results() -> dict[str, str]:
     documents: dict[str, str] = {}
     for kind, (title, command, lines) in KINDS.items():
         for file in sorted(saved.RESULTS.glob(f"{kind}-*.json")):
-            shown = lines(file)
+            section = [f"\n## {title}\n", f"`python {command}`, with `--save`:\n", *lines(file), ""]
             machine = json.loads(file.read_text())["machine"]
-            name = (
-                (machine.get("gpu") or {}).get("name") or machine.get("microarchitecture") or machine["cpu"]
+            cpu = machine.get("microarchitecture") or machine["cpu"]
+            head = (
+                f"# {machine.get('gpu', {}).get('name', cpu)}\n\nWritten by `python scripts/make-docs.py`.\n"
             )
             path = f"docs/results/{file.stem.removeprefix(f'{kind}-')}.md"
-            documents.setdefault(path, f"# {name}\n\nWritten by `python scripts/make-docs.py`.\n")
-            documents[path] += "\n".join([f"\n## {title}\n", f"`python {command}`, with `--save`:\n", *shown, ""])
+            documents[path] = documents.get(path, head) + "\n".join(section)
     return documents
 
 

@@ -65,29 +65,39 @@ def draw(run: Run, directory: Path) -> list[Path]:
 
 def time(run: Run) -> Figure | None:
     """Time of a call against N, log-log; a panel for each head width and number of threads."""
-
-    def panel(axes: Axes, results: list[Result]) -> None:
-        _lines(axes, results, lambda r: 1e3 * (r.median or 0), min)
-        _log_log(axes, "N, keys and queries", "ms a call")
-
     timed = [r for r in run.results if r.seconds]
-    return (
-        _panels(timed, "Time of attention by length, with the best tile", panel) if _lengths(timed) else None
-    )
+    title = "Time of attention by length, with the best tile"
+    return _by_length(timed, title, "ms a call", lambda r: 1e3 * (r.median or 0), min)
 
 
 def memory(run: Run) -> Figure | None:
     """Scratch against N, log-log."""
-
-    def panel(axes: Axes, results: list[Result]) -> None:
-        _lines(axes, results, lambda r: r.scratch or 0, max)
-        _log_log(axes, "N, keys and queries", "scratch")
+    sized = [r for r in run.results if r.scratch]
+    title = "Memory beyond the output by length, with the largest tile"
+    figure = _by_length(sized, title, "scratch", lambda r: r.scratch or 0, max)
+    for axes in figure.axes if figure else ():
         axes.yaxis.set_major_locator(LogLocator(base=16))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(lambda size, _: size_text(size))
+    return figure
 
-    sized, title = [r for r in run.results if r.scratch], "Memory beyond the output by length"
-    return _panels(sized, f"{title}, with the largest tile", panel) if _lengths(sized) else None
+
+def _by_length(
+    results: list[Result], title: str, label: str, y: Callable[[Result], float], choose: Callable
+) -> Figure | None:
+    """A line for each contender over N; `choose` selects among several tiles or SIMD helpers."""
+
+    def panel(axes: Axes, results: list[Result]) -> None:
+        lines: dict[str, dict[int, float]] = {}
+        for r in results:
+            points = lines.setdefault(r.cell.contender, {})
+            points[r.cell.N] = choose(points.get(r.cell.N, y(r)), y(r))
+        for name, points in lines.items():
+            xs = sorted(points)
+            axes.plot(xs, [points[x] for x in xs], label=contenders()[name].title, **look(name))
+        _log_log(axes, "N, keys and queries", label)
+
+    return _panels(results, title, panel) if len({r.cell.N for r in results}) > 1 else None
 
 
 def tiles(run: Run) -> Figure | None:
@@ -186,11 +196,6 @@ def _longest(results: list[Result]) -> list[Result]:
     return [r for r in results if r.cell.N == max(other.cell.N for other in results)]
 
 
-def _lengths(results: list[Result]) -> bool:
-    """Whether there is more than one length."""
-    return len({r.cell.N for r in results}) > 1
-
-
 def _panels(results: list[Result], title: str, panel: Callable[[Axes, list[Result]], None]) -> Figure:
     """A figure with a panel for each mask, head width and number of threads, and a legend of all lines."""
     groups: dict[tuple, list[Result]] = {}
@@ -212,17 +217,6 @@ def _panels(results: list[Result], title: str, panel: Callable[[Axes, list[Resul
     if handles:
         figure.legend(list(handles.values()), list(handles), loc="outside right center")
     return figure
-
-
-def _lines(axes: Axes, results: list[Result], y: Callable[[Result], float], choose: Callable) -> None:
-    """A line for each contender over N; `choose` selects among several tiles or SIMD helpers."""
-    lines: dict[str, dict[int, float]] = {}
-    for r in results:
-        points = lines.setdefault(r.cell.contender, {})
-        points[r.cell.N] = choose(points.get(r.cell.N, y(r)), y(r))
-    for name, points in lines.items():
-        xs = sorted(points)
-        axes.plot(xs, [points[x] for x in xs], label=contenders()[name].title, **look(name))
 
 
 def _log_log(axes: Axes, x: str, y: str, base: int = 2) -> None:
