@@ -67,7 +67,7 @@ def cli_document() -> str:
         lines += [f"## {name}", "", f"`{usage.removeprefix('Usage: ')}`", ""]
         lines += [inspect.cleandoc(command.help or "").replace("\b\n", ""), ""]
         if name == "part4":
-            lines += ["The others, part0 to part3, have the same options.", ""]
+            lines += [f"{', '.join(PARTS)} have the same options.", ""]
         own = [row for row in rows[name] if count[row] == 1]
         shared = [row[0].split(" ")[0].strip("`,") for row in rows[name] if count[row] > 1]
         lines += [table(own), ""] if own else []
@@ -155,7 +155,7 @@ def results() -> dict[str, str]:
 
 
 def readme(text: str) -> str:
-    """The README with its table of parts made from the files."""
+    """The README with its table of parts from the files."""
     lines: dict[str, list[str]] = {}
     titles = ["part", "algorithm", "threads", "scratch, bytes"]
     for slug, title in README.items():
@@ -165,8 +165,8 @@ def readme(text: str) -> str:
             figures = [report.figure(column, row[column]) for column in ("ms", "over_sdpa")]
             name = row["contender"]
             lines.setdefault(name, described_part(name, row["scratch"])).extend(figures)
-    made = markdown(titles, lines.values())
-    return MARKED.sub(lambda marked: f"{marked[1]}{made}\n{marked[2]}", text)
+    shown = markdown(titles, lines.values())
+    return MARKED.sub(lambda marked: f"{marked[1]}{shown}\n{marked[2]}", text)
 
 
 def described_part(name: str, scratch: int | None) -> list[str]:
@@ -180,8 +180,8 @@ def described_part(name: str, scratch: int | None) -> list[str]:
 
 def documents() -> dict[str, str]:
     """The text of every document that this script writes, by its path."""
-    made = {"README.md": readme((ROOT / "README.md").read_text()), "docs/use/cli.md": cli_document()}
-    return made | results()
+    readme_text = readme((ROOT / "README.md").read_text())
+    return {"README.md": readme_text, "docs/use/cli.md": cli_document()} | results()
 
 
 if __name__ == "__main__":

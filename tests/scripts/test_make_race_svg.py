@@ -21,14 +21,14 @@ def columns(picture: str) -> dict[str, list[tuple[str, float]]]:
     style = root.findtext(f"{SVG}style")
     loop = float(re.search(r"animation:([\d.]+)s", style)[1])
     percents = dict(re.findall(r"@keyframes (\w+)\{0%\{opacity:0\}([\d.]+)%\{opacity:1\}\}", style))
-    found = {}
+    shown = {}
     for part in PARTS:
         for column in root.findall(f"{SVG}g[@id='{part}']"):
             texts = [column.find(f"{SVG}text[@class='place']"), *column.find(f"{SVG}svg").iter(f"{SVG}text")]
             names = [text.get("style", "").partition(":")[2] for text in texts]
             times = [float(percents.get(name, 0)) / 100 * loop - SCRIPT["START_SECONDS"] for name in names]
-            found[part] = list(zip((text.text or "" for text in texts), times))
-    return found
+            shown[part] = list(zip((text.text or "" for text in texts), times))
+    return shown
 
 
 def test_a_race_is_drawn_as_it_was(extension, threads, capsys):
