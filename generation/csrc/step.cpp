@@ -78,21 +78,21 @@ void Decoder::step(const Weights& model, const Token* tokens, bool apart, const 
 
 // The pending tokens of these slots.
 std::vector<Token> Decoder::behind(const int64_t* begin, const int64_t* end) const {
-    std::vector<Token> found;
+    std::vector<Token> tokens;
     for (const int64_t* slot = begin; slot < end; slot++)
-        if (slots[*slot].pending >= 0) found.push_back({*slot, slots[*slot].pending, slots[*slot].length});
-    return found;
+        if (slots[*slot].pending >= 0) tokens.push_back({*slot, slots[*slot].pending, slots[*slot].length});
+    return tokens;
 }
 
 // The rows of these tokens begin at `row`.
 void Decoder::embed_rows(const std::vector<Token>& tokens, int64_t row) {
-    for (const Token& token : tokens) weights.embed(rows[0].from(row++, 1).X.data, token.id, token.position);
+    for (const Token& token : tokens) weights.embed(rows[0].X.row(row++), token.id, token.position);
 }
 
 // Lets the text of a row end with its token.
 void Decoder::finish_row(const Token& token, int64_t row) {
     Slot& slot = slots[token.slot];
-    std::copy_n(rows[0].from(row, 1).L.data, shape.vocab_size, slot.logits.begin());
+    std::copy_n(rows[0].L.row(row), shape.vocab_size, slot.logits.begin());
     slot.length = token.position + 1;
     slot.pending = -1;
 }
@@ -130,10 +130,10 @@ void Decoder::pass(const std::vector<Token>& tokens) {
     if (helped) size.took(members, threads, (end - start) / count, end);
 }
 
-std::vector<int64_t> Decoder::groups(const std::vector<int64_t>& which) const {
-    const int64_t all = static_cast<int64_t>(which.size()), share = (all + threads - 1) / threads;
+std::vector<int64_t> Decoder::groups(const std::vector<int64_t>& batch) const {
+    const int64_t all = static_cast<int64_t>(batch.size()), share = (all + threads - 1) / threads;
     int64_t longest = 1;
-    for (const int64_t slot : which) longest = std::max(longest, length(slot));
+    for (const int64_t slot : batch) longest = std::max(longest, length(slot));
     const double text = static_cast<double>(shape.n_layer * shape.n_head) *
                         static_cast<double>(cache_shape.head_words(longest) * sizeof(float));
     const Traffic traffic{weights.matrix_bytes, text, static_cast<double>(cache_bytes), threads};
@@ -147,16 +147,16 @@ std::vector<int64_t> Decoder::groups(const std::vector<int64_t>& which) const {
     return starts;
 }
 
-void Decoder::write_groups(const std::vector<int64_t>& which, const std::vector<std::vector<double>>& uniforms,
-                           int64_t count, std::vector<std::vector<int64_t>>& tokens) {
+void Decoder::write_groups(const std::vector<int64_t>& batch, const UniformRows& uniforms, int64_t count,
+                           TokenRows& tokens) {
     const size_t begin = tokens.size(), end = static_cast<size_t>(count);
     if (begin == end) return;
-    tokens.resize(end, std::vector<int64_t>(which.size()));
-    const std::vector<int64_t> starts = groups(which);
+    tokens.resize(end, std::vector<int64_t>(batch.size()));
+    const std::vector<int64_t> starts = groups(batch);
     std::vector<Pace::Clock::duration> spent(starts.size() - 1);
     // A token for each slot of group g.
     const auto write = [&](int64_t g, int64_t thread, const double* uniform, int64_t* chosen) {
-        const std::vector<Token> texts = behind(which.data() + starts[g], which.data() + starts[g + 1]);
+        const std::vector<Token> texts = behind(batch.data() + starts[g], batch.data() + starts[g + 1]);
         const int64_t size = static_cast<int64_t>(texts.size());
         if (size > 0) {
             trace.timed("embedding", thread, [&] { embed_rows(texts, starts[g]); });
@@ -165,7 +165,7 @@ void Decoder::write_groups(const std::vector<int64_t>& which, const std::vector<
             for (int64_t r = 0; r < size; r++) finish_row(texts[r], starts[g] + r);
         }
         trace.timed("sampling", thread, [&] {
-            for (int64_t s = starts[g]; s < starts[g + 1]; s++) chosen[s] = choose(which[s], uniform[s]);
+            for (int64_t s = starts[g]; s < starts[g + 1]; s++) chosen[s] = choose(batch[s], uniform[s]);
         });
     };
     const auto write_all = [&](int64_t g, int64_t thread) {

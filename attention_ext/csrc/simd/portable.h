@@ -6,15 +6,23 @@
 
 namespace simd {  // matrices are row-major, float32, with any alignment
 
-// The first element of a matrix, and the distance between its rows in elements.
-struct Matrix {
-    float* data;
-    int64_t ld;
-};
-
+// The first element of a matrix, and the distance between its rows in elements. from(): its part from a row,
+// and a column, on.
 struct ConstMatrix {
     const float* data;
     int64_t ld;
+
+    const float* row(int64_t r) const { return data + r * ld; }
+    ConstMatrix from(int64_t r, int64_t c = 0) const { return {row(r) + c, ld}; }
+};
+
+struct Matrix {
+    float* data;
+    int64_t ld;
+
+    float* row(int64_t r) const { return data + r * ld; }
+    Matrix from(int64_t r, int64_t c = 0) const { return {row(r) + c, ld}; }
+    operator ConstMatrix() const { return {data, ld}; }
 };
 
 // The left operand of a product: A(i, k) is data[i * row_stride + k * depth_stride].
