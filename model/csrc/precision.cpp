@@ -75,7 +75,7 @@ Buffer bf16_pack(const float* W, const Panels& s) {
 void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
                    int64_t, int64_t end, bool add) {
     const portable::Bf16Pairs weights{reinterpret_cast<const uint32_t*>(panel), s.width / 2};
-    if (is_few(rows)) return portable::multiply_few_bf16(y, x, weights, rows, end, s.in, add);
+    if (is_few(rows)) return portable::multiply_few(y, x, weights, rows, end, s.in, add);
     portable::multiply_bf16(y, x, weights, rows, end, s.in, add);
 }
 

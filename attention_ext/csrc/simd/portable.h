@@ -61,19 +61,19 @@ void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t c
 // multiple of W. after: what is read after B, which may be fetched meanwhile; by default what follows B in
 // memory.
 constexpr int64_t FEW_ROWS = SMALL ? 0 : 8;
-void multiply_few_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth,
+void multiply_few(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth,
                        bool add, const void* after = nullptr);
 void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth, bool add,
                   const void* after = nullptr);
 
 // o <- o + sum_j p[j] * B[j]; cols is a multiple of 2 W.
-void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);
+void add_weighted_rows(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);
 
 // O[i] <- O[i] + sum_j P[i][j] * B[j] for j < min(n, first + i), with the bits of add_weighted_rows(): a causal
 // mask's last rows. first > 0; for bfloat16 cols is a multiple of 2 W.
 void add_weighted_few(Matrix O, ConstMatrix P, ConstMatrix B, int64_t rows, int64_t n, int64_t first,
                       int64_t cols);
-void add_weighted_few_bf16(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
+void add_weighted_few(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
                            int64_t cols);
 
 // Products with int8 weights: the weights of an output that share a scale, and the bits of a whole number that

@@ -138,8 +138,8 @@ void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t 
     few_product(C, A, B.data, B.ld, rows, cols, depth, add, after);
 }
 
-void multiply_few_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth,
-                       bool add, const void* after) {
+void multiply_few(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add,
+                  const void* after) {
     few_product(C, A, B.data, B.ld, rows, cols, depth, add, after);
 }
 

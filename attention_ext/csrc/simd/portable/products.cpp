@@ -351,13 +351,13 @@ void add_weighted_few(Matrix O, ConstMatrix P, ConstMatrix B, int64_t rows, int6
                               std::min(n, first + i), cols - c);
 }
 
-void add_weighted_few_bf16(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
-                           int64_t cols) {
+void add_weighted_few(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
+                      int64_t cols) {
     for (int64_t c = 0; c < cols; c += 2 * W)
         weighted_rows<ROWS_BESIDE, 2>(O.data + c, O.ld, P.data, P.ld, columns(B.data, c), B.ld, rows, n, first);
 }
 
-void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
+void add_weighted_rows(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
     int64_t c = 0;
     for (; c + 4 * W <= cols; c += 4 * W)
         weighted_block<1, 4>(o + c, 0, p, 0, columns(B.data, c), B.ld, rows, rows);
