@@ -77,8 +77,7 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
     }
     Attention one = attention(1, capacity);
     if (cache_shape.transposed) one.Bc = cache_shape.panel, one.kv = kv;
-    if (cache_shape.pairs() && !cache_shape.transposed) widened_floats = 2 * capacity * d;
-    int64_t attended = widened_floats + part.scratch(one);
+    int64_t attended = part.scratch(one);
     if (cache_shape.transposed) attended = std::max(attended, MOST_ROWS * d + part.few.together.scratch(one));
     const Layer& w = weights.layers[0];
     const int64_t most = std::max(sizes.slots, MOST_ROWS);

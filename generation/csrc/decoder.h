@@ -181,11 +181,10 @@ class Decoder {
     std::vector<Slot> slots;
 
     // Each thread's rows of a step, one for each slot, of which N and O are its own; and its scratch for
-    // attention, behind the K and V of a head in fp32 if the part cannot read the cache.
+    // attention.
     Buffer memory;
     std::vector<Rows> rows;
     std::vector<float*> scratch;
-    int64_t widened_floats = 0;
 
     std::shared_ptr<const Draft> draft;
     DraftPace draft_pace;

@@ -22,34 +22,21 @@ constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 // apart, those of `to` ld.
 inline void Decoder::attend(const Token& first, int64_t count, int64_t layer, int64_t head, const float* q,
                             int64_t ldQ, float* to, int64_t ld, int64_t thread) const {
-    const Slot& slot = slots[first.slot];
-    const int64_t seen = first.position + count;
-    float* own = scratch[thread];
+    const Cache& cache = slots[first.slot].cache;
+    float* const own = scratch[thread];
     if (count > 1 && !cache_shape.transposed) {
-        for (Token token = first; token.position < seen; token.position++, q += ldQ, to += ld)
-            attend(token, 1, layer, head, q, ldQ, to, ld, thread);
+        for (int64_t r = 0; r < count; r++)
+            attend({first.slot, 0, first.position + r}, 1, layer, head, q + r * ldQ, ldQ, to + r * ld, ld,
+                   thread);
         return;
     }
-    Attention a = attention(count, seen);
-    a.q = {q, 0, 0, ldQ, 1};
-    a.out = to;
-    if (count > 1) {
-        a.k = slot.cache.keys(layer, head), a.v = slot.cache.values(layer, head);
-        a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
-        a.out = own;
-        part.few.together.attention(a, own + MOST_ROWS * d);
-        for (int64_t r = 0; r < count; r++) std::copy_n(a.out + r * d, d, to + r * ld);
-        return;
-    }
-    if (widened_floats > 0) {
-        float *K = own, *V = own + capacity * d;
-        slot.cache.widen(layer, head, seen, K, V);
-        a.k = {K, 0, 0, d, 1}, a.v = {V, 0, 0, d, 1};
-    } else {
-        a.k = slot.cache.keys(layer, head), a.v = slot.cache.values(layer, head);
-        if (cache_shape.transposed) a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
-    }
-    part.attention(a, own + widened_floats);
+    Attention a = attention(count, first.position + count);
+    a.q = {q, 0, 0, ldQ, 1}, a.k = cache.keys(layer, head), a.v = cache.values(layer, head);
+    a.out = count > 1 ? own : to;
+    if (cache_shape.transposed) a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
+    if (count == 1) return part.attention(a, own);
+    part.few.together.attention(a, own + MOST_ROWS * d);
+    for (int64_t r = 0; r < count; r++) std::copy_n(a.out + r * d, d, to + r * ld);
 }
 
 // Row r of `rows` is tokens[r], which only pieces may read: a late member may come when they are gone. apart:
@@ -60,15 +47,15 @@ void Decoder::step(const Weights& model, const Token* tokens, bool apart, const 
     for (int64_t l = 0; l < shape.n_layer; l++) {
         const Layer& w = model.layers[l];
         block.qkv(w, 0, apart, [&](int64_t h, int64_t begin, int64_t end) {
-            const float* q = rows.Q.data + h * w.qkv.width();
+            const simd::Matrix q = rows.Q.from(0, h * w.qkv.width());
             // All are appended before the first attends: a vector load stalls on a number just stored.
             for (int64_t r = begin; r < end; r++)
-                slots[tokens[r].slot].cache.append(l, h, tokens[r].position, q + r * rows.Q.ld + d, 0, 1);
+                slots[tokens[r].slot].cache.append(l, h, tokens[r].position, q.row(r) + d, 0, 1);
             for (int64_t r = begin, next = begin; r < end; r = next) {
                 while (next < end && tokens[next].slot == tokens[r].slot) next++;
                 if (next < end) slots[tokens[next].slot].cache.prefetch(l, h, tokens[next].position);
-                attend(tokens[r], next - r, l, h, q + r * rows.Q.ld, rows.Q.ld,
-                       rows.A.data + r * rows.A.ld + h * d, rows.A.ld, member.thread);
+                attend(tokens[r], next - r, l, h, q.row(r), q.ld, rows.A.row(r) + h * d, rows.A.ld,
+                       member.thread);
             }
         });
         block.rest(w);
