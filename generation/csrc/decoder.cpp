@@ -67,7 +67,7 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
       caches(sizes.slots * cache_shape.words()),
       slots(sizes.slots),
       trace(threads),
-      team(new Team(4 * s.n_layer + 1, threads, trace)) {
+      team(new Team(threads, trace)) {
     for (int64_t i = 0; i < sizes.slots; i++) {
         Slot& slot = slots[i];
         slot.cache = Cache(cache_shape, caches + i * cache_shape.words());

@@ -77,11 +77,12 @@ bool Decoder::read(int64_t number, double seconds) {
         const bool at_once = seconds == std::numeric_limits<double>::infinity();
         do {
             const int64_t begin = prompt.stage, end = at_once ? count : begin + 1;
+            std::vector<Pieces> left(end - begin);
             // Only pieces may read the prompt: it may be freed before a late member comes.
-            team->run(threads, [this, &slot, stages, begin, end](Member& member) {
+            team->run(threads, [this, &slot, stages, begin, end, left = left.data()](Member& member) {
                 const NoDenormals flushed;
                 for (int64_t s = begin; s < end; s++)
-                    member.run(stages.pieces(s, shape.n_head),
+                    member.run(stages.pieces(s, shape.n_head), left + (s - begin),
                                [&](int64_t i) { prompt_piece(slot, s, i, member.thread); });
             });
             prompt.stage = end;

@@ -160,8 +160,9 @@ void Decoder::write_groups(const std::vector<int64_t>& batch, const UniformRows&
         for (size_t i = begin; i < end; i++) write(g, thread, uniforms[i].data(), tokens[i].data());
         spent[g] = Pace::Clock::now() - start;
     };
-    team->run(threads, [parts = static_cast<int64_t>(spent.size()), &write_all](Member& member) {
-        member.run(parts, [&](int64_t g) { write_all(g, member.thread); });
+    Pieces left;
+    team->run(threads, [parts = static_cast<int64_t>(spent.size()), &left, &write_all](Member& member) {
+        member.run(parts, &left, [&](int64_t g) { write_all(g, member.thread); });
     });
     const auto longest = *std::max_element(spent.begin(), spent.end());
     group_seconds = std::chrono::duration<double>(longest).count() / static_cast<double>(end - begin);

@@ -115,14 +115,14 @@ struct Count {
     int64_t in(uint32_t turn) const { return turns_after(turn) < 0 ? 0 : static_cast<uint32_t>(bits); }
 };
 
-// Counts of the pieces of a stage in Member::run().
-struct alignas(APART) Stage {
-    std::atomic<uint64_t> taken{0}, done{0};
+// The pieces of a stage that members take one by one.
+struct alignas(APART) Pieces {
+    std::atomic<int64_t> next{0};
 };
 
 // A member's place in a team.
 struct Seat {
-    alignas(APART) std::atomic<uint64_t> done{0};  // stages of Member::share(); the others wait for it
+    alignas(APART) std::atomic<uint64_t> done{0};  // stages; the others wait for it
     alignas(APART) std::atomic<uint64_t> taken{0};
     alignas(APART) std::atomic<uint32_t> called{0};  // the last turn that it was called for
     std::atomic<uint32_t> late{0};                   // the last turn in which another took its share
@@ -162,7 +162,6 @@ class Failure {
 // What the members of a turn share.
 struct Turn {
     uint32_t number;
-    Stage* stages;
     Seat* seats;
     Failure* failure;
 };
@@ -184,21 +183,24 @@ class Member {
         trace.timed(kind, thread, body);
     }
 
-    // A stage: piece(i) for each i of 0 .. pieces - 1, by whichever member is free. Then waits until all are
-    // done, unless the turn is over.
-    template <class Piece>
-    void run(int64_t pieces, const Piece& piece) {
-        if (members == 1) return run_alone(pieces, piece);
-        trace.timed_waiting(thread, [&] { take_pieces(turn.stages[stage++], pieces, piece); });
-    }
-
-    // The same, but each member has a fixed share of the pieces, the same in every turn: what its pieces read
-    // stays in the caches of its core. Another member takes the share of one that is late.
+    // A stage: piece(i) for each i of 0 .. pieces - 1. Each member has a fixed share of the pieces, the same in
+    // every turn: what its pieces read stays in the caches of its core. Another member takes the share of one
+    // that is late. Then waits until all are done, unless the turn is over.
     template <class Piece>
     void share(int64_t pieces, const Piece& piece) {
         if (members == 1) return run_alone(pieces, piece);
         trace.timed_waiting(thread, [&] { take_shares(pieces, piece); });
         stage++;
+    }
+
+    // The same by whichever member is free. `left` lives for the turn, so only pieces may read it. The caller
+    // throws what a piece throws.
+    template <class Piece>
+    void run(int64_t pieces, Pieces* left, const Piece& piece) {
+        if (members == 1) return run_alone(pieces, piece);
+        share(members, [&](int64_t) {
+            for (int64_t i = left->next++; i < pieces; i = left->next++) turn.failure->keep([&] { piece(i); });
+        });
     }
 
   private:
@@ -207,29 +209,6 @@ class Member {
     template <class Piece>
     static void run_alone(int64_t pieces, const Piece& piece) {
         for (int64_t i = 0; i < pieces; i++) piece(i);
-    }
-
-    template <class Piece>
-    void take_pieces(Stage& s, int64_t pieces, const Piece& piece) {
-        Count taken = s.taken.load(std::memory_order_acquire);
-        while (taken.turns_after(turn.number) <= 0 && taken.in(turn.number) < pieces) {
-            const int64_t next = taken.in(turn.number);
-            if (!s.taken.compare_exchange_weak(taken.bits, Count(turn.number, next + 1).bits,
-                                               std::memory_order_acq_rel))
-                continue;
-            turn.failure->keep([&] { piece(next); });
-            Count done = s.done.load(std::memory_order_relaxed);
-            while (!s.done.compare_exchange_weak(done.bits, Count(turn.number, done.in(turn.number) + 1).bits,
-                                                 std::memory_order_acq_rel)) {
-            }
-            taken = s.taken.load(std::memory_order_acquire);
-        }
-        for (int spins = 0;; spins++) {
-            const Count done = s.done.load(std::memory_order_acquire);
-            if (done.turns_after(turn.number) > 0 || done.in(turn.number) >= pieces) return;
-            if (Count(s.taken.load(std::memory_order_relaxed)).turns_after(turn.number) > 0) return;
-            if (spins > SPINS) yield();
-        }
     }
 
     template <class Piece>
@@ -276,7 +255,7 @@ class Member {
 // No threads.
 class Team {
   public:
-    Team(int64_t, int, Trace& trace) : trace(trace) {}
+    Team(int, Trace& trace) : trace(trace) {}
     struct Delete {
         void operator()(Team* team) const { delete team; }
     };
@@ -341,7 +320,7 @@ class alignas(APART) Job {
 class Team {
   public:
     // Has fewer helpers where the system refuses to start more. The caller alone can do all work.
-    Team(int64_t stages, int threads, Trace& trace) : trace(trace), stages(stages), seats(threads) {
+    Team(int threads, Trace& trace) : trace(trace), seats(threads) {
         helpers.reserve(threads);
         for (int thread = 1; thread < threads; thread++) {
             try {
@@ -392,7 +371,7 @@ class Team {
             }
             woken.notify_all();
         }
-        Member caller(trace, 0, members, {turn, stages.data(), seats.data(), &failure});
+        Member caller(trace, 0, members, {turn, seats.data(), &failure});
         work(caller);
         failure.rethrow();
     }
@@ -429,14 +408,13 @@ class Team {
             seen = seat.called.load(std::memory_order_acquire);
             Job::Copy copy;
             if (!job.read(seen, copy)) continue;
-            Member member(trace, thread, copy.members, {seen, stages.data(), seats.data(), &failure});
+            Member member(trace, thread, copy.members, {seen, seats.data(), &failure});
             copy.call(copy.work, member);
         }
     }
 
     const pid_t process = getpid();
     Trace& trace;
-    std::vector<Stage> stages;
     std::vector<Seat> seats;
     Job job;
     Failure failure;
