@@ -49,11 +49,8 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
     const Buffer memory(lay_out(Scratch()));
     lay_out(Scratch(memory));
     for (int64_t t = 0; t < T; t++) weights.embed(rows.X.row(t), ids[t], t);
-    Attention a{};
-    a.B = 1, a.H = 1, a.Nq = a.Nk = T, a.d = o->d;
-    a.causal = true, a.scale = o->scale();
-    a.Br = std::min(BR, T), a.Bc = std::min(BC, T);
-    a.threads = 1;
+    Attention a{
+        {1, 1, T, T, o->d, /* causal */ true, o->scale(), std::min(BR, T), std::min(BC, T), /* threads */ 1}};
     const Buffer out(T * o->d), scratch(FLASH.scratch(a));
     a.out = out;
     Trace off(1);

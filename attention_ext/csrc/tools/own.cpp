@@ -24,13 +24,12 @@ Matrices matrices(const float* data, const int64_t* strides) {
 }
 
 Attention attention_of(const OwnCall& c) {
-    Attention a{};
-    a.B = c.B, a.H = c.H, a.Nq = c.Nq, a.Nk = c.Nk, a.d = c.d;
-    a.causal = c.causal != 0, a.scale = c.scale, a.threads = static_cast<int>(c.threads);
-    a.Br = std::min(TILE, c.Nq), a.Bc = std::min(TILE, c.Nk);
-    a.q = matrices(c.q, c.q_strides), a.k = matrices(c.k, c.k_strides), a.v = matrices(c.v, c.v_strides);
-    a.out = c.out;
-    return a;
+    return {{c.B, c.H, c.Nq, c.Nk, c.d, c.causal != 0, c.scale, std::min(TILE, c.Nq), std::min(TILE, c.Nk),
+             static_cast<int>(c.threads)},
+            matrices(c.q, c.q_strides),
+            matrices(c.k, c.k_strides),
+            matrices(c.v, c.v_strides),
+            c.out};
 }
 
 }  // namespace
