@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-// The settings that are numbers, by name and in the order of generation/sampling.py, which says what each does.
-// Each with the value that changes nothing.
+// The settings that are numbers, in the order of generation/sampling.py, which says what each does; each with
+// the value that changes nothing.
 #define SAMPLING_NUMBERS(NUMBER)  \
     NUMBER(temperature, 1)        \
     NUMBER(top_k, 0)              \

@@ -1,11 +1,8 @@
 // The decoder's threads, which share a token's step of some ten microseconds.
 //
-// A thread pool's parallel loop ends when every thread has joined and finished. A thread that sleeps, or whose
-// core is taken, delays that by a turn of the scheduler: the time of hundreds of steps. Here the caller never
-// waits for a helper that has not taken a piece of the work. A late helper finds the work done.
-//
-// What the members of a team write while they wait for each other lies in a cache line of each member's own. A
-// line that several write moves between their cores, one after the other.
+// A thread pool's loop ends when every thread has finished: one that sleeps delays it by the time of hundreds
+// of steps. Here the caller never waits for a helper that has taken no work; a late helper finds the work done.
+// What different members write lies in cache lines of its own.
 #pragma once
 
 #include <algorithm>
@@ -56,8 +53,8 @@ class Trace {
         return all;
     }
 
-    // Runs body(), with a span if recording. Helper threads call it only inside a piece: the caller reads the
-    // spans when all pieces are done.
+    // Runs body(), with a span if recording. Helpers call it inside a piece only: the caller reads the spans
+    // then.
     template <class Body>
     void timed(const char* kind, int64_t thread, const Body& body) {
         const int64_t begin = recording ? now() : 0;
@@ -65,8 +62,8 @@ class Trace {
         if (recording) tracks[thread].spans.push_back({kind, static_cast<int>(thread), begin, now()});
     }
 
-    // Runs body(), with a span of the caller's wait for the others: from the end of its last piece to the end
-    // of body. A helper's wait may outlast the call, so it appears only as a gap between its spans.
+    // Runs body(), with a span of the caller's wait for the others, from the end of its last piece on. A
+    // helper's wait may outlast the call, so it has none.
     template <class Body>
     void timed_waiting(int thread, const Body& body) {
         if (thread > 0 || !recording) return body();
@@ -131,14 +128,16 @@ struct Seat {
 };
 
 // The first error of run()'s pieces. In another thread it would end the program, so the caller throws it.
-class Failure {
-  public:
+struct Failure {
 #if defined(__wasm__)
     template <class Body>
     void keep(const Body& body) {
         body();
     }
 #else
+    std::exception_ptr error;
+    std::mutex mutex;
+
     template <class Body>
     void keep(const Body& body) {
         try {
@@ -148,14 +147,6 @@ class Failure {
             if (!error) error = std::current_exception();
         }
     }
-    // No piece may be running.
-    void rethrow() {
-        if (error) std::rethrow_exception(std::exchange(error, nullptr));
-    }
-
-  private:
-    std::exception_ptr error;
-    std::mutex mutex;
 #endif
 };
 
@@ -171,10 +162,8 @@ class Member {
   public:
     const int thread, members;
 
-    // Works alone.
-    Member(Trace& trace, int thread) : Member(trace, thread, 1, {}) {}
-
-    Member(Trace& trace, int thread, int members, const Turn& turn)
+    // By default it works alone.
+    Member(Trace& trace, int thread, int members = 1, const Turn& turn = {})
         : thread(thread), members(members), trace(trace), turn(turn) {}
 
     // body(), as a span of this kind.
@@ -188,7 +177,8 @@ class Member {
     // that is late. Then waits until all are done, unless the turn is over.
     template <class Piece>
     void share(int64_t pieces, const Piece& piece) {
-        if (members == 1) return run_alone(pieces, piece);
+        for (int64_t i = 0; members == 1 && i < pieces; i++) piece(i);
+        if (members == 1) return;
         trace.timed_waiting(thread, [&] { take_shares(pieces, piece); });
         stage++;
     }
@@ -197,7 +187,7 @@ class Member {
     // throws what a piece throws.
     template <class Piece>
     void run(int64_t pieces, Pieces* left, const Piece& piece) {
-        if (members == 1) return run_alone(pieces, piece);
+        if (members == 1) return share(pieces, piece);
         share(members, [&](int64_t) {
             for (int64_t i = left->next++; i < pieces; i = left->next++) turn.failure->keep([&] { piece(i); });
         });
@@ -205,11 +195,6 @@ class Member {
 
   private:
     static constexpr int SPINS = 2000;  // about a stage's time; a member that takes longer lost its core
-
-    template <class Piece>
-    static void run_alone(int64_t pieces, const Piece& piece) {
-        for (int64_t i = 0; i < pieces; i++) piece(i);
-    }
 
     template <class Piece>
     void take_shares(int64_t pieces, const Piece& piece) {
@@ -275,8 +260,8 @@ class Team {
 
 // The work of a team's latest turn, which its helpers copy.
 //
-// A helper may copy it while the caller writes the next one, and then drops the copy (a sequence lock: Boehm
-// 2012, 'Can seqlocks get along with programming language memory models?').
+// A helper that copies it while the caller writes the next one drops the copy (a sequence lock: Boehm 2012,
+// 'Can seqlocks get along with programming language memory models?').
 class alignas(APART) Job {
     static constexpr int WORDS = 8;
 
@@ -373,7 +358,7 @@ class Team {
         }
         Member caller(trace, 0, members, {turn, seats.data(), &failure});
         work(caller);
-        failure.rethrow();
+        if (failure.error) std::rethrow_exception(std::exchange(failure.error, nullptr));
     }
 
     // Waits until late helpers have left the turns that they were called for.

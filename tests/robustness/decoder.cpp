@@ -17,7 +17,7 @@
 
 #include "running.h"
 
-// Of generation/csrc/c_api.cpp; a handle is a void*, as in generation/native.py.
+// Of generation/csrc/c_api.cpp; a handle is a void*, as in generation/engines/native.py.
 extern "C" {
 const char* error(int* kind);
 void* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
