@@ -12,7 +12,7 @@ namespace {
 // A register block has ROWS rows of VECS vectors: as many accumulators, and VECS + 1 more registers for the
 // operands.
 #if defined(__AVX512F__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
-constexpr int ROWS = 4, VECS = 4;  // Zen 4 (older compilers call it znver3): 2 % faster than 8 x 3
+constexpr int ROWS = 4, VECS = 4;  // Zen 4 (older compilers call it znver3)
 #elif defined(__AVX512F__)
 constexpr int ROWS = 8, VECS = 3;
 #elif defined(__AVX__)
@@ -25,16 +25,13 @@ constexpr int ROWS = SMALL ? 4 : 2, VECS = SMALL ? 3 : 4;
 #endif
 constexpr int PANEL = W == 4 && !SMALL ? 4 : VECS;  // vectors
 // Rows of a block of two vectors for sums of at least LONG products, where 32 registers hold it: B's columns
-// are read half as often, and more of them stay in L1. 5 % of a step of 32 texts, and 4 % of part 4's backward
-// pass (AMD Zen 5).
+// are read half as often.
 constexpr int TALL = W == 16 ? 8 : ROWS;
 constexpr int64_t LONG = 48;
-// Of the sums: 2 % of the whole kernel; 4 for short sums in 16 registers, 2 % of Q K^T at d = 32 (AMD Zen 3).
-constexpr int UNROLL = W == 8 ? 4 : 2;
-// Rows of a block of one vector, the last columns of many matrices. ROWS sums would not hide an addition's
-// latency, and 16 registers hold more.
-constexpr int NARROW = REGISTERS == 16 && !SMALL ? 8 : ROWS;
-constexpr int WIDE = 8;  // vectors in a block of one row: enough independent sums to hide an addition's latency
+constexpr int UNROLL = W == 8 ? 4 : 2;  // of the sums; 4 for short sums in 16 registers
+constexpr int NARROW =
+    REGISTERS == 16 && !SMALL ? 8 : ROWS;  // rows of one vector, to hide an addition's latency
+constexpr int WIDE = 8;                    // vectors of one row, likewise
 
 // C <- A B, or C + A B: A(i, k) is A[i * row_stride + k * depth_stride]. All functions with it are inlined.
 template <class Element>
@@ -226,29 +223,29 @@ INLINE void transpose_square(float* T, int64_t ldT, const float* X, int64_t ldX,
 }
 
 constexpr int ROWS_BESIDE = 3;  // of two vectors each: with all chains they fill 24 of 32 registers
-// With 16 registers, rows of B that are fetched ahead for several rows of P, as in few_rows.cpp: as many as the
-// keys of a panel, whose product fetches the first ones.
-constexpr int64_t AHEAD = 128;
+constexpr int64_t AHEAD =
+    128;  // with 16 registers, rows of B fetched ahead for several rows of P, as in few_rows.cpp
 
 // O[i] <- O[i] + sum_j P[i][j] * B[j] for VS vectors of columns of R rows, which read B once. Row i takes the
 // first min(n, first + i) rows of B. Its sums, in independent chains, do not depend on R.
-template <int R, int VS, class Element>
-INLINE void weighted_block(float* O, int64_t ldO, const float* P, int64_t ldP, const Element* B, int64_t ldB,
-                           int64_t n, int64_t first) {
+template <int R, int VS, class Operand>
+INLINE void weighted_block(Matrix O, ConstMatrix P, const Operand& B, int64_t n, int64_t first) {
     constexpr int CHAINS = 4;
     constexpr int BESIDE = REGISTERS == 32 || R == 1 ? CHAINS : 2;  // chains that are in registers together
     Vec acc[R][CHAINS][VS];
     const int64_t shared = std::min(n, first) / CHAINS * CHAINS;
     for (int begin = 0; begin < CHAINS; begin += BESIDE) {
-        Vec some[R][BESIDE][VS] = {};
+        Vec beside[R][BESIDE][VS] = {};
         const auto add = [&](int64_t j, auto fetches) {
             for (int k = 0; k < BESIDE; k++) {
-                if constexpr (fetches) __builtin_prefetch(B + (j + k + AHEAD) * ldB, 0, IN_L2);
+                if constexpr (fetches) __builtin_prefetch(B.data + (j + k + AHEAD) * B.ld, 0, IN_L2);
                 Vec x[VS];
-                for (int v = 0; v < VS; v++)
-                    x[v] = R == 1 ? column(B + (j + k) * ldB, v) : kept(column(B + (j + k) * ldB, v));
+                for (int v = 0; v < VS; v++) {
+                    x[v] = column(B.data + (j + k) * B.ld, v);
+                    if (R > 1) x[v] = kept(x[v]);
+                }
                 for (int i = 0; i < R; i++)
-                    for (int v = 0; v < VS; v++) some[i][k][v] += P[i * ldP + j + k] * x[v];
+                    for (int v = 0; v < VS; v++) beside[i][k][v] += P.data[i * P.ld + j + k] * x[v];
             }
         };
         int64_t j = begin;
@@ -257,33 +254,40 @@ INLINE void weighted_block(float* O, int64_t ldO, const float* P, int64_t ldP, c
         for (; j < shared; j += CHAINS) add(j, std::false_type{});
         for (int i = 0; i < R; i++)
             for (int k = 0; k < BESIDE; k++)
-                for (int v = 0; v < VS; v++) acc[i][begin + k][v] = some[i][k][v];
+                for (int v = 0; v < VS; v++) acc[i][begin + k][v] = beside[i][k][v];
     }
     for (int i = 0; i < R; i++) {
         const int64_t rows = std::min(n, first + i);
         const auto add = [&](int64_t j, int chain) {
-            for (int v = 0; v < VS; v++) acc[i][chain][v] += P[i * ldP + j] * column(B + j * ldB, v);
+            for (int v = 0; v < VS; v++)
+                acc[i][chain][v] += P.data[i * P.ld + j] * column(B.data + j * B.ld, v);
         };
         int64_t j = shared;
         for (; R > 1 && j + CHAINS <= rows; j += CHAINS)
             for (int k = 0; k < CHAINS; k++) add(j + k, k);
         for (; j < rows; j++) add(j, 0);
-        float* o = O + i * ldO;
+        float* o = O.row(i);
         for (int v = 0; v < VS; v++)
             store(o + v * W, load(o + v * W) + ((acc[i][0][v] + acc[i][1][v]) + (acc[i][2][v] + acc[i][3][v])));
     }
 }
 
-// Rows i .. rows - 1, at most R at a time.
-template <int R, int VS, class Element>
-INLINE void weighted_rows(float* O, int64_t ldO, const float* P, int64_t ldP, const Element* B, int64_t ldB,
-                          int64_t rows, int64_t n, int64_t first) {
+// All rows, at most R at a time.
+template <int R, class Operand>
+INLINE void weighted_rows(Matrix O, ConstMatrix P, const Operand& B, int64_t rows, int64_t n, int64_t first) {
     int64_t i = 0;
-    for (; i + R <= rows; i += R)
-        weighted_block<R, VS>(O + i * ldO, ldO, P + i * ldP, ldP, B, ldB, n, first + i);
+    for (; i + R <= rows; i += R) weighted_block<R, 2>(O.from(i), P.from(i), B, n, first + i);
     if constexpr (R > 1)
-        if (i < rows)
-            weighted_rows<R - 1, VS>(O + i * ldO, ldO, P + i * ldP, ldP, B, ldB, rows - i, n, first + i);
+        if (i < rows) weighted_rows<R - 1>(O.from(i), P.from(i), B, rows - i, n, first + i);
+}
+
+// The columns from c on of one row, VS vectors at a time; returns where they end.
+template <int VS, class Operand>
+INLINE int64_t weighted_columns(float* o, const float* p, const Operand& B, int64_t rows, int64_t c,
+                                int64_t cols) {
+    for (; c + VS * W <= cols; c += VS * W)
+        weighted_block<1, VS>({o + c, 0}, {p, 0}, from_column(B, c), rows, rows);
+    return c;
 }
 
 }  // namespace
@@ -334,34 +338,29 @@ void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t c
 }
 
 void add_weighted_rows(float* o, const float* p, ConstMatrix B, int64_t rows, int64_t cols) {
-    int64_t c = 0;
-    for (; c + 4 * W <= cols; c += 4 * W) weighted_block<1, 4>(o + c, 0, p, 0, B.data + c, B.ld, rows, rows);
-    for (; c + 2 * W <= cols; c += 2 * W) weighted_block<1, 2>(o + c, 0, p, 0, B.data + c, B.ld, rows, rows);
-    for (; c + W <= cols; c += W) weighted_block<1, 1>(o + c, 0, p, 0, B.data + c, B.ld, rows, rows);
+    int64_t c = weighted_columns<4>(o, p, B, rows, 0, cols);
+    c = weighted_columns<2>(o, p, B, rows, c, cols);
+    c = weighted_columns<1>(o, p, B, rows, c, cols);
     if (c < cols) last_columns<true>({o + c, 0, p, 0, 1, B.data + c, B.ld}, 1, cols - c, rows, rows);
+}
+
+void add_weighted_rows(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
+    weighted_columns<2>(o, p, B, rows, weighted_columns<4>(o, p, B, rows, 0, cols), cols);
 }
 
 void add_weighted_few(Matrix O, ConstMatrix P, ConstMatrix B, int64_t rows, int64_t n, int64_t first,
                       int64_t cols) {
-    for (int64_t c = 0; c + 2 * W <= cols; c += 2 * W)
-        weighted_rows<ROWS_BESIDE, 2>(O.data + c, O.ld, P.data, P.ld, B.data + c, B.ld, rows, n, first);
-    if (const int64_t c = cols / (2 * W) * 2 * W; c < cols)
-        for (int64_t i = 0; i < rows; i++)
-            add_weighted_rows(O.data + i * O.ld + c, P.data + i * P.ld, {B.data + c, B.ld},
-                              std::min(n, first + i), cols - c);
+    int64_t c = 0;
+    for (; c + 2 * W <= cols; c += 2 * W)
+        weighted_rows<ROWS_BESIDE>(O.from(0, c), P, from_column(B, c), rows, n, first);
+    for (int64_t i = 0; c < cols && i < rows; i++)
+        add_weighted_rows(O.row(i) + c, P.row(i), from_column(B, c), std::min(n, first + i), cols - c);
 }
 
 void add_weighted_few(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
                       int64_t cols) {
     for (int64_t c = 0; c < cols; c += 2 * W)
-        weighted_rows<ROWS_BESIDE, 2>(O.data + c, O.ld, P.data, P.ld, columns(B.data, c), B.ld, rows, n, first);
-}
-
-void add_weighted_rows(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols) {
-    int64_t c = 0;
-    for (; c + 4 * W <= cols; c += 4 * W)
-        weighted_block<1, 4>(o + c, 0, p, 0, columns(B.data, c), B.ld, rows, rows);
-    for (; c < cols; c += 2 * W) weighted_block<1, 2>(o + c, 0, p, 0, columns(B.data, c), B.ld, rows, rows);
+        weighted_rows<ROWS_BESIDE>(O.from(0, c), P, from_column(B, c), rows, n, first);
 }
 
 }  // namespace portable
