@@ -1,8 +1,5 @@
 // The native decoder: nanoGPT's model with its own packed weights and caches, over the SIMD helpers and a
-// chosen part. No torch and no Python here.
-//
-// The decoder has its own team of threads instead of PyTorch's pool; team.h says why. A text is the same alone,
-// in a batch, and over any number of threads.
+// chosen part, without torch and Python. A text is the same alone, in a batch, and over any number of threads.
 #pragma once
 
 #include <algorithm>
@@ -24,9 +21,9 @@
 
 constexpr int64_t PREFILL_ROWS = 64;  // tokens that pass through a layer together: their MLP stays in L2
 
-// The stages of a prompt: for each layer q, k and v of all tokens, attention, and the rest; and the
-// log-probabilities if they are asked for. A stage's pieces do not depend on each other, so reading can pause
-// after any piece. Small, because every member of the team has a copy.
+// The stages of a prompt: for each layer q, k and v of all tokens, attention, and the rest; perhaps
+// log-probabilities. Reading can pause after any piece of a stage. Small, because every member of the team has
+// a copy.
 struct PromptStages {
     int64_t T, chunk;  // tokens, and how many of them attend together
     int32_t layers;
@@ -50,7 +47,7 @@ struct PromptStages {
     int64_t from(int64_t layer) const { return is_last(layer) && !scored ? T - 1 : 0; }
 
     // The tokens of the i-th attention of a head; those that see most keys come first. In the last layer the
-    // last token always attends alone, so computing the others changes no bit of its output.
+    // last token attends alone: computing the others changes no bit of its output.
     Tokens queries(int64_t layer, int64_t i) const {
         const bool last = is_last(layer);
         if (last && i == 0) return {T - 1, 1};
@@ -143,9 +140,8 @@ class Decoder {
     // Chooses a token for each slot from each row of uniforms; returns the rows of tokens. The slots are
     // distinct, read and not full; uniforms[i] has a number in [0, 1) for each. Stops early, but not before the
     // first row, when a slot is full or `seconds` are over, by default so soon that Ctrl-C takes effect. With
-    // several rows, each group of slots goes through all rows before the next group, so that its K and V stay
-    // in cache. The seconds then hold for each group, of which a thread may take several; earlier rows tell how
-    // many more fit.
+    // several rows a group of slots goes through all of them before the next group, so that its K and V stay in
+    // cache; the seconds hold for each.
     TokenRows write(const std::vector<int64_t>& slots, const UniformRows& uniforms,
                     std::optional<double> seconds = {});
 

@@ -1,7 +1,6 @@
 // A step: one token for each of several texts.
 //
-// Threads: the texts of a large batch are divided between them. Few texts go in stages, each of which the
-// threads share by heads and panels. Results do not depend on the number of texts or threads.
+// The texts of a large batch are divided between the threads; of few texts, the threads share heads and panels.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -39,8 +38,8 @@ inline void Decoder::attend(const Token& first, int64_t count, int64_t layer, in
     for (int64_t r = 0; r < count; r++) std::copy_n(a.out + r * d, d, to + r * ld);
 }
 
-// Row r of `rows` is tokens[r], which only pieces may read: a late member may come when they are gone. apart:
-// whether no two are of the same text.
+// Row r is tokens[r], which only pieces may read: a late member may come when they are gone. apart: no two of a
+// text.
 void Decoder::step(const Weights& model, const Token* tokens, bool apart, const Rows& rows, Member& member) {
     const NoDenormals flushed;
     Block<Member> block(rows, member);

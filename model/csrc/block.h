@@ -36,8 +36,8 @@ class Block {
     Block(const Rows& rows, Member& member) : rows(rows), member(member) {}
 
     // q, k and v of each head h; then attend(h, begin, end) for these rows. The first `skipped` columns of a
-    // head need not be computed. divisible: whether attend() may take some rows of a head before the k and v of
-    // the others are there.
+    // head need not be computed. divisible: whether attend() may take some rows before the k and v of the
+    // others are there.
     template <class Attend>
     void qkv(const Layer& w, int64_t skipped, bool divisible, const Attend& attend) {
         each(w.qkv, divisible, [&](int64_t h, int64_t begin, int64_t end) {
@@ -88,7 +88,7 @@ class Block {
     }
 
     // The left operand of w's product, from `columns` columns of m. Each thread makes its own with its first
-    // piece. Another thread has just written most of m, so all of it is prefetched at once.
+    // piece; another thread has just written most of m.
     template <class Make>
     void once(simd::Matrix m, int64_t columns, int64_t begin, int64_t end, const Make& make) {
         if (made_from == begin) return;

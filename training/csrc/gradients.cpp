@@ -15,12 +15,10 @@
 //   gradients of the norms' weights                       layers
 //   the norm of all gradients, then scale them            chunks
 //
-// A block of rows goes through all operations between two attentions while it is in L2: norms, GELU and the
-// loss read what a product has just written. A tile of dW sums over all tokens in order, and every other sum
-// belongs to one piece, so no bit depends on the number of threads.
-//
-// The forward pass keeps 11 C numbers per token and layer for the backward pass: both normalized inputs, q, k,
-// v, the attention's result (twice), and GELU's input. GELU is recomputed with its derivative.
+// A block of rows goes through all operations between two attentions while it is in L2. Every sum belongs to
+// one piece, so no bit depends on the number of threads. The forward pass keeps 11 C numbers per token and
+// layer: both normalized inputs, q, k, v, the attention's result (twice), and GELU's input, whose GELU is
+// recomputed with its derivative.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -240,7 +238,7 @@ class Gradients {
         const simd::Matrix dh = a.dh.from(b.first), g = a.g.from(b.first), h = of.h.from(b.first);
         multiply(dh, a.dx.from(b.first), of.w_down.backward, b.count);
         m.lap("products, backward");
-        // Whole rows: h is read, and g written, in strips of a panel's width six times as slowly (AMD Zen 3).
+        // Whole rows: strips of a panel's width are read and written several times as slowly.
         for (int64_t r = 0; r < b.count; r++) portable::gelu_gradient(dh.row(r), g.row(r), h.row(r), 4 * s.C);
         m.lap("GELU, backward");
         back(m, b, a.dx_2, a.dx, a.dh, of.w_up, of.normal_2);

@@ -1,11 +1,9 @@
 // Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash and flash_with_lse: they check the tensors,
 // allocate and launch.
 //
-// Python chooses and compiles. For sizes that are new it is called back and gives a Plan, which is kept: a
-// later call of these sizes does not enter Python. Nothing waits for the GPU, and all memory comes from
-// PyTorch's allocator, so a CUDA graph can capture a call. No header of CUDA is needed: the driver is opened by
-// the first call, and what is used of cuda.h is declared here. PyTorch's functions for CUDA are found in the
-// same way, because a PyTorch without CUDA lacks them.
+// Python chooses and compiles: for sizes that are new it gives a Plan, which is kept. Nothing waits for the
+// GPU, and all memory comes from PyTorch's allocator, so a CUDA graph can capture a call. The driver, and
+// PyTorch's functions for CUDA, which not every PyTorch has, are opened by the first call.
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -221,12 +219,11 @@ Matrices laid_out(const Tensor& t, const Plan& plan, int bytes) {
 }
 
 // What Hopper's copy engine is told of 16-bit matrices whose rows are contiguous, apart from each other and
-// aligned. It encodes on the CPU alone. A launch copies the map, so a captured graph keeps its own.
+// aligned.
 void encode(TensorMap* map, const Matrices& m, int type, int32_t rows, const Plan& plan) {
     const auto size = m.tensor.sizes();
     const Strides& s = m.strides;
-    // A dimension of stride 0 has one entry, which the kernel asks for. The stride of a dimension with one
-    // entry is never used, but must be valid.
+    // A dimension of stride 0 has one entry. The stride of such a dimension is not used, but must be valid.
     const auto entries = [](int64_t n, long long stride) { return stride ? static_cast<uint64_t>(n) : 1; };
     const auto bytes = [](int64_t n, long long stride) {
         return n > 1 && stride ? 2 * static_cast<uint64_t>(stride) : 16;
@@ -297,7 +294,6 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
     void* scratch = held ? held->mutable_data_ptr() : nullptr;
     int number = plan.number;
     const Matrices* const inputs[] = {&q, &k, &v};
-    // Where the arguments are. The driver copies as many as the function has.
     TensorMap maps[3];
     void *with_maps[] = {&maps[0], &maps[1], &maps[2], &call}, *without[] = {&call, &scratch, &number};
     for (int i = 0; plan.box && i < 3; i++)

@@ -76,8 +76,8 @@ Tensor floats(const int64_t (&size)[n]) {
 
 constexpr uint32_t MOST_THREADS = 1024;
 
-// The sizes of a call whose tensors fit each other. MOST_SCORES, given by the build: below this limit on Nq *
-// Nk the size of the scratch fits 63 bits. An expanded tensor may have more rows than memory has bytes.
+// The sizes of a call whose tensors fit each other. Nq * Nk is below MOST_SCORES, given by the build, so that
+// the size of the scratch fits 63 bits: an expanded tensor may have any number of rows.
 template <class Element>
 AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, float scale, int64_t br,
                      int64_t bc) {
@@ -125,8 +125,8 @@ const Part& named(const std::string& part) {
     return *found;
 }
 
-// Part 4's forward pass with what its backward pass needs. It is a separate operator because PyTorch calls an
-// operator with a gradient through Python, which takes longer than a token's attention.
+// Part 4's forward pass with what its backward pass needs: its own operator, because PyTorch calls one with a
+// gradient through Python, which takes longer than a token's attention.
 std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                          double scale, int64_t br, int64_t bc) {
     return run<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc);

@@ -7,12 +7,9 @@
 //       O <- O / l;  lse <- m + log(l)
 //   merge the splits by lse
 //
-// At most FEW queries would fill a vector mostly with padding, so the lanes span keys. K may be transposed, as
-// in a cache: each of its rows is then a feature, and the scores need no sums across lanes.
-//
-// Few queries make few tiles, and most threads would idle. So the keys are divided into splits, each attended
-// to as if it were all keys (flash-decoding, Dao et al. 2023). Splits depend on the sizes, not on the threads.
-// More than FEW queries go through part4_flash.cpp's tiles in each split.
+// At most FEW queries would fill a vector mostly with padding, so the lanes span keys; K may be transposed, as
+// in a cache. More queries go through part4_flash.cpp's tiles. Few tiles would leave threads idle, so the keys
+// are divided into splits (flash-decoding, Dao et al. 2023), by the sizes, not by the threads.
 //
 // Scratch: threads x (2 d + a block of scores), for bfloat16 another 2 Bc d, or that of a tile; and the splits'
 // results, Nk / SPLIT per query.
@@ -33,9 +30,8 @@ namespace part4 {
 namespace {
 
 constexpr int64_t BLOCK = 512;  // keys of a query at a time, if Bc is not larger: the scores stay in L1
-// Fewer strips of queries than MOST_STRIPS may leave threads idle. Then more than MOST_KEYS keys are divided
-// into splits of about SPLIT keys, enough that merging costs little. With LEAST_RATIO times as many keys as
-// queries, the splits' results need less memory than K.
+// With fewer strips of queries than MOST_STRIPS, more than MOST_KEYS keys are divided into splits of about
+// SPLIT. LEAST_RATIO keys a query: the splits' results then need less memory than K.
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPLIT = 1024, LEAST_RATIO = 8;
 constexpr double MOST_NUMBERS = 0x1p40;  // numbers in the splits' results
 // Whether the helpers' products of several rows have the bits of each row's.
@@ -98,8 +94,8 @@ struct Panels : Rows {
         else
             simd::add_weighted_rows(O, P, values(j0), n, columns());
     }
-    // The same for several rows of Q, S and O; row i adds its first min(n, first + i) keys. A panel's product
-    // fetches the next panel if that is full, else the first values.
+    // The same for several rows; row i adds its first min(n, first + i) keys. A panel's product fetches the
+    // next panel if that is full, else the first values.
     void all_scores(simd::Matrix S, const float* Q, int64_t rows, int64_t j0, int64_t n) const {
         for (int64_t j = 0; j < n; j += a.Bc)
             portable::multiply_few(S.from(0, j), {Q, a.d}, panel(j0 + j), rows, keys(j, n), a.d, false,
@@ -200,8 +196,7 @@ void attend_query(const AttentionOf<Bf16>& a, int64_t head, int64_t i, float* sc
     attend_one<Widened>(a, head, i, scratch, out, lse);
 }
 
-// attend_one() of all queries of a head, over panels of K. Each has the bits of its own call, and all of them
-// read K and V once.
+// attend_one() of all queries of a head, over panels of K; they read K and V once.
 template <class Keys>
 void attend_together(const Attention& a, float* scratch) {
     Keys keys(a, 0, nullptr);

@@ -8,16 +8,16 @@
 //               O^T <- O^T + V^T P^T
 //       O <- diag(1 / l) O;  lse <- m + log(l)
 //
-// K is read in place. Q and P are held in pairs, as the instruction wants its right operand.
+// K is read in place. Q and P are held in pairs, as the instruction wants its right operand. Tiles: Q and K
+// (16, 32), V^T (16 features, 32 keys), S and O (16, 16) in float32. The lanes of S, P and O are queries.
 //
-// Shapes: Q and K tiles (16, 32), V^T tiles (16 features, 32 keys), S and O tiles (16, 16) in float32.
-// A strip: its lanes of S, P and O are queries, so that the softmax has nothing to add up across lanes. m need
-// not be the maximum, since a bfloat16 has float's range: it is that of the first 32 keys, and moves only when
-// l exceeds a limit, which repeats the step. P is rounded toward 0 by leaving its lower half out; l is the sum
-// of what is left, so that the mean error cancels in P / l. lse has an exact sum of its own. Scratch: V of all
-// heads; the last 32 rows of K, or all of it if d is not a multiple of 32; threads x (Q and O of Br queries, S
-// of 32 keys, P of a step). What it improves: the two products of part4_flash.cpp take a sixth of the time, so
-// that the exponentials, which AMX does not help with, are most of what is left.
+// m need not be the maximum, since a bfloat16 has float's range: it is that of the first 32 keys, and moves
+// only when l exceeds a limit, which repeats the step. P is rounded toward 0 by leaving its lower half out; l
+// is the sum of what is left, so that the mean error cancels in P / l; lse has an exact sum of its own.
+//
+// Scratch: V of all heads; the last 32 rows of K, or all of it if d is not a multiple of 32; threads x (Q and O
+// of Br queries, S of 32 keys, P of a step). What it improves: the two products take a sixth of
+// part4_flash.cpp's time.
 #include "cpu/part4.h"
 #include "cpu/tiles_of_amx.h"
 
@@ -45,8 +45,7 @@ struct Sizes {
 
     explicit Sizes(const AttentionSizes& a)
         : d(round_up(a.d, BLOCK)), keys(round_up(a.Nk, BLOCK)), in_place(a.d == d) {
-        // A long step reads O less often; in a short one S, P, O, Q, K and V stay in L1. At 64 and 128 features
-        // O is 8 and 16 KB.
+        // A long step reads O less often; in a short one S, P, O, Q, K and V stay in L1.
         step = (d <= 2 * BLOCK ? 4 : 8) * BLOCK;
     }
 
@@ -363,8 +362,7 @@ namespace {
 // Queries of a tile: whole strips.
 int64_t tile_queries(const AttentionSizes& a) { return round_up(a.Br, BLOCK); }
 
-// The scratch of a call: V^T of all heads in tiles, with the largest finite magnitude of each block, the copied
-// rows of K, and each thread's own.
+// The scratch of a call. largest: the largest finite magnitude of each block of V.
 struct Shared {
     uint32_t *V, *K;
     float* largest;
@@ -439,8 +437,8 @@ void attend_tile(const AttentionOf<Bf16>& a, const Sizes& n, const Shared& share
 
 }  // namespace
 
-// Fewer queries than a strip would leave most of its lanes idle. A copy of an expanded V might have more
-// numbers than 63 bits count.
+// Fewer queries than a strip would leave lanes idle. A copy of an expanded V may have more numbers than 63 bits
+// count.
 bool takes(const AttentionOf<Bf16>& a) {
     constexpr double MOST_NUMBERS = 0x1p60;
     const Sizes n(a);
