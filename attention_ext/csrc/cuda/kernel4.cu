@@ -99,18 +99,29 @@ __device__ inline void copy_tile(Copy copy, float* to, const float* from, long l
         copy_rows<rows, columns, pitch, false>(copy, to, from, stride, height, width);
 }
 
-// A slab on its way to shared memory while the other one is multiplied. Without cp.async the thread's part of
-// it is in registers until the end.
-struct Slab {
+extern __shared__ __align__(16) float memory[];
+
+// The two slabs in shared memory: one is multiplied while the other arrives. Without cp.async the thread's part
+// of the latter is in registers until end().
+struct Slabs {
+    int now, next;  // their places in `memory`
+
+    // The slab that began to arrive is `now`, and nobody reads `next`.
+    __device__ inline void swap() {
+        const int free = now;
+        now = next, next = free;
+        __syncthreads();
+    }
 #if __CUDA_ARCH__ >= 800
     template <int rows, int columns, int pitch>
-    __device__ inline void begin(float* to, const float* from, long long stride, int height, int width) {
-        copy_tile<rows, columns, pitch>(copy16, to, from, stride, height, width);
+    __device__ inline void begin(const float* from, long long stride, int height, int width) {
+        copy_tile<rows, columns, pitch>(copy16, memory + next, from, stride, height, width);
         close_group();
     }
     template <int rows, int columns, int pitch>
-    __device__ inline void end(float*) {
+    __device__ inline void end() {
         wait_groups<0>();
+        swap();
     }
 #else
     static constexpr int OF_K = (BC * DIMS / 4 + THREADS - 1) / THREADS;
@@ -118,18 +129,25 @@ struct Slab {
     float4 held[OF_K > OF_V ? OF_K : OF_V];
 
     template <int rows, int columns, int pitch>
-    __device__ inline void begin(float* to, const float* from, long long stride, int height, int width) {
+    __device__ inline void begin(const float* from, long long stride, int height, int width) {
         const auto load = [&](int n, float*, const float* at, bool exists) {
             held[n] = exists ? *(const float4*)at : float4{0, 0, 0, 0};
         };
-        copy_tile<rows, columns, pitch>(load, to, from, stride, height, width);
+        copy_tile<rows, columns, pitch>(load, memory + next, from, stride, height, width);
     }
     template <int rows, int columns, int pitch>
-    __device__ inline void end(float* to) {
+    __device__ inline void end() {
         const auto store = [&](int n, float* at, const float*, bool) { *(float4*)at = held[n]; };
-        copy_rows<rows, columns, pitch, true>(store, to, to, 0, 0, 0);
+        copy_rows<rows, columns, pitch, true>(store, memory + next, memory + next, 0, 0, 0);
+        swap();
     }
 #endif
+    __device__ inline void begin_keys(const float* k, long long stride, int keys, int slab) {
+        begin<BC, DIMS, K_ROW>(k + slab * DIMS, stride, keys, d - slab * DIMS);
+    }
+    __device__ inline void begin_values(const float* v, long long stride, int keys) {
+        begin<KEYS, d, V_ROW>(v, stride, keys, d);
+    }
 };
 
 __device__ inline void load4(float to[4], const float* from) {
@@ -168,48 +186,113 @@ __device__ inline void accumulate(float o[TM][TD], const float* P, const float* 
     }
 }
 
+// The rows and columns of a thread: keys tx, tx + TX ..., and the rows ROW(i) from 4 * rg on of a warp's.
+struct Place {
+    int tx, rg, warp_row;  // warp_row: the warp's first
+    __device__ inline int row(int i) const { return warp_row + 4 * rg + ROW(i); }
+};
+constexpr int NEIGHBOUR = TX == 32 ? 1 : 2;  // the distance of the lanes of tx and tx + 1
+
+struct State {                                // of a thread's rows
+    float o[TM][TD] = {}, m[TM], l[TM] = {};  // m: of scores, not yet times scale; l: the thread's share
+    float scale, slack;
+
+    __device__ inline explicit State(float scale) : scale(scale), slack(SLACK / scale) {
+        UNROLLED(i, TM) m[i] = -INF;
+    }
+
+    // m <- max(m, rowmax(S)) if some row grew by SLACK; l and O follow
+    __device__ inline void raise(const float s[TM][TN]) {
+        float top[TM];
+        bool grows = false;
+        UNROLLED(i, TM) {
+            top[i] = -INF;
+            UNROLLED(n, TN) top[i] = fmaxf(top[i], s[i][n]);
+            grows |= top[i] > m[i] + slack;
+        }
+        if (!__any_sync(~0u, grows)) return;
+        UNROLLED(i, TM) {
+            top[i] = fmaxf(largest<NEIGHBOUR, NEIGHBOUR * TX>(top[i]), m[i]);
+            float shrink = exp2_approx((m[i] - subtrahend(top[i])) * scale);
+            m[i] = top[i];
+            l[i] *= shrink;
+            UNROLLED(c, TD) o[i][c] *= shrink;
+        }
+    }
+
+    // P <- 2^(S - m), l <- l + rowsum(P), for the keys of a slab
+    __device__ inline void weigh(float* P, float s[TM][TN], int slab, const Place& at) {
+        UNROLLED(n, TN) {
+            constexpr int OF_SLAB = KEYS / TX;
+            if (n / OF_SLAB != slab) continue;
+            float* to = P + (at.tx + n % OF_SLAB * TX) * P_ROW + at.rg * 4;
+            UNROLLED(i, TM) {
+                s[i][n] = exp2_approx(s[i][n] * scale - subtrahend(m[i]) * scale);
+                l[i] += s[i][n];
+            }
+#pragma unroll
+            for (int i = 0; i < TM; i += 4)
+                *(float4*)(to + i * ROW_GROUPS) = {s[i][n], s[i + 1][n], s[i + 2][n], s[i + 3][n]};
+        }
+    }
+
+    // O <- O / l
+    __device__ inline void write(const Call& call, long long head, const Place& at) {
+        UNROLLED(i, TM) {
+            l[i] = sum<NEIGHBOUR, NEIGHBOUR * TX>(l[i]);
+            if (at.row(i) >= call.Nq) continue;
+            const long long row = head * call.Nq + at.row(i);
+            const float inverse = 1.0f / l[i];
+#pragma unroll
+            for (int c = 0; c < TD; c += 4)
+                if (c * TX + at.tx * 4 < d)
+                    *(float4*)(call.out + row * d + c * TX + at.tx * 4) = {
+                        o[i][c] * inverse, o[i][c + 1] * inverse, o[i][c + 2] * inverse, o[i][c + 3] * inverse};
+            if (call.lse && at.tx == 0) call.lse[row] = m[i] * scale * LN2 + logf(l[i]);
+        }
+    }
+};
+
+// Q, and -Q for a negative scale: the weights take |scale|. The first slab of keys begins to arrive.
+__device__ inline void load_queries(float* Q, const Call& call, const Block& block, Slabs& slabs) {
+    constexpr int COLUMNS = K_SLABS * DIMS;
+    const int i0 = block.first_query;
+    copy_tile<BR, COLUMNS, Q_ROW>(copy16, Q, block.q + i0 * call.q_strides.row, call.q_strides.row,
+                                  call.Nq - i0, d);
+    slabs.begin_keys(block.k, call.k_strides.row, call.Nk, 0);
+    wait_groups<0>();
+    if (call.scale >= 0) return;
+#pragma unroll 1
+    for (int at = threadIdx.x; at < BR * COLUMNS / 4; at += THREADS) {  // by the thread that copied it
+        float4* x = (float4*)(Q + at / (COLUMNS / 4) * Q_ROW + at % (COLUMNS / 4) * 4);
+        *x = {-x->x, -x->y, -x->z, -x->w};
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(const Call call) {
     // sizes
     const int Nq = call.Nq, Nk = call.Nk;
     const Block block = block_across_heads(call, BR);
     const int i0 = block.first_query;
     const int end = keys_seen(call, min(i0 + BR, Nq) - 1);  // the tile sees the keys below
+    const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
 
     // data
-    const float *q = block.q + i0 * call.q_strides.row, *k = block.k, *v = block.v;
-    const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
-    extern __shared__ __align__(16) float memory[];
+    const float *k = block.k, *v = block.v;
     float* Q = memory;
-    int now = BR * Q_ROW, next = now + SLAB;  // the slabs' places
-    Slab coming;
+    Slabs slabs{BR * Q_ROW + SLAB, BR * Q_ROW};
 
     // rows and columns of this thread
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rg = TX == 32 ? 0 : lane / (2 * TX) * 2 + lane % 2, tx = TX == 32 ? lane : lane / 2 % TX;
-    constexpr int NEIGHBOUR = TX == 32 ? 1 : 2;  // the distance of the lanes of tx and tx + 1
+    const Place place{tx, rg, i0 + warp * WARP_ROWS};
     float* P = memory + P_AT + warp * (KEYS * P_ROW);
-    const int warp_row = i0 + warp * WARP_ROWS;
     const float* q_at = Q + (warp * WARP_ROWS + rg * 4) * Q_ROW;
 
-    const float scale = fmaxf(fabsf(call.scale), 1e-30f);  // not 0: 0 * -inf is NaN
-    const float slack = SLACK / scale;
-    float o[TM][TD] = {}, m[TM], l[TM] = {};  // m: of scores, not yet times scale
-    UNROLLED(i, TM) m[i] = -INF;
-    const int warp_first = keys_seen(call, warp_row);                // all rows of the warp see the keys below
-    const int warp_end = keys_seen(call, warp_row + WARP_ROWS - 1);  // none sees the keys from here on
-
-    if (end > 0) {
-        copy_tile<BR, K_SLABS * DIMS, Q_ROW>(copy16, Q, q, call.q_strides.row, Nq - i0, d);
-        coming.begin<BC, DIMS, K_ROW>(memory + now, k, k_row, Nk, d);
-        wait_groups<0>();
-        if (call.scale < 0) {  // Q <- -Q, by the thread that copied it: the weights take |scale|
-#pragma unroll 1
-            for (int at = threadIdx.x; at < BR * K_SLABS * DIMS / 4; at += THREADS) {
-                float4* x = (float4*)(Q + at / (K_SLABS * DIMS / 4) * Q_ROW + at % (K_SLABS * DIMS / 4) * 4);
-                *x = {-x->x, -x->y, -x->z, -x->w};
-            }
-        }
-    }
+    State state(fmaxf(fabsf(call.scale), 1e-30f));           // not 0: 0 * -inf is NaN
+    const int warp_first = keys_seen(call, place.warp_row);  // all rows of the warp see the keys below
+    const int warp_end = keys_seen(call, place.warp_row + WARP_ROWS - 1);  // none sees the keys from here on
+    if (end > 0) load_queries(Q, call, block, slabs);
 
     for (int j0 = 0; j0 < end; j0 += BC) {
         const bool active = j0 < warp_end;
@@ -218,91 +301,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
         float s[TM][TN] = {};
 #pragma unroll 1
         for (int slab = 0; slab < K_SLABS; slab++) {
-            coming.end<BC, DIMS, K_ROW>(memory + now);
-            __syncthreads();  // the slab is here, and nobody reads `next`
+            slabs.end<BC, DIMS, K_ROW>();
             if (slab + 1 < K_SLABS)
-                coming.begin<BC, DIMS, K_ROW>(memory + next, k + j0 * k_row + (slab + 1) * DIMS, k_row, Nk - j0,
-                                              d - (slab + 1) * DIMS);
+                slabs.begin_keys(k + j0 * k_row, k_row, Nk - j0, slab + 1);
             else
-                coming.begin<KEYS, d, V_ROW>(memory + next, v + j0 * v_row, v_row, Nk - j0, d);
-            if (active) scores(s, q_at + slab * DIMS, memory + now + tx * K_ROW);
-            int swap = now;
-            now = next, next = swap;
+                slabs.begin_values(v + j0 * v_row, v_row, Nk - j0);
+            if (active) scores(s, q_at + slab * DIMS, memory + slabs.now + tx * K_ROW);
         }
-
-        // m <- max(m, rowmax(S)) if some row grew by SLACK; l and O follow
         if (active) {
             if (j0 + BC > warp_first) {
                 UNROLLED(i, TM) {
-                    const int seen = keys_seen(call, warp_row + 4 * rg + ROW(i)) - j0;
+                    const int seen = keys_seen(call, place.row(i)) - j0;
                     UNROLLED(n, TN)
                         if (tx + TX * n >= seen) s[i][n] = -INF;
                 }
             }
-            float top[TM];
-            bool grows = false;
-            UNROLLED(i, TM) {
-                top[i] = -INF;
-                UNROLLED(n, TN) top[i] = fmaxf(top[i], s[i][n]);
-                grows |= top[i] > m[i] + slack;
-            }
-            if (__any_sync(~0u, grows)) {
-                UNROLLED(i, TM) {
-                    top[i] = fmaxf(largest<NEIGHBOUR, NEIGHBOUR * TX>(top[i]), m[i]);
-                    float shrink = exp2_approx((m[i] - subtrahend(top[i])) * scale);
-                    m[i] = top[i];
-                    l[i] *= shrink;
-                    UNROLLED(c, TD) o[i][c] *= shrink;
-                }
-            }
+            state.raise(s);
         }
 
 #pragma unroll 1
         for (int slab = 0; slab < V_SLABS; slab++) {
-            // P <- 2^(S - m), l <- l + rowsum(P)
             if (active) {
                 if (slab > 0) __syncwarp();
-                UNROLLED(n, TN) {
-                    constexpr int part = KEYS / TX;
-                    if (n / part != slab) continue;
-                    float* to = P + (tx + n % part * TX) * P_ROW + rg * 4;
-                    UNROLLED(i, TM) {
-                        s[i][n] = exp2_approx(s[i][n] * scale - subtrahend(m[i]) * scale);
-                        l[i] += s[i][n];
-                    }
-#pragma unroll
-                    for (int i = 0; i < TM; i += 4)
-                        *(float4*)(to + i * ROW_GROUPS) = {s[i][n], s[i + 1][n], s[i + 2][n], s[i + 3][n]};
-                }
+                state.weigh(P, s, slab, place);
             }
             const int first = j0 + slab * KEYS;
-            coming.end<KEYS, d, V_ROW>(memory + now);
-            __syncthreads();
+            slabs.end<KEYS, d, V_ROW>();
             if (slab + 1 < V_SLABS)
-                coming.begin<KEYS, d, V_ROW>(memory + next, v + (first + KEYS) * v_row, v_row,
-                                             Nk - first - KEYS, d);
+                slabs.begin_values(v + (first + KEYS) * v_row, v_row, Nk - first - KEYS);
             else if (j0 + BC < end)
-                coming.begin<BC, DIMS, K_ROW>(memory + next, k + (j0 + BC) * k_row, k_row, Nk - j0 - BC, d);
-
-            // O <- O + P V
-            if (active) accumulate(o, P, memory + now, tx, rg);
-            int swap = now;
-            now = next, next = swap;
+                slabs.begin_keys(k + (j0 + BC) * k_row, k_row, Nk - j0 - BC, 0);
+            if (active) accumulate(state.o, P, memory + slabs.now, tx, rg);
         }
     }
-
-    // O <- O / l
-    UNROLLED(i, TM) {
-        l[i] = sum<NEIGHBOUR, NEIGHBOUR * TX>(l[i]);
-        const int row = warp_row + 4 * rg + ROW(i);
-        if (row >= Nq) continue;
-        const long long at = block.head * Nq + row;
-        const float part = 1.0f / l[i];
-#pragma unroll
-        for (int c = 0; c < TD; c += 4)
-            if (c * TX + tx * 4 < d)
-                *(float4*)(call.out + at * d + c * TX + tx * 4) = {o[i][c] * part, o[i][c + 1] * part,
-                                                                   o[i][c + 2] * part, o[i][c + 3] * part};
-        if (call.lse && tx == 0) call.lse[at] = m[i] * scale * LN2 + logf(l[i]);
-    }
+    state.write(call, block.head, place);
 }

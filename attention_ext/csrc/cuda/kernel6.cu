@@ -165,8 +165,8 @@ __device__ inline void weighted_sum(float (&O)[width / 2], const unsigned (&P)[B
 }
 
 struct Softmax {
-    float m[2], l[2];  // of the rows r and r + 8; l of this thread's columns alone
-    float c;           // scores times c are powers of two
+    const float c;                         // scores times c are powers of two
+    float m[2] = {-INF, -INF}, l[2] = {};  // of the rows r and r + 8; l of this thread's columns alone
     float factor[2];
     bool moved;
 
@@ -248,51 +248,54 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
     }
 }
 
+// Masks and scales that are not positive, which few tiles need: S of tile j, for rows from i0 on, of which all
+// see the keys below `all_see`.
+__device__ inline void mask(float (&S)[Bc / 2], const Call& call, int i0, int all_see, int j) {
+    const int lane = threadIdx.x % 32, row = i0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    if (!(call.scale > 0.0f)) {
+        UNROLLED(i, Bc / 2) S[i] *= call.scale;
+    }
+    if ((j + 1) * Bc <= all_see) return;
+    const int seen[2] = {keys_seen(call, row), keys_seen(call, row + 8)};
+    UNROLLED(i, Bc / 2) {
+        const int column = j * Bc + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (column >= seen[i / 2 % 2]) S[i] = -INF;
+    }
+}
+
+// The turns of the warpgroups that multiply.
+struct Turns {
+    const int group;
+    bool first = group == 0;
+    __device__ inline void begin() {
+        if (!first) turn_wait(1 + group, 256);  // 256: the threads of this warpgroup and of the one before
+        first = false;
+    }
+    __device__ inline void end() const { turn_pass(1 + (group + 1) % CONSUMERS, 256); }
+};
+
 // A warpgroup that multiplies: rows 64 group to 64 group + 63 of each query tile.
 __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int group) {
     const int lane = threadIdx.x % 32;
     const unsigned q = tile_at(shared + group * 64 * box_row, 0);
     const unsigned k = tile_at(shared + k_at, 0);
     const unsigned v = tile_at(shared + v_at, Bc * box_row);
-    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the group's 64, and 8 below it
     Ring k_ring{shared + k_full, shared + k_empty}, v_ring{shared + v_full, shared + v_empty};
     unsigned q_phase = 0;
-    bool first_turn = group == 0;
-    auto turn_begins = [&] {
-        if (!first_turn) turn_wait(1 + group, 256);  // 256: the threads of this warpgroup and of the one before
-        first_turn = false;
-    };
-    auto turn_ends = [&] { turn_pass(1 + (group + 1) % CONSUMERS, 256); };
+    Turns turns{group};
     for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = query_tile(call, index);
         const int i0 = tile.i0 + 64 * group;
         const int Tc = key_tiles(keys_seen(call, min(tile.i0 + Br, call.Nq) - 1));
         const int all_see = keys_seen(call, i0);
-        const int mine = i0 < call.Nq ? key_tiles(keys_seen(call, min(i0 + 64, call.Nq) - 1)) : 0;
+        const int own = i0 < call.Nq ? key_tiles(keys_seen(call, min(i0 + 64, call.Nq) - 1)) : 0;
 
         float S[Bc / 2], O[width / 2] = {};
         unsigned P[Bc / 4];
-        Softmax softmax;
-        softmax.m[0] = softmax.m[1] = -INF;
-        softmax.l[0] = softmax.l[1] = 0.0f;
-        softmax.c = call.scale > 0.0f ? call.scale : 1.0f;
-
-        auto special = [&](int j) {  // masks and scales that are not positive: few tiles need them
-            if (!(call.scale > 0.0f)) {
-                UNROLLED(i, Bc / 2) S[i] *= call.scale;
-            }
-            if ((j + 1) * Bc > all_see) {
-                const int seen[2] = {keys_seen(call, i0 + row), keys_seen(call, i0 + row + 8)};
-                UNROLLED(i, Bc / 2) {
-                    const int column = j * Bc + i / 4 * 8 + lane % 4 * 2 + i % 2;
-                    if (column >= seen[i / 2 % 2]) S[i] = -INF;
-                }
-            }
-        };
-
+        Softmax softmax{call.scale > 0.0f ? call.scale : 1.0f};
         barrier_wait(shared + q_full, q_phase);
         q_phase ^= 1;
-        if (mine > 0) {
+        if (own > 0) {
             k_ring.wait();
             hold(S);
             scores(S, q, k + (k_ring.stage * tile_bytes >> 4));
@@ -300,13 +303,13 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
             products_wait<0>();
             hold(S);
             k_ring.release();
-            special(0);
+            mask(S, call, i0, all_see, 0);
             softmax(S);
             to_weights(P, S);
 #pragma unroll 1
-            for (int j = 1; j < mine; j++) {  // P is that of tile j - 1
+            for (int j = 1; j < own; j++) {  // P is that of tile j - 1
                 k_ring.wait();
-                turn_begins();
+                turns.begin();
                 hold(S);
                 hold(O);
                 hold(P);
@@ -315,11 +318,11 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
                 v_ring.wait();
                 weighted_sum(O, P, v + (v_ring.stage * tile_bytes >> 4));
                 products_commit();
-                turn_ends();
+                turns.end();
                 products_wait<1>();
                 hold(S);
                 k_ring.release();
-                special(j);
+                mask(S, call, i0, all_see, j);
                 softmax(S);
                 products_wait<0>();
                 hold(O);
@@ -345,18 +348,18 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
         }
         // Tiles that only other warpgroups see: this one just frees them and passes its turn.
 #pragma unroll 1
-        for (int j = mine; j < Tc; j++) {
+        for (int j = own; j < Tc; j++) {
             k_ring.wait();
             k_ring.release();
             if (j > 0) {
-                turn_begins();
-                turn_ends();
+                turns.begin();
+                turns.end();
             }
             v_ring.wait();
             v_ring.release();
         }
     }
-    if (group == 0 && !first_turn) turn_wait(1, 256);  // takes the last turn that was passed on
+    if (group == 0 && !turns.first) turn_wait(1, 256);  // takes the last turn that was passed on
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
