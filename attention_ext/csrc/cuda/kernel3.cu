@@ -1,29 +1,21 @@
 // Kernel 3: a row for each thread, with its state in shared memory, in local arrays that spill, or in
 //     registers.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of
-//     THREADS / SHARE queries and BC keys.
+// Shapes: every dtype; d up to 256. Tiles of THREADS / SHARE queries and BC keys.
 // Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys, a thread over
 //     the tile's keys, STRIP at a time. SHARE threads have a part of the columns of one row each, so that the
-//     row fits their registers: 1 thread up to d = 64, 2 up to 128, 4 up to 256.
-// Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS = 128 threads.
-// Shared memory: K and V as float32, 2 BC d numbers; 16 KiB at d = 32 and BC = 64. With O_SHARED also O,
-//     THREADS d / SHARE numbers; 32 KiB in all.
-// Registers: __launch_bounds__ makes BLOCKS blocks fit a multiprocessor, which limits the registers of a
-//     thread. At d = 32 in fp32: 163 (3, BLOCKS = 3); 64, with 288 bytes spilled (3-spilled, BLOCKS = 8).
-// Improves on kernel 2: the weights stay in their thread. P needs no shared memory, and O += P V moves 102 GiB
-//     through shared memory instead of 165 at d = 32. Q K^T moves 102 GiB instead of 103: a warp reads the
-//     same four numbers of K for 32 rows, and such a 16-byte load of one address takes two wavefronts, not
-//     one. Wider heads are slower than in kernel 2, which takes 17.8 ms at d = 64 and 35.9 ms at d = 128. At d
-//     = 64, 3-shared reads and writes O for every 8 keys: 556 GiB instead of 425. 3-spilled keeps q and O, 128
-//     numbers, in 64 registers and spills 876 bytes a thread. Kernel 3 takes 3 % longer there. At d = 128 it
-//     moves more, 825 GiB instead of 738, because a thread of kernel 2 has 8 columns of O.
-// Bound: shared memory, 6.52 of the 8.36 ms by the count of `explain`. 3-spilled also waits for local memory.
+//     row fits their registers.
+// Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS threads.
+// Shared memory: K and V as float32, 2 BC d numbers; with O_SHARED also O, THREADS d / SHARE numbers.
+// Improves on kernel 2: the weights stay in their thread, so P needs no shared memory. A warp reads the same
+// four
+//     numbers of K for 32 rows, but such a 16-byte load of one address takes two wavefronts. Wider heads are
+//     slower than in kernel 2, of which a thread has 8 columns of O at d = 128.
+// Bound: shared memory. 3-spilled also waits for local memory, 3-shared reads and writes O for every strip.
 // Command: python gpt.py bench kernel2,kernel3-shared,kernel3-spilled,kernel3 --device cuda -d 32,64,128
 //          --l2 warm -r 5
 // Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 3-shared 21.3, 19.5,
-//     17.6; 3-spilled 20.8, 14.7, 10.3; 3 25.7, 23.4, 20.4. At d = 32 they are 1.04, 1.02 and 1.26 times
-//     kernel 2; kernel 3 takes 8.36 ms.
+//     17.6; 3-spilled 20.8, 14.7, 10.3; 3 25.7, 23.4, 20.4, at d = 32 1.26 times kernel 2.
 #include "call.h"
 
 // Macros of its own, by cuda/tiles.py:

@@ -1,7 +1,7 @@
 // Kernel 4: float32 near the limit of the FMA units: register tiles, vector loads, asynchronous copies.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); float32; d is a multiple of 4 up to 256;
-//     pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
+// Shapes: float32; d is a multiple of 4 up to 256; pointers and strides are multiples of 16 bytes. Tiles of BR
+//     queries and BC keys.
 // Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys:
 //         S <- Q K^T, a slab of DIMS dimensions at a time, by 4 dimensions
 //         m <- max(m, rowmax(S)), only if S exceeds m by SLACK: otherwise l and O keep their scale
@@ -11,27 +11,16 @@
 //     and TM x (d / TX) outputs. P passes through shared memory within the warp, so it needs no barrier.
 // Launch: B H ceil(Nq / BR) blocks of THREADS threads.
 // Shared memory: Q (BR, Q_ROW), two slabs of K or V, P transposed (warps, KEYS, P_ROW), float32. A row is an
-//     odd number of 16 bytes long, so that the 16 bytes of eight neighbouring rows at one column lie in
-//     different banks. 76, 71 and 180 KiB at d = 32, 64 and 128.
-// Registers: 254, 242, 242, 255 and 254 at d = 32, 64, 128, 192 and 256; sm_90. None of these is spilled but 12
-//     bytes at d = 192; 76 are at d = 200.
-// Improves on kernel 3: up to 8 x 8 scores a thread, so shared memory moves 71.9 GiB instead of 203 at d = 32.
-//     cp.async fills one slab while the other is multiplied: V arrives during Q K^T, the next K during P V. A
-//     16-byte load takes 2 wavefronts instead of 4 if every lane reads what lane ^ 1 or lane ^ 2 reads, hence
-//     the order of the lanes.
-// Before sm_80 there is no cp.async: a thread holds its part of the next slab in registers while it multiplies,
-//     and stores it between two barriers. The tiles fit the 64 KiB of a T4; the speed there is not measured.
-// Bound: the FMA units, 3.21 of the 5.62 ms at d = 32; shared memory is busy for 2.31 ms beside them. Other
-//     instructions take issue slots: cuBLAS's product reaches 51 TFLOP/s, FMAs alone 66. At d = 32 and 64 the
-//     3,200 blocks fill the 264 places of an H200 12.1 times, so the last wave is nearly empty: 7 %. At d =
-//     128 SDPA's efficient backend is faster: it uses tensor cores for float32, and so does kernel 5.
+//     odd number of 16 bytes long, so that 16 bytes of eight neighbouring rows lie in different banks.
+// Improves on kernel 3: up to 8 x 8 scores a thread. cp.async fills one slab while the other is multiplied: V
+//     arrives during Q K^T, the next K during P V. A 16-byte load takes 2 wavefronts instead of 4 if every lane
+//     reads what lane ^ 1 or lane ^ 2 reads, hence the order of the lanes. Before sm_80 there is no cp.async.
+// Bound: the FMA units. At d = 128 SDPA's efficient backend is faster: it uses tensor cores, as kernel 5 does.
 // Command: python gpt.py bench kernel3,kernel4,kernel5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's
-//     efficient backend:
-//         no mask  38.2 (1.85), 43.0 (1.21), 43.5 (0.93)
-//         causal   39.2 (2.01), 43.5 (1.29), 43.8 (0.98)
-//     That is 1.49, 1.85 and 2.11 times kernel 3; causal 1.67, 1.95 and 2.21 times.
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 38.2, 43.0, 43.5;
+// that
+//     is 1.49, 1.85 and 2.11 times kernel 3, and 1.85, 1.21 and 0.93 times SDPA's efficient backend.
 #include "call.h"
 #include "mma.h"
 

@@ -8,14 +8,12 @@
 //             S <- Q K^T                                         tensor cores
 //             P <- 2^(scale S - m), l <- l + rowsum(P)           registers; S becomes P without leaving them
 //             O <- O + P V                                       tensor cores
-//     then O <- O / l, L <- m + log(l).
+//     then O <- O / l, L <- m + log(l). Tiles with masked keys have a loop of their own.
 // Shared memory: STAGES tiles of K and of V. With one stage the next K arrives during P V and the next V during
 //     Q K^T, and a barrier more is needed for each tile. STRIDE is a row rounded up to an odd number of 16
-//     bytes, against bank conflicts of ldmatrix and 16-byte loads.
-// Softmax: m is the maximum of some earlier chunk. Only a sum of weights beyond LIMIT raises it. So a score
-//     costs a multiply-add, an exponential, an addition and, in 16-bit formats, half a conversion; O is seldom
-//     rescaled. Weights reach LIMIT, so values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's do not.
-// Masks: tiles with masked keys come first, in a loop of their own. The loop for the others has no mask.
+//     bytes, against bank conflicts.
+// Softmax: m is the maximum of some earlier chunk; only a sum of weights beyond LIMIT raises it, so O is seldom
+//     rescaled. Values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's do not.
 //
 // Macros of its own, by cuda/tiles.py:
 //   M_TILES  tiles of 16 queries of a warp

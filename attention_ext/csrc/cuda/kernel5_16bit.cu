@@ -1,30 +1,21 @@
 // Kernel 5 in bfloat16 and float16: the tensor cores with mma.sync (FlashAttention-2).
-// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80; in float16 sm_75. The softmax and the plain
-//     loop are in kernel5.h.
+// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80; in float16 sm_75.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
-//     256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
+// Shapes: bf16 and fp16; d is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes.
 // Loop nest: that of kernel5.h. With PIPE, the tiles without a mask have a loop of their own, in which the
 //     chunks of keys overlap.
 // Launch: B H ceil(Nq / BR) blocks of THREADS threads.
-// Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and with Q_SHARED Q, 2 BR d bytes; 30, 54 and 100
-//     KiB at d = 32, 64 and 128.
-// Registers: 143, 241 and 255 at d = 32, 64 and 128 in bf16; sm_90, none spilled.
+// Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and with Q_SHARED Q, 2 BR d bytes.
 // Improves on kernel 4: an instruction of the tensor cores does 2,048 multiply-adds. The softmax then takes as
 //     long as the products. With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous
 //     one are interleaved with the exponentials: tensor cores and exponentials work at the same time.
-// Before sm_80 a thread holds its part of the next tile in registers, two products do the work of one, and PIPE
-//     is 0. The tiles fit the 64 KiB of a T4; the speed there is not measured.
 // Bound: the exponentials at d = 32, shared memory from d = 64 on. At d = 128 O takes 128 registers a thread,
-//     so Q lies in shared memory and is read again for every chunk. With chunks of 64 keys these reads are 6
-//     of 38 GiB moved; with chunks of 16 they would be 25 of 56. Chunks of 64 leave no registers for a second
-//     chunk, so PIPE is 0, and the other block's products run beside the exponentials.
+//     so Q lies in shared memory and is read again for every chunk; long chunks read it less often.
 // Command: python gpt.py bench kernel5,kernel6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's flash
-//     backend:
-//         no mask  298 (1.42), 353 (1.22), 322 (1.01)
-//         causal   255 (1.32), 319 (1.17), 300 (1.02)
+// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 298, 353, 322; that
+// is
+//     1.42, 1.22 and 1.01 times SDPA's flash backend.
 #include "kernel5.h"
 
 // Macros beside those of kernel5.h:

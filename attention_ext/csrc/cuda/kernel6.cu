@@ -2,10 +2,10 @@
 //     products of another (FlashAttention-3).
 // Source: Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
-//     256; rows, heads and batches start at multiples of 16 bytes. Tiles of Br queries and Bc keys, 32, 64,
-//     128, 192 or 256 columns wide: the copy engine fills what is beyond d, and the keys beyond Nk, with
-//     zeros.
+// Shapes: bf16 and fp16; d is a multiple of 8 up to 256; rows, heads and batches start at multiples of 16
+// bytes.
+//     Tiles of Br queries and Bc keys, 32, 64, 128, 192 or 256 columns wide: the copy engine fills what is
+//     beyond d, and the keys beyond Nk, with zeros.
 // Loop nest: a block goes over its tiles of queries, every gridDim-th one, and for each over tiles of keys:
 //         S <- Qi Kj^T, P <- 2^(c S - c m), O <- O + P Vj
 // Launch: min(tiles of queries, multiprocessors) blocks. 128 threads of a block copy; a warpgroup of 128
@@ -13,27 +13,19 @@
 // Shared memory: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024 (to begin
 //     at a multiple of it) bytes.
 // Registers: Bc / 2 (S) + Bc / 4 (P) + width / 2 (O) and about 30 more for a thread that multiplies.
-//     setmaxnreg gives it those that the threads that copy do not need: 32 and 160 registers up to d = 64,
-//     then 24 and 240. Improves on kernel 5:
+// Improves on kernel 5:
 //   - One thread copies, by TMA. No other thread computes addresses; mbarriers tell when a tile is full or
 //     free.
 //   - wgmma reads Q, K and V from shared memory and runs while its warps go on. S = Qi Kj^T and O += P V(j-1)
 //     begin together, and the softmax needs only S.
 //   - The warpgroups take turns to begin products, so that one has its softmax while another multiplies.
 //   - m follows the largest score only when that is 2^8 times above it. Few tiles shuffle or rescale O.
-//   - At d = 32 the gain is only 3 %: the exponentials bound both kernels.
-//   - Sweep on an H200, bf16, TFLOP/s, by an earlier version with a switch for each choice. d = 64: 489 as it
-//     is; 430 without turns; 463 and 440 with 2 and 4 of 16 powers by a polynomial instead of ex2; 442 with
-//     2 warpgroups that multiply; 479 with a block for each tile. d = 32: 306 as it is; 291 with 4 warpgroups
-//     that multiply. d = 128 causal: 547 as it is (L2_BYTES of 20 MiB); 453 with 8 MiB, 527 with 40 MiB.
-// Bound: the exponentials at d = 32 and 64, 0.414 of the 0.702 ms at d = 32; the tensor cores from d = 128 on,
-//     0.802 of the 1.24 ms. The softmax of a warpgroup has serial parts, so three warpgroups leave gaps.
+// Bound: the exponentials at d = 32 and 64, so at d = 32 the gain is small; the tensor cores from d = 128 on.
 // Command: python gpt.py bench kernel5,kernel6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over cuDNN:
-//         no mask  306 (1.26), 545 (1.16), 694 (1.04)
-//         causal   271 (1.25), 466 (1.09), 601 (1.03)
-//     That is 1.03, 1.55 and 2.16 times kernel 5; causal 1.06, 1.46 and 2.00 times.
+// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 306, 545, 694; that
+// is
+//     1.03, 1.55 and 2.16 times kernel 5, and 1.26, 1.16 and 1.04 times cuDNN.
 #include "call.h"
 // Macros of its own, by cuda/tiles.py:
 //   WIDTH   columns of a tile

@@ -1,40 +1,24 @@
 // Split: few queries against many keys. The keys are split among blocks; a second kernel merges by logsumexp.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; meant for Nq from 1 to 16; d
-//     is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC
-//     keys. Partial results in global memory, float32: O (B, H, Nq, splits, d), m and l (B, H, Nq, splits, 2).
+// Shapes: every dtype; meant for Nq from 1 to 16; d is a multiple of 8 up to 256; pointers and strides are
+//     multiples of 16 bytes. Tiles of BR queries. Partial results in global memory, float32: O (B, H, Nq,
+//     splits, d), m and l (B, H, Nq, splits, 2).
 // Loop nest: attention_split: the grid goes over (batch, head), splits of keys and tiles of queries, a block's
-//     teams of SHARERS warps in turn over STRIP keys of the split:
-//         S <- scale q K^T; m, l and O as in every kernel, separately for each group of LANES lanes
-//     then the O, m and l of the groups and of the teams are merged. attention_merge: for each row, over the
-//     splits
+//     teams of SHARERS warps in turn over STRIP keys of the split: S <- scale q K^T; m, l and O as in every
+//     kernel. Then the O, m and l of the teams are merged. attention_merge: for each row, over the splits
 //         O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
-//     A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once. The loads of the next strip's
-//     K begin when S is done, those of its V when O is done: LOADS to 2 LOADS loads are under way. With TENSOR
-//     the tensor cores multiply (split_mma.h).
+//     The lanes of a warp multiply (split_lanes.h), or with TENSOR the tensor cores (split_mma.h).
 // Launch: attention_split: B H splits ceil(Nq / BR) blocks of THREADS threads. attention_merge: B H Nq blocks
 //     of MERGE_THREADS threads.
-// Shared memory: the teams' O (TEAMS, BR, WIDTH), m and l (TEAMS, BR), then q (BR, WIDTH), float32; 2.3 KiB for
-//     one query at d = 64, 4.6 KiB at d = 128.
-// Registers: 128 for one query at d = 64, none spilled; sm_90. BLOCKS limits them to 128, to 168 for three or
-//     four queries in fp32 where d exceeds 128. One query has 8 loads of K under way in fp32 up to d = 128, all
-//     others have 4.
-// Improves on kernels 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. One query
-//     of 8 heads is 8 blocks there. Since sm_90 the merge is launched before the split has ended, which hides
-//     the launch.
-// Bound: the memory's bandwidth for one query. With 256 MiB or more of K and V it reaches 83 to 100 %; below,
-//     beginning and ending show: a launch that only reads 64 MiB has 74 %, one that reads 128 MiB 87 %. In bf16
-//     cuDNN is up to 4 % faster; in fp32 split is 2.6 to 4.5 times as fast as the best backend of SDPA.
+// Shared memory: the teams' O (TEAMS, BR, WIDTH), m and l (TEAMS, BR), then q, float32.
+// Improves on kernels 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. Since
+// sm_90
+//     the merge is launched before the split has ended, which hides the launch.
+// Bound: the memory's bandwidth for one query; with less than 256 MiB of K and V, beginning and ending show.
 // Command: python gpt.py bench split,sdpa-efficient,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16
 //          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
-//          python gpt.py bench split,sdpa-efficient,sdpa-math --device cuda --queries 1
-//          -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
-// Measured: NVIDIA H200, before the queries were loaded first, one query of 32 heads, share of the bandwidth of
-//     4.65 TB/s at Nk = 8192, 32768 and 131072; in brackets over the best backend of SDPA:
-//         bf16  d =  64   56 % (0.97), 83 % (0.99), 95 % (0.98)
-//         bf16  d = 128   72 % (1.01), 90 % (0.99), 96 % (0.98)
-//         fp32  d =  64   75 % (2.95), 93 % (4.36), 98 % (4.49)
-//         fp32  d = 128   85 % (2.57), 96 % (2.95), 100 % (2.94)
+// Measured: NVIDIA H200, one query of 32 heads, d = 64, share of 4.65 TB/s at Nk = 8192, 32768 and 131072: bf16
+//     56, 83 and 95 %, about as fast as cuDNN; fp32 75, 93 and 98 %, 2.95 to 4.49 times the best of SDPA.
 #include "call.h"
 
 // Macros of its own, by cuda/tiles.py:

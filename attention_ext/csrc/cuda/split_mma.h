@@ -2,10 +2,9 @@
 // it with TENSOR. float32 and bfloat16 need sm_80, float16 sm_75.
 //
 // A warp takes STRIP keys at a time, with a tile of 16 queries (mma.h: which lanes hold what). K and V go from
-// global memory to the registers that the products read, without shared memory. Beyond d = 160 two warps share
-// a strip. Each has half of the columns, because the registers of one warp would spill. They exchange their
-// parts of S in the memory that O takes at the end. At d = 256 one warp reaches 70 % (float32) and 72 %
-// (bfloat16) of a reading launch, two reach 92 and 90 % (H100, 16 queries of 32 heads).
+// global memory to the registers that the products read, without shared memory. SHARERS warps share a strip,
+// each with an equal part of the columns where the registers of one would spill; they exchange their parts of S
+// in the memory that O takes at the end.
 //
 // A sum may take any order, so lane 4 g + t loads neighbouring numbers: of K those of key g, of V those of some
 // keys, which stand for column g of as many tiles.
@@ -13,8 +12,6 @@
 //              prmt pairs
 //     float32  4 columns of K from 4 t on, for two products; V of keys 2 t and 2 t + 1. Three products of tf32
 //              parts; only short sums are left to the tensor cores (kernel5_tf32.cu)
-// Improves on lanes that share a row: those exchange sums for every query and key, and take three times as long
-//     for sixteen queries of 64 heads.
 //
 // Macros of its own, by cuda/tiles.py: STRIP, and Q_ROW, bytes of a row of the queries in shared memory: an odd
 // multiple of 64, so that eight lanes read different banks.
