@@ -18,6 +18,7 @@ inline unsigned short to_element(float x) {
 #define INF INFINITY
 
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float reciprocal_approx(float x) { return 1 / x; }
 inline float subtrahend(float m) { return m == -INF ? 0.0f : m; }
 
 template <int low, int high>

@@ -1,14 +1,11 @@
-// The PTX instructions of kernel 6 (sm_90a), one function each: mbarriers, the copy engine (TMA), the products
-// of a warpgroup (wgmma), and the named barriers and register counts of warpgroups. A warpgroup is 128 threads,
-// four warps whose first has a number that is a multiple of 4.
+// The PTX instructions of kernel 6 (sm_90a), one function each: the copy engine (TMA), the products of a
+// warpgroup (wgmma), and the named barriers and register counts of warpgroups. A warpgroup is 128 threads, four
+// warps whose first has a number that is a multiple of 4.
 //
-// Source: PTX ISA, 'Instruction Set': 'Parallel Synchronization and Communication Instructions: mbarrier' and
-// 'bar', 'Data Movement and Conversion Instructions: cp.async.bulk.tensor', 'Asynchronous Warpgroup Level
-// Matrix Multiply-Accumulate Instructions', there 'Register Fragments and Shared Memory Matrix Layouts' and
-// 'Matrix Descriptor Format', and 'Miscellaneous Instructions: setmaxnreg'.
-//
-// Addresses in shared memory are the 32-bit ones of shared_address().
+// Source: PTX ISA, 'Instruction Set': 'bar', 'cp.async.bulk.tensor', 'setmaxnreg', and 'Asynchronous Warpgroup
+// Level Matrix Multiply-Accumulate Instructions'. Addresses in shared memory are those of shared_address().
 #pragma once
+#include "mbarrier.h"
 
 // CUtensorMap: a tensor's address, sizes, strides, box and swizzle. The host encodes it in 128 bytes, aligned
 // to 64; a kernel takes it as a `const __grid_constant__` parameter.
@@ -16,53 +13,15 @@ struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-// ---- mbarriers: 8 bytes of shared memory that count. A phase ends when all arrivals and all announced bytes
-// are in, and the next begins with the same number of arrivals. Phases have parity 0 and 1 in turn. ----
-
-// One thread sets the number of arrivals of each phase.
-__device__ inline void barrier_init(unsigned barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Shows the initialised barriers to the copy engine; a __syncthreads() follows.
-__device__ inline void barrier_init_done() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// Arrives; what the thread read and wrote before is done for those that wait.
-__device__ inline void barrier_arrive(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives, and announces the bytes that copies will bring in this phase.
-__device__ inline void barrier_expect(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
-// Returns once the phase with this parity has ended. The phase before the first counts as parity 1, so a wait
-// for parity 1 on a new barrier returns at once. try_wait may give up after a while, hence the loop.
-__device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
 // ---- the copy engine (TMA) ----
 
 // Starts the copy of the box of a rank-4 tensor that begins at (column, row, head, batch), and returns. One
 // thread calls it. What lies beyond the tensor becomes 0. The bytes count on `barrier` when they are in.
-
 __device__ inline void copy_box(unsigned to, const TensorMap* map, int column, int row, int head, int batch,
                                 unsigned barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
-        "%4, "
-        "%5}], [%6];" ::"r"(to),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
         "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
         : "memory");
 }
@@ -76,12 +35,10 @@ __device__ inline void prefetch_map(const TensorMap* map) {
 
 // setmaxnreg: from here on each thread of the warpgroup has `count` registers, a multiple of 8 from 24 to 256.
 // One warpgroup gives registers back; another takes them, and waits until they are free.
-
 template <int count>
 __device__ inline void registers_give() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
-
 template <int count>
 __device__ inline void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
@@ -92,7 +49,6 @@ __device__ inline void registers_take() {
 __device__ inline void turn_wait(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-
 __device__ inline void turn_pass(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -57,26 +57,22 @@ __device__ inline void copy16(int n, float* to, const float* from, bool exists) 
 template <int rows, int columns, int pitch, bool whole, class Copy>
 __device__ inline void copy_rows(Copy copy, float* to, const float* from, long long stride, int height,
                                  int width) {
-    constexpr int chunks = columns / 4;
-    if (THREADS % chunks == 0) {  // a thread copies one column
+    constexpr int chunks = columns / 4, below = THREADS / chunks;
+    if constexpr (THREADS % chunks == 0) {  // a thread copies one column: its address needs no product
         const int i = threadIdx.x / chunks, c = threadIdx.x % chunks * 4;
         const float* at = from + i * stride + c;
-        const long long below = THREADS / chunks * stride;
         to += i * pitch + c;
 #pragma unroll
-        for (int n = 0; n < rows; n += THREADS / chunks) {
-            if (rows % (THREADS / chunks) == 0 || n + i < rows)
-                copy(n / (THREADS / chunks), to + n * pitch, at, whole || (n + i < height && c < width));
-            at += below;
+        for (int n = 0; n < rows; n += below) {
+            if (rows % below == 0 || n + i < rows)
+                copy(n / below, to + n * pitch, at, whole || (n + i < height && c < width));
+            at += below * stride;
         }
     } else {
-#pragma unroll
-        for (int n = 0; n < rows * chunks; n += THREADS) {
-            const int at = n + (int)threadIdx.x, i = at / chunks, c = at % chunks * 4;
-            if (rows * chunks % THREADS == 0 || at < rows * chunks)
-                copy(n / THREADS, to + i * pitch + c, from + i * stride + c,
-                     whole || (i < height && c < width));
-        }
+        each_piece<rows, chunks>([&](int n, int i, int chunk) {
+            const int c = 4 * chunk;
+            copy(n, to + i * pitch + c, from + i * stride + c, whole || (i < height && c < width));
+        });
     }
 }
 template <int rows, int columns, int pitch, class Copy>

@@ -44,7 +44,7 @@ using Output = float[M_TILES][WIDTH / 8][4];
 using Pairs = float[M_TILES][2];  // of a lane's rows g and g + 8 of each tile of 16
 
 struct Queries;  // of a warp, the left operands of Q K^T
-// S <- Q K^T. k: where the lane reads the chunk's keys.
+// S <- S + Q K^T. k: where the lane reads the chunk's keys.
 __device__ inline void scores(Scores& S, const Queries& Q, unsigned k);
 // O <- O + P V. v: where the lane reads the chunk's values.
 __device__ inline void add_values(Output& O, const Weights& P, unsigned v);
@@ -60,17 +60,6 @@ struct Tiles {
     int count;
     int masked;  // the first ones, in which some row of the block does not see some key
 
-    // f(i, row, column) for each 16 bytes of a tile of K, or of V, that the thread copies; i counts them.
-    template <class F>
-    __device__ inline void each_copy(F f) const {
-        UNROLLED(i, (BC * COPIES + THREADS - 1) / THREADS) {
-            const int c0 = i * THREADS, c = c0 + threadIdx.x;
-            if (BC * COPIES % THREADS != 0 && c >= BC * COPIES) break;
-            f(i, THREADS % COPIES == 0 ? c0 / COPIES + threadIdx.x / COPIES : c / COPIES,
-              (THREADS % COPIES == 0 ? threadIdx.x : c) % COPIES);
-        }
-    }
-
 #if __CUDA_ARCH__ >= 800
     // The copies of tile n begin, of its keys, its values or both.
     template <bool KEYS = true, bool VALUES = true>
@@ -79,7 +68,7 @@ struct Tiles {
             const int j0 = first_key(n);
             const unsigned to = ring + n % STAGES * STAGE;
             const Element *k_tile = k + j0 * call.k_strides.row, *v_tile = v + j0 * call.v_strides.row;
-            each_copy([&](int, int row, int column) {
+            each_piece<BC, COPIES>([&](int, int row, int column) {
                 const bool inside = j0 + row < call.Nk;
                 const int source = inside ? row : 0;
                 if (KEYS)
@@ -122,12 +111,11 @@ struct Tiles {
     __device__ inline void load(int n) {
         if (n >= count) return;
         const int j0 = first_key(n);
-        each_copy([&](int i, int row, int column) {
+        each_piece<BC, COPIES>([&](int i, int row, int column) {
             const bool inside = j0 + row < call.Nk;
             const long long at = j0 + row;
-            held[0][i] = held[1][i] = make_uint4(0, 0, 0, 0);
-            if (inside) held[0][i] = *(const uint4*)(k + at * call.k_strides.row + column * COPY);
-            if (inside) held[1][i] = *(const uint4*)(v + at * call.v_strides.row + column * COPY);
+            held[0][i] = inside ? *(const uint4*)(k + at * call.k_strides.row + column * COPY) : uint4{};
+            held[1][i] = inside ? *(const uint4*)(v + at * call.v_strides.row + column * COPY) : uint4{};
         });
     }
 
@@ -135,9 +123,8 @@ struct Tiles {
 
     __device__ inline unsigned next(int n) {
         const unsigned to = ring + n % STAGES * STAGE;
-        each_copy([&](int i, int row, int column) {
-            store_shared(to + row * STRIDE + column * 16, held[0][i]);
-            store_shared(to + TILE + row * STRIDE + column * 16, held[1][i]);
+        each_piece<BC, COPIES>([&](int i, int row, int column) {
+            UNROLLED(n, 2) store_shared(to + n * TILE + row * STRIDE + column * 16, held[n][i]);
         });
         __syncthreads();
         load(n + 1);
@@ -158,7 +145,7 @@ __device__ inline Tiles begin_tiles(const Call& call, const Block& block, unsign
     if (D != WIDTH) {
         constexpr int ADDED = D == WIDTH ? 1 : (WIDTH - D) / COPY;
         for (int c = threadIdx.x; c < STAGES * 2 * BC * ADDED; c += THREADS)
-            store_shared(ring + c / ADDED * STRIDE + COPIES * 16 + c % ADDED * 16, make_uint4(0, 0, 0, 0));
+            store_shared(ring + c / ADDED * STRIDE + COPIES * 16 + c % ADDED * 16, uint4{});
     }
     tiles.start();
     return tiles;
@@ -242,7 +229,7 @@ __device__ inline void attend(State& s, const Queries& Q, Tiles& tiles, int from
                 continue;
             }
 
-            Scores S;
+            Scores S = {};
             scores(S, Q, at + tiles.k_lane + c * (CHUNK * STRIDE));
             if (MASKED) {
                 UNROLLED(i, M_TILES)

@@ -34,25 +34,17 @@ struct Queries {
 
     __device__ inline void put(const unsigned (&a)[4], int tile, int slice) {
         if (Q_SHARED)
-            store_shared(at + (tile * SLICES + slice) * 512, make_uint4(a[0], a[1], a[2], a[3]));
+            store_shared(at + (tile * SLICES + slice) * 512, a);
         else
             UNROLLED(e, 4) registers[tile][slice][e] = a[e];
     }
     __device__ inline void get(unsigned (&a)[4], int tile, int slice) const {
-        if (Q_SHARED) {
-            const uint4 x = reload_shared(at + (tile * SLICES + slice) * 512);
-            a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
-        } else {
+        if (Q_SHARED)
+            reload_shared(a, at + (tile * SLICES + slice) * 512);
+        else
             UNROLLED(e, 4) a[e] = registers[tile][slice][e];
-        }
     }
 };
-
-__device__ inline void clear(Scores& S) {
-    UNROLLED(i, M_TILES)
-        UNROLLED(n, CHUNK / 8)
-            UNROLLED(e, 4) S[i][n][e] = 0.0f;
-}
 
 // S += Q K^T, 16 of the d columns. All keys of the chunk share a load of the queries.
 __device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k, int slice) {
@@ -68,7 +60,6 @@ __device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k, int slic
     }
 }
 __device__ inline void scores(Scores& S, const Queries& Q, unsigned k) {
-    clear(S);
     UNROLLED(part, QK_PARTS) qk_part(S, Q, k, part);
 }
 
@@ -93,7 +84,7 @@ __device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& til
     wait_groups<STAGES - 2>();
     __syncthreads();
     unsigned tile = tiles.ring + n % STAGES * STAGE;
-    Scores S;
+    Scores S = {};
     scores(S, Q, tile + tiles.k_lane);
     Weights P_before = {};
     unsigned v_before = tile + tiles.v_lane;
@@ -109,8 +100,7 @@ __device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& til
                 next_tile = tiles.ring + (n + 1) % STAGES * STAGE;
                 k_next = next_tile + tiles.k_lane;  // past the last tile: the scores are unused
             }
-            Scores S_next;
-            clear(S_next);
+            Scores S_next = {};
             Weights P;
             Pairs sums;
             UNROLLED(unit, UNITS) {
@@ -185,8 +175,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel5(
 #pragma unroll
     for (int c0 = 0; c0 < ROWS * COPIES; c0 += 32) {
         const int row = (c0 + lane) / COPIES, column = (c0 + lane) % COPIES;
-        if (row < ROWS && warp_row + row < Nq)
-            *(uint4*)(call.out + (first + warp_row + row) * D + column * COPY) =
-                load_shared(rows + row * STRIDE + column * 16);
+        if (row >= ROWS || warp_row + row >= Nq) continue;
+        unsigned x[4];
+        load_shared(x, rows + row * STRIDE + column * 16);
+        *(uint4*)(call.out + (first + warp_row + row) * D + column * COPY) = {x[0], x[1], x[2], x[3]};
     }
 }

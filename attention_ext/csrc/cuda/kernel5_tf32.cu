@@ -38,18 +38,15 @@ struct Queries {
             split(x[e], high[e], low[e]);
             if (!Q_SPLIT) high[e] = __float_as_uint(x[e]);
         }
-        store_shared(at(tile, slice), make_uint4(high[0], high[1], high[2], high[3]));
-        if (Q_SPLIT) store_shared(at(tile, slice) + 512, make_uint4(low[0], low[1], low[2], low[3]));
+        store_shared(at(tile, slice), high);
+        if (Q_SPLIT) store_shared(at(tile, slice) + 512, low);
     }
     __device__ inline void get(unsigned (&high)[4], unsigned (&low)[4], int tile, int slice) const {
-        const uint4 x = reload_shared(at(tile, slice));
-        if (Q_SPLIT) {
-            const uint4 y = reload_shared(at(tile, slice) + 512);
-            high[0] = x.x, high[1] = x.y, high[2] = x.z, high[3] = x.w;
-            low[0] = y.x, low[1] = y.y, low[2] = y.z, low[3] = y.w;
-        } else {
-            split(x, high, low);
-        }
+        reload_shared(high, at(tile, slice));
+        if (Q_SPLIT)
+            reload_shared(low, at(tile, slice) + 512);
+        else
+            split(high, high, low);
     }
 };
 
@@ -65,8 +62,10 @@ __device__ inline void scores(Scores& S, const Queries& Q, unsigned k) {
             float T[M_TILES][GROUP][4] = {};
             UNROLLED(half, 2) {
                 unsigned high[GROUP][4], low[GROUP][4];
-                UNROLLED(n, GROUP)
-                    split(load_shared(k + (n0 + n) * 8 * STRIDE + block * 128 + half * 16), high[n], low[n]);
+                UNROLLED(n, GROUP) {
+                    load_shared(high[n], k + (n0 + n) * 8 * STRIDE + block * 128 + half * 16);
+                    split(high[n], high[n], low[n]);
+                }
                 UNROLLED(slice, 2) {
                     unsigned a_high[M_TILES][4], a_low[M_TILES][4];
                     UNROLLED(i, M_TILES) Q.get(a_high[i], a_low[i], i, block * 4 + half * 2 + slice);
@@ -96,9 +95,12 @@ __device__ inline void add_values(Output& O, const Weights& P, unsigned v) {
             unsigned a_high[M_TILES][4], a_low[M_TILES][4], high[2][4], low[2][4];
             UNROLLED(i, M_TILES) {
                 const unsigned (&p)[4] = P[i][keys];
-                split(make_uint4(p[0], p[2], p[1], p[3]), a_high[i], a_low[i]);
+                split({p[0], p[2], p[1], p[3]}, a_high[i], a_low[i]);
             }
-            UNROLLED(j, 2) split(load_shared(v + (keys * 8 + j) * STRIDE + block * 128), high[j], low[j]);
+            UNROLLED(j, 2) {
+                load_shared(high[j], v + (keys * 8 + j) * STRIDE + block * 128);
+                split(high[j], high[j], low[j]);
+            }
             UNROLLED(n, 4)
                 UNROLLED(i, M_TILES) multiply_tf32(T[i][n], a_low[i], high[0][n], high[1][n]);
             UNROLLED(n, 4)

@@ -96,18 +96,6 @@ __device__ inline Tile query_tile(const Call& call, unsigned index) {
 
 __device__ inline int key_tiles(int keys) { return max(1, (keys + Bc - 1) / Bc); }
 
-__device__ inline float log2_approx(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ inline float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Announces and starts the copies of `rows` rows of a tile's head. A dimension that repeats the same numbers,
 // of stride 0, has one entry in the map.
 template <int rows>
@@ -197,22 +185,13 @@ __device__ inline void to_weights(unsigned (&P)[Bc / 4], const float (&S)[Bc / 2
 // Transposes 4 x 4 words in the four threads of a quad. Before, word n of a thread is its piece of group n of 8
 // columns. After, thread t has the four pieces of group t, 16 bytes side by side.
 __device__ inline void transpose_quad(unsigned (&word)[4]) {
-    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-    for (int n = 0; n < 4; n += 2) {
-        const unsigned other = __shfl_xor_sync(~0u, odd ? word[n] : word[n + 1], 1);
-        if (odd)
-            word[n] = other;
-        else
-            word[n + 1] = other;
-    }
-    UNROLLED(n, 2) {
-        const unsigned other = __shfl_xor_sync(~0u, high ? word[n] : word[n + 2], 2);
-        if (high)
-            word[n] = other;
-        else
-            word[n + 2] = other;
-    }
+    const auto swap = [&](int a, int b, int far) {  // word[b] with the word[a] of the next thread
+        const bool upper = threadIdx.x & far;
+        const unsigned other = __shfl_xor_sync(~0u, upper ? word[a] : word[b], far);
+        (upper ? word[a] : word[b]) = other;
+    };
+    swap(0, 1, 1), swap(2, 3, 1);
+    swap(0, 2, 2), swap(1, 3, 2);
 }
 
 // O / l and the logsumexp of 64 rows.
@@ -222,7 +201,7 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
     const long long row0 = ((long long)tile.batch * call.heads + tile.head) * call.Nq;
     UNROLLED(h, 2) {
         const int i = row + 8 * h;
-        const float l = sum<1, 4>(softmax.l[h]), inverse = reciprocal(l);
+        const float l = sum<1, 4>(softmax.l[h]), inverse = reciprocal_approx(l);
         Element* out = call.out + (row0 + i) * d;
         UNROLLED(b, width / 32) {
             unsigned word[4];

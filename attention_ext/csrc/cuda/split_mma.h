@@ -70,7 +70,7 @@ using Output = float[V_LOADS][V_WIDE][4];
 // c += a b in three products
 __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     unsigned a_high[4], a_low[4], b_high[2], b_low[2];
-    UNROLLED(e, 4) split(__uint_as_float(a[e]), a_high[e], a_low[e]);
+    split(a, a_high, a_low);
     split(__uint_as_float(b0), b_high[0], b_low[0]);
     split(__uint_as_float(b1), b_high[1], b_low[1]);
     multiply_tf32(c, a_low, b_high[0], b_high[1]);
@@ -86,8 +86,9 @@ __device__ inline void multiply(float (&c)[4], const unsigned (&a)[4], unsigned 
 // S <- Q K^T. q: where the lane reads the queries.
 __device__ inline void scores(Scores& S, unsigned q, const Strip& strip) {
     UNROLLED(b, K_LOADS) {
-        const uint4 x = reload_shared(q + b * 64), y = reload_shared(q + b * 64 + 8 * Q_ROW);
-        const unsigned Q[2][4] = {{x.x, y.x, x.y, y.y}, {x.z, y.z, x.w, y.w}};
+        unsigned x[4], y[4];
+        reload_shared(x, q + b * 64), reload_shared(y, q + b * 64 + 8 * Q_ROW);
+        const unsigned Q[2][4] = {{x[0], y[0], x[1], y[1]}, {x[2], y[2], x[3], y[3]}};
         UNROLLED(u, UNITS)
             UNROLLED(n, TILES) {
                 const unsigned (&k)[4] = strip.K[u][n][b];
@@ -161,16 +162,15 @@ __device__ inline void attend_strips(const Span& span, int team, const Result& r
     constexpr int PIECES = BR * WIDTH / K_WIDE, OF_THREAD = (PIECES + THREADS - 1) / THREADS;
     unsigned x[OF_THREAD][4];
     UNROLLED(e, OF_THREAD) {
-        const int n = e * THREADS + threadIdx.x, row = n / (WIDTH / K_WIDE), c = n % (WIDTH / K_WIDE) * K_WIDE;
-        load_words(x[e], span.q + row * span.q_row + c, row < min(span.queries, BR) && c < d);
+        const int n = e * THREADS + threadIdx.x, row = n / (WIDTH / K_WIDE), c = n % (WIDTH / K_WIDE);
+        load_words(x[e], span.q + row * span.q_row + c * K_WIDE, row < min(span.queries, BR) && c * K_WIDE < d);
     }
     const int first = threadIdx.x / 32 % SHARERS * COLUMNS;
     strip.load_keys(span, start, first);
     strip.load_values(span, start, first);
     UNROLLED(e, OF_THREAD) {
         const int n = e * THREADS + threadIdx.x, row = n / (WIDTH / K_WIDE), c = n % (WIDTH / K_WIDE);
-        if (n < PIECES)
-            store_shared(q_shared + row * Q_ROW + c * 16, make_uint4(x[e][0], x[e][1], x[e][2], x[e][3]));
+        if (n < PIECES) store_shared(q_shared + row * Q_ROW + c * 16, x[e]);
     }
     __syncthreads();
     const unsigned q_at = q_shared + g * Q_ROW + first * SIZE + t * 16;
