@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from shakespeare.attention_ext.parts import BuildError
-from shakespeare.generation.engines import cuda
+from attention_ext.build.nvrtc import SOURCES
+from attention_ext.parts import BuildError
+from generation import cuda
 
 HERE = Path(__file__).resolve().parent
 
@@ -100,6 +101,7 @@ class Gpu:
         if not work.is_dir():
             shutil.copytree(cuda.SOURCES, work)
             shutil.copytree(HERE, work, dirs_exist_ok=True)  # its headers in place of those with PTX
+            shutil.copy(SOURCES / "call.h", work)
             macros = [f"-D{name}={value}" for name, value in ({"BLOCKS": 1} | source.macros).items()]
             macros += [f'-DKERNEL="{source.file}"']
             flags = [
