@@ -13,8 +13,6 @@ struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-// ---- the copy engine (TMA) ----
-
 // Starts the copy of the box of a rank-4 tensor that begins at (column, row, head, batch), and returns. One
 // thread calls it. What lies beyond the tensor becomes 0. The bytes count on `barrier` when they are in.
 __device__ inline void copy_box(unsigned to, const TensorMap* map, int column, int row, int head, int batch,
@@ -30,8 +28,6 @@ __device__ inline void copy_box(unsigned to, const TensorMap* map, int column, i
 __device__ inline void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-
-// ---- warpgroups ----
 
 // setmaxnreg: from here on each thread of the warpgroup has `count` registers, a multiple of 8 from 24 to 256.
 // One warpgroup gives registers back; another takes them, and waits until they are free.
@@ -53,13 +49,9 @@ __device__ inline void turn_pass(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ---- wgmma: the tensor cores, from shared memory, while the warps go on ----
-
-// The matrix descriptor by which wgmma finds a tile in shared memory. Its rows are box_row = 128 or 64 bytes,
-// which the copy engine has swizzled: the 16-byte pieces of a row are permuted by the row's number, against
-// bank conflicts. The lower half: bits 0 to 13 the address, bits 16 to 29 `next`, the bytes to the next columns
-// of a wider tile, which only a B of multiply_from needs. Both count 16 bytes, so offset / 16 moves the
-// address.
+// The matrix descriptor by which wgmma finds a tile in shared memory, whose rows of box_row = 128 or 64 bytes
+// the copy engine has swizzled against bank conflicts. The lower half: bits 0 to 13 the address, bits 16 to 29
+// `next`, the bytes to the next columns of a wider B of multiply_from. Both count 16 bytes.
 __device__ inline unsigned tile_at(unsigned address, int next) {
     return address >> 4 | (unsigned)(next >> 4) << 16;
 }
@@ -112,12 +104,10 @@ __device__ inline void hold(unsigned (&x)[n]) {
 //     a[0], a[1]                  = A[r][c, c + 1], A[r + 8][c, c + 1]
 //     a[2], a[3]                  = A[r][c + 8, c + 9], A[r + 8][c + 8, c + 9]
 // So two neighbouring groups of sum, rounded in pairs, are an A: P needs no exchange.
-//   multiply       A and B are in shared memory, the 16 along the rows of both (K-major). add = 0 drops the old
-//                  sum.
+//   multiply       A and B are in shared memory, the 16 along the rows of both (K-major). add = 0 drops sum.
 //   multiply_from  A is in registers; B is in shared memory, 16 rows of N (MN-major).
-// In the instruction, two numbers after `add` are the signs of A and B; those that follow are 1 for each factor
-// in shared memory that is MN-major.
-// In PRODUCT, NAMES and SUM are the operands of sum, A to F the numbers of those that follow.
+// In the instruction, `add` is followed by the signs of A and B, and by 1 for each factor in shared memory that
+// is MN-major. NAMES and SUM are the operands of sum, A to F the numbers of those that follow.
 #define PRODUCT(N, NAMES, SUM, A, B, C, D, E, F)                                                          \
     __device__ inline void multiply(float (&sum)[N / 2], unsigned a, unsigned b, int add) {               \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #C                                          \

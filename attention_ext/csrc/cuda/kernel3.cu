@@ -24,7 +24,7 @@
 //   STRIP     keys at a time: 8 scores hide the latency of the multiply-adds, and O is rescaled once for 8 keys
 //   BLOCKS    blocks that a multiprocessor should hold: bounds the registers
 //   O_SHARED  1: O is in shared memory; 0: in local arrays
-constexpr int d = HEAD_DIM, MINE = PITCH / (4 * SHARE);  // MINE: columns of a thread, by fours
+constexpr int d = HEAD_DIM, QUADS = PITCH / (4 * SHARE);  // of a thread's columns
 
 __device__ void load(float* tile, const Element* from, long long stride, int count) {
     for (int i = threadIdx.x; i < BC * PITCH; i += THREADS) {
@@ -34,8 +34,8 @@ __device__ void load(float* tile, const Element* from, long long stride, int cou
 }
 
 // The thread's own fours are SHARE apart, so that the threads of a row read neighbouring ones.
-__device__ float4 read(const float* tile, int row, int i, int part) {
-    return reinterpret_cast<const float4*>(tile)[row * (PITCH / 4) + i * SHARE + part];
+__device__ float4 read(const float* tile, int row, int i, int sharer) {
+    return reinterpret_cast<const float4*>(tile)[row * (PITCH / 4) + i * SHARE + sharer];
 }
 
 __device__ float dot(float4 a, float4 b, float sum) {
@@ -50,25 +50,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(
     extern __shared__ float4 aligned[];
     float *K = reinterpret_cast<float*>(aligned), *V = K + BC * PITCH;
     const Block block = block_of(call, BR);
-    const int part = threadIdx.x % SHARE, query = block.first_query + threadIdx.x / SHARE;
-    float4 q[MINE];
-    UNROLLED(i, MINE) {
-        float each[4] = {};
+    const int sharer = threadIdx.x % SHARE, query = block.first_query + threadIdx.x / SHARE;
+    float4 q[QUADS];
+    UNROLLED(i, QUADS) {
+        float quad[4] = {};
         for (int c = 0; c < 4; ++c) {
-            const int column = 4 * (i * SHARE + part) + c;
+            const int column = 4 * (i * SHARE + sharer) + c;
             if (query < call.Nq && column < d)
-                each[c] = call.scale * to_float(block.q[query * call.q_strides.row + column]);
+                quad[c] = call.scale * to_float(block.q[query * call.q_strides.row + column]);
         }
-        q[i] = {each[0], each[1], each[2], each[3]};
+        q[i] = {quad[0], quad[1], quad[2], quad[3]};
     }
 #if O_SHARED
     float4* o = aligned + 2 * BC * PITCH / 4 + threadIdx.x;  // a thread's fours are THREADS apart
 #define O(i) o[(i) * THREADS]
 #else
-    float4 o[MINE];
+    float4 o[QUADS];
 #define O(i) o[i]
 #endif
-    UNROLLED(i, MINE) O(i) = {0, 0, 0, 0};
+    UNROLLED(i, QUADS) O(i) = {0, 0, 0, 0};
     float m = -INF, l = 0;
 
     const int seen = keys_seen(call, query), keys = keys_seen(call, min(block.first_query + BR, call.Nq) - 1);
@@ -79,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(
         __syncthreads();
         for (int j0 = 0; j0 < BC && first_key + j0 < keys; j0 += STRIP) {
             float s[STRIP] = {};
-            UNROLLED(i, MINE)
-                UNROLLED(j, STRIP) s[j] = dot(q[i], read(K, j0 + j, i, part), s[j]);
+            UNROLLED(i, QUADS)
+                UNROLLED(j, STRIP) s[j] = dot(q[i], read(K, j0 + j, i, sharer), s[j]);
             float m_new = m;
             UNROLLED(j, STRIP) {
                 for (int lane = SHARE / 2; lane > 0; lane /= 2) s[j] += __shfl_xor_sync(~0u, s[j], lane);
@@ -89,14 +89,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(
             }
             const float correction = exp2_approx(m - subtrahend(m_new));
             m = m_new, l *= correction;
-            UNROLLED(i, MINE) {
+            UNROLLED(i, QUADS) {
                 float4& all = O(i);
                 all.x *= correction, all.y *= correction, all.z *= correction, all.w *= correction;
             }
             UNROLLED(j, STRIP) l += s[j] = exp2_approx(s[j] - subtrahend(m));
-            UNROLLED(i, MINE) {
+            UNROLLED(i, QUADS) {
                 float4 sum = O(i);
-                UNROLLED(j, STRIP) add(sum, s[j], read(V, j0 + j, i, part));
+                UNROLLED(j, STRIP) add(sum, s[j], read(V, j0 + j, i, sharer));
                 O(i) = sum;
             }
         }
@@ -104,13 +104,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(
 
     if (query >= call.Nq) return;
     const long long at = block.head * call.Nq + query;
-    UNROLLED(i, MINE) {
+    UNROLLED(i, QUADS) {
         const float4 all = O(i);
-        const float each[4] = {all.x, all.y, all.z, all.w};
+        const float quad[4] = {all.x, all.y, all.z, all.w};
         for (int c = 0; c < 4; ++c) {
-            const int column = 4 * (i * SHARE + part) + c;
-            if (column < d) call.out[at * d + column] = to_element(each[c] / l);
+            const int column = 4 * (i * SHARE + sharer) + c;
+            if (column < d) call.out[at * d + column] = to_element(quad[c] / l);
         }
     }
-    if (part == 0 && call.lse) call.lse[at] = LN2 * subtrahend(m) + logf(l);
+    if (sharer == 0 && call.lse) call.lse[at] = LN2 * subtrahend(m) + logf(l);
 }

@@ -49,8 +49,6 @@ __device__ inline void scores(Scores& S, const Queries& Q, unsigned k);
 // O <- O + P V. v: where the lane reads the chunk's values.
 __device__ inline void add_values(Output& O, const Weights& P, unsigned v);
 
-// ---- the tiles of K and V ----
-
 // The tiles that a block visits, the last keys first. STAGES of them are in shared memory.
 struct Tiles {
     const Call& call;
@@ -151,8 +149,6 @@ __device__ inline Tiles begin_tiles(const Call& call, const Block& block, unsign
     return tiles;
 }
 
-// ---- the softmax ----
-
 struct State {  // of a warp's rows; four neighbouring lanes share a row, and a lane has its share of l
     Output O = {};
     Pairs m, l = {};
@@ -180,9 +176,8 @@ __device__ inline void weigh(Weights& P, Pairs& sums, const Scores& S, const Pai
     }
 }
 
-// Adds the chunk's sums to l once its weights are known to be in range. m is the maximum of some earlier chunk,
-// so a later score may exceed it. If a sum of weights reaches LIMIT, or is NaN as in a row's first chunk (m =
-// -inf), the warp updates m, rescales l and O, and computes the weights again.
+// Adds the chunk's sums to l. If a sum of weights reaches LIMIT, or is NaN as in a row's first chunk (m =
+// -inf), the warp first updates m, rescales l and O, and computes the weights again.
 template <bool SCALED>
 __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S) {
     bool in_range = true;
@@ -209,8 +204,6 @@ __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S
     }
     UNROLLED(i, M_TILES) s.l[i][0] += sums[i][0], s.l[i][1] += sums[i][1];
 }
-
-// ---- one chunk after the other ----
 
 // Tiles `from` to `to` - 1: S <- Q K^T, P <- 2^(scale S - m), O <- O + P V. MASKED: some row of the block may
 // not see some key; warp_row: the warp's first row.

@@ -22,7 +22,7 @@
 //   PIPE      0: one chunk after the other; 1: the next scores beside this softmax; 2: the product before, too
 //   Q_SHARED  1: the queries' fragments are in shared memory; 0: in registers
 
-constexpr int QK_PARTS = WIDTH / 16, PV_PARTS = (CHUNK / 16) * (WIDTH / 16);
+constexpr int QK_PRODUCTS = WIDTH / 16, PV_PRODUCTS = (CHUNK / 16) * (WIDTH / 16);
 static_assert(STAGES >= (PIPE ? 3 : 2), "the copies run ahead");
 static_assert(PIPE < 2 || CHUNKS >= 2, "a stage is overwritten one chunk after its last use");
 static_assert(BR <= STAGES * 2 * BC, "the tiles' memory takes the result");
@@ -47,7 +47,7 @@ struct Queries {
 };
 
 // S += Q K^T, 16 of the d columns. All keys of the chunk share a load of the queries.
-__device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k, int slice) {
+__device__ inline void qk_product(Scores& S, const Queries& Q, unsigned k, int slice) {
     unsigned a[M_TILES][4];
     UNROLLED(i, M_TILES) Q.get(a[i], i, slice);
     UNROLLED(pair, CHUNK / 16) {
@@ -60,12 +60,12 @@ __device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k, int slic
     }
 }
 __device__ inline void scores(Scores& S, const Queries& Q, unsigned k) {
-    UNROLLED(part, QK_PARTS) qk_part(S, Q, k, part);
+    UNROLLED(product, QK_PRODUCTS) qk_product(S, Q, k, product);
 }
 
 // O += P V, 16 keys and 16 columns. The scores' registers, rounded in pairs, are the product's.
-__device__ inline void pv_part(Output& O, const Weights& P, unsigned v, int part) {
-    const int keys = part / (WIDTH / 16), pair = part % (WIDTH / 16);
+__device__ inline void pv_product(Output& O, const Weights& P, unsigned v, int product) {
+    const int keys = product / (WIDTH / 16), pair = product % (WIDTH / 16);
     unsigned b[4];
     load_transposed(b, v + keys * 16 * STRIDE + pair * 32);
     UNROLLED(i, M_TILES) {
@@ -74,7 +74,7 @@ __device__ inline void pv_part(Output& O, const Weights& P, unsigned v, int part
     }
 }
 __device__ inline void add_values(Output& O, const Weights& P, unsigned v) {
-    UNROLLED(part, PV_PARTS) pv_part(O, P, v, part);
+    UNROLLED(product, PV_PRODUCTS) pv_product(O, P, v, product);
 }
 
 // The tiles from n on, which have no mask. The scores of the next chunk and, with PIPE 2, the product of the
@@ -105,13 +105,15 @@ __device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& til
             Pairs sums;
             UNROLLED(unit, UNITS) {
 #pragma unroll
-                for (int part = unit * QK_PARTS / UNITS; part < (unit + 1) * QK_PARTS / UNITS; ++part)
-                    qk_part(S_next, Q, k_next, part);
+                for (int product = unit * QK_PRODUCTS / UNITS; product < (unit + 1) * QK_PRODUCTS / UNITS;
+                     ++product)
+                    qk_product(S_next, Q, k_next, product);
                 weigh<false>(P, sums, S, s.m, s.scale, unit);
                 if (PIPE == 2)
 #pragma unroll
-                    for (int part = unit * PV_PARTS / UNITS; part < (unit + 1) * PV_PARTS / UNITS; ++part)
-                        pv_part(s.O, P_before, v_before, part);
+                    for (int product = unit * PV_PRODUCTS / UNITS; product < (unit + 1) * PV_PRODUCTS / UNITS;
+                         ++product)
+                        pv_product(s.O, P_before, v_before, product);
             }
             settle<false>(s, P, sums, S);
             const unsigned v = tile + tiles.v_lane + c * (CHUNK * STRIDE);

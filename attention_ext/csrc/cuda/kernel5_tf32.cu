@@ -50,9 +50,6 @@ struct Queries {
     }
 };
 
-// The tensor cores round sums towards zero, an error that grows with the number of products. So they sum only
-// 32 columns or one chunk of keys; these sums are added in float32.
-
 // GROUP tiles of 8 keys and 32 of the d columns at a time. The sum over d may take any order: of 32 columns a
 // lane has 8 t to 8 t + 7, in K two 16-byte loads.
 __device__ inline void scores(Scores& S, const Queries& Q, unsigned k) {

@@ -76,9 +76,8 @@ struct Tile {
     int i0, batch, head;
 };
 
-// The query tile of this number, in the order in which blocks take them. Neighbours share K and V, which stay
-// in L2. Under a mask, the tiles of as many heads as L2_BYTES hold alternate. The rows that see the most keys
-// come first, so that all blocks end at about the same time.
+// The query tile of this number, in the order in which blocks take them. Neighbours share K and V in L2. Under
+// a mask, the tiles of as many heads as L2_BYTES hold alternate, those that see the most keys first.
 __device__ inline Tile query_tile(const Call& call, unsigned index) {
     const unsigned Tr = (call.Nq + Br - 1) / Br, all = call.batches * call.heads;
     const long long head_bytes = (long long)call.Nk * (4 * width);

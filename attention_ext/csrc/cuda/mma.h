@@ -2,9 +2,7 @@
 // products on the tensor cores. All exist since sm_80; sm_75 has ldmatrix and a product of half the size in
 // float16. All lanes of a warp execute ldmatrix and mma together.
 //
-// Source: PTX ISA, 'Instruction Set': 'Data Movement and Conversion Instructions: cp.async', 'Warp Level Matrix
-// Multiply-Accumulate Instructions', there 'Matrix Fragments for mma.m16n8k16 with floating point type',
-// 'Matrix Fragments for mma.m16n8k8' and 'ldmatrix'.
+// Source: PTX ISA, 'Instruction Set': 'cp.async', and 'Warp Level Matrix Multiply-Accumulate Instructions'.
 //
 // Which lanes hold what in C += A B, with lane = 4 g + t (g: 0 to 7, t: 0 to 3). X[i][j, j + 1] is two numbers,
 // in 16-bit formats the lower and the upper half of one register.

@@ -21,21 +21,17 @@ __device__ inline double largest_of_warp(double x) {
     const long long bits = __double_as_longlong(x), ordered = bits < 0 ? bits ^ 0x7fffffffffffffffll : bits;
     const int high = __reduce_max_sync(~0u, int(ordered >> 32));
     const unsigned low = __reduce_max_sync(~0u, int(ordered >> 32) == high ? unsigned(ordered) : 0u);
-    const long long found = (long long)high << 32 | low;
-    return __longlong_as_double(found < 0 ? found ^ 0x7fffffffffffffffll : found);
+    const long long largest = (long long)high << 32 | low;
+    return __longlong_as_double(largest < 0 ? largest ^ 0x7fffffffffffffffll : largest);
 }
 
 constexpr int OF_LANE = (VOCAB + LANES - 1) / LANES;  // tokens of a lane
 
 // What of a text's settings leaves tokens out.
 struct Filters {
-    double top_k, top_p, min_p, typical_p;
-
-    __device__ explicit Filters(const double* settings)
-        : top_k(settings[TOP_K]),
-          top_p(settings[TOP_P]),
-          min_p(settings[MIN_P]),
-          typical_p(settings[TYPICAL_P]) {}
+    const double* settings;
+    double top_k = settings[TOP_K], top_p = settings[TOP_P], min_p = settings[MIN_P];
+    double typical_p = settings[TYPICAL_P];
     __device__ bool any() const { return top_k > 0 || typical_p < 1 || top_p < 1 || min_p > 0; }
 };
 
@@ -126,21 +122,21 @@ __device__ inline int pick(const float (&weight)[OF_LANE], float uniform) {
     }
     const float point = uniform * __shfl_sync(~0u, before, LANES - 1);
     float reached = before - sum;
-    int found = VOCAB, last = -1;  // last: if rounding leaves a remainder
+    int token = VOCAB, last = -1;  // last: if rounding leaves a remainder
     UNROLLED(e, OF_LANE) {
         if (weight[e] == 0) continue;
         reached += weight[e], last = first + e;
-        if (found == VOCAB && reached > point) found = first + e;
+        if (token == VOCAB && reached > point) token = first + e;
     }
-    found = __reduce_min_sync(~0u, found);
-    return found < VOCAB ? found : __reduce_max_sync(~0u, last);
+    token = __reduce_min_sync(~0u, token);
+    return token < VOCAB ? token : __reduce_max_sync(~0u, last);
 }
 
 // The token that `uniform` falls on, by generation/csrc/sampling.cpp's rules; -1 if the logits hold NaN, or the
 // largest is infinite. By one warp. at: where the slot's numbers of tokens begin. memory: VOCAB numbers.
 __device__ inline int choose(const Work& work, long long at, const float* logits, const double* settings,
                              double uniform, double* memory) {
-    const Filters filters(settings);
+    const Filters filters{settings};
     const double temperature = settings[TEMPERATURE], repetition = settings[REPETITION],
                  presence = settings[PRESENCE], frequency = settings[FREQUENCY];
     const bool adjusted = settings[ADJUSTED] != 0, penalised = presence != 0 || frequency != 0;

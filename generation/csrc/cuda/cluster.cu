@@ -45,17 +45,6 @@ struct Pass {
             if (holder == 0) to[n] = y[n];
     }
 
-    __device__ void embed() const {
-        for (int t = warp; t < texts; t += WARPS) {
-            const float* token = work.tokens + max(s.token[t], 0) * WIDTH;
-            const float* position = work.positions + min(s.length[t], work.capacity - 1) * WIDTH;
-            for (int k = 4 * lane; k < WIDTH; k += 4 * LANES)
-                store4(&s.x[t][k], load4(token + k) + load4(position + k));
-        }
-        __syncthreads();
-        count(s, EMBEDDING);
-    }
-
     // Queries, keys and values, to the blocks that have the head's units.
     __device__ void send_qkv(const Weight (&matrix)[QKV_ROWS][WIDTH], const Norm& norm, const float* bias) {
         const auto send = [&](int t, int row, int split, const auto& store) {
@@ -132,7 +121,7 @@ struct Pass {
     }
 
     __device__ void run() {
-        embed();
+        embed(work, s, texts);
         // The first strip of a warp's first text.
         const bool attends = block < UNITS && warp / TEAM < texts;
         const int j0 = first_key(block) + lane / KEY_LANES, left = attends ? s.length[warp / TEAM] - j0 : 0;

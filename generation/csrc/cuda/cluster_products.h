@@ -36,9 +36,10 @@ __device__ inline void products(const Weight (&matrix)[rows][K], int texts, cons
     using Of = Split<rows, K>;
     constexpr int count = power_of_two(TEXTS) < Of::lanes ? power_of_two(TEXTS) : Of::lanes;
     constexpr int numbers = (TEXTS + count - 1) / count, same = Of::lanes / count;
-    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES * Of::each, own_row = lane / Of::lanes;
+    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES * Of::per_warp,
+              own_row = lane / Of::lanes;
     const int row = first + own_row;
-    const bool any = own_row < Of::each && row < rows;
+    const bool any = own_row < Of::per_warp && row < rows;
     const Weight* weights = matrix[any ? row : 0];
     float sums[count][numbers] = {};
     UNROLLED(piece, Of::pieces) {
@@ -54,9 +55,9 @@ __device__ inline void products(const Weight (&matrix)[rows][K], int texts, cons
     reduce<Of::lanes / 2>(sums, totals, squares...);
     float scale = 1;
     ((scale = inverse_deviation(squares)), ...);
-    if constexpr (TEXTS == 1 && Of::each % 4 == 0 && rows % Of::each == 0) {
+    if constexpr (TEXTS == 1 && Of::per_warp % 4 == 0 && rows % Of::per_warp == 0) {
         const float y = finish(any ? row : 0, 0, totals[0] * scale);
-        UNROLLED(quad, Of::each / 4) {
+        UNROLLED(quad, Of::per_warp / 4) {
             float four[4];
             UNROLLED(i, 4) four[i] = __shfl_sync(~0u, y, (4 * quad + i) * Of::lanes);
             if (first < rows) store(first + 4 * quad, 0, four, lane, LANES);

@@ -123,6 +123,19 @@ __device__ inline void report(const Shared& s, const Work& work) {
 #endif
 }
 
+// x <- the embeddings of each row's token and position. By all threads of a block.
+template <class Shared>
+__device__ inline void embed(const Work& work, Shared& s, int rows) {
+    for (int t = threadIdx.x / LANES; t < rows; t += WARPS) {
+        const float* token = work.tokens + max(s.token[t], 0) * WIDTH;
+        const float* position = work.positions + max(0, min(s.length[t], work.capacity - 1)) * WIDTH;
+        for (int k = 4 * (threadIdx.x % LANES); k < WIDTH; k += 4 * LANES)
+            store4(&s.x[t][k], load4(token + k) + load4(position + k));
+    }
+    __syncthreads();
+    count(s, EMBEDDING);
+}
+
 // Where the keys and values of a slot's head begin.
 __device__ inline long long head_at(const Work& work, int slot, int layer, int head) {
     return ((long long)(slot * LAYERS + layer) * HEADS + head) * work.capacity * HEAD_DIM;
@@ -133,16 +146,16 @@ __device__ inline float gelu(float x) { return 0.5f * x * (1 + erff(x * 0.707106
 // 1 / the standard deviation of a row, as PyTorch's LayerNorm has it.
 __device__ inline float inverse_deviation(float squares) { return rsqrtf(squares * (1.0f / WIDTH) + 1e-5f); }
 
-// How a warp multiplies: `each` rows of a matrix, which follow each other, by `lanes` lanes each. A lane has
-// four inputs at 4 lane, then at 4 lanes + 4 lane ... Rows of 16 bits that are loaded together take these
+// How a warp multiplies: `per_warp` rows of a matrix, which follow each other, by `lanes` lanes each. A lane
+// has four inputs at 4 lane, then at 4 lanes + 4 lane ... Rows of 16 bits that are loaded together take these
 // pieces in another order: the same piece of each would be in the same banks.
 template <int rows, int K>
 struct Split {
-    static constexpr int each = (rows + WARPS - 1) / WARPS, lanes = LANES / power_of_two(each);
+    static constexpr int per_warp = (rows + WARPS - 1) / WARPS, lanes = LANES / power_of_two(per_warp);
     static constexpr int pieces = (K + 4 * lanes - 1) / (4 * lanes);
     static constexpr int together = sizeof(Weight) == 2 && lanes < LANES / 2 ? LANES / 2 / lanes : 1;
     static constexpr int orders = pieces % together == 0 ? together : 1;
-    static_assert(each <= LANES, "generation/cuda.py takes no more");
+    static_assert(per_warp <= LANES, "generation/cuda.py takes no more");
     __device__ static int input(int piece) {
         const int lane = threadIdx.x % LANES;
         return 4 * ((piece ^ lane / lanes % orders) * lanes + lane % lanes);

@@ -107,9 +107,9 @@ __device__ inline void multiply(const Matrix<K, N>& matrix, const float* in, int
             UNROLLED(i, AHEAD) {
                 const int k = from + i;
                 if (DEPTH % AHEAD && k >= DEPTH) continue;
-                const float4 part = load4(x + 16 * k);
+                const float4 quad = load4(x + 16 * k);
                 unsigned b0[3], b1[3];
-                in_terms(part.x, part.y, b0), in_terms(part.z, part.w, b1);
+                in_terms(quad.x, quad.y, b0), in_terms(quad.z, quad.w, b1);
                 UNROLLED(term, 3) {
                     UNROLLED(n, TOGETHER) multiply_16bit(sums[term][n], w[i][n], b0[term], b1[term]);
                 }
@@ -160,11 +160,11 @@ __device__ inline void multiply(const Matrix<K, N>& matrix, const float* in, int
                     UNROLLED(i, GROUP) next[i] = more ? load4(at + (k + GROUP + i) * N) : float4{};
                     UNROLLED(r, TEXTS) {
                         UNROLLED(i, GROUP / 4) {
-                            const float4 part = load4(x + r * stride + k + 4 * i);
-                            add_multiple(sums[r], part.x, w[4 * i]);
-                            add_multiple(sums[r], part.y, w[4 * i + 1]);
-                            add_multiple(sums[r], part.z, w[4 * i + 2]);
-                            add_multiple(sums[r], part.w, w[4 * i + 3]);
+                            const float4 quad = load4(x + r * stride + k + 4 * i);
+                            add_multiple(sums[r], quad.x, w[4 * i]);
+                            add_multiple(sums[r], quad.y, w[4 * i + 1]);
+                            add_multiple(sums[r], quad.z, w[4 * i + 2]);
+                            add_multiple(sums[r], quad.w, w[4 * i + 3]);
                         }
                     }
                     UNROLLED(i, GROUP) w[i] = next[i];
@@ -237,9 +237,8 @@ struct Unit {
     }
 };
 
-// Attention of each row to `in`: part 4's online softmax, a strip of keys at a time. For a prompt, the next
-// strip is loaded while one is used; for texts, the registers do not suffice. Called by all threads, which may
-// read the result after this.
+// Attention of each row to `in`, by all threads, which may read it after this. For a prompt, the next strip is
+// loaded while one is used; for texts, the registers do not suffice.
 __device__ inline void attend(const Work& work, int layer, int texts) {
     Shared& s = own();
     const int lane = threadIdx.x % LANES, column = VECTOR * (lane % KEY_LANES);
@@ -310,14 +309,7 @@ struct Turns {
 // A token for each row through all layers. The logits, if they are wanted, go to `various`.
 __device__ inline void step(const Work& work, int texts, bool logits, Turns& turns) {
     Shared& s = own();
-    for (int i = threadIdx.x; i < TEXTS * WIDTH; i += THREADS) {
-        const int r = i / WIDTH, token = max(s.token[r], 0),
-                  position = max(0, min(s.length[r], work.capacity - 1));
-        s.x[r][i % WIDTH] =
-            work.tokens[token * WIDTH + i % WIDTH] + work.positions[position * WIDTH + i % WIDTH];
-    }
-    __syncthreads();
-    count(s, EMBEDDING);
+    embed(work, s, TEXTS);
     const auto add_to_x = [&s](const float* bias) {
         return [&s, bias](int r, int column, float y) { s.x[r][column] += biased(y, bias, column); };
     };

@@ -18,7 +18,7 @@ struct Taste {
     __device__ explicit Taste(const double* settings)  // never 0, so that the power of 0 is 0
         : exponent(2 * SHARPNESS * fmaxf(fminf(settings[INVERSE_TEMPERATURE], 1e30f), 1e-30f)),
           greedy(settings[TEMPERATURE] == 0 || exponent > GREEDY),
-          filtered(Filters(settings).any()) {}
+          filtered(Filters{settings}.any()) {}
 };
 
 // recent: the last tokens, a byte each, the latest one lowest; `known` of them count. memory: as in filter().
@@ -53,6 +53,6 @@ __device__ inline int guess(const Work& work, unsigned long long recent, int kno
         return __reduce_min_sync(~0u, likeliest);
     }
     UNROLLED(e, OF_LANE) weight[e] = exp2_approx(taste.exponent * weight[e]);
-    if (taste.filtered) filter(Filters(settings), memory, weight);
+    if (taste.filtered) filter(Filters{settings}, memory, weight);
     return max(pick(weight, uniform), 0);
 }
