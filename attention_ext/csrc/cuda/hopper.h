@@ -107,8 +107,9 @@ __device__ inline void hold(unsigned (&x)[n]) {
 //   multiply       A and B are in shared memory, the 16 along the rows of both (K-major). add = 0 drops sum.
 //   multiply_from  A is in registers; B is in shared memory, 16 rows of N (MN-major).
 // In the instruction, `add` is followed by the signs of A and B, and by 1 for each factor in shared memory that
-// is MN-major. NAMES and SUM are the operands of sum, A to F the numbers of those that follow.
-#define PRODUCT(N, NAMES, SUM, A, B, C, D, E, F)                                                          \
+// is MN-major. NAMES names the operands of sum, which are the last arguments; A to F are the numbers of the
+// others.
+#define PRODUCT(N, NAMES, A, B, C, D, E, F, ...)                                                          \
     __device__ inline void multiply(float (&sum)[N / 2], unsigned a, unsigned b, int add) {               \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #C                                          \
                      ", 0;\n"                                                                             \
@@ -117,7 +118,7 @@ __device__ inline void hold(unsigned (&x)[n]) {
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND "." KIND " {" NAMES           \
                      "}, a, b, "                                                                          \
                      "add, 1, 1, 0, 0;\n}"                                                                \
-                     : SUM                                                                                \
+                     : __VA_ARGS__                                                                        \
                      : "r"(a), "r"(b), "r"(add), "n"(SWIZZLED)                                            \
                      : "memory");                                                                         \
     }                                                                                                     \
@@ -128,26 +129,17 @@ __device__ inline void hold(unsigned (&x)[n]) {
             "};\n"                                                                                        \
             "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND "." KIND " {" NAMES "}, {%" #A ",%" #B \
             ",%" #C ",%" #D "}, b, add, 1, 1, 1;\n}"                                                      \
-            : SUM                                                                                         \
+            : __VA_ARGS__                                                                                 \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(SWIZZLED)                           \
             : "memory");                                                                                  \
     }
 
-#define SUM_16 F16(0)
-#define SUM_32 F32(0)
-#define SUM_40 F32(0), F8(32)
-#define SUM_56 F32(0), F16(32), F8(48)
-#define SUM_64 F64(0)
-#define SUM_88 F64(0), F16(64), F8(80)
-#define SUM_96 F64(0), F32(64)
-#define SUM_128 F64(0), F64(64)
-
-PRODUCT(32, TEN() "," SIX(1), SUM_16, 16, 17, 18, 19, 20, 21)
-PRODUCT(64, TEN() "," TEN(1) "," TEN(2) "," TWO(3), SUM_32, 32, 33, 34, 35, 36, 37)
-PRODUCT(80, TENS_4, SUM_40, 40, 41, 42, 43, 44, 45)
-PRODUCT(112, TENS_4 "," TEN(4) "," SIX(5), SUM_56, 56, 57, 58, 59, 60, 61)
-PRODUCT(128, TENS_4 "," TEN(4) "," TEN(5) "," FOUR(6), SUM_64, 64, 65, 66, 67, 68, 69)
-PRODUCT(176, TENS_7 "," TEN(7) "," EIGHT(8), SUM_88, 88, 89, 90, 91, 92, 93)
-PRODUCT(192, TENS_7 "," TEN(7) "," TEN(8) "," SIX(9), SUM_96, 96, 97, 98, 99, 100, 101)
-PRODUCT(256, TENS_7 "," TEN(7) "," TEN(8) "," TEN(9) "," TEN(10) "," TEN(11) "," EIGHT(12), SUM_128, 128, 129,
-        130, 131, 132, 133)
+PRODUCT(32, TEN() "," SIX(1), 16, 17, 18, 19, 20, 21, F16(0))
+PRODUCT(64, TEN() "," TEN(1) "," TEN(2) "," TWO(3), 32, 33, 34, 35, 36, 37, F32(0))
+PRODUCT(80, TENS_4, 40, 41, 42, 43, 44, 45, F32(0), F8(32))
+PRODUCT(112, TENS_4 "," TEN(4) "," SIX(5), 56, 57, 58, 59, 60, 61, F32(0), F16(32), F8(48))
+PRODUCT(128, TENS_4 "," TEN(4) "," TEN(5) "," FOUR(6), 64, 65, 66, 67, 68, 69, F64(0))
+PRODUCT(176, TENS_7 "," TEN(7) "," EIGHT(8), 88, 89, 90, 91, 92, 93, F64(0), F16(64), F8(80))
+PRODUCT(192, TENS_7 "," TEN(7) "," TEN(8) "," SIX(9), 96, 97, 98, 99, 100, 101, F64(0), F32(64))
+PRODUCT(256, TENS_7 "," TEN(7) "," TEN(8) "," TEN(9) "," TEN(10) "," TEN(11) "," EIGHT(12), 128, 129, 130, 131,
+        132, 133, F64(0), F64(64))

@@ -99,28 +99,26 @@ struct Work {
 // Counts the cycles since the last call for a phase, in the memory of a block.
 template <class Shared>
 __device__ inline void count(Shared& s, Phase phase) {
-#if CLOCKS
-    if (threadIdx.x == 0) {
+    if constexpr (CLOCKS) {
+        if (threadIdx.x > 0) return;
         const long long now = clock64();
         s.cycles[phase] += now - s.last;
         s.last = now;
     }
-#endif
 }
 
 template <class Shared>
 __device__ inline void start_counting(Shared& s) {
-#if CLOCKS
-    if (threadIdx.x < PHASES) s.cycles[threadIdx.x] = 0;
-    if (threadIdx.x == 0) s.last = clock64();
-#endif
+    if constexpr (CLOCKS) {
+        if (threadIdx.x < PHASES) s.cycles[threadIdx.x] = 0;
+        if (threadIdx.x == 0) s.last = clock64();
+    }
 }
 
 template <class Shared>
 __device__ inline void report(const Shared& s, const Work& work) {
-#if CLOCKS
-    if (threadIdx.x < PHASES && blockIdx.x == 0) work.cycles[threadIdx.x] = s.cycles[threadIdx.x];
-#endif
+    if constexpr (CLOCKS)
+        if (threadIdx.x < PHASES && blockIdx.x == 0) work.cycles[threadIdx.x] = s.cycles[threadIdx.x];
 }
 
 // x <- the embeddings of each row's token and position. By all threads of a block.
