@@ -205,12 +205,13 @@ struct State {                                // of a thread's rows
         }
     }
 
-    // P <- 2^(S - m), l <- l + rowsum(P), for the keys of a slab
-    __device__ inline void weigh(float* P, float s[TM][TN], int slab, const Place& at) {
+    // P <- 2^(S - m), l <- l + rowsum(P), for the keys of a slab. p_at: where the thread writes its first
+    // weights.
+    __device__ inline void weigh(float* p_at, float s[TM][TN], int slab) {
         UNROLLED(n, TN) {
             constexpr int OF_SLAB = KEYS / TX;
             if (n / OF_SLAB != slab) continue;
-            float* to = P + (at.tx + n % OF_SLAB * TX) * P_ROW + at.rg * 4;
+            float* to = p_at + n % OF_SLAB * TX * P_ROW;
             UNROLLED(i, TM) {
                 s[i][n] = exp2_approx(s[i][n] * scale - subtrahend(m[i]) * scale);
                 l[i] += s[i][n];
@@ -308,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
         for (int slab = 0; slab < V_SLABS; slab++) {
             if (active) {
                 if (slab > 0) __syncwarp();
-                state.weigh(P, s, slab, place);
+                state.weigh(P + tx * P_ROW + rg * 4, s, slab);
             }
             const int first = j0 + slab * KEYS;
             slabs.end<KEYS, d, V_ROW>();

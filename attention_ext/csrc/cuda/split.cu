@@ -36,10 +36,11 @@ constexpr int TEAMS = THREADS / 32 / SHARERS;
 // What a block attends to: the queries from q on, and the keys below `end` from `start` on; query i sees those
 // below sees + i.
 struct Span {
+    const Call& call;
     const Element *q, *k, *v;  // of the first query, and of a head
-    long long q_row, k_row, v_row;
     int queries, start, end, sees;
-    float scale;
+    long long q_row = call.q_strides.row, k_row = call.k_strides.row, v_row = call.v_strides.row;
+    float scale = call.scale;
 };
 
 // What a team found, in shared memory.
@@ -89,17 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     // data
     const Block block = block_at(call, blockIdx.x / groups / splits, i0);
-    const Span span{block.q + i0 * call.q_strides.row,
-                    block.k,
-                    block.v,
-                    call.q_strides.row,
-                    call.k_strides.row,
-                    call.v_strides.row,
-                    Nq - i0,
-                    start,
-                    end,
-                    sees,
-                    call.scale};
+    const Element* q = block.q + i0 * call.q_strides.row;
+    const Span span{call, q, block.k, block.v, Nq - i0, start, end, sees};
     extern __shared__ __align__(16) float memory[];
     auto o_shared = (float (*)[BR][WIDTH])memory;                                    // (TEAMS, BR, WIDTH)
     auto m_shared = (float (*)[BR])(o_shared + TEAMS), l_shared = m_shared + TEAMS;  // (TEAMS, BR)
@@ -131,15 +123,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     attention_merge(const Call call, const float* partial, int splits) {
     wait_for_predecessor();
-    constexpr int WIDE = MERGE_LANES, SHARES = MERGE_THREADS / WIDE;  // SHARES: of the splits
+    constexpr int SHARES = MERGE_THREADS / MERGE_LANES;  // of the splits
     static_assert(SHARES >= 1);
-    __shared__ float4 o_shared[SHARES][WIDE];
+    __shared__ float4 o_shared[SHARES][MERGE_LANES];
     __shared__ float2 stats_shared[SHARES];
     const long long row = blockIdx.x, all = (long long)call.batches * call.heads * call.Nq;
     const float2* stats = (const float2*)(partial + all * splits * d) + row * splits;
     const float4* o_splits = (const float4*)(partial + row * splits * d);
 
-    const int share = threadIdx.x / WIDE, place = threadIdx.x % WIDE;
+    const int share = threadIdx.x / MERGE_LANES, place = threadIdx.x % MERGE_LANES;
     float4 o = {0, 0, 0, 0};
     float m = -INF, l = 0;
 #pragma unroll 4
