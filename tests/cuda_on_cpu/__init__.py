@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from attention_ext.build.nvrtc import SOURCES
-from attention_ext.parts import BuildError
-from generation import cuda
+from shakespeare.attention_ext.build.nvrtc import SOURCES
+from shakespeare.attention_ext.parts import BuildError
+from shakespeare.generation.engines import cuda
 
 HERE = Path(__file__).resolve().parent
 

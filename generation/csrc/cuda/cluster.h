@@ -56,7 +56,7 @@ struct __align__(16) Shared {
     long long cycles[PHASES], last;
 #endif
 };
-static_assert(sizeof(Shared) == SHARED_BYTES && TEXTS <= BLOCKS, "generation/cuda.py counts the same");
+static_assert(sizeof(Shared) == SHARED_BYTES && TEXTS <= BLOCKS, "engines/cuda.py counts the same");
 
 __device__ inline Shared& own() { return *reinterpret_cast<Shared*>(shared_memory()); }
 

@@ -1,6 +1,6 @@
 // What the kernels of the cuda engine share: the model's sizes, what they are given, and small functions.
 //
-// Macros, which generation/cuda.py sets, beside those of online.h: WEIGHT_BITS, 32 or 16 (bfloat16); LAYERS,
+// Macros, which engines/cuda.py sets, beside those of online.h: WEIGHT_BITS, 32 or 16 (bfloat16); LAYERS,
 // HEADS, VOCAB; TEXTS of a pass; BIAS, whether layers have one; CLOCKS, whether the cycles of the phases are
 // counted; SHARED_BYTES of a block.
 #pragma once
@@ -48,7 +48,7 @@ struct __align__(16) Vectors {
 #endif
 };
 
-// The weights, as generation/cuda.py lays them out for a block.
+// The weights, as engines/cuda.py lays them out for a block.
 template <class Layer, class Head, int share>
 struct __align__(16) Model {
     Layer layers[LAYERS];
@@ -153,7 +153,7 @@ struct Split {
     static constexpr int pieces = (K + 4 * lanes - 1) / (4 * lanes);
     static constexpr int together = sizeof(Weight) == 2 && lanes < LANES / 2 ? LANES / 2 / lanes : 1;
     static constexpr int orders = pieces % together == 0 ? together : 1;
-    static_assert(per_warp <= LANES, "generation/cuda.py takes no more");
+    static_assert(per_warp <= LANES, "engines/cuda.py takes no more");
     __device__ static int input(int piece) {
         const int lane = threadIdx.x % LANES;
         return 4 * ((piece ^ lane / lanes % orders) * lanes + lane % lanes);
