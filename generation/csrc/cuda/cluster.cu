@@ -38,6 +38,17 @@ struct Pass {
     // Results are collected in memory that no thread reads in that phase.
     float *const of_x = s.normed[0], *const of_qkv = s.various[0];
 
+    __device__ void embed() const {
+        for (int t = warp; t < texts; t += WARPS) {
+            const float* token = work.tokens + max(s.token[t], 0) * WIDTH;
+            const float* position = work.positions + min(s.length[t], work.capacity - 1) * WIDTH;
+            for (int k = 4 * lane; k < WIDTH; k += 4 * LANES)
+                store4(&s.x[t][k], load4(token + k) + load4(position + k));
+        }
+        __syncthreads();
+        count(s, EMBEDDING);
+    }
+
     // Keeps the numbers of rows that follow each other; one of the lanes that have them does.
     template <class Numbers>
     __device__ static void collect(float* to, const Numbers& y, int holder) {
@@ -121,7 +132,7 @@ struct Pass {
     }
 
     __device__ void run() {
-        embed(work, s, texts);
+        embed();
         // The first strip of a warp's first text.
         const bool attends = block < UNITS && warp / TEAM < texts;
         const int j0 = first_key(block) + lane / KEY_LANES, left = attends ? s.length[warp / TEAM] - j0 : 0;

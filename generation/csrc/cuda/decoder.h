@@ -121,19 +121,6 @@ __device__ inline void report(const Shared& s, const Work& work) {
         if (threadIdx.x < PHASES && blockIdx.x == 0) work.cycles[threadIdx.x] = s.cycles[threadIdx.x];
 }
 
-// x <- the embeddings of each row's token and position. By all threads of a block.
-template <class Shared>
-__device__ inline void embed(const Work& work, Shared& s, int rows) {
-    for (int t = threadIdx.x / LANES; t < rows; t += WARPS) {
-        const float* token = work.tokens + max(s.token[t], 0) * WIDTH;
-        const float* position = work.positions + max(0, min(s.length[t], work.capacity - 1)) * WIDTH;
-        for (int k = 4 * (threadIdx.x % LANES); k < WIDTH; k += 4 * LANES)
-            store4(&s.x[t][k], load4(token + k) + load4(position + k));
-    }
-    __syncthreads();
-    count(s, EMBEDDING);
-}
-
 // Where the keys and values of a slot's head begin.
 __device__ inline long long head_at(const Work& work, int slot, int layer, int head) {
     return ((long long)(slot * LAYERS + layer) * HEADS + head) * work.capacity * HEAD_DIM;

@@ -309,7 +309,13 @@ struct Turns {
 // A token for each row through all layers. The logits, if they are wanted, go to `various`.
 __device__ inline void step(const Work& work, int texts, bool logits, Turns& turns) {
     Shared& s = own();
-    embed(work, s, TEXTS);
+    for (int i = threadIdx.x; i < TEXTS * WIDTH; i += THREADS) {
+        const int r = i / WIDTH, k = i % WIDTH, token = max(s.token[r], 0);
+        const int position = max(0, min(s.length[r], work.capacity - 1));
+        s.x[r][k] = work.tokens[token * WIDTH + k] + work.positions[position * WIDTH + k];
+    }
+    __syncthreads();
+    count(s, EMBEDDING);
     const auto add_to_x = [&s](const float* bias) {
         return [&s, bias](int r, int column, float y) { s.x[r][column] += biased(y, bias, column); };
     };
