@@ -129,6 +129,7 @@ def facts() -> str:
         "SLIDERS": settings,
         "STEPS": [step_facts(step) for step in STEPS],
         "FASTEST": steps.FASTEST,
+        "NESTS": nests(),
     }
     return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
 
@@ -209,14 +210,17 @@ def compiled(build: str) -> Path:
 
 
 def sources() -> dict[str, dict[str, str]]:
-    """The C++ of each part that is a kernel, for the page, and its loop nest as a script of Tiles, if any."""
+    """The C++ of each part that is a kernel, for the page."""
     paths = {name: CSRC / "cpu" / f"{part.operator}.cpp" for name, part in PARTS.items() if part.operator}
-    made = {
+    return {
         name: {"name": path.name, "text": path.read_text(encoding="utf-8")} for name, path in paths.items()
     }
-    for path in (WEB / "nests").glob("*.txt"):
-        made[path.stem]["nest"] = path.read_text(encoding="utf-8").strip()
-    return made
+
+
+def nests() -> dict[str, str]:
+    """The loop nest of each part that has one, as a script of Tiles."""
+    paths = sorted((WEB / "nests").glob("*.txt"))
+    return {path.stem: path.read_text(encoding="utf-8").strip() for path in paths}
 
 
 def shaders() -> dict[str, str]:

@@ -168,7 +168,7 @@ def test_tiles_shows_every_part(visit):
     assert shown_of["milliseconds"] == {"slow": 1200, "normal": 450, "fast": 120}
     assert list(made) == [name for name, part in PARTS.items() if part.operator]
     for part, shown in made.items():
-        assert shown["lines"] == (part in WITH_FRAMES) and shown["paper"] >= 1
+        assert bool(shown["lines"]) == (part in WITH_FRAMES) and shown["paper"] >= 1
         assert len(set(shown["titles"])) == 4
         assert shown["bytes"][0] == shown["bytes"][2] and shown["bytes"][1] == shown["bytes"][3]  # at the end
         assert bool(shown["online"]) == (part == "part4")
@@ -176,7 +176,7 @@ def test_tiles_shows_every_part(visit):
 
 
 def test_a_script_is_shown_as_a_part_is_and_shared_by_its_address(visit):
-    nests = {name: source.get("nest") for name, source in build.sources().items()}
+    nests = build.nests()
     endless = "for i of 999999\n for j of 999999\n  if 0\n   read Q"
     link = {"pace": 0, "length": 60, "part": "script", "script": endless}
     made = visit("script", part="part2", other="part4", line="\nread P", link=link)

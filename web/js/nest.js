@@ -1,7 +1,16 @@
-// A loop nest as a script, whose frames are like those of tiling.js. docs/use/page.md describes the language.
-// A script may come from a link: it is parsed here, it calls nothing but what this file defines, and its steps are limited.
+// A loop nest as a script: it walks over one head's Q, K and V (N, d), causal, with scaled scores. docs/use/page.md
+// describes the language. A script may come from a link: it is parsed here, it calls nothing but what this file defines, and its
+// steps are limited.
+//
+// A frame is {name, title: with the queries and keys of the loops, text, anchors: pieces of C++ lines, paper: numbers of
+// lines, queries: of the loops, area: the scores that it works on, [i0, i1, j0, j1], makes: what they become, "scores" or
+// "weights", frees: whether all scores before it are dropped, touch: the memory in the order of the loops}. An access
+// {m, i, c0, c1, w} is the columns [c0, c1) of row i of a matrix; w: written.
 
-const MOST = { steps: 1_000_000, frames: 5000, floats: 1 << 14, scratch: 4, depth: 30 };
+const MOST = { steps: 1_000_000, frames: 5000, floats: 1 << 14 };
+const MOST_SCRATCH = 4; // matrices beside S, a corner of the board each
+const MOST_DEPTH = 30; // parentheses
+
 const TOKEN = /[A-Za-z]\w*|\d+|\+=|\S/g;
 
 // A sentence for the reader.
@@ -71,7 +80,7 @@ class Line {
   }
 
   value() {
-    if (this.depth++ === MOST.depth) this.expected(`a value in at most ${MOST.depth} parentheses`);
+    if (this.depth++ === MOST_DEPTH) this.expected(`a value in at most ${MOST_DEPTH} parentheses`);
     const product = () => this.chain(["*", "/"], () => this.atom()),
       sum = () => this.chain(["+", "-"], product),
       made = this.chain(["in", "&"], sum);
@@ -217,11 +226,11 @@ function parsed(lines, indent) {
 const range = ({ a, b }) => `${a}:${b}`;
 const named = (one, several, { a, b }) => (b - a === 1 ? `${one} ${b}` : `${several} ${a + 1} to ${b}`);
 
-// The walk of a script over one head. Raises ScriptError. Each matrix is known from the start, and from the end of the
-// frames `isTurned`, whether S has keys as rows, and what was computed.
+// The walk of a script. Raises ScriptError. Each matrix is known from the start, and from the end of the frames `isTurned`,
+// whether S has keys as rows, and what was computed. rows: those that a product of the kernels takes at a time.
 export class Nest {
-  constructor(script, { N, d, Br, Bc, rows: R }) {
-    Object.assign(this, { N, d, steps: 0, count: 0, scope: {}, isTurned: false });
+  constructor(script, { N, d, Br, Bc, rows: R }, most = MOST) {
+    Object.assign(this, { N, d, most, steps: 0, count: 0, scope: {}, isTurned: false });
     this.matrices = Object.fromEntries(["Q", "K", "V", "O"].map((name) => [name, [N, d]]));
     this.names = new Map(Object.entries({ N, d, Br, Bc, R, Q: "Q", K: "K", V: "V", O: "O" })); // a text: a matrix
     this.given = [...this.names.keys()];
@@ -251,8 +260,8 @@ export class Nest {
   }
 
   spend(steps) {
-    if ((this.steps += steps) > MOST.steps)
-      fail(this.at, `a nest of at most ${MOST.steps.toLocaleString("en")} steps was expected, and this one goes on`);
+    if ((this.steps += steps) > this.most.steps)
+      fail(this.at, `a nest of at most ${this.most.steps.toLocaleString("en")} steps was expected, and this one goes on`);
   }
 
   get(name) {
@@ -266,13 +275,13 @@ export class Nest {
 
   scratch(name, rows, columns) {
     if (this.hasBegun) fail(this.at, "matrix() was expected above all loops and frames");
-    const isFine = rows > 0 && columns > 0 && rows * columns <= MOST.floats;
-    if (!isFine) fail(this.at, `at most ${MOST.floats} numbers were expected in a matrix, not ${rows} × ${columns}`);
+    const isFine = rows > 0 && columns > 0 && rows * columns <= this.most.floats;
+    if (!isFine) fail(this.at, `at most ${this.most.floats} numbers were expected in a matrix, not ${rows} × ${columns}`);
     this.name(name, name);
     this.given.push(name);
     this.matrices[name] = [rows, columns];
-    if (Object.keys(this.matrices).filter((each) => each !== "S").length > 4 + MOST.scratch)
-      fail(this.at, `at most ${MOST.scratch} matrices beside S were expected`);
+    if (Object.keys(this.matrices).filter((each) => each !== "S").length > 4 + MOST_SCRATCH)
+      fail(this.at, `at most ${MOST_SCRATCH} matrices beside S were expected`);
   }
 
   number(value) {
@@ -333,13 +342,14 @@ export class Nest {
   // Ends the frame and begins another one.
   *begin(title, { at, comment: text }) {
     if (this.frame) yield this.frame;
-    if (++this.count > MOST.frames)
-      fail(at, `at most ${MOST.frames.toLocaleString("en")} frames were expected; a line “frame NAME” makes one of all that follows it`);
+    if (++this.count > this.most.frames)
+      fail(at, `at most ${this.most.frames.toLocaleString("en")} frames were expected; a line “frame NAME” makes one of all that follows it`);
     const { query, key } = this.scope,
       where = [query && named("query", "queries", query), key && named("key", "keys", key)].filter(Boolean).join(", "),
       touched = [];
-    title = [title || "Frame", where].filter(Boolean).join(": ");
-    this.frame = { title, text, anchor: null, paper: [at], touched, touch: () => touched };
+    const name = title || "Frame";
+    title = [name, where].filter(Boolean).join(": ");
+    this.frame = { name, title, text, anchors: [], paper: [at], queries: query, touched, touch: () => touched };
   }
 
   *work(line, call) {

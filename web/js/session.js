@@ -1,10 +1,10 @@
 // The work of the page's worker: it holds a checkpoint and answers calls by name. It uses no DOM, so it runs in node.
-import { PRECISIONS, TILE } from "./facts.js";
+import { NESTS, PRECISIONS, TILE } from "./facts.js";
 import { simulate } from "./caches.js";
 import { readCheckpoint } from "./checkpoint.js";
 import { Kernels } from "./kernels.js";
 import { Nest, ScriptError } from "./nest.js";
-import { frames, isTurned, matrices, WALKS } from "./tiling.js";
+import { PartNest } from "./tiling.js";
 import { Block } from "./traffic.js";
 import { Gpu, Lost, Unfit } from "./gpu.js";
 import { GpuDecoder, GpuModel, settingsOf } from "./gpu_decoder.js";
@@ -203,19 +203,19 @@ export class Session {
   }
 
   // The walk of a part, or of a script (part "script"), behind caches of l1 and l2 bytes: {frames, first, matrices,
-  // isTurned}; see tiling.js and caches.js. A script's has what it `computed` and the bytes of our `parts` too, or {why},
+  // isTurned}; see nest.js and caches.js. A script's has what it `computed` and the bytes of our `parts` too, or {why},
   // a sentence.
   tiles({ part, script, sizes, l1, l2 }) {
-    const own = (name) => ({
-      ...simulate(frames(name, sizes), matrices(name, sizes), l1, l2),
-      ...{ matrices: matrices(name, sizes), isTurned: isTurned(name) },
-    });
+    const walked = (nest) => {
+      const walk = simulate(nest.frames(), nest.matrices, l1, l2);
+      return { ...walk, matrices: nest.matrices, isTurned: nest.isTurned, computed: nest.computed() };
+    };
+    const own = (name) => walked(new PartNest(name, sizes));
     if (part !== "script") return own(part);
     try {
-      const nest = new Nest(script, sizes),
-        walk = simulate(nest.frames(), nest.matrices, l1, l2),
-        parts = Object.fromEntries(Object.keys(WALKS).map((name) => [name, own(name).frames.at(-1).bytes]));
-      return { ...walk, matrices: nest.matrices, isTurned: nest.isTurned, computed: nest.computed(), parts };
+      const walk = walked(new Nest(script, sizes)),
+        parts = Object.fromEntries(Object.keys(NESTS).map((name) => [name, own(name).frames.at(-1).bytes]));
+      return { ...walk, parts };
     } catch (error) {
       if (error instanceof ScriptError) return { why: error.message };
       throw error;

@@ -5,6 +5,7 @@ import { json } from "./engine.js";
 import { fill } from "./fields.js";
 import { online, results } from "./formulas.js";
 import { allHeads, Reading } from "./reading.js";
+import { NESTS } from "./facts.js";
 import { MOST_SCRIPT } from "./state.js";
 import { Case, LINE, streams, traffic } from "./traffic.js";
 
@@ -108,7 +109,7 @@ export class TilesView extends Reading {
 
   // The part that is shown as a script, or "".
   nest() {
-    return this.sources?.[this.part]?.nest ?? "";
+    return NESTS[this.part] ?? "";
   }
 
   // Makes the frames for the choices, in the worker. keep: stay at about the same place. Of several calls the last counts.
@@ -204,7 +205,7 @@ export class TilesView extends Reading {
     say("frame-text", now.text);
     this.showBytes(moved);
     for (const [n, line] of this.paper) line.className = now.paper.includes(n) ? "now" : "";
-    const isNow = (line) => now.anchor !== null && line.textContent.includes(now.anchor);
+    const isNow = (line) => now.anchors.some((anchor) => line.textContent.includes(anchor));
     for (const line of this.lines) line.className = isNow(line) ? "now" : "";
     const here = this.lines.find(isNow) ?? this.lines[0];
     $("source").scrollTop = Math.max(0, here.offsetTop - this.lines[0].offsetTop - 90);
