@@ -36,7 +36,6 @@ const server = createServer(async ({ url }, answer) => {
     if (status !== 200) throw new Error("as the scenario wants it");
     let content = await readFile(join(folder, path));
     if (path.endsWith(".html")) content = pages.edit(String(content));
-    if (path === "/js/text.js" && argument.kept) content = String(content).replace(/KEPT = \d+/, `KEPT = ${argument.kept}`);
     answer.writeHead(200, { "Content-Type": TYPES[extname(path)] ?? "application/octet-stream" }).end(content);
   } catch {
     answer.writeHead(404).end();
@@ -213,18 +212,6 @@ const scenarios = {
       plain,
     );
     return { plain, text, address, again };
-  },
-
-  async endless({ query, characters }) {
-    await open({ ...query, endless: 1 });
-    await until(
-      "a long text",
-      (n) => parseInt(document.getElementById("write-status").textContent.replace(/\D/g, "")) > n,
-      characters,
-    );
-    await page.click("#halt");
-    await until("the end", () => document.getElementById("halt").disabled);
-    return { shown: (await textOf("text-new")).length, status: await textOf("write-status") };
   },
 
   async race({ window, count }) {

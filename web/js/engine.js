@@ -93,7 +93,6 @@ export class Engine {
 
   async begin({ prompt, length, branches, ...choices }) {
     const { characters, config } = this,
-      endless = choices.endless === 1,
       ids = encode(prompt || "\n", characters),
       forced = parseBranches(branches).map(([at, c]) => [at, characters.indexOf(c)]);
     const onGpu = choices.where === "gpu",
@@ -101,10 +100,10 @@ export class Engine {
       part: "part4",
       ids,
       seed: choices.seed,
-      context: endless ? "reset" : choices.context,
+      context: choices.context,
       useCache: true,
       sampling: sampling(choices),
-      capacity: endless ? config.block_size : Math.min(config.block_size, ids.length + length),
+      capacity: Math.min(config.block_size, ids.length + length),
       forced: forced.filter(([, id]) => id >= 0),
       onGpu,
     };

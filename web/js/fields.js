@@ -15,7 +15,7 @@ export function bind(changed) {
     if (field.type === "range" || field.type === "number")
       Object.assign(field, { min: least, max: most, step: field.step || by });
     field.addEventListener(field.type === "range" ? "input" : "change", () => {
-      const value = admitted(name, field.type === "checkbox" ? Number(field.checked) : field.value);
+      const value = admitted(name, field.value);
       if (value !== undefined) changed({ [name]: value });
     });
   }
@@ -25,8 +25,7 @@ export function bind(changed) {
 export function fill(choices) {
   for (const field of all()) {
     const value = choices[field.name];
-    if (field.type === "checkbox") field.checked = value === 1;
-    else field.value = value;
+    field.value = value;
     if (field.options && field.value !== String(value)) {
       field.append(option(value));
       field.value = value;

@@ -21,11 +21,7 @@ export class MeasureView {
     on("measure-go", "click", ({ target }) => {
       if (page.engine) page.measured("measure", target, () => this.measure(page.engine));
     });
-    on("copy", "click", () => this.copy());
-  }
-
-  show() {
-    if (!this.rows) this.draw(EMPTY_PEAK, [], []);
+    this.draw(EMPTY_PEAK, [], []);
   }
 
   async measure(engine) {
@@ -49,7 +45,6 @@ export class MeasureView {
     this.draw(peak, bandwidths, points);
     const [gpu, onGpu] = await this.measureGpu(engine);
     this.table(peak, points, onGpu);
-    $("copy").disabled = false;
     const reads = BUFFERS.map((size, i) => `${brief(bandwidths[i] / 1e9)} GB/s from ${bytes(size)}`).join(", "),
       sizes = `${CALL.heads} heads, N = ${number(N)}, d = ${CALL.d}, no mask`;
     say("measure-status", `One worker: ${brief(peak / 1e9)} GFLOP/s of multiply-adds; reads of ${reads}. ${sizes}. ${gpu}`);
@@ -73,7 +68,7 @@ export class MeasureView {
   }
 
   table(peak, points, onGpu) {
-    this.rows = points.map(({ part, milliseconds, speed, moved, scratch, intensity }) => [
+    const rows = points.map(({ part, milliseconds, speed, moved, scratch, intensity }) => [
       part,
       brief(milliseconds),
       brief(speed / 1e9),
@@ -82,18 +77,9 @@ export class MeasureView {
       moved ? brief(intensity) : "–",
       bytes(scratch),
     ]);
-    this.rows.push(...onGpu);
+    rows.push(...onGpu);
     $("figures").tHead.replaceChildren(make("tr", {}, ...HEADS.map((head) => make("th", {}, head))));
-    $("figures").tBodies[0].replaceChildren(...this.rows.map((cells) => tableRow(null, ...cells)));
-  }
-
-  // The table as Markdown.
-  async copy() {
-    const lines = [HEADS, HEADS.map(() => "---"), ...this.rows].map((cells) => `| ${cells.join(" | ")} |`);
-    const text = `${lines.join("\n")}\n\n${$("measure-status").textContent}\n`;
-    const done = navigator.clipboard.writeText(text).then(() => "Copied");
-    say("copy", await done.catch(() => "The browser forbids copying"));
-    setTimeout(() => say("copy", "Copy the table"), 2000);
+    $("figures").tBodies[0].replaceChildren(...rows.map((cells) => tableRow(null, ...cells)));
   }
 
   // Logarithmic axes: FLOP/byte, FLOP/s.

@@ -33,7 +33,6 @@ export const CHOICES = {
       number(value, least, most ?? Infinity, whole ? 1 : 0),
     ]),
   ),
-  endless: number(0, 0, 1),
   pace: number(150, 0, 1000), // characters a second; 0: as fast as it can
   branches: text(""), // 'position:character code' of each, with commas
   layer: number(-1, -1, 1000), // -1: of the head that looks back furthest, Session.observe()
@@ -112,7 +111,6 @@ function withoutCommand(choices, own) {
   if (own) return "No command is shown: the checkpoint is your own.";
   if (choices.where === "server") return "No command is shown: the server chooses its engine and weights.";
   if (choices.branches) return "No command writes the same text: it has a branch.";
-  if (choices.endless) return "No command writes the same text: it has no end.";
   if (BigInt(choices.seed) > MOST_SEED) return `No command writes the same text: its seeds end at ${MOST_SEED}.`;
   return "";
 }

@@ -45,7 +45,7 @@ export class WallView {
       engine = await page.ready();
     if (!engine) return;
     const length = Math.max(1, Math.min(LENGTH, engine.config.block_size - 1)),
-      choices = { ...page.choices, length, branches: "", endless: 0, stop: "" };
+      choices = { ...page.choices, length, branches: "", stop: "" };
     const seeds = Array.from({ length: count }, (_, i) => String((BigInt(choices.seed) + BigInt(i)) % MOST_SEED));
     this.nodes = seeds.map((seed, i) => {
       const href = format("write", { ...choices, seed }),

@@ -57,11 +57,6 @@ export class WriteView {
     return this.page.engine?.config.vocab_size ?? 65;
   }
 
-  // An endless text would slow the measurements of the other views.
-  hide() {
-    if (this.text?.choices.endless) this.text.halt();
-  }
-
   showSettings() {
     for (const { choice, whole, slider } of SETTINGS) {
       const value = this.choices[choice];
@@ -188,8 +183,7 @@ export class WriteView {
       CSS.highlights.set(name, new Highlight(...inside.map((i) => letter(this.node, i))));
     };
     highlight("chosen", [at]);
-    const dropped = this.text?.dropped ?? 0;
-    highlight("branch", parseBranches(this.choices.branches).map(([i]) => i - dropped));
+    highlight("branch", parseBranches(this.choices.branches).map(([i]) => i));
   }
 
   async drawBars() {
@@ -202,10 +196,10 @@ export class WriteView {
       { source } = text;
     $("position").max = last;
     $("position").value = at;
-    say("position-out", number(text.dropped + at + 1));
+    say("position-out", number(at + 1));
     this.mark(this.selected === null && text.running ? -1 : at);
     const latest = (this.bars = {}),
-      prompt = encode(text.dropped ? "" : text.prompt || "\n", source.characters),
+      prompt = encode(text.prompt || "\n", source.characters),
       ids = [...prompt, ...encode(text.text.slice(0, at), source.characters)];
     const request = { logits, ids, prompt: prompt.length, sampling: sampling(this.choices) };
     $("bars").ariaBusy = "true";
@@ -253,9 +247,8 @@ export class WriteView {
     const { text } = this,
       at = Number($("position").value);
     if (text.text[at] === character) return;
-    const position = text.dropped + at;
-    const kept = parseBranches(this.choices.branches).filter(([i]) => i < position);
-    this.write({ branches: formatBranches([...kept, [position, character]]) });
+    const kept = parseBranches(this.choices.branches).filter(([i]) => i < at);
+    this.write({ branches: formatBranches([...kept, [at, character]]) });
   }
 }
 
