@@ -40,7 +40,15 @@ STEPS_D = 32
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
 STATIC = ("index.html", "style.css", "sw.js")
 # Modules that only the worker has.
-WORKERS = ("worker.js", "session.js", "caches.js", "nest.js", "tiling.js", "gpu.js", "gpu_decoder.js")
+WORKERS = (
+    "worker.js",
+    "session.js",
+    "caches.js",
+    "nest.js",
+    "tiling.js",
+    "gpu_attention.js",
+    "gpu_decoder.js",
+)
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
 EMBEDDED = (MODEL, "shakes1024")  # in the one file; the race needs the long window
