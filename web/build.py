@@ -16,9 +16,11 @@ from safetensors.numpy import load, save
 from shakespeare.attention_ext import tiles
 from shakespeare.attention_ext.build import cache, prebuilt
 from shakespeare.attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
-from shakespeare.attention_ext.parts import PARTS, BuildError, Precision
+from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype, Precision
 from shakespeare.attention_ext.webgpu import steps
+from shakespeare.attention_ext.webgpu.gpu import Source
 from shakespeare.checkpoints import PRESENT
+from shakespeare.generation.engines import webgpu
 from shakespeare.generation.sampling import NUMBERS
 from shakespeare.model.checkpoint import SUMS, bf16_bits, shipped
 from shakespeare.web import bundle, traffic
@@ -32,23 +34,13 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
 )
 ONCE = "; the first time zig compiles its C++ library too, which takes a minute or two"
 FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "web"))
-SHADERS = tuple(ROOT / package / "csrc" / "webgpu" for package in ("attention_ext", "generation"))
 # Part 4's steps in WGSL that the page measures, with heads of this width: those in float32.
 STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs]
 STEPS_D = 32
+PORTABLE = (16_384, 256)  # bytes of workgroup memory and invocations that WebGPU promises
 # The page does not train, its threads would wait for each other, and it has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
 STATIC = ("index.html", "style.css", "sw.js")
-# Modules that only the worker has.
-WORKERS = (
-    "worker.js",
-    "session.js",
-    "caches.js",
-    "nest.js",
-    "tiling.js",
-    "gpu_attention.js",
-    "gpu_decoder.js",
-)
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
 EMBEDDED = (MODEL, "shakes1024")  # in the one file; the race needs the long window
@@ -101,8 +93,8 @@ def write_page(work: Path) -> Path:
         (folder / f"kernels-{name}.wasm.gz").write_bytes(packed(compiled(name).read_bytes()))
     for name in STATIC:
         shutil.copyfile(WEB / name, folder / name)
-    write_text(folder / "sources.json", json.dumps(sources()))
-    write_text(folder / "shaders.json", json.dumps(shaders()))
+    for name, content in (("sources", sources()), ("shaders", shaders())):
+        (folder / f"{name}.json.gz").write_bytes(packed(json.dumps(content).encode()))
     write_models(folder / "models")
     write_text(folder / "index.html", hinted((WEB / "index.html").read_text(encoding="utf-8"), folder))
     weights = [name for name in files(folder) if name.endswith(WEIGHTS)]
@@ -125,7 +117,7 @@ def write_scripts(folder: Path) -> None:
 def facts() -> str:
     """A module with what Python's tables say."""
     settings = [
-        {"name": name, "default": known.default, "whole": known.whole, "slider": known.slider}
+        {"name": name, "default": known.default, "slider": known.slider}
         for name, known in NUMBERS.items()
         if known.slider
     ]
@@ -135,22 +127,41 @@ def facts() -> str:
         "PRECISIONS": list(Precision),
         "TILE": tiles.DEFAULT,
         "SLIDERS": settings,
-        "STEPS": [step_facts(step) for step in STEPS],
+        "STEPS": [step.name for step in STEPS],
         "FASTEST": steps.FASTEST,
+        "DECODER": decoder_constants(),
         "NESTS": nests(),
     }
     return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
 
 
-def step_facts(step: steps.Step) -> dict[str, Any]:
-    """A step's files, the features that it needs, and its tiles with their memory, the best first."""
-    fours = steps.up(STEPS_D, 4)
-    fitting = [
-        {"constants": step.constants(fours, t), "br": t.br, "memory": step.memory(t, fours)}
-        for t in step.best(step.tiles, fours)
-    ]
-    needs = [{"subgroup": "subgroups"}[feature] for feature in step.needs]  # as browsers name it
-    return {"name": step.name, "files": ["common.wgsl", *step.files], "needs": needs, "tiles": fitting}
+def decoder_constants() -> dict[str, int]:
+    """The whole numbers that decoder.wgsl names, such as the flags of a text."""
+    wgsl = (webgpu.SOURCES / "decoder.wgsl").read_text(encoding="utf-8")
+    return {name: int(value) for name, value in re.findall(r"^const (\w+) = (\d+)u;", wgsl, re.M)}
+
+
+def shaders() -> dict[str, Any]:
+    """The WGSL of the decoder, which lacks its constants, and of each step: see step_shaders()."""
+    decoder = Source(tuple(webgpu.SOURCES / name for name in ("cache_fp32.wgsl", *webgpu.FILES)))
+    return {"decoder": bare(decoder.text()), "steps": {step.name: step_shaders(step) for step in STEPS}}
+
+
+def step_shaders(step: steps.Step) -> dict[str, Any]:
+    """The features that a step needs, and its tiles, the best first, up to one that every adapter takes."""
+    fours, most = steps.up(STEPS_D, 4), PORTABLE
+    tiles = []
+    for tile in step.best(step.tiles, fours):
+        memory, code = step.memory(tile, fours), bare(step.source(STEPS_D, Dtype.FP32, tile).text())
+        tiles.append({"br": tile.br, "memory": memory, "threads": tile.threads, "code": code})
+        if memory <= most[0] and tile.threads <= most[1]:
+            break
+    return {"needs": [{"subgroup": "subgroups"}[feature] for feature in step.needs], "tiles": tiles}
+
+
+def bare(wgsl: str) -> str:
+    """WGSL without indentation, comments and empty lines."""
+    return re.sub(r"^ *//.*\n|^ +| +// .*$|^\n", "", wgsl, flags=re.M)
 
 
 def files(folder: Path) -> list[str]:
@@ -231,16 +242,6 @@ def nests() -> dict[str, str]:
     return {path.stem: path.read_text(encoding="utf-8").strip() for path in paths}
 
 
-def shaders() -> dict[str, str]:
-    """The decoder's and the steps' WGSL, without indentation and comments, but marks of loops."""
-    names = {"cache_fp32.wgsl", "decoder.wgsl", "common.wgsl"}.union(*(step.files for step in STEPS))
-    paths = (path for folder in SHADERS for path in folder.iterdir() if path.name in names)
-    return {
-        path.name: re.sub(r"^ *//.*\n|^ +| +// (?!unroll$).*$|^\n", "", path.read_text(), flags=re.M)
-        for path in paths
-    }
-
-
 def write_models(folder: Path) -> None:
     """Write each shipped checkpoint's weights, packed, in fp32 and bf16, and models.json about them."""
     folder.mkdir()
@@ -300,9 +301,8 @@ def hinted(html: str, folder: Path) -> str:
     early = (WEB / "early.js").read_text(encoding="utf-8").replace('"WEIGHTS"', json.dumps(weights))
     early = early.replace("MODEL", MODEL).replace("PRECISION", next(iter(PRECISIONS)))
     links = ['<link rel="preload" as="fetch" crossorigin href="models/models.json">']
-    for path in sorted((folder / "js").glob("*.js")):
-        if path.name not in WORKERS:
-            links.append(f'<link rel="modulepreload" href="js/{path.name}">')
+    for name in sorted(bundle.modules(folder / "js", "main.js")):
+        links.append(f'<link rel="modulepreload" href="js/{name}">')
     html = bundle.replaced(html, "(?<=script-src 'self')", f" '{bundle.digest(early)}'")
     # A script behind a stylesheet waits for it.
     html = bundle.replaced(html, '(?=<link rel="stylesheet")', f"<script>{early}</script>\n")

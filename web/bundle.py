@@ -33,10 +33,9 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     script, worker = joined(folder / "js", "main.js"), joined(folder / "js", "worker.js")
     index = json.loads((folder / "models" / "models.json").read_text(encoding="utf-8"))
     inside = {name: index[name] | {"files": {"bf16": index[name]["files"]["bf16"]}} for name in models}
-    assets = {path.name: path.read_bytes() for path in sorted(folder.glob("kernels-*"))}
-    packed = {name: (folder / name).read_bytes() for name in ("sources.json", "shaders.json")}
-    packed |= {"worker.js": worker.encode(), "main.js": script.encode()}
-    assets |= {name: gzip.compress(content, 9, mtime=0) for name, content in packed.items()}
+    assets = {path.name: path.read_bytes() for path in sorted(folder.glob("*.gz"))}
+    for name, text in (("worker.js", worker), ("main.js", script)):
+        assets[name] = gzip.compress(text.encode(), 9, mtime=0)
     assets["models/models.json"] = json.dumps(inside).encode()
     for model in inside.values():
         path = model["files"]["bf16"]["path"]
@@ -55,26 +54,32 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     return replaced(html, "</body>", f'{data}\n<script type="module">{START}</script>\n</body>')
 
 
-def joined(folder: Path, entry: str) -> str:
-    """The modules that an entry needs, in their order, as a script. Raises ValueError for an unknown form."""
-    done: dict[str, str] = {}
+def modules(folder: Path, entry: str) -> dict[str, str]:
+    """The texts of an entry and of the modules that it needs, by name, each behind those that it imports."""
+    known: dict[str, str] = {}
 
     def add(name: str) -> None:
-        if name in done:
+        if name in known:
             return
         text = COMMENT.sub("", (folder / name).read_text(encoding="utf-8"))
         for _, other in IMPORT.findall(text):
             add(other)
-        exported = EXPORT.findall(text)
+        known[name] = text
+
+    add(entry)
+    return known
+
+
+def joined(folder: Path, entry: str) -> str:
+    """The modules that an entry needs as a script. Raises ValueError for an unknown form."""
+    script = '"use strict";\n'
+    for name, text in modules(folder, entry).items():
+        exported = ", ".join(EXPORT.findall(text))
         body = IMPORT.sub(lambda m: f"const {{ {m[1]} }} = {variable(m[2])};", EXPORT.sub("", text))
         if re.search(r"^(?:import|export)\b", body, re.M) or "</script" in body:
             raise ValueError(f"{name} has a form of import or export that the bundle does not know")
-        done[name] = (
-            f"const {variable(name)} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
-        )
-
-    add(entry)
-    return '"use strict";\n' + "".join(done.values())
+        script += f"const {variable(name)} = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();\n"
+    return script
 
 
 def variable(name: str) -> str:

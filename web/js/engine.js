@@ -88,7 +88,7 @@ export class Engine {
   }
 
   async callWithShaders(method, argument = {}) {
-    return this.call(method, { ...argument, shaders: await (shaders ??= json("shaders.json")) });
+    return this.call(method, { ...argument, shaders: await (shaders ??= json("shaders.json.gz")) });
   }
 
   async begin({ prompt, length, branches, ...choices }) {

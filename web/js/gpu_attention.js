@@ -4,17 +4,14 @@ import { Unfit } from "./gpu.js";
 const MOST_ERROR = 1e-4; // the steps' sums have another order
 const LEAST_MS = 100; // of many dispatches: a browser's clock is coarse
 
-// {name, isCpu, milliseconds, isRight} of a step of facts.js. example: q, k, v and the output (heads, N, d), one after the
-// other. Raises Unfit if the GPU lacks something, and Lost.
-export async function timedStep(gpu, shaders, step, { heads, N, d }, example) {
-  const { maxComputeWorkgroupStorageSize: memory, maxComputeInvocationsPerWorkgroup: most } = gpu.limits,
-    fits = ({ constants, memory: bytes }) => bytes <= memory && constants.LANES * constants.LINES <= most,
-    tile = step.tiles.find(fits),
-    lacking = step.needs.filter((feature) => !gpu.features.includes(feature));
-  if (lacking.length || !tile) throw new Unfit(lacking.join(" and ") || "more workgroup memory");
-  const { constants, br } = tile,
-    files = step.files.map((name) => shaders[name]),
-    pipeline = await gpu.pipeline(files, "main", { constants, aliases: { Stored: "vec4<f32>" }, needs: step.needs }),
+// {name, isCpu, milliseconds, isRight} of a step: {needs, tiles}, see build.py. example: q, k, v and the output
+// (heads, N, d), one after the other. Raises Unfit if the GPU lacks something, and Lost.
+export async function timedStep(gpu, { needs, tiles }, { heads, N, d }, example) {
+  const { maxComputeWorkgroupStorageSize: most, maxComputeInvocationsPerWorkgroup: mostThreads } = gpu.limits,
+    lacking = needs.filter((feature) => !gpu.features.includes(feature));
+  if (lacking.length) throw new Unfit(lacking.join(" and "));
+  const { br, code } = tiles.find(({ memory, threads }) => memory <= most && threads <= mostThreads),
+    pipeline = await gpu.pipeline([...needs.map((feature) => `enable ${feature};`), code].join("\n"), "main"),
     size = heads * N * d,
     part = (i) => example.subarray(i * size, (i + 1) * size),
     call = new Uint32Array([heads, N, N, 0, 0, 0, 0, 0]);

@@ -1,18 +1,17 @@
 // The decoder on a GPU, generation/csrc/webgpu/decoder.wgsl, whose header describes the buffers.
+import { DECODER } from "./facts.js";
 import { Unfit } from "./gpu.js";
 
-const INVOCATIONS = 256; // of a workgroup
+const { INVOCATIONS, FIRST, PROMPT, TEXT, SETTINGS } = DECODER;
 const TILES = [256, 128, 64, 32, 16]; // keys of attention's, the largest that fits
 const STORAGE = 8; // buffers; the portable least too
-const [FIRST, PROMPT] = [1, 2]; // flags of a text
-const TEXT = 5; // words of a text
 const DISPATCH_MS = 30; // no watchdog ends it
 
 const quads = (numbers) => Math.ceil(numbers / 4);
 
 // The compiled decoder and the weights of a checkpoint on a GPU.
 export class GpuModel {
-  // shaders: texts of WGSL by name. Raises Unfit.
+  // shaders: WGSL. Raises Unfit.
   static async of(gpu, shaders, { config, tensors }, precision) {
     const { n_layer, n_head, n_embd, vocab_size, block_size, bias = true } = config,
       d = n_embd / n_head,
@@ -30,7 +29,8 @@ export class GpuModel {
       ...{ LAYERS: n_layer, HEADS: n_head, HEAD_DIM: d, VOCAB: vocab_size, BIAS: Number(bias) },
       TILE: tiles.findLast((tile) => tile >= block_size) ?? tiles[0],
     };
-    const pipeline = await gpu.pipeline([shaders["cache_fp32.wgsl"], shaders["decoder.wgsl"]], "decode", { constants });
+    const lines = Object.entries(constants).map(([name, value]) => `const ${name}: u32 = ${value}u;`),
+      pipeline = await gpu.pipeline([...lines, shaders.decoder].join("\n"), "decode");
     return Object.assign(new GpuModel(), { gpu, config, pipeline, A, weights: gpu.buffer(packed(config, tensors, precision)) });
   }
 
@@ -106,8 +106,8 @@ export class GpuDecoder {
       V = config.vocab_size,
       cache = model.cached(capacity) * this.count;
     const settings = settingsOf(kernels.inOrder(sampling)),
-      rows = new Float32Array(this.count * (settings.length + V));
-    for (let i = 0; i < this.count; i++) rows.set(settings, settings.length * i);
+      rows = new Float32Array(this.count * (SETTINGS + V));
+    for (let i = 0; i < this.count; i++) rows.set(settings, SETTINGS * i);
     this.params = gpu.buffer(32, GPUBufferUsage.UNIFORM);
     this.buffers = [cache, cache, 4 * V * this.count, 8 * V * this.count, rows].map((of) => gpu.buffer(of));
     this.milliseconds = 1 + this.count / 10; // of a token of each text

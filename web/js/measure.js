@@ -55,13 +55,13 @@ export class MeasureView {
     const rows = [];
     let name, isCpu;
     for (const step of STEPS) {
-      say("measure-status", `Step ${step.name} on the GPU …`);
+      say("measure-status", `Step ${step} on the GPU …`);
       const made = await engine.callWithShaders("gpuAttention", { step, N, heads: CALL.heads, d: CALL.d }),
         { milliseconds: ms, isRight, why } = made;
       if (made.name) ({ name, isCpu } = made);
       if (why && !name) return [`The GPU was not measured: ${why}.`, []];
       const cells = isRight ? [brief(ms), brief(CALL.flops / ms / 1e6)] : [why ? `needs ${why}` : "wrong", "–"];
-      rows.push([`step ${step.name} on the GPU`, ...cells]);
+      rows.push([`step ${step} on the GPU`, ...cells]);
     }
     const slow = isCpu ? ", a driver on the CPU, so it is slow" : "";
     return [`The GPU is ${name}${slow}.`, rows.map((cells) => [...cells, ...Array(HEADS.length - cells.length).fill("–")])];

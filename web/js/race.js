@@ -1,7 +1,7 @@
 // The view Race: the parts write the same text one after the other, and are shown at their relative speeds.
 import { $, brief, copy, frame, isStill, make, number, on, say, tableRow } from "./dom.js";
 import { encode } from "./checkpoint.js";
-import { FASTEST, STEPS } from "./facts.js";
+import { FASTEST } from "./facts.js";
 
 const CASE = { heads: 4, N: 1024, d: 32 };
 const MODEL = "shakes1024"; // has the long window
@@ -150,9 +150,8 @@ export class RaceView {
 
   // A call of the fastest step that the GPU runs, {name, isCpu, milliseconds}; undefined without one.
   async onGpu() {
-    for (const fastest of FASTEST) {
-      const step = STEPS.find(({ name }) => name === fastest),
-        made = await this.engine.callWithShaders("gpuAttention", { step, ...CASE });
+    for (const step of FASTEST) {
+      const made = await this.engine.callWithShaders("gpuAttention", { step, ...CASE });
       if (made.isRight) return made;
     }
   }

@@ -37,7 +37,7 @@ export class Session {
     this.handle = this.kernels.openCheckpoint(this.checkpoint);
   }
 
-  // Opens the GPU, for the checkpoint. shaders: texts of WGSL by name. {name, isCpu} or {why}, a sentence.
+  // Opens the GPU, for the checkpoint. shaders: WGSL. {name, isCpu} or {why}, a sentence.
   async openGpu({ shaders }) {
     try {
       if (!this.gpu || this.gpu.gpu.isLost) {
@@ -238,7 +238,7 @@ export class Session {
       const floats = 4 * sizes.heads * sizes.N * sizes.d,
         copy = (_, data) => this.kernels.view(Float32Array, data, floats).slice(),
         example = this.called({ part: "part4", ...sizes }, copy);
-      return await timedStep(this.measured, shaders, step, sizes, example);
+      return await timedStep(this.measured, shaders.steps[step], sizes, example);
     } catch (error) {
       return reason(error, Unfit, Lost);
     }

@@ -15,8 +15,13 @@ function oneOf(of, value) {
 export const MOST_SCRIPT = 4000; // characters
 export const isSeed = (digits) => /^[0-9]{1,20}$/.test(digits) && BigInt(digits) < 2n ** 64n;
 
-// The settings of sampling that have a field: {name, choice: its name here, default, slider: [least, most, step]}.
-export const SETTINGS = SLIDERS.map((setting) => ({ ...setting, choice: setting.name.replaceAll("_", "") }));
+// The settings of sampling that have a field: {name, choice: its name here, default, whole: whether it must be a whole
+// number, slider: [least, most, step]}.
+export const SETTINGS = SLIDERS.map((setting) => ({
+  ...setting,
+  choice: setting.name.replaceAll("_", ""),
+  whole: Number.isInteger(setting.slider[2]),
+}));
 
 export const CHOICES = {
   model: text(MODEL),

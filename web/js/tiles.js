@@ -83,7 +83,7 @@ export class TilesView extends Reading {
 
   async read() {
     const { engine } = this;
-    this.sources ??= await json("sources.json");
+    this.sources ??= await json("sources.json.gz");
     this.block ??= await engine.call("block");
     if (!this.isCurrent()) return;
     const parts = engine.parts.map(({ name, algorithm }) => option(name, `${name}, ${algorithm}`));
