@@ -288,26 +288,10 @@ const scenarios = {
         titles,
       );
     }
-    // By a clock that each call of an animation's frame moves: its milliseconds from the first frame to the second.
-    const milliseconds = {};
-    for (const pace of ["slow", "normal", "fast"]) {
-      await page.selectOption("#tiles-pace", pace);
-      await set("tiles-at", 0);
-      milliseconds[pace] = await page.evaluate(async () => {
-        let now = 0;
-        const at = document.getElementById("tiles-at"),
-          frame = globalThis.requestAnimationFrame;
-        performance.now = () => now;
-        globalThis.requestAnimationFrame = (call) => frame(() => call((now += 10)));
-        document.getElementById("tiles-play").click();
-        while (at.value < 2) await new Promise((done) => frame(done));
-        document.getElementById("tiles-play").click();
-        globalThis.requestAnimationFrame = frame;
-        delete performance.now;
-        return now;
-      });
-    }
-    return { made, milliseconds };
+    await set("tiles-at", 0);
+    await page.click("#tiles-play");
+    await until("the next frames", () => document.getElementById("tiles-at").value > 1);
+    return made;
   },
 
   // A part as a script, then another part's over it and undone, a wrong line, the link to all that, and another link.

@@ -154,9 +154,7 @@ def test_a_link_shows_the_weight_and_the_frame(visit):
 
 
 def test_tiles_shows_every_part(visit):
-    shown_of = visit("tiles")
-    made = shown_of["made"]
-    assert shown_of["milliseconds"] == {"slow": 1200, "normal": 450, "fast": 120}
+    made = visit("tiles")
     assert list(made) == [name for name, part in PARTS.items() if part.operator]
     for part, shown in made.items():
         assert bool(shown["lines"]) == (part in WITH_FRAMES) and shown["paper"] >= 1

@@ -47,7 +47,6 @@ export const CHOICES = {
   part: text("part4", (name) => /^(part[0-9]{1,2}|script)$/.test(name)), // the kernels' table decides which exist
   script: text("", (script) => script.length <= MOST_SCRIPT), // a loop nest for Tiles
   frame: number(0, 0, 1e6), // of Tiles
-  tempo: oneOf(["slow", "normal", "fast"], "normal"), // pace of Tiles; `pace` is that of a text
   n: oneOf([16, 32, 48], 32),
   br: number(8, 1, 48),
   bc: number(8, 1, 48),

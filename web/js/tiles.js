@@ -9,7 +9,7 @@ import { NESTS } from "./facts.js";
 import { MOST_SCRIPT } from "./state.js";
 import { Case, LINE, streams, traffic } from "./traffic.js";
 
-const A_FRAME_MS = { slow: 1200, normal: 450, fast: 120 };
+const A_FRAME_MS = 450;
 // In our words: standard attention, and FlashAttention-2's Algorithm 1 (Dao 2023, arXiv:2307.08691) by its line numbers.
 const PLAIN = { 1: "S ← scale · Q Kᵀ", 2: "P ← softmax(S), row by row", 3: "O ← P V" };
 const FLASH = {
@@ -267,7 +267,7 @@ export class TilesView extends Reading {
     this.playing = true;
     if (this.at === this.frames.length - 1) this.at = -1;
     for (let last = -Infinity; this.isPlaying; await frame()) {
-      if (performance.now() - last < A_FRAME_MS[this.page.choices.tempo]) continue;
+      if (performance.now() - last < A_FRAME_MS) continue;
       last = performance.now();
       this.go(this.at + 1);
       if (this.at === this.frames.length - 1) break;

@@ -1,5 +1,5 @@
 // The view Write: a text, the distribution of each of its characters, branches.
-import { $, brief, copy, make, number, on, say, shown } from "./dom.js";
+import { $, brief, copy, number, on, say, shown } from "./dom.js";
 import { Closed } from "./engine.js";
 import { fill } from "./fields.js";
 import { softmax } from "./formulas.js";
@@ -153,9 +153,7 @@ export class WriteView {
   showCommand() {
     const { command, why } = commandFor(this.choices, this.page.own);
     $("command-note").firstChild.data = why ?? "The command that writes the same text: ";
-    const words = (command ?? "").split(/(?<= )(--?[a-z-]+)/); // each second one is an option, which must not be broken
-    const whole = (textContent) => make("span", { className: "named", textContent });
-    $("command").replaceChildren(...words.map((word, i) => (i % 2 ? whole(word) : word)));
+    say("command", command ?? "");
   }
 
   // Handles a click on the text.
