@@ -88,8 +88,8 @@ const calls = {
   lost({ part, sizes }) {
     const nest = new PartNest(part, sizes),
       frames = [...nest.frames()];
-    return frames.map(({ title, touch, makes, area }) => {
-      const ofS = [...touch()].filter(({ m }) => m === "S"),
+    return frames.map(({ title, touched, makes, area }) => {
+      const ofS = touched.filter(({ m }) => m === "S"),
         made = new Set(ofS.flatMap(({ i, c0, c1 }) => range(c0, c1).map((c) => `${i} ${c}`))),
         [i0, i1, j0, j1] = makes ? area : [0, 0, 0, 0];
       const all = range(i0, i1).flatMap((i) => range(j0, Math.min(j1, i + 1)).map((j) => [i, j]));

@@ -4,6 +4,13 @@ export const $ = (id) => document.getElementById(id);
 
 export const on = (id, type, call) => $(id).addEventListener(type, call);
 
+// Calls call(button) where a form would be sent.
+export const onSubmit = (id, call) =>
+  on(id, "submit", (event) => {
+    event.preventDefault();
+    call(event.submitter);
+  });
+
 export function say(id, text) {
   $(id).textContent = text;
 }

@@ -8,10 +8,19 @@ import { MeasureView } from "./measure.js";
 import { Models } from "./models.js";
 import { RaceView } from "./race.js";
 import { openServer } from "./server.js";
-import { format, namesView, parse, VIEWS } from "./state.js";
+import { format, namesView, parse } from "./state.js";
 import { TilesView } from "./tiles.js";
 import { WallView } from "./wall.js";
 import { WriteView } from "./write.js";
+
+const VIEWS = {
+  write: WriteView,
+  wall: WallView,
+  race: RaceView,
+  attention: AttentionView,
+  tiles: TilesView,
+  measure: MeasureView,
+};
 
 class Page {
   choices = {};
@@ -24,14 +33,7 @@ class Page {
     Object.assign(this.choices, this.follow());
     $("model").replaceChildren(...Object.keys(this.models.index).map((name) => option(name)));
     bind((changes) => this.choose(changes));
-    this.views = {
-      write: new WriteView(this),
-      wall: new WallView(this),
-      race: new RaceView(this),
-      attention: new AttentionView(this),
-      tiles: new TilesView(this),
-      measure: new MeasureView(this),
-    };
+    this.views = Object.fromEntries(Object.entries(VIEWS).map(([name, View]) => [name, new View(this)]));
     this.offerPrecisions();
     this.views.write.fill();
     addEventListener("hashchange", () => this.moved());
@@ -57,13 +59,14 @@ class Page {
   }
 
   show() {
-    for (const name of VIEWS) $(name).hidden = name !== this.view;
-    for (const link of document.querySelectorAll("nav a")) {
-      const isHere = link.hash === `#${this.view}`;
+    for (const [name, view] of Object.entries(this.views)) {
+      const isHere = name === this.view,
+        link = document.querySelector(`nav a[href="#${name}"]`);
+      $(name).hidden = !isHere;
       link.ariaCurrent = isHere ? "page" : null;
       if (isHere) document.title = `${link.textContent} – ${$("title").textContent}`;
+      else view.hide?.();
     }
-    for (const [name, view] of Object.entries(this.views)) if (name !== this.view) view.hide?.();
     this.views[this.view].show?.();
     this.setAddress(); // at once: the link's address lacks the other choices
   }
@@ -122,17 +125,15 @@ class Page {
   }
 
   async load(model, weights, isWanted) {
-    const progress = (share) => isWanted() && this.progress(share);
     try {
-      const engine = await this.models.engine(model, weights, progress);
+      const engine = await this.models.engine(model, weights, (share) => isWanted() && this.progress(share));
       if (isWanted()) return this.use(engine);
       engine.close();
     } catch (error) {
-      if (isWanted()) {
-        this.wanted = null;
-        this.progress(1);
-        this.problem(error);
-      }
+      if (!isWanted()) return null;
+      this.wanted = null;
+      this.progress(1);
+      this.problem(error);
     }
     return null;
   }
@@ -145,12 +146,11 @@ class Page {
     return engine;
   }
 
-  // A checkpoint from someone's disk.
+  // A checkpoint from someone's disk, until someone chooses a model of the page.
   async openFiles(files) {
     try {
       const engine = await this.models.engineOfFiles(files);
-      this.own = true; // until someone chooses a model of the page
-      this.wanted = null;
+      Object.assign(this, { own: true, wanted: null });
       this.use(engine);
       await this.views.write.restart();
     } catch (error) {

@@ -9,11 +9,7 @@ const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // in L1, in L2, in memory, on 
 const L1 = 32 << 10;
 const HEADS = ["part", "ms", "GFLOP/s", "of the peak", "bytes into 32 KB", "FLOP/byte", "scratch"];
 const EMPTY_PEAK = 9e10; // of the axes before something is measured
-const HEIGHT = 400,
-  LEFT = 62,
-  BOTTOM = 352,
-  RIGHT = 624,
-  TOP = 30;
+const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [62, 624, 30, 352, 400]; // of the picture
 const NEAR = 1.4; // bandwidths within this factor share a name
 
 export class MeasureView {
@@ -56,30 +52,24 @@ export class MeasureView {
     let name, isCpu;
     for (const step of STEPS) {
       say("measure-status", `Step ${step} on the GPU …`);
-      const made = await engine.callWithShaders("gpuAttention", { step, N, heads: CALL.heads, d: CALL.d }),
-        { milliseconds: ms, isRight, why } = made;
-      if (made.name) ({ name, isCpu } = made);
+      const call = await engine.callWithShaders("gpuAttention", { step, N, heads: CALL.heads, d: CALL.d }),
+        { milliseconds: ms, isRight, why } = call;
+      if (call.name) ({ name, isCpu } = call);
       if (why && !name) return [`The GPU was not measured: ${why}.`, []];
       const cells = isRight ? [brief(ms), brief(CALL.flops / ms / 1e6)] : [why ? `needs ${why}` : "wrong", "–"];
-      rows.push([`step ${step} on the GPU`, ...cells]);
+      rows.push([`step ${step} on the GPU`, ...cells, ...HEADS.slice(3).fill("–")]);
     }
-    const slow = isCpu ? ", a driver on the CPU, so it is slow" : "";
-    return [`The GPU is ${name}${slow}.`, rows.map((cells) => [...cells, ...Array(HEADS.length - cells.length).fill("–")])];
+    return [`The GPU is ${name}${isCpu ? ", a driver on the CPU, so it is slow" : ""}.`, rows];
   }
 
   table(peak, points, onGpu) {
-    const rows = points.map(({ part, milliseconds, speed, moved, scratch, intensity }) => [
-      part,
-      brief(milliseconds),
-      brief(speed / 1e9),
-      `${brief((100 * speed) / peak)} %`,
-      moved ? bytes(moved) : "–",
-      moved ? brief(intensity) : "–",
-      bytes(scratch),
-    ]);
-    rows.push(...onGpu);
+    const rows = points.map(({ part, milliseconds, speed, moved, scratch, intensity }) => {
+      const share = `${brief((100 * speed) / peak)} %`,
+        counted = moved ? [bytes(moved), brief(intensity)] : ["–", "–"];
+      return [part, brief(milliseconds), brief(speed / 1e9), share, ...counted, bytes(scratch)];
+    });
     $("figures").tHead.replaceChildren(make("tr", {}, ...HEADS.map((head) => make("th", {}, head))));
-    $("figures").tBodies[0].replaceChildren(...rows.map((cells) => tableRow(null, ...cells)));
+    $("figures").tBodies[0].replaceChildren(...[...rows, ...onGpu].map((cells) => tableRow(null, ...cells)));
   }
 
   // Logarithmic axes: FLOP/byte, FLOP/s.

@@ -4,7 +4,7 @@
 //
 // A frame is {name, title: with the queries and keys of the loops, text, anchors: pieces of C++ lines, paper: numbers of
 // lines, queries: of the loops, area: the scores that it works on, [i0, i1, j0, j1], makes: what they become, "scores" or
-// "weights", frees: whether all scores before it are dropped, touch: the memory in the order of the loops}. An access
+// "weights", frees: whether all scores before it are dropped, touched: the memory in the order of the loops}. An access
 // {m, i, c0, c1, w} is the columns [c0, c1) of row i of a matrix; w: written.
 
 const MOST = { steps: 1_000_000, frames: 5000, floats: 1 << 14 };
@@ -43,6 +43,7 @@ const OPERATORS = {
   "&": (run, x, y) => run.both(run.span(x), run.span(y)),
   in: (run, x, y) => run.within(run.span(x), run.span(y)),
 };
+const LEVELS = [["in", "&"], ["+", "-"], ["*", "/"]]; // of operators, those that bind least first
 const WORDS = ["for", "of", "in", "if", "frame", "read", "write", "multiply", "tiles", "matrix", ...Object.keys(FUNCTIONS)];
 
 // A line. What it reads becomes functions of a Run.
@@ -79,39 +80,34 @@ class Line {
     return token;
   }
 
-  value() {
-    if (this.depth++ === MOST_DEPTH) this.expected(`a value in at most ${MOST_DEPTH} parentheses`);
-    const product = () => this.chain(["*", "/"], () => this.atom()),
-      sum = () => this.chain(["+", "-"], product),
-      made = this.chain(["in", "&"], sum);
-    this.depth--;
-    return made;
-  }
-
-  chain(operators, part) {
-    let left = part();
-    while (operators.includes(this.token)) {
+  // A value whose operators are of a level or bind more.
+  value(level = 0) {
+    if (level === LEVELS.length) return this.atom();
+    let left = this.value(level + 1);
+    while (LEVELS[level].includes(this.token)) {
       const call = OPERATORS[this.tokens[this.next++]],
-        [x, y] = [left, part()];
+        [x, y] = [left, this.value(level + 1)];
       left = (run) => call(run, x(run), y(run));
     }
     return left;
   }
 
-  // The rest of (value) or (value, value)
+  // (value) or (value, value), of so many values
   values(count) {
-    const made = [this.value()];
-    while (made.length < count) {
-      this.must(",");
-      made.push(this.value());
-    }
+    this.must("(");
+    if (this.depth++ === MOST_DEPTH) this.expected(`a value in at most ${MOST_DEPTH} parentheses`);
+    const values = Array.from({ length: count }, (_, n) => {
+      if (n) this.must(",");
+      return this.value();
+    });
     this.must(")");
-    return made;
+    this.depth--;
+    return values;
   }
 
   atom() {
     const { token } = this;
-    if (this.takes("(")) return this.values(1)[0];
+    if (token === "(") return this.values(1)[0];
     if (/^\d/.test(token)) {
       this.next++;
       return () => Number(token);
@@ -119,7 +115,6 @@ class Line {
     if (Object.hasOwn(FUNCTIONS, token)) {
       const call = FUNCTIONS[token];
       this.next++;
-      this.must("(");
       const given = this.values(call.length - 1);
       return (run) => call(run, ...given.map((x) => x(run)));
     }
@@ -162,12 +157,7 @@ class Line {
     if (this.takes("for")) {
       const name = this.name("a name");
       this.must("of");
-      let of,
-        by = () => 1;
-      if (this.takes("tiles")) {
-        this.must("(");
-        [of, by] = this.values(2);
-      } else of = this.value();
+      const [of, by] = this.takes("tiles") ? this.values(2) : [this.value(), () => 1];
       return { isLoop: true, run: (run, body) => run.loop(name, of(run), run.number(by(run)), body) };
     }
     if (this.takes("if")) {
@@ -179,10 +169,10 @@ class Line {
       const title = this.code.slice("frame".length).trim();
       return { isFrame: true, run: (run) => run.begin(title, this) };
     }
-    for (const word of ["read", "write"]) {
-      if (!this.takes(word)) continue;
+    const isWrite = this.token === "write";
+    if (this.takes("read") || this.takes("write")) {
       const place = this.place();
-      return { run: (run) => run.work(this, () => run.move(place(run), word === "write")) };
+      return { run: (run) => run.work(this, () => run.move(place(run), isWrite)) };
     }
     if (this.takes("multiply")) {
       const C = this.place();
@@ -196,7 +186,6 @@ class Line {
     const name = this.name("for, if, frame, read, write, multiply or a name");
     this.must("=");
     if (this.takes("matrix")) {
-      this.must("(");
       const sizes = this.values(2);
       return { isNaming: true, run: (run) => run.scratch(name, ...sizes.map((x) => run.number(x(run)))) };
     }
@@ -287,10 +276,9 @@ export class Nest {
   number(value) {
     if (value.b - value.a === 1) return value.a;
     if (Number.isFinite(value)) return value;
-    return fail(this.at, `a number was expected, not ${typeof value === "string" ? `the matrix ${value}` : this.shown(value)}`);
+    const shown = { string: `the matrix ${value}`, number: value, object: range(value) }[typeof value];
+    return fail(this.at, `a number was expected, not ${shown}`);
   }
-
-  shown = (value) => (typeof value === "number" ? value : range(value));
 
   span(value) {
     if (typeof value === "number") return span(value, value + 1);
@@ -345,11 +333,10 @@ export class Nest {
     if (++this.count > this.most.frames)
       fail(at, `at most ${this.most.frames.toLocaleString("en")} frames were expected; a line “frame NAME” makes one of all that follows it`);
     const { query, key } = this.scope,
-      where = [query && named("query", "queries", query), key && named("key", "keys", key)].filter(Boolean).join(", "),
-      touched = [];
-    const name = title || "Frame";
-    title = [name, where].filter(Boolean).join(": ");
-    this.frame = { name, title, text, anchors: [], paper: [at], queries: query, touched, touch: () => touched };
+      where = [query && named("query", "queries", query), key && named("key", "keys", key)].filter(Boolean),
+      name = title || "Frame",
+      shown = where.length ? `${name}: ${where.join(", ")}` : name;
+    this.frame = { name, title: shown, text, anchors: [], paper: [at], queries: query, touched: [] };
   }
 
   *work(line, call) {

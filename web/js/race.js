@@ -1,5 +1,5 @@
 // The view Race: the parts write the same text one after the other, and are shown at their relative speeds.
-import { $, brief, copy, frame, isStill, make, number, on, say, tableRow } from "./dom.js";
+import { $, brief, copy, frame, isStill, make, number, onSubmit, say, tableRow } from "./dom.js";
 import { encode } from "./checkpoint.js";
 import { FASTEST } from "./facts.js";
 
@@ -13,9 +13,8 @@ const WARM_UPS = 2; // browsers optimise a kernel after its first runs
 export class RaceView {
   constructor(page) {
     this.page = page;
-    on("race-form", "submit", (event) => {
-      event.preventDefault();
-      page.measured("race", event.submitter, () => this.run(page.choices.window, page.choices.count));
+    onSubmit("race-form", (button) => {
+      page.measured("race", button, () => this.run(page.choices.window, page.choices.count));
     });
   }
 
@@ -108,8 +107,7 @@ export class RaceView {
       atOnce = isStill(),
       factor = Math.max(1, Math.max(...totals) / 1e3 / LONGEST_SHOW);
     const faster = factor > 1 && !atOnce ? `, ${brief(factor)} times as fast as it was` : "";
-    const said = "Measured one after the other; now side by side at their true relative speed";
-    say("race-status", `${said}${faster}.`);
+    say("race-status", `Measured one after the other; now side by side at their true relative speed${faster}.`);
     const start = performance.now();
     for (let done = false; !done && !this.cancelled; await frame()) {
       const now = atOnce ? Infinity : (performance.now() - start) * factor;
@@ -129,30 +127,31 @@ export class RaceView {
 
   // Bars with the time of one call of attention.
   async alone() {
-    const times = {};
-    for (const { name: part } of this.parts)
-      times[part] = (await this.engine.call("attention", { part, ...CASE })).milliseconds;
-    const calls = this.parts.map(({ name, algorithm }) => [`${name}, ${algorithm}`, times[name]]),
+    const calls = [];
+    for (const { name: part, algorithm } of this.parts) {
+      const { milliseconds } = await this.engine.call("attention", { part, ...CASE });
+      calls.push({ part, title: `${part}, ${algorithm}`, milliseconds });
+    }
+    const timeOf = (name) => calls.find(({ part }) => part === name).milliseconds,
+      gain = brief(timeOf("part1") / timeOf("part4")),
       gpu = await this.onGpu();
-    if (gpu) calls.push([`part4 in WGSL, ${gpu.name}`, gpu.milliseconds]);
-    const most = Math.max(...calls.map(([, time]) => time));
-    const rows = calls.map(([title, time]) => {
+    if (gpu) calls.push({ title: `part4 in WGSL, ${gpu.name}`, ...gpu });
+    const most = Math.max(...calls.map(({ milliseconds }) => milliseconds));
+    const rows = calls.map(({ title, milliseconds }) => {
       const bar = make("i");
-      bar.style.width = `${(100 * time) / most}%`;
-      return tableRow(title, bar, brief(time));
+      bar.style.width = `${(100 * milliseconds) / most}%`;
+      return tableRow(title, bar, brief(milliseconds));
     });
     $("alone").tBodies[0].replaceChildren(...rows);
-    const gain = brief(times.part1 / times.part4);
-    const said = $("race-status").textContent;
     const slow = gpu?.isCpu ? ` ${gpu.name} is a driver on the CPU, so it is slow.` : "";
-    say("race-status", `${said} Attention alone: part4 is ${gain} times as fast as part1 here.${slow}`);
+    $("race-status").append(` Attention alone: part4 is ${gain} times as fast as part1 here.${slow}`);
   }
 
   // A call of the fastest step that the GPU runs, {name, isCpu, milliseconds}; undefined without one.
   async onGpu() {
     for (const step of FASTEST) {
-      const made = await this.engine.callWithShaders("gpuAttention", { step, ...CASE });
-      if (made.isRight) return made;
+      const call = await this.engine.callWithShaders("gpuAttention", { step, ...CASE });
+      if (call.isRight) return call;
     }
   }
 }

@@ -56,7 +56,7 @@ export const CHOICES = {
   count: oneOf([8, 16, 32, 64], 16),
 };
 const DEFAULTS = Object.fromEntries(Object.entries(CHOICES).map(([name, { value }]) => [name, value]));
-export const VIEWS = ["write", "wall", "race", "attention", "tiles", "measure"];
+const VIEWS = ["write", "wall", "race", "attention", "tiles", "measure"];
 
 // The value that a text means for a choice; undefined if there is none.
 export function admitted(name, given) {

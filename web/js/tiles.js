@@ -1,5 +1,5 @@
 // The view Tiles: the frames of a part over the text's own Q, K and V, with two small caches.
-import { $, bytes, frame, make, number, on, option, say, tableRow } from "./dom.js";
+import { $, bytes, frame, make, number, on, onSubmit, option, say, tableRow } from "./dom.js";
 import { draw, drawRow } from "./board.js";
 import { json } from "./engine.js";
 import { fill } from "./fields.js";
@@ -30,7 +30,7 @@ export class TilesView extends Reading {
   constructor(page) {
     super(page, "tiles");
     this.at = 0;
-    on("tiles-form", "submit", (event) => event.preventDefault());
+    onSubmit("tiles-form", () => {});
     on("tiles-part", "change", ({ target }) => {
       page.choose({ part: target.value, frame: 0 });
       if (target.value === "script") page.choices.script ||= this.nest();
@@ -88,8 +88,8 @@ export class TilesView extends Reading {
     if (!this.isCurrent()) return;
     const parts = engine.parts.map(({ name, algorithm }) => option(name, `${name}, ${algorithm}`));
     $("tiles-part").replaceChildren(...parts, option("script", "your own script"));
-    const { n_layer: layers, n_head: heads } = engine.config;
-    const titles = allHeads({ layers, heads }).map(({ layer, head, title }) => option(`${layer},${head}`, title));
+    const { n_layer: layers, n_head } = engine.config;
+    const titles = allHeads({ layers, heads: n_head }).map(({ layer, head, title }) => option(`${layer},${head}`, title));
     $("tiles-head").replaceChildren(...titles);
     await this.load();
   }
@@ -172,16 +172,11 @@ export class TilesView extends Reading {
 
   // Says what is wrong with a script, or what it computes.
   judge({ why, computed }) {
-    const isWrong = Boolean(why);
-    $("script").ariaInvalid = String(isWrong);
-    $("script-status").classList.toggle("problem", isWrong);
-    if (isWrong) {
-      this.playing = false;
-      say("script-status", why);
-      return;
-    }
-    const [scores, seen, rows, all] = computed.map((count) => number(count));
-    say("script-status", `It computes ${scores} of ${seen} scores and writes ${rows} of ${all} rows of O.`);
+    if (why) this.playing = false;
+    $("script").ariaInvalid = String(Boolean(why));
+    $("script-status").classList.toggle("problem", Boolean(why));
+    const [scores, seen, rows, all] = computed?.map((count) => number(count)) ?? [];
+    say("script-status", why ?? `It computes ${scores} of ${seen} scores and writes ${rows} of ${all} rows of O.`);
   }
 
   // Shows a frame. isChosen: a link shows it again.

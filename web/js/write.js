@@ -1,5 +1,5 @@
 // The view Write: a text, the distribution of each of its characters, branches.
-import { $, brief, copy, number, on, say, shown } from "./dom.js";
+import { $, brief, copy, number, on, onSubmit, say, shown } from "./dom.js";
 import { Closed } from "./engine.js";
 import { fill } from "./fields.js";
 import { softmax } from "./formulas.js";
@@ -17,10 +17,7 @@ export class WriteView {
     // selected: the chosen position. node: the new text.
     Object.assign(this, { page, choices: page.choices, selected: null, drawn: 0, node: new Text("") });
     $("text-new").append(this.node);
-    on("write-form", "submit", (event) => {
-      event.preventDefault();
-      this.restart();
-    });
+    onSubmit("write-form", () => this.restart());
     on("prompt", "keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.restart();
     });
@@ -29,10 +26,7 @@ export class WriteView {
       page.choose({ seed: String(Math.floor(Math.random() * 1e6)) });
       this.restart();
     });
-    on("unbranch", "click", () => {
-      const branches = parseBranches(this.choices.branches).slice(0, -1);
-      this.write({ branches: formatBranches(branches) });
-    });
+    on("unbranch", "click", () => this.write({ branches: formatBranches(this.branches.slice(0, -1)) }));
     on("settings", "input", () => {
       this.showSettings();
       this.drawBars();
@@ -55,6 +49,9 @@ export class WriteView {
   }
   get vocabulary() {
     return this.page.engine?.config.vocab_size ?? 65;
+  }
+  get branches() {
+    return parseBranches(this.choices.branches);
   }
 
   showSettings() {
@@ -144,10 +141,10 @@ export class WriteView {
   status() {
     const { text } = this;
     if (!text || text.running || !text.written) return say("write-status", "");
-    // A browser's clock may tick once in a millisecond.
-    const speed = `, ${text.speed < 1000 ? brief(text.speed) : number(Math.round(text.speed / 100) * 100)} a second without the pace`;
-    const shownSpeed = text.milliseconds < 10 ? "" : speed;
-    return say("write-status", `${number(text.written)} characters ${text.source.by}${shownSpeed}`);
+    const speed = text.speed < 1000 ? brief(text.speed) : number(Math.round(text.speed / 100) * 100),
+      isTimed = text.milliseconds >= 10; // a browser's clock may tick once in a millisecond
+    const said = `${number(text.written)} characters ${text.source.by}`;
+    return say("write-status", isTimed ? `${said}, ${speed} a second without the pace` : said);
   }
 
   showCommand() {
@@ -181,7 +178,7 @@ export class WriteView {
       CSS.highlights.set(name, new Highlight(...inside.map((i) => letter(this.node, i))));
     };
     highlight("chosen", [at]);
-    highlight("branch", parseBranches(this.choices.branches).map(([i]) => i));
+    highlight("branch", this.branches.map(([i]) => i));
   }
 
   async drawBars() {
@@ -197,9 +194,9 @@ export class WriteView {
     say("position-out", number(at + 1));
     this.mark(this.selected === null && text.running ? -1 : at);
     const latest = (this.bars = {}),
-      prompt = encode(text.prompt || "\n", source.characters),
-      ids = [...prompt, ...encode(text.text.slice(0, at), source.characters)];
-    const request = { logits, ids, prompt: prompt.length, sampling: sampling(this.choices) };
+      prompt = text.prompt || "\n",
+      ids = encode(prompt + text.text.slice(0, at), source.characters),
+      request = { logits, ids, prompt: [...prompt].length, sampling: sampling(this.choices) };
     $("bars").ariaBusy = "true";
     const filtered = await source.call("distribution", request);
     if (this.bars !== latest) return;
@@ -245,7 +242,7 @@ export class WriteView {
     const { text } = this,
       at = Number($("position").value);
     if (text.text[at] === character) return;
-    const kept = parseBranches(this.choices.branches).filter(([i]) => i < at);
+    const kept = this.branches.filter(([i]) => i < at);
     this.write({ branches: formatBranches([...kept, [at, character]]) });
   }
 }
