@@ -116,17 +116,14 @@ def write_scripts(folder: Path) -> None:
 
 def facts() -> str:
     """A module with what Python's tables say."""
-    settings = [
-        {"name": name, "default": known.default, "slider": known.slider}
-        for name, known in NUMBERS.items()
-        if known.slider
-    ]
+    numbers = {name: known for name, known in NUMBERS.items() if known.slider}
+    sliders = [{"name": name, "default": n.default, "slider": n.slider} for name, n in numbers.items()]
     tables = {
         "MODEL": MODEL,
         "WEIGHTS": PRECISIONS,
         "PRECISIONS": list(Precision),
         "TILE": tiles.DEFAULT,
-        "SLIDERS": settings,
+        "SLIDERS": sliders,
         "STEPS": [step.name for step in STEPS],
         "FASTEST": steps.FASTEST,
         "DECODER": decoder_constants(),
@@ -180,21 +177,20 @@ def write_stamp(folder: Path) -> None:
 
 def check_replaceable(folder: Path) -> None:
     """Raise ValueError if a folder holds anything that no build of the page wrote."""
-    if not folder.exists():
-        return
     remedy = "choose another one, or remove it yourself"
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder is {folder}, a file; {remedy}")
     own: set[str] = set()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it has no stamp of a build
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         own = {STAMP, *stamp["files"]} if stamp["made by"] == MAKER else own
     own |= {parent.as_posix() for name in own for parent in Path(name).parents}
-    other = next((path for path in folder.rglob("*") if path.relative_to(folder).as_posix() not in own), None)
+    paths = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")))
+    other = next((path for path in paths if path not in own), None)
     if other:
         raise ValueError(
             f"folder is {folder}; it must be empty, or hold a page that was made before and nothing else, "
-            f"but it has {other.relative_to(folder)}; {remedy}"
+            f"but it has {other}; {remedy}"
         )
 
 
@@ -202,7 +198,8 @@ def fingerprint() -> str:
     """A hash of the sources and the checkpoints."""
     own = [(WEB / name).read_bytes() for name in files(WEB) if not name.endswith(".pyc")]
     sums = [(shipped(name) / SUMS).read_bytes() for name in PRESENT]
-    return cache.fingerprint([*FLAGS, facts(), traffic.SOURCE.read_bytes(), *own, *sums], CSRC, *FOLDERS)
+    texts = (*FLAGS, facts(), json.dumps(shaders()), traffic.SOURCE.read_bytes())
+    return cache.fingerprint([*texts, *own, *sums], CSRC, *FOLDERS)
 
 
 def compiled(build: str) -> Path:
@@ -228,11 +225,12 @@ def compiled(build: str) -> Path:
     ).make()
 
 
-def sources() -> dict[str, dict[str, str]]:
+def sources() -> dict[str, str]:
     """The C++ of each part that is a kernel, for the page."""
-    paths = {name: CSRC / "cpu" / f"{part.operator}.cpp" for name, part in PARTS.items() if part.operator}
+    kernels = {name: part.operator for name, part in PARTS.items() if part.operator}
     return {
-        name: {"name": path.name, "text": path.read_text(encoding="utf-8")} for name, path in paths.items()
+        name: (CSRC / "cpu" / f"{operator}.cpp").read_text(encoding="utf-8")
+        for name, operator in kernels.items()
     }
 
 
@@ -248,15 +246,14 @@ def write_models(folder: Path) -> None:
     index = {}
     for name in PRESENT:
         directory = shipped(name)
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        characters = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["characters"]
+        config, meta = (json.loads((directory / f"{kind}.json").read_bytes()) for kind in ("config", "meta"))
         exact = (directory / "model.safetensors").read_bytes()
         offered = {}
         for precision, content in (("bf16", rounded(exact)), ("fp32", exact)):
             path = folder / f"{name}-{precision}{WEIGHTS}"
             path.write_bytes(packed(planes(content)))
             offered[precision] = {"path": f"models/{path.name}", "bytes": path.stat().st_size}
-        index[name] = {"config": config, "characters": characters, "files": offered}
+        index[name] = {"config": config, "characters": meta["characters"], "files": offered}
     write_text(folder / "models.json", json.dumps(index))
 
 
@@ -265,12 +262,11 @@ def rounded(content: bytes) -> bytes:
 
     These are all but the embeddings.
     """
-    made = {}
-    for name, w in load(content).items():
+    weights = load(content)
+    for name, w in weights.items():
         if w.ndim == 2 and not re.search(r"\.w[tp]e\.", name):
-            w = bf16_bits(w)
-        made[name] = w
-    saved = save(made)
+            weights[name] = bf16_bits(w)
+    saved = save(weights)
     begin = 8 + int.from_bytes(saved[:8], "little")
     header = saved[8:begin].rstrip().replace(b'"U16"', b'"BF16"')  # NumPy has no bfloat16
     header += b" " * (-len(header) % 8)

@@ -16,13 +16,6 @@ IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./([\w-]+\.js)";$', re.M)
 COMMENT = re.compile(r"^ *//.*\n|^ +| +// .*$", re.M)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|class|const) ([\w$]+))", re.M)
 
-# Unpacks the page's script, which the policy names too.
-START = """const packed = atob(document.getElementById("asset:main.js").textContent),
-  bytes = new Blob([Uint8Array.from(packed, (c) => c.charCodeAt(0))]).stream(),
-  script = Object.assign(document.createElement("script"), { type: "module" });
-script.textContent = await new Response(bytes.pipeThrough(new DecompressionStream("gzip"))).text();
-document.body.append(script);"""
-
 
 def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     """The page of `folder` with everything that it loads inside, and these models in bf16."""
@@ -34,14 +27,13 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     index = json.loads((folder / "models" / "models.json").read_text(encoding="utf-8"))
     inside = {name: index[name] | {"files": {"bf16": index[name]["files"]["bf16"]}} for name in models}
     assets = {path.name: path.read_bytes() for path in sorted(folder.glob("*.gz"))}
-    for name, text in (("worker.js", worker), ("main.js", script)):
-        assets[name] = gzip.compress(text.encode(), 9, mtime=0)
+    assets["worker.js"] = gzip.compress(worker.encode(), 9, mtime=0)
     assets["models/models.json"] = json.dumps(inside).encode()
     for model in inside.values():
         path = model["files"]["bf16"]["path"]
         assets[path] = (folder / path).read_bytes()
     policy = (
-        f"default-src 'none'; script-src '{digest(START)}' '{digest(script)}' 'wasm-unsafe-eval' blob:; "
+        f"default-src 'none'; script-src '{digest(script)}' 'wasm-unsafe-eval' blob:; "
         f"style-src '{digest(style)}'; worker-src blob:; img-src data:; base-uri 'none'; form-action 'none'"
     )
     html = replaced(html, r'(?<=Content-Security-Policy" content=")[^"]*', policy)
@@ -51,7 +43,7 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
         f'<script type="text/plain" id="asset:{name}">{base64.b64encode(content).decode()}</script>'
         for name, content in assets.items()
     )
-    return replaced(html, "</body>", f'{data}\n<script type="module">{START}</script>\n</body>')
+    return replaced(html, "</body>", f'{data}\n<script type="module">{script}</script>\n</body>')
 
 
 def modules(folder: Path, entry: str) -> dict[str, str]:
@@ -94,7 +86,7 @@ def digest(text: str) -> str:
 
 def replaced(html: str, pattern: str, new: str) -> str:
     """The page with the one place that matches replaced. Raises ValueError if there is not one."""
-    made, count = re.subn(pattern, lambda _: new, html)
+    changed, count = re.subn(pattern, lambda _: new, html)
     if count != 1:
         raise ValueError(f"index.html has {count} places like {pattern}; it must have one")
-    return made
+    return changed

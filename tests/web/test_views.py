@@ -39,7 +39,7 @@ def test_the_frames_compute_every_score_and_every_output(node, part):
 
 @pytest.mark.parametrize("part", KERNELS)
 def test_the_anchors_are_in_the_source_once(node, part):
-    text = build.sources()[part]["text"]
+    text = build.sources()[part]
     anchors = node("anchors", part=part, sizes=SIZES[2])
     assert len(anchors) >= 3 and [text.count(anchor) for anchor in anchors] == [1] * len(anchors)
 

@@ -160,7 +160,9 @@ export class TilesView extends Reading {
     const paper = Object.entries(isScript ? own : part === "part4" ? FLASH : PLAIN);
     this.paper = new Map(paper.map(([n, text]) => [Number(n), make("li", {}, `${n.padStart(2)}  ${text}`)]));
     $("paper").replaceChildren(...this.paper.values());
-    const { name, text } = isScript ? { name: "", text: "" } : this.sources[part];
+    const { algorithm } = this.engine.parts.find(({ name }) => name === part) ?? {},
+      name = isScript ? "" : `${part}_${algorithm.replaceAll(" ", "_")}.cpp`,
+      text = isScript ? "" : this.sources[part];
     say("source-title", isScript ? "Your loop nest" : `Our C++: ${name}`);
     this.lines = text.split("\n").map((line) => make("span", {}, line || " "));
     $("source").replaceChildren(...this.lines);
