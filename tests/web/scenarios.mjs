@@ -279,7 +279,7 @@ const scenarios = {
         (t) => ({
           titles: t,
           lines: document.querySelectorAll("#source .now").length,
-          paper: document.querySelectorAll("#paper .now").length,
+          nest: document.querySelectorAll("#nest .now").length,
           bytes: [...document.querySelectorAll("#bytes td")].map((cell) => cell.textContent),
           online: document.getElementById("online").hidden
             ? ""

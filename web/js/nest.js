@@ -2,8 +2,8 @@
 // describes the language. A script may come from a link: it is parsed here, it calls nothing but what this file defines, and its
 // steps are limited.
 //
-// A frame is {name, title: with the queries and keys of the loops, text, anchors: pieces of C++ lines, paper: numbers of
-// lines, queries: of the loops, area: the scores that it works on, [i0, i1, j0, j1], makes: what they become, "scores" or
+// A frame is {name, title: with the queries and keys of the loops, text, anchors: pieces of C++ lines, lines: their
+// numbers in the script, queries: of the loops, area: the scores that it works on, [i0, i1, j0, j1], makes: what they become, "scores" or
 // "weights", frees: whether all scores before it are dropped, touched: the memory in the order of the loops}. An access
 // {m, i, c0, c1, w} is the columns [c0, c1) of row i of a matrix; w: written.
 
@@ -336,13 +336,13 @@ export class Nest {
       where = [query && named("query", "queries", query), key && named("key", "keys", key)].filter(Boolean),
       name = title || "Frame",
       shown = where.length ? `${name}: ${where.join(", ")}` : name;
-    this.frame = { name, title: shown, text, anchors: [], paper: [at], queries: query, touched: [] };
+    this.frame = { name, title: shown, text, anchors: [], lines: [at], queries: query, touched: [] };
   }
 
   *work(line, call) {
     if (!this.isFramed) yield* this.begin(line.code, line);
     else if (!this.frame) yield* this.begin("Begin", line);
-    if (!this.frame.paper.includes(line.at)) this.frame.paper.push(line.at);
+    if (!this.frame.lines.includes(line.at)) this.frame.lines.push(line.at);
     call();
   }
 

@@ -2,30 +2,14 @@
 import { $, bytes, frame, make, number, on, onSubmit, option, say, tableRow } from "./dom.js";
 import { draw, drawRow } from "./board.js";
 import { json } from "./engine.js";
+import { NESTS } from "./facts.js";
 import { fill } from "./fields.js";
 import { online, results } from "./formulas.js";
 import { allHeads, Reading } from "./reading.js";
-import { NESTS } from "./facts.js";
 import { MOST_SCRIPT } from "./state.js";
 import { Case, LINE, streams, traffic } from "./traffic.js";
 
 const A_FRAME_MS = 450;
-// In our words: standard attention, and FlashAttention-2's Algorithm 1 (Dao 2023, arXiv:2307.08691) by its line numbers.
-const PLAIN = { 1: "S ← scale · Q Kᵀ", 2: "P ← softmax(S), row by row", 3: "O ← P V" };
-const FLASH = {
-  3: "for each tile i of Br queries:",
-  4: "  load Qi",
-  5: "  O, l, m ← 0, 0, −∞",
-  6: "  for each tile j of Bc keys:",
-  7: "    load Kj, Vj",
-  8: "    S ← scale · Qi Kjᵀ",
-  9: "    m′ ← max(m, S);  P ← exp(S − m′);  l ← exp(m − m′) l + Σ P",
-  10: "    O ← exp(m − m′) O + P Vj",
-  12: "  O ← O / l",
-  13: "  L ← m + log l",
-  14: "  write O and L",
-};
-
 export class TilesView extends Reading {
   constructor(page) {
     super(page, "tiles");
@@ -107,9 +91,9 @@ export class TilesView extends Reading {
     this.make();
   }
 
-  // The part that is shown as a script, or "".
+  // The loop nest of the part that is shown.
   nest() {
-    return NESTS[this.part] ?? "";
+    return NESTS[this.part] ?? NESTS.part1;
   }
 
   // Makes the frames for the choices, in the worker. keep: stay at about the same place. Of several calls the last counts.
@@ -154,14 +138,13 @@ export class TilesView extends Reading {
   }
 
   showCode() {
-    const { part } = this,
+    const { part, engine } = this,
       isScript = part === "script",
-      own = Object.fromEntries(this.script.split("\n").map((line, n) => [n + 1, line]));
-    const paper = Object.entries(isScript ? own : part === "part4" ? FLASH : PLAIN);
-    this.paper = new Map(paper.map(([n, text]) => [Number(n), make("li", {}, `${n.padStart(2)}  ${text}`)]));
-    $("paper").replaceChildren(...this.paper.values());
-    const { algorithm } = this.engine.parts.find(({ name }) => name === part) ?? {},
-      name = isScript ? "" : `${part}_${algorithm.replaceAll(" ", "_")}.cpp`,
+      nest = isScript ? this.script : this.nest();
+    this.nestLines = nest.split("\n").map((line, n) => make("li", {}, `${String(n + 1).padStart(2)}  ${line}`));
+    $("nest").replaceChildren(...this.nestLines);
+    const { algorithm = "" } = engine.parts.find(({ name }) => name === part) ?? {},
+      name = `${part}_${algorithm.replaceAll(" ", "_")}.cpp`,
       text = isScript ? "" : this.sources[part];
     say("source-title", isScript ? "Your loop nest" : `Our C++: ${name}`);
     this.lines = text.split("\n").map((line) => make("span", {}, line || " "));
@@ -169,7 +152,7 @@ export class TilesView extends Reading {
     $("source").ariaLabel = name;
     $("source").hidden = isScript;
     $("editor").hidden = !isScript;
-    $("as-script").hidden = !this.nest();
+    $("as-script").hidden = isScript;
   }
 
   // Says what is wrong with a script, or what it computes.
@@ -201,7 +184,7 @@ export class TilesView extends Reading {
     say("frame-title", now.title);
     say("frame-text", now.text);
     this.showBytes(moved);
-    for (const [n, line] of this.paper) line.className = now.paper.includes(n) ? "now" : "";
+    this.nestLines.forEach((line, n) => (line.className = now.lines.includes(n + 1) ? "now" : ""));
     const isNow = (line) => now.anchors.some((anchor) => line.textContent.includes(anchor));
     for (const line of this.lines) line.className = isNow(line) ? "now" : "";
     const here = this.lines.find(isNow) ?? this.lines[0];
