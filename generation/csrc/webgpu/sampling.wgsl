@@ -80,52 +80,45 @@ fn choose(slot: u32, uniform_at: u32, id: u32) {
         atomicStore(&first_beyond, VOCAB);
         atomicStore(&last_kept, 0u);
     }
-    if temperature == 0.0 {
-        workgroupBarrier();
-        for (var i = id; i < VOCAB; i += INVOCATIONS) {
-            if numbers[i] == best { atomicMin(&first_beyond, i); }
+    // Of temperature 0 the factor is 1e30, so all weights but those of the largest logits are 0, and the first is taken.
+    for (var i = id; i < VOCAB; i += INVOCATIONS) {
+        let exponent = max((numbers[i] - best) * settings[at + 9u], -200.0);
+        numbers[i] = exp(exponent);
+        numbers[VOCAB + i] = exponent;
+    }
+    workgroupBarrier();
+    filter_weights(at, id);
+    // Each of 32 invocations has tokens that follow each other.
+    let begin = id * ((VOCAB + 31u) / 32u);
+    let end = min(begin + (VOCAB + 31u) / 32u, VOCAB);
+    if id < 32u {
+        var sum = 0.0;
+        for (var i = begin; i < end; i++) { sum += numbers[i]; }
+        lanes[id].x = sum;
+    }
+    workgroupBarrier();
+    if id < 32u {
+        var reached = 0.0;
+        var sum = 0.0;
+        for (var i = 0u; i < 32u; i++) {
+            if i == id { reached = sum; }
+            sum += lanes[i].x;
         }
-        workgroupBarrier();
-    } else {
-        for (var i = id; i < VOCAB; i += INVOCATIONS) {
-            let exponent = max((numbers[i] - best) * settings[at + 9u], -200.0);
-            numbers[i] = exp(exponent);
-            numbers[VOCAB + i] = exponent;
-        }
-        workgroupBarrier();
-        filter_weights(at, id);
-        // Each of 32 invocations has tokens that follow each other.
-        let share = (VOCAB + 31u) / 32u;
-        if id < 32u {
-            var sum = 0.0;
-            for (var i = id * share; i < min((id + 1u) * share, VOCAB); i++) {
-                sum += numbers[i];
-            }
-            lanes[id].x = sum;
-        }
-        workgroupBarrier();
-        if id < 32u {
-            var reached = 0.0;
-            var sum = 0.0;
-            for (var i = 0u; i < 32u; i++) {
-                if i == id { reached = sum; }
-                sum += lanes[i].x;
-            }
-            let point = fma(bitcast<f32>(work[uniform_at]), sum, bitcast<f32>(work[uniform_at + 1u]) * sum);
-            for (var i = id * share; i < min((id + 1u) * share, VOCAB); i++) {
-                let w = numbers[i];
-                if w > 0.0 {
-                    reached += w;
-                    atomicMax(&last_kept, i);  // if rounding leaves a remainder
-                    if reached > point {
-                        atomicMin(&first_beyond, i);
-                        break;
-                    }
+        var point = fma(bitcast<f32>(work[uniform_at]), sum, bitcast<f32>(work[uniform_at + 1u]) * sum);
+        if temperature == 0.0 { point = 0.0; }
+        for (var i = begin; i < end; i++) {
+            let w = numbers[i];
+            if w > 0.0 {
+                reached += w;
+                atomicMax(&last_kept, i);  // if rounding leaves a remainder
+                if reached > point {
+                    atomicMin(&first_beyond, i);
+                    break;
                 }
             }
         }
-        workgroupBarrier();
     }
+    workgroupBarrier();
     if id == 0u {
         var token = atomicLoad(&first_beyond);
         if token == VOCAB { token = atomicLoad(&last_kept); }
