@@ -21,16 +21,9 @@ export function bind(changed) {
   }
 }
 
-// Shows choices in the fields. A link may have a value that a list lacks.
+// Shows choices in the fields.
 export function fill(choices) {
-  for (const field of all()) {
-    const value = choices[field.name];
-    field.value = value;
-    if (field.options && field.value !== String(value)) {
-      field.append(option(value));
-      field.value = value;
-    }
-  }
+  for (const field of all()) field.value = choices[field.name];
 }
 
 // The label and the slider of a setting of sampling: top_k is "Top-k".

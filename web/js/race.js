@@ -1,13 +1,12 @@
-// The view Race: the parts write the same text one after the other, and are shown at their relative speeds.
-import { $, brief, copy, frame, isStill, make, number, onSubmit, say, tableRow } from "./dom.js";
+// The view Race: the parts write the same text one after the other.
+import { $, brief, copy, make, number, onSubmit, say, tableRow } from "./dom.js";
 import { encode } from "./checkpoint.js";
 import { FASTEST } from "./facts.js";
 
 const CASE = { heads: 4, N: 1024, d: 32 };
 const MODEL = "shakes1024"; // has the long window
-const LONGEST_SHOW = 9; // seconds in which the slowest part is shown
-const PROMPT = "GLOUCESTER:\n",
-  SEED = 1; // seed of the text that fills the window
+const PROMPT = "GLOUCESTER:\n";
+const SEED = 1; // of the text that fills the window
 const WARM_UPS = 2; // browsers optimise a kernel after its first runs
 
 export class RaceView {
@@ -50,15 +49,16 @@ export class RaceView {
       lane.text.textContent = lane.time.textContent = "";
       lane.box.classList.remove("won");
     }
-    const runs = {};
+    const totals = {};
     for (const { name: part } of [...this.parts].reverse()) {
       if (this.cancelled) break;
       say("race-status", `${part} writes ${count} characters, each after reading ${number(size)} again …`);
-      runs[part] = await this.measure(part, past, count);
+      totals[part] = await this.measure(part, past, count);
     }
-    if (!this.cancelled) await this.replay(runs, count);
-    if (!this.cancelled) await this.alone();
-    if (this.cancelled) say("race-status", "Stopped, because another view was shown.");
+    if (this.cancelled) return say("race-status", "Stopped, because another view was shown.");
+    const fastest = Math.min(...Object.values(totals));
+    for (const [part, { box }] of Object.entries(this.lanes)) box.classList.toggle("won", totals[part] === fastest);
+    return this.alone();
   }
 
   written(tokens) {
@@ -79,50 +79,24 @@ export class RaceView {
     return ids;
   }
 
-  // {text, ends: milliseconds at which each character is there} of a part that reads the whole window again and again.
+  // The milliseconds in which a part writes a text; it reads the whole window again and again.
   async measure(part, past, count) {
     const begin = () => this.begin(past, part, SEED + 1, past.length, false),
-      more = () => this.engine.call("more", { most: 1 });
+      more = () => this.engine.call("more", { most: 1 }),
+      { text, time } = this.lanes[part];
     for (let i = 0; i < WARM_UPS; i++) {
       await begin();
       await more();
     }
     await begin();
-    const run = { text: "", ends: [] },
-      lane = this.lanes[part];
-    while (run.ends.length < count && !this.cancelled) {
+    let total = 0;
+    for (let at = 1; at <= count && !this.cancelled; at++) {
       const { tokens, elapsed } = await more();
-      run.text += this.written(tokens);
-      run.ends.push((run.ends.at(-1) ?? 0) + elapsed);
-      lane.text.textContent = run.text;
-      lane.time.textContent = `${number(run.ends.length)} of ${number(count)}`;
+      total += elapsed;
+      text.append(this.written(tokens));
+      time.textContent = `${number(at)} of ${number(count)}: ${brief(total / 1e3)} s, ${brief(total / at)} ms a character`;
     }
-    return run;
-  }
-
-  // Shows all parts side by side, with the measured times.
-  async replay(runs, count) {
-    const totals = Object.values(runs).map(({ ends }) => ends.at(-1)),
-      fastest = Math.min(...totals),
-      atOnce = isStill(),
-      factor = Math.max(1, Math.max(...totals) / 1e3 / LONGEST_SHOW);
-    const faster = factor > 1 && !atOnce ? `, ${brief(factor)} times as fast as it was` : "";
-    say("race-status", `Measured one after the other; now side by side at their true relative speed${faster}.`);
-    const start = performance.now();
-    for (let done = false; !done && !this.cancelled; await frame()) {
-      const now = atOnce ? Infinity : (performance.now() - start) * factor;
-      done = true;
-      for (const [part, { text, ends }] of Object.entries(runs)) {
-        const { box, text: shown, time } = this.lanes[part],
-          at = ends.filter((end) => end <= now).length,
-          total = ends.at(-1);
-        shown.textContent = text.slice(0, at);
-        box.classList.toggle("won", at === count && total === fastest);
-        const each = at < count ? "" : `, ${brief(total / count)} ms a character`;
-        time.textContent = `${brief((at < count ? now : total) / 1e3)} s${each}`;
-        done &&= at === count;
-      }
-    }
+    return total;
   }
 
   // Bars with the time of one call of attention.
@@ -144,7 +118,7 @@ export class RaceView {
     });
     $("alone").tBodies[0].replaceChildren(...rows);
     const slow = gpu?.isCpu ? ` ${gpu.name} is a driver on the CPU, so it is slow.` : "";
-    $("race-status").append(` Attention alone: part4 is ${gain} times as fast as part1 here.${slow}`);
+    say("race-status", `Attention alone: part4 is ${gain} times as fast as part1 here.${slow}`);
   }
 
   // A call of the fastest step that the GPU runs, {name, isCpu, milliseconds}; undefined without one.

@@ -38,7 +38,7 @@ export const CHOICES = {
       number(value, least, most ?? Infinity, whole ? 1 : 0),
     ]),
   ),
-  pace: number(150, 0, 1000), // characters a second; 0: as fast as it can
+  pace: oneOf({ 40: "40 a second", 150: "150 a second", 0: "as fast as it can" }, "150"), // characters
   branches: text(""), // 'position:character code' of each, with commas
   layer: number(-1, -1, 1000), // -1: of the head that looks back furthest, Session.observe()
   head: number(-1, -1, 1000),

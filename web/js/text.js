@@ -32,7 +32,7 @@ export class Writing {
   async run(show) {
     const { source, choices } = this,
       { length } = choices,
-      pace = source.isPaced && !isStill() ? choices.pace : 0,
+      pace = source.isPaced && !isStill() ? Number(choices.pace) : 0,
       hurry = parseBranches(choices.branches).at(-1)?.[0] ?? 0; // the text before a branch was shown already
     try {
       await source.begin(choices);
