@@ -118,8 +118,6 @@ def test_web():
     rows = dict(re.findall(r"^\| (page|native engine, \S+) \| ([\d,]+) \|", text, re.M))
     assert set(rows) == {"page", "native engine, x86-64-v2"}
     assert all(int(speed.replace(",", "")) > 0 for speed in rows.values())
-    lines = re.findall(r"ms \| [\d,]+ \| ([\d.]+) s \| ([\d.]+) s \|", text)
-    assert len(lines) == 2 and all(float(seconds) > 0 for line in lines for seconds in line)
     assert "shakes128, fp32, texts of 127 tokens" in text
 
 
