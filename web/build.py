@@ -40,7 +40,6 @@ STEPS_D = 32
 PORTABLE = (16_384, 256)  # bytes of workgroup memory and invocations that WebGPU promises
 # The page does not train, its threads would wait for each other, and it has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
-STATIC = ("index.html", "style.css", "sw.js")
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
 EMBEDDED = (MODEL, "shakes1024")  # in the one file; the race needs the long window
@@ -91,17 +90,13 @@ def write_page(work: Path) -> Path:
     write_scripts(folder / "js")
     for name in BUILDS:
         (folder / f"kernels-{name}.wasm.gz").write_bytes(packed(compiled(name).read_bytes()))
-    for name in STATIC:
-        shutil.copyfile(WEB / name, folder / name)
+    shutil.copyfile(WEB / "style.css", folder / "style.css")
     for name, content in (("sources", sources()), ("shaders", shaders())):
         (folder / f"{name}.json.gz").write_bytes(packed(json.dumps(content).encode()))
     write_models(folder / "models")
     write_text(folder / "index.html", hinted((WEB / "index.html").read_text(encoding="utf-8"), folder))
-    weights = [name for name in files(folder) if name.endswith(WEIGHTS)]
-    kept = [name for name in files(folder) if name not in ("sw.js", *weights)]
-    worker = (folder / "sw.js").read_text(encoding="utf-8").replace("VERSION", fingerprint())
-    worker = worker.replace('"FILES"', json.dumps(kept)).replace('"WEIGHTS"', json.dumps(weights))
-    write_text(folder / "sw.js", worker)
+    worker = (WEB / "sw.js").read_text(encoding="utf-8")
+    write_text(folder / "sw.js", worker.replace("VERSION", fingerprint()))
     write_text(folder / "shakespeare.html", bundle.one_file(folder, WEB, EMBEDDED))
     write_stamp(folder)
     return folder

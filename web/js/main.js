@@ -183,9 +183,8 @@ class Page {
   keep() {
     const workers = navigator.serviceWorker;
     if (this.server || !workers || !location.protocol.startsWith("http")) return;
-    const tell = () => workers.controller?.postMessage(this.models.loaded());
-    workers.oncontrollerchange = tell; // the first visit's weights came before its worker
-    tell();
+    // The first visit's weights came before the worker, which keeps what passes it.
+    workers.oncontrollerchange = () => this.models.loaded().forEach((path) => fetch(path));
     workers.register("sw.js").catch(() => {}); // without it the page needs the network each time
   }
 
