@@ -125,20 +125,18 @@ def test_other_floats_are_widened(node, directory, dtype, wasm):
     assert node("text", prompt="abc", length=30) == first
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
+def test_a_wrong_configuration_is_refused(node, directory):
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    for change, message in (
         ({"n_embd": 10**6, "n_head": 1}, "too large"),
         ({"block_size": 0}, "block_size is 0; it must be a whole number of at least 1"),
         ({"n_head": 3}, "it must be a multiple of n_head=3"),
         ({"n_layer": 10**12}, "but there are"),
         ({"bias": "yes"}, "it must be true or false"),
-    ],
-)
-def test_a_wrong_configuration_is_refused(node, directory, change, said):
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    assert said in outcome(node, directory) and refused_by_python(directory)
+    ):
+        file.write_text(json.dumps(config | change))
+        assert message in outcome(node, directory) and refused_by_python(directory)
 
 
 def test_logits_that_overflow_are_an_error_and_the_next_text_is_written(node, directory, wasm):

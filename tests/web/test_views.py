@@ -118,23 +118,6 @@ def test_a_wrong_script_gets_a_sentence_with_its_line(node):
         assert why in made.get("why", ""), script[:80]
 
 
-NAMED = """
-S = matrix(2, 2)
-A = matrix(2, 4)
-for i of tiles(Q, 2)
-    for j of tiles(K & seen(i), 2)
-        for x of A
-            if size(i) - x
-                multiply S[x, 0:size(j)] = A[x] * K[j]'
-"""
-
-
-def test_a_matrix_may_have_a_name_of_javascripts_objects(node):
-    made, named = (node("script", script=NAMED.replace("A", a), sizes=SMALL) for a in ("A", "constructor"))
-    assert made["computed"] == named["computed"] == [15, 15, 0, 5]
-    assert made["bytes"] == named["bytes"]
-
-
 def test_no_script_does_anything_but_walk_or_get_a_sentence(node):
     """Our scripts with pieces lost, doubled and exchanged, and with names that JavaScript's objects have."""
     chance = random.Random(1)
@@ -215,15 +198,12 @@ def test_the_command_writes_the_same_text(node, extension, choices):
     assert done.stdout == f"{chosen['prompt']}{node('text', **chosen)}\n"
 
 
-@pytest.mark.parametrize(
-    "choices, own, why",
-    [
+def test_no_command_is_shown_where_none_writes_the_same_text(node):
+    for choices, own, why in (
         ({}, True, "the checkpoint is your own"),
         ({"where": "server"}, False, "the server chooses"),
         ({"branches": "3:65"}, False, "it has a branch"),
         ({"seed": "9223372036854775808"}, False, "its seeds end at 9223372036854775807"),
-    ],
-)
-def test_no_command_is_shown_where_none_writes_the_same_text(node, choices, own, why):
-    made = node("command", choices=choices, own=own)
-    assert why in made["why"] and "command" not in made
+    ):
+        made = node("command", choices=choices, own=own)
+        assert why in made["why"] and "command" not in made

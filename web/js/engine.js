@@ -58,10 +58,10 @@ export class Engine {
     this.waiting = new Map();
     this.calls = 0;
     this.worker.onmessage = ({ data: { id, result, error } }) => {
-      const { resolve, reject } = this.waiting.get(id);
+      const call = this.waiting.get(id);
       this.waiting.delete(id);
-      if (error === undefined) resolve(result);
-      else reject(new Error(error));
+      if (error === undefined) call?.resolve(result);
+      else call?.reject(new Error(error));
     };
     this.worker.onerror = (event) => this.fail(new Error(event.message || "the worker did not start"));
   }
