@@ -4,7 +4,6 @@ const OPTIONAL = ["subgroups"]; // features that are asked for where they exist
 const LIMITS = [
   "maxBufferSize",
   "maxStorageBufferBindingSize",
-  "maxStorageBuffersPerShaderStage",
   "maxComputeWorkgroupStorageSize",
   "maxComputeInvocationsPerWorkgroup",
 ];
@@ -47,9 +46,9 @@ export class Gpu {
       features = OPTIONAL.filter((name) => adapter.features.has(name)),
       limits = Object.fromEntries(LIMITS.map((name) => [name, adapter.limits[name]])),
       device = await adapter.requestDevice({ requiredFeatures: features, requiredLimits: limits }),
-      made = Object.assign(new Gpu(), { device, limits, features }, described(adapter.info));
-    device.lost.then(() => (made.isLost = true));
-    return made;
+      opened = Object.assign(new Gpu(), { device, limits, features }, described(adapter.info));
+    device.lost.then(() => (opened.isLost = true));
+    return opened;
   }
 
   // A compiled entry point of WGSL. Raises Unfit with the compiler's message.
@@ -74,8 +73,8 @@ export class Gpu {
     return made;
   }
 
-  write(buffer, array, offset = 0) {
-    this.device.queue.writeBuffer(buffer, offset, array);
+  write(buffer, array) {
+    this.device.queue.writeBuffer(buffer, 0, array);
   }
 
   // Dispatches workgroups, some times in a row, and returns the first `bytes` of a buffer, by default the last one. Bindings

@@ -4,7 +4,6 @@ import { Unfit } from "./gpu.js";
 
 const { INVOCATIONS, FIRST, PROMPT, TEXT, SETTINGS } = DECODER;
 const TILES = [256, 128, 64, 32, 16]; // keys of attention's, the largest that fits
-const STORAGE = 8; // buffers; the portable least too
 const DISPATCH_MS = 30; // no watchdog ends it
 
 const quads = (numbers) => Math.ceil(numbers / 4);
@@ -24,14 +23,14 @@ export class GpuModel {
       192;
     const tiles = TILES.filter((tile) => shared(tile) <= room);
     if (A > INVOCATIONS || !tiles.length) throw new Unfit("the model is too wide for a workgroup of this GPU");
-    if (gpu.limits.maxStorageBuffersPerShaderStage < STORAGE) throw new Unfit(`${gpu.name} has too few buffers`);
     const constants = {
       ...{ LAYERS: n_layer, HEADS: n_head, HEAD_DIM: d, VOCAB: vocab_size, BIAS: Number(bias) },
       TILE: tiles.findLast((tile) => tile >= block_size) ?? tiles[0],
     };
     const lines = Object.entries(constants).map(([name, value]) => `const ${name}: u32 = ${value}u;`),
       pipeline = await gpu.pipeline([...lines, shaders.decoder].join("\n"), "decode");
-    return Object.assign(new GpuModel(), { gpu, config, pipeline, A, weights: gpu.buffer(packed(config, tensors, precision)) });
+    const weights = gpu.buffer(await packed(config, tensors, precision));
+    return Object.assign(new GpuModel(), { gpu, config, pipeline, A, weights });
   }
 
   // Bytes of a text's keys, and of its values.
@@ -42,7 +41,7 @@ export class GpuModel {
 
 // The weights in the decoder's order. precision: 'bf16' rounds the head, as the kernels do; the file has it in float32,
 // because it is the tokens' table too.
-function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }, tensors, precision) {
+async function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }, tensors, precision) {
   const d = C / n_head,
     W = quads(C),
     D = 4 * quads(d),
@@ -88,13 +87,7 @@ function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }, tens
     round = precision === "bf16" ? rounded : straight;
   place(4 * W, 4 * quads(V), C, V, (r, c) => round(wte[c * C + r]));
   table("transformer.wpe.weight", C, W);
-  const all = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
-  let at = 0;
-  for (const part of parts) {
-    all.set(part, at);
-    at += part.length;
-  }
-  return all;
+  return new Float32Array(await new Blob(parts).arrayBuffer());
 }
 
 // Texts that are written together, of the same length: a decoder of Writer in writer.js.
@@ -140,8 +133,7 @@ export class GpuDecoder {
       kernels.call("uniforms", BigInt(seed), this.written, rows, own);
       for (let row = 0; row < rows; row++) uniforms.set(own.subarray(2 * row, 2 * row + 2), 2 * (row * count + i));
     });
-    const sizes = [count, rows, this.capacity, count, uniformsAt, Number(keepsLogits), 0, 0],
-      params = Uint32Array.from(sizes);
+    const params = Uint32Array.of(count, rows, this.capacity, count, uniformsAt, Number(keepsLogits), 0, 0);
     new Float32Array(params.buffer)[6] = Math.LOG2E / Math.sqrt(config.n_embd / config.n_head);
     gpu.write(this.params, params);
     const size = 4 * rows * count * (1 + (keepsLogits ? V : 0)),

@@ -88,7 +88,7 @@ class Page {
   }
 
   offerPrecisions() {
-    const here = this.models.precisions(this.choices.model);
+    const here = Object.keys(this.models.index[this.choices.model].files);
     for (const option of $("weights").options) option.disabled = !here.includes(option.value);
     if (!here.includes(this.choices.weights)) [this.choices.weights] = here;
   }
@@ -171,7 +171,6 @@ class Page {
     button.disabled = false;
   }
 
-  // A text is complete.
   written() {
     if (this.view !== "write") this.views[this.view].show?.();
     document.documentElement.dataset.written = this.text.written;
@@ -184,7 +183,7 @@ class Page {
     const workers = navigator.serviceWorker;
     if (this.server || !workers || !location.protocol.startsWith("http")) return;
     // The first visit's weights came before the worker, which keeps what passes it.
-    workers.oncontrollerchange = () => this.models.loaded().forEach((path) => fetch(path));
+    workers.oncontrollerchange = () => [...this.models.files.keys()].forEach((path) => fetch(path));
     workers.register("sw.js").catch(() => {}); // without it the page needs the network each time
   }
 

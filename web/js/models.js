@@ -7,19 +7,9 @@ export class Models {
   static async open() {
     const models = new Models();
     models.index = await json("models/models.json");
-    models.files = new Map(); // promises of bytes, by path
+    models.files = new Map(); // promises of bytes, by the path of weights
     models.wasm = asset(`kernels-${build()}.wasm.gz`);
     return models;
-  }
-
-  // The precisions in which the page has a model.
-  precisions(name) {
-    return Object.keys(this.index[name].files);
-  }
-
-  // The paths of the weights that were requested.
-  loaded() {
-    return [...this.files.keys()];
   }
 
   weights({ path, bytes }, progress) {

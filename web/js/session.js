@@ -254,11 +254,10 @@ export class Session {
   // Bytes per second of sequential reads from a buffer.
   bandwidth({ bytes, ms = 150 }) {
     const { read_floats } = this.kernels.c,
-      floats = Math.floor(bytes / 64) * 16,
-      passes = Math.max(1, Math.ceil(2 ** 24 / bytes));
+      floats = Math.floor(bytes / 64) * 16;
     return this.kernels.with(4 * floats, (data) => {
       this.kernels.view(Float32Array, data, floats).fill(1);
-      const read = () => read_floats(data, floats, passes);
+      const read = () => read_floats(data, floats);
       return (read() / timed(read, ms)) * 1e3;
     });
   }

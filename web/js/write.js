@@ -62,7 +62,6 @@ export class WriteView {
     }
   }
 
-  // Sets the fields to the choices.
   fill() {
     for (const { choice, slider } of SETTINGS) $(choice).max = slider[1] ?? this.vocabulary;
     $("prompt").value = this.choices.prompt;
@@ -153,7 +152,6 @@ export class WriteView {
     say("command", command ?? "");
   }
 
-  // Handles a click on the text.
   touch({ clientX, clientY }) {
     const { node } = this,
       caret = document.caretPositionFromPoint?.(clientX, clientY),
