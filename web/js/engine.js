@@ -47,7 +47,6 @@ export class Closed extends Error {}
 // text.js.
 export class Engine {
   isPaced = true;
-  by = "with part4";
 
   static async open() {
     return new Engine(await newWorker());
@@ -82,45 +81,39 @@ export class Engine {
 
   // The GPU for this model: {name, isCpu}, or {why}, a sentence.
   async openGpu() {
-    const found = await this.callWithShaders("openGpu");
-    this.gpuName = found.name;
-    return found;
+    const gpu = await this.callWithShaders("openGpu");
+    this.gpuName = gpu.name;
+    return gpu;
   }
 
   async callWithShaders(method, argument = {}) {
     return this.call(method, { ...argument, shaders: await (shaders ??= json("shaders.json.gz")) });
   }
 
-  async begin({ prompt, length, branches, ...choices }) {
+  async begin({ prompt, length, branches, where, ...choices }) {
     const { characters, config } = this,
       ids = encode(prompt || "\n", characters),
       forced = parseBranches(branches).map(([at, c]) => [at, characters.indexOf(c)]);
-    const onGpu = choices.where === "gpu",
-      request = {
-      part: "part4",
-      ids,
-      seed: choices.seed,
-      context: choices.context,
-      useCache: true,
+    this.onGpu = where === "gpu";
+    const { why } = await this.call("begin", {
+      ...{ part: "part4", ids, seed: choices.seed, context: choices.context, useCache: true, onGpu: this.onGpu },
       sampling: sampling(choices),
       capacity: Math.min(config.block_size, ids.length + length),
       forced: forced.filter(([, id]) => id >= 0),
-      onGpu,
-    };
-    this.told((await this.call("begin", request)).why);
-    if (onGpu && !this.why) this.by = `on ${this.gpuName}`;
+    });
+    this.why = why; // the CPU writes what the GPU was to write, if so
   }
 
   async more(most) {
     const { tokens, logits, elapsed, why } = await this.call("more", { most });
-    if (why) this.told(why);
+    this.why ??= why;
     return { piece: tokens.map((token) => this.characters[token]).join(""), logits, elapsed };
   }
 
-  // why: why the CPU writes what the GPU was to write, if so.
-  told(why) {
-    this.why = why;
-    this.by = why ? `with part4 on the CPU: ${why}` : "with part4";
+  // Who writes, for a sentence.
+  get by() {
+    if (this.why) return `with part4 on the CPU: ${this.why}`;
+    return this.onGpu ? `on ${this.gpuName}` : "with part4";
   }
 
   halt() {} // the page asks for no more

@@ -297,27 +297,12 @@ const TO_FC = 2u;
 const TO_OUT = 3u;
 const TO_LOGITS = 4u;
 
-struct Matrix {
-    kind: u32,
-    norm: u32,  // of the LayerNorm before it, if there is one
-    at: u32,
-    bias: u32,
-    inputs: u32,
-    outputs: u32,
-    first_input: u32,  // in `row`
-}
-
-fn matrix(number: u32) -> Matrix {
-    let layer = number / 4u;
-    let begin = VOCAB * W + layer * LAYER;
-    if layer == LAYERS { return Matrix(TO_LOGITS, LN_F, HEAD, 0u, W, V, IN); }
-    switch number % 4u {
-        case TO_QKV: { return Matrix(TO_QKV, begin, begin + QKV, begin + QKV_BIAS, W, 3u * A, IN); }
-        case TO_PROJ: { return Matrix(TO_PROJ, 0u, begin + PROJ, begin + PROJ_BIAS, A, W, IN); }
-        case TO_FC: { return Matrix(TO_FC, begin + LN_2, begin + FC, begin + FC_BIAS, W, WIDTH, IN); }
-        default: { return Matrix(TO_OUT, 0u, begin + OUT, begin + OUT_BIAS, WIDTH, W, WIDE); }
-    }
-}
+// Of each, in quads from where the layer's weights begin: the LayerNorm before it, if there is one, the matrix, the bias.
+const NORM = array(0u, 0u, LN_2, 0u, 0u);
+const MATRIX = array(QKV, PROJ, FC, OUT, HEAD - LN_F);
+const MATRIX_BIAS = array(QKV_BIAS, PROJ_BIAS, FC_BIAS, OUT_BIAS, 0u);
+const INPUTS = array(W, A, W, WIDTH, W);
+const OUTPUTS = array(3u * A, W, WIDTH, W, V);
 
 // Takes a token, which follows `length` others, through the layers, and, if asked, finds the logits after it, to
 // `numbers` and to the slot. Every function is called at one place, which compilers thank.
@@ -328,16 +313,19 @@ fn read_token(slot: u32, length: u32, token: u32, with_logits: bool, id: u32) {
     workgroupBarrier();
     let matrices = 4u * LAYERS + select(0u, 1u, with_logits);
     for (var number = 0u; number < matrices; number++) {
-        let m = matrix(number);
+        let kind = select(number % 4u, TO_LOGITS, number == 4u * LAYERS);
+        let begin = VOCAB * W + number / 4u * LAYER;
+        let outputs = OUTPUTS[kind];
         let slot_layer = slot * LAYERS + number / 4u;
-        if m.kind % 2u == 0u { normalise(m.norm, id); }
-        if m.kind == TO_PROJ { attend(slot_layer, length, id); }
-        for (var first = 0u; first < m.outputs; first += INVOCATIONS) {
-            var y = product(m.at, m.inputs, m.outputs, m.first_input, first, id);
+        if kind % 2u == 0u { normalise(begin + NORM[kind], id); }
+        if kind == TO_PROJ { attend(slot_layer, length, id); }
+        for (var first = 0u; first < outputs; first += INVOCATIONS) {
+            let inputs_at = select(IN, WIDE, kind == TO_OUT);
+            var y = product(begin + MATRIX[kind], INPUTS[kind], outputs, inputs_at, first, id);
             let q = first + id;
-            if q < m.outputs {
-                if BIAS == 1u && m.kind != TO_LOGITS { y += weights[m.bias + q]; }
-                switch m.kind {
+            if q < outputs {
+                if BIAS == 1u && kind != TO_LOGITS { y += weights[begin + MATRIX_BIAS[kind] + q]; }
+                switch kind {
                     case TO_QKV: {
                         if q < A {
                             row[WIDE + q] = y * params.scale;
@@ -357,7 +345,7 @@ fn read_token(slot: u32, length: u32, token: u32, with_logits: bool, id: u32) {
                     default: { row[X + q] += y; }
                 }
             }
-            if m.kind == TO_QKV { storageBarrier(); }  // for the keys and values; it waits for memory
+            if kind == TO_QKV { storageBarrier(); }  // for the keys and values; it waits for memory
             workgroupBarrier();
         }
     }
