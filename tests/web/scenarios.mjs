@@ -11,13 +11,7 @@ import { pathToFileURL } from "node:url";
 import playwright from "playwright-core";
 
 const { browser: kind, program, folder, scenario, argument } = JSON.parse(process.argv[2]);
-const TYPES = {
-  ".html": "text/html",
-  ".js": "text/javascript",
-  ".css": "text/css",
-  ".wasm": "application/wasm",
-  ".json": "application/json",
-};
+const TYPES = { ".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".json": "application/json" };
 const POLICY = /<meta http-equiv="Content-Security-Policy"[^>]*>/;
 const complaints = [];
 const answered = []; // paths
@@ -50,9 +44,7 @@ const launch = {
       channel: "moz-firefox",
       executablePath: program,
       timeout: PATIENCE,
-      firefoxUserPrefs: {
-        "layout.css.prefers-color-scheme.content-override": argument.scheme === "dark" ? 0 : 1,
-      },
+      firefoxUserPrefs: { "layout.css.prefers-color-scheme.content-override": argument.scheme === "dark" ? 0 : 1 },
     }),
 };
 const browser = await launch[kind]();
@@ -259,11 +251,7 @@ const scenarios = {
     await written(query.length);
     const again = await textOf("text-new");
     await page.click("#unbranch");
-    await until(
-      "the text before",
-      (before) => document.getElementById("text-new").textContent === before,
-      plain,
-    );
+    await until("the text before", (before) => document.getElementById("text-new").textContent === before, plain);
     return { plain, text, address, again };
   },
 
@@ -299,15 +287,8 @@ const scenarios = {
       return { x: box.x, y: box.y, width: box.width, height: box.height, T: canvas.width };
     });
     await page.mouse.move(x + ((j + 0.5) / T) * width, y + ((i + 0.5) / T) * height);
-    await until(
-      "the pointer",
-      (said) => document.getElementById("heat-status").textContent === said,
-      bySliders,
-    );
-    return {
-      said: bySliders,
-      maps: await page.evaluate(() => document.querySelectorAll("#maps canvas").length),
-    };
+    await until("the pointer", (said) => document.getElementById("heat-status").textContent === said, bySliders);
+    return { said: bySliders, maps: await page.evaluate(() => document.querySelectorAll("#maps canvas").length) };
   },
 
   // Every part's frames, to the end; where the canvas is drawn.
@@ -351,9 +332,7 @@ const scenarios = {
   async script({ part, other, line, link }) {
     const bytes = () =>
       page.$$eval("#bytes tr", (rows) =>
-        Object.fromEntries(
-          rows.map(({ firstChild, lastChild }) => [firstChild.textContent, lastChild.textContent]),
-        ),
+        Object.fromEntries(rows.map(({ firstChild, lastChild }) => [firstChild.textContent, lastChild.textContent])),
       );
     const said = (start) =>
       until(start, (text) => document.getElementById("script-status").textContent.startsWith(text), start);
