@@ -263,7 +263,7 @@ const scenarios = {
       document.getElementById("race-status").textContent.includes("Attention alone"),
     );
     return page.evaluate(() => ({
-      texts: [...document.querySelectorAll(".lane .written > span:last-child")].map((e) => e.textContent),
+      texts: [...document.querySelectorAll(".lane .written")].map((e) => e.textContent),
       times: [...document.querySelectorAll(".lane > p")].map((e) => e.textContent),
       bars: document.querySelectorAll("#alone tr").length,
       status: document.getElementById("race-status").textContent,

@@ -27,7 +27,7 @@ const calls = {
     await session.load({ precision: a.precision, ...files(a) });
   },
   // The text of a request, whose prompt is text.
-  async text({ prompt, length, stop = [], ...request }) {
+  async text({ prompt, length, stop, ...request }) {
     const { characters } = session.checkpoint;
     const sampled = { temperature: 0.8, top_k: 200, ...request.sampling };
     session.begin({
@@ -46,7 +46,7 @@ const calls = {
       n += tokens.length;
       const from = text.length;
       text += tokens.map((token) => characters[token]).join("");
-      const whole = writer.stopped(text, stop, from);
+      const whole = stop ? writer.stopped(text, stop, from) : null;
       if (whole !== null) return whole;
     }
     return text;

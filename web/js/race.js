@@ -26,11 +26,10 @@ export class RaceView {
 
   newLane({ name, algorithm }) {
     const box = copy("lane"),
-      [title, time, { children }] = box.children,
-      [past, text] = children;
+      [title, time, text] = box.children;
     title.append(name, make("small", {}, algorithm));
     $("lanes").append(box);
-    return { box, time, past, text };
+    return { box, time, text };
   }
 
   hide() {
@@ -45,7 +44,6 @@ export class RaceView {
     this.offer(this.engine.parts);
     const past = await this.past(size);
     for (const lane of Object.values(this.lanes)) {
-      lane.past.textContent = `… ${this.written(past.slice(-80)).replace(/^\S*\s/, "")}`;
       lane.text.textContent = lane.time.textContent = "";
       lane.box.classList.remove("won");
     }

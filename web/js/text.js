@@ -67,7 +67,7 @@ export class Writing {
     this.milliseconds += elapsed;
     const V = (logits?.length ?? 0) / piece.length;
     for (let i = 0; V && i < piece.length; i++) this.logits.push(logits.subarray(i * V, (i + 1) * V));
-    const whole = stop ? stopped(this.text, [stop], before) : null;
+    const whole = stop ? stopped(this.text, stop, before) : null;
     if (whole !== null) {
       this.text = whole;
       this.logits.length = Math.min(this.logits.length, whole.length);
