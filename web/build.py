@@ -247,7 +247,7 @@ def write_models(folder: Path) -> None:
         for precision, content in (("bf16", rounded(exact)), ("fp32", exact)):
             path = folder / f"{name}-{precision}{WEIGHTS}"
             path.write_bytes(packed(planes(content)))
-            offered[precision] = {"path": f"models/{path.name}", "bytes": path.stat().st_size}
+            offered[precision] = {"path": f"models/{path.name}"}
         index[name] = {"config": config, "characters": meta["characters"], "files": offered}
     write_text(folder / "models.json", json.dumps(index))
 

@@ -130,7 +130,7 @@ def test_a_weight_is_named_with_both_characters(visit, node: Node):
     made = visit("attention", query=QUERY, i=i, j=j)
     node.load(precision="bf16")
     seen = node("observe", text=text)
-    layer, head = seen["telling"].values()
+    layer, head, _ = seen["telling"].values()
     assert (layer, head) != (0, 0)
     weight = node("weights", layer=layer, head=head)[i * len(text) + j]
     names = [f"“{ {' ': '␣', chr(10): '⏎'}.get(text[k], text[k]) }” at {k + 1}" for k in (i, j)]

@@ -6,14 +6,9 @@ let shaders; // a promise
 
 const inside = (name) => document.getElementById(`asset:${name}`);
 
-// A file's bytes. Packed ones are unpacked as they arrive. progress(bytes so far) is called meanwhile.
-export async function asset(name, progress = () => {}) {
-  let size = 0;
-  const transform = (chunk, controller) => {
-    progress((size += chunk.length));
-    controller.enqueue(chunk);
-  };
-  const [start, bytes] = (await opened(name)).pipeThrough(new TransformStream({ transform })).tee(),
+// A file's bytes. Packed ones are unpacked as they arrive.
+export async function asset(name) {
+  const [start, bytes] = (await opened(name)).tee(),
     reader = start.getReader(),
     { value } = await reader.read();
   reader.cancel();

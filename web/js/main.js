@@ -119,6 +119,7 @@ class Page {
     if (this.own) return this.engine;
     if (this.wanted !== wanted) {
       this.wanted = wanted;
+      $("loading").hidden = false;
       this.loading = this.load(model, weights, () => this.wanted === wanted);
     }
     return this.loading;
@@ -126,13 +127,13 @@ class Page {
 
   async load(model, weights, isWanted) {
     try {
-      const engine = await this.models.engine(model, weights, (share) => isWanted() && this.progress(share));
+      const engine = await this.models.engine(model, weights);
       if (isWanted()) return this.use(engine);
       engine.close();
     } catch (error) {
       if (!isWanted()) return null;
       this.wanted = null;
-      this.progress(1);
+      $("loading").hidden = true;
       this.problem(error);
     }
     return null;
@@ -142,7 +143,7 @@ class Page {
     this.engine?.close();
     this.engine = engine;
     this.views.race.offer(engine.parts);
-    this.progress(1);
+    $("loading").hidden = true;
     return engine;
   }
 
@@ -185,11 +186,6 @@ class Page {
     // The first visit's weights came before the worker, which keeps what passes it.
     workers.oncontrollerchange = () => [...this.models.files.keys()].forEach((path) => fetch(path));
     workers.register("sw.js").catch(() => {}); // without it the page needs the network each time
-  }
-
-  progress(share) {
-    $("loading").hidden = share >= 1;
-    $("progress").value = share;
   }
 
   problem(error) {

@@ -8,7 +8,6 @@ const N = 1024,
 const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // in L1, in L2, in memory, on most machines
 const L1 = 32 << 10;
 const HEADS = ["part", "ms", "GFLOP/s", "of the peak", "bytes into 32 KB", "FLOP/byte", "scratch"];
-const EMPTY_PEAK = 9e10; // of the axes before something is measured
 const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [62, 624, 30, 352, 400]; // of the picture
 const NEAR = 1.4; // bandwidths within this factor share a name
 
@@ -17,7 +16,6 @@ export class MeasureView {
     on("measure-go", "click", ({ target }) => {
       if (page.engine) page.measured("measure", target, () => this.measure(page.engine));
     });
-    this.draw(EMPTY_PEAK, [], []);
   }
 
   async measure(engine) {

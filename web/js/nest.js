@@ -222,7 +222,7 @@ export class Nest {
     Object.assign(this, { N, d, most, steps: 0, count: 0, scope: {}, isTurned: false });
     this.matrices = Object.fromEntries(["Q", "K", "V", "O"].map((name) => [name, [N, d]]));
     this.names = new Map(Object.entries({ N, d, Br, Bc, R, Q: "Q", K: "K", V: "V", O: "O" })); // a text: a matrix
-    this.given = [...this.names.keys()];
+    this.given = new Set(this.names.keys());
     this.scores = new Uint8Array(N * N);
     this.outputs = new Uint8Array(N);
     const lines = script.split("\n").map((text, n) => new Line(text, n + 1)).filter(({ code }) => code);
@@ -258,7 +258,7 @@ export class Nest {
   }
 
   name(name, value) {
-    if (this.given.includes(name)) fail(this.at, `a new name was expected, not “${name}”`);
+    if (this.given.has(name)) fail(this.at, `a new name was expected, not “${name}”`);
     this.names.set(name, value);
   }
 
@@ -267,7 +267,7 @@ export class Nest {
     const isFine = rows > 0 && columns > 0 && rows * columns <= this.most.floats;
     if (!isFine) fail(this.at, `at most ${this.most.floats} numbers were expected in a matrix, not ${rows} × ${columns}`);
     this.name(name, name);
-    this.given.push(name);
+    this.given.add(name);
     this.matrices[name] = [rows, columns];
     if (Object.keys(this.matrices).filter((each) => each !== "S").length > 4 + MOST_SCRATCH)
       fail(this.at, `at most ${MOST_SCRATCH} matrices beside S were expected`);

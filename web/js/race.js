@@ -39,8 +39,7 @@ export class RaceView {
   async run(size, count) {
     this.cancelled = false;
     say("race-status", `Loading ${MODEL} …`);
-    this.engine ??= await this.page.models.engine(MODEL, "bf16", (share) => this.page.progress(share));
-    this.page.progress(1);
+    this.engine ??= await this.page.models.engine(MODEL, "bf16");
     this.offer(this.engine.parts);
     const past = await this.past(size);
     for (const lane of Object.values(this.lanes)) {

@@ -161,14 +161,13 @@ export class Session {
     const at = kernels.call("observe", this.handle, this.precision, Int32Array.from(ids), T);
     this.observations[of] = { at, T, d: n_embd / heads };
     const maps = [];
-    let telling = null,
-      most = -1;
+    let telling = { far: -1 };
     for (let layer = 0; layer < layers; layer++) {
       for (let head = 0; head < heads; head++) {
         const P = this.weights({ of, layer, head }),
           far = reach(P, T);
         maps.push(shrunk(P, T, Math.min(size, T)));
-        if (far > most) [most, telling] = [far, { layer, head }];
+        if (far > telling.far) telling = { layer, head, far };
       }
     }
     return { T, layers, heads, d: n_embd / heads, maps, telling };

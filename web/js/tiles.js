@@ -42,10 +42,7 @@ export class TilesView extends Reading {
       this.load();
     });
     on("tiles-sizes", "input", () => this.make(true));
-    on("row", "input", () => {
-      this.pinned = true;
-      this.showRow();
-    });
+    on("row", "input", () => this.showRow());
     const go = (at) => {
       this.playing = false;
       this.go(at);
@@ -131,7 +128,6 @@ export class TilesView extends Reading {
     this.counted = counted && [l1, l2].map((cache) => traffic(counted, cache));
     $("online").hidden = part !== "part4";
     $("row").max = N - 1;
-    this.pinned &&= keep;
     $("tiles-at").max = this.frames.length - 1;
     if (share === null) this.go(choices.frame, false);
     else this.go(Math.round(share * this.frames.length));
@@ -189,6 +185,7 @@ export class TilesView extends Reading {
     for (const line of this.lines) line.className = isNow(line) ? "now" : "";
     const here = this.lines.find(isNow) ?? this.lines[0];
     $("source").scrollTop = Math.max(0, here.offsetTop - this.lines[0].offsetTop - 90);
+    if (now.tile) $("row").value = now.tile[1] - 1;
     this.showRow();
   }
 
@@ -229,7 +226,6 @@ export class TilesView extends Reading {
   showRow() {
     if (!this.frames?.[this.at].tile) return;
     const [i0, i1, tile] = this.frames[this.at].tile;
-    if (!this.pinned) $("row").value = i1 - 1; // follows the tile until someone chooses a row
     const i = Number($("row").value);
     const history = online(this.results.S, this.N, i, this.sizes.Bc);
     const now = i < i0 ? history.length - 1 : i >= i1 ? -1 : Math.min(tile, history.length - 1);
