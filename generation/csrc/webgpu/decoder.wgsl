@@ -1,8 +1,7 @@
 // The GPT of model/gpt.py: a workgroup reads the tokens of one text and writes its next ones, in one dispatch.
 //
-// WebGPU has no barrier over a grid, so a text never leaves its workgroup: 256 invocations take a token through
-// all layers, multiply by the weights, attend to the cached keys and choose the next token. All arithmetic is
-// float32. A number is summed in the same order whatever else is written.
+// WebGPU has no barrier over a grid, so a text never leaves its workgroup of 256 invocations. All arithmetic is float32.
+// A number is summed in the same order whatever else is written.
 //
 // A source is the constants, then cache_fp32.wgsl or cache_bf16.wgsl, then this file and sampling.wgsl. Entry point:
 // decode, with a workgroup for each text, (texts, 1, 1).
@@ -280,9 +279,7 @@ fn attend(slot_layer: u32, length: u32, id: u32) {
     if slice < SLICES && quad % D == 0u { numbers[slice * HEADS + head] = l; }
     workgroupBarrier();
     if id < A {
-        for (var i = 1u; i < SLICES; i++) {
-            o += lanes[i * A + id];
-        }
+        for (var i = 1u; i < SLICES; i++) { o += lanes[i * A + id]; }
         l = 0.0;
         for (var i = 0u; i < SLICES; i++) { l += numbers[i * HEADS + head]; }
         row[IN + id] = o / l;
