@@ -135,11 +135,4 @@ std::string attempt(const Case& c, Random& memory) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    return run_seeds(argc, argv, [](uint64_t seed, int threads) {
-        Random random(seed);
-        const Case c = draw(seed, random, threads);
-        describe(c);
-        return attempt(c, random);
-    });
-}
+int main(int argc, char** argv) { return run_cases(argc, argv, draw, attempt); }
