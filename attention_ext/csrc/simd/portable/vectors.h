@@ -158,6 +158,25 @@ INLINE bool any(IntVec mask) {
     return found != 0;
 }
 
+// to (n) <- change(x), by vectors; the lanes after the last number are `rest`.
+template <class Change>
+INLINE void map(float* to, const float* x, int64_t n, float rest, const Change& change) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, change(load(x + i)));
+    if (i < n) store_part(to + i, change(load_part(x + i, n - i, rest)), n - i);
+}
+
+// Takes in all vectors of x (n), in two independent chains from `start`, with `rest` after the last number.
+template <class Result, class Take>
+INLINE std::pair<Result, Result> fold(const float* x, int64_t n, float rest, Result start, const Take& take) {
+    Result even = start, odd = start;
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) even = take(even, load(x + i)), odd = take(odd, load(x + i + W));
+    for (; i + W <= n; i += W) even = take(even, load(x + i));
+    if (i < n) odd = take(odd, load_part(x + i, n - i, rest));
+    return {even, odd};
+}
+
 INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>()); }
 
 #if defined(__AVX512DQ__)
