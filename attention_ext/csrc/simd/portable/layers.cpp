@@ -30,8 +30,9 @@ INLINE Vec gelu(Vec x) { return x * normal(x); }
 
 void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {
     const auto sum_of = [&](auto term, float nothing) {  // term(nothing) is 0
-        const auto [even, odd] = fold(x, n, nothing, Vec{}, [&](Vec all, Vec v) { return all + term(v); });
-        return sum(even + odd);
+        Vec sums[2] = {};
+        fold(x, n, nothing, [&](int chain, Vec v) { sums[chain] += term(v); });
+        return sum(sums[0] + sums[1]);
     };
     const float mean = sum_of([](Vec v) { return v; }, 0.0f) / n;
     const float variance = sum_of([mean](Vec v) { return (v - mean) * (v - mean); }, mean) / n;

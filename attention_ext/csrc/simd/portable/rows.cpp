@@ -63,8 +63,9 @@ void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t dep
 }
 
 float row_max(const float* x, int64_t n, float m) {
-    const auto [even, odd] = fold(x, n, m, splat(m), [](Vec most, Vec v) { return max(most, v); });
-    return largest(max(even, odd));
+    Vec most[2] = {splat(m), splat(m)};
+    fold(x, n, m, [&](int chain, Vec v) { most[chain] = max(most[chain], v); });
+    return largest(max(most[0], most[1]));
 }
 
 float exp_sum(float* x, int64_t n, float m) {

@@ -166,15 +166,15 @@ INLINE void map(float* to, const float* x, int64_t n, float rest, const Change& 
     if (i < n) store_part(to + i, change(load_part(x + i, n - i, rest)), n - i);
 }
 
-// Takes in all vectors of x (n), in two independent chains from `start`, with `rest` after the last number.
-template <class Result, class Take>
-INLINE std::pair<Result, Result> fold(const float* x, int64_t n, float rest, Result start, const Take& take) {
-    Result even = start, odd = start;
+// take(even or odd, vector) for the vectors of x (n) in turn: two independent chains. `rest` follows the last
+// number.
+template <class Take>
+INLINE void fold(const float* x, int64_t n, float rest, const Take& take) {
+    constexpr int EVEN = 0, ODD = 1;
     int64_t i = 0;
-    for (; i + 2 * W <= n; i += 2 * W) even = take(even, load(x + i)), odd = take(odd, load(x + i + W));
-    for (; i + W <= n; i += W) even = take(even, load(x + i));
-    if (i < n) odd = take(odd, load_part(x + i, n - i, rest));
-    return {even, odd};
+    for (; i + 2 * W <= n; i += 2 * W) take(EVEN, load(x + i)), take(ODD, load(x + i + W));
+    for (; i + W <= n; i += W) take(EVEN, load(x + i));
+    if (i < n) take(ODD, load_part(x + i, n - i, rest));
 }
 
 INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>()); }
