@@ -436,3 +436,9 @@ def test_the_uniform_numbers_are_pytorchs(engine):
         expected = torch.rand(600, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         numbers = opened.uniforms(seed)
         assert [*numbers(1), *numbers(256), *numbers(343)] == expected.tolist()
+
+
+def test_the_header_declares_every_function_that_the_engine_calls():
+    called = set(re.findall(r'_c\.(\w+)\(|_do\("(\w+)"', Path(native.__file__).read_text()))
+    assert {a or b for a, b in called} <= native.signatures().keys()
+    assert len(native.signatures()) == native.HEADER.read_text().count(");\n")
