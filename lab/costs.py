@@ -3,7 +3,7 @@
 from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.parts import check_part
 from shakespeare.lab.traffic import FLOAT_BYTES, Block, Case
-from shakespeare.own import kernel as own
+from shakespeare.own import kernel as kernels
 
 
 def block_of(simd: str | None = "auto") -> Block:
@@ -19,8 +19,8 @@ def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
     """
     row = check_part(part)
     if row.file:
-        kernel = own.loaded(row.file)
-        if not isinstance(kernel, own.Native):
+        kernel = kernels.loaded(row.file)
+        if not isinstance(kernel, kernels.Native):
             return 0
         call = (1, case.heads, case.Nq, case.Nk, case.d, case.causal, case.threads)
         return FLOAT_BYTES * kernel.scratch(*call)

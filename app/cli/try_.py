@@ -66,10 +66,10 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     options.refuse(ignored, "goes with --inference only")
     if again:
         options.refuse(("as_json",), "does not go with --watch")
-    from shakespeare.own import kernel as own
+    from shakespeare.own import kernel as kernels
     from shakespeare.own.trial.speed import Size
 
-    N, heads = (4096, 100) if own.device(file) == "cuda" else (1024, 4)
+    N, heads = (4096, 100) if kernels.read(file).device == "cuda" else (1024, 4)
     size = Size(asked["N"] or N, asked["d"], asked["heads"] or heads, asked["causal"], threads or 1)
     return try_once(file, size, asked, again)
 
@@ -107,7 +107,7 @@ def explain(
     stop: whether the file was saved again; then nothing more is said.
     """
     from shakespeare.lab.command import Stopped
-    from shakespeare.own.trial import checking, report, speed
+    from shakespeare.own.trial import report, sanitizers, speed
 
     figures, known, as_json = None, found.finding, asked["as_json"]
 
@@ -116,7 +116,7 @@ def explain(
             click.echo(text)
 
     try:
-        checking.sanitize(file, found, stop)
+        sanitizers.sanitize(file, found, stop)
         if found.finding != known:
             say(report.verdict(file, found))
         say(report.memory(found))
@@ -135,9 +135,9 @@ def explain(
 def infer(file: Path, threads: int | None, asked: dict[str, Any]) -> bool:
     """Let the file's kernel write text."""
     from shakespeare.app.cli.part import Session, converse, write
-    from shakespeare.own import kernel as own
+    from shakespeare.own import kernel as kernels
 
-    settings = asked | FIXED | {"device": own.device(file), "threads": options.threads_for(threads)}
+    settings = asked | FIXED | {"device": kernels.read(file).device, "threads": options.threads_for(threads)}
     session = Session(str(file), settings)
     converse(session) if asked["interactive"] else write(session)
     return True

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab.command import run
-from shakespeare.own import kernel as own
-from shakespeare.own.course.exercises import EXERCISES, Exercise, cases_of
-from shakespeare.own.trial import checking, speed
+from shakespeare.own import kernel as kernels
+from shakespeare.own.course.exercises import EXERCISES, Exercise, asked
+from shakespeare.own.trial import checking, sanitizers, speed
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures, Size
 
@@ -83,26 +82,21 @@ def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterato
 def _attention(
     exercise: Exercise, file: Path, result: Result, checker: checking.Checker, seconds: float
 ) -> None:
-    try:
-        found = checker.check(file, seconds)
-    except BuildError as error:
-        result.failed = str(error)
-        return
-    skipped = {i for i, case in enumerate(CASES) if str(case) in found.skipped}
-    right = {*found.passed, *skipped}
-    why = found.refused or (found.finding.sentence if found.finding else "")
+    verdict = checker.check(file, seconds)
+    checker.warm(file)
+    right = {case for i, case in enumerate(CASES) if i in verdict.passed or str(case) in verdict.skipped}
     for stage in ("plain", "causal", "awkward"):
-        wrong = [case for i, case in enumerate(CASES) if cases_of(stage)(case) and i not in right]
-        if wrong or found.refused or not found.passed:
-            result.failed = why or f"wrong for {wrong[0]}"
+        wrong = [case for case in CASES if asked(stage, case) and case not in right]
+        if wrong or not verdict.passed:
+            result.failed = verdict.why or f"wrong for {wrong[0]}"
             return
         result.passed.append(stage)
-    checking.sanitize(file, found)
-    if not found.right:
-        result.failed = found.finding.sentence if found.finding else "wrong"
+    sanitizers.sanitize(file, verdict)
+    if not verdict.right:
+        result.failed = verdict.why or "wrong"
         return
     result.passed.append("memory")
-    figures = speed.measure(file, SIZES[own.device(file)], alone=True)
+    figures = speed.measure(file, SIZES[kernels.read(file).device], alone=True)
     if not isinstance(figures, Figures):
         result.failed = figures
         return

@@ -9,8 +9,8 @@ from typing import Any
 
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.lab.text import counted, size_text
-from shakespeare.own.trial.checking import Verdict
 from shakespeare.own.trial.speed import LADDER, PAGES, Figures, Size, hint, place
+from shakespeare.own.trial.worker import Verdict
 
 WIDTH = 100
 MISTAKES = "docs/use/try.md#mistakes"

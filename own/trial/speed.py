@@ -1,8 +1,9 @@
 """How fast a user's kernel is, beside the parts and PyTorch, and what to do next.
 
-python -m shakespeare.own.trial.speed FILE N d heads causal threads cachegrind alone
+python -m shakespeare.own.trial.speed FILE OPTIONS
 
-measures in this process, which the kernel may crash, and prints Figures as JSON.
+measures in this process, which the kernel may crash, and prints Figures as JSON. OPTIONS: as measure() writes
+them.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shakespeare.lab.command import run
 from shakespeare.lab.text import size_text
-from shakespeare.own import kernel as own
-from shakespeare.own.trial.checking import SIGNALS, environment
+from shakespeare.own import kernel as kernels
+from shakespeare.own.trial.checking import environment, signalled
 
 SECONDS = 600  # that the measurement may take
 ROUNDS, MIN_TIME = 6, 0.06
@@ -28,7 +29,6 @@ SMALLER = 16  # N is so many times smaller in the call that fits the first cache
 WIDER = 2  # d is so many times larger in the call that tells the softmax's time from the products'
 MUCH = 0.4  # share of the time that a softmax should not take
 GROWN = 1.35  # by this much a score costs more at N than at N / SMALLER where the caches are the bound
-LINE_BYTES_PER_FLOP = 4  # bytes into a cache for an operation: 32 if each number comes with a line of 64
 NEAR = 0.7  # share of the peak that leaves little
 # The passages that hints refer to.
 PAGES = {
@@ -107,86 +107,67 @@ def measure(
 
     alone: only the file's call, for its share of the peak.
     """
-    words = (size.N, size.d, size.heads, int(size.causal), size.threads, int(cachegrind), int(alone))
-    command = [sys.executable, "-m", "shakespeare.own.trial.speed", str(file.resolve()), *map(str, words)]
+    asked = json.dumps({"size": asdict(size), "cachegrind": cachegrind, "alone": alone})
+    command = [sys.executable, "-m", "shakespeare.own.trial.speed", str(file.resolve()), asked]
     try:
         code, out, err = run(command, SECONDS, stop, **environment())
     except subprocess.TimeoutExpired:
         return f"it was not timed: a call takes too long at N = {size.N}"
     if code < 0:
-        import signal
-
-        name = signal.Signals(-code).name
-        return f"it crashed at N = {size.N}, d = {size.d}: {SIGNALS.get(name, name)}"
+        return f"it crashed at N = {size.N}, d = {size.d}: {signalled(code)}"
     if code:
         return f"it was not timed: {(err.splitlines() or ['no reason given'])[-1]}"
     return Figures(**json.loads(out.splitlines()[-1]))
 
 
-def main(words: Sequence[str]) -> None:
+def main(file: str, size: Size, cachegrind: bool, alone: bool) -> None:
     """Measure, and print Figures."""
     import torch
 
     from shakespeare.attention_ext import extension, processor
-    from shakespeare.lab import machine
-    from shakespeare.lab.bench.cases import Cell, plan
+    from shakespeare.lab import costs, machine
+    from shakespeare.lab.bench.cases import plan
     from shakespeare.lab.bench.cuda import GpuBench
     from shakespeare.lab.bench.measure import Bench
 
-    file, (N, d, heads, causal, threads, cachegrind, alone) = words[0], map(int, words[1:])
-    device = own.device(Path(file))
-    sizes: dict[str, Any] = dict(widths=[d], heads=heads, masks=[bool(causal)], threads=[threads])
-    sizes |= {"device": device} | ({"l2s": ["warm"]} if device == "cuda" else {})
-    others = [] if alone else [*LADDER[device], "sdpa"]
-    cells: list[Cell] = plan([file, *others], lengths=[N], **sizes)
-    small: list[Cell] = []
-    if device == "cpu" and not alone:
-        small = plan([file], lengths=[max(1, N // SMALLER)], **sizes)
-        small += plan([file], lengths=[N], **sizes | {"widths": [WIDER * d]})
-    bench: Bench | GpuBench
-    if device == "cuda":
-        bench = GpuBench([*cells, *small], ROUNDS, MIN_TIME)
-    else:
-        bench = Bench([*cells, *small], ROUNDS, MIN_TIME)
+    device, N, d = kernels.read(Path(file)).device, size.N, size.d
+    on_cpu = device == "cpu"
+
+    def cells(names: list[str], N: int, d: int) -> list[Any]:
+        options: dict[str, Any] = {} if on_cpu else {"l2s": ["warm"]}
+        options |= {"heads": size.heads, "masks": [size.causal], "threads": [size.threads], "device": device}
+        return plan(names, lengths=[N], widths=[d], **options)
+
+    planned = cells([file, *([] if alone else [*LADDER[device], "sdpa"])], N, d)
+    if on_cpu and not alone:
+        planned += cells([file], max(1, N // SMALLER), d) + cells([file], N, WIDER * d)
+    bench = (Bench if on_cpu else GpuBench)(planned, ROUNDS, MIN_TIME)
     for _ in bench.run():
         pass
     results = {(r.cell.contender, r.cell.N, r.cell.d): r for r in bench.done.results}
+    ms = {at: 1e3 * r.median for at, r in results.items() if r.median is not None}
     mine = results[file, N, d]
     if mine.median is None:
         raise SystemExit(f"{mine.status}, {mine.note}")
-    ms = {
-        "own" if name == file else name: 1e3 * r.median
-        for (name, *at), r in results.items()
-        if at == [N, d] and r.median is not None
-    }
-    beside = [
-        results[at].median if at in results else None
-        for at in ((file, N // SMALLER, d), (file, N, WIDER * d))
-    ]
-    shrunk, wide = (1e3 * seconds if seconds else None for seconds in beside)
-    kernel = own.loaded(Path(file))
-    scratch = mine.scratch
-    if isinstance(kernel, own.Native):
-        scratch = 4 * kernel.scratch(1, heads, N, N, d, bool(causal), threads)
-    cell = mine.cell
-    found = Figures(
-        ms,
-        shrunk,
-        wide,
-        cell.flops,
-        bench.done.peak(cell),
-        machine.fma_latency() if device == "cpu" else 0.0,
-        extension.size("lanes") if device == "cpu" else 1,
-        scratch,
-        processor.caches()[:2][-1].size,
-        processor.name() if device == "cpu" else torch.cuda.get_device_name(),
-        device,
-        bench.done.busy,
-        least=cell.least_traffic / heads,
+    kernel, cell = kernels.loaded(Path(file)), mine.cell
+    native = isinstance(kernel, kernels.Native)
+    figures = Figures(
+        ms={"own" if name == file else name: t for (name, *at), t in ms.items() if at == [N, d]},
+        small_ms=ms.get((file, N // SMALLER, d)),
+        wide_ms=ms.get((file, N, WIDER * d)),
+        flops=cell.flops,
+        peak=bench.done.peak(cell),
+        latency=machine.fma_latency() if on_cpu else 0.0,
+        lanes=extension.size("lanes") if on_cpu else 1,
+        scratch=costs.scratch(file, cell.case()) if native else mine.scratch,
+        l2=processor.caches()[:2][-1].size,
+        cpu=processor.name() if on_cpu else torch.cuda.get_device_name(),
+        device=device,
+        busy=bench.done.busy,
+        moved=moved(cell) if cachegrind and native else None,
+        least=cell.least_traffic / size.heads,
     )
-    if cachegrind and isinstance(kernel, own.Native):
-        found.moved = moved(cell)
-    print(json.dumps(asdict(found)))
+    print(json.dumps(asdict(figures)))
 
 
 def moved(cell: Any) -> dict[str, float] | None:
@@ -224,15 +205,8 @@ def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
     lane = figures.peak / figures.lanes
     matrix = 4 * size.N * size.N
     grown = figures.ms["own"] / figures.small_ms / SMALLER**2 if figures.small_ms else 1.0
-    lines = figures.moved and max(figures.moved.values()) > LINE_BYTES_PER_FLOP * figures.flops / size.heads
     if figures.share >= NEAR:
         return f"{100 * figures.share:.0f} % of the peak: little is left. Part 4 shows what", "tiles"
-    if lines:
-        return (
-            "a cache line comes in for each number: V is read down its columns, with stride d. Let the inner "
-            "loop run along a row of V: O[c] += P[j] * V[j][c]",
-            "lanes",
-        )
     helped = re.search(r"softmax_row|exp_sum|online_softmax", text)
     if figures.softmax > MUCH and figures.share < 0.5 and not helped:
         return (
@@ -297,4 +271,5 @@ def _hint_on_gpu(figures: Figures) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    asked = json.loads(sys.argv[2])
+    main(sys.argv[1], Size(**asked["size"]), asked["cachegrind"], asked["alone"])

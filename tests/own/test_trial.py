@@ -29,8 +29,8 @@ from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.build import toolchain
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.model import load
-from shakespeare.own import kernel as own
-from shakespeare.own.trial import checking, diagnosis, report, speed, worker
+from shakespeare.own import kernel as kernels
+from shakespeare.own.trial import checking, diagnosis, report, sanitizers, speed, worker
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures, Size
 
@@ -60,17 +60,17 @@ def skip_without(suffix: str) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    monkeypatch.setattr(checking, "SANITIZER_SECONDS", SECONDS)
+    monkeypatch.setattr(sanitizers, "SECONDS", SECONDS)
 
 
 def tried(
     checker, folder: Path, name: str, suffix: str, text: str, seconds: float = SECONDS
-) -> checking.Verdict:
+) -> worker.Verdict:
     """The verdict on a kernel."""
     file = folder / f"{name}{suffix}"
     file.write_text(text)
     found = checker.check(file, seconds)
-    checking.sanitize(file, found)
+    sanitizers.sanitize(file, found)
     return found
 
 
@@ -104,7 +104,7 @@ def test_all_mistakes_are_found(checker, tmp_path, suffix):
 def test_the_table_is_as_large_as_promised():
     assert len(MISTAKES) >= 40 and len(RIGHT) >= 20
     assert len({kind for m in MISTAKES for kind in m.kinds.split()}) >= 10
-    assert {kind for m in MISTAKES for kind in m.kinds.split()} <= diagnosis.KINDS.keys()
+    assert {kind for m in MISTAKES for kind in m.kinds.split()} <= {*diagnosis.KINDS}
     for mistake in MISTAKES:
         assert mistake.text() != KERNELS[mistake.kernel][1]
 
@@ -116,23 +116,22 @@ def test_mistakes_in_cuda_are_found_in_an_emulator(tmp_path, monkeypatch):
         pytest.skip("g++ is missing, which compiles the kernels for the CPU")
     from emulated import Emulated
 
-    monkeypatch.setattr(own, "loaded", Emulated)
+    monkeypatch.setattr(kernels, "loaded", Emulated)
     monkeypatch.setattr(worker, "CASES", [case for case in CASES if case.d in (8, 16)])
     named = []
     mistakes = [m for m in MISTAKES if m.suffix == ".cu" and m.name not in ON_GPU_ONLY]
     right = [("right", text) for suffix, text in RIGHT.values() if suffix == ".cu"]
     for i, (mistake, text) in enumerate([*right, *((m, m.text()) for m in mistakes)]):
-        said: dict = {}
         (tmp_path / f"mine{i}.cu").write_text(text)
         with naming(mistake):
-            worker.trial(
-                {"file": tmp_path / f"mine{i}.cu", "seconds": SECONDS}, lambda **answer: said.update(answer)
-            )
+            sent: list[worker.Verdict] = []
+            worker.trial(tmp_path / f"mine{i}.cu", SECONDS, sent.append)
+            verdict = sent[-1]
             if mistake == "right":
-                assert "wrong" not in said and said["right"] == said["tried"] > 10
+                assert verdict.right and len(verdict.passed) == verdict.tried > 10
                 continue
-            assert "wrong" in said
-            named.append(said.get("finding", ("",))[0] in mistake.kinds.split())
+            assert verdict.wrong
+            named.append(verdict.finding is not None and verdict.finding.kind in mistake.kinds.split())
     assert sum(named) >= NAMED * len(named), [m.name for m, ok in zip(mistakes, named) if not ok]
 
 
@@ -140,7 +139,7 @@ def test_kernels_in_cuda_compile(nvrtc, tmp_path):
     """For two architectures, without a GPU."""
     for i, (name, text) in enumerate({n: t for n, (s, t) in RIGHT.items() if s == ".cu"}.items()):
         (tmp_path / f"mine{i}.cu").write_text(text)
-        kernel = own.loaded(tmp_path / f"mine{i}.cu")
+        kernel = kernels.loaded(tmp_path / f"mine{i}.cu")
         for arch in ("sm_75", "sm_90"):
             with naming(name, arch):
                 _, resources = kernel.source(32, arch).compile()
@@ -172,8 +171,7 @@ def test_all_right_kernels_are_right(checker, tmp_path, name):
         pytest.importorskip("numba")
     found = tried(checker, tmp_path, "mine", suffix, text)
     assert found.right, (found.finding, found.refused, found.said)
-    simulated = own.uses_numba_cuda(text) and not torch.cuda.is_available()
-    assert found.tried == len(worker.chosen({"simulated": simulated}, "cpu"))
+    assert found.tried == len(worker.chosen(kernels.read(tmp_path / f"mine{suffix}")))
 
 
 def test_python_and_the_engine_call_the_file(extension, tmp_path, monkeypatch):
@@ -204,10 +202,10 @@ def test_wrong_uses_from_python_are_named(extension, tmp_path):
     with pytest.raises(ValueError, match=r"mine.cpp'; there is no such file"):
         attention(str(file), q, q, q)
     file.write_text("int other() { return 1; }  // no attention")
-    with pytest.raises(own.BuildError, match="must define void attention"):
+    with pytest.raises(kernels.BuildError, match="must define void attention"):
         attention(str(file), q, q, q)
     file.write_text('#include "attention.h"\nvoid attention(const Attention& a, float*) { a.nothing; }')
-    with pytest.raises(own.BuildError, match=r"mine.cpp:2:\d+: error: .*nothing"):
+    with pytest.raises(kernels.BuildError, match=r"mine.cpp:2:\d+: error: .*nothing"):
         attention(str(file), q, q, q)
     file.write_text(NAIVE)
     with pytest.raises(ValueError, match="return_lse is True; it must be False"):
@@ -254,7 +252,6 @@ def test_the_ladder_and_the_hints():
     size = Size()
     for figures, page, words in (
         (FIGURES, "lanes", "gives 7.5"),
-        (with_time(50, moved={"L1": 4e9}), "lanes", "a cache line comes in for each number"),
         (with_time(12, small_ms=0.01), "blocks", "the matrices leave the cache"),
         (with_time(14), "rows", "S takes 4 MiB"),
         (with_time(14, wide_ms=18.0), "helpers", "71 % of the time"),
@@ -364,15 +361,16 @@ READ of size 4 at 0x10 thread T0
 0x10 is located 0 bytes to the right of 16-byte region [0x0a,0x10)
 q at 0x01, k at 0x0a"""
     assert (
-        checking.of_address_sanitizer(said, "mine.cpp").sentence == "read of 4 bytes beyond k at mine.cpp:28"
+        sanitizers.of_address_sanitizer(said, "mine.cpp").sentence
+        == "read of 4 bytes beyond k at mine.cpp:28"
     )
     memcheck = """========= Invalid __global__ read of size 4 bytes
 =========     at attention+0x1e0 in mine.cu:31"""
-    assert checking.of_compute_sanitizer(memcheck, "mine.cu").sentence == (
+    assert sanitizers.of_compute_sanitizer(memcheck, "mine.cu").sentence == (
         "read of 4 bytes out of bounds of global memory at mine.cu:31"
     )
     race = "========= Error: Race reported between Write access at attention+0x1 in mine.cu:24"
-    assert checking.of_compute_sanitizer(race, "mine.cu").kind == "race"
+    assert sanitizers.of_compute_sanitizer(race, "mine.cu").kind == "race"
 
 
 def test_pictures_and_spans():
