@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from shakespeare.attention_ext import BuildError, processor
@@ -51,17 +52,15 @@ class Refused(Exception):
 
 
 def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None, timeout: float) -> Misses:
-    """The bytes that one call of a part that is a kernel, on one thread, brings into the caches.
+    """The bytes that one call of a part that is a kernel, on one thread, brings into the empty caches.
 
-    All caches are emptied before the call, so each byte that must come in is counted, as in lab.traffic.
     part: also a file in C++ or ISPC. case: with as many queries as keys. simd: 'auto', 'portable' or 'off'.
-    caches: None lets the processor count, through perf. Its last level is that of its LLC events, and it
-    counts some of the prefetched lines. With a pair cachegrind simulates the first level and one other level,
-    both with least recently used lines replaced; it is fifty times slower than the call. On x86 the part is
-    then compiled for AVX2.
-    timeout: seconds that one run may take.
+    caches: None lets the processor count, through perf, the last level by its LLC events, which count some of
+    the prefetched lines. With a pair cachegrind simulates the first level and one other, least recently used
+    lines replaced; it is fifty times slower, and on x86 the part is then compiled for AVX2. timeout: seconds
+    of one run.
     Raises ValueError for calls that take too long or too much memory, BuildError if the program cannot be
-    compiled or does not run, or cachegrind cannot simulate the caches.
+    compiled or run, or cachegrind cannot simulate the caches.
     """
     source, name = ("perf", "perf") if caches is None else ("cachegrind", "valgrind")
     tool = shutil.which(name)
@@ -75,11 +74,9 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
 
     asked = (program, row.operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)
     commands = [[str(word) for word in (*asked, repeats, swept)] for repeats in (0, 1)]
+    count = partial(_by_cachegrind, caches=caches) if caches else _by_perf
     try:
-        if caches is None:
-            counts = [_by_perf(tool, command, timeout) for command in commands]
-        else:
-            counts = [_by_cachegrind(tool, command, caches, timeout) for command in commands]
+        counts = [count(tool, command, timeout=timeout) for command in commands]
     except subprocess.TimeoutExpired:
         raise ValueError(
             f"N is {case.Nk}; {source} takes more than {timeout:g} s for it, so it must be smaller"
@@ -87,18 +84,16 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
     except Refused as error:
         return Misses(None, None, str(error))
 
-    lines = [cache.line for cache in caches or (processor.caches()[0],) * 2]
-    found = [event for event in counts[0] if event in counts[1]]
-    l1, last = (
+    known = counts[0].keys() & counts[1].keys()
+    missing = [event for events in EVENTS[source] for event in events if event not in known]
+    sums: list[float | None] = []
+    for cache, events in zip(caches or (processor.caches()[0],) * 2, EVENTS[source]):
+        lines = sum(counts[1][event] - counts[0][event] for event in events if event in known)
         # perf's counts vary: the difference for a short call may be below 0
-        line * max(0.0, sum(counts[1][e] - counts[0][e] for e in events if e in found))
-        if events[0] in found
-        else None
-        for line, events in zip(lines, EVENTS[source])
-    )
-    missing = [event for events in EVENTS[source] for event in events if event not in found]
-    which = ", ".join(missing) if found else "cache misses"
-    return Misses(l1, last, f"{source} does not count {which} here" if missing else "")
+        sums.append(cache.line * max(0.0, lines) if events[0] in known else None)
+    uncounted = ", ".join(missing) if known else "cache misses"
+    l1, last = sums
+    return Misses(l1, last, f"{source} does not count {uncounted} here" if missing else "")
 
 
 def simulated_block(block: Block) -> Block:
@@ -133,7 +128,7 @@ def parse_perf(output: str) -> dict[str, float]:
 
 
 def _by_cachegrind(
-    valgrind: str, command: Sequence[str], caches: tuple[Cache, Cache], timeout: float
+    valgrind: str, command: Sequence[str], timeout: float, caches: tuple[Cache, Cache]
 ) -> dict[str, float]:
     """Counts by event. Raises BuildError if valgrind fails."""
     D1, LL = (f"{cache.size},{cache.ways},{cache.line}" for cache in caches)

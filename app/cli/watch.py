@@ -1,5 +1,6 @@
 """--watch: a command that runs again at each save of a source."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -18,14 +19,12 @@ TIME = re.compile(r"^(?:Manual Execution Time|part\d backward time): +([\d.]+) ?
 
 def versions(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
     """What changes at a save of one of the files; a file that is missing is left out."""
-    found = {}
+    known = {}
     for file in files:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             status = file.stat()
-        except FileNotFoundError:
-            continue
-        found[file] = status.st_mtime_ns, status.st_size
-    return found
+            known[file] = status.st_mtime_ns, status.st_size
+    return known
 
 
 def tests(folder: Path) -> NoReturn:

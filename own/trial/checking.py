@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from shakespeare.lab.command import IMPORTS, ROOT
+from shakespeare.lab.command import IMPORTS
 from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.worker import Verdict
@@ -49,7 +47,7 @@ class Checker:
     def close(self) -> None:
         """End the worker."""
         if self._worker:
-            with self._worker, self._said:
+            with self._worker:
                 self._worker.kill()
             self._worker = None
 
@@ -60,10 +58,10 @@ class Checker:
         if self._worker and (with_torch > self._with_torch or self._worker.poll() is not None):
             self.close()
         if self._worker is None:
-            self._with_torch, self._said = with_torch, tempfile.TemporaryFile()
+            self._with_torch = with_torch
             command = [sys.executable, "-m", "shakespeare.own.trial.worker", *["torch"] * with_torch]
-            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
-            self._worker = subprocess.Popen(command, **pipes, env=environment())
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._worker = subprocess.Popen(command, **pipes, stderr=subprocess.DEVNULL, env=environment())
 
     def check(self, file: Path, seconds: float) -> Verdict:
         """Try the kernel of a file with all cases. seconds: that a call may take before it is endless."""
@@ -93,11 +91,9 @@ class Checker:
         if endless:
             self._worker.kill()
         code = self._worker.wait()
-        self._said.seek(0)
-        verdict.said = self._said.read().decode(errors="replace")[-20_000:]
         self.close()
         if not verdict.finished and not verdict.refused:
-            verdict.add(ended(code, endless, seconds, verdict.said))
+            verdict.add(ended(code, endless, seconds))
         return verdict
 
 
@@ -107,24 +103,16 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
-def ended(code: int, endless: bool, seconds: float, said: str) -> Finding:
+def ended(code: int, endless: bool, seconds: float) -> Finding:
     """How a trial ended before all cases were tried. code: of the worker."""
     if endless:
         return Finding("endless", f"a call did not end within {seconds:g} s, and was ended")
     if code >= 0:
         return Finding("crash", f"it ended the program with exit({code})")
-    return Finding("crash", f"it crashed, {signalled(code)}{python_line(said)}")
+    return Finding("crash", f"it crashed, {signalled(code)}")
 
 
 def signalled(code: int) -> str:
     """What the signal means that ended a process. code: its negative number."""
     name = signal.Signals(-code).name
     return SIGNALS.get(name, name)
-
-
-def python_line(said: str) -> str:
-    """The line of a user's Python that was running at a crash."""
-    for name, line in re.findall(r'File "([^"]+)", line (\d+)', said):
-        if not name.startswith((str(ROOT), "<")) and "site-packages" not in name:
-            return f", at {Path(name).name}:{line}"
-    return ""

@@ -28,16 +28,16 @@ UNCORRECTED = (
 NOTHING = "nothing is written"
 
 Run = Callable[..., Floats]  # calls the kernel, as worker.Trial.run() does
-Guesses = Iterator[tuple[str, str, Floats]]  # one of KINDS, a sentence, the result (B, H, Nq, d) in float64
-KINDS = (
-    *("scale", "mask", "offset", "transposed", "tail", "maximum", "rescale", "leftover", "sum", "strides"),
-    *("heads", "matrices", "scratch", "race", "inputs", "precision", "bounds", "crash", "endless", "raised"),
-)
+Guesses = Iterator[tuple[str, str, Floats]]  # kind, sentence, result in float64
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake: one of KINDS, and a sentence."""
+    """A mistake: a sentence, and its kind.
+
+    kind: scale, mask, offset, transposed, tail, maximum, rescale, leftover, sum, strides, heads, matrices,
+    scratch, race, inputs, precision, bounds, crash, endless or raised.
+    """
 
     kind: str
     sentence: str
@@ -54,13 +54,7 @@ def diagnose(run: Run, wrong: Mapping[Case, Floats], right: Sequence[Case]) -> F
             if not finding.sentence.startswith(NOTHING):
                 return finding
             nothing = nothing or finding  # a larger case may show more
-    return (
-        nothing
-        or of_precision(wrong)
-        or of_guesses(wrong)
-        or of_rescaling(run, wrong)
-        or by_cases(wrong, right)
-    )
+    return nothing or of_precision(wrong) or of_guesses(wrong) or by_cases(wrong, right)
 
 
 def of_memory(run: Run, case: Case) -> Finding | None:
@@ -87,36 +81,28 @@ def of_memory(run: Run, case: Case) -> Finding | None:
 
 def _unwritten(case: Case, left: NDArray[np.bool_]) -> Finding:
     """The mistake of a result of which a part is not written."""
-    for name, axes in (("row", (0, 1, 3)), ("column", (0, 1, 2))):
-        without = np.asarray(left.all(axes))
-        first = int(without.argmax())
-        if first and without[first:].all() and left.mean() == without.mean():
-            what = f"out's {name}s from {first} on are not written: the tail of a tile is left out"
-            return Finding("tail", what)
-    heads = np.asarray(left.all((2, 3))).ravel()
-    if heads.any() and not heads.all():
-        return Finding("heads", f"out is not written for {heads.sum()} of {len(heads)} heads")
+    heads, rows = np.asarray(left.all((2, 3))), np.asarray(left.all((0, 1, 3)))
+    first = int(rows.argmax())
     if left.all():
-        return Finding(
-            "tail", f"{NOTHING} for N = {min(case.Nq, case.Nk)}: are tiles larger than N left out?"
-        )
-    return Finding("tail", f"{left.sum()} of {left.size} numbers of out are not written")
+        what = f"{NOTHING} for N = {min(case.Nq, case.Nk)}: are tiles larger than N left out?"
+    elif first and rows[first:].all() and left.mean() == rows.mean():
+        what = f"out's rows from {first} on are not written: the tail of a tile is left out"
+    elif heads.any():
+        return Finding("heads", f"out is not written for {heads.sum()} of {heads.size} heads")
+    else:
+        what = f"{left.sum()} of {left.size} numbers of out are not written"
+    return Finding("tail", what)
 
 
 def of_precision(wrong: Mapping[Case, Floats]) -> Finding | None:
     """Whether all results are near, but for large scores, whose rounding is large."""
-    errors = []
-    for case, got in wrong.items():
-        if case.scores == "plain":
-            exact = cases.expected(case)
-            errors.append(exact.error(got).max() / np.abs(exact.out).max())
-    if not errors or not max(errors) < ROUNDED:
+    plain = [(got, cases.expected(case)) for case, got in wrong.items() if case.scores == "plain"]
+    error = max((exact.error(got).max() / np.abs(exact.out).max() for got, exact in plain), default=np.inf)
+    if not error < ROUNDED:
         return None
-    return Finding(
-        "precision",
-        f"the results are near, but {max(errors):.0e} of the largest off; float32 gives 1e-6. Are numbers "
-        "rounded to 16 bits, or products to TF32 (Triton: input_precision='ieee')?",
-    )
+    what = f"the results are near, but {error:.0e} of the largest off; float32 gives 1e-6. Are numbers "
+    what += "rounded to 16 bits, or products to TF32 (Triton: input_precision='ieee')?"
+    return Finding("precision", what)
 
 
 def of_guesses(wrong: Mapping[Case, Floats]) -> Finding | None:
@@ -144,22 +130,18 @@ def matching(case: Case, got: Floats) -> Iterator[Finding]:
 
 
 class Exact:
-    """The numbers of a case in float64. s: the scaled scores, masked; scores: without the mask."""
+    """The numbers of a case in float64. scores: scaled; s: with the mask; p: the weights."""
 
     def __init__(self, case: Case) -> None:
         self.q, self.k, self.v = (t.astype(np.float64) for t in cases.inputs(case))
         self.scale, self.seen = case.applied, case.seen()
         self.scores = self.scale * (self.q @ self.k.swapaxes(2, 3))
-        self.s = self.masked(self.scores)
+        self.s = np.where(self.seen, self.scores, -np.inf)
         self.p = softmax(self.s)
-
-    def masked(self, scores: Floats) -> Floats:
-        """Scores, -inf where a query does not see a key."""
-        return np.where(self.seen, scores, -np.inf)
 
     def of(self, q: Floats, k: Floats, v: Floats) -> Floats:
         """The output for other matrices."""
-        return softmax(self.masked(self.scale * (q @ k.swapaxes(2, 3)))) @ v
+        return softmax(np.where(self.seen, self.scale * (q @ k.swapaxes(2, 3)), -np.inf)) @ v
 
 
 def softmax(s: Floats, axis: int = -1) -> Floats:
@@ -175,12 +157,11 @@ def of_scale(case: Case, call: Exact) -> Guesses:
         ("the scores are not scaled", 1.0),
         ("the scores are scaled twice", scale * scale),
         ("the scores are scaled by 1/d, not by 1/sqrt(d)", 1 / d),
-        ("the scores are multiplied by sqrt(d), not divided", d**0.5),
         ("the scale is 1/sqrt(d) always: use the scale of the call", d**-0.5),
         ("the weights are powers of 2, not of e: multiply the scores by log2(e)", scale * np.log(2)),
         ("the weights are powers of e, but the scale holds log2(e): take powers of 2", scale / np.log(2)),
     ):
-        yield "scale", sentence, softmax(call.masked(factor / scale * call.scores)) @ call.v
+        yield "scale", sentence, softmax(factor / scale * call.s) @ call.v
 
 
 def of_mask(case: Case, call: Exact) -> Guesses:
@@ -239,33 +220,27 @@ def of_sums(case: Case, call: Exact) -> Guesses:
 
 def of_heads(case: Case, call: Exact) -> Guesses:
     """Heads that read another head's matrices."""
-    heads, given = np.arange(case.B * case.H), (call.q, call.k, call.v)
-    if len(heads) == 1:
-        return
-    for name, read in (("q", "q"), ("k", "k"), ("v", "v"), ("k and v", "kv"), ("q, k and v", "qkv")):
-        for where, index in (
-            ("first head", 0 * heads),
-            ("first batch", heads % case.H),
-            ("first head of its batch", heads // case.H * case.H),
-        ):
-            q, k, v = (
-                t.reshape(-1, *t.shape[2:])[index].reshape(t.shape) if letter in read else t
-                for t, letter in zip(given, "qkv")
-            )
-            yield "heads", f"every head reads {name} of the {where}", call.of(q, k, v)
+    heads, given = np.arange(case.B * case.H), {"q": call.q, "k": call.k, "v": call.v}
+    indices = {
+        "first head": 0 * heads,
+        "first batch": heads % case.H,
+        "first head of its batch": heads // case.H * case.H,
+    }
+    for names in ("q", "k", "v", "kv", "qkv") if len(heads) > 1 else ():
+        for where, index in indices.items():
+            read = {name: given[name].reshape(-1, *given[name].shape[2:])[index] for name in names}
+            matrices = (read.get(name, t).reshape(t.shape) for name, t in given.items())
+            yield "heads", f"every head reads {' and '.join(names)} of the {where}", call.of(*matrices)
 
 
 def of_tails(case: Case, call: Exact) -> Guesses:
-    """Results without the last or the first keys, and without the last columns of q and k."""
+    """Results without the last keys, and without the last columns of q and k."""
     e = np.exp(call.s - call.s.max(-1, keepdims=True))
     for n in range(1, case.Nk):
         what = f"the keys from {n} on are" if n < case.Nk - 1 else "the last key is"
         product = e[..., :n] @ call.v[:, :, :n]
         yield "tail", f"{what} left out: the tail of a tile", product / e[..., :n].sum(-1, keepdims=True)
         yield "tail", f"in P V {what} left out: the tail of a tile", product / e.sum(-1, keepdims=True)
-    for n in (n for n in (1, 2, 4, 8, 16, 32, 64) if n < case.Nk):
-        what = f"the first {n} keys are" if n > 1 else "key 0 is"
-        yield "tail", f"{what} left out", softmax(call.s[..., n:]) @ call.v[:, :, n:]
     for c in range(1, case.d):
         what = f"the columns of q and k from {c} on are left out of the scores"
         yield "tail", what, call.of(call.q[..., :c], call.k[..., :c], call.v)
@@ -291,17 +266,6 @@ def of_tiles(case: Case, call: Exact) -> Guesses:
 GUESSES = (of_scale, of_mask, of_matrices, of_sums, of_heads, of_tails, of_tiles)
 
 
-def of_rescaling(run: Run, wrong: Mapping[Case, Floats]) -> Finding | None:
-    """Whether it is right where the maximum comes first, and wrong where it rises."""
-    for case in (case for case in wrong if case.scores == "growing" and not case.causal):
-        q, k, v = cases.inputs(case)
-        falling = [q, k[:, :, ::-1].copy(), v[:, :, ::-1].copy()]  # the order of the keys changes nothing
-        if cases.expected(case).allows(run(case, inputs=falling)):
-            what = "it is wrong only where the maximum rises: sums are not rescaled by exp(m - m_new)"
-            return Finding("rescale", what)
-    return None
-
-
 def by_cases(wrong: Mapping[Case, Floats], right: Sequence[Case]) -> Finding | None:
     """A property that all wrong cases have, and no right one."""
     steep = all(case.scores != "plain" for case in wrong)
@@ -325,8 +289,6 @@ def properties() -> Iterator[tuple[str, str, Callable[[Case], Any]]]:
     for n in (128, 96, 64, 48, 32, 16, 8, 4):
         yield "tail", f"where {n} does not divide N: the tail of a tile", lambda c: c.Nk % n or c.Nq % n
         yield "tail", f"where {n} does not divide d: the tail", lambda c: c.d % n
-        yield "tail", f"beyond {n} keys: the tiles after the first", lambda c: c.Nk > n
-        yield "tail", f"beyond d = {n}", lambda c: c.d > n
     yield "rescale", "where the maximum rises: sums are not rescaled", lambda c: c.scores == "growing"
 
 

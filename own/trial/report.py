@@ -9,7 +9,7 @@ from typing import Any
 
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.lab.text import counted, size_text
-from shakespeare.own.trial.speed import LADDER, PAGES, Figures, Size, hint, place
+from shakespeare.own.trial.speed import LADDER, Figures, Size, hint, place
 from shakespeare.own.trial.worker import Verdict
 
 WIDTH = 100
@@ -107,7 +107,7 @@ def speed(figures: Figures | str, size: Size, file: Path) -> str:
         each = ", ".join(f"{size_text(count)} into {cache}" for cache, count in figures.moved.items())
         lines.append(line("moved", f"for one head {each}; at least {size_text(figures.least)} (cachegrind)"))
     what, page = hint(figures, size, file.read_text(errors="replace"))
-    lines += [line("what now", what), line("read", PAGES[page])]
+    lines += [line("what now", what), line("read", page)]
     if figures.busy:
         lines.append(figures.busy)
     return "\n".join(lines)
@@ -122,7 +122,7 @@ def as_json(file: Path, found: Verdict, figures: Figures | str | None, size: Siz
     if isinstance(figures, Figures):
         what, page = hint(figures, size, file.read_text(errors="replace"))
         made["speed"] = asdict(figures) | {"share": figures.share, "place": place(figures)}
-        made["hint"] = {"text": what, "read": PAGES[page]}
+        made["hint"] = {"text": what, "read": page}
     elif figures:
         made["speed"] = {"note": figures}
     return made

@@ -25,15 +25,6 @@ MEMORY = (
 )
 RACES = ((200, 200, 16, 4, 1, 4), (257, 257, 32, 1, 0, 3))  # the same under ThreadSanitizer
 THREADS = re.compile(r"\b(threads?|for_each_item|on_threads|async|future|atomic|parallel)\b")
-ACCESS = {
-    "heap-buffer-overflow": "beyond",
-    "stack-buffer-overflow": "beyond a local array",
-    "stack-buffer-underflow": "before a local array",
-    "global-buffer-overflow": "beyond a global array",
-    "heap-use-after-free": "of freed memory",
-    "stack-use-after-scope": "of a variable that is gone",
-    "dynamic-stack-buffer-overflow": "beyond a local array",
-}
 ERRORS = {"SEGV": "it reads or writes where no memory is", "FPE": "it divides a whole number by 0"}
 
 Stop = Callable[[], bool] | None
@@ -121,14 +112,13 @@ def of_address_sanitizer(said: str, name: str) -> Finding | None:
         return None
     kind, where = error[1], "".join(lines_in(said, name)[:1])
     access = re.search(r"(READ|WRITE) of size (\d+)", said)
-    if kind not in ACCESS or not access:
+    if kind in ERRORS or not access:
         return Finding("bounds" if kind == "SEGV" else "crash", f"{ERRORS.get(kind, kind)}{where}")
-    place = ACCESS[kind]
-    if kind == "heap-buffer-overflow":
-        region = re.search(r"located \d+ bytes (.*?)\[(0x[0-9a-f]+)", said)
-        side = "before" if region and re.search("left|before", region[1]) else "beyond"
+    place = f"out of bounds ({kind.replace('-', ' ')})"
+    if region := re.search(r"located \d+ bytes (.*?)\[(0x[0-9a-f]+)", said):
+        side = "before" if re.search("left|before", region[1]) else "beyond"
         matrices = {int(at, 16): matrix for matrix, at in re.findall(r"([a-z]\w*) at (0x[0-9a-f]+)", said)}
-        place = f"{side} {matrices.get(int(region[2], 16) if region else 0, 'a matrix')}"
+        place = f"{side} {matrices.get(int(region[2], 16), 'a matrix')}"
     return Finding("bounds", f"{access[1].lower()} of {access[2]} bytes {place}{where}")
 
 

@@ -30,18 +30,44 @@ WIDER = 2  # d is so many times larger in the call that tells the softmax's time
 MUCH = 0.4  # share of the time that a softmax should not take
 GROWN = 1.35  # by this much a score costs more at N than at N / SMALLER where the caches are the bound
 NEAR = 0.7  # share of the peak that leaves little
-# The passages that hints refer to.
-PAGES = {
-    "lanes": "docs/learn/attention.md#part-2-blocks",
-    "blocks": "docs/learn/attention.md#part-2-blocks",
-    "rows": "docs/learn/attention.md#part-3-one-row-at-a-time",
-    "tiles": "docs/learn/attention.md#part-4-tiles-and-an-online-softmax",
-    "helpers": "docs/use/measuring.md#effect-of-the-simd-helpers",
-    "kernel1": "docs/learn/gpu.md#kernel-1-a-launch-for-each-tile-of-keys",
-    "kernel2": "docs/learn/gpu.md#kernel-2-one-launch-padding-4-x-4-scores-a-thread",
-    "kernel3": "docs/learn/gpu.md#kernel-3-where-a-rows-state-is",
-    "kernel4": "docs/learn/gpu.md#kernel-4-float32-near-the-limit",
-    "kernel5": "docs/learn/gpu.md#kernel-5-tensor-cores",
+PART2, PART3 = "docs/attention.md#part-2-blocks", "docs/attention.md#part-3-one-row-at-a-time"
+PART4 = "docs/attention.md#part-4-tiles-and-an-online-softmax"
+GPU = "docs/gpu.md#how-attention-gets-fast-on-a-gpu"
+# What bounds a kernel: where that is explained, and what to do next.
+HINTS = {
+    "peak": (PART4, "{share:.0f} % of the peak: little is left. Part 4 shows what"),
+    "softmax": (
+        "docs/benchmarking.md#effect-of-the-simd-helpers",
+        "{softmax:.0f} % of the time does not grow with d: it is the softmax's. softmax_row() of "
+        "cpu/softmax.h takes the exponentials of a whole vector at a time",
+    ),
+    "lanes": (
+        PART2,
+        "{chain} in the products: {rate:.3g} GFLOP/s, and one lane of {lanes} gives {lane:.3g}. Let the "
+        "inner loop run over neighbours with a sum each: O[c] += P[j] * V[j][c] reads V along its rows, and "
+        "S[j] += Q[c] * Kt[c][j] takes a transposed tile of K",
+    ),
+    "cache": (
+        PART2,
+        "a score costs {grown:.1f} times as much as at N = {small}: the matrices leave the cache. Let a tile "
+        "of queries share each pass over K and V (simd::multiply of simd/simd.h)",
+    ),
+    "matrix": (PART3, "S takes {matrix}, written and read again: keep a row or a tile of it"),
+    "scratch": (
+        PART4,
+        "the scratch, {scratch}, leaves the first caches: take a tile of keys at a time too, and correct the "
+        "sums when the maximum rises",
+    ),
+    "sets": (
+        PART2,
+        "the products use the helpers, and wait for the cache: rows a multiple of 4 KiB apart share a few of "
+        "its sets. Let a tile of K^T or of S lie by itself, its rows one after the other",
+    ),
+    "registers": (PART2, "the vectors wait: keep a block of sums in registers, as simd::multiply does"),
+    "kernel2": (GPU, "one launch for all keys, and several scores a thread, which read shared memory less"),
+    "kernel3": (GPU, "the row's state in registers, and keys that a whole warp reads at once"),
+    "kernel4": (GPU, "8 x 8 scores a thread, vector loads, and copies that run beside the arithmetic"),
+    "float32": (GPU, "as fast as float32 gets on these units: tensor cores are next"),
 }
 
 
@@ -93,6 +119,16 @@ class Figures:
             return 0.0
         mine = self.ms["own"]
         return min(1.0, max(0.0, (WIDER - self.wide_ms / mine) / (WIDER - 1)))
+
+    @property
+    def products(self) -> float:
+        """Operations a second of the matrix products, without the softmax's time."""
+        return self.flops / (1e-3 * self.ms["own"] * max(0.01, 1 - self.softmax))
+
+    @property
+    def grown(self) -> float:
+        """How many times as much a score costs as at N / SMALLER; 1 where it is not known."""
+        return self.ms["own"] / self.small_ms / SMALLER**2 if self.small_ms else 1.0
 
 
 def measure(
@@ -197,77 +233,47 @@ def place(figures: Figures) -> str:
 
 
 def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
-    """What bounds it, and what to do next; and one of PAGES. text: the kernel's source."""
+    """What bounds it and what to do next, and where that is explained. text: the kernel's source."""
+    name, rate = bound(figures, size, text), figures.products
+    page, sentence = HINTS[name]
+    if name in figures.ms:
+        return f"{name} takes {figures.ms[name]:.3g} ms: {sentence}", page
+    waits = rate * figures.latency < 8 * size.threads
+    said = sentence.format(
+        share=100 * figures.share,
+        softmax=100 * figures.softmax,
+        chain="one addition waits for the one before it" if waits else "one number at a time",
+        rate=rate / 1e9,
+        lane=figures.peak / figures.lanes / 1e9,
+        lanes=figures.lanes,
+        grown=figures.grown,
+        small=size.N // SMALLER,
+        matrix=size_text(4 * size.N * size.N),
+        scratch=size_text(figures.scratch or 0),
+    )
+    return said, page
+
+
+def bound(figures: Figures, size: Size, text: str) -> str:
+    """What bounds a kernel, one of HINTS."""
+    ms, rate, scratch = figures.ms, figures.products, figures.scratch or 0
     if figures.device == "cuda":
-        return _hint_on_gpu(figures)
-    products = 1e-3 * figures.ms["own"] * max(0.01, 1 - figures.softmax)  # seconds
-    rate, threads = figures.flops / products, size.threads
-    lane = figures.peak / figures.lanes
-    matrix = 4 * size.N * size.N
-    grown = figures.ms["own"] / figures.small_ms / SMALLER**2 if figures.small_ms else 1.0
+        steps = (name for name in LADDER["cuda"][1:] if ms.get(name, 0) < 0.9 * ms["own"])
+        return next(steps, "float32")
     if figures.share >= NEAR:
-        return f"{100 * figures.share:.0f} % of the peak: little is left. Part 4 shows what", "tiles"
+        return "peak"
     helped = re.search(r"softmax_row|exp_sum|online_softmax", text)
     if figures.softmax > MUCH and figures.share < 0.5 and not helped:
-        return (
-            f"{100 * figures.softmax:.0f} % of the time does not grow with d: it is the softmax's. "
-            "softmax_row() of cpu/softmax.h takes the exponentials of a whole vector at a time",
-            "helpers",
-        )
-    if rate < 1.5 * lane:
-        each = 2 * threads / figures.latency
-        chain = "one addition waits for the one before it" if rate < 4 * each else "one number at a time"
-        return (
-            f"{chain} in the products: {rate / 1e9:.3g} GFLOP/s, and one lane of {figures.lanes} gives "
-            f"{lane / 1e9:.3g}. Let the inner loop run over neighbours with a sum each: O[c] += P[j] * "
-            "V[j][c] reads V along its rows, and S[j] += Q[c] * Kt[c][j] takes a transposed tile of K",
-            "lanes",
-        )
-    if grown > GROWN:
-        return (
-            f"a score costs {grown:.1f} times as much as at N = {size.N // SMALLER}: the matrices leave the "
-            "cache. Let a tile of queries share each pass over K and V (simd::multiply of simd/simd.h)",
-            "blocks",
-        )
-    if figures.scratch is not None and figures.scratch >= matrix and rate > figures.peak / 4:
-        return f"S takes {size_text(matrix)}, written and read again: keep a row or a tile of it", "rows"
-    if figures.scratch is not None and 4 * figures.scratch > figures.l2 * threads and rate > figures.peak / 3:
-        return (
-            f"the scratch, {size_text(figures.scratch)}, leaves the first caches: take a tile of keys at a "
-            "time too, and correct the sums when the maximum rises",
-            "tiles",
-        )
-    if threads > 1 and "thread" not in text and "for_each_item" not in text:
-        return (
-            f"one of {threads} threads works: rows of a head are independent (for_each_item of threads.h)",
-            "rows",
-        )
-    if "simd::multiply" in text:
-        return (
-            "the products use the helpers, and wait for the cache: rows a multiple of 4 KiB apart share "
-            "a few of its sets. Let a tile of K^T or of S lie by itself, its rows one after the other",
-            "blocks",
-        )
-    return (
-        "the vectors wait: keep a block of sums in registers, four rows by a few vectors, as simd::multiply",
-        "blocks",
-    )
-
-
-def _hint_on_gpu(figures: Figures) -> tuple[str, str]:
-    """The next kernel of the ladder."""
-    mine, steps = (
-        figures.ms["own"],
-        {
-            "kernel2": "one launch for all keys, and several scores a thread, which read shared memory less",
-            "kernel3": "the row's state in registers, and keys that a whole warp reads at once",
-            "kernel4": "8 x 8 scores a thread, vector loads, and copies that run beside the arithmetic",
-        },
-    )
-    for name, what in steps.items():
-        if figures.ms.get(name, 0) < 0.9 * mine:
-            return f"{name} takes {figures.ms[name]:.3g} ms: {what}", name
-    return "as fast as float32 gets on these units: tensor cores are next", "kernel5"
+        return "softmax"
+    if rate < 1.5 * figures.peak / figures.lanes:
+        return "lanes"
+    if figures.grown > GROWN:
+        return "cache"
+    if scratch >= 4 * size.N * size.N and rate > figures.peak / 4:
+        return "matrix"
+    if 4 * scratch > figures.l2 * size.threads and rate > figures.peak / 3:
+        return "scratch"
+    return "sets" if "simd::multiply" in text else "registers"
 
 
 if __name__ == "__main__":

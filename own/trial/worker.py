@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import json
 import math
 import mmap
@@ -55,7 +54,7 @@ class Verdict:
     refused: why it could not be compiled; then nothing was tried. output: the compiler's. at, case: the first
     wrong case, or that of a crash, and its number. passed: the numbers of the right ones. tried: cases;
     skipped: those that would take too long. finished: whether no case is left to try. finding: what explains
-    a wrong result. shown: as shown() gives it. said: what the kernel printed. memory: what sanitizers say.
+    a wrong result. shown: as shown() gives it. memory: what sanitizers say.
     """
 
     refused: str = ""
@@ -69,7 +68,6 @@ class Verdict:
     wrong: bool = False
     finding: Finding | None = None
     shown: dict[str, Any] | None = None
-    said: str = ""
     memory: list[str] = field(default_factory=list)
 
     @property
@@ -186,13 +184,7 @@ def check_gpu(kernel: Any) -> None:
     if not isinstance(kernel, kernels.OnCuda):
         return
     major, minor = gpu.gpu(0).capability
-    for d in dict.fromkeys(case.d for case in CASES):
-        source = kernel.source(d, f"sm_{major}{minor}")
-        if not source.path().exists() and os.fork() == 0:  # NVRTC compiles one at a time in a process
-            os.closerange(3, 1024)  # Checker waits for the end of the answers
-            with contextlib.suppress(BuildError):
-                source.make()
-            os._exit(0)
+    nvrtc.make_all(kernel.source(d, f"sm_{major}{minor}") for d in {case.d for case in CASES})
 
 
 def chosen(source: kernels.Source) -> list[Case]:
@@ -317,7 +309,6 @@ def main(words: Sequence[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     request = json.loads(line)
     file = Path(request["file"])
-    faulthandler.enable()
     if kernels.read(file).device == "cpu":
         with contextlib.suppress(OSError, ValueError):
             mapped = PAGE * int(Path("/proc/self/statm").read_text().split()[0])
@@ -328,7 +319,6 @@ def main(words: Sequence[str]) -> None:
         lambda verdict: os.write(answers, json.dumps(asdict(verdict)).encode() + b"\n"),
     )
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(0)
 
 

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from planted import (
-    CUDA,
-    FLASH,
-    KERNELS,
-    MISTAKES,
-    NAIVE,
-    NUMPY,
-    ON_GPU_ONLY,
-    RIGHT,
-    TORCH,
-    WITH_SANITIZER,
-    Mistake,
-)
-from support import naming
+from planted import CUDA, FLASH, MISTAKES, NAIVE, NUMPY, ON_GPU_ONLY, RIGHT, TORCH, WITH_SANITIZER, Mistake
+from support import ROOT, naming
 
 from shakespeare import generate
 from shakespeare.attention_ext import attention
@@ -30,7 +19,7 @@ from shakespeare.attention_ext.build import toolchain
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.model import load
 from shakespeare.own import kernel as kernels
-from shakespeare.own.trial import checking, diagnosis, report, sanitizers, speed, worker
+from shakespeare.own.trial import checking, report, sanitizers, speed, worker
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures, Size
 
@@ -101,14 +90,6 @@ def test_all_mistakes_are_found(checker, tmp_path, suffix):
     find(checker, tmp_path, [m for m in MISTAKES if m.suffix == suffix and m.name not in left_out])
 
 
-def test_the_table_is_as_large_as_promised():
-    assert len(MISTAKES) >= 40 and len(RIGHT) >= 20
-    assert len({kind for m in MISTAKES for kind in m.kinds.split()}) >= 10
-    assert {kind for m in MISTAKES for kind in m.kinds.split()} <= {*diagnosis.KINDS}
-    for mistake in MISTAKES:
-        assert mistake.text() != KERNELS[mistake.kernel][1]
-
-
 @pytest.mark.full
 def test_mistakes_in_cuda_are_found_in_an_emulator(tmp_path, monkeypatch):
     """The worker's cases and diagnosis, without a GPU: the kernel's threads are fibers."""
@@ -170,7 +151,7 @@ def test_all_right_kernels_are_right(checker, tmp_path, name):
     if "numba" in text:
         pytest.importorskip("numba")
     found = tried(checker, tmp_path, "mine", suffix, text)
-    assert found.right, (found.finding, found.refused, found.said)
+    assert found.right, (found.finding, found.refused)
     assert found.tried == len(worker.chosen(kernels.read(tmp_path / f"mine{suffix}")))
 
 
@@ -226,58 +207,41 @@ def test_a_request_cannot_name_a_file():
         CompletionBody(prompt="x", part="mine.cpp")
 
 
-FIGURES = Figures(
-    {"own": 50.0, "part1": 100.0, "part2": 3.0, "part3": 8.0, "part4": 2.5, "sdpa": 6.0},
-    0.2,
-    None,
-    0.537e9,
-    120e9,
-    1e-9,
-    16,
-    4 << 20,
-    1 << 20,
-    "a processor",
-    "cpu",
-)
-
-
 def test_the_ladder_and_the_hints():
-    assert speed.place(FIGURES) == "between part1 and part3"
+    ladder = {"part1": 100.0, "part2": 3.0, "part3": 8.0, "part4": 2.5, "sdpa": 6.0}
 
-    def with_time(ms: float, **others) -> Figures:
-        return Figures(**{**vars(FIGURES), "ms": FIGURES.ms | {"own": ms}, "small_ms": ms / 256} | others)
+    def timed(ms: float, device="cpu", small_ms=0.0, wide_ms=None, scratch=4 << 20) -> Figures:
+        times = ladder | {"own": ms, "kernel1": 9.0, "kernel2": 1.0}
+        small = small_ms or ms / 256
+        return Figures(times, small, wide_ms, 0.537e9, 120e9, 1e-9, 16, scratch, 1 << 20, "a CPU", device)
 
-    assert speed.place(with_time(200)) == "slower than part1"
-    assert speed.place(with_time(1)) == "faster than part4"
-    size = Size()
-    for figures, page, words in (
-        (FIGURES, "lanes", "gives 7.5"),
-        (with_time(12, small_ms=0.01), "blocks", "the matrices leave the cache"),
-        (with_time(14), "rows", "S takes 4 MiB"),
-        (with_time(14, wide_ms=18.0), "helpers", "71 % of the time"),
-        (with_time(14, scratch=0), "blocks", "keep a block of sums in registers"),
-        (with_time(7, scratch=1 << 19), "tiles", "leaves the first caches"),
-        (with_time(5.5), "tiles", "of the peak"),
+    for figures, place in (
+        (timed(50), "between part1 and part3"),
+        (timed(200), "slower than part1"),
+        (timed(1), "faster than part4"),
+        (timed(5, "cuda"), "between kernel1 and kernel2"),
     ):
-        what, where = speed.hint(figures, size, "")
-        assert words in what and where == page, (what, where)
-    assert speed.hint(with_time(14, scratch=0), Size(threads=2), "")[1] == "rows"
-    assert "4 KiB apart" in speed.hint(with_time(14, scratch=0), size, "simd::multiply(")[0]
-    on_gpu = Figures(**vars(FIGURES) | {"device": "cuda", "ms": {"own": 5.0, "kernel1": 9.0, "kernel2": 1.0}})
-    assert (
-        speed.hint(on_gpu, size, "")[1] == "kernel2" and speed.place(on_gpu) == "between kernel1 and kernel2"
-    )
+        assert speed.place(figures) == place
+    for figures, text, words in (
+        (timed(50), "", "gives 7.5"),
+        (timed(12, small_ms=0.01), "", "the matrices leave the cache"),
+        (timed(14), "", "S takes 4 MiB"),
+        (timed(14, wide_ms=18.0), "", "71 % of the time"),
+        (timed(14, scratch=0), "", "keep a block of sums in registers"),
+        (timed(14, scratch=0), "simd::multiply(", "4 KiB apart"),
+        (timed(7, scratch=1 << 19), "", "leaves the first caches"),
+        (timed(5.5), "", "of the peak"),
+        (timed(5, "cuda"), "", "kernel2 takes 1 ms"),
+    ):
+        assert words in speed.hint(figures, Size(), text)[0]
 
 
 def test_the_pages_of_the_hints_exist():
-    root = Path(checking.ROOT)
-    for page in (*speed.PAGES.values(), report.MISTAKES):
+    for page in (*(page for page, _ in speed.HINTS.values()), report.MISTAKES):
         file, anchor = page.split("#")
-        titles = [
-            line.lstrip("# ") for line in (root / file).read_text().splitlines() if line.startswith("#")
-        ]
-        slugs = {"".join(c for c in t.lower().replace(" ", "-") if c.isalnum() or c == "-") for t in titles}
-        assert anchor in slugs, page
+        lines = (ROOT / file).read_text().splitlines()
+        titles = [line.lstrip("# ").lower().replace(" ", "-") for line in lines if line.startswith("#")]
+        assert anchor in {re.sub(r"[^\w-]", "", title) for title in titles}, page
 
 
 def test_the_command(cli, failed, extension, tmp_path):
@@ -293,13 +257,7 @@ def test_the_command(cli, failed, extension, tmp_path):
     Path("mine.cpp").write_text(NAIVE.replace("a.scale * s", "s"))
     done = cli("try", "mine.cpp")
     assert done.returncode == 1
-    for words in (
-        "mine.cpp is wrong",
-        "first at    1 head of N = 4, d = 8",
-        "the scores are not scaled",
-        "expected",
-        "####",
-    ):
+    for words in ("mine.cpp is wrong", "first at    1 head of N = 4, d = 8", "are not scaled", "####"):
         assert words in done.stdout, words
     Path("mine.py").write_text(TORCH)
     done = cli("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", SECONDS, "--json")
@@ -374,9 +332,5 @@ q at 0x01, k at 0x0a"""
 
 
 def test_pictures_and_spans():
-    import numpy as np
-
     assert report.spans([0, 1, 2, 5]) == "0 to 2, 5"
-    drawn = worker.picture(np.array([[0.0, 2, 200, 20_000, np.inf]]))
-    assert drawn == [".-+#?"]
-    assert os.path.basename(report.MISTAKES).startswith("try.md")
+    assert worker.picture(np.array([[0.0, 2, 200, 20_000, np.inf]])) == [".-+#?"]
