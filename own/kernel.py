@@ -1,8 +1,7 @@
 """A user's file as a part: C++ and ISPC are compiled, CUDA by NVRTC, Python is imported.
 
-row() gives its Part, loaded() its kernel, which attend() calls with tensors. A file is compiled or imported
-only by the last two, so only where its user has named it. torch is imported for CUDA and by files that
-import it.
+row() gives its Part, loaded() its kernel, attend() calls it with tensors. A file is compiled or imported only
+where its user has named it. torch is imported for CUDA and by files that import it.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = NDArray[np.float32]
+POINTER = ctypes.c_void_p
 SHARED_BYTES = 163 * 1024  # of a block, for which a kernel of the ladder is compiled where there is no GPU
 MISSING = {
     ".cpp": "void attention(const Attention&, float* scratch)",
@@ -54,9 +54,8 @@ class Source(NamedTuple):
     """A file's text and what it asks for.
 
     device: 'cuda' for .cu, and for Python with Triton or, on a GPU, Numba's CUDA; else 'cpu'. torch: it
-    imports torch or Triton. simulated: Numba's CUDA, where there is no GPU. compiling: Python that is
-    compiled at its first call. ladder: the kernel of the ladder that CUDA C++ defines, '1' for
-    attention_kernel1; '' for none.
+    imports torch or Triton. simulated: Numba's CUDA without a GPU. compiling: Python that is compiled at its
+    first call. ladder: '1' for CUDA C++ that defines attention_kernel1; '' for none of the ladder.
     """
 
     text: str
@@ -79,15 +78,11 @@ def read(file: Path) -> Source:
     def imports(pattern: str) -> bool:
         return bool(re.search(rf"^\s*({pattern})\b", text, re.M))
 
-    triton = imports(r"(import|from)\s+triton")
-    numba = imports(r"from\s+numba\s+import\s.*\bcuda|(import|from)\s+numba\.cuda")
-    return Source(
-        text,
-        "cuda" if triton or numba and has_gpu() else "cpu",
-        torch=triton or imports(r"(import|from)\s+torch"),
-        simulated=numba and not has_gpu(),
-        compiling=triton or bool(re.search(r"\bnumba\b", text)),
-    )
+    triton, torch = imports(r"(import|from)\s+triton"), imports(r"(import|from)\s+torch")
+    on_gpu = imports(r"from\s+numba\s+import\s.*\bcuda|(import|from)\s+numba\.cuda")
+    device = "cuda" if triton or on_gpu and has_gpu() else "cpu"
+    compiling = triton or imports(r"(import|from)\s+numba")
+    return Source(text, device, triton or torch, on_gpu and not has_gpu(), compiling)
 
 
 @functools.cache
@@ -106,7 +101,7 @@ def row(part: str) -> Part:
 
 
 def loaded(file: Path) -> Any:
-    """The kernel of a file, a Native, OnCuda, OnLadder or InPython; a changed file is loaded again.
+    """The kernel of a file, a Native, OnCuda, OnLadder or InPython; a saved file is loaded again.
 
     Raises BuildError if it cannot be compiled or imported, or has no function `attention`.
     """
@@ -187,8 +182,7 @@ class Native:
         except OSError as error:
             raise BuildError(f"{file.name} was compiled but cannot be loaded: {error}") from None
         self._c.own_scratch_of.restype, self._c.own_call.restype = ctypes.c_int64, ctypes.c_char_p
-        self._c.own_call.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        self._c.own_scratch_of.argtypes = (ctypes.c_void_p,)
+        self._c.own_scratch_of.argtypes, self._c.own_call.argtypes = (POINTER,), (POINTER, POINTER)
 
     def scratch(self, B: int, H: int, Nq: int, Nk: int, d: int, causal: bool, threads: int) -> int:
         """The floats of scratch of a call. Raises RuntimeError if the file asks for less than none."""
@@ -398,10 +392,9 @@ class InPython:
             out = torch.as_tensor(out, device=q.device).to(torch.float32)
         else:
             out = np.asarray(out, np.float32)
-        if tuple(out.shape) != tuple(q.shape):
-            raise RuntimeError(
-                f"the function returned the shape {tuple(out.shape)}; it must be q's, {tuple(q.shape)}"
-            )
+        got, must = tuple(out.shape), tuple(q.shape)
+        if got != must:
+            raise RuntimeError(f"the function returned the shape {got}; it must be q's, {must}")
         return out
 
 

@@ -54,13 +54,12 @@ def named(path: Path) -> list[tuple[Exercise, Path]]:
 
     Raises ValueError if there is none.
     """
-    if path.is_dir():
-        found = [(each, path / each.file) for each in EXERCISES if (path / each.file).is_file()]
-    else:
-        found = [(each, path) for each in EXERCISES if each.file == path.name and path.is_file()]
-    if not found:
+    folder = path if path.is_dir() else path.parent
+    files = [(row, folder / row.file) for row in EXERCISES]
+    existing = [(row, file) for row, file in files if path in (folder, file) and file.is_file()]
+    if not existing:
         raise ValueError(f"DIRECTORY is {str(path)!r}; it must hold exercises, or be one of them")
-    return found
+    return existing
 
 
 def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterator[Result]:

@@ -142,7 +142,8 @@ def decoder(module: ModuleType, share: float) -> Iterator[tuple[str, str]]:
     yield "awkward", ""
     held, token = caches(1), tokens(1, 1)
     mine(tokens(1, 30), held)
-    kept = {f"the {name} of layer {i}": t[:, :, :30] for i, c in enumerate(held) for name, t in keys(c)}
+    kept = {f"the keys of layer {i}": cache.k[:, :, :30] for i, cache in enumerate(held)}
+    kept |= {f"the values of layer {i}": cache.v[:, :, :30] for i, cache in enumerate(held)}
     unchanged(dict(mine.named_parameters()) | kept, lambda: mine(token, held))
     yield "memory", ""
     weights = [t for t in peer.state_dict().values() if t.dim() == 2 and t.shape != (full, config.n_embd)]
@@ -154,10 +155,6 @@ def decoder(module: ModuleType, share: float) -> Iterator[tuple[str, str]]:
         return mine(token, held)
 
     yield "fast", fast(step, lambda: [row @ t.T for row, t in zip(rows, weights)], share)
-
-
-def keys(cache: KVCache) -> tuple[tuple[str, Tensor], ...]:
-    return ("keys", cache.k), ("values", cache.v)
 
 
 def main(kind: str, path: str, share: str) -> None:

@@ -25,7 +25,6 @@ UNCORRECTED = (
     (0, 1, "the sum l is not rescaled when the maximum rises"),
     (-1, -1, "the correction is exp(m_new - m); it must be exp(m - m_new)"),
 )
-NOTHING = "nothing is written"
 
 Run = Callable[..., Floats]  # calls the kernel, as worker.Trial.run() does
 Guesses = Iterator[tuple[str, str, Floats]]  # kind, sentence, result in float64
@@ -43,18 +42,13 @@ class Finding:
     sentence: str
 
 
-def diagnose(run: Run, wrong: Mapping[Case, Floats], right: Sequence[Case]) -> Finding | None:
+def diagnose(run: Run, wrong: dict[Case, Floats], right: Sequence[Case]) -> Finding | None:
     """The mistake that explains the wrong results, by case; None if none fits.
 
     right: the cases with right results.
     """
-    nothing = None
-    for case in wrong:
-        if finding := of_memory(run, case):
-            if not finding.sentence.startswith(NOTHING):
-                return finding
-            nothing = nothing or finding  # a larger case may show more
-    return nothing or of_precision(wrong) or of_guesses(wrong) or by_cases(wrong, right)
+    by_memory = (finding for case in reversed(wrong) if (finding := of_memory(run, case)))
+    return next(by_memory, None) or of_precision(wrong) or of_guesses(wrong) or by_cases(wrong, right)
 
 
 def of_memory(run: Run, case: Case) -> Finding | None:
@@ -84,7 +78,7 @@ def _unwritten(case: Case, left: NDArray[np.bool_]) -> Finding:
     heads, rows = np.asarray(left.all((2, 3))), np.asarray(left.all((0, 1, 3)))
     first = int(rows.argmax())
     if left.all():
-        what = f"{NOTHING} for N = {min(case.Nq, case.Nk)}: are tiles larger than N left out?"
+        what = f"nothing is written for N = {min(case.Nq, case.Nk)}: are tiles larger than N left out?"
     elif first and rows[first:].all() and left.mean() == rows.mean():
         what = f"out's rows from {first} on are not written: the tail of a tile is left out"
     elif heads.any():

@@ -40,15 +40,11 @@ def verdict(file: Path, found: Verdict) -> str:
     if found.right:
         lines = [f"{file.name} is right in {counted(found.tried, 'case')}"]
     else:
-        lines = [f"{file.name} is wrong"]
-        lines.append(line("first at" if found.shown else "at", found.at or "the start"))
-        if found.shown:
-            lines += _shown(found.shown)
+        at = line("first at" if found.shown else "at", found.at or "the start")
+        lines = [f"{file.name} is wrong", at, *(_shown(found.shown) if found.shown else ())]
+        lines.append(line("because", found.why or "no usual mistake gives this result"))
         if found.finding:
-            lines.append(line("because", found.finding.sentence))
             lines.append(line("read", MISTAKES))
-        else:
-            lines.append(line("because", "no usual mistake gives this result"))
     if found.skipped:
         many = counted(len(found.skipped), "case")
         lines.append(line("not tried", f"{many} that would take too long, such as {found.skipped[0]}"))
@@ -60,18 +56,11 @@ def _shown(shown: dict[str, Any]) -> list[str]:
     b, h, i, _ = shown["at"]
     first, count = shown["first"], len(shown["expected"])
     heads = f"heads {spans(shown['heads'])}; in head {h} of batch {b} "
-    lines = [
-        line(
-            "",
-            f"{shown['off']} of {shown['of']} numbers are off: {heads}rows {spans(shown['rows'])}, "
-            f"columns {spans(shown['columns'])}",
-        )
-    ]
-    title = f"row {i}"
-    columns = f"columns {first} to {first + count - 1}"
-    for what in ("expected", "got"):
-        lines.append(f"{title:12}{what:9}" + "".join(f"{x:12.5g}" for x in shown[what]) + f"  {columns}")
-        title = columns = ""
+    where = f"{heads}rows {spans(shown['rows'])}, columns {spans(shown['columns'])}"
+    lines = [line("", f"{shown['off']} of {shown['of']} numbers are off: {where}")]
+    expected, got = ("".join(f"{x:12.5g}" for x in shown[name]) for name in ("expected", "got"))
+    lines.append(f"{f'row {i}':12}expected {expected}  columns {first} to {first + count - 1}")
+    lines.append(f"{'':12}got      {got}  ")
     key = ". right; - + # wrong, more than 100 and 10,000 times what is allowed; ? no number"
     lines.append(f"{'error':12}{key}")
     lines += [f"{'':12}{row}" for row in shown["picture"]]
@@ -115,17 +104,20 @@ def speed(figures: Figures | str, size: Size, file: Path) -> str:
 
 def as_json(file: Path, found: Verdict, figures: Figures | str | None, size: Size) -> dict[str, Any]:
     """The whole result for --json."""
-    made: dict[str, Any] = {"file": str(file), "right": found.right, "refused": found.refused or None}
-    made |= {"tried": found.tried, "skipped": list(found.skipped), "at": found.at if found.wrong else None}
-    made["finding"] = asdict(found.finding) if found.finding else None
-    made |= {"first_wrong": found.shown, "memory": found.memory, "size": asdict(size)}
+    known = {"file": str(file), "right": found.right, "refused": found.refused or None, "tried": found.tried}
+    known |= {"skipped": found.skipped, "at": found.at if found.wrong else None, "first_wrong": found.shown}
+    known |= {
+        "finding": found.finding and asdict(found.finding),
+        "memory": found.memory,
+        "size": asdict(size),
+    }
     if isinstance(figures, Figures):
         what, page = hint(figures, size, file.read_text(errors="replace"))
-        made["speed"] = asdict(figures) | {"share": figures.share, "place": place(figures)}
-        made["hint"] = {"text": what, "read": page}
+        known["speed"] = asdict(figures) | {"share": figures.share, "place": place(figures)}
+        known["hint"] = {"text": what, "read": page}
     elif figures:
-        made["speed"] = {"note": figures}
-    return made
+        known["speed"] = {"note": figures}
+    return known
 
 
 def checked_name(file: Path) -> str:

@@ -34,45 +34,44 @@ def sanitize(file: Path, verdict: Verdict, stop: Stop = None) -> None:
     """Look for accesses out of bounds and for races; add them to the verdict. Raises Stopped if stop()."""
     if verdict.refused or verdict.finding and verdict.finding.kind == "endless":
         return
-    search = {".cpp": _cpp, ".cu": _cuda}.get(file.suffix)
-    try:
-        finding = search(file, verdict, stop) if search else None
-    except BuildError as error:
-        verdict.memory.append(f"not searched: {error}")
-    except subprocess.TimeoutExpired:
-        verdict.memory.append(f"not searched: a sanitizer took more than {SECONDS} s")
-    else:
+    for search in {".cpp": (_address, _thread), ".cu": (_cuda,)}.get(file.suffix, ()):
+        finding = None
+        try:
+            said, finding = search(file, verdict, stop)
+        except BuildError as error:
+            said = f"not searched: {error}"
+        except subprocess.TimeoutExpired:
+            said = f"not searched: a sanitizer took more than {SECONDS} s"
+        if said:
+            verdict.memory.append(said)
         if finding:
-            verdict.add(finding)
+            return verdict.add(finding)
 
 
-def _cpp(file: Path, verdict: Verdict, stop: Stop) -> Finding | None:
+def _address(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None]:
     calls = [*MEMORY]
     if verdict.wrong and verdict.case is not None:  # the case that crashed
         case = CASES[verdict.case]
         calls.insert(0, (case.Nq, case.Nk, case.d, case.B * case.H, int(case.causal), case.threads))
     for sizes in calls:
-        said = _said(file, "address", sizes, stop)
-        if finding := of_address_sanitizer(said, file.name):
-            verdict.memory.append(f"AddressSanitizer: {finding.sentence}")
-            return finding
-    verdict.memory.append(f"no access out of bounds in {len(MEMORY)} calls under AddressSanitizer")
+        if finding := of_address_sanitizer(_said(file, "address", sizes, stop), file.name):
+            return f"AddressSanitizer: {finding.sentence}", finding
+    return f"no access out of bounds in {len(MEMORY)} calls under AddressSanitizer", None
+
+
+def _thread(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None]:
     text = file.read_text(errors="replace")
     if not THREADS.search(text):
-        return None
+        return "", None
     if re.search(r"\bomp\b", text):
-        verdict.memory.append("races were not searched: ThreadSanitizer does not know OpenMP's threads")
-        return None
+        return "races were not searched: ThreadSanitizer does not know OpenMP's threads", None
     for sizes in RACES:
         said = _said(file, "thread", sizes, stop)
         if "FATAL: ThreadSanitizer" in said:
-            verdict.memory.append("races were not searched: ThreadSanitizer does not run here")
-            return None
+            return "races were not searched: ThreadSanitizer does not run here", None
         if finding := of_thread_sanitizer(said, file.name):
-            verdict.memory.append(f"ThreadSanitizer: {finding.sentence}")
-            return finding
-    verdict.memory.append(f"no race in {len(RACES)} calls under ThreadSanitizer")
-    return None
+            return f"ThreadSanitizer: {finding.sentence}", finding
+    return f"no race in {len(RACES)} calls under ThreadSanitizer", None
 
 
 def _said(file: Path, sanitizer: str, sizes: Sequence[int], stop: Stop) -> str:
@@ -83,21 +82,18 @@ def _said(file: Path, sanitizer: str, sizes: Sequence[int], stop: Stop) -> str:
     return run(command, SECONDS, stop, ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1")[2]
 
 
-def _cuda(file: Path, verdict: Verdict, stop: Stop) -> Finding | None:
+def _cuda(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None]:
     tool = shutil.which("compute-sanitizer")
     if not tool:
-        verdict.memory.append("not searched: compute-sanitizer was not found on PATH")
-        return None
+        return "not searched: compute-sanitizer was not found on PATH", None
+    env = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each matrix has bounds
+    words = [sys.executable, "-m", "shakespeare.own.trial.worker", "once", str(file.resolve())]
     for check in ("memcheck", "racecheck"):
-        command = [tool, "--tool", check, "--print-limit", "3", sys.executable]
-        command += ["-m", "shakespeare.own.trial.worker", "once", str(file.resolve())]
-        env = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each matrix has bounds
-        _, out, err = run(command, SECONDS, stop, **env)
-        if finding := of_compute_sanitizer(out + err, file.name):
-            verdict.memory.append(f"compute-sanitizer: {finding.sentence}")
-            return finding
-    verdict.memory.append("no access out of bounds and no race by compute-sanitizer")
-    return None
+        command = [tool, "--tool", check, "--print-limit", "3", *words]
+        said = "\n".join(run(command, SECONDS, stop, **env)[1:])
+        if finding := of_compute_sanitizer(said, file.name):
+            return f"compute-sanitizer: {finding.sentence}", finding
+    return "no access out of bounds and no race by compute-sanitizer", None
 
 
 def lines_in(said: str, name: str) -> list[str]:

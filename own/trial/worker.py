@@ -53,8 +53,8 @@ class Verdict:
 
     refused: why it could not be compiled; then nothing was tried. output: the compiler's. at, case: the first
     wrong case, or that of a crash, and its number. passed: the numbers of the right ones. tried: cases;
-    skipped: those that would take too long. finished: whether no case is left to try. finding: what explains
-    a wrong result. shown: as shown() gives it. memory: what sanitizers say.
+    skipped: those that would take too long. finished: whether all were tried. finding: what explains a wrong
+    result. shown: as shown() gives it. memory: what sanitizers say.
     """
 
     refused: str = ""
@@ -82,7 +82,7 @@ class Verdict:
 
     def add(self, finding: Finding) -> None:
         """Take a mistake as the finding."""
-        self.wrong, self.finding = True, finding
+        self.wrong, self.finding, self.finished = True, finding, True
 
 
 def guarded(shape: Sequence[int], fill: float | Array) -> Array:
@@ -207,21 +207,13 @@ def trial(file: Path, seconds: float, send: Callable[[Verdict], object]) -> None
             send(verdict)
             start = time.perf_counter()
             results = (kernel.run(case) for _ in range(case.repeats))
-            try:
-                bad = next((got for got in results if not cases.expected(case).allows(got)), None)
-            except (Changed, RuntimeError) as error:
-                if isinstance(error, BuildError):
-                    raise
-                verdict.finished = True
-                verdict.add(explained(error))
-                return
+            bad = next((got for got in results if not cases.expected(case).allows(got)), None)
+            verdict.tried += 1
             if bad is None:
                 verdict.passed.append(CASES.index(case))
-            elif not wrong:
-                verdict.wrong, verdict.shown = True, shown(case, bad)
-            if bad is not None:
+            else:
+                verdict.wrong, verdict.shown = True, verdict.shown or shown(case, bad)
                 wrong[case] = bad
-            verdict.tried += 1
             if case.work >= MEASURED_WORK:
                 fastest = min(fastest, (time.perf_counter() - start) / case.work / case.repeats)
         verdict.finished = True
@@ -231,17 +223,14 @@ def trial(file: Path, seconds: float, send: Callable[[Verdict], object]) -> None
                 verdict.finding = diagnosis.diagnose(kernel.run, wrong, [CASES[i] for i in verdict.passed])
     except BuildError as error:
         verdict.refused, verdict.output = str(error), error.output
+    except Changed:
+        verdict.add(Finding("inputs", "the kernel writes into q, k or v"))
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        beyond = re.search("illegal memory access|misaligned address|out of bounds", said)
+        verdict.add(Finding("bounds" if beyond else "raised", said))
     finally:
         send(verdict)
-
-
-def explained(error: Exception) -> Finding:
-    """What a call raised."""
-    if isinstance(error, Changed):
-        return Finding("inputs", "the kernel writes into q, k or v")
-    said = str(error).splitlines()[0]
-    beyond = re.search("illegal memory access|misaligned address|out of bounds", said)
-    return Finding("bounds" if beyond else "raised", said)
 
 
 def shown(case: Case, got: Floats) -> dict[str, Any]:
