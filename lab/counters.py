@@ -1,8 +1,6 @@
 """Bytes that one call of a part brings into the caches, counted by the processor or by a simulator.
 
-Both run a program of the kernels alone, one part on one thread without Python; attention_ext/build/recipes.py
-compiles it. It runs twice, without a call and with one. The difference is the call's count; all other work of
-the program cancels.
+Both run a program of one part on one thread twice, without a call and with one: the difference is the call's.
 """
 
 import platform
@@ -47,10 +45,6 @@ class Misses:
     note: str = ""
 
 
-class Refused(Exception):
-    """perf may not count here; the message is the reason."""
-
-
 def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None, timeout: float) -> Misses:
     """The bytes that one call of a part that is a kernel, on one thread, brings into the empty caches.
 
@@ -81,7 +75,9 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
         raise ValueError(
             f"N is {case.Nk}; {source} takes more than {timeout:g} s for it, so it must be smaller"
         ) from None
-    except Refused as error:
+    except BuildError as error:
+        if caches:
+            raise
         return Misses(None, None, str(error))
 
     known = counts[0].keys() & counts[1].keys()
@@ -102,12 +98,12 @@ def simulated_block(block: Block) -> Block:
 
 
 def _by_perf(perf: str, command: Sequence[str], timeout: float) -> dict[str, float]:
-    """Counts by event, the mean of five runs. Raises Refused."""
+    """Counts by event, the mean of five runs. Raises BuildError if perf may not count."""
     events = ",".join(f"{event}:u" for pair in EVENTS["perf"] for event in pair)
     code, _, output = run([perf, "stat", "-x,", "-r5", "-e", events, "--", *command], timeout, LC_ALL="C")
     if code != 0:
         complaints = (line for line in output.splitlines() if line.strip() not in ("", "Error:"))
-        raise Refused(f"perf stat failed: {next(complaints, f'it ended with {code}').strip()}")
+        raise BuildError(f"perf stat failed: {next(complaints, f'it ended with {code}').strip()}")
     return parse_perf(output)
 
 

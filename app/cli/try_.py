@@ -64,16 +64,16 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     device = kernels.read(file).device
     if asked["inference"]:
         options.refuse(OWN - {"file", "threads", "as_json"}, "does not go with --inference")
-        session = Session(
-            str(file), asked | FIXED | {"device": device, "threads": options.threads_for(threads)}
-        )
+        settings = asked | FIXED | {"device": device, "threads": options.threads_for(threads)}
+        session = Session(str(file), settings)
         converse(session) if asked["interactive"] else write(session)
         return True
     options.refuse(asked.keys() - OWN - {"inference"}, "goes with --inference only")
     if again:
         options.refuse(("as_json",), "does not go with --watch")
     N, heads = (4096, 100) if device == "cuda" else (1024, 4)
-    size = Size(asked["N"] or N, asked["d"], asked["heads"] or heads, asked["causal"], threads or 1)
+    N, heads, threads = asked["N"] or N, asked["heads"] or heads, threads or 1
+    size = Size(N, asked["d"], heads, asked["causal"], threads, asked["cachegrind"])
     return try_once(file, size, asked, again)
 
 
@@ -124,7 +124,7 @@ def explain(
             say(report.verdict(file, verdict))
         say(report.memory(verdict))
         if verdict.right:
-            figures = speed.measure(file, size, asked["cachegrind"], stop)
+            figures = speed.measure(file, size, stop)
             say(report.speed(figures, size, file))
     except Stopped:
         return False

@@ -38,10 +38,10 @@ def tests(folder: Path) -> NoReturn:
     while True:
         before = versions(folder.rglob("*.*"))
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as child:
-            while True:
+            said = None
+            while said is None:
                 try:
                     said, _ = child.communicate(timeout=POLL_SECONDS)
-                    break
                 except subprocess.TimeoutExpired:
                     if versions(folder.rglob("*.*")) != before:
                         child.kill()

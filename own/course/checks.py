@@ -13,13 +13,13 @@ from typing import Any
 
 from shakespeare.lab.command import run
 from shakespeare.own import kernel as kernels
-from shakespeare.own.course.exercises import EXERCISES, Exercise, asked
+from shakespeare.own.course.exercises import EXERCISES, Exercise, Failed, asked
 from shakespeare.own.trial import checking, sanitizers, speed
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures, Size
 
 PYTHON_SECONDS = 120  # that the check of an exercise in PyTorch may take
-SIZES = {"cpu": Size(), "cuda": Size(4096, 32, 100)}  # of the timed call
+SIZES = {"cpu": Size(alone=True), "cuda": Size(4096, 32, 100, alone=True)}  # of the timed call
 
 
 @dataclass
@@ -68,10 +68,14 @@ def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterato
         for exercise, file in exercises:
             start = time.perf_counter()
             result = Result(exercise.name, len(exercise.stages))
-            if exercise.kind == "attention":
-                _attention(exercise, file, result, checker, seconds)
-            else:
-                _python(exercise, file, result)
+            kind = exercise.kind
+            stages = _attention(exercise, file, result, checker, seconds) if kind == "attention" else None
+            try:
+                for stage, note in stages or _python(exercise, file):
+                    result.passed.append(stage)
+                    result.note = note
+            except Failed as error:
+                result.failed = str(error)
             if not result.passed and file.read_text(errors="replace") == exercise.text():
                 result.failed = "it is untouched"
             result.seconds = time.perf_counter() - start
@@ -80,49 +84,45 @@ def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterato
 
 def _attention(
     exercise: Exercise, file: Path, result: Result, checker: checking.Checker, seconds: float
-) -> None:
+) -> Iterator[tuple[str, str]]:
+    """Yield each stage that a kernel passes, with a note. Raises Failed at the first other one."""
     verdict = checker.check(file, seconds)
     checker.warm(file)
     right = {case for i, case in enumerate(CASES) if i in verdict.passed or str(case) in verdict.skipped}
     for stage in ("plain", "causal", "awkward"):
         wrong = [case for case in CASES if asked(stage, case) and case not in right]
         if wrong or not verdict.passed:
-            result.failed = verdict.why or f"wrong for {wrong[0]}"
-            return
-        result.passed.append(stage)
+            raise Failed(verdict.why or f"wrong for {wrong[0]}")
+        yield stage, ""
     sanitizers.sanitize(file, verdict)
     if not verdict.right:
-        result.failed = verdict.why or "wrong"
-        return
-    result.passed.append("memory")
-    figures = speed.measure(file, SIZES[kernels.read(file).device], alone=True)
+        raise Failed(verdict.why or "wrong")
+    yield "memory", ""
+    figures = speed.measure(file, SIZES[kernels.read(file).device])
     if not isinstance(figures, Figures):
-        result.failed = figures
-        return
+        raise Failed(figures)
     result.ms, result.share = figures.ms["own"], figures.share
-    limit = figures.peak / 1e9
-    result.note = f"{result.ms:.3g} ms, {100 * figures.share:.3g} % of {exercise.limit} ({limit:.3g} GFLOP/s)"
-    result.note += f", {figures.cpu}"
-    if 100 * figures.share >= exercise.share:
-        result.passed.append("fast")
-    else:
-        result.failed = f"{result.note}; {exercise.share:g} % is asked for"
+    note = f"{result.ms:.3g} ms, {100 * figures.share:.3g} % of {exercise.limit} "
+    result.note = f"{note}({figures.peak / 1e9:.3g} GFLOP/s), {figures.cpu}"
+    if 100 * figures.share < exercise.share:
+        raise Failed(f"{result.note}; {exercise.share:g} % is asked for")
+    yield "fast", result.note
 
 
-def _python(exercise: Exercise, file: Path, result: Result) -> None:
+def _python(exercise: Exercise, file: Path) -> Iterator[tuple[str, str]]:
+    """The same of an exercise in PyTorch, by a process."""
     command = [sys.executable, "-m", "shakespeare.own.course.models", exercise.kind, str(file.resolve())]
     try:
         code, out, err = run([*command, str(exercise.share)], PYTHON_SECONDS, None, **checking.environment())
     except subprocess.TimeoutExpired:
-        result.failed = f"it did not end within {PYTHON_SECONDS} s, and was ended"
-        return
+        raise Failed(f"it did not end within {PYTHON_SECONDS} s, and was ended") from None
+    stage = ""
     for line in out.splitlines():
         if not line.startswith("{"):
             continue  # what the file prints
         said = json.loads(line)
-        if "stage" in said:
-            result.passed.append(said["stage"])
-            result.note = said["note"]
-        result.failed = said.get("failed", "")
-    if code or not (result.failed or result.points == result.of):
-        result.failed = f"it ended the program: {(err.splitlines() or [f'exit code {code}'])[-1]}"
+        if "failed" in said:
+            raise Failed(said["failed"])
+        yield (stage := said["stage"]), said["note"]
+    if code or stage != "fast":
+        raise Failed(f"it ended the program: {(err.splitlines() or [f'exit code {code}'])[-1]}")

@@ -189,6 +189,10 @@ def cut(lines: list[str], start: int, gap: str, comment: str) -> int:
     return at + len(comments)
 
 
+class Failed(Exception):
+    """A stage is not passed, with the reason."""
+
+
 @dataclass(frozen=True)
 class Exercise:
     """A row of the course, as COURSE has it. share: of `limit`, in %, that the last stage asks for."""

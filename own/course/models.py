@@ -23,6 +23,7 @@ from shakespeare.model import load
 from shakespeare.model.gpt import GPT
 from shakespeare.model.kv_cache import KVCache
 from shakespeare.own import kernel as kernels
+from shakespeare.own.course.exercises import Failed
 from shakespeare.own.trial.cases import beside
 
 MODEL = "shakes128"
@@ -35,10 +36,6 @@ BACKWARD = {
     "causal": ((1, 1, 4, 4, 8), (2, 2, 64, 64, 16), (1, 1, 256, 256, 16)),
     "awkward": ((1, 1, 1, 1, 4), (1, 2, 63, 63, 24), (2, 1, 7, 40, 33), (1, 1, 130, 257, 16)),
 }
-
-
-class Failed(Exception):
-    """A stage is not passed."""
 
 
 def passed(got: Tensor, wanted: Tensor, peer: Tensor, what: str) -> None:

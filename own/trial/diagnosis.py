@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,13 +41,10 @@ class Finding:
     sentence: str
 
 
-def diagnose(run: Run, wrong: dict[Case, Floats], right: Sequence[Case]) -> Finding | None:
-    """The mistake that explains the wrong results, by case; None if none fits.
-
-    right: the cases with right results.
-    """
+def diagnose(run: Run, wrong: dict[Case, Floats]) -> Finding | None:
+    """The mistake that explains the wrong results, by case; None if none fits."""
     by_memory = (finding for case in reversed(wrong) if (finding := of_memory(run, case)))
-    return next(by_memory, None) or of_precision(wrong) or of_guesses(wrong) or by_cases(wrong, right)
+    return next(by_memory, None) or of_precision(wrong) or of_guesses(wrong) or of_maximum(wrong)
 
 
 def of_memory(run: Run, case: Case) -> Finding | None:
@@ -260,30 +256,11 @@ def of_tiles(case: Case, call: Exact) -> Guesses:
 GUESSES = (of_scale, of_mask, of_matrices, of_sums, of_heads, of_tails, of_tiles)
 
 
-def by_cases(wrong: Mapping[Case, Floats], right: Sequence[Case]) -> Finding | None:
-    """A property that all wrong cases have, and no right one."""
-    steep = all(case.scores != "plain" for case in wrong)
-    if steep and not all(np.isfinite(got).all() for got in wrong.values()):
-        return Finding("maximum", "large scores give NaN or infinity: subtract the row's maximum first")
-    for kind, what, has in properties():
-        if all(map(has, wrong)) and right and not any(map(has, right)):
-            return Finding(kind, f"it is wrong only {what}")
-    return None
-
-
-def properties() -> Iterator[tuple[str, str, Callable[[Case], Any]]]:
-    """Each with the mistake that it hints at."""
-    yield "strides", "for strided matrices: use the strides", lambda c: c.fused
-    yield "offset", "with a mask and Nq < Nk", lambda c: c.causal and c.Nq < c.Nk
-    yield "scale", "where the scale is not 1/sqrt(d)", lambda c: c.scale is not None
-    yield "race", "with several threads: they race", lambda c: c.threads > 1
-    yield "heads", "with several heads", lambda c: c.B * c.H > 1
-    yield "mask", "with a causal mask", lambda c: c.causal
-    yield "mask", "without a mask", lambda c: not c.causal
-    for n in (128, 96, 64, 48, 32, 16, 8, 4):
-        yield "tail", f"where {n} does not divide N: the tail of a tile", lambda c: c.Nk % n or c.Nq % n
-        yield "tail", f"where {n} does not divide d: the tail", lambda c: c.d % n
-    yield "rescale", "where the maximum rises: sums are not rescaled", lambda c: c.scores == "growing"
+def of_maximum(wrong: Mapping[Case, Floats]) -> Finding | None:
+    """Whether only large scores are wrong, and give NaN or infinity."""
+    if any(case.scores == "plain" for case in wrong) or all(np.isfinite(out).all() for out in wrong.values()):
+        return None
+    return Finding("maximum", "large scores give NaN or infinity: subtract the row's maximum first")
 
 
 def _same(a: Floats, b: Floats) -> bool:

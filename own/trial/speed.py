@@ -1,9 +1,8 @@
 """How fast a user's kernel is, beside the parts and PyTorch, and what to do next.
 
-python -m shakespeare.own.trial.speed FILE OPTIONS
+python -m shakespeare.own.trial.speed FILE SIZE
 
-measures in this process, which the kernel may crash, and prints Figures as JSON. OPTIONS: as measure() writes
-them.
+measures in this process, which the kernel may crash, and prints Figures as JSON, as SIZE is.
 """
 
 from __future__ import annotations
@@ -73,23 +72,28 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Size:
-    """The call that is timed: heads matrices of N rows and d columns."""
+    """The call that is timed: heads matrices of N rows and d columns.
+
+    cachegrind: count its bytes too. alone: without the ladder, for its share of the peak only.
+    """
 
     N: int = 1024
     d: int = 32
     heads: int = 4
     causal: bool = False
     threads: int = 1
+    cachegrind: bool = False
+    alone: bool = False
 
 
 @dataclass
 class Figures:
     """What was measured.
 
-    ms: the medians of a call, of the file ('own'), of the ladder's parts and of sdpa. small_ms: that of the
-    file at N / SMALLER; wide_ms: at WIDER * d. flops: of a call. peak: multiply-adds' on the threads.
-    latency: seconds of a multiply-add that waits for the one before. lanes: of a vector. scratch, l2: bytes.
-    moved: bytes of one head into each of two caches, if they were simulated; least: the fewest possible.
+    ms: the medians of a call, of the file ('own'), of the ladder's parts and of sdpa. small_ms: of the file
+    at N / SMALLER; wide_ms: at WIDER * d. flops: of a call. peak: multiply-adds' on the threads. latency:
+    seconds of a dependent multiply-add. lanes: of a vector. scratch, l2: bytes. moved: bytes of one head
+    into each of two simulated caches; least: the fewest possible.
     """
 
     ms: dict[str, float]
@@ -131,20 +135,10 @@ class Figures:
         return self.ms["own"] / self.small_ms / SMALLER**2 if self.small_ms else 1.0
 
 
-def measure(
-    file: Path,
-    size: Size,
-    cachegrind: bool = False,
-    stop: Callable[[], bool] | None = None,
-    *,
-    alone: bool = False,
-) -> Figures | str:
-    """The figures of a right kernel, or why there are none. Raises Stopped if stop().
-
-    alone: only the file's call, for its share of the peak.
-    """
-    asked = json.dumps({"size": asdict(size), "cachegrind": cachegrind, "alone": alone})
-    command = [sys.executable, "-m", "shakespeare.own.trial.speed", str(file.resolve()), asked]
+def measure(file: Path, size: Size, stop: Callable[[], bool] | None = None) -> Figures | str:
+    """The figures of a right kernel, or why there are none. Raises Stopped if stop()."""
+    command = [sys.executable, "-m", "shakespeare.own.trial.speed", str(file.resolve())]
+    command.append(json.dumps(asdict(size)))
     try:
         code, out, err = run(command, SECONDS, stop, **environment())
     except subprocess.TimeoutExpired:
@@ -156,7 +150,7 @@ def measure(
     return Figures(**json.loads(out.splitlines()[-1]))
 
 
-def main(file: str, size: Size, cachegrind: bool, alone: bool) -> None:
+def main(file: str, size: Size) -> None:
     """Measure, and print Figures."""
     import torch
 
@@ -174,8 +168,8 @@ def main(file: str, size: Size, cachegrind: bool, alone: bool) -> None:
         options |= {"heads": size.heads, "masks": [size.causal], "threads": [size.threads], "device": device}
         return plan(names, lengths=[N], widths=[d], **options)
 
-    planned = cells([file, *([] if alone else [*LADDER[device], "sdpa"])], N, d)
-    if on_cpu and not alone:
+    planned = cells([file, *([] if size.alone else [*LADDER[device], "sdpa"])], N, d)
+    if on_cpu and not size.alone:
         planned += cells([file], max(1, N // SMALLER), d) + cells([file], N, WIDER * d)
     bench = (Bench if on_cpu else GpuBench)(planned, ROUNDS, MIN_TIME)
     for _ in bench.run():
@@ -200,7 +194,7 @@ def main(file: str, size: Size, cachegrind: bool, alone: bool) -> None:
         cpu=processor.name() if on_cpu else torch.cuda.get_device_name(),
         device=device,
         busy=bench.done.busy,
-        moved=moved(cell) if cachegrind and native else None,
+        moved=moved(cell) if size.cachegrind and native else None,
         least=cell.least_traffic / size.heads,
     )
     print(json.dumps(asdict(figures)))
@@ -211,12 +205,11 @@ def moved(cell: Any) -> dict[str, float] | None:
     from shakespeare.attention_ext import processor
     from shakespeare.lab import counters
 
-    caches = processor.caches()
-    pair = caches[0], caches[:2][-1]
-    missed = counters.misses(cell.contender, cell.case(heads=1, threads=1), "auto", pair, SECONDS)
+    first, last = processor.caches()[0], processor.caches()[:2][-1]
+    missed = counters.misses(cell.contender, cell.case(heads=1, threads=1), "auto", (first, last), SECONDS)
     if missed.l1 is None or missed.last is None:
         return None
-    return {f"L{pair[0].level}": missed.l1, f"L{pair[1].level}": missed.last}
+    return {f"L{first.level}": missed.l1, f"L{last.level}": missed.last}
 
 
 def place(figures: Figures) -> str:
@@ -225,11 +218,9 @@ def place(figures: Figures) -> str:
     names = sorted((n for n in LADDER[figures.device] if n in figures.ms), key=lambda n: -figures.ms[n])
     slower = [name for name in names if figures.ms[name] > mine]
     faster = [name for name in names if figures.ms[name] <= mine]
-    if not slower:
-        return f"slower than {faster[0]}"
-    if not faster:
-        return f"faster than {slower[-1]}"
-    return f"between {slower[-1]} and {faster[0]}"
+    if slower and faster:
+        return f"between {slower[-1]} and {faster[0]}"
+    return f"faster than {slower[-1]}" if slower else f"slower than {faster[0]}"
 
 
 def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
@@ -277,5 +268,4 @@ def bound(figures: Figures, size: Size, text: str) -> str:
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[2])
-    main(sys.argv[1], Size(**asked["size"]), asked["cachegrind"], asked["alone"])
+    main(sys.argv[1], Size(**json.loads(sys.argv[2])))

@@ -220,7 +220,7 @@ def trial(file: Path, seconds: float, send: Callable[[Verdict], object]) -> None
         if wrong:
             send(verdict)
             with contextlib.suppress(RuntimeError, Changed):
-                verdict.finding = diagnosis.diagnose(kernel.run, wrong, [CASES[i] for i in verdict.passed])
+                verdict.finding = diagnosis.diagnose(kernel.run, wrong)
     except BuildError as error:
         verdict.refused, verdict.output = str(error), error.output
     except Changed:
