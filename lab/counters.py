@@ -20,7 +20,6 @@ from shakespeare.lab.command import run
 from shakespeare.lab.costs import scratch
 from shakespeare.lab.machine import check_memory
 from shakespeare.lab.traffic import FLOAT_BYTES, Block, Case
-from shakespeare.own import kernel as kernels
 
 SWEPT_BYTES = 256 << 20  # bytes written before each call under perf, to empty all caches
 # Valgrind does not support AVX-512. Every supported compiler has the name 'haswell' for x86-64-v3.
@@ -64,9 +63,9 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
     need = 4 * FLOAT_BYTES * case.heads * case.K + scratch(part, case, simd) + swept
     check_memory(f"N is {case.Nk}; the matrices that are counted", need)
     march, row = "native" if caches is None else SIMULATED, check_part(part)
-    program = kernels.make(row.file, "simulated", march) if row.file else recipes.program(simd, march).make()
+    recipe = recipes.own(row.file, "simulated", march) if row.file else recipes.program(simd, march)
 
-    asked = (program, row.operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)
+    asked = (recipe.make(), row.operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)
     commands = [[str(word) for word in (*asked, repeats, swept)] for repeats in (0, 1)]
     count = partial(_by_cachegrind, caches=caches) if caches else _by_perf
     try:

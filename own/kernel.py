@@ -112,7 +112,8 @@ def loaded(file: Path) -> Any:
 @functools.lru_cache(8)
 def _load(file: Path, *version: int) -> Any:
     source = read(file)
-    if not source.ladder and not re.search(r"\battention\b", source.text):
+    called = "" if file.suffix == ".py" else r"\s*\("
+    if not source.ladder and not re.search(rf"\battention\b{called}", source.text):
         raise BuildError(f"{file.name} has no function attention; it must define {MISSING[file.suffix]}")
     if file.suffix == ".cu":
         return OnLadder(file, source) if source.ladder else OnCuda(file, source)
@@ -131,19 +132,6 @@ def attend(file: Path, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
         return kernel(q, k, v, causal, scale)
     arrays = [t.detach().numpy() for t in (q, k, v)]
     return torch.from_numpy(kernel(*arrays, causal, scale, threads=torch.get_num_threads()))
-
-
-def make(file: Path, program: str = "", march: str = "native") -> Path:
-    """The library of a file in C++ or ISPC, or one of recipes.OWN_PROGRAMS, compiled if need be.
-
-    march: as in recipes.own(). Raises BuildError if it cannot be compiled.
-    """
-    try:
-        return recipes.own(file, program, march).make()
-    except BuildError as error:
-        if re.search(r"undefined reference to `attention|undefined symbol.*attention\(", str(error)):
-            raise BuildError(f"{file.name} must define {MISSING[file.suffix]}") from None
-        raise
 
 
 TILE = 64  # br and bc of a call, for a kernel that has tiles
@@ -176,7 +164,7 @@ class Native:
     takes_tensors = False
 
     def __init__(self, file: Path) -> None:
-        library = make(file)
+        library = recipes.own(file).make()
         try:
             self._c = ctypes.CDLL(str(library))
         except OSError as error:

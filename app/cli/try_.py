@@ -1,5 +1,6 @@
 """try: a kernel of your own, from a file: is it right, how fast is it, and what to do next."""
 
+import contextlib
 import json
 import shlex
 import threading
@@ -81,7 +82,7 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
     """Try the file and print the report; with `again` once more at each save."""
     from shakespeare.own.trial import checking, report
 
-    with checking.Checker() as checker:
+    with contextlib.closing(checking.Checker()) as checker:
         while True:
             before, start = watch.versions([file]), time.perf_counter()
             verdict = checker.check(file, asked["seconds"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def named(path: Path) -> list[tuple[Exercise, Path]]:
 
 def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterator[Result]:
     """Check each exercise. seconds: that a call may take before it is endless."""
-    with checking.Checker() as checker:
+    with contextlib.closing(checking.Checker()) as checker:
         for exercise, file in exercises:
             start = time.perf_counter()
             result = Result(exercise.name, len(exercise.stages))

@@ -38,12 +38,6 @@ class Checker:
         self._worker: subprocess.Popen[bytes] | None = None
         self._with_torch = False
 
-    def __enter__(self) -> Checker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End the worker."""
         if self._worker:

@@ -23,13 +23,9 @@ def line(title: str, text: str) -> str:
 
 def spans(numbers: list[int]) -> str:
     """[0, 1, 2, 5] as '0 to 2, 5'; long lists are cut."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    texts = [f"{a} to {b}" if b > a else f"{a}" for a, b in parts]
+    known = set(numbers)
+    starts, ends = ([n for n in numbers if n + step not in known] for step in (-1, 1))
+    texts = [f"{a} to {b}" if b > a else f"{a}" for a, b in zip(starts, ends)]
     return ", ".join(texts[:6]) + ", ..." * (len(texts) > 6)
 
 

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab.command import run
-from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.checking import environment
 from shakespeare.own.trial.diagnosis import Finding
@@ -78,7 +78,7 @@ def _said(file: Path, sanitizer: str, sizes: Sequence[int], stop: Stop) -> str:
     """What a sanitizer writes about a call."""
     Nq, Nk, d, heads, causal, threads = sizes
     words = ("own", Nk, d, 64, 64, causal, heads, 1, 0, Nq, threads)  # of tools/alone.cpp
-    command = [str(kernels.make(file.resolve(), sanitizer)), *map(str, words)]
+    command = [str(recipes.own(file.resolve(), sanitizer).make()), *map(str, words)]
     return run(command, SECONDS, stop, ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1")[2]
 
 

@@ -120,10 +120,9 @@ class Trial:
     ) -> Floats:
         """The output of a call (B, H, Nq, d), in float64. Raises Changed, and errors as the kernel does."""
         kernel, before, threads = self.kernel, inputs or cases.inputs(case), threads or case.threads
-        whole = before[0].base if case.fused and inputs is None else None
-        if whole is None:
-            given = [guarded(t.shape, t) for t in before]
-        else:
+        given = [guarded(t.shape, t) for t in before]
+        if case.fused and inputs is None:
+            whole: Any = before[0].base
             given = cases.fused(guarded(whole.shape, whole))
         asked = case.causal, case.applied
         if isinstance(kernel, kernels.Native):
@@ -260,11 +259,9 @@ def picture(error: Floats) -> list[str]:
     rows, columns = (-(-n // most) for n, most in zip(error.shape, PICTURE))
     lines = []
     for i in range(0, error.shape[0], rows):
-        line = ""
-        for c in range(0, error.shape[1], columns):
-            worst = error[i : i + rows, c : c + columns].max()
-            line += "?" if not np.isfinite(worst) else ".-+#"[int((worst > np.array([1, 100, 10_000])).sum())]
-        lines.append(line)
+        worst = [error[i : i + rows, c : c + columns].max() for c in range(0, error.shape[1], columns)]
+        levels = ("?" if x == np.inf else ".-+#"[int(x > 1) + int(x > 100) + int(x > 10_000)] for x in worst)
+        lines.append("".join(levels))
     return lines
 
 
@@ -302,11 +299,11 @@ def main(words: Sequence[str]) -> None:
         with contextlib.suppress(OSError, ValueError):
             mapped = PAGE * int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (mapped + MOST_MEMORY,) * 2)
-    trial(
-        file,
-        request["seconds"],
-        lambda verdict: os.write(answers, json.dumps(asdict(verdict)).encode() + b"\n"),
-    )
+
+    def send(verdict: Verdict) -> None:
+        os.write(answers, json.dumps(asdict(verdict)).encode() + b"\n")
+
+    trial(file, request["seconds"], send)
     sys.stdout.flush()
     os._exit(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -36,8 +37,8 @@ DEFAULT = {
 
 @pytest.fixture(scope="module")
 def checker(extension):
-    with checking.Checker() as made:
-        yield made
+    with contextlib.closing(checking.Checker()) as checker:
+        yield checker
 
 
 def skip_without(suffix: str) -> None:
