@@ -332,13 +332,7 @@ RIGHT = {
     "part4": (".cpp", rewritten("part4_flash", "flash")),
     "double": (".cpp", IN_DOUBLE),
     "tiles of 7": (".cpp", FLASH.replace("BR = 16, BC = 32", "BR = 7, BC = 5")),
-    "tiles of 128": (".cpp", FLASH.replace("BR = 16, BC = 32", "BR = 128, BC = 256")),
-    "2^x": (
-        ".cpp",
-        NAIVE.replace("std::exp(", "std::exp2(").replace("a.scale * s", "a.scale * 1.44269504f * s"),
-    ),
     "keys backwards": (".py", NUMPY.replace("range(0, Nk, TILE)", "reversed(range(0, Nk, TILE))")),
     "numba": (".py", NUMBA),
     "numba.cuda": (".py", NUMBA_CUDA),
-    "numpy tiles of 3": (".py", NUMPY.replace("TILE = 16", "TILE = 3")),
 }

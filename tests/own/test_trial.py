@@ -15,6 +15,7 @@ from planted import CUDA, FLASH, MISTAKES, NAIVE, NUMPY, ON_GPU_ONLY, RIGHT, TOR
 from support import ROOT, naming
 
 from shakespeare import generate
+from shakespeare.app.server.requests import CompletionBody
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.build import toolchain
 from shakespeare.attention_ext.parts import SUFFIXES
@@ -178,7 +179,9 @@ def test_python_and_the_engine_call_the_file(extension, tmp_path, monkeypatch):
     assert len(Path("called").read_text()) == 40 * model.config.n_layer
 
 
-def test_wrong_uses_from_python_are_named(extension, tmp_path):
+def test_wrong_uses_are_named(extension, tmp_path):
+    with pytest.raises(ValueError):  # a request names no file
+        CompletionBody(prompt="x", part="mine.cpp")
     q = torch.zeros(1, 1, 4, 8)
     file = tmp_path / "mine.cpp"
     with pytest.raises(ValueError, match=r"mine.cpp'; there is no such file"):
@@ -199,13 +202,6 @@ def test_wrong_uses_from_python_are_named(extension, tmp_path):
     (tmp_path / "mine.cu").write_text(CUDA)
     with pytest.raises(ValueError, match="q is on cpu; it must be on CUDA"):
         attention(str(tmp_path / "mine.cu"), q, q, q)
-
-
-def test_a_request_cannot_name_a_file():
-    from shakespeare.app.server.requests import CompletionBody
-
-    with pytest.raises(ValueError):
-        CompletionBody(prompt="x", part="mine.cpp")
 
 
 def test_the_ladder_and_the_hints():
