@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def check(path: Path, as_json: bool, seconds: float) -> bool:
         from shakespeare.lab import machine
 
         whole: dict[str, Any] = {"points": points, "of": of, "machine": machine.describe()}
-        click.echo(json.dumps(whole | {"exercises": [result.as_json() for result in results]}))
+        click.echo(json.dumps(whole | {"exercises": [asdict(r) | {"points": r.points} for r in results]}))
     else:
         click.echo(f"{points} of {of} points")
     return points == of

@@ -10,12 +10,13 @@ from shakespeare.lab.command import ROOT
 from shakespeare.own.trial.cases import Case
 
 EVEN = (1, 4, 8, 64)  # N of the first two stages, which tiles divide
+PRODUCTS = "as fast as {share:g} % of its matrix products alone"
 STAGES = {
     "plain": "right without a mask",
     "causal": "right with a causal mask",
     "awkward": "right at awkward sizes: N = 1, 63, 1025, fewer queries than keys, d = 24, strides, threads",
     "memory": "no access out of bounds, and no race, as far as the sanitizers here find them",
-    "fast": "as fast as {share:g} % of {limit}",
+    "fast": "as fast as {share:g} % of the FMA peak",
 }
 STAGES_OF = {
     "attention": STAGES,
@@ -23,6 +24,7 @@ STAGES_OF = {
     | {
         "awkward": "right at awkward sizes: N = 1, 63, 130, fewer queries than keys, d = 24",
         "memory": "no input is changed",
+        "fast": PRODUCTS,
     },
     "decoder": STAGES
     | {
@@ -30,6 +32,7 @@ STAGES_OF = {
         "causal": "right one token at a time, with a cache",
         "awkward": "right for several texts, a prompt of 1 token, and a cache that is full at the end",
         "memory": "no weight and no earlier key or value is changed",
+        "fast": PRODUCTS,
     },
 }
 PAGE = """\
@@ -195,7 +198,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Exercise:
-    """A row of the course, as COURSE has it. share: of `limit`, in %, that the last stage asks for."""
+    """A row of the course, as COURSE has it. share: of the limit, in %, that the last stage asks for."""
 
     name: str
     source: str
@@ -211,15 +214,9 @@ class Exercise:
         return self.name + Path(self.source).suffix
 
     @property
-    def limit(self) -> str:
-        """What its speed is compared with."""
-        return "the FMA peak" if self.kind == "attention" else "its matrix products alone"
-
-    @property
     def stages(self) -> dict[str, str]:
         """What each stage asks for, in order."""
-        stages = STAGES_OF[self.kind].items()
-        return {key: text.format(share=self.share, limit=self.limit) for key, text in stages}
+        return {key: text.format(share=self.share) for key, text in STAGES_OF[self.kind].items()}
 
     def solution(self) -> str:
         """The part's own source, as the exercise's file."""

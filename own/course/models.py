@@ -60,9 +60,8 @@ def unchanged(tensors: dict[str, Tensor], call: Callable[[], object]) -> None:
 
 def fast(call: Callable[[], object], products: Callable[[], object], share: float) -> str:
     """The share of the speed of the products alone, in a sentence. Raises Failed if it is too small."""
-    mine, alone = (
-        sorted(sample.seconds)[ROUNDS // 2] for sample in in_turns([call, products], ROUNDS, LEAST_SECONDS)
-    )
+    samples = in_turns([call, products], ROUNDS, LEAST_SECONDS)
+    mine, alone = (sorted(sample.seconds)[ROUNDS // 2] for sample in samples)
     text = f"{1e3 * mine:.3g} ms, {100 * alone / mine:.3g} % of its products alone ({1e3 * alone:.3g} ms)"
     if 100 * alone < share * mine:
         raise Failed(text)

@@ -249,7 +249,6 @@ def test_the_command(cli, failed, extension, tmp_path):
         assert cli("try", "--new", f"mine{suffix}").returncode == 0
     assert "that file exists" in failed("try", "--new", "mine.cpp")
     assert "python gpt.py try 'restart. 1.cpp'\n" in cli("try", "--new", "restart. 1.cpp").stderr
-    assert "    python gpt.py try 'restart. 1.cpp'  " in Path("restart. 1.cpp").read_text()
     assert "-N does not go with --inference" in failed("try", "mine.cpp", "-N", 3, "--inference")
     Path("mine.cpp").write_text(NAIVE.replace("a.scale * s", "s"))
     done = cli("try", "mine.cpp")
