@@ -289,10 +289,8 @@ class OnCuda:
         (B, H, Nq, d), Nk = q.shape, k.shape[2]
         with torch.cuda.device(q.device):
             _, function, (br, threads, shared) = self._compiled(d, q.device.index or 0)
-            data, strides = (
-                (t.data_ptr() for t in (q, k, v, out)),
-                (Strides(*t.stride()[:3]) for t in (q, k, v)),
-            )
+            data = (t.data_ptr() for t in (q, k, v, out))
+            strides = (Strides(*t.stride()[:3]) for t in (q, k, v))
             call = CudaCall(*data, None, *strides, B, H, Nq, Nk, causal, scale * math.log2(math.e))
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
             grid = (B * H * -(-Nq // br), 1, 1, threads, 1, 1, shared)
