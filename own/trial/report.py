@@ -29,21 +29,21 @@ def spans(numbers: list[int]) -> str:
     return ", ".join(texts[:6]) + ", ..." * (len(texts) > 6)
 
 
-def verdict(file: Path, found: Verdict) -> str:
+def verdict(file: Path, outcome: Verdict) -> str:
     """Right or wrong, and what was found, in lines."""
-    if found.refused:
-        return f"{found.output}{file.name} does not run: {found.refused}"
-    if found.right:
-        lines = [f"{file.name} is right in {counted(found.tried, 'case')}"]
+    if outcome.refused:
+        return f"{outcome.output}{file.name} does not run: {outcome.refused}"
+    if outcome.right:
+        lines = [f"{file.name} is right in {counted(outcome.tried, 'case')}"]
     else:
-        at = line("first at" if found.shown else "at", found.at or "the start")
-        lines = [f"{file.name} is wrong", at, *(_shown(found.shown) if found.shown else ())]
-        lines.append(line("because", found.why or "no usual mistake gives this result"))
-        if found.finding:
+        at = line("first at" if outcome.shown else "at", outcome.at or "the start")
+        lines = [f"{file.name} is wrong", at, *(_shown(outcome.shown) if outcome.shown else ())]
+        lines.append(line("because", outcome.why or "no usual mistake gives this result"))
+        if outcome.finding:
             lines.append(line("read", MISTAKES))
-    if found.skipped:
-        many = counted(len(found.skipped), "case")
-        lines.append(line("not tried", f"{many} that would take too long, such as {found.skipped[0]}"))
+    if outcome.skipped:
+        many = counted(len(outcome.skipped), "case")
+        lines.append(line("not tried", f"{many} that would take too long, such as {outcome.skipped[0]}"))
     return "\n".join(lines)
 
 
@@ -63,9 +63,9 @@ def _shown(shown: dict[str, Any]) -> list[str]:
     return lines
 
 
-def memory(found: Verdict) -> str:
+def memory(outcome: Verdict) -> str:
     """What the sanitizers say."""
-    return "\n".join(line("memory" if i == 0 else "", text) for i, text in enumerate(found.memory))
+    return "\n".join(line("memory" if i == 0 else "", text) for i, text in enumerate(outcome.memory))
 
 
 def speed(figures: Figures | str, size: Size, file: Path) -> str:
@@ -89,8 +89,10 @@ def speed(figures: Figures | str, size: Size, file: Path) -> str:
     if figures.scratch is not None:
         lines.append(line("scratch", size_text(figures.scratch)))
     if figures.moved:
-        each = ", ".join(f"{size_text(count)} into {cache}" for cache, count in figures.moved.items())
-        lines.append(line("moved", f"for one head {each}; at least {size_text(figures.least)} (cachegrind)"))
+        counts = ", ".join(f"{size_text(count)} into {cache}" for cache, count in figures.moved.items())
+        lines.append(
+            line("moved", f"for one head {counts}; at least {size_text(figures.least)} (cachegrind)")
+        )
     what, page = hint(figures, size, file.read_text(errors="replace"))
     lines += [line("what now", what), line("read", page)]
     if figures.busy:
@@ -98,15 +100,12 @@ def speed(figures: Figures | str, size: Size, file: Path) -> str:
     return "\n".join(lines)
 
 
-def as_json(file: Path, found: Verdict, figures: Figures | str | None, size: Size) -> dict[str, Any]:
+def as_json(file: Path, outcome: Verdict, figures: Figures | str | None, size: Size) -> dict[str, Any]:
     """The whole result for --json."""
-    known = {"file": str(file), "right": found.right, "refused": found.refused or None, "tried": found.tried}
-    known |= {"skipped": found.skipped, "at": found.at if found.wrong else None, "first_wrong": found.shown}
-    known |= {
-        "finding": found.finding and asdict(found.finding),
-        "memory": found.memory,
-        "size": asdict(size),
-    }
+    known: dict[str, Any] = {"file": str(file), "right": outcome.right, "refused": outcome.refused or None}
+    known |= {"tried": outcome.tried, "skipped": outcome.skipped, "at": outcome.at if outcome.wrong else None}
+    known |= {"finding": outcome.finding and asdict(outcome.finding), "first_wrong": outcome.shown}
+    known |= {"memory": outcome.memory, "size": asdict(size)}
     if isinstance(figures, Figures):
         what, page = hint(figures, size, file.read_text(errors="replace"))
         known["speed"] = asdict(figures) | {"share": figures.share, "place": place(figures)}
