@@ -57,13 +57,13 @@ Stages, a point for each. The limit of the last one is measured in the same run.
 # "> first" or "> first ... before", and the comment that replaces it. It begins with the line that holds
 # `first`, and ends with the block that this line opens, or before the line that holds `before`, where "}" is
 # the end of the block around it.
-# The shares are at most half of what the parts reach on the processors of docs/benchmarking.md and on the GPU
-# of docs/gpu.md, so that other machines allow them. Part 1 adds one number at a time, and a chain of
+# The shares are at most half of what the parts reach on the processors of docs/results and on the GPU
+# of docs/learn/gpu.md, so that other machines allow them. Part 1 adds one number at a time, and a chain of
 # additions reaches 1 / (lanes x units x latency) of the peak.
 COURSE = """
 # 1-naive attention_ext/csrc/cpu/part1_naive.cpp 0.5 attention
 The textbook's three loops for each head.
-- docs/attention.md, part 1
+- docs/learn/attention.md, part 1
 - attention_ext/csrc/attention.h: what a call holds
 > for (int64_t j = 0; j < n; j++) {
 for j < n:  S[i][j] <- scale * sum over c of Q[i][c] * K[j][c]
@@ -73,7 +73,7 @@ S[i] <- softmax(S[i]) over the keys that i sees
 for c:  O[i][c] <- sum over j < n of S[i][j] * V[j][c]
 # 2-blocked attention_ext/csrc/cpu/part2_blocked.cpp 15 attention
 Cut both products into tiles that stay in cache, and let all lanes of a vector work.
-- docs/attention.md, part 2
+- docs/learn/attention.md, part 2
 - attention_ext/csrc/simd/helpers.h: transpose, multiply, multiply_add
 > for (int64_t j0 = 0; j0 < Nk; j0 += T) {
 for key tiles j0, at most DEPTH columns c0 at a time:
@@ -87,7 +87,7 @@ for query tiles i0:
 # 3-fused attention_ext/csrc/cpu/part3_fused.cpp 10 attention
 Take one row of scores through the softmax and the product before the next: S becomes a row, and threads
 share the rows.
-- docs/attention.md, part 3
+- docs/learn/attention.md, part 3
 - attention_ext/csrc/threads.h: for_each_item
 > const int64_t n = a.seen(i); ... }
 S[j] <- scale * Q[i] . K[j]        for the keys that i sees
@@ -95,7 +95,7 @@ S    <- exp(S - max(S)), l <- sum(S)
 O[i] <- S V / l
 # 4-flash attention_ext/csrc/cpu/part4_flash.cpp 20 attention
 FlashAttention-2: tiles of keys too, and an online softmax, so that no whole row of S is stored.
-- docs/attention.md, part 4
+- docs/learn/attention.md, part 4
 - arXiv:2307.08691, Algorithm 1
 - attention_ext/csrc/cpu/part4.h: a tile
 > tile.load({Q ... }
@@ -108,7 +108,7 @@ m_new <- max(m, rowmax(S)), P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(
 O^T <- O^T diag(2^(m - m_new)) + V^T P^T, where query r sees the first `first + r` keys
 # 5-launches attention_ext/csrc/cuda/kernel1.cu 1 attention
 On a GPU: a launch for each tile of keys, with m, l and O in global memory in between.
-- docs/gpu.md, kernel 1
+- docs/learn/gpu.md, kernel 1
 - attention_ext/csrc/cuda/call.h: what a call holds
 > s += Q[row * d + c] * K
 for c:  s <- s + Q[row][c] * K[column][c], both in shared memory
@@ -120,7 +120,7 @@ for each of the thread's columns c:
     out <- o / l after the last tile of keys, else state_o <- o
 # 6-one-launch attention_ext/csrc/cuda/kernel2.cu 10 attention
 One launch: a block goes over the keys itself, and a thread has 4 x 4 scores.
-- docs/gpu.md, kernel 2
+- docs/learn/gpu.md, kernel 2
 > for (int c = 0; c < d; ++c) {
 for c:  s[i][j] += Q[row i][c] * K[column j][c], each number read once for 4 products
 > for (int i = 0; i < EACH; ++i) {
@@ -131,7 +131,7 @@ for each row i: mask and scale s[i]; m_new <- the largest of the row's threads
 for j, i, c:  o[i][c] <- o[i][c] + P[row i][j] * V[j][column c]
 # 7-registers attention_ext/csrc/cuda/kernel3.cu 15 attention
 Keep the state in registers: a row for each thread, and keys that a whole warp reads at once.
-- docs/gpu.md, kernel 3
+- docs/learn/gpu.md, kernel 3
 > for (int j0 = 0; j0 < BC && first_key + j0 < keys; j0 += STRIP) {
 for STRIP keys at a time:
     s[j] <- q . K[j0 + j], added up over the SHARE threads of the row; masked: -inf
@@ -139,7 +139,7 @@ for STRIP keys at a time:
     s[j] <- 2^(s[j] - m_new), l <- l + s[j], O(i) <- O(i) + s[j] * V[j0 + j]
 # 8-tensor-cores attention_ext/csrc/cuda/kernel5_tf32.cu 30 attention
 Let the tensor cores multiply: float32 as three products of tf32.
-- docs/gpu.md, kernel 5
+- docs/learn/gpu.md, kernel 5
 - attention_ext/csrc/cuda/mma.h: split, multiply_tf32, load_shared
 > UNROLLED(block, WIDTH / 32) ... }
 S[i][n] <- Q K^T, for blocks of 32 columns and GROUP tiles of 8 keys:
@@ -158,7 +158,7 @@ dQi <- dQi + dSij Kj; dKj <- dKj + dSij^T Qi                         lines 15, 1
 # 10-decoder model/gpt.py 5 decoder
 A step of the decoder: from a token to the logits of the next one, with the keys and values of earlier
 tokens in a cache.
-- docs/decoder.md
+- docs/learn/attention.md, in the model
 - model/kv_cache.py: attend, positions
 > q, k, v = ( ... return self.resid_dropout
 q, k, v <- c_attn(x), each as (B, H, T, d)

@@ -29,14 +29,14 @@ WIDER = 2  # d is so many times larger in the call that tells the softmax's time
 MUCH = 0.4  # share of the time that a softmax should not take
 GROWN = 1.35  # by this much a score costs more at N than at N / SMALLER where the caches are the bound
 NEAR = 0.7  # share of the peak that leaves little
-PART2, PART3 = "docs/attention.md#part-2-blocks", "docs/attention.md#part-3-one-row-at-a-time"
-PART4 = "docs/attention.md#part-4-tiles-and-an-online-softmax"
-GPU = "docs/gpu.md#how-attention-gets-fast-on-a-gpu"
+PART2, PART3 = "docs/learn/attention.md#part-2-blocks", "docs/learn/attention.md#part-3-one-row-at-a-time"
+PART4 = "docs/learn/attention.md#part-4-tiles-and-an-online-softmax"
+GPU = "docs/learn/gpu.md#how-attention-gets-fast-on-a-gpu"
 # What bounds a kernel: where that is explained, and what to do next.
 HINTS = {
     "peak": (PART4, "{share:.0f} % of the peak: little is left. Part 4 shows what"),
     "softmax": (
-        "docs/benchmarking.md#effect-of-the-simd-helpers",
+        "docs/use/measuring.md#effect-of-the-simd-helpers",
         "{softmax:.0f} % of the time does not grow with d: it is the softmax's. softmax_row() of "
         "cpu/softmax.h takes the exponentials of a whole vector at a time",
     ),
