@@ -59,19 +59,26 @@ class Checker:
 
     def check(self, file: Path, seconds: float) -> Verdict:
         """Try the kernel of a file with all cases. seconds: that a call may take before it is endless."""
+        try:
+            return self._check(file, seconds)
+        finally:
+            self.close()
+
+    def _check(self, file: Path, seconds: float) -> Verdict:
         self.warm(file)
-        assert self._worker and self._worker.stdin and self._worker.stdout
+        worker = self._worker
+        assert worker and worker.stdin and worker.stdout
         request = {"file": str(file.resolve()), "seconds": seconds}
         compiling = JIT_SECONDS if kernels.read(file).compiling else 0
-        with contextlib.suppress(BrokenPipeError), self._worker.stdin as stdin:
+        with contextlib.suppress(BrokenPipeError), worker.stdin as stdin:
             stdin.write(json.dumps(request).encode() + b"\n")
         verdict, held, endless = Verdict(), b"", False
         limit = time.monotonic() + BUILD_SECONDS
         while True:
-            if not select.select([self._worker.stdout], [], [], max(0.0, limit - time.monotonic()))[0]:
+            if not select.select([worker.stdout], [], [], max(0.0, limit - time.monotonic()))[0]:
                 endless = True
                 break
-            data = os.read(self._worker.stdout.fileno(), 1 << 16)
+            data = os.read(worker.stdout.fileno(), 1 << 16)
             if not data:
                 break
             *lines, held = (held + data).split(b"\n")
@@ -83,9 +90,8 @@ class Checker:
                 allowed = max(seconds, DIAGNOSIS_SECONDS) if verdict.finished else seconds + first
                 limit = time.monotonic() + allowed
         if endless:
-            self._worker.kill()
-        code = self._worker.wait()
-        self.close()
+            worker.kill()
+        code = worker.wait()
         if not verdict.finished and not verdict.refused:
             verdict.add(ended(code, endless, seconds))
         return verdict
