@@ -194,14 +194,14 @@ class Native:
     ) -> Array:
         """The output (B, H, Nq, d), in `out` if given. scratch: memory for a call, allocated by default."""
         q, k, v = (t if t.shape[3] == 1 or t.strides[3] == 4 else np.ascontiguousarray(t) for t in (q, k, v))
-        sizes = (*q.shape[:3], k.shape[2], q.shape[3], causal)
+        (B, H, Nq, d), Nk = q.shape, k.shape[2]
         if out is None:
             out = np.empty(q.shape, np.float32)
         if scratch is None:
-            scratch = np.empty(self.scratch(*sizes, threads), np.float32)
+            scratch = np.empty(self.scratch(B, H, Nq, Nk, d, causal, threads), np.float32)
         matrices = (Matrices(t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1) for t in (q, k, v))
-        tile = min(TILE, sizes[2]), min(TILE, sizes[3])
-        call = Call(*sizes, scale, *tile, threads, *matrices, out.ctypes.data)
+        tile = min(TILE, Nq), min(TILE, Nk)
+        call = Call(B, H, Nq, Nk, d, causal, scale, *tile, threads, *matrices, out.ctypes.data)
         if why := self._c.own_call(ctypes.byref(call), scratch.ctypes.data):
             raise RuntimeError(f"the kernel threw: {why.decode(errors='replace')}")
         return out

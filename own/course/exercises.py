@@ -102,7 +102,7 @@ FlashAttention-2: tiles of keys too, and an online softmax, so that no whole row
 the tile's Q; then for key tiles j0, at most a.Bc keys, that any of its queries sees:
     attend to K[j0..] and V[j0..]
 then its O and lse
-> const auto scores = ... }
+> staircase(keys, ... }
 S^T <- K Q^T for `queries` queries from r0 on
 m_new <- max(m, rowmax(S)), P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
 O^T <- O^T diag(2^(m - m_new)) + V^T P^T, where query r sees the first `first + r` keys
