@@ -1,36 +1,31 @@
-"""Generating text against other engines on the same weights: verified, interleaved, medians.
+"""Generating text against other engines on the same weights: verified, in turns, medians.
 
-    python -m benchmarks.generation [--cases batch1,long] [--threads 1] [--peers CTranslate2]
-        [--corpus FILE] [--save [FILE]]
+    python -m benchmarks.generation [--cases batch1,long] [--peers CTranslate2] [--save [FILE]]
     python -m benchmarks.generation --device cuda [--cases batch1024] [--dtypes bf16] [--peers GraphPyTorch]
 
-Before a contender is timed, its logits are compared with float64, and its greedy text with that of our
-PyTorch engine. Equally likely tokens may be chosen differently, so a different text is only reported. A
-wrong contender is not timed, and the exit code is 1. One that fails or is not installed is a row with the
-reason. Times are of whole texts, with the prompt and each engine's Python loop. With one thread all
-contenders run in this process. With several threads each has its own process, because idle threads of one
-engine would disturb the others. The processes stay alive and take turns. A pause and an untimed text precede
-each turn, because threads that have slept need some milliseconds to spread over the cores.
+Before a contender is timed, its logits are compared with float64, and its greedy text with that of a loop in
+PyTorch. Equally likely tokens may be chosen differently, so a different text is only reported. A wrong
+contender is not timed, and the exit code is 1. One that fails or is not installed is a row with the reason.
+Times are of whole texts on one thread, with the prompt and each engine's Python loop. The loop without a
+cache is left out where it takes longer than some 20 s.
 
-Where weights are rounded, the loss is measured too: over the first tokens of the last 10 % of a corpus, in
-windows of the block size, each token given those before it. Our native engine reads them one at a time, as it
-writes.
+Where weights are rounded, the loss is measured too: over the first tokens of the last 10 % of the text that
+`gpt.py prepare` gets, in windows of the block size. Our native engine reads them one at a time, as it writes.
 
-The memory limit is the bandwidth of one thread that repeatedly reads a buffer in order. It is measured in the
-same run, over as many bytes as a token needs in fp32: all weights but the position table, and the keys and
-values so far.
+The memory limit on the CPU is the rate at which one thread reads as many bytes as a token needs in fp32: all
+weights but the position table, and the keys and values so far. On a GPU it is the larger one of two times of
+a step: of reading the weights, keys and values at the bandwidth of a kernel that only reads; and of the
+multiplications, in fp32 at the peak of FMA, in bf16 at that of PyTorch's product of two large matrices. It is
+measured in the same run. Weights and caches of few texts stay in a GPU's L2 cache; what counts there is a
+step's latency, not this limit.
 """
 
+import itertools
 import sys
-import time
-from collections import ChainMap
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from multiprocessing import get_context
-from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
@@ -39,38 +34,45 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.measuring import QUIET, attempt, failed_row, percent, show_table, spread, write
+from benchmarks.measuring import QUIET, attempt, failed_row, percent, show_table, take_turns
 from benchmarks.peers import Peer
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
+from benchmarks.peers.graphs import CompiledGraphPyTorch, CompiledPyTorch, GraphPyTorch
 from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
+from benchmarks.peers.own import Own, name_of
 from benchmarks.peers.pytorch import CachedPyTorch, Transformers, UncachedPyTorch
 from shakespeare.app.cli import options
-from shakespeare.attention_ext import PARTS, extension
-from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
-from shakespeare.generation.engines.engine import ENGINES, ON_DEVICE, open_engine
-from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request
-from shakespeare.lab import saved
-from shakespeare.lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth
-from shakespeare.lab.timing import PATIENCE, Samples
+from shakespeare.attention_ext import extension
+from shakespeare.attention_ext.parts import BuildError, CachePrecision, Dtype, Precision
+from shakespeare.lab import machine, saved
+from shakespeare.lab.cuda.gpu import Gpu
+from shakespeare.lab.timing import Samples, repeated
 from shakespeare.model import corpus, load
 from shakespeare.model.gpt import GPT
 
-PYTORCH = (UncachedPyTorch, CachedPyTorch, Transformers)
-OTHERS = (CTranslate2, CTranslate2Int8, LlamaCpp, LlamaCppQ8)
-PEERS: dict[str, type[Peer]] = {peer.__name__: peer for peer in (*PYTORCH, *OTHERS)}
-# of on_gpu.py, beside PYTORCH
-ON_GPU = dict.fromkeys(("GraphPyTorch", "CompiledPyTorch", "CompiledGraphPyTorch"))
-# The largest errors of our logits. The table shows the rounding of weights; tests check it more closely.
-MOST_ERROR = {"fp32": Peer.most_error, "bf16": 1e-1, "int8": 5e-1}
+OURS = {"cpu": ("native", "torch"), "cuda": ("torch", "cuda", "webgpu")}
+PEERS: dict[str, dict[str, Callable[..., Peer]]] = {
+    device: {kind.__name__: kind for kind in kinds}
+    for device, kinds in {
+        "cpu": (
+            *(UncachedPyTorch, CachedPyTorch, Transformers),
+            *(CTranslate2, CTranslate2Int8, LlamaCpp, LlamaCppQ8),
+        ),
+        "cuda": (CachedPyTorch, GraphPyTorch, CompiledPyTorch, CompiledGraphPyTorch, Transformers),
+    }.items()
+}
+DEVICE = "cuda"  # the name in PyTorch of the GPU
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOST_ERROR_ON_GPU = {"fp32": Peer.most_error, "bf16": 0.5}
 LOSS_TOKENS = 16_384  # tokens over which a loss is measured
 LEAST_SECONDS = 0.05  # of one measurement
 SAMPLE_BYTES = 4 << 20  # read in a bandwidth sample; as many as a token of the first case reads
-PAUSE_SECONDS = 0.3  # in which idle threads of another process fall asleep
 WRONG_EXIT_CODE, BUSY_EXIT_CODE = 1, 3
 FORMAT = 1  # of the file that --save writes
-ROUNDED = [each.value for each in Precision if each is not Precision.FP32]
 MEMORY_LIMIT = "memory limit"  # the last row of a table
+
+Figures = dict[str, dict[str, Any]]  # of each contender, see finished()
+Open = Callable[[], Peer]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ class Case:
     prompt: int
     count: int
     slow_without_cache: bool = False  # takes longer than some 20 s
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.prompt} + {self.count} tokens, batch {self.batch}"
 
 
 CASES = {
@@ -95,113 +100,41 @@ CASES = {
 ON_CPU = ("batch1", "batch32", "long", "prefill")  # the cases that are timed there by default
 
 
-@dataclass(frozen=True)
-class Contender:
-    """An engine that takes part, before it is opened.
-
-    engine: one of ENGINES, with a part and the precisions of its weights and its cache; or, without a part, a
-    key of PEERS.
-    """
-
-    engine: str
-    part: str | None = None
-    weights: Precision = Precision.FP32
-    kv_cache: CachePrecision = CachePrecision.FP32
-
-    @property
-    def name(self) -> str:
-        """Its name in the table; a peer's has a version too once it is opened."""
-        precision = None if self.weights is Precision.FP32 else self.weights
-        cache = None if self.kv_cache is CachePrecision.FP32 else f"kv-{self.kv_cache}"
-        return " ".join(filter(None, (self.engine, self.part, precision, cache)))
+def on_cpu(case: Case, engines: Iterable[str], peers: Iterable[str]) -> dict[str, Open]:
+    """The contenders of a case on the CPU, by their names before they are opened."""
+    model = load(case.model).model
+    kinds = [(name, Precision.FP32, CachePrecision.FP32) for name in OURS["cpu"] if name in engines]
+    if "native" in engines:
+        kinds += [("native", weights, CachePrecision.FP32) for weights in (Precision.BF16, Precision.INT8)]
+        kinds.append(("native", Precision.FP32, CachePrecision.BF16))
+    contenders: dict[str, Open] = {
+        name_of(*kind): partial(Own, model, kind[0], case.batch, *kind[1:]) for kind in kinds
+    }
+    for name, kind in PEERS["cpu"].items():
+        if name in peers and not (kind is UncachedPyTorch and case.slow_without_cache):
+            contenders[name] = partial(kind, model, 1)
+    return contenders
 
 
-class Own(Peer):
-    """One of our engines as a peer, driven by generation.writer.Writer as gpt.py does."""
+def on_gpu(case: Case, dtype: str, engines: Iterable[str], peers: Iterable[str]) -> dict[str, Open]:
+    """The contenders of a case on a GPU, with weights and cache in a dtype."""
+    model, precisions = load(case.model).model, (Precision(dtype), CachePrecision(dtype))
 
-    def __init__(self, model: GPT, contender: Contender, slots: int, device: str = "cpu") -> None:
-        assert contender.part
-        self.name = contender.name
-        self.rounded = contender.weights is not Precision.FP32
-        self.most_error = max(MOST_ERROR[contender.weights], MOST_ERROR[contender.kv_cache])
-        self.engine = open_engine(
-            model,
-            contender.engine,
-            part=contender.part,
-            weights=contender.weights,
-            kv_cache=contender.kv_cache,
-            slots=slots,
-            device=device,
-        )
+    def opened(kind: Callable[..., Peer], *arguments: Any) -> Peer:
+        peer = kind(model, *arguments)
+        peer.name += "" if kind is Own else f" {dtype}"
+        peer.most_error = MOST_ERROR_ON_GPU[dtype]
+        return peer
 
-    def logits(self, ids: list[int]) -> Tensor:
-        self.engine.begin(0, ids)
-        self.engine.read(0)
-        return torch.tensor(self.engine.logits(0))
-
-    def every_logits(self, ids: list[int]) -> Tensor:
-        self.logits(ids[:1])
-        rows = []
-        for token in [*ids[1:], 0]:  # chosen by a bias, from the logits before it
-            self.engine.set_sampling(0, Sampling(0, logit_bias=((token, 100),)))
-            self.engine.write([0], [[0.0]])
-            rows.append(self.engine.logits(0))
-        return torch.tensor(rows)  # (T, V)
-
-    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        greedy = Sampling(temperature=0)
-        return write(self.engine, [Request(ids, sampling=greedy, max_new_tokens=count) for ids in prompts])
-
-
-class Opened:
-    """A contender, which is ready after open()."""
-
-    peer: Peer
-
-    def __init__(self, contender: Contender, case: str, threads: int) -> None:
-        self._contender, self._case, self._threads = contender, CASES[case], threads
-
-    def open(self) -> None:
-        """Load the model into the engine."""
-        torch.set_num_threads(self._threads)
-        self.peer = self.made(load(self._case.model).model)
-
-    def made(self, model: GPT) -> Peer:
-        """The engine."""
-        if self._contender.part is None:
-            return PEERS[self._contender.engine](model, self._threads)
-        return Own(model, self._contender, self._case.batch)
-
-    def get(self, name: str) -> Any:
-        """An attribute of its Peer."""
-        return getattr(self.peer, name)
-
-    def call(self, method: str, *arguments: Any) -> tuple[float, Any]:
-        """(seconds, result as a list) of a method of its Peer."""
-        start = time.perf_counter()
-        result = getattr(self.peer, method)(*arguments)
-        seconds = time.perf_counter() - start
-        return seconds, result.tolist() if isinstance(result, Tensor) else result
-
-    def loss(self, texts: list[list[int]]) -> float:
-        """The mean loss of texts."""
-        return loss(self.peer.every_logits, texts)
-
-
-def open_all(contenders: dict[str, Opened], failed: dict[str, str]) -> list[Opened]:
-    """Open contenders, by their names; those that are ready."""
-    for name, each in contenders.items():
-        attempt(failed, name, each.open)
-    return [each for name, each in contenders.items() if name not in failed]
-
-
-class OwnProcess(BaseManager):
-    """A process in which a contender is opened; it lives until the `with` block ends."""
-
-    open: Callable[[Contender, str, int], Opened]
-
-
-OwnProcess.register("open", Opened)
+    ours = [name for name in OURS["cuda"] if name in engines and (name != "webgpu" or dtype == "fp32")]
+    contenders: dict[str, Open] = {
+        name_of(name, *precisions): partial(opened, Own, name, case.batch, *precisions, DEVICE)
+        for name in ours
+    }
+    for name, kind in PEERS["cuda"].items():
+        if name in peers:
+            contenders[f"{name} {dtype}"] = partial(opened, kind, 1, DEVICE, DTYPES[dtype])
+    return contenders
 
 
 def exact_logits(model: GPT, ids: list[int]) -> Tensor:
@@ -210,12 +143,6 @@ def exact_logits(model: GPT, ids: list[int]) -> Tensor:
     exact.load_state_dict(model.state_dict())
     with torch.inference_mode():
         return exact(torch.tensor([ids]), last_only=True)[0, -1]
-
-
-def bytes_per_token(model: GPT, case: Case) -> float:
-    """Bytes that one token of a single text must read, on average: weights, and K and V of the context."""
-    context = case.prompt + (case.count - 1) / 2  # the last token sees all others
-    return 4 * model.config.num_params + 4 * 2 * model.config.n_layer * model.config.n_embd * context
 
 
 def agreement(texts: list[list[int]], expected: list[int]) -> int:
@@ -237,275 +164,242 @@ def loss(every_logits: Callable[[list[int]], Tensor], texts: list[list[int]]) ->
     return float(total) / sum(len(ids) - 1 for ids in texts)
 
 
-def run_case(
-    title: str,
-    contenders: list[Opened],
-    rounds: int,
-    watch: Load,
-    apart: bool,
-    text: str | None,
-    failed: dict[str, str],
-) -> dict[str, dict[str, Any]]:
-    """Verify, time and print one case, the contenders in turn; gives the figures of each, see show().
+def measure(
+    case: Case, contenders: Mapping[str, Open], rounds: int, others: machine.Load | None = None
+) -> tuple[Figures, dict[str, Peer]]:
+    """Open, verify and time contenders: their figures, see finished(), and those that are right.
 
-    apart: each has a process of its own. text: a corpus, for the loss of rounded weights. failed: contenders
-    that cannot be opened, with the reason.
+    others: it samples the machine's speed, with the bandwidth of the shared cache.
     """
-    case = CASES[title]
-    checkpoint = load(case.model)
-    model = checkpoint.model
+    model, failed = load(case.model).model, dict[str, str]()
+    opened = [attempt(failed, name, contenders[name]) for name in contenders]
+    peers = {peer.name: peer for peer in opened if peer}
     torch.manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (max(100, case.prompt),)).tolist()
     prompt = ids if case.prompt > 1 else [0]  # a line end
-    opened = {each.get("name"): each for each in contenders}
-    figures, first = verify(case, model, opened, ids, prompt, failed)
-    repeats = {name: max(1, round(LEAST_SECONDS / seconds)) for name, seconds in first.items()}
-
-    def turn(name: str) -> None:
-        call = partial(opened[name].call, *task(case, prompt))
-        if apart:
-            time.sleep(PAUSE_SECONDS)
-            call()
-        before = watch.sample(SAMPLE_BYTES, PATIENCE)
-        figures[name]["seconds"].append(sum(call()[0] for _ in range(repeats[name])) / repeats[name])
-        figures[name].setdefault("paces", []).append(min(before, watch.sample(SAMPLE_BYTES)))
-
-    figures |= in_rounds(rounds, repeats, turn, failed)
-    click.echo(f"\n{title}: {case.model}, {case.prompt} + {case.count} tokens, batch {case.batch}\n")
-    if case.batch > 1 or case.count == 1:
-        show(case, figures)
-        return figures
-    texts = []
-    if text is not None:
-        texts = windows(checkpoint.tokenizer.encode(corpus.split(text)[1]), model.config.block_size)
-        for name in first:
-            if name not in failed and opened[name].get("rounded"):
-                figures[name]["loss"] = opened[name].loss(texts)
-    needed = bytes_per_token(model, case)
-    bandwidth = read_bandwidth(int(needed))
-    limit = {MEMORY_LIMIT: {"seconds": [case.count * needed / bandwidth]}} if first else {}
-    show(case, figures | limit)
-    if texts:
-        with torch.inference_mode():
-            exact = loss(lambda ids: model(torch.tensor([ids]))[0], texts)
-        count = sum(len(ids) - 1 for ids in texts)
-        click.echo(f"\nThe loss of fp32 over {count:,} tokens is {exact:.4f} nats")
-    click.echo(f"\nA token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s")
-    for each in limit.values():
-        del each["seconds"]  # it was not timed
-    return figures | limit
-
-
-def task(case: Case, prompt: list[int]) -> tuple[Any, ...]:
-    """The method of a Peer that a case times, and its arguments."""
-    return ("greedy_batch", [prompt] * case.batch, case.count) if case.count > 1 else ("prefill", prompt)
-
-
-def verify(
-    case: Case,
-    model: GPT,
-    contenders: dict[str, Opened],
-    ids: list[int],
-    prompt: list[int],
-    failed: dict[str, str],
-    part: str = "part4",
-) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """Each contender's figures before it is timed, and the seconds of one call of those that are right.
-
-    ids: tokens after which logits are compared. prompt: the start of the case's texts. failed: gets the
-    reasons of those that raise an error. part: that writes what is expected.
-    """
     exact = exact_logits(model, ids)
-    (expected,) = Own(model, Contender("torch", part), 1).greedy_batch([prompt], case.count)
-    figures: dict[str, dict[str, Any]] = {}
-    seconds = {}
+    (expected,) = CachedPyTorch(model, 1).greedy_batch([prompt], case.count)
+    figures: Figures = {}
 
-    def check(name: str, opened: Opened) -> None:
-        error = float((torch.tensor(opened.call("logits", ids)[1]) - exact).abs().max())
-        figures[name] = {"error": error, "agreement": "", "seconds": []}
-        if not error <= opened.get("most_error"):
-            return
-        seconds[name], written = opened.call(*task(case, prompt))
+    def verified(name: str) -> Callable[[], float] | None:
+        """The call to time, after two untimed ones; None if the logits are wrong."""
+        peer = peers[name]
+        error = float((peer.logits(ids) - exact).abs().max())
+        figures[name] = {"error": error, "agreement": ""}
+        if not error <= peer.most_error:
+            return None
         if case.count == 1:
-            return
-        figures[name]["agreement"] = f"{agreement(written, expected)} of {case.count}"
-        if case.batch > 1:
-            alone = agreement(written, opened.call("greedy_batch", [prompt], case.count)[1][0])
-            if alone < case.count:
-                figures[name]["agreement"] += f", {alone} as when alone"
+            call: Callable[[], Any] = partial(peer.prefill, prompt)
+            call()
+        else:
+            call = partial(peer.greedy_batch, [prompt] * case.batch, case.count)
+            texts = call()
+            figures[name]["agreement"] = f"{agreement(texts, expected)} of {case.count}"
+            if case.batch > 1:
+                alone = agreement(texts, peer.greedy_batch([prompt], case.count)[0])
+                figures[name]["agreement"] += f", {alone} as when alone" * (alone < case.count)
+        return repeated(call, LEAST_SECONDS)
 
-    for name, opened in contenders.items():
-        attempt(failed, name, check, name, opened)
-    return figures, {name: each for name, each in seconds.items() if name not in failed}
-
-
-def in_rounds(
-    rounds: int, names: Iterable[str], turn: Callable[[str], None], failed: dict[str, str]
-) -> dict[str, dict[str, Any]]:
-    """Let contenders take turns; the figures of all that have failed, now or before."""
-    for _ in range(rounds):
-        for name in names:
-            if name not in failed:
-                attempt(failed, name, turn, name)
-    return {name: {"failed": reason, "seconds": []} for name, reason in failed.items()}
+    calls = {name: attempt(failed, name, verified, name) for name in peers}
+    right = {name: call for name, call in calls.items() if call}
+    size = SAMPLE_BYTES if others else 0
+    for name, samples in take_turns(right, rounds, failed, others, size).items():
+        figures[name] |= samples._asdict()
+    figures |= {name: {"failed": reason} for name, reason in failed.items()}
+    return figures, {name: peers[name] for name in right if name not in failed}
 
 
-def any_wrong(cases: dict[str, dict[str, dict[str, Any]]]) -> bool:
+def any_wrong(cases: Mapping[str, Figures]) -> bool:
     """Whether the check refused a contender in a case."""
-    return any("error" in each and not each["seconds"] for case in cases.values() for each in case.values())
+    return any("error" in f and "seconds" not in f for case in cases.values() for f in case.values())
 
 
-def show(case: Case, figures: dict[str, dict[str, Any]]) -> None:
-    """Print the figures, after adding those that follow from the seconds of each round.
+def rate(case: Case, seconds: float) -> dict[str, float]:
+    """Tokens per second, or milliseconds where a case only reads a prompt."""
+    if case.count == 1:
+        return {"ms": 1e3 * seconds}
+    return {"tokens_per_second": case.batch * case.count / seconds}
 
-    The figures are: failed, the reason if there are no others. error, the largest of its logits. agreement:
-    how much of its greedy text is as expected. seconds: of each round; empty if it was wrong. paces: the
-    machine's speed beside them, if it was sampled. quiet, all: how many rounds were quiet, and the median of
-    all relative to theirs. loss: nats a token, if it was measured. tokens_per_second, or ms where a case only
-    reads a prompt: of the median time in quiet rounds. relative: the time, as a multiple of the first
-    contender's. spread: the interquartile range, as a share of the median.
+
+def finished(case: Case, figures: Figures, limit: float | None = None) -> Figures:
+    """The figures with those that follow from the seconds of each round, and with the memory limit's.
+
+    limit: its seconds. The figures are: failed, the reason if there are no others. error, the largest of its
+    logits. agreement: how much of its greedy text is as expected. seconds, paces: of each round, and the
+    machine's speed beside it; absent if it was wrong. loss: nats a token, if it was measured. Those that are
+    added: quiet, all: how many rounds were quiet, and the median of all relative to theirs. rate(): of the
+    median time in quiet rounds. relative: the time, as a multiple of the first contender's. spread: the
+    interquartile range, as a share of the median.
     """
-    timed = {name: each for name, each in figures.items() if each["seconds"]}
-    for each in timed.values():
-        samples, first = map(samples_of, (each, next(iter(timed.values()))))
-        time, seconds = samples.median, samples.counted
-        rate = {"tokens_per_second": case.batch * case.count / time}
-        each |= rate if case.count > 1 else {"ms": 1e3 * time}
-        each |= {"relative": time / first.median} | ({"spread": spread(seconds)} if len(seconds) > 1 else {})
-        if "paces" in each:
-            each |= {"quiet": samples.quiet, "all": samples.disturbance}
-    unit, one = "tokens/s" if case.count > 1 else "ms", next(iter(timed), "none")
+    samples = {name: Samples(f["seconds"], f["paces"]) for name, f in figures.items() if "seconds" in f}
+    if not samples:
+        return figures
+    first = next(iter(samples.values())).median
+    for name, of in samples.items():
+        figures[name] |= rate(case, of.median) | {"relative": of.median / first}
+        figures[name] |= {"quiet": of.quiet, "all": of.disturbance, "spread": of.spread}
+    if limit is None:
+        return figures
+    return figures | {MEMORY_LIMIT: rate(case, limit) | {"relative": limit / first}}
+
+
+def show(case: Case, figures: Figures) -> None:
+    """Print the figures as a table."""
+    first = next((name for name, f in figures.items() if "relative" in f), "none")
+    limit = figures.get(MEMORY_LIMIT, {}).get("relative")
     show_table(
-        f"contender | {unit} | spread | {QUIET} | of memory limit | {one} = 1 | logit error | loss "
-        "| greedy text",
-        (row(name, each, figures.get(MEMORY_LIMIT)) for name, each in figures.items()),
+        f"contender | {'ms' if case.count == 1 else 'tokens/s'} | spread | {QUIET} | of memory limit "
+        f"| {first} = 1 | logit error | loss | greedy text",
+        (row(name, f, limit) for name, f in figures.items()),
     )
 
 
-def samples_of(figures: dict[str, Any]) -> Samples:
-    """The times of a contender; without paces all are quiet."""
-    return Samples(figures["seconds"], figures.get("paces", [1.0] * len(figures["seconds"])))
+def row(name: str, f: Mapping[str, Any], limit: float | None) -> str:
+    """A row of the table. limit: the time of the memory limit, relative to the first contender's."""
+    if "failed" in f:
+        return failed_row(name, f["failed"])
+    if "relative" not in f:
+        return f"{name} | wrong, so not timed | | | | | | {f['error']:.0e} | | "
 
+    def cell(figure: str, form: Callable[[Any], str] = str) -> str:
+        return form(f[figure]) if figure in f else ""
 
-def row(name: str, each: dict[str, Any], limit: dict[str, Any] | None) -> str:
-    """A row of the table. limit: the figures of the memory limit."""
-    if "failed" in each:
-        return failed_row(name, each["failed"])
-    if "relative" not in each:
-        return f"{name} | wrong, so not timed | | | | | | {each['error']:.0e} | | "
     cells = [
         name,
-        f"{each['ms']:.2f}" if "ms" in each else f"{each['tokens_per_second']:.0f}",
-        percent(each["spread"]) if "spread" in each else "",
-        each.get("quiet", ""),
-        f"{each['all']:.2f}" if "all" in each else "",
-        percent(limit["relative"] / each["relative"]) if limit else "",
-        f"{each['relative']:.2f}",
-        f"{each['error']:.0e}" if "error" in each else "",
-        f"{each['loss']:.4f}" if "loss" in each else "",
-        each.get("agreement", ""),
+        f"{f['ms']:.2f}" if "ms" in f else f"{f['tokens_per_second']:.0f}",
+        cell("spread", percent),
+        cell("quiet"),
+        cell("all", "{:.2f}".format),
+        percent(limit / f["relative"]) if limit else "",
+        f"{f['relative']:.2f}",
+        cell("error", "{:.0e}".format),
+        cell("loss", "{:.4f}".format),
+        cell("agreement"),
     ]
     return " | ".join(cells)
 
 
+def cached(case: Case) -> float:
+    """Numbers of keys and values that a token of a text reads, on average."""
+    c = load(case.model).config
+    return 2 * c.n_layer * c.n_embd * (case.prompt + (case.count - 1) / 2)  # the last token sees all others
+
+
+def add_losses(case: Case, figures: Figures, right: Mapping[str, Peer]) -> str:
+    """Add the loss of rounded weights; a sentence on that of fp32, or '' without a text."""
+    if not corpus.INPUT.exists():
+        return ""
+    checkpoint = load(case.model)
+    ids = checkpoint.tokenizer.encode(corpus.split(corpus.read(corpus.INPUT))[1])
+    texts = windows(ids, checkpoint.config.block_size)
+    for name, peer in right.items():
+        if peer.rounded:
+            figures[name]["loss"] = loss(peer.every_logits, texts)
+    with torch.inference_mode():
+        exact = loss(lambda ids: checkpoint.model(torch.tensor([ids]))[0], texts)
+    count = sum(len(ids) - 1 for ids in texts)
+    return f"The loss of fp32 over {count:,} tokens is {exact:.4f} nats\n\n"
+
+
+def time_on_cpu(
+    cases: Iterable[str], engines: Iterable[str], peers: Iterable[str], rounds: int
+) -> dict[str, Any]:
+    """Measure and print the cases on one thread; what --save keeps."""
+    click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
+    others, peaks = machine.Load(), [machine.fma_peak()]  # from here: the compilers are done
+    results: dict[str, Figures] = {}
+    for title in cases:
+        case = CASES[title]
+        click.echo(f"\n{title}: {case}\n")
+        figures, right = measure(case, on_cpu(case, engines, peers), rounds, others)
+        limit, below = None, ""
+        if case.batch == 1 and case.count > 1:
+            needed = 4 * (load(case.model).config.num_params + cached(case))
+            bandwidth = machine.read_bandwidth(int(needed))
+            limit, below = case.count * needed / bandwidth, add_losses(case, figures, right)
+            below += f"A token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s"
+        results[title] = finished(case, figures, limit)
+        show(case, results[title])
+        click.echo(f"\n{below}" if below else "")
+    peaks.append(machine.fma_peak())
+    about = machine.describe() | {"simd_name": extension.load().simd_name()}
+    if busy := machine.busy(others, peaks, 1):
+        click.echo(busy)
+    return {"machine": about, "threads": 1, "busy": busy, "cases": results}
+
+
+def limit_on_gpu(case: Case, dtype: str, gpu: Gpu) -> tuple[float, str]:
+    """(seconds of a case that the GPU allows, the bound of it)."""
+    params, of_text = load(case.model).config.num_params, cached(case)
+    steps, tokens = (case.count, case.batch) if case.count > 1 else (1, case.prompt)
+    moved = Dtype(dtype).bytes * (params + case.batch * of_text)
+    operations = 2 * tokens * (params + (of_text if case.count > 1 else of_text / 2))
+    peak = gpu.fma_peak() if dtype == "fp32" else gpu.tensor_peak(Dtype.BF16)
+    times = {"memory": moved / gpu.bandwidths()["read"], f"{dtype} products": operations / peak}
+    bound = max(times, key=lambda name: times[name])
+    what = f"a step moves {moved / 1e6:,.1f} MB and takes {operations / 1e9:,.2f} GFLOP: {bound}"
+    return steps * times[bound], what
+
+
+def time_on_gpu(
+    cases: Iterable[str], dtypes: Iterable[str], engines: Iterable[str], peers: Iterable[str], rounds: int
+) -> dict[str, Any]:
+    """Measure and print the cases in each dtype; what --save keeps. Raises BuildError without a GPU."""
+    gpu = Gpu()
+    on = gpu.describe() | {"bandwidths": gpu.bandwidths()}
+    click.echo(f"{on['name']}, PyTorch {torch.__version__}, CUDA {on['cuda']}")
+    results: dict[str, Figures] = {}
+    for title, dtype in itertools.product(cases, dtypes):
+        case = CASES[title]
+        torch.compiler.reset()  # a function is compiled for eight shapes and models at most
+        click.echo(f"\n{title}, {dtype}: {case}\n")
+        figures, _ = measure(case, on_gpu(case, dtype, engines, peers), rounds)
+        torch.cuda.empty_cache()
+        limit, bound = limit_on_gpu(case, dtype, gpu)
+        results[f"{title} {dtype}"] = finished(case, figures, limit)
+        show(case, results[f"{title} {dtype}"])
+        click.echo(f"\nLimit: {bound}")
+    return {"machine": machine.describe() | {"gpu": on}, "cases": results}
+
+
 @click.command(context_settings={"show_default": True})
 @options.cpu_or_cuda
-@options.names("--dtypes", "Formats of weights and cache on a GPU.", of=("fp32", "bf16"), default="fp32,bf16")
+@options.names("--dtypes", "Formats of weights and cache on a GPU.", of=DTYPES, default="fp32,bf16")
 @options.names(
     "--cases", "Cases to time.", of=CASES, show_default=f"{','.join(ON_CPU)}; on a GPU all", default=None
 )
-@options.names("--engines", "Our engines that take part.", of=ENGINES, default=",".join(ENGINES))
-@options.names("--parts", "Parts that take part, in each engine.", of=PARTS, default="part4")
 @options.names(
-    "--peers",
-    "Other engines.",
-    of=ChainMap[str, Any](PEERS, ON_GPU),
-    default=",".join((*PEERS, *ON_GPU)),
-    show_default="all installed",
+    "--engines", "Our engines.", of=dict.fromkeys([*OURS["cpu"], *OURS["cuda"]]), show_default="all"
 )
-@options.names(
-    "--weights",
-    "Precisions of the native engine, beside fp32.",
-    of=ROUNDED,
-    default=",".join(ROUNDED),
-)
-@options.path(
-    "--corpus", "file", "Text for the loss of rounded weights.", show_default="what `gpt.py prepare` got"
-)
-@options.whole("--threads", "Threads of each.", default=1)
+@options.names("--peers", "Other engines.", of=PEERS["cpu"] | PEERS["cuda"], show_default="all installed")
 @options.whole("--rounds", "Rounds of each.", least=2, default=5)
 @options.save("generation", "the figures")
-@options.flag("--slow/--no-slow", "Include contenders that take longer than some 20 s.")
 def main(
     device: str,
     dtypes: tuple[str, ...],
     cases: tuple[str, ...] | None,
-    engines: tuple[str, ...],
-    parts: tuple[str, ...],
-    peers: tuple[str, ...],
-    weights: tuple[str, ...],
-    file: Path | None,
-    threads: int,
+    engines: tuple[str, ...] | None,
+    peers: tuple[str, ...] | None,
     rounds: int,
     save: str | None,
-    slow: bool,
 ) -> None:
     """Time text generation, our engines against others; print a Markdown table for each case."""
-    torch.set_num_threads(threads)
-    if save:
-        try:
-            saved.check_file(save)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from None
-    if device == "cuda":
-        from benchmarks import on_gpu
-
-        try:
-            content = on_gpu.compare(cases or tuple(CASES), engines, dtypes, peers, rounds)
-        except BuildError as error:
-            raise click.UsageError(str(error)) from None
+    torch.set_num_threads(1)
+    engines = OURS[device] if engines is None else engines
+    chosen = PEERS[device] if peers is None else peers
+    try:
         if save:
-            saved.write(content | {"format": FORMAT, "rounds": rounds}, Path(save))
-        sys.exit(WRONG_EXIT_CODE if any_wrong(content["cases"]) else 0)
-    cases = cases or ON_CPU
-    text = corpus.read(file or corpus.INPUT) if file or corpus.INPUT.exists() else None
-    on_cpu = [engine for engine in engines if engine in ON_DEVICE["cpu"]]
-    contenders = [Contender(e, p) for p in parts for e in on_cpu if e == "torch" or PARTS[p].operator]
-    native = [each for each in contenders if each.engine == "native"]
-    contenders += [replace(each, weights=Precision(name)) for each in native for name in weights]
-    contenders += [replace(each, kv_cache=CachePrecision.BF16) for each in native]
-    contenders += [Contender(name) for name in peers if name in PEERS]
-    click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
-    watch = Load()  # from here: the compilers are done
-    peaks = [fma_peak()]
-    results: dict[str, dict[str, dict[str, Any]]] = {}
-    for name in cases:
-        with ExitStack() as stack:
-            asked, failed = dict[str, Opened](), dict[str, str]()
-            for each in contenders:
-                if each.engine == "UncachedPyTorch" and CASES[name].slow_without_cache and not slow:
-                    click.echo(f"\n{name}: {each.name} is slow and left out; --slow includes it")
-                    continue
-                if threads > 1:
-                    process = stack.enter_context(OwnProcess(ctx=get_context("spawn")))
-                asked[each.name] = (process.open if threads > 1 else Opened)(each, name, threads)
-            ready = open_all(asked, failed)
-            results[name] = run_case(name, ready, rounds, watch, threads > 1, text, failed)
-    peaks.append(fma_peak())
-    closing, busy = closing_text(watch, peaks, threads)
+            saved.check_file(save)
+        if device == "cuda":
+            content = time_on_gpu(cases or CASES, dtypes, engines, chosen, rounds)
+        else:
+            content = time_on_cpu(cases or ON_CPU, engines, chosen, rounds)
+    except (ValueError, BuildError) as error:
+        raise click.UsageError(str(error)) from None
     if save:
-        content = {
-            "format": FORMAT,
-            "machine": describe() | {"simd_name": extension.load().simd_name()},
-            "threads": threads,
-            "rounds": rounds,
-            "busy": closing.splitlines()[-1] if busy else None,
-            "cases": results,
-        }
-        saved.write(content, Path(save))
-    click.echo(f"\n{closing}")
-    if busy or any_wrong(results):
-        sys.exit(BUSY_EXIT_CODE if busy else WRONG_EXIT_CODE)
+        saved.write(content | {"format": FORMAT, "rounds": rounds}, Path(save))
+    if content.get("busy") or any_wrong(content["cases"]):
+        sys.exit(BUSY_EXIT_CODE if content.get("busy") else WRONG_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What the benchmarks share: texts, contenders that take turns or fail, their spread, Markdown tables."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +11,7 @@ from shakespeare.generation.engines.engine import Engine
 from shakespeare.generation.writer import Request, Writer
 
 if TYPE_CHECKING:
+    from shakespeare.lab.machine import Load
     from shakespeare.lab.timing import Samples
 
 Name = TypeVar("Name")
@@ -59,22 +59,24 @@ def attempt(failed: dict[Any, str], name: object, call: Callable[..., Result], *
 
 
 def take_turns(
-    contenders: Mapping[Name, Callable[[], float]], rounds: int, failed: dict[Any, str] | None = None
+    contenders: Mapping[Name, Callable[[], float]],
+    rounds: int,
+    failed: dict[Any, str],
+    load: "Load | None" = None,
+    size: int = 0,
 ) -> "dict[Name, Samples]":
     """The seconds that each contender returns in each round; the contenders take turns.
 
-    failed: gets those that raise an error, which the result lacks; without it the error is raised.
+    failed: gets those that raise an error, which the result lacks. load, size: as in lab.timing.take_turns().
     """
     from shakespeare.lab import timing  # it imports torch, and benchmarks.start measures memory without it
 
     def turn(name: Name) -> float:
-        if failed is None:
-            return contenders[name]()
         seconds = None if name in failed else attempt(failed, name, contenders[name])
         return math.nan if seconds is None else seconds
 
-    found = dict(zip(contenders, timing.take_turns([partial(turn, name) for name in contenders], rounds)))
-    return {name: samples for name, samples in found.items() if name not in (failed or {})}
+    samples = timing.take_turns([partial(turn, name) for name in contenders], rounds, load, size)
+    return {name: of for name, of in zip(contenders, samples) if name not in failed}
 
 
 def rows(cases: Iterable[tuple[object, ...]], row: Callable[..., str]) -> Iterator[str]:
@@ -88,12 +90,6 @@ def rows(cases: Iterable[tuple[object, ...]], row: Callable[..., str]) -> Iterat
 def failed_row(name: object, reason: str) -> str:
     """The row of a contender that failed. name: a tuple has a cell for each part."""
     return " | ".join([*map(str, name if isinstance(name, tuple) else (name,)), reason])
-
-
-def spread(seconds: Sequence[float]) -> float:
-    """The interquartile range of at least two numbers, as a share of the median."""
-    low, median, high = statistics.quantiles(seconds, n=4)
-    return (high - low) / median
 
 
 def percent(share: float) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.measuring import QUIET, percent, quiet, show_table, spread, take_turns, write
+from benchmarks.measuring import QUIET, percent, quiet, show_table, take_turns, write
 from benchmarks.servers import Process
 from shakespeare.app.cli.options import choice, set_threads, whole
 from shakespeare.attention_ext import processor
@@ -93,7 +93,7 @@ def main(model: str, weights: str, core: int, rounds: int) -> None:
     show_table(
         f"engine | tokens/s | spread | of the native engine | {QUIET}",
         (
-            f"{name} | {count / median:,.0f} | {percent(spread(seconds[name].counted))} "
+            f"{name} | {count / median:,.0f} | {percent(seconds[name].spread)} "
             f"| {percent(medians[native] / median) if native in medians else ''} | {quiet(seconds[name])}"
             for name, median in medians.items()
         ),

@@ -155,15 +155,6 @@ def busy_text(others: float | None, threads: int) -> list[str]:
     return [f"The machine was busy: {reason}." for reason in taken(others, threads)]
 
 
-def closing_text(load: Load, peaks: list[float], threads: int) -> tuple[str, bool]:
-    """(lines, busy): the last lines of a benchmark with the FMA peak before and after, and whether and why
-    the machine was busy.
-    """
-    text = f"FMA peak of one thread: {peaks[0] / 1e9:.0f} GFLOP/s before, {peaks[-1] / 1e9:.0f} after"
-    reason = busy(load, peaks, threads)
-    return (f"{text}\n{reason}", True) if reason else (text, False)
-
-
 def available_memory() -> int | None:
     """Bytes that programs can still allocate without swapping; None if the system does not report it."""
     try:

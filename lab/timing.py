@@ -96,6 +96,12 @@ class Samples(NamedTuple):
         return statistics.median(self.seconds) / self.median
 
     @property
+    def spread(self) -> float:
+        """The interquartile range of those that count, as a share of the median."""
+        low, high = quartiles(self.counted)
+        return (high - low) / self.median
+
+    @property
     def quiet(self) -> str:
         """How many samples were quiet, as '5 of 9'."""
         return quiet_of(self.paces)
@@ -106,16 +112,21 @@ def quiet_of(paces: Sequence[float]) -> str:
     return f"{sum(pace >= machine.SLOWED_BELOW for pace in paces)} of {len(paces)}"
 
 
-def take_turns(calls: Sequence[Callable[[], float]], rounds: int) -> list[Samples]:
-    """The seconds that each call returns in each round; the calls take turns."""
-    load, samples = machine.Load(), [Samples([], []) for _ in calls]
+def take_turns(
+    calls: Sequence[Callable[[], float]], rounds: int, load: machine.Load | None = None, size: int = 0
+) -> list[Samples]:
+    """The seconds that each call returns in each round; the calls take turns.
+
+    load: it samples the machine's speed, by reading `size` bytes too; by default a new one.
+    """
+    load, samples = load or machine.Load(), [Samples([], []) for _ in calls]
     for _ in range(WARM_UP_SAMPLES):
-        load.sample()
+        load.sample(size)
     for _ in range(rounds):
-        for call, found in zip(calls, samples):
-            before = load.sample(patience=PATIENCE)
+        for call, of_call in zip(calls, samples):
+            before = load.sample(size, PATIENCE)
             seconds = call()
-            found.add(seconds, min(before, load.sample()))
+            of_call.add(seconds, min(before, load.sample(size)))
     return samples
 
 
@@ -127,13 +138,17 @@ def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def in_turns(calls: Sequence[Callable[[], object]], rounds: int, least: float = 0.0) -> list[Samples]:
-    """The seconds of each call in each round, after one to warm up; the calls take turns.
+def repeated(call: Callable[[], object], least: float = 0.0) -> Callable[[], float]:
+    """A function that returns the mean seconds of a call, which it repeats for about `least` seconds.
 
-    least: seconds for which a call is repeated in a round, about.
+    The call is called once, to warm up.
     """
-    repeats = [max(1, round(least / seconds_of(call))) for call in calls]
-    return take_turns([partial(seconds_of, call, count) for call, count in zip(calls, repeats)], rounds)
+    return partial(seconds_of, call, max(1, round(least / seconds_of(call))))
+
+
+def in_turns(calls: Sequence[Callable[[], object]], rounds: int, least: float = 0.0) -> list[Samples]:
+    """The seconds of each repeated() call in each round; the calls take turns."""
+    return take_turns([repeated(call, least) for call in calls], rounds)
 
 
 def spread(count: int, parts: int) -> list[int]:
