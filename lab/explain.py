@@ -11,7 +11,7 @@ from shakespeare.attention_ext import extension, processor
 from shakespeare.attention_ext.parts import Dtype, check_part
 from shakespeare.attention_ext.processor import Cache
 from shakespeare.lab import counters, machine
-from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.measure import Bench
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.costs import block_of, scratch

@@ -20,14 +20,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from shakespeare.attention_ext.parts import CachePrecision, helpers_of
 from shakespeare.generation.engines.engine import Engine, member, open_engine
-from shakespeare.generation.engines.native import Decoder, DraftCounts
+from shakespeare.generation.engines.native import Decoder
 from shakespeare.generation.engines.pytorch import TorchEngine
 from shakespeare.generation.texts import slots_for
 from shakespeare.generation.writer import Request, Writer
@@ -153,32 +153,10 @@ class Phase:
         return {kind: ns / (wall * self.threads) for kind, ns in took.items()}
 
 
-def run(
-    checkpoint: Checkpoint,
-    *,
-    model: str,
-    part: str = "part4",
-    simd: str = "auto",
-    weights: str = "fp32",
-    kv_cache: str = "fp32",
-    prompt_tokens: int | None = None,
-    tokens: int | None = None,
-    texts: int = 1,
-    trace_file: Path | None = None,
-    **others: Any,
-) -> dict[str, Any]:
-    """The figures() of the reading of a prompt and the writing of `tokens` tokens of each text after it.
+def lengths(checkpoint: Checkpoint, prompt_tokens: int | None, tokens: int | None) -> tuple[int, int]:
+    """The tokens of the prompt and of the text after it; ValueError if they are more than the block size.
 
-    The prompt is the model's own text after token 0. The first token after it needs no reading and is not
-    measured. Each later token is measured with the reading of the token before it.
-
-    model: the model's name, for the output. part, simd, weights, kv_cache, others: as in
-    generation.engines.engine.open_engine.
-    prompt_tokens: by default half of the block size. tokens: by default DEFAULT_TOKENS, at most the rest of
-    the block size. texts: are written together, after the same prompt. trace_file: the trace is written to it
-    as JSON.
-    Raises TypeError or ValueError naming a wrong argument, OSError if trace_file cannot be written, and
-    BuildError if the kernels cannot be compiled.
+    None: half of the block size for the prompt, then DEFAULT_TOKENS or the rest.
     """
     longest = checkpoint.config.block_size
     if prompt_tokens is None:
@@ -190,26 +168,54 @@ def run(
             f"prompt_tokens is {prompt_tokens} and tokens is {tokens}; "
             f"together they must be at most block_size={longest}, and each at least 1"
         )
+    return prompt_tokens, tokens
+
+
+def run(
+    checkpoint: Checkpoint,
+    *,
+    model: str,
+    part: str = "part4",
+    weights: str = "fp32",
+    kv_cache: str = "fp32",
+    prompt_tokens: int | None = None,
+    tokens: int | None = None,
+    texts: int = 1,
+    trace_file: Path | None = None,
+    **engine_options: Any,
+) -> dict[str, Any]:
+    """The figures() of the reading of a prompt and the writing of `tokens` tokens of each text after it.
+
+    The prompt is the model's own text after token 0. The first token after it needs no reading and is not
+    measured. Each later token is measured with the reading of the token before it.
+
+    model: the model's name, for the output. part, weights, kv_cache, engine_options: as in
+    generation.engines.engine.open_engine. prompt_tokens, tokens: as in lengths(). texts: are written
+    together, after the same prompt. trace_file: the trace is written to it as JSON.
+    Raises TypeError or ValueError naming a wrong argument, OSError if trace_file cannot be written, and
+    BuildError if the kernels cannot be compiled.
+    """
+    prompt_tokens, tokens = lengths(checkpoint, prompt_tokens, tokens)
     precisions: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache}
     capacity, cache = prompt_tokens + tokens, member(CachePrecision, "kv_cache", kv_cache)
     most, _ = slots_for(2**31, 2**31, checkpoint.config, capacity, cache)
     if not 1 <= texts <= most:
         raise ValueError(f"texts is {texts}; it must be from 1 to {most} with caches of {capacity} tokens")
     sized: dict[str, Any] = precisions | {"slots": texts, "capacity": capacity}
-    engine = open_engine(checkpoint, part=part, simd=simd, **sized, **others)
+    engine = open_engine(checkpoint, part=part, **sized, **engine_options)
+    simd = engine_options.get("simd", "auto")
     about = {"model": model, "part": part, "engine": engine.name, "simd": helpers_of(part, simd)}
     sizes = {"texts": texts, "prompt_tokens": prompt_tokens, "new_tokens": tokens, "repetitions": REPETITIONS}
     settings = about | precisions | {"threads": torch.get_num_threads()} | sizes
     with open(trace_file, "w") if trace_file else nullcontext() as file:  # before it takes time
         load = Load()
-        drafts = measure_drafts(engine, prompt_tokens, tokens)
-        if drafts and texts > 1:  # the table's steps have one token of each text
-            cast(Decoder, engine).set_draft(None)
+        if texts > 1 and isinstance(engine, Decoder):  # the table's steps have one token of each text
+            engine.set_draft(None)
         prefill, decode, plain = measure(engine, prompt_tokens, tokens)
         if file:
             json.dump(trace(settings, prefill, decode), file)
-    found = figures(settings, prefill, decode, plain) | {"drafts": drafts}
-    return found | {"processors_taken_by_others": load.others()}
+    others_took = {"processors_taken_by_others": load.others()}
+    return figures(settings, prefill, decode, plain) | others_took
 
 
 def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Phase, list[float]]:
@@ -230,51 +236,6 @@ def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Pha
     prefill, decode = (sorted(of, key=lambda phase: phase.seconds) for of in zip(*phases[True]))
     plain = [statistics.median(phase.seconds for phase in of) for of in zip(*phases[False])]
     return prefill[REPETITIONS // 2], decode[REPETITIONS // 2], plain
-
-
-def measure_drafts(engine: Engine, prompt_tokens: int, tokens: int) -> dict[str, float] | None:
-    """The same writing in calls as long as gpt.py --inference makes, with and without the engine's draft.
-
-    None without a draft, or with more texts than a draft serves. The times of a token are medians; those of
-    a step are means of all steps: guessing, the verification of guesses, and what of it the rows cost that
-    gave no token.
-    """
-    if getattr(engine, "draft", None) is None:
-        return None
-    decoder = cast(Decoder, engine)
-    draft, ids = decoder.draft, _own_text(engine, prompt_tokens)
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    counts = []
-    for repetition in range(-1, REPETITIONS):
-        for on in (False, True) if repetition % 2 else (True, False):
-            decoder.set_draft(draft if on else None)
-            decoder.draft_counts()
-            writer = _writer(engine, ids)
-            writer.step(1)
-            begin = monotonic_ns()
-            left = tokens
-            while left:
-                left -= len(writer.step(left)[0][1])
-            took, count = 1e-9 * (monotonic_ns() - begin), decoder.draft_counts()
-            if on and not count.steps:
-                return None
-            if repetition >= 0:
-                seconds[on].append(took)
-                counts += [count] if on else []
-    decoder.set_draft(draft)
-    done = {name: sum(getattr(each, name) for each in counts) for name in DraftCounts._fields}
-    steps = max(1, done["steps"])
-    return {
-        "off_us_per_token": 1e6 * statistics.median(seconds[False]) / tokens / engine.slots,
-        "on_us_per_token": 1e6 * statistics.median(seconds[True]) / tokens / engine.slots,
-        "hits_percent": 100 * done["hits"] / max(1, done["guesses"]),
-        "tokens_per_step": done["tokens"] / steps,
-        "drafted_per_step": done["drafted"] / steps,
-        "accepted_percent": 100 * done["accepted"] / max(1, done["drafted"]),
-        "guessing_us_per_step": 1e6 * done["guessing"] / steps,
-        "verifying_us_per_step": 1e6 * done["verifying"] / steps,
-        "wasted_us_per_step": 1e6 * done["wasted"] / steps,
-    }
 
 
 def _own_text(engine: Engine, prompt_tokens: int) -> list[int]:
@@ -380,17 +341,6 @@ def table(f: dict[str, Any]) -> str:
             f"{of['tokens_per_second']:,.0f} tokens/s"
         )
     lines.append(f"Medians of {REPETITIONS} repetitions of each, in turn")
-    if drafts := f.get("drafts"):
-        lines += [
-            "",
-            f"With drafts: {drafts['on_us_per_token']:.2f} µs per token, without: "
-            f"{drafts['off_us_per_token']:.2f}. {drafts['hits_percent']:.0f} % of the guesses hit.",
-            f"A step has {drafts['drafted_per_step']:.2f} guesses, {drafts['accepted_percent']:.0f} % of "
-            f"them are accepted, and it gives {drafts['tokens_per_step']:.2f} tokens.",
-            f"Of a step, guessing takes {drafts['guessing_us_per_step']:.2f} µs, and the verification "
-            f"{drafts['verifying_us_per_step']:.2f} µs.",
-            f"Rows that are thrown away take {drafts['wasted_us_per_step']:.2f} µs of it.",
-        ]
     return "\n".join(lines + busy_text(f["processors_taken_by_others"], f["threads"]))
 
 

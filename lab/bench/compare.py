@@ -4,7 +4,7 @@ import math
 import statistics
 from dataclasses import asdict, dataclass
 
-from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.report import beside_cells, case
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.text import counted

@@ -5,15 +5,13 @@ prepare() raises ValueError, in one line, for a case that a contender does not t
 the first call.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +22,7 @@ from shakespeare.attention_ext import PARTS, attention
 from shakespeare.attention_ext.cuda.kernels import KERNELS
 from shakespeare.attention_ext.parts import Dtype, Part, check_part, is_file
 from shakespeare.attention_ext.webgpu.steps import STEPS
-
-if TYPE_CHECKING:
-    from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.bench.cell import Cell
 
 Call = Callable[[], Tensor]
 SPLIT = "split"  # the kernel for few queries, which has no number
@@ -76,18 +72,18 @@ def of_part(name: str, part: Part) -> Contender:
 def contenders() -> dict[str, Contender]:
     """All contenders by name, the parts first."""
     fp32, on_cuda = (Dtype.FP32,), {"cuda": tuple(Dtype)}
-    found = Contenders((name, of_part(name, part)) for name, part in PARTS.items())
+    known = Contenders((name, of_part(name, part)) for name, part in PARTS.items())
     for name, kernel in OF_KERNEL.items():
-        found[name] = Contender(f"kernel {kernel.name}", attention_call, {"cuda": kernel.dtypes})
+        known[name] = Contender(f"kernel {kernel.name}", attention_call, {"cuda": kernel.dtypes})
     for name, step in OF_STEP.items():
         takes = (Dtype.FP16,) if "shader-f16" in step.needs else (*fp32, Dtype.FP16)
-        found[name] = Contender(f"step {step.name}", attention_call, {"webgpu": takes}, "wgpu", True)
-    found["sdpa"] = Contender("PyTorch SDPA", sdpa_call, on_cuda | {"cpu": (*fp32, Dtype.BF16)})
-    found["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
+        known[name] = Contender(f"step {step.name}", attention_call, {"webgpu": takes}, "wgpu", True)
+    known["sdpa"] = Contender("PyTorch SDPA", sdpa_call, on_cuda | {"cpu": (*fp32, Dtype.BF16)})
+    known["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
     for name, (title, _, _) in SDPA.items():
-        found[name] = Contender(f"SDPA, {title}", sdpa_backend_call, on_cuda)
-    found["flash-attn"] = Contender("flash-attn", flash_attn_call, on_cuda, "flash_attn")
-    return found
+        known[name] = Contender(f"SDPA, {title}", sdpa_backend_call, on_cuda)
+    known["flash-attn"] = Contender("flash-attn", flash_attn_call, on_cuda, "flash_attn")
+    return known
 
 
 def attention_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -129,7 +125,7 @@ def sdpa_backend_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 def why_refused(name: str, warned: Sequence[str], error: Exception) -> str:
     """The reason among PyTorch's warnings, in one line: the one that follows its "... not used because:"."""
-    lines = [re.sub(r"\s*\(Triggered internally.*", "", each, flags=re.S).strip() for each in warned]
+    lines = [re.sub(r"\s*\(Triggered internally.*", "", line, flags=re.S).strip() for line in warned]
     for heading, reason in zip(lines, lines[1:]):
         if heading.startswith(name) and "because" in heading:
             return " ".join(reason.split())

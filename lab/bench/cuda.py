@@ -22,7 +22,8 @@ from torch import Tensor
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab import machine
-from shakespeare.lab.bench.cases import Cell, check_memory
+from shakespeare.lab.bench.cases import check_memory
+from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import Call, contenders
 from shakespeare.lab.bench.measure import (
     MIN_TIME_SECONDS,

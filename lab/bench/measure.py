@@ -22,7 +22,8 @@ from torch import Tensor
 from shakespeare.attention_ext import PARTS, extension, processor, reference
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab import machine
-from shakespeare.lab.bench.cases import Cell, check_memory
+from shakespeare.lab.bench.cases import check_memory
+from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import Call, contenders, first_line
 from shakespeare.lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
 from shakespeare.lab.correctness import allocated

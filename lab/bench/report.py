@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import SDPA
 from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text
 from shakespeare.lab.bench.results import FIRM_MARGIN, Result, Run, as_json

@@ -3,7 +3,7 @@
 import statistics
 from dataclasses import asdict, dataclass, field
 
-from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.timing import calm, interval
 
 FORMAT = 4  # of as_json()

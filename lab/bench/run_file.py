@@ -7,7 +7,7 @@ from pathlib import Path
 from shakespeare.attention_ext import SIMD
 from shakespeare.attention_ext.parts import DEVICES, Dtype
 from shakespeare.lab import saved
-from shakespeare.lab.bench.cases import L2, Cell
+from shakespeare.lab.bench.cell import L2, Cell
 from shakespeare.lab.bench.contenders import contenders
 from shakespeare.lab.bench.report import header
 from shakespeare.lab.bench.results import FORMAT, Result, Run, as_json

@@ -15,7 +15,7 @@ import torch
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.parts import resolve_simd
 from shakespeare.attention_ext.tiles import DEFAULT, Tuned
-from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.measure import inputs
 from shakespeare.lab.text import markdown
 from shakespeare.lab.timing import seconds_of

@@ -8,10 +8,11 @@ from typing import Any
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.generation.engines.cuda import CudaEngine, gpu
 from shakespeare.generation.engines.engine import member
+from shakespeare.lab.profile import lengths
 from shakespeare.lab.text import markdown
 from shakespeare.model.checkpoint import Checkpoint
 
-DEFAULT_TOKENS, REPETITIONS = 200, 5
+REPETITIONS = 5
 
 
 def run(
@@ -30,19 +31,12 @@ def run(
     the cycles of the first block and the GPU's highest clock. step_us: of the call, without the clocks.
     Raises ValueError and BuildError as open_engine() does.
     """
-    longest = checkpoint.config.block_size
-    prompt_tokens = max(1, longest // 2) if prompt_tokens is None else prompt_tokens
-    tokens = max(1, min(DEFAULT_TOKENS, longest - prompt_tokens)) if tokens is None else tokens
-    if not (prompt_tokens >= 1 and tokens >= 1 and prompt_tokens + tokens <= longest):
-        raise ValueError(
-            f"prompt_tokens is {prompt_tokens} and tokens is {tokens}; "
-            f"together they must be at most block_size={longest}, and each at least 1"
-        )
+    prompt_tokens, tokens = lengths(checkpoint, prompt_tokens, tokens)
     ids = [i % checkpoint.config.vocab_size for i in range(prompt_tokens)]
     best: dict[bool, tuple[float, dict[str, int]]] = {}
     for clocks in (False, True):
         precisions = member(Precision, "weights", weights), member(CachePrecision, "kv_cache", kv_cache)
-        engine = CudaEngine(checkpoint, *precisions, texts, longest, clocks)
+        engine = CudaEngine(checkpoint, *precisions, texts, checkpoint.config.block_size, clocks)
         uniforms = engine.uniforms(0)
         for _ in range(REPETITIONS):
             engine.begin(0, ids)

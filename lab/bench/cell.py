@@ -1,0 +1,87 @@
+"""A cell of a sweep: one contender at one size, tile, mask and number of threads."""
+
+from dataclasses import dataclass
+
+from shakespeare.attention_ext import AUTO, extension
+from shakespeare.attention_ext.parts import Dtype, resolve_simd
+from shakespeare.lab.traffic import Case
+
+L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last call left, or other data
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One contender at one case: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
+
+    simd, br, bc: None if the contender has none. threads: threads of the CPU. device: one of DEVICES. l2: one
+    of L2 on CUDA, else None.
+    """
+
+    contender: str
+    simd: str | None
+    N: int
+    queries: int
+    d: int
+    batch: int
+    heads: int
+    causal: bool
+    br: int | None
+    bc: int | None
+    threads: int
+    dtype: str = Dtype.FP32.value
+    device: str = "cpu"
+    l2: str | None = None
+
+    @property
+    def by_amx(self) -> bool:
+        """Whether AMX computes this on a processor that has it; assumed for PyTorch's SDPA."""
+        if self.device != "cpu" or self.dtype != Dtype.BF16:
+            return False
+        if self.contender != "part4":
+            return self.contender == "sdpa"
+        return resolve_simd(self.simd or "auto") == AUTO and self.queries >= extension.size("amx.BLOCK")
+
+    @property
+    def inputs(self) -> tuple:
+        """Equal for cells that have the same q, k, v and mask."""
+        return self.N, self.queries, self.d, self.batch, self.heads, self.causal, self.dtype, self.device
+
+    @property
+    def group(self) -> tuple:
+        """Equal for cells that are compared with each other."""
+        return *self.inputs, self.threads, self.l2
+
+    @property
+    def flops(self) -> float:
+        """Useful floating-point operations of one call."""
+        return self.case().flops
+
+    @property
+    def memory(self) -> int:
+        """Bytes of q, k, v and the output, and of their float64 copies that verify the output.
+
+        On CUDA the copies of k and v are slices.
+        """
+        B, H, Nq, Nk, d = self.batch, self.heads, self.queries, self.N, self.d
+        copies = 2 * 8 if self.device == "cpu" else 0
+        return B * H * d * (Nq * (2 * 4 + 4 * 8) + Nk * (2 * 4 + copies))
+
+    @property
+    def least_traffic(self) -> float:
+        """Bytes of q, k, v and the output, which each move through memory once."""
+        rows = 2 * self.queries + 2 * self.N
+        return float(self.batch * self.heads * self.d * rows * Dtype(self.dtype).bytes)
+
+    def case(self, heads: int | None = None, threads: int | None = None) -> Case:
+        """The call, for lab.traffic. heads: by default all of the batch. threads: by default the cell's."""
+        tile = {"br": self.br, "bc": self.bc} if self.br and self.bc else {}
+        return Case(
+            self.queries,
+            self.N,
+            self.d,
+            heads=heads or self.batch * self.heads,
+            causal=self.causal,
+            threads=threads or self.threads,
+            dtype=Dtype(self.dtype),
+            **tile,
+        )
