@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from shakespeare.app.cli import COMMANDS, cli, command_of  # noqa: E402
 from shakespeare.attention_ext import PARTS  # noqa: E402
 from shakespeare.lab import saved  # noqa: E402
-from shakespeare.lab.bench import report, run_file  # noqa: E402
+from shakespeare.lab.bench import report  # noqa: E402
 from shakespeare.lab.text import markdown  # noqa: E402
 
 CLI_HEAD = """\
@@ -90,13 +90,13 @@ def table(rows: Any) -> str:
 
 def bench(file: Path) -> list[str]:
     """All of `gpt.py bench`'s figures."""
-    run = run_file.load(file)
+    run = report.load(file)
     return [report.text(run, "md")]
 
 
 def part4(file: Path) -> list[str]:
     """Part 4's times and its lead over the others."""
-    run = run_file.load(file)
+    run = report.load(file)
     rows = [report.row(run, result) for result in run.results if result.cell.contender == "part4"]
     return [report.header(run), "", report.table([row | dict.fromkeys(HIDDEN) for row in rows])]
 
@@ -160,7 +160,7 @@ def readme(text: str) -> str:
     titles = ["part", "algorithm", "threads", "scratch, bytes"]
     for slug, title in README.items():
         titles += [f"{title}, ms", "over SDPA"]
-        run = run_file.load(saved.RESULTS / f"bench-{slug}.json")
+        run = report.load(saved.RESULTS / f"bench-{slug}.json")
         for row in (report.row(run, result) for result in run.results):
             figures = [report.figure(column, row[column]) for column in ("ms", "over_sdpa")]
             name = row["contender"]

@@ -105,7 +105,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     options.refuse_other_device()
     options.refuse_combinations(ONLY_WITH, NOT_WITH)
     from shakespeare.lab import saved
-    from shakespeare.lab.bench import cases, report, run_file
+    from shakespeare.lab.bench import cases, report
     from shakespeare.lab.bench import compare as comparing
 
     sizes = {name: asked[name] for name in ("contenders", "queries", "dtype", "device", *CASES)}
@@ -129,13 +129,13 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
         rows, columns = ([n for n in sizes[side] if n] for side in ("br", "bc"))
         find_tiles(cells, asked["budget"], rows, columns)
         return True
-    old = run_file.load(load) if load else None
+    old = report.load(load) if load else None
     if old:
         cells, rounds = [result.cell for result in old.results], old.rounds
     # Wrong options are reported before anything is measured.
     if save:
         saved.check_file(save)
-    before = run_file.load(compare) if compare else None
+    before = report.load(compare) if compare else None
     if before:
         comparing.check(before, cells, rounds)
     if plot:
@@ -145,7 +145,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     run, stopped = (old, False) if old else measured(cells, rounds, asked["min_time"], plot is not None)
 
     if save and any(result.seconds for result in run.results):  # else the file may hold another run
-        run_file.save(run, Path(save))
+        report.save(run, Path(save))
     click.echo(report.text(run, asked["form"]))
     slower = False
     if before:

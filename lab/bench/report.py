@@ -1,4 +1,7 @@
-"""The forms of a run: Markdown, CSV, JSON and JSON lines, and the plan of a sweep."""
+"""The forms of a run: Markdown, CSV, JSON and JSON lines; the file that keeps it; the plan of a sweep.
+
+A file that another program wrote or damaged is refused.
+"""
 
 import csv
 import io
@@ -6,16 +9,22 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
 
-from shakespeare.attention_ext.parts import Dtype
-from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.bench.contenders import SDPA
+from shakespeare.attention_ext import SIMD
+from shakespeare.attention_ext.parts import DEVICES, Dtype
+from shakespeare.lab import saved
+from shakespeare.lab.bench.cell import L2, Cell
+from shakespeare.lab.bench.contenders import SDPA, contenders
 from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text
-from shakespeare.lab.bench.results import FIRM_MARGIN, Result, Run, as_json
+from shakespeare.lab.bench.results import FIRM_MARGIN, Result, Run
 from shakespeare.lab.text import counted, markdown, size_text
 from shakespeare.lab.timing import interval, quartiles, quiet_of
 
+FORMAT = 4  # of as_json()
+READABLE = (2, 3, FORMAT)  # format 2 has no traffic, format 3 no device
 MOST_NAMED = 3  # cells that infirm() names
 # The baselines of "over ..." columns; the fastest one counts.
 BASELINES: dict[str, tuple[str, ...]] = {
@@ -260,3 +269,82 @@ def figure(name: str, value: float | str | None) -> str:
     if form:
         return f"{value:{form}}".replace("%", " %")
     return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def as_json(run: Run) -> dict:
+    """The run as load() reads it."""
+    return {"format": FORMAT} | asdict(run)
+
+
+def save(run: Run, file: Path) -> None:
+    """Write a run to a file, which is replaced atomically."""
+    saved.write(as_json(run), file)
+
+
+def load(file: Path) -> Run:
+    """A run that save() wrote. Raises ValueError for any other file."""
+    try:
+        content = json.loads(file.read_bytes())
+        if content["format"] not in READABLE:
+            raise ValueError(f"its format is {content['format']!r}, not one of {READABLE}")
+        run = Run(**{of.name: content[of.name] for of in fields(Run) if of.name in content})
+        for name in ("peaks", "bandwidths", "amx_peaks"):
+            setattr(run, name, {int(threads): rate for threads, rate in getattr(run, name).items()})
+        run.results = [_result(entry) for entry in content["results"]]
+        run.sequential = [_result(entry) for entry in content.get("sequential", [])]
+        _check_run(run)
+        header(run)  # raises KeyError for missing facts of the machine
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{file} is not a run that bench saved: {reason}") from None
+    return run
+
+
+def _result(entry: dict) -> Result:
+    result = Result(**entry | {"cell": Cell(**entry["cell"])})
+    cell, result.error_at = result.cell, result.error_at and tuple(result.error_at)
+    one_of = {
+        "contender": contenders(),
+        "simd": (None, *SIMD),
+        "dtype": list(Dtype),
+        "device": DEVICES,
+        "l2": (None, *L2),
+        "causal": (False, True),
+    }
+    for name, known in one_of.items():
+        _check(cell, name, getattr(cell, name) in known)
+    for name in ("N", "queries", "d", "batch", "heads", "threads", "br", "bc"):
+        size = getattr(cell, name)
+        _check(cell, name, type(size) is int and _positive(size) or size is None and name in ("br", "bc"))
+    _check(result, "status", result.status in ("ok", "wrong", "skipped"))
+    _check(result, "note", isinstance(result.note, str | None))
+    for name in ("error", "scratch"):  # may be 0
+        _check(result, name, isinstance(getattr(result, name), int | float | None))
+    for name in ("traffic", "reading"):
+        _check(result, name, getattr(result, name) is None or _positive(getattr(result, name)))
+    for name in ("seconds", "every", "paces"):
+        _check(result, name, _positive(*getattr(result, name)))
+    at_most_1 = max(result.paces, default=1) <= 1
+    _check(result, "paces", at_most_1 and len(result.paces) == len(result.seconds))
+    return result
+
+
+def _check_run(run: Run) -> None:
+    for name in ("peaks", "bandwidths", "amx_peaks", "tensor_peaks"):
+        _check(run, name, _positive(*getattr(run, name).values()))
+    threads = {result.cell.threads for result in run.results}
+    _check(run, "bandwidths", threads <= run.peaks.keys() <= run.bandwidths.keys())
+    _check(run, "cache", run.cache == 0 or _positive(run.cache))
+    _check(run, "busy", isinstance(run.busy, str | None))
+    gpu = run.machine.get("gpu", {"name": ""})
+    _check(run, "machine", isinstance(gpu, dict) and isinstance(gpu.get("name"), str))
+
+
+def _positive(*values: Any) -> bool:
+    """Whether all are numbers that a machine can measure."""
+    return all(type(value) in (int, float) and 0 < value < 1e18 for value in values)
+
+
+def _check(record: Any, name: str, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {getattr(record, name)!r}")

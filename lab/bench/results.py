@@ -1,12 +1,11 @@
 """The results of a sweep: one for each cell, and the run that holds them."""
 
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.timing import calm, interval
 
-FORMAT = 4  # of as_json()
 FIRM_MARGIN = 0.025  # largest margin of a firm median; two firm medians can differ by twice as much
 FEWEST_COUNTED_ROUNDS = 6  # these count even if disturbed; interval() needs as many for its confidence
 
@@ -87,8 +86,3 @@ class Run:
             return self.tensor_peaks[cell.dtype]
         amx = self.amx_peaks.get(cell.threads)
         return amx if amx and cell.by_amx else self.peaks[cell.threads]
-
-
-def as_json(run: Run) -> dict:
-    """The run as run_file.load() reads it."""
-    return {"format": FORMAT} | asdict(run)

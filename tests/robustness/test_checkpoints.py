@@ -21,7 +21,7 @@ from support import ROOT, Hostile, bench_run, copy_tree
 from tiny import VOCABULARY, nanogpt_file
 
 from shakespeare import generate
-from shakespeare.lab.bench import run_file
+from shakespeare.lab.bench import report
 from shakespeare.model import checkpoint
 from shakespeare.model.checkpoint import CheckpointError, load, save
 from shakespeare.model.tokenizer import VocabularyError
@@ -257,7 +257,7 @@ def test_hostile_objects_anywhere_in_a_checkpoint_are_refused_unexecuted(tmp_pat
 
 
 def test_a_damaged_run_is_named(cli, damaged, tmp_path):
-    run_file.save(bench_run(), tmp_path / "run.json")
+    report.save(bench_run(), tmp_path / "run.json")
     whole, codes = (tmp_path / "run.json").read_bytes(), set()
     for content in (*damaged(whole), b"[" * 100_000, b"\xff"):
         (tmp_path / "bad.json").write_bytes(content)

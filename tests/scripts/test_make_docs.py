@@ -13,7 +13,7 @@ from support import ROOT, bench_run
 from shakespeare.app.cli import COMMANDS
 from shakespeare.attention_ext import PARTS
 from shakespeare.lab import saved
-from shakespeare.lab.bench import run_file
+from shakespeare.lab.bench import report
 
 FILE = ROOT / "scripts" / "make-docs.py"
 SCRIPT = runpy.run_path(str(FILE))
@@ -58,7 +58,7 @@ def test_tables_of_results(results):
     for name, change in (("amd-zen-5", {}), ("amd-zen-3", {"cpu": "Maker 0", "microarchitecture": None})):
         run.machine |= MACHINE | change
         for kind in ("bench", "attention"):
-            run_file.save(run, results / f"{kind}-{name}.json")
+            report.save(run, results / f"{kind}-{name}.json")
     saved.write(GENERATION, results / "generation-amd-zen-5.json")
     documents = SCRIPT["results"]()
     assert documents.keys() == {"docs/results/amd-zen-5.md", "docs/results/amd-zen-3.md"}

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shakespeare.lab.bench import compare, run_file
+from shakespeare.lab.bench import compare, report
 
 pytest.importorskip("scipy")
 
 
 @pytest.mark.parametrize("change, code, word", [(1.2, 1, "+20.0 % slower"), (0.8, 0, "-20.0 % faster")])
 def test_a_real_difference_is_reported(tmp_path, cli, change, code, word, made):
-    run_file.save(made(), tmp_path / "old.json")
-    run_file.save(made(change), tmp_path / "new.json")
+    report.save(made(), tmp_path / "old.json")
+    report.save(made(change), tmp_path / "new.json")
     done = cli("bench", "--load", "new.json", "--compare", "old.json", "--fail-on-regression")
     assert done.returncode == code
     assert done.stdout.count(word) == 4 and "4 of 12 cells differ" in done.stdout
@@ -47,11 +47,11 @@ def test_one_slow_cell_of_many_is_found(made):
 
 
 def test_what_is_wrong_now_is_worse(tmp_path, cli, made):
-    run_file.save(made(), tmp_path / "old.json")
+    report.save(made(), tmp_path / "old.json")
     now = made()
     now.results[1].status, now.results[1].note = "wrong", "at (0, 0, 0, 0): ..."
     now.results[1].seconds, now.results[1].paces = [], []
-    run_file.save(now, tmp_path / "new.json")
+    report.save(now, tmp_path / "new.json")
     done = cli("bench", "--load", "new.json", "--compare", "old.json", "--fail-on-regression")
     assert done.returncode == 1
     assert "Right before, wrong now: part4, SIMD auto, N 64" in done.stdout

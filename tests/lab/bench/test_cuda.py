@@ -9,7 +9,7 @@ import torch
 from support import FakeGpu, gpu_run, naming
 
 from shakespeare.attention_ext import attention
-from shakespeare.lab.bench import contenders, cuda, report, run_file
+from shakespeare.lab.bench import contenders, cuda, report
 from shakespeare.lab.bench.cases import plan
 
 CASE = dict(lengths=(64,), widths=(16,), heads=2, device="cuda")
@@ -99,8 +99,8 @@ def test_bytes_are_counted_where_they_bound(monkeypatch):
 
 def test_a_saved_run_of_a_gpu_is_read_as_it_was(tmp_path, cli):
     done = gpu_run()
-    run_file.save(done, tmp_path / "run.json")
-    assert run_file.load(tmp_path / "run.json") == done
+    report.save(done, tmp_path / "run.json")
+    assert report.load(tmp_path / "run.json") == done
     shown = cli("bench", "--load", "run.json")
     assert shown.returncode == 0
     assert "FMA peak 50 TFLOP/s in fp32" in shown.stdout and "| over kernel before | over C++" in shown.stdout
@@ -124,7 +124,7 @@ def test_the_ladder(tmp_path, cli):
     assert speeds["kernel1"] == pytest.approx(100 / 1.0045e-3)
     assert speeds["kernel3"] == pytest.approx(3 * speeds["kernel1"])
     assert "2 heads): 2 s; scaled by work" in figure.get_suptitle()
-    run_file.save(done, tmp_path / "run.json")
+    report.save(done, tmp_path / "run.json")
     drawn = cli("bench", "--load", "run.json", "--plot", "pictures")
     assert drawn.returncode == 0, drawn.stderr
     assert {file.name for file in (tmp_path / "pictures").iterdir()} == {"ladder.svg", "ladder.png"}

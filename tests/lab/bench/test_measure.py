@@ -8,7 +8,7 @@ import json
 import pytest
 
 from shakespeare.lab import machine
-from shakespeare.lab.bench import contenders, run_file
+from shakespeare.lab.bench import contenders, report
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 
@@ -106,6 +106,6 @@ def test_ctrl_c_keeps_what_was_measured(run, monkeypatch, tmp_path, calls, round
     assert done.returncode == 130
     assert "Stopped before the end." in done.stdout and "| part3 |" in done.stdout
     assert "Traceback" not in done.stderr
-    kept = run_file.load(tmp_path / "run.json")
+    kept = report.load(tmp_path / "run.json")
     assert not kept.complete and [len(result.seconds) for result in kept.results][: len(rounds)] == rounds
     assert not any(result.seconds for result in kept.results[len(rounds) :])

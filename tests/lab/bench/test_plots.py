@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shakespeare.lab.bench import contenders, run_file
+from shakespeare.lab.bench import contenders, report
 
 plots = pytest.importorskip("shakespeare.lab.bench.plots", exc_type=ValueError)
 
 
 def test_pictures(tmp_path, cli, made):
     pytest.importorskip("matplotlib")
-    run_file.save(made(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
+    report.save(made(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
     cli("bench", "--load", "run.json", "--plot", "pictures")
     names = {file.name for file in (tmp_path / "pictures").iterdir()}
     expected = ("time", "tiles", "roofline", "memory")

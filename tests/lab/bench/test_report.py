@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shakespeare.attention_ext import processor
-from shakespeare.lab.bench import contenders, run_file
+from shakespeare.lab.bench import contenders, report
 
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 
@@ -22,14 +22,14 @@ def test_slowed_rounds_are_left_out(tmp_path, cli, made, rows):
         result.seconds[:slowed] = [1e-3 * (2 + i) for i in range(slowed)]
         result.every = [2e-3] * 10
         result.paces[:slowed] = [0.9 + 0.01 * i for i in range(slowed)]
-    run_file.save(done, tmp_path / "run.json")
-    assert run_file.load(tmp_path / "run.json") == done
+    report.save(done, tmp_path / "run.json")
+    assert report.load(tmp_path / "run.json") == done
     table = rows(cli("bench", "--load", "run.json"))
     assert [row["quiet"] for row in table] == ["10 of 10", "7 of 10", "5 of 10"]
     assert [float(row["all, ms"]) for row in table] == pytest.approx([2.0, 2.0, 2.0])
     assert [result.median for result in done.results] == pytest.approx([1.0045e-3, 1.006e-3, 1.0075e-3])
     assert max(done.results[2].counted) == 6e-3 and len(done.results[2].seconds) == 10
-    run_file.save(made(), tmp_path / "run.json")
+    report.save(made(), tmp_path / "run.json")
     assert "all, ms" not in rows(cli("bench", "--load", "run.json"))[0]  # as in files of older versions
 
 
@@ -47,7 +47,7 @@ def test_every_form_holds_the_same_figures(run, tmp_path, rows):
 
 def test_another_file_is_refused(tmp_path, failed, made):
     file = tmp_path / "run.json"
-    run_file.save(made(), file)
+    report.save(made(), file)
     right = file.read_text()
     wrong = ["", "[]", "{}", '{"format": 99}', '{"format": 3, "results": [1]}']
     for old, new in (
@@ -68,7 +68,7 @@ def test_a_run_is_kept_in_files_alone(tmp_path, cli, run, monkeypatch, made):
     assert cli("bench", "sdpa", "-N", "8", "--save", tmp_path).returncode == 2
     done = cli("bench", "sdpa", "-N", "8", "--save", "/dev/null")
     assert done.returncode == 2 and "save is '/dev/null'; it must be a file" in done.stderr
-    run_file.save(made(), tmp_path / "run.json")
+    report.save(made(), tmp_path / "run.json")
     kept = (tmp_path / "run.json").read_text()
 
     def interrupted(*arguments, **options):
@@ -95,7 +95,7 @@ def test_medians_that_are_not_firm_are_named(tmp_path, cli, made):
     done = made(lengths=(64,), br=(16, 32))
     for i, result in enumerate(done.results[:5]):
         result.seconds[:3] = [1e-3 * (0.89 - 0.05 * i)] * 3
-    run_file.save(done, tmp_path / "run.json")
+    report.save(done, tmp_path / "run.json")
     assert cli("bench", "--load", "run.json").stderr == (
         "Not firm: in 5 of 8 cells the median's interval is wider than 2.5 % either way "
         "(part0 threads=2, sdpa threads=1, part4 Br=32 threads=1, ...).\n"

@@ -8,7 +8,7 @@ from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.attention_ext.webgpu.steps import STEPS, Tile
 from shakespeare.lab import correctness
-from shakespeare.lab.bench import cases, report, run_file
+from shakespeare.lab.bench import cases, report
 from shakespeare.lab.bench.cuda import GpuBench
 from shakespeare.lab.webgpu.explain import count, explain
 
@@ -52,8 +52,8 @@ def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
     assert [(each.cell.contender, each.status, len(each.seconds)) for each in bench.done.results] == [
         (name, "ok", 2) for name in names
     ]
-    run_file.save(bench.done, tmp_path / "run.json")
-    assert report.text(run_file.load(tmp_path / "run.json"), "md") == report.text(bench.done, "md")
+    report.save(bench.done, tmp_path / "run.json")
+    assert report.text(report.load(tmp_path / "run.json"), "md") == report.text(bench.done, "md")
 
 
 def test_explain_has_a_row_for_a_step(adapter, monkeypatch):
