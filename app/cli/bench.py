@@ -186,9 +186,9 @@ def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: boo
     }
     times = 1 + rounds  # verified, timed
     try:
-        with progress(times=True) as (update, _), closing(bench.run()) as spent:
+        with progress(times=True) as (update, _), closing(bench.run()) as cells_done:
             update(total=sum(weight.values()) * times)
-            for cell, _ in spent:
+            for cell in cells_done:
                 what = f"measuring {cell.contender}{' again' * bench.again}"
                 update(advance=0 if bench.again else weight[cell], description=what)
     except KeyboardInterrupt:

@@ -11,30 +11,27 @@ minutes there. So fewer heads are timed, or one head at a shorter length, and th
 import itertools
 import math
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab import machine
 from shakespeare.lab.bench.cases import check_memory
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.bench.contenders import Call, contenders
+from shakespeare.lab.bench.contenders import Call
 from shakespeare.lab.bench.measure import (
     MIN_TIME_SECONDS,
     ROUNDS,
-    Spent,
-    compared,
     exact_output,
+    in_rounds,
     inputs,
     skipping,
     verify,
-    whole_rounds,
 )
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.cuda.gpu import Gpu
@@ -45,7 +42,6 @@ MOST_CALLS = 50  # most calls that the host launches ahead
 SHORT_CALL_SECONDS = 0.005  # before shorter calls, an untimed one restores the caches
 SEQUENTIAL_FLOPS, SEQUENTIAL_CALLS = 6e9, 3  # most operations of a call, some two seconds; timed calls
 CHANGED_PEAK = 0.05  # change between the beginning and the end above which figures are not firm
-
 
 # A contender's result, and its call with the seconds of one and those in which the host launches it, or None.
 Verified = tuple[Result, tuple[Call, float, float] | None]
@@ -77,8 +73,8 @@ class GpuBench:
         self.done = Run(about, rounds, min_time, self.gpu.l2)
         self.against_cpu = against_cpu
 
-    def run(self) -> Spent:
-        """Measure; yield each cell with the seconds that were just spent on it.
+    def run(self) -> Generator[Cell, None, None]:
+        """Measure; yield each cell after it was verified, and after each of its rounds.
 
         A KeyboardInterrupt stops it. The rounds that all cells of a case have completed are kept.
         """
@@ -103,23 +99,22 @@ class GpuBench:
             if dtype != Dtype.FP32 and self.cells[0].device == "cuda":
                 self.done.tensor_peaks[dtype] = self.gpu.tensor_peak(Dtype(dtype))
 
-    def _case(self, cells: list[Cell]) -> Spent:
+    def _case(self, cells: list[Cell]) -> Iterator[Cell]:
         """Verify the contenders of a case and time the correct ones."""
         if self.against_cpu:
             small = smaller(cells[0])
             if all(result.cell != small for result in self.done.sequential):
-                self.done.sequential.append(time_sequential(cells[0]))
-        q, k, v = inputs(cells[0], self.gpu.device)
-        exact = exact_output(q, k, v, cells[0].causal)
+                self.done.sequential.append(time_sequential(small))
+        tensors = inputs(cells[0], self.gpu.device)
+        exact = exact_output(*tensors, cells[0].causal)
         verified: dict[str, Verified] = {}
         readings: dict[str | None, float] = {}  # by the cell's L2
-        running: list[tuple[Result, Call, float, float]] = []
+        running: list[tuple[Result, Callable[[], None]]] = []
         for cell in cells:
-            start = time.perf_counter()
             if cell.contender not in verified:
-                verified[cell.contender] = self._verify(cell, q, k, v, exact)
-            found, timed = verified[cell.contender]
-            result = replace(found, cell=cell, seconds=[], paces=[])
+                verified[cell.contender] = self._verify(cell, tensors, exact)
+            of_contender, timed = verified[cell.contender]
+            result = replace(of_contender, cell=cell, seconds=[], paces=[])
             self.done.results.append(result)
             if timed:
                 if cell.least_traffic / self.done.bandwidths[1] > cell.flops / self.done.peak(cell):
@@ -127,39 +122,28 @@ class GpuBench:
                     if cell.l2 not in readings:
                         readings[cell.l2] = self.gpu.reading(cell.least_traffic, cell.l2 == "cold")
                     result.reading = readings[cell.l2]
-                running.append((result, *timed))
-            yield cell, time.perf_counter() - start
+                running.append((result, partial(self._round, result, *timed)))
+            yield cell
         del exact  # its memory is free again
-        with whole_rounds([result for result, *_ in running]):
-            for _ in range(self.done.rounds):
-                for result, call, once, launching in running:
-                    if result.status != "ok":
-                        continue
-                    start = time.perf_counter()
-                    with skipping(result):
-                        result.seconds.append(self._time(call, once, launching, result.cell.l2 == "cold"))
-                        result.paces.append(1.0)
-                    yield result.cell, time.perf_counter() - start
+        yield from in_rounds(running, self.done.rounds)
 
-    def _verify(self, cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> Verified:
-        result, timed = Result(cell), None
+    def _verify(self, cell: Cell, tensors: Sequence[Tensor], exact: Tensor) -> Verified:
+        result, call = verify(cell, tensors, exact, self.gpu.allocated)
         with skipping(result):
-            call = contenders()[cell.contender].prepare(cell, q, k, v)
-            out, memory = self.gpu.allocated(call)
-            result = compared(cell, out, memory, exact)
-            timed = (call, *self.gpu.once(call)) if result.status == "ok" else None
-        return result, timed
+            return result, (call, *self.gpu.once(call)) if call else None
+        return result, None
 
-    def _time(self, call: Call, once: float, launching: float, cold: bool) -> float:
-        """Seconds of the median call of a round."""
-        seconds: list[float] = []
+    def _round(self, result: Result, call: Call, once: float, launching: float) -> None:
+        """Add a round to a result: the median of its calls."""
+        seconds, cold = list[float](), result.cell.l2 == "cold"
         repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / once))
         while len(seconds) < repeats:
             if not cold and once < SHORT_CALL_SECONDS:
                 call()
             count = min(MOST_CALLS, repeats - len(seconds))
             seconds += self.gpu.time(call, count, cold, launching)
-        return statistics.median(seconds)
+        result.seconds.append(statistics.median(seconds))
+        result.paces.append(1.0)
 
 
 def smaller(cell: Cell) -> Cell:
@@ -184,22 +168,19 @@ def sequential_seconds(cell: Cell, results: Sequence[Result]) -> float | None:
     return None
 
 
-def time_sequential(cell: Cell) -> Result:
-    """Verify and time smaller(cell) on one thread; it is skipped if it cannot be compiled."""
-    small = smaller(cell)
+def time_sequential(small: Cell) -> Result:
+    """Verify and time a smaller() cell on one thread; it is skipped if it cannot be compiled."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        q, k, v = inputs(small)
-        result, call = verify(small, q, k, v, exact_output(q, k, v, small.causal))
+        tensors = inputs(small)
+        result, call = verify(small, tensors, exact_output(*tensors, small.causal))
         if call:
             result.seconds = [seconds_of(call) for _ in range(SEQUENTIAL_CALLS)]
             result.paces = [1.0] * SEQUENTIAL_CALLS
-    except BuildError as error:
-        return Result(small, "skipped", str(error))
+        return result
     finally:
         torch.set_num_threads(before)
-    return result
 
 
 def sequential_text(result: Result) -> str:

@@ -13,8 +13,9 @@ slightly lower than stated.
 import itertools
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from shakespeare.lab.correctness import allocated
 from shakespeare.lab.costs import block_of, scratch
 from shakespeare.lab.timing import PATIENCE, WARM_UP_SAMPLES, seconds_of, spread, time_round
 from shakespeare.lab.traffic import streams
+from shakespeare.lab.traffic import traffic as total
 
 # Largest error of a correct contender, as a share of the largest expected value. bfloat16 rounds by up to 0.4
 # %, float16 by 0.05 %.
@@ -47,7 +49,7 @@ PASSES, FURTHER_PASSES = 5, 8  # through the sweep, and at most through the cell
 FURTHER_SHARE = 0.25  # share of the time so far that further passes may take
 WAIT_SHARE = 0.1  # of the time, for all waits for a fast sample
 
-Spent = Generator[tuple[Cell, float], None, None]  # a cell with the seconds that were just spent on it
+Allocated = Callable[[Call], tuple[Tensor, int]]
 Verified = tuple[Result, float]  # a correct result with the seconds of a call
 
 
@@ -67,8 +69,8 @@ class Bench:
         self.again = False
         self._exact: tuple[tuple, Tensor] | None = None
 
-    def run(self) -> Spent:
-        """Measure; yield each cell with the seconds that were just spent on it.
+    def run(self) -> Generator[Cell, None, None]:
+        """Measure; yield each cell after it was verified, and after each of its rounds.
 
         A KeyboardInterrupt stops it. The rounds that all cells of a group have completed are kept.
         """
@@ -84,7 +86,7 @@ class Bench:
                 peaks = [self.done.peaks[threads], machine.fma_peak(threads=threads)]
                 self.done.busy = machine.busy(self._load, peaks, threads)
 
-    def _run(self) -> Spent:
+    def _run(self) -> Iterator[Cell]:
         simds = dict.fromkeys(cell.simd for cell in self.cells if cell.simd)
         names = [extension.load(simd).simd_name() for simd in simds or ("auto",)]
         self.done.machine["simd_name"] = "; ".join(names)
@@ -125,81 +127,76 @@ class Bench:
             self._waited += time.perf_counter() - start
         return pace
 
-    def _verify(self, group: list[Cell]) -> Generator[tuple[Cell, float], None, list[Verified]]:
+    def _verify(self, group: list[Cell]) -> Generator[Cell, None, list[Verified]]:
         """Add the group's results; return the correct ones with the seconds of a call."""
         torch.set_num_threads(group[0].threads)
-        q, k, v = inputs(group[0])
+        tensors = inputs(group[0])
         if self._exact is None or self._exact[0] != group[0].inputs:  # other numbers of threads share it
-            self._exact = group[0].inputs, exact_output(q, k, v, group[0].causal)
+            self._exact = group[0].inputs, exact_output(*tensors, group[0].causal)
         right = []
         for cell in group:
-            start = time.perf_counter()
-            result, call = verify(cell, q, k, v, self._exact[1])
+            result, call = verify(cell, tensors, self._exact[1])
             self.done.results.append(result)
             if call:
                 result.traffic = traffic(cell, self.done.cache)
                 with skipping(result):
                     right.append((result, seconds_of(call)))
-            yield cell, time.perf_counter() - start
+            yield cell
         return right
 
-    def _time_again(self, groups: list[list[Verified]], seconds: float) -> Spent:
+    def _time_again(self, groups: list[list[Verified]], seconds: float) -> Iterator[Cell]:
         """Time the cells that are not firm in further passes, for `seconds`, few threads first."""
         end, self.again = time.perf_counter() + seconds, True
         rounds = spread(self.done.rounds, PASSES)[0]
         least = self.done.min_time / self.done.rounds
 
         def loose(result: Result) -> bool:
-            fast = sum(pace >= machine.SLOWED_BELOW for pace in result.paces)
+            quiet = sum(pace >= machine.SLOWED_BELOW for pace in result.paces)
             wanted = min(FEWEST_COUNTED_ROUNDS, self.done.rounds)
-            return (result.margin or 0) > FIRM_MARGIN or fast < wanted
+            return (result.margin or 0) > FIRM_MARGIN or quiet < wanted
 
-        for threads in sorted({group[0][0].cell.threads for group in groups}):
-            alike = [group for group in groups if group[0][0].cell.threads == threads]
+        groups.sort(key=lambda group: group[0][0].cell.threads)
+        for _, alike in itertools.groupby(groups, key=lambda group: group[0][0].cell.threads):
+            left = list(alike)
             for _ in range(FURTHER_PASSES):
-                again = [[each for each in group if loose(each[0])] for group in alike]
-                if not any(again):
+                left = [again for group in left if (again := [of for of in group if loose(of[0])])]
+                if not left:
                     break
                 machine.return_freed_memory()
-                for group in filter(None, again):
+                for group in left:
                     will_take = (rounds + 1) * sum(max(once, least) for _, once in group)
                     if time.perf_counter() + will_take < end:
                         yield from self._time(group, rounds)
 
-    def _time(self, group: list[Verified], rounds: int) -> Spent:
+    def _time(self, group: list[Verified], rounds: int) -> Iterator[Cell]:
         """Time the results of _verify() for `rounds` rounds on new inputs."""
         cell = group[0][0].cell
         torch.set_num_threads(cell.threads)
         q, k, v = inputs(cell)
-        running: list[tuple[Result, Call, bool, list[int]]] = []
-        faulting = set()  # cells that get new pages in every call
+        running: list[tuple[Result, Callable[[], None]]] = []
+        faulting = set[Cell]()  # cells that get new pages in every call
         for result, once in group:
-            repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / once))
-            bursts = spread(repeats, max(1, round(repeats * once / BURST_SECONDS)))
             with skipping(result):
                 call = contenders()[result.cell.contender].prepare(result.cell, q, k, v)
-                running.append((result, call, once < SHORT_CALL_SECONDS, bursts))
-        with whole_rounds([result for result, _ in group]):
-            for _ in range(rounds):
-                for result, call, short, bursts in running:
-                    if result.status != "ok":
-                        continue
-                    spent = 0.0
-                    with skipping(result):
-                        if short:
-                            call()
-                        for _ in range(1 if result.cell in faulting else MOST_TRIES):
-                            timed = time_round(call, bursts, self._pace)
-                            spent += timed.spent
-                            # The allocator chose memory that is new in this pass; its pages stay from now on.
-                            if timed.pages * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * timed.spent:
-                                break
-                        else:
-                            faulting.add(result.cell)
-                        result.seconds.append(timed.seconds)
-                        result.every.append(timed.every)
-                        result.paces.append(timed.pace)
-                    yield result.cell, spent
+                running.append((result, partial(self._round, result, call, once, faulting)))
+        yield from in_rounds(running, rounds)
+
+    def _round(self, result: Result, call: Call, once: float, faulting: set[Cell]) -> None:
+        """Add a round to a result."""
+        repeats = max(1, math.ceil(self.done.min_time / self.done.rounds / once))
+        bursts = spread(repeats, max(1, round(repeats * once / BURST_SECONDS)))
+        if once < SHORT_CALL_SECONDS:
+            call()
+        for _ in range(1 if result.cell in faulting else MOST_TRIES):
+            timed = time_round(call, bursts, self._pace)
+            # The allocator chose memory that is new in this pass; its pages stay from now on.
+            if timed.pages * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * timed.spent:
+                break
+        else:
+            faulting.add(result.cell)
+        result.seconds.append(timed.seconds)
+        result.every.append(timed.every)
+        result.paces.append(timed.pace)
 
 
 @contextmanager
@@ -213,14 +210,21 @@ def skipping(result: Result) -> Iterator[None]:
         result.status, result.seconds, result.every, result.paces = "skipped", [], [], []
 
 
-@contextmanager
-def whole_rounds(results: Sequence[Result]) -> Iterator[None]:
-    """Add rounds to results; after an interrupted one all that are right keep the same number of them."""
-    before = [len(result.seconds) for result in results]
+def in_rounds(running: Sequence[tuple[Result, Callable[[], None]]], rounds: int) -> Iterator[Cell]:
+    """Let results take turns: a function adds a round to each. Yields the cell after each round.
+
+    After an interrupted round all that are right keep the same number of them.
+    """
+    before = [len(result.paces) for result, _ in running]
     try:
-        yield
+        for _ in range(rounds):
+            for result, add_round in running:
+                if result.status == "ok":
+                    with skipping(result):
+                        add_round()
+                    yield result.cell
     finally:
-        both = [(result, had) for result, had in zip(results, before) if result.status == "ok"]
+        both = [(result, had) for (result, _), had in zip(running, before) if result.status == "ok"]
         fewest = min((len(result.paces) - had for result, had in both), default=0)
         for result, had in both:
             for kept in (result.seconds, result.every, result.paces):
@@ -252,25 +256,24 @@ def exact_output(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
             t[:, h : h + heads, first:last].double()
             for t, first, last in ((q, i, end), (k, 0, seen), (v, 0, seen))
         )
-        found = reference.attention(*tensors, causal=causal, scale=d**-0.5)
-        out[:, h : h + heads, i:end] = found  # type: ignore[assignment]  # without return_lse a tensor
+        o = reference.attention(*tensors, causal=causal, scale=d**-0.5)
+        out[:, h : h + heads, i:end] = o  # type: ignore[assignment]  # without return_lse a tensor
     return out.view(B, H, Nq, d)
 
 
-def verify(cell: Cell, q: Tensor, k: Tensor, v: Tensor, exact: Tensor) -> tuple[Result, Call | None]:
-    """Compare a cell with the exact output (B, H, Nq, d); also return the call to time, or None."""
-    if cell.contender in PARTS:
-        try:
-            machine.check_memory("its matrices", scratch(cell.contender, cell.case(), cell.simd))
-        except ValueError as error:
-            return Result(cell, "skipped", str(error)), None
+def verify(
+    cell: Cell, tensors: Sequence[Tensor], exact: Tensor, allocated: Allocated = allocated
+) -> tuple[Result, Call | None]:
+    """Compare a cell with the exact output (B, H, Nq, d); also return the call to time, or None.
+
+    allocated: gives a call's output, and the bytes that were allocated for it.
+    """
     result = Result(cell)
     with skipping(result):
-        call = contenders()[cell.contender].prepare(cell, q, k, v)
-        out = allocated(call)
-    if result.status != "ok":
-        return result, None
-    result = compared(cell, *out, exact)
+        if cell.contender in PARTS and cell.device == "cpu":
+            machine.check_memory("its matrices", scratch(cell.contender, cell.case(), cell.simd))
+        call = contenders()[cell.contender].prepare(cell, *tensors)
+        result = compared(cell, *allocated(call), exact)
     return result, call if result.status == "ok" else None
 
 
@@ -292,4 +295,4 @@ def traffic(cell: Cell, cache: int) -> float | None:
     if cell.contender not in PARTS or cell.dtype != Dtype.FP32:
         return None
     counted = streams(cell.contender, cell.case(), block_of(cell.simd))
-    return None if counted is None else sum(stream.traffic(cache) for stream in counted)
+    return None if counted is None else total(counted, cache)
