@@ -1,4 +1,4 @@
-"""gpt.py profile: where a token's time goes. Spans of an engine's work make a table and a trace.
+"""gpt.py profile: where a token's time goes. Spans of an engine's work make a table.
 
 The native engine records its spans itself (generation/csrc/). The PyTorch model gets hooks on its
 modules, which are not changed.
@@ -12,13 +12,9 @@ of one text is a separate call, so that each has its place; gpt.py --inference w
 call. Several texts are written in such calls here too.
 """
 
-import json
 import statistics
-from bisect import bisect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
@@ -42,7 +38,6 @@ KINDS = (
 DEFAULT_TOKENS = 200  # tokens to write if the block size allows it
 REPETITIONS = 9  # repetitions with recording, and as many without; odd, so that one is the median
 SEED = 1337
-PROCESS = 1  # the process's number in a trace
 
 
 class Span(NamedTuple):
@@ -181,7 +176,6 @@ def run(
     prompt_tokens: int | None = None,
     tokens: int | None = None,
     texts: int = 1,
-    trace_file: Path | None = None,
     **engine_options: Any,
 ) -> dict[str, Any]:
     """The figures() of the reading of a prompt and the writing of `tokens` tokens of each text after it.
@@ -191,9 +185,8 @@ def run(
 
     model: the model's name, for the output. part, weights, kv_cache, engine_options: as in
     generation.engines.engine.open_engine. prompt_tokens, tokens: as in lengths(). texts: are written
-    together, after the same prompt. trace_file: the trace is written to it as JSON.
-    Raises TypeError or ValueError naming a wrong argument, OSError if trace_file cannot be written, and
-    BuildError if the kernels cannot be compiled.
+    together, after the same prompt.
+    Raises TypeError or ValueError naming a wrong argument, BuildError if the kernels cannot be compiled.
     """
     prompt_tokens, tokens = lengths(checkpoint, prompt_tokens, tokens)
     precisions: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache}
@@ -203,19 +196,15 @@ def run(
         raise ValueError(f"texts is {texts}; it must be from 1 to {most} with caches of {capacity} tokens")
     sized: dict[str, Any] = precisions | {"slots": texts, "capacity": capacity}
     engine = open_engine(checkpoint, part=part, **sized, **engine_options)
-    simd = engine_options.get("simd", "auto")
-    about = {"model": model, "part": part, "engine": engine.name, "simd": helpers_of(part, simd)}
+    simd = helpers_of(part, engine_options.get("simd", "auto"))
+    about = {"model": model, "part": part, "engine": engine.name, "simd": simd}
     sizes = {"texts": texts, "prompt_tokens": prompt_tokens, "new_tokens": tokens, "repetitions": REPETITIONS}
     settings = about | precisions | {"threads": torch.get_num_threads()} | sizes
-    with open(trace_file, "w") if trace_file else nullcontext() as file:  # before it takes time
-        load = Load()
-        if texts > 1 and isinstance(engine, Decoder):  # the table's steps have one token of each text
-            engine.set_draft(None)
-        prefill, decode, plain = measure(engine, prompt_tokens, tokens)
-        if file:
-            json.dump(trace(settings, prefill, decode), file)
-    others_took = {"processors_taken_by_others": load.others()}
-    return figures(settings, prefill, decode, plain) | others_took
+    if texts > 1 and isinstance(engine, Decoder):  # the table's steps have one token of each text
+        engine.set_draft(None)
+    load = Load()
+    measured = figures(settings, *measure(engine, prompt_tokens, tokens))
+    return measured | {"processors_taken_by_others": load.others()}
 
 
 def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Phase, list[float]]:
@@ -342,49 +331,3 @@ def table(f: dict[str, Any]) -> str:
         )
     lines.append(f"Medians of {REPETITIONS} repetitions of each, in turn")
     return "\n".join(lines + busy_text(f["processors_taken_by_others"], f["threads"]))
-
-
-def trace(settings: dict[str, Any], prefill: Phase, decode: Phase) -> dict:
-    """A trace for ui.perfetto.dev and chrome://tracing, in microseconds from the beginning of the prefill.
-
-    Prefill and decoding come from two repetitions, so the tokens are shifted to the end of the prefill. A
-    token's name is its number, from 0; its position is that of the token that it reads. With several texts a
-    call of the engine is named instead, because it writes several tokens of each. The calling thread
-    has the number of the process, PROCESS, which makes it the main thread; the helpers have the next numbers.
-    There is no thread 0: Perfetto would merge its spans with those of the main thread.
-    """
-    begin, end = prefill.calls[0]
-    prompt, tokens = settings["prompt_tokens"], range(settings["new_tokens"])
-    calls: list[tuple[str, dict]] = [(f"token {i}", {"position": prompt + i}) for i in tokens]
-    if settings.get("texts", 1) > 1:
-        calls = [(f"call {i}", {}) for i in range(len(decode.calls))]
-    spans = _events(prefill, begin, [("prefill", {"tokens": prompt})])
-    spans += _events(decode, decode.calls[0][0] - (end - begin), calls)
-    spans.sort(key=lambda event: (event["ts"], -event["dur"]))  # a call before its spans
-    names = [("process_name", 0, f"{settings['model']} {settings['part']}, {settings['engine']} engine")]
-    for i in range(decode.threads):
-        names.append(("thread_name", i, f"helper {i}" if i else "calling thread"))
-    events = [
-        {"name": name, "ph": "M", "ts": 0, "pid": PROCESS, "tid": PROCESS + thread, "args": {"name": value}}
-        for name, thread, value in names
-    ]
-    return {"traceEvents": events + spans, "displayTimeUnit": "ns", "otherData": settings}
-
-
-def _events(phase: Phase, zero: int, named: Sequence[tuple[str, dict]]) -> list[dict]:
-    """The calls of a phase, each with its name and arguments, and its spans. Times start at `zero`."""
-    begins = [begin for begin, _ in phase.calls]
-    calls = [(Span(name, 0, *call), args) for call, (name, args) in zip(phase.calls, named)]
-    spans = [(span, named[bisect(begins, span.begin) - 1][1]) for span in phase.spans]
-    return [
-        {
-            "name": name,
-            "ph": "X",
-            "ts": (begin - zero) / 1e3,
-            "dur": (end - begin) / 1e3,
-            "pid": PROCESS,
-            "tid": PROCESS + thread,
-            "args": args,
-        }
-        for (name, thread, begin, end), args in calls + spans
-    ]

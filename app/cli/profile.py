@@ -6,19 +6,8 @@ import click
 
 from shakespeare.app.cli import options
 
-NOT_WITH_TRAIN = (
-    "texts",
-    "engine",
-    "br",
-    "bc",
-    "weights",
-    "kv_cache",
-    "draft",
-    "prompt_tokens",
-    "tokens",
-    "trace_file",
-)
-ON_CPU = ("engine", "simd", "br", "bc", "draft", "trace_file", "threads", "train", "batch")
+NOT_WITH_TRAIN = ("texts", "engine", "br", "bc", "weights", "kv_cache", "draft", "prompt_tokens", "tokens")
+ON_CPU = ("engine", "simd", "br", "bc", "draft", "threads", "train", "batch")
 MOST_BATCH, MOST_TEXTS = 256, 4096
 
 
@@ -39,9 +28,7 @@ MOST_BATCH, MOST_TEXTS = 256, 4096
 @options.whole(
     "--tokens", "Tokens to write after the prompt.", show_default="200, or the rest of the block size"
 )
-@options.path(
-    "--trace", "trace_file", "Write a trace for ui.perfetto.dev or chrome://tracing.", metavar="FILE"
-)
+@options.path("--trace", "Write a trace for ui.perfetto.dev or chrome://tracing.", metavar="FILE")
 @options.choice("-o", "--output", "form", "Format of the table.", of=("md", "json"))
 @options.flag(
     "--train", "Show where the time of a training step goes instead, for a new model of MODEL's sizes."
@@ -66,8 +53,8 @@ def profile(model, form, threads, train, batch, device, **asked) -> None:
         from shakespeare.model import load
 
         names = ("weights", "kv_cache", "prompt_tokens", "tokens", "texts")
-        found = on_cuda.run(load(model), model=model, **{name: asked[name] for name in names})
-        click.echo(on_cuda.table(found) if form == "md" else json.dumps(found))
+        figures = on_cuda.run(load(model), model=model, **{name: asked[name] for name in names})
+        click.echo(on_cuda.table(figures) if form == "md" else json.dumps(figures))
         return
     options.refuse(
         NOT_WITH_TRAIN if train else ("batch",), f"{'does not go with' if train else 'needs'} --train"
@@ -79,8 +66,8 @@ def profile(model, form, threads, train, batch, device, **asked) -> None:
 
     checkpoint = load(model)
     if train:
-        found = profile_training.profile(asked["part"], checkpoint.config, batch, asked["simd"])
+        figures = profile_training.profile(asked["part"], checkpoint.config, batch, asked["simd"])
         table = profile_training.table
     else:
-        found, table = profiling.run(checkpoint, model=model, **asked), profiling.table
-    click.echo(table(found) if form == "md" else json.dumps(found))
+        figures, table = profiling.run(checkpoint, model=model, **asked), profiling.table
+    click.echo(table(figures) if form == "md" else json.dumps(figures))
