@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from shakespeare.attention_ext import PARTS, attention, extension, operator
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import WIDEST
-from shakespeare.attention_ext.parts import Dtype, check_dtype
+from shakespeare.attention_ext.parts import DEVICES, Dtype, check_dtype
 from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.attention_ext.webgpu.steps import choose as choose_step
 from shakespeare.lab import machine
@@ -160,77 +160,100 @@ def heads_at_once(N: int, least: int, free: float | None) -> int:
     return least if free is None else int(free) // each
 
 
-def run(
-    part: str,
-    N: int,
-    br: int | None,
-    bc: int | None,
-    causal: bool,
-    simd: str = "auto",
-    dtype: str = Dtype.FP32,
-    echo: Callable[[str], None] = print,
-    *,
-    batch: int = B,
-    heads: int = H,
-    d: int = D,
-    device: str = "cpu",
-    kernel: str | None = None,
-) -> bool:
-    """Run the lab's test of `part` at length N and scale 1: reference, part, statistics. False on a mismatch.
+@dataclass(frozen=True)
+class Test:
+    """The lab's test of `part`: q, k and v of (batch, heads, N, d), at scale 1.
 
     br, bc: part4's tile, in queries and keys; None takes tuned sizes. simd: the helpers under parts 1 to 4,
     one of SIMD. dtype: that of the inputs, a Dtype or its value. device: one of parts.DEVICES. kernel: one of
-    part4's on a GPU, where br and bc must be None. Raises ValueError if the part does not take them, and
-    BuildError if there is no GPU or a kernel cannot be compiled.
+    part4's on a GPU, where br and bc must be None.
     """
-    kind = allowed = check_dtype(part, dtype, device)
-    row, slices, shown = PARTS[part], 1, []
-    timed: Callable[..., Run] = measure
-    if device == "webgpu":
-        if d > WIDEST:
-            raise ValueError(f"d is {d}; it must be at most {WIDEST} on WebGPU")
-        chosen, tile = choose_step(kernel, d, kind, opened().adapter)
-        shown.append(f"{opened().adapter.name}, {opened().adapter.backend}")
-        shown.append(
-            f"step {chosen.name}: {chosen.summary}; tiles of {tile.br} queries and {tile.bc} keys, "
-            f"{tile.threads} threads of a workgroup"
-        )
-        heads_at_once(N, batch * heads, machine.available_memory())
-        allowed = Dtype.FP16 if "shader-f16" in chosen.needs else kind  # step 6 rounds K, V and the weights
-    elif device == "cuda":
-        on = gpu.Gpu()
-        timed = partial(measure_on_gpu, on)
-        shown.append(on.describe()["name"])
-        if row.operator:
-            shown.append(describe_kernel(on, kernel, batch * heads, N, d, kind))
-        slices = -(-batch * heads // heads_at_once(N, 1, FREE_SHARE * on.free()))
+
+    part: str
+    N: int
+    br: int | None = None
+    bc: int | None = None
+    causal: bool = False
+    simd: str = "auto"
+    dtype: str = Dtype.FP32
+    batch: int = B
+    heads: int = H
+    d: int = D
+    device: str = "cpu"
+    kernel: str | None = None
+
+    def describe(self, on: gpu.Gpu | None) -> list[str]:
+        """What computes the part. Raises ValueError if it does not take the inputs, BuildError likewise."""
+        ours = PARTS[self.part].operator is not None
+        if self.device == "cpu":
+            return [extension.describe(self.simd)] if ours else []
+        if on and not ours:
+            return [on.describe()["name"]]
+        if self.d > WIDEST:
+            raise ValueError(f"d is {self.d}; it must be at most {WIDEST} on {DEVICES[self.device]}")
+        tile: Any
+        if on:
+            operator("part4", "cuda")
+            shape = self.batch * self.heads, self.N, self.N, self.d, Dtype(self.dtype)
+            kernel = driver.compiled(self.kernel, *shape, on.device.index)
+            where, what, tile = (
+                on.describe()["name"],
+                f"kernel {kernel.row.name}: {kernel.row.summary}",
+                kernel.tile,
+            )
+            threads = f"{tile.threads} threads and {tile.shared} bytes of shared memory for a block"
+        else:
+            adapter = opened().adapter
+            step, tile = choose_step(self.kernel, self.d, Dtype(self.dtype), adapter)
+            where, what = f"{adapter.name}, {adapter.backend}", f"step {step.name}: {step.summary}"
+            threads = f"{tile.threads} threads of a workgroup"
+        return [where, f"{what}; tiles of {tile.br} queries and {tile.bc} keys, {threads}"]
+
+    def attention(self, part: str, tensors: Sequence[Tensor], slices: int) -> Tensor:
+        """The output (B, H, N, d) of a part; part0's in slices of heads."""
+        options: dict[str, Any] = dict(causal=self.causal, scale=1.0)
+        ours = PARTS[part].operator is not None
+        if self.device != "webgpu":
+            options |= dict(br=self.br, bc=self.bc, simd=self.simd, kernel=self.kernel)
+        elif ours:
+            options |= dict(device=self.device, kernel=self.kernel)
+        else:  # PyTorch's on the CPU
+            tensors = [t.float() for t in tensors]
+        return in_slices(partial(attention, part, **options), 1 if ours else slices, tensors)
+
+
+def run(part: str, N: int, echo: Callable[[str], None] = print, **settings: Any) -> bool:
+    """Run the lab's test: reference, part, statistics. False on a mismatch. settings: the fields of Test.
+
+    Raises ValueError if the part does not take them, and BuildError if there is no GPU or a kernel cannot be
+    compiled.
+    """
+    test = Test(part, N, **settings)
+    allowed = check_dtype(part, test.dtype, test.device)
+    heads, title, slices = test.batch * test.heads, PARTS[part].title, 1
+    on = gpu.Gpu() if test.device == "cuda" else None
+    timed: Callable[..., Run] = partial(measure_on_gpu, on) if on else measure
+    shown = test.describe(on)
+    if on:
+        slices = -(-heads // heads_at_once(N, 1, FREE_SHARE * on.free()))
         if slices > 1:
             shown.append(f"The reference's N x N matrices do not fit at once: {slices} slices of heads")
     else:
-        heads_at_once(N, batch * heads, machine.available_memory())
-        if row.operator:
-            shown.append(extension.describe(simd))
-    tensors = synthetic_qkv(N, kind, batch, heads, d, "cuda" if device == "cuda" else "cpu")
-    echo("\n".join([f"Running {part} test: {row.title}\n", *shown]) + "\n" * bool(shown))
-
-    def lab(part: str) -> Tensor:
-        options: dict[str, Any] = dict(causal=causal, scale=1.0, br=br, bc=bc, simd=simd, kernel=kernel)
-        count, inputs = (1 if PARTS[part].operator else slices), tensors
-        if device == "webgpu":
-            options = {name: options[name] for name in ("causal", "scale")}
-            if PARTS[part].operator:
-                options |= {"device": device, "kernel": kernel}
-            else:  # PyTorch's on the CPU
-                inputs = tuple(t.float() for t in tensors)  # type: ignore[assignment]
-        return in_slices(partial(attention, part, **options), count, inputs)
+        heads_at_once(N, heads, machine.available_memory())
+    if test.device == "webgpu":
+        step, _ = choose_step(test.kernel, test.d, allowed, opened().adapter)
+        allowed = Dtype.FP16 if "shader-f16" in step.needs else allowed  # step 6 rounds K, V and the weights
+    where = "cuda" if on else "cpu"
+    tensors = synthetic_qkv(N, Dtype(test.dtype), test.batch, test.heads, test.d, where)
+    echo("\n".join([f"Running {part} test: {title}\n", *shown]) + "\n" * bool(shown))
 
     echo("-----RUNNING REFERENCE IMPLEMENTATION-----\n")
-    reference = timed(f"REFERENCE - {row.title}", lambda: lab("part0"))
+    reference = timed(f"REFERENCE - {title}", lambda: test.attention("part0", tensors, slices))
     echo(f"PyTorch Execution Time:  {reference.seconds:.6f} s\n")
     echo(reference.table)
 
     echo(f"-----RUNNING {part.upper()}-----\n")
-    ours = timed(f"{part.upper()} - {row.title}", lambda: lab(part))
+    ours = timed(f"{part.upper()} - {title}", lambda: test.attention(part, tensors, slices))
     difference = mismatch(reference.out, ours.out, allowed)
     echo(f"manual attention == pytorch attention {difference is None}")
     if difference:
@@ -239,29 +262,12 @@ def run(
     echo(f"Manual Execution Time:  {ours.seconds:.6f} s\n")
     echo(ours.table)
 
-    where = "cpu" if device == "webgpu" else device
-    for label, result, where in (("REFERENCE", reference, where), (part.upper(), ours, device)):
-        echo(f"{label} - {row.title} statistics")
-        echo(f"{where} time:  {1e3 * result.seconds:.3f}ms")
+    for label, result, device in (("REFERENCE", reference, where), (part.upper(), ours, test.device)):
+        echo(f"{label} - {title} statistics")
+        echo(f"{device} time:  {1e3 * result.seconds:.3f}ms")
         echo(f"mem usage:  {result.memory} bytes\n")
     echo(f"speed-up over PyTorch:  {reference.seconds / ours.seconds:.2f}x")
     return True
-
-
-def describe_kernel(on: gpu.Gpu, kernel: str | None, heads: int, N: int, d: int, dtype: Dtype) -> str:
-    """Compile the kernel that runs, and describe it in one line.
-
-    Raises ValueError if it does not take the inputs or this GPU, BuildError if it cannot be compiled.
-    """
-    if d > WIDEST:
-        raise ValueError(f"d is {d}; it must be at most {WIDEST} on CUDA")
-    operator("part4", "cuda")
-    chosen = driver.compiled(kernel, heads, N, N, d, dtype, on.device.index)
-    row, tile = chosen.row, chosen.tile
-    return (
-        f"kernel {row.name}: {row.summary}; tiles of {tile.br} queries and {tile.bc} keys, "
-        f"{tile.threads} threads and {tile.shared} bytes of shared memory for a block"
-    )
 
 
 def four_d_access(seed: int | None = None, echo: Callable[[str], None] = print) -> bool:

@@ -28,7 +28,6 @@ MOST_BATCH, MOST_TEXTS = 256, 4096
 @options.whole(
     "--tokens", "Tokens to write after the prompt.", show_default="200, or the rest of the block size"
 )
-@options.path("--trace", "Write a trace for ui.perfetto.dev or chrome://tracing.", metavar="FILE")
 @options.choice("-o", "--output", "form", "Format of the table.", of=("md", "json"))
 @options.flag(
     "--train", "Show where the time of a training step goes instead, for a new model of MODEL's sizes."

@@ -54,7 +54,7 @@ def test_the_test_imports_no_compiler():
     """torch._dynamo takes longer to import than the test."""
     code = (
         "import sys, model; from shakespeare.lab import correctness; model.load('shakes128').model\n"
-        "sys.exit(not correctness.run('part4', 64, 64, 64, False) or 'torch._dynamo' in sys.modules)"
+        "sys.exit(not correctness.run('part4', 64, br=64, bc=64) or 'torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
@@ -86,7 +86,7 @@ def test_a_wrong_kernel_is_caught_and_located(monkeypatch):
 
 def test_a_length_that_cannot_fit_is_refused():
     with pytest.raises(ValueError, match="N is 10000000; the reference would need .* at most"):
-        correctness.run("part4", 10_000_000, 256, 256, False)
+        correctness.run("part4", 10_000_000)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

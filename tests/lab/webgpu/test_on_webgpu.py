@@ -32,11 +32,11 @@ def test_the_test_of_a_part(adapter, kernel, dtype):
         pytest.skip(f"{adapter.name} lacks shader-f16")
     said: list[str] = []
     assert correctness.run(
-        "part4", 24, None, None, True, dtype=dtype, echo=said.append, d=8, device="webgpu", kernel=kernel
+        "part4", 24, causal=True, dtype=dtype, echo=said.append, d=8, device="webgpu", kernel=kernel
     )
     assert f"step {kernel}: {STEPS[kernel].summary}" in said[0] and adapter.name in said[0]
     with pytest.raises(ValueError, match="d is 257; it must be at most 256 on WebGPU"):
-        correctness.run("part4", 24, None, None, True, echo=said.append, d=257, device="webgpu")
+        correctness.run("part4", 24, causal=True, echo=said.append, d=257, device="webgpu")
 
 
 def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
