@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from benchmarks.measuring import QUIET, attempt, failed_row, percent, show_table, take_turns
 from benchmarks.peers import Peer
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
-from benchmarks.peers.graphs import CompiledGraphPyTorch, CompiledPyTorch, GraphPyTorch
+from benchmarks.peers.graphs import GraphPyTorch
 from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
 from benchmarks.peers.own import Own, name_of
 from benchmarks.peers.pytorch import CachedPyTorch, Transformers, UncachedPyTorch
@@ -51,15 +51,11 @@ from shakespeare.model import corpus, load
 from shakespeare.model.gpt import GPT
 
 OURS = {"cpu": ("native", "torch"), "cuda": ("torch", "cuda", "webgpu")}
+TORCH = (CachedPyTorch, Transformers)
+LIBRARIES = (CTranslate2, CTranslate2Int8, LlamaCpp, LlamaCppQ8)
+ON_DEVICE = {"cpu": (UncachedPyTorch, *TORCH, *LIBRARIES), "cuda": (*TORCH, GraphPyTorch)}
 PEERS: dict[str, dict[str, Callable[..., Peer]]] = {
-    device: {kind.__name__: kind for kind in kinds}
-    for device, kinds in {
-        "cpu": (
-            *(UncachedPyTorch, CachedPyTorch, Transformers),
-            *(CTranslate2, CTranslate2Int8, LlamaCpp, LlamaCppQ8),
-        ),
-        "cuda": (CachedPyTorch, GraphPyTorch, CompiledPyTorch, CompiledGraphPyTorch, Transformers),
-    }.items()
+    device: {kind.__name__: kind for kind in kinds} for device, kinds in ON_DEVICE.items()
 }
 DEVICE = "cuda"  # the name in PyTorch of the GPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -351,7 +347,6 @@ def time_on_gpu(
     results: dict[str, Figures] = {}
     for title, dtype in itertools.product(cases, dtypes):
         case = CASES[title]
-        torch.compiler.reset()  # a function is compiled for eight shapes and models at most
         click.echo(f"\n{title}, {dtype}: {case}\n")
         figures, _ = measure(case, on_gpu(case, dtype, engines, peers), rounds)
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Other engines that run a checkpoint's own weights on the CPU, in float32 or int8, behind one interface.
+"""Engines that run a checkpoint's own weights, behind one interface.
 
 Each engine is one class. Its docstring names the path taken through the engine, and the reason. An engine
 whose packages are not installed is left out.
@@ -13,14 +13,12 @@ from shakespeare.model.gpt import GPT
 class Peer:
     """An engine that holds a model's weights; the first call with a batch size may allocate its buffers.
 
-    packages: what it imports. name: the engine and its version. rounded: whether its weights are, so that its
-    loss is measured too. most_error: the largest error of its logits; with a larger one it is wrong and not
-    timed.
-    Prompts have at least one token, and prompt and count together at most block_size + 1: the last
-    token is returned but not read.
+    name: the engine and its version. rounded: whether its weights are, so that its loss is measured too.
+    most_error: the largest error of its logits; with a larger one it is wrong and not timed.
+    Prompts have at least one token, and prompt and count together at most block_size + 1: the last token is
+    returned but not read.
     """
 
-    packages: tuple[str, ...] = ()
     name: str
     rounded = False
     most_error = 1e-3

@@ -19,7 +19,6 @@ class CTranslate2(Peer):
     Token i is named "i".
     """
 
-    packages = ("ctranslate2", "transformers")
     precision = "float32"
 
     def __init__(self, model: GPT, threads: int) -> None:

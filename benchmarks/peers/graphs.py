@@ -1,4 +1,4 @@
-"""PyTorch's decoding loop on a GPU: as a CUDA graph, compiled, and both.
+"""PyTorch's decoding loop on a GPU as a CUDA graph.
 
 The cache has the whole block size and a mask, because a graph's sizes are fixed. All texts of a batch are
 equally long, which is PyTorch's best case. In fp32 attention is two products and a softmax: for 1,024 texts
@@ -28,7 +28,6 @@ class GraphPyTorch(CachedPyTorch):
     """The loop as a CUDA graph: one of a step for each batch size, one for each length of a prompt alone."""
 
     name = f"PyTorch {torch.__version__}, CUDA graph"
-    graphed, compiled = True, False
 
     def __init__(self, model: GPT, threads: int, device: str, dtype: torch.dtype) -> None:
         super().__init__(model, threads, device, dtype)
@@ -55,9 +54,7 @@ class GraphPyTorch(CachedPyTorch):
         self.position += 1
 
     def captured(self, run: Callable[[], object]) -> Callable[[], object]:
-        """The function as a graph, compiled before if this contender is."""
-        if self.compiled:
-            run = torch.compile(run, fullgraph=True, dynamic=False)
+        """The function as a graph."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -65,8 +62,6 @@ class GraphPyTorch(CachedPyTorch):
                 self.position.zero_()
                 run()
         torch.cuda.current_stream().wait_stream(stream)
-        if not self.graphed:
-            return run
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
@@ -101,17 +96,3 @@ class GraphPyTorch(CachedPyTorch):
         ids.copy_(given)
         run()
         return out.tolist()
-
-
-class CompiledPyTorch(GraphPyTorch):
-    """The loop through torch.compile, without a graph."""
-
-    name = f"PyTorch {torch.__version__}, compiled"
-    graphed, compiled = False, True
-
-
-class CompiledGraphPyTorch(GraphPyTorch):
-    """The compiled step as a CUDA graph."""
-
-    name = f"PyTorch {torch.__version__}, compiled, CUDA graph"
-    compiled = True

@@ -23,7 +23,6 @@ class LlamaCpp(Peer):
     some thousandths, and the text may differ too. Its biases are zeros here.
     """
 
-    packages = ("llama_cpp", "gguf")
     precision = "F32"  # the matrices' type, by gguf's name
     most_error = 1e-2  # its GELU is the tanh approximation in half precision
 

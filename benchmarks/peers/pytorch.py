@@ -113,8 +113,6 @@ class Transformers(Peer):
     are (in, out) and have biases, which are zero here; its "gelu" is exact.
     """
 
-    packages = ("transformers",)
-
     def __init__(
         self, model: GPT, threads: int, device: str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:

@@ -72,7 +72,7 @@ def test_backward():
 def test_bulk():
     head, *rows = table(printed("bulk", "--workers 1,2 --shard-size 2 --shards 1 --rounds 1 -m shakes128"))
     assert head[:2] == ["workers", "tokens/s"]
-    assert [row[0] for row in rows] == ["1 processes", "2 processes"] and rows[0][3] == "1.00"
+    assert [row[0] for row in rows] == ["1", "2"] and rows[0][3] == "1.00"
     assert all(float(row[1].replace(",", "")) > 0 and 0 < float(row[6]) <= 1.1 for row in rows)
 
 
