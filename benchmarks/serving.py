@@ -19,8 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -64,24 +65,38 @@ def engine(model: str) -> None:
         print(json.dumps({"tokens": texts * tokens, "seconds": seconds, "cpu": used}), flush=True)
 
 
-async def ask(port: int, model: str, count: int, each: int, tokens: int, streaming: bool) -> dict:
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of each server: texts of `tokens` tokens."""
+
+    model: str
+    tokens: int
+    rounds: int
+    streaming: bool
+
+    def body(self, **settings: Any) -> dict[str, Any]:
+        """A request for a text."""
+        return {"model": self.model, "prompt": PROMPT, "max_tokens": self.tokens} | settings
+
+
+async def ask(port: int, asked: Asked, count: int, each: int) -> dict:
     """`each` texts in turn over each of `count` connections at once."""
 
     async def one(number: int, client: Client) -> None:
         for i in range(each):
-            body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "seed": number + i * count}
-            answer = await (client.stream if streaming else client.ask)("/v1/completions", body)
-            if answer.status != 200 or answer.tokens != tokens:
+            body = asked.body(seed=number + i * count)
+            answer = await (client.stream if asked.streaming else client.ask)("/v1/completions", body)
+            if answer.status != 200 or answer.tokens != asked.tokens:
                 raise click.ClickException(f"a stream gave {answer.tokens} tokens: {answer.data[-300:]!r}")
         client.close()
 
     start, used = time.perf_counter(), time.process_time()
     await asyncio.gather(*(one(number, Client(port)) for number in range(count)))
     seconds, used = time.perf_counter() - start, time.process_time() - used
-    return {"tokens": count * each * tokens, "seconds": seconds, "client": used / seconds}
+    return {"tokens": count * each * asked.tokens, "seconds": seconds, "client": used / seconds}
 
 
-async def first_tokens(port: int, model: str, tokens: int) -> tuple[list[float], float]:
+async def first_tokens(port: int, asked: Asked) -> tuple[list[float], float]:
     """Seconds to the first token of PROBES prompts, one after the other, while OTHERS texts are written."""
     ending = asyncio.Event()
     characters = "abcdefghijklmnopqrstuvwxyz \n"
@@ -89,35 +104,27 @@ async def first_tokens(port: int, model: str, tokens: int) -> tuple[list[float],
     async def other(number: int) -> None:
         client = Client(port)
         while not ending.is_set():
-            body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "seed": number}
-            await client.stream("/v1/completions", body)
+            await client.stream("/v1/completions", asked.body(seed=number))
         client.close()
 
     others = [asyncio.create_task(other(i)) for i in range(OTHERS)]
     await asyncio.sleep(0.3)
-    prober, found = Client(port), []
+    prober, seconds = Client(port), []
     start, used = time.perf_counter(), time.process_time()
     for i in range(PROBES):
         prompt = "".join(random.Random(i).choices(characters, k=PROMPT_TOKENS))
-        answer = await prober.stream("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 2})
-        found.append(answer.first)
+        answer = await prober.stream("/v1/completions", asked.body(prompt=prompt, max_tokens=2))
+        seconds.append(answer.first)
         await asyncio.sleep(random.Random(i).uniform(0.005, 0.02))
     share = (time.process_time() - used) / (time.perf_counter() - start)
     prober.close()
     ending.set()
     await asyncio.gather(*others)
-    return found, share
+    return seconds, share
 
 
 def compare(
-    own: Process,
-    servers: dict[str, Process],
-    model: str,
-    count: int,
-    rounds: int,
-    tokens: int,
-    streaming: bool,
-    failed: dict[str, str],
+    own: Process, servers: dict[str, Process], asked: Asked, count: int, failed: dict[str, str]
 ) -> Iterator[str]:
     """A row for each server: `count` texts at once, relative to the engine's batch of as many.
 
@@ -126,14 +133,13 @@ def compare(
     each = EACH if count > 1 else 4 * EACH
     alone: list[dict] = []
     served: dict[str, list[dict]] = {name: [] for name in servers}
-    for _ in range(rounds + 1):  # the first one warms up
-        alone.append(own.ask(f"{count} {count * each} {tokens}"))
+    for _ in range(asked.rounds + 1):  # the first one warms up
+        alone.append(own.ask(f"{count} {count * each} {asked.tokens}"))
         for name, server in servers.items():
             if name in failed:
                 continue
             before = server.cpu_seconds()
-            asked = (server.port, model, count, each, tokens, streaming)
-            if run := attempt(failed, name, lambda: asyncio.run(ask(*asked))):
+            if run := attempt(failed, name, lambda: asyncio.run(ask(server.port, asked, count, each))):
                 served[name].append(run | {"cpu": server.cpu_seconds() - before})
 
     def rate(runs: list[dict], by: str) -> float:
@@ -159,43 +165,38 @@ def compare(
 @option("--stream/--no-stream", "streaming", "Stream the answers.", default=True)
 @whole("--rounds", "Rounds of each.", default=5, show_default=True)
 @option("--engine", "as_engine", "Be the engine's process.", is_flag=True, hidden=True)
-def main(
-    model: str,
-    streams: int,
-    tokens: int,
-    streaming: bool,
-    rounds: int,
-    as_engine: bool,
-) -> None:
+def main(streams: int, as_engine: bool, **settings: Any) -> None:
     """Print the servers' speeds relative to the engine's, and their times to the first token."""
+    asked = Asked(**settings)
     if as_engine:
-        return engine(model)
+        return engine(asked.model)
     core = CORES[0]  # the servers'
     os.sched_setaffinity(0, {CORES[-1]})
     name = processor.microarchitecture() or processor.name()
-    click.echo(f"{name}; {model}, texts of {tokens} tokens, load average {os.getloadavg()[0]:.1f}")
+    click.echo(
+        f"{name}; {asked.model}, texts of {asked.tokens} tokens, load average {os.getloadavg()[0]:.1f}"
+    )
     with contextlib.ExitStack() as ends, tempfile.TemporaryDirectory() as folder:
-        own = Process([sys.executable, "-m", "benchmarks.serving", "--engine", "-m", model], core, "Ready")
+        program = [sys.executable, "-m", "benchmarks.serving", "--engine", "-m", asked.model]
+        own = Process(program, core, "Ready")
         ends.callback(own.end)
         servers, failed = dict[str, Process](), dict[str, str]()
-        for each in (OWN, LLAMA):
-            if server := attempt(failed, each, start, each, model, streams, core, Path(folder)):
-                servers[each] = server
+        for name in (OWN, LLAMA):
+            if server := attempt(failed, name, start, name, asked.model, streams, core, Path(folder)):
+                servers[name] = server
                 ends.callback(server.end)
         click.echo()
-        asked = (rounds, tokens, streaming, failed)
-        rows = (compare(own, servers, model, each, *asked) for each in (streams, 1))
+        rows = (compare(own, servers, asked, count, failed) for count in (streams, 1))
         titles = "server | at once | tokens/s | of the engine's | per CPU second | own is | client"
         show_table(titles, itertools.chain.from_iterable(rows), failed)
         click.echo(f"\nFirst token with {OTHERS} others, prompt of {PROMPT_TOKENS}:")
         for name, server in servers.items():
-            probe = partial(first_tokens, server.port, model, tokens)
-            probed = attempt(failed, name, lambda: asyncio.run(probe()))
+            probed = attempt(failed, name, lambda: asyncio.run(first_tokens(server.port, asked)))
             if probed is None:
                 click.echo(f"{name}: {failed[name]}")
                 continue
-            found, client = probed
-            median, late = statistics.median(found), sorted(found)[int(0.99 * len(found)) - 1]
+            seconds, client = probed
+            median, late = statistics.median(seconds), sorted(seconds)[int(0.99 * len(seconds)) - 1]
             click.echo(
                 f"{name}: median {1e3 * median:.1f} ms, 99th of {PROBES} {1e3 * late:.1f} ms, "
                 f"client {client:.0%}"
