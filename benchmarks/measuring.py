@@ -3,16 +3,15 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from shakespeare.generation.engines.engine import Engine
 from shakespeare.generation.writer import Request, Writer
-
-if TYPE_CHECKING:
-    from shakespeare.lab.machine import Load
-    from shakespeare.lab.timing import Samples
+from shakespeare.lab import timing
+from shakespeare.lab.machine import Load
+from shakespeare.lab.timing import Samples
 
 Name = TypeVar("Name")
 Result = TypeVar("Result")
@@ -37,7 +36,7 @@ MOST_REASON = 200  # characters of why a contender failed
 QUIET = "quiet | all samples' time"  # the titles of quiet()
 
 
-def quiet(samples: "Samples") -> str:
+def quiet(samples: Samples) -> str:
     """How many samples were quiet, and the median of all as a multiple of the quiet ones'."""
     return f"{samples.quiet} | {samples.disturbance:.2f}"
 
@@ -62,14 +61,13 @@ def take_turns(
     contenders: Mapping[Name, Callable[[], float]],
     rounds: int,
     failed: dict[Any, str],
-    load: "Load | None" = None,
+    load: Load | None = None,
     size: int = 0,
-) -> "dict[Name, Samples]":
+) -> dict[Name, Samples]:
     """The seconds that each contender returns in each round; the contenders take turns.
 
     failed: gets those that raise an error, which the result lacks. load, size: as in lab.timing.take_turns().
     """
-    from shakespeare.lab import timing  # it imports torch, and benchmarks.start measures memory without it
 
     def turn(name: Name) -> float:
         seconds = None if name in failed else attempt(failed, name, contenders[name])
@@ -83,8 +81,8 @@ def rows(cases: Iterable[tuple[object, ...]], row: Callable[..., str]) -> Iterat
     """row(*case) for each case; if it raises an error, the case and the reason."""
     for case in cases:
         failed: dict[Any, str] = {}
-        made = attempt(failed, case, row, *case)
-        yield made if made is not None else failed_row(case, failed[case])
+        text = attempt(failed, case, row, *case)
+        yield failed_row(case, failed[case]) if text is None else text
 
 
 def failed_row(name: object, reason: str) -> str:

@@ -54,14 +54,14 @@ class Question:
 
 def rows_of(name: str, asked: Question, chunks: Sequence[range]) -> Tensor:
     """Rows of q, k or v, (1, H, n, d): standard normal, the same for every number of ranks."""
-    found = [torch.empty(1, asked.heads, 0, asked.d)]
+    pieces = [torch.empty(1, asked.heads, 0, asked.d)]
     for chunk in filter(len, chunks):
         for block in range(chunk.start // BLOCK, -(-chunk.stop // BLOCK)):
             generator = torch.Generator().manual_seed(3 * block + "qkv".index(name))
-            made = torch.randn(1, asked.heads, BLOCK, asked.d, generator=generator)
+            rows = torch.randn(1, asked.heads, BLOCK, asked.d, generator=generator)
             first = block * BLOCK
-            found.append(made[:, :, max(0, chunk.start - first) : chunk.stop - first])
-    return torch.cat(found, dim=2)
+            pieces.append(rows[:, :, max(0, chunk.start - first) : chunk.stop - first])
+    return torch.cat(pieces, dim=2)
 
 
 def layout(asked: Question, count: int) -> tuple[Rows, Rows]:
@@ -75,13 +75,13 @@ def layout(asked: Question, count: int) -> tuple[Rows, Rows]:
 def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
     """Some rows in float64 by the definition: their indices among the rank's rows, and (1, H, rows, d)."""
     n = length(chunks)
-    which = sorted({i * (n - 1) // max(1, CHECKED - 1) for i in range(CHECKED)}) if n else []
-    q = rows_of("q", asked, chunks)[:, :, which].double()
-    position = torch.tensor([i for chunk in chunks for i in chunk], dtype=torch.long)[which]
+    checked = sorted({i * (n - 1) // max(1, CHECKED - 1) for i in range(CHECKED)}) if n else []
+    q = rows_of("q", asked, chunks)[:, :, checked].double()
+    position = torch.tensor([i for chunk in chunks for i in chunk], dtype=torch.long)[checked]
     position += asked.offset
-    out = torch.zeros(1, asked.heads, len(which), asked.d, dtype=torch.float64)
+    out = torch.zeros(1, asked.heads, len(checked), asked.d, dtype=torch.float64)
     lse = out.new_full(out.shape[:3], -torch.inf)
-    for first in range(0, asked.N if which else 0, BLOCK):
+    for first in range(0, asked.N if checked else 0, BLOCK):
         keys = [range(first, min(first + BLOCK, asked.N))]
         k, v = rows_of("k", asked, keys).double(), rows_of("v", asked, keys).double()
         s = asked.scale * (q @ k.mT)
@@ -91,7 +91,7 @@ def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
         of_block = s.logsumexp(-1)
         p = (s - of_block[..., None]).exp().nan_to_num()
         out, lse = reference.merge(out, lse, p @ v, of_block)
-    return which, out
+    return checked, out
 
 
 def synchronize(ranks: Ranks) -> None:
@@ -140,10 +140,11 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     wrong = []
     error = None
     if asked.N * asked.heads * asked.d <= MOST_NUMBERS:
-        which, expected = exact(asked, mine)
-        got = out[:, :, which].cpu()
-        error = float((got.double() - expected).abs().max()) if which else 0.0
-        wrong += [f"float64: {found}" for found in [mismatch(expected, got)] if which and found]
+        checked, expected = exact(asked, mine)
+        got = out[:, :, checked].cpu()
+        error = float((got.double() - expected).abs().max()) if checked else 0.0
+        if checked and (difference := mismatch(expected, got)):
+            wrong.append(f"float64: {difference}")
     alone = compare_with_one_process(asked, ranks, queries, out, min(seconds), wrong)
     if (traffic.sent, traffic.exchanges) != formula:
         wrong.append(f"sent {traffic.sent} bytes in {traffic.exchanges} exchanges; by the formula {formula}")
@@ -156,14 +157,13 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     for row in rows:
         echo("{:4}{:10,}{:10,}{:15,}{:13,}{:11}{:12}{:14.0%}".format(*row))
     echo("")
-    found = {"float64": f"not compared: K has more than {MOST_NUMBERS:,} numbers"}
+    compared = f"not compared: K has more than {MOST_NUMBERS:,} numbers"
     if error is not None:
-        found["float64"] = f"largest error {max(errors):.1e}, in {CHECKED} rows of each rank"
+        compared = f"largest error {max(errors):.1e}, in {CHECKED} rows of each rank"
     waiting = statistics.mean(row[-1] for row in rows)
-    found |= conclusions(asked, seconds, alone, waiting)
-    for title, text in found.items():
+    for title, text in ({"float64": compared} | conclusions(seconds, alone, waiting)).items():
         echo(f"{title:16}{text}")
-    lines = [f"rank {rank}: {each}" for rank, found in enumerate(all_wrong) for each in found]
+    lines = [f"rank {rank}: {reason}" for rank, reasons in enumerate(all_wrong) for reason in reasons]
     echo(f"\nattention over {counted(ranks.count, 'rank')} == attention {not lines}")
     for line in lines:
         echo(line)
@@ -225,26 +225,16 @@ def describe(asked: Question, ranks: Ranks) -> str:
     )
 
 
-def conclusions(
-    asked: Question, seconds: Sequence[float], alone: float | None, waiting: float
-) -> dict[str, str]:
+def conclusions(seconds: Sequence[float], alone: float | None, waiting: float) -> dict[str, str]:
     """The measured times beside one process's. waiting: a share."""
     count, fastest, median = dist.get_world_size(), min(seconds), statistics.median(seconds)
-    found = {
-        "one process": "not compared: it would take too much memory or more than a quarter of --timeout",
-        "measured": f"{duration(fastest)}, the fastest of {len(seconds)} (median {duration(median)}); "
-        f"{waiting:.0%} of the ranks' time communicating",
-    }
+    one = "not compared: it would take too much memory or more than a quarter of --timeout"
     if alone is not None:
         faster = alone / fastest
-        ideal = f"{faster / count:.0%} of ideal"
-        found["one process"] = (
-            f"{duration(alone)}; with {counted(count, 'rank')} {faster:.2f} times as fast, {ideal}"
-        )
-    if asked.causal and asked.method == "ring":
-        most = f"{count / 2 / (count - 0.5):.0%}"
-        found["at most"] = f"{most} of ideal for a causal ring of {counted(count, 'rank')}"
-    return found
+        one = f"{duration(alone)}; with {counted(count, 'rank')} {faster:.2f} times as fast, "
+        one += f"{faster / count:.0%} of ideal"
+    measured = f"{duration(fastest)}, the fastest of {len(seconds)} (median {duration(median)}); "
+    return {"one process": one, "measured": f"{measured}{waiting:.0%} of the ranks' time communicating"}
 
 
 def duration(seconds: float) -> str:

@@ -97,10 +97,9 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     contenders of a case are timed in turn. The default CONTENDERS are sdpa and all parts that take the dtype.
 
     With --device cuda they are part0, part4 (its fastest kernel), kernel1 and the other kernels
-    (kernel2-unpadded, ...), sdpa-math, sdpa-efficient, sdpa-flash, sdpa-cudnn
-    (backends of PyTorch's) and flash-attn; by default all that are installed, each once. --plot then also
-    times part1 on one core of the CPU. With --device webgpu they are part4 and its steps in WGSL, webgpu1 to
-    webgpu6.
+    (kernel2-unpadded, ...), sdpa-math, sdpa-efficient, sdpa-flash and sdpa-cudnn (backends of PyTorch's); by
+    default all, each once. --plot then also times part1 on one core of the CPU. With --device webgpu they are
+    part4 and its steps in WGSL, webgpu1 to webgpu6.
     """
     options.refuse_other_device()
     options.refuse_combinations(ONLY_WITH, NOT_WITH)

@@ -7,8 +7,7 @@ the first call.
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,8 +40,8 @@ SDPA = {
 class Contender:
     """title: the name in pictures. prepare: returns the call to time for a cell and its q, k and v.
 
-    dtypes: those that it is timed in, by device; some versions of PyTorch's backends and of flash-attn refuse
-    some of them. package: it needs this one. own_allocator: it does not use PyTorch's allocator, so its
+    dtypes: those that it is timed in, by device; some versions of PyTorch's backends refuse some of them.
+    package: it needs this one. own_allocator: it does not use PyTorch's allocator, so its
     scratch is unknown.
     """
 
@@ -82,7 +81,6 @@ def contenders() -> dict[str, Contender]:
     known["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
     for name, (title, _, _) in SDPA.items():
         known[name] = Contender(f"SDPA, {title}", sdpa_backend_call, on_cuda)
-    known["flash-attn"] = Contender("flash-attn", flash_attn_call, on_cuda, "flash_attn")
     return known
 
 
@@ -136,28 +134,6 @@ def first_line(error: Exception) -> str:
     """The first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-@contextmanager
-def first_call(of: str) -> Iterator[None]:
-    """Make any error but that of full memory a ValueError in one line: packages raise types of their own."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{of}: {first_line(error)}") from None
-
-
-def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """flash-attn's function on inputs (B, N, H, d), its layout. Raises ValueError if it cannot run."""
-    with first_call("flash-attn"):
-        from flash_attn import flash_attn_func
-
-        inputs = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-        call = partial(flash_attn_func, *inputs, causal=cell.causal)
-        call()
-    return lambda: call().transpose(1, 2)
 
 
 def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:

@@ -87,13 +87,6 @@ def test_serving():
     assert "| llama-server |" in shown  # or why it takes no part
 
 
-def test_start():
-    rows = table(printed("start", "-r 1"))
-    assert rows[0] == ["command", "seconds", "CPU seconds", "MiB", "slowest imports, ms"] and len(rows) == 9
-    memory = {row[0]: float(row[3]) for row in rows[1:]}
-    assert memory["part4 --inference"] < memory["part0 --inference"] / 3
-
-
 def test_training():
     head, *rows = table(printed("training", "--threads 1,2 --batch 1,3 --block-size 5 --rounds 1"))
     cases = [[f"{batch} x 5", threads] for threads in "12" for batch in (1, 3)]
