@@ -1,13 +1,11 @@
 """doctor: checks what the parts need on this machine. A line for each check names the remedy if it fails.
 
-Nothing is compiled or changed here. torch is first imported in another process, because a broken torch can
-end its process.
+Nothing is compiled or changed here. What can end a process is tried in another one.
 """
 
 import contextlib
 import functools
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
@@ -43,11 +41,6 @@ VERSION_SECONDS, TORCH_SECONDS = 10, 120  # torch takes long to read from a cold
 BUILD_BYTES = 16 << 20  # free space that a build needs; it writes some 2 MB
 
 TORCH = "import torch; print(torch.__version__)"
-GPU = """
-import json, torch
-gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-print(json.dumps([torch.version.cuda, [[gpu.name, gpu.major, gpu.minor] for gpu in gpus]]))
-"""
 WEBGPU = """
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.attention_ext.webgpu.gpu import opened
@@ -249,13 +242,15 @@ def _compiled(recipe: Callable[[], Any], program: str, *arguments: str) -> str:
 
 
 def _gpu() -> str:
-    built, gpus = json.loads(_python_says(GPU))
-    if built is None:
+    import torch  # the line of torch has tried it
+
+    if (built := torch.version.cuda) is None:
         raise Missing("this PyTorch has no CUDA (for part4 --device cuda); pytorch.org has builds with it")
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     if not gpus:
         why = f"none that PyTorch, for CUDA {built}, can use"
         raise Missing(f"{why} (for part4 --device cuda); nvidia-smi shows what there is")
-    names = ", ".join(f"{name} ({major}.{minor})" for name, major, minor in gpus)
+    names = ", ".join(f"{gpu.name} ({gpu.major}.{gpu.minor})" for gpu in gpus)
     return f"{names}, PyTorch for CUDA {built}"
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # they import torch
 # Operations per second, to weight the cells of the progress bar.
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13, "webgpu": 1e11}
 MASKS = ("none", "causal")
-TILED = tuple(name for name, part in PARTS.items() if part.tiled)
 # The case of the lab's homework.
 ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
 # For options.refuse_combinations().
@@ -169,24 +168,19 @@ def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: boo
     """
     from shakespeare.lab.bench.cuda import GpuBench
     from shakespeare.lab.bench.measure import Bench
+    from shakespeare.lab.webgpu.gpu import Gpu
 
     bench: Bench | GpuBench
-    if cells[0].device == "cuda":
-        bench = GpuBench(cells, rounds, min_time, against_cpu=against_cpu)
-    elif cells[0].device == "webgpu":
-        from shakespeare.lab.webgpu.gpu import Gpu
-
-        bench = GpuBench(cells, rounds, min_time, against_cpu=against_cpu, gpu=Gpu())
-    else:
+    if (device := cells[0].device) == "cpu":
         bench = Bench(cells, rounds, min_time)
+    else:
+        gpu = Gpu() if device == "webgpu" else None
+        bench = GpuBench(cells, rounds, min_time, against_cpu=against_cpu, gpu=gpu)
     # A cell's time is unknown; its operations and the requested least time are known.
-    weight = {
-        cell: max(min_time, rounds * cell.flops / ASSUMED_FLOPS[cell.device]) / rounds for cell in cells
-    }
-    times = 1 + rounds  # verified, timed
+    weight = {cell: max(min_time, rounds * cell.flops / ASSUMED_FLOPS[device]) / rounds for cell in cells}
     try:
         with progress(times=True) as (update, _), closing(bench.run()) as cells_done:
-            update(total=sum(weight.values()) * times)
+            update(total=sum(weight.values()) * (1 + rounds))  # verified, timed
             for cell in cells_done:
                 what = f"measuring {cell.contender}{' again' * bench.again}"
                 update(advance=0 if bench.again else weight[cell], description=what)
@@ -227,17 +221,18 @@ def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int])
 def plan_of(
     tune: bool, contenders: tuple[str, ...] | None, masks: tuple[str, ...], causal: bool, **sizes
 ) -> list:
-    """The cells of a sweep, from lab.bench.cases.plan(). With `tune`: those of TILED, without tiles."""
+    """The cells of a sweep. With `tune`: those of the tiled parts, without tiles."""
     from shakespeare.lab.bench import cases
 
+    tiled = [name for name, part in PARTS.items() if part.tiled]
     if sizes["device"] == "cuda":
         sizes |= {name: size for name, size in ON_CUDA.items() if not options.given(name)}
     names = contenders
-    if names is None:
-        names = cases.default_names(sizes["dtype"], sizes["device"], sizes["queries"])
     if tune:
-        names = TILED
+        names = tiled
         sizes |= {"br": (None,), "bc": (None,)}
-    if not set(TILED) & set(names) and (*sizes["br"], *sizes["bc"]) != (None, None):
-        raise click.UsageError(f"-br and -bc go with {', '.join(TILED)} only, which has tiles")
+    elif names is None:
+        names = cases.default_names(sizes["dtype"], sizes["device"], sizes["queries"])
+    if not {*tiled} & {*names} and (*sizes["br"], *sizes["bc"]) != (None, None):
+        raise click.UsageError(f"-br and -bc go with {', '.join(tiled)} only, which has tiles")
     return cases.plan(names, masks=[True] if causal else [mask == "causal" for mask in masks], **sizes)

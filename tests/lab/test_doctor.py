@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import configparser
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,16 +154,15 @@ def test_the_packages_are_those_of_setup_cfg(monkeypatch):
 
 
 def test_the_gpu_is_optional(monkeypatch):
-    for found, state, text in (
-        ([None, []], "--", "this PyTorch has no CUDA (for part4 --device cuda); pytorch.org"),
-        (
-            ["13.0", []],
-            "--",
-            "none that PyTorch, for CUDA 13.0, can use (for part4",
-        ),
-        (["13.0", [["A", 8, 0], ["B", 9, 0]]], "ok", "A (8.0), B (9.0), PyTorch for CUDA 13.0"),
+    gpus = [SimpleNamespace(name="A", major=8, minor=0), SimpleNamespace(name="B", major=9, minor=0)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+    for version, count, state, text in (
+        (None, 0, "--", "this PyTorch has no CUDA (for part4 --device cuda); pytorch.org"),
+        ("13.0", 0, "--", "none that PyTorch, for CUDA 13.0, can use (for part4"),
+        ("13.0", 2, "ok", "A (8.0), B (9.0), PyTorch for CUDA 13.0"),
     ):
-        monkeypatch.setattr(doctor, "GPU", f"print('{json.dumps(found)}')")
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         told = look("GPU")
         assert told[0] == state and told[1].startswith(text), told
 

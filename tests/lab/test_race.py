@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
-import os
-import pty
 import re
-import signal
-import struct
-import subprocess
 import sys
-import termios
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
-from support import ROOT, naming
+from support import naming
 
 from shakespeare import attention_ext
 from shakespeare.attention_ext import PARTS
@@ -159,43 +153,21 @@ def test_an_error_is_one_line(failed):
             assert message in failed("race", *arguments)
 
 
-ENDLESS = ("race", "part0,part4", "-m", "shakes1024", "--max-new-tokens", "1000000")
+def test_a_terminal_shows_the_race_as_it_runs(capsys, monkeypatch):
+    """After Ctrl-C the results so far stand below the last picture."""
 
+    def interrupted(runners):
+        yield from islice(right(runners), 9)
+        raise KeyboardInterrupt
 
-@pytest.mark.full
-def test_a_terminal_shows_the_race_as_it_runs(extension, tmp_path):
-    master, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    hidden = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
-    env = {name: value for name, value in os.environ.items() if name not in hidden} | {"TERM": "xterm"}
-    running = subprocess.Popen(
-        [sys.executable, ROOT / "gpt.py", *ENDLESS],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=env,
-        cwd=tmp_path,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    seen = b""
-    try:
-        while seen.count(b"part0 torch") < 3:  # wait for the third picture
-            seen += os.read(master, 65536)
-        running.send_signal(signal.SIGINT)
-        try:
-            while more := os.read(master, 65536):
-                seen += more
-        except OSError:  # Linux reports a closed terminal in this way
-            pass
-        assert running.wait(timeout=600) == 130
-    finally:
-        running.kill()
-        running.wait()
-        os.close(master)
-    text = seen.decode(errors="replace")
-    assert "Traceback" not in text
-    assert re.search(r"part0 torch.*│.*part4 native", text) and re.search(r"\d tokens/s", text)
-    after = text[text.rindex("\x1b[?25h") :]  # from where the cursor is shown again
-    assert len(ROW.findall(after.replace("\r", ""))) == 2
-    assert "stopped; identical so far" in after
+    right, lines = race.race, []
+    monkeypatch.setattr(race, "race", interrupted)
+    monkeypatch.setattr(race, "REDRAW_SECONDS", 0)
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        race.run([runner("part0"), runner("part4", 2.0)], "", lambda text="": lines.append(text))
+    shown = capsys.readouterr().err
+    assert len(re.findall(r"part0 torch.*│.*part4 torch", shown)) >= 9 and "1 tokens/s" in shown
+    assert len(ROW.findall("\n".join(lines))) == 2 and lines[-1].startswith("stopped; identical so far")
