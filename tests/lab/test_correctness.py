@@ -84,11 +84,6 @@ def test_a_wrong_kernel_is_caught_and_located(monkeypatch):
     assert "index (0, 0, 0, 0)" in lines[-1] and "got nan; 3 of 4096" in lines[-1]
 
 
-def test_a_length_that_cannot_fit_is_refused():
-    with pytest.raises(ValueError, match="N is 10000000; the reference would need .* at most"):
-        correctness.run("part4", 10_000_000)
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kernel", [None, *KERNELS])
 def test_every_kernel_passes(gpu, kernel, dtype):

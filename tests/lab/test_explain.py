@@ -84,8 +84,3 @@ def test_simulated_misses_stand_beside_the_count_or_the_reason(cli, extension, m
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
     done = cli("explain", "part1", "-N", 64)
     assert "misses      not counted: perf was not found on PATH; --cachegrind simulates them" in done.stdout
-
-
-def test_wrong_arguments(failed):
-    for arguments in (["part7"], ["part1", "-N", "0"], ["part4", "-br", "none"], []):
-        assert failed("explain", *arguments)

@@ -91,10 +91,8 @@ def test_the_table():
     assert len(lines) == 15
     batch = profile.figures(settings | {"texts": 4}, prefill, decode, (2e-3, 3e-5))
     lines = profile.table(batch | {"processors_taken_by_others": 0.0}).splitlines()
-    assert lines[0].endswith("2 threads; 4 texts, a prompt of 7 tokens, then 2 more")
     assert lines[2] == "|  | prefill, ms | share | decode, µs per step | µs per token | share |"
     assert lines[9] == "| wall time | 4.000 | 100.0 % | 20.00 | 5.00 | 100.0 % |"
-    assert lines[12].endswith("5.00 µs per token, 200,000 tokens/s")
     busy = profile.table(figures | {"processors_taken_by_others": 1.5}).splitlines()[-1]
     assert "others took 1.50 processors" in busy
 
@@ -150,6 +148,8 @@ def test_an_error_is_one_line(failed, monkeypatch):
     for arguments, message in (
         (["part4", "--texts", "65"], "texts is 65; it must be from 1 to 64 with caches of 128 tokens"),
         (["part4", "--texts", "2", "--train"], "--texts does not go with --train"),
+        (["part4", "--batch", "3"], "--batch needs --train"),
+        (["part4", "--train", "--batch", "257"], "--batch': 257 is not in the range 1<=x<=256"),
         ([], "Missing argument 'PART'"),
         (["part0", "--tokens", "65"], "prompt_tokens is 64 and tokens is 65; together they must be at most"),
         (["part0", "--prompt-tokens", "128"], "prompt_tokens is 128 and tokens is 1; together they"),

@@ -45,17 +45,6 @@ def test_a_profile_adds_up(part, extension, monkeypatch, threads):
     assert any(re.fullmatch(r"\| step \| \d+\.\d\d \| 100\.0% \|", line) for line in lines)
 
 
-def test_options_of_the_other_profile_are_refused(cli):
-    for arguments, message in (
-        (("--batch", 3), "--batch needs --train"),
-        (("--train", "--tokens", 3), "--tokens does not go with --train"),
-        (("--train", "--weights", "bf16"), "--weights does not go with --train"),
-        (("--train", "--batch", 257), "--batch': 257 is not in the range 1<=x<=256"),
-    ):
-        done = cli("profile", "part4", *arguments)
-        assert done.returncode == 2 and message in done.stderr
-
-
 def test_the_command_profiles_a_step(cli, extension, monkeypatch):
     monkeypatch.setattr(profile_training, "SECONDS", 0.01)
     done = cli("profile", "part4", "--train", "--batch", 1, "--threads", 1, "-o", "json")

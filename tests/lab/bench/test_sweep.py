@@ -29,6 +29,10 @@ def test_wrong_arguments(failed):
         (["--fail-on-regression"], "--fail-on-regression goes with --compare only"),
         (["--tune", "part4"], "CONTENDERS does not go with --tune"),
         (["part2", "--dtype", "bf16"], "dtype is 'bf16'; part2 does not take it, only part0, part4"),
+        (["--device", "cuda", "-br", "64"], "-br does not go with --device cuda"),
+        (["--device", "cuda", "--threads", "2"], "-t does not go with --device cuda"),
+        (["--device", "cuda", "--tune"], "--tune does not go with --device cuda"),
+        (["--device", "cuda", "--load", __file__], "--device does not go with --load"),
         (["--save", "part0,sdpa"], "--save is 'part0,sdpa'; it must be a file; CONTENDERS come before"),
     ):
         with naming(arguments):
