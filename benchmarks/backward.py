@@ -34,7 +34,7 @@ def row(shape: backward.Shape, threads: int, rounds: int, peak: float) -> str:
         if not error.passed:
             raise click.ClickException(f"{shape}: the error of {error.name} is {error.part:.2e}")
     samples = backward.seconds(both, rounds)
-    ours, sdpa = (each.median for each in samples)
+    ours, sdpa = (of.median for of in samples)
     rate = shape.operations / ours
     mask = "causal" if shape.causal else "none"
     return (

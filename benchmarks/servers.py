@@ -116,8 +116,8 @@ class Process:
 
 def start(name: str, model: str, streams: int, core: int, folder: Path) -> Process:
     """Start OWN or LLAMA at a free port, with its files in the folder; wait until it answers."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     own = [sys.executable, str(ROOT / "gpt.py"), "serve", "-m", model, "--port", str(port), "--threads", "1"]
     own += ["--slots", str(streams)]
     command = own if name == OWN else llama_command(model, port, streams, folder)

@@ -79,11 +79,11 @@ class Asked:
         return {"model": self.model, "prompt": PROMPT, "max_tokens": self.tokens} | settings
 
 
-async def ask(port: int, asked: Asked, count: int, each: int) -> dict:
-    """`each` texts in turn over each of `count` connections at once."""
+async def ask(port: int, asked: Asked, count: int, texts: int) -> dict:
+    """`texts` texts in turn over each of `count` connections at once."""
 
     async def one(number: int, client: Client) -> None:
-        for i in range(each):
+        for i in range(texts):
             body = asked.body(seed=number + i * count)
             answer = await (client.stream if asked.streaming else client.ask)("/v1/completions", body)
             if answer.status != 200 or answer.tokens != asked.tokens:
@@ -93,7 +93,7 @@ async def ask(port: int, asked: Asked, count: int, each: int) -> dict:
     start, used = time.perf_counter(), time.process_time()
     await asyncio.gather(*(one(number, Client(port)) for number in range(count)))
     seconds, used = time.perf_counter() - start, time.process_time() - used
-    return {"tokens": count * each * asked.tokens, "seconds": seconds, "client": used / seconds}
+    return {"tokens": count * texts * asked.tokens, "seconds": seconds, "client": used / seconds}
 
 
 async def first_tokens(port: int, asked: Asked) -> tuple[list[float], float]:
@@ -130,16 +130,16 @@ def compare(
 
     failed: servers that take no part, see attempt(); it gets more.
     """
-    each = EACH if count > 1 else 4 * EACH
+    texts = EACH if count > 1 else 4 * EACH
     alone: list[dict] = []
     served: dict[str, list[dict]] = {name: [] for name in servers}
     for _ in range(asked.rounds + 1):  # the first one warms up
-        alone.append(own.ask(f"{count} {count * each} {asked.tokens}"))
+        alone.append(own.ask(f"{count} {count * texts} {asked.tokens}"))
         for name, server in servers.items():
             if name in failed:
                 continue
             before = server.cpu_seconds()
-            if run := attempt(failed, name, lambda: asyncio.run(ask(server.port, asked, count, each))):
+            if run := attempt(failed, name, lambda: asyncio.run(ask(server.port, asked, count, texts))):
                 served[name].append(run | {"cpu": server.cpu_seconds() - before})
 
     def rate(runs: list[dict], by: str) -> float:

@@ -41,7 +41,7 @@ def row(threads: int, block: int, batch: int, rounds: int) -> str:
     name, error = training.largest_error(*both)
     if not error <= training.TOLERANCE:
         raise click.ClickException(f"the gradients of {name} differ by {error:.1e} of the largest")
-    times = in_turns([each.step for each in both], rounds)
+    times = in_turns([trainer.step for trainer in both], rounds)
     pytorchs, native = (samples.median for samples in times)
     rate, peak = training.operations(config, batch) / native, fma_peak(threads)
     return (

@@ -86,12 +86,12 @@ def errors(both: Sequence[Backward], shape: Shape, tensors: Sequence[Tensor], do
     options: dict = dict(causal=shape.causal, scale=shape.d**-0.5, br=256, bc=256)
     out, lse = reference.flash_attention(q, k, v, **options)
     exact = reference.flash_attention_backward(q, k, v, out, lse, dout.double(), **options)
-    floor, found = max(FLOOR, ROUNDING * math.sqrt(shape.d)), []
+    floor, compared = max(FLOOR, ROUNDING * math.sqrt(shape.d)), []
     for name, right, *got in zip(("dq", "dk", "dv"), exact, *(backward() for backward in both)):
-        of_part, of_pytorch = (float((each - right).abs().max()) for each in got)
+        of_part, of_pytorch = (float((gradient - right).abs().max()) for gradient in got)
         allowed = 2 * of_pytorch + floor * float(right.abs().max())
-        found.append(Error(name, of_part, of_pytorch, allowed))
-    return found
+        compared.append(Error(name, of_part, of_pytorch, allowed))
+    return compared
 
 
 def seconds(both: Sequence[Backward], rounds: int) -> list[Samples]:
@@ -115,15 +115,15 @@ def run(
         echo(extension.describe(simd) + forward_only * (resolve_simd(simd) != "portable") + "\n")
     *tensors, dout = normal(shape)
     both = contenders(part, shape, tensors, dout, simd)
-    found = errors(both, shape, tensors, dout)
-    for name, ours, pytorchs, allowed in found:
+    compared = errors(both, shape, tensors, dout)
+    for name, ours, pytorchs, allowed in compared:
         echo(f"{name}: largest error {ours:.2e}, PyTorch's {pytorchs:.2e}, allowed {allowed:.2e}")
-    passed = all(each.passed for each in found)
+    passed = all(error.passed for error in compared)
     echo(f"manual gradients == float64 gradients {passed}\n")
     if not passed:
         return False
     samples = seconds(both, rounds)
-    ours, sdpa = (each.median for each in samples)
+    ours, sdpa = (of.median for of in samples)
     rate = shape.operations / ours
     share = rate / machine.fma_peak(threads=torch.get_num_threads())
     echo(f"{part} backward time:  {1e3 * ours:.3f}ms, {rate / 1e9:.1f} GFLOP/s, {share:.0%} of the FMA peak")

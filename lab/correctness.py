@@ -127,7 +127,7 @@ def in_slices(function: Callable[..., Tensor], count: int, tensors: Sequence[Ten
         return function(*tensors)
     B, H, N, d = tensors[0].shape
     slices = zip(*(t.view(1, B * H, -1, d).tensor_split(count, dim=1) for t in tensors))
-    return torch.cat([function(*each) for each in slices], dim=1).view(B, H, N, d)
+    return torch.cat([function(*tensors) for tensors in slices], dim=1).view(B, H, N, d)
 
 
 def mismatch(expected: Tensor, got: Tensor, dtype: Dtype = Dtype.FP32) -> str | None:
@@ -150,14 +150,14 @@ def heads_at_once(N: int, least: int, free: float | None) -> int:
 
     Raises ValueError if these are fewer than `least`.
     """
-    each = MATRICES * 4 * N * N
-    if free is not None and least * each > free:
+    bytes_of_head = MATRICES * 4 * N * N
+    if free is not None and least * bytes_of_head > free:
         most = int((free / (MATRICES * 4 * least)) ** 0.5)
         raise ValueError(
-            f"N is {N}; the reference would need {least * each / 2**30:.0f} GiB, "
+            f"N is {N}; the reference would need {least * bytes_of_head / 2**30:.0f} GiB, "
             f"so it must be at most {most} here with {counted(least, 'head')}"
         )
-    return least if free is None else int(free) // each
+    return least if free is None else int(free) // bytes_of_head
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ else:
 """
 NVRTC = """
 from shakespeare.attention_ext.build import nvrtc
-core, found = nvrtc.versions()
-print(f"NVRTC {found}, cuda-core {core}")
+core, version = nvrtc.versions()
+print(f"NVRTC {version}, cuda-core {core}")
 """
 BROUGHT = prebuilt.find("decoder")  # by a wheel
 DECODER = """
@@ -190,12 +190,12 @@ def _python_header() -> str:
 
 
 def _ispc() -> str:
-    found = toolchain.find_ispc()
-    if found is None:
+    ispc = toolchain.find_ispc()
+    if ispc is None:
         raise Missing(
             "not found (--simd auto works without it); scripts/install-ispc.sh gets it on Debian 12"
         )
-    return _version([found], "let ISPC name an ISPC compiler that works, or unset it")
+    return _version([ispc], "let ISPC name an ISPC compiler that works, or unset it")
 
 
 def _cache() -> str:
@@ -203,11 +203,11 @@ def _cache() -> str:
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not there.is_dir():
         raise Broken(f"{there} is no directory; {cache.ELSEWHERE}")
-    made = there == directory
+    exists = there == directory
     try:  # permissions do not tell what root can write
         tempfile.TemporaryDirectory(prefix="doctor", dir=there).cleanup()
     except OSError as error:
-        how = "written" if made else "made"
+        how = "written" if exists else "made"
         raise Broken(f"{directory} cannot be {how}: {error.strerror}; {cache.ELSEWHERE}") from None
     cache.check_owner(directory)
     if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
@@ -216,7 +216,7 @@ def _cache() -> str:
     if free < BUILD_BYTES:
         room = f"{directory} has room for {free >> 20} MiB; a build needs {BUILD_BYTES >> 20}"
         raise Broken(f"{room}; {cache.ELSEWHERE}")
-    return f"{directory}, {free / 2**30:.1f} GiB free" + ("" if made else " (the first build makes it)")
+    return f"{directory}, {free / 2**30:.1f} GiB free" + ("" if exists else " (the first build makes it)")
 
 
 def _decoder() -> str:

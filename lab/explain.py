@@ -42,7 +42,7 @@ def levels(part: str, case: Case, simd: str | None) -> list[Level]:
     From the third level on, all threads share a cache. A level's bandwidth is that of reads by all threads
     from a buffer that fits the next level but not this one.
     """
-    found, caches = [], processor.caches()
+    bounds, caches = [], processor.caches()
     for cache, beyond in [*pairwise(caches), (caches[-1], None)]:
         of_threads = case if cache.level < 3 else replace(case, threads=1)
         come_in = streams(part, of_threads, block_of(simd)) if case.dtype is Dtype.FP32 else None
@@ -50,8 +50,8 @@ def levels(part: str, case: Case, simd: str | None) -> list[Level]:
             return []
         size = min(beyond.size // 2, 8 * cache.size) if beyond else 4 * cache.size
         bandwidth = machine.read_bandwidth(size, case.threads)
-        found.append(Level(cache, come_in, traffic(come_in, cache.size), bandwidth))
-    return found
+        bounds.append(Level(cache, come_in, traffic(come_in, cache.size), bandwidth))
+    return bounds
 
 
 def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -> None:
@@ -167,10 +167,10 @@ def misses_text(cell: Cell, cachegrind: bool) -> str:
         block = counters.simulated_block(block)
     expected = streams(cell.contender, case, block)
     texts = [
-        f"{size_text(found)} into L{cache.level}"
+        f"{size_text(moved)} into L{cache.level}"
         + (f", by the count {size_text(traffic(expected, cache.size))}" if expected else "")
-        for cache, found in ((first, missed.l1), (last, missed.last))
-        if found is not None
+        for cache, moved in ((first, missed.l1), (last, missed.last))
+        if moved is not None
     ]
     how = "simulated by cachegrind" + " for AVX2" * for_avx2 if cachegrind else "counted by perf"
     return f"misses      of one head, {how}: {'; '.join(texts)}"
@@ -187,30 +187,30 @@ def traffic_table(flops: float, bounds: list[Level]) -> str:
     return "\n".join(f"{title:12}" + "".join(f"{text:>20}" for text in texts) for title, texts in rows)
 
 
-def limits(cell: Cell, case: Case, bounds: list[Level], peak: float) -> list[Limit]:
+def limits(cell: Cell, case: Case, levels: list[Level], peak: float) -> list[Limit]:
     """The limits of a call; the first is the peak of the arithmetic.
 
     A cache that keeps all matrices of a call limits only the first call, which is not timed.
     """
     unit = "AMX" if by_amx(cell) else "FMA"
-    found = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", case.flops / peak)]
-    scalar = bool(bounds) and cell.contender in SCALAR
+    bounds = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", case.flops / peak)]
+    scalar = bool(levels) and cell.contender in SCALAR
     if scalar or cell.simd == "off":
         lanes = block_of("auto").lanes
         rate = f"{peak / lanes / 1e9:.1f} GFLOP/s"
-        found.append((f"one lane of {lanes}", rate, case.flops / (peak / lanes)))
+        bounds.append((f"one lane of {lanes}", rate, case.flops / (peak / lanes)))
     if scalar and case.seen > OVERLAPPED_MULTIPLY_ADDS:
         # The sums over the keys; those of the scores are short, so several are in progress at a time.
         waiting = case.heads * case.Nq * (case.seen - OVERLAPPED_MULTIPLY_ADDS) * case.d
         latency = machine.fma_latency()
-        each = f"{1e9 * latency:.2f} ns each"
-        found.append(("sums, one addition at a time", each, waiting * latency))
-    found += [
+        rate = f"{1e9 * latency:.2f} ns each"
+        bounds.append(("sums, one addition at a time", rate, waiting * latency))
+    bounds += [
         (f"filling L{b.cache.level}", f"{b.bandwidth / 1e9:.0f} GB/s", b.traffic / b.bandwidth)
-        for b in bounds
+        for b in levels
         if traffic(b.streams, math.inf) > b.cache.size
     ]
-    return found
+    return bounds
 
 
 def arithmetic_text(case: Case) -> str:

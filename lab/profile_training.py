@@ -55,8 +55,8 @@ def largest_error(pytorchs: Trainer, native: Trainer) -> tuple[str, float]:
     """The parameter whose gradients differ most, and the difference over its largest gradient; one batch."""
     T, tokens = pytorchs.recipe.block_size, pytorchs.recipe.batch_chars
     window = pytorchs.ids[torch.arange(tokens // T)[:, None] * 7 + torch.arange(T + 1)]
-    for each in (pytorchs, native):
-        each._gradients(window)
+    for trainer in (pytorchs, native):
+        trainer._gradients(window)
     named = zip(pytorchs.model.named_parameters(), native.model.parameters())
     errors = {name: _error(p.grad, q.grad) for (name, p), q in named}
     return max(errors.items(), key=lambda item: item[1])
@@ -104,7 +104,7 @@ def _native(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:
         of.native.take_seconds()
         seconds = seconds_of(of.step)
         measured.append((seconds, of.native.take_seconds()))
-    seconds, spent = sorted(measured, key=lambda each: each[0])[steps // 2]
+    seconds, spent = sorted(measured, key=lambda step: step[0])[steps // 2]
     order = sorted(spent, key=lambda kind: (kind == "waiting", -spent[kind]))  # the largest first
     return seconds, {kind: spent[kind] / torch.get_num_threads() for kind in order}
 

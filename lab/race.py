@@ -257,8 +257,8 @@ def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[
     echo()
     complete = all(r.done for r in runners)
     if differing:
-        which = ", ".join(f"{part} differs from {first.part} at token {at}" for part, at in differing.items())
-        verdict = f"not identical: {which}"
+        differences = (f"{part} differs from {first.part} at token {at}" for part, at in differing.items())
+        verdict = f"not identical: {', '.join(differences)}"
     elif complete:
         verdict = f"identical: all {len(runners)} texts of {first.count} tokens are the same"
     else:

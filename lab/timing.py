@@ -66,7 +66,7 @@ def time_round(call: Callable[[], object], bursts: Sequence[int], pace: Callable
 def calm(timed: list[T], paces: Sequence[float], least: int) -> list[T]:
     """The items that were timed undisturbed, and the next calmest ones if there are fewer than `least`."""
     enough = min([machine.SLOWED_BELOW, *sorted(paces, reverse=True)[:least]])
-    return [each for each, pace in zip(timed, paces) if pace >= enough]
+    return [item for item, pace in zip(timed, paces) if pace >= enough]
 
 
 class Samples(NamedTuple):

@@ -111,9 +111,9 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
         from shakespeare.attention_ext import processor, tiles
         from shakespeare.lab.bench import tune as tuning
 
-        found, file = tiles.read(), tiles.path()
-        kept = f"{tuning.text(found)}\n\nFrom {file}, for {processor.name()}."
-        click.echo(kept if found else f"Nothing is kept for this processor in {file}.")
+        tuned, file = tiles.read(), tiles.path()
+        kept = f"{tuning.text(tuned)}\n\nFrom {file}, for {processor.name()}."
+        click.echo(kept if tuned else f"Nothing is kept for this processor in {file}.")
         return True
     if save and sizes["contenders"] is None:
         known = {name for device in DEVICES for name in cases.known_on(device)}
@@ -199,7 +199,7 @@ def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int])
     from shakespeare.lab.bench.cases import check_memory
 
     check_memory(cells)
-    found = []
+    tuned = []
     try:
         with progress(times=True) as (update, _):
             update(total=budget)
@@ -210,11 +210,11 @@ def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int])
                     update(advance=time.perf_counter() - start, description=what)
                     start = time.perf_counter()
                 if best:
-                    found.append(best)
+                    tuned.append(best)
     finally:  # Ctrl-C keeps the finished cells
-        if found:
-            click.echo(tune.text(found))
-            tiles.write(found)
+        if tuned:
+            click.echo(tune.text(tuned))
+            tiles.write(tuned)
             click.echo(f"\nKept in {tiles.path()} for part4's auto tiles on this processor.")
 
 
@@ -224,15 +224,14 @@ def plan_of(
     """The cells of a sweep. With `tune`: those of the tiled parts, without tiles."""
     from shakespeare.lab.bench import cases
 
-    tiled = [name for name, part in PARTS.items() if part.tiled]
+    tiled = tuple(name for name, part in PARTS.items() if part.tiled)
     if sizes["device"] == "cuda":
         sizes |= {name: size for name, size in ON_CUDA.items() if not options.given(name)}
-    names = contenders
-    if tune:
-        names = tiled
-        sizes |= {"br": (None,), "bc": (None,)}
-    elif names is None:
+    names = tiled if tune else contenders
+    if names is None:
         names = cases.default_names(sizes["dtype"], sizes["device"], sizes["queries"])
+    if tune:
+        sizes |= {"br": (None,), "bc": (None,)}
     if not {*tiled} & {*names} and (*sizes["br"], *sizes["bc"]) != (None, None):
         raise click.UsageError(f"-br and -bc go with {', '.join(tiled)} only, which has tiles")
     return cases.plan(names, masks=[True] if causal else [mask == "causal" for mask in masks], **sizes)

@@ -46,7 +46,7 @@ class Comparison:
     @property
     def worse(self) -> bool:
         """Whether anything is slower now, or wrong."""
-        return bool(self.broken) or any(each.change > 0 for each in self.differences)
+        return bool(self.broken) or any(difference.change > 0 for difference in self.differences)
 
 
 def check(before: Run, cells: list[Cell], rounds: int) -> None:
@@ -89,15 +89,13 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
     methods = ["exact" if max(len(a), len(b)) <= MOST_EXACT_ROUNDS else "asymptotic" for _, a, b in both]
     p = [float(stats.mannwhitneyu(a, b, method=how).pvalue) for how, (_, a, b) in zip(methods, both)]
     corrected = stats.false_discovery_control(p) if p else []
-    found = [
-        Difference(cell, statistics.median(a), statistics.median(b), float(chance))
-        for (cell, a, b), chance in zip(both, corrected)
-    ]
-    found = [each for each in found if each.p < FALSE_DISCOVERY_RATE and abs(each.change) > threshold]
-    found.sort(key=lambda each: -each.change)
+    medians = ((cell, statistics.median(a), statistics.median(b)) for cell, a, b in both)
+    compared = [Difference(*of_cell, float(chance)) for of_cell, chance in zip(medians, corrected)]
+    real = [d for d in compared if d.p < FALSE_DISCOVERY_RATE and abs(d.change) > threshold]
+    real.sort(key=lambda difference: -difference.change)
     broken = [r for r in now.results if r.status == "wrong" and r.cell in old and old[r.cell].status == "ok"]
     alone = sum(cell not in new for cell in old), sum(cell not in old for cell in new)
-    return Comparison(len(both), found, broken, alone)
+    return Comparison(len(both), real, broken, alone)
 
 
 def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
@@ -118,19 +116,17 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
         )
     for result in compared.broken:
         lines.append(f"Right before, wrong now: {case(result.cell)}; {result.note}")
-    cells, found = counted(compared.cells, "cell"), compared.differences
-    if not found:
+    cells, real = counted(compared.cells, "cell"), compared.differences
+    if not real:
         return "\n".join([*lines, f"No difference above {100 * threshold:g} % and above chance in {cells}."])
     figures = [
         [
-            *(f"{1e3 * seconds:.4g}" for seconds in (each.before, each.now)),
-            f"{100 * each.change:+.1f} % {'slower' if each.change > 0 else 'faster'}",
-            f"{each.p:.0e}",
+            *(f"{1e3 * seconds:.4g}" for seconds in (d.before, d.now)),
+            f"{100 * d.change:+.1f} % {'slower' if d.change > 0 else 'faster'}",
+            f"{d.p:.0e}",
         ]
-        for each in found
+        for d in real
     ]
-    lines.append(
-        f"{len(found)} of {cells} differ by more than {100 * threshold:g} % and by more than chance:"
-    )
+    lines.append(f"{len(real)} of {cells} differ by more than {100 * threshold:g} % and by more than chance:")
     titles = ("before, ms", "now, ms", "change", "by chance")
-    return "\n".join([*lines, "", beside_cells([asdict(each.cell) for each in found], titles, figures)])
+    return "\n".join([*lines, "", beside_cells([asdict(d.cell) for d in real], titles, figures)])

@@ -132,7 +132,7 @@ class Bench:
         torch.set_num_threads(group[0].threads)
         tensors = inputs(group[0])
         if self._exact is None or self._exact[0] != group[0].inputs:  # other numbers of threads share it
-            self._exact = group[0].inputs, exact_output(*tensors, group[0].causal)
+            self._exact = group[0].inputs, exact_output(tensors, group[0].causal)
         right = []
         for cell in group:
             result, call = verify(cell, tensors, self._exact[1])
@@ -241,22 +241,21 @@ def inputs(cell: Cell, device: torch.device | str = "cpu") -> list[Tensor]:
     ]
 
 
-def exact_output(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def exact_output(tensors: Sequence[Tensor], causal: bool) -> Tensor:
     """The output (B, H, Nq, d) in float64, in slices of heads and queries whose scores fit the memory."""
-    B, H, Nq, d = q.shape
-    Nk = k.shape[2]
+    (B, H, Nq, d), Nk = tensors[0].shape, tensors[1].shape[2]
     rows = max(1, min(Nq, SLICE // Nk))
     heads = max(1, SLICE // (rows * Nk))
-    q, k, v = (t.reshape(1, B * H, -1, d) for t in (q, k, v))
+    q, k, v = (t.reshape(1, B * H, -1, d) for t in tensors)
     out = torch.empty(1, B * H, Nq, d, dtype=torch.float64, device=q.device)
     for h, i in itertools.product(range(0, B * H, heads), range(0, Nq, rows)):
         end = min(Nq, i + rows)
         seen = end + Nk - Nq if causal else Nk
-        tensors = (
+        slices = (
             t[:, h : h + heads, first:last].double()
             for t, first, last in ((q, i, end), (k, 0, seen), (v, 0, seen))
         )
-        o = reference.attention(*tensors, causal=causal, scale=d**-0.5)
+        o = reference.attention(*slices, causal=causal, scale=d**-0.5)
         out[:, h : h + heads, i:end] = o  # type: ignore[assignment]  # without return_lse a tensor
     return out.view(B, H, Nq, d)
 

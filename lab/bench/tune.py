@@ -76,14 +76,14 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
         torch.set_num_threads(before)
 
 
-def text(found: Sequence[Tuned]) -> str:
-    """The found tiles as a Markdown table."""
+def text(tiles: Sequence[Tuned]) -> str:
+    """The tiles as a Markdown table."""
     default = f"{DEFAULT[0]} x {DEFAULT[1]}, ms"
     titles = ("SIMD", "threads", "d", "N", "mask", "Br", "Bc", "ms", default, "gain")
     rows = [
         (t.simd, t.threads, t.d, t.N, "causal" if t.causal else "none", t.br, t.bc)
         + (f"{1e3 * t.seconds:.4g}", f"{1e3 * t.default_seconds:.4g}")
         + (f"{100 * (t.default_seconds / t.seconds - 1):.1f} %",)
-        for t in found
+        for t in tiles
     ]
     return markdown(titles, rows)
