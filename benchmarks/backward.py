@@ -18,6 +18,7 @@ from shakespeare.app.cli.options import Names, Numbers
 from shakespeare.attention_ext import extension, processor
 from shakespeare.lab import backward
 from shakespeare.lab.machine import fma_peak
+from shakespeare.lab.timing import in_turns
 
 TRAINING = (16, 4, 128, 32)
 TITLES = (
@@ -33,7 +34,7 @@ def row(shape: backward.Shape, threads: int, rounds: int, peak: float) -> str:
     for error in backward.errors(both, shape, tensors, dout):
         if not error.passed:
             raise click.ClickException(f"{shape}: the error of {error.name} is {error.part:.2e}")
-    samples = backward.seconds(both, rounds)
+    samples = in_turns(both, rounds, backward.LEAST_SECONDS)
     ours, sdpa = (of.median for of in samples)
     rate = shape.operations / ours
     mask = "causal" if shape.causal else "none"

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shakespeare.attention_ext import PARTS, attention, extension, reference
 from shakespeare.attention_ext.parts import check_part, resolve_simd, with_gradient
 from shakespeare.lab import correctness, machine
-from shakespeare.lab.timing import Samples, in_turns
+from shakespeare.lab.timing import in_turns
 
 PRODUCTS = 5  # S, dP, dV, dK and dQ, each of 2 d operations for a query and a key
 FLOOR = 1e-6  # allowed error of any float32 result, as a share of the largest gradient
@@ -94,11 +94,6 @@ def errors(both: Sequence[Backward], shape: Shape, tensors: Sequence[Tensor], do
     return compared
 
 
-def seconds(both: Sequence[Backward], rounds: int) -> list[Samples]:
-    """The seconds of a call of each."""
-    return in_turns(both, rounds, LEAST_SECONDS)
-
-
 def run(
     part: str, shape: Shape, simd: str = "auto", echo: Callable[[str], None] = print, rounds: int = 9
 ) -> bool:
@@ -122,7 +117,7 @@ def run(
     echo(f"manual gradients == float64 gradients {passed}\n")
     if not passed:
         return False
-    samples = seconds(both, rounds)
+    samples = in_turns(both, rounds, LEAST_SECONDS)
     ours, sdpa = (of.median for of in samples)
     rate = shape.operations / ours
     share = rate / machine.fma_peak(threads=torch.get_num_threads())

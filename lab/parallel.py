@@ -192,6 +192,7 @@ def compare_with_one_process(
         return of_rank_0(0.0)
     whole = [rows_of(n, asked, [range(asked.queries if n == "q" else asked.N)]) for n in "qkv"]
     q, k, v = (t.to(ranks.device) for t in whole)
+
     held: list[Tensor] = []
 
     def compute() -> None:
@@ -200,8 +201,7 @@ def compare_with_one_process(
 
     alone = min(seconds_of(compute) for _ in range(2))
     for rank, (chunks, got) in enumerate(zip(queries, everyone)):
-        different = mismatch(take(held[0].cpu(), chunks), got) if got.numel() else None
-        if different:
+        if got.numel() and (different := mismatch(take(held[0].cpu(), chunks), got)):
             wrong.append(f"one process, rows of rank {rank}: {different}")
     return of_rank_0(alone)
 

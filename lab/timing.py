@@ -75,11 +75,6 @@ class Samples(NamedTuple):
     seconds: list[float]
     paces: list[float]
 
-    def add(self, seconds: float, pace: float) -> None:
-        """Append a sample."""
-        self.seconds.append(seconds)
-        self.paces.append(pace)
-
     @property
     def counted(self) -> list[float]:
         """Seconds of the quiet samples, but of at least FEWEST_QUIET."""
@@ -125,8 +120,8 @@ def take_turns(
     for _ in range(rounds):
         for call, of_call in zip(calls, samples):
             before = load.sample(size, PATIENCE)
-            seconds = call()
-            of_call.add(seconds, min(before, load.sample(size)))
+            of_call.seconds.append(call())
+            of_call.paces.append(min(before, load.sample(size)))
     return samples
 
 

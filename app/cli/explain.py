@@ -40,16 +40,16 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     the time.
     """
     options.refuse_other_device()
-    from shakespeare.lab.bench import cases
+    from shakespeare.lab.bench.cases import plan
+    from shakespeare.lab.bench.cell import Cell
 
     sizes |= {name: sizes[name] or size for name, size in DEFAULTS[device].items()}
     if device != "cpu":
         if part != "part4":
             raise click.UsageError(f"PART is {part}; it must be part4 with --device {device}")
-
         asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
         asked |= {"queries": cuda_queries or sizes["N"], "device": device}
-        cell = cases.Cell(part, simd=None, br=None, bc=None, threads=1, **asked)
+        cell = Cell(part, simd=None, br=None, bc=None, threads=1, **asked)
         if device == "webgpu":
             from shakespeare.lab.webgpu import explain as on_webgpu
 
@@ -64,5 +64,5 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     lists = {"lengths": "N", "widths": "d", "masks": "causal", "simds": "simd"}
     lists |= {name: name for name in ("br", "bc", "threads")}
     sizes |= {name: [sizes.pop(size)] for name, size in lists.items()}
-    (cell,) = cases.plan([part], **sizes)
+    (cell,) = plan([part], **sizes)
     explained(cell, click.echo, cachegrind)

@@ -1,13 +1,11 @@
 """gpt.py bench: attention timed over a sweep of sizes, contenders in turn, each result verified first.
 
-A cell is one contender at one size, tile and number of threads. The cells of one size and number of threads
-are a group: they share their inputs and one float64 result. They are timed in turn, round by round, so that
-disturbances affect all of them. lab.timing defines a round. The rounds are spread over passes through the
-whole sweep for two reasons: other programs slow a machine for seconds at a time, and within a pass a matrix
-has the same pages of memory in every round. A round in which the system gave new pages is measured again:
-clearing them can take half as long as attention. Further passes time the cells whose medians are not firm, or
-with too few undisturbed rounds. They stop for a cell when its median is firm, so its interval's confidence is
-slightly lower than stated.
+The cells of one size and number of threads are a group: they share their inputs and one float64 result. They
+are timed in turn, round by round (lab.timing), so that disturbances affect all of them. The rounds are spread
+over passes through the whole sweep: other programs slow a machine for seconds at a time, and within a pass a
+matrix has the same pages of memory in every round. A round in which the system gave new pages is measured
+again: clearing them can take half as long as attention. Further passes time the cells whose medians are not
+firm, or with too few quiet rounds; an interval's confidence is slightly lower than stated for that.
 """
 
 import itertools
