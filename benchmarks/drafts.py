@@ -3,11 +3,11 @@
     python -m benchmarks.drafts [-m shakes2048] [--weights bf16] [--temperatures 0,0.8] [--corpus FILE]
         [--device cuda]
 
-The native engine with part 4 and one thread, or the cuda engine. Each round writes the text of another seed
-and prompt, of a whole block, with and without drafts in turns. Both must be the same text. On a GPU the rows
-of guesses add in another order, and the texts that differ are counted. Prompts: passages of the corpus's
-last 10 %, prose and source code that Shakespeare would not have written, and random characters. 'times' is
-the ratio of the medians of the quiet rounds, 'all' that of all rounds.
+The native engine with one thread, or the cuda engine. Each round writes the text of another seed and prompt,
+with and without drafts in turns. Both must be the same text; on a GPU the rows of guesses add in another
+order, and the texts that differ are counted. Prompts: passages of the corpus's last 10 %, prose and source
+code that Shakespeare would not have written, and random characters. 'times' is the ratio of the medians of
+the quiet rounds, 'all' that of all rounds.
 """
 
 import itertools

@@ -12,12 +12,11 @@ cache is left out where it takes longer than some 20 s.
 Where weights are rounded, the loss is measured too: over the first tokens of the last 10 % of the text that
 `gpt.py prepare` gets, in windows of the block size. Our native engine reads them one at a time, as it writes.
 
-The memory limit on the CPU is the rate at which one thread reads as many bytes as a token needs in fp32: all
-weights but the position table, and the keys and values so far. On a GPU it is the larger one of two times of
-a step: of reading the weights, keys and values at the bandwidth of a kernel that only reads; and of the
-multiplications, in fp32 at the peak of FMA, in bf16 at that of PyTorch's product of two large matrices. It is
-measured in the same run. Weights and caches of few texts stay in a GPU's L2 cache; what counts there is a
-step's latency, not this limit.
+The memory limit is measured in the same run. On the CPU it is the rate at which one thread reads what a token
+needs in fp32: all weights but the position table, and the keys and values so far. On a GPU it is the larger
+one of two times of a step: of reading these once, and of the multiplications at the peak of FMA, in bf16 at
+that of PyTorch's product of two large matrices. Weights and caches of few texts stay in a GPU's L2 cache;
+what counts there is a step's latency.
 """
 
 import itertools

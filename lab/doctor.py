@@ -53,11 +53,6 @@ else:
     features = ", ".join(sorted(adapter.features)) or "no optional features"
     print(f"{adapter.name} by {adapter.backend}, {features}{slow}")
 """
-NVRTC = """
-from shakespeare.attention_ext.build import nvrtc
-core, version = nvrtc.versions()
-print(f"NVRTC {version}, cuda-core {core}")
-"""
 BROUGHT = prebuilt.find("decoder")  # by a wheel
 DECODER = """
 import ctypes, sys
@@ -259,7 +254,8 @@ def _nvrtc() -> str:
     if missing := [name for name, version in packages.items() if version is None]:
         lacking = " and ".join(missing)
         raise Missing(f"{lacking} not installed (CUDA kernels, for part4 --device cuda); {nvrtc.INSTALL}")
-    return _python_says(NVRTC)
+    core, version = nvrtc.versions()
+    return f"NVRTC {version}, cuda-core {core}"
 
 
 def _webgpu() -> str:

@@ -177,8 +177,7 @@ def check_memory(what: str, need: float, available: float | None = None) -> None
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory, up to 2 GB in all; other C libraries are not changed.
 
-    By default glibc may return a large block at once, and the pages of the next one are cleared again. This
-    depends on all earlier allocations: one run of part0 took 1.8 times as long as another.
+    By default glibc may return a large block at once, and the pages of the next one are cleared again.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -190,8 +189,7 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Let glibc return freed memory to the system; other C libraries are not changed.
 
-    Otherwise a large block gets the pages of the one before it. If matrices stay in the shared cache, the
-    position of those pages in memory changes the time by up to 7 %.
+    Otherwise a large block gets the pages of the one before it, whose position in memory changes the time.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:

@@ -14,6 +14,7 @@ import torch
 from support import ROOT, copy_tree, script
 
 from shakespeare.attention_ext.build import recipes
+from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab import doctor
 from shakespeare.model import checkpoint
 
@@ -168,11 +169,12 @@ def test_the_gpu_is_optional(monkeypatch):
 
 
 def test_nvrtc_is_optional_but_not_a_broken_one(monkeypatch):
+    def broken():
+        raise BuildError("NVRTC cannot be loaded")
+
     monkeypatch.setattr(doctor, "_installed", lambda name: None if name == "cuda-core" else "1.0")
     state, text = look("NVRTC")
-    assert state == "--" and text.startswith(
-        "cuda-core not installed (CUDA kernels, for part4 --device cuda)"
-    )
+    assert state == "--" and text.startswith("cuda-core not installed (CUDA kernels, for part4")
     monkeypatch.setattr(doctor, "_installed", lambda name: "1.0")
-    monkeypatch.setattr(doctor, "NVRTC", "raise SystemExit('NVRTC cannot be loaded')")
-    assert look("NVRTC") == ("FAIL", "failed with exit code 1: NVRTC cannot be loaded")
+    monkeypatch.setattr(doctor.nvrtc, "versions", broken)
+    assert look("NVRTC") == ("FAIL", "NVRTC cannot be loaded")
