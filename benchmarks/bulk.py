@@ -27,7 +27,7 @@ processor.let_waiting_threads_sleep()  # before torch is imported
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.measuring import attempt, percent, powers, show_table  # noqa: E402
+from benchmarks.measuring import attempt, percent, show_table  # noqa: E402
 from shakespeare.app.cli.options import Numbers  # noqa: E402
 from shakespeare.generation.engines import cuda  # noqa: E402
 from shakespeare.generation.many import bulk, shards  # noqa: E402
@@ -90,7 +90,7 @@ def alone(settings: shards.Settings, texts: int, rounds: int) -> float:
 
 @click.command(context_settings={"show_default": True})
 @click.option("-m", "--model", default="shakes256")
-@click.option("--workers", type=Numbers(), default=powers(processor.cores()), help="Numbers of processes.")
+@click.option("--workers", type=Numbers(), default=f"1:{processor.cores()}*2", help="Numbers of processes.")
 @click.option("--shard-size", type=click.IntRange(1), default=2560, help="Texts in a file.")
 @click.option("--shards", "files", type=click.IntRange(1), default=2, help="Files of each.")
 @click.option("--rounds", type=click.IntRange(1), default=3, help="Rounds of each.")

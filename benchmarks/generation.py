@@ -145,11 +145,6 @@ def agreement(texts: list[list[int]], expected: list[int]) -> int:
     return min(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(t, expected))) for t in texts)
 
 
-def windows(ids: list[int], size: int) -> list[list[int]]:
-    """The first LOSS_TOKENS of ids, in windows of size + 1 that share the token between them."""
-    return [ids[at : at + size + 1] for at in range(0, min(LOSS_TOKENS, len(ids) - size), size)]
-
-
 def loss(every_logits: Callable[[list[int]], Tensor], texts: list[list[int]]) -> float:
     """Mean loss of the tokens of each text but the first, in nats."""
     total = sum(
@@ -286,7 +281,8 @@ def add_losses(case: Case, figures: Figures, right: Mapping[str, Peer]) -> str:
         return ""
     checkpoint = load(case.model)
     ids = checkpoint.tokenizer.encode(corpus.split(corpus.read(corpus.INPUT))[1])
-    texts = windows(ids, checkpoint.config.block_size)
+    size = checkpoint.config.block_size  # windows share the token between them
+    texts = [ids[at : at + size + 1] for at in range(0, min(LOSS_TOKENS, len(ids) - size), size)]
     for name, peer in right.items():
         if peer.rounded:
             figures[name]["loss"] = loss(peer.every_logits, texts)

@@ -17,11 +17,6 @@ Name = TypeVar("Name")
 Result = TypeVar("Result")
 
 
-def powers(most: int) -> str:
-    """1,2,4 ... and `most`."""
-    return ",".join(map(str, sorted({most, *(2**i for i in range(most.bit_length()))})))
-
-
 def write(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     """The tokens of texts that are written together."""
     writer = Writer(engine, len(requests))

@@ -20,7 +20,7 @@ from shakespeare.lab.bench.cell import L2, Cell
 from shakespeare.lab.bench.contenders import SDPA, contenders
 from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text
 from shakespeare.lab.bench.results import FIRM_MARGIN, Result, Run
-from shakespeare.lab.text import counted, markdown, size_text
+from shakespeare.lab.text import counted, markdown, scaled, size_text
 from shakespeare.lab.timing import interval, quartiles, quiet_of
 
 FORMAT = 4  # of as_json()
@@ -149,12 +149,12 @@ def header(run: Run) -> str:
     software = f"{m['os']}, Python {m['python']}, PyTorch {m['torch']}"
     when = f"commit {m['commit']}, {m['date']} UTC"
     if gpu := m.get("gpu"):
-        limits = [f"FMA peak {_tera(run.peaks[1])}FLOP/s in fp32"]
+        limits = [f"FMA peak {scaled(run.peaks[1])}FLOP/s in fp32"]
         limits += [
-            f"{_tera(peak)}FLOP/s in {dtype} by PyTorch's product of large random matrices"
+            f"{scaled(peak)}FLOP/s in {dtype} by PyTorch's product of large random matrices"
             for dtype, peak in run.tensor_peaks.items()
         ]
-        limits += [f"memory {name} at {_tera(rate)}B/s" for name, rate in gpu["bandwidths"].items()]
+        limits += [f"memory {name} at {scaled(rate)}B/s" for name, rate in gpu["bandwidths"].items()]
         if "backend" in gpu:
             what, by = f"{gpu['kind']}, {gpu['features']}", f"{gpu['backend']} by wgpu {gpu['wgpu']}"
         else:
@@ -180,10 +180,6 @@ def header(run: Run) -> str:
             )
     caveats = [] if run.complete else ["Stopped before the end."]
     return "  \n".join(lines + caveats + ([run.busy] if run.busy else []))
-
-
-def _tera(rate: float) -> str:
-    return f"{rate / 1e12:.3g} T" if rate >= 1e12 else f"{rate / 1e9:.3g} G"
 
 
 def table(rows: list[dict]) -> str:

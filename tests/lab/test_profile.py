@@ -89,10 +89,6 @@ def test_the_table():
     assert lines[12] == "Recording: 4.000 ms, 20.00 µs per token, 50,000 tokens/s"
     assert lines[13] == "Not recording: 2.000 ms, 15.00 µs per token, 66,667 tokens/s"
     assert len(lines) == 15
-    batch = profile.figures(settings | {"texts": 4}, prefill, decode, (2e-3, 3e-5))
-    lines = profile.table(batch | {"processors_taken_by_others": 0.0}).splitlines()
-    assert lines[2] == "|  | prefill, ms | share | decode, µs per step | µs per token | share |"
-    assert lines[9] == "| wall time | 4.000 | 100.0 % | 20.00 | 5.00 | 100.0 % |"
     busy = profile.table(figures | {"processors_taken_by_others": 1.5}).splitlines()[-1]
     assert "others took 1.50 processors" in busy
 
@@ -120,6 +116,8 @@ def test_recording_changes_no_bit(case):
 
 def test_the_command(cli, extension):
     asked = "profile -m shakes128 --tokens 3 --prompt-tokens 10 --threads 1".split()
+    several = json.loads(cli(*asked, "part4", "--texts", 2, "-o", "json").stdout)  # without drafts
+    assert "draft" not in {row["kind"] for row in several["rows"] if row["decode_us_per_step"]}
     for part, weights, kv_cache in (("part0", "fp32", "bf16"), ("part4", "int8", "fp32")):
         done = cli(*asked, "--weights", weights, "--kv-cache", kv_cache, part)
         assert done.returncode == 0, done.stderr
@@ -129,16 +127,6 @@ def test_the_command(cli, extension):
         kinds = [line.split(" | ")[0].removeprefix("| ") for line in lines]
         absent = {"waiting"} if part == "part4" else {"waiting", "draft"}
         assert kinds[1:] == [*(kind for kind in KINDS if kind not in absent), "other", "wall time"]
-
-
-def test_a_batch_is_written_as_inference_writes_it(cli, extension):
-    """In calls of several tokens of each text, without drafts."""
-    asked = "profile -m shakes128 --tokens 9 --threads 1 -o json".split()
-    for part, texts in (("part0", 2), ("part4", 2), ("part4", 5)):
-        f = json.loads(cli(*asked, part, "--texts", texts).stdout)
-        assert f["texts"] == texts and "draft" not in {
-            row["kind"] for row in f["rows"] if row["decode_us_per_step"]
-        }
 
 
 def test_an_error_is_one_line(failed, monkeypatch):

@@ -56,6 +56,7 @@ def test_another_file_is_refused(tmp_path, failed, made):
         ("1.0]", "1.5]"),
         ('"paces": [', '"paces": [1.0,'),
         ('"traffic": 1000.0', '"traffic": -1'),
+        ('"device": "cpu"', '"device": "tpu"'),
     ):
         assert old in right
         wrong.append(right.replace(old, new))
