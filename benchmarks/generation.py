@@ -56,7 +56,7 @@ ON_DEVICE = {"cpu": (UncachedPyTorch, *TORCH, *LIBRARIES), "cuda": (*TORCH, Grap
 PEERS: dict[str, dict[str, Callable[..., Peer]]] = {
     device: {kind.__name__: kind for kind in kinds} for device, kinds in ON_DEVICE.items()
 }
-DEVICE = "cuda"  # the name in PyTorch of the GPU
+DEVICE = "cuda"  # PyTorch's name of the GPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_ERROR_ON_GPU = {"fp32": Peer.most_error, "bf16": 0.5}
 LOSS_TOKENS = 16_384  # tokens over which a loss is measured
@@ -343,7 +343,7 @@ def time_on_gpu(
     for title, dtype in itertools.product(cases, dtypes):
         case = CASES[title]
         click.echo(f"\n{title}, {dtype}: {case}\n")
-        figures, _ = measure(case, on_gpu(case, dtype, engines, peers), rounds)
+        figures = measure(case, on_gpu(case, dtype, engines, peers), rounds)[0]  # frees the contenders
         torch.cuda.empty_cache()
         limit, bound = limit_on_gpu(case, dtype, gpu)
         results[f"{title} {dtype}"] = finished(case, figures, limit)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: texts, contenders that take turns or fail, their spread, Markdown tables."""
+"""What the benchmarks share: texts, contenders that take turns or fail, Markdown tables."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 DEFAULT_TOKENS = 200  # tokens that each part writes if the block size allows it
-# Seconds of a part's turn. After turns of a single token the caches would hold another part's data, and
-# helper threads would sleep, or compete with those of another part.
+# Seconds of a part's turn: after a single token the caches would hold another part's data.
 TURN_SECONDS = 0.01
 REDRAW_SECONDS = 1 / 15  # least time between two pictures
 MOST_ROWS, WIDEST_COLUMN = 20, 60  # limits of a column's text

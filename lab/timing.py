@@ -1,9 +1,8 @@
 """Timing of a call on a machine that others use too.
 
 Other programs slow a core, the shared cache and memory for milliseconds at a time, and no system counter
-shows it. So a round consists of short bursts of calls, with a sample of the machine's speed before and
-after each burst. The round's time is that of the median call between fast samples. Only the samples decide
-which bursts count, never the calls' own times; see calm().
+shows it. So a round is bursts of calls, with a sample of the machine's speed before and after each. Its time
+is that of the median call between fast samples. Only the samples decide which bursts count; see calm().
 """
 
 import itertools

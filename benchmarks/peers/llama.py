@@ -17,10 +17,9 @@ from shakespeare.model.gpt import GPT
 class LlamaCpp(Peer):
     """llama.cpp through llama-cpp-python's C interface; Llama.generate() would copy logits for each token.
 
-    Weights, keys and values are F32. Flash attention reads the prompt of prefill() and is off elsewhere:
-    on this CPU path it takes a third of the time over a long prompt, and several times as much for one
-    token. The gpt2 graph has the tanh approximation of GELU, from a table in F16: the logits differ by
-    some thousandths, and the text may differ too. Its biases are zeros here.
+    Weights, keys and values are F32. Flash attention reads the prompt of prefill(), where it is faster on the
+    CPU, and is off elsewhere. The gpt2 graph has the tanh approximation of GELU, from a table in F16: the
+    logits differ by some thousandths, and the text may differ too. Its biases are zeros here.
     """
 
     precision = "F32"  # the matrices' type, by gguf's name

@@ -43,8 +43,8 @@ class UncachedPyTorch(Peer):
 class CachedPyTorch(Peer):
     """A plain decoding loop: functions on bare tensors, SDPA over a slice of a preallocated cache.
 
-    It uses no modules, because at batch 1 their calls cost more than the arithmetic. The cache is sliced, not
-    masked, so that a step reads only the keys that exist. It runs eagerly and needs no compiler.
+    At batch 1 calls of modules would cost more than the arithmetic. The cache is sliced, not masked, so that a
+    step reads only the keys that exist.
     """
 
     name = f"PyTorch {torch.__version__}, cached"
