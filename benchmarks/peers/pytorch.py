@@ -43,8 +43,8 @@ class UncachedPyTorch(Peer):
 class CachedPyTorch(Peer):
     """A plain decoding loop: functions on bare tensors, SDPA over a slice of a preallocated cache.
 
-    At batch 1 calls of modules would cost more than the arithmetic. The cache is sliced, not masked, so that a
-    step reads only the keys that exist.
+    At batch 1 calls of modules would cost more than the arithmetic. The cache is sliced, not masked, so that
+    a step reads only the keys that exist.
     """
 
     name = f"PyTorch {torch.__version__}, cached"
