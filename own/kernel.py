@@ -244,22 +244,12 @@ class OnCuda:
         Raises BuildError if NVRTC refuses the file or the GPU the launch.
         """
         if (d, index) not in self._on:
-            from shakespeare.attention_ext.cuda import gpu as driver
+            from shakespeare.attention_ext.cuda.gpu import Module, gpu
 
-            major, minor = (
-                driver.attribute(f"COMPUTE_CAPABILITY_{name}", index) for name in ("MAJOR", "MINOR")
-            )
-            cuda, check = driver.bindings(), driver.checked
-            code = self.source(d, f"sm_{major}{minor}").make()
-            library = check(cuda.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-            function = check(cuda.cuKernelGetFunction(check(cuda.cuLibraryGetKernel(library, b"attention"))))
-            launch = (ctypes.c_int * 3)()
-            address, size = check(cuda.cuLibraryGetGlobal(library, b"attention_launch"), all=True)
-            check(cuda.cuMemcpyDtoH(ctypes.addressof(launch), address, size))
-            if launch[2] > 48 * 1024:  # more must be asked for
-                dynamic = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                check(cuda.cuFuncSetAttribute(function, dynamic, launch[2]))
-            self._on[d, index] = library, function, list(launch)
+            major, minor = gpu(index).capability
+            module = Module(self.source(d, f"sm_{major}{minor}"))
+            launch = module.ints("attention_launch", 3)
+            self._on[d, index] = module, module.function("attention", launch[2]), launch
         return self._on[d, index]
 
     def __call__(
@@ -302,20 +292,17 @@ class OnCuda:
         floats. sizes: B, H, Nq, d, Nk. Raises BuildError as compiled() does, and RuntimeError if the launch
         fails.
         """
-        from shakespeare.attention_ext.cuda import gpu as driver
+        from shakespeare.attention_ext.cuda.gpu import launch
 
         B, H, Nq, d, Nk = sizes
         _, function, (br, threads, shared) = self.compiled(d, index)
         shape = (B, H, Nq, Nk, causal, scale * math.log2(math.e))
         call = CudaCall(*pointers, None, *(Strides(*each) for each in strides), *shape)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
-        grid = (B * H * -(-Nq // br), 1, 1, threads, 1, 1, shared)
+        blocks = B * H * -(-Nq // br)
         try:
-            driver.checked(
-                driver.bindings().cuLaunchKernel(function, *grid, stream, ctypes.addressof(arguments), 0)
-            )
+            launch(function, blocks, threads, call, shared=shared, stream=stream)
         except BuildError as error:
-            what = f"{grid[0]} blocks of {threads} threads and {shared} bytes of shared memory"
+            what = f"{blocks} blocks of {threads} threads and {shared} bytes of shared memory"
             raise RuntimeError(f"the launch of {what} failed: {error}") from None
 
 
@@ -351,12 +338,12 @@ class OnLadder:
 
     def source(self, d: int, arch: str) -> nvrtc.Source:
         """What NVRTC compiles for heads of width d and an architecture such as sm_90."""
-        from shakespeare.attention_ext.cuda import gpu as driver
+        from shakespeare.attention_ext.cuda.gpu import source
         from shakespeare.attention_ext.cuda.kernels import Gpu
 
         capability = int(arch[3:-1]), int(arch[-1])
         tile = self._row.tile(d, Dtype.FP32, Gpu(arch, capability, SHARED_BYTES, 1))
-        return driver.source(self._row, tile, d, Dtype.FP32, capability)
+        return source(self._row, tile, d, Dtype.FP32, capability)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **others: Any) -> Tensor:
         """The output (B, H, Nq, d) on q's GPU. others are not used."""

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.parts import Part
-from shakespeare.generation.engines import cuda
+from shakespeare.attention_ext.cuda.gpu import FORMATS, Module, gpu, launch
+from shakespeare.attention_ext.parts import Dtype, Part
+from shakespeare.generation.engines.layouts import SOURCES
 from shakespeare.generation.sampling import Sampling, drawn
 from shakespeare.model.gpt import GPT
 from shakespeare.model.kv_cache import KVCache
@@ -31,7 +32,6 @@ SECONDS = 0.005  # of a call of write() by default, so that Ctrl-C takes effect 
 ROWS = 256  # the most tokens of each text in a call of write()
 SMALL = 128  # threads of a block where there are many, so that all run at a time
 LARGE = 512  # where there are few, so that a long text's keys are read at once
-FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # FORMAT of attention_ext/csrc/cuda/call.h
 WIDEST = 128  # the widest head of csrc/cuda/attend.cu
 MOST_GRAPHS = 32  # kept: by the number of texts and by sampling
 FIRST_ROW_SECONDS = 1e-3  # the guess before one was measured
@@ -103,25 +103,23 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tex
     out = torch.empty(n, 1, heads, d, device=q.device)
     pointers = (t.data_ptr() for t in (q, k, v, keys, values, texts.at, texts.lengths, out))
     step = Step(*pointers, heads, keys.shape[2], q.stride(0), 1 / (math.sqrt(d) * math.log(2)))
-    of = torch.cuda.get_device_properties(q.device)
-    threads = LARGE if n * heads <= 2 * of.multi_processor_count else SMALL
-    function, _ = kernel(d, FORMATS[keys.dtype], threads, of.major, of.minor)
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(step))
-    stream = torch.cuda.current_stream().cuda_stream
-    cuda.launch(function, n * heads, threads, stream, ctypes.addressof(arguments))
+    threads = LARGE if n * heads <= 2 * gpu(q.device.index).multiprocessors else SMALL
+    function, _ = kernel(d, Dtype.of(keys.dtype), threads, q.device.index)
+    launch(function, n * heads, threads, step)
     return out.transpose(1, 2)
 
 
 @functools.cache
-def kernel(head_dim: int, form: int, threads: int, major: int, minor: int) -> tuple[Any, Any]:
-    """attend.cu on the current GPU, and the library that keeps it alive."""
-    return cuda.load(source(head_dim, form, threads, f"sm_{major}{minor}"), "attend")
+def kernel(head_dim: int, dtype: Dtype, threads: int, index: int) -> tuple[Any, Module]:
+    """attend.cu on a GPU, which is the current one, and the module that keeps it alive."""
+    module = Module(source(head_dim, dtype, threads, gpu(index).capability))
+    return module.function("attend"), module
 
 
-def source(head_dim: int, form: int, threads: int, arch: str) -> nvrtc.Source:
+def source(head_dim: int, dtype: Dtype, threads: int, capability: tuple[int, int]) -> nvrtc.Source:
     """attend.cu for these macros."""
-    macros = {"FORMAT": form, "HEAD_DIM": head_dim, "THREADS": threads}
-    return nvrtc.Source("attend.cu", arch, macros, cuda.SOURCES)
+    macros = {"FORMAT": FORMATS[dtype], "HEAD_DIM": head_dim, "THREADS": threads}
+    return nvrtc.Source("attend.cu", f"sm_{capability[0]}{capability[1]}", macros, SOURCES)
 
 
 def by_pytorch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, texts: Texts) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +72,7 @@ class Slots:
         self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
         self._lengths = np.zeros(slots, np.int32)  # tokens in the cache
         self._pending = np.full(slots, -1, np.int32)  # the chosen token that is not yet read; -1 for none
+        self._kept: list[NDArray[Any]] = [self._lengths, self._pending]  # what a copy of a slot has too
         self._samplings = [Sampling()] * slots
         self._settings = {"sampling": np.tile(settings(Sampling()), (slots, 1)), "bias": np.zeros((slots, V))}
         self._stale = set(self._settings)  # those that the GPU has not got
@@ -78,6 +81,7 @@ class Slots:
         # Prompts to be read, how many of their tokens are; then as in begin().
         self._begun: dict[int, tuple[list[int], int, bool, int | None]] = {}
         self._prompts: dict[int, tuple[list[int], bool]] = {}  # that wait to be read together
+        self._at_once = 0  # tokens of a prompt that waits, at most
 
     def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
         return Uniforms(seed)
@@ -126,12 +130,69 @@ class Slots:
         with self._lock:
             self._begun.pop(slot, None)
 
+    def read(self, slot: int, seconds: float = math.inf) -> bool:
+        end = time.monotonic() + seconds
+        with self._lock:
+            if slot not in self._begun:
+                raise ValueError(f"slot is {slot}; it must be one that was begun")
+            ids, done, continues, top = self._begun[slot]
+            if done == 0 and not continues:
+                self._logprobs[slot] = []
+            if top is None and len(ids) <= self._at_once:
+                self._prompts[slot] = ids, continues
+                done = len(ids)
+            while done < len(ids):
+                first = done + 1
+                done, every = self._read_piece(slot, ids, done, continues, top is not None)
+                if top is not None and every is not None:
+                    following = ids[first : done + 1]
+                    self._logprobs[slot] += logprobs.of_logits(every[: len(following)], following, top)
+                if done < len(ids) and time.monotonic() >= end:
+                    self._begun[slot] = (ids, done, continues, top)
+                    return False
+            del self._begun[slot]
+            self._lengths[slot] = len(ids)
+        return True
+
+    def copy(self, source: int, *targets: int) -> None:
+        for slot in (source, *targets):
+            self._check_slot(slot)
+        at = np.setdiff1d(np.array(targets, np.int64), [source])
+        with self._lock:
+            self._copy(source, at)
+            for of_slots in self._kept:
+                of_slots[at] = of_slots[source]
+            for slot in self._begun.keys() & set(at.tolist()):
+                del self._begun[slot]
+
+    def logits(self, slot: int) -> list[float]:
+        self._check_slot(slot)
+        with self._lock:
+            return self._logits(slot).tolist()
+
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot is {slot}; it must be from 0 to {self.slots - 1}")
 
     def _read_prompts(self) -> None:
         """Read the prompts that wait."""
+        raise NotImplementedError
+
+    def _read_piece(
+        self, slot: int, ids: list[int], done: int, continues: bool, every: bool
+    ) -> tuple[int, NDArray[np.float32] | None]:
+        """Read tokens of a prompt, of which `done` are read; returns how many are then.
+
+        every: also return the logits after each of them, (tokens, V).
+        """
+        raise NotImplementedError
+
+    def _copy(self, source: int, at: NDArray[np.int64]) -> None:
+        """Copy what the GPU has of a slot, and the prompt that waits there, to these other slots."""
+        raise NotImplementedError
+
+    def _logits(self, slot: int) -> NDArray[np.float32]:
+        """A slot's latest logits, (V,)."""
         raise NotImplementedError
 
     def _asked(

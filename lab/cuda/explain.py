@@ -16,8 +16,16 @@ from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import BuildError, check_dtype
 from shakespeare.lab.bench.cases import Cell, check_memory
 from shakespeare.lab.bench.measure import inputs
-from shakespeare.lab.cuda import architectures, costs, gpu
-from shakespeare.lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, WARP, Device, occupancy
+from shakespeare.lab.cuda import costs, gpu
+from shakespeare.lab.cuda.architectures import (
+    EXPONENTIALS,
+    SHARED_BYTES,
+    SHEETS,
+    WARP,
+    architecture,
+    occupancy,
+    rate,
+)
 from shakespeare.lab.cuda.costs import WAVEFRONT, Count, Launch, Shared
 from shakespeare.lab.explain import Limit, arithmetic_text, bound_text
 from shakespeare.lab.text import counted, scaled, size_text
@@ -40,7 +48,7 @@ class Answer:
     case: Case
     kernel: Kernel
     tile: Tile
-    on: Device
+    on: Gpu
     resources: Resources
     fits: dict[str, int]
     blocks: int
@@ -68,9 +76,9 @@ def explain(
         return
     case, name = answer.case, answer.kernel.name
     seconds, error = measured(cell, name)
-    rate, peak = case.flops / seconds, limits[0]
-    share = f"{100 * peak[2] / seconds:.0f} % of {peak[0]}"
-    echo(f"measured    {1e3 * seconds:.3g} ms (IQR {1e3 * error:.2g}), {rate / 1e12:.3g} TFLOP/s = {share}")
+    peak, _, least = limits[0]
+    share = f"{case.flops / seconds / 1e12:.3g} TFLOP/s = {100 * least / seconds:.0f} % of {peak}"
+    echo(f"measured    {1e3 * seconds:.3g} ms (IQR {1e3 * error:.2g}), {share}")
 
 
 def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> Answer:
@@ -88,18 +96,17 @@ def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> An
         except BuildError as error:
             raise BuildError(f"{error}; --arch {'|'.join(SHEETS)} explains a kernel without a GPU") from None
         index = torch.cuda.current_device()
-        on, limits = architectures.here(index), driver.gpu(index)
+        on = driver.gpu(index)
     else:
         on = SHEETS[arch]
-        limits = Gpu(on.name, on.capability, on.architecture.block_shared, on.multiprocessors)
     few = few_queries(Nq, Nk, cell.batch * cell.heads, on.multiprocessors, dtype)
-    kernel, tile = choose(name, d, dtype, limits, few, Nq)
+    kernel, tile = choose(name, d, dtype, on, few, Nq)
     _, resources = driver.source(kernel, tile, d, dtype, on.capability).compile()
-    fits = occupancy(on.architecture, tile.threads, resources.registers, tile.shared + resources.shared)
+    fits = occupancy(architecture(on), tile.threads, resources.registers, tile.shared + resources.shared)
     blocks = min(fits.values())
     if arch is None:
         torch.cuda.synchronize(index)  # makes the GPU's context current
-        blocks = driver.load(kernel, tile, d, dtype, index).resident()
+        blocks = driver.resident(driver.load(kernel, tile, d, dtype, index))
     case = replace(cell.case(), br=tile.br, bc=tile.bc)
     count = costs.counted(Launch(case, kernel, tile, blocks * on.multiprocessors))
     return Answer(case, kernel, tile, on, resources, fits, blocks, arch is None, count)
@@ -125,7 +132,7 @@ def resources_text(answer: Answer) -> str:
     launches = f" in {count.launches:,} launches" if count.launches > 1 else ""
     spilled = f"{used.spill_stores} B stored, {used.spill_loads} B loaded" if used.spill_stores else "none"
     resident = f"{counted(answer.blocks, 'block')} a multiprocessor"
-    warps, most = answer.blocks * -(-tile.threads // WARP), answer.on.architecture.warps
+    warps, most = answer.blocks * -(-tile.threads // WARP), architecture(answer.on).warps
     share = f"{warps} of {most} warps = {100 * warps / most:.0f} %"
     others = ", ".join(f"{number} by {name}" for name, number in fits.items())
     said = "by the driver" if answer.driver else "counted from ptxas's report"
@@ -168,14 +175,15 @@ def limits_of(answer: Answer) -> list[Limit]:
     """The limits; the arithmetic's peak is the first."""
     on, count = answer.on, answer.count
     tensor = count.tensor
-    rate = on.rate(on.architecture.tensor / tensor if tensor else 2 * on.architecture.fma)
+    clock = architecture(on)
+    peak = rate(on, clock.tensor / tensor if tensor else 2 * clock.fma)
     unit = "tensor" if tensor else "FMA"
     products = ", in three products of tf32" if tensor > 1 else ""
-    found = [(f"the {unit} peak", f"{rate / 1e12:.4g} TFLOP/s{products}", answer.case.flops / rate)]
+    found = [(f"the {unit} peak", f"{peak / 1e12:.4g} TFLOP/s{products}", answer.case.flops / peak)]
     if count.wavefronts:
-        shared = on.rate(SHARED_BYTES)
+        shared = rate(on, SHARED_BYTES)
         found.append(("shared memory", f"{shared / 1e12:.3g} TB/s", WAVEFRONT * count.wavefronts / shared))
-    exponentials = on.rate(EXPONENTIALS)
+    exponentials = rate(on, EXPONENTIALS)
     many = f"{scaled(count.exponentials).strip()} of them, {exponentials / 1e12:.3g} T a second"
     found.append(("exponentials", many, count.exponentials / exponentials))
     if on.bandwidth:  # some drivers give no clock of the memory

@@ -116,26 +116,24 @@ class Trial:
 
     def _on_gpu(self, given: list[NDArray[np.float32]], case: Case, fill: float) -> Floats:
         """Without PyTorch, whose start takes seconds. A matrix ends where NaN begins."""
-        from shakespeare.attention_ext.cuda.gpu import bindings
-        from shakespeare.generation.engines import cuda
+        from shakespeare.attention_ext.cuda import gpu
 
-        driver, check, shape = bindings(), cuda.checked, (case.B, case.H, case.Nq, case.d)
+        shape = (case.B, case.H, case.Nq, case.d)
         sent, held = [], []
         strides = [tuple(s // 4 for s in t.strides[:3]) for t in given]
         for t in (*given, np.full(shape, fill, np.float32)):
             count = 1 + sum((n - 1) * stride // 4 for n, stride in zip(t.shape, t.strides))
             flat = np.lib.stride_tricks.as_strided(t, (count,), (4,))  # with what lies between its rows
             sent.append(np.concatenate([flat, np.full(self.guard, np.nan, np.float32)]))
-            held.append(cuda.Memory(sent[-1].nbytes))
-            check(driver.cuMemcpyHtoD(held[-1].address, sent[-1].ctypes.data, sent[-1].nbytes))
+            held.append(gpu.Memory.of(sent[-1]))
         sizes = (*shape, case.Nk)
         self.kernel.launch([m.address for m in held], strides, sizes, case.causal, case.applied)
-        (error,) = driver.cuCtxSynchronize()
-        if error != 0:
-            raise RuntimeError(driver.cuGetErrorString(error)[1].decode())
+        try:
+            gpu.synchronize()
+        except BuildError as error:
+            raise RuntimeError(str(error)) from None
         for name, memory, before in zip(("q", "k", "v", "out"), held, sent):
-            after = np.empty_like(before)
-            check(driver.cuMemcpyDtoH(after.ctypes.data, memory.address, after.nbytes))
+            after = memory.read(np.empty_like(before))
             bits = before.view(np.uint32) == after.view(np.uint32)  # NaN is not equal to itself
             end = len(bits) - self.guard
             if not bits[end:].all():
@@ -163,14 +161,12 @@ class Trial:
 
 def check_gpu(kernel: own.OnCuda | own.OnLadder | own.InPython) -> None:
     """Raise BuildError if there is no GPU, or if CUDA's compiler refuses the kernel."""
+    from shakespeare.attention_ext.cuda import gpu
+
     if isinstance(kernel, own.InPython):
-        from shakespeare.attention_ext.cuda import gpu as driver
-
-        return driver.check_gpu()
-    from shakespeare.generation.engines import cuda
-
+        return gpu.check_gpu()
     try:
-        major, minor = cuda.gpu().capability
+        major, minor = gpu.gpu().capability
     except BuildError:
         _, resources = kernel.source(64, COMPILED_FOR).compile()
         what = f"it compiles for {COMPILED_FOR}, with {resources.registers} registers, and is not tried"
@@ -409,14 +405,14 @@ def _warm() -> None:
         torch.zeros(1, device="cuda")
         return _expect()
     from shakespeare.attention_ext.build import nvrtc
-    from shakespeare.generation.engines import cuda
+    from shakespeare.attention_ext.cuda import gpu
 
-    made = threading.Thread(target=_silent, args=(cuda.gpu,))
+    made = threading.Thread(target=_silent, args=(gpu.activate,))
     made.start()
     _silent(nvrtc.versions)
     _expect()
     made.join()
-    _silent(lambda: cuda.gpu().activate())
+    _silent(gpu.activate)
 
 
 def _silent(call: Callable[[], object]) -> None:

@@ -9,7 +9,6 @@ import runpy
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,9 +20,9 @@ from support import ROOT, naming, resident
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache, nvrtc, prebuilt
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
-from shakespeare.generation.engines import cuda, pytorch, slots
+from shakespeare.generation.engines import cuda, layouts, pytorch, slots
 from shakespeare.generation.engines.engine import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import complete, generate
@@ -65,6 +64,7 @@ def no_gpu(monkeypatch) -> str:
 
     monkeypatch.setattr(driver, "check_gpu", check_gpu)
     monkeypatch.setattr(cuda, "gpu", check_gpu)
+    monkeypatch.setattr(cuda, "device", check_gpu)
     return message
 
 
@@ -162,8 +162,8 @@ def test_the_loss_is_that_of_the_cpu(gpu):
 # The cuda engine, as far as it needs no GPU
 
 
-def gpu_of(capability=(9, 0), shared=H100, cache=50 << 20):
-    return SimpleNamespace(name="a GPU", capability=capability, shared=shared, cache=cache)
+def gpu_of(capability=(9, 0)):
+    return Gpu("a GPU", capability, H100, 132, l2=50 << 20)
 
 
 FP32 = dict(config=SHAKES256, weights=Precision.FP32, kv_cache=CachePrecision.FP32)
@@ -176,23 +176,23 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     "layout, texts, capability",
     [
-        (cuda.Cluster(**FP32, blocks=16), 1, (9, 0)),
-        pytest.param(cuda.Cluster(**FP32, blocks=16), 5, (9, 0), marks=FULL),
-        pytest.param(cuda.Cluster(**BF16, blocks=16), 5, (9, 0), marks=FULL),
-        pytest.param(cuda.Cluster(**WIDE, blocks=16), 3, (9, 0), marks=FULL),
-        pytest.param(cuda.Cluster(**FP32, blocks=16, clocks=True), 2, (10, 0), marks=FULL),
-        (cuda.Grid(**FP32), 4, (9, 0)),
-        pytest.param(cuda.Grid(**BF16), 8, (9, 0), marks=FULL),
-        pytest.param(cuda.Grid(**WIDE), 1, (8, 0), marks=FULL),
-        pytest.param(cuda.Grid(**FP32, clocks=True), 1, (8, 6), marks=FULL),
-        pytest.param(cuda.Grid(**FP32, prompt=True), 4, (8, 9), marks=FULL),
-        pytest.param(cuda.Grid(**BF16, prompt=True), 4, (10, 0), marks=FULL),
+        (layouts.Cluster(**FP32, blocks=16), 1, (9, 0)),
+        pytest.param(layouts.Cluster(**FP32, blocks=16), 5, (9, 0), marks=FULL),
+        pytest.param(layouts.Cluster(**BF16, blocks=16), 5, (9, 0), marks=FULL),
+        pytest.param(layouts.Cluster(**WIDE, blocks=16), 3, (9, 0), marks=FULL),
+        pytest.param(layouts.Cluster(**FP32, blocks=16, clocks=True), 2, (10, 0), marks=FULL),
+        (layouts.Grid(**FP32), 4, (9, 0)),
+        pytest.param(layouts.Grid(**BF16), 8, (9, 0), marks=FULL),
+        pytest.param(layouts.Grid(**WIDE), 1, (8, 0), marks=FULL),
+        pytest.param(layouts.Grid(**FP32, clocks=True), 1, (8, 6), marks=FULL),
+        pytest.param(layouts.Grid(**FP32, prompt=True), 4, (8, 9), marks=FULL),
+        pytest.param(layouts.Grid(**BF16, prompt=True), 4, (10, 0), marks=FULL),
     ],
-    ids=lambda x: type(x).__name__ if isinstance(x, cuda.Layout) else str(x),
+    ids=lambda x: type(x).__name__ if isinstance(x, layouts.Layout) else str(x),
 )
 def test_the_decoder_compiles_and_hardly_spills(layout, texts, capability):
     _, found = layout.source(texts, capability).compile()
-    few = 32 if isinstance(layout, cuda.Grid) else 0  # bytes: two blocks share the registers there
+    few = 32 if isinstance(layout, layouts.Grid) else 0  # bytes: two blocks share the registers there
     assert 0 < found.registers <= 255 and found.spill_stores <= few, found
 
 
@@ -200,7 +200,7 @@ def test_the_decoder_compiles_and_hardly_spills(layout, texts, capability):
 def test_the_blocks_hold_each_row_of_each_matrix_once(weights):
     checkpoint = tiny.gpt(n_embd=32, n_head=4, n_layer=2, vocab_size=21, bias=True)
     tensors = checkpoint.weights
-    packed = cuda.Cluster(checkpoint.config, weights, CachePrecision.FP32, 8).pack(tensors)
+    packed = layouts.Cluster(checkpoint.config, weights, CachePrecision.FP32, 8).pack(tensors)
     rounded = (lambda x: x) if weights is Precision.FP32 else pytorch_bits
 
     def joined(field, parts=1):
@@ -238,13 +238,13 @@ def test_what_does_not_fit_is_a_sentence():
         ),
     ):
         with naming(message), pytest.raises(cuda.Unfit, match=message):
-            cuda.layouts_for(config, weights, cache, on)
-    (found,), grid = cuda.layouts_for(SHAKES256, fp32, cache, gpu_of())
+            layouts.layouts_for(config, weights, cache, on)
+    (found,), grid = layouts.layouts_for(SHAKES256, fp32, cache, gpu_of())
     assert (found.blocks, found.most_texts(H100), grid.most_texts(H100)) == (16, 5, 8)
-    both, _ = cuda.layouts_for(SHAKES256, Precision.BF16, cache, gpu_of())
+    both, _ = layouts.layouts_for(SHAKES256, Precision.BF16, cache, gpu_of())
     assert [each.blocks for each in both] == [16, 8]
-    assert cuda.layouts_for(GPTConfig(64, 65, 1, 2, 8), fp32, cache, gpu_of())[0][0].blocks == 8
-    assert cuda.layouts_for(SHAKES256, fp32, cache, gpu_of((8, 6)))[0] == []
+    assert layouts.layouts_for(GPTConfig(64, 65, 1, 2, 8), fp32, cache, gpu_of())[0][0].blocks == 8
+    assert layouts.layouts_for(SHAKES256, fp32, cache, gpu_of((8, 6)))[0] == []
 
 
 def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch, capsys):
@@ -329,12 +329,11 @@ def test_what_the_slots_need_is_compiled_and_a_wheel_brings_it(emulated, monkeyp
         ((8, 6), 0, 1, "auto", "bf16", [1]),
         ((9, 0), 2, 500, "auto", "fp32", [4, 2, 3, 4, 5, 4, 8]),
     ):
-        emulated(monkeypatch, cuda.THREADS, cuda.CLUSTERS)
-        on = cuda.gpu()
+        emulated(monkeypatch, layouts.THREADS, layouts.CLUSTERS)
+        on = cuda.device()
         monkeypatch.setattr(on, "clusters", lambda layout, drafts=False: clusters)
-        monkeypatch.setattr(on, "capability", capability)
-        monkeypatch.setattr(on, "cache", 50 << 20)
-        monkeypatch.setattr(on, "shared", prebuilt.GPUS[capability] << 10)
+        shared = prebuilt.GPUS[capability] << 10
+        on.on = replace(on.on, capability=capability, l2=50 << 20, shared=shared)
         open_engine(
             checkpoint, "cuda", device="cuda", slots=count, draft=draft, weights=precision, kv_cache=precision
         )
@@ -431,8 +430,8 @@ def test_a_batch_changes_no_text_on_a_gpu():
 
 def free_bytes() -> int:
     """Free memory of the GPU."""
-    cuda.gpu().activate()
-    return int(cuda.checked(cuda.bindings().cuMemGetInfo()))
+    cuda.device().activate()
+    return int(driver.checked(driver.bindings().cuMemGetInfo()))
 
 
 @pytest.mark.full
