@@ -27,7 +27,8 @@ from shakespeare.app.cli import options
 from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.generation.engines import cuda
-from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Request
 from shakespeare.model import corpus, load

@@ -47,7 +47,7 @@ from benchmarks.peers.pytorch import CachedPyTorch, Transformers, UncachedPyTorc
 from shakespeare.app.cli import options
 from shakespeare.attention_ext import PARTS, extension
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
-from shakespeare.generation.engines.engine import ENGINES, ON_DEVICE, open_engine
+from shakespeare.generation.engines.table import ENGINES, open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Request
 from shakespeare.lab import saved
@@ -469,7 +469,7 @@ def main(
         sys.exit(WRONG_EXIT_CODE if any_wrong(content["cases"]) else 0)
     cases = cases or ON_CPU
     text = corpus.read(file or corpus.INPUT) if file or corpus.INPUT.exists() else None
-    on_cpu = [engine for engine in engines if engine in ON_DEVICE["cpu"]]
+    on_cpu = [engine for engine in engines if "cpu" in ENGINES[engine].devices]
     contenders = [Contender(e, p) for p in parts for e in on_cpu if e == "torch" or PARTS[p].operator]
     native = [each for each in contenders if each.engine == "native"]
     contenders += [replace(each, weights=Precision(name)) for each in native for name in weights]

@@ -30,7 +30,7 @@ from benchmarks.peers import Peer
 from benchmarks.peers.pytorch import CachedPyTorch, Transformers
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Dtype, Precision
 from shakespeare.attention_ext.webgpu.gpu import opened
-from shakespeare.generation.engines.engine import ON_DEVICE
+from shakespeare.generation.engines.table import ENGINES
 from shakespeare.generation.sampling import Sampling
 from shakespeare.lab.cuda.gpu import Gpu
 from shakespeare.lab.machine import describe
@@ -209,7 +209,7 @@ def compare(
     gpu = Gpu()
     on = gpu.describe()
     click.echo(f"{on['name']}, PyTorch {torch.__version__}, CUDA {on['cuda']}")
-    contenders = [bench.Contender(name, "part4") for name in engines if name in ON_DEVICE["cuda"]]
+    contenders = [bench.Contender(name, "part4") for name in engines if "cuda" in ENGINES[name].devices]
     if "webgpu" in engines:
         contenders.append(bench.Contender("webgpu", "part4"))
     contenders += [bench.Contender(name) for name in PEERS if name in peers]

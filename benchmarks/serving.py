@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from benchmarks.measuring import attempt, show_table, write  # noqa: E402
 from benchmarks.servers import CORES, LLAMA, OWN, PROMPT, Client, Process, start  # noqa: E402
 from shakespeare.app.cli.options import option, whole  # noqa: E402
-from shakespeare.generation.engines.engine import open_engine  # noqa: E402
+from shakespeare.generation.engines.table import open_engine  # noqa: E402
 from shakespeare.generation.sampling import Sampling  # noqa: E402
 from shakespeare.generation.texts import complete  # noqa: E402
 from shakespeare.generation.writer import Request, Writer  # noqa: E402

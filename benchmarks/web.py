@@ -25,7 +25,7 @@ from benchmarks.servers import Process
 from shakespeare.app.cli.options import choice, set_threads, whole
 from shakespeare.attention_ext import processor
 from shakespeare.attention_ext.build import toolchain
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.writer import Request
 from shakespeare.model import load
 from shakespeare.model.checkpoint import SHIPPED

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shakespeare.generation.engines.engine import open_engine
 from shakespeare.generation.engines.native import Decoder
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.logprobs import MOST_TOP
 from shakespeare.generation.writer import Request, Writer
 from shakespeare.model.checkpoint import Checkpoint

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from shakespeare.attention_ext.checks import none_is_default, truth
 from shakespeare.attention_ext.parts import BuildError, CachePrecision
-from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Request, Text, Writer
 from shakespeare.model.checkpoint import Checkpoint, loaded

@@ -26,9 +26,10 @@ import torch
 from torch import nn
 
 from shakespeare.attention_ext.parts import CachePrecision, helpers_of
-from shakespeare.generation.engines.engine import Engine, member, open_engine
+from shakespeare.generation.engines.engine import Engine, member
 from shakespeare.generation.engines.native import Decoder, DraftCounts
 from shakespeare.generation.engines.pytorch import TorchEngine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.texts import slots_for
 from shakespeare.generation.writer import Request, Writer
 from shakespeare.lab.machine import Load, busy_text
@@ -173,7 +174,7 @@ def run(
     measured. Each later token is measured with the reading of the token before it.
 
     model: the model's name, for the output. part, simd, weights, kv_cache, others: as in
-    generation.engines.engine.open_engine.
+    EngineOptions.
     prompt_tokens: by default half of the block size. tokens: by default DEFAULT_TOKENS, at most the rest of
     the block size. texts: are written together, after the same prompt. trace_file: the trace is written to it
     as JSON.

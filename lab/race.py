@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.parts import check_part, running_on
-from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import capacity_for
 from shakespeare.generation.writer import Request, Writer
@@ -122,23 +122,11 @@ def _warm_up(engine: Engine, request: Request) -> None:
         writer.step(1)
 
 
-def describe(
-    runners: Sequence[Runner], use_cache: bool, device: str = "cpu", kernel: str | None = None
-) -> str:
+def describe(runners: Sequence[Runner], use_cache: bool) -> str:
     """A description of the race; different engines are named."""
     lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
-    if device == "cuda":
-        from shakespeare.attention_ext.cuda import gpu as driver
-
-        head_dim = runners[0].engine.config.head_dim
-        lines += [
-            getattr(r.engine, "description", None) or driver.describe(r.part, kernel, head_dim)
-            for r in runners
-        ]
-    else:
-        engines = (r.engine for r in runners if r.engine.simd_name)
-        lines += [extension.describe_helpers(str(e.simd_name), e.threads) for e in islice(engines, 1)]
-        lines += [r.engine.description for r in runners if hasattr(r.engine, "description")]
+    by_kernels = [r.engine for r in runners if r.engine.simd_name or r.engine.device != "cpu"]
+    lines += dict.fromkeys(engine.description for engine in by_kernels)
     names = dict.fromkeys(r.engine.name for r in runners)
     if len(names) > 1:
         of = {name: ", ".join(r.part for r in runners if r.engine.name == name) for name in names}

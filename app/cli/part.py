@@ -6,19 +6,17 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shakespeare.app.cli import options, watch
 from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import PARTS
-from shakespeare.attention_ext.parts import CachePrecision, check_part, helpers_of, running_on, with_gradient
+from shakespeare.attention_ext.parts import CachePrecision, helpers_of, running_on, with_gradient
 
 if TYPE_CHECKING:
-    from shakespeare.generation.engines.cuda import CudaEngine
     from shakespeare.generation.engines.engine import Engine
-    from shakespeare.generation.engines.webgpu import WebGpuEngine
     from shakespeare.generation.texts import Completion
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
@@ -26,9 +24,6 @@ WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again"}
 NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype"}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
-# Options of open_engine().
-ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads", "draft")
-
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
 SEPARATOR = "-" * 15
@@ -166,10 +161,14 @@ class Session:
 
     def open(self, slots: int, capacity: int) -> "Engine":
         """Open the requested engine."""
-        from shakespeare.generation.engines.engine import open_engine
+        from shakespeare.generation.engines.engine import EngineOptions
+        from shakespeare.generation.engines.table import choose
 
-        settings = {name: self.asked[name] for name in ENGINE}
-        return open_engine(self.checkpoint, part=self.part, slots=slots, capacity=capacity, **settings)
+        chosen = EngineOptions.of(self.asked, part=self.part, slots=slots, capacity=capacity)
+        engine, unfit = choose(self.checkpoint, chosen)
+        for why in unfit:
+            notice(why)
+        return engine
 
     def announce(self, engine: "Engine") -> None:
         """Describe the model, the kernel and the engine."""
@@ -180,21 +179,9 @@ class Session:
         with contextlib.suppress(OSError, ValueError):  # it is outside the current folder, or that is removed
             meta = meta.relative_to(Path.cwd())
         notice(f"Loading meta from {meta}...")
-        row = check_part(self.part)
-        kernel = f"Attention by {row.summary}"
-        if asked["device"] == "cuda" and engine.name == "torch" and not row.file:
-            from shakespeare.attention_ext.cuda import gpu as driver
-
-            kernel = driver.describe(self.part, asked["kernel"], config.head_dim)
-        elif engine.name in ("cuda", "webgpu"):
-            kernel = cast("CudaEngine | WebGpuEngine", engine).description
-        elif engine.simd_name:
-            from shakespeare.attention_ext import extension
-
-            kernel = extension.describe_helpers(engine.simd_name, engine.threads)
         precisions = {"weights": asked["weights"], "cache": asked["kv_cache"]}
         rounded = "".join(f", {what} in {name}" for what, name in precisions.items() if name != "fp32")
-        notice(f"{kernel}, {engine.name} engine{rounded}")
+        notice(f"{engine.description}, {engine.name} engine{rounded}")
 
 
 def write(session: Session) -> None:
@@ -243,13 +230,12 @@ def write(session: Session) -> None:
 def record(session: Session, engine: "Engine", completion: "Completion") -> dict[str, Any]:
     """What --json prints of a sample."""
     simd = session.asked["simd"]
-    device = "cpu" if engine.name == "native" else session.asked["device"]  # where WebGPU cannot write
     return {
         "model": session.asked["model"],
         "part": session.part,
         "engine": engine.name,
-        "device": device,
-        "simd": helpers_of(session.part, simd) if device == "cpu" else None,
+        "device": engine.device,
+        "simd": helpers_of(session.part, simd) if engine.device == "cpu" else None,
         "threads": session.asked["threads"],
         "seed": completion.request.seed,
         "prompt": session.prompt,

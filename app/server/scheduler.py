@@ -21,7 +21,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from shakespeare.app.server import Settings
 from shakespeare.app.server.requests import ApiError
 from shakespeare.app.server.responses import Call, Choice
-from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.writer import Text, Writer
 from shakespeare.model.checkpoint import Checkpoint
 

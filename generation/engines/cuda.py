@@ -91,7 +91,7 @@ class CudaEngine(Slots):
     arguments and the errors are those of open_engine(), and Unfit.
     """
 
-    name = "cuda"
+    name = device = "cuda"
 
     def __init__(
         self,

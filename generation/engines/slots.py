@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.generation import logprobs
+from shakespeare.generation.engines.engine import Unfit as Unfit
 from shakespeare.generation.engines.engine import rows_of
 from shakespeare.generation.logprobs import TokenLogprob
 from shakespeare.generation.sampling import NUMBERS, Sampling
@@ -20,10 +21,6 @@ from shakespeare.model.config import GPTConfig
 
 SETTINGS = len(NUMBERS) + 2  # a text's settings and what follows from them
 ADJUSTED = len(NUMBERS)  # whether logits are changed before the choice
-
-
-class Unfit(ValueError):
-    """A model, a precision or a GPU that an engine does not take."""
 
 
 class Uniforms:
@@ -126,6 +123,15 @@ class Slots:
             self._lengths[slot], self._pending[slot] = 0, -1
             self._begun[slot] = (list(ids), 0, continues, top)
 
+    def _next_prompt(self, slot: int) -> tuple[list[int], int, bool, int | None]:
+        """The prompt that read() goes on with, as in _begun. A new one ends the slot's log-probabilities."""
+        if slot not in self._begun:
+            raise ValueError(f"slot is {slot}; it must be one that was begun")
+        _, done, continues, _ = prompt = self._begun[slot]
+        if done == 0 and not continues:
+            self._logprobs[slot] = []
+        return prompt
+
     def drop(self, slot: int) -> None:
         with self._lock:
             self._begun.pop(slot, None)
@@ -133,11 +139,7 @@ class Slots:
     def read(self, slot: int, seconds: float = math.inf) -> bool:
         end = time.monotonic() + seconds
         with self._lock:
-            if slot not in self._begun:
-                raise ValueError(f"slot is {slot}; it must be one that was begun")
-            ids, done, continues, top = self._begun[slot]
-            if done == 0 and not continues:
-                self._logprobs[slot] = []
+            ids, done, continues, top = self._next_prompt(slot)
             if top is None and len(ids) <= self._at_once:
                 self._prompts[slot] = ids, continues
                 done = len(ids)
@@ -223,14 +225,14 @@ class Slots:
         """Whether one of these slots wants log-probabilities."""
         return bool(self._tops) and not self._tops.keys().isdisjoint(slots)
 
-    def _score(self, slots: Sequence[int], chosen: NDArray[np.int32], every: NDArray[np.float32]) -> None:
+    def _score(self, slots: Sequence[int], chosen: NDArray[Any], every: NDArray[np.float32]) -> None:
         """Keep log-probabilities of tokens (rows, slots), from logits (rows, slots, V), where wanted."""
         for i, slot in enumerate(slots):
             if (top := self._tops.get(slot)) is not None:
                 self._logprobs[slot] += logprobs.of_logits(every[:, i], chosen[:, i].tolist(), top)
 
 
-def numbers_only(chosen: NDArray[np.int32]) -> NDArray[np.int32]:
+def numbers_only(chosen: NDArray[Any]) -> NDArray[Any]:
     """The tokens. Raises ValueError if one is -1: its logits could not be sampled."""
     if (chosen < 0).any():
         raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")

@@ -170,7 +170,7 @@ class Chunk:
 class WebGpuEngine(Slots):
     """An Engine on the first adapter of WebGPU. The arguments and errors are open_engine()'s, and Unfit."""
 
-    name = "webgpu"
+    name = device = "webgpu"
 
     def __init__(
         self,

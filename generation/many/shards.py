@@ -26,7 +26,8 @@ from shakespeare.attention_ext import processor, tiles
 from shakespeare.attention_ext.build import prebuilt
 from shakespeare.attention_ext.checks import set_whole
 from shakespeare.attention_ext.parts import PARTS, CachePrecision, helpers_of
-from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import NUMBERS, Sampling
 from shakespeare.generation.texts import capacity_for, complete, slots_for
 from shakespeare.generation.writer import Request, Writer

@@ -16,7 +16,7 @@ from shakespeare.attention_ext import PARTS
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.generation.engines import cuda, layouts
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.many import bulk, shards
 from shakespeare.generation.many.jobs import Job
 from shakespeare.generation.many.processes import local_pool

@@ -23,7 +23,9 @@ from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
 from shakespeare.generation.engines import cuda, layouts, pytorch, slots
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.engine import EngineOptions
+from shakespeare.generation.engines.table import choose as choose_engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import complete, generate
 from shakespeare.generation.writer import Request, Writer
@@ -72,10 +74,10 @@ def test_a_wrong_argument_is_named(no_gpu):
     for change, message in (
         (dict(device="tpu"), "device is 'tpu'; it must be one of cpu, cuda"),
         (dict(part="part1"), "device is 'cuda'; part1 does not run there, only part0 and part4"),
-        (dict(engine="native"), "engine is 'native'; it must be 'torch' or 'cuda' on CUDA"),
+        (dict(engine="native"), "engine is 'native'; it must be 'cuda' or 'torch' on CUDA"),
         (dict(engine="cuda", device="cpu"), "engine is 'cuda'; it must be 'native' or 'torch' on the CPU"),
         (dict(engine="cuda", part="part0"), "engine is 'cuda'; it must be 'torch' with part0"),
-        (dict(engine="cuda", kernel="4"), "kernel is '4'; it must be None with engine='cuda'"),
+        (dict(engine="cuda", kernel="4"), "kernel is '4'; it must be None with the cuda engine"),
         (dict(simd="off"), "simd is 'off'; it must be 'auto' on CUDA"),
         (dict(br=64), "br is 64; it must be None on CUDA"),
         (dict(bc=64), "bc is 64; it must be None on CUDA"),
@@ -247,14 +249,16 @@ def test_what_does_not_fit_is_a_sentence():
     assert layouts.layouts_for(SHAKES256, fp32, cache, gpu_of((8, 6)))[0] == []
 
 
-def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch, capsys):
+def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch):
     def unfit(*arguments, **named):
         raise cuda.Unfit("a model that does not fit")
 
     monkeypatch.setattr(cuda, "CudaEngine", unfit)
     monkeypatch.setattr(pytorch, "open_torch", lambda *arguments: "torch")
-    assert open_engine(tiny.gpt(), device="cuda") == "torch"
-    assert capsys.readouterr().err == "a model that does not fit; the torch engine writes\n"
+    said = ["a model that does not fit; the torch engine writes"]
+    assert choose_engine(tiny.gpt(), EngineOptions(device="cuda")) == ("torch", said)
+    with pytest.warns(UserWarning, match=said[0]):
+        assert open_engine(tiny.gpt(), device="cuda") == "torch"
     with pytest.raises(ValueError, match="a model that does not fit"):
         open_engine(tiny.gpt(), "cuda", device="cuda")
 

@@ -19,7 +19,7 @@ from shakespeare.attention_ext import extension as built
 from shakespeare.attention_ext.parts import PARTS, BuildError
 from shakespeare.generation import draft as drafts
 from shakespeare.generation.distributions import distributions
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Request, Writer
 from shakespeare.model import load

@@ -11,7 +11,7 @@ import torch
 from support import naming
 
 from shakespeare import generate, load
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.many.jobs import Job
 from shakespeare.generation.many.shards import Settings
 from shakespeare.generation.sampling import Sampling

@@ -10,8 +10,9 @@ import tiny
 import torch
 from steps import choose, logits, prefill
 
-from shakespeare.attention_ext.parts import PARTS, Dtype
+from shakespeare.attention_ext.parts import PARTS, CachePrecision, Dtype
 from shakespeare.generation.engines import graph, pytorch
+from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Request, Writer
 
@@ -28,20 +29,20 @@ def no_graphs(monkeypatch) -> None:
     monkeypatch.setattr(graph.Graphs, "_graph", uncaptured)
 
 
-def engines(dtype=torch.float32, slots=5):
+def engines(kv_cache="fp32"):
     """The engine without and with the steps of a graph."""
-    gpt = tiny.gpt()
-    return [pytorch.TorchEngine(gpt, slots, 16, dtype, part=part) for part in (None, PARTS["part0"])]
+    gpt, options = tiny.gpt(), EngineOptions(part="part0", kv_cache=kv_cache, slots=5)
+    return [pytorch.TorchEngine(gpt, options, part) for part in (None, options.row)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_cache", list(CachePrecision))
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(), Sampling(0), Sampling(1.2, 5, 0.9, 0.02, 0.8), PENALTIES],
     ids=["plain", "greedy", "filtered", "on the host"],
 )
-def test_any_texts_at_any_lengths(no_graphs, dtype, sampling):
-    plain, stepped = engines(dtype)
+def test_any_texts_at_any_lengths(no_graphs, kv_cache, sampling):
+    plain, stepped = engines(kv_cache)
     uniforms = np.random.default_rng(0).random((9, 5))
     at = [3, 0, 4]  # fewer than a power of two; the others keep what they hold
     for each in (plain, stepped):

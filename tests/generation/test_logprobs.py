@@ -12,8 +12,8 @@ from steps import prefill
 from torch.nn import functional as F
 
 from shakespeare.attention_ext import attention
-from shakespeare.generation.engines.engine import open_engine
 from shakespeare.generation.engines.pytorch import rounded
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.logprobs import of_logits
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Request, Writer

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from shakespeare.attention_ext import attention
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Request, Writer
 

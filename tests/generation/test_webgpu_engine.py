@@ -20,7 +20,7 @@ from support import naming
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.attention_ext.webgpu import gpu as by_webgpu
 from shakespeare.generation.engines import webgpu
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling, sample
 from shakespeare.generation.texts import generate
 from shakespeare.generation.writer import Request, Writer
@@ -105,9 +105,9 @@ def test_a_wrong_argument_is_named():
             open_engine(tiny.gpt(), **{"device": "webgpu"} | change)
 
 
-def test_without_an_adapter_the_cpu_writes(extension, no_adapter, capsys, cli):
-    assert open_engine(tiny.gpt(), device="webgpu").name == "native"
-    assert f"{no_adapter}; the native engine writes on the CPU\n" in capsys.readouterr().err
+def test_without_an_adapter_the_cpu_writes(extension, no_adapter, cli):
+    with pytest.warns(UserWarning, match=f"{no_adapter}; the native engine writes on the CPU"):
+        assert open_engine(tiny.gpt(), device="webgpu").name == "native"
     with pytest.raises(BuildError, match=no_adapter):
         open_engine(tiny.gpt(), "webgpu", device="webgpu")
     arguments = ("part4", "--inference", "-m", "shakes128", "--max-new-tokens", 5, "--json")
@@ -119,9 +119,9 @@ def test_without_an_adapter_the_cpu_writes(extension, no_adapter, capsys, cli):
 
 
 @pytest.mark.usefixtures("adapter")
-def test_what_does_not_fit_is_written_by_the_cpu(extension, capsys):
-    assert open_engine(tiny.gpt(), device="webgpu", weights="bf16").name == "native"
-    assert "has weights in fp32, not bf16; the native engine writes" in capsys.readouterr().err
+def test_what_does_not_fit_is_written_by_the_cpu(extension):
+    with pytest.warns(UserWarning, match="has weights in fp32, not bf16; the native engine writes"):
+        assert open_engine(tiny.gpt(), device="webgpu", weights="bf16").name == "native"
 
 
 @pytest.mark.usefixtures("adapter")

@@ -11,7 +11,7 @@ import torch
 from support import naming
 
 from shakespeare.attention_ext import attention
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling, sample
 from shakespeare.generation.writer import Request, Writer
 

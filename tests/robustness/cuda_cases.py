@@ -13,7 +13,7 @@ import torch
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import complete
 from shakespeare.generation.writer import Request, Writer

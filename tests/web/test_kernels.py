@@ -68,7 +68,7 @@ def test_a_window_slides_as_nanogpts_does(node, native):
 
 def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
     """As a text whose prompt ends with the branch, and whose first numbers are skipped."""
-    from shakespeare.generation.engines.engine import open_engine
+    from shakespeare.generation.engines.table import open_engine
 
     node.load()
     checkpoint, at, length = load("shakes256"), 40, 120
