@@ -283,7 +283,7 @@ class CudaEngine(Slots):
                 self._held[name].copy_later(to, of, count * size, self._gpu.stream)
                 origin, done = run[0], done + count
 
-    def _logits(self, slot: int) -> Floats:
+    def _logits_of(self, slot: int) -> Floats:
         self._gpu.activate()
         self._read_prompts()
         synchronize(self._gpu.stream)

@@ -170,7 +170,7 @@ class Slots:
     def logits(self, slot: int) -> list[float]:
         self._check_slot(slot)
         with self._lock:
-            return self._logits(slot).tolist()
+            return self._logits_of(slot).tolist()
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.slots:
@@ -193,7 +193,7 @@ class Slots:
         """Copy what the GPU has of a slot, and the prompt that waits there, to these other slots."""
         raise NotImplementedError
 
-    def _logits(self, slot: int) -> NDArray[np.float32]:
+    def _logits_of(self, slot: int) -> NDArray[np.float32]:
         """A slot's latest logits, (V,)."""
         raise NotImplementedError
 
