@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Lost, Source, opened, reopen
-from shakespeare.generation import logprobs
 from shakespeare.generation.engines.slots import SETTINGS, Slots, Unfit, numbers_only
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, GPTConfig
@@ -167,6 +166,30 @@ class Chunk:
     out: Any
 
 
+class Pieces(NamedTuple):
+    """Tokens of texts to be read, and then chosen.
+
+    at: the slots, (texts,). counts: how many tokens of each follow those in its cache. flags: of each text.
+    numbers: uniform ones, (rows, texts). every: whether the logits of each row or token are wanted.
+    """
+
+    at: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    flags: NDArray[np.int64]
+    numbers: NDArray[np.float64]
+    every: bool
+
+    @property
+    def kept(self) -> int:
+        """The logits of each text that are wanted."""
+        return (len(self.numbers) or int(self.counts.max())) if self.every else 0
+
+    def of(self, places: NDArray[np.int64]) -> Pieces:
+        """Those of some of the texts."""
+        at, counts, flags = (field[places] for field in self[:3])
+        return Pieces(at, counts, flags, self.numbers[:, places], self.every)
+
+
 class WebGpuEngine(Slots):
     """An Engine on the first adapter of WebGPU. The arguments and errors are open_engine()'s, and Unfit."""
 
@@ -192,6 +215,8 @@ class WebGpuEngine(Slots):
         self._tokens = np.zeros((slots, capacity + 1), np.int32)
         self._known, self._prompt, self._cached = np.zeros((3, slots), np.int32)
         self._counts = np.zeros((slots, 2, c.vocab_size), np.uint32)
+        self._kept += [self._tokens, self._known, self._prompt, self._cached, self._counts]
+        self._at_once = SHORT
         self._step_seconds: dict[int, float] = {}  # of so many texts in a dispatch
         self._open()
 
@@ -235,36 +260,19 @@ class WebGpuEngine(Slots):
         np.add.at(made[0], ids[: min(prompt, self._cached[slot])], 1)
         return made
 
-    def read(self, slot: int, seconds: float = math.inf) -> bool:
-        end = time.monotonic() + seconds
-        with self._lock:
-            if slot not in self._begun:
-                raise ValueError(f"slot is {slot}; it must be one that was begun")
-            ids, done, continues, top = self._begun[slot]
-            if done == 0 and not continues:
-                self._logprobs[slot] = []
-            if top is None and len(ids) <= SHORT:
-                self._prompts[slot] = ids, continues
-                done = len(ids)
-            while done < len(ids):
-                done, every = self._read_on(np.array([slot]), np.array([not continues]), top is not None)
-                if top is not None and every is not None:
-                    following = ids[done - len(every) + 1 : done + 1]
-                    rows = every[: len(following), 0]
-                    self._logprobs[slot] += logprobs.of_logits(rows, following, top)
-                if done < len(ids) and time.monotonic() >= end:
-                    self._begun[slot] = (ids, done, continues, top)
-                    return False
-            del self._begun[slot]
-            self._lengths[slot] = len(ids)
-        return True
+    def _read_piece(
+        self, slot: int, ids: list[int], done: int, continues: bool, every: bool
+    ) -> tuple[int, Floats | None]:
+        done, kept = self._read_on(np.array([slot]), np.array([not continues]), every)
+        return done, kept[:, 0] if every else None
 
     def _read_on(
         self, at: NDArray[np.int64], begins: NDArray[np.bool_], every: bool = False
-    ) -> tuple[int, Floats | None]:
-        """Read a piece of the prompts of these slots. Returns the least tokens in the caches, and all logits.
+    ) -> tuple[int, Floats]:
+        """Read a piece of the prompts of these slots.
 
-        begins: whether the counts begin with the prompt.
+        begins: whether the counts begin with the prompt. Returns the least tokens in the caches, and, with
+        `every`, the logits after each token, (tokens, slots, V).
         """
         count = self._steps(len(at), DISPATCH_SECONDS)
         if every:
@@ -272,7 +280,7 @@ class WebGpuEngine(Slots):
         done = self._cached[at]
         counts = np.minimum(self._prompt[at] - done, count)
         flags = PROMPT + FIRST * (begins & (done == 0)) + LAST * (done + counts == self._prompt[at])
-        _, kept = self._run(at, counts, flags, None, every)
+        _, kept = self._run(Pieces(at, counts, flags, np.empty((0, len(at))), every))
         self._cached[at] += counts
         return int(self._cached[at].min()), kept
 
@@ -303,36 +311,24 @@ class WebGpuEngine(Slots):
                     rows = min(rows, max(1, MOST_OUT // (4 * len(at) * self.config.vocab_size)))
                 lengths = self._lengths[at]
                 unread = (self._pending[at] >= 0).astype(np.int64)
-                some, every = self._run(
-                    at, unread, np.zeros(len(at), int), numbers[done : done + rows], scored
-                )
-                chosen[done : done + rows] = some
-                if scored and every is not None:
-                    self._score(slots, some, every)
+                pieces = Pieces(at, unread, np.zeros(len(at), int), numbers[done : done + rows], scored)
+                tokens, every = self._run(pieces)
+                chosen[done : done + rows] = tokens
+                if scored:
+                    self._score(slots, tokens, every)
                 known = lengths + unread
-                self._tokens[at[:, None], known[:, None] + np.arange(rows)] = np.maximum(some.T, 0)
+                self._tokens[at[:, None], known[:, None] + np.arange(rows)] = np.maximum(tokens.T, 0)
                 self._lengths[at] = self._cached[at] = known + rows - 1
                 self._known[at] = known + rows
-                self._pending[at] = np.maximum(some[-1], 0)
+                self._pending[at] = np.maximum(tokens[-1], 0)
                 done += rows
-                if time.monotonic() >= end or (some < 0).any():
+                if time.monotonic() >= end or (tokens < 0).any():
                     break
         return numbers_only(chosen[:done])
 
-    def copy(self, source: int, *targets: int) -> None:
-        for slot in (source, *targets):
-            self._check_slot(slot)
-        at = np.setdiff1d(np.array(targets, np.int64), [source])
-        with self._lock:
-            self._read_prompts()
-            self._surely(lambda: self._copy_buffers(source, at))
-            self._counts[at] = self._counts[source]
-            for of_slots in (self._lengths, self._pending, self._tokens):
-                of_slots[at] = of_slots[source]
-            for of_slots in (self._known, self._prompt, self._cached):
-                of_slots[at] = of_slots[source]
-            for slot in self._begun.keys() & set(targets):
-                del self._begun[slot]
+    def _copy(self, source: int, at: NDArray[np.int64]) -> None:
+        self._read_prompts()
+        self._surely(lambda: self._copy_buffers(source, at))
 
     def _copy_buffers(self, source: int, at: NDArray[np.int64]) -> None:
         """Copy a slot's buffers. No buffer is copied to itself: a slot's bytes are copied out first."""
@@ -342,19 +338,16 @@ class WebGpuEngine(Slots):
             buffer, size = origin.held[name]
             between = self._gpu.buffer(size)
             copies.append((buffer, (source - origin.first) * size, between, 0, size))
-            for number, some in self._by_chunk(at):
-                chunk = self._chunks[number]
-                for slot in at[some] - chunk.first:
-                    copies.append((between, 0, chunk.held[name][0], int(slot) * size, size))
+            for slot in at.tolist():
+                chunk = self._chunk_of(slot)
+                copies.append((between, 0, chunk.held[name][0], (slot - chunk.first) * size, size))
         self._gpu.copy(copies)
 
-    def logits(self, slot: int) -> list[float]:
-        self._check_slot(slot)
-        with self._lock:
-            self._read_prompts()
-            return self._surely(lambda: self._logits_of(slot)).tolist()
-
     def _logits_of(self, slot: int) -> Floats:
+        self._read_prompts()
+        return self._surely(lambda: self._read_logits(slot))
+
+    def _read_logits(self, slot: int) -> Floats:
         chunk = self._chunk_of(slot)
         buffer, size = chunk.held["logits"]
         return self._gpu.read(buffer, np.float32, self.config.vocab_size, (slot - chunk.first) * size)
@@ -362,109 +355,72 @@ class WebGpuEngine(Slots):
     def _chunk_of(self, slot: int) -> Chunk:
         return self._chunks[slot // self._chunks[0].slots]
 
-    def _by_chunk(self, at: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """The numbers of the chunks that hold some of these slots, with the places of the slots in `at`."""
+    def _by_chunk(self, at: NDArray[np.int64]) -> Iterator[tuple[Chunk, NDArray[np.int64]]]:
+        """The chunks that hold some of these slots, with the places of the slots in `at`."""
         numbers = at // self._chunks[0].slots
         for number in np.unique(numbers):
-            yield int(number), np.flatnonzero(numbers == number)
+            yield self._chunks[number], np.flatnonzero(numbers == number)
 
     def _steps(self, texts: int, seconds: float) -> int:
         """The tokens of each of so many texts that are worth a dispatch of so many seconds."""
         guess = FIRST_STEP_SECONDS * (1 + texts / 10)
         return max(1, int(seconds / self._step_seconds.get(texts, guess)))
 
-    def _run(
-        self,
-        at: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        flags: NDArray[np.int64],
-        numbers: NDArray[np.float64] | None,
-        every: bool,
-    ) -> tuple[NDArray[np.int32], Floats | None]:
+    def _run(self, pieces: Pieces) -> tuple[NDArray[np.int32], Floats]:
         """Read tokens that follow those in the caches, then choose a row for each row of numbers.
 
-        at: the slots. counts: how many tokens of each. Returns the tokens (rows, texts) and, with `every`,
-        the logits that they were chosen from, or without numbers those after each token: (tokens, texts, V).
+        Returns the tokens (rows, texts) and, with `every`, the logits that they were chosen from, or without
+        numbers those after each token: (tokens, texts, V).
         """
-        rows = 0 if numbers is None else len(numbers)
-        steps = rows + int(counts.max()) - (rows > 0 and counts.max() > 0)
+        rows, most = len(pieces.numbers), int(pieces.counts.max())
+        steps = max(1, rows + most - (rows > 0 and most > 0))
         start = time.perf_counter()
-        made = self._surely(lambda: self._run_once(at, counts, flags, numbers, every, steps))
-        self._step_seconds[len(at)] = (time.perf_counter() - start) / max(1, steps)
-        return made
+        results = self._surely(lambda: self._run_once(pieces, steps))
+        self._step_seconds[len(pieces.at)] = (time.perf_counter() - start) / steps
+        return results
 
-    def _run_once(
-        self,
-        at: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        flags: NDArray[np.int64],
-        numbers: NDArray[np.float64] | None,
-        every: bool,
-        steps: int,
-    ) -> tuple[NDArray[np.int32], Floats | None]:
+    def _run_once(self, pieces: Pieces, steps: int) -> tuple[NDArray[np.int32], Floats]:
         """_run() in so many steps. It changes nothing on the host, so it can be done again."""
-        rows = 0 if numbers is None else len(numbers)
-        kept = rows or int(counts.max())
-        chosen = np.empty((rows, len(at)), np.int32)
-        logits = np.empty((kept, len(at), self.config.vocab_size), np.float32) if every else None
+        texts = len(pieces.at)
+        chosen = np.empty((len(pieces.numbers), texts), np.int32)
+        logits = np.empty((pieces.kept, texts, self.config.vocab_size), np.float32)
         # Where a token of all texts takes too long, some are written after the others.
-        most = len(at) if steps > 1 else self._steps(len(at), DISPATCH_SECONDS * len(at))
-        for number, of_chunk in self._by_chunk(at):
-            for first in range(0, len(of_chunk), most):
-                some = of_chunk[first : first + most]
-                columns = None if numbers is None else numbers[:, some]
-                given = at[some], counts[some], flags[some], columns
-                chosen[:, some], found = self._dispatch(self._chunks[number], *given, kept, every)
-                if logits is not None:
-                    logits[:, some] = found
+        most = texts if steps > 1 else self._steps(texts, DISPATCH_SECONDS * texts)
+        for chunk, places in self._by_chunk(pieces.at):
+            for first in range(0, len(places), most):
+                group = places[first : first + most]
+                chosen[:, group], logits[:, group] = self._dispatch(chunk, pieces.of(group), pieces.kept)
         return chosen, logits
 
-    def _dispatch(
-        self,
-        chunk: Chunk,
-        at: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        flags: NDArray[np.int64],
-        numbers: NDArray[np.float64] | None,
-        kept: int,
-        every: bool,
-    ) -> tuple[NDArray[np.int32], Floats | None]:
-        """_run_once() for slots of one chunk, in one dispatch."""
-        gpu, texts, V = self._gpu, len(at), self.config.vocab_size
+    def _dispatch(self, chunk: Chunk, pieces: Pieces, kept: int) -> tuple[NDArray[np.int32], Floats]:
+        """_run_once() for slots of one chunk, in one dispatch. kept: rows of logits."""
+        at, counts, flags, numbers, _ = pieces
+        gpu, texts, rows, V = self._gpu, len(at), len(numbers), self.config.vocab_size
         self._upload_settings()
-        rows = 0 if numbers is None else len(numbers)
         words = np.zeros(texts, TEXT)
         cached = self._cached[at].astype(np.int64)
         starts = np.cumsum(counts) - counts
-        words["slot"], words["length"], words["count"], words["flags"] = (
-            at - chunk.first,
-            cached,
-            counts,
-            flags,
-        )
-        words["at"] = texts * TEXT.itemsize // 4 + starts
+        words["slot"], words["length"], words["count"] = at - chunk.first, cached, counts
+        words["flags"], words["at"] = flags, texts * TEXT.itemsize // 4 + starts
         places = np.arange(counts.sum()) - np.repeat(starts - cached, counts)
-        ids = self._tokens[np.repeat(at, counts), places].view(np.uint32)
-        parts = [words.view(np.uint32), ids]
-        if numbers is not None:
-            parts.append(halves(numbers).view(np.uint32).reshape(-1))
-        work = np.concatenate(parts)
+        ids = self._tokens[np.repeat(at, counts), places]
+        parts = [words, ids, halves(numbers).reshape(-1)]
+        work = np.concatenate([part.view(np.uint32) for part in parts])
         if work.nbytes > chunk.work.size:
             chunk.work = gpu.buffer(2 * work.nbytes)
-        size = rows * texts + every * kept * texts * V
+        size = rows * texts + kept * texts * V
         if 4 * size > chunk.out.size:
-            chunk.out = gpu.buffer(4 * size if every else 8 * size)
-        whole = [texts, rows, self.capacity, chunk.slots, len(work) - 2 * rows * texts, int(every), 0, 0]
-        params = np.array(whole, np.uint32)
+            chunk.out = gpu.buffer(4 * size if kept else 8 * size)
+        sizes = [texts, rows, self.capacity, chunk.slots, len(work) - 2 * rows * texts, int(kept > 0), 0, 0]
+        params = np.array(sizes, np.uint32)
         params[6:7] = np.array([self._scale], np.float32).view(np.uint32)
         gpu.write(chunk.params, params)
         gpu.write(chunk.work, work)
         held = [buffer for buffer, _ in chunk.held.values()]
         gpu.run(self._pipeline, [chunk.params, self._weights, *held, chunk.work, chunk.out], (texts,))
-        out = gpu.read(chunk.out, np.uint32, max(1, size))
+        out = gpu.read(chunk.out, np.uint32, max(1, size))[:size]
         chosen = out[: rows * texts].view(np.int32).reshape(rows, texts)
-        logits = out[rows * texts :].view(np.float32).reshape(kept, texts, V) if every else None
-        return chosen, logits
+        return chosen, out[rows * texts :].view(np.float32).reshape(kept, texts, V)
 
     def _upload_settings(self) -> None:
         """Write the settings that the device has not got."""
@@ -472,11 +428,11 @@ class WebGpuEngine(Slots):
         try:
             for chunk in self._chunks:
                 buffer, _ = chunk.held["settings"]
-                some = slice(chunk.first, chunk.first + chunk.slots)
+                slots = slice(chunk.first, chunk.first + chunk.slots)
                 if "sampling" in stale:
-                    self._gpu.write(buffer, in_float32(self._settings["sampling"][some]))
+                    self._gpu.write(buffer, in_float32(self._settings["sampling"][slots]))
                 if "bias" in stale:
-                    numbers = self._settings["bias"][some].astype(np.float32)
+                    numbers = self._settings["bias"][slots].astype(np.float32)
                     self._gpu.write(buffer, numbers, 4 * SETTINGS * chunk.slots)
         except Lost:
             self._stale |= stale
@@ -504,10 +460,10 @@ class WebGpuEngine(Slots):
             at = np.flatnonzero(cached)
             while len(at):
                 counts = np.minimum(cached[at] - self._cached[at], self._steps(len(at), DISPATCH_SECONDS))
-                for number, some in self._by_chunk(at):
-                    chunk = self._chunks[number]
-                    flags = LAST * (self._cached[at[some]] + counts[some] == cached[at[some]])
-                    self._dispatch(chunk, at[some], counts[some].astype(np.int64), flags, None, 0, False)
+                flags = LAST * (self._cached[at] + counts == cached[at])
+                pieces = Pieces(at, counts.astype(np.int64), flags, np.empty((0, len(at))), False)
+                for chunk, places in self._by_chunk(at):
+                    self._dispatch(chunk, pieces.of(places), 0)
                 self._cached[at] += counts
                 at = at[self._cached[at] < cached[at]]
         finally:
