@@ -75,9 +75,8 @@ class Shape:
         packed: list[Floats] = []
 
         def matrix(name: str, inputs: NDArray, K: int, outputs: NDArray, N: int) -> None:
-            made = np.zeros((4 * K, 4 * N), np.float32)
-            made[inputs[:, None], outputs] = tensors[f"{name}.weight"].T
-            packed.append(made)
+            packed.append(np.zeros((4 * K, 4 * N), np.float32))
+            packed[-1][inputs[:, None], outputs] = tensors[f"{name}.weight"].T
             if c.bias:
                 vector(tensors[f"{name}.bias"], outputs, N)
 
@@ -89,11 +88,11 @@ class Shape:
             for kind in ("weight", "bias")[: 1 + c.bias]:
                 vector(tensors[f"{name}.{kind}"], straight, W)
 
-        def rows(tensor: Floats) -> None:
-            packed.append(np.pad(tensor, ((0, 0), (0, 4 * W - c.n_embd))))
+        def rows(tensor: Floats) -> Floats:
+            return np.pad(tensor, ((0, 0), (0, 4 * W - c.n_embd)))
 
         qkv = np.concatenate([self.by_head + part * 4 * A for part in range(3)])
-        rows(tensors[EMBEDDING])
+        packed.append(rows(tensors[EMBEDDING]))
         for i in range(c.n_layer):
             prefix = f"transformer.h.{i}"
             norm(f"{prefix}.ln_1")
@@ -103,18 +102,9 @@ class Shape:
             matrix(f"{prefix}.mlp.c_fc", straight, W, hidden, c.n_embd)
             matrix(f"{prefix}.mlp.c_proj", hidden, c.n_embd, straight, W)
         norm("transformer.ln_f")
-        head = np.pad(tensors[EMBEDDING], ((0, -c.vocab_size % 4), (0, 4 * W - c.n_embd))).T
-        packed.append(head)
-        rows(tensors["transformer.wpe.weight"])
-        return np.concatenate([each.reshape(-1) for each in packed])
-
-    def bytes(self) -> int:
-        """Bytes of the packed weights."""
-        c, W, A, bias = self.config, self.width, self.heads, int(self.config.bias)
-        layer = 2 * W * (1 + bias) + 4 * (3 * W * A + A * W + 2 * W * c.n_embd)
-        layer += bias * (3 * A + 2 * W + c.n_embd)
-        tokens = (c.vocab_size + c.block_size) * W + 4 * W * -(-c.vocab_size // 4)
-        return 16 * (tokens + c.n_layer * layer + W * (1 + bias))
+        packed.append(np.pad(rows(tensors[EMBEDDING]), ((0, -c.vocab_size % 4), (0, 0))).T)
+        packed.append(rows(tensors["transformer.wpe.weight"]))
+        return np.concatenate([tensor.reshape(-1) for tensor in packed])
 
     def cached(self, kv_cache: CachePrecision, capacity: int) -> int:
         """Bytes of a slot's keys, and of its values."""
@@ -138,12 +128,8 @@ def source_for(
     if not tiles:
         needed = shape.shared(TILES[-1])
         raise Unfit(f"the webgpu engine needs {needed:,} bytes of workgroup memory; {on.name} has {room:,}")
-    for what, size in (
-        ("the weights", shape.bytes()),
-        ("the keys of a text", shape.cached(kv_cache, capacity)),
-    ):
-        if size > most:
-            raise Unfit(f"{what} take {size:,} bytes in the webgpu engine; {on.name} has buffers of {most:,}")
+    if (size := shape.cached(kv_cache, capacity)) > most:
+        raise Unfit(f"the keys of a text take {size:,} bytes; {on.name} has buffers of {most:,}")
     needed = next((tile for tile in reversed(tiles) if tile >= config.block_size), tiles[0])
     constants = {"LAYERS": config.n_layer, "HEADS": config.n_head, "HEAD_DIM": config.head_dim}
     constants |= {"VOCAB": config.vocab_size, "BIAS": int(config.bias), "TILE": needed}
@@ -240,8 +226,8 @@ class WebGpuEngine(Slots):
         for first in range(0, self.slots, most):
             n = min(most, self.slots - first)
             held = {name: (gpu.buffer(n * size), size) for name, size in sizes.items()}
-            made = gpu.buffer(32, uniform=True), held, gpu.buffer(1 << 12), gpu.buffer(1 << 12)
-            self._chunks.append(Chunk(first, n, *made))
+            buffers = gpu.buffer(32, uniform=True), held, gpu.buffer(1 << 12), gpu.buffer(1 << 12)
+            self._chunks.append(Chunk(first, n, *buffers))
         self._scale = math.log2(math.e) / math.sqrt(c.head_dim)
         self._stale = set(self._settings)
 
@@ -255,10 +241,10 @@ class WebGpuEngine(Slots):
 
     def _counted(self, slot: int) -> NDArray[np.uint32]:
         """How often each token has occurred in a slot, and since the prompt: (2, V)."""
-        ids, prompt, made = self._tokens[slot], self._prompt[slot], self._counts[slot].copy()
-        made += np.bincount(ids[prompt : self._known[slot]], minlength=made.shape[1]).astype(np.uint32)
-        np.add.at(made[0], ids[: min(prompt, self._cached[slot])], 1)
-        return made
+        ids, prompt, counts = self._tokens[slot], self._prompt[slot], self._counts[slot].copy()
+        counts += np.bincount(ids[prompt : self._known[slot]], minlength=counts.shape[1]).astype(np.uint32)
+        np.add.at(counts[0], ids[: min(prompt, self._cached[slot])], 1)
+        return counts
 
     def _read_piece(
         self, slot: int, ids: list[int], done: int, continues: bool, every: bool
@@ -327,33 +313,31 @@ class WebGpuEngine(Slots):
         return numbers_only(chosen[:done])
 
     def _copy(self, source: int, at: NDArray[np.int64]) -> None:
-        self._read_prompts()
-        self._surely(lambda: self._copy_buffers(source, at))
+        def copy() -> None:  # not within a buffer: a slot's bytes are copied out first
+            copies = []
+            for name in ("keys", "values", "logits", "counts"):
+                buffer, offset, size = self._place(source, name)
+                between = self._gpu.buffer(size)
+                copies.append((buffer, offset, between, 0, size))
+                copies += [(between, 0, *self._place(slot, name)) for slot in at.tolist()]
+            self._gpu.copy(copies)
 
-    def _copy_buffers(self, source: int, at: NDArray[np.int64]) -> None:
-        """Copy a slot's buffers. No buffer is copied to itself: a slot's bytes are copied out first."""
-        copies = []
-        origin = self._chunk_of(source)
-        for name in ("keys", "values", "logits", "counts"):
-            buffer, size = origin.held[name]
-            between = self._gpu.buffer(size)
-            copies.append((buffer, (source - origin.first) * size, between, 0, size))
-            for slot in at.tolist():
-                chunk = self._chunk_of(slot)
-                copies.append((between, 0, chunk.held[name][0], (slot - chunk.first) * size, size))
-        self._gpu.copy(copies)
+        self._read_prompts()
+        self._surely(copy)
 
     def _logits_of(self, slot: int) -> Floats:
+        def read() -> Floats:
+            buffer, offset, _ = self._place(slot, "logits")
+            return self._gpu.read(buffer, np.float32, self.config.vocab_size, offset)
+
         self._read_prompts()
-        return self._surely(lambda: self._read_logits(slot))
+        return self._surely(read)
 
-    def _read_logits(self, slot: int) -> Floats:
-        chunk = self._chunk_of(slot)
-        buffer, size = chunk.held["logits"]
-        return self._gpu.read(buffer, np.float32, self.config.vocab_size, (slot - chunk.first) * size)
-
-    def _chunk_of(self, slot: int) -> Chunk:
-        return self._chunks[slot // self._chunks[0].slots]
+    def _place(self, slot: int, name: str) -> tuple[Any, int, int]:
+        """The buffer that has a slot's bytes of a name, their offset there, and how many they are."""
+        chunk = self._chunks[slot // self._chunks[0].slots]
+        buffer, size = chunk.held[name]
+        return buffer, (slot - chunk.first) * size, size
 
     def _by_chunk(self, at: NDArray[np.int64]) -> Iterator[tuple[Chunk, NDArray[np.int64]]]:
         """The chunks that hold some of these slots, with the places of the slots in `at`."""
@@ -424,19 +408,14 @@ class WebGpuEngine(Slots):
 
     def _upload_settings(self) -> None:
         """Write the settings that the device has not got."""
-        stale, self._stale = self._stale, set()
-        try:
-            for chunk in self._chunks:
-                buffer, _ = chunk.held["settings"]
-                slots = slice(chunk.first, chunk.first + chunk.slots)
-                if "sampling" in stale:
-                    self._gpu.write(buffer, in_float32(self._settings["sampling"][slots]))
-                if "bias" in stale:
-                    numbers = self._settings["bias"][slots].astype(np.float32)
-                    self._gpu.write(buffer, numbers, 4 * SETTINGS * chunk.slots)
-        except Lost:
-            self._stale |= stale
-            raise
+        for chunk in self._chunks if self._stale else ():
+            buffer, _ = chunk.held["settings"]
+            slots = slice(chunk.first, chunk.first + chunk.slots)
+            self._gpu.write(buffer, in_float32(self._settings["sampling"][slots]))
+            if "bias" in self._stale:
+                bias = self._settings["bias"][slots].astype(np.float32)
+                self._gpu.write(buffer, bias, 4 * SETTINGS * chunk.slots)
+        self._stale.clear()
 
     def _surely(self, work: Any) -> Any:
         """What `work` returns; after the loss of the device, on another one with the same texts."""

@@ -67,24 +67,10 @@ def test_what_does_not_fit_is_a_sentence():
         (wide, FP32, limits(), "of workgroup memory; a GPU has 16,384"),
         (GPTConfig(64, 5000, 1, 2, 16), FP32, limits(), "of workgroup memory; a GPU has 16,384"),
         (tiny.gpt().config, FP32, limits(max_storage_buffers_per_shader_stage=7), "needs 8 buffers"),
-        (
-            tiny.gpt().config,
-            FP32,
-            limits(max_storage_buffer_binding_size=1000),
-            "the weights take 28,864 bytes",
-        ),
-        (
-            GPTConfig(1 << 22, 65, 3, 1, 8),
-            FP32,
-            limits(max_storage_buffer_binding_size=1 << 28),
-            "the keys",
-        ),
+        (GPTConfig(1 << 22, 65, 3, 1, 8), FP32, limits(), "the keys of a text take"),
     ):
         with naming(message), pytest.raises(webgpu.Unfit, match=message):
             webgpu.source_for(config, weights, CACHE, config.block_size, on)
-    for model in (tiny.gpt(bias=True, n_embd=15, n_head=5, vocab_size=7), load("shakes128")):
-        shape = webgpu.Shape(model.config)
-        assert shape.bytes() == shape.pack(model.weights).nbytes
     for name in ("shakes128", "shakes256", "shakes1024"):
         webgpu.source_for(load(name).config, FP32, CACHE, 1024, limits())
 
