@@ -18,7 +18,7 @@ from torch.autograd.profiler import profile as cpu_profile
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from shakespeare.attention_ext import PARTS, attention, extension, operator
+from shakespeare.attention_ext import PARTS, attention, extension, operator, webgpu
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import WIDEST
 from shakespeare.attention_ext.parts import Dtype, check_dtype
@@ -214,15 +214,14 @@ def run(
     echo("\n".join([f"Running {part} test: {row.title}\n", *shown]) + "\n" * bool(shown))
 
     def lab(part: str) -> Tensor:
-        options: dict[str, Any] = dict(causal=causal, scale=1.0, br=br, bc=bc, simd=simd, kernel=kernel)
-        count, inputs = (1 if PARTS[part].operator else slices), tensors
-        if device == "webgpu":
-            options = {name: options[name] for name in ("causal", "scale")}
-            if PARTS[part].operator:
-                options |= {"device": device, "kernel": kernel}
-            else:  # PyTorch's on the CPU
-                inputs = tuple(t.float() for t in tensors)  # type: ignore[assignment]
-        return in_slices(partial(attention, part, **options), count, inputs)
+        if device != "webgpu":
+            attend = partial(
+                attention, part, br=br, bc=bc, simd=simd, kernel=kernel, causal=causal, scale=1.0
+            )
+            return in_slices(attend, 1 if PARTS[part].operator else slices, tensors)
+        if PARTS[part].operator:
+            return webgpu.attention(*tensors, causal=causal, scale=1.0, kernel=kernel)
+        return attention(part, *(t.float() for t in tensors), causal=causal, scale=1.0)
 
     echo("-----RUNNING REFERENCE IMPLEMENTATION-----\n")
     reference = timed(f"REFERENCE - {row.title}", lambda: lab("part0"))

@@ -55,7 +55,12 @@ def row(part: str) -> Part:
     if not file.is_file():
         raise ValueError(f"part is {part!r}; there is no such file")
     return Part(
-        part, "YOUR ATTENTION", f"the kernel in {file.name}", file=file, dtypes={device(file): ("float32",)}
+        part,
+        "YOUR ATTENTION",
+        f"the kernel in {file.name}",
+        dtypes={device(file): ("float32",)},
+        file=file,
+        attend=functools.partial(attend, file),
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shakespeare.attention_ext.webgpu.attention import Call, arrays_of
+from shakespeare.attention_ext.webgpu.calls import Call, arrays_of
 from shakespeare.attention_ext.webgpu.gpu import Source, opened
 
 GROUPS = 2048  # workgroups of a measurement of a limit, of 256 invocations
@@ -37,7 +37,7 @@ class Prepared:
 
 
 def prepared(q: Tensor, k: Tensor, v: Tensor, causal: bool, step: str | None) -> Prepared:
-    """attention("part4", q, k, v, causal=causal, kernel=step, device="webgpu"), ready to be launched."""
+    """attention(q, k, v, causal=causal, kernel=step), ready to be launched."""
     return Prepared(Call(opened(), arrays_of(q, k, v, causal), causal, q.shape[3] ** -0.5, step))
 
 
