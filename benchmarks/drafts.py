@@ -29,8 +29,8 @@ from shakespeare.attention_ext.parts import BuildError
 from shakespeare.generation.engines import cuda
 from shakespeare.generation.engines.engine import Engine
 from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request
 from shakespeare.model import corpus, load
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.tokenizer import CharTokenizer
@@ -83,7 +83,9 @@ class Contender:
         if isinstance(self.engine, Peer):
             self.texts += self.engine.greedy_batch([ids], length)
         else:
-            self.texts += write(self.engine, [Request(ids, seed, self._sampling, length)])
+            self.texts += write(
+                self.engine, [Request(ids, seed=seed, sampling=self._sampling, max_new_tokens=length)]
+            )
         return time.perf_counter() - start
 
 

@@ -48,8 +48,8 @@ from shakespeare.app.cli import options
 from shakespeare.attention_ext import PARTS, extension
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.generation.engines.table import ENGINES, open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request
 from shakespeare.lab import saved
 from shakespeare.lab.machine import Load, closing_text, describe, fma_peak, read_bandwidth
 from shakespeare.lab.timing import PATIENCE, Samples

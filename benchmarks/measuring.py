@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from shakespeare.generation.engines.engine import Engine
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.request import Request
+from shakespeare.generation.writer import Writer
 
 if TYPE_CHECKING:
     from shakespeare.lab.timing import Samples

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from shakespeare.generation.engines.native import Decoder
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.logprobs import MOST_TOP
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.request import Request
+from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.draft import (
     HEAD,
@@ -91,7 +92,7 @@ def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
     while len(ids) < count:
         firsts = rng.integers(checkpoint.config.vocab_size, size=AT_ONCE).tolist()
         texts = [
-            writer.join(Request([first], len(ids) + i, max_new_tokens=max(1, block - 1)))
+            writer.join(Request([first], seed=len(ids) + i, max_new_tokens=max(1, block - 1)))
             for i, first in enumerate(firsts)
         ]
         written = {text: [first] for text, first in zip(texts, firsts)}

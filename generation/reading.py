@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from shakespeare.generation.engines.engine import Engine
 from shakespeare.generation.logprobs import TokenLogprob
-
-if TYPE_CHECKING:
-    from shakespeare.generation.writer import Text
+from shakespeare.generation.request import Text
 
 
 @dataclass(frozen=True)

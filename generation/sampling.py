@@ -17,6 +17,7 @@ from shakespeare.attention_ext.checks import real, whole
 if TYPE_CHECKING:
     from torch import Tensor
 
+LARGEST_SEED = 2**63 - 1  # OpenAI's API has whole numbers of 64 bits with a sign
 MOST_BIAS = 100  # of a token's logit, up or down, as in OpenAI's API
 
 

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from shakespeare.attention_ext.parts import CachePrecision, helpers_of
-from shakespeare.generation.engines.engine import Engine, member
+from shakespeare.attention_ext.parts import helpers_of
+from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.native import Decoder, DraftCounts
 from shakespeare.generation.engines.pytorch import TorchEngine
 from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.texts import slots_for
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.lab.machine import Load, busy_text
 from shakespeare.lab.text import counted, markdown
 from shakespeare.model.checkpoint import Checkpoint
@@ -192,8 +193,9 @@ def run(
             f"together they must be at most block_size={longest}, and each at least 1"
         )
     precisions: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache}
-    capacity, cache = prompt_tokens + tokens, member(CachePrecision, "kv_cache", kv_cache)
-    most, _ = slots_for(2**31, 2**31, checkpoint.config, capacity, cache)
+    capacity = prompt_tokens + tokens
+    unbounded = EngineOptions.of({"kv_cache": kv_cache}, capacity=capacity, threads=2**31)
+    most, _ = slots_for(2**31, checkpoint.config, unbounded)
     if not 1 <= texts <= most:
         raise ValueError(f"texts is {texts}; it must be from 1 to {most} with caches of {capacity} tokens")
     sized: dict[str, Any] = precisions | {"slots": texts, "capacity": capacity}
@@ -319,7 +321,7 @@ def _writer(engine: Engine, ids: Sequence[int], texts: int | None = None) -> Wri
     """A writer with texts that continue these tokens; None: as many as the engine has slots."""
     writer = Writer(engine)
     for i in range(texts or engine.slots):
-        writer.join(Request(ids, SEED + i))
+        writer.join(Request(ids, seed=SEED + i))
     return writer
 
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from shakespeare.attention_ext.parts import check_part, running_on
 from shakespeare.generation.engines.engine import Engine
 from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import capacity_for
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.tokenizer import Tokenizer
 
@@ -96,7 +97,13 @@ def line_up(
     if len(parts) < 2 or len(set(parts)) < len(parts):
         raise ValueError(f"parts is {','.join(parts)!r}; it must name two or more, each once")
     count = max_new_tokens or min(DEFAULT_TOKENS, checkpoint.config.block_size)
-    request = Request(checkpoint.tokenizer.encode(prompt), seed, sampling, count, use_cache=use_cache)
+    request = Request(
+        checkpoint.tokenizer.encode(prompt),
+        seed=seed,
+        sampling=sampling,
+        max_new_tokens=count,
+        use_cache=use_cache,
+    )
     capacity = capacity_for(checkpoint, request)
     runners = []
     for part in parts:

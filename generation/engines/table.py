@@ -122,18 +122,22 @@ def choose(model: Checkpoint | GPT, options: EngineOptions) -> tuple[Engine, lis
     return engine, [f"{why}; the {engine.name} engine writes on the CPU" for why in unfit]
 
 
-def open_engine(model: Checkpoint | GPT | str | Path, engine: str | None = None, **options: Any) -> Engine:
+def open_engine(
+    model: Checkpoint | GPT | str | Path, engine: str | EngineOptions | None = None, **options: Any
+) -> Engine:
     """Open an engine for a model; the native engine and a GPU copy the weights.
 
-    model: loaded, or a name for load(). engine, options: as in EngineOptions. Warns if an engine that would
-    come first does not take the model. Raises the errors of EngineOptions and of choose().
+    model: loaded, or a name for load(). engine, options: the fields of EngineOptions, or these. Warns if an
+    engine that would come first does not take the model. Raises as EngineOptions and choose() do.
     """
     if isinstance(model, (str, Path)) or not hasattr(model, "config"):
         model = loaded(model)
-    chosen, unfit = choose(model, EngineOptions(engine=engine, **options))
+    opened, unfit = choose(
+        model, engine if isinstance(engine, EngineOptions) else EngineOptions(engine=engine, **options)
+    )
     for why in unfit:
         warnings.warn(why, stacklevel=2)
-    return chosen
+    return opened
 
 
 def draft_of(model: Checkpoint | GPT, draft: Draft | str) -> Draft | None:

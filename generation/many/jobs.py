@@ -12,6 +12,7 @@ from typing import Any
 
 from shakespeare.attention_ext.checks import set_whole
 from shakespeare.generation.many.shards import Settings, Shard, Task
+from shakespeare.generation.sampling import LARGEST_SEED
 from shakespeare.model import corpus
 from shakespeare.model.files import write_file
 
@@ -44,7 +45,7 @@ class Job:
         for name, number in (("texts", self.texts), ("shard_size", self.shard_size)):
             if number < 1:
                 raise BulkError(f"{name} is {number}; it must be at least 1")
-        if self.settings.seed + self.texts > 2**63:
+        if self.settings.seed + self.texts - 1 > LARGEST_SEED:
             raise BulkError(f"seed is {self.settings.seed}; the last text's must be less than 2**63")
 
     def request(self) -> dict[str, Any]:

@@ -25,12 +25,13 @@ from shakespeare import __version__
 from shakespeare.attention_ext import processor, tiles
 from shakespeare.attention_ext.build import prebuilt
 from shakespeare.attention_ext.checks import set_whole
-from shakespeare.attention_ext.parts import PARTS, CachePrecision, helpers_of
-from shakespeare.generation.engines.engine import Engine
+from shakespeare.attention_ext.parts import PARTS, helpers_of
+from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import NUMBERS, Sampling
 from shakespeare.generation.texts import capacity_for, complete, slots_for
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint, load
 from shakespeare.model.config import EMBEDDING, HEAD
 from shakespeare.model.tokenizer import Tokenizer
@@ -130,7 +131,7 @@ def resolved(settings: Settings, checkpoint: Checkpoint, texts: int) -> dict[str
     s = settings
     if s.device == "cuda":
         return {"engine": Scribe(s, texts).engine.name}
-    engine = opened(s, checkpoint).name
+    engine = open_engine(checkpoint, EngineOptions.of(vars(s), threads=1)).name
     simd = helpers_of(s.part, s.simd) or "auto"
     chosen = {"engine": engine, "simd": simd, "br": s.br, "bc": s.bc}
     if PARTS[s.part].tiled:
@@ -138,13 +139,6 @@ def resolved(settings: Settings, checkpoint: Checkpoint, texts: int) -> dict[str
         br, bc = tiles.tile(simd, 1, d, capacity, causal=True)
         chosen |= {"br": s.br or br, "bc": s.bc or bc}
     return chosen
-
-
-def opened(settings: Settings, checkpoint: Checkpoint, **sizes: int) -> Engine:
-    """The engine of the settings, with one thread. sizes: slots and capacity. Raises as open_engine()."""
-    names = ("engine", "part", "simd", "br", "bc", "weights", "kv_cache", "device")
-    chosen: dict[str, Any] = {name: getattr(settings, name) for name in names}
-    return open_engine(checkpoint, threads=1, **chosen | sizes)
 
 
 def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
@@ -175,12 +169,12 @@ def request_for(settings: Settings, tokenizer: Tokenizer, index: int) -> Request
     s = settings
     return Request(
         tokenizer.encode("\n" if s.prompt is None else s.prompt),
-        s.seed + index,
-        s.sampling,
-        s.max_new_tokens,
-        s.stop,
-        s.context,
-        s.use_cache,
+        seed=s.seed + index,
+        sampling=s.sampling,
+        max_new_tokens=s.max_new_tokens,
+        stop=s.stop,
+        context=s.context,
+        use_cache=s.use_cache,
     )
 
 
@@ -239,12 +233,11 @@ class Scribe:
         if fingerprint(self.checkpoint) != settings.fingerprint:
             raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
         self.settings = settings
-        capacity = capacity_of(settings, self.checkpoint)
-        kv_cache = CachePrecision(settings.kv_cache)
         self.texts = texts if settings.device == "cuda" else 2**31
-        sizes = (self.checkpoint.config, capacity, kv_cache, settings.device)
-        self.at_once, slots = slots_for(self.texts, 1, *sizes)
-        self.engine = opened(settings, self.checkpoint, slots=slots, capacity=capacity)
+        capacity = capacity_of(settings, self.checkpoint)
+        options = EngineOptions.of(vars(settings), threads=1, capacity=capacity)
+        self.at_once, slots = slots_for(self.texts, self.checkpoint.config, options)
+        self.engine = open_engine(self.checkpoint, replace(options, slots=slots))
 
     def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
         """Write a task's texts. Raises Stop soon after wanted() is false."""

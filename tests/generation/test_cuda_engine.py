@@ -26,9 +26,10 @@ from shakespeare.generation.engines import cuda, layouts, pytorch, slots
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import choose as choose_engine
 from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import complete, generate
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.lab.eval import held_out_loss
 from shakespeare.model import load
 from shakespeare.model.config import EMBEDDING, GPTConfig
@@ -445,7 +446,7 @@ def test_ten_million_tokens_at_constant_memory():
     checkpoint, texts = load("shakes256"), 39_100
     length = checkpoint.config.block_size
     engine = open_engine(checkpoint, "cuda", device="cuda", slots=1000)
-    requests = (Request([0], seed, max_new_tokens=length) for seed in range(texts))
+    requests = (Request([0], seed=seed, max_new_tokens=length) for seed in range(texts))
     taken = []  # (resident bytes, free bytes of the GPU) after each thousand texts
     tokens = done = 0
     for completion, piece in complete(Writer(engine), checkpoint.tokenizer, requests):

@@ -20,8 +20,9 @@ from shakespeare.attention_ext.parts import PARTS, BuildError
 from shakespeare.generation import draft as drafts
 from shakespeare.generation.distributions import distributions
 from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model import load
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.draft import Draft, code_points, extended, first_hashes
@@ -107,9 +108,9 @@ def any_request(rng: random.Random, vocab: int, longest: int) -> Request:
     )
     return Request(
         [rng.randrange(vocab) for _ in range(rng.randint(1, longest))],
-        rng.randrange(2**40),
-        sampling,
-        rng.randint(1, longest),
+        seed=rng.randrange(2**40),
+        sampling=sampling,
+        max_new_tokens=rng.randint(1, longest),
         context=rng.choice(["slide", "reset"]),
         logprobs=rng.choice([None, None, 2]),
     )
@@ -266,7 +267,7 @@ def test_ten_thousand_texts_are_the_same(part, simd, kv_cache, model, kinds):
 
 def test_the_draft_of_a_model_hits(model, kinds):
     engine = open_engine(model, draft=kinds["own"], threads=1)
-    written(engine, [Request([0], seed, max_new_tokens=39) for seed in range(20)], 0)
+    written(engine, [Request([0], seed=seed, max_new_tokens=39) for seed in range(20)], 0)
     counts = engine.draft_counts()
     assert counts.hits > 0.4 * counts.guesses > 0  # 1 / 11 by chance
     assert counts.tokens == counts.steps + counts.accepted

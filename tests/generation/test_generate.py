@@ -14,9 +14,10 @@ from shakespeare import generate, load
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.many.jobs import Job
 from shakespeare.generation.many.shards import Settings
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import ENGINE_OPTIONS, StopFilter, complete
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 
 USUAL = Sampling(0.8, 200)
 LETTERS = tiny.VOCABULARY
@@ -47,9 +48,14 @@ def test_completions_say_what_they_took_and_join_as_slots_are_free(extension, pa
     """Eight texts in two slots, and each as without a stop string and alone."""
     engine, alone, whole = open_engine(model(), part=part, slots=2), open_engine(model(), part=part), []
     for seed in range(8):
-        *_, (last, _) = complete(Writer(alone), LETTERS, [Request([1], seed, USUAL, 12 + seed)])
+        *_, (last, _) = complete(
+            Writer(alone), LETTERS, [Request([1], seed=seed, sampling=USUAL, max_new_tokens=12 + seed)]
+        )
         whole.append(last.text)
-    asked = [Request([1], seed, USUAL, 12 + seed, ("a", "big")) for seed in range(8)]
+    asked = [
+        Request([1], seed=seed, sampling=USUAL, max_new_tokens=12 + seed, stop=("a", "big"))
+        for seed in range(8)
+    ]
     pieces = list(complete(Writer(engine), LETTERS, asked))
     samples = {completion.number: completion for completion, _ in pieces}
     assert sorted(samples) == list(range(8))
@@ -97,8 +103,8 @@ def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes):
     given = dict.fromkeys(names)
     assert generate(Path("shakes256"), "ROMEO:", 20, seed=1, **given) == text
     assert generate(shakes, None, 20, seed=None) == generate(shakes, "\n", 20, seed=1337)
-    request = Request([1], np.int64(2), max_new_tokens=np.array(3), logprobs=torch.tensor(1))
-    assert repr(request) == repr(Request([1], 2, max_new_tokens=3, logprobs=1))
+    request = Request([1], seed=np.int64(2), max_new_tokens=np.array(3), logprobs=torch.tensor(1))
+    assert repr(request) == repr(Request([1], seed=2, max_new_tokens=3, logprobs=1))
     settings = Settings("m", "", br=np.int64(8), seed=torch.tensor(1), sampling=Sampling(np.float32(0.5)))
     assert Job(settings, np.int64(3)).request()["seed"] == 1  # as JSON
     for wrong in (5, None, shakes.model):
@@ -142,9 +148,13 @@ def test_wrong_arguments_are_named_before_anything_is_written(shakes):
 
 def test_the_writer_is_empty_however_it_ends():
     writer = Writer(open_engine(model(), part="part0", slots=2))
-    first = complete(writer, LETTERS, [Request([1], 0, USUAL, 9)])
+    first = complete(writer, LETTERS, [Request([1], seed=0, sampling=USUAL, max_new_tokens=9)])
     next(first)
     with pytest.raises(ValueError, match="writer holds 1 texts; it must hold none"):
         next(complete(writer, LETTERS, [Request([1])]))
     first.close()
-    assert writer.free == 2 and len(list(complete(writer, LETTERS, [Request([1], 0, USUAL, 2)]))) == 3
+    assert (
+        writer.free == 2
+        and len(list(complete(writer, LETTERS, [Request([1], seed=0, sampling=USUAL, max_new_tokens=2)])))
+        == 3
+    )

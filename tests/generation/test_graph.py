@@ -13,8 +13,9 @@ from steps import choose, logits, prefill
 from shakespeare.attention_ext.parts import PARTS, CachePrecision, Dtype
 from shakespeare.generation.engines import graph, pytorch
 from shakespeare.generation.engines.engine import EngineOptions
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 
 PENALTIES = Sampling(repetition_penalty=1.3, presence_penalty=0.5)
 
@@ -66,11 +67,11 @@ def test_any_texts_at_any_lengths(no_graphs, kv_cache, sampling):
 
 def test_texts_that_join_leave_and_slide(no_graphs):
     requests = [
-        Request([1, 2], 1, Sampling(), 40),
-        Request([3], 2, Sampling(0.5), 7),
-        Request([1, 2], 3, PENALTIES, 20),
-        Request([5] * 16, 4, Sampling(), 9, logprobs=2),
-        Request([4], 5, Sampling(), 30, context="reset"),
+        Request([1, 2], seed=1, sampling=Sampling(), max_new_tokens=40),
+        Request([3], seed=2, sampling=Sampling(0.5), max_new_tokens=7),
+        Request([1, 2], seed=3, sampling=PENALTIES, max_new_tokens=20),
+        Request([5] * 16, seed=4, sampling=Sampling(), max_new_tokens=9, logprobs=2),
+        Request([4], seed=5, sampling=Sampling(), max_new_tokens=30, context="reset"),
     ]
     found = []
     for engine in engines():

@@ -15,8 +15,9 @@ from shakespeare.attention_ext import attention
 from shakespeare.generation.engines.pytorch import rounded
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.logprobs import of_logits
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model import load
 from shakespeare.model.loss import evaluate
 
@@ -60,7 +61,9 @@ def write(writer, *requests):
 @pytest.mark.parametrize("length, top", [(1, 0), (2, 5), (90, 1)])
 def test_they_are_the_models_before_any_setting(engine, length, top):
     gpt, prompt = model(), PROMPT[:length]
-    request = Request(prompt, 3, SAMPLING, 40, logprobs=top, prompt_logprobs=True)
+    request = Request(
+        prompt, seed=3, sampling=SAMPLING, max_new_tokens=40, logprobs=top, prompt_logprobs=True
+    )
     ((text, tokens),) = write(Writer(engine(gpt)), request)
     right = expected(gpt, prompt + tokens, top)
     assert text.prompt_logprobs[0] is None
@@ -71,9 +74,20 @@ def test_they_are_the_models_before_any_setting(engine, length, top):
 
 def test_they_change_no_text_and_neighbours_without_them_have_none(engine):
     gpt = model()
-    plain = [Request(PROMPT[: 30 + 20 * seed], seed, SAMPLING, 90, context="reset") for seed in range(4)]
+    plain = [
+        Request(PROMPT[: 30 + 20 * seed], seed=seed, sampling=SAMPLING, max_new_tokens=90, context="reset")
+        for seed in range(4)
+    ]
     asking = [
-        Request(each.ids, each.seed, SAMPLING, 90, context="reset", logprobs=seed, prompt_logprobs=seed == 2)
+        Request(
+            each.ids,
+            seed=each.seed,
+            sampling=SAMPLING,
+            max_new_tokens=90,
+            context="reset",
+            logprobs=seed,
+            prompt_logprobs=seed == 2,
+        )
         for seed, each in enumerate(plain)
     ]
     alone = [tokens for each in plain for _, tokens in write(Writer(engine(gpt)), each)]

@@ -10,8 +10,9 @@ import tiny
 
 from shakespeare.attention_ext import attention
 from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 
 USUAL = Sampling(0.8, 200)
 LONGEST = 200
@@ -99,10 +100,10 @@ def test_a_long_prompt_stops_no_other_text(extension, threads):
     """One piece for each step: the other text is written in all of them."""
     threads(1)
     writer = Writer(open_engine(model(block_size=500), "native", slots=2), slice_seconds=0)
-    short = writer.join(Request([1], 0, USUAL))
+    short = writer.join(Request([1], seed=0, sampling=USUAL))
     while short.is_new:
         writer.step()
-    long = writer.join(Request([1] * 400, 0, USUAL, 5))
+    long = writer.join(Request([1] * 400, seed=0, sampling=USUAL, max_new_tokens=5))
     steps = 0
     while [text for text, _ in writer.step(1)] == [short]:
         steps += 1
@@ -117,7 +118,7 @@ def test_a_prompt_that_texts_share_is_read_once(extension, threads, monkeypatch,
     reads, begin = [], engine.begin
     monkeypatch.setattr(engine, "begin", lambda *a, **k: reads.append(a[0]) or begin(*a, **k))
     writer = Writer(engine, slice_seconds=slice_seconds)
-    request = Request([1, 2] * 90, 0, USUAL, 9)
+    request = Request([1, 2] * 90, seed=0, sampling=USUAL, max_new_tokens=9)
     first = writer.join(request)
     if slice_seconds == 0:
         assert writer.step() == []

@@ -21,9 +21,10 @@ from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precisio
 from shakespeare.attention_ext.webgpu import gpu as by_webgpu
 from shakespeare.generation.engines import webgpu
 from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling, sample
 from shakespeare.generation.texts import generate
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model import load
 from shakespeare.model.config import GPTConfig
 
@@ -254,8 +255,8 @@ def test_slots_are_divided_among_buffers(engine_of_tiny, monkeypatch):
 def test_a_lost_device_loses_no_text(engine_of_tiny):
     settings = Sampling(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.2)
     requests = [
-        Request([1, 2, 3], 5, settings, 40, context="reset"),
-        Request([4], 6, Sampling(top_p=0.9), 40, context="slide", logprobs=2),
+        Request([1, 2, 3], seed=5, sampling=settings, max_new_tokens=40, context="reset"),
+        Request([4], seed=6, sampling=Sampling(top_p=0.9), max_new_tokens=40, context="slide", logprobs=2),
     ]
 
     def texts(engine, lost_at=()) -> list:

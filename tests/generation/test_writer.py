@@ -12,8 +12,9 @@ from support import naming
 
 from shakespeare.attention_ext import attention
 from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling, sample
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 
 USUAL = Sampling(0.8, 200)
 
@@ -36,7 +37,9 @@ def written(writer, *requests, most=32):
 
 
 def tokens(engine, prompt, count, seed, **change):
-    (text,) = written(Writer(engine), Request(prompt, seed, USUAL, count, **change))
+    (text,) = written(
+        Writer(engine), Request(prompt, seed=seed, sampling=USUAL, max_new_tokens=count, **change)
+    )
     return text
 
 
@@ -91,17 +94,24 @@ def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
     reads = []
     monkeypatch.setattr(engine, "begin", lambda *a, f=engine.begin: reads.append(a[1]) or f(*a))
     writer = Writer(engine, 2 if kept else 3)
-    first = [written(writer, Request([1, 2], 0, USUAL, 5), Request([1, 2], 1, USUAL, 5)) for _ in range(2)]
+    first = [
+        written(
+            writer,
+            Request([1, 2], seed=0, sampling=USUAL, max_new_tokens=5),
+            Request([1, 2], seed=1, sampling=USUAL, max_new_tokens=5),
+        )
+        for _ in range(2)
+    ]
     assert first[0] == first[1] and reads == [[1, 2]] * (1 if kept else 2)
-    other = written(writer, Request([3], 0, USUAL, 5))
+    other = written(writer, Request([3], seed=0, sampling=USUAL, max_new_tokens=5))
     assert reads[-1] == [3]
-    assert written(writer, Request([3], 0, USUAL, 5)) == other
+    assert written(writer, Request([3], seed=0, sampling=USUAL, max_new_tokens=5)) == other
 
 
 def test_a_wrong_request_is_named():
     for change, error, message in (
         (dict(ids=[]), ValueError, "prompt is empty"),
-        (dict(seed=2**64), ValueError, r"seed is \d+; it must be at least 0 and less than 2\*\*64"),
+        (dict(seed=2**63), ValueError, r"seed is \d+; it must be at least 0 and less than 2\*\*63"),
         (dict(seed="1"), TypeError, "seed is a str; it must be a whole number"),
         (dict(max_new_tokens=-1), ValueError, "max_new_tokens is -1"),
         (dict(max_new_tokens=1.0), TypeError, "max_new_tokens is a float"),

@@ -10,7 +10,7 @@ import pytest
 from shakespeare.app.cli import COMMANDS, command_of
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.generation.engines.table import ENGINES
-from shakespeare.generation.writer import CONTEXTS
+from shakespeare.generation.request import CONTEXTS
 from shakespeare.model.checkpoint import SHIPPED
 
 CHOICES = {
