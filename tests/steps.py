@@ -18,6 +18,12 @@ SAMPLINGS = [
 ]
 
 
+def counts_of(prompt: Sequence[int], written: Sequence[int], vocab_size: int) -> Tensor:
+    """How often each token has occurred in a text, and since the prompt, (1, 2, V)."""
+    texts = ([*prompt, *written], written)
+    return torch.stack([torch.tensor(ids, dtype=int).bincount(minlength=vocab_size) for ids in texts])[None]
+
+
 def prefill(engine: Engine, slot: int, ids: Sequence[int], **more) -> None:
     """Read a prompt at once."""
     engine.begin(slot, ids, **more)

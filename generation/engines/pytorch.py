@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -59,9 +58,8 @@ class TorchEngine(Slots):
         if part is not None:
             self._graphs = Graphs(model, self._caches, part)
             self.fast_in_step, self.tokens_at_once = False, ROWS
-        self._seen: list[set[int]] = [set() for _ in range(slots)]
-        self._written: list[Counter[int]] = [Counter() for _ in range(slots)]  # since the prompt
-        self._uncounted: list[list[NDArray[np.int64]]] = [[] for _ in range(slots)]  # tokens for these two
+        self._counts = np.zeros((slots, 2, c.vocab_size), np.int64)  # of each token; since the prompt
+        self._uncounted: list[list[NDArray[np.int64]]] = [[] for _ in range(slots)]  # tokens for these
         self._logits = torch.empty(slots, c.vocab_size, device=self._device)
         self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
 
@@ -72,9 +70,8 @@ class TorchEngine(Slots):
             del self._begun[slot]
             self._count(slot)
             if not continues:
-                self._seen[slot].clear()
-                self._written[slot].clear()
-            self._seen[slot].update(ids)
+                self._counts[slot] = 0
+            np.add.at(self._counts[slot, 0], ids, 1)
             if top is not None:  # a separate pass, so that the text's logits do not depend on it
                 caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
                 logits = self.model(torch.tensor([ids], device=self._device), caches)[0, :-1]
@@ -109,14 +106,13 @@ class TorchEngine(Slots):
         """Choose a token for each of these slots on the CPU."""
         for slot in at:
             self._count(slot)
-        samplings, seen = [self._samplings[slot] for slot in at], [self._seen[slot] for slot in at]
-        written = [self._written[slot] for slot in at]
-        tokens = self.choose(self._logits[at].cpu(), numbers, samplings, seen, written)
-        for slot, token in zip(at, tokens):
-            self._seen[slot].add(token)
-            self._written[slot][token] += 1
+        samplings = [self._samplings[slot] for slot in at]
+        adjusted = any(sampling.adjusts for sampling in samplings)
+        counts = torch.from_numpy(self._counts[at]) if adjusted else None
+        tokens = self.choose(self._logits[at].cpu(), numbers, samplings, counts)
+        self._counts[at, :, tokens] += 1
         chosen = np.array([tokens], np.int64)  # one step takes about as long as a native call
-        self._pending[at] = chosen[0]
+        self._pending[at] = tokens
         if self._are_scored(at):
             self._score(at, chosen, self._logits[at].cpu().numpy()[None])
         return chosen
@@ -128,11 +124,8 @@ class TorchEngine(Slots):
     def _shared_sampling(self, at: Sequence[int]) -> Sampling | None:
         """The sampling of these slots, if it is the same and nothing needs the host."""
         first = self._samplings[at[0]]
-        bound = (first.presence_penalty, first.frequency_penalty, first.logit_bias)
-        if first.repetition_penalty != 1 or any(bound):
-            return None
         same = not self._are_scored(at) and all(self._samplings[slot] == first for slot in at)
-        return first if same else None
+        return first if same and not first.adjusts else None
 
     def _write_rows(
         self, at: list[int], numbers: NDArray[np.float64], sampling: Sampling, seconds: float
@@ -154,9 +147,8 @@ class TorchEngine(Slots):
 
     def _count(self, slot: int) -> None:
         """Count the tokens that graphs have chosen: most samplings do not need it."""
-        for tokens in map(np.ndarray.tolist, self._uncounted[slot]):
-            self._seen[slot].update(tokens)
-            self._written[slot].update(tokens)
+        for tokens in self._uncounted[slot]:
+            self._counts[slot] += np.bincount(tokens, minlength=self.config.vocab_size)
         self._uncounted[slot].clear()
 
     @torch.inference_mode()
@@ -169,10 +161,9 @@ class TorchEngine(Slots):
                 cache.v[at, :, :length] = cache.v[source, :, :length].clone()
             self._logits[at] = self._logits[source].clone()
             self._lengths[at], self._pending[at] = length, self._pending[source]
+            self._counts[at] = self._counts[source]
             for target in targets:
                 self._uncounted[target].clear()
-                self._seen[target] = set(self._seen[source])
-                self._written[target] = Counter(self._written[source])
                 self._begun.pop(target, None)
 
     def logits(self, slot: int) -> list[float]:

@@ -242,7 +242,4 @@ def numbers_only(chosen: NDArray[Any]) -> NDArray[Any]:
 def settings(sampling: Sampling) -> NDArray[np.float64]:
     """What a kernel is told of the choice of a text's tokens, (SETTINGS,)."""
     numbers = [getattr(sampling, name) or 0 for name in NUMBERS]
-    adjusted = sampling.repetition_penalty != 1 or any(
-        (sampling.presence_penalty, sampling.frequency_penalty, sampling.logit_bias)
-    )
-    return np.array([*numbers, adjusted, 1 / max(sampling.temperature, 1e-300)], float)
+    return np.array([*numbers, sampling.adjusts, 1 / max(sampling.temperature, 1e-300)], float)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from shakespeare.attention_ext.build import prebuilt
@@ -92,24 +93,18 @@ class RayWorker(Worker):
         super().__init__()
         self._ray, self._actor, self._ask_seconds = ray, actor, ask_seconds
         self._death = "the actor was lost"
-        self._writing: Any = None  # the reference to the result of write()
-        self._signs = 0
 
     def start(self) -> None:
         self._get(self._actor.ready.remote())
 
-    def send(self, task: Task) -> None:
-        self._writing = self._actor.write.remote(task)
-
-    def receive(self) -> Any:
-        while True:
-            ended, _ = self._ray.wait([self._writing], timeout=self._ask_seconds)
-            if ended:
-                return self._get(self._writing)
+    def write(self, task: Task) -> Iterator[Any]:
+        writing, before = self._actor.write.remote(task), None
+        while not self._ray.wait([writing], timeout=self._ask_seconds)[0]:
             signs = self._get(self._actor.alive.remote())
-            if signs != self._signs:
-                self._signs = signs
-                return ALIVE
+            if signs != before:
+                yield ALIVE
+            before = signs
+        yield self._get(writing)
 
     def end(self) -> None:
         with contextlib.suppress(Exception):  # the actor or the cluster may be gone

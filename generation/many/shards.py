@@ -89,8 +89,7 @@ class Task:
 class Shard:
     """A written shard: the bytes of its file, and the record of how it was written.
 
-    cpu_seconds: time of the process; `seconds` is more if others use the core.
-    rejected: (line number from 1, the error). machine: see this_machine().
+    cpu_seconds: the process's. rejected: (line number from 1, the error). machine: see this_machine().
     """
 
     data: bytes
@@ -132,13 +131,11 @@ def resolved(settings: Settings, checkpoint: Checkpoint, texts: int) -> dict[str
     if s.device == "cuda":
         return {"engine": Scribe(s, texts).engine.name}
     engine = open_engine(checkpoint, EngineOptions.of(vars(s), threads=1)).name
-    simd = helpers_of(s.part, s.simd) or "auto"
-    chosen = {"engine": engine, "simd": simd, "br": s.br, "bc": s.bc}
+    br, bc, simd = s.br, s.bc, helpers_of(s.part, s.simd) or "auto"
     if PARTS[s.part].tiled:
-        d, capacity = checkpoint.config.head_dim, capacity_of(s, checkpoint)
-        br, bc = tiles.tile(simd, 1, d, capacity, causal=True)
-        chosen |= {"br": s.br or br, "bc": s.bc or bc}
-    return chosen
+        tuned = tiles.tile(simd, 1, checkpoint.config.head_dim, capacity_of(s, checkpoint), causal=True)
+        br, bc = br or tuned[0], bc or tuned[1]
+    return {"engine": engine, "simd": simd, "br": br, "bc": bc}
 
 
 def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
@@ -148,12 +145,17 @@ def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
     return capacity_for(checkpoint, request_for(settings, checkpoint.tokenizer, 0))
 
 
-def this_machine(kernels: str, *packages: str) -> dict[str, str]:
+def this_machine(device: str, kernels: str, *packages: str) -> dict[str, str]:
     """What can change a text's bytes besides the settings: the processor, what its kernels are compiled for,
-    and versions, also of packages.
+    the GPU if it is the device, and versions, also of packages.
     """
+    gpu = {}
+    if device == "cuda":
+        from shakespeare.generation.engines import cuda
+
+        gpu = {"gpu": cuda.gpu().name}
     features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
-    return {
+    return gpu | {
         "processor": processor.name(),
         "instructions": processor.instructions(),
         "features": features,
@@ -166,16 +168,9 @@ def this_machine(kernels: str, *packages: str) -> dict[str, str]:
 
 def request_for(settings: Settings, tokenizer: Tokenizer, index: int) -> Request:
     """The request of text `index` with the prompt of the settings. Raises as Request does."""
-    s = settings
-    return Request(
-        tokenizer.encode("\n" if s.prompt is None else s.prompt),
-        seed=s.seed + index,
-        sampling=s.sampling,
-        max_new_tokens=s.max_new_tokens,
-        stop=s.stop,
-        context=s.context,
-        use_cache=s.use_cache,
-    )
+    same = ("sampling", "max_new_tokens", "stop", "context", "use_cache")
+    ids = tokenizer.encode("\n" if settings.prompt is None else settings.prompt)
+    return Request(ids, seed=settings.seed + index, **{name: getattr(settings, name) for name in same})
 
 
 def request_of_line(
@@ -195,10 +190,12 @@ def request_of_line(
     if not isinstance(identity, (str, int)) or isinstance(identity, bool):
         raise TypeError("id must be a string or a whole number")
     str(identity).encode()  # raises for half of a surrogate pair
-    if not isinstance(prompt, str):
-        raise TypeError("prompt must be a string")
-    if not isinstance(options, dict):
-        raise TypeError("options must be an object")
+    for name, value, kind, must in (
+        ("prompt", prompt, str, "a string"),
+        ("options", options, dict, "an object"),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {must}")
     if unknown := options.keys() - set(LINE_OPTIONS):
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
     endless = ("top_k", "max_new_tokens")  # for which null is a value
@@ -245,24 +242,15 @@ class Scribe:
         rejected: list[tuple[int, str]] = []
         written = self._together(task, wanted) or self._each(task, wanted, rejected)
         parquet = self.settings.format == "parquet"
-        data = in_parquet(written, task.lines is not None) if parquet else in_jsonl(written)
-        tokens = sum(row["new_tokens"] for row in written)
-        seconds = time.perf_counter() - start
-        cpu_seconds = time.process_time() - cpu_start
         packages = ["pyarrow"] * parquet + ["torch"] * (self.engine.name == "torch")
-        gpu = {}
-        if self.settings.device == "cuda":
-            from shakespeare.generation.engines import cuda
-
-            gpu["gpu"] = cuda.gpu().name
         return Shard(
-            data,
-            len(written),
-            tokens,
-            seconds,
-            cpu_seconds,
-            rejected,
-            this_machine(prebuilt.level("decoder"), *packages) | gpu,
+            data=in_parquet(written, task.lines is not None) if parquet else in_jsonl(written),
+            texts=len(written),
+            tokens=sum(row["new_tokens"] for row in written),
+            seconds=time.perf_counter() - start,
+            cpu_seconds=time.process_time() - cpu_start,
+            rejected=rejected,
+            machine=this_machine(self.settings.device, prebuilt.level("decoder"), *packages),
         )
 
     def _each(

@@ -5,7 +5,6 @@ The contract of every engine is tested on it by the fixture `engine`.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import re
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from steps import SAMPLINGS, choose, forced, logits, prefill
+from steps import SAMPLINGS, choose, counts_of, forced, logits, prefill
 from support import naming
 
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
@@ -152,8 +151,7 @@ def margin(row: torch.Tensor, uniform: float, sampling: Sampling, prompt: list, 
         return first - second
 
     def chosen(uniform: float, sampling: Sampling) -> list[int]:
-        counts = [collections.Counter(written)]
-        return sample(row[None], [uniform], sampling, [{*prompt, *written}], counts)
+        return sample(row[None], [uniform], sampling, counts_of(prompt, written, len(row)))
 
     expected = chosen(uniform, sampling)
     for far in np.geomspace(1e-9, NEAR, 9):
