@@ -46,27 +46,25 @@ class Reader:
         self._engine, self._keeper, self._slice = engine, keeper, slice_seconds
         self._begun: dict[Text, int | None] = {}  # texts that are partly read, with their Read.top
         self._kept: Read | None = None
-        self._shortest_is_due = False  # whether the shortest text had no time in the last call
+        self._shortest_is_due = False
 
     def read(self, texts: Iterable[Text]) -> None:
         """Read for those of these texts that need it, and for the waiting ones, until the time is over.
 
-        Half of the time is for the text that has waited longest, so that every text has its turn. The rest is
-        for the shortest. If the first text took all the time, the next call begins with the shortest.
+        The text that has waited longest, so that every text has its turn, and the shortest take turns of at
+        most half of the time.
         """
-        start = time.perf_counter()
-        end = start + self._slice
+        end = time.perf_counter() + self._slice
         self.waiting.update((text, None) for text in texts if text.needs_reading)
         if self._kept:
             self._copy(self._kept)
-        if self.waiting and not self._shortest_is_due:
-            self._go_on(next(iter(self.waiting)), start + self._slice / 2)
-            self._shortest_is_due = time.perf_counter() >= end
-            if self._shortest_is_due:
+        while self.waiting:
+            shortest = min(self.waiting, key=lambda text: len(text.window)) if self._shortest_is_due else None
+            self._shortest_is_due = not self._shortest_is_due
+            turn = time.perf_counter() + self._slice / 2
+            self._go_on(shortest or next(iter(self.waiting)), min(turn, end))
+            if time.perf_counter() >= end:
                 return
-        while self.waiting and (self._shortest_is_due or time.perf_counter() < end):
-            self._shortest_is_due = False
-            self._go_on(min(self.waiting, key=lambda text: len(text.window)), end)
 
     def drop(self, text: Text) -> None:
         """Forget a text and free the memory of its unfinished reading."""

@@ -169,7 +169,8 @@ def this_machine(device: str, kernels: str, *packages: str) -> dict[str, str]:
 def request_for(settings: Settings, tokenizer: Tokenizer, index: int) -> Request:
     """The request of text `index` with the prompt of the settings. Raises as Request does."""
     same = ("sampling", "max_new_tokens", "stop", "context", "use_cache")
-    ids = tokenizer.encode("\n" if settings.prompt is None else settings.prompt)
+    prompt = "\n" if settings.prompt is None else settings.prompt
+    ids = tokenizer.encode(prompt)
     return Request(ids, seed=settings.seed + index, **{name: getattr(settings, name) for name in same})
 
 
