@@ -191,12 +191,10 @@ def request_of_line(
     if not isinstance(identity, (str, int)) or isinstance(identity, bool):
         raise TypeError("id must be a string or a whole number")
     str(identity).encode()  # raises for half of a surrogate pair
-    for name, value, kind, must in (
-        ("prompt", prompt, str, "a string"),
-        ("options", options, dict, "an object"),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be {must}")
+    if not isinstance(prompt, str):
+        raise TypeError("prompt must be a string")
+    if not isinstance(options, dict):
+        raise TypeError("options must be an object")
     if unknown := options.keys() - set(LINE_OPTIONS):
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
     endless = ("top_k", "max_new_tokens")  # for which null is a value

@@ -19,7 +19,6 @@ from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import ENGINE_OPTIONS, StopFilter, complete
 from shakespeare.generation.writer import Writer
 
-USUAL = Sampling(0.8, 200)
 LETTERS = tiny.VOCABULARY
 
 
@@ -48,14 +47,9 @@ def test_completions_say_what_they_took_and_join_as_slots_are_free(extension, pa
     """Eight texts in two slots, and each as without a stop string and alone."""
     engine, alone, whole = open_engine(model(), part=part, slots=2), open_engine(model(), part=part), []
     for seed in range(8):
-        *_, (last, _) = complete(
-            Writer(alone), LETTERS, [Request([1], seed=seed, sampling=USUAL, max_new_tokens=12 + seed)]
-        )
+        *_, (last, _) = complete(Writer(alone), LETTERS, [Request([1], seed=seed, max_new_tokens=12 + seed)])
         whole.append(last.text)
-    asked = [
-        Request([1], seed=seed, sampling=USUAL, max_new_tokens=12 + seed, stop=("a", "big"))
-        for seed in range(8)
-    ]
+    asked = [Request([1], seed=seed, max_new_tokens=12 + seed, stop=("a", "big")) for seed in range(8)]
     pieces = list(complete(Writer(engine), LETTERS, asked))
     samples = {completion.number: completion for completion, _ in pieces}
     assert sorted(samples) == list(range(8))
@@ -148,13 +142,12 @@ def test_wrong_arguments_are_named_before_anything_is_written(shakes):
 
 def test_the_writer_is_empty_however_it_ends():
     writer = Writer(open_engine(model(), part="part0", slots=2))
-    first = complete(writer, LETTERS, [Request([1], seed=0, sampling=USUAL, max_new_tokens=9)])
+    first = complete(writer, LETTERS, [Request([1], seed=0, max_new_tokens=9)])
     next(first)
     with pytest.raises(ValueError, match="writer holds 1 texts; it must hold none"):
         next(complete(writer, LETTERS, [Request([1])]))
     first.close()
     assert (
         writer.free == 2
-        and len(list(complete(writer, LETTERS, [Request([1], seed=0, sampling=USUAL, max_new_tokens=2)])))
-        == 3
+        and len(list(complete(writer, LETTERS, [Request([1], seed=0, max_new_tokens=2)]))) == 3
     )

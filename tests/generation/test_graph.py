@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from steps import choose, logits, prefill
+from steps import choose, logits, prefill, write_at_random
 
 from shakespeare.attention_ext.parts import PARTS, CachePrecision, Dtype
 from shakespeare.generation.engines import graph, pytorch
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Writer
 
 PENALTIES = Sampling(repetition_penalty=1.3, presence_penalty=0.5)
 
@@ -73,19 +72,8 @@ def test_texts_that_join_leave_and_slide(no_graphs):
         Request([5] * 16, seed=4, sampling=Sampling(), max_new_tokens=9, logprobs=2),
         Request([4], seed=5, sampling=Sampling(), max_new_tokens=30, context="reset"),
     ]
-    found = []
-    for engine in engines():
-        writer, texts = Writer(engine, 4), {}
-        waiting = list(requests)
-        while waiting or writer.texts:
-            if waiting and writer.free:
-                texts[writer.join(waiting.pop())] = []
-            for text, tokens in writer.step():
-                texts[text] += tokens.tolist()
-            for text in [text for text in writer.texts if text.remaining == 0]:
-                writer.leave(text)
-        found.append([(text.request.seed, tokens) for text, tokens in texts.items()])
-    assert found[0] == found[1]
+    plain, stepped = (write_at_random(engine, requests, 0) for engine in engines())
+    assert [tokens for tokens, _ in plain] == [tokens for tokens, _ in stepped]
 
 
 def test_a_nan_is_an_error(no_graphs):

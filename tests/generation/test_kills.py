@@ -198,12 +198,6 @@ def parent(pid: int) -> int:
 
 
 @with_ray
-def test_two_nodes_write_the_same_bytes(nodes, slow, slow_expected, tmp_path):
-    bulk.run(slow, tmp_path, partial(cluster.open_pool, nodes.address, None))
-    assert check(tmp_path, slow_expected)["workers_lost"] == []
-
-
-@with_ray
 def test_killed_ray_workers_cost_a_retry(nodes, long, long_expected, tmp_path):
     def kill(chance):
         return kill_process(worker_pids(), chance)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
 import tiny
 import torch
+from steps import write
 from support import naming
 
 from shakespeare.attention_ext import attention
@@ -16,31 +16,15 @@ from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling, sample
 from shakespeare.generation.writer import Writer
 
-USUAL = Sampling(0.8, 200)
-
 
 def model(part="part0", **change):
     return tiny.gpt(partial(attention, part, causal=True, br=4, bc=8), **change)
 
 
-def written(writer, *requests, most=32):
-    """The tokens of requests that join together."""
-    texts = {writer.join(request): [] for request in requests}
-    steps = itertools.cycle(range(1, most + 1))
-    while step := writer.step(limit := next(steps)):
-        for text, tokens in step:
-            assert 1 <= len(tokens) <= limit
-            texts[text] += tokens.tolist()
-    for text in texts:
-        writer.leave(text)
-    return list(texts.values())
-
-
 def tokens(engine, prompt, count, seed, **change):
-    (text,) = written(
-        Writer(engine), Request(prompt, seed=seed, sampling=USUAL, max_new_tokens=count, **change)
-    )
-    return text
+    request = Request(prompt, seed=seed, max_new_tokens=count, **change)
+    (written,) = write(Writer(engine), request).values()
+    return written
 
 
 def oracle(gpt, prompt, count, seed, keep):
@@ -53,7 +37,7 @@ def oracle(gpt, prompt, count, seed, keep):
                 start = len(ids) - keep
             logits = gpt(torch.tensor([ids[start:]]))[:, -1]
             uniform = float(torch.rand((), dtype=torch.float64, generator=generator))
-            ids += sample(logits, [uniform], USUAL)
+            ids += sample(logits, [uniform])
     return ids[len(prompt) :]
 
 
@@ -94,18 +78,11 @@ def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
     reads = []
     monkeypatch.setattr(engine, "begin", lambda *a, f=engine.begin: reads.append(a[1]) or f(*a))
     writer = Writer(engine, 2 if kept else 3)
-    first = [
-        written(
-            writer,
-            Request([1, 2], seed=0, sampling=USUAL, max_new_tokens=5),
-            Request([1, 2], seed=1, sampling=USUAL, max_new_tokens=5),
-        )
-        for _ in range(2)
-    ]
+    both = [Request([1, 2], seed=seed, max_new_tokens=5) for seed in (0, 1)]
+    first = [list(write(writer, *both).values()) for _ in range(2)]
     assert first[0] == first[1] and reads == [[1, 2]] * (1 if kept else 2)
-    other = written(writer, Request([3], seed=0, sampling=USUAL, max_new_tokens=5))
-    assert reads[-1] == [3]
-    assert written(writer, Request([3], seed=0, sampling=USUAL, max_new_tokens=5)) == other
+    other = [list(write(writer, Request([3], max_new_tokens=5)).values()) for _ in range(2)]
+    assert other[0] == other[1] and [3] in reads
 
 
 def test_a_wrong_request_is_named():
