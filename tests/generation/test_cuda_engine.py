@@ -32,7 +32,7 @@ from shakespeare.generation.texts import complete, generate
 from shakespeare.generation.writer import Writer
 from shakespeare.lab.eval import held_out_loss
 from shakespeare.model import load
-from shakespeare.model.config import EMBEDDING, GPTConfig
+from shakespeare.model.config import GPTConfig
 
 PROMPT = [1, 2, 3]
 SHAKES256 = GPTConfig(256, 65, 4, 4, 128, bias=False)
@@ -174,33 +174,6 @@ def test_the_decoder_compiles_and_hardly_spills(layout, texts, capability):
     _, found = layout.source(texts, capability).compile()
     few = 32 if isinstance(layout, layouts.Grid) else 0  # bytes: two blocks share the registers there
     assert 0 < found.registers <= 255 and found.spill_stores <= few, found
-
-
-@pytest.mark.parametrize("weights", [Precision.FP32, Precision.BF16])
-def test_the_blocks_hold_each_row_of_each_matrix_once(weights):
-    checkpoint = tiny.gpt(n_embd=32, n_head=4, n_layer=2, vocab_size=21, bias=True)
-    tensors = checkpoint.weights
-    packed = layouts.Cluster(checkpoint.config, weights, CachePrecision.FP32, 8).pack(tensors)
-    rounded = (lambda x: x) if weights is Precision.FP32 else pytorch_bits
-
-    def joined(field, parts=1):
-        return np.concatenate([np.array_split(block, parts) for block in field], axis=1).reshape(
-            -1, *field.shape[2:]
-        )
-
-    for i in range(2):
-        layer, vectors, name = packed["layers"][:, i], packed["vectors"][:, i], f"transformer.h.{i}"
-        assert (joined(layer["qkv"], 3) == rounded(tensors[f"{name}.attn.c_attn.weight"])).all()
-        assert (joined(layer["fc"]) == rounded(tensors[f"{name}.mlp.c_fc.weight"])).all()
-        assert (joined(layer["out"]) == rounded(tensors[f"{name}.mlp.c_proj.weight"])).all()
-        assert (joined(vectors["qkv"], 3) == tensors[f"{name}.attn.c_attn.bias"]).all()
-        assert (vectors["ln_2"]["bias"] == tensors[f"{name}.ln_2.bias"]).all()
-    head = joined(packed["head"])
-    assert (head[:21] == rounded(tensors[EMBEDDING])).all() and not head[21:].any()
-
-
-def pytorch_bits(x):
-    return torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view(np.uint16)
 
 
 def test_what_does_not_fit_is_a_sentence():

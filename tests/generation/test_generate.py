@@ -102,22 +102,8 @@ def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes):
     settings = Settings("m", "", br=np.int64(8), seed=torch.tensor(1), sampling=Sampling(np.float32(0.5)))
     assert Job(settings, np.int64(3)).request()["seed"] == 1  # as JSON
     for wrong in (5, None, shakes.model):
-        with (
-            naming(wrong),
-            pytest.raises(TypeError, match="model is a .*; it must be a name, a path or what"),
-        ):
+        with naming(wrong), pytest.raises(TypeError, match="model is a .*; it must be a name, a path or"):
             generate(wrong)
-    for given, message in (
-        ({"stop": 3}, "stop is a int; it must be a string or several"),
-        ({"use_cache": "no"}, "use_cache is a str; it must be True or False"),
-        ({"stream": 2}, "stream is a int; it must be True or False"),
-        ({"part": ["part4"]}, "part is .*; it must be one of"),
-        ({"device": {}}, "device is {}; it must be one of"),
-        ({"engine": 5}, "engine is 5; it must be one of"),
-        ({"draft": 5}, "draft is a int; it must be 'auto', 'off', a name"),
-    ):
-        with naming(given), pytest.raises((TypeError, ValueError), match=message):
-            generate(shakes, **given)
     assert generate(shakes, "ROMEO:", 20, stop=["\n"]) == generate(shakes, "ROMEO:", 20, stop="\n")
     with pytest.raises(TypeError, match="writer is a str; it must be Writer"):
         next(complete("shakes256", LETTERS, []))
@@ -127,14 +113,17 @@ def test_wrong_arguments_are_named_before_anything_is_written(shakes):
     for change, error, message in (
         (dict(prompt=b"A"), TypeError, "prompt is a bytes; it must be a string"),
         (dict(prompt="日"), ValueError, "the model does not know 1 of the text's characters: '日'"),
-        (dict(max_new_tokens=2.5), TypeError, "max_new_tokens is a float; it must be a whole number"),
         (dict(br="8"), TypeError, "br is a str"),
+        (dict(stream=2), TypeError, "stream is a int; it must be True or False"),
+        (dict(use_cache="no"), TypeError, "use_cache is a str; it must be True or False"),
+        (dict(part=["part4"]), ValueError, "part is .*; it must be one of"),
+        (dict(device={}), ValueError, "device is {}; it must be one of"),
+        (dict(engine=5), ValueError, "engine is 5; it must be one of"),
+        (dict(part="part4", draft=5), TypeError, "draft is a int; it must be 'auto', 'off', a name"),
         (dict(temprature=1.0), TypeError, r"generate\(\) got an unexpected keyword argument 'temprature'"),
         (dict(capacity=4), TypeError, r"generate\(\) got an unexpected keyword argument 'capacity'"),
         (dict(temperature="1"), TypeError, "temperature is a str"),
-        (dict(part="part7"), ValueError, "part is 'part7'"),
-        (dict(stop=""), ValueError, "stop is "),
-        (dict(seed=-1), ValueError, "seed is -1"),
+        (dict(stop=3), TypeError, "stop is a int; it must be a string or several"),
     ):
         with naming(change), pytest.raises(error, match=message):
             generate(shakes, **dict(stream=True, part="part0") | change)
@@ -147,7 +136,4 @@ def test_the_writer_is_empty_however_it_ends():
     with pytest.raises(ValueError, match="writer holds 1 texts; it must hold none"):
         next(complete(writer, LETTERS, [Request([1])]))
     first.close()
-    assert (
-        writer.free == 2
-        and len(list(complete(writer, LETTERS, [Request([1], seed=0, max_new_tokens=2)]))) == 3
-    )
+    assert writer.free == 2 and len(list(complete(writer, LETTERS, [Request([1], max_new_tokens=2)]))) == 3

@@ -189,14 +189,6 @@ def worker_pids() -> list[int]:
     return found
 
 
-def parent(pid: int) -> int:
-    """The process that started this one, 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/stat").read_text()
-        return int(status[status.rindex(")") :].split()[2])  # its name before may hold spaces
-    return 0
-
-
 @with_ray
 def test_killed_ray_workers_cost_a_retry(nodes, long, long_expected, tmp_path):
     def kill(chance):

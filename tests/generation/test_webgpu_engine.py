@@ -105,12 +105,6 @@ def test_without_an_adapter_the_cpu_writes(extension, no_adapter, cli):
 
 
 @pytest.mark.usefixtures("adapter")
-def test_what_does_not_fit_is_written_by_the_cpu(extension):
-    with pytest.warns(UserWarning, match="has weights in fp32, not bf16; the native engine writes"):
-        assert open_engine(tiny.gpt(), device="webgpu", weights="bf16").name == "native"
-
-
-@pytest.mark.usefixtures("adapter")
 @pytest.mark.parametrize(
     "change",
     [
