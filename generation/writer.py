@@ -82,9 +82,8 @@ class Writer:
         self.check(request)
         if not self._free:
             raise ValueError("the writer has no free slot; a text must leave before another can join")
-        uniforms = self.engine.uniforms(request.seed)
         # The lowest slots: an engine may copy to neighbours at once.
-        text.begin(heapq.heappop(self._free), self.engine.capacity, uniforms)
+        text.begin(heapq.heappop(self._free), self.engine.capacity)
         self.engine.set_sampling(text.slot, request.sampling, request.logprobs)
         self.texts[text] = None
         return text

@@ -132,8 +132,8 @@ def _warm_up(engine: Engine, request: Request) -> None:
 def describe(runners: Sequence[Runner], use_cache: bool) -> str:
     """A description of the race; different engines are named."""
     lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
-    by_kernels = [r.engine for r in runners if r.engine.simd_name or r.engine.device != "cpu"]
-    lines += dict.fromkeys(engine.description for engine in by_kernels)
+    ours = (r.engine for r in runners if r.engine.device != "cpu" or check_part(r.part).operator)
+    lines += dict.fromkeys(engine.description for engine in ours)
     names = dict.fromkeys(r.engine.name for r in runners)
     if len(names) > 1:
         of = {name: ", ".join(r.part for r in runners if r.engine.name == name) for name in names}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
@@ -134,15 +134,10 @@ class Engine(Protocol):
     capacity: int  # tokens of context of each text, at most block_size
     fast_in_step: bool  # whether texts of equal length in neighbouring slots are written faster
     tokens_at_once: int  # the most of each text that are worth asking for in a call of write()
-    simd_name: str | None  # the SIMD helpers under the part; None for part0 and on a GPU
-    threads: int  # the most that it uses on the CPU
 
     @property
     def description(self) -> str:
         """What computes the texts, in a line for people."""
-
-    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
-        """A function that gives the next `count` numbers of a seed, in [0, 1): torch.rand's in float64."""
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         """Set how the slot's tokens are chosen from now on; at first it is by Sampling().

@@ -9,8 +9,8 @@ import sys
 import threading
 import warnings
 from array import array
-from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -56,9 +56,6 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "simd_name": (c_char_p, ()),
     "sampling_names": (c_char_p, ()),
     "most_top": (c_int64, ()),
-    "uniforms_bytes": (c_int64, ()),
-    "uniforms_seed": (None, (c_void_p, c_uint64)),
-    "uniforms_next": (None, (c_void_p, c_int64, c_void_p)),
     "open_decoder": (c_void_p, (c_void_p, c_char_p, c_char_p, c_char_p, c_int64, *3 * (c_void_p,))),
     "close_decoder": (None, (c_void_p,)),
     "set_sampling": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
@@ -107,8 +104,7 @@ class Decoder:
         tuned = tiles.tile(helpers, 1, c.head_dim, self.capacity, causal=True)
         tile = options.br or tuned[0], options.bc or tuned[1]
         self._c, self._lock = library(helpers), threading.Lock()
-        self.simd_name = self._c.simd_name().decode()
-        self.description = extension.describe_helpers(self.simd_name, self.threads)
+        self.description = extension.describe_helpers(self._c.simd_name().decode(), self.threads)
         self._settings = self._c.sampling_names().decode().split()
         shape = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)
         sizes = (*shape, *tile, self.slots, self.capacity, self.threads, processor.caches()[-1].size)
@@ -143,17 +139,6 @@ class Decoder:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Decoder cannot be copied")
-
-    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
-        state = ctypes.create_string_buffer(self._c.uniforms_bytes())
-        self._c.uniforms_seed(state, seed)
-
-        def following(count: int) -> NDArray[np.float64]:
-            numbers = np.empty(count)
-            self._c.uniforms_next(state, count, numbers.ctypes.data)
-            return numbers
-
-        return following
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         values = (getattr(sampling, name) for name in self._settings)

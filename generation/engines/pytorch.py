@@ -48,7 +48,7 @@ class TorchEngine(Slots):
     def __init__(self, model: GPT, options: EngineOptions, part: Part | None = None) -> None:
         c, slots = model.config, options.slots
         super().__init__(c, slots, options.context(c))
-        self.model, self.threads = model, torch.get_num_threads()
+        self.model = model
         self.description = f"Attention by {options.row.summary}"
         self._device = model.transformer.wte.weight.device
         self.device = self._device.type
@@ -195,8 +195,8 @@ def open_torch(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
 
         engine.description = gpu.describe(part.name, kernel, gpt.config.head_dim)
     elif part.operator:
-        engine.simd_name = extension.load(options.simd).simd_name()
-        engine.description = extension.describe_helpers(engine.simd_name, engine.threads)
+        helpers = extension.load(options.simd).simd_name()
+        engine.description = extension.describe_helpers(helpers, torch.get_num_threads())
     return engine
 
 

@@ -1,4 +1,4 @@
-"""What an engine on a GPU knows of its slots on the host: settings, log-probabilities, checked arguments."""
+"""What an engine in Python knows of its slots: settings, log-probabilities, checked arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,45 +23,10 @@ SETTINGS = len(NUMBERS) + 2  # a text's settings and what follows from them
 ADJUSTED = len(NUMBERS)  # whether logits are changed before the choice
 
 
-class Uniforms:
-    """The numbers in [0, 1) of a seed, torch.rand's in float64: each call gives the next ones.
-
-    To make a generator takes 0.2 ms, to seed one 3 us (Zen 3). So all texts share one for their first
-    numbers, and only longer texts have their own.
-    """
-
-    _shared: Any = np.random.MT19937()
-    _lock = threading.Lock()
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed & 0xFFFFFFFF  # the bits that PyTorch uses
-        self._own: Any = None
-        self._given = 0  # raw numbers of the first call
-
-    def __call__(self, count: int) -> NDArray[np.float64]:
-        if self._given and self._own is None:
-            self._own = np.random.MT19937()
-            self._own._legacy_seeding(self._seed)
-            self._own.random_raw(self._given, output=False)
-        if self._own is not None:
-            raw = self._own.random_raw(2 * count)
-        else:
-            with self._lock:
-                self._shared._legacy_seeding(self._seed)
-                raw = self._shared.random_raw(2 * count)
-            self._given = 2 * count
-        halves = raw.view(np.int64)  # which becomes float twice as fast as uint64
-        joined = halves[::2] << 32  # the upper half comes first
-        joined |= halves[1::2]
-        joined &= 2**53 - 1
-        return joined * 2.0**-53
-
-
 class Slots:
-    """The part of an Engine that needs no GPU. Its calls take turns."""
+    """The part of an Engine that needs no device. Its calls take turns."""
 
-    fast_in_step, tokens_at_once, threads = False, 256, 1
-    simd_name: str | None = None
+    fast_in_step, tokens_at_once = False, 256
 
     def __init__(self, config: GPTConfig, slots: int, capacity: int) -> None:
         self.config, self.slots, self.capacity = config, slots, capacity
@@ -79,9 +44,6 @@ class Slots:
         self._begun: dict[int, tuple[list[int], int, bool, int | None]] = {}
         self._prompts: dict[int, tuple[list[int], bool]] = {}  # that wait to be read together
         self._at_once = 0  # tokens of a prompt that waits, at most
-
-    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
-        return Uniforms(seed)
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         self._check_slot(slot)

@@ -28,7 +28,7 @@ from shakespeare.attention_ext.checks import set_whole
 from shakespeare.attention_ext.parts import PARTS, helpers_of
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import open_engine
-from shakespeare.generation.request import Request
+from shakespeare.generation.request import Request, Uniforms
 from shakespeare.generation.sampling import NUMBERS, Sampling
 from shakespeare.generation.texts import capacity_for, complete, slots_for
 from shakespeare.generation.writer import Writer
@@ -293,7 +293,7 @@ class Scribe:
         engine.read(0)
         engine.copy(0, *slots[1:])
         seeds = range(first.seed, first.seed + task.count)
-        uniforms = np.array([engine.uniforms(seed)(tokens) for seed in seeds]).T  # (tokens, texts)
+        uniforms = np.array([Uniforms(seed)(tokens) for seed in seeds]).T  # (tokens, texts)
         written: list[NDArray[Any]] = []
         while (done := sum(map(len, written))) < tokens:
             if not wanted():

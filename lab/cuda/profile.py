@@ -8,6 +8,7 @@ from typing import Any
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.generation.engines.cuda import CudaEngine, gpu
 from shakespeare.generation.engines.engine import member
+from shakespeare.generation.request import Uniforms
 from shakespeare.lab.text import markdown
 from shakespeare.model.checkpoint import Checkpoint
 
@@ -43,7 +44,7 @@ def run(
     for clocks in (False, True):
         precisions = member(Precision, "weights", weights), member(CachePrecision, "kv_cache", kv_cache)
         engine = CudaEngine(checkpoint, *precisions, texts, longest, clocks)
-        uniforms = engine.uniforms(0)
+        uniforms = Uniforms(0)
         for _ in range(REPETITIONS):
             engine.begin(0, ids)
             engine.read(0)

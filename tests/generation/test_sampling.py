@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import naming
 
+from shakespeare.generation.request import Uniforms
 from shakespeare.generation.sampling import Sampling, sample
 
 PLAIN = dict(temperature=1.0, top_k=None)
@@ -144,3 +145,10 @@ def test_wrong_settings_are_named():
     ):
         with naming(change), pytest.raises(error, match=message):
             Sampling(**change)
+
+
+def test_the_uniform_numbers_are_pytorchs():
+    for seed in (0, 1337, 2**32, 2**63, 2**64 - 1):
+        expected = torch.rand(600, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        numbers, others = Uniforms(seed), Uniforms(7)
+        assert [*numbers(1), *others(5)[:0], *numbers(256), *numbers(343)] == expected.tolist()

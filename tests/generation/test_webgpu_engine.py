@@ -20,7 +20,7 @@ from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precisio
 from shakespeare.attention_ext.webgpu import gpu as by_webgpu
 from shakespeare.generation.engines import webgpu
 from shakespeare.generation.engines.table import open_engine
-from shakespeare.generation.request import Request
+from shakespeare.generation.request import Request, Uniforms
 from shakespeare.generation.sampling import Sampling, sample
 from shakespeare.generation.texts import generate
 from shakespeare.generation.writer import Writer
@@ -165,7 +165,7 @@ def boundary_cases(on_gpu, on_cpu, ids, length, seeds, settings) -> tuple[int, i
     A text ends where the engines choose different tokens, which must be at a boundary.
     """
     sampling, slots = Sampling(**settings), range(len(seeds))
-    numbers = np.stack([on_gpu.uniforms(seed)(length) for seed in seeds], -1)
+    numbers = np.stack([Uniforms(seed)(length) for seed in seeds], -1)
     texts = []
     for engine in (on_gpu, on_cpu):
         for slot in slots:
