@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.attention_ext import attention, extension, operator
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Part, Precision
-from shakespeare.generation import logprobs, sampling
+from shakespeare.generation import sampling
 from shakespeare.generation.engines.engine import Engine, EngineOptions, member
 from shakespeare.generation.engines.graph import ROWS, SECONDS, Graphs, serves
 from shakespeare.generation.engines.slots import Slots, numbers_only
@@ -59,27 +58,27 @@ class TorchEngine(Slots):
             self._graphs = Graphs(model, self._caches, part)
             self.fast_in_step, self.tokens_at_once = False, ROWS
         self._counts = np.zeros((slots, 2, c.vocab_size), np.int64)  # of each token; since the prompt
+        self._kept.append(self._counts)
         self._uncounted: list[list[NDArray[np.int64]]] = [[] for _ in range(slots)]  # tokens for these
         self._logits = torch.empty(slots, c.vocab_size, device=self._device)
         self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
 
     @torch.inference_mode()
-    def read(self, slot: int, seconds: float = math.inf) -> bool:
-        with self._lock:
-            ids, _, continues, top = self._next_prompt(slot)
-            del self._begun[slot]
-            self._count(slot)
-            if not continues:
-                self._counts[slot] = 0
-            np.add.at(self._counts[slot, 0], ids, 1)
-            if top is not None:  # a separate pass, so that the text's logits do not depend on it
-                caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
-                logits = self.model(torch.tensor([ids], device=self._device), caches)[0, :-1]
-                self._logprobs[slot] += logprobs.of_logits(logits.cpu().numpy(), ids[1:], top)
-            self._append(slot, [ids])
-            if self.device == "cuda":
-                torch.cuda.synchronize(self._device)  # its time counts for the prompt, not for the next token
-        return True
+    def _read_piece(
+        self, slot: int, ids: list[int], done: int, continues: bool, every: bool
+    ) -> tuple[int, NDArray[np.float32] | None]:
+        self._count(slot)
+        if not continues:
+            self._counts[slot] = 0
+        np.add.at(self._counts[slot, 0], ids, 1)
+        kept = None
+        if every:  # a separate pass, so that the text's logits do not depend on it
+            caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
+            kept = self.model(torch.tensor([ids], device=self._device), caches)[0].cpu().numpy()
+        self._append(slot, [ids])
+        if self.device == "cuda":
+            torch.cuda.synchronize(self._device)  # its time counts for the prompt, not for the next token
+        return len(ids), kept
 
     @torch.inference_mode()
     def write(
@@ -152,22 +151,18 @@ class TorchEngine(Slots):
         self._uncounted[slot].clear()
 
     @torch.inference_mode()
-    def copy(self, source: int, *targets: int) -> None:
-        with self._lock:
-            self._count(source)
-            length, at = self._lengths[source], list(targets)
-            for cache in self._caches:
-                cache.k[at, :, :length] = cache.k[source, :, :length].clone()
-                cache.v[at, :, :length] = cache.v[source, :, :length].clone()
-            self._logits[at] = self._logits[source].clone()
-            self._lengths[at], self._pending[at] = length, self._pending[source]
-            self._counts[at] = self._counts[source]
-            for target in targets:
-                self._uncounted[target].clear()
-                self._begun.pop(target, None)
+    def _copy(self, source: int, at: NDArray[np.int64]) -> None:
+        self._count(source)
+        length = int(self._lengths[source])
+        for cache in self._caches:
+            cache.k[at, :, :length] = cache.k[source, :, :length].clone()
+            cache.v[at, :, :length] = cache.v[source, :, :length].clone()
+        self._logits[at] = self._logits[source].clone()
+        for target in at:
+            self._uncounted[target].clear()
 
-    def logits(self, slot: int) -> list[float]:
-        return self._logits[slot].tolist()
+    def _logits_of(self, slot: int) -> NDArray[np.float32]:
+        return self._logits[slot].cpu().numpy()
 
     def _append(self, first: int, ids: Sequence[Sequence[int]]) -> None:
         """Append a row of ids to each slot from `first` on; these slots must hold equally many tokens."""
