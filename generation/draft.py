@@ -122,11 +122,11 @@ def _expected(
         ids = text[start : start + size].tolist()
         engine.begin(0, ids, top=MOST_TOP)
         engine.read(0)
-        found, logprobs = engine.take_logprob_arrays(0)
+        likeliest, logprobs = engine.take_logprob_arrays(0)
         skipped = max(0, size // 4 - 1) if start else 0
         at = slice(start + 1 + skipped, start + len(ids))
-        tokens[at] = np.maximum(found[skipped:, 1:], 0)
-        shares[at] = np.where(found[skipped:, 1:] >= 0, np.exp(logprobs[skipped:, 1:]), 0)
+        tokens[at] = np.maximum(likeliest[skipped:, 1:], 0)
+        shares[at] = np.where(likeliest[skipped:, 1:] >= 0, np.exp(logprobs[skipped:, 1:]), 0)
     return tokens, shares
 
 

@@ -30,7 +30,7 @@ class Read:
         """Record that a text's slot holds this prompt."""
         text.held = len(self.prompt)
         if (top := text.prompt_top) is not None:
-            text.prompt_logprobs = [None, *(each.with_top(top) for each in self.logprobs)]
+            text.prompt_logprobs = [None, *(logprob.with_top(top) for logprob in self.logprobs)]
 
 
 class Reader:
@@ -76,7 +76,7 @@ class Reader:
     def _go_on(self, text: Text, end: float) -> None:
         """Read until `end`, at least one piece of work, for a text or for one with the same prompt."""
         if text.is_new:
-            same = (each for each in self._begun if each.is_new and each.prompt == text.prompt)
+            same = (other for other in self._begun if other.is_new and other.prompt == text.prompt)
             text = next(same, text)
         if text not in self._begun:
             self._begun[text] = top = self._top(text)
@@ -88,7 +88,8 @@ class Reader:
         """The most alternatives that any new text with the same prompt requests."""
         if not text.is_new:
             return None
-        tops = (each.prompt_top for each in self.waiting if each.is_new and each.prompt == text.prompt)
+        same = (other for other in self.waiting if other.is_new and other.prompt == text.prompt)
+        tops = (other.prompt_top for other in same)
         return max((top for top in tops if top is not None), default=None)
 
     def _finish(self, text: Text, top: int | None) -> None:
@@ -98,7 +99,7 @@ class Reader:
             text.held = len(text.window)
             return
         taken = [] if top is None else self._engine.take_logprobs(text.slot)
-        done = Read(text.prompt, text.slot, top, [TokenLogprob._make(each) for each in taken])
+        done = Read(text.prompt, text.slot, top, list(map(TokenLogprob._make, taken)))
         done.begin(text)
         self._copy(done)
         if self._keeper is not None:
@@ -108,7 +109,7 @@ class Reader:
 
     def _copy(self, source: Read) -> None:
         """Copy a prompt, from a slot without a new token, to the waiting texts that begin with it."""
-        texts = [each for each in self.waiting if each not in self._begun and source.begins(each)]
+        texts = [text for text in self.waiting if text not in self._begun and source.begins(text)]
         if texts:
             self._engine.copy(source.slot, *(text.slot for text in texts))
         for text in texts:

@@ -163,7 +163,7 @@ class Sampling:
 
 # The settings that are numbers, by their names.
 NUMBERS: dict[str, Number] = {
-    each.name: each.metadata["number"] for each in fields(Sampling) if "number" in each.metadata
+    f.name: f.metadata["number"] for f in fields(Sampling) if "number" in f.metadata
 }
 
 
@@ -216,7 +216,7 @@ def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     points = uniforms[:, None]
     limits = (sampling.top_p, sampling.typical_p, sampling.min_p)
     if limits == (1, 1, 0) and (sampling.top_k or logits.shape[1]) >= logits.shape[1]:
-        return found(weights, points).where(good, -1)  # on a GPU each operation that is left out is time
+        return place_of(weights, points).where(good, -1)  # on a GPU each operation that is left out is time
     least = torch.zeros_like(largest)  # smaller weights are left out
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
         least = weights.topk(sampling.top_k).values[:, -1:]
@@ -233,10 +233,10 @@ def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
         kept = weights.where(weights >= least, 0.0).sort(-1, descending=True).values
         least = kept.gather(-1, reached(kept, sampling.top_p))
     least = torch.maximum(least, sampling.min_p * weights.amax(-1, keepdim=True))
-    return found(weights.where(weights >= least, 0.0), points).where(good, -1)
+    return place_of(weights.where(weights >= least, 0.0), points).where(good, -1)
 
 
-def found(weights: Tensor, points: Tensor) -> Tensor:
+def place_of(weights: Tensor, points: Tensor) -> Tensor:
     """The place (B,) in weights (B, V) that each point (B, 1), a share of their sum, falls on."""
     import torch
 

@@ -75,9 +75,8 @@ class StopFilter:
         if not self.stop:
             return text
         self._held += text
-        found = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]
-        if found:
-            at, self.found = min(found)
+        if places := [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]:
+            at, self.found = min(places)
             return self._release(at)
         begun = range(max(0, len(self._held) + 1 - max(map(len, self.stop))), len(self._held))
         kept = (at for at in begun if any(s.startswith(self._held[at:]) for s in self.stop))
@@ -177,8 +176,8 @@ def complete(
             for completion in list(growing):
                 tokens = new.get(completion, NONE)
                 # A text that is alone is streamed token by token. In a batch this would cost too much.
-                for some in ([token] for token in tokens.tolist()) if alone else (tokens,):
-                    if piece := completion.add(some):
+                for shown in ([token] for token in tokens.tolist()) if alone else (tokens,):
+                    if piece := completion.add(shown):
                         yield completion, piece
                 if completion.ended:
                     if piece := completion.end():

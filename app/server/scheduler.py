@@ -39,23 +39,23 @@ TEXTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 News = tuple[Call, bytes | ApiError, bool]  # the arguments of Call.put()
 
 
-# The metrics of a model and part: their kind, name, meaning and buckets.
-LANE_METRICS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
-    "running": (Gauge, "texts_running", "Texts being written.", {}),
-    "queued": (Gauge, "texts_queued", "Texts that wait for a slot.", {}),
-    "occupancy": (Histogram, "batch_texts", "Texts written by a step.", {"buckets": TEXTS}),
+# The metrics of a model and part: their kind, name and meaning.
+LANE_METRICS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "running": (Gauge, "texts_running", "Texts being written."),
+    "queued": (Gauge, "texts_queued", "Texts that wait for a slot."),
+    "occupancy": (partial(Histogram, buckets=TEXTS), "batch_texts", "Texts written by a step."),
     "first_token": (
-        *(Histogram, "time_to_first_token_seconds", "From a request's arrival to a text's first token."),
-        {"buckets": SECONDS},
+        *(partial(Histogram, buckets=SECONDS), "time_to_first_token_seconds"),
+        "From a request's arrival to a text's first token.",
     ),
     "token_seconds": (
-        *(Histogram, "time_per_token_seconds", "A text's mean time for a token, without its prompt's."),
-        {"buckets": TOKEN_SECONDS},
+        *(partial(Histogram, buckets=TOKEN_SECONDS), "time_per_token_seconds"),
+        "A text's mean time for a token, without its prompt's.",
     ),
-    "prompt_tokens": (Counter, "prompt_tokens", "Tokens of the prompts of texts that began.", {}),
-    "new_tokens": (Counter, "new_tokens", "Tokens written.", {}),
-    "finished": (Counter, "texts_finished", "Texts written to their end.", {}),
-    "cancelled": (Counter, "texts_cancelled", "Texts ended because their client left.", {}),
+    "prompt_tokens": (Counter, "prompt_tokens", "Tokens of the prompts of texts that began."),
+    "new_tokens": (Counter, "new_tokens", "Tokens written."),
+    "finished": (Counter, "texts_finished", "Texts written to their end."),
+    "cancelled": (Counter, "texts_cancelled", "Texts ended because their client left."),
 }
 
 
@@ -65,8 +65,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self._lanes = {
-            key: kind(f"attention_{name}", meaning, ("model", "part"), registry=registry, **more)
-            for key, (kind, name, meaning, more) in LANE_METRICS.items()
+            key: kind(f"attention_{name}", meaning, ("model", "part"), registry=registry)
+            for key, (kind, name, meaning) in LANE_METRICS.items()
         }
         self.dropped = Counter("attention_streams_dropped", "Readers dropped as too slow.", registry=registry)
         self.refused = Counter(

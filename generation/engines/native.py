@@ -77,11 +77,11 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 @functools.cache
 def library(simd: str = "auto") -> ctypes.CDLL:
     """The library of csrc/ over one of SIMD, compiled if need be. Raises as extension.load() does."""
-    made = extension.load_library("decoder", ("model", "generation"), simd)
+    decoder = extension.load_library("decoder", ("model", "generation"), simd)
     for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(made, name)
+        function = getattr(decoder, name)
         function.restype, function.argtypes = result, arguments
-    return made
+    return decoder
 
 
 class Decoder:
@@ -214,10 +214,10 @@ class Decoder:
                 self._do("copy", source, target)
 
     def logits(self, slot: int) -> list[float]:
-        made = (c_float * self.config.vocab_size)()
+        numbers = (c_float * self.config.vocab_size)()
         with self._lock:
-            self._do("logits", slot, made)
-        return list(made)
+            self._do("logits", slot, numbers)
+        return list(numbers)
 
     def record(self, on: bool) -> None:
         """Switch the recording of spans on or off; it is off at first."""

@@ -58,25 +58,17 @@ def open_pool(
         import ray
     except ImportError:
         raise BulkError("--ray needs Ray; install it (pip install -e '.[cluster]')") from None
-    ours = not ray.is_initialized()
-    if ours:
+    if ours := not ray.is_initialized():
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise BulkError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
-    cpus = int(ray.cluster_resources().get("CPU", 0))
     passed = {name: os.environ[name] for name in (prebuilt.COMPILE,) if name in os.environ}
-    kind = ray.remote(
-        num_cpus=1,
-        max_restarts=0,
-        max_task_retries=0,
-        max_concurrency=2,
-        runtime_env={"env_vars": passed} if passed else None,
-    )(Actor)
+    limits = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
+    kind = ray.remote(**limits, runtime_env={"env_vars": passed} if passed else None)(Actor)
     shared, ask_seconds = ray.put(settings), min(MOST_ASK_SECONDS, timeout / 4)
-    count = max(1, min(workers or cpus, shards))
+    count = max(1, min(workers or int(ray.cluster_resources().get("CPU", 0)), shards))
     closed = ray.shutdown if ours else lambda: None
     return Pool(lambda: RayWorker(ray, kind.remote(shared), ask_seconds), count, timeout, closed)
 

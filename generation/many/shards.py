@@ -223,8 +223,7 @@ class Scribe:
     """
 
     def __init__(self, settings: Settings, texts: int = 2**31) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the driver has shown them
+        with warnings.catch_warnings(action="ignore"):  # the driver has shown them
             self.checkpoint = load(settings.model)
         if fingerprint(self.checkpoint) != settings.fingerprint:
             raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
