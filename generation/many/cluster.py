@@ -29,11 +29,8 @@ class Actor:
         self.scribe: Scribe | None = None
         self.signs = 0
 
-    def ready(self) -> None:
-        """Return when the actor has a node."""
-
     def alive(self) -> int:
-        """A number that grows while the actor writes."""
+        """A number that grows while the actor writes; it answers when the actor has a node."""
         return self.signs
 
     def write(self, task: Task) -> Shard:
@@ -87,7 +84,7 @@ class RayWorker(Worker):
         self._death = "the actor was lost"
 
     def start(self) -> None:
-        self._get(self._actor.ready.remote())
+        self._get(self._actor.alive.remote())
 
     def write(self, task: Task) -> Iterator[Any]:
         writing, before = self._actor.write.remote(task), None

@@ -22,10 +22,6 @@ from shakespeare.generation.writer import Writer
 LETTERS = tiny.VOCABULARY
 
 
-def model(**change):
-    return tiny.gpt(**change)
-
-
 def test_a_stop_string_ends_the_text_before_it():
     for stop, pieces, shown, found in (
         (["END"], ["abc", "E", "N", "x"], ["abc", "", "", "ENx"], None),
@@ -45,7 +41,7 @@ def test_a_stop_string_ends_the_text_before_it():
 @pytest.mark.parametrize("part", ["part0", "part4"])
 def test_completions_say_what_they_took_and_join_as_slots_are_free(extension, part):
     """Eight texts in two slots, and each as without a stop string and alone."""
-    engine, alone, whole = open_engine(model(), part=part, slots=2), open_engine(model(), part=part), []
+    engine, alone, whole = open_engine(tiny.gpt(), part=part, slots=2), open_engine(tiny.gpt(), part=part), []
     for seed in range(8):
         *_, (last, _) = complete(Writer(alone), LETTERS, [Request([1], seed=seed, max_new_tokens=12 + seed)])
         whole.append(last.text)
@@ -130,7 +126,7 @@ def test_wrong_arguments_are_named_before_anything_is_written(shakes):
 
 
 def test_the_writer_is_empty_however_it_ends():
-    writer = Writer(open_engine(model(), part="part0", slots=2))
+    writer = Writer(open_engine(tiny.gpt(), part="part0", slots=2))
     first = complete(writer, LETTERS, [Request([1], seed=0, max_new_tokens=9)])
     next(first)
     with pytest.raises(ValueError, match="writer holds 1 texts; it must hold none"):

@@ -44,19 +44,13 @@ def varied(count):
         )
 
 
-def finish(writer, request):
-    """The tokens of a text alone, with its log-probabilities."""
-    ((text, tokens),) = write(writer, request).items()
-    return tokens, text.logprobs, text.prompt_logprobs
-
-
 @pytest.mark.parametrize("slice_seconds", SLICES)
 def test_no_slice_and_no_neighbour_changes_a_text(engine, threads, slice_seconds):
     """Texts join in the middle of others' prompts, and some leave in the middle of theirs or later."""
     requests, gpt = list(varied(24)), model()
     threads(1)
     whole = Writer(engine(gpt))
-    alone = [finish(whole, request) for request in requests]
+    alone = [item for request in requests for item in write(whole, request).items()]
     threads(2)
     draw = random.Random(1)
     writer = Writer(engine(gpt, slots=5), draw.choice([4, 5]), slice_seconds)
@@ -73,7 +67,8 @@ def test_no_slice_and_no_neighbour_changes_a_text(engine, threads, slice_seconds
         for text in list(growing):
             number, so_far, patience = growing[text]
             patience[0] -= 1
-            tokens, logprobs, prompt_logprobs = alone[number]
+            other, tokens = alone[number]
+            logprobs, prompt_logprobs = other.logprobs, other.prompt_logprobs
             assert so_far == tokens[: len(so_far)] and text.new_tokens == len(so_far)
             if exact:
                 assert text.logprobs == logprobs[: len(text.logprobs)]
