@@ -255,11 +255,11 @@ class Scribe:
         self, task: Task, wanted: Callable[[], bool], rejected: list[tuple[int, str]]
     ) -> list[dict[str, Any]]:
         """The rows of texts that join and leave, each by itself. rejected: as in _requests()."""
-        rows: dict[int, dict[str, Any]] = {}  # of the requests, by their numbers
+        rows: list[dict[str, Any]] = []
 
         def requests() -> Iterator[Request]:
-            for number, (row, request) in enumerate(self._requests(task, rejected)):
-                rows[number] = row
+            for row, request in self._requests(task, rejected):
+                rows.append(row)
                 yield request
 
         writer = Writer(self.engine, self.at_once, seconds=WRITE_SECONDS)
@@ -273,7 +273,7 @@ class Scribe:
                 row = rows[done.number]
                 row["seed"], row["text"] = done.request.seed, done.text
                 row["new_tokens"], row["finish_reason"] = done.new_tokens, done.finish_reason
-        return list(rows.values())
+        return rows
 
     def _together(self, task: Task, wanted: Callable[[], bool]) -> list[dict[str, Any]]:
         """The rows of texts that begin and end together; none if these do not.
