@@ -32,7 +32,7 @@ lint: types  ## Check format, style and types
 	.venv/bin/ruff check
 	.venv/bin/mypy
 	.venv/bin/clang-format --dry-run -Werror $(cpp)
-	@[ ! -x $(eslint) ] || $(eslint) -c tests/web/eslint.config.mjs web tests/web benchmarks scripts
+	@[ ! -x $(eslint) ] || $(eslint) -c tests/web/eslint.config.mjs web tests/web benchmarks
 
 format:  ## Format all sources
 	.venv/bin/ruff check --fix
@@ -46,7 +46,7 @@ figures:  ## Remake the figures and the blocks of output in docs/, some six minu
 	docs/make_figures.sh $(python)
 	$(python) scripts/make-race-svg.py
 
-docs:  ## Rewrite the help texts in docs/cli.md, the tables of results, and the notebooks' text
+docs:  ## Rewrite docs/use/cli.md, the tables of results and the notebooks' text
 	$(python) scripts/make-docs.py
 	$(python) scripts/make-notebooks.py
 

@@ -70,7 +70,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v by one of PARTS.
 
-    part: 'part0' to 'part4', a Part, or the path of a file with a kernel of your own, in float32.
+    part: 'part0' to 'part4', a Part, or the path of a file with a kernel of your own (docs/use/try.md), in
+    float32.
     q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32, in part0 and part4 also all bfloat16, on the CPU, with
     any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50.
     part0 and part4 also take tensors on one CUDA device, float32, bfloat16 or float16; part4's d is then at

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Remakes every figure and every block of output of docs/attention.md, in some six minutes on an idle machine.
+# Remakes every figure and every block of output of docs/learn/attention.md, in some six minutes on an idle machine.
 # docs/figures/race.svg is made by scripts/make-race-svg.py.
 #
 #     docs/make_figures.sh [PYTHON]
@@ -13,5 +13,5 @@ trap 'rm -rf "$work"' EXIT
 "$python" gpt.py bench part4 -N 1024 -d 32,64,128 -br 16,32,48,64,96,128,192,256,512,1024 \
     -bc 16,32,64,128,256,512,1024 -r 5 --min-time 0.05 --plot "$work/tiles" > /dev/null
 mkdir -p docs/figures
-cp "$work"/lengths/{time,memory,roofline,threads}.svg "$work"/tiles/tiles.svg docs/figures/
-"$python" docs/rerun.py docs/attention.md
+cp "$work"/lengths/{time,memory,roofline}.svg "$work"/tiles/tiles.svg docs/figures/
+"$python" docs/rerun.py docs/learn/attention.md

@@ -1,28 +1,25 @@
 """Run the command after `$ ` at the head of each text block, and replace the block's output."""
 
-from __future__ import annotations
-
+import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-BLOCK = re.compile(r"(```text\n\$ python )([^\n]+)\n.*?```", re.DOTALL)
+BLOCK = re.compile(r"(?<=```text\n)\$ ([^\n]+)\n.*?(?=```)", re.DOTALL)
 
 
-def rerun(document: str) -> str:
-    """The document with the current output in every block."""
-
-    def run(block: re.Match) -> str:
-        command = [sys.executable, *shlex.split(block[2])]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return f"{block[1]}{block[2]}\n{done.stdout.rstrip()}\n```"
-
-    return BLOCK.sub(run, document)
+def output(block: re.Match) -> str:
+    """The command, by this Python, and what it prints now."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    command = ["bash", "-o", "pipefail", "-c", block[1]]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
+    )
+    return f"$ {block[1]}\n{done.stdout.rstrip()}\n"
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         file = Path(name)
-        file.write_text(rerun(file.read_text()))
+        file.write_text(BLOCK.sub(output, file.read_text()))

@@ -1,6 +1,6 @@
 """Magics for notebooks: commands of gpt.py, and kernels of your own in cells.
 
-    %load_ext lab.magic
+    %load_ext shakespeare.lab.magic
     %gpt explain part1 -N 512         a command and its output, with the pictures of --plot
     %%attention mine.cpp --causal     the cell is saved as mine.cpp and tried: gpt.py try mine.cpp --causal
 

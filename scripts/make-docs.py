@@ -1,49 +1,51 @@
-"""Write what documents copy: docs/cli.md, the help of each command, and the tables of benchmarks/results/.
+"""Write what documents copy: the command line's help, the tables of results and the README's one.
 
 python scripts/make-docs.py
 
-A table stands between `<!-- results: NAME -->` and `<!-- end of results -->`; NAME is one of TABLES.
+docs/use/cli.md has all options, docs/results/ a document for each processor of benchmarks/results/. The table
+of the README stands between `<!-- results: parts -->` and `<!-- end of results -->`.
 """
 
+import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
+import click
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from shakespeare.app.cli import COMMANDS, cli  # noqa: E402
-from shakespeare.app.cli.terminal import one_line  # noqa: E402
+from shakespeare.app.cli import COMMANDS, cli, command_of  # noqa: E402
 from shakespeare.attention_ext import PARTS  # noqa: E402
-from shakespeare.attention_ext.parts import Dtype  # noqa: E402
 from shakespeare.lab import saved  # noqa: E402
 from shakespeare.lab.bench import report, run_file  # noqa: E402
 from shakespeare.lab.text import markdown  # noqa: E402
 
-HEAD = """\
+CLI_HEAD = """\
 # The command line
 
-The help of `gpt.py` and of each command, written by `python scripts/make-docs.py`.
+The options of `gpt.py`, written by `python scripts/make-docs.py`. Every command has `-h` and `--help`.
 
+```text
+$ python gpt.py --help
+{}```
+
+## Options of several commands
+
+{}
 """
-WIDTH = 98  # what click uses of the 100 columns that gpt.py asks for
-
-DOCUMENTS = ("README.md", "docs/benchmarking.md", "docs/decoder.md")
-MARKED = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- results: parts -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 # The processors of the README's table: the first one's scratch is given.
 README = {"amd-zen-5": "Zen 5, AVX-512", "amd-zen-3": "Zen 3, AVX2"}
-# The case of the README's table of parts.
-CASE = {"N": 1024, "queries": 1024, "d": 32, "batch": 1, "heads": 4, "causal": False, "threads": 1}
-SIMDS = (None, "auto", "portable")
 SDPA = "PyTorch's `scaled_dot_product_attention`"
 
+# Figures that part 4's tables leave out.
+HIDDEN = ("iqr_ms", "margin", "quiet", "all_ms", "gbps", "bandwidth_share", "scratch", "error")
 # The cases of benchmarks.generation, as columns name them.
 CASES = {
     "batch1": "batch 1, block 256",
@@ -51,141 +53,64 @@ CASES = {
     "long": "batch 1, block 2048",
     "prefill": "prefill 1,024",
 }
-# (contender's name in a file, its name in tables); PyTorch's version goes on as it is.
-ENGINES = (
-    (r"native part4", "native engine, part4"),
-    (r"native part4 bf16", "native engine, weights in bf16"),
-    (r"native part4 int8", "native engine, weights in int8"),
-    (r"native part4 kv-bf16", "native engine, cache in bf16"),
-    (r"torch part4", "PyTorch engine, part4"),
-    (r"PyTorch ([\d.]+)\S*, no cache", r"nanoGPT's loop, PyTorch \1"),
-    (r"PyTorch ([\d.]+)\S*, cached", r"cached PyTorch \1"),
-)
 
 
-def help_texts() -> str:
-    """The text of docs/cli.md."""
-    return HEAD + "\n".join([help_text("gpt.py"), *(help_text("gpt.py", name) for name in COMMANDS)])
+def cli_document() -> str:
+    """docs/use/cli.md: options that several commands share once, then each command's own."""
+    context = click.Context(cli, info_name="gpt.py", terminal_width=98, **cli.context_settings)
+    commands = {name: command_of(name) for name in COMMANDS if name not in PARTS or name == "part4"}
+    rows = {name: option_rows(command, context) for name, command in commands.items()}
+    count = Counter(row for of_command in rows.values() for row in of_command)
+    lines = [CLI_HEAD.format(cli.get_help(context) + "\n", table(row for row in count if count[row] > 1))]
+    for name, command in commands.items():
+        usage = command.get_usage(click.Context(command, info_name=name, parent=context))
+        lines += [f"## {name}", "", f"`{usage.removeprefix('Usage: ')}`", ""]
+        lines += [inspect.cleandoc(command.help or "").replace("\b\n", ""), ""]
+        if name == "part4":
+            lines += [f"{', '.join(PARTS)} have the same options.", ""]
+        own = [row for row in rows[name] if count[row] == 1]
+        shared = [row[0].split(" ")[0].strip("`,") for row in rows[name] if count[row] > 1]
+        lines += [table(own), ""] if own else []
+        lines += [f"And {', '.join(f'`{option}`' for option in shared)}.", ""] if shared else []
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def help_text(*words: str) -> str:
-    """A heading, the command and what it prints on a terminal of 100 columns or more."""
-    shown = CliRunner().invoke(cli, [*words[1:], "--help"], prog_name=words[0], terminal_width=WIDTH)
-    return f"## {words[-1]}\n\n```text\n$ python {' '.join(words)} --help\n{shown.output}```\n"
+def option_rows(command: click.Command, parent: click.Context) -> list[tuple[str, ...]]:
+    """A command's options with their help, as cells in Markdown."""
+    context = click.Context(command, info_name=command.name, parent=parent)
+    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    records = filter(None, (option.get_help_record(context) for option in options))
+    return [(f"`{names}`".replace("|", "\\|"), text.replace("|", "\\|")) for names, text in records]
 
 
-def of_each(pattern: str, lines_of: Callable[[Path], list[Any]]) -> list[Any]:
-    """The lines of each processor's file, in the order of the files' names.
-
-    Raises OSError, and ValueError naming a file that is wrong.
-    """
-    files = sorted(saved.RESULTS.glob(pattern))
-    if not files:
-        raise ValueError(f"{saved.RESULTS} has no {pattern}")
-    lines = []
-    for file in files:
-        try:
-            lines += ["", *lines_of(file)]
-        except (TypeError, KeyError, AttributeError, RecursionError, ValueError, OverflowError) as error:
-            reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"{file} is not a file of results: {reason}") from None
-    return lines[1:]
-
-
-def read_bench(file: Path) -> tuple[str, list[dict[str, Any]]]:
-    """(a sentence on the machine, the rows of lab.bench.report.row()) of a run that bench saved."""
-    content = json.loads(file.read_text())
-    run = run_file.load(file)
-    if not run.complete:
-        raise ValueError("the run was stopped before its end")
-    onnx = {result.cell.group: result.median for result in run.results if result.cell.contender == "onnx"}
-    rows = []
-    for result in run.results:
-        other = onnx.get(result.cell.group)
-        over = other / result.median if other and result.median else None
-        rows.append(report.row(run, result) | {"over_onnx": over})
-    return described(content), rows
-
-
-def described(content: dict) -> str:
-    """A sentence on the machine."""
-    machine = content["machine"]
-    known, date = machine.get("microarchitecture"), machine["date"].partition(" ")[0]
-    facts = [machine["cpu"], f"PyTorch {machine['torch'].partition('+')[0]}", date]
-    facts += ["on a busy machine"] * bool(content.get("busy"))
-    if peak := content.get("peaks", {}).get("1"):
-        facts.append(f"FMA peak {peak / 1e9:.0f} GFLOP/s")
-    if peak := content.get("amx_peaks", {}).get("1"):
-        facts.append(f"AMX peak {peak / 1e9:.0f} GFLOP/s")
-    return f"{known}: {', '.join(facts)}." if known else f"{', '.join(facts)}."
-
-
-def parts() -> list[str]:
-    """The README's table of parts."""
-    lines: dict[str, list[str]] = {}
-    titles = ["part", "algorithm", "threads", "scratch, bytes"]
-    for slug, title in README.items():
-        titles += [f"{title}, ms", "over SDPA"]
-        for row in of_each(f"bench-{slug}.json", usual):
-            figures = [three_digits(row[name]) if row[name] else "" for name in ("ms", "over_sdpa")]
-            name = row["contender"]
-            lines.setdefault(name, described_part(name, row["scratch"])).extend(figures)
-    return [markdown(titles, lines.values())]
-
-
-def usual(file: Path) -> list[dict[str, Any]]:
-    """The rows of the README's case."""
-    return [
-        row
-        for row in read_bench(file)[1]
-        if row["simd"] in SIMDS and row["dtype"] in (None, Dtype.FP32)
-        if all(row[name] == value for name, value in CASE.items())
-    ]
-
-
-def described_part(name: str, scratch: int | None) -> list[str]:
-    """A contender's cells before its figures."""
-    part = PARTS.get(name)
-    link = f"[{name}](attention_ext/csrc/cpu/{part.operator}.cpp)" if part and part.operator else name
-    summary = part.summary if part else SDPA if name == "sdpa" else ""
-    threads = "1" if part and not part.threaded else "all"
-    return [link, summary, threads, "" if scratch is None else f"{scratch:,}"]
-
-
-def three_digits(value: float) -> str:
-    """A figure as in bench's tables."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+def table(rows: Any) -> str:
+    """Options as a table in Markdown."""
+    return markdown(["option", "what it does"], rows)
 
 
 def bench(file: Path) -> list[str]:
-    """All of `gpt.py bench`'s figures of the parts."""
-    facts, rows = read_bench(file)
-    return [facts, report.table(rows)]
+    """All of `gpt.py bench`'s figures."""
+    run = run_file.load(file)
+    return [report.text(run, "md")]
 
 
-def of_part4(titles: Sequence[str], file: Path) -> list[str]:
-    """These COLUMNS of part4's results."""
-    facts, rows = read_bench(file)
-    rows = [row for row in rows if row["contender"] == "part4" and row["ms"] is not None]
-    rows.sort(key=lambda row: (row["N"], row["heads"], row["d"], row["causal"]))
-    return [facts, "", markdown(titles, ([COLUMNS[title](row) for title in titles] for row in rows))]
+def part4(file: Path) -> list[str]:
+    """Part 4's times and its lead over the others."""
+    run = run_file.load(file)
+    rows = [report.row(run, result) for result in run.results if result.cell.contender == "part4"]
+    return [report.header(run), "", report.table([row | dict.fromkeys(HIDDEN) for row in rows])]
 
 
 def generation(file: Path) -> list[str]:
     """All engines in all cases, as benchmarks.generation saved them."""
     content = json.loads(file.read_text())
+    machine, busy = content["machine"], content.get("busy")
+    facts = [f"{machine['cpu']}, PyTorch {machine['torch']}, {machine['date']} UTC", *[busy] * bool(busy)]
     columns = [content["cases"].get(case, {}) for case in CASES]
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = [[titled(name), *(figures_of(column.get(name)) for column in columns)] for name in names]
+    rows = [[name, *(figures_of(column.get(name)) for column in columns)] for name in names]
     rows.sort(key=lambda row: row[0] == "memory limit")  # it comes last
-    return [described(content), "", markdown(["", *CASES.values()], rows)]
-
-
-def titled(name: str) -> str:
-    """The name of an engine in tables."""
-    for pattern, title in ENGINES:
-        name = re.sub(f"^{pattern}$", title, name)
-    return name
+    return ["  \n".join(facts), "", markdown(["", *CASES.values()], rows)]
 
 
 def figures_of(figures: dict[str, float] | None) -> str:
@@ -199,50 +124,66 @@ def figures_of(figures: dict[str, float] | None) -> str:
     return f"{rate} ({figures['relative']:.2f}){nats}"
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "N": lambda row: str(row["N"]),
-    "heads": lambda row: str(row["heads"]),
-    "d": lambda row: str(row["d"]),
-    "mask": lambda row: "causal" if row["causal"] else "none",
-    "part4, ms": lambda row: three_digits(row["ms"]),
-    "GFLOP/s": lambda row: three_digits(row["gflops"]),
-    "of FMA peak": lambda row: f"{100 * row['peak_share']:.0f} %" if row["peak_share"] else "",
-    "over SDPA": lambda row: f"{row['over_sdpa']:.2f}" if row["over_sdpa"] else "",
-    "over part0": lambda row: f"{row['over_part0']:.2f}" if row["over_part0"] else "",
-    "over ONNX Runtime": lambda row: f"{row['over_onnx']:.2f}" if row["over_onnx"] else "",
-}
-OF_FP32 = ("N", "d", "mask", "part4, ms", "of FMA peak", "over SDPA", "over ONNX Runtime")
-OF_BF16 = ("N", "heads", "d", "mask", "part4, ms", "GFLOP/s", "over SDPA", "over part0")
-TABLES: dict[str, Callable[[], list[str]]] = {
-    "parts": parts,
-    "bench": partial(of_each, "bench-*.json", bench),
-    "attention": partial(of_each, "attention-*.json", partial(of_part4, OF_FP32)),
-    "attention_bf16": partial(of_each, "attention_bf16-*.json", partial(of_part4, OF_BF16)),
-    "generation": partial(of_each, "generation-*.json", generation),
+# The kinds of files of results: heading, the command that saves one, and what shows it.
+KINDS = {
+    "bench": ("The five parts", "gpt.py bench part0,part1,part2,part3,part4,sdpa", bench),
+    "attention": ("Part 4", "-m benchmarks.attention part4,sdpa,onnx -N 128,1024,2048", part4),
+    "attention_bf16": (
+        "Part 4, bf16",
+        "-m benchmarks.attention part0,part4,sdpa --dtype bf16 -N 1024",
+        part4,
+    ),
+    "generation": ("Text, against other engines", "-m benchmarks.generation", generation),
+    "bench_cuda": ("Attention on the GPU", "gpt.py bench --device cuda", bench),
 }
 
 
-def document(text: str) -> str:
-    """A document with tables made from the files. Raises ValueError and OSError."""
+def results() -> dict[str, str]:
+    """The documents of docs/results/, by path. Raises ValueError for a file that is wrong."""
+    documents: dict[str, str] = {}
+    for kind, (title, command, lines) in KINDS.items():
+        for file in sorted(saved.RESULTS.glob(f"{kind}-*.json")):
+            section = [f"\n## {title}\n", f"`python {command}`, with `--save`:\n", *lines(file), ""]
+            machine = json.loads(file.read_text())["machine"]
+            cpu = machine.get("microarchitecture") or machine["cpu"]
+            head = (
+                f"# {machine.get('gpu', {}).get('name', cpu)}\n\nWritten by `python scripts/make-docs.py`.\n"
+            )
+            path = f"docs/results/{file.stem.removeprefix(f'{kind}-')}.md"
+            documents[path] = documents.get(path, head) + "\n".join(section)
+    return documents
 
-    def table(marked: re.Match) -> str:
-        if marked[2] not in TABLES:
-            raise ValueError(f"results is {marked[2]!r}; it must be one of {', '.join(TABLES)}")
-        return "\n".join([marked[1].rstrip(), *TABLES[marked[2]](), marked[3]])
 
-    return MARKED.sub(table, text)
+def readme(text: str) -> str:
+    """The README with its table of parts from the files."""
+    lines: dict[str, list[str]] = {}
+    titles = ["part", "algorithm", "threads", "scratch, bytes"]
+    for slug, title in README.items():
+        titles += [f"{title}, ms", "over SDPA"]
+        run = run_file.load(saved.RESULTS / f"bench-{slug}.json")
+        for row in (report.row(run, result) for result in run.results):
+            figures = [report.figure(column, row[column]) for column in ("ms", "over_sdpa")]
+            name = row["contender"]
+            lines.setdefault(name, described_part(name, row["scratch"])).extend(figures)
+    shown = markdown(titles, lines.values())
+    return MARKED.sub(lambda marked: f"{marked[1]}{shown}\n{marked[2]}", text)
 
 
-def main() -> None:
-    """Write the documents; an error in a file of results gives one line on stderr and exit code 2."""
-    try:
-        made = {name: document((ROOT / name).read_text()) for name in DOCUMENTS}
-    except (OSError, ValueError) as error:
-        print(f"make-docs.py: error: {one_line(str(error))}", file=sys.stderr)
-        sys.exit(2)
-    for name, text in (*made.items(), ("docs/cli.md", help_texts())):
-        (ROOT / name).write_text(text)
+def described_part(name: str, scratch: int | None) -> list[str]:
+    """A contender's cells before its figures."""
+    part = PARTS.get(name)
+    link = f"[{name}](attention_ext/csrc/cpu/{part.operator}.cpp)" if part and part.operator else name
+    summary = part.summary if part else SDPA if name == "sdpa" else ""
+    threads = "1" if part and not part.threaded else "all"
+    return [link, summary, threads, "" if scratch is None else f"{scratch:,}"]
+
+
+def documents() -> dict[str, str]:
+    """The text of every document that this script writes, by its path."""
+    readme_text = readme((ROOT / "README.md").read_text())
+    return {"README.md": readme_text, "docs/use/cli.md": cli_document()} | results()
 
 
 if __name__ == "__main__":
-    main()
+    for name, text in documents().items():
+        (ROOT / name).write_text(text)

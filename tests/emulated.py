@@ -32,11 +32,7 @@ class Emulated(own.Native):
         if d not in self._functions:
             work = self._file.parent / f"{self._file.stem}-{d}"
             shutil.copytree(cuda_on_cpu.HERE, work)
-            ours = (SOURCES / "call.h").read_text()
-            shapes = ours[ours.index("// Elements from one batch") : ours.index("// A loop that is unrolled")]
-            blocks = ours[ours.index("// A tile of queries, and") :]
-            with open(work / "call.h", "a") as header:
-                header.write(shapes + blocks)
+            shutil.copy(SOURCES / "call.h", work)
             text = re.sub(r"extern __shared__ float (\w+)\[\]", r"static float \1[1 << 14]", self._text)
             (work / "own.cu").write_text(text.replace("__shared__", "static"))
             macros = {"FORMAT": 0, "HEAD_DIM": d, "THREADS": self._threads, "BLOCKS": 1, "SHARED_BYTES": 1}

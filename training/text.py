@@ -4,7 +4,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.recipe import Recipe
 
 SHORTEST = 2000  # characters of an own text: its validation part has a hundred
-WINDOW, WINDOWS = 32, 10_000  # characters of a passage in the search for repetitions, number of passages
+WINDOW, PASSAGES = 32, 500  # characters of a passage in the search for repetitions, number of passages
 REPEATED, FLATTERED = 0.9, 0.3  # shares of repeated passages that are refused, and that give a note
 MOST_EVALUATED = 100_000  # characters of each held-out part; they give the loss to about 0.005 nats
 MOST_WATCHED = 16_384  # characters of the validation part that are evaluated during the run
@@ -61,26 +60,11 @@ def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 
 def repeated_share(training: str, held_out: str) -> float:
-    """The share of passages of WINDOW characters in `held_out` that are also in `training`."""
-    passages = _hashes(held_out)
-    passages = np.unique(passages[:: max(1, len(passages) // WINDOWS)])
-    found = np.zeros(len(passages), dtype=bool)
-    sieve = np.zeros(2**20, dtype=bool)  # indexed by the first 20 bits; few other passages pass it
-    sieve[passages >> np.uint64(44)] = True
-    for start in range(0, len(training), 2**20):  # a piece at a time takes little memory
-        piece = _hashes(training[start : start + 2**20 + WINDOW - 1])
-        found |= np.isin(passages, piece[sieve[piece >> np.uint64(44)]])
-    return float(found.mean()) if len(found) else 0.0
-
-
-def _hashes(text: str) -> np.ndarray:
-    """A 64-bit polynomial hash of every passage of WINDOW characters, by doubling the length five times."""
-    hashes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32).astype(np.uint64)
-    factor, length = np.array([0x9E3779B97F4A7C15], dtype=np.uint64), 1
-    while length < WINDOW and len(hashes) > length:
-        hashes = hashes[:-length] * factor + hashes[length:]
-        factor, length = factor * factor, 2 * length
-    return hashes if length == WINDOW else hashes[:0]
+    """The share of some PASSAGES passages of WINDOW characters of `held_out` that are also in `training`."""
+    last = len(held_out) - WINDOW
+    starts = range(0, last + 1, max(1, last // PASSAGES))
+    passages = {held_out[start : start + WINDOW] for start in starts}
+    return sum(passage in training for passage in passages) / max(1, len(passages))
 
 
 def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) -> Material:

@@ -17,13 +17,11 @@ constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / un
 
 constexpr int64_t LINE_FLOATS = 16;  // floats of a cache line
 
-// The stride of rows of n floats: an odd number of cache lines. With a power of two the rows would share few
-// sets of L1.
+// The stride of rows of n floats: an odd number of cache lines, so that rows do not share few sets of L1.
 constexpr int64_t row_stride(int64_t n) { return round_up(n, LINE_FLOATS) | LINE_FLOATS; }
 
-// Floats, initially 0, aligned to a cache line. Large buffers are on huge pages where Linux has them. That
-// saves page walks: 5 % of a step at a context of 2048. It also spreads a buffer evenly over the sets of a
-// cache, so that one of nearly L2's size stays in L2.
+// Floats, initially 0, aligned to a cache line; large ones on huge pages where Linux has them: fewer page
+// walks, and a buffer of nearly L2's size stays in L2.
 class Buffer {
   public:
     Buffer() = default;
@@ -49,8 +47,8 @@ class Buffer {
     std::unique_ptr<float, Free> data{nullptr, Free{}};
 };
 
-// Memory that lives for a call, in consecutive pieces of a block, each on cache lines of its own. From null it
-// only counts, so that a struct states the sizes of its pieces once.
+// Memory that lives for a call, in pieces on cache lines of their own. From null it only counts, so that a
+// struct states the sizes of its pieces once.
 class Scratch {
   public:
     explicit Scratch(float* start = nullptr) : start(start) {}

@@ -23,9 +23,8 @@ namespace amx {
 constexpr int64_t BLOCK = 32;  // queries of a strip, the fewest of a call; keys that are multiplied at a time
 }  // namespace amx
 
-// A row for each part. Part `number` with the kernel `name` has the functions name_scratch and name_attention,
-// the file cpu/number_name.cpp and the operator number_name.
-// few: its functions for few queries, or none. bf16: those for bfloat16 tensors, or none.
+// Part `number` with the kernel `name` has the functions name_scratch and name_attention, the file
+// cpu/number_name.cpp and the operator number_name; perhaps others for few queries and for bfloat16 tensors.
 //
 //         number, name, few, bf16
 #define EACH_PART(PART)              \
@@ -41,8 +40,8 @@ struct Kernel {
 };
 
 // takes: whether a call is for these functions. For at most `queries` queries they also take K transposed, and
-// then K and V in bf16, as attention.h describes. together: for a head's last queries, at most FEW_TOGETHER,
-// over panels of K; each result has the bits of the query's own call.
+// then K and V in bf16. together: for a head's last queries over panels of K, each with the bits of its own
+// call.
 struct FewQueries : Kernel<float> {
     bool (*takes)(const Attention&);
     int64_t queries;

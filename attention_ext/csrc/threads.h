@@ -12,11 +12,11 @@
 #endif
 
 // While an instance exists, this thread's arithmetic treats denormal inputs and results as 0, where the
-// processor can: a multiply-add with one takes over a hundred cycles on many processors. A softmax's small
-// weights can be denormal, and so can sums that begin with them.
+// processor can: a multiply-add with one, such as a small weight of a softmax, takes over a hundred cycles on
+// many processors.
 class NoDenormals {
   public:
-    // Setting costs 8 ns (AMD Zen 5), so it is done only where it changes something.
+    // Setting takes 8 ns, so it is done only where it changes something.
     NoDenormals() : before(get()) {
         if ((before | FLUSH) != before) set(before | FLUSH);
     }
@@ -51,9 +51,8 @@ class NoDenormals {
 // links the kernels defines it; bindings/pool.h uses PyTorch's pool.
 void on_threads(int threads, const std::function<void(int)>& body);
 
-// body(head, item, thread) for each of `heads` heads and each item of 0 .. items - 1. A head's items are handed
-// out in order. Threads begin with different heads, so that a head's K and V go to few cores; a thread that
-// finds no more items there helps with the others.
+// body(head, item, thread) for each of `heads` heads and each item of 0 .. items - 1, a head's in order.
+// Threads begin with different heads, so that a head's K and V go to few cores, and then help with the others.
 template <class Body>
 void for_each_item(int64_t heads, int64_t items, int threads, const Body& body) {
     const NoDenormals flushed;

@@ -1,12 +1,10 @@
-// The decoder's C interface, which generation/engines/native.py calls: no Python header, one library for every Python.
-//
-// A function that may fail returns whether it did not; error() then says why. Pointers are to arrays of the
-// caller, of the lengths that the comments give. The caller calls a decoder from one thread at a time.
+// The functions of api.h, over the class Decoder.
+#include "api.h"
+
 #include <algorithm>
-#include <cmath>
 #include <exception>
 #include <functional>
-#include <limits>
+#include <memory>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -18,23 +16,21 @@
 #include "simd/simd.h"
 #include "threads.h"
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 // The decoder has its own threads, and its calls of a kernel have one.
 void on_threads(int threads, const std::function<void(int)>& body) {
     for (int thread = 0; thread < threads; thread++) body(thread);
 }
 
-namespace {
-
 struct Handle : Decoder {
     using Decoder::Decoder;
     std::vector<TokenLogprob> logprobs;  // those that were taken last
-    std::vector<Span> taken;             // likewise
+    std::vector<Span> spans_taken;       // likewise
 };
 
+namespace {
+
 thread_local std::string failure;
-thread_local int kind = 0;  // of the failure: 1 a wrong argument, 2 no memory, 3 anything else
+thread_local int failure_kind = 0;
 
 template <class Body>
 bool guarded(const Body& body) {
@@ -42,11 +38,11 @@ bool guarded(const Body& body) {
         body();
         return true;
     } catch (const std::invalid_argument& error) {
-        failure = error.what(), kind = 1;
+        failure = error.what(), failure_kind = 1;
     } catch (const std::bad_alloc&) {
-        failure = "not enough memory", kind = 2;
+        failure = "not enough memory", failure_kind = 2;
     } catch (const std::exception& error) {
-        failure = error.what(), kind = 3;
+        failure = error.what(), failure_kind = 3;
     }
     return false;
 }
@@ -62,46 +58,27 @@ const Row& find(const std::string& what, const std::string& name, const Row (&ta
     throw std::invalid_argument(what + " is '" + name + "'; it must be one of " + names);
 }
 
-// The least number stands for none.
-std::optional<int64_t> given(int64_t number) {
-    return number == std::numeric_limits<int64_t>::min() ? std::nullopt : std::optional(number);
-}
-
 }  // namespace
 
-EXPORT const char* error(int* its_kind) {
-    *its_kind = kind;
+const char* error(int* kind) {
+    *kind = failure_kind;
     return failure.c_str();
 }
 
-EXPORT const char* simd_name() { return simd::name(); }
+const char* simd_name() { return simd::name(); }
+const char* sampling_names() { return SAMPLING_NAMES; }
+int64_t most_top() { return MOST_TOP; }
 
-// The names of SAMPLING_NUMBERS, each followed by a line end.
-EXPORT const char* sampling_names() {
-    static const std::string all = [] {
-        std::string names;
-        Sampling().each([&](const char* name, double) { names += std::string(name) + '\n'; });
-        return names;
-    }();
-    return all.c_str();
-}
-
-// The most alternatives of a token's log-probability.
-EXPORT int64_t most_top() { return MAX_TOP; }
-
-// The generator of a seed in `state`, which has uniforms_bytes() bytes.
-EXPORT int64_t uniforms_bytes() { return sizeof(Uniforms); }
-EXPORT void uniforms_seed(void* state, uint64_t seed) { new (state) Uniforms(seed); }
-EXPORT void uniforms_next(void* state, int64_t count, double* numbers) {
+int64_t uniforms_bytes() { return sizeof(Uniforms); }
+void uniforms_seed(void* state, uint64_t seed) { new (state) Uniforms(seed); }
+void uniforms_next(void* state, int64_t count, double* numbers) {
     for (int64_t i = 0; i < count; i++) numbers[i] = static_cast<Uniforms*>(state)->next();
 }
 
-// sizes: block_size, vocab_size, n_layer, n_head, n_embd, br, bc, slots, capacity, threads, cache_bytes. The
-// tensors have names, data and numbers of floats; they are copied. nullptr if it fails.
-EXPORT Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
-                            int64_t tensors, const char* const* names, const float* const* data,
-                            const int64_t* floats) {
-    Handle* made = nullptr;
+Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
+                     int64_t tensors, const char* const* names, const float* const* data,
+                     const int64_t* floats) {
+    Handle* decoder = nullptr;
     guarded([&] {
         const Tensors lookup = [&](const std::string& name, int64_t wanted) -> const float* {
             for (int64_t i = 0; i < tensors; i++) {
@@ -113,62 +90,52 @@ EXPORT Handle* open_decoder(const int64_t* sizes, const char* precision, const c
             if (name.size() > 5 && name.compare(name.size() - 5, 5, ".bias") == 0) return nullptr;
             throw std::invalid_argument("tensors has no " + name);
         };
-        made = new Handle(ModelShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]}, lookup,
-                          find("precision", precision, PRECISIONS).precision,
-                          find("kv_cache", kv_cache, CACHE_PRECISIONS).precision, find("part", part, PARTS),
-                          sizes[5], sizes[6], sizes[7], sizes[8],
-                          static_cast<int>(std::clamp<int64_t>(sizes[9], INT32_MIN, INT32_MAX)), sizes[10]);
+        decoder = new Handle(ModelShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]}, lookup,
+                             find("precision", precision, PRECISIONS).precision,
+                             find("kv_cache", kv_cache, CACHE_PRECISIONS).precision, find("part", part, PARTS),
+                             DecoderSizes{sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]});
     });
-    return made;
+    return decoder;
 }
 
-EXPORT void close_decoder(Handle* decoder) { delete decoder; }
+void close_decoder(Handle* decoder) { delete decoder; }
 
-// numbers: all of SAMPLING_NUMBERS, in their order; NaN for one that changes nothing. logprobs: see given().
-EXPORT bool set_sampling(Handle* decoder, int64_t slot, const double* numbers, int64_t biases,
-                         const int64_t* tokens, const double* values, int64_t logprobs) {
+bool set_sampling(Handle* decoder, int64_t slot, const double* numbers, int64_t biases, const int64_t* tokens,
+                  const double* values, int64_t logprobs) {
     return guarded([&] {
-        Sampling sampling;
-        sampling.each([&](const char*, double& number) {
-            if (!std::isnan(*numbers)) number = *numbers;
-            numbers++;
-        });
+        Sampling sampling = sampling_of(numbers);
         for (int64_t i = 0; i < biases; i++) sampling.logit_bias.emplace_back(tokens[i], values[i]);
-        decoder->set_sampling(slot, sampling, given(logprobs));
+        decoder->set_sampling(slot, sampling, logprobs);
     });
 }
 
-// top: see given().
-EXPORT bool begin(Handle* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues,
-                  int64_t top) {
-    return guarded([&] { decoder->begin(slot, {ids, ids + count}, continues, given(top)); });
+bool begin(Handle* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues, int64_t top) {
+    return guarded([&] { decoder->begin(slot, {ids, ids + count}, continues, top); });
 }
 
-EXPORT bool read_for(Handle* decoder, int64_t slot, double seconds, bool* done) {
+bool read_for(Handle* decoder, int64_t slot, double seconds, bool* done) {
     return guarded([&] { *done = decoder->read(slot, seconds); });
 }
 
-EXPORT bool drop(Handle* decoder, int64_t slot) {
+bool drop(Handle* decoder, int64_t slot) {
     return guarded([&] { decoder->drop(slot); });
 }
 
-// uniforms, tokens: (rows, count). seconds: nullptr takes the default. written: the rows of tokens.
-EXPORT bool write_rows(Handle* decoder, int64_t count, const int64_t* slots, int64_t rows,
-                       const double* uniforms, const double* seconds, int64_t* tokens, int64_t* written) {
+bool write_rows(Handle* decoder, int64_t count, const int64_t* slots, int64_t rows, const double* uniforms,
+                const double* seconds, int64_t* tokens, int64_t* written) {
     return guarded([&] {
         std::vector<std::vector<double>> numbers;
         for (int64_t i = 0; i < rows; i++)
             numbers.emplace_back(uniforms + i * count, uniforms + (i + 1) * count);
         const auto limit = seconds ? std::optional(*seconds) : std::nullopt;
-        const auto made = decoder->write({slots, slots + count}, numbers, limit);
-        *written = static_cast<int64_t>(made.size());
-        for (const std::vector<int64_t>& row : made) tokens = std::copy(row.begin(), row.end(), tokens);
+        const auto chosen = decoder->write({slots, slots + count}, numbers, limit);
+        *written = static_cast<int64_t>(chosen.size());
+        for (const std::vector<int64_t>& row : chosen) tokens = std::copy(row.begin(), row.end(), tokens);
     });
 }
 
-// first (vocab_size), starts (buckets + 1), records (bytes): NgramTables; a null `first` leaves no draft.
-EXPORT bool set_draft(Handle* decoder, int64_t vocab_size, const uint8_t* first, int64_t buckets,
-                      const uint32_t* starts, int64_t bytes, const uint8_t* records) {
+bool set_draft(Handle* decoder, int64_t vocab_size, const uint8_t* first, int64_t buckets,
+               const uint32_t* starts, int64_t bytes, const uint8_t* records) {
     return guarded([&] {
         if (!first) return decoder->set_draft(nullptr);
         NgramTables tables{
@@ -177,56 +144,46 @@ EXPORT bool set_draft(Handle* decoder, int64_t vocab_size, const uint8_t* first,
     });
 }
 
-// to: the numbers of DraftCounts since the last call, in their order.
-EXPORT bool draft_counts(Handle* decoder, double* to) {
-    return guarded([&] {
-        const DraftCounts c = decoder->draft_counts();
-        for (const int64_t each : {c.steps, c.tokens, c.guesses, c.hits, c.drafted, c.accepted})
-            *to++ = static_cast<double>(each);
-        for (const double each : {c.guessing, c.verifying, c.wasted}) *to++ = each;
-    });
+bool draft_counts(Handle* decoder, DraftCounts* counts) {
+    return guarded([&] { *counts = decoder->draft_counts(); });
 }
 
-EXPORT bool copy(Handle* decoder, int64_t from, int64_t to) {
+bool copy(Handle* decoder, int64_t from, int64_t to) {
     return guarded([&] { decoder->copy(from, to); });
 }
 
-// to: (vocab_size).
-EXPORT bool logits(Handle* decoder, int64_t slot, float* to) {
+bool logits(Handle* decoder, int64_t slot, float* to) {
     return guarded([&] {
         const std::vector<float> all = decoder->logits(slot);
         std::copy(all.begin(), all.end(), to);
     });
 }
 
-// Takes the log-probabilities of a slot; fetch_logprobs() then copies these `count` ones.
-EXPORT bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count) {
+bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count) {
     return guarded([&] {
         decoder->logprobs = decoder->take_logprobs(slot);
         *count = static_cast<int64_t>(decoder->logprobs.size());
     });
 }
 
-// tokens: each token, its MAX_TOP alternatives and -1 for those that it lacks. logprobs: likewise.
-EXPORT void fetch_logprobs(const Handle* decoder, int64_t* tokens, double* logprobs) {
-    for (const TokenLogprob& each : decoder->logprobs) {
-        *tokens++ = each.token, *logprobs++ = each.logprob;
-        for (size_t i = 0; i < MAX_TOP; i++) {
-            const bool has = i < each.top.size();
-            *tokens++ = has ? each.top[i].first : -1, *logprobs++ = has ? each.top[i].second : 0;
+void fetch_logprobs(const Handle* decoder, int64_t* tokens, double* logprobs) {
+    for (const TokenLogprob& row : decoder->logprobs) {
+        *tokens++ = row.token, *logprobs++ = row.logprob;
+        for (size_t i = 0; i < MOST_TOP; i++) {
+            const auto [token, logprob] = i < row.top.size() ? row.top[i] : std::pair(int64_t{-1}, 0.0);
+            *tokens++ = token, *logprobs++ = logprob;
         }
     }
 }
 
-EXPORT bool record(Handle* decoder, bool on) {
+bool record(Handle* decoder, bool on) {
     return guarded([&] { decoder->record(on); });
 }
 
-// Takes the spans since the last call; they stay until the next one.
-EXPORT bool take_spans(Handle* decoder, int64_t* count, const Span** spans) {
+bool take_spans(Handle* decoder, int64_t* count, const Span** spans) {
     return guarded([&] {
-        decoder->taken = decoder->spans();
-        *count = static_cast<int64_t>(decoder->taken.size());
-        *spans = decoder->taken.data();
+        decoder->spans_taken = decoder->spans();
+        *count = static_cast<int64_t>(decoder->spans_taken.size());
+        *spans = decoder->spans_taken.data();
     });
 }

@@ -20,23 +20,28 @@ constexpr int64_t MAX_SLOTS = int64_t{1} << 31, MAX_THREADS = 1024;
 // After these a call begins no further row, so that Ctrl-C takes effect soon.
 constexpr double ONE_TEXT_SECONDS = 2e-3, BATCH_SECONDS = 8e-3;
 
-// The shape, if it and the other arguments are in range.
-const ModelShape& checked(const ModelShape& shape, int64_t br, int64_t bc, int64_t slots, int64_t capacity,
-                          int threads, int64_t cache_bytes) {
+// The shape, if it and the sizes are in range.
+const ModelShape& checked(const ModelShape& shape, const DecoderSizes& s) {
     shape.check();
-    check("br", br, 1, INT64_MAX);
-    check("bc", bc, 1, INT64_MAX);
-    check("slots", slots, 1, MAX_SLOTS);
-    check("capacity", capacity, 1, shape.block_size);
-    check("threads", threads, 1, MAX_THREADS);
-    check("cache_bytes", cache_bytes, 1, INT64_MAX);
+    check("br", s.br, 1, INT64_MAX);
+    check("bc", s.bc, 1, INT64_MAX);
+    check("slots", s.slots, 1, MAX_SLOTS);
+    check("capacity", s.capacity, 1, shape.block_size);
+    check("threads", s.threads, 1, MAX_THREADS);
+    check("cache_bytes", s.cache_bytes, 1, INT64_MAX);
     return shape;
+}
+
+// Keys of a transposed panel of the cache: whole vectors.
+int64_t panel_keys(int64_t bc, int64_t capacity, CachePrecision kv) {
+    return round_up(std::min({bc, capacity, MAX_PANEL_KEYS}),
+                    kv == CachePrecision::bf16 ? 2 * portable::lanes() : simd::lanes());
 }
 
 }  // namespace
 
-int64_t Decoder::choose(int64_t which, double uniform) {
-    Slot& slot = slots[which];
+int64_t Decoder::choose(int64_t number, double uniform) {
+    Slot& slot = slots[number];
     slot.pending = sample(slot.logits.data(), slot.text, uniform, slot.sampling);
     slot.text.seen[slot.pending] = 1;
     slot.text.written[slot.pending]++;
@@ -47,31 +52,23 @@ int64_t Decoder::choose(int64_t which, double uniform) {
 }
 
 Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precision, CachePrecision kv,
-                 const Part& part, int64_t br, int64_t bc, int64_t slot_count, int64_t capacity, int threads,
-                 int64_t cache_bytes)
-    : shape(checked(s, br, bc, slot_count, capacity, threads, cache_bytes)),
+                 const Part& part, const DecoderSizes& sizes)
+    : shape(checked(s, sizes)),
       part(part),
-      cache_bytes(cache_bytes),
-      br(br),
-      bc(bc),
-      capacity(capacity),
+      cache_bytes(sizes.cache_bytes),
+      br(sizes.br),
+      bc(sizes.bc),
+      capacity(sizes.capacity),
       d(s.n_embd / s.n_head),
-      cache_shape{s.n_layer,
-                  s.n_head,
-                  d,
-                  capacity,
-                  part.few.queries > 0,
-                  round_up(std::min({bc, capacity, MAX_PANEL_KEYS}),
-                           kv == CachePrecision::bf16 ? 2 * portable::lanes() : simd::lanes()),
-                  kv},
+      threads(static_cast<int>(sizes.threads)),
+      cache_shape{s.n_layer, s.n_head, d, capacity, part.few.queries > 0, panel_keys(bc, capacity, kv), kv},
       scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
-      threads(threads),
       weights(s, tensors, precision),
-      caches(slot_count * cache_shape.words()),
-      slots(slot_count),
+      caches(sizes.slots * cache_shape.words()),
+      slots(sizes.slots),
       trace(threads),
-      team(new Team(4 * s.n_layer + 1, threads, trace)) {
-    for (int64_t i = 0; i < slot_count; i++) {
+      team(new Team(threads, trace)) {
+    for (int64_t i = 0; i < sizes.slots; i++) {
         Slot& slot = slots[i];
         slot.cache = Cache(cache_shape, caches + i * cache_shape.words());
         slot.logits.resize(s.vocab_size);
@@ -80,20 +77,15 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
     }
     Attention one = attention(1, capacity);
     if (cache_shape.transposed) one.Bc = cache_shape.panel, one.kv = kv;
-    if (cache_shape.pairs() && !cache_shape.transposed) widened_floats = 2 * capacity * d;
-    int64_t attended = widened_floats + part.scratch(one);
+    int64_t attended = part.scratch(one);
     if (cache_shape.transposed) attended = std::max(attended, MOST_ROWS * d + part.few.together.scratch(one));
     const Layer& w = weights.layers[0];
-    const int64_t most = std::max(slot_count, MOST_ROWS);
+    const int64_t most = std::max(sizes.slots, MOST_ROWS);
     const auto lay_out = [&](Scratch at) {
-        Rows shared{most,
-                    at.matrix(most, w.proj.columns()),
-                    at.matrix(most, w.qkv.columns()),
-                    at.matrix(most, s.n_embd),
-                    at.matrix(most, w.fc.columns()),
-                    at.matrix(most, weights.head.columns()),
-                    {},
-                    {}};
+        Rows shared{most};
+        shared.X = at.matrix(most, w.proj.columns()), shared.Q = at.matrix(most, w.qkv.columns());
+        shared.A = at.matrix(most, s.n_embd), shared.Y = at.matrix(most, w.fc.columns());
+        shared.L = at.matrix(most, weights.head.columns());
         rows.clear(), scratch.clear();
         for (int thread = 0; thread < threads; thread++) {
             shared.N = at.matrix(most, s.n_embd);
@@ -114,13 +106,13 @@ Slot& Decoder::slot_of(const char* name, int64_t slot) {
     return slots[slot];
 }
 
-void Decoder::set_sampling(int64_t slot, const Sampling& sampling, std::optional<int64_t> logprobs) {
+void Decoder::set_sampling(int64_t slot, const Sampling& sampling, int64_t logprobs) {
     Slot& s = slot_of("slot", slot);
     for (const auto& [token, bias] : sampling.logit_bias)
         check("a token of logit_bias", token, 0, shape.vocab_size - 1);
-    if (logprobs) check("logprobs", *logprobs, 0, MAX_TOP);
+    if (logprobs != NO_LOGPROB) check("logprobs", logprobs, 0, MOST_TOP);
     s.sampling = sampling;
-    s.top = logprobs.value_or(-1);
+    s.top = logprobs;
     s.logprobs.clear();
 }
 
@@ -130,13 +122,12 @@ std::vector<TokenLogprob> Decoder::take_logprobs(int64_t slot) {
 
 void Decoder::drop(int64_t slot) { slot_of("slot", slot).prompt.reset(); }
 
-std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& which,
-                                                 const std::vector<std::vector<double>>& uniforms,
-                                                 std::optional<double> seconds) {
-    const int64_t all = static_cast<int64_t>(which.size()), most = static_cast<int64_t>(uniforms.size());
+TokenRows Decoder::write(const std::vector<int64_t>& batch, const UniformRows& uniforms,
+                         std::optional<double> seconds) {
+    const int64_t all = static_cast<int64_t>(batch.size()), most = static_cast<int64_t>(uniforms.size());
     if (seconds && !(*seconds >= 0)) refuse("seconds must be at least 0");
     for (const std::vector<double>& row : uniforms) {
-        if (row.size() != which.size())
+        if (row.size() != batch.size())
             refuse("the number of uniforms", static_cast<int64_t>(row.size()),
                    "the number of slots, " + std::to_string(all));
         for (const double u : row)
@@ -144,7 +135,7 @@ std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& whi
     }
     std::vector<char> taken(slots.size());
     int64_t room = capacity;
-    for (const int64_t slot : which) {
+    for (const int64_t slot : batch) {
         slot_of("slot", slot);
         const int64_t length = this->length(slot);
         if (length == 0) refuse("slot", slot, "read first");
@@ -153,17 +144,17 @@ std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& whi
         room = std::min(room, capacity + 1 - length);
     }
     const double patience = seconds.value_or(all == 1 ? ONE_TEXT_SECONDS : BATCH_SECONDS);
-    std::vector<std::vector<int64_t>> rows;
+    TokenRows rows;
     const int64_t limit = std::min(most, room);
     const bool apart = all >= LEAST_APART * threads;
     if (draft && limit > 0 && all > 0 && all <= MOST_DRAFTED_TEXTS && (threads == 1 || !apart))
-        return write_drafted(which, uniforms, limit, patience);
+        return write_drafted(batch, uniforms, limit, patience);
     if (most > 1 && apart) {
         // Earlier rows tell how many more fit; the first one is tried alone.
         int64_t fit = 1;
-        if (group_seconds == 0) write_groups(which, uniforms, fit, rows);
+        if (group_seconds == 0) write_groups(batch, uniforms, fit, rows);
         fit = static_cast<int64_t>(std::clamp<double>(patience / group_seconds, fit, limit));
-        write_groups(which, uniforms, fit, rows);
+        write_groups(batch, uniforms, fit, rows);
         return rows;
     }
     using Clock = std::chrono::steady_clock;
@@ -171,12 +162,12 @@ std::vector<std::vector<int64_t>> Decoder::write(const std::vector<int64_t>& whi
     for (int64_t i = 0; i < most; i++) {
         const std::chrono::duration<double> spent = Clock::now() - start;
         if (i > 0 && (i >= room || spent.count() > patience)) break;
-        const std::vector<Token> tokens = behind(which.data(), which.data() + all);
+        const std::vector<Token> tokens = behind(batch.data(), batch.data() + all);
         if (!tokens.empty()) pass(tokens);
         for (size_t r = 0; r < tokens.size(); r++) finish_row(tokens[r], static_cast<int64_t>(r));
         std::vector<int64_t>& row = rows.emplace_back();
         trace.timed("sampling", 0, [&] {
-            for (int64_t s = 0; s < all; s++) row.push_back(choose(which[s], uniforms[i][s]));
+            for (int64_t s = 0; s < all; s++) row.push_back(choose(batch[s], uniforms[i][s]));
         });
     }
     return rows;
@@ -190,10 +181,5 @@ void Decoder::copy(int64_t from, int64_t to) {
     b.length = a.length, b.pending = a.pending, b.logits = a.logits, b.text = a.text, b.tail = a.tail;
     b.prompt.reset();
 }
-
-std::vector<float> Decoder::logits(int64_t slot) { return slot_of("slot", slot).logits; }
-
-void Decoder::record(bool on) { trace.record(on); }
-std::vector<Span> Decoder::spans() { return trace.take(); }
 
 int64_t Decoder::length(int64_t slot) const { return slots[slot].length + (slots[slot].pending >= 0); }

@@ -1,15 +1,14 @@
 // The native decoder: nanoGPT's model with its own packed weights and caches, over the SIMD helpers and a
-// chosen part. No torch and no Python here.
-//
-// The decoder has its own team of threads instead of PyTorch's pool; team.h says why. A text is the same alone,
-// in a batch, and over any number of threads.
+// chosen part, without torch and Python. A text is the same alone, in a batch, and over any number of threads.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <limits>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "draft.h"
@@ -20,12 +19,11 @@
 #include "sampling.h"
 #include "team.h"
 
-constexpr int64_t MAX_TOP = 5;        // alternatives of a token
 constexpr int64_t PREFILL_ROWS = 64;  // tokens that pass through a layer together: their MLP stays in L2
 
-// The stages of a prompt: for each layer q, k and v of all tokens, attention, and the rest; and the
-// log-probabilities if they are asked for. A stage's pieces do not depend on each other, so reading can pause
-// after any piece. Small, because every member of the team has a copy.
+// The stages of a prompt: for each layer q, k and v of all tokens, attention, and the rest; perhaps
+// log-probabilities. Reading can pause after any piece of a stage. Small, because every member of the team has
+// a copy.
 struct PromptStages {
     int64_t T, chunk;  // tokens, and how many of them attend together
     int32_t layers;
@@ -49,7 +47,7 @@ struct PromptStages {
     int64_t from(int64_t layer) const { return is_last(layer) && !scored ? T - 1 : 0; }
 
     // The tokens of the i-th attention of a head; those that see most keys come first. In the last layer the
-    // last token always attends alone, so computing the others changes no bit of its output.
+    // last token attends alone: computing the others changes no bit of its output.
     Tokens queries(int64_t layer, int64_t i) const {
         const bool last = is_last(layer);
         if (last && i == 0) return {T - 1, 1};
@@ -76,12 +74,12 @@ struct Prompt {
     std::vector<Rows> rows;       // each thread's PREFILL_ROWS rows, but for X and Q
     std::vector<float*> scratch;  // each thread's, for attention
 
-    // The rows of `count` tokens from t0 on.
-    Rows rows_of(int64_t t0, int64_t count, int64_t thread) const {
-        Rows some = rows[thread];
-        some.count = count;
-        some.X = {X.data + t0 * X.ld, X.ld}, some.Q = {Q.data + t0 * Q.ld, Q.ld};
-        return some;
+    // The rows of the tokens from t0 on, PREFILL_ROWS of them, at most to `end`.
+    Rows rows_of(int64_t t0, int64_t end, int64_t thread) const {
+        Rows block = rows[thread];
+        block.count = std::min(PREFILL_ROWS, end - t0);
+        block.X = X.from(t0), block.Q = Q.from(t0);
+        return block;
     }
 };
 
@@ -104,26 +102,34 @@ struct Token {
     int64_t slot, id, position;
 };
 
+// br, bc: a tiled part's tile. slots: the number of texts, of up to `capacity` tokens each. cache_bytes: the
+// size of the processor's last-level cache.
+struct DecoderSizes {
+    int64_t br, bc, slots, capacity, threads, cache_bytes;
+};
+
+// For each of several tokens a row with a number for each text.
+using UniformRows = std::vector<std::vector<double>>;
+using TokenRows = std::vector<std::vector<int64_t>>;
+
 // Methods throw std::invalid_argument naming the wrong argument, on the page refuse(), and change nothing
 // then. But write() may have stepped texts before it finds logits that are no numbers.
 class Decoder {
   public:
-    // precision: the matrices'. kv: the cache's. br, bc: a tiled part's tile. slots: the number of texts that
-    // it can hold, of up to `capacity` tokens each. cache_bytes: the size of the processor's last-level cache.
+    // precision: the matrices'. kv: the cache's.
     Decoder(const ModelShape&, const Tensors&, Precision precision, CachePrecision kv, const Part& part,
-            int64_t br, int64_t bc, int64_t slots, int64_t capacity, int threads, int64_t cache_bytes);
+            const DecoderSizes&);
     ~Decoder();
 
-    // How a slot's tokens are chosen from now on, and how many alternatives the log-probability of each has;
-    // none are kept without a number. Drops those that were not taken.
-    void set_sampling(int64_t slot, const Sampling&, std::optional<int64_t> logprobs = {});
+    // How a slot's tokens are chosen from now on, and how many alternatives the log-probability of each has, or
+    // NO_LOGPROB. Drops those that were not taken.
+    void set_sampling(int64_t slot, const Sampling&, int64_t logprobs = NO_LOGPROB);
     std::vector<TokenLogprob> take_logprobs(int64_t slot);  // in the order of the tokens, since the last call
 
     // Replaces a slot's text by these tokens, 1 to capacity of them, which read() reads; until then the slot
     // holds no text. `continues`: the text goes on, and the penalties still count its earlier tokens. top:
-    // alternatives in the log-probabilities of ids[1:], which take_logprobs() returns; without it they are not
-    // computed.
-    void begin(int64_t slot, const std::vector<int64_t>& ids, bool continues, std::optional<int64_t> top = {});
+    // alternatives in the log-probabilities of ids[1:], which take_logprobs() returns.
+    void begin(int64_t slot, const std::vector<int64_t>& ids, bool continues, int64_t top = NO_LOGPROB);
 
     // Reads until the logits after the last token are computed; returns whether they are. Stops when `seconds`
     // are over, between pieces, or between stages with several threads. The bits do not depend on it.
@@ -134,26 +140,24 @@ class Decoder {
     // Chooses a token for each slot from each row of uniforms; returns the rows of tokens. The slots are
     // distinct, read and not full; uniforms[i] has a number in [0, 1) for each. Stops early, but not before the
     // first row, when a slot is full or `seconds` are over, by default so soon that Ctrl-C takes effect. With
-    // several rows, each group of slots goes through all rows before the next group, so that its K and V stay
-    // in cache. The seconds then hold for each group, of which a thread may take several; earlier rows tell how
-    // many more fit.
-    std::vector<std::vector<int64_t>> write(const std::vector<int64_t>& slots,
-                                            const std::vector<std::vector<double>>& uniforms,
-                                            std::optional<double> seconds = {});
+    // several rows a group of slots goes through all of them before the next group, so that its K and V stay in
+    // cache; the seconds hold for each.
+    TokenRows write(const std::vector<int64_t>& slots, const UniformRows& uniforms,
+                    std::optional<double> seconds = {});
 
     // Guesses the tokens of at most MOST_DRAFTED_TEXTS texts of a write(); none at first, or with null. Changes
     // no token.
-    void set_draft(std::shared_ptr<const Draft>);
-    DraftCounts draft_counts();  // since the last call
+    void set_draft(std::shared_ptr<const Draft> guesser) { draft = std::move(guesser); }
+    DraftCounts draft_counts() { return std::exchange(counts, {}); }  // since the last call
 
     // Copies a slot's text to another slot: cache, logits, counts of tokens and pending token, but neither the
     // sampling nor log-probabilities.
     void copy(int64_t from, int64_t to);
 
-    std::vector<float> logits(int64_t slot);  // after the last token read, (vocab_size)
+    std::vector<float> logits(int64_t slot) { return slot_of("slot", slot).logits; }  // after the last token
 
-    void record(bool on);       // whether threads record their spans; off at first
-    std::vector<Span> spans();  // the spans since the last call, thread by thread, each in order
+    void record(bool on) { trace.record(on); }          // whether threads record their spans; off at first
+    std::vector<Span> spans() { return trace.take(); }  // since the last call, thread by thread, in order
 
     int64_t vocab_size() const { return shape.vocab_size; }
     int64_t length(int64_t slot) const;  // tokens read, and the one chosen last; 0 until all are read
@@ -162,9 +166,9 @@ class Decoder {
     ModelShape shape;
     const Part& part;
     int64_t cache_bytes, br, bc, capacity, d;
+    int threads;
     CacheShape cache_shape;
     float scale;  // attention's
-    int threads;
     Weights weights;
     Weights shares;                          // a copy of the matrices in panels for a team of `shared_by`
     int shared_by = 1;                       // `shares` is empty if 1
@@ -173,11 +177,10 @@ class Decoder {
     std::vector<Slot> slots;
 
     // Each thread's rows of a step, one for each slot, of which N and O are its own; and its scratch for
-    // attention, behind the K and V of a head in fp32 if the part cannot read the cache.
+    // attention.
     Buffer memory;
     std::vector<Rows> rows;
     std::vector<float*> scratch;
-    int64_t widened_floats = 0;
 
     std::shared_ptr<const Draft> draft;
     DraftPace draft_pace;
@@ -195,14 +198,14 @@ class Decoder {
     void pass(const std::vector<Token>& tokens);
 
     // As write() without groups, for `most` rows at most.
-    std::vector<std::vector<int64_t>> write_drafted(const std::vector<int64_t>& which,
-                                                    const std::vector<std::vector<double>>& uniforms,
-                                                    int64_t most, double patience);
+    class Drafting;
+    TokenRows write_drafted(const std::vector<int64_t>& batch, const UniformRows& uniforms, int64_t most,
+                            double patience);
 
     // Appends rows of tokens for these slots until there are `count`; row i comes from uniforms[i]. The slots
     // are divided into groups, each of which goes through all new rows on one thread.
-    void write_groups(const std::vector<int64_t>& which, const std::vector<std::vector<double>>& uniforms,
-                      int64_t count, std::vector<std::vector<int64_t>>& tokens);
+    void write_groups(const std::vector<int64_t>& batch, const UniformRows& uniforms, int64_t count,
+                      TokenRows& tokens);
 
     int64_t choose(int64_t slot, double uniform);
 
@@ -222,5 +225,5 @@ class Decoder {
                 float* to, int64_t ld, int64_t thread) const;
     void pack_for(int members);
     // The start of each group of these slots, and the end of the last one.
-    std::vector<int64_t> groups(const std::vector<int64_t>& which) const;
+    std::vector<int64_t> groups(const std::vector<int64_t>& batch) const;
 };

@@ -1,8 +1,8 @@
 // Drafts: guesses of a text's next tokens, which the model reads together with the pending token.
 //
-// The uniform number of a token is known before its logits. So a draft draws its guess with the token's own
-// number, and agrees with the model wherever both distributions put that number on the same token. The model
-// chooses every token by its own logits: a wrong guess costs time and changes no text.
+// A draft draws its guess with the token's own uniform number, so it agrees with the model wherever both
+// distributions put that number on the same token. The model chooses by its own logits: a wrong guess costs
+// time only.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,7 @@ class Tail {
 };
 
 // token: -1 for none. margin: the distance from the number to the next boundary between two tokens in the
-// draft's distribution, relative to the boundary's likely error. The model's boundaries lie elsewhere, and a
-// small margin often misses.
+// draft's distribution, relative to the boundary's likely error.
 struct Guess {
     int64_t token = -1;
     double margin = 0;
@@ -67,17 +66,15 @@ class Confidence {
         const double margin = std::max(std::ldexp(1.0, FIRST), guess.margin);
         return std::min(std::ilogb(margin) - FIRST, BINS - 1);
     }
-    std::array<double, BINS> shares{0.3,  0.42, 0.54, 0.68,
-                                    0.81, 0.92, 0.97, 0.99};  // to begin with: shakes256's
+    std::array<double, BINS> shares{0.3, 0.42, 0.54, 0.68, 0.81, 0.92, 0.97, 0.99};  // at first shakes256's
 };
 
 // Decides how many rows a step has, from the measured times of steps and the tokens that they gave.
 class DraftPace {
   public:
-    // Whether a row that gives a token with this probability saves time in a step of `rows` rows: the other way
-    // to that token is a later step.
+    // Whether a row that gives a token with this probability costs less than a later step for it. A step has at
+    // most a row more than those before: how much one costs is not known beforehand.
     bool pays(int64_t rows, double probability) const {
-        // A step has at most a row more than those before: how much one costs is not known beforehand.
         if (rows >= std::min(MOST_ROWS, most + 1)) return false;
         double price = cost(rows + 1) - cost(rows);
         // The row after it may be so cheap that both pay: products take rows in blocks.
@@ -103,7 +100,7 @@ class DraftPace {
             cost.now = cost.least = cost.trials++ == 0 ? elapsed : std::min(cost.least, elapsed);
             most = std::max(most, rows);
         } else {
-            // A quarter of the steps take less: other programs only add to a time, and differences are needed.
+            // Toward a low quartile: other programs only add to a time.
             const double change = elapsed < cost.now / 2 ? elapsed / cost.now
                                   : elapsed < cost.now   ? 1 - RATE
                                                          : 1 + RATE / 3;
@@ -133,9 +130,8 @@ class DraftPace {
     double seconds = 0, tokens = 0;           // of a step, on average
 };
 
-// What drafts did. guesses: those of tokens that were then chosen, also where no row was spent on them, and
-// hits of them. drafted: rows that were spent on guesses, and the accepted ones. Seconds: of guessing, of the
-// steps with drafts, and of the rows of these steps that gave no token.
+// What drafts did. guesses, hits: of all tokens that were chosen. drafted, accepted: rows that were spent on
+// guesses. Seconds: of guessing, of the steps with drafts, and of the rows of these steps that gave no token.
 struct DraftCounts {
     int64_t steps = 0, tokens = 0, guesses = 0, hits = 0, drafted = 0, accepted = 0;
     double guessing = 0, verifying = 0, wasted = 0;

@@ -6,7 +6,6 @@
 //       stop at the first one that is no guess; the rows behind it are forgotten
 #include <algorithm>
 #include <chrono>
-#include <utility>
 
 #include "decoder.h"
 
@@ -18,9 +17,10 @@ double seconds_since(Clock::time_point start) {
     return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// A text in such a step.
+// A text in such a step. column: of its uniform numbers.
 struct Growing {
     int64_t slot;
+    size_t column;
     std::vector<int64_t> written{};
     std::vector<Guess> guesses{};  // the rows after the pending token
     Guess next{};                  // the one that would follow them
@@ -30,109 +30,148 @@ struct Growing {
 
 }  // namespace
 
-std::vector<std::vector<int64_t>> Decoder::write_drafted(const std::vector<int64_t>& which,
-                                                         const std::vector<std::vector<double>>& uniforms,
-                                                         int64_t most, double patience) {
-    const auto start = Clock::now();
-    std::vector<Growing> texts;
-    for (const int64_t slot : which) texts.push_back({slot});
-    const auto number = [&](size_t s, size_t ahead) { return uniforms[texts[s].written.size() + ahead][s]; };
-    const auto choose_next = [&](size_t s) {
-        const int64_t token = choose(texts[s].slot, number(s, 0));
-        texts[s].written.push_back(token);
+class Decoder::Drafting {
+  public:
+    Drafting(Decoder& decoder, const std::vector<int64_t>& batch, const UniformRows& uniforms, int64_t most)
+        : most(static_cast<size_t>(most)), decoder(decoder), uniforms(uniforms) {
+        for (const int64_t slot : batch) texts.push_back({slot, texts.size()});
+        decoder.trace.timed("sampling", 0, [&] {
+            for (Growing& text : texts)
+                if (slot_of(text).pending < 0) choose_next(text);
+        });
+    }
+
+    size_t most;  // rows of tokens
+
+    size_t longest() const {
+        size_t length = 0;
+        for (const Growing& text : texts) length = std::max(length, text.written.size());
+        return length;
+    }
+
+    // A step of the texts that lack tokens; false if none does.
+    bool step() {
+        active.clear();
+        for (Growing& text : texts)
+            if (text.written.size() < most) active.push_back(&text);
+        if (active.empty()) return false;
+        const auto start = Clock::now();
+        const int64_t texts_of_step = static_cast<int64_t>(active.size());
+        int64_t rows = texts_of_step, given = 0;
+        decoder.trace.timed("draft", 0, [&] { rows += guess(rows); });
+        const double guessed = seconds_since(start);
+        const std::vector<Token> tokens = tokens_of_step();
+        decoder.pass(tokens);
+        decoder.trace.timed("sampling", 0, [&] { given = accept(tokens); });
+        const double elapsed = seconds_since(start);
+        DraftPace& pace = decoder.draft_pace;
+        pace.took(rows, elapsed, given);
+        DraftCounts& counts = decoder.counts;
+        counts.steps++, counts.tokens += given, counts.drafted += rows - texts_of_step;
+        counts.guessing += guessed;
+        if (rows > texts_of_step) {
+            counts.verifying += elapsed - guessed;
+            counts.wasted += std::max(0.0, pace.cost(rows) - pace.cost(given));
+        }
+        return true;
+    }
+
+    TokenRows result() const {
+        TokenRows rows(most, std::vector<int64_t>(texts.size()));
+        for (const Growing& text : texts)
+            for (size_t i = 0; i < most; i++) rows[i][text.column] = text.written[i];
+        return rows;
+    }
+
+  private:
+    Slot& slot_of(const Growing& text) const { return decoder.slots[text.slot]; }
+
+    double number(const Growing& text, size_t ahead) const {
+        return uniforms[text.written.size() + ahead][text.column];
+    }
+
+    int64_t choose_next(Growing& text) {
+        const int64_t token = decoder.choose(text.slot, number(text, 0));
+        text.written.push_back(token);
         return token;
-    };
-    trace.timed("sampling", 0, [&] {
-        for (size_t s = 0; s < texts.size(); s++)
-            if (slots[texts[s].slot].pending < 0) choose_next(s);
-    });
-    // Sets the guess after those that a text has; its number must be there, and its row must fit.
-    const auto look_ahead = [&](size_t s, double before) {
-        Growing& text = texts[s];
-        const Slot& slot = slots[text.slot];
+    }
+
+    // Sets the guess after those that a text has, if its number is there and its row fits.
+    void look_ahead(Growing& text, double before) {
+        const Slot& slot = slot_of(text);
         const size_t ahead = text.guesses.size();
         text.next = {}, text.probability = 0;
-        if (text.written.size() + ahead + 1 >= static_cast<size_t>(most)) return;
-        text.next = draft->guess(text.tail, number(s, ahead), slot.text, slot.sampling);
+        if (text.written.size() + ahead + 1 >= most) return;
+        text.next = decoder.draft->guess(text.tail, number(text, ahead), slot.text, slot.sampling);
         if (text.next.token >= 0) text.probability = before * slot.confidence.of(text.next);
-    };
-    std::vector<Token> tokens;
-    std::vector<size_t> active;
-    while (true) {
-        size_t longest = 0;
-        for (const Growing& text : texts) longest = std::max(longest, text.written.size());
-        if (longest > 0 && seconds_since(start) > patience) most = static_cast<int64_t>(longest);
-        active.clear();
-        for (size_t s = 0; s < texts.size(); s++)
-            if (texts[s].written.size() < static_cast<size_t>(most)) active.push_back(s);
-        if (active.empty()) break;
+    }
 
-        const auto began = Clock::now();
-        int64_t rows = static_cast<int64_t>(active.size());
-        trace.timed("draft", 0, [&] {
-            for (const size_t s : active) {
-                texts[s].guesses.clear();
-                texts[s].tail = slots[texts[s].slot].tail;
-                look_ahead(s, 1);
-            }
-            while (true) {
-                const size_t s = *std::max_element(active.begin(), active.end(), [&](size_t a, size_t b) {
-                    return texts[a].probability < texts[b].probability;
-                });
-                Growing& text = texts[s];
-                if (text.probability == 0 || !draft_pace.pays(rows, text.probability)) break;
-                rows++;
-                text.guesses.push_back(text.next);
-                text.tail.push(text.next.token);
-                look_ahead(s, text.probability);
-            }
-        });
-        const double guessed = seconds_since(began);
-        tokens.clear();
-        for (const size_t s : active) {
-            const Slot& slot = slots[texts[s].slot];
-            tokens.push_back({texts[s].slot, slot.pending, slot.length});
-            for (const Guess& guess : texts[s].guesses)
-                tokens.push_back({texts[s].slot, guess.token, tokens.back().position + 1});
+    // Adds guesses to a step of `rows` rows while they pay, the likeliest first; returns how many.
+    int64_t guess(int64_t rows) {
+        for (Growing* text : active) {
+            text->guesses.clear();
+            text->tail = slot_of(*text).tail;
+            look_ahead(*text, 1);
         }
-        pass(tokens);
-        int64_t given = 0;
-        trace.timed("sampling", 0, [&] {
-            int64_t row = 0;
-            for (const size_t s : active) {
-                Growing& text = texts[s];
-                Slot& slot = slots[text.slot];
-                const int64_t end = row + 1 + static_cast<int64_t>(text.guesses.size());
-                for (size_t i = 0;; i++, row++) {
-                    finish_row(tokens[row], row);
-                    const int64_t token = choose_next(s);
-                    const bool is_next = i == text.guesses.size();
-                    const Guess& guess = is_next ? text.next : text.guesses[i];
-                    const bool hit = guess.token == token;
-                    if (guess.token >= 0)
-                        slot.confidence.learn(guess, hit), counts.guesses++, counts.hits += hit;
-                    given++;
-                    if (is_next || !hit) break;
-                    counts.accepted++;
-                }
-                row = end;
-            }
-        });
-        const double elapsed = seconds_since(began);
-        draft_pace.took(rows, elapsed, given);
-        counts.steps++, counts.tokens += given, counts.drafted += rows - static_cast<int64_t>(active.size());
-        counts.guessing += guessed;
-        if (rows > static_cast<int64_t>(active.size())) {
-            counts.verifying += elapsed - guessed;
-            counts.wasted += std::max(0.0, draft_pace.cost(rows) - draft_pace.cost(given));
+        for (int64_t guesses = 0;; guesses++) {
+            Growing& text = **std::max_element(active.begin(), active.end(), [](Growing* a, Growing* b) {
+                return a->probability < b->probability;
+            });
+            if (text.probability == 0 || !decoder.draft_pace.pays(rows + guesses, text.probability))
+                return guesses;
+            text.guesses.push_back(text.next);
+            text.tail.push(text.next.token);
+            look_ahead(text, text.probability);
         }
     }
-    std::vector<std::vector<int64_t>> made(static_cast<size_t>(most), std::vector<int64_t>(texts.size()));
-    for (size_t s = 0; s < texts.size(); s++)
-        for (size_t i = 0; i < made.size(); i++) made[i][s] = texts[s].written[i];
-    return made;
+
+    std::vector<Token> tokens_of_step() const {
+        std::vector<Token> tokens;
+        for (const Growing* text : active) {
+            const Slot& slot = slot_of(*text);
+            tokens.push_back({text->slot, slot.pending, slot.length});
+            for (const Guess& guess : text->guesses)
+                tokens.push_back({text->slot, guess.token, tokens.back().position + 1});
+        }
+        return tokens;
+    }
+
+    // Chooses the tokens after these rows; returns how many.
+    int64_t accept(const std::vector<Token>& tokens) {
+        DraftCounts& counts = decoder.counts;
+        int64_t first = 0, given = 0;
+        for (Growing* text : active) {
+            const size_t guesses = text->guesses.size();
+            for (size_t i = 0;; i++) {
+                const int64_t row = first + static_cast<int64_t>(i);
+                decoder.finish_row(tokens[row], row);
+                const int64_t token = choose_next(*text);
+                const Guess& guess = i == guesses ? text->next : text->guesses[i];
+                const bool hit = guess.token == token;
+                if (guess.token >= 0)
+                    slot_of(*text).confidence.learn(guess, hit), counts.guesses++, counts.hits += hit;
+                given++;
+                if (i == guesses || !hit) break;
+                counts.accepted++;
+            }
+            first += 1 + static_cast<int64_t>(guesses);
+        }
+        return given;
+    }
+
+    Decoder& decoder;
+    const UniformRows& uniforms;
+    std::vector<Growing> texts;
+    std::vector<Growing*> active;
+};
+
+TokenRows Decoder::write_drafted(const std::vector<int64_t>& batch, const UniformRows& uniforms, int64_t most,
+                                 double patience) {
+    const auto start = Clock::now();
+    Drafting drafting(*this, batch, uniforms, most);
+    do {
+        const size_t longest = drafting.longest();
+        if (longest > 0 && seconds_since(start) > patience) drafting.most = longest;
+    } while (drafting.step());
+    return drafting.result();
 }
-
-void Decoder::set_draft(std::shared_ptr<const Draft> made) { draft = std::move(made); }
-
-DraftCounts Decoder::draft_counts() { return std::exchange(counts, {}); }

@@ -12,11 +12,9 @@ namespace {
 
 constexpr int64_t MOST_VOCABULARY = 256, HEAD = 3, MOST_BUCKETS = int64_t{1} << 24;
 constexpr uint64_t FACTOR = 0x9E3779B97F4A7C15;
-// The model sees more than the draft, so it is surer. With this exponent the guesses of shakes256 hit most.
-constexpr double SHARPNESS = 1.15;
+constexpr double SHARPNESS = 1.15;  // the model is surer; with this exponent the guesses of shakes256 hit most
 
-// The likely error of a boundary between two tokens, at `b` of the distribution, but for a factor. Like that of
-// any share it is least near 0 and 1.
+// The likely error of a boundary between two tokens, at `b` of the distribution, but for a factor.
 double boundary_error(double b) {
     constexpr double LEAST = 0.01;
     return std::sqrt(std::max(b * (1 - b), 0.0)) + LEAST;
@@ -30,13 +28,11 @@ uint64_t extended(uint64_t hash, int64_t token) {
 
 }  // namespace
 
-Ngrams::Ngrams(NgramTables made, int64_t vocab_size) : tables(std::move(made)), vocab_size(vocab_size) {
+Ngrams::Ngrams(NgramTables of_file, int64_t vocab_size) : tables(std::move(of_file)), vocab_size(vocab_size) {
     const auto& [first, starts, records] = tables;
-    check("the draft's vocabulary", static_cast<int64_t>(first.size()), 1, MOST_VOCABULARY);
-    if (static_cast<int64_t>(first.size()) != vocab_size)
-        refuse("the draft's vocabulary", static_cast<int64_t>(first.size()),
-               "the model's, " + std::to_string(vocab_size));
-    const int64_t buckets = static_cast<int64_t>(starts.size()) - 1;
+    const int64_t V = static_cast<int64_t>(first.size()), buckets = static_cast<int64_t>(starts.size()) - 1;
+    check("the draft's vocabulary", V, 1, MOST_VOCABULARY);
+    if (V != vocab_size) refuse("the draft's vocabulary", V, "the model's, " + std::to_string(vocab_size));
     check("the draft's number of buckets", buckets, 2, MOST_BUCKETS);
     while (int64_t{1} << bits < buckets) bits++;
     if (int64_t{1} << bits != buckets) refuse("the draft's number of buckets is no power of 2");
@@ -57,15 +53,15 @@ Ngrams::Ngrams(NgramTables made, int64_t vocab_size) : tables(std::move(made)), 
 }
 
 const Ngrams::Powers& Ngrams::powers(double exponent) const {
-    for (const Powers& each : cached)
-        if (each.exponent == exponent) return each;
-    Powers made{exponent, std::vector<float>(CODES), std::vector<float>(CODES)};
+    for (const Powers& known : cached)
+        if (known.exponent == exponent) return known;
+    Powers powers{exponent, std::vector<float>(CODES), std::vector<float>(CODES)};
     for (int code = 0; code < CODES; code++) {
-        made.share[code] = static_cast<float>(std::pow(code / 255.0, 2 * exponent));
-        made.factor[code] = static_cast<float>(std::pow(code / 128.0, 2 * exponent));
+        powers.share[code] = static_cast<float>(std::pow(code / 255.0, 2 * exponent));
+        powers.factor[code] = static_cast<float>(std::pow(code / 128.0, 2 * exponent));
     }
-    if (cached.size() < MOST_POWERS) return cached.emplace_back(std::move(made));
-    return cached[oldest++ % MOST_POWERS] = std::move(made);
+    if (cached.size() < MOST_POWERS) return cached.emplace_back(std::move(powers));
+    return cached[oldest++ % MOST_POWERS] = std::move(powers);
 }
 
 // weight (V) <- the probabilities after `tail` to the power of `exponent`, not normalized.
@@ -99,9 +95,9 @@ void Ngrams::weigh_all(const Tail& tail, double exponent, float* weight) const {
 
 Guess Ngrams::guess(const Tail& tail, double uniform, const Occurrences& text, const Sampling& s) const {
     float weight[MOST_VOCABULARY];
-    const bool plain = (s.top_k == 0 || s.top_k >= static_cast<double>(vocab_size)) && s.top_p == 1 &&
-                       s.min_p == 0 && s.typical_p == 1 && s.repetition_penalty == 1 &&
-                       s.presence_penalty == 0 && s.frequency_penalty == 0 && s.logit_bias.empty();
+    const bool all_tokens = s.top_k == 0 || s.top_k >= static_cast<double>(vocab_size);
+    const bool plain = all_tokens && s.top_p == 1 && s.min_p == 0 && s.typical_p == 1 && s.logit_bias.empty() &&
+                       s.repetition_penalty == 1 && s.presence_penalty == 0 && s.frequency_penalty == 0;
     if (plain && s.temperature == 0) {
         weigh_all(tail, 1, weight);
         const float* best = std::max_element(weight, weight + vocab_size);

@@ -1,8 +1,7 @@
 // A draft by n-grams: for contexts of up to Tail::MOST tokens the likeliest next tokens, each with its
 // probability; all others are as likely as after the context without its first token, times a factor.
 //
-// The file is made by generation/draft.py and may come from anywhere, so all of it is checked when it is
-// opened.
+// generation/draft.py makes the file. It may come from anywhere, so all of it is checked when it is opened.
 #pragma once
 
 #include <cstdint>

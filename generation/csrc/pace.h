@@ -5,10 +5,9 @@
 #include <chrono>
 #include <cstdint>
 
-// Decides whether the team shares a step. The caller waits for a helper that loses its core in the middle of a
-// piece. Such a turn costs the time of many steps, and may still be worth what the team has saved since the
-// last one. If it is not, the caller works alone for as long as the turn took, and four times as long each time
-// that this happens again within a second.
+// Decides whether the team shares a step. A helper that loses its core costs the time of many steps. If that is
+// more than the team has saved since the last time, the caller works alone for as long, and four times as long
+// each time that it happens again within a second.
 class Pace {
   public:
     using Clock = std::chrono::steady_clock;
@@ -40,9 +39,9 @@ class Pace {
     int patience = 1;
 };
 
-// Finds the team that takes a step fastest. Teams of 1, 2, 4 ... are tried on steps that are to be done anyway.
-// The best size depends on the time that a cache line takes between cores. It differs by a factor of 10 between
-// machines and, on a virtual one, between seconds.
+// Finds the team that takes a step fastest: 1, 2, 4 ... are tried on steps that are to be done anyway. The time
+// of a cache line between cores, which decides, differs by a factor of 10 between machines, on a virtual one in
+// seconds.
 class TeamSize {
   public:
     using Clock = std::chrono::steady_clock;
@@ -58,8 +57,7 @@ class TeamSize {
         return on_trial() ? trial : best;
     }
 
-    // Records that a step took `elapsed` with `members` of at most `most` members. They may be more or fewer
-    // than next().
+    // Records that a step took `elapsed` with `members`, not necessarily next(), of at most `most`.
     void took(int members, int most, Clock::duration elapsed, Clock::time_point now) {
         if (members != trial) return;
         least = std::min(least, elapsed);
@@ -88,18 +86,15 @@ class TeamSize {
     Clock::time_point first{}, began{}, until{};
 };
 
-// A step of a group reads all weights once, and each text's K and V once. So a larger group reads fewer bytes
-// per text. But the next step reads the same bytes again, and a larger group leaves fewer of them in the cache.
-//
-// Traffic: the bytes that the groups of all threads read in a step, by a model of the last-level cache.
+// The bytes that the groups of all threads read in a step. A larger group reads the weights for more texts, but
+// leaves fewer of its K and V in the last-level cache for the next step.
 struct Traffic {
     double weights;      // of the matrices, which all threads share
     double text;         // of a text's K and V
     double cache_bytes;  // the size of the last-level cache
     int64_t threads;     // each has a group
 
-    // Time per text in a group of `texts`, in units of a byte read from the cache. Repeated reads replace each
-    // other at random, so the hit rate is the share that fits.
+    // Time per text in a group of `texts`, in bytes read from the cache; the hit rate is the share that fits.
     double cost(int64_t texts) const {
         const double again = weights + static_cast<double>(threads * texts) * text;
         const double missed = 1 - std::min(1.0, USABLE * cache_bytes / again);
@@ -107,8 +102,7 @@ struct Traffic {
     }
 
   private:
-    // With these the model's size is within 5 % of the best of 1, 2, 4, 8, 12, 16 and 32 texts, at contexts of
-    // 25 to 1,900 tokens in fp32 and bf16 (AMD Zen 5, whose 32 MB are shared with other virtual machines).
+    // Fitted on a Zen 5 for 1 to 32 texts of 25 to 1,900 tokens.
     static constexpr double USABLE = 1.0 / 3;
     static constexpr double MEMORY_COST = 2.3;  // a byte from memory, in bytes from the cache
 };

@@ -9,12 +9,11 @@
 #include "model/csrc/refuse.h"
 #include "threads.h"
 
-void Decoder::begin(int64_t which, const std::vector<int64_t>& ids, bool continues,
-                    std::optional<int64_t> logprobs) {
-    Slot& slot = slot_of("slot", which);
+void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool continues, int64_t top) {
+    Slot& slot = slot_of("slot", number);
     check("the number of ids", static_cast<int64_t>(ids.size()), 1, capacity);
     for (const int64_t id : ids) check("an id", id, 0, shape.vocab_size - 1);
-    if (logprobs) check("top", *logprobs, 0, MAX_TOP);
+    if (top != NO_LOGPROB) check("top", top, 0, MOST_TOP);
     if (!continues) {
         std::fill(slot.text.seen.begin(), slot.text.seen.end(), 0);
         std::fill(slot.text.written.begin(), slot.text.written.end(), 0);
@@ -22,7 +21,6 @@ void Decoder::begin(int64_t which, const std::vector<int64_t>& ids, bool continu
     }
     slot.tail.clear();
     for (const int64_t id : ids) slot.text.seen[id] = 1, slot.tail.push(id);
-    const int64_t top = logprobs.value_or(-1);
     slot.length = 0, slot.pending = -1;
     slot.prompt.reset();
     const int64_t T = static_cast<int64_t>(ids.size()), C = shape.n_embd, chunk = std::min(br, T);
@@ -30,8 +28,8 @@ void Decoder::begin(int64_t which, const std::vector<int64_t>& ids, bool continu
     int64_t most = 0;
     for (const int64_t count : {chunk, T % chunk, (T - 1) % chunk, int64_t{1}})
         if (count > 0) most = std::max(most, part.scratch(attention(count, T)));
-    auto made = std::make_unique<Prompt>();
-    Prompt& prompt = *made;
+    auto begun = std::make_unique<Prompt>();
+    Prompt& prompt = *begun;
     prompt.stages = {T, chunk, static_cast<int32_t>(shape.n_layer), top >= 0};
     prompt.ids = ids;
     prompt.top = top;
@@ -42,14 +40,10 @@ void Decoder::begin(int64_t which, const std::vector<int64_t>& ids, bool continu
         prompt.A = at.take(T * C);
         prompt.rows.clear(), prompt.scratch.clear();
         for (int thread = 0; thread < threads; thread++) {
-            prompt.rows.push_back({PREFILL_ROWS,
-                                   {},
-                                   {},
-                                   at.matrix(PREFILL_ROWS, C),
-                                   at.matrix(PREFILL_ROWS, w.fc.columns()),
-                                   at.matrix(top >= 0 ? PREFILL_ROWS : 0, weights.head.columns()),
-                                   at.matrix(PREFILL_ROWS, C),
-                                   at.matrix(PREFILL_ROWS, w.out.operand_words())});
+            Rows& own = prompt.rows.emplace_back(Rows{PREFILL_ROWS});
+            own.A = at.matrix(PREFILL_ROWS, C), own.Y = at.matrix(PREFILL_ROWS, w.fc.columns());
+            if (top >= 0) own.L = at.matrix(PREFILL_ROWS, weights.head.columns());
+            own.N = at.matrix(PREFILL_ROWS, C), own.O = at.matrix(PREFILL_ROWS, w.out.operand_words());
             prompt.scratch.push_back(at.take(most));
         }
         return at.taken();
@@ -57,14 +51,14 @@ void Decoder::begin(int64_t which, const std::vector<int64_t>& ids, bool continu
     prompt.memory = Buffer(lay_out(Scratch()));
     lay_out(Scratch(prompt.memory));
     trace.timed("embedding", 0, [&] {
-        for (int64_t t = 0; t < T; t++) weights.embed(prompt.X.data + t * prompt.X.ld, ids[t], t);
+        for (int64_t t = 0; t < T; t++) weights.embed(prompt.X.row(t), ids[t], t);
     });
-    slot.prompt = std::move(made);
+    slot.prompt = std::move(begun);
 }
 
-bool Decoder::read(int64_t which, double seconds) {
-    Slot& slot = slot_of("slot", which);
-    if (!slot.prompt) refuse("slot", which, "given ids by begin() first");
+bool Decoder::read(int64_t number, double seconds) {
+    Slot& slot = slot_of("slot", number);
+    if (!slot.prompt) refuse("slot", number, "given ids by begin() first");
     if (!(seconds >= 0)) refuse("seconds must be at least 0");
     using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
@@ -83,11 +77,12 @@ bool Decoder::read(int64_t which, double seconds) {
         const bool at_once = seconds == std::numeric_limits<double>::infinity();
         do {
             const int64_t begin = prompt.stage, end = at_once ? count : begin + 1;
+            std::vector<Pieces> left(end - begin);
             // Only pieces may read the prompt: it may be freed before a late member comes.
-            team->run(threads, [this, &slot, stages, begin, end](Member& member) {
+            team->run(threads, [this, &slot, stages, begin, end, left = left.data()](Member& member) {
                 const NoDenormals flushed;
                 for (int64_t s = begin; s < end; s++)
-                    member.run(stages.pieces(s, shape.n_head),
+                    member.run(stages.pieces(s, shape.n_head), left + (s - begin),
                                [&](int64_t i) { prompt_piece(slot, s, i, member.thread); });
             });
             prompt.stage = end;
@@ -95,7 +90,7 @@ bool Decoder::read(int64_t which, double seconds) {
     }
     if (prompt.stage < count) return false;
     Rows last = rows[0].from(0, 1);
-    last.X = prompt.rows_of(stages.T - 1, 1, 0).X;
+    last.X = prompt.X.from(stages.T - 1);
     Member caller(trace, 0);
     Block<Member>(last, caller).logits(weights);
     std::copy_n(last.L.data, shape.vocab_size, slot.logits.begin());
@@ -110,23 +105,18 @@ void Decoder::prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread)
     const PromptStages& stages = prompt.stages;
     const int64_t layer = stage / 3, H = shape.n_head, T = stages.T;
     Member alone(trace, static_cast<int>(thread));
-    // PREFILL_ROWS tokens from t0 on, at most to `end`.
-    const auto some = [&](int64_t t0, int64_t end) {
-        return prompt.rows_of(t0, std::min(PREFILL_ROWS, end - t0), thread);
-    };
     if (layer == shape.n_layer) {  // the log-probability of the token after each
         const int64_t t0 = i * PREFILL_ROWS;
-        const Rows rows = some(t0, T - 1);
+        const Rows rows = prompt.rows_of(t0, T - 1, thread);
         Block<Member>(rows, alone).logits(weights);
         for (int64_t r = 0, t = t0; r < rows.count; r++, t++)
-            prompt.logprobs[t] =
-                token_logprob(rows.from(r, 1).L.data, shape.vocab_size, prompt.ids[t + 1], prompt.top);
+            prompt.logprobs[t] = token_logprob(rows.L.row(r), shape.vocab_size, prompt.ids[t + 1], prompt.top);
         return;
     }
     const Layer& w = weights.layers[layer];
     if (stage % 3 == 0) {  // q, k and v; k and v into the cache
         const int64_t t0 = i * PREFILL_ROWS;
-        const Rows rows = some(t0, T);
+        const Rows rows = prompt.rows_of(t0, T, thread);
         const int64_t skipped = t0 + rows.count > stages.from(layer) ? 0 : d;  // q only where it is needed
         Block<Member>(rows, alone).qkv(w, skipped, true, [&](int64_t h, int64_t, int64_t) {
             float* k = rows.Q.data + h * w.qkv.width() + d;
@@ -145,11 +135,11 @@ void Decoder::prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread)
         alone.timed("attention", [&] { part.attention(a, prompt.scratch[thread]); });
     } else {
         const int64_t t0 = stages.from(layer) + i * PREFILL_ROWS;
-        const Rows rows = some(t0, T);
+        const Rows rows = prompt.rows_of(t0, T, thread);
         alone.timed("attention", [&] {
             for (int64_t r = 0; r < rows.count; r++)
                 for (int64_t h = 0; h < H; h++)
-                    std::copy_n(prompt.A + (h * T + t0 + r) * d, d, rows.from(r, 1).A.data + h * d);
+                    std::copy_n(prompt.A + (h * T + t0 + r) * d, d, rows.A.row(r) + h * d);
         });
         Block<Member>(rows, alone).rest(w);
     }

@@ -46,6 +46,15 @@ void keep_typical(std::vector<double>& weight, double least, double typical_p) {
 
 }  // namespace
 
+Sampling sampling_of(const double* numbers) {
+    Sampling s;
+#define NUMBER(name, off) \
+    if (const double number = *numbers++; !std::isnan(number)) s.name = number;
+    SAMPLING_NUMBERS(NUMBER)
+#undef NUMBER
+    return s;
+}
+
 void weigh(const float* logits, const Occurrences& text, const Sampling& s, std::vector<double>& weight) {
     const size_t n = text.seen.size();
     OF_THIS_THREAD std::vector<double> sorted;
@@ -111,17 +120,16 @@ TokenLogprob token_logprob(const float* logits, int64_t vocab_size, int64_t toke
     double sum = 0;
     for (int64_t i = 0; i < vocab_size; i++) sum += std::exp(logits[i] - highest);
     const double log_sum = highest + std::log(sum);
-    TokenLogprob made{token, logits[token] - log_sum, {}};
-    top = std::min(top, vocab_size);
+    TokenLogprob result{token, logits[token] - log_sum, {}};
     for (int64_t i = 0; i < vocab_size && top > 0; i++) {
         const double logprob = logits[i] - log_sum;
-        if (static_cast<int64_t>(made.top.size()) == top) {
-            if (!(logprob > made.top.back().second)) continue;
-            made.top.pop_back();
+        if (static_cast<int64_t>(result.top.size()) == top) {
+            if (!(logprob > result.top.back().second)) continue;
+            result.top.pop_back();
         }
-        auto at = made.top.end();
-        while (at != made.top.begin() && logprob > std::prev(at)->second) --at;
-        made.top.insert(at, {i, logprob});
+        auto at = result.top.end();
+        while (at != result.top.begin() && logprob > std::prev(at)->second) --at;
+        result.top.insert(at, {i, logprob});
     }
-    return made;
+    return result;
 }

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-// The settings that are numbers, by name and in the order of generation/sampling.py, which says what each does.
-// Each with the value that changes nothing.
+// The settings that are numbers, in the order of generation/sampling.py, which says what each does; each with
+// the value that changes nothing.
 #define SAMPLING_NUMBERS(NUMBER)  \
     NUMBER(temperature, 1)        \
     NUMBER(top_k, 0)              \
@@ -24,15 +24,14 @@ struct Sampling {
     SAMPLING_NUMBERS(NUMBER)
 #undef NUMBER
     std::vector<std::pair<int64_t, double>> logit_bias{};  // (token, what is added to its logit)
-
-    // Calls set(name, number) for each of the numbers, in their order.
-    template <class Set>
-    void each(const Set& set) {
-#define NUMBER(name, off) set(#name, name);
-        SAMPLING_NUMBERS(NUMBER)
-#undef NUMBER
-    }
 };
+
+#define NUMBER(name, off) #name "\n"
+inline constexpr char SAMPLING_NAMES[] = SAMPLING_NUMBERS(NUMBER);
+#undef NUMBER
+
+// The settings with these numbers, all of SAMPLING_NUMBERS; NaN for one that changes nothing.
+Sampling sampling_of(const double* numbers);
 
 // The occurrences of each token of the vocabulary in a text.
 struct Occurrences {
@@ -47,6 +46,9 @@ void weigh(const float* logits, const Occurrences&, const Sampling&, std::vector
 
 // The token that `uniform`, in [0, 1), falls on. Throws as weigh() does.
 int64_t sample(const float* logits, const Occurrences&, double uniform, const Sampling&);
+
+// Alternatives of a token's log-probability; and what stands for no log-probability.
+constexpr int64_t MOST_TOP = 5, NO_LOGPROB = INT64_MIN;
 
 // A token's log-probability, and those of the likeliest tokens in descending order, ties by number.
 struct TokenLogprob {

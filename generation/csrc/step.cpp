@@ -1,7 +1,6 @@
 // A step: one token for each of several texts.
 //
-// Threads: the texts of a large batch are divided between them. Few texts go in stages, each of which the
-// threads share by heads and panels. Results do not depend on the number of texts or threads.
+// The texts of a large batch are divided between the threads; of few texts, the threads share heads and panels.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -22,53 +21,40 @@ constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 // apart, those of `to` ld.
 inline void Decoder::attend(const Token& first, int64_t count, int64_t layer, int64_t head, const float* q,
                             int64_t ldQ, float* to, int64_t ld, int64_t thread) const {
-    const Slot& slot = slots[first.slot];
-    const int64_t seen = first.position + count;
-    float* own = scratch[thread];
+    const Cache& cache = slots[first.slot].cache;
+    float* const own = scratch[thread];
     if (count > 1 && !cache_shape.transposed) {
-        for (Token token = first; token.position < seen; token.position++, q += ldQ, to += ld)
-            attend(token, 1, layer, head, q, ldQ, to, ld, thread);
+        for (int64_t r = 0; r < count; r++)
+            attend({first.slot, 0, first.position + r}, 1, layer, head, q + r * ldQ, ldQ, to + r * ld, ld,
+                   thread);
         return;
     }
-    Attention a = attention(count, seen);
-    a.q = {q, 0, 0, ldQ, 1};
-    a.out = to;
-    if (count > 1) {
-        a.k = slot.cache.keys(layer, head), a.v = slot.cache.values(layer, head);
-        a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
-        a.out = own;
-        part.few.together.attention(a, own + MOST_ROWS * d);
-        for (int64_t r = 0; r < count; r++) std::copy_n(a.out + r * d, d, to + r * ld);
-        return;
-    }
-    if (widened_floats > 0) {
-        float *K = own, *V = own + capacity * d;
-        slot.cache.widen(layer, head, seen, K, V);
-        a.k = {K, 0, 0, d, 1}, a.v = {V, 0, 0, d, 1};
-    } else {
-        a.k = slot.cache.keys(layer, head), a.v = slot.cache.values(layer, head);
-        if (cache_shape.transposed) a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
-    }
-    part.attention(a, own + widened_floats);
+    Attention a = attention(count, first.position + count);
+    a.q = {q, 0, 0, ldQ, 1}, a.k = cache.keys(layer, head), a.v = cache.values(layer, head);
+    a.out = count > 1 ? own : to;
+    if (cache_shape.transposed) a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
+    if (count == 1) return part.attention(a, own);
+    part.few.together.attention(a, own + MOST_ROWS * d);
+    for (int64_t r = 0; r < count; r++) std::copy_n(a.out + r * d, d, to + r * ld);
 }
 
-// Row r of `rows` is tokens[r], which only pieces may read: a late member may come when they are gone. apart:
-// whether no two are of the same text.
+// Row r is tokens[r], which only pieces may read: a late member may come when they are gone. apart: no two of a
+// text.
 void Decoder::step(const Weights& model, const Token* tokens, bool apart, const Rows& rows, Member& member) {
     const NoDenormals flushed;
     Block<Member> block(rows, member);
     for (int64_t l = 0; l < shape.n_layer; l++) {
         const Layer& w = model.layers[l];
         block.qkv(w, 0, apart, [&](int64_t h, int64_t begin, int64_t end) {
-            const float* q = rows.Q.data + h * w.qkv.width();
+            const simd::Matrix q = rows.Q.from(0, h * w.qkv.width());
             // All are appended before the first attends: a vector load stalls on a number just stored.
             for (int64_t r = begin; r < end; r++)
-                slots[tokens[r].slot].cache.append(l, h, tokens[r].position, q + r * rows.Q.ld + d, 0, 1);
+                slots[tokens[r].slot].cache.append(l, h, tokens[r].position, q.row(r) + d, 0, 1);
             for (int64_t r = begin, next = begin; r < end; r = next) {
                 while (next < end && tokens[next].slot == tokens[r].slot) next++;
                 if (next < end) slots[tokens[next].slot].cache.prefetch(l, h, tokens[next].position);
-                attend(tokens[r], next - r, l, h, q + r * rows.Q.ld, rows.Q.ld,
-                       rows.A.data + r * rows.A.ld + h * d, rows.A.ld, member.thread);
+                attend(tokens[r], next - r, l, h, q.row(r), q.ld, rows.A.row(r) + h * d, rows.A.ld,
+                       member.thread);
             }
         });
         block.rest(w);
@@ -78,21 +64,21 @@ void Decoder::step(const Weights& model, const Token* tokens, bool apart, const 
 
 // The pending tokens of these slots.
 std::vector<Token> Decoder::behind(const int64_t* begin, const int64_t* end) const {
-    std::vector<Token> found;
+    std::vector<Token> tokens;
     for (const int64_t* slot = begin; slot < end; slot++)
-        if (slots[*slot].pending >= 0) found.push_back({*slot, slots[*slot].pending, slots[*slot].length});
-    return found;
+        if (slots[*slot].pending >= 0) tokens.push_back({*slot, slots[*slot].pending, slots[*slot].length});
+    return tokens;
 }
 
 // The rows of these tokens begin at `row`.
 void Decoder::embed_rows(const std::vector<Token>& tokens, int64_t row) {
-    for (const Token& token : tokens) weights.embed(rows[0].from(row++, 1).X.data, token.id, token.position);
+    for (const Token& token : tokens) weights.embed(rows[0].X.row(row++), token.id, token.position);
 }
 
 // Lets the text of a row end with its token.
 void Decoder::finish_row(const Token& token, int64_t row) {
     Slot& slot = slots[token.slot];
-    std::copy_n(rows[0].from(row, 1).L.data, shape.vocab_size, slot.logits.begin());
+    std::copy_n(rows[0].L.row(row), shape.vocab_size, slot.logits.begin());
     slot.length = token.position + 1;
     slot.pending = -1;
 }
@@ -130,10 +116,10 @@ void Decoder::pass(const std::vector<Token>& tokens) {
     if (helped) size.took(members, threads, (end - start) / count, end);
 }
 
-std::vector<int64_t> Decoder::groups(const std::vector<int64_t>& which) const {
-    const int64_t all = static_cast<int64_t>(which.size()), share = (all + threads - 1) / threads;
+std::vector<int64_t> Decoder::groups(const std::vector<int64_t>& batch) const {
+    const int64_t all = static_cast<int64_t>(batch.size()), share = (all + threads - 1) / threads;
     int64_t longest = 1;
-    for (const int64_t slot : which) longest = std::max(longest, length(slot));
+    for (const int64_t slot : batch) longest = std::max(longest, length(slot));
     const double text = static_cast<double>(shape.n_layer * shape.n_head) *
                         static_cast<double>(cache_shape.head_words(longest) * sizeof(float));
     const Traffic traffic{weights.matrix_bytes, text, static_cast<double>(cache_bytes), threads};
@@ -147,16 +133,16 @@ std::vector<int64_t> Decoder::groups(const std::vector<int64_t>& which) const {
     return starts;
 }
 
-void Decoder::write_groups(const std::vector<int64_t>& which, const std::vector<std::vector<double>>& uniforms,
-                           int64_t count, std::vector<std::vector<int64_t>>& tokens) {
+void Decoder::write_groups(const std::vector<int64_t>& batch, const UniformRows& uniforms, int64_t count,
+                           TokenRows& tokens) {
     const size_t begin = tokens.size(), end = static_cast<size_t>(count);
     if (begin == end) return;
-    tokens.resize(end, std::vector<int64_t>(which.size()));
-    const std::vector<int64_t> starts = groups(which);
+    tokens.resize(end, std::vector<int64_t>(batch.size()));
+    const std::vector<int64_t> starts = groups(batch);
     std::vector<Pace::Clock::duration> spent(starts.size() - 1);
     // A token for each slot of group g.
     const auto write = [&](int64_t g, int64_t thread, const double* uniform, int64_t* chosen) {
-        const std::vector<Token> texts = behind(which.data() + starts[g], which.data() + starts[g + 1]);
+        const std::vector<Token> texts = behind(batch.data() + starts[g], batch.data() + starts[g + 1]);
         const int64_t size = static_cast<int64_t>(texts.size());
         if (size > 0) {
             trace.timed("embedding", thread, [&] { embed_rows(texts, starts[g]); });
@@ -165,7 +151,7 @@ void Decoder::write_groups(const std::vector<int64_t>& which, const std::vector<
             for (int64_t r = 0; r < size; r++) finish_row(texts[r], starts[g] + r);
         }
         trace.timed("sampling", thread, [&] {
-            for (int64_t s = starts[g]; s < starts[g + 1]; s++) chosen[s] = choose(which[s], uniform[s]);
+            for (int64_t s = starts[g]; s < starts[g + 1]; s++) chosen[s] = choose(batch[s], uniform[s]);
         });
     };
     const auto write_all = [&](int64_t g, int64_t thread) {
@@ -173,8 +159,9 @@ void Decoder::write_groups(const std::vector<int64_t>& which, const std::vector<
         for (size_t i = begin; i < end; i++) write(g, thread, uniforms[i].data(), tokens[i].data());
         spent[g] = Pace::Clock::now() - start;
     };
-    team->run(threads, [parts = static_cast<int64_t>(spent.size()), &write_all](Member& member) {
-        member.run(parts, [&](int64_t g) { write_all(g, member.thread); });
+    Pieces left;
+    team->run(threads, [parts = static_cast<int64_t>(spent.size()), &left, &write_all](Member& member) {
+        member.run(parts, &left, [&](int64_t g) { write_all(g, member.thread); });
     });
     const auto longest = *std::max_element(spent.begin(), spent.end());
     group_seconds = std::chrono::duration<double>(longest).count() / static_cast<double>(end - begin);

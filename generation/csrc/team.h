@@ -1,11 +1,8 @@
 // The decoder's threads, which share a token's step of some ten microseconds.
 //
-// A thread pool's parallel loop ends when every thread has joined and finished. A thread that sleeps, or whose
-// core is taken, delays that by a turn of the scheduler: the time of hundreds of steps. Here the caller never
-// waits for a helper that has not taken a piece of the work. A late helper finds the work done.
-//
-// What the members of a team write while they wait for each other lies in a cache line of each member's own. A
-// line that several write moves between their cores, one after the other.
+// A thread pool's loop ends when every thread has finished: one that sleeps delays it by the time of hundreds
+// of steps. Here the caller never waits for a helper that has taken no work; a late helper finds the work done.
+// What different members write lies in cache lines of its own.
 #pragma once
 
 #include <algorithm>
@@ -56,8 +53,8 @@ class Trace {
         return all;
     }
 
-    // Runs body(), with a span if recording. Helper threads call it only inside a piece: the caller reads the
-    // spans when all pieces are done.
+    // Runs body(), with a span if recording. Helpers call it inside a piece only: the caller reads the spans
+    // then.
     template <class Body>
     void timed(const char* kind, int64_t thread, const Body& body) {
         const int64_t begin = recording ? now() : 0;
@@ -65,8 +62,8 @@ class Trace {
         if (recording) tracks[thread].spans.push_back({kind, static_cast<int>(thread), begin, now()});
     }
 
-    // Runs body(), with a span of the caller's wait for the others: from the end of its last piece to the end
-    // of body. A helper's wait may outlast the call, so it appears only as a gap between its spans.
+    // Runs body(), with a span of the caller's wait for the others, from the end of its last piece on. A
+    // helper's wait may outlast the call, so it has none.
     template <class Body>
     void timed_waiting(int thread, const Body& body) {
         if (thread > 0 || !recording) return body();
@@ -115,14 +112,14 @@ struct Count {
     int64_t in(uint32_t turn) const { return turns_after(turn) < 0 ? 0 : static_cast<uint32_t>(bits); }
 };
 
-// Counts of the pieces of a stage in Member::run().
-struct alignas(APART) Stage {
-    std::atomic<uint64_t> taken{0}, done{0};
+// The pieces of a stage that members take one by one.
+struct alignas(APART) Pieces {
+    std::atomic<int64_t> next{0};
 };
 
 // A member's place in a team.
 struct Seat {
-    alignas(APART) std::atomic<uint64_t> done{0};  // stages of Member::share(); the others wait for it
+    alignas(APART) std::atomic<uint64_t> done{0};  // stages; the others wait for it
     alignas(APART) std::atomic<uint64_t> taken{0};
     alignas(APART) std::atomic<uint32_t> called{0};  // the last turn that it was called for
     std::atomic<uint32_t> late{0};                   // the last turn in which another took its share
@@ -131,14 +128,16 @@ struct Seat {
 };
 
 // The first error of run()'s pieces. In another thread it would end the program, so the caller throws it.
-class Failure {
-  public:
+struct Failure {
 #if defined(__wasm__)
     template <class Body>
     void keep(const Body& body) {
         body();
     }
 #else
+    std::exception_ptr error;
+    std::mutex mutex;
+
     template <class Body>
     void keep(const Body& body) {
         try {
@@ -148,21 +147,12 @@ class Failure {
             if (!error) error = std::current_exception();
         }
     }
-    // No piece may be running.
-    void rethrow() {
-        if (error) std::rethrow_exception(std::exchange(error, nullptr));
-    }
-
-  private:
-    std::exception_ptr error;
-    std::mutex mutex;
 #endif
 };
 
 // What the members of a turn share.
 struct Turn {
     uint32_t number;
-    Stage* stages;
     Seat* seats;
     Failure* failure;
 };
@@ -172,10 +162,8 @@ class Member {
   public:
     const int thread, members;
 
-    // Works alone.
-    Member(Trace& trace, int thread) : Member(trace, thread, 1, {}) {}
-
-    Member(Trace& trace, int thread, int members, const Turn& turn)
+    // By default it works alone.
+    Member(Trace& trace, int thread, int members = 1, const Turn& turn = {})
         : thread(thread), members(members), trace(trace), turn(turn) {}
 
     // body(), as a span of this kind.
@@ -184,53 +172,29 @@ class Member {
         trace.timed(kind, thread, body);
     }
 
-    // A stage: piece(i) for each i of 0 .. pieces - 1, by whichever member is free. Then waits until all are
-    // done, unless the turn is over.
-    template <class Piece>
-    void run(int64_t pieces, const Piece& piece) {
-        if (members == 1) return run_alone(pieces, piece);
-        trace.timed_waiting(thread, [&] { take_pieces(turn.stages[stage++], pieces, piece); });
-    }
-
-    // The same, but each member has a fixed share of the pieces, the same in every turn: what its pieces read
-    // stays in the caches of its core. Another member takes the share of one that is late.
+    // A stage: piece(i) for each i of 0 .. pieces - 1. Each member has a fixed share of the pieces, the same in
+    // every turn: what its pieces read stays in the caches of its core. Another member takes the share of one
+    // that is late. Then waits until all are done, unless the turn is over.
     template <class Piece>
     void share(int64_t pieces, const Piece& piece) {
-        if (members == 1) return run_alone(pieces, piece);
+        for (int64_t i = 0; members == 1 && i < pieces; i++) piece(i);
+        if (members == 1) return;
         trace.timed_waiting(thread, [&] { take_shares(pieces, piece); });
         stage++;
     }
 
+    // The same by whichever member is free. `left` lives for the turn, so only pieces may read it. The caller
+    // throws what a piece throws.
+    template <class Piece>
+    void run(int64_t pieces, Pieces* left, const Piece& piece) {
+        if (members == 1) return share(pieces, piece);
+        share(members, [&](int64_t) {
+            for (int64_t i = left->next++; i < pieces; i = left->next++) turn.failure->keep([&] { piece(i); });
+        });
+    }
+
   private:
     static constexpr int SPINS = 2000;  // about a stage's time; a member that takes longer lost its core
-
-    template <class Piece>
-    static void run_alone(int64_t pieces, const Piece& piece) {
-        for (int64_t i = 0; i < pieces; i++) piece(i);
-    }
-
-    template <class Piece>
-    void take_pieces(Stage& s, int64_t pieces, const Piece& piece) {
-        Count taken = s.taken.load(std::memory_order_acquire);
-        while (taken.turns_after(turn.number) <= 0 && taken.in(turn.number) < pieces) {
-            const int64_t next = taken.in(turn.number);
-            if (!s.taken.compare_exchange_weak(taken.bits, Count(turn.number, next + 1).bits,
-                                               std::memory_order_acq_rel))
-                continue;
-            turn.failure->keep([&] { piece(next); });
-            Count done = s.done.load(std::memory_order_relaxed);
-            while (!s.done.compare_exchange_weak(done.bits, Count(turn.number, done.in(turn.number) + 1).bits,
-                                                 std::memory_order_acq_rel)) {
-            }
-            taken = s.taken.load(std::memory_order_acquire);
-        }
-        for (int spins = 0;; spins++) {
-            const Count done = s.done.load(std::memory_order_acquire);
-            if (done.turns_after(turn.number) > 0 || done.in(turn.number) >= pieces) return;
-            if (Count(s.taken.load(std::memory_order_relaxed)).turns_after(turn.number) > 0) return;
-            if (spins > SPINS) yield();
-        }
-    }
 
     template <class Piece>
     void take_shares(int64_t pieces, const Piece& piece) {
@@ -276,7 +240,7 @@ class Member {
 // No threads.
 class Team {
   public:
-    Team(int64_t, int, Trace& trace) : trace(trace) {}
+    Team(int, Trace& trace) : trace(trace) {}
     struct Delete {
         void operator()(Team* team) const { delete team; }
     };
@@ -296,8 +260,8 @@ class Team {
 
 // The work of a team's latest turn, which its helpers copy.
 //
-// A helper may copy it while the caller writes the next one, and then drops the copy (a sequence lock: Boehm
-// 2012, 'Can seqlocks get along with programming language memory models?').
+// A helper that copies it while the caller writes the next one drops the copy (a sequence lock: Boehm 2012,
+// 'Can seqlocks get along with programming language memory models?').
 class alignas(APART) Job {
     static constexpr int WORDS = 8;
 
@@ -341,7 +305,7 @@ class alignas(APART) Job {
 class Team {
   public:
     // Has fewer helpers where the system refuses to start more. The caller alone can do all work.
-    Team(int64_t stages, int threads, Trace& trace) : trace(trace), stages(stages), seats(threads) {
+    Team(int threads, Trace& trace) : trace(trace), seats(threads) {
         helpers.reserve(threads);
         for (int thread = 1; thread < threads; thread++) {
             try {
@@ -392,9 +356,9 @@ class Team {
             }
             woken.notify_all();
         }
-        Member caller(trace, 0, members, {turn, stages.data(), seats.data(), &failure});
+        Member caller(trace, 0, members, {turn, seats.data(), &failure});
         work(caller);
-        failure.rethrow();
+        if (failure.error) std::rethrow_exception(std::exchange(failure.error, nullptr));
     }
 
     // Waits until late helpers have left the turns that they were called for.
@@ -429,14 +393,13 @@ class Team {
             seen = seat.called.load(std::memory_order_acquire);
             Job::Copy copy;
             if (!job.read(seen, copy)) continue;
-            Member member(trace, thread, copy.members, {seen, stages.data(), seats.data(), &failure});
+            Member member(trace, thread, copy.members, {seen, seats.data(), &failure});
             copy.call(copy.work, member);
         }
     }
 
     const pid_t process = getpid();
     Trace& trace;
-    std::vector<Stage> stages;
     std::vector<Seat> seats;
     Job job;
     Failure failure;

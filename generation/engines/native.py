@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import re
+import struct
 import sys
 import threading
 import warnings
 from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,7 +29,7 @@ from shakespeare.model.draft import Draft
 if TYPE_CHECKING:
     from shakespeare.model.gpt import GPT
 
-# What a failure of each kind in csrc/c_api.cpp raises.
+# What a failure of each kind in csrc/api.h raises.
 FAILURES = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
@@ -50,38 +53,37 @@ class DraftCounts(NamedTuple):
     wasted: float
 
 
-# The functions of csrc/c_api.cpp: what each returns, and takes; addresses of arrays are c_void_p.
-FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "error": (c_char_p, (c_void_p,)),
-    "simd_name": (c_char_p, ()),
-    "sampling_names": (c_char_p, ()),
-    "most_top": (c_int64, ()),
-    "open_decoder": (c_void_p, (c_void_p, c_char_p, c_char_p, c_char_p, c_int64, *3 * (c_void_p,))),
-    "close_decoder": (None, (c_void_p,)),
-    "set_sampling": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
-    "begin": (c_bool, (c_void_p, c_int64, c_int64, c_void_p, c_bool, c_int64)),
-    "read_for": (c_bool, (c_void_p, c_int64, c_double, c_void_p)),
-    "drop": (c_bool, (c_void_p, c_int64)),
-    "write_rows": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, *4 * (c_void_p,))),
-    "set_draft": (c_bool, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
-    "draft_counts": (c_bool, (c_void_p, c_void_p)),
-    "copy": (c_bool, (c_void_p, c_int64, c_int64)),
-    "logits": (c_bool, (c_void_p, c_int64, c_void_p)),
-    "take_logprobs": (c_bool, (c_void_p, c_int64, c_void_p)),
-    "fetch_logprobs": (None, (c_void_p, c_void_p, c_void_p)),
-    "record": (c_bool, (c_void_p, c_bool)),
-    "take_spans": (c_bool, (c_void_p, c_void_p, POINTER(POINTER(Span)))),
+DRAFT_COUNTS = "6q3d"  # its fields in memory
+HEADER = Path(__file__).parent.parent / "csrc" / "api.h"
+# How ctypes names the types of its signatures; pointers to anything else are addresses.
+TYPES = {
+    "void": None,
+    "bool": c_bool,
+    "double": c_double,
+    "int64_t": c_int64,
+    "uint64_t": c_uint64,
+    "const char*": c_char_p,
 }
+
+
+def signatures() -> dict[str, tuple[Any, list[Any]]]:
+    """The functions of csrc/api.h: what each returns, and takes."""
+    declared = re.findall(r"^([\w ]+\*?) (\w+)\(([^)]*)\);", HEADER.read_text("utf-8"), re.M)
+    result = {}
+    for returned, name, parameters in declared:
+        types = [parameter.rpartition(" ")[0].strip() for parameter in parameters.split(",") if parameter]
+        result[name] = (TYPES.get(returned, c_void_p), [TYPES.get(known, c_void_p) for known in types])
+    return result
 
 
 @functools.cache
 def library(simd: str = "auto") -> ctypes.CDLL:
     """The library of csrc/ over one of SIMD, compiled if need be. Raises as extension.load() does."""
-    decoder = extension.load_library("decoder", ("model", "generation"), simd)
-    for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(decoder, name)
-        function.restype, function.argtypes = result, arguments
-    return decoder
+    loaded = extension.load_library("decoder", ("model", "generation"), simd)
+    for name, (returned, parameters) in signatures().items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = returned, parameters
+    return loaded
 
 
 class Decoder:
@@ -203,10 +205,10 @@ class Decoder:
 
     def draft_counts(self) -> DraftCounts:
         """What drafts did since the last call."""
-        numbers = (c_double * len(DraftCounts._fields))()
+        counts = ctypes.create_string_buffer(struct.calcsize(DRAFT_COUNTS))
         with self._lock:
-            self._do("draft_counts", numbers)
-        return DraftCounts(*map(int, numbers[:6]), *numbers[6:])
+            self._do("draft_counts", counts)
+        return DraftCounts(*struct.unpack(DRAFT_COUNTS, counts))
 
     def copy(self, source: int, *targets: int) -> None:
         with self._lock:
@@ -214,10 +216,10 @@ class Decoder:
                 self._do("copy", source, target)
 
     def logits(self, slot: int) -> list[float]:
-        numbers = (c_float * self.config.vocab_size)()
+        logits = (c_float * self.config.vocab_size)()
         with self._lock:
-            self._do("logits", slot, numbers)
-        return list(numbers)
+            self._do("logits", slot, logits)
+        return list(logits)
 
     def record(self, on: bool) -> None:
         """Switch the recording of spans on or off; it is off at first."""
@@ -254,5 +256,5 @@ def integers(numbers: Sequence[int]) -> ctypes.Array[c_int64]:
 
 
 def no(number: int | None) -> int:
-    """What stands for None in csrc/c_api.cpp, else the number."""
+    """NO_LOGPROB of csrc/sampling.h for None, else the number."""
     return -(2**63) if number is None else number

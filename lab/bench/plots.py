@@ -5,14 +5,13 @@ so that a picture is legible in black and white.
 """
 
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shakespeare.lab.bench import report
 from shakespeare.lab.bench.contenders import OF_KERNEL, contenders
-from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text, smaller
+from shakespeare.lab.bench.cuda import sequential_text
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.text import counted, size_text
 
@@ -25,12 +24,9 @@ try:
 except ImportError:
     raise ValueError("--plot needs Matplotlib: pip install -c constraints.txt -e '.[lab]'") from None
 
-# Colour, marker and line of the contenders that are not parts.
-OTHER_LOOKS = {"sdpa": ("#CC79A7", "X", "--"), "onnx": ("#56B4E9", "P", "-.")}
-# The others take these in the order of contenders(), users' files by their names; of different lengths, so
-# that no look soon comes again.
-COLOURS = ("#000000", "#D55E00", "#E69F00", "#009E73", "#0072B2")
-MARKERS = ("s", "v", "^", "D", "o", "<", ">")
+# A contender takes them by its number; of different lengths, so that no look soon comes again.
+COLOURS = ("#000000", "#D55E00", "#E69F00", "#009E73", "#0072B2", "#CC79A7")
+MARKERS = ("s", "v", "^", "D", "o", "X", "P")
 LINES = ("-", "--", "-.", ":")
 SETTINGS = {
     "font.size": 11,
@@ -42,14 +38,11 @@ SETTINGS = {
 }
 
 
-def look(contender: str) -> dict[str, str]:
+def look(contender: str) -> dict[str, Any]:
     """A contender's colour, marker and line, as arguments of Axes.plot()."""
-    if contender in OTHER_LOOKS:
-        chosen: tuple[str, ...] = OTHER_LOOKS[contender]
-    else:
-        names = [name for name in contenders() if name not in OTHER_LOOKS]
-        number = names.index(contender) if contender in names else zlib.crc32(contender.encode())
-        chosen = tuple(looks[number % len(looks)] for looks in (COLOURS, MARKERS, LINES))
+    names = list(contenders())
+    number = names.index(contender) if contender in names else zlib.crc32(contender.encode())
+    chosen = (looks[number % len(looks)] for looks in (COLOURS, MARKERS, LINES))
     return dict(zip(("color", "marker", "linestyle"), chosen))
 
 
@@ -57,14 +50,14 @@ def draw(run: Run, directory: Path) -> list[Path]:
     """Draw every picture that the run has figures for; return the written files."""
     written = []
     with matplotlib.rc_context(SETTINGS):  # type: ignore[arg-type]
-        for name, picture in PICTURES.items():
+        for picture in PICTURES:
             figure = picture(run)
             if figure is None:
                 continue
             where = (run.machine.get("gpu") or {}).get("name", run.machine["cpu"])
             figure.supxlabel(where, x=0.99, ha="right", fontsize=7, color="#666666")
             for form in ("svg", "png"):
-                file = directory / f"{name}.{form}"
+                file = directory / f"{picture.__name__}.{form}"
                 figure.savefig(file, dpi=160, metadata={"Date": None} if form == "svg" else None)
                 written.append(file)
     return written
@@ -72,49 +65,39 @@ def draw(run: Run, directory: Path) -> list[Path]:
 
 def time(run: Run) -> Figure | None:
     """Time of a call against N, log-log; a panel for each head width and number of threads."""
-
-    def panel(axes: Axes, results: list[Result]) -> None:
-        _lines(axes, _points(results, "N", lambda r: 1e3 * (r.median or 0), min))
-        _log_log(axes, "N, keys and queries", "ms a call")
-
-    return _panels([r for r in run.results if r.seconds], "Time of attention by length", panel, least=2)
+    timed = [r for r in run.results if r.seconds]
+    title = "Time of attention by length, with the best tile"
+    return _by_length(timed, title, "ms a call", lambda r: 1e3 * (r.median or 0), min)
 
 
 def memory(run: Run) -> Figure | None:
     """Scratch against N, log-log."""
-
-    def panel(axes: Axes, results: list[Result]) -> None:
-        _lines(axes, _points(results, "N", lambda r: r.scratch or 0, max))
-        _log_log(axes, "N, keys and queries", "scratch")
+    sized = [r for r in run.results if r.scratch]
+    title = "Memory beyond the output by length, with the largest tile"
+    figure = _by_length(sized, title, "scratch", lambda r: r.scratch or 0, max)
+    for axes in figure.axes if figure else ():
         axes.yaxis.set_major_locator(LogLocator(base=16))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(lambda size, _: size_text(size))
-
-    title, largest = "Memory beyond the output by length", "; with the largest tile"
-    return _panels([r for r in run.results if r.scratch], title, panel, least=2, tiled=largest)
+    return figure
 
 
-def scaling(run: Run) -> Figure | None:
-    """Speed-up over the fewest threads, at the longest N; a panel for each head width."""
-    timed = _longest([r for r in run.results if r.seconds])
-    counts = sorted({r.cell.threads for r in timed})
-    if len(counts) < 2:
-        return None
+def _by_length(
+    results: list[Result], title: str, label: str, y: Callable[[Result], float], choose: Callable
+) -> Figure | None:
+    """A line for each contender over N; `choose` selects among several tiles or SIMD helpers."""
 
     def panel(axes: Axes, results: list[Result]) -> None:
-        fewest = counts[0]
-        axes.plot(counts, [c / fewest for c in counts], color="#999999", linewidth=1, label="ideal")
-        points = _points(results, "threads", lambda r: r.median or 0, min)
-        speeds = {
-            name: {count: times[fewest] / seconds for count, seconds in times.items()}
-            for name, times in points.items()
-            if fewest in times
-        }
-        _lines(axes, speeds)
-        axes.set_xticks(counts)
-        axes.set(xlabel="threads", ylabel=f"speed, {counted(fewest, 'thread')} = 1")
+        lines: dict[str, dict[int, float]] = {}
+        for r in results:
+            points = lines.setdefault(r.cell.contender, {})
+            points[r.cell.N] = choose(points.get(r.cell.N, y(r)), y(r))
+        for name, points in lines.items():
+            xs = sorted(points)
+            axes.plot(xs, [points[x] for x in xs], label=contenders()[name].title, **look(name))
+        _log_log(axes, "N, keys and queries", label)
 
-    return _panels(timed, f"Speed by threads, N = {timed[0].cell.N}", panel, by_threads=False)
+    return _panels(results, title, panel) if len({r.cell.N for r in results}) > 1 else None
 
 
 def tiles(run: Run) -> Figure | None:
@@ -122,9 +105,7 @@ def tiles(run: Run) -> Figure | None:
     timed = [r for r in run.results if r.cell.br and r.seconds]
     timed = _longest([r for r in timed if r.cell.contender == timed[0].cell.contender])
     rows, columns = (sorted({getattr(r.cell, side) for r in timed}) for side in ("br", "bc"))
-    # The number of threads may decide the tile that is taken unless one is asked for.
-    tried = {(r.cell.threads, r.cell.br, r.cell.bc) for r in timed}
-    if not any(count > 1 for count in Counter(threads for threads, _, _ in tried).values()):
+    if len(rows) * len(columns) < 2:
         return None
 
     def panel(axes: Axes, results: list[Result]) -> None:
@@ -144,8 +125,7 @@ def tiles(run: Run) -> Figure | None:
         axes.set(xlabel="Bc, keys", ylabel="Br, queries")
 
     cell = timed[0].cell
-    title = f"Speed of {cell.contender} by tile, N = {cell.N}, in % of the best"
-    return _panels(timed, title, panel, legend=False, tiled="")
+    return _panels(timed, f"Speed of {cell.contender} by tile, N = {cell.N}, in % of the best", panel)
 
 
 def roofline(run: Run) -> Figure | None:
@@ -154,143 +134,89 @@ def roofline(run: Run) -> Figure | None:
     Williams, Waterman & Patterson 2009 (doi:10.1145/1498765.1498785). Bytes are the part's own count of
     transfers into the last of a core's own caches.
     """
-    found = _longest([r for r in run.results if r.seconds and r.traffic and r.cell.device == "cpu"])
-    if not found:
+    counts = _longest([r for r in run.results if r.seconds and r.traffic and r.cell.device == "cpu"])
+    if not counts:
         return None
+    small: dict = {"textcoords": "offset points", "fontsize": 9}
 
     def panel(axes: Axes, results: list[Result]) -> None:
         threads = results[0].cell.threads
         peak, bandwidth = run.peaks[threads] / 1e9, run.bandwidths[threads] / 1e9
-        fastest = {r.cell.contender: r for r in sorted(results, key=lambda r: -(r.median or 0))}
-        points = {
-            name: {r.cell.flops / (r.traffic or 1): r.cell.flops / (r.median or 1) / 1e9}
-            for name, r in fastest.items()
-        }
         ridge = peak / bandwidth
-        intensities = [ridge, *(x for point in points.values() for x in point)]
+        results = sorted(results, key=lambda r: -(r.median or 0))  # of several tiles the fastest counts
+        points = {
+            r.cell.contender: (r.cell.flops / (r.traffic or 1), r.cell.flops / (r.median or 1) / 1e9)
+            for r in results
+        }
+        for i, (name, point) in enumerate(sorted(points.items(), key=lambda named: named[1])):
+            axes.plot(*point, **look(name) | {"linestyle": "", "markersize": 9})
+            side = ("right", (-8, -4)) if i < len(points) // 2 else ("left", (8, -4))  # clear of neighbours
+            axes.annotate(name, point, side[1], ha=side[0], **small)
+        intensities = [ridge, *(x for x, _ in points.values())]
         left, right = min(intensities) / 2, max(intensities) * 2
         axes.plot([left, ridge, right], [left * bandwidth, peak, peak], color="#666666", linewidth=1.5)
-        small: dict = {"textcoords": "offset points", "fontsize": 9}
         axes.annotate(f"FMA peak, {peak:.0f} GFLOP/s", (right, peak), (-4, 4), ha="right", **small)
         axes.annotate(f"{bandwidth:.0f} GB/s", (left, left * bandwidth), (14, 2), **small)
-        _lines(axes, points, markersize=9, linestyle="")
         _log_log(axes, f"FLOP per byte from beyond {size_text(run.cache)} of cache", "GFLOP/s", base=10)
-        axes.set_ylim(top=1.6 * peak)
+        axes.margins(y=0.12)
 
-    return _panels(found, f"Roofline, N = {found[0].cell.N}", panel)
+    return _panels(counts, f"Roofline, N = {counts[0].cell.N}", panel)
 
 
 def ladder(run: Run) -> Figure | None:
-    """The homework's chart: the speed-up of each CUDA kernel over sequential C++ and over the kernel before.
+    """The speed-up of each CUDA kernel over sequential C++, on a logarithmic axis.
 
     It shows the first case with kernels and, of a warm and a cold L2 cache, the first.
     """
     kernels = [r for r in run.results if r.cell.contender in OF_KERNEL and r.median]
-    kernels = [r for r in kernels if r.cell.group == kernels[0].cell.group]
-    rows = [report.row(run, r) for r in kernels]
-    charts = {
-        "over_sequential": "times as fast as sequential C++",
-        "over_kernel_before": "times as fast as the kernel before",
-    }
-    charts = {name: label for name, label in charts.items() if any(row[name] for row in rows)}
-    if len(kernels) < 2 or not charts:
+    rows = [report.row(run, r) for r in kernels if r.cell.group == kernels[0].cell.group]
+    if len(rows) < 2 or not rows[0]["over_sequential"]:
         return None
+    figure = Figure(figsize=(10, 1.6 + 0.4 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    table = [OF_KERNEL[row["contender"]] for row in reversed(rows)]
+    values = [row["over_sequential"] for row in reversed(rows)]
+    hatches = ["//" if "-" in kernel.name else "" for kernel in table]  # variants, such as 3-spilled
+    names = [f"{kernel.name}: {kernel.summary}" for kernel in table]
+    bars = axes.barh(names, values, color=COLOURS[4], edgecolor="white", hatch=hatches, log=True)
+    axes.bar_label(bars, [f"{value:,.0f}" for value in values], fontsize=9, padding=2)
+    axes.grid(False, axis="y")
+    axes.margins(x=0.1)
+    axes.tick_params(axis="y", labelsize=9)
+    axes.set_xlabel("times as fast as sequential C++")
     cell = kernels[0].cell
-    figure = Figure(figsize=(1.6 + 0.75 * len(rows), 0.8 + 3.2 * len(charts)), layout="constrained")
-    names = [OF_KERNEL[row["contender"]].name for row in rows]
-    for axes, (name, label) in zip(figure.subplots(len(charts), 1, squeeze=False).flat, charts.items()):
-        # Variants, as 3-spilled, are hatched.
-        hatches = ["//" if "-" in kernel else "" for kernel in names]
-        values = [row[name] or 0 for row in rows]
-        bars = axes.bar(names, values, color=COLOURS[-1], edgecolor="white", hatch=hatches)
-        axes.bar_label(bars, [_figure_text(value) for value in values], fontsize=9)
-        axes.axhline(1, color="#666666", linewidth=1)
-        axes.grid(False, axis="x")
-        axes.margins(y=0.12)
-        axes.set_ylabel(label, fontsize=9)
-        axes.tick_params(axis="x", labelsize=9)
-    axes.set_xlabel("kernel")
     shape = f"({cell.batch}, {cell.heads}, {cell.N}, {cell.d})"
-    title = f"CUDA kernels at {shape}, {cell.dtype}" + ", causal" * cell.causal
-    for result in run.sequential:
-        if result.cell == smaller(cell) and result.median:
-            scaled = sequential_seconds(cell, run.sequential)
-            title += f"\n{sequential_text(result)} to {scaled:.3g} s"
-    figure.suptitle(title, fontsize=9)
+    title = [f"CUDA kernels at {shape}, {cell.dtype}" + ", causal" * cell.causal]
+    figure.suptitle("\n".join(title + [sequential_text(result) for result in run.sequential]), fontsize=9)
     return figure
-
-
-def _figure_text(value: float) -> str:
-    """At least three digits; '' for 0."""
-    return "" if not value else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _longest(results: list[Result]) -> list[Result]:
     """The results at the longest N among them."""
-    return [r for r in results if r.cell.N == max(each.cell.N for each in results)]
+    return [r for r in results if r.cell.N == max(other.cell.N for other in results)]
 
 
-def _panels(
-    results: list[Result],
-    title: str,
-    panel: Callable[[Axes, list[Result]], None],
-    least: int = 1,
-    by_threads: bool = True,
-    legend: bool = True,
-    tiled: str = "; with the best tile",
-) -> Figure | None:
-    """A figure with a panel for each head width and mask (and number of threads).
-
-    least: different lengths that a panel needs. tiled: added to the title if several tiles were timed.
-    None if no panel is left.
-    """
+def _panels(results: list[Result], title: str, panel: Callable[[Axes, list[Result]], None]) -> Figure:
+    """A figure with a panel for each mask, head width and number of threads, and a legend of all lines."""
     groups: dict[tuple, list[Result]] = {}
     for r in results:
-        groups.setdefault((r.cell.causal, r.cell.d, r.cell.threads if by_threads else 0), []).append(r)
-    groups = {key: rs for key, rs in groups.items() if len({r.cell.N for r in rs}) >= least}
-    if not groups:
-        return None
-    counts = len({threads for _, _, threads in groups})
-    across = counts if counts > 1 else min(3, len(groups))
+        groups.setdefault((r.cell.causal, r.cell.d, r.cell.threads), []).append(r)
+    across = min(3, len(groups))
     down = -(-len(groups) // across)
-    figure = Figure(figsize=(5.2 * across + (1.6 if legend else 0), 3.9 * down + 0.5), layout="constrained")
-    tiles_of_one = any(
-        len({(r.cell.br, r.cell.bc) for r in rs if r.cell.N == rs[0].cell.N and r.cell.br}) > 1
-        for rs in groups.values()
-    )
-    figure.suptitle(title + tiled * tiles_of_one, fontsize=13)
+    figure = Figure(figsize=(5.2 * across + 1.6, 3.9 * down + 0.5), layout="constrained")
+    figure.suptitle(title, fontsize=13)
     handles: dict[str, Any] = {}
-    axes = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
-    for place, key in zip(axes, sorted(groups)):
-        causal, d, threads = key
-        words = [f"d = {d}"] + ["causal"] * causal + [counted(threads, "thread")] * by_threads
-        place.set_title(", ".join(words), fontsize=11)
-        panel(place, groups[key])
-        handles |= dict(zip(*reversed(place.get_legend_handles_labels())))
-    for place in axes[len(groups) :]:
-        place.remove()
-    if legend:
+    panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
+    for axes, (causal, d, threads) in zip(panels, sorted(groups)):
+        words = [f"d = {d}"] + ["causal"] * causal + [counted(threads, "thread")]
+        axes.set_title(", ".join(words), fontsize=11)
+        panel(axes, groups[causal, d, threads])
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
+    for axes in panels[len(groups) :]:
+        axes.remove()
+    if handles:
         figure.legend(list(handles.values()), list(handles), loc="outside right center")
     return figure
-
-
-Points = dict[str, dict[float, float]]  # of each contender: y by x
-
-
-def _points(results: list[Result], x: str, y: Callable[[Result], float], choose: Callable) -> Points:
-    """Points by a field of the cell; `choose` selects among several tiles or SIMD helpers."""
-    found: Points = {}
-    for r in results:
-        points, at = found.setdefault(r.cell.contender, {}), getattr(r.cell, x)
-        points[at] = choose(points.get(at, y(r)), y(r))
-    return found
-
-
-def _lines(axes: Axes, found: Points, **settings: Any) -> None:
-    for name, points in found.items():
-        xs = sorted(points)
-        arguments = look(name) | {"label": contenders()[name].title} | settings
-        axes.plot(xs, [points[x] for x in xs], **arguments)
 
 
 def _log_log(axes: Axes, x: str, y: str, base: int = 2) -> None:
@@ -303,7 +229,4 @@ def _log_log(axes: Axes, x: str, y: str, base: int = 2) -> None:
     axes.set(xlabel=x, ylabel=y)
 
 
-PICTURES: dict[str, Callable[[Run], Figure | None]] = {
-    **{"time": time, "tiles": tiles, "roofline": roofline},
-    **{"threads": scaling, "memory": memory, "ladder": ladder},
-}
+PICTURES: tuple[Callable[[Run], Figure | None], ...] = (time, tiles, roofline, memory, ladder)

@@ -18,7 +18,11 @@ from shakespeare.lab.timing import interval, quartiles, quiet_of
 
 MOST_NAMED = 3  # cells that infirm() names
 # The baselines of "over ..." columns; the fastest one counts.
-BASELINES: dict[str, tuple[str, ...]] = {"part0": ("part0",), "sdpa": ("sdpa", *SDPA)}
+BASELINES: dict[str, tuple[str, ...]] = {
+    "part0": ("part0",),
+    "sdpa": ("sdpa", *SDPA),
+    "onnx": ("onnx",),
+}
 # Repeated in each row of CSV and JSON lines.
 MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
 
@@ -43,6 +47,7 @@ FIGURES = {
     "scratch": ("scratch", ","),
     "over_part0": ("over part0", ""),
     "over_sdpa": ("over SDPA", ""),
+    "over_onnx": ("over ONNX Runtime", ""),
     "over_kernel_before": ("over kernel before", ""),
     "over_sequential": ("over C++", ""),
     "error": ("error", ".0e"),
@@ -58,9 +63,9 @@ def row(run: Run, result: Result) -> dict:
     with the disturbed bursts of each. gbps: 10^9 bytes per second into the last of a core's own caches, by
     the part's own count; on a GPU those of q, k, v and the output, if moving them once takes longer than
     the arithmetic. reading_share: the time of a launch that only reads as many bytes, over the call's.
-    over_part0, over_sdpa: the speed over that contender in the same group; of SDPA's backends the fastest
-    counts. over_kernel_before: the speed over the kernel with the number before. over_sequential: that over
-    part1 on one core, by lab.bench.cuda.
+    over_part0, over_sdpa, over_onnx: the speed over that contender in the same group; of SDPA's backends
+    the fastest counts. over_kernel_before: the speed over the kernel with the number before.
+    over_sequential: that over part1 on one core, by lab.bench.cuda.
     """
     cell, median = result.cell, result.median
     named = asdict(cell) | {"status": result.status, "note": result.note}
@@ -181,7 +186,7 @@ def table(rows: list[dict]) -> str:
         shown.remove("gflops")
     lines = []
     for r in rows:
-        figures = [_figure(name, r[name]) if r["status"] == "ok" or name == "error" else "" for name in shown]
+        figures = [figure(name, r[name]) if r["status"] == "ok" or name == "error" else "" for name in shown]
         if r["status"] != "ok":
             figures[0] = f"{r['status']}: {r['note']}"
         lines.append(figures)
@@ -245,7 +250,8 @@ def case_text(name: str, value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _figure(name: str, value: float | str | None) -> str:
+def figure(name: str, value: float | str | None) -> str:
+    """A figure of a row as Markdown shows it; '' for None."""
     if value is None or isinstance(value, str):
         return value or ""
     form = SHOWN[name][1]

@@ -19,13 +19,13 @@
 // Rows of the results have room for all columns that a product sets, Linear::columns().
 struct Rows {
     int64_t count;
-    simd::Matrix X, Q, A, Y, L;  // x, (q, k, v) of each head, attention's result, the hidden layer, the logits
-    simd::Matrix N, O;           // a thread's own: normalized rows, and rows as the products take them
+    simd::Matrix X{}, Q{}, A{}, Y{},
+        L{};                // x, (q, k, v) of each head, attention's result, hidden layer, logits
+    simd::Matrix N{}, O{};  // a thread's own: normalized rows, and rows as the products take them
 
-    // `some` of these rows, from row r on.
-    Rows from(int64_t r, int64_t some) const {
-        const auto at = [r](simd::Matrix m) { return simd::Matrix{m.data + r * m.ld, m.ld}; };
-        return {some, at(X), at(Q), at(A), at(Y), at(L), at(N), at(O)};
+    // n of these rows, from row r on.
+    Rows from(int64_t r, int64_t n) const {
+        return {n, X.from(r), Q.from(r), A.from(r), Y.from(r), L.from(r), N.from(r), O.from(r)};
     }
 };
 
@@ -36,14 +36,14 @@ class Block {
     Block(const Rows& rows, Member& member) : rows(rows), member(member) {}
 
     // q, k and v of each head h; then attend(h, begin, end) for these rows. The first `skipped` columns of a
-    // head need not be computed. divisible: whether attend() may take some rows of a head before the k and v of
-    // the others are there.
+    // head need not be computed. divisible: whether attend() may take some rows before the k and v of the
+    // others are there.
     template <class Attend>
     void qkv(const Layer& w, int64_t skipped, bool divisible, const Attend& attend) {
         each(w.qkv, divisible, [&](int64_t h, int64_t begin, int64_t end) {
             normalize(w.ln_1, w.qkv, begin, end);
             member.timed("QKV",
-                         [&] { w.qkv.multiply(at(rows.Q, begin), operand, end - begin, h, false, skipped); });
+                         [&] { w.qkv.multiply(rows.Q.from(begin), operand, end - begin, h, false, skipped); });
             member.timed("attention", [&] { attend(h, begin, end); });
         });
     }
@@ -55,10 +55,10 @@ class Block {
         });
         each(w.fc, true, [&](int64_t p, int64_t begin, int64_t end) {
             normalize(w.ln_2, w.fc, begin, end);
-            member.timed("MLP up", [&] { w.fc.multiply(at(rows.Y, begin), operand, end - begin, p, false); });
+            member.timed("MLP up", [&] { w.fc.multiply(rows.Y.from(begin), operand, end - begin, p, false); });
             member.timed("MLP GELU", [&] {
-                float* y = at(rows.Y, begin).data + p * w.fc.width();
-                for (int64_t r = begin; r < end; r++, y += rows.Y.ld) portable::gelu(y, w.fc.columns(p));
+                for (int64_t r = begin; r < end; r++)
+                    portable::gelu(rows.Y.row(r) + p * w.fc.width(), w.fc.columns(p));
             });
         });
         each(w.out, true, [&](int64_t p, int64_t begin, int64_t end) {
@@ -69,13 +69,11 @@ class Block {
     void logits(const Weights& w) {
         each(w.head, true, [&](int64_t p, int64_t begin, int64_t end) {
             normalize(w.ln_f, w.head, begin, end);
-            member.timed("head", [&] { w.head.multiply(at(rows.L, begin), operand, end - begin, p, false); });
+            member.timed("head", [&] { w.head.multiply(rows.L.from(begin), operand, end - begin, p, false); });
         });
     }
 
   private:
-    static simd::Matrix at(simd::Matrix m, int64_t r) { return {m.data + r * m.ld, m.ld}; }
-
     // body(p, begin, end) for each panel p of w. The rows are divided too, if they may be, where there are
     // fewer panels than members.
     template <class Body>
@@ -90,12 +88,12 @@ class Block {
     }
 
     // The left operand of w's product, from `columns` columns of m. Each thread makes its own with its first
-    // piece. Another thread has just written most of m, so all of it is prefetched at once.
+    // piece; another thread has just written most of m.
     template <class Make>
     void once(simd::Matrix m, int64_t columns, int64_t begin, int64_t end, const Make& make) {
         if (made_from == begin) return;
         for (int64_t r = begin; member.members > 1 && r < end; r++)
-            for (int64_t i = 0; i < columns; i += LINE_FLOATS) __builtin_prefetch(at(m, r).data + i);
+            for (int64_t i = 0; i < columns; i += LINE_FLOATS) __builtin_prefetch(m.row(r) + i);
         make();
         made_from = begin;
     }
@@ -103,7 +101,7 @@ class Block {
     void normalize(const LayerNorm& norm, const Linear& w, int64_t begin, int64_t end) {
         once(rows.X, w.inputs(), begin, end, [&] {
             member.timed("norm", [&] {
-                for (int64_t r = begin; r < end; r++) norm(at(rows.N, r).data, at(rows.X, r).data);
+                for (int64_t r = begin; r < end; r++) norm(rows.N.row(r), rows.X.row(r));
                 set_operand(w, rows.N, begin, end);
             });
         });
@@ -112,11 +110,11 @@ class Block {
     // x <- x + m W^T
     void add(const Linear& w, simd::Matrix m, int64_t begin, int64_t end, int64_t p) {
         once(m, w.inputs(), begin, end, [&] { set_operand(w, m, begin, end); });
-        w.multiply(at(rows.X, begin), operand, end - begin, p, true);
+        w.multiply(rows.X.from(begin), operand, end - begin, p, true);
     }
 
     void set_operand(const Linear& w, simd::Matrix m, int64_t begin, int64_t end) {
-        operand = w.operand({at(m, begin).data, m.ld}, end - begin, at(rows.O, begin).data);
+        operand = w.operand(m.from(begin), end - begin, rows.O.row(begin));
     }
 
     const Rows rows;

@@ -7,9 +7,7 @@
 
 namespace {
 
-// Words of a page. Prefetching each line of V instead costs 10 % of a step of 32 texts at 150 tokens (AMD Zen
-// 5).
-constexpr int64_t PREFETCH_WORDS = 1024;
+constexpr int64_t PAGE_WORDS = 1024;
 
 // The position of column c in a row of portable::Bf16Pairs, in half words, lower halves first.
 int64_t half_of(int64_t c, int64_t lanes) {
@@ -36,29 +34,10 @@ void to_pairs(float* row, const float* x, int64_t n) {
     const int64_t lanes = portable::lanes();
     uint32_t halves[CHUNK];
     for (int64_t c = 0; c < n; c += 2 * lanes, row += lanes) {
-        const int64_t some = std::min(2 * lanes, n - c);
-        round_all(halves, x + c, some);
-        scatter(reinterpret_cast<char*>(row), 4, halves, std::min(lanes, some));
-        scatter(reinterpret_cast<char*>(row) + 2, 4, halves + lanes, some - lanes);
-    }
-}
-
-// x (n) <- a row of pairs
-void from_pairs(float* x, const float* row, int64_t n) {
-    const int64_t lanes = portable::lanes();
-    int64_t c = 0;
-    for (; c + 2 * lanes <= n; c += 2 * lanes, row += lanes) {
-        for (int64_t i = 0; i < lanes; i++) {
-            uint32_t pair;
-            std::memcpy(&pair, row + i, sizeof pair);
-            x[c + i] = widened(Bf16{static_cast<uint16_t>(pair)}),
-                  x[c + lanes + i] = widened(Bf16{static_cast<uint16_t>(pair >> 16)});
-        }
-    }
-    for (int64_t i = 0; c + i < n; i++) {
-        uint16_t half;
-        std::memcpy(&half, reinterpret_cast<const char*>(row) + 2 * half_of(i, lanes), sizeof half);
-        x[c + i] = widened(Bf16{static_cast<uint16_t>(half)});
+        const int64_t count = std::min(2 * lanes, n - c);
+        round_all(halves, x + c, count);
+        scatter(reinterpret_cast<char*>(row), 4, halves, std::min(lanes, count));
+        scatter(reinterpret_cast<char*>(row) + 2, 4, halves + lanes, count - lanes);
     }
 }
 
@@ -76,10 +55,6 @@ void Cache::append_pairs(int64_t layer, int64_t head, int64_t position, const fl
     float *to_K = K(layer, head), *to_V = V(layer, head);
     for (int64_t r = 0; r < rows; r++, position++, k += ldK) {
         to_pairs(to_V + position * row, k + d, d);
-        if (!shape.transposed) {
-            to_pairs(to_K + position * row, k, d);
-            continue;
-        }
         char* column = reinterpret_cast<char*>(to_K + position / panel * shape.panel_words()) +
                        2 * half_of(position % panel, portable::lanes());
         uint32_t halves[CHUNK];
@@ -91,32 +66,16 @@ void Cache::append_pairs(int64_t layer, int64_t head, int64_t position, const fl
     }
 }
 
-void Cache::round(float* k, int64_t ldK, int64_t rows) const {
-    if (!shape.pairs()) return;
-    for (int64_t r = 0; r < rows; r++, k += ldK)
-        for (int64_t i = 0; i < 2 * shape.d; i++) k[i] = widened(rounded(k[i]));
-}
-
-void Cache::widen(int64_t layer, int64_t head, int64_t length, float* to_K, float* to_V) const {
-    const int64_t d = shape.d, row = shape.row_words();
-    for (int64_t i = 0; i < length; i++) {
-        from_pairs(to_K + i * d, K(layer, head) + i * row, d);
-        from_pairs(to_V + i * d, V(layer, head) + i * row, d);
-    }
-}
-
 void Cache::copy(const Cache& other, int64_t length) const {
-    for (int64_t l = 0; l < shape.layers; l++) {
-        for (int64_t h = 0; h < shape.heads; h++) {
-            std::copy_n(other.K(l, h), shape.K_words(length), K(l, h));
-            std::copy_n(other.V(l, h), shape.V_words(length), V(l, h));
-        }
+    for (int64_t i = 0; i < shape.layers * shape.heads; i++) {
+        std::copy_n(other.K(0, i), shape.K_words(length), K(0, i));
+        std::copy_n(other.V(0, i), shape.V_words(length), V(0, i));
     }
 }
 
 void Cache::prefetch(int64_t layer, int64_t head, int64_t length) const {
     const float *keys = K(layer, head), *values = V(layer, head);
     const int64_t K_end = shape.K_words(length), V_end = shape.V_words(length);
-    for (int64_t i = 0; i < K_end; i += PREFETCH_WORDS) __builtin_prefetch(keys + i, 0, 2);
-    for (int64_t i = 0; i < V_end; i += PREFETCH_WORDS) __builtin_prefetch(values + i, 0, 2);
+    for (int64_t i = 0; i < K_end; i += PAGE_WORDS) __builtin_prefetch(keys + i, 0, 2);
+    for (int64_t i = 0; i < V_end; i += PAGE_WORDS) __builtin_prefetch(values + i, 0, 2);
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "bf16.h"
 #include "buffer.h"
 #include "simd/portable.h"
 
@@ -14,7 +15,9 @@ struct CacheShape {
     int64_t panel;                       // keys of a transposed panel of K; with bf16 a multiple of 2 lanes()
     CachePrecision precision;
 
-    bool pairs() const { return precision == CachePrecision::bf16; }
+    bool rounds() const { return precision == CachePrecision::bf16; }
+    // Whether numbers take 16 bits. A part that takes no panels reads rounded floats.
+    bool pairs() const { return rounds() && transposed; }
 
     // 32-bit words of a row of V or of untransposed K, and of a transposed panel of K, which has d rows.
     int64_t row_words() const { return pairs() ? round_up(d, 2 * portable::lanes()) / 2 : d; }
@@ -32,7 +35,7 @@ struct CacheShape {
 };
 
 // K and V of each layer and head. V is (capacity, d). K is too, or is in transposed panels, each (d, panel), if
-// the part takes them. In bf16 all these rows are portable::Bf16Pairs.
+// the part takes them; these and V's rows are portable::Bf16Pairs in bf16.
 class Cache {
   public:
     Cache() = default;
@@ -42,18 +45,18 @@ class Cache {
     float* K(int64_t layer, int64_t head) const { return memory + at(layer, head); }
     float* V(int64_t layer, int64_t head) const { return K(layer, head) + K_size; }
 
-    // K and V as attention.h's parts take them; K in bf16 only if it is transposed.
+    // K and V as attention.h's parts take them.
     Matrices keys(int64_t layer, int64_t head) const {
         const int64_t row_of_panel = shape.transposed ? shape.panel / (shape.pairs() ? 2 : 1) : 1;
         return {K(layer, head), 0, 0, shape.d, row_of_panel};
     }
     Matrices values(int64_t layer, int64_t head) const { return {V(layer, head), 0, 0, shape.row_words(), 1}; }
 
-    // Writes rows of k, each followed by its v, ldK apart, to the positions from `position` on. Inlined into a
-    // step, which calls it for each head and token.
-    void append(int64_t layer, int64_t head, int64_t position, const float* k, int64_t ldK,
-                int64_t rows) const {
+    // Writes rows of k, each followed by its v, ldK apart, to the positions from `position` on; may round them.
+    // Inlined into a step, which calls it for each head and token.
+    void append(int64_t layer, int64_t head, int64_t position, float* k, int64_t ldK, int64_t rows) const {
         if (shape.pairs()) return append_pairs(layer, head, position, k, ldK, rows);
+        round(k, ldK, rows);
         const int64_t d = shape.d, panel = shape.panel;
         float *to_K = K(layer, head), *to_V = V(layer, head);
         for (int64_t r = 0, n; r < rows; r += n, position += n, k += n * ldK) {
@@ -71,16 +74,16 @@ class Cache {
     }
 
     // Rounds rows of k, each followed by its v, as append() does.
-    void round(float* k, int64_t ldK, int64_t rows) const;
-
-    // K and V (length, d) <- a head's first `length` positions, where K is in pairs and not transposed.
-    void widen(int64_t layer, int64_t head, int64_t length, float* to_K, float* to_V) const;
+    void round(float* k, int64_t ldK, int64_t rows) const {
+        for (int64_t r = 0; shape.rounds() && r < rows; r++, k += ldK)
+            for (int64_t i = 0; i < 2 * shape.d; i++) k[i] = widened(rounded(k[i]));
+    }
 
     // Copies the first `length` positions of another cache of this shape.
     void copy(const Cache& other, int64_t length) const;
 
-    // Fetches the first line of each page of a head's first `length` positions into L2. The hardware prefetcher
-    // stops at the end of a page.
+    // Fetches the first line of each page of a head's first `length` positions into L2: the hardware prefetcher
+    // stops at the end of a page, and fetching each line takes longer.
     void prefetch(int64_t layer, int64_t head, int64_t length) const;
 
   private:

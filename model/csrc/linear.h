@@ -5,9 +5,8 @@
 
 #include "precision.h"
 
-// y <- x W^T + b; W (out, in) in panels of `width` outputs. Every sum over `in` goes from first to last in one
-// chain, so a result does not depend on the number of rows or panels. The products take x as operand() gives
-// it.
+// y <- x W^T + b; W (out, in) in panels of `width` outputs. Every sum goes from first to last in one chain, so
+// a result does not depend on the number of rows or panels. The products take x as operand() gives it.
 class Linear {
   public:
     Linear() = default;

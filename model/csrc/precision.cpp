@@ -46,8 +46,7 @@ Buffer fp32_pack(const float* W, const Panels& s) {
 
 void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
                    int64_t first, int64_t end, bool add) {
-    // Rows of a narrow panel at a time: half of them stay in L1 while many rows of x read them. Wide panels are
-    // for few rows of x.
+    // Rows of a narrow panel at a time: half of them stay in L1. Wide panels are for few rows of x.
     constexpr int64_t DEPTH = 256;
     y.data += first;
     if (is_few(rows) && (end - first) % portable::lanes() == 0)
@@ -75,17 +74,15 @@ Buffer bf16_pack(const float* W, const Panels& s) {
 void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
                    int64_t, int64_t end, bool add) {
     const portable::Bf16Pairs weights{reinterpret_cast<const uint32_t*>(panel), s.width / 2};
-    if (is_few(rows)) return portable::multiply_few_bf16(y, x, weights, rows, end, s.in, add);
+    if (is_few(rows)) return portable::multiply_few(y, x, weights, rows, end, s.in, add);
     portable::multiply_bf16(y, x, weights, rows, end, s.in, add);
 }
 
 // ---- int8 with a float32 scale for each output and group of inputs: a quarter of the memory, and 6 % of that
-// for scales and offsets ----
+// ----
 //
-// Activations are whole numbers too, so the sums within a group are exact. They have 21 bits, in three bytes.
-// With 8 bits the loss is higher by up to 0.0005 nats; and where two parts round a sum differently, an
-// activation may go to the next step, which changes the logits and then the text. With 21 bits the logits of
-// two parts differ by less than 1e-4. This costs 6 % of the speed (Zen 5).
+// Activations are whole numbers too, so the sums within a group are exact. With 8 bits an activation that two
+// parts round differently would change the text; with 21 bits the logits of two parts differ by less than 1e-4.
 
 static void set_word(float* word, int32_t x) { std::memcpy(word, &x, sizeof x); }
 

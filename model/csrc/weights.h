@@ -1,7 +1,4 @@
-// A model's weights, packed for a step.
-//
-// A small model's step is bound by reading its weights. They are packed once, in the order in which they are
-// read, so that a step is one sequential stream through them.
+// A model's weights, packed once in the order in which a step, which they bound, reads them.
 #pragma once
 
 #include <functional>

@@ -151,15 +151,15 @@ def cases_of(stage: str) -> Callable[[Case], bool]:
     return even.get(stage, lambda case: True)
 
 
-# The shares are at most half of what the parts reach on the processors of docs/benchmarking.md and on the GPU
-# of docs/gpu.md, so that other machines allow them. Part 1 adds one number at a time, and a chain of
+# The shares are at most half of what the parts reach on the processors of docs/results and on the GPU
+# of docs/learn/gpu.md, so that other machines allow them. Part 1 adds one number at a time, and a chain of
 # additions reaches 1 / (lanes x units x latency) of the peak.
 EXERCISES = (
     Exercise(
         "1-naive",
         f"{CPU}/part1_naive.cpp",
         "The textbook's three loops for each head.",
-        ("docs/attention.md, part 1", "attention_ext/csrc/attention.h: what a call holds"),
+        ("docs/learn/attention.md, part 1", "attention_ext/csrc/attention.h: what a call holds"),
         (
             Gap(
                 "for (int64_t j = 0; j < n; j++) {",
@@ -177,7 +177,10 @@ EXERCISES = (
         "2-blocked",
         f"{CPU}/part2_blocked.cpp",
         "Cut both products into tiles that stay in cache, and let all lanes of a vector work.",
-        ("docs/attention.md, part 2", "attention_ext/csrc/simd/helpers.h: transpose, multiply, multiply_add"),
+        (
+            "docs/learn/attention.md, part 2",
+            "attention_ext/csrc/simd/helpers.h: transpose, multiply, multiply_add",
+        ),
         (
             Gap(
                 "for (int64_t j0 = 0; j0 < Nk; j0 += T) {",
@@ -201,7 +204,7 @@ EXERCISES = (
         f"{CPU}/part3_fused.cpp",
         "Take one row of scores through the softmax and the product before the next: S becomes a row, and "
         "threads share the rows.",
-        ("docs/attention.md, part 3", "attention_ext/csrc/threads.h: for_each_item"),
+        ("docs/learn/attention.md, part 3", "attention_ext/csrc/threads.h: for_each_item"),
         (
             Gap(
                 "const int64_t n = a.seen(i);",
@@ -219,7 +222,7 @@ EXERCISES = (
         f"{CPU}/part4_flash.cpp",
         "FlashAttention-2: tiles of keys too, and an online softmax, so that no whole row of S is stored.",
         (
-            "docs/attention.md, part 4",
+            "docs/learn/attention.md, part 4",
             "arXiv:2307.08691, Algorithm 1",
             "attention_ext/csrc/cpu/part4.h: a tile",
         ),
@@ -246,7 +249,7 @@ EXERCISES = (
         "5-launches",
         f"{CUDA}/kernel1.cu",
         "On a GPU: a launch for each tile of keys, with m, l and O in global memory in between.",
-        ("docs/gpu.md, kernel 1", "attention_ext/csrc/cuda/call.h: what a call holds"),
+        ("docs/learn/gpu.md, kernel 1", "attention_ext/csrc/cuda/call.h: what a call holds"),
         (
             Gap(
                 "s += Q[row * d + c] * K", "for c:  s <- s + Q[row][c] * K[column][c], both in shared memory"
@@ -267,7 +270,7 @@ EXERCISES = (
         "6-one-launch",
         f"{CUDA}/kernel2.cu",
         "One launch: a block goes over the keys itself, and a thread has 4 x 4 scores.",
-        ("docs/gpu.md, kernel 2",),
+        ("docs/learn/gpu.md, kernel 2",),
         (
             Gap(
                 "for (int c = 0; c < d; ++c) {",
@@ -290,7 +293,7 @@ EXERCISES = (
         "7-registers",
         f"{CUDA}/kernel3.cu",
         "Keep the state in registers: a row for each thread, and keys that a whole warp reads at once.",
-        ("docs/gpu.md, kernel 3",),
+        ("docs/learn/gpu.md, kernel 3",),
         (
             Gap(
                 "for (int j0 = 0; j0 < BC && first_key + j0 < keys; j0 += STRIP) {",
@@ -306,7 +309,7 @@ EXERCISES = (
         "8-tensor-cores",
         f"{CUDA}/kernel5_tf32.cu",
         "Let the tensor cores multiply: float32 as three products of tf32.",
-        ("docs/gpu.md, kernel 5", "attention_ext/csrc/cuda/mma.h: split, multiply_tf32, load_shared"),
+        ("docs/learn/gpu.md, kernel 5", "attention_ext/csrc/cuda/mma.h: split, multiply_tf32, load_shared"),
         (
             Gap(
                 "UNROLLED(block, WIDTH / 32)",
@@ -349,7 +352,7 @@ EXERCISES = (
         "model/gpt.py",
         "A step of the decoder: from a token to the logits of the next one, with the keys and values of "
         "earlier tokens in a cache.",
-        ("docs/decoder.md", "model/kv_cache.py: attend, positions"),
+        ("docs/learn/attention.md, in the model", "model/kv_cache.py: attend, positions"),
         (
             Gap(
                 "q, k, v = (",

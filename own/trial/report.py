@@ -13,7 +13,7 @@ from shakespeare.own.trial.checking import Verdict
 from shakespeare.own.trial.speed import LADDER, PAGES, Figures, Size, hint, place
 
 WIDTH = 100
-MISTAKES = "docs/try.md#mistakes"
+MISTAKES = "docs/use/try.md#mistakes"
 
 
 def line(title: str, text: str) -> str:

@@ -32,16 +32,16 @@ LINE_BYTES_PER_FLOP = 4  # bytes into a cache for an operation: 32 if each numbe
 NEAR = 0.7  # share of the peak that leaves little
 # The passages that hints refer to.
 PAGES = {
-    "lanes": "docs/attention.md#part-2-blocks",
-    "blocks": "docs/attention.md#part-2-blocks",
-    "rows": "docs/attention.md#part-3-one-row-at-a-time",
-    "tiles": "docs/attention.md#part-4-tiles-and-an-online-softmax",
-    "helpers": "docs/benchmarking.md#effect-of-the-simd-helpers",
-    "kernel1": "docs/gpu.md#kernel-1-a-launch-for-each-tile-of-keys",
-    "kernel2": "docs/gpu.md#kernel-2-one-launch-padding-4-x-4-scores-a-thread",
-    "kernel3": "docs/gpu.md#kernel-3-where-a-rows-state-is",
-    "kernel4": "docs/gpu.md#kernel-4-float32-near-the-limit",
-    "kernel5": "docs/gpu.md#kernel-5-tensor-cores",
+    "lanes": "docs/learn/attention.md#part-2-blocks",
+    "blocks": "docs/learn/attention.md#part-2-blocks",
+    "rows": "docs/learn/attention.md#part-3-one-row-at-a-time",
+    "tiles": "docs/learn/attention.md#part-4-tiles-and-an-online-softmax",
+    "helpers": "docs/use/measuring.md#effect-of-the-simd-helpers",
+    "kernel1": "docs/learn/gpu.md#kernel-1-a-launch-for-each-tile-of-keys",
+    "kernel2": "docs/learn/gpu.md#kernel-2-one-launch-padding-4-x-4-scores-a-thread",
+    "kernel3": "docs/learn/gpu.md#kernel-3-where-a-rows-state-is",
+    "kernel4": "docs/learn/gpu.md#kernel-4-float32-near-the-limit",
+    "kernel5": "docs/learn/gpu.md#kernel-5-tensor-cores",
 }
 
 

@@ -305,8 +305,8 @@ def network():
 
 
 def documented_command(form: str, node: int, side: str) -> list[str]:
-    """docs/scale.md's command for two machines with this option, as words, on one of the namespaces."""
-    document = (ROOT / "docs" / "scale.md").read_text()
+    """docs/use/scale.md's command for two machines with this option, as words, on one of the namespaces."""
+    document = (ROOT / "docs" / "use" / "scale.md").read_text()
     (line,) = [each for each in document.splitlines() if "--nnodes 2" in each and form in each]
     assert line.startswith("GLOO_SOCKET_IFNAME=eth0 python -m torch.distributed.run ")
     for told, here in {
@@ -335,9 +335,8 @@ def test_a_network_carries_the_bytes_of_the_formula(network, extension, form):
     out = "".join(each.stdout for each in done)  # rank 0 reports, which c10d gives to either
     formula = 8 * 65536 * 32 * 8 // 2
     assert re.search(rf"^ +0 +32 +32,768 +{formula:,} +{formula:,} ", out, re.M), out
-    bandwidth = re.search(r"([\d.]+) GB/s and", out)
-    assert bandwidth and float(bandwidth[1]) < 0.125, out  # 1 Gbit/s is 0.125 GB/s
+    calls = 1 + int(re.search(r"the fastest of (\d+)", out)[1])  # one warms up
     counters = [["ip", "-n", side, "-j", "-s", "link", "show", side] for side in network]
     texts = [subprocess.run(command, capture_output=True, text=True).stdout for command in counters]
     sent = [json.loads(text)[0]["stats64"]["tx"]["bytes"] for text in texts]
-    assert min(sent) > 6 * formula, (sent, out)  # a call to warm up, up to five measured, the bandwidth's
+    assert min(sent) > calls * formula, (sent, out)

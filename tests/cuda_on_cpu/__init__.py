@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from shakespeare.attention_ext.build.nvrtc import SOURCES
 from shakespeare.attention_ext.cuda import gpu
 from shakespeare.attention_ext.cuda.launches import Gpu
 from shakespeare.attention_ext.parts import BuildError
@@ -102,6 +103,7 @@ class Device:
         if not work.is_dir():
             shutil.copytree(layouts.SOURCES, work)
             shutil.copytree(HERE, work, dirs_exist_ok=True)  # its headers in place of those with PTX
+            shutil.copy(SOURCES / "call.h", work)
             macros = [f"-D{name}={value}" for name, value in ({"BLOCKS": 1} | source.macros).items()]
             macros += [f'-DKERNEL="{source.file}"']
             flags = "-std=c++17 -O1 -U_FORTIFY_SOURCE -fno-strict-aliasing -shared -fPIC -w".split()

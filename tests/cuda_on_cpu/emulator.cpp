@@ -2,7 +2,7 @@
 // point where threads wait for each other. The order of the blocks is random, blocks pause at random, and what
 // a block stores into another one arrives at random times, as a GPU may do it.
 //
-// Built with the kernel's macros; call.h, mma.h and ptx.h beside it stand for CUDA's.
+// Built with the kernel's macros; numbers.h, mma.h and ptx.h beside it stand for CUDA's.
 #include <setjmp.h>
 #include <ucontext.h>
 

@@ -3,7 +3,6 @@
 
 using Barrier = unsigned long long;
 
-inline float reciprocal_approx(float x) { return 1 / x; }
 inline unsigned char* shared_memory() { return emulated::block().shared; }
 inline unsigned rank() { return emulated::current->block % BLOCKS; }
 inline void sync_cluster() { emulated::meet(emulated::clusters[emulated::current->block / BLOCKS]); }

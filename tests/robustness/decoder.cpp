@@ -2,10 +2,8 @@
 //
 //   decoder SEED COUNT
 //
-// runs the models of the seeds SEED .. SEED + COUNT - 1. It prints the seed and the shape of a model that fails
-// or ends the program. Threads, drafts, slices of prompts, log-probabilities and the C interface must change no
-// bit.
-// Prefill and steps must agree to float32's precision.
+// Threads, drafts, slices of prompts, log-probabilities and the C interface must change no bit. Prefill and
+// steps must agree to float32's precision.
 #include "generation/csrc/decoder.h"
 
 #include <algorithm>
@@ -15,40 +13,22 @@
 #include <map>
 #include <random>
 
+#include "generation/csrc/api.h"
 #include "running.h"
-
-// Of generation/csrc/c_api.cpp; a handle is a void*, as in generation/native.py.
-extern "C" {
-const char* error(int* kind);
-void* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
-                   int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats);
-void close_decoder(void* decoder);
-bool set_sampling(void* decoder, int64_t slot, const double* numbers, int64_t biases, const int64_t* tokens,
-                  const double* values, int64_t logprobs);
-bool begin(void* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues, int64_t top);
-bool read_for(void* decoder, int64_t slot, double seconds, bool* done);
-bool write_rows(void* decoder, int64_t count, const int64_t* slots, int64_t rows, const double* uniforms,
-                const double* seconds, int64_t* tokens, int64_t* written);
-bool logits(void* decoder, int64_t slot, float* to);
-bool take_logprobs(void* decoder, int64_t slot, int64_t* count);
-void fetch_logprobs(const void* decoder, int64_t* tokens, double* logprobs);
-}
 
 namespace {
 
 // The text after a prompt by an opened decoder of one slot, with log-probabilities, and by its C interface.
-std::string compare(Decoder& direct, void* c, int64_t V, const std::vector<int64_t>& ids) {
+std::string compare(Decoder& direct, Handle* c, int64_t V, const std::vector<int64_t>& ids) {
     const std::vector<double> uniforms = {0.1, 0.5, 0.9};
-    const int64_t slot = 0, biased = V - 1, top = MAX_TOP;
+    const int64_t slot = 0, biased = V - 1, top = MOST_TOP;
     const double lift = 3, patience = 1e6;
     Sampling sampling;
     sampling.logit_bias = {{biased, lift}};
-    std::vector<double> numbers;
-    sampling.each([&](const char*, double& number) { numbers.push_back(number); });
+    const std::vector<double> numbers(std::size(SAMPLING_NAMES), NAN);
     direct.set_sampling(slot, sampling, top);
     direct.begin(slot, ids, false, top), direct.read(slot);
-    const std::vector<std::vector<int64_t>> rows =
-        direct.write({slot}, {{uniforms[0]}, {uniforms[1]}, {uniforms[2]}}, patience);
+    const TokenRows rows = direct.write({slot}, {{uniforms[0]}, {uniforms[1]}, {uniforms[2]}}, patience);
     const std::vector<TokenLogprob> right = direct.take_logprobs(slot);
 
     bool done = false;
@@ -66,11 +46,11 @@ std::string compare(Decoder& direct, void* c, int64_t V, const std::vector<int64
         return "the C interface changes what is written";
     for (int64_t row = 0; row < written; row++)
         if (tokens[row] != rows[row][0]) return "the C interface changes what is chosen";
-    std::vector<int64_t> given(count * (1 + MAX_TOP));
+    std::vector<int64_t> given(count * (1 + MOST_TOP));
     std::vector<double> logprobs(given.size());
     fetch_logprobs(c, given.data(), logprobs.data());
     for (int64_t i = 0; i < count; i++)
-        if (given[i * (1 + MAX_TOP)] != right[i].token || logprobs[i * (1 + MAX_TOP)] != right[i].logprob)
+        if (given[i * (1 + MOST_TOP)] != right[i].token || logprobs[i * (1 + MOST_TOP)] != right[i].logprob)
             return "the C interface changes log-probabilities";
     int kind = 0;
     const bool refused = !read_for(c, 1, 0, &done) && *error(&kind) && kind == 1;
@@ -101,101 +81,122 @@ struct Told : Draft {
     }
 };
 
-std::string attempt(uint64_t seed) {
-    std::mt19937_64 random(seed);
-    const auto from = [&](int64_t least, int64_t most) {
+constexpr double PATIENCE_SECONDS = 1e6;  // on a busy machine all decoders still write the same number
+constexpr double SLICES[] = {0, 1e-5, 1e-3, INFINITY};
+
+// A random model and its decoders: several texts by many threads and by one, and one text by single steps.
+class Trial {
+  public:
+    explicit Trial(uint64_t seed) : seed(seed), random(seed) {
+        many.record(recorded);
+        if (from(0, 3)) many.set_draft(told);
+        for (int64_t slot = 0; slot < slots; slot++) draw_sampling(slot);
+    }
+
+    std::string attempt() {
+        std::string wrong = read_prompts();
+        for (int64_t slot = 0; slot < slots && wrong.empty(); slot++) wrong = compare_with_steps(slot);
+        for (int turn = 0; turn < 40 && wrong.empty(); turn++) wrong = write_and_change();
+        return wrong.empty() ? compare_the_c_interface() : wrong;
+    }
+
+  private:
+    const uint64_t seed;
+    std::mt19937_64 random;
+
+    int64_t from(int64_t least, int64_t most) {
         return least + static_cast<int64_t>(random() % static_cast<uint64_t>(most - least + 1));
-    };
-    const auto any = [&](std::initializer_list<int64_t> of) { return of.begin()[random() % of.size()]; };
-    const int64_t H = any({1, 2, 3, 5}), d = any({1, 3, 8, 15, 16, 17, 24, 33, 64}),
-                  V = any({1, 2, 15, 65, 200});
+    }
+    int64_t any(std::initializer_list<int64_t> of) { return of.begin()[random() % of.size()]; }
+    double any_of(std::initializer_list<double> of) { return of.begin()[random() % of.size()]; }
+    int64_t tile_side() { return any({1, 2, 3, 4, 5, 16, 17, 31, 64, 100, 300, 1 << 20}); }
+
+    const int64_t H = any({1, 2, 3, 5}), d = any({1, 3, 8, 15, 16, 17, 24, 33, 64});
+    const int64_t V = any({1, 2, 15, 65, 200});
     const int64_t T = any({1, 2, 3, 5, 17, 63, 64, 65, 129, 200, 600});
     const ModelShape shape{T, V, from(1, 3), H, H * d};
-    const bool bias = from(0, 1);
+    const bool bias = from(0, 1), recorded = from(0, 1);
     const PrecisionRow& precision = PRECISIONS[from(0, std::size(PRECISIONS) - 1)];
     const CachePrecisionRow& kv = CACHE_PRECISIONS[from(0, std::size(CACHE_PRECISIONS) - 1)];
-    const bool recorded = from(0, 1);
     const Part& part = PARTS[from(0, std::size(PARTS) - 1)];
-    const int threads = static_cast<int>(any({2, 3, 5, 16}));
-    const int64_t tiles[] = {1, 2, 3, 4, 5, 16, 17, 31, 64, 100, 300, 1 << 20};
-    const int64_t br = tiles[random() % 12], bc = from(0, 1) ? tiles[random() % 12] : from(1, 2 * T);
+    const int64_t threads = any({2, 3, 5, 16});
+    const int64_t br = tile_side(), bc = from(0, 1) ? tile_side() : from(1, 2 * T);
     const int64_t slots = any({1, 2, 3, 4, 7, 13}), capacity = from(0, 1) ? T : from(1, T);
-    set_running(seed, "H ", H, ", d ", d, ", V ", V, ", layers ", shape.n_layer, ", T ", T, ", bias ", bias,
-                ", ", precision.name, ", cache ", kv.name, ", ", part.name, ", tile ", br, " x ", bc,
-                ", slots ", slots, ", capacity ", capacity, ", threads ", threads);
+    const bool described = [this] {
+        set_running(seed, "H ", H, ", d ", d, ", V ", V, ", layers ", shape.n_layer, ", T ", T, ", bias ", bias,
+                    ", ", precision.name, ", cache ", kv.name, ", ", part.name, ", tile ", br, " x ", bc,
+                    ", slots ", slots, ", capacity ", capacity, ", threads ", threads);
+        return true;
+    }();
+    // With a cache in bf16, an error of float32 in a layer's input may round a key or value of it the other
+    // way.
+    const float allowed = kv.precision == CachePrecision::fp32 || shape.n_layer == 1 ? 2e-4f : 2e-2f;
 
     std::map<std::string, std::vector<float>> weights;
-    std::uniform_real_distribution<float> noise(-0.5f, 0.5f);
-    const Tensors tensors = [&](const std::string& name, int64_t floats) -> const float* {
+    const Tensors tensors = [this](const std::string& name, int64_t floats) -> const float* {
         if (!bias && name.size() > 5 && name.compare(name.size() - 5, 5, ".bias") == 0) return nullptr;
+        std::uniform_real_distribution<float> noise(-0.5f, 0.5f);
         std::vector<float>& w = weights[name];
         if (w.empty())
             for (int64_t i = 0; i < floats; i++) w.push_back(noise(random));
         return w.data();
     };
     // Caches of any size, so that a batch is divided into groups of any.
-    const int64_t bytes[] = {1, int64_t{1} << from(10, 25), INT64_MAX};
-    const auto decoder = [&](int64_t texts, int of) {
-        return Decoder(shape, tensors, precision.precision, kv.precision, part, br, bc, texts, capacity, of,
-                       bytes[random() % 3]);
-    };
+    Decoder decoder(int64_t texts, int64_t members) {
+        const int64_t bytes = any({1, int64_t{1} << from(10, 25), INT64_MAX});
+        return {shape,        tensors, precision.precision,
+                kv.precision, part,    {br, bc, texts, capacity, members, bytes}};
+    }
     Decoder many = decoder(slots, threads), one = decoder(slots, 1), steps = decoder(1, 1);
-    many.record(recorded);
-    const double hitting[] = {0, 0.5, 0.9, 1};
-    const auto told = std::make_shared<Told>(random(), hitting[random() % 4], V);
-    if (from(0, 3)) many.set_draft(told);
-    const double temperatures[] = {0, 0.01, 0.8, 5}, shares[] = {1, 0.9, 0.01}, penalties[] = {1, 1.1, 0.5};
-    std::vector<int64_t> tops;  // of the log-probabilities that only `many` gives; -1 for none
-    const auto top = [&](int64_t slot) {
-        return tops[slot] < 0 ? std::nullopt : std::optional<int64_t>(tops[slot]);
-    };
-    for (int64_t slot = 0; slot < slots; slot++) {
-        Sampling sampling;
-        sampling.temperature = temperatures[random() % 4];
-        sampling.top_k = static_cast<double>(any({0, 1, 3, 1000}));
-        sampling.top_p = shares[random() % 3], sampling.typical_p = shares[random() % 3];
-        sampling.min_p = from(0, 1) ? 0 : 0.05;
-        sampling.repetition_penalty = penalties[random() % 3];
-        if (from(0, 1)) sampling.presence_penalty = 0.7, sampling.frequency_penalty = -0.3;
-        if (from(0, 1)) sampling.logit_bias = {{V - 1, 3.0}, {V / 2, -2.0}};
-        tops.push_back(any({-1, 0, 3, 5}));
-        many.set_sampling(slot, sampling, top(slot)), one.set_sampling(slot, sampling);
+    const std::shared_ptr<Told> told = std::make_shared<Told>(random(), any_of({0, 0.5, 0.9, 1}), V);
+    std::vector<int64_t> tops;  // of the log-probabilities that only `many` gives, or NO_LOGPROB
+
+    void draw_sampling(int64_t slot) {
+        Sampling s;
+        s.temperature = any_of({0, 0.01, 0.8, 5}), s.top_k = any_of({0, 1, 3, 1000});
+        s.top_p = any_of({1, 0.9, 0.01}), s.typical_p = any_of({1, 0.9, 0.01}), s.min_p = any_of({0, 0.05});
+        s.repetition_penalty = any_of({1, 1.1, 0.5});
+        if (from(0, 1)) s.presence_penalty = 0.7, s.frequency_penalty = -0.3;
+        if (from(0, 1)) s.logit_bias = {{V - 1, 3.0}, {V / 2, -2.0}};
+        tops.push_back(any({NO_LOGPROB, 0, 3, 5}));
+        many.set_sampling(slot, s, tops[slot]), one.set_sampling(slot, s);
     }
 
-    // With a cache in bf16, an error of float32 in a layer's input may round a key or value of it the other
-    // way.
-    const bool exact = kv.precision == CachePrecision::fp32 || shape.n_layer == 1;
-    const float allowed = exact ? 2e-4f : 2e-2f;
-    // One thread reads each prompt at once. Several read all of them in turns, in slices of any length, and
-    // give some up and begin again.
-    const double slices[] = {0, 1e-5, 1e-3, INFINITY};
-    const auto some_ids = [&] {
+    std::vector<int64_t> some_ids() {
         std::vector<int64_t> ids(static_cast<size_t>(from(1, capacity)));
         for (int64_t& id : ids) id = from(0, V - 1);
         return ids;
-    };
+    }
+
+    // One thread reads each prompt at once. Several read all of them in turns, in slices of any length, and
+    // give some up and begin again.
     std::vector<std::vector<int64_t>> prompts;
-    std::vector<int64_t> unread;
-    for (int64_t slot = 0; slot < slots; slot++) {
-        prompts.push_back(some_ids());
-        unread.push_back(slot);
-        const bool continues = from(0, 1);
-        many.begin(slot, prompts[slot], continues, top(slot));
-        one.begin(slot, prompts[slot], continues), one.read(slot);
-    }
-    for (int64_t given_up = 0; !unread.empty();) {
-        const size_t at = random() % unread.size();
-        const int64_t slot = unread[at];
-        if (given_up < slots && from(0, 9) == 0) {
-            given_up++;
-            many.drop(slot);
-            if (many.length(slot) != 0) return "a prompt that was given up is held";
-            many.begin(slot, prompts[slot], true, top(slot));
-            many.take_logprobs(slot);
+    std::string read_prompts() {
+        std::vector<int64_t> unread;
+        for (int64_t slot = 0; slot < slots; slot++) {
+            prompts.push_back(some_ids());
+            unread.push_back(slot);
+            const bool continues = from(0, 1);
+            many.begin(slot, prompts[slot], continues, tops[slot]);
+            one.begin(slot, prompts[slot], continues), one.read(slot);
         }
-        if (many.read(slot, slices[random() % 4])) unread.erase(unread.begin() + at);
+        for (int64_t given_up = 0; !unread.empty();) {
+            const size_t at = random() % unread.size();
+            const int64_t slot = unread[at];
+            if (given_up < slots && from(0, 9) == 0) {
+                given_up++;
+                many.drop(slot);
+                if (many.length(slot) != 0) return "a prompt that was given up is held";
+                many.begin(slot, prompts[slot], true, tops[slot]);
+                many.take_logprobs(slot);
+            }
+            if (many.read(slot, SLICES[random() % 4])) unread.erase(unread.begin() + at);
+        }
+        return "";
     }
-    for (int64_t slot = 0; slot < slots; slot++) {
+
+    // A prompt's logits and log-probabilities against those of its tokens, one a step.
+    std::string compare_with_steps(int64_t slot) {
         const std::vector<int64_t>& ids = prompts[slot];
         if (many.logits(slot) != one.logits(slot)) return "threads or slices change what a prompt gives";
         const std::vector<TokenLogprob> given = many.take_logprobs(slot);
@@ -203,43 +204,42 @@ std::string attempt(uint64_t seed) {
         steps.begin(0, {ids[0]}, false), steps.read(0);
         for (size_t i = 1; i < ids.size(); i++) {
             push(steps, ids[i]);
-            if (tops[slot] >= 0) {
-                const std::vector<float> logits = steps.logits(0);
-                const TokenLogprob right = token_logprob(logits.data(), V, ids[i], tops[slot]);
-                float most = 0;
-                for (const float x : logits) most = std::max(most, std::fabs(x));
-                const TokenLogprob& is = given[i - 1];
-                if (is.token != ids[i] || is.top.size() != right.top.size() ||
-                    !(std::fabs(is.logprob - right.logprob) <= 2 * allowed * (1 + most)))
-                    return "log-probabilities of a prompt are not those of steps";
-            }
+            if (tops[slot] < 0) continue;
+            const std::vector<float> logits = steps.logits(0);
+            const TokenLogprob right = token_logprob(logits.data(), V, ids[i], tops[slot]), &is = given[i - 1];
+            float most = 0;
+            for (const float x : logits) most = std::max(most, std::fabs(x));
+            if (is.token != ids[i] || is.top.size() != right.top.size() ||
+                !(std::fabs(is.logprob - right.logprob) <= 2 * allowed * (1 + most)))
+                return "log-probabilities of a prompt are not those of steps";
         }
         push(steps, 0);  // reads the last one
         const std::vector<float> last = steps.logits(0), right = one.logits(slot);
-        for (int64_t i = 0; i < V; i++) {
-            const float a = last[i], b = right[i];
-            if (!(std::fabs(a - b) <= allowed * (1 + std::fabs(a)))) return "steps give what prefill does not";
-        }
+        for (int64_t i = 0; i < V; i++)
+            if (!(std::fabs(last[i] - right[i]) <= allowed * (1 + std::fabs(last[i]))))
+                return "steps give what prefill does not";
+        return "";
     }
-    for (int turn = 0; turn < 40; turn++) {
-        std::vector<int64_t> some;
+
+    // Several tokens of some texts; then perhaps a new text, or a copy.
+    std::string write_and_change() {
+        std::vector<int64_t> batch;
         for (int64_t slot = 0; slot < slots; slot++)  // the last token need not fit the cache
-            if (many.length(slot) <= capacity && many.length(slot) > 0 && from(0, 3)) some.push_back(slot);
-        std::vector<std::vector<double>> uniforms(static_cast<size_t>(from(1, 12)));
+            if (many.length(slot) <= capacity && many.length(slot) > 0 && from(0, 3)) batch.push_back(slot);
+        UniformRows uniforms(static_cast<size_t>(from(1, 12)));
         double other_number = 0;  // no two are the same
         for (std::vector<double>& row : uniforms)
-            for (size_t i = 0; i < some.size(); i++)
+            for (size_t i = 0; i < batch.size(); i++)
                 row.push_back(static_cast<double>(from(0, 999)) / 1000 + (other_number += 1e-9));
-        constexpr double PATIENCE_SECONDS = 1e6;  // on a busy machine both still write the same number
-        const std::vector<std::vector<int64_t>> written = one.write(some, uniforms, PATIENCE_SECONDS);
+        const TokenRows written = one.write(batch, uniforms, PATIENCE_SECONDS);
         for (size_t row = 0; row < uniforms.size(); row++)  // of those that are not used any token
-            for (size_t i = 0; i < some.size(); i++)
+            for (size_t i = 0; i < batch.size(); i++)
                 told->tokens[uniforms[row][i]] = row < written.size() ? written[row][i] : 0;
-        if (many.write(some, uniforms, PATIENCE_SECONDS) != written)
+        if (many.write(batch, uniforms, PATIENCE_SECONDS) != written)
             return "threads or drafts change what is chosen";
-        for (size_t i = 0; i < some.size(); i++) {
-            const std::vector<TokenLogprob> given = many.take_logprobs(some[i]);
-            if (given.size() != (tops[some[i]] < 0 ? 0 : written.size())) return "log-probabilities lack";
+        for (size_t i = 0; i < batch.size(); i++) {
+            const std::vector<TokenLogprob> given = many.take_logprobs(batch[i]);
+            if (given.size() != (tops[batch[i]] < 0 ? 0 : written.size())) return "log-probabilities lack";
             for (size_t row = 0; row < given.size(); row++)
                 if (given[row].token != written[row][i] || !(given[row].logprob <= 0))
                     return "log-probabilities are of other tokens";
@@ -251,32 +251,37 @@ std::string attempt(uint64_t seed) {
             one.begin(slot, ids, false), one.read(slot);
         }
         for (int64_t s = 0; s < slots; s++)
-            if (many.length(s) == 0 && from(0, 1)) many.read(s, slices[random() % 4]);
+            if (many.length(s) == 0 && from(0, 1)) many.read(s, SLICES[random() % 4]);
         if (from(0, 9) == 0 && slot != other && many.length(slot) > 0)
             many.copy(slot, other), one.copy(slot, other);
         for (int64_t s = 0; s < slots; s++)
             if (many.length(s) > 0 && many.logits(s) != one.logits(s))
                 return "threads or drafts change what a step gives";
-        if (recorded && from(0, 9) == 0 && many.spans().empty() && !some.empty()) return "nothing was recorded";
+        if (recorded && from(0, 9) == 0 && many.spans().empty() && !batch.empty())
+            return "nothing was recorded";
+        return "";
     }
-    std::vector<const char*> names;
-    std::vector<const float*> data;
-    std::vector<int64_t> floats;
-    for (const auto& [name, w] : weights) {
-        names.push_back(name.c_str()), data.push_back(w.data());
-        floats.push_back(static_cast<int64_t>(w.size()));
+
+    std::string compare_the_c_interface() {
+        std::vector<const char*> names;
+        std::vector<const float*> data;
+        std::vector<int64_t> floats;
+        for (const auto& [name, w] : weights) {
+            names.push_back(name.c_str()), data.push_back(w.data());
+            floats.push_back(static_cast<int64_t>(w.size()));
+        }
+        const int64_t sizes[] = {T, V, shape.n_layer, H, H * d, br, bc, 1, capacity, threads, INT64_MAX};
+        Handle* c = open_decoder(sizes, precision.name, kv.name, part.name, static_cast<int64_t>(names.size()),
+                                 names.data(), data.data(), floats.data());
+        if (!c) return "the C interface opens no decoder";
+        const std::string wrong = compare(steps, c, V, some_ids());
+        close_decoder(c);
+        return wrong;
     }
-    const int64_t sizes[] = {T, V, shape.n_layer, H, H * d, br, bc, 1, capacity, threads, INT64_MAX};
-    void* c = open_decoder(sizes, precision.name, kv.name, part.name, static_cast<int64_t>(names.size()),
-                           names.data(), data.data(), floats.data());
-    if (!c) return "the C interface opens no decoder";
-    const std::string wrong = compare(steps, c, V, some_ids());
-    close_decoder(c);
-    return wrong;
-}
+};
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    return run_seeds(argc, argv, [](uint64_t seed, int) { return attempt(seed); });
+    return run_seeds(argc, argv, [](uint64_t seed, int) { return Trial(seed).attempt(); });
 }

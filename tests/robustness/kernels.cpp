@@ -503,7 +503,7 @@ std::string attempt_few(Random& random) {
     const std::vector<float> before(c.data, c.data + c.n);
     const portable::Bf16Pairs in_pairs{reinterpret_cast<const uint32_t*>(b.data), ldB};
     if (pairs)
-        portable::multiply_few_bf16({c.data, ldC}, {a.data, ldA}, in_pairs, rows, cols, depth, add);
+        portable::multiply_few({c.data, ldC}, {a.data, ldA}, in_pairs, rows, cols, depth, add);
     else
         portable::multiply_few({c.data, ldC}, {a.data, ldA}, {b.data, ldB}, rows, cols, depth, add);
     std::string wrong;

@@ -17,7 +17,7 @@ from shakespeare.generation.engines import layouts
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
-# The order follows from what other blocks of a cluster have sent, which racecheck does not see: docs/gpu.md.
+# The order follows from what other blocks of a cluster have sent, which racecheck does not see.
 NOT_SEEN = ("cluster", "drafts")
 NEEDS = {
     "grid": layouts.CAPABILITY,

@@ -15,12 +15,10 @@
 //   gradients of the norms' weights                       layers
 //   the norm of all gradients, then scale them            chunks
 //
-// A block of rows goes through all operations between two attentions while it is in L2: norms, GELU and the
-// loss read what a product has just written. A tile of dW sums over all tokens in order, and every other sum
-// belongs to one piece, so no bit depends on the number of threads.
-//
-// The forward pass keeps 11 C numbers per token and layer for the backward pass: both normalized inputs, q, k,
-// v, the attention's result (twice), and GELU's input. GELU is recomputed with its derivative.
+// A block of rows goes through all operations between two attentions while it is in L2. Every sum belongs to
+// one piece, so no bit depends on the number of threads. The forward pass keeps 11 C numbers per token and
+// layer: both normalized inputs, q, k, v, the attention's result (twice), and GELU's input, whose GELU is
+// recomputed with its derivative.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -43,10 +41,6 @@ struct Block {
     int64_t first, count;
     int64_t end() const { return first + count; }
 };
-
-simd::Matrix from(simd::Matrix m, int64_t row) { return {m.data + row * m.ld, m.ld}; }
-simd::ConstMatrix constant(simd::Matrix m) { return {m.data, m.ld}; }
-simd::ConstMatrix read_from(simd::Matrix m, int64_t row) { return constant(from(m, row)); }
 
 class Gradients {
   public:
@@ -139,14 +133,14 @@ class Gradients {
         for (int64_t r = b.first; r < b.end(); r++) {
             const float* const token = parameters[WTE].value + id(r) * s.C;
             const float* const place = parameters[WPE].value + r % s.T * s.C;
-            float* const x = from(memory.x, r).data;
+            float* const x = memory.x.row(r);
             for (int64_t c = 0; c < s.C; c++) x[c] = token[c] + place[c];
         }
     }
 
     void normalize_rows(Member& m, Block b, const Normalized& to) const {
         for (int64_t r = b.first; r < b.end(); r++)
-            to.factor[r] = normalize(from(to.rows, r).data, from(memory.x, r).data, s.C);
+            to.factor[r] = normalize(to.rows.row(r), memory.x.row(r), s.C);
         m.lap("norm");
     }
 
@@ -154,18 +148,18 @@ class Gradients {
     void back(Member& m, Block b, simd::Matrix dx, simd::Matrix before, simd::Matrix dy, const Weight& W,
               const Normalized& of) const {
         const simd::Matrix d_normal = own(m).d_normal;
-        multiply(d_normal, read_from(dy, b.first), W.backward, b.count);
+        multiply(d_normal, dy.from(b.first), W.backward, b.count);
         m.lap("products, backward");
         for (int64_t r = b.first; r < b.end(); r++)
-            normalize_backward(from(dx, r).data, before.data ? from(before, r).data : nullptr,
-                               from(d_normal, r - b.first).data, from(of.rows, r).data, of.factor[r], s.C);
+            normalize_backward(dx.row(r), before.data ? before.row(r) : nullptr, d_normal.row(r - b.first),
+                               of.rows.row(r), of.factor[r], s.C);
         m.lap("norm");
     }
 
     // y <- LN(x) W^T
     void enter(Member& m, Block b, simd::Matrix y, const Normalized& to, const Weight& W) const {
         normalize_rows(m, b, to);
-        multiply(from(y, b.first), read_from(to.rows, b.first), W.forward, b.count);
+        multiply(y.from(b.first), to.rows.from(b.first), W.forward, b.count);
         m.lap("products");
     }
 
@@ -178,7 +172,7 @@ class Gradients {
     Call attention(int64_t l, int64_t head, int64_t i0, int64_t n) const {
         const Layer& of = layer(l);
         const int64_t d = s.d(), ld = of.qkv.ld, row = first_row(head);
-        const float *const q = from(of.qkv, row).data + head % s.H * d, *const k = q + s.C, *const v = k + s.C;
+        const float *const q = of.qkv.row(row) + head % s.H * d, *const k = q + s.C, *const v = k + s.C;
         Call a = call_of<Call>(s, i0, n);
         a.q = {q + i0 * ld, 0, 0, ld, 1}, a.k = {k, 0, 0, ld, 1}, a.v = {v, 0, 0, ld, 1};
         a.out = of.out + (head * s.T + i0) * d, a.lse = of.lse + head * s.T + i0;
@@ -193,30 +187,29 @@ class Gradients {
         const auto a = attention<Attention>(l, head, i0, n);
         flash_attention(a, own(m).attention);
         for (int64_t i = 0; i < n; i++)
-            std::copy_n(a.out + i * d, d,
-                        from(layer(l).joined, first_row(head) + i0 + i).data + head % s.H * d);
+            std::copy_n(a.out + i * d, d, layer(l).joined.row(first_row(head) + i0 + i) + head % s.H * d);
     }
 
     // Projection, norm and MLP of layer l.
     void leave(Member& m, Block b, int64_t l) const {
         const Layer& of = layer(l);
-        const simd::Matrix x = from(memory.x, b.first), h = from(of.h, b.first), g = own(m).g;
-        multiply(x, read_from(of.joined, b.first), of.w_projection.forward, b.count, true);
+        const simd::Matrix x = memory.x.from(b.first), h = of.h.from(b.first), g = own(m).g;
+        multiply(x, of.joined.from(b.first), of.w_projection.forward, b.count, true);
         m.lap("products");
         normalize_rows(m, b, of.normal_2);
         const Linear& up = of.w_up.forward;
         for (int64_t p = 0; p < up.panels(); p++) {
-            up.multiply(h, read_from(of.normal_2.rows, b.first), b.count, p, false);
+            up.multiply(h, of.normal_2.rows.from(b.first), b.count, p, false);
             m.lap("products");
             const int64_t at = p * up.width(), n = std::min(up.width(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++) {
-                float* const to = from(g, r).data + at;
-                std::copy_n(from(h, r).data + at, n, to);
+                float* const to = g.row(r) + at;
+                std::copy_n(h.row(r) + at, n, to);
                 portable::gelu(to, n);
             }
             m.lap("GELU");
         }
-        multiply(x, constant(g), of.w_down.forward, b.count, true);
+        multiply(x, g, of.w_down.forward, b.count, true);
         m.lap("products");
     }
 
@@ -226,7 +219,7 @@ class Gradients {
         enter(m, b, a.dlogits, a.normal, a.w_head);
         const float share = 1 / static_cast<float>(s.rows());
         for (int64_t r = b.first; r < b.end(); r++) {
-            float* const logits = from(a.dlogits, r).data;
+            float* const logits = a.dlogits.row(r);
             const float right = logits[target(r)];
             const float most = portable::row_max(logits, s.V, -std::numeric_limits<float>::infinity());
             const float sum = portable::exp_sum(logits, s.V, most);
@@ -242,15 +235,14 @@ class Gradients {
     void mlp_backward(Member& m, Block b, int64_t l) const {
         const Layer& of = layer(l);
         const Memory& a = memory;
-        const simd::Matrix dh = from(a.dh, b.first), g = from(a.g, b.first), h = from(of.h, b.first);
-        multiply(dh, read_from(a.dx, b.first), of.w_down.backward, b.count);
+        const simd::Matrix dh = a.dh.from(b.first), g = a.g.from(b.first), h = of.h.from(b.first);
+        multiply(dh, a.dx.from(b.first), of.w_down.backward, b.count);
         m.lap("products, backward");
-        // Whole rows: h is read, and g written, in strips of a panel's width six times as slowly (AMD Zen 3).
-        for (int64_t r = 0; r < b.count; r++)
-            portable::gelu_gradient(from(dh, r).data, from(g, r).data, from(h, r).data, 4 * s.C);
+        // Whole rows: strips of a panel's width are read and written several times as slowly.
+        for (int64_t r = 0; r < b.count; r++) portable::gelu_gradient(dh.row(r), g.row(r), h.row(r), 4 * s.C);
         m.lap("GELU, backward");
         back(m, b, a.dx_2, a.dx, a.dh, of.w_up, of.normal_2);
-        multiply(from(a.djoined, b.first), read_from(a.dx_2, b.first), of.w_projection.backward, b.count);
+        multiply(a.djoined.from(b.first), a.dx_2.from(b.first), of.w_projection.backward, b.count);
         m.lap("products, backward");
     }
 
@@ -258,11 +250,11 @@ class Gradients {
         const ThreadScratch& t = own(m);
         const int64_t first = first_row(head), d = s.d(), at = head % s.H * d;
         auto a = attention<AttentionGradient>(l, head, 0, s.T);
-        a.dout = {from(memory.djoined, first).data + at, 0, 0, memory.djoined.ld, 1};
+        a.dout = {memory.djoined.row(first) + at, 0, 0, memory.djoined.ld, 1};
         a.dq = t.dq, a.dk = t.dk, a.dv = t.dv;
         flash_backward(a, t.attention);
         for (int64_t i = 0; i < s.T; i++) {
-            float* to = from(memory.dqkv[l % 2], first + i).data + at;
+            float* to = memory.dqkv[l % 2].row(first + i) + at;
             for (const float* each : {t.dq, t.dk, t.dv}) {
                 std::copy_n(each + i * d, d, to);
                 to += s.C;
@@ -287,7 +279,7 @@ class Gradients {
     }
 
     WeightGradient of_qkv(int64_t l) const {
-        return {constant(memory.dqkv[l % 2]), constant(layer(l).normal_1.rows), &layer(l).w_qkv};
+        return {memory.dqkv[l % 2], layer(l).normal_1.rows, &layer(l).w_qkv};
     }
 
     // Attention's backward pass over the heads of layer l, and the weight gradients that are ready. Longer
@@ -296,11 +288,10 @@ class Gradients {
         const Memory& a = memory;
         const Layer& of = layer(l);
         const std::vector<WeightGradient> ready{
-            {constant(a.dh), constant(of.normal_2.rows), &of.w_up},
-            {constant(a.dx), constant(a.g), &of.w_down},
-            {constant(a.dx_2), constant(of.joined), &of.w_projection},
-            l + 1 < s.L ? of_qkv(l + 1)
-                        : WeightGradient{constant(a.dlogits), constant(a.normal.rows), &a.w_head}};
+            {a.dh, of.normal_2.rows, &of.w_up},
+            {a.dx, a.g, &of.w_down},
+            {a.dx_2, of.joined, &of.w_projection},
+            l + 1 < s.L ? of_qkv(l + 1) : WeightGradient{a.dlogits, a.normal.rows, &a.w_head}};
         const int64_t heads = s.B * s.H, tiles = tiles_of(ready);
         const bool long_heads = 2 * s.T * s.T * s.d() > TILE * WeightGradient::width() * s.rows();
         m.run(heads + tiles, [&](int64_t i) {
@@ -316,7 +307,7 @@ class Gradients {
         const int64_t c0 = piece * WIDTH, n = std::min(WIDTH, s.C - c0);
         for (int64_t r = 0; r < s.rows(); r++) {
             float* const to = parameters[WTE].gradient + id(r) * s.C + c0;
-            const float* const dx = from(memory.dx, r).data + c0;
+            const float* const dx = memory.dx.row(r) + c0;
             for (int64_t c = 0; c < n; c++) to[c] += dx[c];
         }
     }
@@ -325,7 +316,7 @@ class Gradients {
         float* const to = parameters[WPE].gradient + t * s.C;
         std::fill_n(to, s.C, 0.0f);
         for (int64_t b = 0; b < s.B; b++) {
-            const float* const dx = from(memory.dx, b * s.T + t).data;
+            const float* const dx = memory.dx.row(b * s.T + t);
             for (int64_t c = 0; c < s.C; c++) to[c] += dx[c];
         }
     }

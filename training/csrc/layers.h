@@ -55,8 +55,7 @@ inline void normalize_backward(float* dx, const float* before, const float* dy, 
 // ---- products ----
 
 // A tile of a weight's gradient has TILE rows and GROUP panels of columns. TOKENS: terms of a sum at a time,
-// whose rows of X and dY stay in L1. Narrow panels share cache lines, so larger tiles and fewer tokens at a
-// time take 15 % less time (AMD Zen 3).
+// whose rows of X and dY stay in L1. Narrow panels share cache lines, so they take larger tiles.
 constexpr bool NARROW = portable::W < 16;
 constexpr int64_t TILE = NARROW ? 128 : 64, GROUP = NARROW ? 2 : 1, TOKENS = NARROW ? 64 : 128;
 
@@ -97,9 +96,8 @@ struct Weight {
     }
 };
 
-// The gradient of W from those of y: dW <- dY^T X diag(scale), a tile at a time, each over all tokens. The
-// scale's gradient is the sum over the rows of W * (dY^T X), so it needs no pass over the tokens; each row of
-// tiles writes its partial sum.
+// The gradient of W from those of y: dW <- dY^T X diag(scale), a tile at a time, each over all tokens. That of
+// the scale is the sum over the rows of W * (dY^T X), of which each row of tiles writes its part.
 struct WeightGradient {
     simd::ConstMatrix dY, X;  // (rows, out), (rows, in)
     const Weight* w;
@@ -189,8 +187,8 @@ struct Layer {
 };
 
 // What the layers use in turn: x is the residual stream, dx its gradient after a layer, dx_2 that between its
-// attention and its MLP. w_head, normal and dlogits belong to the head. dqkv has one buffer for even layers and
-// one for odd ones: a layer's is in use until the next one's is complete.
+// attention and its MLP; w_head, normal and dlogits are the head's. dqkv: of even and odd layers, two are in
+// use at a time.
 struct Memory {
     Scratch scratch;
     Weight w_head;

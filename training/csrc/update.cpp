@@ -7,10 +7,9 @@
 //
 //   P <- a I + b A + c A^2;  Q <- P Q;  A <- P (P A)          then X <- Q X, once
 //
-// A loses the smallest singular values of X to rounding, and the iterations enlarge them. Three on one A keep
-// the error at that of five on X, 1e-5 of the largest number; five on one A would make it 4e-3. For a square
-// matrix an iteration on X is as cheap. One piece does all of a matrix's update, up to its average, in the
-// caches of one core.
+// A loses the smallest singular values of X to rounding, and the iterations enlarge them: three on one A keep
+// the error at 1e-5 of the largest number. For a square matrix an iteration on X is as cheap. One piece does
+// all of a matrix's update, in the caches of one core.
 #include <algorithm>
 #include <cmath>
 

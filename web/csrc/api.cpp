@@ -4,7 +4,6 @@
 // whole instance.
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdlib>
 #include <numeric>
 #include <string>
@@ -32,16 +31,6 @@ struct Writer {
     Uniforms uniforms{0};
 };
 
-// numbers: all of SAMPLING_NUMBERS, in their order; NaN for one that changes nothing.
-Sampling sampling_of(const double* numbers) {
-    Sampling sampling;
-    sampling.each([&](const char*, double& number) {
-        if (!std::isnan(*numbers)) number = *numbers;
-        numbers++;
-    });
-    return sampling;
-}
-
 }  // namespace
 
 EXPORT(allocate) void* allocate(int32_t bytes) { return std::malloc(std::max(bytes, 1)); }
@@ -62,8 +51,12 @@ EXPORT(add_tensor) float* add_tensor(Checkpoint* checkpoint, const char* name, i
 EXPORT(open_decoder)
 Writer* open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t part, int32_t br, int32_t bc,
                      int32_t capacity) {
-    return new Writer{{checkpoint->shape, checkpoint->lookup(), PRECISIONS[precision].precision,
-                       CachePrecision::fp32, PARTS[part], br, bc, 1, capacity, 1, CACHE_BYTES}};
+    return new Writer{{checkpoint->shape,
+                       checkpoint->lookup(),
+                       PRECISIONS[precision].precision,
+                       CachePrecision::fp32,
+                       PARTS[part],
+                       {br, bc, 1, capacity, 1, CACHE_BYTES}}};
 }
 
 EXPORT(close_decoder) void close_decoder(Writer* writer) { delete writer; }
@@ -74,8 +67,7 @@ EXPORT(names) const char* names() {
     static std::string lines;
     lines.clear();
     for (const Part& part : PARTS) lines += std::string(part.name) + '\n';
-    lines += '\n';
-    Sampling().each([](const char* name, double) { lines += std::string(name) + '\n'; });
+    lines += std::string("\n") + SAMPLING_NAMES;
     return lines.c_str();
 }
 

@@ -39,26 +39,18 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
     const int64_t T = count, C = s.n_embd;
     const Layer& first = weights.layers[0];
     auto* o = new Observation{T, s.n_head, C / s.n_head, first.qkv.width(), first.qkv.columns(), {}};
-    Rows rows{};
+    Rows rows{T};
     const auto lay_out = [&](Scratch at) {
-        rows = {T,
-                at.matrix(T, first.proj.columns()),
-                {},
-                at.matrix(T, C),
-                at.matrix(T, first.fc.columns()),
-                {},
-                at.matrix(T, C),
-                at.matrix(T, first.out.operand_words())};
+        rows.X = at.matrix(T, first.proj.columns()), rows.A = at.matrix(T, C);
+        rows.Y = at.matrix(T, first.fc.columns()), rows.N = at.matrix(T, C);
+        rows.O = at.matrix(T, first.out.operand_words());
         return at.taken();
     };
     const Buffer memory(lay_out(Scratch()));
     lay_out(Scratch(memory));
-    for (int64_t t = 0; t < T; t++) weights.embed(rows.from(t, 1).X.data, ids[t], t);
-    Attention a{};
-    a.B = 1, a.H = 1, a.Nq = a.Nk = T, a.d = o->d;
-    a.causal = true, a.scale = o->scale();
-    a.Br = std::min(BR, T), a.Bc = std::min(BC, T);
-    a.threads = 1;
+    for (int64_t t = 0; t < T; t++) weights.embed(rows.X.row(t), ids[t], t);
+    Attention a{
+        {1, 1, T, T, o->d, /* causal */ true, o->scale(), std::min(BR, T), std::min(BC, T), /* threads */ 1}};
     const Buffer out(T * o->d), scratch(FLASH.scratch(a));
     a.out = out;
     Trace off(1);
@@ -70,8 +62,7 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
         block.qkv(weights.layers[l], 0, true, [&](int64_t h, int64_t, int64_t) {  // all rows: it is alone
             a.q = o->matrix(l, h, 0), a.k = o->matrix(l, h, 1), a.v = o->matrix(l, h, 2);
             FLASH.attention(a, scratch);
-            for (int64_t t = 0; t < T; t++)
-                std::copy_n(out + t * o->d, o->d, rows.A.data + t * rows.A.ld + h * o->d);
+            for (int64_t t = 0; t < T; t++) std::copy_n(out + t * o->d, o->d, rows.A.row(t) + h * o->d);
         });
         block.rest(weights.layers[l]);
     }

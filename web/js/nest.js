@@ -1,5 +1,5 @@
-// A loop nest as a script, whose frames are like those of tiling.js. docs/web.md describes the language. A script may come
-// from a link: it is parsed here, it calls nothing but what this file defines, and its steps are limited.
+// A loop nest as a script, whose frames are like those of tiling.js. docs/use/page.md describes the language.
+// A script may come from a link: it is parsed here, it calls nothing but what this file defines, and its steps are limited.
 
 const MOST = { steps: 1_000_000, frames: 5000, floats: 1 << 14, scratch: 4, depth: 30 };
 const TOKEN = /[A-Za-z]\w*|\d+|\+=|\S/g;

@@ -5,6 +5,7 @@
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
 
 #include <exception>
 #include <mutex>
@@ -60,6 +61,30 @@ void guarded(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
 
 // Like TORCH_BOX, for m.impl().
 #define BOX(function) guarded<TORCH_BOX(function)>
+
+// An uninitialised contiguous tensor on the device of another one, or on the CPU, through the C interface:
+// torch::stable::empty looks up its operator by name, which takes a microsecond.
+template <size_t n>
+torch::stable::Tensor new_tensor(const int64_t (&size)[n], torch::headeronly::ScalarType type,
+                                 const torch::stable::Tensor* beside = nullptr) {
+    using torch::headeronly::ScalarType;
+    int64_t stride[n];
+    stride[n - 1] = 1;
+    for (size_t i = n - 1; i > 0; i--) stride[i - 1] = stride[i] * size[i];
+    const int32_t dtype = type == ScalarType::Float      ? aoti_torch_dtype_float32()
+                          : type == ScalarType::BFloat16 ? aoti_torch_dtype_bfloat16()
+                                                         : aoti_torch_dtype_float16();
+    const bool on_cpu = !beside || beside->is_cpu();
+    AtenTensorHandle handle = nullptr;
+    const AOTITorchError error = aoti_torch_empty_strided(
+        n, size, stride, dtype, on_cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
+        on_cpu ? 0 : beside->get_device_index(), &handle);
+    // cuda/operators.py knows the beginning
+    REQUIRE(error == AOTI_TORCH_SUCCESS,
+            on_cpu ? "" : "CUDA out of memory: ", "there is not enough memory for ", size[0] * stride[0],
+            " numbers");
+    return torch::stable::Tensor(handle);
+}
 
 // Over PyTorch's pool, which must not see an exception either. A library includes this file once.
 void on_threads(int threads, const std::function<void(int)>& body) {

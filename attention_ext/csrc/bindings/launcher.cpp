@@ -1,11 +1,9 @@
 // Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash and flash_with_lse: they check the tensors,
 // allocate and launch.
 //
-// Python chooses and compiles. For sizes that are new it is called back and gives a Plan, which is kept: a
-// later call of these sizes does not enter Python. Nothing waits for the GPU, and all memory comes from
-// PyTorch's allocator, so a CUDA graph can capture a call. No header of CUDA is needed: the driver is opened by
-// the first call, and what is used of cuda.h is declared here. PyTorch's functions for CUDA are found in the
-// same way, because a PyTorch without CUDA lacks them.
+// Python chooses and compiles: for sizes that are new it gives a Plan, which is kept. Nothing waits for the
+// GPU, and all memory comes from PyTorch's allocator, so a CUDA graph can capture a call. The driver, and
+// PyTorch's functions for CUDA, which not every PyTorch has, are opened by the first call.
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -13,10 +11,9 @@
 
 #include <climits>
 #include <cmath>
-#include <memory>
+#include <map>
 #include <optional>
 #include <tuple>
-#include <unordered_map>
 
 #include "bindings/boundary.h"
 
@@ -133,10 +130,10 @@ struct Strides {
 struct Call {
     const void *q, *k, *v;
     void* out;
-    float* lse;
-    Strides q_strides, k_strides, v_strides;
-    int batches, heads, Nq, Nk, causal;
-    float scale;
+    float* lse = nullptr;
+    Strides q_strides{}, k_strides{}, v_strides{};
+    int batches = 0, heads = 0, Nq = 0, Nk = 0, causal = 0;
+    float scale = 0;
 };
 
 // How a call is launched. Its Python side is in attention_ext/cuda/launches.py.
@@ -160,16 +157,8 @@ struct Sizes {
     int64_t B, H, Nq, Nk, d;
     std::string kernel;
 
-    auto all() const { return std::tie(device, format, B, H, Nq, Nk, d, kernel); }
-    bool operator==(const Sizes& other) const { return all() == other.all(); }
-};
-struct Hash {
-    size_t operator()(const Sizes& s) const {
-        size_t hash = std::hash<std::string>()(s.kernel);
-        for (const int64_t n : {int64_t{s.device}, int64_t{s.format}, s.B, s.H, s.Nq, s.Nk, s.d})
-            hash = (hash ^ static_cast<size_t>(n)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
-        return hash;
-    }
+    auto all() const { return std::tie(Nq, Nk, d, B, H, format, device, kernel); }
+    bool operator<(const Sizes& other) const { return all() < other.all(); }
 };
 
 // Fills in the plan and returns true, or writes why there is none.
@@ -182,7 +171,7 @@ void plan_by(int64_t function) { planner = reinterpret_cast<Planner*>(function);
 
 Plan plan_for(const Sizes& sizes) {
     constexpr size_t MOST_PLANS = 1 << 14;
-    static std::unordered_map<Sizes, Plan, Hash> known;
+    static std::map<Sizes, Plan> known;
     static std::mutex mutex;
     {
         const std::lock_guard<std::mutex> held(mutex);
@@ -200,24 +189,6 @@ Plan plan_for(const Sizes& sizes) {
     if (known.size() >= MOST_PLANS) known.clear();
     known.emplace(sizes, plan);
     return plan;
-}
-
-// An uninitialised contiguous tensor.
-template <size_t n>
-Tensor new_tensor(const int64_t (&size)[n], ScalarType type, const Tensor& beside) {
-    static const int32_t types[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
-                                    aoti_torch_dtype_float16()};
-    int64_t stride[n];
-    stride[n - 1] = 1;
-    for (size_t i = n - 1; i > 0; i--) stride[i - 1] = stride[i] * size[i];
-    const int32_t dtype = types[type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2];
-    const int32_t device = beside.is_cpu() ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda();
-    AtenTensorHandle handle = nullptr;
-    const AOTITorchError error =
-        aoti_torch_empty_strided(n, size, stride, dtype, device, beside.get_device_index(), &handle);
-    REQUIRE(error == AOTI_TORCH_SUCCESS, "CUDA out of memory: there is not enough for ", size[0] * stride[0],
-            " numbers");  // cuda/operators.py knows the beginning
-    return Tensor(handle);
 }
 
 // A tensor (B, H, N, d) as a kernel reads it.
@@ -240,29 +211,29 @@ Matrices laid_out(const Tensor& t, const Plan& plan, int bytes) {
     }
     if (fits) return {t, data, {stride[0], stride[1], stride[2]}};
     const long long N = size[2], width = plan.width;
-    Tensor made = new_tensor({size[0], size[1], N, width}, t.scalar_type(), t);
-    if (width > size[3]) torch::stable::zero_(made);
-    Tensor part = torch::stable::narrow(made, 3, 0, size[3]);
-    torch::stable::copy_(part, t);
-    return {made, made.const_data_ptr(), {size[1] * N * width, N * width, width}};
+    Tensor copy = new_tensor({size[0], size[1], N, width}, t.scalar_type(), &t);
+    if (width > size[3]) torch::stable::zero_(copy);
+    Tensor without_padding = torch::stable::narrow(copy, 3, 0, size[3]);
+    torch::stable::copy_(without_padding, t);
+    return {copy, copy.const_data_ptr(), {size[1] * N * width, N * width, width}};
 }
 
 // What Hopper's copy engine is told of 16-bit matrices whose rows are contiguous, apart from each other and
-// aligned. It encodes on the CPU alone. A launch copies the map, so a captured graph keeps its own.
-void encode(TensorMap* map, const Matrices& m, int type, uint32_t rows, uint32_t columns, int64_t d) {
+// aligned.
+void encode(TensorMap* map, const Matrices& m, int type, int32_t rows, const Plan& plan) {
     const auto size = m.tensor.sizes();
     const Strides& s = m.strides;
-    // A dimension of stride 0 has one entry, which the kernel asks for. The stride of a dimension with one
-    // entry is never used, but must be valid.
+    // A dimension of stride 0 has one entry. The stride of such a dimension is not used, but must be valid.
     const auto entries = [](int64_t n, long long stride) { return stride ? static_cast<uint64_t>(n) : 1; };
     const auto bytes = [](int64_t n, long long stride) {
         return n > 1 && stride ? 2 * static_cast<uint64_t>(stride) : 16;
     };
-    const uint64_t sizes[] = {static_cast<uint64_t>(d), static_cast<uint64_t>(size[2]),
+    const uint64_t sizes[] = {static_cast<uint64_t>(plan.width), static_cast<uint64_t>(size[2]),
                               entries(size[1], s.head), entries(size[0], s.batch)};
     const uint64_t strides[] = {bytes(size[2], s.row), bytes(size[1], s.head), bytes(size[0], s.batch)};
-    const uint32_t box[] = {columns, rows, 1, 1}, steps[] = {1, 1, 1, 1};
-    const int swizzle = columns == 64 ? SWIZZLE_128B : SWIZZLE_64B;
+    const uint32_t box[] = {static_cast<uint32_t>(plan.box), static_cast<uint32_t>(rows), 1, 1};
+    const uint32_t steps[] = {1, 1, 1, 1};
+    const int swizzle = plan.box == 64 ? SWIZZLE_128B : SWIZZLE_64B;
     const Libraries& cuda = libraries();
     cuda.check(cuda.encode(map, type, 4, m.data, sizes, strides, box, steps, 0, swizzle, L2_256B, 0));
 }
@@ -270,14 +241,10 @@ void encode(TensorMap* map, const Matrices& m, int type, uint32_t rows, uint32_t
 void launch(const Launch& of, void** parameters, void* stream) {
     static const LaunchAttribute early{PROGRAMMATIC_STREAM_SERIALIZATION, 1, {}};
     REQUIRE(of.blocks <= INT_MAX, "the call takes ", of.blocks, " blocks; a launch has at most 2^31 - 1");
-    const LaunchConfig config{{static_cast<unsigned>(of.blocks), 1, 1},
-                              {of.x, of.y, 1},
-                              of.shared,
-                              stream,
-                              of.early ? &early : nullptr,
-                              of.early ? 1u : 0u};
-    const Libraries& cuda = libraries();
-    cuda.check(cuda.launch(&config, of.function, parameters, nullptr));
+    LaunchConfig config{
+        {static_cast<unsigned>(of.blocks), 1, 1}, {of.x, of.y, 1}, of.shared, stream, nullptr, 0};
+    if (of.early) config.attributes = &early, config.attribute_count = 1;
+    libraries().check(libraries().launch(&config, of.function, parameters, nullptr));
 }
 
 // Throws unless the tensors fit each other. The planner checks the sizes.
@@ -311,38 +278,26 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
     const Plan plan = plan_for(s);
     const int bytes = s.format == 0 ? 4 : 2;
     const Matrices q = laid_out(q_, plan, bytes), k = laid_out(k_, plan, bytes), v = laid_out(v_, plan, bytes);
-    Tensor out = new_tensor({s.B, s.H, s.Nq, plan.width}, q_.scalar_type(), q_);
-    if (lse) *lse = new_tensor({s.B, s.H, s.Nq}, ScalarType::Float, q_);
+    Tensor out = new_tensor({s.B, s.H, s.Nq, plan.width}, q_.scalar_type(), &q_);
+    if (lse) *lse = new_tensor({s.B, s.H, s.Nq}, ScalarType::Float, &q_);
     std::optional<Tensor> held;
-    if (plan.scratch) held = new_tensor({plan.scratch}, ScalarType::Float, q_);
+    if (plan.scratch) held = new_tensor({plan.scratch}, ScalarType::Float, &q_);
 
     constexpr double LN2 = 0.693147180559945309417;
     const double factor = scale ? *scale : 1 / std::sqrt(static_cast<double>(s.d));
-    Call call{q.data,
-              k.data,
-              v.data,
-              out.mutable_data_ptr(),
-              lse ? static_cast<float*>((*lse)->mutable_data_ptr()) : nullptr,
-              q.strides,
-              k.strides,
-              v.strides,
-              static_cast<int>(s.B),
-              static_cast<int>(s.H),
-              static_cast<int>(s.Nq),
-              static_cast<int>(s.Nk),
-              causal,
-              static_cast<float>(factor / LN2)};
+    Call call{q.data, k.data, v.data, out.mutable_data_ptr()};
+    call.lse = lse ? static_cast<float*>((*lse)->mutable_data_ptr()) : nullptr;
+    call.q_strides = q.strides, call.k_strides = k.strides, call.v_strides = v.strides;
+    call.batches = static_cast<int>(s.B), call.heads = static_cast<int>(s.H);
+    call.Nq = static_cast<int>(s.Nq), call.Nk = static_cast<int>(s.Nk);
+    call.causal = causal, call.scale = static_cast<float>(factor / LN2);
     void* scratch = held ? held->mutable_data_ptr() : nullptr;
     int number = plan.number;
-    // Where the arguments are. The driver copies as many as the function has.
+    const Matrices* const inputs[] = {&q, &k, &v};
     TensorMap maps[3];
     void *with_maps[] = {&maps[0], &maps[1], &maps[2], &call}, *without[] = {&call, &scratch, &number};
-    if (plan.box) {
-        const int type = s.format == 1 ? BFLOAT16 : FLOAT16;
-        encode(&maps[0], q, type, plan.br, plan.box, plan.width);
-        encode(&maps[1], k, type, plan.bc, plan.box, plan.width);
-        encode(&maps[2], v, type, plan.bc, plan.box, plan.width);
-    }
+    for (int i = 0; plan.box && i < 3; i++)
+        encode(&maps[i], *inputs[i], s.format == 1 ? BFLOAT16 : FLOAT16, i == 0 ? plan.br : plan.bc, plan);
     void* stream = nullptr;
     REQUIRE(libraries().current_stream(s.device, &stream) == 0, "PyTorch has no current stream");
     for (int i = 0; i < plan.repeats; i++, number += plan.step)

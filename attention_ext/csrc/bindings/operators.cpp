@@ -24,6 +24,9 @@ namespace {
 template <class Element>
 constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
 
+template <class Element>
+constexpr ScalarType TYPE = IS_BF16<Element> ? ScalarType::BFloat16 : ScalarType::Float;
+
 constexpr int64_t ANY = -1;  // in a shape: any size from 1 on
 
 template <class Size>
@@ -37,9 +40,8 @@ std::string shape(int64_t dimensions, const Size& size) {
 // Throws unless t is on the CPU and has this type and shape.
 template <class Element>
 void check(const Tensor& t, const char* name, std::initializer_list<int64_t> shape_of_t) {
-    constexpr ScalarType type = IS_BF16<Element> ? ScalarType::BFloat16 : ScalarType::Float;
-    REQUIRE(t.is_cpu() && t.scalar_type() == type, name, " must be ", IS_BF16<Element> ? "bfloat16" : "float32",
-            " on the CPU");
+    REQUIRE(t.is_cpu() && t.scalar_type() == TYPE<Element>, name, " must be ",
+            IS_BF16<Element> ? "bfloat16" : "float32", " on the CPU");
     const int64_t dimensions = static_cast<int64_t>(shape_of_t.size());
     const auto is = [&](int64_t i) { return t.size(i); };
     const auto must = [&](int64_t i) { return shape_of_t.begin()[i]; };
@@ -67,25 +69,15 @@ MatricesOf<Element> matrices(const Tensor& t) {
     return {data<const Element>(t), t.stride(0), t.stride(1), t.stride(2), t.size(3) == 1 ? 1 : t.stride(3)};
 }
 
-// An uninitialised contiguous tensor, through the C interface: torch::stable::empty looks up its operator by
-// name, which takes a microsecond, and a call for one token takes only a few.
-template <class Element, size_t n>
-Tensor new_tensor(const int64_t (&size)[n]) {
-    const int32_t type = IS_BF16<Element> ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32();
-    int64_t stride[n];
-    stride[n - 1] = 1;
-    for (size_t i = n - 1; i > 0; i--) stride[i - 1] = stride[i] * size[i];
-    AtenTensorHandle handle = nullptr;
-    const AOTITorchError error =
-        aoti_torch_empty_strided(n, size, stride, type, aoti_torch_device_type_cpu(), 0, &handle);
-    REQUIRE(error == AOTI_TORCH_SUCCESS, "there is not enough memory for ", size[0] * stride[0], " numbers");
-    return Tensor(handle);
+template <size_t n>
+Tensor floats(const int64_t (&size)[n]) {
+    return new_tensor(size, ScalarType::Float);
 }
 
 constexpr uint32_t MOST_THREADS = 1024;
 
-// The sizes of a call whose tensors fit each other. MOST_SCORES, given by the build: below this limit on Nq *
-// Nk the size of the scratch fits 63 bits. An expanded tensor may have more rows than memory has bytes.
+// The sizes of a call whose tensors fit each other. Nq * Nk is below MOST_SCORES, given by the build, so that
+// the size of the scratch fits 63 bits: an expanded tensor may have any number of rows.
 template <class Element>
 AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, float scale, int64_t br,
                      int64_t bc) {
@@ -109,12 +101,12 @@ std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q_, const Tensor&
     const bool transposed = !IS_BF16<Element> && a.Nq <= part.few.queries;
     const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
                  v = with_contiguous_rows(v_);
-    const Tensor out = new_tensor<Element>({a.B, a.H, a.Nq, a.d});
-    const Tensor lse = return_lse ? new_tensor<float>({a.B, a.H, a.Nq}) : new_tensor<float>({0});
+    const Tensor out = new_tensor({a.B, a.H, a.Nq, a.d}, TYPE<Element>);
+    const Tensor lse = return_lse ? floats({a.B, a.H, a.Nq}) : floats({0});
     a.q = matrices<Element>(q), a.k = matrices<Element>(k), a.v = matrices<Element>(v);
     a.out = data<Element>(out);
     a.lse = return_lse ? data<float>(lse) : nullptr;
-    const Tensor scratch = new_tensor<float>({part.scratch(a)});
+    const Tensor scratch = floats({part.scratch(a)});
     const NoDenormals flushed;
     part.attention(a, data<float>(scratch));
     return {out, lse};
@@ -133,8 +125,8 @@ const Part& named(const std::string& part) {
     return *found;
 }
 
-// Part 4's forward pass with what its backward pass needs. It is a separate operator because PyTorch calls an
-// operator with a gradient through Python, which takes longer than a token's attention.
+// Part 4's forward pass with what its backward pass needs: its own operator, because PyTorch calls one with a
+// gradient through Python, which takes longer than a token's attention.
 std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                          double scale, int64_t br, int64_t bc) {
     return run<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc);
@@ -145,21 +137,21 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout_, const Tensor& d
                                             const Tensor& k_, const Tensor& v_, const Tensor& out_,
                                             const Tensor& lse_, bool causal, double scale) {
     AttentionGradient a{sizes<float>(q_, k_, v_, causal, static_cast<float>(scale), 1, 1)};
-    for (const auto& [name, t] : {std::pair{"out", &out_}, {"dout", &dout_}})
-        check<float>(*t, name, {a.B, a.H, a.Nq, a.d});
+    check<float>(out_, "out", {a.B, a.H, a.Nq, a.d});
+    check<float>(dout_, "dout", {a.B, a.H, a.Nq, a.d});
     check<float>(lse_, "lse", {a.B, a.H, a.Nq});
     if (dlse_.numel() > 0) check<float>(dlse_, "dlse", {a.B, a.H, a.Nq});
     const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_), v = with_contiguous_rows(v_),
                  dout = with_contiguous_rows(dout_), out = torch::stable::contiguous(out_),
                  lse = torch::stable::contiguous(lse_), dlse = torch::stable::contiguous(dlse_);
-    const Tensor dq = new_tensor<float>({a.B, a.H, a.Nq, a.d}), dk = new_tensor<float>({a.B, a.H, a.Nk, a.d}),
-                 dv = new_tensor<float>({a.B, a.H, a.Nk, a.d});
+    const Tensor dq = floats({a.B, a.H, a.Nq, a.d}), dk = floats({a.B, a.H, a.Nk, a.d}),
+                 dv = floats({a.B, a.H, a.Nk, a.d});
     a.q = matrices<float>(q), a.k = matrices<float>(k), a.v = matrices<float>(v);
     a.dout = matrices<float>(dout);
     a.out = data<const float>(out), a.lse = data<const float>(lse);
     a.dlse = dlse.numel() > 0 ? data<const float>(dlse) : nullptr;
     a.dq = data<float>(dq), a.dk = data<float>(dk), a.dv = data<float>(dv);
-    const Tensor scratch = new_tensor<float>({flash_backward_scratch(a)});
+    const Tensor scratch = floats({flash_backward_scratch(a)});
     flash_backward(a, data<float>(scratch));
     return {dq, dk, dv};
 }
@@ -213,6 +205,19 @@ void implement_all(torch::stable::detail::StableLibrary& m, std::index_sequence<
 #define LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
 #define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
 
+// The functions of tools/limits.h and above that take no tensor: name, arguments and result.
+#define EACH_FUNCTION(F)                                                                                \
+    F(scratch,                                                                                          \
+      "(str part, bool bf16, int B, int H, int Nq, int Nk, int d, int br, int bc, int threads) -> int") \
+    F(size, "(str name) -> int")                                                                        \
+    F(simd_name, "() -> str")                                                                           \
+    F(uses_amx, "(int Nq) -> bool")                                                                     \
+    F(fma_peak, "(float seconds) -> float")                                                             \
+    F(amx_peak, "(float seconds) -> float")                                                             \
+    F(fma_latency, "(float seconds) -> float")                                                          \
+    F(nops, "() -> float")                                                                              \
+    F(read_bandwidth, "(SymInt bytes, float seconds) -> float")
+
 LIBRARY(ATTENTION_EXT, m) {
     const std::string arguments =
         "(Tensor q, Tensor k, Tensor v, bool causal, float scale, bool return_lse, SymInt br=1, SymInt bc=1)";
@@ -223,18 +228,9 @@ LIBRARY(ATTENTION_EXT, m) {
     m.def(
         "part4_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool "
         "causal, float scale) -> (Tensor, Tensor, Tensor)");
-    m.def(
-        "scratch(str part, bool bf16, int B, int H, int Nq, int Nk, int d, int br, int bc, int threads) -> "
-        "int");
-    m.def("size(str name) -> int");
     m.def("read_4d(Tensor t, SymInt i, SymInt j, SymInt k, SymInt l) -> float");
-    m.def("simd_name() -> str");
-    m.def("uses_amx(int Nq) -> bool");
-    m.def("fma_peak(float seconds) -> float");
-    m.def("amx_peak(float seconds) -> float");
-    m.def("fma_latency(float seconds) -> float");
-    m.def("nops() -> float");
-    m.def("read_bandwidth(SymInt bytes, float seconds) -> float");
+#define DEFINE(name, signature) m.def(#name signature);
+    EACH_FUNCTION(DEFINE)
 }
 
 LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
@@ -245,13 +241,6 @@ LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
 }
 
 LIBRARY_IMPL(ATTENTION_EXT, CompositeExplicitAutograd, m) {
-    m.impl("scratch", BOX(&scratch));
-    m.impl("size", BOX(&size));
-    m.impl("simd_name", BOX(&simd_name));
-    m.impl("uses_amx", BOX(&uses_amx));
-    m.impl("fma_peak", BOX(&fma_peak));
-    m.impl("amx_peak", BOX(&amx_peak));
-    m.impl("fma_latency", BOX(&fma_latency));
-    m.impl("nops", BOX(&nops));
-    m.impl("read_bandwidth", BOX(&read_bandwidth));
+#define IMPLEMENT(name, signature) m.impl(#name, BOX(&name));
+    EACH_FUNCTION(IMPLEMENT)
 }

@@ -7,12 +7,9 @@
 //       O <- O / l;  lse <- m + log(l)
 //   merge the splits by lse
 //
-// At most FEW queries would fill a vector mostly with padding, so the lanes span keys. K may be transposed, as
-// in a cache: each of its rows is then a feature, and the scores need no sums across lanes.
-//
-// Few queries make few tiles, and most threads would idle. So the keys are divided into splits, each attended
-// to as if it were all keys (flash-decoding, Dao et al. 2023). Splits depend on the sizes, not on the threads.
-// More than FEW queries go through part4_flash.cpp's tiles in each split.
+// At most FEW queries would fill a vector mostly with padding, so the lanes span keys; K may be transposed, as
+// in a cache. More queries go through part4_flash.cpp's tiles. Few tiles would leave threads idle, so the keys
+// are divided into splits (flash-decoding, Dao et al. 2023), by the sizes, not by the threads.
 //
 // Scratch: threads x (2 d + a block of scores), for bfloat16 another 2 Bc d, or that of a tile; and the splits'
 // results, Nk / SPLIT per query.
@@ -33,22 +30,21 @@ namespace part4 {
 namespace {
 
 constexpr int64_t BLOCK = 512;  // keys of a query at a time, if Bc is not larger: the scores stay in L1
-// Fewer strips of queries than MOST_STRIPS may leave threads idle. Then more than MOST_KEYS keys are divided
-// into splits of about SPLIT keys, enough that merging costs little. With LEAST_RATIO times as many keys as
-// queries, the splits' results need less memory than K.
+// With fewer strips of queries than MOST_STRIPS, more than MOST_KEYS keys are divided into splits of about
+// SPLIT. LEAST_RATIO keys a query: the splits' results then need less memory than K.
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPLIT = 1024, LEAST_RATIO = 8;
 constexpr double MOST_NUMBERS = 0x1p40;  // numbers in the splits' results
-// Whether the helpers' products of several rows are those of each row.
+// Whether the helpers' products of several rows have the bits of each row's.
 #if defined(SIMD_ELSEWHERE)
-constexpr bool ALIKE = false;
+constexpr bool SAME_BITS = false;
 #else
-constexpr bool ALIKE = !portable::SMALL;
+constexpr bool SAME_BITS = !portable::SMALL;
 #endif
 constexpr float LOW = -std::numeric_limits<float>::infinity();
 
-// A head's keys and values for one query, a struct for each layout. block(): keys whose scores are computed
-// together. columns(): floats of a row of V. scores(): S <- Q K^T for the keys j0 .. j0 + n - 1; S has room for
-// whole vectors. add(): O <- O + P V for the same keys.
+// A head's keys and values, a struct for each layout. block(): keys whose scores are computed together.
+// columns(): floats of a row of V. scores(): S <- Q K^T of one query for the keys j0 .. j0 + n - 1; S has room
+// for whole vectors. add(): O <- O + P V for the same keys.
 
 // K and V (Nk, d), as tensors hold them.
 struct Rows {
@@ -58,11 +54,6 @@ struct Rows {
     Rows(const Attention& a, int64_t head, float*) : a(a), K(a.k_of(head)), V(a.v_of(head)) {}
     int64_t block() const { return a.Bc < BLOCK ? BLOCK / a.Bc * a.Bc : a.Bc; }
     int64_t columns() const { return a.d; }
-    // What a product with the panel of key j0 + j fetches: the next panel if that is full, else the first
-    // values.
-    const float* after(int64_t j0, int64_t j, int64_t n) const {
-        return j + 2 * a.Bc <= n ? nullptr : V + j0 * a.v.row_stride;
-    }
     void scores(float* S, const float* Q, int64_t j0, int64_t n) {
         simd::dot_rows(S, Q, {K + j0 * a.k.row_stride, a.k.row_stride}, n, a.d, 1.0f);
     }
@@ -71,60 +62,52 @@ struct Rows {
     }
 };
 
-// K^T (d, Nk), or panels of it.
-struct Transposed : Rows {
+// K^T (d, Nk), or panels of it, and V; with Matrix = portable::Bf16Pairs in bfloat16.
+template <class Matrix>
+struct Panels : Rows {
     using Rows::Rows;
-    void scores(float* S, const float* Q, int64_t j0, int64_t n) {
-        const int64_t ldK = a.k.col_stride;
-        if (a.k.row_stride == 1) return simd::multiply({S, 0}, {Q, a.d, 1}, {K + j0, ldK}, 1, n, a.d);
-        for (int64_t j = 0; j < n; j += a.Bc) {  // panels are padded, and partial vectors are slow
-            const int64_t some = std::min(a.Bc, round_up(n - j, simd::lanes()));
-            simd::multiply({S + j, 0}, {Q, a.d, 1}, {K + (j0 + j) * a.d, ldK}, 1, some, a.d);
-        }
-    }
-    // The same for several rows of Q, S and O, of panels; row i adds its first min(n, first + i) keys.
-    void all_scores(simd::Matrix S, const float* Q, int64_t rows, int64_t j0, int64_t n) const {
-        for (int64_t j = 0; j < n; j += a.Bc) {
-            const int64_t some = std::min(a.Bc, round_up(n - j, simd::lanes()));
-            portable::multiply_few({S.data + j, S.ld}, {Q, a.d}, {K + (j0 + j) * a.d, a.k.col_stride}, rows,
-                                   some, a.d, false, after(j0, j, n));
-        }
-    }
-    void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n,
-                 int64_t first) const {
-        portable::add_weighted_few(O, P, {V + j0 * a.v.row_stride, a.v.row_stride}, rows, n, first, a.d);
-    }
-};
+    static constexpr bool BF16 = std::is_same_v<Matrix, portable::Bf16Pairs>;
 
-// Panels of K^T and rows of V in bfloat16, both as portable::Bf16Pairs.
-struct Pairs : Rows {
-    using Rows::Rows;
-    int64_t columns() const { return 2 * a.v.row_stride; }
+    static Matrix at(const float* start, int64_t words, int64_t ld) {
+        return {reinterpret_cast<decltype(Matrix::data)>(start) + words, ld};
+    }
+    Matrix panel(int64_t j) const { return at(K, j * a.d / (BF16 ? 2 : 1), a.k.col_stride); }
+    Matrix values(int64_t j) const { return at(V, j * a.v.row_stride, a.v.row_stride); }
+    int64_t columns() const { return BF16 ? 2 * a.v.row_stride : a.d; }
+    // Keys of the panel j of n keys in panels: whole vectors, because partial ones are slow.
+    int64_t keys(int64_t j, int64_t n) const {
+        return std::min(a.Bc, round_up(n - j, BF16 ? 2 * portable::lanes() : simd::lanes()));
+    }
     void scores(float* S, const float* Q, int64_t j0, int64_t n) {
-        for (int64_t j = 0; j < n; j += a.Bc) {
-            const auto panel = reinterpret_cast<const uint32_t*>(K) + (j0 + j) * a.d / 2;
-            const int64_t some = std::min(a.Bc, round_up(n - j, 2 * portable::lanes()));
-            portable::multiply_bf16({S + j, 0}, {Q, a.d}, {panel, a.k.col_stride}, 1, some, a.d, false);
-        }
+        if constexpr (!BF16)
+            if (a.k.row_stride == 1)
+                return simd::multiply({S, 0}, {Q, a.d, 1}, {K + j0, a.k.col_stride}, 1, n, a.d);
+        for (int64_t j = 0; j < n; j += a.Bc)
+            if constexpr (BF16)
+                portable::multiply_bf16({S + j, 0}, {Q, a.d}, panel(j0 + j), 1, keys(j, n), a.d, false);
+            else
+                simd::multiply({S + j, 0}, {Q, a.d, 1}, panel(j0 + j), 1, keys(j, n), a.d);
     }
     void add(float* O, const float* P, int64_t j0, int64_t n) const {
-        const auto rows = reinterpret_cast<const uint32_t*>(V) + j0 * a.v.row_stride;
-        portable::add_weighted_rows_bf16(O, P, {rows, a.v.row_stride}, n, columns());
+        if constexpr (BF16)
+            portable::add_weighted_rows(O, P, values(j0), n, columns());
+        else
+            simd::add_weighted_rows(O, P, values(j0), n, columns());
     }
+    // The same for several rows; row i adds its first min(n, first + i) keys. A panel's product fetches the
+    // next panel if that is full, else the first values.
     void all_scores(simd::Matrix S, const float* Q, int64_t rows, int64_t j0, int64_t n) const {
-        for (int64_t j = 0; j < n; j += a.Bc) {
-            const auto panel = reinterpret_cast<const uint32_t*>(K) + (j0 + j) * a.d / 2;
-            const int64_t some = std::min(a.Bc, round_up(n - j, 2 * portable::lanes()));
-            portable::multiply_few_bf16({S.data + j, S.ld}, {Q, a.d}, {panel, a.k.col_stride}, rows, some, a.d,
-                                        false, after(j0, j, n));
-        }
+        for (int64_t j = 0; j < n; j += a.Bc)
+            portable::multiply_few(S.from(0, j), {Q, a.d}, panel(j0 + j), rows, keys(j, n), a.d, false,
+                                   j + 2 * a.Bc <= n ? nullptr : values(j0).data);
     }
     void add_all(simd::Matrix O, simd::ConstMatrix P, int64_t rows, int64_t j0, int64_t n,
                  int64_t first) const {
-        const auto values = reinterpret_cast<const uint32_t*>(V) + j0 * a.v.row_stride;
-        portable::add_weighted_few_bf16(O, P, {values, a.v.row_stride}, rows, n, first, columns());
+        portable::add_weighted_few(O, P, values(j0), rows, n, first, columns());
     }
 };
+using Transposed = Panels<simd::ConstMatrix>;
+using Pairs = Panels<portable::Bf16Pairs>;
 
 // K and V (Nk, d) in bfloat16, widened to float a block at a time.
 struct Widened {
@@ -157,36 +140,48 @@ int64_t one_floats(const AttentionSizes& a) {
 int64_t query_floats(const Attention& a) { return one_floats(a); }
 int64_t query_floats(const AttentionOf<Bf16>& a) { return one_floats(a) + Widened::floats(a); }
 
-// Attention of query i of a head; its result goes to `out` and `lse`.
-template <class Keys, class Element, class Out>
-void attend_one(const AttentionOf<Element>& a, int64_t head, int64_t i, float* scratch, Out* out, float* lse) {
-    Keys keys(a, head, scratch + one_floats(a));
-    const int64_t d = a.d, Nk = a.seen(i), W = simd::lanes(), columns = keys.columns();
-    const int64_t block = Nk <= a.Bc ? a.Bc : keys.block();
-    float *const Q = scratch, *const O = Q + d, *const S = O + columns;
+// The online softmax of a query: its maximum, and the sum of its weights.
+struct Sums {
     float m = LOW, l = 0;
 
-    convert(Q, a.q_of(head) + i * a.q.row_stride, d);
-    for (int64_t c = 0; c < d; c++) Q[c] *= a.scale;
-    std::fill_n(O, columns, 0.0f);
-    for (int64_t j0 = 0; j0 < Nk; j0 += block) {
-        const int64_t n = std::min(block, Nk - j0), whole = round_up(n, W);
-        keys.scores(S, Q, j0, n);
+    // S (n) <- the weights of a block's scores, of which there is room for whole vectors; O (columns) is
+    // corrected.
+    void step(float* S, int64_t n, float* O, int64_t columns, bool first) {
+        const int64_t whole = round_up(n, simd::lanes());
         for (int64_t r = n; r < whole; r++) S[r] = LOW;  // partial vectors are slow in softmax too
         const float m_new = simd::row_max(S, whole, m);
-        if (j0 > 0 && m_new > m) {
+        if (!first && m_new > m) {
             const float correction = simd::exp_or_zero(m - m_new);
             simd::scale_row(O, columns, correction);
             l *= correction;
         }
         l += simd::exp_sum(S, whole, finite_max(m_new));
-        keys.add(O, S, j0, n);
         m = m_new;
     }
-    const float divisor = 1 / l;
+};
+
+// Attention of query i of a head; its result goes to `out` and `lse`.
+template <class Keys, class Element, class Out>
+void attend_one(const AttentionOf<Element>& a, int64_t head, int64_t i, float* scratch, Out* out, float* lse) {
+    Keys keys(a, head, scratch + one_floats(a));
+    const int64_t d = a.d, Nk = a.seen(i), columns = keys.columns();
+    const int64_t block = Nk <= a.Bc ? a.Bc : keys.block();
+    float *const Q = scratch, *const O = Q + d, *const S = O + columns;
+    Sums sums;
+
+    convert(Q, a.q_of(head) + i * a.q.row_stride, d);
+    for (int64_t c = 0; c < d; c++) Q[c] *= a.scale;
+    std::fill_n(O, columns, 0.0f);
+    for (int64_t j0 = 0; j0 < Nk; j0 += block) {
+        const int64_t n = std::min(block, Nk - j0);
+        keys.scores(S, Q, j0, n);
+        sums.step(S, n, O, columns, j0 == 0);
+        keys.add(O, S, j0, n);
+    }
+    const float divisor = 1 / sums.l;
     for (int64_t c = 0; c < d; c++) O[c] *= divisor;
     convert(out, O, d);
-    if (lse) *lse = m + std::log(l);
+    if (lse) *lse = sums.m + std::log(sums.l);
 }
 
 template <class Out>
@@ -201,43 +196,28 @@ void attend_query(const AttentionOf<Bf16>& a, int64_t head, int64_t i, float* sc
     attend_one<Widened>(a, head, i, scratch, out, lse);
 }
 
-// attend_one() of all queries of a head, over panels of K. Each has the bits of its own call, and all of them
-// read K and V once.
+// attend_one() of all queries of a head, over panels of K; they read K and V once.
 template <class Keys>
 void attend_together(const Attention& a, float* scratch) {
     Keys keys(a, 0, nullptr);
-    const int64_t d = a.d, rows = a.Nq, W = simd::lanes(), columns = keys.columns(), block = keys.block();
-    const int64_t ldS = round_up(std::max(a.Bc, BLOCK), W);
-    float *const Q = scratch, *const O = Q + rows * d, *const S = O + rows * columns;
-    float m[FEW_TOGETHER], l[FEW_TOGETHER] = {};
-    for (int64_t i = 0; i < rows; i++) {
-        m[i] = LOW;
+    const int64_t d = a.d, rows = a.Nq, columns = keys.columns(), block = keys.block();
+    float* const Q = scratch;
+    const simd::Matrix O{Q + rows * d, columns}, S{O.row(rows), round_up(std::max(a.Bc, BLOCK), simd::lanes())};
+    Sums sums[FEW_TOGETHER];
+    for (int64_t i = 0; i < rows; i++)
         for (int64_t c = 0; c < d; c++) Q[i * d + c] = a.q.data[i * a.q.row_stride + c] * a.scale;
-    }
-    std::fill_n(O, rows * columns, 0.0f);
+    std::fill_n(O.data, rows * columns, 0.0f);
     for (int64_t j0 = 0; j0 < a.Nk; j0 += block) {
         const int64_t n = std::min(block, a.Nk - j0);
         const int64_t from = std::max<int64_t>(0, j0 - a.seen(0) + 1);  // earlier queries see none of the block
-        keys.all_scores({S + from * ldS, ldS}, Q + from * d, rows - from, j0, n);
-        for (int64_t i = from; i < rows; i++) {
-            const int64_t own = std::min(n, a.seen(i) - j0), whole = round_up(own, W);
-            float *const s = S + i * ldS, *const o = O + i * columns;
-            for (int64_t r = own; r < whole; r++) s[r] = LOW;
-            const float m_new = simd::row_max(s, whole, m[i]);
-            if (j0 > 0 && m_new > m[i]) {
-                const float correction = simd::exp_or_zero(m[i] - m_new);
-                simd::scale_row(o, columns, correction);
-                l[i] *= correction;
-            }
-            l[i] += simd::exp_sum(s, whole, finite_max(m_new));
-            m[i] = m_new;
-        }
-        keys.add_all({O + from * columns, columns}, {S + from * ldS, ldS}, rows - from, j0, n,
-                     a.seen(from) - j0);
+        keys.all_scores(S.from(from), Q + from * d, rows - from, j0, n);
+        for (int64_t i = from; i < rows; i++)
+            sums[i].step(S.row(i), std::min(n, a.seen(i) - j0), O.row(i), columns, j0 == 0);
+        keys.add_all(O.from(from), S.from(from), rows - from, j0, n, a.seen(from) - j0);
     }
     for (int64_t i = 0; i < rows; i++) {
-        const float divisor = 1 / l[i];
-        for (int64_t c = 0; c < d; c++) a.out[i * d + c] = O[i * columns + c] * divisor;
+        const float divisor = 1 / sums[i].l;
+        for (int64_t c = 0; c < d; c++) a.out[i * d + c] = O.row(i)[c] * divisor;
     }
 }
 
@@ -347,12 +327,16 @@ template void split_attention(const AttentionOf<Bf16>&, float*);
 
 bool flash_decoding_takes(const Attention& a) { return a.Nq <= part4::FEW || part4::Splits(a).count > 1; }
 
-// A head's last queries, each as its own call.
+// The call of one of a head's queries.
+static Attention one_query(Attention a) {
+    a.Nq = 1, a.Br = 1;
+    return a;
+}
+
 void flash_decoding_together(const Attention& a, float* scratch) {
     using namespace part4;
-    Attention one = a;
-    one.Nq = 1, one.Br = 1;
-    if (ALIKE && a.Nq > 1 && Splits(one).count == 1) {
+    Attention one = one_query(a);
+    if (SAME_BITS && a.Nq > 1 && Splits(one).count == 1) {
         const NoDenormals flushed;
         return a.kv == CachePrecision::bf16 ? attend_together<Pairs>(a, scratch)
                                             : attend_together<Transposed>(a, scratch);
@@ -364,10 +348,7 @@ void flash_decoding_together(const Attention& a, float* scratch) {
     }
 }
 int64_t flash_decoding_together_scratch(const Attention& a) {
-    using namespace part4;
-    Attention one = a;
-    one.Nq = 1, one.Br = 1;
-    return std::max(split_scratch(one), FEW_TOGETHER * one_floats(a));
+    return std::max(part4::split_scratch(one_query(a)), part4::FEW_TOGETHER * part4::one_floats(a));
 }
 int64_t flash_decoding_scratch(const Attention& a) { return part4::split_scratch(a); }
 void flash_decoding_attention(const Attention& a, float* scratch) { part4::split_attention(a, scratch); }

@@ -5,11 +5,10 @@
 //       S    <- exp(S - max(S)), l <- sum(S)
 //       O[i] <- S V / l
 //
-// Scratch: threads x Nk floats. What it improves: the N x N matrix of scores, written and read three
-// times in part 2, becomes a row that stays in L1, and the rows are independent, so all threads work.
-// What it gives up: K and V are read once per query instead of once per tile of queries, from beyond L1 if they
-// are long. So exp and the product with V alternate every KEYS keys: out-of-order execution loads the next rows
-// of V during exp.
+// Scratch: threads x Nk floats. What it improves: the N x N matrix of scores, written and read three times in
+// part 2, becomes a row that stays in L1, and the rows are independent, so all threads work. What it gives up:
+// K and V are read once per query instead of once per tile. So exp and the product with V alternate: V is
+// loaded during exp.
 #include <algorithm>
 #include <cmath>
 #include <limits>

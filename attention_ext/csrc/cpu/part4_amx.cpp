@@ -8,16 +8,16 @@
 //               O^T <- O^T + V^T P^T
 //       O <- diag(1 / l) O;  lse <- m + log(l)
 //
-// K is read in place. Q and P are held in pairs, as the instruction wants its right operand.
+// K is read in place. Q and P are held in pairs, as the instruction wants its right operand. Tiles: Q and K
+// (16, 32), V^T (16 features, 32 keys), S and O (16, 16) in float32. The lanes of S, P and O are queries.
 //
-// Shapes: Q and K tiles (16, 32), V^T tiles (16 features, 32 keys), S and O tiles (16, 16) in float32.
-// A strip: its lanes of S, P and O are queries, so that the softmax has nothing to add up across lanes. m need
-// not be the maximum, since a bfloat16 has float's range: it is that of the first 32 keys, and moves only when
-// l exceeds a limit, which repeats the step. P is rounded toward 0 by leaving its lower half out; l is the sum
-// of what is left, so that the mean error cancels in P / l. lse has an exact sum of its own. Scratch: V of all
-// heads; the last 32 rows of K, or all of it if d is not a multiple of 32; threads x (Q and O of Br queries, S
-// of 32 keys, P of a step). What it improves: the two products of part4_flash.cpp take a sixth of the time, so
-// that the exponentials, which AMX does not help with, are most of what is left.
+// m need not be the maximum, since a bfloat16 has float's range: it is that of the first 32 keys, and moves
+// only when l exceeds a limit, which repeats the step. P is rounded toward 0 by leaving its lower half out; l
+// is the sum of what is left, so that the mean error cancels in P / l; lse has an exact sum of its own.
+//
+// Scratch: V of all heads; the last 32 rows of K, or all of it if d is not a multiple of 32; threads x (Q and O
+// of Br queries, S of 32 keys, P of a step). What it improves: the two products take a sixth of
+// part4_flash.cpp's time.
 #include "cpu/part4.h"
 #include "cpu/tiles_of_amx.h"
 
@@ -45,8 +45,7 @@ struct Sizes {
 
     explicit Sizes(const AttentionSizes& a)
         : d(round_up(a.d, BLOCK)), keys(round_up(a.Nk, BLOCK)), in_place(a.d == d) {
-        // A long step reads O less often; in a short one S, P, O, Q, K and V stay in L1. At 64 and 128 features
-        // O is 8 and 16 KB.
+        // A long step reads O less often; in a short one S, P, O, Q, K and V stay in L1.
         step = (d <= 2 * BLOCK ? 4 : 8) * BLOCK;
     }
 
@@ -181,20 +180,19 @@ class Strip : TileScratch {
     void attend(int64_t begin, int64_t end) const {
         for (int64_t first = begin; first < end; first += n.step / BLOCK) {
             const int64_t last = std::min(first + n.step / BLOCK, end);
-            const Sums before = sums();
+            const Sums before{loaded(m), loaded(l), loaded(all)};
             Sums now = before;
             for (int64_t block = first; block < last; block++) {
                 scores(block);
                 if (block == 0) now.m = most(now.m, block);
                 exponentials(now, now.m, block, P + (block - first) * 2 * HALF);
             }
-            const __m512 limit = _mm512_set1_ps(most_l);
-            const __mmask16 low = _mm512_cmp_ps_mask(now.l.low, limit, _CMP_NLE_UQ),
-                            high = _mm512_cmp_ps_mask(now.l.high, limit, _CMP_NLE_UQ);
-            if (low | high) now = with_their_maximum(before, now.m, low, high, first, last);
-            _mm512_storeu_ps(m, now.m.low), _mm512_storeu_ps(m + PAIRS, now.m.high);
-            _mm512_storeu_ps(l, now.l.low), _mm512_storeu_ps(l + PAIRS, now.l.high);
-            if (LSE) _mm512_storeu_ps(all, now.all.low), _mm512_storeu_ps(all + PAIRS, now.all.high);
+            __mmask16 above[2];
+            for (int h = 0; h < 2; h++)
+                above[h] = _mm512_cmp_ps_mask(now.l[h], _mm512_set1_ps(most_l), _CMP_NLE_UQ);
+            if (above[0] | above[1]) now = with_their_maximum(before, now.m, above, first, last);
+            stored(m, now.m), stored(l, now.l);
+            if (LSE) stored(all, now.all);
             add_values(first, last);
         }
     }
@@ -203,18 +201,43 @@ class Strip : TileScratch {
     int64_t blocks() const { return (seen(i0 + BLOCK - 1) + BLOCK - 1) / BLOCK; }
 
   private:
-    struct Both {  // a number for each of the 32 queries
-        __m512 low, high;
+    struct Both {  // a number for each of the 32 queries, in two vectors
+        __m512 halves[2];
+        INLINE __m512& operator[](int h) { return halves[h]; }
+        INLINE __m512 operator[](int h) const { return halves[h]; }
     };
     struct Sums {
         Both m, l, all;
     };
 
+    template <class Half>
+    static INLINE Both both(const Half& half) {
+        return {half(0), half(1)};
+    }
+    static INLINE Both loaded(const float* x) {
+        return both([&](int h) { return _mm512_loadu_ps(x + h * PAIRS); });
+    }
+    static INLINE void stored(float* to, const Both& x) {
+        for (int h = 0; h < 2; h++) _mm512_storeu_ps(to + h * PAIRS, x[h]);
+    }
+
     int64_t seen(int64_t i) const { return std::min(a.seen(i), a.Nk); }
 
-    Sums sums() const {
-        const auto both = [](const float* x) { return Both{_mm512_loadu_ps(x), _mm512_loadu_ps(x + PAIRS)}; };
-        return {both(m), both(l), both(all)};
+    // Four tiles: 32 x 32 floats of S or O, and their sum with 32 rows of pairs times a step of Q or P.
+    static constexpr int64_t LD_BYTES = BLOCK * FLOAT_BYTES;
+    static INLINE void store_tiles(float* to) {
+        store<0>(to, LD_BYTES), store<1>(to + PAIRS, LD_BYTES);
+        store<2>(to + PAIRS * BLOCK, LD_BYTES), store<3>(to + PAIRS * BLOCK + PAIRS, LD_BYTES);
+    }
+    static INLINE void add_tiles(const char* rows, int64_t stride, const uint32_t* columns) {
+        load<4>(rows, stride);
+        load<6>(columns, ROW_BYTES);
+        multiply_add<0, 4, 6>();
+        load<7>(columns + HALF, ROW_BYTES);
+        multiply_add<1, 4, 7>();
+        load<5>(rows + 16 * stride, stride);
+        multiply_add<2, 5, 6>();
+        multiply_add<3, 5, 7>();
     }
 
     // S <- K Q^T for a block of keys.
@@ -225,19 +248,8 @@ class Strip : TileScratch {
         const int64_t stride = 2 * (copied ? n.d : a.k.row_stride);
         zero<0>(), zero<1>(), zero<2>(), zero<3>();
         const uint32_t* q = Q;
-        for (int64_t c = 0; c < n.d; c += BLOCK, rows += ROW_BYTES, q += 2 * HALF) {
-            load<4>(rows, stride);
-            load<6>(q, ROW_BYTES);
-            multiply_add<0, 4, 6>();
-            load<7>(q + HALF, ROW_BYTES);
-            multiply_add<1, 4, 7>();
-            load<5>(rows + 16 * stride, stride);
-            multiply_add<2, 5, 6>();
-            multiply_add<3, 5, 7>();
-        }
-        constexpr int64_t ld = BLOCK * FLOAT_BYTES;
-        float* below = S + PAIRS * BLOCK;
-        store<0>(S, ld), store<1>(S + PAIRS, ld), store<2>(below, ld), store<3>(below + PAIRS, ld);
+        for (int64_t c = 0; c < n.d; c += BLOCK, rows += ROW_BYTES, q += 2 * HALF) add_tiles(rows, stride, q);
+        store_tiles(S);
     }
 
     // Whether every query sees all keys of a block.
@@ -260,20 +272,18 @@ class Strip : TileScratch {
             const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(S + j * BLOCK + lane), _mm512_set1_ps(scale));
             return _mm512_max_ps(masked<true>(x, block, j, lane), than);  // `than` where x is NaN
         };
-        for (int64_t j = 0; j < BLOCK; j++) m = {larger(m.low, j, 0), larger(m.high, j, PAIRS)};
+        for (int64_t j = 0; j < BLOCK; j++) m = {larger(m[0], j, 0), larger(m[1], j, PAIRS)};
         return m;
     }
 
     // P <- 2^(scale S - m) in pairs of keys, which are added to the sums. A bfloat16 shows no error of 9e-5.
     // Denormal results are flushed, as threads.h has the processor do: AMX would take them for 0 anyway.
     INLINE void exponentials(Sums& now, const Both& m, int64_t block, uint32_t* to) const {
-        if (whole(block)) {
-            half_of_exponentials<false>(now.l.low, now.all.low, m.low, block, 0, to);
-            half_of_exponentials<false>(now.l.high, now.all.high, m.high, block, PAIRS, to + HALF);
-        } else {
-            half_of_exponentials<true>(now.l.low, now.all.low, m.low, block, 0, to);
-            half_of_exponentials<true>(now.l.high, now.all.high, m.high, block, PAIRS, to + HALF);
-        }
+        for (int h = 0; h < 2; h++, to += HALF)
+            if (whole(block))
+                half_of_exponentials<false>(now.l[h], now.all[h], m[h], block, h * PAIRS, to);
+            else
+                half_of_exponentials<true>(now.l[h], now.all[h], m[h], block, h * PAIRS, to);
     }
 
     // The same for 16 of the queries, from `lane` on.
@@ -297,29 +307,26 @@ class Strip : TileScratch {
         }
     }
 
-    // The step once more, with its maximum as m in some lanes. The others keep m and all bits of their results.
-    __attribute__((noinline)) Sums with_their_maximum(const Sums& before, Both m, __mmask16 low_lanes,
-                                                      __mmask16 high_lanes, int64_t begin, int64_t end) const {
+    // The step once more, with its maximum as m in the lanes `above`. The others keep m and all bits of their
+    // results.
+    __attribute__((noinline)) Sums with_their_maximum(const Sums& before, Both m, const __mmask16 (&above)[2],
+                                                      int64_t begin, int64_t end) const {
         Both largest = before.m;
         for (int64_t block = begin; block < end; block++) {
             scores(block);
             largest = most(largest, block);
         }
-        m.low = _mm512_mask_mov_ps(m.low, low_lanes, largest.low);
-        m.high = _mm512_mask_mov_ps(m.high, high_lanes, largest.high);
-        const __m512 lowest = _mm512_set1_ps(-INFINITY);
-        const auto finite = [&](__m512 x) {  // -inf - -inf would be NaN
-            return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, lowest, _CMP_EQ_OQ), _mm512_setzero_ps());
-        };
-        const Both subtracted{finite(m.low), finite(m.high)};
-        const __m512 low = exp2_denormal<5>(_mm512_sub_ps(before.m.low, subtracted.low)),
-                     high = exp2_denormal<5>(_mm512_sub_ps(before.m.high, subtracted.high));
-        _mm512_storeu_ps(correction, low), _mm512_storeu_ps(correction + PAIRS, high);
+        m = both([&](int h) { return _mm512_mask_mov_ps(m[h], above[h], largest[h]); });
+        const Both subtracted = both([&](int h) {  // -inf - -inf would be NaN
+            const __mmask16 lowest = _mm512_cmp_ps_mask(m[h], _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+            return _mm512_mask_mov_ps(m[h], lowest, _mm512_setzero_ps());
+        });
+        const Both factor =
+            both([&](int h) { return exp2_denormal<5>(_mm512_sub_ps(before.m[h], subtracted[h])); });
+        stored(correction, factor);
         simd::scale_columns({O, BLOCK}, n.d, BLOCK, correction);
-        const auto times = [&](const Both& x) {
-            return Both{_mm512_mul_ps(x.low, low), _mm512_mul_ps(x.high, high)};
-        };
-        Sums now{m, times(before.l), times(before.all)};
+        Sums now{m, both([&](int h) { return _mm512_mul_ps(before.l[h], factor[h]); }),
+                 both([&](int h) { return _mm512_mul_ps(before.all[h], factor[h]); })};
         for (int64_t block = begin; block < end; block++) {
             scores(block);
             exponentials(now, subtracted, block, P + (block - begin) * 2 * HALF);
@@ -329,23 +336,14 @@ class Strip : TileScratch {
 
     // O^T <- O^T + V^T P^T
     INLINE void add_values(int64_t begin, int64_t end) const {
-        constexpr int64_t ld = BLOCK * FLOAT_BYTES;
         for (int64_t c = 0; c < n.d; c += BLOCK) {
             float *o = O + c * BLOCK, *below = o + PAIRS * BLOCK;
-            load<0>(o, ld), load<1>(o + PAIRS, ld), load<2>(below, ld), load<3>(below + PAIRS, ld);
-            for (int64_t block = begin; block < end; block++) {
-                const uint32_t *p = P + (block - begin) * 2 * HALF,
-                               *v = keys.Vt + (block * n.d + c) / PAIRS * HALF;
-                load<4>(v, ROW_BYTES);
-                load<6>(p, ROW_BYTES);
-                multiply_add<0, 4, 6>();
-                load<7>(p + HALF, ROW_BYTES);
-                multiply_add<1, 4, 7>();
-                load<5>(v + HALF, ROW_BYTES);
-                multiply_add<2, 5, 6>();
-                multiply_add<3, 5, 7>();
-            }
-            store<0>(o, ld), store<1>(o + PAIRS, ld), store<2>(below, ld), store<3>(below + PAIRS, ld);
+            load<0>(o, LD_BYTES), load<1>(o + PAIRS, LD_BYTES);
+            load<2>(below, LD_BYTES), load<3>(below + PAIRS, LD_BYTES);
+            for (int64_t block = begin; block < end; block++)
+                add_tiles(reinterpret_cast<const char*>(keys.Vt + (block * n.d + c) / PAIRS * HALF), ROW_BYTES,
+                          P + (block - begin) * 2 * HALF);
+            store_tiles(o);
         }
     }
 
@@ -364,8 +362,7 @@ namespace {
 // Queries of a tile: whole strips.
 int64_t tile_queries(const AttentionSizes& a) { return round_up(a.Br, BLOCK); }
 
-// The scratch of a call: V^T of all heads in tiles, with the largest finite magnitude of each block, the copied
-// rows of K, and each thread's own.
+// The scratch of a call. largest: the largest finite magnitude of each block of V.
 struct Shared {
     uint32_t *V, *K;
     float* largest;
@@ -410,8 +407,7 @@ void attend_tile(const AttentionOf<Bf16>& a, const Sizes& n, const Shared& share
                          t.Q + (r0 / BLOCK * n.d + c) * BLOCK / 2 + r0 % BLOCK / PAIRS * HALF);
     std::fill_n(t.O, queries * n.d, 0.0f);
     std::fill_n(t.m, queries, -INFINITY);
-    std::fill_n(t.l, queries, 0.0f);
-    std::fill_n(t.all, queries, 0.0f);
+    for (float* sums : {t.l, t.all}) std::fill_n(sums, queries, 0.0f);
 
     const int64_t blocks = round_up(a.Bc, BLOCK) / BLOCK;  // of a tile of keys
     for (int64_t j0 = 0; j0 < n.blocks(); j0 += blocks) {
@@ -441,8 +437,8 @@ void attend_tile(const AttentionOf<Bf16>& a, const Sizes& n, const Shared& share
 
 }  // namespace
 
-// Fewer queries than a strip would leave most of its lanes idle. A copy of an expanded V might have more
-// numbers than 63 bits count.
+// Fewer queries than a strip would leave lanes idle. A copy of an expanded V may have more numbers than 63 bits
+// count.
 bool takes(const AttentionOf<Bf16>& a) {
     constexpr double MOST_NUMBERS = 0x1p60;
     const Sizes n(a);

@@ -12,12 +12,9 @@
 //           dQi <- dQi + dS Kj                                             line 15
 //           dKj <- dKj + dS^T Qi                                           line 16
 //
-// The lanes span queries in S, P, dP, dS and dQ, which are kept transposed as in part4_flash.cpp, and features
-// in dK and dV, which are read and written in place. So P^T and dS^T serve as left operands without a copy.
-// Steps above the diagonal are skipped; a panel's last step includes the diagonal.
-//
-// All panels of a head add to its dK and dV in order: a panel takes a step only when the panel before it is
-// done with the step's keys. So threads can share a head, and the sums do not depend on their number.
+// The lanes span queries in S, P, dP, dS and dQ, which are kept transposed, and features in dK and dV, which
+// are written in place. A panel's last step includes the diagonal. A panel takes a step only when the panel
+// before it is done with the step's keys: threads can share a head, and the sums do not depend on their number.
 //
 // Scratch: threads x (3 panel d + 2 strip + 3 panel) floats, whatever N is.
 #include <algorithm>

@@ -9,11 +9,9 @@
 //           m', P, l, then O <- diag(exp(m - m')) O + P Vj                 lines 9, 10
 //       O <- diag(1 / l) O;  lse <- m + log(l)                             lines 12, 13
 //
-// The lanes span queries: Qi, S, P and O are held transposed. So K and V are read in place, one number
-// broadcast to all lanes, and the softmax runs down the columns, without sums across lanes.
-//
-// A tile is computed in strips of a panel of queries and STEP keys, whose scores stay in L1 and L2. Under a
-// causal mask the last step of a strip includes its diagonal, so it may end beyond the tile of keys.
+// The lanes span queries: Qi, S, P and O are held transposed. So K and V are read in place, and the softmax
+// runs down the columns. A tile is computed in strips of a panel of queries and STEP keys, whose scores stay in
+// cache. A strip's last step includes its diagonal, so it may end beyond the tile of keys.
 //
 // Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K and V once
 // per query, part 4 once per Br queries, and the scores that part 2 keeps in memory stay in cache.
@@ -78,8 +76,7 @@ void Tile::load(simd::ConstMatrix Qi) {
     std::fill_n(l, padded, 0.0f);
 }
 
-// The key at which the last step of strip r0 begins. All of the strip's queries see it. It is less than STEP
-// and a panel before the last key that any of them sees.
+// The key at which the last step of strip r0 begins. All of the strip's queries see it.
 int64_t Tile::last_step(int64_t r0) const {
     const int64_t step = std::min(STEP, a.Bc);
     return a.causal ? (a.seen(i0 + r0) - 1) / step * step : a.Nk;

@@ -1,5 +1,4 @@
-// AMX's eight tile registers, each of 16 rows of 64 bytes. With EMULATED_AMX they are arrays, so that the
-// kernel runs, slowly, where a processor has none.
+// AMX's eight tile registers, each of 16 rows of 64 bytes; with EMULATED_AMX arrays, for other processors.
 #pragma once
 
 #include <cstdint>

@@ -1,14 +1,11 @@
-// The PTX instructions of kernel 6 (sm_90a), one function each: mbarriers, the copy engine (TMA), the products
-// of a warpgroup (wgmma), and the named barriers and register counts of warpgroups. A warpgroup is 128 threads,
-// four warps whose first has a number that is a multiple of 4.
+// The PTX instructions of kernel 6 (sm_90a), one function each: the copy engine (TMA), the products of a
+// warpgroup (wgmma), and the named barriers and register counts of warpgroups. A warpgroup is 128 threads, four
+// warps whose first has a number that is a multiple of 4.
 //
-// Source: PTX ISA, 'Instruction Set': 'Parallel Synchronization and Communication Instructions: mbarrier' and
-// 'bar', 'Data Movement and Conversion Instructions: cp.async.bulk.tensor', 'Asynchronous Warpgroup Level
-// Matrix Multiply-Accumulate Instructions', there 'Register Fragments and Shared Memory Matrix Layouts' and
-// 'Matrix Descriptor Format', and 'Miscellaneous Instructions: setmaxnreg'.
-//
-// Addresses in shared memory are the 32-bit ones of shared_address().
+// Source: PTX ISA, 'Instruction Set': 'bar', 'cp.async.bulk.tensor', 'setmaxnreg', and 'Asynchronous Warpgroup
+// Level Matrix Multiply-Accumulate Instructions'. Addresses in shared memory are those of shared_address().
 #pragma once
+#include "mbarrier.h"
 
 // CUtensorMap: a tensor's address, sizes, strides, box and swizzle. The host encodes it in 128 bytes, aligned
 // to 64; a kernel takes it as a `const __grid_constant__` parameter.
@@ -16,53 +13,13 @@ struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-// ---- mbarriers: 8 bytes of shared memory that count. A phase ends when all arrivals and all announced bytes
-// are in, and the next begins with the same number of arrivals. Phases have parity 0 and 1 in turn. ----
-
-// One thread sets the number of arrivals of each phase.
-__device__ inline void barrier_init(unsigned barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// Shows the initialised barriers to the copy engine; a __syncthreads() follows.
-__device__ inline void barrier_init_done() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// Arrives; what the thread read and wrote before is done for those that wait.
-__device__ inline void barrier_arrive(unsigned barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives, and announces the bytes that copies will bring in this phase.
-__device__ inline void barrier_expect(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
-// Returns once the phase with this parity has ended. The phase before the first counts as parity 1, so a wait
-// for parity 1 on a new barrier returns at once. try_wait may give up after a while, hence the loop.
-__device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-// ---- the copy engine (TMA) ----
-
 // Starts the copy of the box of a rank-4 tensor that begins at (column, row, head, batch), and returns. One
 // thread calls it. What lies beyond the tensor becomes 0. The bytes count on `barrier` when they are in.
-
 __device__ inline void copy_box(unsigned to, const TensorMap* map, int column, int row, int head, int batch,
                                 unsigned barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
-        "%4, "
-        "%5}], [%6];" ::"r"(to),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
         "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
         : "memory");
 }
@@ -72,16 +29,12 @@ __device__ inline void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// ---- warpgroups ----
-
 // setmaxnreg: from here on each thread of the warpgroup has `count` registers, a multiple of 8 from 24 to 256.
 // One warpgroup gives registers back; another takes them, and waits until they are free.
-
 template <int count>
 __device__ inline void registers_give() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
-
 template <int count>
 __device__ inline void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
@@ -92,18 +45,13 @@ __device__ inline void registers_take() {
 __device__ inline void turn_wait(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-
 __device__ inline void turn_pass(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ---- wgmma: the tensor cores, from shared memory, while the warps go on ----
-
-// The matrix descriptor by which wgmma finds a tile in shared memory. Its rows are box_row = 128 or 64 bytes,
-// which the copy engine has swizzled: the 16-byte pieces of a row are permuted by the row's number, against
-// bank conflicts. The lower half: bits 0 to 13 the address, bits 16 to 29 `next`, the bytes to the next columns
-// of a wider tile, which only a B of multiply_from needs. Both count 16 bytes, so offset / 16 moves the
-// address.
+// The matrix descriptor by which wgmma finds a tile in shared memory, whose rows of box_row = 128 or 64 bytes
+// the copy engine has swizzled against bank conflicts. The lower half: bits 0 to 13 the address, bits 16 to 29
+// `next`, the bytes to the next columns of a wider B of multiply_from. Both count 16 bytes.
 __device__ inline unsigned tile_at(unsigned address, int next) {
     return address >> 4 | (unsigned)(next >> 4) << 16;
 }
@@ -156,13 +104,12 @@ __device__ inline void hold(unsigned (&x)[n]) {
 //     a[0], a[1]                  = A[r][c, c + 1], A[r + 8][c, c + 1]
 //     a[2], a[3]                  = A[r][c + 8, c + 9], A[r + 8][c + 8, c + 9]
 // So two neighbouring groups of sum, rounded in pairs, are an A: P needs no exchange.
-//   multiply       A and B are in shared memory, the 16 along the rows of both (K-major). add = 0 drops the old
-//                  sum.
+//   multiply       A and B are in shared memory, the 16 along the rows of both (K-major). add = 0 drops sum.
 //   multiply_from  A is in registers; B is in shared memory, 16 rows of N (MN-major).
-// In the instruction, two numbers after `add` are the signs of A and B; those that follow are 1 for each factor
-// in shared memory that is MN-major.
-// In PRODUCT, NAMES and SUM are the operands of sum, A to F the numbers of those that follow.
-#define PRODUCT(N, NAMES, SUM, A, B, C, D, E, F)                                                          \
+// In the instruction, `add` is followed by the signs of A and B, and by 1 for each factor in shared memory that
+// is MN-major. NAMES names the operands of sum, which are the last arguments; A to F are the numbers of the
+// others.
+#define PRODUCT(N, NAMES, A, B, C, D, E, F, ...)                                                          \
     __device__ inline void multiply(float (&sum)[N / 2], unsigned a, unsigned b, int add) {               \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #C                                          \
                      ", 0;\n"                                                                             \
@@ -171,7 +118,7 @@ __device__ inline void hold(unsigned (&x)[n]) {
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND "." KIND " {" NAMES           \
                      "}, a, b, "                                                                          \
                      "add, 1, 1, 0, 0;\n}"                                                                \
-                     : SUM                                                                                \
+                     : __VA_ARGS__                                                                        \
                      : "r"(a), "r"(b), "r"(add), "n"(SWIZZLED)                                            \
                      : "memory");                                                                         \
     }                                                                                                     \
@@ -182,26 +129,17 @@ __device__ inline void hold(unsigned (&x)[n]) {
             "};\n"                                                                                        \
             "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND "." KIND " {" NAMES "}, {%" #A ",%" #B \
             ",%" #C ",%" #D "}, b, add, 1, 1, 1;\n}"                                                      \
-            : SUM                                                                                         \
+            : __VA_ARGS__                                                                                 \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(SWIZZLED)                           \
             : "memory");                                                                                  \
     }
 
-#define SUM_16 F16(0)
-#define SUM_32 F32(0)
-#define SUM_40 F32(0), F8(32)
-#define SUM_56 F32(0), F16(32), F8(48)
-#define SUM_64 F64(0)
-#define SUM_88 F64(0), F16(64), F8(80)
-#define SUM_96 F64(0), F32(64)
-#define SUM_128 F64(0), F64(64)
-
-PRODUCT(32, TEN() "," SIX(1), SUM_16, 16, 17, 18, 19, 20, 21)
-PRODUCT(64, TEN() "," TEN(1) "," TEN(2) "," TWO(3), SUM_32, 32, 33, 34, 35, 36, 37)
-PRODUCT(80, TENS_4, SUM_40, 40, 41, 42, 43, 44, 45)
-PRODUCT(112, TENS_4 "," TEN(4) "," SIX(5), SUM_56, 56, 57, 58, 59, 60, 61)
-PRODUCT(128, TENS_4 "," TEN(4) "," TEN(5) "," FOUR(6), SUM_64, 64, 65, 66, 67, 68, 69)
-PRODUCT(176, TENS_7 "," TEN(7) "," EIGHT(8), SUM_88, 88, 89, 90, 91, 92, 93)
-PRODUCT(192, TENS_7 "," TEN(7) "," TEN(8) "," SIX(9), SUM_96, 96, 97, 98, 99, 100, 101)
-PRODUCT(256, TENS_7 "," TEN(7) "," TEN(8) "," TEN(9) "," TEN(10) "," TEN(11) "," EIGHT(12), SUM_128, 128, 129,
-        130, 131, 132, 133)
+PRODUCT(32, TEN() "," SIX(1), 16, 17, 18, 19, 20, 21, F16(0))
+PRODUCT(64, TEN() "," TEN(1) "," TEN(2) "," TWO(3), 32, 33, 34, 35, 36, 37, F32(0))
+PRODUCT(80, TENS_4, 40, 41, 42, 43, 44, 45, F32(0), F8(32))
+PRODUCT(112, TENS_4 "," TEN(4) "," SIX(5), 56, 57, 58, 59, 60, 61, F32(0), F16(32), F8(48))
+PRODUCT(128, TENS_4 "," TEN(4) "," TEN(5) "," FOUR(6), 64, 65, 66, 67, 68, 69, F64(0))
+PRODUCT(176, TENS_7 "," TEN(7) "," EIGHT(8), 88, 89, 90, 91, 92, 93, F64(0), F16(64), F8(80))
+PRODUCT(192, TENS_7 "," TEN(7) "," TEN(8) "," SIX(9), 96, 97, 98, 99, 100, 101, F64(0), F32(64))
+PRODUCT(256, TENS_7 "," TEN(7) "," TEN(8) "," TEN(9) "," TEN(10) "," TEN(11) "," EIGHT(12), 128, 129, 130, 131,
+        132, 133, F64(0), F64(64))

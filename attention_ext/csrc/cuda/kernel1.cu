@@ -1,17 +1,14 @@
 // Kernel 1: one launch for each tile of keys; the running state is in global memory.
 // Source: Dao et al. 2022, arXiv:2205.14135, Algorithm 1, with its loop over keys outside.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of BR =
-//     32 queries and BC = 32 keys.
+// Shapes: every dtype; d up to 256. Tiles of BR = 32 queries and BC = 32 keys.
 // Loop nest: the host goes over tiles of keys, the grid over (batch, head) and tiles of queries. A thread
 //     computes one score, then ceil(d / 32) numbers of O.
 // Launch: ceil(Nk / 32) launches of B H ceil(Nq / 32) blocks of 32 x 32 threads.
-// Shared memory: Q, K, V and S as float32, (96 d + 1024) * 4 bytes; 16 KiB at d = 32. There is no padding.
-// Registers: at most 64, because 1,024 threads share 65,536; 55 at d = 32 in fp32, none spilled.
+// Shared memory: Q, K, V and S as float32, (96 d + 1024) * 4 bytes, without padding.
 // Improves on the sequential loop: a block computes the scores of a tile at once.
-// Bound: shared memory, 68.2 of the 118 ms by the count of `explain`. Rows of K are d numbers apart, so at d =
-//     32 a warp's reads are all in one bank. Every launch also reads and writes m, l and O, (d + 2) * 4 bytes
-//     a row.
+// Bound: shared memory. Rows of K are d numbers apart, so at d = 32 a warp's reads are all in one bank. Every
+//     launch also reads and writes m, l and O, (d + 2) * 4 bytes a row.
 // Command: python gpt.py bench kernel1 --device cuda --l2 warm -r 5
 // Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: 118 ms, 1.82 TFLOP/s, 511 times sequential C++.
 #include "call.h"

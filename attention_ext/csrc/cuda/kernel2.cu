@@ -1,21 +1,17 @@
 // Kernel 2: one launch; tiles in shared memory, 4 x 4 scores a thread.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of BR
-//     queries and BC keys, 64 of each, or 32 where 64 do not fit shared memory.
+// Shapes: every dtype; d up to 256. Tiles of BR queries and BC keys.
 // Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys. A thread has 4
 //     x 4 scores of the tile and 4 x ceil(4 d / BC) numbers of O.
 // Launch: B H ceil(Nq / BR) blocks of (BR / 4) (BC / 4) threads.
-// Shared memory: Q, K, V and P as float32, (BR + 2 BC) (d + PADDING) + BR (BC + PADDING) numbers; 41 KiB at d
-//     = 32.
-// Registers: 63 at d = 32 in fp32, none spilled. They hold the scores, O, m and l; a row's threads have the
-//     same m.
+// Shared memory: Q, K, V and P as float32, (BR + 2 BC) (d + PADDING) + BR (BC + PADDING) numbers.
 // Improves on kernel 1: the state stays in the block. Neighbouring threads read neighbouring numbers of global
 //     memory. A number of Q or K that is read from shared memory serves four products. PADDING = 1 puts the
 //     rows of a column into different banks; with PADDING = 0 (2-unpadded) at d = 32 they are in one bank.
-// Bound: shared memory, 8.63 of the 10.5 ms by the count of `explain`; without padding 32.7 of the 34.0 ms.
+// Bound: shared memory.
 // Command: python gpt.py bench kernel2-unpadded,kernel2 --device cuda --l2 warm -r 5
-// Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: 10.5 ms, 20.4 TFLOP/s, 11.2 times kernel 1.
-//     Without padding: 34.0 ms, 6.32 TFLOP/s, 3.48 times kernel 1.
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: 20.4 TFLOP/s, 11.2 times kernel 1; without padding
+//     6.32 TFLOP/s.
 #include "call.h"
 
 constexpr int d = HEAD_DIM, EACH = 4;

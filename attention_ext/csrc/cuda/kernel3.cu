@@ -1,29 +1,21 @@
 // Kernel 3: a row for each thread, with its state in shared memory, in local arrays that spill, or in
 //     registers.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; d up to 256. Tiles of
-//     THREADS / SHARE queries and BC keys.
+// Shapes: every dtype; d up to 256. Tiles of THREADS / SHARE queries and BC keys.
 // Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys, a thread over
 //     the tile's keys, STRIP at a time. SHARE threads have a part of the columns of one row each, so that the
-//     row fits their registers: 1 thread up to d = 64, 2 up to 128, 4 up to 256.
-// Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS = 128 threads.
-// Shared memory: K and V as float32, 2 BC d numbers; 16 KiB at d = 32 and BC = 64. With O_SHARED also O,
-//     THREADS d / SHARE numbers; 32 KiB in all.
-// Registers: __launch_bounds__ makes BLOCKS blocks fit a multiprocessor, which limits the registers of a
-//     thread. At d = 32 in fp32: 163 (3, BLOCKS = 3); 64, with 288 bytes spilled (3-spilled, BLOCKS = 8).
-// Improves on kernel 2: the weights stay in their thread. P needs no shared memory, and O += P V moves 102 GiB
-//     through shared memory instead of 165 at d = 32. Q K^T moves 102 GiB instead of 103: a warp reads the
-//     same four numbers of K for 32 rows, and such a 16-byte load of one address takes two wavefronts, not
-//     one. Wider heads are slower than in kernel 2, which takes 17.8 ms at d = 64 and 35.9 ms at d = 128. At d
-//     = 64, 3-shared reads and writes O for every 8 keys: 556 GiB instead of 425. 3-spilled keeps q and O, 128
-//     numbers, in 64 registers and spills 876 bytes a thread. Kernel 3 takes 3 % longer there. At d = 128 it
-//     moves more, 825 GiB instead of 738, because a thread of kernel 2 has 8 columns of O.
-// Bound: shared memory, 6.52 of the 8.36 ms by the count of `explain`. 3-spilled also waits for local memory.
+//     row fits their registers.
+// Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS threads.
+// Shared memory: K and V as float32, 2 BC d numbers; with O_SHARED also O, THREADS d / SHARE numbers.
+// Improves on kernel 2: the weights stay in their thread, so P needs no shared memory. A warp reads the same
+// four
+//     numbers of K for 32 rows, but such a 16-byte load of one address takes two wavefronts. Wider heads are
+//     slower than in kernel 2, of which a thread has 8 columns of O at d = 128.
+// Bound: shared memory. 3-spilled also waits for local memory, 3-shared reads and writes O for every strip.
 // Command: python gpt.py bench kernel2,kernel3-shared,kernel3-spilled,kernel3 --device cuda -d 32,64,128
 //          --l2 warm -r 5
 // Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 3-shared 21.3, 19.5,
-//     17.6; 3-spilled 20.8, 14.7, 10.3; 3 25.7, 23.4, 20.4. At d = 32 they are 1.04, 1.02 and 1.26 times
-//     kernel 2; kernel 3 takes 8.36 ms.
+//     17.6; 3-spilled 20.8, 14.7, 10.3; 3 25.7, 23.4, 20.4, at d = 32 1.26 times kernel 2.
 #include "call.h"
 
 // Macros of its own, by cuda/tiles.py:
@@ -32,7 +24,7 @@
 //   STRIP     keys at a time: 8 scores hide the latency of the multiply-adds, and O is rescaled once for 8 keys
 //   BLOCKS    blocks that a multiprocessor should hold: bounds the registers
 //   O_SHARED  1: O is in shared memory; 0: in local arrays
-constexpr int d = HEAD_DIM, MINE = PITCH / (4 * SHARE);  // MINE: columns of a thread, by fours
+constexpr int d = HEAD_DIM, QUADS = PITCH / (4 * SHARE);  // of a thread's columns
 
 __device__ void load(float* tile, const Element* from, long long stride, int count) {
     for (int i = threadIdx.x; i < BC * PITCH; i += THREADS) {
@@ -42,8 +34,8 @@ __device__ void load(float* tile, const Element* from, long long stride, int cou
 }
 
 // The thread's own fours are SHARE apart, so that the threads of a row read neighbouring ones.
-__device__ float4 read(const float* tile, int row, int i, int part) {
-    return reinterpret_cast<const float4*>(tile)[row * (PITCH / 4) + i * SHARE + part];
+__device__ float4 read(const float* tile, int row, int i, int sharer) {
+    return reinterpret_cast<const float4*>(tile)[row * (PITCH / 4) + i * SHARE + sharer];
 }
 
 __device__ float dot(float4 a, float4 b, float sum) {
@@ -58,25 +50,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(
     extern __shared__ float4 aligned[];
     float *K = reinterpret_cast<float*>(aligned), *V = K + BC * PITCH;
     const Block block = block_of(call, BR);
-    const int part = threadIdx.x % SHARE, query = block.first_query + threadIdx.x / SHARE;
-    float4 q[MINE];
-    UNROLLED(i, MINE) {
-        float each[4] = {};
+    const int sharer = threadIdx.x % SHARE, query = block.first_query + threadIdx.x / SHARE;
+    float4 q[QUADS];
+    UNROLLED(i, QUADS) {
+        float quad[4] = {};
         for (int c = 0; c < 4; ++c) {
-            const int column = 4 * (i * SHARE + part) + c;
+            const int column = 4 * (i * SHARE + sharer) + c;
             if (query < call.Nq && column < d)
-                each[c] = call.scale * to_float(block.q[query * call.q_strides.row + column]);
+                quad[c] = call.scale * to_float(block.q[query * call.q_strides.row + column]);
         }
-        q[i] = {each[0], each[1], each[2], each[3]};
+        q[i] = {quad[0], quad[1], quad[2], quad[3]};
     }
 #if O_SHARED
     float4* o = aligned + 2 * BC * PITCH / 4 + threadIdx.x;  // a thread's fours are THREADS apart
 #define O(i) o[(i) * THREADS]
 #else
-    float4 o[MINE];
+    float4 o[QUADS];
 #define O(i) o[i]
 #endif
-    UNROLLED(i, MINE) O(i) = {0, 0, 0, 0};
+    UNROLLED(i, QUADS) O(i) = {0, 0, 0, 0};
     float m = -INF, l = 0;
 
     const int seen = keys_seen(call, query), keys = keys_seen(call, min(block.first_query + BR, call.Nq) - 1);
@@ -87,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(
         __syncthreads();
         for (int j0 = 0; j0 < BC && first_key + j0 < keys; j0 += STRIP) {
             float s[STRIP] = {};
-            UNROLLED(i, MINE)
-                UNROLLED(j, STRIP) s[j] = dot(q[i], read(K, j0 + j, i, part), s[j]);
+            UNROLLED(i, QUADS)
+                UNROLLED(j, STRIP) s[j] = dot(q[i], read(K, j0 + j, i, sharer), s[j]);
             float m_new = m;
             UNROLLED(j, STRIP) {
                 for (int lane = SHARE / 2; lane > 0; lane /= 2) s[j] += __shfl_xor_sync(~0u, s[j], lane);
@@ -97,14 +89,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(
             }
             const float correction = exp2_approx(m - subtrahend(m_new));
             m = m_new, l *= correction;
-            UNROLLED(i, MINE) {
+            UNROLLED(i, QUADS) {
                 float4& all = O(i);
                 all.x *= correction, all.y *= correction, all.z *= correction, all.w *= correction;
             }
             UNROLLED(j, STRIP) l += s[j] = exp2_approx(s[j] - subtrahend(m));
-            UNROLLED(i, MINE) {
+            UNROLLED(i, QUADS) {
                 float4 sum = O(i);
-                UNROLLED(j, STRIP) add(sum, s[j], read(V, j0 + j, i, part));
+                UNROLLED(j, STRIP) add(sum, s[j], read(V, j0 + j, i, sharer));
                 O(i) = sum;
             }
         }
@@ -112,13 +104,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(
 
     if (query >= call.Nq) return;
     const long long at = block.head * call.Nq + query;
-    UNROLLED(i, MINE) {
+    UNROLLED(i, QUADS) {
         const float4 all = O(i);
-        const float each[4] = {all.x, all.y, all.z, all.w};
+        const float quad[4] = {all.x, all.y, all.z, all.w};
         for (int c = 0; c < 4; ++c) {
-            const int column = 4 * (i * SHARE + part) + c;
-            if (column < d) call.out[at * d + column] = to_element(each[c] / l);
+            const int column = 4 * (i * SHARE + sharer) + c;
+            if (column < d) call.out[at * d + column] = to_element(quad[c] / l);
         }
     }
-    if (part == 0 && call.lse) call.lse[at] = LN2 * subtrahend(m) + logf(l);
+    if (sharer == 0 && call.lse) call.lse[at] = LN2 * subtrahend(m) + logf(l);
 }

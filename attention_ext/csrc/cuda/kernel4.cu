@@ -1,7 +1,7 @@
 // Kernel 4: float32 near the limit of the FMA units: register tiles, vector loads, asynchronous copies.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); float32; d is a multiple of 4 up to 256;
-//     pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
+// Shapes: float32; d is a multiple of 4 up to 256; pointers and strides are multiples of 16 bytes. Tiles of BR
+//     queries and BC keys.
 // Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys:
 //         S <- Q K^T, a slab of DIMS dimensions at a time, by 4 dimensions
 //         m <- max(m, rowmax(S)), only if S exceeds m by SLACK: otherwise l and O keep their scale
@@ -11,27 +11,16 @@
 //     and TM x (d / TX) outputs. P passes through shared memory within the warp, so it needs no barrier.
 // Launch: B H ceil(Nq / BR) blocks of THREADS threads.
 // Shared memory: Q (BR, Q_ROW), two slabs of K or V, P transposed (warps, KEYS, P_ROW), float32. A row is an
-//     odd number of 16 bytes long, so that the 16 bytes of eight neighbouring rows at one column lie in
-//     different banks. 76, 71 and 180 KiB at d = 32, 64 and 128.
-// Registers: 254, 242, 242, 255 and 254 at d = 32, 64, 128, 192 and 256; sm_90. None of these is spilled but 12
-//     bytes at d = 192; 76 are at d = 200.
-// Improves on kernel 3: up to 8 x 8 scores a thread, so shared memory moves 71.9 GiB instead of 203 at d = 32.
-//     cp.async fills one slab while the other is multiplied: V arrives during Q K^T, the next K during P V. A
-//     16-byte load takes 2 wavefronts instead of 4 if every lane reads what lane ^ 1 or lane ^ 2 reads, hence
-//     the order of the lanes.
-// Before sm_80 there is no cp.async: a thread holds its part of the next slab in registers while it multiplies,
-//     and stores it between two barriers. The tiles fit the 64 KiB of a T4; the speed there is not measured.
-// Bound: the FMA units, 3.21 of the 5.62 ms at d = 32; shared memory is busy for 2.31 ms beside them. Other
-//     instructions take issue slots: cuBLAS's product reaches 51 TFLOP/s, FMAs alone 66. At d = 32 and 64 the
-//     3,200 blocks fill the 264 places of an H200 12.1 times, so the last wave is nearly empty: 7 %. At d =
-//     128 SDPA's efficient backend is faster: it uses tensor cores for float32, and so does kernel 5.
+//     odd number of 16 bytes long, so that 16 bytes of eight neighbouring rows lie in different banks.
+// Improves on kernel 3: up to 8 x 8 scores a thread. cp.async fills one slab while the other is multiplied: V
+//     arrives during Q K^T, the next K during P V. A 16-byte load takes 2 wavefronts instead of 4 if every lane
+//     reads what lane ^ 1 or lane ^ 2 reads, hence the order of the lanes. Before sm_80 there is no cp.async.
+// Bound: the FMA units. At d = 128 SDPA's efficient backend is faster: it uses tensor cores, as kernel 5 does.
 // Command: python gpt.py bench kernel3,kernel4,kernel5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's
-//     efficient backend:
-//         no mask  38.2 (1.85), 43.0 (1.21), 43.5 (0.93)
-//         causal   39.2 (2.01), 43.5 (1.29), 43.8 (0.98)
-//     That is 1.49, 1.85 and 2.11 times kernel 3; causal 1.67, 1.95 and 2.21 times.
+// Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 38.2, 43.0, 43.5;
+// that
+//     is 1.49, 1.85 and 2.11 times kernel 3, and 1.85, 1.21 and 0.93 times SDPA's efficient backend.
 #include "call.h"
 #include "mma.h"
 
@@ -68,26 +57,22 @@ __device__ inline void copy16(int n, float* to, const float* from, bool exists) 
 template <int rows, int columns, int pitch, bool whole, class Copy>
 __device__ inline void copy_rows(Copy copy, float* to, const float* from, long long stride, int height,
                                  int width) {
-    constexpr int chunks = columns / 4;
-    if (THREADS % chunks == 0) {  // a thread copies one column
+    constexpr int chunks = columns / 4, below = THREADS / chunks;
+    if constexpr (THREADS % chunks == 0) {  // a thread copies one column: its address needs no product
         const int i = threadIdx.x / chunks, c = threadIdx.x % chunks * 4;
         const float* at = from + i * stride + c;
-        const long long below = THREADS / chunks * stride;
         to += i * pitch + c;
 #pragma unroll
-        for (int n = 0; n < rows; n += THREADS / chunks) {
-            if (rows % (THREADS / chunks) == 0 || n + i < rows)
-                copy(n / (THREADS / chunks), to + n * pitch, at, whole || (n + i < height && c < width));
-            at += below;
+        for (int n = 0; n < rows; n += below) {
+            if (rows % below == 0 || n + i < rows)
+                copy(n / below, to + n * pitch, at, whole || (n + i < height && c < width));
+            at += below * stride;
         }
     } else {
-#pragma unroll
-        for (int n = 0; n < rows * chunks; n += THREADS) {
-            const int at = n + (int)threadIdx.x, i = at / chunks, c = at % chunks * 4;
-            if (rows * chunks % THREADS == 0 || at < rows * chunks)
-                copy(n / THREADS, to + i * pitch + c, from + i * stride + c,
-                     whole || (i < height && c < width));
-        }
+        each_piece<rows, chunks>([&](int n, int i, int chunk) {
+            const int c = 4 * chunk;
+            copy(n, to + i * pitch + c, from + i * stride + c, whole || (i < height && c < width));
+        });
     }
 }
 template <int rows, int columns, int pitch, class Copy>
@@ -99,18 +84,29 @@ __device__ inline void copy_tile(Copy copy, float* to, const float* from, long l
         copy_rows<rows, columns, pitch, false>(copy, to, from, stride, height, width);
 }
 
-// A slab on its way to shared memory while the other one is multiplied. Without cp.async the thread's part of
-// it is in registers until the end.
-struct Slab {
+extern __shared__ __align__(16) float memory[];
+
+// The two slabs in shared memory: one is multiplied while the other arrives. Without cp.async the thread's part
+// of the latter is in registers until end().
+struct Slabs {
+    int now, next;  // their places in `memory`
+
+    // The slab that began to arrive is `now`, and nobody reads `next`.
+    __device__ inline void swap() {
+        const int free = now;
+        now = next, next = free;
+        __syncthreads();
+    }
 #if __CUDA_ARCH__ >= 800
     template <int rows, int columns, int pitch>
-    __device__ inline void begin(float* to, const float* from, long long stride, int height, int width) {
-        copy_tile<rows, columns, pitch>(copy16, to, from, stride, height, width);
+    __device__ inline void begin(const float* from, long long stride, int height, int width) {
+        copy_tile<rows, columns, pitch>(copy16, memory + next, from, stride, height, width);
         close_group();
     }
     template <int rows, int columns, int pitch>
-    __device__ inline void end(float*) {
+    __device__ inline void end() {
         wait_groups<0>();
+        swap();
     }
 #else
     static constexpr int OF_K = (BC * DIMS / 4 + THREADS - 1) / THREADS;
@@ -118,18 +114,25 @@ struct Slab {
     float4 held[OF_K > OF_V ? OF_K : OF_V];
 
     template <int rows, int columns, int pitch>
-    __device__ inline void begin(float* to, const float* from, long long stride, int height, int width) {
+    __device__ inline void begin(const float* from, long long stride, int height, int width) {
         const auto load = [&](int n, float*, const float* at, bool exists) {
             held[n] = exists ? *(const float4*)at : float4{0, 0, 0, 0};
         };
-        copy_tile<rows, columns, pitch>(load, to, from, stride, height, width);
+        copy_tile<rows, columns, pitch>(load, memory + next, from, stride, height, width);
     }
     template <int rows, int columns, int pitch>
-    __device__ inline void end(float* to) {
+    __device__ inline void end() {
         const auto store = [&](int n, float* at, const float*, bool) { *(float4*)at = held[n]; };
-        copy_rows<rows, columns, pitch, true>(store, to, to, 0, 0, 0);
+        copy_rows<rows, columns, pitch, true>(store, memory + next, memory + next, 0, 0, 0);
+        swap();
     }
 #endif
+    __device__ inline void begin_keys(const float* k, long long stride, int keys, int slab) {
+        begin<BC, DIMS, K_ROW>(k + slab * DIMS, stride, keys, d - slab * DIMS);
+    }
+    __device__ inline void begin_values(const float* v, long long stride, int keys) {
+        begin<KEYS, d, V_ROW>(v, stride, keys, d);
+    }
 };
 
 __device__ inline void load4(float to[4], const float* from) {
@@ -168,48 +171,114 @@ __device__ inline void accumulate(float o[TM][TD], const float* P, const float* 
     }
 }
 
+// The rows and columns of a thread: keys tx, tx + TX ..., and the rows ROW(i) from 4 * rg on of a warp's.
+struct Place {
+    int tx, rg, warp_row;  // warp_row: the warp's first
+    __device__ inline int row(int i) const { return warp_row + 4 * rg + ROW(i); }
+};
+constexpr int NEIGHBOUR = TX == 32 ? 1 : 2;  // the distance of the lanes of tx and tx + 1
+
+struct State {                                // of a thread's rows
+    float o[TM][TD] = {}, m[TM], l[TM] = {};  // m: of scores, not yet times scale; l: the thread's share
+    float scale, slack;
+
+    __device__ inline explicit State(float scale) : scale(scale), slack(SLACK / scale) {
+        UNROLLED(i, TM) m[i] = -INF;
+    }
+
+    // m <- max(m, rowmax(S)) if some row grew by SLACK; l and O follow
+    __device__ inline void raise(const float s[TM][TN]) {
+        float top[TM];
+        bool grows = false;
+        UNROLLED(i, TM) {
+            top[i] = -INF;
+            UNROLLED(n, TN) top[i] = fmaxf(top[i], s[i][n]);
+            grows |= top[i] > m[i] + slack;
+        }
+        if (!__any_sync(~0u, grows)) return;
+        UNROLLED(i, TM) {
+            top[i] = fmaxf(largest<NEIGHBOUR, NEIGHBOUR * TX>(top[i]), m[i]);
+            float shrink = exp2_approx((m[i] - subtrahend(top[i])) * scale);
+            m[i] = top[i];
+            l[i] *= shrink;
+            UNROLLED(c, TD) o[i][c] *= shrink;
+        }
+    }
+
+    // P <- 2^(S - m), l <- l + rowsum(P), for the keys of a slab. p_at: where the thread writes its first
+    // weights.
+    __device__ inline void weigh(float* p_at, float s[TM][TN], int slab) {
+        UNROLLED(n, TN) {
+            constexpr int OF_SLAB = KEYS / TX;
+            if (n / OF_SLAB != slab) continue;
+            float* to = p_at + n % OF_SLAB * TX * P_ROW;
+            UNROLLED(i, TM) {
+                s[i][n] = exp2_approx(s[i][n] * scale - subtrahend(m[i]) * scale);
+                l[i] += s[i][n];
+            }
+#pragma unroll
+            for (int i = 0; i < TM; i += 4)
+                *(float4*)(to + i * ROW_GROUPS) = {s[i][n], s[i + 1][n], s[i + 2][n], s[i + 3][n]};
+        }
+    }
+
+    // O <- O / l
+    __device__ inline void write(const Call& call, long long head, const Place& at) {
+        UNROLLED(i, TM) {
+            l[i] = sum<NEIGHBOUR, NEIGHBOUR * TX>(l[i]);
+            if (at.row(i) >= call.Nq) continue;
+            const long long row = head * call.Nq + at.row(i);
+            const float inverse = 1.0f / l[i];
+#pragma unroll
+            for (int c = 0; c < TD; c += 4)
+                if (c * TX + at.tx * 4 < d)
+                    *(float4*)(call.out + row * d + c * TX + at.tx * 4) = {
+                        o[i][c] * inverse, o[i][c + 1] * inverse, o[i][c + 2] * inverse, o[i][c + 3] * inverse};
+            if (call.lse && at.tx == 0) call.lse[row] = m[i] * scale * LN2 + logf(l[i]);
+        }
+    }
+};
+
+// Q, and -Q for a negative scale: the weights take |scale|. The first slab of keys begins to arrive.
+__device__ inline void load_queries(float* Q, const Call& call, const Block& block, Slabs& slabs) {
+    constexpr int COLUMNS = K_SLABS * DIMS;
+    const int i0 = block.first_query;
+    copy_tile<BR, COLUMNS, Q_ROW>(copy16, Q, block.q + i0 * call.q_strides.row, call.q_strides.row,
+                                  call.Nq - i0, d);
+    slabs.begin_keys(block.k, call.k_strides.row, call.Nk, 0);
+    wait_groups<0>();
+    if (call.scale >= 0) return;
+#pragma unroll 1
+    for (int at = threadIdx.x; at < BR * COLUMNS / 4; at += THREADS) {  // by the thread that copied it
+        float4* x = (float4*)(Q + at / (COLUMNS / 4) * Q_ROW + at % (COLUMNS / 4) * 4);
+        *x = {-x->x, -x->y, -x->z, -x->w};
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(const Call call) {
     // sizes
     const int Nq = call.Nq, Nk = call.Nk;
     const Block block = block_across_heads(call, BR);
     const int i0 = block.first_query;
     const int end = keys_seen(call, min(i0 + BR, Nq) - 1);  // the tile sees the keys below
+    const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
 
     // data
-    const float *q = block.q + i0 * call.q_strides.row, *k = block.k, *v = block.v;
-    const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
-    extern __shared__ __align__(16) float memory[];
+    const float *k = block.k, *v = block.v;
     float* Q = memory;
-    int now = BR * Q_ROW, next = now + SLAB;  // the slabs' places
-    Slab coming;
+    Slabs slabs{BR * Q_ROW + SLAB, BR * Q_ROW};
 
     // rows and columns of this thread
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rg = TX == 32 ? 0 : lane / (2 * TX) * 2 + lane % 2, tx = TX == 32 ? lane : lane / 2 % TX;
-    constexpr int NEIGHBOUR = TX == 32 ? 1 : 2;  // the distance of the lanes of tx and tx + 1
+    const Place place{tx, rg, i0 + warp * WARP_ROWS};
     float* P = memory + P_AT + warp * (KEYS * P_ROW);
-    const int warp_row = i0 + warp * WARP_ROWS;
     const float* q_at = Q + (warp * WARP_ROWS + rg * 4) * Q_ROW;
 
-    const float scale = fmaxf(fabsf(call.scale), 1e-30f);  // not 0: 0 * -inf is NaN
-    const float slack = SLACK / scale;
-    float o[TM][TD] = {}, m[TM], l[TM] = {};  // m: of scores, not yet times scale
-    UNROLLED(i, TM) m[i] = -INF;
-    const int warp_first = keys_seen(call, warp_row);                // all rows of the warp see the keys below
-    const int warp_end = keys_seen(call, warp_row + WARP_ROWS - 1);  // none sees the keys from here on
-
-    if (end > 0) {
-        copy_tile<BR, K_SLABS * DIMS, Q_ROW>(copy16, Q, q, call.q_strides.row, Nq - i0, d);
-        coming.begin<BC, DIMS, K_ROW>(memory + now, k, k_row, Nk, d);
-        wait_groups<0>();
-        if (call.scale < 0) {  // Q <- -Q, by the thread that copied it: the weights take |scale|
-#pragma unroll 1
-            for (int at = threadIdx.x; at < BR * K_SLABS * DIMS / 4; at += THREADS) {
-                float4* x = (float4*)(Q + at / (K_SLABS * DIMS / 4) * Q_ROW + at % (K_SLABS * DIMS / 4) * 4);
-                *x = {-x->x, -x->y, -x->z, -x->w};
-            }
-        }
-    }
+    State state(fmaxf(fabsf(call.scale), 1e-30f));           // not 0: 0 * -inf is NaN
+    const int warp_first = keys_seen(call, place.warp_row);  // all rows of the warp see the keys below
+    const int warp_end = keys_seen(call, place.warp_row + WARP_ROWS - 1);  // none sees the keys from here on
+    if (end > 0) load_queries(Q, call, block, slabs);
 
     for (int j0 = 0; j0 < end; j0 += BC) {
         const bool active = j0 < warp_end;
@@ -218,91 +287,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
         float s[TM][TN] = {};
 #pragma unroll 1
         for (int slab = 0; slab < K_SLABS; slab++) {
-            coming.end<BC, DIMS, K_ROW>(memory + now);
-            __syncthreads();  // the slab is here, and nobody reads `next`
+            slabs.end<BC, DIMS, K_ROW>();
             if (slab + 1 < K_SLABS)
-                coming.begin<BC, DIMS, K_ROW>(memory + next, k + j0 * k_row + (slab + 1) * DIMS, k_row, Nk - j0,
-                                              d - (slab + 1) * DIMS);
+                slabs.begin_keys(k + j0 * k_row, k_row, Nk - j0, slab + 1);
             else
-                coming.begin<KEYS, d, V_ROW>(memory + next, v + j0 * v_row, v_row, Nk - j0, d);
-            if (active) scores(s, q_at + slab * DIMS, memory + now + tx * K_ROW);
-            int swap = now;
-            now = next, next = swap;
+                slabs.begin_values(v + j0 * v_row, v_row, Nk - j0);
+            if (active) scores(s, q_at + slab * DIMS, memory + slabs.now + tx * K_ROW);
         }
-
-        // m <- max(m, rowmax(S)) if some row grew by SLACK; l and O follow
         if (active) {
             if (j0 + BC > warp_first) {
                 UNROLLED(i, TM) {
-                    const int seen = keys_seen(call, warp_row + 4 * rg + ROW(i)) - j0;
+                    const int seen = keys_seen(call, place.row(i)) - j0;
                     UNROLLED(n, TN)
                         if (tx + TX * n >= seen) s[i][n] = -INF;
                 }
             }
-            float top[TM];
-            bool grows = false;
-            UNROLLED(i, TM) {
-                top[i] = -INF;
-                UNROLLED(n, TN) top[i] = fmaxf(top[i], s[i][n]);
-                grows |= top[i] > m[i] + slack;
-            }
-            if (__any_sync(~0u, grows)) {
-                UNROLLED(i, TM) {
-                    top[i] = fmaxf(largest<NEIGHBOUR, NEIGHBOUR * TX>(top[i]), m[i]);
-                    float shrink = exp2_approx((m[i] - subtrahend(top[i])) * scale);
-                    m[i] = top[i];
-                    l[i] *= shrink;
-                    UNROLLED(c, TD) o[i][c] *= shrink;
-                }
-            }
+            state.raise(s);
         }
 
 #pragma unroll 1
         for (int slab = 0; slab < V_SLABS; slab++) {
-            // P <- 2^(S - m), l <- l + rowsum(P)
             if (active) {
                 if (slab > 0) __syncwarp();
-                UNROLLED(n, TN) {
-                    constexpr int part = KEYS / TX;
-                    if (n / part != slab) continue;
-                    float* to = P + (tx + n % part * TX) * P_ROW + rg * 4;
-                    UNROLLED(i, TM) {
-                        s[i][n] = exp2_approx(s[i][n] * scale - subtrahend(m[i]) * scale);
-                        l[i] += s[i][n];
-                    }
-#pragma unroll
-                    for (int i = 0; i < TM; i += 4)
-                        *(float4*)(to + i * ROW_GROUPS) = {s[i][n], s[i + 1][n], s[i + 2][n], s[i + 3][n]};
-                }
+                state.weigh(P + tx * P_ROW + rg * 4, s, slab);
             }
             const int first = j0 + slab * KEYS;
-            coming.end<KEYS, d, V_ROW>(memory + now);
-            __syncthreads();
+            slabs.end<KEYS, d, V_ROW>();
             if (slab + 1 < V_SLABS)
-                coming.begin<KEYS, d, V_ROW>(memory + next, v + (first + KEYS) * v_row, v_row,
-                                             Nk - first - KEYS, d);
+                slabs.begin_values(v + (first + KEYS) * v_row, v_row, Nk - first - KEYS);
             else if (j0 + BC < end)
-                coming.begin<BC, DIMS, K_ROW>(memory + next, k + (j0 + BC) * k_row, k_row, Nk - j0 - BC, d);
-
-            // O <- O + P V
-            if (active) accumulate(o, P, memory + now, tx, rg);
-            int swap = now;
-            now = next, next = swap;
+                slabs.begin_keys(k + (j0 + BC) * k_row, k_row, Nk - j0 - BC, 0);
+            if (active) accumulate(state.o, P, memory + slabs.now, tx, rg);
         }
     }
-
-    // O <- O / l
-    UNROLLED(i, TM) {
-        l[i] = sum<NEIGHBOUR, NEIGHBOUR * TX>(l[i]);
-        const int row = warp_row + 4 * rg + ROW(i);
-        if (row >= Nq) continue;
-        const long long at = block.head * Nq + row;
-        const float part = 1.0f / l[i];
-#pragma unroll
-        for (int c = 0; c < TD; c += 4)
-            if (c * TX + tx * 4 < d)
-                *(float4*)(call.out + at * d + c * TX + tx * 4) = {o[i][c] * part, o[i][c + 1] * part,
-                                                                   o[i][c + 2] * part, o[i][c + 3] * part};
-        if (call.lse && tx == 0) call.lse[at] = m[i] * scale * LN2 + logf(l[i]);
-    }
+    state.write(call, block.head, place);
 }

@@ -8,14 +8,12 @@
 //             S <- Q K^T                                         tensor cores
 //             P <- 2^(scale S - m), l <- l + rowsum(P)           registers; S becomes P without leaving them
 //             O <- O + P V                                       tensor cores
-//     then O <- O / l, L <- m + log(l).
+//     then O <- O / l, L <- m + log(l). Tiles with masked keys have a loop of their own.
 // Shared memory: STAGES tiles of K and of V. With one stage the next K arrives during P V and the next V during
 //     Q K^T, and a barrier more is needed for each tile. STRIDE is a row rounded up to an odd number of 16
-//     bytes, against bank conflicts of ldmatrix and 16-byte loads.
-// Softmax: m is the maximum of some earlier chunk. Only a sum of weights beyond LIMIT raises it. So a score
-//     costs a multiply-add, an exponential, an addition and, in 16-bit formats, half a conversion; O is seldom
-//     rescaled. Weights reach LIMIT, so values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's do not.
-// Masks: tiles with masked keys come first, in a loop of their own. The loop for the others has no mask.
+//     bytes, against bank conflicts.
+// Softmax: m is the maximum of some earlier chunk; only a sum of weights beyond LIMIT raises it, so O is seldom
+//     rescaled. Values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's do not.
 //
 // Macros of its own, by cuda/tiles.py:
 //   M_TILES  tiles of 16 queries of a warp
@@ -46,12 +44,10 @@ using Output = float[M_TILES][WIDTH / 8][4];
 using Pairs = float[M_TILES][2];  // of a lane's rows g and g + 8 of each tile of 16
 
 struct Queries;  // of a warp, the left operands of Q K^T
-// S <- Q K^T. k: where the lane reads the chunk's keys.
+// S <- S + Q K^T. k: where the lane reads the chunk's keys.
 __device__ inline void scores(Scores& S, const Queries& Q, unsigned k);
 // O <- O + P V. v: where the lane reads the chunk's values.
 __device__ inline void add_values(Output& O, const Weights& P, unsigned v);
-
-// ---- the tiles of K and V ----
 
 // The tiles that a block visits, the last keys first. STAGES of them are in shared memory.
 struct Tiles {
@@ -62,17 +58,6 @@ struct Tiles {
     int count;
     int masked;  // the first ones, in which some row of the block does not see some key
 
-    // f(i, row, column) for each 16 bytes of a tile of K, or of V, that the thread copies; i counts them.
-    template <class F>
-    __device__ inline void each_copy(F f) const {
-        UNROLLED(i, (BC * COPIES + THREADS - 1) / THREADS) {
-            const int c0 = i * THREADS, c = c0 + threadIdx.x;
-            if (BC * COPIES % THREADS != 0 && c >= BC * COPIES) break;
-            f(i, THREADS % COPIES == 0 ? c0 / COPIES + threadIdx.x / COPIES : c / COPIES,
-              (THREADS % COPIES == 0 ? threadIdx.x : c) % COPIES);
-        }
-    }
-
 #if __CUDA_ARCH__ >= 800
     // The copies of tile n begin, of its keys, its values or both.
     template <bool KEYS = true, bool VALUES = true>
@@ -81,7 +66,7 @@ struct Tiles {
             const int j0 = first_key(n);
             const unsigned to = ring + n % STAGES * STAGE;
             const Element *k_tile = k + j0 * call.k_strides.row, *v_tile = v + j0 * call.v_strides.row;
-            each_copy([&](int, int row, int column) {
+            each_piece<BC, COPIES>([&](int, int row, int column) {
                 const bool inside = j0 + row < call.Nk;
                 const int source = inside ? row : 0;
                 if (KEYS)
@@ -124,12 +109,11 @@ struct Tiles {
     __device__ inline void load(int n) {
         if (n >= count) return;
         const int j0 = first_key(n);
-        each_copy([&](int i, int row, int column) {
+        each_piece<BC, COPIES>([&](int i, int row, int column) {
             const bool inside = j0 + row < call.Nk;
             const long long at = j0 + row;
-            held[0][i] = held[1][i] = make_uint4(0, 0, 0, 0);
-            if (inside) held[0][i] = *(const uint4*)(k + at * call.k_strides.row + column * COPY);
-            if (inside) held[1][i] = *(const uint4*)(v + at * call.v_strides.row + column * COPY);
+            held[0][i] = inside ? *(const uint4*)(k + at * call.k_strides.row + column * COPY) : uint4{};
+            held[1][i] = inside ? *(const uint4*)(v + at * call.v_strides.row + column * COPY) : uint4{};
         });
     }
 
@@ -137,9 +121,8 @@ struct Tiles {
 
     __device__ inline unsigned next(int n) {
         const unsigned to = ring + n % STAGES * STAGE;
-        each_copy([&](int i, int row, int column) {
-            store_shared(to + row * STRIDE + column * 16, held[0][i]);
-            store_shared(to + TILE + row * STRIDE + column * 16, held[1][i]);
+        each_piece<BC, COPIES>([&](int i, int row, int column) {
+            UNROLLED(n, 2) store_shared(to + n * TILE + row * STRIDE + column * 16, held[n][i]);
         });
         __syncthreads();
         load(n + 1);
@@ -160,13 +143,11 @@ __device__ inline Tiles begin_tiles(const Call& call, const Block& block, unsign
     if (D != WIDTH) {
         constexpr int ADDED = D == WIDTH ? 1 : (WIDTH - D) / COPY;
         for (int c = threadIdx.x; c < STAGES * 2 * BC * ADDED; c += THREADS)
-            store_shared(ring + c / ADDED * STRIDE + COPIES * 16 + c % ADDED * 16, make_uint4(0, 0, 0, 0));
+            store_shared(ring + c / ADDED * STRIDE + COPIES * 16 + c % ADDED * 16, uint4{});
     }
     tiles.start();
     return tiles;
 }
-
-// ---- the softmax ----
 
 struct State {  // of a warp's rows; four neighbouring lanes share a row, and a lane has its share of l
     Output O = {};
@@ -195,9 +176,8 @@ __device__ inline void weigh(Weights& P, Pairs& sums, const Scores& S, const Pai
     }
 }
 
-// Adds the chunk's sums to l once its weights are known to be in range. m is the maximum of some earlier chunk,
-// so a later score may exceed it. If a sum of weights reaches LIMIT, or is NaN as in a row's first chunk (m =
-// -inf), the warp updates m, rescales l and O, and computes the weights again.
+// Adds the chunk's sums to l. If a sum of weights reaches LIMIT, or is NaN as in a row's first chunk (m =
+// -inf), the warp first updates m, rescales l and O, and computes the weights again.
 template <bool SCALED>
 __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S) {
     bool in_range = true;
@@ -225,8 +205,6 @@ __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S
     UNROLLED(i, M_TILES) s.l[i][0] += sums[i][0], s.l[i][1] += sums[i][1];
 }
 
-// ---- one chunk after the other ----
-
 // Tiles `from` to `to` - 1: S <- Q K^T, P <- 2^(scale S - m), O <- O + P V. MASKED: some row of the block may
 // not see some key; warp_row: the warp's first row.
 template <bool MASKED>
@@ -244,7 +222,7 @@ __device__ inline void attend(State& s, const Queries& Q, Tiles& tiles, int from
                 continue;
             }
 
-            Scores S;
+            Scores S = {};
             scores(S, Q, at + tiles.k_lane + c * (CHUNK * STRIDE));
             if (MASKED) {
                 UNROLLED(i, M_TILES)

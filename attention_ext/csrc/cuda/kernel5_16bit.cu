@@ -1,37 +1,28 @@
 // Kernel 5 in bfloat16 and float16: the tensor cores with mma.sync (FlashAttention-2).
-// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80; in float16 sm_75. The softmax and the plain
-//     loop are in kernel5.h.
+// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80; in float16 sm_75.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
-//     256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
+// Shapes: bf16 and fp16; d is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes.
 // Loop nest: that of kernel5.h. With PIPE, the tiles without a mask have a loop of their own, in which the
 //     chunks of keys overlap.
 // Launch: B H ceil(Nq / BR) blocks of THREADS threads.
-// Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and with Q_SHARED Q, 2 BR d bytes; 30, 54 and 100
-//     KiB at d = 32, 64 and 128.
-// Registers: 143, 241 and 255 at d = 32, 64 and 128 in bf16; sm_90, none spilled.
+// Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and with Q_SHARED Q, 2 BR d bytes.
 // Improves on kernel 4: an instruction of the tensor cores does 2,048 multiply-adds. The softmax then takes as
 //     long as the products. With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous
 //     one are interleaved with the exponentials: tensor cores and exponentials work at the same time.
-// Before sm_80 a thread holds its part of the next tile in registers, two products do the work of one, and PIPE
-//     is 0. The tiles fit the 64 KiB of a T4; the speed there is not measured.
 // Bound: the exponentials at d = 32, shared memory from d = 64 on. At d = 128 O takes 128 registers a thread,
-//     so Q lies in shared memory and is read again for every chunk. With chunks of 64 keys these reads are 6
-//     of 38 GiB moved; with chunks of 16 they would be 25 of 56. Chunks of 64 leave no registers for a second
-//     chunk, so PIPE is 0, and the other block's products run beside the exponentials.
+//     so Q lies in shared memory and is read again for every chunk; long chunks read it less often.
 // Command: python gpt.py bench kernel5,kernel6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's flash
-//     backend:
-//         no mask  298 (1.42), 353 (1.22), 322 (1.01)
-//         causal   255 (1.32), 319 (1.17), 300 (1.02)
+// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 298, 353, 322; that
+// is
+//     1.42, 1.22 and 1.01 times SDPA's flash backend.
 #include "kernel5.h"
 
 // Macros beside those of kernel5.h:
 //   PIPE      0: one chunk after the other; 1: the next scores beside this softmax; 2: the product before, too
 //   Q_SHARED  1: the queries' fragments are in shared memory; 0: in registers
 
-constexpr int QK_PARTS = WIDTH / 16, PV_PARTS = (CHUNK / 16) * (WIDTH / 16);
+constexpr int QK_PRODUCTS = WIDTH / 16, PV_PRODUCTS = (CHUNK / 16) * (WIDTH / 16);
 static_assert(STAGES >= (PIPE ? 3 : 2), "the copies run ahead");
 static_assert(PIPE < 2 || CHUNKS >= 2, "a stage is overwritten one chunk after its last use");
 static_assert(BR <= STAGES * 2 * BC, "the tiles' memory takes the result");
@@ -43,28 +34,20 @@ struct Queries {
 
     __device__ inline void put(const unsigned (&a)[4], int tile, int slice) {
         if (Q_SHARED)
-            store_shared(at + (tile * SLICES + slice) * 512, make_uint4(a[0], a[1], a[2], a[3]));
+            store_shared(at + (tile * SLICES + slice) * 512, a);
         else
             UNROLLED(e, 4) registers[tile][slice][e] = a[e];
     }
     __device__ inline void get(unsigned (&a)[4], int tile, int slice) const {
-        if (Q_SHARED) {
-            const uint4 x = reload_shared(at + (tile * SLICES + slice) * 512);
-            a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
-        } else {
+        if (Q_SHARED)
+            reload_shared(a, at + (tile * SLICES + slice) * 512);
+        else
             UNROLLED(e, 4) a[e] = registers[tile][slice][e];
-        }
     }
 };
 
-__device__ inline void clear(Scores& S) {
-    UNROLLED(i, M_TILES)
-        UNROLLED(n, CHUNK / 8)
-            UNROLLED(e, 4) S[i][n][e] = 0.0f;
-}
-
 // S += Q K^T, 16 of the d columns. All keys of the chunk share a load of the queries.
-__device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k, int slice) {
+__device__ inline void qk_product(Scores& S, const Queries& Q, unsigned k, int slice) {
     unsigned a[M_TILES][4];
     UNROLLED(i, M_TILES) Q.get(a[i], i, slice);
     UNROLLED(pair, CHUNK / 16) {
@@ -77,13 +60,12 @@ __device__ inline void qk_part(Scores& S, const Queries& Q, unsigned k, int slic
     }
 }
 __device__ inline void scores(Scores& S, const Queries& Q, unsigned k) {
-    clear(S);
-    UNROLLED(part, QK_PARTS) qk_part(S, Q, k, part);
+    UNROLLED(product, QK_PRODUCTS) qk_product(S, Q, k, product);
 }
 
 // O += P V, 16 keys and 16 columns. The scores' registers, rounded in pairs, are the product's.
-__device__ inline void pv_part(Output& O, const Weights& P, unsigned v, int part) {
-    const int keys = part / (WIDTH / 16), pair = part % (WIDTH / 16);
+__device__ inline void pv_product(Output& O, const Weights& P, unsigned v, int product) {
+    const int keys = product / (WIDTH / 16), pair = product % (WIDTH / 16);
     unsigned b[4];
     load_transposed(b, v + keys * 16 * STRIDE + pair * 32);
     UNROLLED(i, M_TILES) {
@@ -92,7 +74,7 @@ __device__ inline void pv_part(Output& O, const Weights& P, unsigned v, int part
     }
 }
 __device__ inline void add_values(Output& O, const Weights& P, unsigned v) {
-    UNROLLED(part, PV_PARTS) pv_part(O, P, v, part);
+    UNROLLED(product, PV_PRODUCTS) pv_product(O, P, v, product);
 }
 
 // The tiles from n on, which have no mask. The scores of the next chunk and, with PIPE 2, the product of the
@@ -102,7 +84,7 @@ __device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& til
     wait_groups<STAGES - 2>();
     __syncthreads();
     unsigned tile = tiles.ring + n % STAGES * STAGE;
-    Scores S;
+    Scores S = {};
     scores(S, Q, tile + tiles.k_lane);
     Weights P_before = {};
     unsigned v_before = tile + tiles.v_lane;
@@ -118,19 +100,20 @@ __device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& til
                 next_tile = tiles.ring + (n + 1) % STAGES * STAGE;
                 k_next = next_tile + tiles.k_lane;  // past the last tile: the scores are unused
             }
-            Scores S_next;
-            clear(S_next);
+            Scores S_next = {};
             Weights P;
             Pairs sums;
             UNROLLED(unit, UNITS) {
 #pragma unroll
-                for (int part = unit * QK_PARTS / UNITS; part < (unit + 1) * QK_PARTS / UNITS; ++part)
-                    qk_part(S_next, Q, k_next, part);
+                for (int product = unit * QK_PRODUCTS / UNITS; product < (unit + 1) * QK_PRODUCTS / UNITS;
+                     ++product)
+                    qk_product(S_next, Q, k_next, product);
                 weigh<false>(P, sums, S, s.m, s.scale, unit);
                 if (PIPE == 2)
 #pragma unroll
-                    for (int part = unit * PV_PARTS / UNITS; part < (unit + 1) * PV_PARTS / UNITS; ++part)
-                        pv_part(s.O, P_before, v_before, part);
+                    for (int product = unit * PV_PRODUCTS / UNITS; product < (unit + 1) * PV_PRODUCTS / UNITS;
+                         ++product)
+                        pv_product(s.O, P_before, v_before, product);
             }
             settle<false>(s, P, sums, S);
             const unsigned v = tile + tiles.v_lane + c * (CHUNK * STRIDE);
@@ -194,8 +177,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel5(
 #pragma unroll
     for (int c0 = 0; c0 < ROWS * COPIES; c0 += 32) {
         const int row = (c0 + lane) / COPIES, column = (c0 + lane) % COPIES;
-        if (row < ROWS && warp_row + row < Nq)
-            *(uint4*)(call.out + (first + warp_row + row) * D + column * COPY) =
-                load_shared(rows + row * STRIDE + column * 16);
+        if (row >= ROWS || warp_row + row >= Nq) continue;
+        unsigned x[4];
+        load_shared(x, rows + row * STRIDE + column * 16);
+        *(uint4*)(call.out + (first + warp_row + row) * D + column * COPY) = {x[0], x[1], x[2], x[3]};
     }
 }

@@ -1,29 +1,22 @@
 // Kernel 5 in float32: the tensor cores with mma.sync, as three products of tf32 parts (FlashAttention-2).
-// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80. The softmax and the loop are in kernel5.h.
+// Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); float32; d is a multiple of 8 up to 256;
-//     pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC keys.
+// Shapes: float32; d is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes.
 // Loop nest: that of kernel5.h; in each chunk, over groups of keys and blocks of 32 columns:
 //         T <- Q K^T by three products, S <- S + T; later T <- P V by three products, O <- O + T
 // Launch: B H ceil(Nq / BR) blocks of THREADS threads.
 // Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes; Q, 4 BR d bytes, or 8 BR d as two parts (Q_SPLIT).
-//     68, 98 and 98 KiB at d = 32, 64 and 128; 162, 194, 226 and 193 KiB at d = 160, 192, 224 and 256.
-// Registers: 218, 254 and 236 at d = 32, 64 and 128; sm_90, none spilled. 255 beyond; 20, 44, 72 and 36 bytes
-//     are spilled at d = 160, 192, 224 and 256.
 // Improves on kernel 4: an instruction of the tensor cores does 1,024 multiply-adds. x = high + low, and x y =
-//     high high + high low + low high, each exact in tf32 products. The tensor cores round sums towards zero.
-//     Over thousands of keys the error grows to 40 times SDPA's, so only sums of 32 columns or one chunk of
-//     keys are left to them.
+//     high high + high low + low high, each exact in tf32 products. The tensor cores round sums towards zero,
+//     an error that grows with the number of products: so only sums of 32 columns or one chunk of keys are left
+//     to them.
 // Bound: the tensor cores, and shared memory at d = 128. Infinite numbers, and finite ones from 3.4019e38 on,
 //     have no low part: inf - inf is NaN. A row that sees such a key, or has it in its query, is NaN; such a
 //     value makes its column NaN in the rows that see it.
 // Command: python gpt.py bench kernel3,kernel4,kernel5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over SDPA's efficient
-//     backend:
-//         no mask  66.0 (3.19), 72.6 (2.04), 61.1 (1.30)
-//         causal   61.0 (3.13), 67.4 (1.99), 57.9 (1.29)
-//     That is 1.72, 1.69 and 1.40 times kernel 4; causal 1.56, 1.55 and 1.32 times.
+// Measured: NVIDIA H200, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 66.0, 72.6, 61.1; that is
+//     1.72, 1.69 and 1.40 times kernel 4, and 3.19, 2.04 and 1.30 times SDPA's efficient backend.
 #include "kernel5.h"
 
 // Macros beside those of kernel5.h: Q_SPLIT 1: the queries are kept as their two parts; 0: split at each use.
@@ -45,23 +38,17 @@ struct Queries {
             split(x[e], high[e], low[e]);
             if (!Q_SPLIT) high[e] = __float_as_uint(x[e]);
         }
-        store_shared(at(tile, slice), make_uint4(high[0], high[1], high[2], high[3]));
-        if (Q_SPLIT) store_shared(at(tile, slice) + 512, make_uint4(low[0], low[1], low[2], low[3]));
+        store_shared(at(tile, slice), high);
+        if (Q_SPLIT) store_shared(at(tile, slice) + 512, low);
     }
     __device__ inline void get(unsigned (&high)[4], unsigned (&low)[4], int tile, int slice) const {
-        const uint4 x = reload_shared(at(tile, slice));
-        if (Q_SPLIT) {
-            const uint4 y = reload_shared(at(tile, slice) + 512);
-            high[0] = x.x, high[1] = x.y, high[2] = x.z, high[3] = x.w;
-            low[0] = y.x, low[1] = y.y, low[2] = y.z, low[3] = y.w;
-        } else {
-            split(x, high, low);
-        }
+        reload_shared(high, at(tile, slice));
+        if (Q_SPLIT)
+            reload_shared(low, at(tile, slice) + 512);
+        else
+            split(high, high, low);
     }
 };
-
-// The tensor cores round sums towards zero, an error that grows with the number of products. So they sum only
-// 32 columns or one chunk of keys; these sums are added in float32.
 
 // GROUP tiles of 8 keys and 32 of the d columns at a time. The sum over d may take any order: of 32 columns a
 // lane has 8 t to 8 t + 7, in K two 16-byte loads.
@@ -72,8 +59,10 @@ __device__ inline void scores(Scores& S, const Queries& Q, unsigned k) {
             float T[M_TILES][GROUP][4] = {};
             UNROLLED(half, 2) {
                 unsigned high[GROUP][4], low[GROUP][4];
-                UNROLLED(n, GROUP)
-                    split(load_shared(k + (n0 + n) * 8 * STRIDE + block * 128 + half * 16), high[n], low[n]);
+                UNROLLED(n, GROUP) {
+                    load_shared(high[n], k + (n0 + n) * 8 * STRIDE + block * 128 + half * 16);
+                    split(high[n], high[n], low[n]);
+                }
                 UNROLLED(slice, 2) {
                     unsigned a_high[M_TILES][4], a_low[M_TILES][4];
                     UNROLLED(i, M_TILES) Q.get(a_high[i], a_low[i], i, block * 4 + half * 2 + slice);
@@ -103,9 +92,12 @@ __device__ inline void add_values(Output& O, const Weights& P, unsigned v) {
             unsigned a_high[M_TILES][4], a_low[M_TILES][4], high[2][4], low[2][4];
             UNROLLED(i, M_TILES) {
                 const unsigned (&p)[4] = P[i][keys];
-                split(make_uint4(p[0], p[2], p[1], p[3]), a_high[i], a_low[i]);
+                split({p[0], p[2], p[1], p[3]}, a_high[i], a_low[i]);
             }
-            UNROLLED(j, 2) split(load_shared(v + (keys * 8 + j) * STRIDE + block * 128), high[j], low[j]);
+            UNROLLED(j, 2) {
+                load_shared(high[j], v + (keys * 8 + j) * STRIDE + block * 128);
+                split(high[j], high[j], low[j]);
+            }
             UNROLLED(n, 4)
                 UNROLLED(i, M_TILES) multiply_tf32(T[i][n], a_low[i], high[0][n], high[1][n]);
             UNROLLED(n, 4)

@@ -2,10 +2,10 @@
 //     products of another (FlashAttention-3).
 // Source: Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); bf16 and fp16; d is a multiple of 8 up to
-//     256; rows, heads and batches start at multiples of 16 bytes. Tiles of Br queries and Bc keys, 32, 64,
-//     128, 192 or 256 columns wide: the copy engine fills what is beyond d, and the keys beyond Nk, with
-//     zeros.
+// Shapes: bf16 and fp16; d is a multiple of 8 up to 256; rows, heads and batches start at multiples of 16
+// bytes.
+//     Tiles of Br queries and Bc keys, 32, 64, 128, 192 or 256 columns wide: the copy engine fills what is
+//     beyond d, and the keys beyond Nk, with zeros.
 // Loop nest: a block goes over its tiles of queries, every gridDim-th one, and for each over tiles of keys:
 //         S <- Qi Kj^T, P <- 2^(c S - c m), O <- O + P Vj
 // Launch: min(tiles of queries, multiprocessors) blocks. 128 threads of a block copy; a warpgroup of 128
@@ -13,27 +13,19 @@
 // Shared memory: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024 (to begin
 //     at a multiple of it) bytes.
 // Registers: Bc / 2 (S) + Bc / 4 (P) + width / 2 (O) and about 30 more for a thread that multiplies.
-//     setmaxnreg gives it those that the threads that copy do not need: 32 and 160 registers up to d = 64,
-//     then 24 and 240. Improves on kernel 5:
+// Improves on kernel 5:
 //   - One thread copies, by TMA. No other thread computes addresses; mbarriers tell when a tile is full or
 //     free.
 //   - wgmma reads Q, K and V from shared memory and runs while its warps go on. S = Qi Kj^T and O += P V(j-1)
 //     begin together, and the softmax needs only S.
 //   - The warpgroups take turns to begin products, so that one has its softmax while another multiplies.
 //   - m follows the largest score only when that is 2^8 times above it. Few tiles shuffle or rescale O.
-//   - At d = 32 the gain is only 3 %: the exponentials bound both kernels.
-//   - Sweep on an H200, bf16, TFLOP/s, by an earlier version with a switch for each choice. d = 64: 489 as it
-//     is; 430 without turns; 463 and 440 with 2 and 4 of 16 powers by a polynomial instead of ex2; 442 with
-//     2 warpgroups that multiply; 479 with a block for each tile. d = 32: 306 as it is; 291 with 4 warpgroups
-//     that multiply. d = 128 causal: 547 as it is (L2_BYTES of 20 MiB); 453 with 8 MiB, 527 with 40 MiB.
-// Bound: the exponentials at d = 32 and 64, 0.414 of the 0.702 ms at d = 32; the tensor cores from d = 128 on,
-//     0.802 of the 1.24 ms. The softmax of a warpgroup has serial parts, so three warpgroups leave gaps.
+// Bound: the exponentials at d = 32 and 64, so at d = 32 the gain is small; the tensor cores from d = 128 on.
 // Command: python gpt.py bench kernel5,kernel6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), TFLOP/s at d = 32, 64 and 128; in brackets over cuDNN:
-//         no mask  306 (1.26), 545 (1.16), 694 (1.04)
-//         causal   271 (1.25), 466 (1.09), 601 (1.03)
-//     That is 1.03, 1.55 and 2.16 times kernel 5; causal 1.06, 1.46 and 2.00 times.
+// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 306, 545, 694; that
+// is
+//     1.03, 1.55 and 2.16 times kernel 5, and 1.26, 1.16 and 1.04 times cuDNN.
 #include "call.h"
 // Macros of its own, by cuda/tiles.py:
 //   WIDTH   columns of a tile
@@ -84,9 +76,8 @@ struct Tile {
     int i0, batch, head;
 };
 
-// The query tile of this number, in the order in which blocks take them. Neighbours share K and V, which stay
-// in L2. Under a mask, the tiles of as many heads as L2_BYTES hold alternate. The rows that see the most keys
-// come first, so that all blocks end at about the same time.
+// The query tile of this number, in the order in which blocks take them. Neighbours share K and V in L2. Under
+// a mask, the tiles of as many heads as L2_BYTES hold alternate, those that see the most keys first.
 __device__ inline Tile query_tile(const Call& call, unsigned index) {
     const unsigned Tr = (call.Nq + Br - 1) / Br, all = call.batches * call.heads;
     const long long head_bytes = (long long)call.Nk * (4 * width);
@@ -103,18 +94,6 @@ __device__ inline Tile query_tile(const Call& call, unsigned index) {
 }
 
 __device__ inline int key_tiles(int keys) { return max(1, (keys + Bc - 1) / Bc); }
-
-__device__ inline float log2_approx(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ inline float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // Announces and starts the copies of `rows` rows of a tile's head. A dimension that repeats the same numbers,
 // of stride 0, has one entry in the map.
@@ -165,8 +144,8 @@ __device__ inline void weighted_sum(float (&O)[width / 2], const unsigned (&P)[B
 }
 
 struct Softmax {
-    float m[2], l[2];  // of the rows r and r + 8; l of this thread's columns alone
-    float c;           // scores times c are powers of two
+    const float c;                         // scores times c are powers of two
+    float m[2] = {-INF, -INF}, l[2] = {};  // of the rows r and r + 8; l of this thread's columns alone
     float factor[2];
     bool moved;
 
@@ -205,22 +184,13 @@ __device__ inline void to_weights(unsigned (&P)[Bc / 4], const float (&S)[Bc / 2
 // Transposes 4 x 4 words in the four threads of a quad. Before, word n of a thread is its piece of group n of 8
 // columns. After, thread t has the four pieces of group t, 16 bytes side by side.
 __device__ inline void transpose_quad(unsigned (&word)[4]) {
-    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-    for (int n = 0; n < 4; n += 2) {
-        const unsigned other = __shfl_xor_sync(~0u, odd ? word[n] : word[n + 1], 1);
-        if (odd)
-            word[n] = other;
-        else
-            word[n + 1] = other;
-    }
-    UNROLLED(n, 2) {
-        const unsigned other = __shfl_xor_sync(~0u, high ? word[n] : word[n + 2], 2);
-        if (high)
-            word[n] = other;
-        else
-            word[n + 2] = other;
-    }
+    const auto swap = [&](int a, int b, int far) {  // word[b] with the word[a] of the next thread
+        const bool upper = threadIdx.x & far;
+        const unsigned other = __shfl_xor_sync(~0u, upper ? word[a] : word[b], far);
+        (upper ? word[a] : word[b]) = other;
+    };
+    swap(0, 1, 1), swap(2, 3, 1);
+    swap(0, 2, 2), swap(1, 3, 2);
 }
 
 // O / l and the logsumexp of 64 rows.
@@ -230,7 +200,7 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
     const long long row0 = ((long long)tile.batch * call.heads + tile.head) * call.Nq;
     UNROLLED(h, 2) {
         const int i = row + 8 * h;
-        const float l = sum<1, 4>(softmax.l[h]), inverse = reciprocal(l);
+        const float l = sum<1, 4>(softmax.l[h]), inverse = reciprocal_approx(l);
         Element* out = call.out + (row0 + i) * d;
         UNROLLED(b, width / 32) {
             unsigned word[4];
@@ -248,51 +218,54 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
     }
 }
 
+// Masks and scales that are not positive, which few tiles need: S of tile j, for rows from i0 on, of which all
+// see the keys below `all_see`.
+__device__ inline void mask(float (&S)[Bc / 2], const Call& call, int i0, int all_see, int j) {
+    const int lane = threadIdx.x % 32, row = i0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
+    if (!(call.scale > 0.0f)) {
+        UNROLLED(i, Bc / 2) S[i] *= call.scale;
+    }
+    if ((j + 1) * Bc <= all_see) return;
+    const int seen[2] = {keys_seen(call, row), keys_seen(call, row + 8)};
+    UNROLLED(i, Bc / 2) {
+        const int column = j * Bc + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (column >= seen[i / 2 % 2]) S[i] = -INF;
+    }
+}
+
+// The turns of the warpgroups that multiply.
+struct Turns {
+    const int group;
+    bool first = group == 0;
+    __device__ inline void begin() {
+        if (!first) turn_wait(1 + group, 256);  // 256: the threads of this warpgroup and of the one before
+        first = false;
+    }
+    __device__ inline void end() const { turn_pass(1 + (group + 1) % CONSUMERS, 256); }
+};
+
 // A warpgroup that multiplies: rows 64 group to 64 group + 63 of each query tile.
 __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int group) {
     const int lane = threadIdx.x % 32;
     const unsigned q = tile_at(shared + group * 64 * box_row, 0);
     const unsigned k = tile_at(shared + k_at, 0);
     const unsigned v = tile_at(shared + v_at, Bc * box_row);
-    const int row = threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the group's 64, and 8 below it
     Ring k_ring{shared + k_full, shared + k_empty}, v_ring{shared + v_full, shared + v_empty};
     unsigned q_phase = 0;
-    bool first_turn = group == 0;
-    auto turn_begins = [&] {
-        if (!first_turn) turn_wait(1 + group, 256);  // 256: the threads of this warpgroup and of the one before
-        first_turn = false;
-    };
-    auto turn_ends = [&] { turn_pass(1 + (group + 1) % CONSUMERS, 256); };
+    Turns turns{group};
     for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = query_tile(call, index);
         const int i0 = tile.i0 + 64 * group;
         const int Tc = key_tiles(keys_seen(call, min(tile.i0 + Br, call.Nq) - 1));
         const int all_see = keys_seen(call, i0);
-        const int mine = i0 < call.Nq ? key_tiles(keys_seen(call, min(i0 + 64, call.Nq) - 1)) : 0;
+        const int own = i0 < call.Nq ? key_tiles(keys_seen(call, min(i0 + 64, call.Nq) - 1)) : 0;
 
         float S[Bc / 2], O[width / 2] = {};
         unsigned P[Bc / 4];
-        Softmax softmax;
-        softmax.m[0] = softmax.m[1] = -INF;
-        softmax.l[0] = softmax.l[1] = 0.0f;
-        softmax.c = call.scale > 0.0f ? call.scale : 1.0f;
-
-        auto special = [&](int j) {  // masks and scales that are not positive: few tiles need them
-            if (!(call.scale > 0.0f)) {
-                UNROLLED(i, Bc / 2) S[i] *= call.scale;
-            }
-            if ((j + 1) * Bc > all_see) {
-                const int seen[2] = {keys_seen(call, i0 + row), keys_seen(call, i0 + row + 8)};
-                UNROLLED(i, Bc / 2) {
-                    const int column = j * Bc + i / 4 * 8 + lane % 4 * 2 + i % 2;
-                    if (column >= seen[i / 2 % 2]) S[i] = -INF;
-                }
-            }
-        };
-
+        Softmax softmax{call.scale > 0.0f ? call.scale : 1.0f};
         barrier_wait(shared + q_full, q_phase);
         q_phase ^= 1;
-        if (mine > 0) {
+        if (own > 0) {
             k_ring.wait();
             hold(S);
             scores(S, q, k + (k_ring.stage * tile_bytes >> 4));
@@ -300,13 +273,13 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
             products_wait<0>();
             hold(S);
             k_ring.release();
-            special(0);
+            mask(S, call, i0, all_see, 0);
             softmax(S);
             to_weights(P, S);
 #pragma unroll 1
-            for (int j = 1; j < mine; j++) {  // P is that of tile j - 1
+            for (int j = 1; j < own; j++) {  // P is that of tile j - 1
                 k_ring.wait();
-                turn_begins();
+                turns.begin();
                 hold(S);
                 hold(O);
                 hold(P);
@@ -315,11 +288,11 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
                 v_ring.wait();
                 weighted_sum(O, P, v + (v_ring.stage * tile_bytes >> 4));
                 products_commit();
-                turn_ends();
+                turns.end();
                 products_wait<1>();
                 hold(S);
                 k_ring.release();
-                special(j);
+                mask(S, call, i0, all_see, j);
                 softmax(S);
                 products_wait<0>();
                 hold(O);
@@ -345,18 +318,18 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
         }
         // Tiles that only other warpgroups see: this one just frees them and passes its turn.
 #pragma unroll 1
-        for (int j = mine; j < Tc; j++) {
+        for (int j = own; j < Tc; j++) {
             k_ring.wait();
             k_ring.release();
             if (j > 0) {
-                turn_begins();
-                turn_ends();
+                turns.begin();
+                turns.end();
             }
             v_ring.wait();
             v_ring.release();
         }
     }
-    if (group == 0 && !first_turn) turn_wait(1, 256);  // takes the last turn that was passed on
+    if (group == 0 && !turns.first) turn_wait(1, 256);  // takes the last turn that was passed on
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -2,9 +2,7 @@
 // products on the tensor cores. All exist since sm_80; sm_75 has ldmatrix and a product of half the size in
 // float16. All lanes of a warp execute ldmatrix and mma together.
 //
-// Source: PTX ISA, 'Instruction Set': 'Data Movement and Conversion Instructions: cp.async', 'Warp Level Matrix
-// Multiply-Accumulate Instructions', there 'Matrix Fragments for mma.m16n8k16 with floating point type',
-// 'Matrix Fragments for mma.m16n8k8' and 'ldmatrix'.
+// Source: PTX ISA, 'Instruction Set': 'cp.async', and 'Warp Level Matrix Multiply-Accumulate Instructions'.
 //
 // Which lanes hold what in C += A B, with lane = 4 g + t (g: 0 to 7, t: 0 to 3). X[i][j, j + 1] is two numbers,
 // in 16-bit formats the lower and the upper half of one register.
@@ -18,6 +16,19 @@
 // So the registers of two neighbouring tiles of C, rounded in pairs, are those of a 16-bit A: P needs no
 // exchange.
 #pragma once
+
+// f(n, row, piece) for the pieces that the thread copies of `rows` rows of `pieces` pieces; n counts them.
+template <int rows, int pieces, class F>
+__device__ inline void each_piece(const F& f) {
+    UNROLLED(n, (rows * pieces + THREADS - 1) / THREADS) {
+        const int first = n * THREADS, at = first + threadIdx.x;
+        if (rows * pieces % THREADS != 0 && at >= rows * pieces) break;
+        if constexpr (THREADS % pieces == 0)
+            f(n, first / pieces + threadIdx.x / pieces, threadIdx.x % pieces);
+        else
+            f(n, at / pieces, at % pieces);
+    }
+}
 
 #if __CUDA_ARCH__ >= 800
 // cp.async: copies 16 bytes from global to shared memory while the thread goes on. The first `bytes` are read,
@@ -40,25 +51,23 @@ __device__ inline void wait_groups() {}
 #endif
 
 // 16 bytes of shared memory.
-__device__ inline uint4 load_shared(unsigned from) {
-    uint4 x;
+__device__ inline void load_shared(unsigned (&x)[4], unsigned from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(from));
-    return x;
 }
 // The same, loaded anew at each use: `volatile` keeps the compiler from holding it in registers.
-__device__ inline uint4 reload_shared(unsigned from) {
-    uint4 x;
+__device__ inline void reload_shared(unsigned (&x)[4], unsigned from) {
     asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(from));
-    return x;
 }
-__device__ inline void store_shared(unsigned to, uint4 x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+__device__ inline void store_shared(unsigned to, const unsigned (&x)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+                 "r"(x[3])
                  : "memory");
 }
+__device__ inline void store_shared(unsigned to, uint4 x) { store_shared(to, {x.x, x.y, x.z, x.w}); }
 __device__ inline void store_shared(unsigned to, unsigned x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
@@ -102,11 +111,9 @@ __device__ inline void split(float x, unsigned& high, unsigned& low) {
     high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     low = __float_as_uint(x - __uint_as_float(high));
 }
-__device__ inline void split(uint4 x, unsigned (&high)[4], unsigned (&low)[4]) {
-    split(__uint_as_float(x.x), high[0], low[0]);
-    split(__uint_as_float(x.y), high[1], low[1]);
-    split(__uint_as_float(x.z), high[2], low[2]);
-    split(__uint_as_float(x.w), high[3], low[3]);
+// `high` may be x.
+__device__ inline void split(const unsigned (&x)[4], unsigned (&high)[4], unsigned (&low)[4]) {
+    UNROLLED(e, 4) split(__uint_as_float(x[e]), high[e], low[e]);
 }
 
 // mma.sync: c (16 x 8) += a (16 x 8) b (8 x 8), tf32 factors, float32 sums.

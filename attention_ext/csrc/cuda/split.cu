@@ -1,40 +1,24 @@
 // Split: few queries against many keys. The keys are split among blocks; a second kernel merges by logsumexp.
 //
-// Shapes: q (B, H, Nq, d), k and v (B, H, Nk, d), out (B, H, Nq, d); every dtype; meant for Nq from 1 to 16; d
-//     is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes. Tiles of BR queries and BC
-//     keys. Partial results in global memory, float32: O (B, H, Nq, splits, d), m and l (B, H, Nq, splits, 2).
+// Shapes: every dtype; meant for Nq from 1 to 16; d is a multiple of 8 up to 256; pointers and strides are
+//     multiples of 16 bytes. Tiles of BR queries. Partial results in global memory, float32: O (B, H, Nq,
+//     splits, d), m and l (B, H, Nq, splits, 2).
 // Loop nest: attention_split: the grid goes over (batch, head), splits of keys and tiles of queries, a block's
-//     teams of SHARERS warps in turn over STRIP keys of the split:
-//         S <- scale q K^T; m, l and O as in every kernel, separately for each group of LANES lanes
-//     then the O, m and l of the groups and of the teams are merged. attention_merge: for each row, over the
-//     splits
+//     teams of SHARERS warps in turn over STRIP keys of the split: S <- scale q K^T; m, l and O as in every
+//     kernel. Then the O, m and l of the teams are merged. attention_merge: for each row, over the splits
 //         O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
-//     A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once. The loads of the next strip's
-//     K begin when S is done, those of its V when O is done: LOADS to 2 LOADS loads are under way. With TENSOR
-//     the tensor cores multiply (split_mma.h).
+//     The lanes of a warp multiply (split_lanes.h), or with TENSOR the tensor cores (split_mma.h).
 // Launch: attention_split: B H splits ceil(Nq / BR) blocks of THREADS threads. attention_merge: B H Nq blocks
 //     of MERGE_THREADS threads.
-// Shared memory: the teams' O (TEAMS, BR, WIDTH), m and l (TEAMS, BR), then q (BR, WIDTH), float32; 2.3 KiB for
-//     one query at d = 64, 4.6 KiB at d = 128.
-// Registers: 128 for one query at d = 64, none spilled; sm_90. BLOCKS limits them to 128, to 168 for three or
-//     four queries in fp32 where d exceeds 128. One query has 8 loads of K under way in fp32 up to d = 128, all
-//     others have 4.
-// Improves on kernels 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. One query
-//     of 8 heads is 8 blocks there. Since sm_90 the merge is launched before the split has ended, which hides
-//     the launch.
-// Bound: the memory's bandwidth for one query. With 256 MiB or more of K and V it reaches 83 to 100 %; below,
-//     beginning and ending show: a launch that only reads 64 MiB has 74 %, one that reads 128 MiB 87 %. In bf16
-//     cuDNN is up to 4 % faster; in fp32 split is 2.6 to 4.5 times as fast as the best backend of SDPA.
+// Shared memory: the teams' O (TEAMS, BR, WIDTH), m and l (TEAMS, BR), then q, float32.
+// Improves on kernels 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. Since
+// sm_90
+//     the merge is launched before the split has ended, which hides the launch.
+// Bound: the memory's bandwidth for one query; with less than 256 MiB of K and V, beginning and ending show.
 // Command: python gpt.py bench split,sdpa-efficient,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16
 //          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
-//          python gpt.py bench split,sdpa-efficient,sdpa-math --device cuda --queries 1
-//          -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
-// Measured: NVIDIA H200, before the queries were loaded first, one query of 32 heads, share of the bandwidth of
-//     4.65 TB/s at Nk = 8192, 32768 and 131072; in brackets over the best backend of SDPA:
-//         bf16  d =  64   56 % (0.97), 83 % (0.99), 95 % (0.98)
-//         bf16  d = 128   72 % (1.01), 90 % (0.99), 96 % (0.98)
-//         fp32  d =  64   75 % (2.95), 93 % (4.36), 98 % (4.49)
-//         fp32  d = 128   85 % (2.57), 96 % (2.95), 100 % (2.94)
+// Measured: NVIDIA H200, one query of 32 heads, d = 64, share of 4.65 TB/s at Nk = 8192, 32768 and 131072: bf16
+//     56, 83 and 95 %, about as fast as cuDNN; fp32 75, 93 and 98 %, 2.95 to 4.49 times the best of SDPA.
 #include "call.h"
 
 // Macros of its own, by cuda/tiles.py:
@@ -48,46 +32,37 @@
 //   MERGE_LANES    threads of a row there, 4 numbers each
 constexpr int d = HEAD_DIM;
 constexpr int TEAMS = THREADS / 32 / SHARERS;
+
+// What a block attends to: the queries from q on, and the keys below `end` from `start` on; query i sees those
+// below sees + i.
+struct Span {
+    const Call& call;
+    const Element *q, *k, *v;  // of the first query, and of a head
+    int queries, start, end, sees;
+    long long q_row = call.q_strides.row, k_row = call.k_strides.row, v_row = call.v_strides.row;
+    float scale = call.scale;
+};
+
+// What a team found, in shared memory.
+struct Result {
+    float (*o)[WIDTH];  // (BR, WIDTH), not divided by l
+    float *m, *l;       // (BR)
+};
+
+// Words of a row, or zeros. ld.global.nc.L1::no_allocate (PTX ISA, ld.global.nc) keeps what is read once out of
+// L1.
+__device__ inline void load_words(unsigned (&x)[4], const Element* from, bool exists) {
+    x[0] = x[1] = x[2] = x[3] = 0;
+    if (exists)
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "l"(from));
+}
+
 #if TENSOR
 #include "split_mma.h"
 #else
-constexpr int VECTOR = 16 / sizeof(Element);
-constexpr int CHUNKS = d / VECTOR, PER = WIDTH / (LANES * VECTOR);  // of a row, of a lane
-constexpr int ROWS = 32 / LANES;
-constexpr int STRIP = LOADS * ROWS;  // keys of a warp at a time
-static_assert(d % VECTOR == 0);
-
-// What a lane loads: PER * 16 bytes of a row, zeros where the row or the chunk does not exist. Chunk c of the
-// lane is chunk c * LANES + its place. ld.global.nc.L1::no_allocate (PTX ISA, ld.global.nc) keeps what is read
-// once out of L1.
-struct Piece {
-    uint4 words[PER];
-};
-__device__ inline Piece load(const Element* row, int place, bool exists) {
-    Piece piece;
-    UNROLLED(c, PER) {
-        piece.words[c] = {0, 0, 0, 0};
-        if (exists && ((c + 1) * LANES <= CHUNKS || c * LANES + place < CHUNKS))
-            asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(piece.words[c].x), "=r"(piece.words[c].y), "=r"(piece.words[c].z),
-                           "=r"(piece.words[c].w)
-                         : "l"(row + (c * LANES + place) * VECTOR));
-    }
-    return piece;
-}
-__device__ inline void widen(float to[PER * VECTOR], const Piece& piece) {
-    UNROLLED(c, PER) {
-        const unsigned words[4] = {piece.words[c].x, piece.words[c].y, piece.words[c].z, piece.words[c].w};
-        UNROLLED(w, 4) {
-#if FORMAT == FP32
-            to[4 * c + w] = __uint_as_float(words[w]);
-#else
-            to[8 * c + 2 * w] = to_float((Element)(words[w] & 0xffff));
-            to[8 * c + 2 * w + 1] = to_float((Element)(words[w] >> 16));
-#endif
-        }
-    }
-}
+#include "split_lanes.h"
 #endif
 
 // Since sm_90 the merge may be launched while the split runs; it then waits for all that the split writes (PTX
@@ -115,106 +90,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     // data
     const Block block = block_at(call, blockIdx.x / groups / splits, i0);
-    const Element *q = block.q + i0 * call.q_strides.row, *k = block.k, *v = block.v;
-    const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
+    const Element* q = block.q + i0 * call.q_strides.row;
+    const Span span{call, q, block.k, block.v, Nq - i0, start, end, sees};
     extern __shared__ __align__(16) float memory[];
     auto o_shared = (float (*)[BR][WIDTH])memory;                                    // (TEAMS, BR, WIDTH)
     auto m_shared = (float (*)[BR])(o_shared + TEAMS), l_shared = m_shared + TEAMS;  // (TEAMS, BR)
     const int team = threadIdx.x / 32 / SHARERS;
-#if TENSOR
-    attend_strips(q, call.q_strides.row, Nq - i0, shared_address(l_shared + TEAMS), k, k_row, v, v_row,
-                  start + team * STRIP, TEAMS * STRIP, end, sees, call.scale, o_shared[team], m_shared[team],
-                  l_shared[team]);
-#else
-    auto q_shared = (float (*)[WIDTH])(l_shared + TEAMS);  // (BR, WIDTH)
-
-    // The queries first: they would arrive after all of K and V that is under way.
-    constexpr int NUMBERS = (BR * WIDTH + THREADS - 1) / THREADS;  // of the queries, a thread's
-    float numbers[NUMBERS];
-    UNROLLED(e, NUMBERS) {
-        const int n = e * THREADS + threadIdx.x, i = n / WIDTH, c = n % WIDTH;
-        numbers[e] = i < BR && i0 + i < Nq && c < d ? to_float(q[i * call.q_strides.row + c]) * call.scale : 0;
-    }
-    const int lane = threadIdx.x % 32, place = lane % LANES, group = lane / LANES;
-    int j = start + team * STRIP + group;  // the lane's first key of the strip
-    const Element *k_at = k + j * k_row, *v_at = v + j * v_row;
-    Piece K[LOADS], V[LOADS];
-    UNROLLED(u, LOADS) K[u] = load(k_at + u * ROWS * k_row, place, j + u * ROWS < end);
-    UNROLLED(u, LOADS) V[u] = load(v_at + u * ROWS * v_row, place, j + u * ROWS < end);
-    UNROLLED(e, NUMBERS)
-        if (const int n = e * THREADS + threadIdx.x; n < BR * WIDTH)
-            q_shared[n / WIDTH][n % WIDTH] = numbers[e];
-    __syncthreads();
-    float o[BR][PER * VECTOR] = {}, m[BR], l[BR] = {};
-    UNROLLED(i, BR) m[i] = -INF;
-
-    for (int j0 = start + team * STRIP; j0 < end; j0 += TEAMS * STRIP) {
-        // S <- q K^T
-        float s[BR][LOADS] = {};
-        UNROLLED(u, LOADS) {
-            float x[PER * VECTOR];
-            widen(x, K[u]);
-            UNROLLED(i, BR) {
-#pragma unroll
-                for (int c = 0; c < PER * VECTOR; c += 4) {
-                    const int at = (c / VECTOR * LANES + place) * VECTOR + c % VECTOR;
-                    const float4 y = *(const float4*)&q_shared[i][at];
-                    s[i][u] += y.x * x[c] + y.y * x[c + 1] + y.z * x[c + 2] + y.w * x[c + 3];
-                }
-            }
-        }
-        const int next = j + TEAMS * STRIP;
-        k_at += TEAMS * STRIP * k_row;
-        UNROLLED(u, LOADS) K[u] = load(k_at + u * ROWS * k_row, place, next + u * ROWS < end);
-
-        // P <- 2^(S - m), l and O as m grows
-        const bool masked = j0 + STRIP > min(end, sees);
-        UNROLLED(i, BR) {
-#pragma unroll
-            for (int far = 1; far < LANES; far *= 2)
-                UNROLLED(u, LOADS) s[i][u] += __shfl_xor_sync(~0u, s[i][u], far);
-            if (masked) {
-                UNROLLED(u, LOADS)
-                    if (j + u * ROWS >= min(end, sees + i)) s[i][u] = -INF;
-            }
-            float top = m[i];
-            UNROLLED(u, LOADS) top = fmaxf(top, s[i][u]);
-            const float less = subtrahend(top), shrink = exp2_approx(m[i] - less);
-            m[i] = top;
-            l[i] *= shrink;
-            UNROLLED(u, LOADS) s[i][u] = exp2_approx(s[i][u] - less), l[i] += s[i][u];
-            UNROLLED(c, PER * VECTOR) o[i][c] *= shrink;
-        }
-
-        // O <- O + P V
-        UNROLLED(u, LOADS) {
-            float x[PER * VECTOR];
-            widen(x, V[u]);
-            UNROLLED(i, BR)
-                UNROLLED(c, PER * VECTOR) o[i][c] += s[i][u] * x[c];
-        }
-        v_at += TEAMS * STRIP * v_row;
-        UNROLLED(u, LOADS) V[u] = load(v_at + u * ROWS * v_row, place, next + u * ROWS < end);
-        j = next;
-    }
-
-    // Merge the groups of a warp
-    UNROLLED(i, BR) {
-        const float top = largest<LANES, 32>(m[i]);
-        const float shrink = exp2_approx(m[i] - subtrahend(top));
-        l[i] *= shrink;
-        UNROLLED(c, PER * VECTOR) o[i][c] *= shrink;
-        l[i] = sum<LANES, 32>(l[i]);
-        UNROLLED(c, PER * VECTOR) o[i][c] = sum<LANES, 32>(o[i][c]);
-        if (group == 0) {
-#pragma unroll
-            for (int c = 0; c < PER * VECTOR; c += 4)
-                *(float4*)&o_shared[team][i][(c / VECTOR * LANES + place) * VECTOR + c % VECTOR] = {
-                    o[i][c], o[i][c + 1], o[i][c + 2], o[i][c + 3]};
-        }
-        if (lane == 0) m_shared[team][i] = top, l_shared[team][i] = l[i];
-    }
-#endif
+    attend_strips(span, team, {o_shared[team], m_shared[team], l_shared[team]}, (float*)(l_shared + TEAMS));
     __syncthreads();
 
     // Merge the teams of the block
@@ -241,15 +123,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     attention_merge(const Call call, const float* partial, int splits) {
     wait_for_predecessor();
-    constexpr int WIDE = MERGE_LANES, SHARES = MERGE_THREADS / WIDE;  // SHARES: of the splits
+    constexpr int SHARES = MERGE_THREADS / MERGE_LANES;  // of the splits
     static_assert(SHARES >= 1);
-    __shared__ float4 o_shared[SHARES][WIDE];
+    __shared__ float4 o_shared[SHARES][MERGE_LANES];
     __shared__ float2 stats_shared[SHARES];
     const long long row = blockIdx.x, all = (long long)call.batches * call.heads * call.Nq;
     const float2* stats = (const float2*)(partial + all * splits * d) + row * splits;
     const float4* o_splits = (const float4*)(partial + row * splits * d);
 
-    const int share = threadIdx.x / WIDE, place = threadIdx.x % WIDE;
+    const int share = threadIdx.x / MERGE_LANES, place = threadIdx.x % MERGE_LANES;
     float4 o = {0, 0, 0, 0};
     float m = -INF, l = 0;
 #pragma unroll 4

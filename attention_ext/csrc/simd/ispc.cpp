@@ -2,12 +2,17 @@
 // softmax. The others are the portable ones.
 #include "simd/simd.h"
 
+struct Operands {  // of simd.ispc
+    simd::Matrix C;
+    simd::Strided A;
+    simd::ConstMatrix B;
+};
+
 extern "C" {
 int64_t ispc_lanes();
 int64_t ispc_panel();
 int64_t ispc_rows();
-void ispc_product(float*, int64_t, const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t,
-                  int64_t, int64_t, bool);
+void ispc_product(const Operands&, int64_t, int64_t, int64_t, int64_t, bool);
 void ispc_dot_rows(float*, const float*, const float*, int64_t, int64_t, int64_t, float);
 void ispc_add_weighted_rows(float*, const float*, const float*, int64_t, int64_t, int64_t);
 float ispc_exp_sum(float*, int64_t, float);
@@ -29,14 +34,12 @@ const char* name() {
 int64_t softmax_instructions() { return lanes() == 16 ? 15 : 16; }
 
 void multiply(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth) {
-    ispc_product(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth, depth,
-                 false);
+    ispc_product({C, A, B}, rows, cols, depth, depth, false);
 }
 
 void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
                   int64_t first) {
-    ispc_product(C.data, C.ld, A.data, A.row_stride, A.depth_stride, B.data, B.ld, rows, cols, depth, first,
-                 true);
+    ispc_product({C, A, B}, rows, cols, depth, first, true);
 }
 
 void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t depth, float scale) {

@@ -6,15 +6,23 @@
 
 namespace simd {  // matrices are row-major, float32, with any alignment
 
-// The first element of a matrix, and the distance between its rows in elements.
-struct Matrix {
-    float* data;
-    int64_t ld;
-};
-
+// The first element of a matrix, and the distance between its rows in elements. from(): its part from a row,
+// and a column, on.
 struct ConstMatrix {
     const float* data;
     int64_t ld;
+
+    const float* row(int64_t r) const { return data + r * ld; }
+    ConstMatrix from(int64_t r, int64_t c = 0) const { return {row(r) + c, ld}; }
+};
+
+struct Matrix {
+    float* data;
+    int64_t ld;
+
+    float* row(int64_t r) const { return data + r * ld; }
+    Matrix from(int64_t r, int64_t c = 0) const { return {row(r) + c, ld}; }
+    operator ConstMatrix() const { return {data, ld}; }
 };
 
 // The left operand of a product: A(i, k) is data[i * row_stride + k * depth_stride].
@@ -49,28 +57,27 @@ struct Bf16Pairs {
 // C[i][c] <- sum_k A[i][k] * B[k][c], or with `add` C[i][c] <- C[i][c] + that sum; cols is a multiple of 2 W.
 void multiply_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add);
 
-// The same for at most FEW_ROWS rows, the fastest where B comes from memory; and in float32, where cols is a
-// multiple of W. after: what is read after B, which may be fetched meanwhile; by default what follows B in
-// memory.
+// The same for at most FEW_ROWS rows, the fastest where B comes from memory; in float32 cols is a multiple of
+// W. after: what is read next, by default what follows B in memory; it may be fetched meanwhile.
 constexpr int64_t FEW_ROWS = SMALL ? 0 : 8;
-void multiply_few_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth,
-                       bool add, const void* after = nullptr);
+void multiply_few(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add,
+                  const void* after = nullptr);
 void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth, bool add,
                   const void* after = nullptr);
 
 // o <- o + sum_j p[j] * B[j]; cols is a multiple of 2 W.
-void add_weighted_rows_bf16(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);
+void add_weighted_rows(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);
 
 // O[i] <- O[i] + sum_j P[i][j] * B[j] for j < min(n, first + i), with the bits of add_weighted_rows(): a causal
 // mask's last rows. first > 0; for bfloat16 cols is a multiple of 2 W.
 void add_weighted_few(Matrix O, ConstMatrix P, ConstMatrix B, int64_t rows, int64_t n, int64_t first,
                       int64_t cols);
-void add_weighted_few_bf16(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
-                           int64_t cols);
+void add_weighted_few(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
+                      int64_t cols);
 
 // Products with int8 weights: the weights of an output that share a scale, and the bits of a whole number that
-// stands for an activation. The number plus half of 2^bits is three digits of 7 bits, each in a byte. Every
-// processor's dot product of bytes takes these, signed or not.
+// stands for an activation. The number plus half of 2^bits is three digits of 7 bits, which any dot product of
+// bytes takes.
 constexpr int64_t INT8_GROUP = 128;
 constexpr int INT8_BITS = 21;
 

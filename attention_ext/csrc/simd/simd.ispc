@@ -29,53 +29,69 @@ export uniform int64 ispc_lanes() { return programCount; }
 export uniform int64 ispc_panel() { return VECS * programCount; }
 export uniform int64 ispc_rows() { return ROWS; }
 
+// The operands of C <- A B, or C + A B: A(i, k) is A[i * row_stride + k * depth_stride].
+struct Operands {
+    uniform float* uniform C;
+    uniform int64 ldC;
+    const uniform float* uniform A;
+    uniform int64 row_stride, depth_stride;
+    const uniform float* uniform B;
+    uniform int64 ldB;
+};
+
+static inline uniform Operands from(const uniform Operands& o, uniform int64 row, uniform int64 column) {
+    uniform Operands part = o;
+    part.C += row * o.ldC + column;
+    part.A += row * o.row_stride;
+    part.B += column;
+    return part;
+}
+
 // R rows by VS vectors of C in registers over the whole depth; with STAIRS column c takes the products
 // k < first + c. The accumulators have names, because ispc keeps an array in memory. Conditions on R, VS and
 // STAIRS are constant at compile time.
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
 #define DECLARE(i) float x##i = 0.0f, y##i = 0.0f, z##i = 0.0f, w##i = 0.0f;
-#define LOAD(i)                                                                      \
-    if (add && i < R) {                                                              \
-        x##i = C[i * ldC + programIndex];                                            \
-        if (VS > 1) y##i = C[i * ldC + programCount + programIndex];                 \
-        if (VS > 2) z##i = C[i * ldC + 2 * programCount + programIndex];             \
-        if (VS > 3) w##i = C[i * ldC + 3 * programCount + programIndex];             \
+#define LOAD(i)                                                                        \
+    if (add && i < R) {                                                                \
+        x##i = o.C[i * o.ldC + programIndex];                                          \
+        if (VS > 1) y##i = o.C[i * o.ldC + V + programIndex];                          \
+        if (VS > 2) z##i = o.C[i * o.ldC + 2 * V + programIndex];                      \
+        if (VS > 3) w##i = o.C[i * o.ldC + 3 * V + programIndex];                      \
     }
-#define ADD_PRODUCT(i)                                                               \
-    if (i < R) {                                                                     \
-        const uniform float a = A[i * row_stride + k * depth_stride];                \
-        if (done < 1) x##i = seen ? x##i + a * x : x##i;                             \
-        if (VS > 1 && done == 1) y##i = seen ? y##i + a * y : y##i;                  \
-        if (VS > 1 && done < 1) y##i += a * y;                                       \
-        if (VS > 2 && done == 2) z##i = seen ? z##i + a * z : z##i;                  \
-        if (VS > 2 && done < 2) z##i += a * z;                                       \
-        if (VS > 3) w##i += a * w;                                                   \
+#define ADD_PRODUCT(i)                                                                 \
+    if (i < R) {                                                                       \
+        const uniform float a = o.A[i * o.row_stride + k * o.depth_stride];            \
+        if (done < 1) x##i = seen ? x##i + a * x : x##i;                               \
+        if (VS > 1 && done == 1) y##i = seen ? y##i + a * y : y##i;                    \
+        if (VS > 1 && done < 1) y##i += a * y;                                         \
+        if (VS > 2 && done == 2) z##i = seen ? z##i + a * z : z##i;                    \
+        if (VS > 2 && done < 2) z##i += a * z;                                         \
+        if (VS > 3) w##i += a * w;                                                     \
     }
 // Products k to END: the first DONE vectors of a row are complete; the next takes products only in lanes with SEEN.
-#define ADD_PRODUCTS(DONE, SEEN, END)                                                \
-    for (; k < END; k++) {                                                           \
-        const uniform int done = DONE;                                               \
-        const bool seen = SEEN;                                                      \
-        const float x = B[k * ldB + programIndex];                                   \
-        float y = 0.0f, z = 0.0f, w = 0.0f;                                          \
-        if (VS > 1) y = B[k * ldB + V + programIndex];                               \
-        if (VS > 2) z = B[k * ldB + 2 * V + programIndex];                           \
-        if (VS > 3) w = B[k * ldB + 3 * V + programIndex];                           \
-        EACH_ROW(ADD_PRODUCT)                                                        \
+#define ADD_PRODUCTS(DONE, SEEN, END)                                                  \
+    for (; k < END; k++) {                                                             \
+        const uniform int done = DONE;                                                 \
+        const bool seen = SEEN;                                                        \
+        const float x = o.B[k * o.ldB + programIndex];                                 \
+        float y = 0.0f, z = 0.0f, w = 0.0f;                                            \
+        if (VS > 1) y = o.B[k * o.ldB + V + programIndex];                             \
+        if (VS > 2) z = o.B[k * o.ldB + 2 * V + programIndex];                         \
+        if (VS > 3) w = o.B[k * o.ldB + 3 * V + programIndex];                         \
+        EACH_ROW(ADD_PRODUCT)                                                          \
     }
-#define STORE(i)                                                                     \
-    if (i < R) {                                                                     \
-        C[i * ldC + programIndex] = x##i;                                            \
-        if (VS > 1) C[i * ldC + programCount + programIndex] = y##i;                 \
-        if (VS > 2) C[i * ldC + 2 * programCount + programIndex] = z##i;             \
-        if (VS > 3) C[i * ldC + 3 * programCount + programIndex] = w##i;             \
+#define STORE(i)                                                                       \
+    if (i < R) {                                                                       \
+        o.C[i * o.ldC + programIndex] = x##i;                                          \
+        if (VS > 1) o.C[i * o.ldC + V + programIndex] = y##i;                          \
+        if (VS > 2) o.C[i * o.ldC + 2 * V + programIndex] = z##i;                      \
+        if (VS > 3) o.C[i * o.ldC + 3 * V + programIndex] = w##i;                      \
     }
 
 template <int R, int VS, int STAIRS>
-static inline void register_block(uniform float* uniform C, uniform int64 ldC, const uniform float* uniform A,
-                                  uniform int64 row_stride, uniform int64 depth_stride,
-                                  const uniform float* uniform B, uniform int64 ldB, uniform int64 depth,
-                                  uniform int64 first, uniform bool add) {
+static inline void register_block(const uniform Operands o, uniform int64 depth, uniform int64 first,
+                                  uniform bool add) {
     const uniform int V = programCount;
     EACH_ROW(DECLARE)
     EACH_ROW(LOAD)
@@ -92,56 +108,44 @@ static inline void register_block(uniform float* uniform C, uniform int64 ldC, c
 
 // All rows of VS vectors of columns.
 template <int VS, int STAIRS>
-static inline void block_column(uniform float* uniform C, uniform int64 ldC, const uniform float* uniform A,
-                                uniform int64 row_stride, uniform int64 depth_stride,
-                                const uniform float* uniform B, uniform int64 ldB, uniform int64 rows,
-                                uniform int64 depth, uniform int64 first, uniform bool add) {
+static inline void block_column(const uniform Operands o, uniform int64 rows, uniform int64 depth,
+                                uniform int64 first, uniform bool add) {
     uniform int64 i = 0;
-    for (; i + ROWS <= rows; i += ROWS)
-        register_block<ROWS, VS, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB,
-                                       depth, first, add);
-    for (; i + 2 <= rows; i += 2)
-        register_block<2, VS, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB, depth,
-                                      first, add);
-    for (; i < rows; i++)
-        register_block<1, VS, STAIRS>(C + i * ldC, ldC, A + i * row_stride, row_stride, depth_stride, B, ldB, depth,
-                                    first, add);
+    for (; i + ROWS <= rows; i += ROWS) register_block<ROWS, VS, STAIRS>(from(o, i, 0), depth, first, add);
+    for (; i + 2 <= rows; i += 2) register_block<2, VS, STAIRS>(from(o, i, 0), depth, first, add);
+    for (; i < rows; i++) register_block<1, VS, STAIRS>(from(o, i, 0), depth, first, add);
 }
 
 // Whole vectors of columns from c on, VS at a time; returns where they end.
 template <int VS>
-static inline uniform int64 block_columns(uniform float* uniform C, uniform int64 ldC,
-                                          const uniform float* uniform A, uniform int64 row_stride,
-                                          uniform int64 depth_stride, const uniform float* uniform B,
-                                          uniform int64 ldB, uniform int64 rows, uniform int64 c,
+static inline uniform int64 block_columns(const uniform Operands o, uniform int64 rows, uniform int64 c,
                                           uniform int64 cols, uniform int64 depth, uniform int64 first,
                                           uniform bool add) {
-    for (; c + VS * programCount <= cols && first + c < depth; c += VS * programCount)
-        block_column<VS, 1>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, first + c, add);
-    for (; c + VS * programCount <= cols; c += VS * programCount)
-        block_column<VS, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, rows, depth, 0, add);
+    const uniform int64 width = VS * programCount;
+    for (; c + width <= cols && first + c < depth; c += width)
+        block_column<VS, 1>(from(o, 0, c), rows, depth, first + c, add);
+    for (; c + width <= cols; c += width) block_column<VS, 0>(from(o, 0, c), rows, depth, 0, add);
     return c;
 }
 
-export void ispc_product(uniform float C[], uniform int64 ldC, const uniform float A[], uniform int64 row_stride,
-                         uniform int64 depth_stride, const uniform float B[], uniform int64 ldB,
-                         uniform int64 rows, uniform int64 cols, uniform int64 depth, uniform int64 first,
-                         uniform bool add) {
+export void ispc_product(const uniform Operands& o, uniform int64 rows, uniform int64 cols, uniform int64 depth,
+                         uniform int64 first, uniform bool add) {
     uniform int64 c = 0;
     // a single row needs more vectors for enough independent sums
     for (; rows == 1 && first >= depth && c + 4 * programCount <= cols; c += 4 * programCount)
-        register_block<1, 4, 0>(C + c, ldC, A, row_stride, depth_stride, B + c, ldB, depth, 0, add);
-    c = block_columns<3>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first, add);
-    c = block_columns<2>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first, add);
-    c = block_columns<1>(C, ldC, A, row_stride, depth_stride, B, ldB, rows, c, cols, depth, first, add);
+        register_block<1, 4, 0>(from(o, 0, c), depth, 0, add);
+    c = block_columns<3>(o, rows, c, cols, depth, first, add);
+    c = block_columns<2>(o, rows, c, cols, depth, first, add);
+    c = block_columns<1>(o, rows, c, cols, depth, first, add);
     if (c + programIndex < cols) {  // the last columns, less than a vector
         for (uniform int64 i = 0; i < rows; i++) {
-            float acc = add ? C[i * ldC + c + programIndex] : 0.0f;
+            float acc = add ? o.C[i * o.ldC + c + programIndex] : 0.0f;
             for (uniform int64 k = 0; k < depth; k++) {
-                const float next = acc + A[i * row_stride + k * depth_stride] * B[k * ldB + c + programIndex];
+                const float b = o.B[k * o.ldB + c + programIndex];
+                const float next = acc + o.A[i * o.row_stride + k * o.depth_stride] * b;
                 acc = programIndex > (uniform int)(k - first - c) ? next : acc;
             }
-            C[i * ldC + c + programIndex] = acc;
+            o.C[i * o.ldC + c + programIndex] = acc;
         }
     }
 }
@@ -172,12 +176,10 @@ static inline void dot_block(uniform float* uniform s, const uniform float* unif
         const float a = x[c + programIndex];
         EACH_LANE(ADD_TO_DOT)
     }
-    if (whole < depth) {
-        if (whole + programIndex < depth) {
-            const uniform int64 c = whole;
-            const float a = x[c + programIndex];
-            EACH_LANE(ADD_TO_DOT)
-        }
+    if (whole + programIndex < depth) {
+        const uniform int64 c = whole;
+        const float a = x[c + programIndex];
+        EACH_LANE(ADD_TO_DOT)
     }
     if (programCount == 16) {
         HALVE(16, 0, 8) HALVE(16, 1, 9) HALVE(16, 2, 10) HALVE(16, 3, 11)

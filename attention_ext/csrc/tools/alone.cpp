@@ -48,12 +48,11 @@ int64_t number(const char* name, const char* text, int64_t least, int64_t most) 
 float* zeros(int64_t n) {
     const int64_t bytes = n * static_cast<int64_t>(sizeof(float));
     void* memory = nullptr;
-    const int failed = posix_memalign(&memory, LINE_BYTES, bytes);
-    float* p = static_cast<float*>(memory);
-    if (failed) {
+    if (posix_memalign(&memory, LINE_BYTES, bytes) != 0) {
         std::fprintf(stderr, "alone: no memory for %lld bytes\n", static_cast<long long>(bytes));
         std::exit(1);
     }
+    float* const p = static_cast<float*>(memory);
     std::fill_n(p, n, 0.0f);
     return p;
 }
@@ -84,7 +83,7 @@ int main(int argc, char** argv) {
     const Part* part = part_of(argv[1]);
     if (!part) {
         std::fprintf(stderr, "alone: PART is %s; it must be one of", argv[1]);
-        for (const Part& each : PARTS) std::fprintf(stderr, " %s", each.name);
+        for (const Part& known : PARTS) std::fprintf(stderr, " %s", known.name);
         std::fputs("\n", stderr);
         return 2;
     }
@@ -102,9 +101,11 @@ int main(int argc, char** argv) {
     const float *q = noise(H * Nq * d, 1), *k = noise(H * N * d, 2), *v = noise(H * N * d, 3);
     float* out = zeros(H * Nq * d);
     const float scale = 1 / std::sqrt(static_cast<float>(d));
-    const AttentionSizes sizes{1, H, Nq, N, d, causal, scale, std::min(Br, Nq), std::min(Bc, N), threads};
-    Attention a{sizes, matrices(q, Nq),   matrices(k, N),      matrices(v, N),
-                out,   /* lse */ nullptr, CachePrecision::fp32};
+    const Attention a{{1, H, Nq, N, d, causal, scale, std::min(Br, Nq), std::min(Bc, N), threads},
+                      matrices(q, Nq),
+                      matrices(k, N),
+                      matrices(v, N),
+                      out};
     float *scratch = zeros(part->scratch(a)), *other = zeros(sweep / sizeof(float));
 
 #if defined(OWN)  // for who reads a sanitizer's report

@@ -92,16 +92,25 @@ double nops() {
     return since(start);
 }
 
-double read_bandwidth(int64_t bytes, double seconds) {
-    const int64_t blocks = std::max<int64_t>(1, bytes / static_cast<int64_t>(sizeof(Vec)) / CHAINS);
-    std::vector<Vec> buffer(blocks * CHAINS, Vec{} + 1.0f);
+double read_floats(const float* data, int64_t floats, int64_t passes) {
     Vec total[CHAINS] = {};
-    const double best = fastest(seconds, [&] {
+    const int64_t blocks = floats / (W * CHAINS);
+    for (int64_t pass = 0; pass < passes; pass++) {
+        asm volatile("" : : "r"(data) : "memory");  // each pass reads again
         for (int64_t b = 0; b < blocks; b++)
-            for (int i = 0; i < CHAINS; i++) total[i] += buffer[b * CHAINS + i];
-    });
+            for (int i = 0; i < CHAINS; i++) total[i] += portable::load(data + (b * CHAINS + i) * W);
+    }
     for (int i = 1; i < CHAINS; i++) total[0] += total[i];
     volatile float kept = total[0][0];
     (void)kept;
-    return blocks * CHAINS * sizeof(Vec) / best;
+    return static_cast<double>(sizeof(float)) * W * CHAINS * static_cast<double>(blocks * passes);
+}
+
+double read_bandwidth(int64_t bytes, double seconds) {
+    const std::vector<Vec> buffer(std::max<int64_t>(1, bytes / static_cast<int64_t>(sizeof(Vec)) / CHAINS) *
+                                  CHAINS);
+    const float* const data = reinterpret_cast<const float*>(buffer.data());
+    double read = 0;
+    const double best = fastest(seconds, [&] { read = read_floats(data, buffer.size() * W, 1); });
+    return read / best;
 }

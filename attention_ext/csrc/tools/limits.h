@@ -17,6 +17,9 @@ double fma_latency(double seconds);
 // it on its other thread or in another virtual machine, slows it more than it slows multiply_adds().
 double nops();
 
+// Reads floats several times, whole blocks of independent sums; returns the bytes.
+double read_floats(const float* data, int64_t floats, int64_t passes);
+
 // Bytes per second that are read from a buffer of `bytes`: the bandwidth of the cache, or memory, that holds
 // it.
 double read_bandwidth(int64_t bytes, double seconds);

@@ -1,6 +1,7 @@
 // The C interface of a library that holds a user's kernel, for own/kernel.py.
 #include "tools/own.h"
 
+#include <algorithm>
 #include <string>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -23,23 +24,12 @@ Matrices matrices(const float* data, const int64_t* strides) {
 }
 
 Attention attention_of(const OwnCall& c) {
-    const AttentionSizes sizes{c.B,
-                               c.H,
-                               c.Nq,
-                               c.Nk,
-                               c.d,
-                               c.causal != 0,
-                               c.scale,
-                               std::min(TILE, c.Nq),
-                               std::min(TILE, c.Nk),
-                               static_cast<int>(c.threads)};
-    return {sizes,
+    return {{c.B, c.H, c.Nq, c.Nk, c.d, c.causal != 0, c.scale, std::min(TILE, c.Nq), std::min(TILE, c.Nk),
+             static_cast<int>(c.threads)},
             matrices(c.q, c.q_strides),
             matrices(c.k, c.k_strides),
             matrices(c.v, c.v_strides),
-            c.out,
-            /* lse */ nullptr,
-            CachePrecision::fp32};
+            c.out};
 }
 
 }  // namespace

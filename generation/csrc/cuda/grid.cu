@@ -34,27 +34,13 @@ struct Layer {
     Matrix<HIDDEN, WIDTH> out;
 };
 
-struct __align__(16) Vectors {
-    Norm ln_1, ln_2;
-#if BIAS
-    float qkv[3 * WIDTH], proj[WIDTH], fc[HIDDEN], out[WIDTH];
-#endif
-};
-
-struct __align__(16) Weights {
-    Layer layers[LAYERS];
-    Matrix<WIDTH, LOGITS> head;
-    Vectors vectors[LAYERS];
-    Norm ln_f;
-};
+struct Weights : Model<Layer, Matrix<WIDTH, LOGITS>, WIDTH> {};
 
 // Attention: QUERIES rows read the same keys together. VECTOR elements are a lane's part of a key.
 constexpr int QUERIES = PROMPT ? TEXTS : 1, SETS = TEXTS / QUERIES;
 constexpr int VECTOR = PROMPT || HEAD_DIM == 4 ? 4 : 16 / int(sizeof(Element));
 constexpr int SPLITS = most(1, WARPS / (SETS * HEADS)), UNITS = SETS * HEADS * SPLITS;  // a unit has a warp
-constexpr int PARTS = HEAD_DIM / VECTOR, KEYS = LANES / PARTS;                          // of a warp at a time
-// Numbers of a unit's result for a row: O, not divided by its sum; m and l.
-constexpr int PARTIAL = HEAD_DIM + 4;
+constexpr int KEY_LANES = HEAD_DIM / VECTOR, WARP_KEYS = LANES / KEY_LANES;  // lanes of a key; keys at a time
 
 // Floats of a row. The tensor cores' rows are 16 floats modulo 32 apart: two of them are in different banks.
 constexpr int pitch(int floats) { return WEIGHT_BITS == 16 ? (floats + 15) / 32 * 32 + 16 : floats; }
@@ -121,9 +107,9 @@ __device__ inline void multiply(const Matrix<K, N>& matrix, const float* in, int
             UNROLLED(i, AHEAD) {
                 const int k = from + i;
                 if (DEPTH % AHEAD && k >= DEPTH) continue;
-                const float4 part = load4(x + 16 * k);
+                const float4 quad = load4(x + 16 * k);
                 unsigned b0[3], b1[3];
-                in_terms(part.x, part.y, b0), in_terms(part.z, part.w, b1);
+                in_terms(quad.x, quad.y, b0), in_terms(quad.z, quad.w, b1);
                 UNROLLED(term, 3) {
                     UNROLLED(n, TOGETHER) multiply_16bit(sums[term][n], w[i][n], b0[term], b1[term]);
                 }
@@ -142,11 +128,6 @@ __device__ inline void multiply(const Matrix<K, N>& matrix, const float* in, int
     __syncthreads();
 }
 #else
-__device__ inline void add_multiple(float4& sum, float a, float4 x) {
-    sum.x = fmaf(a, x.x, sum.x), sum.y = fmaf(a, x.y, sum.y);
-    sum.z = fmaf(a, x.z, sum.z), sum.w = fmaf(a, x.w, sum.w);
-}
-
 constexpr int slices(int groups, int most) {  // the most slices, a power of two, of so many groups
     int n = 1;
     while (2 * n <= most && groups % (2 * n) == 0) n *= 2;
@@ -179,11 +160,11 @@ __device__ inline void multiply(const Matrix<K, N>& matrix, const float* in, int
                     UNROLLED(i, GROUP) next[i] = more ? load4(at + (k + GROUP + i) * N) : float4{};
                     UNROLLED(r, TEXTS) {
                         UNROLLED(i, GROUP / 4) {
-                            const float4 part = load4(x + r * stride + k + 4 * i);
-                            add_multiple(sums[r], part.x, w[4 * i]);
-                            add_multiple(sums[r], part.y, w[4 * i + 1]);
-                            add_multiple(sums[r], part.z, w[4 * i + 2]);
-                            add_multiple(sums[r], part.w, w[4 * i + 3]);
+                            const float4 quad = load4(x + r * stride + k + 4 * i);
+                            add_multiple(sums[r], quad.x, w[4 * i]);
+                            add_multiple(sums[r], quad.y, w[4 * i + 1]);
+                            add_multiple(sums[r], quad.z, w[4 * i + 2]);
+                            add_multiple(sums[r], quad.w, w[4 * i + 3]);
                         }
                     }
                     UNROLLED(i, GROUP) w[i] = next[i];
@@ -206,44 +187,27 @@ __device__ inline void multiply(const Matrix<K, N>& matrix, const float* in, int
 
 // LayerNorm of each row of x to `in`, as PyTorch's. Called by all threads, which may read it after this.
 __device__ inline void normalise(const Norm& norm) {
-    Shared& s = own();
-    const int lane = threadIdx.x % LANES;
     for (int r = threadIdx.x / LANES; r < TEXTS; r += WARPS) {
-        float4 row[(WIDTH + 4 * LANES - 1) / (4 * LANES)];
-        float total = 0, squares = 0;
-        UNROLLED(i, int(sizeof(row) / sizeof(float4))) {
-            const int k = 4 * (i * LANES + lane);
-            row[i] = k < WIDTH ? load4(&s.x[r][k]) : float4{};
-            total += (row[i].x + row[i].y) + (row[i].z + row[i].w);
-        }
-        const float mean = sum<1, LANES>(total) * (1.0f / WIDTH);
-        UNROLLED(i, int(sizeof(row) / sizeof(float4))) {
-            row[i] = {row[i].x - mean, row[i].y - mean, row[i].z - mean, row[i].w - mean};
-            if (4 * (i * LANES + lane) < WIDTH) squares = dot(squares, row[i], row[i]);
-        }
-        const float scale = rsqrtf(sum<1, LANES>(squares) * (1.0f / WIDTH) + 1e-5f);
-        UNROLLED(i, int(sizeof(row) / sizeof(float4))) {
-            const int k = 4 * (i * LANES + lane);
-            if (k >= WIDTH) continue;
-            const float4 gain = load4(&norm.gain[k]);
-            float4 y = {row[i].x * scale * gain.x, row[i].y * scale * gain.y, row[i].z * scale * gain.z,
-                        row[i].w * scale * gain.w};
-#if BIAS
-            const float4 bias = load4(&norm.bias[k]);
-            y.x += bias.x, y.y += bias.y, y.z += bias.z, y.w += bias.w;
-#endif
-            *reinterpret_cast<float4*>(&s.in[r][k]) = y;
+        const Deviations<WholeWarp> row(own().x[r]);
+        float squares = 0;
+        UNROLLED(i, WholeWarp::pieces)
+            if (WholeWarp::input(i) < WIDTH) squares = dot(squares, row.at[i], row.at[i]);
+        const float scale = inverse_deviation(sum<1, LANES>(squares));
+        UNROLLED(i, WholeWarp::pieces) {
+            const int k = WholeWarp::input(i);
+            if (k < WIDTH) store4(&own().in[r][k], norm.plus_bias(k, row.at[i] * scale * load4(&norm.gain[k])));
         }
     }
     __syncthreads();
 }
 
 // A lane's part of a key or value, and of a strip of both.
-struct __align__(VECTOR * sizeof(Element)) Part {
+struct __align__(VECTOR * sizeof(Element)) Piece {
     Element at[VECTOR];
+    __device__ float4 quad(int c) const { return load4(at + 4 * c); }
 };
 struct Strip {
-    Part k[STRIP], v[STRIP];
+    Piece k[STRIP], v[STRIP];
 };
 
 // What a warp attends to: QUERIES rows from `row` on, a head, and of its keys those of every SPLITS-th strip.
@@ -256,87 +220,67 @@ struct Unit {
         split = unit % SPLITS, head = unit / SPLITS % HEADS, row = unit / (SPLITS * HEADS) * QUERIES;
         keys = unit < UNITS && row < texts && s.token[row] >= 0 ? s.length[PROMPT ? texts - 1 : row] + 1 : 0;
         const int slot = keys > 0 ? s.slot[row] : 0;
-        const long long at = head_at(work, slot, layer, head) + VECTOR * (threadIdx.x % LANES % PARTS);
+        const long long at = head_at(work, slot, layer, head) + VECTOR * (threadIdx.x % LANES % KEY_LANES);
         k = work.keys + at, v = work.values + at;
     }
-    __device__ int begin() const { return split * STRIP * KEYS; }
+    __device__ int begin() const { return split * STRIP * WARP_KEYS; }
     __device__ Strip load(int first) const {
         Strip strip;
         UNROLLED(i, STRIP) {
-            const int j = first + i * KEYS + threadIdx.x % LANES / PARTS;
-            strip.k[i] = strip.v[i] = Part{};
+            const int j = first + i * WARP_KEYS + threadIdx.x % LANES / KEY_LANES;
+            strip.k[i] = strip.v[i] = Piece{};
             if (j >= keys) continue;
-            strip.k[i] = *reinterpret_cast<const Part*>(k + j * HEAD_DIM);
-            strip.v[i] = *reinterpret_cast<const Part*>(v + j * HEAD_DIM);
+            strip.k[i] = *reinterpret_cast<const Piece*>(k + j * HEAD_DIM);
+            strip.v[i] = *reinterpret_cast<const Piece*>(v + j * HEAD_DIM);
         }
         return strip;
     }
 };
 
-// Attention of each row to `in`: part 4's online softmax, a strip of keys at a time. For a prompt, the next
-// strip is loaded while one is used; for texts, the registers do not suffice. Called by all threads, which may
-// read the result after this.
+// Attention of each row to `in`, by all threads, which may read it after this. For a prompt, the next strip is
+// loaded while one is used; for texts, the registers do not suffice.
 __device__ inline void attend(const Work& work, int layer, int texts) {
     Shared& s = own();
-    const int lane = threadIdx.x % LANES, part = lane % PARTS;
-    constexpr int STEP = SPLITS * STRIP * KEYS;
+    const int lane = threadIdx.x % LANES, column = VECTOR * (lane % KEY_LANES);
+    constexpr int STEP = SPLITS * STRIP * WARP_KEYS, QUADS = VECTOR / 4;
 #pragma unroll 1
     for (int number = threadIdx.x / LANES; number < UNITS; number += WARPS) {
         const Unit unit(work, layer, texts, number);
         if (unit.keys == 0) continue;
         Strip strip = unit.load(unit.begin());
-        float q[QUERIES][VECTOR], o[QUERIES][VECTOR] = {}, m[QUERIES], l[QUERIES] = {};
-        UNROLLED(t, QUERIES) {
-            m[t] = -INF;
-            UNROLLED(e, VECTOR) q[t][e] = s.various[unit.row + t][unit.head * HEAD_DIM + VECTOR * part + e];
-        }
+        State<QUADS> rows[QUERIES];
+        float4 q[QUERIES][QUADS];
+        UNROLLED(t, QUERIES)
+            UNROLLED(c, QUADS) q[t][c] = load4(&s.various[unit.row + t][unit.head * HEAD_DIM + column + 4 * c]);
 #pragma unroll 1
         for (int first = unit.begin(); first < unit.keys; first += STEP) {
             Strip following;
             if (PROMPT) following = unit.load(first + STEP);
             UNROLLED(t, QUERIES) {
-                float score[STRIP], highest = m[t];
+                float score[STRIP], top = rows[t].m;
                 UNROLLED(i, STRIP) {
                     score[i] = 0;
-                    UNROLLED(e, VECTOR) score[i] = fmaf(q[t][e], to_float(strip.k[i].at[e]), score[i]);
-                    score[i] = sum<1, PARTS>(score[i]);
-                    if (first + i * KEYS + lane / PARTS > s.length[unit.row + t]) score[i] = -INF;
-                    highest = fmaxf(highest, score[i]);
+                    UNROLLED(c, QUADS) score[i] = dot(score[i], q[t][c], strip.k[i].quad(c));
+                    score[i] = sum<1, KEY_LANES>(score[i]);
+                    if (first + i * WARP_KEYS + lane / KEY_LANES > s.length[unit.row + t]) score[i] = -INF;
+                    top = fmaxf(top, score[i]);
                 }
-                const float correction = exp2_approx(m[t] - subtrahend(highest));
-                m[t] = highest, l[t] *= correction;
-                UNROLLED(e, VECTOR) o[t][e] *= correction;
-                UNROLLED(i, STRIP) {
-                    const float p = exp2_approx(score[i] - subtrahend(highest));
-                    l[t] += p;
-                    UNROLLED(e, VECTOR) o[t][e] = fmaf(p, to_float(strip.v[i].at[e]), o[t][e]);
-                }
+                rows[t].add(score, top, [&](int j, int c) { return strip.v[j].quad(c); });
             }
             strip = PROMPT ? following : unit.load(first + STEP);
         }
         UNROLLED(t, QUERIES) {
-            const float all = largest<PARTS, LANES>(m[t]), factor = exp2_approx(m[t] - subtrahend(all));
             float* result = s.partial + (((unit.row + t) * HEADS + unit.head) * SPLITS + unit.split) * PARTIAL;
-            UNROLLED(e, VECTOR) {
-                const float whole = sum<PARTS, LANES>(o[t][e] * factor);
-                if (lane < PARTS) result[VECTOR * part + e] = whole;
-            }
-            const float total = sum<PARTS, LANES>(l[t] * factor);
-            if (lane == 0) result[HEAD_DIM] = all, result[HEAD_DIM + 1] = total;
+            rows[t].template store<KEY_LANES>(result, result + HEAD_DIM);
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < texts * WIDTH; i += THREADS) {
-        const int column = i % WIDTH;
-        const float* results = s.partial + (i / WIDTH * HEADS + column / HEAD_DIM) * SPLITS * PARTIAL;
-        float m = -INF, l = 0, o = 0;
-        UNROLLED(n, SPLITS) m = fmaxf(m, results[n * PARTIAL + HEAD_DIM]);
-        UNROLLED(n, SPLITS) {
-            const float factor = exp2_approx(results[n * PARTIAL + HEAD_DIM] - subtrahend(m));
-            l = fmaf(results[n * PARTIAL + HEAD_DIM + 1], factor, l);
-            o = fmaf(results[n * PARTIAL + column % HEAD_DIM], factor, o);
-        }
-        s.in[i / WIDTH][column] = o / l;
+    for (int i = 4 * threadIdx.x; i < texts * WIDTH; i += 4 * THREADS) {
+        const int t = i / WIDTH, column = i % WIDTH;
+        const float* results = s.partial + (t * HEADS + column / HEAD_DIM) * SPLITS * PARTIAL;
+        const auto row = merged<SPLITS>(results + column % HEAD_DIM, results + HEAD_DIM, PARTIAL);
+        const float4 o = row.o[0];
+        store4(&s.in[t][column], {o.x / row.l, o.y / row.l, o.z / row.l, o.w / row.l});
     }
     __syncthreads();
 }
@@ -366,33 +310,28 @@ struct Turns {
 __device__ inline void step(const Work& work, int texts, bool logits, Turns& turns) {
     Shared& s = own();
     for (int i = threadIdx.x; i < TEXTS * WIDTH; i += THREADS) {
-        const int r = i / WIDTH, token = max(s.token[r], 0),
-                  position = max(0, min(s.length[r], work.capacity - 1));
-        s.x[r][i % WIDTH] =
-            work.tokens[token * WIDTH + i % WIDTH] + work.positions[position * WIDTH + i % WIDTH];
+        const int r = i / WIDTH, k = i % WIDTH, token = max(s.token[r], 0);
+        const int position = max(0, min(s.length[r], work.capacity - 1));
+        s.x[r][k] = work.tokens[token * WIDTH + k] + work.positions[position * WIDTH + k];
     }
     __syncthreads();
     count(s, EMBEDDING);
     const auto add_to_x = [&s](const float* bias) {
-        return [&s, bias](int r, int column, float y) { s.x[r][column] += BIAS ? y + bias[column] : y; };
+        return [&s, bias](int r, int column, float y) { s.x[r][column] += biased(y, bias, column); };
     };
 #pragma unroll 1
     for (int l = 0; l < LAYERS; l++) {
         const Layer& layer = work.weights->layers[l];
-        const Vectors& vectors = work.weights->vectors[l];
-#if BIAS
-        const float *qkv = vectors.qkv, *proj = vectors.proj, *fc = vectors.fc, *out = vectors.out;
-#else
-        const float *qkv = nullptr, *proj = nullptr, *fc = nullptr, *out = nullptr;
-#endif
+        const auto& vectors = work.weights->vectors[l];
+        const Biases biases = vectors.biases();
         normalise(vectors.ln_1);
         multiply(layer.qkv, s.in[0], PITCH, [&](int r, int column, float y) {
-            if (BIAS) y += qkv[column];
-            const int which = column / WIDTH, k = column % WIDTH;
-            if (which == 0) {
+            const int of = column / WIDTH, k = column % WIDTH;  // of: q, k or v
+            y = biased(y, biases.qkv, column);
+            if (of == 0) {
                 s.various[r][k] = y * work.scale;
             } else if (r < texts && s.token[r] >= 0) {
-                Element* to = which == 1 ? work.keys : work.values;
+                Element* to = of == 1 ? work.keys : work.values;
                 to[head_at(work, s.slot[r], l, k / HEAD_DIM) + (long long)s.length[r] * HEAD_DIM +
                    k % HEAD_DIM] = to_element(y);
             }
@@ -408,32 +347,20 @@ __device__ inline void step(const Work& work, int texts, bool logits, Turns& tur
         attend(work, l, texts);
         if (!PROMPT) turns.end();
         count(s, ATTENTION);
-        multiply(layer.proj, s.in[0], PITCH, add_to_x(proj));
+        multiply(layer.proj, s.in[0], PITCH, add_to_x(biases.proj));
         count(s, PROJECTION);
         normalise(vectors.ln_2);
-        multiply(layer.fc, s.in[0], PITCH,
-                 [&](int r, int column, float y) { s.various[r][column] = gelu(BIAS ? y + fc[column] : y); });
+        multiply(layer.fc, s.in[0], PITCH, [&](int r, int column, float y) {
+            s.various[r][column] = gelu(biased(y, biases.fc, column));
+        });
         count(s, MLP_UP);
-        multiply(layer.out, s.various[0], VARIOUS, add_to_x(out));
+        multiply(layer.out, s.various[0], VARIOUS, add_to_x(biases.out));
         count(s, MLP_DOWN);
     }
     if (!logits) return;
     normalise(work.weights->ln_f);
     multiply(work.weights->head, s.in[0], PITCH, [&](int r, int column, float y) { s.various[r][column] = y; });
     count(s, HEAD);
-}
-
-// What becomes of row t's logits: they are kept if it is the last row, or given away.
-__device__ inline float* logits_of(const Work& work, int t, int place, bool last) {
-    Shared& s = own();
-    float *found = s.various[t], *kept = work.logits + (long long)s.slot[t] * VOCAB;
-    for (int i = threadIdx.x % LANES; i < VOCAB; i += LANES) {
-        if (s.token[t] < 0) found[i] = kept[i];
-        if (work.every) work.every[(long long)place * VOCAB + i] = found[i];
-        if (last) kept[i] = found[i];
-    }
-    __syncwarp();
-    return found;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __grid_constant__ Work work) {
@@ -461,31 +388,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __g
         for (int t = 0; t < texts; t++) logits = logits || s.flags[t] & LAST;
         step(work, texts, logits, turns);
         for (int t = thread / LANES; t < texts; t += WARPS) {
-            if (logits) logits_of(work, t, start + t, s.flags[t] & LAST);
+            if (logits) logits_of(work, s, t, start + t, s.flags[t] & LAST);
             if (lane == 0) atomicAdd(&work.seen[s.slot[t] * VOCAB + s.token[t]], 1);
         }
 #else
         for (int row = 0; row < work.rows; row++) {
-            if (row > 0 && thread < texts) {
-                s.length[thread] += s.token[thread] >= 0;
-                s.token[thread] = s.next[thread];
-            }
-            __syncthreads();
-            bool reads = false;
-            for (int t = 0; t < texts; t++) reads = reads || s.token[t] >= 0;
-            if (reads) step(work, texts, true, turns);
+            if (begin_row(s, row, texts)) step(work, texts, true, turns);
             for (int t = thread / LANES; t < texts; t += WARPS) {
                 const int place = row * work.count + start + t;
                 const long long at = (long long)s.slot[t] * VOCAB;
-                float* found = logits_of(work, t, place, row + 1 == work.rows);
-                const int token =
-                    choose(found, work.sampling + s.slot[t] * SETTINGS, work.bias + at, work.seen + at,
-                           work.written + at, work.uniforms[place], reinterpret_cast<double*>(found + LOGITS));
-                if (lane == 0) {
-                    s.next[t] = max(token, 0);
-                    work.chosen[place] = token;
-                    if (token >= 0) count_token(work, at + token);
-                }
+                float* logits = logits_of(work, s, t, place, row + 1 == work.rows);
+                const double* settings = work.sampling + s.slot[t] * SETTINGS;
+                auto* memory = reinterpret_cast<double*>(logits + LOGITS);
+                const int token = choose(work, at, logits, settings, work.uniforms[place], memory);
+                if (lane != 0) continue;
+                s.next[t] = max(token, 0);
+                write_token(work, at, place, token);
             }
             __syncthreads();
             count(s, SAMPLING);

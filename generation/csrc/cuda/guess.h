@@ -3,25 +3,23 @@
 
 #include "choose.h"
 
-constexpr int CONTEXT = 5;             // tokens of the longest context
-constexpr int WAYS = 4;                // contexts of a bucket, each of which a lane looks at
-constexpr int WORDS = (EACH + 3) / 4;  // of a lane's codes
-constexpr float SHARPNESS = 1.15f;     // as in generation/csrc/ngrams.cpp
-constexpr float GREEDY = 64;           // from this exponent on, only the likeliest token counts
+constexpr int CONTEXT = 5;                // tokens of the longest context
+constexpr int WAYS = 4;                   // contexts of a bucket, each of which a lane looks at
+constexpr int WORDS = (OF_LANE + 3) / 4;  // of a lane's codes
+constexpr float SHARPNESS = 1.15f;        // as in generation/csrc/ngrams.cpp
+constexpr float GREEDY = 64;              // from this exponent on, only the likeliest token counts
 constexpr unsigned long long FACTOR = 0x9e3779b97f4a7c15ull;
 
 // What a text's settings say to its guesses.
 struct Taste {
     float exponent;  // of the root of a probability
-    bool greedy, filters;
-};
+    bool greedy, filtered;
 
-__device__ inline Taste taste_of(const double* settings) {
-    // settings[9]: 1 / temperature. Never 0, so that the power of 0 is 0.
-    const float exponent = 2 * SHARPNESS * fmaxf(fminf(settings[9], 1e30f), 1e-30f);
-    const bool filters = settings[1] > 0 || settings[2] < 1 || settings[3] > 0 || settings[4] < 1;
-    return {exponent, settings[0] == 0 || exponent > GREEDY, filters};
-}
+    __device__ explicit Taste(const double* settings)  // never 0, so that the power of 0 is 0
+        : exponent(2 * SHARPNESS * fmaxf(fminf(settings[INVERSE_TEMPERATURE], 1e30f), 1e-30f)),
+          greedy(settings[TEMPERATURE] == 0 || exponent > GREEDY),
+          filtered(Filters{settings}.any()) {}
+};
 
 // recent: the last tokens, a byte each, the latest one lowest; `known` of them count. memory: as in filter().
 // Every warp that is given the same returns the same.
@@ -42,19 +40,19 @@ __device__ inline int guess(const Work& work, unsigned long long recent, int kno
     const unsigned row = found ? longest : 0;
     unsigned codes[WORDS];
     UNROLLED(i, WORDS) codes[i] = work.codes[(row * LANES + lane) * WORDS + i];
-    float weight[EACH], best = -INF;  // the logarithm of the probability's root
-    UNROLLED(e, EACH) {
+    float weight[OF_LANE], best = -INF;  // the logarithm of the probability's root
+    UNROLLED(e, OF_LANE) {
         weight[e] = __log2f((codes[e / 4] >> e % 4 * 8 & 255) * (1 / 255.0f));
         best = fmaxf(best, weight[e]);
     }
     if (taste.greedy) {
         best = largest<1, LANES>(best);
         int likeliest = VOCAB - 1;
-        UNROLLED(e, EACH)
-            if (weight[e] == best) likeliest = min(likeliest, lane * EACH + e);
+        UNROLLED(e, OF_LANE)
+            if (weight[e] == best) likeliest = min(likeliest, lane * OF_LANE + e);
         return __reduce_min_sync(~0u, likeliest);
     }
-    UNROLLED(e, EACH) weight[e] = exp2_approx(taste.exponent * weight[e]);
-    if (taste.filters) filter(settings[1], settings[4], settings[2], settings[3], memory, weight);
+    UNROLLED(e, OF_LANE) weight[e] = exp2_approx(taste.exponent * weight[e]);
+    if (taste.filtered) filter(Filters{settings}, memory, weight);
     return max(pick(weight, uniform), 0);
 }

@@ -3,15 +3,9 @@
 #pragma once
 
 #include "call.h"
+#include "mbarrier.h"
 
 extern __shared__ __align__(128) unsigned char memory[];
-
-// 1 / x, to one unit in the last place.
-__device__ inline float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // The block's shared memory.
 __device__ inline unsigned char* shared_memory() { return memory; }
@@ -28,33 +22,19 @@ __device__ inline void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// A barrier in shared memory. A phase of it ends when arrive() was called and as many bytes as it expects were
-// stored. They may come first.
+// An mbarrier. A phase of it ends when arrive() was called and as many bytes as it expects were stored. They
+// may come first.
 using Barrier = unsigned long long;
 
 // Call sync_cluster() before others store.
 __device__ inline void initialise(Barrier& barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init(shared_address(&barrier), 1);
+    barrier_init_done();
 }
-
-__device__ inline void arrive(Barrier& barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
-                 "r"(bytes)
-                 : "memory");
-}
-
+__device__ inline void arrive(Barrier& barrier, int bytes) { barrier_expect(shared_address(&barrier), bytes); }
 // Waits for the end of the barrier's phase with this parity; by whole warps.
 __device__ inline void wait(Barrier& barrier, unsigned parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(shared_address(&barrier)),
-        "r"(parity)
-        : "memory");
+    barrier_wait(shared_address(&barrier), parity);
     __syncwarp();
 }
 
@@ -65,25 +45,20 @@ __device__ inline unsigned in_block(const void* p, unsigned block) {
     return address;
 }
 
-// Stores numbers at the place of `p` in another block, whose barrier counts them.
-__device__ inline void store_async(const void* p, unsigned block, const float (&x)[1], const Barrier& barrier) {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(in_block(p, block)),
-        "f"(x[0]), "r"(in_block(&barrier, block))
-        : "memory");
-}
-__device__ inline void store_async(const void* p, unsigned block, const float (&x)[2], const Barrier& barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                     in_block(p, block)),
-                 "f"(x[0]), "f"(x[1]), "r"(in_block(&barrier, block))
-                 : "memory");
-}
-__device__ inline void store_async(const void* p, unsigned block, const float (&x)[4], const Barrier& barrier) {
-    asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-            in_block(p, block)),
-        "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(in_block(&barrier, block))
-        : "memory");
+// Stores 1, 2 or 4 numbers at the place of `p` in another block, whose barrier counts them.
+template <int n>
+__device__ inline void store_async(const void* p, unsigned block, const float (&x)[n], const Barrier& barrier) {
+#define ST_ASYNC "st.async.shared::cluster.mbarrier::complete_tx::bytes"
+    const unsigned to = in_block(p, block), counted = in_block(&barrier, block);
+    if constexpr (n == 1)
+        asm volatile(ST_ASYNC ".f32 [%0], %2, [%1];" ::"r"(to), "r"(counted), "f"(x[0]) : "memory");
+    else if constexpr (n == 2)
+        asm volatile(ST_ASYNC ".v2.f32 [%0], {%2, %3}, [%1];" ::"r"(to), "r"(counted), "f"(x[0]), "f"(x[1])
+                     : "memory");
+    else
+        asm volatile(ST_ASYNC ".v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to), "r"(counted), "f"(x[0]),
+                     "f"(x[1]), "f"(x[2]), "f"(x[3])
+                     : "memory");
 }
 
 // Makes what the thread stored in shared memory known to copies that are begun after a barrier.

@@ -4,9 +4,8 @@
 //       for each block of rows of A, of columns of the panel:
 //           C's numbers stay in registers while the block reads the chunk
 //
-// So the panel is read once from memory, whatever the number of rows: all of them read a chunk from the core's
-// caches. Each sum goes from first to last in one chain, as in the other products, so a row's bits are the
-// same.
+// So the panel is read from memory once, whatever the number of rows. Each sum goes from first to last in one
+// chain, as in the other products, so a row's bits are the same.
 #include <algorithm>
 #include <type_traits>
 
@@ -48,17 +47,15 @@ constexpr int vectors_beside(int R, int of) {
 
 // Sets columns [0, VS vectors) of R rows of C, or adds to them.
 //
-// With 16 registers a block is less than a panel: at most two lines of each of its rows. The processor's own
-// prefetcher may not follow these, so the block fetches from the next chunk as much as it reads. Where others
-// use the L3 of a Zen 3, too, three rows then read 2,000 keys and values in a third of the time. On an Intel
-// (Sapphire Rapids, compiled for AVX2) it saves a fifth in bfloat16, on a Zen 5 nothing.
+// With 16 registers a block is less than a panel, whose lines the processor may not prefetch, so the block
+// fetches from the next chunk as much as it reads.
 template <int R, int VS, class Element>
-INLINE void few_block(float* C, int64_t ldC, bool add, const float* A, int64_t ldA, const Element* B,
-                      int64_t ldB, int64_t depth, const char*& next) {
+INLINE void few_block(Matrix C, bool add, ConstMatrix A, const Element* B, int64_t ldB, int64_t depth,
+                      const char*& next) {
     constexpr int LINE = 64, BYTES = VS * W * (IS_BF16<Element> ? 2 : 4);
     Vec acc[R][VS];
     for (int i = 0; i < R; i++)
-        for (int v = 0; v < VS; v++) acc[i][v] = add ? load(C + i * ldC + v * W) : Vec{};
+        for (int v = 0; v < VS; v++) acc[i][v] = add ? load(C.row(i) + v * W) : Vec{};
     if (depth <= 0) __builtin_unreachable();
 #pragma GCC unroll UNROLL
     for (int64_t k = 0; k < depth; k++, B += ldB) {
@@ -71,13 +68,13 @@ INLINE void few_block(float* C, int64_t ldC, bool add, const float* A, int64_t l
                 const Vec x = kept(column(B, v)), y = kept(column(B, v + 1));
                 const int64_t at = unknown(k);
                 for (int i = 0; i < R; i++) {
-                    const Vec a = kept(A[i * ldA + at] - Vec{});
+                    const Vec a = kept(A.row(i)[at] - Vec{});
                     acc[i][v] += a * x, acc[i][v + 1] += a * y;
                 }
             }
         } else if constexpr (R < VS) {
             Vec a[R];
-            for (int i = 0; i < R; i++) a[i] = kept(A[i * ldA + k] - Vec{});
+            for (int i = 0; i < R; i++) a[i] = kept(A.row(i)[k] - Vec{});
             for (int v = 0; v < VS; v++) {
                 const Vec x = kept(column(B, v));
                 for (int i = 0; i < R; i++) acc[i][v] += a[i] * x;
@@ -86,11 +83,11 @@ INLINE void few_block(float* C, int64_t ldC, bool add, const float* A, int64_t l
             Vec x[VS];
             for (int v = 0; v < VS; v++) x[v] = column(B, v);
             for (int i = 0; i < R; i++)
-                for (int v = 0; v < VS; v++) acc[i][v] += A[i * ldA + k] * x[v];
+                for (int v = 0; v < VS; v++) acc[i][v] += A.row(i)[k] * x[v];
         }
     }
     for (int i = 0; i < R; i++)
-        for (int v = 0; v < VS; v++) store(C + i * ldC + v * W, acc[i][v]);
+        for (int v = 0; v < VS; v++) store(C.row(i) + v * W, acc[i][v]);
 }
 
 // Columns from c on of R rows, VS vectors at a time and then fewer.
@@ -98,7 +95,7 @@ template <int R, int VS, class Element>
 INLINE void few_columns(Matrix C, bool add, ConstMatrix A, const Element* B, int64_t ldB, int64_t c,
                         int64_t cols, int64_t depth, const char* next) {
     for (; c + VS * W <= cols; c += VS * W)
-        few_block<R, VS>(C.data + c, C.ld, add, A.data, A.ld, columns(B, c), ldB, depth, next);
+        few_block<R, VS>(C.from(0, c), add, A, columns(B, c), ldB, depth, next);
     if constexpr (VS != HEAD && VS > (IS_BF16<Element> ? 2 : 1))  // heads leave no rest
         few_columns<R, VS == 3 ? 2 : VS / 2>(C, add, A, B, ldB, c, cols, depth, next);
 }
@@ -125,8 +122,8 @@ void few_product(Matrix C, ConstMatrix A, const Element* B, int64_t ldB, int64_t
         const void* const next = after && k + terms == depth ? after : chunk + terms * ldB;
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t r = rows * b / blocks, n = rows * (b + 1) / blocks - r;
-            few_rows<MOST>({C.data + r * C.ld, C.ld}, add || k > 0, {A.data + r * A.ld + k, A.ld}, chunk, ldB,
-                           n, cols, terms, static_cast<const char*>(next));
+            few_rows<MOST>(C.from(r), add || k > 0, A.from(r, k), chunk, ldB, n, cols, terms,
+                           static_cast<const char*>(next));
         }
     }
 }
@@ -138,8 +135,8 @@ void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t 
     few_product(C, A, B.data, B.ld, rows, cols, depth, add, after);
 }
 
-void multiply_few_bf16(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth,
-                       bool add, const void* after) {
+void multiply_few(Matrix C, ConstMatrix A, Bf16Pairs B, int64_t rows, int64_t cols, int64_t depth, bool add,
+                  const void* after) {
     few_product(C, A, B.data, B.ld, rows, cols, depth, add, after);
 }
 

@@ -102,8 +102,9 @@ INLINE IntVec splat_int(uint32_t x) { return IntVec{} + static_cast<int32_t>(x);
 
 // VS vectors of columns of R rows of multiply_int8().
 template <int R, int VS, bool ADD>
-INLINE void int8_block(float* C, int64_t ldC, const uint32_t* A, int64_t ldA, const uint32_t* B, int64_t ldB,
-                       int64_t blocks) {
+INLINE void int8_block(Matrix C, FixedRows rows, Int8Panel panel, int64_t blocks) {
+    const uint32_t *const A = rows.data, *B = panel.data;
+    const int64_t ldA = rows.ld, ldB = panel.ld;
     Vec total[R][VS] = {};
     for (int64_t k = 0; k < blocks;) {
         const int64_t end = std::min<int64_t>(blocks, k + INT8_GROUP / 4);
@@ -127,10 +128,9 @@ INLINE void int8_block(float* C, int64_t ldC, const uint32_t* A, int64_t ldA, co
                     }
                 }
             };
-            add(std::integral_constant<int, 0>(), B);
-            add(std::integral_constant<int, 1>(), B + ldB);
-            add(std::integral_constant<int, 2>(), B + 2 * ldB);
-            add(std::integral_constant<int, 3>(), B + 3 * ldB);
+            add(std::integral_constant<int, 0>(), B), add(std::integral_constant<int, 1>(), B + ldB);
+            add(std::integral_constant<int, 2>(), B + 2 * ldB),
+                add(std::integral_constant<int, 3>(), B + 3 * ldB);
             B += 4 * ldB;
         }
         for (; k < end; k++, B += ldB) {
@@ -171,19 +171,18 @@ INLINE void int8_block(float* C, int64_t ldC, const uint32_t* A, int64_t ldA, co
         std::memcpy(&scale, A + i * ldA + 3 * blocks, sizeof scale);
         for (int v = 0; v < VS; v++) {
             const Vec product = total[i][v] * scale;
-            store(C + i * ldC + v * W, ADD ? load(C + i * ldC + v * W) + product : product);
+            store(C.row(i) + v * W, ADD ? load(C.row(i) + v * W) + product : product);
         }
     }
 }
 
 // VS vectors of columns of all rows, R rows at a time and then the rest.
 template <int R, int VS, bool ADD>
-INLINE void int8_rows(float* C, int64_t ldC, const uint32_t* A, int64_t ldA, const uint32_t* B, int64_t ldB,
-                      int64_t rows, int64_t blocks) {
+INLINE void int8_rows(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t blocks) {
     int64_t i = 0;
-    for (; i + R <= rows; i += R) int8_block<R, VS, ADD>(C + i * ldC, ldC, A + i * ldA, ldA, B, ldB, blocks);
-    if constexpr (R > 1)
-        int8_rows<R / 2, VS, ADD>(C + i * ldC, ldC, A + i * ldA, ldA, B, ldB, rows - i, blocks);
+    const auto from = [&](int64_t row) { return FixedRows{A.data + row * A.ld, A.ld}; };
+    for (; i + R <= rows; i += R) int8_block<R, VS, ADD>(C.from(i), from(i), B, blocks);
+    if constexpr (R > 1) int8_rows<R / 2, VS, ADD>(C.from(i), from(i), B, rows - i, blocks);
 }
 
 // Columns from c on, R rows by VS vectors at a time, and then fewer vectors.
@@ -191,16 +190,14 @@ template <int R, int VS, bool ADD>
 INLINE void int8_columns(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t c, int64_t cols,
                          int64_t blocks) {
     for (; c + VS * W <= cols; c += VS * W)
-        int8_rows<R, VS, ADD>(C.data + c, C.ld, A.data, A.ld, B.data + c, B.ld, rows, blocks);
+        int8_rows<R, VS, ADD>(C.from(0, c), A, {B.data + c, B.ld}, rows, blocks);
     if constexpr (VS > 1) int8_columns<R, VS - 1, ADD>(C, A, B, rows, c, cols, blocks);
 }
 
 template <bool ADD>
 void int8_product(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t blocks) {
-    if (rows == 1)
-        int8_columns<1, WIDE, ADD>(C, A, B, 1, 0, cols, blocks);
-    else
-        int8_columns<ROWS, VECS, ADD>(C, A, B, rows, 0, cols, blocks);
+    rows == 1 ? int8_columns<1, WIDE, ADD>(C, A, B, 1, 0, cols, blocks)
+              : int8_columns<ROWS, VECS, ADD>(C, A, B, rows, 0, cols, blocks);
 }
 
 // A row whose largest magnitude is `largest` times `factor`, a power of 2, is whole numbers of INT8_BITS bits.
@@ -260,10 +257,7 @@ void to_fixed(uint32_t* row, const float* x, int64_t n) {
 }
 
 void multiply_int8(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t depth, bool add) {
-    if (add)
-        int8_product<true>(C, A, B, rows, cols, int8_blocks(depth));
-    else
-        int8_product<false>(C, A, B, rows, cols, int8_blocks(depth));
+    (add ? int8_product<true> : int8_product<false>)(C, A, B, rows, cols, int8_blocks(depth));
 }
 
 }  // namespace portable

@@ -1,8 +1,7 @@
 // The vectors of the portable helpers, in C++ vector extensions: AVX-512, AVX2, SSE and NEON from one source.
 //
-// A vector is as wide as the widest register that the compiler may use. Loads and stores go through memcpy,
-// which compiles to one unaligned instruction. The columns beyond the last whole vector go through a masked
-// copy of less than a vector.
+// A vector is as wide as the widest register that the compiler may use. memcpy compiles to one unaligned load
+// or store.
 #pragma once
 
 #include <cstdint>
@@ -74,9 +73,13 @@ INLINE Vec column(const uint32_t* b, int v) {
     return x;
 }
 
-// The address of column c.
+// The address of column c, and the matrix from it on.
 INLINE const float* columns(const float* b, int64_t c) { return b + c; }
 INLINE const uint32_t* columns(const uint32_t* b, int64_t c) { return b + c / 2; }
+template <class Operand>
+INLINE Operand from_column(const Operand& b, int64_t c) {
+    return {columns(b.data, c), b.ld};
+}
 
 INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
@@ -89,8 +92,7 @@ INLINE Vec load_part(const float* p, int64_t n, float rest) {
     return _mm512_mask_loadu_ps(splat(rest), first_lanes(n), p);
 }
 
-// Not the loop below: where GCC prefers vectors of 8 floats, it stores them by VEXTRACTF32X8, which faults on
-// lanes that the mask leaves out (Intel's manual, exceptions of type E6NF).
+// Not the loop below: GCC may store by VEXTRACTF32X8, which faults on lanes that the mask leaves out.
 INLINE void store_part(float* p, Vec v, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), v); }
 
 #else
@@ -160,8 +162,8 @@ INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>(
 
 #if defined(__AVX512DQ__)
 
-// 2^x by two instructions of AVX-512 that portable C++ has no name for: vreduceps gives x - floor(x), vscalefps
-// multiplies by 2^floor(x). 8 instructions instead of the portable 11, and no test of the input for NaN.
+// By vreduceps, x - floor(x), and vscalefps, times 2^floor(x): 8 instructions instead of 11, and no test for
+// NaN.
 
 // 2^f for 0 <= f < 1: polynomials that are minimax in relative error, with constant term 1.
 template <int degree>

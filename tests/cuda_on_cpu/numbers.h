@@ -1,4 +1,4 @@
-// What the kernels use of attention_ext/csrc/cuda/call.h, without PTX.
+// What the kernels use of attention_ext/csrc/cuda/numbers.h, without PTX.
 #pragma once
 
 #if FORMAT == 0
@@ -14,19 +14,5 @@ inline unsigned short to_element(float x) {
 }
 #endif
 
-#define UNROLLED(i, count) for (int i = 0; i < (count); ++i)
-#define INF INFINITY
-
 inline float exp2_approx(float x) { return std::exp2(x); }
-inline float subtrahend(float m) { return m == -INF ? 0.0f : m; }
-
-template <int low, int high>
-float largest(float x) {
-    for (int far = low; far < high; far *= 2) x = std::max(x, __shfl_xor_sync(~0u, x, far));
-    return x;
-}
-template <int low, int high>
-float sum(float x) {
-    for (int far = low; far < high; far *= 2) x += __shfl_xor_sync(~0u, x, far);
-    return x;
-}
+inline float reciprocal_approx(float x) { return 1 / x; }

@@ -1,0 +1,72 @@
+// The decoder's C interface: no Python header, one library for every Python. generation/engines/native.py reads
+// the signatures here: one declaration after the other, pointers for all arrays.
+//
+// A function that returns bool may fail; error() then says why. Arrays are the caller's, of the lengths that
+// the comments give. A decoder is called from one thread at a time.
+#pragma once
+
+#include <cstdint>
+
+#include "draft.h"
+#include "team.h"
+
+struct Handle;
+
+constexpr int64_t NOT_GIVEN = INT64_MIN;  // for `logprobs` and `top`: none are kept
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Why a call failed. kind: 1 a wrong argument, 2 no memory, 3 anything else.
+const char* error(int* kind);
+
+const char* simd_name();
+
+// The names of SAMPLING_NUMBERS, each followed by a line end.
+const char* sampling_names();
+
+// The most alternatives of a token's log-probability.
+int64_t most_top();
+
+// The generator of a seed in `state`, which has uniforms_bytes() bytes.
+int64_t uniforms_bytes();
+void uniforms_seed(void* state, uint64_t seed);
+void uniforms_next(void* state, int64_t count, double* numbers);
+
+// sizes: block_size, vocab_size, n_layer, n_head, n_embd, br, bc, slots, capacity, threads, cache_bytes. The
+// tensors have names, data and numbers of floats; they are copied. Null if it fails.
+Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
+                     int64_t tensors, const char* const* names, const float* const* data,
+                     const int64_t* floats);
+void close_decoder(Handle* decoder);
+
+// numbers: all of SAMPLING_NUMBERS, in their order; NaN for one that changes nothing.
+bool set_sampling(Handle* decoder, int64_t slot, const double* numbers, int64_t biases, const int64_t* tokens,
+                  const double* values, int64_t logprobs);
+
+bool begin(Handle* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues, int64_t top);
+bool read_for(Handle* decoder, int64_t slot, double seconds, bool* done);
+bool drop(Handle* decoder, int64_t slot);
+
+// uniforms, tokens: (rows, count). seconds: null takes the default. written: the rows of tokens.
+bool write_rows(Handle* decoder, int64_t count, const int64_t* slots, int64_t rows, const double* uniforms,
+                const double* seconds, int64_t* tokens, int64_t* written);
+
+// first (vocab_size), starts (buckets + 1), records (bytes): NgramTables; a null `first` leaves no draft.
+bool set_draft(Handle* decoder, int64_t vocab_size, const uint8_t* first, int64_t buckets,
+               const uint32_t* starts, int64_t bytes, const uint8_t* records);
+bool draft_counts(Handle* decoder, DraftCounts* counts);  // since the last call
+
+bool copy(Handle* decoder, int64_t from, int64_t to);
+bool logits(Handle* decoder, int64_t slot, float* to);  // to: (vocab_size)
+
+// Takes the log-probabilities of a slot; fetch_logprobs() then copies these `count` ones. tokens: each token,
+// its most_top() alternatives and -1 for those that it lacks. logprobs: likewise.
+bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count);
+void fetch_logprobs(const Handle* decoder, int64_t* tokens, double* logprobs);
+
+bool record(Handle* decoder, bool on);
+bool take_spans(Handle* decoder, int64_t* count, const Span** spans);  // they stay until the next call
+
+}  // extern "C"
+#pragma GCC visibility pop
