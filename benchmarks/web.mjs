@@ -3,43 +3,8 @@ import { createRequire } from "node:module";
 import { createInterface } from "node:readline";
 
 const { chromium } = createRequire(new URL("../tests/web/package.json", import.meta.url))("playwright-core");
-const { home, program, model, weights, lines, visits } = JSON.parse(process.argv[2]);
+const { home, program, model, weights } = JSON.parse(process.argv[2]);
 const browser = await chromium.launch({ executablePath: program, args: ["--no-sandbox"] });
-
-// A first visit over a line of `speed` Mbit/s and a round trip of `delay` milliseconds: the milliseconds until text
-// shows, and the bytes that came until then.
-async function firstText([speed, delay]) {
-  const context = await browser.newContext(),
-    page = await context.newPage(),
-    protocol = await context.newCDPSession(page);
-  await protocol.send("Network.enable");
-  const bytes = (speed * 1e6) / 8;
-  const line = { offline: false, latency: delay, downloadThroughput: bytes, uploadThroughput: bytes };
-  await protocol.send("Network.emulateNetworkConditions", line);
-  await page.addInitScript(() => {
-    const look = () => {
-      if (document.getElementById("text-new")?.textContent) globalThis.first = performance.now();
-      else requestAnimationFrame(look);
-    };
-    look();
-  });
-  await page.goto(`${home}#write?model=${model}&weights=bf16`);
-  let first;
-  while (!first) {
-    await new Promise((done) => setTimeout(done, 100));
-    first = await page.evaluate(() => {
-      if (!globalThis.first) return null;
-      const files = ["navigation", "resource"].flatMap((type) => performance.getEntriesByType(type));
-      const came = files.filter(({ responseEnd }) => responseEnd > 0 && responseEnd <= globalThis.first);
-      return { milliseconds: globalThis.first, bytes: came.reduce((sum, file) => sum + file.transferSize, 0) };
-    });
-  }
-  await context.close();
-  return first;
-}
-const first = lines.map(() => []);
-for (let visit = 0; visit < visits; visit++)
-  for (const [i, line] of lines.entries()) first[i].push(await firstText(line));
 
 const page = await browser.newPage();
 await page.goto(`${home}#write?length=1&pace=0`);
@@ -51,7 +16,7 @@ const build = await page.evaluate(
   },
   [model, weights],
 );
-console.log(JSON.stringify({ first, build, browser: `Chromium ${browser.version()}` }));
+console.log(JSON.stringify({ build, browser: `Chromium ${browser.version()}` }));
 
 // As Write does it: calls of the worker, each of which sends tokens and logits; without drawing them.
 const write = async (seed) => {

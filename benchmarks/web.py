@@ -4,8 +4,7 @@
 
 Both run on one core and take turns, after their texts have been compared: they must be the same. The page's
 time includes the messages of its worker with all logits. WebAssembly has vectors of 128 bits, as SSE has.
-A figure is the median of the rounds. At the end, Chromium emulates first visits over slow lines, with bf16.
-The time that the line alone needs for their bytes stands beside them; both are medians.
+A figure is the median of the rounds.
 """
 
 import json
@@ -33,8 +32,6 @@ from shakespeare.web import build, serve
 
 TEXTS = 8  # of one measurement
 MARCH = "x86-64-v2"  # of the native engine: SSE4.2, whose vectors are as wide as WebAssembly's
-# Mbit/s, and milliseconds of a round trip: a mobile line, and Lighthouse's slow 4G.
-LINES = ((10, 40), (1.6, 150))
 
 
 def compile_for(march: str) -> None:
@@ -49,8 +46,7 @@ def compile_for(march: str) -> None:
 @choice("--weights", "Precision of the weights.", of=("fp32", "bf16"))
 @whole("--core", "Core of both.", least=0, default=0)
 @whole("--rounds", "Rounds of each.", least=2, default=15)
-@whole("--visits", "First visits over each line.", least=1, default=5)
-def main(model: str, weights: str, core: int, rounds: int, visits: int) -> None:
+def main(model: str, weights: str, core: int, rounds: int) -> None:
     """Print tokens per second of the page and of the native engine."""
     program = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if not program or not shutil.which("node"):
@@ -74,7 +70,7 @@ def main(model: str, weights: str, core: int, rounds: int, visits: int) -> None:
     native = f"native engine, {MARCH}"
     with serve.server(folder, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        asked = {"program": program, "model": model, "weights": weights, "lines": LINES, "visits": visits}
+        asked = {"program": program, "model": model, "weights": weights}
         asked["home"] = f"http://127.0.0.1:{server.server_address[1]}/"
         script = str(Path(__file__).with_suffix(".mjs"))
         page = Process(["node", script, json.dumps(asked)], core, ready="{")
@@ -103,17 +99,6 @@ def main(model: str, weights: str, core: int, rounds: int, visits: int) -> None:
         ),
         failed,
     )
-    click.echo()
-    titles = "a first visit's line | bytes | the line alone | until text shows"
-    show_table(titles, map(visit_row, LINES, facts["first"]))
-
-
-def visit_row(line: tuple[float, float], visits: list[dict]) -> str:
-    """A row of the table of first visits."""
-    speed, delay = line
-    size, first = (statistics.median(visit[name] for visit in visits) for name in ("bytes", "milliseconds"))
-    alone = 8 * size / (speed * 1e6)
-    return f"{speed} Mbit/s, {delay} ms | {size:,.0f} | {alone:.2f} s | {first / 1e3:.2f} s"
 
 
 if __name__ == "__main__":

@@ -137,14 +137,27 @@ def make(file: Path, program: str = "", march: str = "native") -> Path:
         raise
 
 
-class Call(ctypes.Structure):
-    """struct OwnCall of csrc/tools/own.cpp."""
+TILE = 64  # br and bc of a call, for a kernel that has tiles
+
+
+class Matrices(ctypes.Structure):
+    """struct MatricesOf of csrc/attention.h; strides in floats."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("B", "H", "Nq", "Nk", "d", "causal", "threads")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_int64 * 3) for name in ("q_strides", "k_strides", "v_strides")),
-        ("scale", ctypes.c_float),
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch_stride", "head_stride", "row_stride", "col_stride")),
+    ]
+
+
+class Call(ctypes.Structure):
+    """struct Attention of csrc/attention.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("B", "H", "Nq", "Nk", "d")),
+        *(("causal", ctypes.c_bool), ("scale", ctypes.c_float)),
+        *(("br", ctypes.c_int64), ("bc", ctypes.c_int64), ("threads", ctypes.c_int)),
+        *((name, Matrices) for name in ("q", "k", "v")),
+        *(("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("kv", ctypes.c_int)),
     ]
 
 
@@ -165,7 +178,7 @@ class Native:
 
     def scratch(self, B: int, H: int, Nq: int, Nk: int, d: int, causal: bool, threads: int) -> int:
         """The floats of scratch of a call. Raises RuntimeError if the file asks for less than none."""
-        return self._scratch(Call(B, H, Nq, Nk, d, causal, threads))
+        return self._scratch(Call(B, H, Nq, Nk, d, causal, 0, min(TILE, Nq), min(TILE, Nk), threads))
 
     def _scratch(self, call: Call) -> int:
         floats = self._c.own_scratch_of(ctypes.byref(call))
@@ -190,9 +203,9 @@ class Native:
         (B, H, Nq, d), Nk = q.shape, k.shape[2]
         if out is None:
             out = np.empty((B, H, Nq, d), np.float32)
-        strides = ((ctypes.c_int64 * 3)(*(s // 4 for s in t.strides[:3])) for t in (q, k, v))
-        data = (t.ctypes.data for t in (q, k, v, out))
-        call = Call(B, H, Nq, Nk, d, causal, threads, *data, *strides, scale)
+        matrices = (Matrices(t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1) for t in (q, k, v))
+        tile = min(TILE, Nq), min(TILE, Nk)
+        call = Call(B, H, Nq, Nk, d, causal, scale, *tile, threads, *matrices, out.ctypes.data)
         if scratch is None:
             scratch = np.empty(self._scratch(call), np.float32)
         if why := self._c.own_call(ctypes.byref(call), scratch.ctypes.data):

@@ -16,9 +16,11 @@ from safetensors.numpy import load, save
 from shakespeare.attention_ext import tiles
 from shakespeare.attention_ext.build import cache, prebuilt
 from shakespeare.attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
-from shakespeare.attention_ext.parts import PARTS, BuildError, Precision
+from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype, Precision
 from shakespeare.attention_ext.webgpu import steps
+from shakespeare.attention_ext.webgpu.gpu import Source
 from shakespeare.checkpoints import PRESENT
+from shakespeare.generation.engines import webgpu
 from shakespeare.generation.sampling import NUMBERS
 from shakespeare.model.checkpoint import SUMS, bf16_bits, shipped
 from shakespeare.web import bundle, traffic
@@ -32,15 +34,12 @@ FLAGS = (  # -flto: 2 to 6 % of the speed
 )
 ONCE = "; the first time zig compiles its C++ library too, which takes a minute or two"
 FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "web"))
-SHADERS = tuple(ROOT / package / "csrc" / "webgpu" for package in ("attention_ext", "generation"))
 # Part 4's steps in WGSL that the page measures, with heads of this width: those in float32.
 STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs]
 STEPS_D = 32
+PORTABLE = (16_384, 256)  # bytes of workgroup memory and invocations that WebGPU promises
 # The page does not train, its threads would wait for each other, and it has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
-STATIC = ("index.html", "style.css", "sw.js")
-# Modules that only the worker has.
-WORKERS = ("worker.js", "session.js", "caches.js", "nest.js", "tiling.js", "gpu.js", "gpu_decoder.js")
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
 EMBEDDED = (MODEL, "shakes1024")  # in the one file; the race needs the long window
@@ -91,17 +90,13 @@ def write_page(work: Path) -> Path:
     write_scripts(folder / "js")
     for name in BUILDS:
         (folder / f"kernels-{name}.wasm.gz").write_bytes(packed(compiled(name).read_bytes()))
-    for name in STATIC:
-        shutil.copyfile(WEB / name, folder / name)
-    write_text(folder / "sources.json", json.dumps(sources()))
-    write_text(folder / "shaders.json", json.dumps(shaders()))
+    shutil.copyfile(WEB / "style.css", folder / "style.css")
+    for name, content in (("sources", sources()), ("shaders", shaders())):
+        (folder / f"{name}.json.gz").write_bytes(packed(json.dumps(content).encode()))
     write_models(folder / "models")
     write_text(folder / "index.html", hinted((WEB / "index.html").read_text(encoding="utf-8"), folder))
-    weights = [name for name in files(folder) if name.endswith(WEIGHTS)]
-    kept = [name for name in files(folder) if name not in ("sw.js", *weights)]
-    worker = (folder / "sw.js").read_text(encoding="utf-8").replace("VERSION", fingerprint())
-    worker = worker.replace('"FILES"', json.dumps(kept)).replace('"WEIGHTS"', json.dumps(weights))
-    write_text(folder / "sw.js", worker)
+    worker = (WEB / "sw.js").read_text(encoding="utf-8")
+    write_text(folder / "sw.js", worker.replace("VERSION", fingerprint()))
     write_text(folder / "shakespeare.html", bundle.one_file(folder, WEB, EMBEDDED))
     write_stamp(folder)
     return folder
@@ -116,32 +111,49 @@ def write_scripts(folder: Path) -> None:
 
 def facts() -> str:
     """A module with what Python's tables say."""
-    settings = [
-        {"name": name, "default": known.default, "whole": known.whole, "slider": known.slider}
-        for name, known in NUMBERS.items()
-        if known.slider
-    ]
+    numbers = {name: known for name, known in NUMBERS.items() if known.slider}
+    sliders = [{"name": name, "default": n.default, "slider": n.slider} for name, n in numbers.items()]
     tables = {
         "MODEL": MODEL,
         "WEIGHTS": PRECISIONS,
         "PRECISIONS": list(Precision),
         "TILE": tiles.DEFAULT,
-        "SLIDERS": settings,
-        "STEPS": [step_facts(step) for step in STEPS],
+        "SLIDERS": sliders,
+        "STEPS": [step.name for step in STEPS],
         "FASTEST": steps.FASTEST,
+        "DECODER": decoder_constants(),
+        "NESTS": nests(),
     }
     return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
 
 
-def step_facts(step: steps.Step) -> dict[str, Any]:
-    """A step's files, the features that it needs, and its tiles with their memory, the best first."""
-    fours = steps.up(STEPS_D, 4)
-    fitting = [
-        {"constants": step.constants(fours, t), "br": t.br, "memory": step.memory(t, fours)}
-        for t in step.best(step.tiles, fours)
-    ]
-    needs = [{"subgroup": "subgroups"}[feature] for feature in step.needs]  # as browsers name it
-    return {"name": step.name, "files": ["common.wgsl", *step.files], "needs": needs, "tiles": fitting}
+def decoder_constants() -> dict[str, int]:
+    """The whole numbers that decoder.wgsl names, such as the flags of a text."""
+    wgsl = (webgpu.SOURCES / "decoder.wgsl").read_text(encoding="utf-8")
+    return {name: int(value) for name, value in re.findall(r"^const (\w+) = (\d+)u;", wgsl, re.M)}
+
+
+def shaders() -> dict[str, Any]:
+    """The WGSL of the decoder, which lacks its constants, and of each step: see step_shaders()."""
+    decoder = Source(tuple(webgpu.SOURCES / name for name in ("cache_fp32.wgsl", *webgpu.FILES)))
+    return {"decoder": bare(decoder.text()), "steps": {step.name: step_shaders(step) for step in STEPS}}
+
+
+def step_shaders(step: steps.Step) -> dict[str, Any]:
+    """The features that a step needs, and its tiles, the best first, up to one that every adapter takes."""
+    fours, most = steps.up(STEPS_D, 4), PORTABLE
+    tiles = []
+    for tile in step.best(step.tiles, fours):
+        memory, code = step.memory(tile, fours), bare(step.source(STEPS_D, Dtype.FP32, tile).text())
+        tiles.append({"br": tile.br, "memory": memory, "threads": tile.threads, "code": code})
+        if memory <= most[0] and tile.threads <= most[1]:
+            break
+    return {"needs": [{"subgroup": "subgroups"}[feature] for feature in step.needs], "tiles": tiles}
+
+
+def bare(wgsl: str) -> str:
+    """WGSL without indentation, comments and empty lines."""
+    return re.sub(r"^ *//.*\n|^ +| +// .*$|^\n", "", wgsl, flags=re.M)
 
 
 def files(folder: Path) -> list[str]:
@@ -160,21 +172,20 @@ def write_stamp(folder: Path) -> None:
 
 def check_replaceable(folder: Path) -> None:
     """Raise ValueError if a folder holds anything that no build of the page wrote."""
-    if not folder.exists():
-        return
     remedy = "choose another one, or remove it yourself"
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder is {folder}, a file; {remedy}")
     own: set[str] = set()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it has no stamp of a build
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         own = {STAMP, *stamp["files"]} if stamp["made by"] == MAKER else own
     own |= {parent.as_posix() for name in own for parent in Path(name).parents}
-    other = next((path for path in folder.rglob("*") if path.relative_to(folder).as_posix() not in own), None)
+    paths = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")))
+    other = next((path for path in paths if path not in own), None)
     if other:
         raise ValueError(
             f"folder is {folder}; it must be empty, or hold a page that was made before and nothing else, "
-            f"but it has {other.relative_to(folder)}; {remedy}"
+            f"but it has {other}; {remedy}"
         )
 
 
@@ -182,7 +193,8 @@ def fingerprint() -> str:
     """A hash of the sources and the checkpoints."""
     own = [(WEB / name).read_bytes() for name in files(WEB) if not name.endswith(".pyc")]
     sums = [(shipped(name) / SUMS).read_bytes() for name in PRESENT]
-    return cache.fingerprint([*FLAGS, facts(), traffic.SOURCE.read_bytes(), *own, *sums], CSRC, *FOLDERS)
+    texts = (*FLAGS, facts(), json.dumps(shaders()), traffic.SOURCE.read_bytes())
+    return cache.fingerprint([*texts, *own, *sums], CSRC, *FOLDERS)
 
 
 def compiled(build: str) -> Path:
@@ -208,25 +220,19 @@ def compiled(build: str) -> Path:
     ).make()
 
 
-def sources() -> dict[str, dict[str, str]]:
-    """The C++ of each part that is a kernel, for the page, and its loop nest as a script of Tiles, if any."""
-    paths = {name: CSRC / "cpu" / f"{part.operator}.cpp" for name, part in PARTS.items() if part.operator}
-    made = {
-        name: {"name": path.name, "text": path.read_text(encoding="utf-8")} for name, path in paths.items()
-    }
-    for path in (WEB / "nests").glob("*.txt"):
-        made[path.stem]["nest"] = path.read_text(encoding="utf-8").strip()
-    return made
-
-
-def shaders() -> dict[str, str]:
-    """The decoder's and the steps' WGSL, without indentation and comments, but marks of loops."""
-    names = {"cache_fp32.wgsl", "decoder.wgsl", "common.wgsl"}.union(*(step.files for step in STEPS))
-    paths = (path for folder in SHADERS for path in folder.iterdir() if path.name in names)
+def sources() -> dict[str, str]:
+    """The C++ of each part that is a kernel, for the page."""
+    kernels = {name: part.operator for name, part in PARTS.items() if part.operator}
     return {
-        path.name: re.sub(r"^ *//.*\n|^ +| +// (?!unroll$).*$|^\n", "", path.read_text(), flags=re.M)
-        for path in paths
+        name: (CSRC / "cpu" / f"{operator}.cpp").read_text(encoding="utf-8")
+        for name, operator in kernels.items()
     }
+
+
+def nests() -> dict[str, str]:
+    """The loop nest of each part that has one, as a script of Tiles."""
+    paths = sorted((WEB / "nests").glob("*.txt"))
+    return {path.stem: path.read_text(encoding="utf-8").strip() for path in paths}
 
 
 def write_models(folder: Path) -> None:
@@ -235,15 +241,14 @@ def write_models(folder: Path) -> None:
     index = {}
     for name in PRESENT:
         directory = shipped(name)
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        characters = json.loads((directory / "meta.json").read_text(encoding="utf-8"))["characters"]
+        config, meta = (json.loads((directory / f"{kind}.json").read_bytes()) for kind in ("config", "meta"))
         exact = (directory / "model.safetensors").read_bytes()
         offered = {}
         for precision, content in (("bf16", rounded(exact)), ("fp32", exact)):
             path = folder / f"{name}-{precision}{WEIGHTS}"
             path.write_bytes(packed(planes(content)))
-            offered[precision] = {"path": f"models/{path.name}", "bytes": path.stat().st_size}
-        index[name] = {"config": config, "characters": characters, "files": offered}
+            offered[precision] = {"path": f"models/{path.name}"}
+        index[name] = {"config": config, "characters": meta["characters"], "files": offered}
     write_text(folder / "models.json", json.dumps(index))
 
 
@@ -252,12 +257,11 @@ def rounded(content: bytes) -> bytes:
 
     These are all but the embeddings.
     """
-    made = {}
-    for name, w in load(content).items():
+    weights = load(content)
+    for name, w in weights.items():
         if w.ndim == 2 and not re.search(r"\.w[tp]e\.", name):
-            w = bf16_bits(w)
-        made[name] = w
-    saved = save(made)
+            weights[name] = bf16_bits(w)
+    saved = save(weights)
     begin = 8 + int.from_bytes(saved[:8], "little")
     header = saved[8:begin].rstrip().replace(b'"U16"', b'"BF16"')  # NumPy has no bfloat16
     header += b" " * (-len(header) % 8)
@@ -288,9 +292,8 @@ def hinted(html: str, folder: Path) -> str:
     early = (WEB / "early.js").read_text(encoding="utf-8").replace('"WEIGHTS"', json.dumps(weights))
     early = early.replace("MODEL", MODEL).replace("PRECISION", next(iter(PRECISIONS)))
     links = ['<link rel="preload" as="fetch" crossorigin href="models/models.json">']
-    for path in sorted((folder / "js").glob("*.js")):
-        if path.name not in WORKERS:
-            links.append(f'<link rel="modulepreload" href="js/{path.name}">')
+    for name in sorted(bundle.modules(folder / "js", "main.js")):
+        links.append(f'<link rel="modulepreload" href="js/{name}">')
     html = bundle.replaced(html, "(?<=script-src 'self')", f" '{bundle.digest(early)}'")
     # A script behind a stylesheet waits for it.
     html = bundle.replaced(html, '(?=<link rel="stylesheet")', f"<script>{early}</script>\n")

@@ -16,13 +16,6 @@ IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./([\w-]+\.js)";$', re.M)
 COMMENT = re.compile(r"^ *//.*\n|^ +| +// .*$", re.M)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|class|const) ([\w$]+))", re.M)
 
-# Unpacks the page's script, which the policy names too.
-START = """const packed = atob(document.getElementById("asset:main.js").textContent),
-  bytes = new Blob([Uint8Array.from(packed, (c) => c.charCodeAt(0))]).stream(),
-  script = Object.assign(document.createElement("script"), { type: "module" });
-script.textContent = await new Response(bytes.pipeThrough(new DecompressionStream("gzip"))).text();
-document.body.append(script);"""
-
 
 def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     """The page of `folder` with everything that it loads inside, and these models in bf16."""
@@ -33,16 +26,14 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     script, worker = joined(folder / "js", "main.js"), joined(folder / "js", "worker.js")
     index = json.loads((folder / "models" / "models.json").read_text(encoding="utf-8"))
     inside = {name: index[name] | {"files": {"bf16": index[name]["files"]["bf16"]}} for name in models}
-    assets = {path.name: path.read_bytes() for path in sorted(folder.glob("kernels-*"))}
-    packed = {name: (folder / name).read_bytes() for name in ("sources.json", "shaders.json")}
-    packed |= {"worker.js": worker.encode(), "main.js": script.encode()}
-    assets |= {name: gzip.compress(content, 9, mtime=0) for name, content in packed.items()}
+    assets = {path.name: path.read_bytes() for path in sorted(folder.glob("*.gz"))}
+    assets["worker.js"] = gzip.compress(worker.encode(), 9, mtime=0)
     assets["models/models.json"] = json.dumps(inside).encode()
     for model in inside.values():
         path = model["files"]["bf16"]["path"]
         assets[path] = (folder / path).read_bytes()
     policy = (
-        f"default-src 'none'; script-src '{digest(START)}' '{digest(script)}' 'wasm-unsafe-eval' blob:; "
+        f"default-src 'none'; script-src '{digest(script)}' 'wasm-unsafe-eval' blob:; "
         f"style-src '{digest(style)}'; worker-src blob:; img-src data:; base-uri 'none'; form-action 'none'"
     )
     html = replaced(html, r'(?<=Content-Security-Policy" content=")[^"]*', policy)
@@ -52,29 +43,35 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
         f'<script type="text/plain" id="asset:{name}">{base64.b64encode(content).decode()}</script>'
         for name, content in assets.items()
     )
-    return replaced(html, "</body>", f'{data}\n<script type="module">{START}</script>\n</body>')
+    return replaced(html, "</body>", f'{data}\n<script type="module">{script}</script>\n</body>')
 
 
-def joined(folder: Path, entry: str) -> str:
-    """The modules that an entry needs, in their order, as a script. Raises ValueError for an unknown form."""
-    done: dict[str, str] = {}
+def modules(folder: Path, entry: str) -> dict[str, str]:
+    """The texts of an entry and of the modules that it needs, by name, each behind those that it imports."""
+    known: dict[str, str] = {}
 
     def add(name: str) -> None:
-        if name in done:
+        if name in known:
             return
         text = COMMENT.sub("", (folder / name).read_text(encoding="utf-8"))
         for _, other in IMPORT.findall(text):
             add(other)
-        exported = EXPORT.findall(text)
+        known[name] = text
+
+    add(entry)
+    return known
+
+
+def joined(folder: Path, entry: str) -> str:
+    """The modules that an entry needs as a script. Raises ValueError for an unknown form."""
+    script = '"use strict";\n'
+    for name, text in modules(folder, entry).items():
+        exported = ", ".join(EXPORT.findall(text))
         body = IMPORT.sub(lambda m: f"const {{ {m[1]} }} = {variable(m[2])};", EXPORT.sub("", text))
         if re.search(r"^(?:import|export)\b", body, re.M) or "</script" in body:
             raise ValueError(f"{name} has a form of import or export that the bundle does not know")
-        done[name] = (
-            f"const {variable(name)} = (() => {{\n{body}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
-        )
-
-    add(entry)
-    return '"use strict";\n' + "".join(done.values())
+        script += f"const {variable(name)} = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();\n"
+    return script
 
 
 def variable(name: str) -> str:
@@ -89,7 +86,7 @@ def digest(text: str) -> str:
 
 def replaced(html: str, pattern: str, new: str) -> str:
     """The page with the one place that matches replaced. Raises ValueError if there is not one."""
-    made, count = re.subn(pattern, lambda _: new, html)
+    changed, count = re.subn(pattern, lambda _: new, html)
     if count != 1:
         raise ValueError(f"index.html has {count} places like {pattern}; it must have one")
-    return made
+    return changed

@@ -67,7 +67,7 @@ def translated(node: Any) -> str:
         case ast.ListComp(element, [ast.comprehension(target, iterable)]):
             return f"Array.from({translated(iterable)}, ({translated(target)}) => {translated(element)})"
         case ast.FunctionDef(name, arguments, body):
-            star = "*" * any(isinstance(each, ast.Yield) for each in ast.walk(node))
+            star = "*" * any(isinstance(inner, ast.Yield) for inner in ast.walk(node))
             return f"function{star} {name}({parameters(arguments)}) {{ {translated(body)} }}"
         case ast.ClassDef(name, body=body):
             return f"class {name} {{ {members(body)} }}"
@@ -78,10 +78,10 @@ def translated(node: Any) -> str:
 
 
 def parameters(arguments: ast.arguments) -> str:
+    names = [translated(ast.Name(argument.arg)) for argument in arguments.args]
     defaults = [f" = {translated(value)}" for value in arguments.defaults]
-    names = [translated(ast.Name(each.arg)) for each in arguments.args]
-    given = zip(names, [""] * (len(names) - len(defaults)) + defaults)
-    return ", ".join(name + default for name, default in given if name != "this")
+    padded = [""] * (len(names) - len(defaults)) + defaults
+    return ", ".join(name + default for name, default in zip(names, padded) if name != "this")
 
 
 def members(body: list[ast.stmt]) -> str:
@@ -90,5 +90,5 @@ def members(body: list[ast.stmt]) -> str:
     given = [translated(f.target) + (f" = {translated(f.value)}" if f.value else "") for f in fields]
     kept = " ".join(f"this.{name} = {name};" for name in map(translated, (f.target for f in fields)))
     functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-    made = ("get " * bool(f.decorator_list) + translated(f).removeprefix("function ") for f in functions)
-    return " ".join([f"constructor({', '.join(given)}) {{ {kept} }}", *made])
+    methods = ("get " * bool(f.decorator_list) + translated(f).removeprefix("function ") for f in functions)
+    return " ".join([f"constructor({', '.join(given)}) {{ {kept} }}", *methods])

@@ -366,7 +366,7 @@ weights = choice(
     of=Precision,
 )
 kv_cache = choice(
-    "--kv-cache", "Precision of the cached keys and values; bf16 halves their bytes.", of=CachePrecision
+    "--kv-cache", "Precision of the cached keys and values; bf16 halves part4's bytes.", of=CachePrecision
 )
 
 draft = option(

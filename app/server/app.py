@@ -47,7 +47,7 @@ class Application:
         self.draining = False
         self.created = int(time.time())
         page = settings.page
-        site = pages.Site(page, settings.most_tokens) if page and page.is_dir() else None
+        site = pages.Site(page) if page and page.is_dir() else None
         routes = [
             Route("/", site.index if site else self.models),
             Route("/health", self.health),

@@ -8,7 +8,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-HINT = '<meta name="server" content="/v1" data-most-tokens="{}">\n</head>'
+HINT = '<meta name="server" content="/v1">\n</head>'
 SITE_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -22,14 +22,14 @@ TYPES = {".js": "text/javascript", ".json": "application/json", ".gz": "applicat
 class Site(StaticFiles):
     """The files of a page that `gpt.py web --build` has made in a folder."""
 
-    def __init__(self, folder: Path, most_tokens: int) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(directory=folder)
-        self.folder, self.most_tokens = folder, most_tokens
+        self.folder = folder
 
     async def index(self, request: Request) -> Response:
         """The page with a hint that it may ask the server to write."""
         html = (self.folder / "index.html").read_text(encoding="utf-8")
-        return HTMLResponse(html.replace("</head>", HINT.format(self.most_tokens), 1), headers=SITE_HEADERS)
+        return HTMLResponse(html.replace("</head>", HINT, 1), headers=SITE_HEADERS)
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         if scope["method"] not in ("GET", "HEAD"):

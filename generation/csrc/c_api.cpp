@@ -47,6 +47,8 @@ bool guarded(const Body& body) {
     return false;
 }
 
+#define GUARDED(...) return guarded([&] { __VA_ARGS__; })
+
 // The row of this name in a table.
 template <class Row, size_t N>
 const Row& find(const std::string& what, const std::string& name, const Row (&table)[N]) {
@@ -110,16 +112,14 @@ bool set_sampling(Handle* decoder, int64_t slot, const double* numbers, int64_t 
 }
 
 bool begin(Handle* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues, int64_t top) {
-    return guarded([&] { decoder->begin(slot, {ids, ids + count}, continues, top); });
+    GUARDED(decoder->begin(slot, {ids, ids + count}, continues, top));
 }
 
 bool read_for(Handle* decoder, int64_t slot, double seconds, bool* done) {
-    return guarded([&] { *done = decoder->read(slot, seconds); });
+    GUARDED(*done = decoder->read(slot, seconds));
 }
 
-bool drop(Handle* decoder, int64_t slot) {
-    return guarded([&] { decoder->drop(slot); });
-}
+bool drop(Handle* decoder, int64_t slot) { GUARDED(decoder->drop(slot)); }
 
 bool write_rows(Handle* decoder, int64_t count, const int64_t* slots, int64_t rows, const double* uniforms,
                 const double* seconds, int64_t* tokens, int64_t* written) {
@@ -144,13 +144,9 @@ bool set_draft(Handle* decoder, int64_t vocab_size, const uint8_t* first, int64_
     });
 }
 
-bool draft_counts(Handle* decoder, DraftCounts* counts) {
-    return guarded([&] { *counts = decoder->draft_counts(); });
-}
+bool draft_counts(Handle* decoder, DraftCounts* counts) { GUARDED(*counts = decoder->draft_counts()); }
 
-bool copy(Handle* decoder, int64_t from, int64_t to) {
-    return guarded([&] { decoder->copy(from, to); });
-}
+bool copy(Handle* decoder, int64_t from, int64_t to) { GUARDED(decoder->copy(from, to)); }
 
 bool logits(Handle* decoder, int64_t slot, float* to) {
     return guarded([&] {
@@ -176,9 +172,7 @@ void fetch_logprobs(const Handle* decoder, int64_t* tokens, double* logprobs) {
     }
 }
 
-bool record(Handle* decoder, bool on) {
-    return guarded([&] { decoder->record(on); });
-}
+bool record(Handle* decoder, bool on) { GUARDED(decoder->record(on)); }
 
 bool take_spans(Handle* decoder, int64_t* count, const Span** spans) {
     return guarded([&] {

@@ -2,8 +2,6 @@
 //
 // The texts of a large batch are divided between the threads; of few texts, the threads share heads and panels.
 #include <algorithm>
-#include <cmath>
-#include <utility>
 
 #include "buffer.h"
 #include "decoder.h"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float32]
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "webgpu"
+FILES = ("decoder.wgsl", "sampling.wgsl")
 INVOCATIONS = 256  # of a workgroup
 TILES = (256, 128, 64, 32, 16)  # keys of attention's, the largest that fits
 BUFFERS = 8  # of a shader; the portable least too
@@ -133,8 +134,8 @@ def source_for(
     needed = next((tile for tile in reversed(tiles) if tile >= config.block_size), tiles[0])
     constants = {"LAYERS": config.n_layer, "HEADS": config.n_head, "HEAD_DIM": config.head_dim}
     constants |= {"VOCAB": config.vocab_size, "BIAS": int(config.bias), "TILE": needed}
-    files = (SOURCES / f"cache_{kv_cache}.wgsl", SOURCES / "decoder.wgsl")
-    return Source(files, tuple(constants.items()))
+    files = (SOURCES / name for name in (f"cache_{kv_cache}.wgsl", *FILES))
+    return Source(tuple(files), tuple(constants.items()))
 
 
 @dataclass

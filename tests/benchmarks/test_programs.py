@@ -114,12 +114,10 @@ def test_web():
         if missing:
             pytest.skip(reason)
     build.make()  # most of the time, which is not the benchmark's
-    text = printed("web", "-m shakes128 --rounds 2 --visits 1")
+    text = printed("web", "-m shakes128 --rounds 2")
     rows = dict(re.findall(r"^\| (page|native engine, \S+) \| ([\d,]+) \|", text, re.M))
     assert set(rows) == {"page", "native engine, x86-64-v2"}
     assert all(int(speed.replace(",", "")) > 0 for speed in rows.values())
-    lines = re.findall(r"ms \| [\d,]+ \| ([\d.]+) s \| ([\d.]+) s \|", text)
-    assert len(lines) == 2 and all(float(seconds) > 0 for line in lines for seconds in line)
     assert "shakes128, fp32, texts of 127 tokens" in text
 
 

@@ -19,34 +19,19 @@
 
 namespace {
 
-constexpr int INPUTS = 4;
-
 struct Case : AttentionCase {
     bool dlse;
 };
 
 Case draw(uint64_t seed, Random& random, int threads) {
     Case c{};
-    c.seed = seed;
-    c.causal = random.one_in(2), c.dlse = random.one_in(2);
-    const int64_t work = random.one_in(40) ? 8'000'000 : 400'000;
-    do {
-        c.B = random.from(1, 2), c.H = random.from(1, 3);
-        c.Nq = random.size(MOST);
-        c.Nk = random.one_in(2) ? c.Nq : random.size(MOST);
-        if (c.causal && c.Nk < c.Nq) std::swap(c.Nq, c.Nk);
-        c.d = random.size(random.one_in(10) ? MOST : 130);
-    } while (c.B * c.H * c.Nq * c.Nk * c.d > work);
-    c.draw_rest(random, threads, INPUTS, {LARGE, DENORMAL, EQUAL, BAD});
+    c.seed = seed, c.dlse = random.one_in(2);
+    c.draw_sizes(random, random.one_in(40) ? 8'000'000 : 400'000, false, false);
+    c.draw_rest(random, threads, MOST_INPUTS, {LARGE, DENORMAL, EQUAL, BAD});
     return c;
 }
 
 void describe(const Case& c) { c.tell("backward", c.dlse ? ", dlse" : "", ", dout: ", c.layouts[DOUT].name); }
-
-struct Inputs {
-    const float* of[INPUTS];
-    const float* dlse;
-};
 
 template <class T>
 struct Gradients {
@@ -59,7 +44,7 @@ struct Gradients {
 // float32. As in PyTorch's own backward pass, P is exp(s - lse) of scores that are computed again, here in
 // another order, and D = rowsum(dout * out). With `random` the orders of the sums are random.
 template <class T>
-Gradients<T> differentiate(const Case& c, const Inputs& in, Random* random = nullptr) {
+Gradients<T> differentiate(const Case& c, const Inputs& in, const float* dlse, Random* random = nullptr) {
     const auto size = [&](int64_t rows) { return static_cast<size_t>(c.B * c.H * rows * c.d); };
     Gradients<T> g{std::vector<T>(size(c.Nq)), std::vector<T>(size(c.Nk)), std::vector<T>(size(c.Nk))};
     std::vector<T> s(static_cast<size_t>(c.Nk));
@@ -71,9 +56,7 @@ Gradients<T> differentiate(const Case& c, const Inputs& in, Random* random = nul
     const std::vector<int64_t> forth = order(c.d, random), back(forth.rbegin(), forth.rend());
     const std::vector<int64_t> queries = order(c.Nq, random);
     for (int64_t head = 0; head < c.B * c.H; head++) {
-        const auto row = [&](Input which, int64_t i) {
-            return in.of[which] + c.layouts[which].at(head / c.H, head % c.H, i, 0);
-        };
+        const auto row = [&](Input which, int64_t i) { return in.row(which, head, i); };
         const auto dot = [&](const float* x, const float* y, const std::vector<int64_t>& elements) {
             T sum = 0;
             for (int64_t e : elements) sum += static_cast<T>(x[e]) * static_cast<T>(y[e]);
@@ -95,7 +78,7 @@ Gradients<T> differentiate(const Case& c, const Inputs& in, Random* random = nul
                 for (int64_t j = 0; j < n; j++) o += std::exp(s[j] - m) / l * static_cast<T>(row(V, j)[e]);
                 D += static_cast<T>(dout[e]) * o;
             }
-            if (in.dlse) D -= static_cast<T>(in.dlse[head * c.Nq + i]);
+            if (dlse) D -= static_cast<T>(dlse[head * c.Nq + i]);
             const T lse = m + std::log(l);
             for (int64_t j = 0; j < n; j++) {
                 const T p = std::exp(static_cast<T>(c.scale) * dot(q, row(K, j), back) - lse);
@@ -116,30 +99,23 @@ Gradients<T> differentiate(const Case& c, const Inputs& in, Random* random = nul
 }
 
 // The kernel's gradients, from its own forward pass.
-Gradients<float> run(const Case& c, Random& random, const Inputs& in, std::string& wrong) {
+Gradients<float> run(const Case& c, Random& random, const Inputs& in, const float* dlse, std::string& wrong) {
     const auto matrices = [&](Input which) {
-        const Layout& l = c.layouts[which];
-        return Matrices{in.of[which], l.batch, l.head, l.row, l.column};
+        return c.matrices(which, static_cast<const float*>(in[which].data));
     };
     const int64_t heads = c.B * c.H;
     Guarded out(heads * c.Nq * c.d, random), lse(heads * c.Nq, random);
-    Attention forward{};
-    forward.B = c.B, forward.H = c.H, forward.Nq = c.Nq, forward.Nk = c.Nk, forward.d = c.d;
-    forward.q = matrices(Q), forward.k = matrices(K), forward.v = matrices(V);
-    forward.out = out.data, forward.lse = lse.data;
-    forward.causal = c.causal, forward.scale = c.scale;
-    forward.Br = std::min<int64_t>(96, c.Nq), forward.Bc = std::min<int64_t>(128, c.Nk), forward.threads = 1;
+    Attention forward{c.sizes(96, std::min<int64_t>(128, c.Nk)), matrices(Q), matrices(K), matrices(V),
+                      out.data};
+    forward.lse = lse.data, forward.threads = 1;
     std::vector<float> room(static_cast<size_t>(flash_scratch(forward)));
     flash_attention(forward, room.data());
     out.let(PROT_READ), lse.let(PROT_READ);
 
     Guarded dq(heads * c.Nq * c.d, random), dk(heads * c.Nk * c.d, random), dv(heads * c.Nk * c.d, random);
-    AttentionGradient a{};
-    a.B = c.B, a.H = c.H, a.Nq = c.Nq, a.Nk = c.Nk, a.d = c.d;
-    a.q = matrices(Q), a.k = matrices(K), a.v = matrices(V), a.dout = matrices(DOUT);
-    a.out = out.data, a.lse = lse.data, a.dlse = in.dlse;
+    AttentionGradient a{c.sizes(1, 1), matrices(Q), matrices(K), matrices(V), matrices(DOUT)};
+    a.out = out.data, a.lse = lse.data, a.dlse = dlse;
     a.dq = dq.data, a.dk = dk.data, a.dv = dv.data;
-    a.causal = c.causal, a.scale = c.scale, a.threads = c.threads;
     Guarded scratch(flash_backward_scratch(a), random);
     flash_backward(a, scratch.data);
     for (const Guarded* t : {&dq, &dk, &dv})
@@ -153,8 +129,8 @@ bool all_same(const Gradients<float>& a, const Gradients<float>& b) {
 }
 
 // Describes what is wrong with a case's gradients; empty if nothing is.
-std::string hold(const Case& c, const Gradients<float>& got, const Inputs& in) {
-    const Gradients<double> right = differentiate<double>(c, in);
+std::string hold(const Case& c, const Gradients<float>& got, const Inputs& in, const float* dlse) {
+    const Gradients<double> right = differentiate<double>(c, in, dlse);
     // A query times the scale, its product with a key, and the row's logsumexp are each rounded once, by half a
     // unit in the last place of a score. In a row of one number (d = 1) nothing averages this out.
     const double rounding = 3 * 0x1p-24 * right.largest_score;
@@ -164,7 +140,7 @@ std::string hold(const Case& c, const Gradients<float>& got, const Inputs& in) {
     std::vector<std::vector<float>> dq, dk, dv;
     std::string wrong;
     for (int tried = 0; tried < ORDERS && (tried == 0 || !wrong.empty()); tried++) {
-        Gradients<float> plain = differentiate<float>(c, in, tried ? &random : nullptr);
+        Gradients<float> plain = differentiate<float>(c, in, dlse, tried ? &random : nullptr);
         dq.push_back(std::move(plain.dq)), dk.push_back(std::move(plain.dk)), dv.push_back(std::move(plain.dv));
         wrong = compare("dq", got.dq, right.dq, weights + allowance(right.dq, dq, rounding), false) +
                 compare("dk", got.dk, right.dk, weights + allowance(right.dk, dk, rounding), false) +
@@ -196,68 +172,50 @@ bool reached(const Case& c, const std::vector<char>& bad, const Gradients<float>
 std::string attempt(const Case& drawn, Random& random) {
     Case c = drawn;
     std::string wrong;
-    Guarded q(c.floats(Q), random), k(c.floats(K), random), v(c.floats(V), random),
-        dout(c.floats(DOUT), random), dlse(c.B * c.H * c.Nq, random);
-    Guarded* const tensors[] = {&q, &k, &v, &dout};
-    const Inputs in{{q.data, k.data, v.data, dout.data}, c.dlse ? dlse.data : nullptr};
-    for (int which = 0; which < INPUTS; which++)
-        c.each(which, *tensors[which],
-               [&](float& x, int64_t, int64_t, int64_t, int64_t) { x = c.draw_value(random); });
-    for (int64_t n = 0; n < dlse.n; n++) dlse.data[n] = c.draw_value(random);
-    if (c.kind == EQUAL) c.equal_keys(k);
+    const Inputs in(c, MOST_INPUTS, random);
+    Guarded of_lse(c.B * c.H * c.Nq, random);
+    for (int64_t n = 0; n < of_lse.n; n++) of_lse.data[n] = c.draw_value(random);
+    const float* const dlse = c.dlse ? of_lse.data : nullptr;
+    if (c.kind == EQUAL) c.equal_keys(in[K]);
     if (c.kind == LARGE) {
-        c.scale = random.one_in(2) ? 1.0f : -1.0f;
-        const double most = differentiate<double>(c, in).largest_score;
-        if (most > 0) c.scale *= static_cast<float>(1e4 / most);
+        c.scale = 1;
+        c.scale = large_scale(random, differentiate<double>(c, in, dlse).largest_score);
         describe(c);
     }
-    const auto read_only = [&](bool only) {
-        for (Guarded* t : {&q, &k, &v, &dout, &dlse}) t->let(only ? PROT_READ : PROT_READ | PROT_WRITE);
-    };
-
-    read_only(true);
-    Gradients<float> got = run(c, random, in, wrong);
+    in.let(PROT_READ), of_lse.let(PROT_READ);
+    Gradients<float> got = run(c, random, in, dlse, wrong);
     if (c.threads > 1) {
         Case other = c;
         other.threads = 1;
-        if (!all_same(got, run(other, random, in, wrong))) wrong += "; a gradient depends on the threads";
+        if (!all_same(got, run(other, random, in, dlse, wrong))) wrong += "; a gradient depends on the threads";
     }
     if (c.kind == BAD) {
         const Gradients<float> clean = got;
-        read_only(false);
+        in.let(PROT_READ | PROT_WRITE), of_lse.let(PROT_READ | PROT_WRITE);
         std::vector<char> heads(static_cast<size_t>(c.B * c.H));
         for (int64_t n = random.from(1, 3); n > 0; n--) {
-            const int which = static_cast<int>(random.from(0, INPUTS));
-            if (which < INPUTS) {
-                c.spoil(which, *tensors[which], random);
+            const int which = static_cast<int>(random.from(0, MOST_INPUTS));
+            if (which < MOST_INPUTS) {
+                c.spoil(which, in[which], random);
                 continue;
             }
-            const int64_t row = random.from(0, dlse.n - 1);
-            dlse.data[row] = random.any(BAD_VALUES);
+            const int64_t row = random.from(0, of_lse.n - 1);
+            of_lse.data[row] = random.any(BAD_VALUES);
             if (c.dlse) heads[row / c.Nq] = 1;
         }
-        read_only(true);
-        got = run(c, random, in, wrong);
-        for (int which = 0; which < INPUTS; which++)
-            c.each(which, *tensors[which], [&](float& x, int64_t b, int64_t h, int64_t, int64_t) {
+        in.let(PROT_READ), of_lse.let(PROT_READ);
+        got = run(c, random, in, dlse, wrong);
+        for (int which = 0; which < MOST_INPUTS; which++)
+            c.each(which, in[which], [&](float& x, int64_t b, int64_t h, int64_t, int64_t) {
                 if (!std::isfinite(x)) heads[b * c.H + h] = 1;
             });
-        if (reached(c, heads, clean, differentiate<double>(c, in), got))
+        if (reached(c, heads, clean, differentiate<double>(c, in, dlse), got))
             wrong += "; a bad value reached another head";
     }
-    wrong += hold(c, got, in);
-    for (const Guarded* t : {&q, &k, &v, &dout, &dlse})
-        if (!t->whole()) wrong += "; wrote beside an input";
-    return wrong;
+    wrong += hold(c, got, in, dlse) + in.beside();
+    return of_lse.whole() ? wrong : wrong + "; wrote beside dlse";
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    return run_seeds(argc, argv, [](uint64_t seed, int threads) {
-        Random random(seed);
-        const Case c = draw(seed, random, threads);
-        describe(c);
-        return attempt(c, random);
-    });
-}
+int main(int argc, char** argv) { return run_cases(argc, argv, draw, attempt); }

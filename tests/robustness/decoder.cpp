@@ -2,60 +2,19 @@
 //
 //   decoder SEED COUNT
 //
-// Threads, drafts, slices of prompts, log-probabilities and the C interface must change no bit. Prefill and
-// steps must agree to float32's precision.
+// Threads, drafts, slices of prompts and log-probabilities must change no bit. Prefill and steps must agree to
+// float32's precision. Python's tests go through the C interface.
 #include "generation/csrc/decoder.h"
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <iterator>
 #include <map>
 #include <random>
 
-#include "generation/csrc/api.h"
 #include "running.h"
 
 namespace {
-
-// The text after a prompt by an opened decoder of one slot, with log-probabilities, and by its C interface.
-std::string compare(Decoder& direct, Handle* c, int64_t V, const std::vector<int64_t>& ids) {
-    const std::vector<double> uniforms = {0.1, 0.5, 0.9};
-    const int64_t slot = 0, biased = V - 1, top = MOST_TOP;
-    const double lift = 3, patience = 1e6;
-    Sampling sampling;
-    sampling.logit_bias = {{biased, lift}};
-    const std::vector<double> numbers(std::size(SAMPLING_NAMES), NAN);
-    direct.set_sampling(slot, sampling, top);
-    direct.begin(slot, ids, false, top), direct.read(slot);
-    const TokenRows rows = direct.write({slot}, {{uniforms[0]}, {uniforms[1]}, {uniforms[2]}}, patience);
-    const std::vector<TokenLogprob> right = direct.take_logprobs(slot);
-
-    bool done = false;
-    int64_t written = 0, count = 0;
-    std::vector<int64_t> tokens(uniforms.size());
-    std::vector<float> last(V);
-    if (!set_sampling(c, slot, numbers.data(), 1, &biased, &lift, top) ||
-        !begin(c, slot, static_cast<int64_t>(ids.size()), ids.data(), false, top) ||
-        !read_for(c, slot, INFINITY, &done) || !done ||
-        !write_rows(c, 1, &slot, 3, uniforms.data(), &patience, tokens.data(), &written) ||
-        !logits(c, slot, last.data()) || !take_logprobs(c, slot, &count))
-        return "the C interface refuses what the class takes";
-    if (last != direct.logits(slot) || written != static_cast<int64_t>(rows.size()) ||
-        count != static_cast<int64_t>(right.size()))
-        return "the C interface changes what is written";
-    for (int64_t row = 0; row < written; row++)
-        if (tokens[row] != rows[row][0]) return "the C interface changes what is chosen";
-    std::vector<int64_t> given(count * (1 + MOST_TOP));
-    std::vector<double> logprobs(given.size());
-    fetch_logprobs(c, given.data(), logprobs.data());
-    for (int64_t i = 0; i < count; i++)
-        if (given[i * (1 + MOST_TOP)] != right[i].token || logprobs[i * (1 + MOST_TOP)] != right[i].logprob)
-            return "the C interface changes log-probabilities";
-    int kind = 0;
-    const bool refused = !read_for(c, 1, 0, &done) && *error(&kind) && kind == 1;
-    return refused ? "" : "the C interface takes a slot that is not there";
-}
 
 // Appends a token to a text in slot 0: a bias lifts its logit above all others.
 void push(Decoder& decoder, int64_t token) {
@@ -97,7 +56,7 @@ class Trial {
         std::string wrong = read_prompts();
         for (int64_t slot = 0; slot < slots && wrong.empty(); slot++) wrong = compare_with_steps(slot);
         for (int turn = 0; turn < 40 && wrong.empty(); turn++) wrong = write_and_change();
-        return wrong.empty() ? compare_the_c_interface() : wrong;
+        return wrong;
     }
 
   private:
@@ -260,23 +219,6 @@ class Trial {
         if (recorded && from(0, 9) == 0 && many.spans().empty() && !batch.empty())
             return "nothing was recorded";
         return "";
-    }
-
-    std::string compare_the_c_interface() {
-        std::vector<const char*> names;
-        std::vector<const float*> data;
-        std::vector<int64_t> floats;
-        for (const auto& [name, w] : weights) {
-            names.push_back(name.c_str()), data.push_back(w.data());
-            floats.push_back(static_cast<int64_t>(w.size()));
-        }
-        const int64_t sizes[] = {T, V, shape.n_layer, H, H * d, br, bc, 1, capacity, threads, INT64_MAX};
-        Handle* c = open_decoder(sizes, precision.name, kv.name, part.name, static_cast<int64_t>(names.size()),
-                                 names.data(), data.data(), floats.data());
-        if (!c) return "the C interface opens no decoder";
-        const std::string wrong = compare(steps, c, V, some_ids());
-        close_decoder(c);
-        return wrong;
     }
 };
 

@@ -13,12 +13,15 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "attention.h"
+#include "parts.h"
 #include "running.h"
 #include "threads.h"
 
@@ -151,7 +154,7 @@ inline constexpr float BAD_VALUES[] = {std::numeric_limits<float>::quiet_NaN(),
                                        -std::numeric_limits<float>::infinity()};
 
 // A case of part 4's backward pass, or of a part's forward pass, which has no dout.
-enum Input { Q, K, V, DOUT };
+enum Input { Q, K, V, DOUT, MOST_INPUTS };
 
 struct AttentionCase {
     uint64_t seed;
@@ -160,13 +163,33 @@ struct AttentionCase {
     bool causal;
     Kind kind;
     float scale;
-    Layout layouts[4];
+    Layout layouts[MOST_INPUTS];
 
     int64_t rows(int which) const { return which == K || which == V ? Nk : Nq; }
     int64_t seen(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
     int64_t floats(int which) const {
         if (layouts[which].panel) return B * layouts[which].batch;  // the last panel is padded
         return layouts[which].at(B - 1, H - 1, rows(which) - 1, d - 1) + 1;
+    }
+    // Draws the sizes of a case that takes about `work` multiplications.
+    void draw_sizes(Random& random, int64_t work, bool few_queries, bool many_keys) {
+        causal = random.one_in(2);
+        do {
+            B = random.from(1, 2), H = random.from(1, 3);
+            Nq = few_queries ? random.from(1, part4::FEW + 1) : random.size(MOST);
+            Nk = random.one_in(2) ? Nq : many_keys ? random.from(2040, 5000) : random.size(MOST);
+            if (causal && Nk < Nq) std::swap(Nq, Nk);
+            d = random.size(random.one_in(10) ? MOST : 130);
+        } while (B * H * Nq * Nk * d > work);
+    }
+    // Their part of a call.
+    AttentionSizes sizes(int64_t Br, int64_t Bc) const {
+        return {B, H, Nq, Nk, d, causal, scale, std::min(Br, Nq), Bc, threads};
+    }
+    template <class Element>
+    MatricesOf<Element> matrices(int which, const Element* data) const {
+        const Layout& l = layouts[which];
+        return {data, l.batch, l.head, l.row, l.column};
     }
     // Calls visit(number, b, h, i, e) for each number of an input.
     template <class Visit>
@@ -210,6 +233,44 @@ struct AttentionCase {
     }
 };
 
+// The inputs of a case, drawn, between guard pages.
+class Inputs {
+  public:
+    Inputs(const AttentionCase& c, int count, Random& random) : c(c) {
+        for (int which = 0; which < count; which++) {
+            tensors.push_back(std::make_unique<Guarded>(c.floats(which), random));
+            each(which, [&](float& x) { x = c.draw_value(random); });
+        }
+    }
+    Guarded& operator[](int which) const { return *tensors[static_cast<size_t>(which)]; }
+    const float* row(int which, int64_t head, int64_t i) const {
+        return (*this)[which].data + c.layouts[which].at(head / c.H, head % c.H, i, 0);
+    }
+    template <class Change>
+    void each(int which, const Change& change) const {
+        c.each(which, (*this)[which], [&](float& x, int64_t, int64_t, int64_t, int64_t) { change(x); });
+    }
+    void let(int access) const {
+        for (const auto& t : tensors) t->let(access);
+    }
+    // What is wrong beside the tensors; empty if nothing is.
+    std::string beside() const {
+        for (const auto& t : tensors)
+            if (!t->whole()) return "; wrote beside an input";
+        return "";
+    }
+
+  private:
+    const AttentionCase& c;
+    std::vector<std::unique_ptr<Guarded>> tensors;
+};
+
+// A scale, perhaps negative, with which the largest score is 1e4; largest: that of the scale 1.
+inline float large_scale(Random& random, double largest) {
+    const float sign = random.one_in(2) ? 1.0f : -1.0f;
+    return largest > 0 ? sign * static_cast<float>(1e4 / largest) : sign;
+}
+
 // 0 to n - 1, shuffled if `random` is given.
 inline std::vector<int64_t> order(int64_t n, Random* random) {
     std::vector<int64_t> numbers(static_cast<size_t>(n));
@@ -250,6 +311,17 @@ inline std::string compare(const char* name, const std::vector<float>& got, cons
         return text;
     }
     return "";
+}
+
+// The program of the cases that draw(seed, random, threads) gives; attempt(case, random) says what is wrong.
+template <class Draw, class Attempt>
+int run_cases(int argc, char** argv, const Draw& draw, const Attempt& attempt) {
+    return run_seeds(argc, argv, [&](uint64_t seed, int threads) {
+        Random random(seed);
+        const auto c = draw(seed, random, threads);
+        describe(c);
+        return attempt(c, random);
+    });
 }
 
 inline bool same(float a, float b) {

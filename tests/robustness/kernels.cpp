@@ -2,10 +2,8 @@
 //
 //   kernels SEED COUNT [THREADS]
 //
-// runs the cases of the seeds SEED .. SEED + COUNT - 1 with at most THREADS threads, by default 1. It prints
-// the seed and the description of a case that fails or ends the program; `kernels SEED 1 THREADS` repeats the
-// case. The bound is that of tests/oracle.py: at most twice the error of a plain float32 computation, plus
-// 1e-6.
+// runs cases as run_seeds() says. The bound is that of tests/oracle.py: at most twice the error of a plain
+// float32 computation, plus 1e-6.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -49,17 +47,9 @@ Case draw(uint64_t seed, Random& random, int threads) {
     c.seed = seed;
     // The last part has the most cases to try: it gets half of all.
     c.part = &PARTS[random.one_in(2) ? LAST_PART : random.from(0, LAST_PART - 1)];
-    c.causal = random.one_in(2);
     c.lse = random.one_in(2);
-    const int64_t work = random.one_in(40) ? 20'000'000 : 1'000'000;
-    do {
-        c.B = random.from(1, 2), c.H = random.from(1, 3);
-        c.Nq = random.one_in(4) ? random.from(1, part4::FEW + 1) : random.size(MOST);
-        c.Nk = random.one_in(2) ? c.Nq : random.size(MOST);
-        if (random.one_in(16)) c.Nk = random.from(2040, 5000);  // part 4 divides so many between threads
-        if (c.causal && c.Nk < c.Nq) std::swap(c.Nq, c.Nk);
-        c.d = random.size(random.one_in(10) ? MOST : 130);
-    } while (c.B * c.H * c.Nq * c.Nk * c.d > work);
+    // part 4 divides many keys between threads
+    c.draw_sizes(random, random.one_in(40) ? 20'000'000 : 1'000'000, random.one_in(4), random.one_in(8));
     const int64_t Br = random.one_in(8) ? 1 << 20 : random.size(MOST);
     const int64_t Bc = random.one_in(8) ? 1 << 20 : random.size(MOST);
     c.Br = std::min(Br, c.Nq), c.Bc = std::min(Bc, c.Nk);
@@ -67,13 +57,13 @@ Case draw(uint64_t seed, Random& random, int threads) {
     if (c.Nq <= c.part->few.queries && random.one_in(2)) {
         // In the decoder a panel may be larger than the number of keys.
         if (random.one_in(2)) c.Bc = random.size(MOST);
-        c.layouts[1] = draw_transposed(random, c.H, c.Nk, c.d, c.Bc);
-        if (!c.layouts[1].panel) c.Bc = std::min(c.Bc, c.Nk);
+        c.layouts[K] = draw_transposed(random, c.H, c.Nk, c.d, c.Bc);
+        if (!c.layouts[K].panel) c.Bc = std::min(c.Bc, c.Nk);
     } else if (c.Nq <= c.part->few.queries && random.one_in(2)) {
         c.pairs = true;
         c.Bc = round_up(random.size(MOST), 2 * portable::lanes());
     }
-    c.bf16 = c.part->takes_bf16() && c.layouts[1].column == 1 && !c.pairs && random.one_in(2);
+    c.bf16 = c.part->takes_bf16() && c.layouts[K].column == 1 && !c.pairs && random.one_in(2);
     return c;
 }
 
@@ -91,36 +81,35 @@ struct Result {
 // Attention by its definition, one query at a time, in T: double gives the reference, float the error that is
 // normal for float32. Sums run in the order of their terms, or in a random order if `random` is given.
 template <class T>
-Result<T> attend(const Case& c, const float* q, const float* k, const float* v, Random* random = nullptr) {
+Result<T> attend(const Case& c, const Inputs& in, Random* random = nullptr) {
     Result<T> result;
     std::vector<T> p(static_cast<size_t>(c.Nk));
     const std::vector<int64_t> elements = order(c.d, random), keys = order(c.Nk, random);
-    for (int64_t b = 0; b < c.B; b++)
-        for (int64_t h = 0; h < c.H; h++)
-            for (int64_t i = 0; i < c.Nq; i++) {
-                const int64_t n = c.seen(i);
-                T m = -std::numeric_limits<T>::infinity(), l = 0;
-                for (int64_t j = 0; j < n; j++) {
-                    T s = 0;
-                    const float *x = q + c.layouts[0].at(b, h, i, 0), *y = k + c.layouts[1].at(b, h, j, 0);
-                    for (int64_t e : elements)
-                        s += static_cast<T>(x[e]) * static_cast<T>(y[e * c.layouts[1].column]);
-                    p[j] = static_cast<T>(c.scale) * s;
-                    m = p[j] > m ? p[j] : m;
-                    if (!std::isfinite(p[j])) continue;
-                    const double score = std::fabs(static_cast<double>(p[j]));
-                    result.largest_score = std::max(result.largest_score, score);
-                }
-                for (int64_t j : keys)
-                    if (j < n) l += p[j] = std::exp(p[j] - m);
-                for (int64_t e = 0; e < c.d; e++) {
-                    T o = 0;
-                    for (int64_t j : keys)
-                        if (j < n) o += p[j] / l * static_cast<T>(v[c.layouts[2].at(b, h, j, 0) + e]);
-                    result.out.push_back(o);
-                }
-                result.lse.push_back(m + std::log(l));
+    for (int64_t head = 0; head < c.B * c.H; head++)
+        for (int64_t i = 0; i < c.Nq; i++) {
+            const int64_t n = c.seen(i);
+            const float* q = in.row(Q, head, i);
+            T m = -std::numeric_limits<T>::infinity(), l = 0;
+            for (int64_t j = 0; j < n; j++) {
+                const float* k = in.row(K, head, j);
+                T score = 0;
+                for (int64_t e : elements)
+                    score += static_cast<T>(q[e]) * static_cast<T>(k[e * c.layouts[K].column]);
+                p[j] = static_cast<T>(c.scale) * score;
+                m = p[j] > m ? p[j] : m;
+                if (std::isfinite(p[j]))
+                    result.largest_score = std::max(result.largest_score, std::fabs(static_cast<double>(p[j])));
             }
+            for (int64_t j : keys)
+                if (j < n) l += p[j] = std::exp(p[j] - m);
+            for (int64_t e = 0; e < c.d; e++) {
+                T o = 0;
+                for (int64_t j : keys)
+                    if (j < n) o += p[j] / l * static_cast<T>(in.row(V, head, j)[e]);
+                result.out.push_back(o);
+            }
+            result.lse.push_back(m + std::log(l));
+        }
     return result;
 }
 
@@ -139,15 +128,14 @@ struct Pairs {
           v(c.B * c.H * V_head, random) {}
 
     void fill(const Case& c, const float* from_k, const float* from_v) {
-        for (int64_t b = 0; b < c.B; b++)
-            for (int64_t h = 0; h < c.H; h++)
-                for (int64_t j = 0; j < c.Nk; j++)
-                    for (int64_t e = 0; e < d; e++) {
-                        float* panel = k.data + (b * c.H + h) * K_head + j / Bc * Bc * d / 2;
-                        put(panel + e * Bc / 2, j % Bc, from_k[c.layouts[1].at(b, h, j, e)]);
-                        float* row = v.data + (b * c.H + h) * V_head + j * columns / 2;
-                        put(row, e, from_v[c.layouts[2].at(b, h, j, e)]);
-                    }
+        for (int64_t head = 0; head < c.B * c.H; head++)
+            for (int64_t j = 0; j < c.Nk; j++)
+                for (int64_t e = 0; e < d; e++) {
+                    put(k.data + head * K_head + (j / Bc * d + e) * Bc / 2, j % Bc,
+                        from_k[c.layouts[K].at(head / c.H, head % c.H, j, e)]);
+                    put(v.data + head * V_head + j * columns / 2, e,
+                        from_v[c.layouts[V].at(head / c.H, head % c.H, j, e)]);
+                }
         k.let(PROT_READ), v.let(PROT_READ);
     }
 
@@ -180,20 +168,10 @@ struct GuardedArray {
 template <class Element>
 Result<float> run_in(const Case& c, Random& random, const Element* q, const Element* k, const Element* v,
                      std::string& wrong) {
-    const auto matrices = [&](int which, const Element* data) {
-        const Layout& l = c.layouts[which];
-        return MatricesOf<Element>{data, l.batch, l.head, l.row, l.column};
-    };
     GuardedArray<Element> out(c.B * c.H * c.Nq * c.d, random);
     Guarded lse(c.B * c.H * c.Nq, random);
-    AttentionOf<Element> a{};
-    a.B = c.B, a.H = c.H, a.Nq = c.Nq, a.Nk = c.Nk, a.d = c.d;
-    a.q = matrices(0, q), a.k = matrices(1, k), a.v = matrices(2, v);
-    a.out = out.data;
+    AttentionOf<Element> a{c.sizes(c.Br, c.Bc), c.matrices(Q, q), c.matrices(K, k), c.matrices(V, v), out.data};
     a.lse = c.lse ? lse.data : nullptr;
-    a.causal = c.causal, a.scale = c.scale;
-    a.Br = c.Br, a.Bc = c.Bc;
-    a.threads = c.threads;
     [[maybe_unused]] std::optional<Pairs> pairs;
     if constexpr (std::is_same_v<Element, float>) {
         if (c.pairs) {
@@ -216,17 +194,17 @@ Result<float> run_in(const Case& c, Random& random, const Element* q, const Elem
     return result;
 }
 
-Result<float> run(const Case& c, Random& random, const float* q, const float* k, const float* v,
-                  std::string& wrong) {
+Result<float> run(const Case& c, Random& random, const Inputs& in, std::string& wrong) {
+    const float *q = in[Q].data, *k = in[K].data, *v = in[V].data;
     if (!c.bf16) return run_in<float>(c, random, q, k, v, wrong);
-    const GuardedArray<Bf16> q16(q, c.floats(0), random), k16(k, c.floats(1), random),
-        v16(v, c.floats(2), random);
+    const GuardedArray<Bf16> q16(q, c.floats(Q), random), k16(k, c.floats(K), random),
+        v16(v, c.floats(V), random);
     return run_in<Bf16>(c, random, q16.data, k16.data, v16.data, wrong);
 }
 
 // Describes what is wrong with the results of a case; empty if nothing is.
-std::string hold(const Case& c, const Result<float>& got, const float* q, const float* k, const float* v) {
-    const Result<double> right = attend<double>(c, q, k, v);
+std::string hold(const Case& c, const Result<float>& got, const Inputs& in) {
+    const Result<double> right = attend<double>(c, in);
     // A bfloat16 output and bfloat16 weights are rounded by up to 2^-8 each.
     const double rounding = (c.bf16 ? 0x1p-7 : 0) + 0x1p-24 * right.largest_score;
     Random random(c.seed);
@@ -234,7 +212,7 @@ std::string hold(const Case& c, const Result<float>& got, const float* q, const 
     std::string wrong;
     // In a case of few scores, one order of summation may have almost no error: then others are tried too.
     for (int tried = 0; tried < ORDERS && (tried == 0 || !wrong.empty()); tried++) {
-        Result<float> plain = attend<float>(c, q, k, v, tried ? &random : nullptr);
+        Result<float> plain = attend<float>(c, in, tried ? &random : nullptr);
         outs.push_back(std::move(plain.out));
         lses.push_back(std::move(plain.lse));
         wrong = compare("out", got.out, right.out, allowance(right.out, outs, rounding), true);
@@ -243,78 +221,70 @@ std::string hold(const Case& c, const Result<float>& got, const float* q, const 
     return wrong;
 }
 
-// Runs a case and describes what is wrong; empty if nothing is.
-std::string attempt(const Case& drawn, Random& random) {
+// Whether a bad value reached a row that does not see it. A bad query reaches its row. A bad key or value may
+// also reach rows that do not see it: such numbers of `got` become the right ones.
+bool reached(const Case& c, const Inputs& in, const Result<float>& clean, Result<float>& got) {
+    std::vector<char> rows(static_cast<size_t>(c.B * c.H * c.Nq)), heads(static_cast<size_t>(c.B * c.H));
+    for (int which = 0; which < DOUT; which++)
+        c.each(which, in[which], [&](float& x, int64_t b, int64_t h, int64_t i, int64_t) {
+            if (std::isfinite(x)) return;
+            if (which == Q)
+                rows[(b * c.H + h) * c.Nq + i] = 1;
+            else
+                heads[b * c.H + h] = 1;
+        });
+    const Result<double> right = attend<double>(c, in);
+    for (size_t n = 0; n < clean.out.size(); n++) {
+        const size_t row = n / static_cast<size_t>(c.d), head = row / static_cast<size_t>(c.Nq);
+        if (heads[head]) {
+            if (!std::isnan(right.out[n]) && !std::isfinite(got.out[n]))
+                got.out[n] = static_cast<float>(right.out[n]);
+            if (c.lse && !std::isnan(right.lse[row]) && !std::isfinite(got.lse[row]))
+                got.lse[row] = static_cast<float>(right.lse[row]);
+        } else if (!rows[row] && !same(clean.out[n], got.out[n])) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// Runs a case of attention and describes what is wrong; empty if nothing is.
+std::string attempt_attention(const Case& drawn, Random& random) {
     Case c = drawn;
     std::string wrong;
-    Guarded q(c.floats(0), random), k(c.floats(1), random), v(c.floats(2), random);
-    Guarded* const tensors[] = {&q, &k, &v};
+    const Inputs in(c, DOUT, random);
     for (int which = 0; which < DOUT; which++)
-        c.each(which, *tensors[which], [&](float& x, int64_t, int64_t, int64_t, int64_t) {
-            x = c.draw_value(random);
-            if (c.bf16) x = widened(rounded(x));
+        in.each(which, [&](float& x) {
+            if (c.bf16 || (c.pairs && which != Q)) x = widened(rounded(x));
             // 300 such values have a sum in float32, with weights of up to 2^8.
             if (which == V && c.kind == HUGE_VALUES) x *= 0x1p112f;
         });
-    if (c.kind == EQUAL || (c.kind == LARGE && random.one_in(4))) c.equal_keys(k);
-    for (int which = 1; c.pairs && which < 3; which++)
-        c.each(which, *tensors[which],
-               [](float& x, int64_t, int64_t, int64_t, int64_t) { x = widened(rounded(x)); });
+    if (c.kind == EQUAL || (c.kind == LARGE && random.one_in(4))) c.equal_keys(in[K]);
     if (c.kind == LARGE) {
-        c.scale = random.one_in(2) ? 1.0f : -1.0f;
-        const double most = attend<double>(c, q.data, k.data, v.data).largest_score;
-        if (most > 0) c.scale *= static_cast<float>(1e4 / most);
+        c.scale = 1;
+        c.scale = large_scale(random, attend<double>(c, in).largest_score);
         describe(c);
     }
-    const auto read_only = [&](bool only) {
-        for (Guarded* t : tensors) t->let(only ? PROT_READ : PROT_READ | PROT_WRITE);
-    };
-
-    read_only(true);
-    Result<float> got = run(c, random, q.data, k.data, v.data, wrong);
+    in.let(PROT_READ);
+    Result<float> got = run(c, random, in, wrong);
     if (c.threads > 1 || random.one_in(4)) {
         Case other = c;
         other.threads = 1, other.lse = !c.lse;
-        const Result<float> again = run(other, random, q.data, k.data, v.data, wrong);
+        const Result<float> again = run(other, random, in, wrong);
         if (!same(got.out, again.out)) wrong += "; out depends on the threads, or on whether lse is wanted";
     }
     if (c.kind == BAD) {
         const Result<float> clean = got;
-        read_only(false);
+        in.let(PROT_READ | PROT_WRITE);
         for (int64_t n = random.from(1, 3); n > 0; n--) {
             const int which = static_cast<int>(random.from(Q, V));
-            c.spoil(which, *tensors[which], random);
+            c.spoil(which, in[which], random);
         }
-        read_only(true);
-        got = run(c, random, q.data, k.data, v.data, wrong);
-        // A bad query reaches its row. A bad key or value may also reach rows that do not see it.
-        std::vector<char> rows(static_cast<size_t>(c.B * c.H * c.Nq)), heads(static_cast<size_t>(c.B * c.H));
-        for (int which = 0; which < 3; which++)
-            c.each(which, *tensors[which], [&](float& x, int64_t b, int64_t h, int64_t i, int64_t) {
-                if (std::isfinite(x)) return;
-                if (which == 0)
-                    rows[(b * c.H + h) * c.Nq + i] = 1;
-                else
-                    heads[b * c.H + h] = 1;
-            });
-        const Result<double> right = attend<double>(c, q.data, k.data, v.data);
-        for (size_t n = 0; n < clean.out.size(); n++) {
-            const size_t row = n / static_cast<size_t>(c.d), head = row / static_cast<size_t>(c.Nq);
-            if (heads[head]) {
-                if (!std::isnan(right.out[n]) && !std::isfinite(got.out[n]))
-                    got.out[n] = static_cast<float>(right.out[n]);
-                if (c.lse && !std::isnan(right.lse[row]) && !std::isfinite(got.lse[row]))
-                    got.lse[row] = static_cast<float>(right.lse[row]);
-            } else if (!rows[row] && !same(clean.out[n], got.out[n])) {
-                wrong += "; a bad value reached a row that does not see it";
-                break;
-            }
-        }
+        in.let(PROT_READ);
+        got = run(c, random, in, wrong);
+        if (reached(c, in, clean, got)) wrong += "; a bad value reached a row that does not see it";
     }
-    wrong += hold(c, got, q.data, k.data, v.data);
-    for (const Guarded* t : tensors)
-        if (!t->whole()) wrong += "; wrote beside an input";
-    return wrong;
+    return wrong + hold(c, got, in) + in.beside();
 }
 
 // Tries the helpers that only the model needs, with awkward sizes and bad values. Other tests compare its
@@ -360,42 +330,73 @@ std::string attempt_rows(Random& random) {
     return wrong;
 }
 
-// Tries the product with int8 weights: each digit and scale of its rows, and its sums against exact whole
-// numbers. A result may err by a rounding of each group's sum, of each product with a scale and of each
-// addition.
-std::string attempt_int8(Random& random) {
+// The product with int8 weights: each digit and scale of its rows, and its sums against exact whole numbers. A
+// result may err by a rounding of each group's sum, of each product with a scale and of each addition.
+class Int8Case {
+  public:
+    explicit Int8Case(Random& random) : random(random) {}
+
+    std::string attempt() {
+        draw_rows(), draw_weights();
+        for (int64_t i = 0; i < c.n; i++) {
+            if (add) c.data[i] = random.normal();
+            before[i] = c.data[i];
+        }
+        portable::multiply_int8({c.data, ldC}, {A, ldA}, panel(), rows, cols, depth, add);
+        for (int64_t i = 0; i < rows && wrong.empty(); i++) check_sums(i), check_alone(i);
+        for (int64_t i = 0; i < rows - 1; i++)
+            for (int64_t j = cols; j < ldC; j++)
+                if (!same(c.data[i * ldC + j], before[i * ldC + j])) wrong += "; wrote between rows";
+        for (const Guarded* t : {&x, &a, &b, &c})
+            if (!t->whole()) wrong += "; wrote beside a matrix";
+        return wrong;
+    }
+
+  private:
+    static constexpr int BITS = portable::INT8_BITS;
+    Random& random;
     const int64_t depth = random.size(MOST), rows = random.from(1, 9), W = portable::lanes();
     const int64_t cols = W * random.from(1, 9), ldB = cols + (random.one_in(2) ? W : 0),
                   ldC = cols + random.from(0, 3);
-    const int64_t blocks = portable::int8_blocks(depth), words = portable::fixed_words(depth),
-                  gap = random.from(0, 3);
-    const int64_t ldA = words + gap, panel_rows = blocks + 2 * portable::int8_groups(depth);
+    const int64_t blocks = portable::int8_blocks(depth), groups = portable::int8_groups(depth);
+    const int64_t gap = random.from(0, 3), ldA = portable::fixed_words(depth) + gap;
     const int64_t bad = random.one_in(4) ? random.from(0, rows - 1) : -1;
     const bool add = random.one_in(2);
+    Guarded x{rows * depth, random}, a{rows * ldA - gap, random};
+    Guarded b{(blocks + 2 * groups) * ldB - (ldB - cols), random}, c{(rows - 1) * ldC + cols, random};
+    uint32_t* const A = reinterpret_cast<uint32_t*>(a.data);
+    std::vector<double> number = std::vector<double>(rows * depth);  // x as multiples of its row's scale
+    std::vector<float> scale = std::vector<float>(rows), before = std::vector<float>(c.n);
+    std::vector<int> weight = std::vector<int>(depth * cols);
+    std::vector<float> of_group = std::vector<float>(groups * cols);
     std::string wrong;
 
-    Guarded x(rows * depth, random), a(rows * ldA - gap, random), b(panel_rows * ldB - (ldB - cols), random);
-    Guarded c((rows - 1) * ldC + cols, random);
-    std::vector<double> number(static_cast<size_t>(rows * depth));  // x as multiples of its row's scale
-    std::vector<float> scale(static_cast<size_t>(rows)), before(static_cast<size_t>(c.n));
-    for (int64_t i = 0; i < rows; i++) {
-        const float size = static_cast<float>(std::exp2(static_cast<double>(random.from(-110, 100))));
-        float* row = x.data + i * depth;
-        for (int64_t k = 0; k < depth; k++) row[k] = random.one_in(9) ? 0 : random.normal() * size;
-        if (random.one_in(4)) row[random.from(0, depth - 1)] = 16 * size * (1 - 0x1p-24f);  // rounded up to 16
-        if (i == bad) row[random.from(0, depth - 1)] = random.any(BAD_VALUES);
+    portable::Int8Panel panel() const { return {reinterpret_cast<const uint32_t*>(b.data), ldB}; }
+
+    void draw_rows() {
+        for (int64_t i = 0; i < rows; i++) {
+            const float size = static_cast<float>(std::exp2(static_cast<double>(random.from(-110, 100))));
+            float* row = x.data + i * depth;
+            for (int64_t k = 0; k < depth; k++) row[k] = random.one_in(9) ? 0 : random.normal() * size;
+            if (random.one_in(4))
+                row[random.from(0, depth - 1)] = 16 * size * (1 - 0x1p-24f);  // rounded up to 16
+            if (i == bad) row[random.from(0, depth - 1)] = random.any(BAD_VALUES);
+        }
+        x.let(PROT_READ);
+        for (int64_t i = 0; i < rows; i++) {
+            const float* row = x.data + i * depth;
+            portable::to_fixed(A + i * ldA, row, depth);
+            std::memcpy(&scale[i], A + i * ldA + 3 * blocks, sizeof scale[i]);
+            if (i == bad && !std::isnan(scale[i])) wrong += "; a bad row has a scale";
+            if (i != bad) check_digits(i, row);
+        }
+        a.let(PROT_READ);
     }
-    x.let(PROT_READ);
-    uint32_t* const A = reinterpret_cast<uint32_t*>(a.data);
-    for (int64_t i = 0; i < rows; i++) {
-        const float* row = x.data + i * depth;
-        portable::to_fixed(A + i * ldA, row, depth);
-        std::memcpy(&scale[i], A + i * ldA + 3 * blocks, sizeof scale[i]);
-        if (i == bad && !std::isnan(scale[i])) wrong += "; a bad row has a scale";
+
+    void check_digits(int64_t i, const float* row) {
         double largest = 0;
         for (int64_t k = 0; k < depth; k++) largest = std::max(largest, std::fabs(double{row[k]}));
-        const int bits = portable::INT8_BITS;
-        for (int64_t k = 0; k < depth && i != bad && wrong.empty(); k++) {
+        for (int64_t k = 0; k < depth && wrong.empty(); k++) {
             int64_t got = 0;
             if (portable::INT8_PAIRS) {
                 got = A[i * ldA + k % 2 * blocks + k / 4] >> 8 * (k & 2) & 65535;
@@ -406,48 +407,41 @@ std::string attempt_int8(Random& random) {
                 if (byte > 127) wrong = "; a digit has more than 7 bits";
                 got = 128 * got + byte;
             }
-            number[i * depth + k] = static_cast<double>(got - (1 << (bits - 1)));
+            number[i * depth + k] = static_cast<double>(got - (1 << (BITS - 1)));
             if (number[i * depth + k] != std::nearbyint(row[k] / double{scale[i]}))
                 wrong = "; number " + std::to_string(k) + " is not the nearest";
         }
         const double most = largest / scale[i];
-        if (i != bad && (most > (1 << (bits - 1)) || (most < (1 << (bits - 3)) && scale[i] > 0x1p-126f)))
+        if (most > (1 << (BITS - 1)) || (most < (1 << (BITS - 3)) && scale[i] > 0x1p-126f))
             wrong += "; a scale does not fit its row";
     }
-    a.let(PROT_READ);
 
-    const int64_t groups = portable::int8_groups(depth);
-    std::vector<int> weight(static_cast<size_t>(depth * cols));
-    std::vector<float> of_group(static_cast<size_t>(groups * cols));
-    for (int64_t col = 0; col < cols; col++) {
-        float* word = b.data + col;
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t first = g * portable::INT8_GROUP,
-                          end = std::min<int64_t>(depth, first + portable::INT8_GROUP);
-            const bool extreme = random.one_in(8);
-            int32_t sum = 0;
-            for (int64_t k = first; k < end; k++)
-                sum += weight[k * cols + col] = static_cast<int>(extreme ? 127 : random.from(-127, 127));
-            const int32_t start = -64 * sum;
-            std::memcpy(word, &start, sizeof start);
-            word[ldB] = of_group[g * cols + col] = random.one_in(9) ? 0 : std::fabs(random.normal());
-            word += 2 * ldB;
-            for (int64_t k = first; k < end; k += 4, word += ldB) {
-                uint32_t bytes = 0;
-                for (int64_t j = k; j < std::min(end, k + 4); j++)
-                    bytes |= (static_cast<uint32_t>(weight[j * cols + col]) & 255) << 8 * (j - k);
-                std::memcpy(word, &bytes, sizeof bytes);
+    void draw_weights() {
+        for (int64_t col = 0; col < cols; col++) {
+            float* word = b.data + col;
+            for (int64_t g = 0; g < groups; g++) {
+                const int64_t first = g * portable::INT8_GROUP,
+                              end = std::min(depth, first + portable::INT8_GROUP);
+                const bool extreme = random.one_in(8);
+                int32_t sum = 0;
+                for (int64_t k = first; k < end; k++)
+                    sum += weight[k * cols + col] = static_cast<int>(extreme ? 127 : random.from(-127, 127));
+                const int32_t start = -64 * sum;
+                std::memcpy(word, &start, sizeof start);
+                word[ldB] = of_group[g * cols + col] = random.one_in(9) ? 0 : std::fabs(random.normal());
+                word += 2 * ldB;
+                for (int64_t k = first; k < end; k += 4, word += ldB) {
+                    uint32_t bytes = 0;
+                    for (int64_t j = k; j < std::min(end, k + 4); j++)
+                        bytes |= (static_cast<uint32_t>(weight[j * cols + col]) & 255) << 8 * (j - k);
+                    std::memcpy(word, &bytes, sizeof bytes);
+                }
             }
         }
+        b.let(PROT_READ);
     }
-    b.let(PROT_READ);
-    for (int64_t i = 0; i < c.n; i++) {
-        if (add) c.data[i] = random.normal();
-        before[i] = c.data[i];
-    }
-    portable::multiply_int8({c.data, ldC}, {A, ldA}, {reinterpret_cast<const uint32_t*>(b.data), ldB}, rows,
-                            cols, depth, add);
-    for (int64_t i = 0; i < rows; i++)
+
+    void check_sums(int64_t i) {
         for (int64_t col = 0; col < cols && wrong.empty(); col++) {
             const float got = c.data[i * ldC + col];
             if (i == bad) {
@@ -457,82 +451,31 @@ std::string attempt_int8(Random& random) {
             double exact = add ? double{before[i * ldC + col]} : 0, size = std::fabs(exact);
             for (int64_t g = 0; g < groups; g++) {
                 double sum = 0;  // of whole numbers below 2^53
-                for (int64_t k = g * portable::INT8_GROUP;
-                     k < std::min<int64_t>(depth, (g + 1) * portable::INT8_GROUP); k++)
+                for (int64_t k = g * portable::INT8_GROUP; k < std::min(depth, (g + 1) * portable::INT8_GROUP);
+                     k++)
                     sum += number[i * depth + k] * weight[k * cols + col];
                 const double term = sum * double{of_group[g * cols + col]} * double{scale[i]};
                 exact += term, size += std::fabs(term);
             }
-            // In the digits' sums numbers have an offset: 2^(portable::INT8_BITS - 1) a weight, which cancels
-            // exactly.
             if (!(std::fabs(got - exact) <= 0x1p-24 * static_cast<double>(groups + 4) * size + 1e-37))
                 wrong = "; int8 gives " + std::to_string(got) + ", right is " + std::to_string(exact);
         }
-    for (int64_t i = 0; i < rows && wrong.empty(); i++) {  // alone, each row has the same result
+    }
+
+    void check_alone(int64_t i) {
         Guarded one(cols, random);
-        for (int64_t col = 0; col < cols; col++) one.data[col] = before[i * ldC + col];
-        portable::multiply_int8({one.data, cols}, {A + i * ldA, ldA},
-                                {reinterpret_cast<const uint32_t*>(b.data), ldB}, 1, cols, depth, add);
+        std::copy_n(before.data() + i * ldC, cols, one.data);
+        portable::multiply_int8({one.data, cols}, {A + i * ldA, ldA}, panel(), 1, cols, depth, add);
         for (int64_t col = 0; col < cols; col++)
             if (!same(one.data[col], c.data[i * ldC + col])) wrong = "; int8 depends on the number of rows";
         if (!one.whole()) wrong += "; wrote beside a row";
     }
-    for (int64_t i = 0; i < rows - 1; i++)
-        for (int64_t j = cols; j < ldC; j++)
-            if (!same(c.data[i * ldC + j], before[i * ldC + j])) wrong += "; wrote between rows";
-    for (const Guarded* t : {&x, &a, &b, &c})
-        if (!t->whole()) wrong += "; wrote beside a matrix";
-    return wrong;
-}
+};
 
-// Few rows together have the bits of each row alone, whose product attention's cases check.
-std::string attempt_few(Random& random) {
-    const int64_t depth = random.size(MOST), rows = random.from(1, portable::FEW_ROWS), W = portable::lanes();
-    const bool pairs = random.one_in(2), add = random.one_in(2);
-    const int64_t cols = (pairs ? 2 : 1) * W * random.from(1, 9), words = cols / (pairs ? 2 : 1);
-    const int64_t ldA = depth + random.from(0, 3), ldB = words + random.from(0, 3),
-                  ldC = cols + random.from(0, 3);
-    Guarded a((rows - 1) * ldA + depth, random), b((depth - 1) * ldB + words, random),
-        c((rows - 1) * ldC + cols, random), one(cols, random);
-    for (Guarded* input : {&a, &b}) {
-        for (int64_t i = 0; i < input->n; i++) input->data[i] = random.normal();
-        input->let(PROT_READ);
-    }
-    if (add)
-        for (int64_t i = 0; i < c.n; i++) c.data[i] = random.normal();
-    const std::vector<float> before(c.data, c.data + c.n);
-    const portable::Bf16Pairs in_pairs{reinterpret_cast<const uint32_t*>(b.data), ldB};
-    if (pairs)
-        portable::multiply_few({c.data, ldC}, {a.data, ldA}, in_pairs, rows, cols, depth, add);
-    else
-        portable::multiply_few({c.data, ldC}, {a.data, ldA}, {b.data, ldB}, rows, cols, depth, add);
-    std::string wrong;
-    for (int64_t i = 0; i < rows; i++) {
-        const float* row = a.data + i * ldA;
-        std::copy_n(before.data() + i * ldC, cols, one.data);
-        if (pairs)
-            portable::multiply_bf16({one.data, cols}, {row, ldA}, in_pairs, 1, cols, depth, add);
-        else if (add)
-            portable::multiply_add({one.data, cols}, {row, ldA, 1}, {b.data, ldB}, 1, cols, depth, depth);
-        else
-            portable::multiply({one.data, cols}, {row, ldA, 1}, {b.data, ldB}, 1, cols, depth);
-        for (int64_t j = 0; j < cols && wrong.empty(); j++)
-            if (!same(one.data[j], c.data[i * ldC + j])) wrong = "; few rows differ from one row";
-        for (int64_t j = cols; j < ldC && i + 1 < rows; j++)
-            if (!same(c.data[i * ldC + j], before[i * ldC + j])) wrong += "; wrote between few rows";
-    }
-    for (const Guarded* t : {&a, &b, &c, &one})
-        if (!t->whole()) wrong += "; few rows wrote beside a matrix";
-    return wrong;
+std::string attempt(const Case& c, Random& random) {
+    return attempt_attention(c, random) + attempt_rows(random) + Int8Case(random).attempt();
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    return run_seeds(argc, argv, [](uint64_t seed, int threads) {
-        Random random(seed);
-        const Case c = draw(seed, random, threads);
-        describe(c);
-        return attempt(c, random) + attempt_rows(random) + attempt_int8(random) + attempt_few(random);
-    });
-}
+int main(int argc, char** argv) { return run_cases(argc, argv, draw, attempt); }

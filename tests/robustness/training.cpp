@@ -68,16 +68,9 @@ std::string check(const char* what, const Tensors& tensors) {
 }
 
 struct Stepped {
-    std::vector<float> gradients, values, first, second, averages;
-    float loss, norm;
+    std::vector<float> numbers;  // of all tensors, and the loss and the norm
     std::string wrong;
 };
-
-bool all_same(const Stepped& a, const Stepped& b) {
-    return same(a.gradients, b.gradients) && same(a.values, b.values) && same(a.first, b.first) &&
-           same(a.second, b.second) && same(a.averages, b.averages) && same(a.loss, b.loss) &&
-           same(a.norm, b.norm);
-}
 
 // Two steps from the weights and tokens of a seed.
 Stepped run(const Case& c, int threads, Random& memory) {
@@ -106,40 +99,35 @@ Stepped run(const Case& c, int threads, Random& memory) {
                                    muon ? nullptr : &updates[i]});
     }
     Stepped done{};
+    training::Result result{};
     for (int count = 0; count < 2; count++) {
         std::fill_n(scratch.data, scratch.n, NAN);
-        const training::Result result = step.gradients(tokens.data());
+        result = step.gradients(tokens.data());
         std::fill_n(scratch.data, scratch.n, NAN);
         step.update(1.0, 0.5);
-        done.loss = result.loss, done.norm = result.norm;
     }
     if (!scratch.whole()) done.wrong += "; wrote beside the scratch";
     done.wrong += check("parameter", values) + check("gradient", gradients) + check("momentum", first) +
                   check("square", second) + check("average", averages);
     double square = 0;
-    done.gradients = copied(gradients);
-    for (const float x : done.gradients) square += static_cast<double>(x) * static_cast<double>(x);
-    const double clipped = std::min<double>(static_cast<double>(done.norm), static_cast<double>(c.clip));
+    for (const float x : copied(gradients)) square += static_cast<double>(x) * static_cast<double>(x);
+    const double clipped = std::min<double>(static_cast<double>(result.norm), static_cast<double>(c.clip));
     if (!(std::fabs(std::sqrt(square) - clipped) <= 1e-3 * clipped)) done.wrong += "; the norm is wrong";
-    if (!(done.loss >= 0 && done.loss < 1e3f)) done.wrong += "; the loss is wrong";
-    done.values = copied(values), done.first = copied(first), done.second = copied(second);
-    done.averages = copied(averages);
+    if (!(result.loss >= 0 && result.loss < 1e3f)) done.wrong += "; the loss is wrong";
+    done.numbers = {result.loss, result.norm};
+    for (const Tensors* state : {&values, &gradients, &first, &second, &averages}) {
+        const std::vector<float> numbers = copied(*state);
+        done.numbers.insert(done.numbers.end(), numbers.begin(), numbers.end());
+    }
     return done;
 }
 
 std::string attempt(const Case& c, Random& memory) {
     const Stepped got = run(c, c.sizes.threads, memory);
     if (c.sizes.threads == 1 || !got.wrong.empty()) return got.wrong;
-    return all_same(got, run(c, 1, memory)) ? "" : "; a bit depends on the threads";
+    return same(got.numbers, run(c, 1, memory).numbers) ? "" : "; a bit depends on the threads";
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    return run_seeds(argc, argv, [](uint64_t seed, int threads) {
-        Random random(seed);
-        const Case c = draw(seed, random, threads);
-        describe(c);
-        return attempt(c, random);
-    });
-}
+int main(int argc, char** argv) { return run_cases(argc, argv, draw, attempt); }

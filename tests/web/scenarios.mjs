@@ -9,16 +9,9 @@ import { createRequire } from "node:module";
 import { extname, join } from "node:path";
 import { pathToFileURL } from "node:url";
 import playwright from "playwright-core";
-import { visits } from "./visits.mjs";
 
 const { browser: kind, program, folder, scenario, argument } = JSON.parse(process.argv[2]);
-const TYPES = {
-  ".html": "text/html",
-  ".js": "text/javascript",
-  ".css": "text/css",
-  ".wasm": "application/wasm",
-  ".json": "application/json",
-};
+const TYPES = { ".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".json": "application/json" };
 const POLICY = /<meta http-equiv="Content-Security-Policy"[^>]*>/;
 const complaints = [];
 const answered = []; // paths
@@ -36,7 +29,6 @@ const server = createServer(async ({ url }, answer) => {
     if (status !== 200) throw new Error("as the scenario wants it");
     let content = await readFile(join(folder, path));
     if (path.endsWith(".html")) content = pages.edit(String(content));
-    if (path === "/js/text.js" && argument.kept) content = String(content).replace(/KEPT = \d+/, `KEPT = ${argument.kept}`);
     answer.writeHead(200, { "Content-Type": TYPES[extname(path)] ?? "application/octet-stream" }).end(content);
   } catch {
     answer.writeHead(404).end();
@@ -52,9 +44,7 @@ const launch = {
       channel: "moz-firefox",
       executablePath: program,
       timeout: PATIENCE,
-      firefoxUserPrefs: {
-        "layout.css.prefers-color-scheme.content-override": argument.scheme === "dark" ? 0 : 1,
-      },
+      firefoxUserPrefs: { "layout.css.prefers-color-scheme.content-override": argument.scheme === "dark" ? 0 : 1 },
     }),
 };
 const browser = await launch[kind]();
@@ -110,7 +100,74 @@ const problem = () =>
   until("a problem", () => !document.getElementById("problem").hidden).then(() => textOf("problem"));
 
 const scenarios = {
-  ...visits({ page, home, pages, slow, answered, complaints, open, written, until, textOf, set, show, problem }),
+  // The files that the page gets, in their order, where the modules come after the weights.
+  async early({ query, weights }) {
+    slow.set("/js/main.js", { until: () => answered.includes(weights) });
+    await open(query, query.length);
+    return answered;
+  },
+
+  // With the page's policy, less what it `lacks`: whether the page asks for its service worker, which it does after the
+  // first text. Nothing is evaluated, so this works in Firefox too.
+  async policy({ lacks }) {
+    pages.edit = (html) => html.replace(lacks, "");
+    await page.goto(`${home}#write?pace=0&length=5`);
+    for (let i = lacks ? 50 : Infinity; i > 0 && !answered.includes("/sw.js"); i--) await new Promise((done) => setTimeout(done, 100));
+    if (lacks) complaints.length = 0; // browsers log what a policy forbids
+    return answered.includes("/sw.js");
+  },
+
+  // What a link shows of the views Attention and Tiles, what the address says after a frame on, and what another link
+  // shows that is followed in the open page.
+  async link({ query, other }) {
+    await open(query, query.length);
+    await show("attention");
+    await until("the map", () => document.getElementById("heat-status").textContent !== "");
+    const said = await textOf("heat-status");
+    await show("tiles");
+    await until("the frames", () => document.getElementById("tiles-at").max > 0);
+    const frame = await textOf("tiles-status");
+    await page.click("#tiles-on");
+    await until("the frame in the address", (now) => location.hash.includes(now), `frame=${query.frame + 1}`);
+    const address = page.url(),
+      next = await textOf("tiles-status");
+    await page.evaluate((hash) => {
+      location.hash = hash;
+    }, other);
+    await until("the other frame", (before) => document.getElementById("tiles-status").textContent !== before, next);
+    const title = await page.title();
+    await until("the other text", () => document.documentElement.dataset.written === "60");
+    return { said, frame, address, title, other: await textOf("tiles-status") };
+  },
+
+  // A model that cannot be loaded, a model that is slow, and another seed meanwhile.
+  async models({ query, broken, late }) {
+    await open(query, query.length);
+    const before = await textOf("text-new");
+    slow.set(`/models/${broken}-bf16.planes.gz`, { status: 404 });
+    await page.selectOption("#model", broken);
+    const said = await problem();
+    complaints.length = 0; // the browser logs the 404
+    await new Promise((done) => setTimeout(done, 500));
+    const after = [await textOf("text-new"), await page.isVisible("#problem"), await page.isDisabled("#halt")];
+    slow.set(`/models/${late}-bf16.planes.gz`, { ms: 1500 });
+    await page.selectOption("#model", late);
+    await set("seed", query.seed + 1);
+    await written(query.length);
+    return { before, said, after, text: await textOf("text-new"), command: await textOf("command") };
+  },
+
+  // A race that is left.
+  async left({ query }) {
+    await open(query, query.length);
+    await show("race");
+    await page.selectOption("#count", "64");
+    await page.click("#race-form button");
+    await until("a part", () => document.getElementById("race-status").textContent.includes("writes"));
+    await show("write");
+    await until("the end", () => !document.querySelector("#race-form button").disabled);
+    return textOf("race-status");
+  },
 
   // A text by the server that the page comes from, and the same one by the browser.
   async server({ query }) {
@@ -141,22 +198,9 @@ const scenarios = {
       made.by.push(await textOf("write-status"));
     }
     await page.goto("about:blank");
-    await page.addInitScript(() => {
-      const { Worker } = globalThis;
-      globalThis.Worker = class extends Worker {
-        constructor(...given) {
-          super(...given);
-          globalThis.latest = this;
-        }
-        // Replies to calls of this test have numbers that the page does not wait for.
-        set onmessage(call) {
-          super.onmessage = (event) => event.data.id < 0 || call(event);
-        }
-      };
-    });
     await open({ ...lost, where: "gpu" });
     await until("some text", () => document.getElementById("text-new").textContent.length > 0);
-    await page.evaluate(() => globalThis.latest.postMessage({ id: -1, method: "loseGpu" }));
+    await page.workers().at(-1).evaluate(() => self.onmessage({ data: { id: -1, method: "loseGpu" } }));
     await written(lost.length);
     made.lost = { text: await textOf("text-new"), status: await textOf("write-status") };
     await show("wall");
@@ -207,24 +251,8 @@ const scenarios = {
     await written(query.length);
     const again = await textOf("text-new");
     await page.click("#unbranch");
-    await until(
-      "the text before",
-      (before) => document.getElementById("text-new").textContent === before,
-      plain,
-    );
+    await until("the text before", (before) => document.getElementById("text-new").textContent === before, plain);
     return { plain, text, address, again };
-  },
-
-  async endless({ query, characters }) {
-    await open({ ...query, endless: 1 });
-    await until(
-      "a long text",
-      (n) => parseInt(document.getElementById("write-status").textContent.replace(/\D/g, "")) > n,
-      characters,
-    );
-    await page.click("#halt");
-    await until("the end", () => document.getElementById("halt").disabled);
-    return { shown: (await textOf("text-new")).length, status: await textOf("write-status") };
   },
 
   async race({ window, count }) {
@@ -235,7 +263,7 @@ const scenarios = {
       document.getElementById("race-status").textContent.includes("Attention alone"),
     );
     return page.evaluate(() => ({
-      texts: [...document.querySelectorAll(".lane .written > span:last-child")].map((e) => e.textContent),
+      texts: [...document.querySelectorAll(".lane .written")].map((e) => e.textContent),
       times: [...document.querySelectorAll(".lane > p")].map((e) => e.textContent),
       bars: document.querySelectorAll("#alone tr").length,
       status: document.getElementById("race-status").textContent,
@@ -259,15 +287,8 @@ const scenarios = {
       return { x: box.x, y: box.y, width: box.width, height: box.height, T: canvas.width };
     });
     await page.mouse.move(x + ((j + 0.5) / T) * width, y + ((i + 0.5) / T) * height);
-    await until(
-      "the pointer",
-      (said) => document.getElementById("heat-status").textContent === said,
-      bySliders,
-    );
-    return {
-      said: bySliders,
-      maps: await page.evaluate(() => document.querySelectorAll("#maps canvas").length),
-    };
+    await until("the pointer", (said) => document.getElementById("heat-status").textContent === said, bySliders);
+    return { said: bySliders, maps: await page.evaluate(() => document.querySelectorAll("#maps canvas").length) };
   },
 
   // Every part's frames, to the end; where the canvas is drawn.
@@ -292,7 +313,7 @@ const scenarios = {
         (t) => ({
           titles: t,
           lines: document.querySelectorAll("#source .now").length,
-          paper: document.querySelectorAll("#paper .now").length,
+          nest: document.querySelectorAll("#nest .now").length,
           bytes: [...document.querySelectorAll("#bytes td")].map((cell) => cell.textContent),
           online: document.getElementById("online").hidden
             ? ""
@@ -301,35 +322,17 @@ const scenarios = {
         titles,
       );
     }
-    // By a clock that each call of an animation's frame moves: its milliseconds from the first frame to the second.
-    const milliseconds = {};
-    for (const pace of ["slow", "normal", "fast"]) {
-      await page.selectOption("#tiles-pace", pace);
-      await set("tiles-at", 0);
-      milliseconds[pace] = await page.evaluate(async () => {
-        let now = 0;
-        const at = document.getElementById("tiles-at"),
-          frame = globalThis.requestAnimationFrame;
-        performance.now = () => now;
-        globalThis.requestAnimationFrame = (call) => frame(() => call((now += 10)));
-        document.getElementById("tiles-play").click();
-        while (at.value < 2) await new Promise((done) => frame(done));
-        document.getElementById("tiles-play").click();
-        globalThis.requestAnimationFrame = frame;
-        delete performance.now;
-        return now;
-      });
-    }
-    return { made, milliseconds };
+    await set("tiles-at", 0);
+    await page.click("#tiles-play");
+    await until("the next frames", () => document.getElementById("tiles-at").value > 1);
+    return made;
   },
 
   // A part as a script, then another part's over it and undone, a wrong line, the link to all that, and another link.
   async script({ part, other, line, link }) {
     const bytes = () =>
       page.$$eval("#bytes tr", (rows) =>
-        Object.fromEntries(
-          rows.map(({ firstChild, lastChild }) => [firstChild.textContent, lastChild.textContent]),
-        ),
+        Object.fromEntries(rows.map(({ firstChild, lastChild }) => [firstChild.textContent, lastChild.textContent])),
       );
     const said = (start) =>
       until(start, (text) => document.getElementById("script-status").textContent.startsWith(text), start);
@@ -437,7 +440,6 @@ const scenarios = {
     for (const view of ["write", "wall", "race", "attention", "tiles", "script", "measure"]) {
       if (view === "script") {
         await page.click("#as-script");
-        await page.click("#editor summary");
       } else await show(view);
       if (view === "wall") {
         await until("the number", () => document.getElementById("wall-count").value !== "");

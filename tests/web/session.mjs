@@ -4,10 +4,8 @@ import { createInterface } from "node:readline";
 
 const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
-const [{ Session }, { readCheckpoint, encode }, { Nest }, tiling, formulas, board, traffic, state, writer] =
-  await Promise.all(
-    ["session", "checkpoint", "nest", "tiling", "formulas", "board", "traffic", "state", "writer"].map(load),
-  );
+const [{ Session }, { readCheckpoint, encode }, { PartNest }, formulas, board, traffic, state, writer] =
+  await Promise.all(["session", "checkpoint", "tiling", "formulas", "board", "traffic", "state", "writer"].map(load));
 const { build } = await load("kernels");
 const session = new Session();
 const bytes = (path) => {
@@ -29,7 +27,7 @@ const calls = {
     await session.load({ precision: a.precision, ...files(a) });
   },
   // The text of a request, whose prompt is text.
-  async text({ prompt, length, stop = [], ...request }) {
+  async text({ prompt, length, stop, ...request }) {
     const { characters } = session.checkpoint;
     const sampled = { temperature: 0.8, top_k: 200, ...request.sampling };
     session.begin({
@@ -48,7 +46,7 @@ const calls = {
       n += tokens.length;
       const from = text.length;
       text += tokens.map((token) => characters[token]).join("");
-      const whole = writer.stopped(text, stop, from);
+      const whole = stop ? writer.stopped(text, stop, from) : null;
       if (whole !== null) return whole;
     }
     return text;
@@ -75,38 +73,25 @@ const calls = {
   traffic: ({ part, of, block, cache }) =>
     traffic.streams(part, new traffic.Case(...of), block).map((stream) => stream.traffic(cache)),
   flops: ({ of }) => new traffic.Case(...of).flops,
-  anchors: ({ part, sizes }) => [...new Set(tiling.frames(part, sizes).map(({ anchor }) => anchor))],
-  // Whether each access of a part's script is the part's own, and each frame.
-  nest({ part, script, sizes }) {
-    const nest = new Nest(script, sizes),
-      of = (frames) => frames.map(({ makes, touch }) => ({ makes, touched: [...touch()] }));
-    const [own, made] = [of(tiling.frames(part, sizes)), of([...nest.frames()])].map((each) => JSON.stringify(each));
-    return { isSame: own === made, computed: nest.computed(), matrices: nest.matrices, own: tiling.matrices(part, sizes) };
-  },
+  anchors: ({ part, sizes }) => [...new Set([...new PartNest(part, sizes).frames()].flatMap(({ anchors }) => anchors))],
   script({ script, sizes }) {
     const { frames, ...made } = session.tiles({ part: "script", script, sizes, l1: 2048, l2: 8192 });
     return { ...made, titles: frames?.map(({ title }) => title), bytes: frames?.at(-1).bytes };
   },
   walk(a) {
-    const { frames } = session.tiles(a),
-      scores = new Set(),
-      written = new Set();
-    for (const { makes, area, boxes } of frames) {
-      const [i0, i1, j0, j1] = makes ? area : [0, 0, 0, 0];
-      for (const i of range(i0, i1)) for (const j of range(j0, Math.min(j1, i + 1))) scores.add(i * 1000 + j);
-      if (boxes.O) for (const i of range(...boxes.O.r)) written.add(i);
-    }
-    return { scores: scores.size, rows: written.size, bytes: frames.map(({ bytes }) => bytes) };
+    const { frames, computed } = session.tiles(a);
+    return { computed, bytes: frames.map(({ bytes }) => bytes) };
   },
   // For each frame how many of the scores that it makes S has elsewhere.
   lost({ part, sizes }) {
-    return tiling.frames(part, sizes).map(({ title, touch, makes, area }) => {
-      const ofS = [...touch()].filter(({ m }) => m === "S"),
+    const nest = new PartNest(part, sizes),
+      frames = [...nest.frames()];
+    return frames.map(({ title, touched, makes, area }) => {
+      const ofS = touched.filter(({ m }) => m === "S"),
         made = new Set(ofS.flatMap(({ i, c0, c1 }) => range(c0, c1).map((c) => `${i} ${c}`))),
         [i0, i1, j0, j1] = makes ? area : [0, 0, 0, 0];
       const all = range(i0, i1).flatMap((i) => range(j0, Math.min(j1, i + 1)).map((j) => [i, j]));
-      const { S } = tiling.matrices(part, sizes),
-        at = (i, j) => board.scoreAt(S, tiling.isTurned(part), i, j).join(" ");
+      const at = (i, j) => board.scoreAt(nest.matrices.S, nest.isTurned, i, j).join(" ");
       const lost = all.filter(([i, j]) => !made.has(at(i, j)));
       return { title, lost: lost.length };
     });

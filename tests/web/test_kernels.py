@@ -137,7 +137,7 @@ def test_weights_and_heads_are_pythons(node):
         assert (made - expected).abs().max() < 1e-5
         cells = expected.unfold(0, 8, 8).unfold(1, 8, 8).amax((-1, -2))
         assert torch.allclose(torch.tensor(maps[4 * layer + head]).view(25, 25), cells, atol=1e-5)
-    assert tuple(telling.values()) == max(reach, key=lambda which: reach[which])
+    assert (telling["layer"], telling["head"]) == max(reach, key=lambda head: reach[head])
 
 
 def test_the_costs_are_explains(node):

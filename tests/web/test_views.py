@@ -31,7 +31,7 @@ def test_the_frames_compute_every_score_and_every_output(node, part):
         walk, N = node("walk", part=part, sizes=sizes, l1=PLENTY, l2=PLENTY), sizes["N"]
         moved = [inner for inner, _ in walk["bytes"]]
         with naming(sizes):
-            assert walk["scores"] == N * (N + 1) // 2 and walk["rows"] == N
+            assert walk["computed"] == [N * (N + 1) // 2] * 2 + [N, N]
             assert moved == sorted(moved) and moved[-1] >= 4 * 64 * (N * 32 // 16)  # Q, K, V and O come in
             for frame in node("lost", part=part, sizes=sizes):
                 assert frame["lost"] == 0, frame["title"]
@@ -39,7 +39,7 @@ def test_the_frames_compute_every_score_and_every_output(node, part):
 
 @pytest.mark.parametrize("part", KERNELS)
 def test_the_anchors_are_in_the_source_once(node, part):
-    text = build.sources()[part]["text"]
+    text = build.sources()[part]
     anchors = node("anchors", part=part, sizes=SIZES[2])
     assert len(anchors) >= 3 and [text.count(anchor) for anchor in anchors] == [1] * len(anchors)
 
@@ -57,16 +57,6 @@ def test_the_caches_take_in_about_what_explain_counts(node, part):
         came, _ = node("walk", part=part, sizes=sizes, l1=cache, l2=PLENTY)["bytes"][-1]
         low, high = (0.99, 1.07) if cache == PLENTY else (1 / 2.7, 2.7)
         assert low <= came / counted <= high, (sizes, cache, came, counted)
-
-
-@pytest.mark.parametrize("part", KERNELS)
-def test_a_parts_script_touches_the_same_memory_in_the_same_order(node, part):
-    script = build.sources()[part]["nest"]
-    for sizes in [*SIZES, {"N": 20, "d": 10, "Br": 6, "Bc": 7, "rows": 3}]:
-        made, N = node("nest", part=part, script=script, sizes=sizes), sizes["N"]
-        with naming(sizes):
-            assert made["isSame"] and list(made["matrices"].items()) == list(made["own"].items())
-            assert made["computed"] == [N * (N + 1) // 2] * 2 + [N, N]
 
 
 SMALL = {"N": 5, "d": 4, "Br": 2, "Bc": 2, "rows": 2}
@@ -128,27 +118,10 @@ def test_a_wrong_script_gets_a_sentence_with_its_line(node):
         assert why in made.get("why", ""), script[:80]
 
 
-NAMED = """
-S = matrix(2, 2)
-A = matrix(2, 4)
-for i of tiles(Q, 2)
-    for j of tiles(K & seen(i), 2)
-        for x of A
-            if size(i) - x
-                multiply S[x, 0:size(j)] = A[x] * K[j]'
-"""
-
-
-def test_a_matrix_may_have_a_name_of_javascripts_objects(node):
-    made, named = (node("script", script=NAMED.replace("A", a), sizes=SMALL) for a in ("A", "constructor"))
-    assert made["computed"] == named["computed"] == [15, 15, 0, 5]
-    assert made["bytes"] == named["bytes"]
-
-
 def test_no_script_does_anything_but_walk_or_get_a_sentence(node):
     """Our scripts with pieces lost, doubled and exchanged, and with names that JavaScript's objects have."""
     chance = random.Random(1)
-    scripts = [build.sources()[part]["nest"] for part in KERNELS]
+    scripts = list(build.nests().values())
     pieces = [piece for script in scripts for piece in re.findall(r"\w+|\n *|\S", script)]
     pieces += ["constructor", "toString", "valueOf", "hasOwnProperty", "99999999999999999999", "0"]
     walked = 0
@@ -198,7 +171,7 @@ def test_the_address_keeps_all_choices(node):
 def test_a_value_out_of_its_range_is_ignored(node):
     for wrong in """
         seed=-1 seed=18446744073709551616 length=0 length=1.5 length=1e9 temperature=-1 topp=0 window=5000
-        l1=60 n=33 br=0 part=flash tempo=soon weights=int8 layer=-2 key=-2 frame=1.5 endless= branches=3:65.5
+        l1=60 n=33 br=0 part=flash weights=int8 layer=-2 key=-2 frame=1.5 length= branches=3:65.5
         branches=0.5:65,:,3
     """.split():
         found = node("parse", fragment=f"#race?{wrong}")["choices"]
@@ -219,22 +192,18 @@ def test_the_command_writes_the_same_text(node, extension, choices):
     done = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True)
     node.load(precision="bf16")
     defaults = {"seed": "1337", "context": "slide"}
-    chosen = defaults | choices | {"prompt": choices["prompt"] or "\n", "stop": [*choices.get("stop", "")]}
+    chosen = defaults | choices | {"prompt": choices["prompt"] or "\n"}
     names = {name: name.replace("_", "") for name in NUMBERS}
     chosen["sampling"] = {name: chosen[choice] for name, choice in names.items() if choice in chosen}
     assert done.stdout == f"{chosen['prompt']}{node('text', **chosen)}\n"
 
 
-@pytest.mark.parametrize(
-    "choices, own, why",
-    [
+def test_no_command_is_shown_where_none_writes_the_same_text(node):
+    for choices, own, why in (
         ({}, True, "the checkpoint is your own"),
         ({"where": "server"}, False, "the server chooses"),
         ({"branches": "3:65"}, False, "it has a branch"),
-        ({"endless": 1}, False, "it has no end"),
         ({"seed": "9223372036854775808"}, False, "its seeds end at 9223372036854775807"),
-    ],
-)
-def test_no_command_is_shown_where_none_writes_the_same_text(node, choices, own, why):
-    made = node("command", choices=choices, own=own)
-    assert why in made["why"] and "command" not in made
+    ):
+        made = node("command", choices=choices, own=own)
+        assert why in made["why"] and "command" not in made

@@ -62,12 +62,14 @@ Writer* open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t pa
 EXPORT(close_decoder) void close_decoder(Writer* writer) { delete writer; }
 
 // The names of the operators of PARTS, each followed by a line end, and after an empty line those of
-// SAMPLING_NUMBERS.
+// SAMPLING_NUMBERS, each with the value that changes nothing.
 EXPORT(names) const char* names() {
     static std::string lines;
     lines.clear();
     for (const Part& part : PARTS) lines += std::string(part.name) + '\n';
-    lines += std::string("\n") + SAMPLING_NAMES;
+#define NUMBER(name, off) #name " " #off "\n"
+    lines += "\n" SAMPLING_NUMBERS(NUMBER);
+#undef NUMBER
     return lines.c_str();
 }
 
@@ -75,6 +77,20 @@ EXPORT(names) const char* names() {
 EXPORT(begin_text) void begin_text(Writer* writer, uint64_t seed, const double* sampling) {
     writer->uniforms = Uniforms(seed);
     writer->decoder.set_sampling(0, sampling_of(sampling));
+}
+
+// to (count, 2) <- the numbers of a seed from `first` on, each as the nearest float below it, and the rest: so
+// the decoder in WGSL takes them.
+EXPORT(uniforms) void uniforms(uint64_t seed, int32_t first, int32_t count, float* to) {
+    Uniforms numbers(seed);
+    for (int32_t i = 0; i < first; i++) numbers.next();
+    for (int32_t i = 0; i < count; i++) {
+        const double number = numbers.next();
+        auto below = static_cast<float>(number);
+        if (below > number) below = std::nextafter(below, 0.0F);
+        *to++ = below;
+        *to++ = static_cast<float>(number - below);
+    }
 }
 
 EXPORT(prefill) void prefill(Writer* writer, const int32_t* ids, int32_t count, int32_t continues) {

@@ -33,7 +33,7 @@ void attend(int32_t part, int32_t H, int32_t N, int32_t d, int32_t Br, int32_t B
 
 EXPORT(multiply_adds) double time_multiply_adds(int32_t steps) { return multiply_adds(steps); }
 
-// `floats` is a multiple of 16. A browser's clock is too coarse to be read in between.
-EXPORT(read_floats) double read_page_floats(const float* data, int32_t floats, int32_t passes) {
-    return read_floats(data, floats, passes);
+// `floats` is a multiple of 16.
+EXPORT(read_floats) double read_page_floats(const float* data, int32_t floats) {
+    return read_floats(data, floats, /* passes */ 1);
 }

@@ -98,10 +98,8 @@ export function draw(canvas, view) {
     pen.textAlign = align;
     pen.fillText(text, x * size, y * size);
   };
-  label("Q", "center", EDGE + d / 2, start - 1);
-  label("O", "center", end + d / 2, start - 1);
-  label("Kᵀ", "right", start - 1, EDGE + d / 2);
-  label("Vᵀ", "right", start - 1, end + d / 2);
+  for (const [name, at] of [["Q", EDGE], ["O", end]]) label(name, "center", at + d / 2, start - 1);
+  for (const [name, at] of [["Kᵀ", EDGE], ["Vᵀ", end]]) label(name, "right", start - 1, at + d / 2);
   label("S", "right", start - 0.6, start - 0.8);
   for (const [m] of scratch) {
     const [x, y] = places[m](0, 0);

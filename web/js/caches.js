@@ -27,7 +27,7 @@ class Cache {
   }
 }
 
-// Runs frames over matrices {name: [rows, columns]} behind caches of l1 and l2 bytes. Returns the `frames`, without touch()
+// Runs frames over matrices {name: [rows, columns]} behind caches of l1 and l2 bytes. Returns the `frames`, without `touched`
 // but with what follows each: {places: of each line, 2 in L1, 1 in L2 only, 0 in memory only; bytes: what came into
 // [L1, L2] so far; boxes: what the frame touched, {name: {r, c, w}}, rows and columns [from, to)}; and `first`, the place
 // of each matrix in floats. Matrices begin at lines.
@@ -42,9 +42,9 @@ export function simulate(frames, matrices, l1, l2) {
   const inner = new Cache(l1),
     outer = new Cache(l2);
   const shown = [];
-  for (const { touch, ...frame } of frames) {
+  for (const { touched, ...frame } of frames) {
     const boxes = Object.create(null); // a script's matrix may have any name
-    for (const { m, i, c0, c1, w } of touch()) {
+    for (const { m, i, c0, c1, w } of touched) {
       const box = (boxes[m] ??= { r: [i, i + 1], c: [c0, c1], w });
       box.r = [Math.min(box.r[0], i), Math.max(box.r[1], i + 1)];
       box.c = [Math.min(box.c[0], c0), Math.max(box.c[1], c1)];

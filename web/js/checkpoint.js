@@ -1,5 +1,5 @@
 // A checkpoint: configuration, tensors and vocabulary, checked as model/checkpoint.py checks them.
-import { check, CheckpointError, isObject, readSafetensors } from "./safetensors.js";
+import { check, isObject, readSafetensors } from "./safetensors.js";
 
 const SIZES = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"];
 const KNOWN = [...SIZES, "dropout", "bias", "dataset"];
@@ -49,7 +49,7 @@ function checkConfig(config) {
 
 // The names and shapes of a model's tensors.
 function* expectedTensors({ block_size, vocab_size, n_layer, n_embd: C, bias = true }) {
-  yield ["transformer.wte.weight", [vocab_size, C]];
+  yield [EMBEDDING, [vocab_size, C]];
   yield ["transformer.wpe.weight", [block_size, C]];
   const layer = function* (name, ...shape) {
     yield [`${name}.weight`, shape];
@@ -73,9 +73,9 @@ function assemble(config, tensors) {
   check(n_layer <= tensors.size, `n_layer is ${n_layer}, but there are ${tensors.size} tensors`);
   check(parameters <= MOST_PARAMETERS, "the model is too large for a page");
   const expected = new Map(expectedTensors(config)),
-    head = tensors.get("lm_head.weight"),
-    embedding = tensors.get("transformer.wte.weight");
-  if (head) expected.set("lm_head.weight", [vocab_size, n_embd]);
+    head = tensors.get(HEAD),
+    embedding = tensors.get(EMBEDDING);
+  if (head) expected.set(HEAD, [vocab_size, n_embd]);
   const without = (names, others) => [...names.keys()].filter((name) => !others.has(name)).sort();
   const missing = without(expected, tensors),
     surplus = without(tensors, expected);
@@ -88,8 +88,8 @@ function assemble(config, tensors) {
     check(data.every(Number.isFinite), `${name} holds NaN or infinity`);
   }
   const isTied = !head || head.data.every((x, i) => x === embedding.data[i]);
-  check(isTied, "lm_head.weight differs from transformer.wte.weight");
-  tensors.delete("lm_head.weight");
+  check(isTied, `${HEAD} differs from ${EMBEDDING}`);
+  tensors.delete(HEAD);
 }
 
 function checkCharacters(characters, vocabSize) {
@@ -100,22 +100,16 @@ function checkCharacters(characters, vocabSize) {
     // The page counts the characters of a text in UTF-16 units.
     check(c.length === 1, `meta.json: token ${i} is ${c}; the page takes characters up to U+FFFF only`);
   });
-  const areDifferent = new Set(characters).size === characters.length,
-    count = characters.length;
-  check(areDifferent, "meta.json: there must be at least one character, all different");
-  const fits = count > 0 && count <= vocabSize;
-  check(fits, `the vocabulary meta.json has ${count} tokens; it must have vocab_size=${vocabSize}`);
+  const count = characters.length;
+  check(new Set(characters).size === count, "meta.json: there must be at least one character, all different");
+  check(count > 0 && count <= vocabSize, `the vocabulary meta.json has ${count} tokens; it must have vocab_size=${vocabSize}`);
 }
 
 // The ids of a text's characters. Raises CheckpointError naming the characters that the model does not know.
 export function encode(text, characters) {
   const ids = new Map(characters.map((c, i) => [c, i]));
   const unknown = [...new Set(text)].filter((c) => !ids.has(c)).sort();
-  if (unknown.length) {
-    const shown = unknown.slice(0, 10).map((c) => JSON.stringify(c));
-    throw new CheckpointError(
-      `the model does not know ${unknown.length} of the text's characters: ${shown.join(" ")}`,
-    );
-  }
+  const shown = unknown.slice(0, 10).map((c) => JSON.stringify(c));
+  check(!unknown.length, `the model does not know ${unknown.length} of the text's characters: ${shown.join(" ")}`);
   return [...text].map((c) => ids.get(c));
 }

@@ -4,6 +4,13 @@ export const $ = (id) => document.getElementById(id);
 
 export const on = (id, type, call) => $(id).addEventListener(type, call);
 
+// Calls call(button) where a form would be sent.
+export const onSubmit = (id, call) =>
+  on(id, "submit", (event) => {
+    event.preventDefault();
+    call(event.submitter);
+  });
+
 export function say(id, text) {
   $(id).textContent = text;
 }
@@ -34,27 +41,22 @@ export const isStill = () => matchMedia("(prefers-reduced-motion: reduce)").matc
 
 // A colour of style.css as [red, green, blue] from 0 to 255.
 export function colour(name) {
-  const pen = new OffscreenCanvas(1, 1).getContext("2d"),
-    probe = make("i");
+  const probe = make("i");
   probe.style.color = `var(${name})`;
   document.body.append(probe);
-  pen.fillStyle = getComputedStyle(probe).color;
+  const rgb = getComputedStyle(probe).color;
   probe.remove();
-  pen.fillRect(0, 0, 1, 1);
-  return [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+  return rgb.match(/\d+/g).slice(0, 3).map(Number);
 }
 
 // The visible form of a single character.
 export const shown = (character) => ({ "\n": "⏎", " ": "␣" })[character] ?? character;
 
-export const number = (x, digits = 0) =>
-  x.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+export const number = (x) => x.toLocaleString("en", { maximumFractionDigits: 0 });
 
-// 3 significant digits.
-export function brief(x) {
-  if (x >= 100 || Number.isInteger(x)) return number(x);
-  return number(x, Math.max(0, 2 - Math.floor(Math.log10(x))));
-}
+// 3 significant digits, or all before the point.
+const DIGITS = { maximumSignificantDigits: 3, maximumFractionDigits: 0, roundingPriority: "morePrecision" };
+export const brief = (x) => x.toLocaleString("en", DIGITS);
 
 export function bytes(n) {
   if (n < 1024) return `${number(n)} B`;

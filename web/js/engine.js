@@ -6,14 +6,9 @@ let shaders; // a promise
 
 const inside = (name) => document.getElementById(`asset:${name}`);
 
-// A file's bytes. Packed ones are unpacked as they arrive. progress(bytes so far) is called meanwhile.
-export async function asset(name, progress = () => {}) {
-  let size = 0;
-  const transform = (chunk, controller) => {
-    progress((size += chunk.length));
-    controller.enqueue(chunk);
-  };
-  const [start, bytes] = (await opened(name)).pipeThrough(new TransformStream({ transform })).tee(),
+// A file's bytes. Packed ones are unpacked as they arrive.
+export async function asset(name) {
+  const [start, bytes] = (await opened(name)).tee(),
     reader = start.getReader(),
     { value } = await reader.read();
   reader.cancel();
@@ -47,7 +42,6 @@ export class Closed extends Error {}
 // text.js.
 export class Engine {
   isPaced = true;
-  by = "with part4";
 
   static async open() {
     return new Engine(await newWorker());
@@ -58,10 +52,10 @@ export class Engine {
     this.waiting = new Map();
     this.calls = 0;
     this.worker.onmessage = ({ data: { id, result, error } }) => {
-      const { resolve, reject } = this.waiting.get(id);
+      const call = this.waiting.get(id);
       this.waiting.delete(id);
-      if (error === undefined) resolve(result);
-      else reject(new Error(error));
+      if (error === undefined) call?.resolve(result);
+      else call?.reject(new Error(error));
     };
     this.worker.onerror = (event) => this.fail(new Error(event.message || "the worker did not start"));
   }
@@ -82,46 +76,39 @@ export class Engine {
 
   // The GPU for this model: {name, isCpu}, or {why}, a sentence.
   async openGpu() {
-    const found = await this.callWithShaders("openGpu");
-    this.gpuName = found.name;
-    return found;
+    const gpu = await this.callWithShaders("openGpu");
+    this.gpuName = gpu.name;
+    return gpu;
   }
 
   async callWithShaders(method, argument = {}) {
-    return this.call(method, { ...argument, shaders: await (shaders ??= json("shaders.json")) });
+    return this.call(method, { ...argument, shaders: await (shaders ??= json("shaders.json.gz")) });
   }
 
-  async begin({ prompt, length, branches, ...choices }) {
+  async begin({ prompt, length, branches, where, ...choices }) {
     const { characters, config } = this,
-      endless = choices.endless === 1,
       ids = encode(prompt || "\n", characters),
       forced = parseBranches(branches).map(([at, c]) => [at, characters.indexOf(c)]);
-    const onGpu = choices.where === "gpu",
-      request = {
-      part: "part4",
-      ids,
-      seed: choices.seed,
-      context: endless ? "reset" : choices.context,
-      useCache: true,
+    this.onGpu = where === "gpu";
+    const { why } = await this.call("begin", {
+      ...{ part: "part4", ids, seed: choices.seed, context: choices.context, useCache: true, onGpu: this.onGpu },
       sampling: sampling(choices),
-      capacity: endless ? config.block_size : Math.min(config.block_size, ids.length + length),
+      capacity: Math.min(config.block_size, ids.length + length),
       forced: forced.filter(([, id]) => id >= 0),
-      onGpu,
-    };
-    this.told((await this.call("begin", request)).why);
-    if (onGpu && !this.why) this.by = `on ${this.gpuName}`;
+    });
+    this.why = why; // the CPU writes what the GPU was to write, if so
   }
 
   async more(most) {
     const { tokens, logits, elapsed, why } = await this.call("more", { most });
-    if (why) this.told(why);
+    this.why ??= why;
     return { piece: tokens.map((token) => this.characters[token]).join(""), logits, elapsed };
   }
 
-  // why: why the CPU writes what the GPU was to write, if so.
-  told(why) {
-    this.why = why;
-    this.by = why ? `with part4 on the CPU: ${why}` : "with part4";
+  // Who writes, for a sentence.
+  get by() {
+    if (this.why) return `with part4 on the CPU: ${this.why}`;
+    return this.onGpu ? `on ${this.gpuName}` : "with part4";
   }
 
   halt() {} // the page asks for no more

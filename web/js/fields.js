@@ -15,23 +15,15 @@ export function bind(changed) {
     if (field.type === "range" || field.type === "number")
       Object.assign(field, { min: least, max: most, step: field.step || by });
     field.addEventListener(field.type === "range" ? "input" : "change", () => {
-      const value = admitted(name, field.type === "checkbox" ? Number(field.checked) : field.value);
+      const value = admitted(name, field.value);
       if (value !== undefined) changed({ [name]: value });
     });
   }
 }
 
-// Shows choices in the fields. A link may have a value that a list lacks.
+// Shows choices in the fields.
 export function fill(choices) {
-  for (const field of all()) {
-    const value = choices[field.name];
-    if (field.type === "checkbox") field.checked = value === 1;
-    else field.value = value;
-    if (field.options && field.value !== String(value)) {
-      field.append(option(value));
-      field.value = value;
-    }
-  }
+  for (const field of all()) field.value = choices[field.name];
 }
 
 // The label and the slider of a setting of sampling: top_k is "Top-k".

@@ -1,10 +1,9 @@
 // A GPU through WebGPU: its adapter, device, shaders, buffers and dispatches, as attention_ext/webgpu/gpu.py has them.
 
-const OPTIONAL = { "shader-f16": "enable f16;", subgroups: "enable subgroups;" };
+const OPTIONAL = ["subgroups"]; // features that are asked for where they exist
 const LIMITS = [
   "maxBufferSize",
   "maxStorageBufferBindingSize",
-  "maxStorageBuffersPerShaderStage",
   "maxComputeWorkgroupStorageSize",
   "maxComputeInvocationsPerWorkgroup",
 ];
@@ -40,49 +39,21 @@ export async function findGpu() {
   }
 }
 
-const LOOP = /^for \(var (\w+) = 0u; \1 < ([^;]+); \1\+\+\) \{ +\/\/ unroll$/;
-
-// Lines of WGSL whose marked loops are written out, as attention_ext/webgpu/gpu.py does it.
-export function unrolled(lines, constants) {
-  const made = [];
-  for (let at = 0; at < lines.length; at++) {
-    const [, index, bound] = LOOP.exec(lines[at]) ?? [];
-    if (!bound) {
-      made.push(lines[at]);
-      continue;
-    }
-    const [first, operator, second] = bound.split(" ").map((word) => (/^\D/.test(word) ? (constants[word] ?? word) : parseInt(word))),
-      count = operator === "*" ? first * second : operator ? Math.floor(first / second) : first;
-    let end = at;
-    for (let depth = 1; depth; ) depth += lines[++end].split("{").length - lines[end].split("}").length;
-    const body = unrolled(lines.slice(at + 1, end), constants);
-    for (let i = 0; i < count; i++) made.push("{", `const ${index} = ${i}u;`, ...body, "}");
-    at = end;
-  }
-  return made;
-}
-
 export class Gpu {
   // Raises Unfit.
   static async open() {
     const adapter = await findAdapter(),
-      features = Object.keys(OPTIONAL).filter((name) => adapter.features.has(name)),
+      features = OPTIONAL.filter((name) => adapter.features.has(name)),
       limits = Object.fromEntries(LIMITS.map((name) => [name, adapter.limits[name]])),
       device = await adapter.requestDevice({ requiredFeatures: features, requiredLimits: limits }),
-      made = Object.assign(new Gpu(), { device, limits, features }, described(adapter.info));
-    device.lost.then(() => (made.isLost = true));
-    return made;
+      opened = Object.assign(new Gpu(), { device, limits, features }, described(adapter.info));
+    device.lost.then(() => (opened.isLost = true));
+    return opened;
   }
 
-  // A compiled entry point. files: texts of WGSL, joined after what they name. Raises Unfit with the compiler's message.
-  async pipeline(files, entryPoint, { constants = {}, aliases = {}, needs = [] } = {}) {
-    const lines = [
-      ...needs.map((feature) => OPTIONAL[feature]),
-      ...Object.entries(aliases).map(([name, of]) => `alias ${name} = ${of};`),
-      ...Object.entries(constants).map(([name, value]) => `const ${name}: u32 = ${value}u;`),
-    ];
-    const code = [...lines, ...files.flatMap((text) => unrolled(text.split("\n"), constants))].join("\n"),
-      module = this.device.createShaderModule({ code });
+  // A compiled entry point of WGSL. Raises Unfit with the compiler's message.
+  async pipeline(code, entryPoint) {
+    const module = this.device.createShaderModule({ code });
     try {
       return await this.device.createComputePipelineAsync({ layout: "auto", compute: { module, entryPoint } });
     } catch (error) {
@@ -102,8 +73,8 @@ export class Gpu {
     return made;
   }
 
-  write(buffer, array, offset = 0) {
-    this.device.queue.writeBuffer(buffer, offset, array);
+  write(buffer, array) {
+    this.device.queue.writeBuffer(buffer, 0, array);
   }
 
   // Dispatches workgroups, some times in a row, and returns the first `bytes` of a buffer, by default the last one. Bindings

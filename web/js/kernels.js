@@ -37,7 +37,7 @@ export class Kernels {
     kernels.c = exports;
     exports._initialize();
     const [operators, settings] = kernels.string(exports.names()).split("\n\n");
-    kernels.settings = settings.match(/.+/g);
+    kernels.settings = Object.fromEntries(settings.match(/.+/g).map((line) => line.split(" ")));
     // The rows of csrc/parts.h, whose operators are a name and an algorithm: part4_flash.
     kernels.parts = operators.split("\n").map((operator) => {
       const [name, ...algorithm] = operator.split("_");
@@ -46,9 +46,9 @@ export class Kernels {
     return kernels;
   }
 
-  // Settings of sampling, {name: value}, as the kernels take them. NaN stands for one that changes nothing.
+  // Settings of sampling, {name: value}, as the kernels take them. What is missing changes nothing.
   inOrder(sampling) {
-    return Float64Array.from(this.settings, (name) => sampling[name] ?? NaN);
+    return Float64Array.from(Object.entries(this.settings), ([name, off]) => sampling[name] ?? off);
   }
 
   // The row of a part's name. Raises Refused if there is none.

@@ -8,10 +8,19 @@ import { MeasureView } from "./measure.js";
 import { Models } from "./models.js";
 import { RaceView } from "./race.js";
 import { openServer } from "./server.js";
-import { format, namesView, parse, VIEWS } from "./state.js";
+import { format, namesView, parse } from "./state.js";
 import { TilesView } from "./tiles.js";
 import { WallView } from "./wall.js";
 import { WriteView } from "./write.js";
+
+const VIEWS = {
+  write: WriteView,
+  wall: WallView,
+  race: RaceView,
+  attention: AttentionView,
+  tiles: TilesView,
+  measure: MeasureView,
+};
 
 class Page {
   choices = {};
@@ -24,14 +33,7 @@ class Page {
     Object.assign(this.choices, this.follow());
     $("model").replaceChildren(...Object.keys(this.models.index).map((name) => option(name)));
     bind((changes) => this.choose(changes));
-    this.views = {
-      write: new WriteView(this),
-      wall: new WallView(this),
-      race: new RaceView(this),
-      attention: new AttentionView(this),
-      tiles: new TilesView(this),
-      measure: new MeasureView(this),
-    };
+    this.views = Object.fromEntries(Object.entries(VIEWS).map(([name, View]) => [name, new View(this)]));
     this.offerPrecisions();
     this.views.write.fill();
     addEventListener("hashchange", () => this.moved());
@@ -57,13 +59,14 @@ class Page {
   }
 
   show() {
-    for (const name of VIEWS) $(name).hidden = name !== this.view;
-    for (const link of document.querySelectorAll("nav a")) {
-      const isHere = link.hash === `#${this.view}`;
+    for (const [name, view] of Object.entries(this.views)) {
+      const isHere = name === this.view,
+        link = document.querySelector(`nav a[href="#${name}"]`);
+      $(name).hidden = !isHere;
       link.ariaCurrent = isHere ? "page" : null;
       if (isHere) document.title = `${link.textContent} – ${$("title").textContent}`;
+      else view.hide?.();
     }
-    for (const [name, view] of Object.entries(this.views)) if (name !== this.view) view.hide?.();
     this.views[this.view].show?.();
     this.setAddress(); // at once: the link's address lacks the other choices
   }
@@ -85,7 +88,7 @@ class Page {
   }
 
   offerPrecisions() {
-    const here = this.models.precisions(this.choices.model);
+    const here = Object.keys(this.models.index[this.choices.model].files);
     for (const option of $("weights").options) option.disabled = !here.includes(option.value);
     if (!here.includes(this.choices.weights)) [this.choices.weights] = here;
   }
@@ -116,23 +119,22 @@ class Page {
     if (this.own) return this.engine;
     if (this.wanted !== wanted) {
       this.wanted = wanted;
+      $("loading").hidden = false;
       this.loading = this.load(model, weights, () => this.wanted === wanted);
     }
     return this.loading;
   }
 
   async load(model, weights, isWanted) {
-    const progress = (share) => isWanted() && this.progress(share);
     try {
-      const engine = await this.models.engine(model, weights, progress);
+      const engine = await this.models.engine(model, weights);
       if (isWanted()) return this.use(engine);
       engine.close();
     } catch (error) {
-      if (isWanted()) {
-        this.wanted = null;
-        this.progress(1);
-        this.problem(error);
-      }
+      if (!isWanted()) return null;
+      this.wanted = null;
+      $("loading").hidden = true;
+      this.problem(error);
     }
     return null;
   }
@@ -141,16 +143,15 @@ class Page {
     this.engine?.close();
     this.engine = engine;
     this.views.race.offer(engine.parts);
-    this.progress(1);
+    $("loading").hidden = true;
     return engine;
   }
 
-  // A checkpoint from someone's disk.
+  // A checkpoint from someone's disk, until someone chooses a model of the page.
   async openFiles(files) {
     try {
       const engine = await this.models.engineOfFiles(files);
-      this.own = true; // until someone chooses a model of the page
-      this.wanted = null;
+      Object.assign(this, { own: true, wanted: null });
       this.use(engine);
       await this.views.write.restart();
     } catch (error) {
@@ -171,7 +172,6 @@ class Page {
     button.disabled = false;
   }
 
-  // A text is complete.
   written() {
     if (this.view !== "write") this.views[this.view].show?.();
     document.documentElement.dataset.written = this.text.written;
@@ -183,15 +183,9 @@ class Page {
   keep() {
     const workers = navigator.serviceWorker;
     if (this.server || !workers || !location.protocol.startsWith("http")) return;
-    const tell = () => workers.controller?.postMessage(this.models.loaded());
-    workers.oncontrollerchange = tell; // the first visit's weights came before its worker
-    tell();
+    // The first visit's weights came before the worker, which keeps what passes it.
+    workers.oncontrollerchange = () => [...this.models.files.keys()].forEach((path) => fetch(path));
     workers.register("sw.js").catch(() => {}); // without it the page needs the network each time
-  }
-
-  progress(share) {
-    $("loading").hidden = share >= 1;
-    $("progress").value = share;
   }
 
   problem(error) {

@@ -8,12 +8,7 @@ const N = 1024,
 const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // in L1, in L2, in memory, on most machines
 const L1 = 32 << 10;
 const HEADS = ["part", "ms", "GFLOP/s", "of the peak", "bytes into 32 KB", "FLOP/byte", "scratch"];
-const EMPTY_PEAK = 9e10; // of the axes before something is measured
-const HEIGHT = 400,
-  LEFT = 62,
-  BOTTOM = 352,
-  RIGHT = 624,
-  TOP = 30;
+const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [62, 624, 30, 352, 400]; // of the picture
 const NEAR = 1.4; // bandwidths within this factor share a name
 
 export class MeasureView {
@@ -21,11 +16,6 @@ export class MeasureView {
     on("measure-go", "click", ({ target }) => {
       if (page.engine) page.measured("measure", target, () => this.measure(page.engine));
     });
-    on("copy", "click", () => this.copy());
-  }
-
-  show() {
-    if (!this.rows) this.draw(EMPTY_PEAK, [], []);
   }
 
   async measure(engine) {
@@ -49,7 +39,6 @@ export class MeasureView {
     this.draw(peak, bandwidths, points);
     const [gpu, onGpu] = await this.measureGpu(engine);
     this.table(peak, points, onGpu);
-    $("copy").disabled = false;
     const reads = BUFFERS.map((size, i) => `${brief(bandwidths[i] / 1e9)} GB/s from ${bytes(size)}`).join(", "),
       sizes = `${CALL.heads} heads, N = ${number(N)}, d = ${CALL.d}, no mask`;
     say("measure-status", `One worker: ${brief(peak / 1e9)} GFLOP/s of multiply-adds; reads of ${reads}. ${sizes}. ${gpu}`);
@@ -60,40 +49,25 @@ export class MeasureView {
     const rows = [];
     let name, isCpu;
     for (const step of STEPS) {
-      say("measure-status", `Step ${step.name} on the GPU …`);
-      const made = await engine.callWithShaders("gpuAttention", { step, N, heads: CALL.heads, d: CALL.d }),
-        { milliseconds: ms, isRight, why } = made;
-      if (made.name) ({ name, isCpu } = made);
+      say("measure-status", `Step ${step} on the GPU …`);
+      const call = await engine.callWithShaders("gpuAttention", { step, N, heads: CALL.heads, d: CALL.d }),
+        { milliseconds: ms, isRight, why } = call;
+      if (call.name) ({ name, isCpu } = call);
       if (why && !name) return [`The GPU was not measured: ${why}.`, []];
       const cells = isRight ? [brief(ms), brief(CALL.flops / ms / 1e6)] : [why ? `needs ${why}` : "wrong", "–"];
-      rows.push([`step ${step.name} on the GPU`, ...cells]);
+      rows.push([`step ${step} on the GPU`, ...cells, ...HEADS.slice(3).fill("–")]);
     }
-    const slow = isCpu ? ", a driver on the CPU, so it is slow" : "";
-    return [`The GPU is ${name}${slow}.`, rows.map((cells) => [...cells, ...Array(HEADS.length - cells.length).fill("–")])];
+    return [`The GPU is ${name}${isCpu ? ", a driver on the CPU, so it is slow" : ""}.`, rows];
   }
 
   table(peak, points, onGpu) {
-    this.rows = points.map(({ part, milliseconds, speed, moved, scratch, intensity }) => [
-      part,
-      brief(milliseconds),
-      brief(speed / 1e9),
-      `${brief((100 * speed) / peak)} %`,
-      moved ? bytes(moved) : "–",
-      moved ? brief(intensity) : "–",
-      bytes(scratch),
-    ]);
-    this.rows.push(...onGpu);
+    const rows = points.map(({ part, milliseconds, speed, moved, scratch, intensity }) => {
+      const share = `${brief((100 * speed) / peak)} %`,
+        counted = moved ? [bytes(moved), brief(intensity)] : ["–", "–"];
+      return [part, brief(milliseconds), brief(speed / 1e9), share, ...counted, bytes(scratch)];
+    });
     $("figures").tHead.replaceChildren(make("tr", {}, ...HEADS.map((head) => make("th", {}, head))));
-    $("figures").tBodies[0].replaceChildren(...this.rows.map((cells) => tableRow(null, ...cells)));
-  }
-
-  // The table as Markdown.
-  async copy() {
-    const lines = [HEADS, HEADS.map(() => "---"), ...this.rows].map((cells) => `| ${cells.join(" | ")} |`);
-    const text = `${lines.join("\n")}\n\n${$("measure-status").textContent}\n`;
-    const done = navigator.clipboard.writeText(text).then(() => "Copied");
-    say("copy", await done.catch(() => "The browser forbids copying"));
-    setTimeout(() => say("copy", "Copy the table"), 2000);
+    $("figures").tBodies[0].replaceChildren(...[...rows, ...onGpu].map((cells) => tableRow(null, ...cells)));
   }
 
   // Logarithmic axes: FLOP/byte, FLOP/s.

@@ -2,39 +2,29 @@
 import { asset, Engine, json } from "./engine.js";
 import { build } from "./kernels.js";
 
-// {name: {config, characters, files: {precision: {path, bytes}}}}
+// {name: {config, characters, files: {precision: {path}}}}
 export class Models {
   static async open() {
     const models = new Models();
     models.index = await json("models/models.json");
-    models.files = new Map(); // promises of bytes, by path
+    models.files = new Map(); // promises of bytes, by the path of weights
     models.wasm = asset(`kernels-${build()}.wasm.gz`);
     return models;
   }
 
-  // The precisions in which the page has a model.
-  precisions(name) {
-    return Object.keys(this.index[name].files);
-  }
-
-  // The paths of the weights that were requested.
-  loaded() {
-    return [...this.files.keys()];
-  }
-
-  weights({ path, bytes }, progress) {
+  weights({ path }) {
     if (!this.files.has(path)) {
-      const loading = asset(path, (done) => progress(Math.min(1, done / bytes))).then(joined);
+      const loading = asset(path).then(joined);
       this.files.set(path, loading);
       loading.catch(() => this.files.delete(path)); // the next attempt requests it again
     }
     return this.files.get(path);
   }
 
-  // A worker with a model, and what its load() returns; progress(share of the bytes).
-  async engine(name, precision, progress = () => {}) {
+  // A worker with a model, and what its load() returns.
+  async engine(name, precision) {
     const { config, characters, files } = this.index[name];
-    return this.engineOf(config, characters, this.weights(files[precision], progress), precision);
+    return this.engineOf(config, characters, this.weights(files[precision]), precision);
   }
 
   // weights: a promise. The worker starts and compiles the kernels while they load.
@@ -53,20 +43,19 @@ export class Models {
 
   // A worker with the checkpoint of the reader's files. Raises Error with a sentence.
   async engineOfFiles(files) {
-    const weights = files.find((file) => file.name.endsWith(".safetensors"));
-    if (!weights) throw new Error("choose model.safetensors with its config.json and meta.json");
-    const [config, meta] = await Promise.all(["config.json", "meta.json"].map((name) => parsed(files, name)));
-    return this.engineOf(config, meta?.characters, weights.arrayBuffer(), "fp32");
+    const ends = [".safetensors", "config.json", "meta.json"],
+      [weights, config, meta] = ends.map((end) => files.find(({ name }) => name.endsWith(end)));
+    if (!weights || !config || !meta) throw new Error("choose model.safetensors with its config.json and meta.json");
+    const { characters } = (await parsed(meta)) ?? {};
+    return this.engineOf(await parsed(config), characters, weights.arrayBuffer(), "fp32");
   }
 }
 
-async function parsed(files, name) {
-  const file = files.find((each) => each.name === name);
-  if (!file) throw new Error(`${name} is missing; a checkpoint has model.safetensors, config.json and meta.json`);
+async function parsed(file) {
   try {
     return JSON.parse(await file.text());
   } catch (error) {
-    throw new Error(`${name} is not JSON: ${error.message}`);
+    throw new Error(`${file.name} is not JSON: ${error.message}`);
   }
 }
 

@@ -1,7 +1,16 @@
-// A loop nest as a script, whose frames are like those of tiling.js. docs/use/page.md describes the language.
-// A script may come from a link: it is parsed here, it calls nothing but what this file defines, and its steps are limited.
+// A loop nest as a script: it walks over one head's Q, K and V (N, d), causal, with scaled scores. docs/use/page.md
+// describes the language. A script may come from a link: it is parsed here, it calls nothing but what this file defines, and its
+// steps are limited.
+//
+// A frame is {name, title: with the queries and keys of the loops, text, anchors: pieces of C++ lines, lines: their
+// numbers in the script, queries: of the loops, area: the scores that it works on, [i0, i1, j0, j1], makes: what they become, "scores" or
+// "weights", frees: whether all scores before it are dropped, touched: the memory in the order of the loops}. An access
+// {m, i, c0, c1, w} is the columns [c0, c1) of row i of a matrix; w: written.
 
-const MOST = { steps: 1_000_000, frames: 5000, floats: 1 << 14, scratch: 4, depth: 30 };
+const MOST = { steps: 1_000_000, frames: 5000, floats: 1 << 14 };
+const MOST_SCRATCH = 4; // matrices beside S, a corner of the board each
+const MOST_DEPTH = 30; // parentheses
+
 const TOKEN = /[A-Za-z]\w*|\d+|\+=|\S/g;
 
 // A sentence for the reader.
@@ -34,6 +43,7 @@ const OPERATORS = {
   "&": (run, x, y) => run.both(run.span(x), run.span(y)),
   in: (run, x, y) => run.within(run.span(x), run.span(y)),
 };
+const LEVELS = [["in", "&"], ["+", "-"], ["*", "/"]]; // of operators, those that bind least first
 const WORDS = ["for", "of", "in", "if", "frame", "read", "write", "multiply", "tiles", "matrix", ...Object.keys(FUNCTIONS)];
 
 // A line. What it reads becomes functions of a Run.
@@ -70,39 +80,34 @@ class Line {
     return token;
   }
 
-  value() {
-    if (this.depth++ === MOST.depth) this.expected(`a value in at most ${MOST.depth} parentheses`);
-    const product = () => this.chain(["*", "/"], () => this.atom()),
-      sum = () => this.chain(["+", "-"], product),
-      made = this.chain(["in", "&"], sum);
-    this.depth--;
-    return made;
-  }
-
-  chain(operators, part) {
-    let left = part();
-    while (operators.includes(this.token)) {
+  // A value whose operators are of a level or bind more.
+  value(level = 0) {
+    if (level === LEVELS.length) return this.atom();
+    let left = this.value(level + 1);
+    while (LEVELS[level].includes(this.token)) {
       const call = OPERATORS[this.tokens[this.next++]],
-        [x, y] = [left, part()];
+        [x, y] = [left, this.value(level + 1)];
       left = (run) => call(run, x(run), y(run));
     }
     return left;
   }
 
-  // The rest of (value) or (value, value)
+  // (value) or (value, value), of so many values
   values(count) {
-    const made = [this.value()];
-    while (made.length < count) {
-      this.must(",");
-      made.push(this.value());
-    }
+    this.must("(");
+    if (this.depth++ === MOST_DEPTH) this.expected(`a value in at most ${MOST_DEPTH} parentheses`);
+    const values = Array.from({ length: count }, (_, n) => {
+      if (n) this.must(",");
+      return this.value();
+    });
     this.must(")");
-    return made;
+    this.depth--;
+    return values;
   }
 
   atom() {
     const { token } = this;
-    if (this.takes("(")) return this.values(1)[0];
+    if (token === "(") return this.values(1)[0];
     if (/^\d/.test(token)) {
       this.next++;
       return () => Number(token);
@@ -110,7 +115,6 @@ class Line {
     if (Object.hasOwn(FUNCTIONS, token)) {
       const call = FUNCTIONS[token];
       this.next++;
-      this.must("(");
       const given = this.values(call.length - 1);
       return (run) => call(run, ...given.map((x) => x(run)));
     }
@@ -153,12 +157,7 @@ class Line {
     if (this.takes("for")) {
       const name = this.name("a name");
       this.must("of");
-      let of,
-        by = () => 1;
-      if (this.takes("tiles")) {
-        this.must("(");
-        [of, by] = this.values(2);
-      } else of = this.value();
+      const [of, by] = this.takes("tiles") ? this.values(2) : [this.value(), () => 1];
       return { isLoop: true, run: (run, body) => run.loop(name, of(run), run.number(by(run)), body) };
     }
     if (this.takes("if")) {
@@ -170,10 +169,10 @@ class Line {
       const title = this.code.slice("frame".length).trim();
       return { isFrame: true, run: (run) => run.begin(title, this) };
     }
-    for (const word of ["read", "write"]) {
-      if (!this.takes(word)) continue;
+    const isWrite = this.token === "write";
+    if (this.takes("read") || this.takes("write")) {
       const place = this.place();
-      return { run: (run) => run.work(this, () => run.move(place(run), word === "write")) };
+      return { run: (run) => run.work(this, () => run.move(place(run), isWrite)) };
     }
     if (this.takes("multiply")) {
       const C = this.place();
@@ -187,7 +186,6 @@ class Line {
     const name = this.name("for, if, frame, read, write, multiply or a name");
     this.must("=");
     if (this.takes("matrix")) {
-      this.must("(");
       const sizes = this.values(2);
       return { isNaming: true, run: (run) => run.scratch(name, ...sizes.map((x) => run.number(x(run)))) };
     }
@@ -217,14 +215,14 @@ function parsed(lines, indent) {
 const range = ({ a, b }) => `${a}:${b}`;
 const named = (one, several, { a, b }) => (b - a === 1 ? `${one} ${b}` : `${several} ${a + 1} to ${b}`);
 
-// The walk of a script over one head. Raises ScriptError. Each matrix is known from the start, and from the end of the
-// frames `isTurned`, whether S has keys as rows, and what was computed.
+// The walk of a script. Raises ScriptError. Each matrix is known from the start, and from the end of the frames `isTurned`,
+// whether S has keys as rows, and what was computed. rows: those that a product of the kernels takes at a time.
 export class Nest {
-  constructor(script, { N, d, Br, Bc, rows: R }) {
-    Object.assign(this, { N, d, steps: 0, count: 0, scope: {}, isTurned: false });
+  constructor(script, { N, d, Br, Bc, rows: R }, most = MOST) {
+    Object.assign(this, { N, d, most, steps: 0, count: 0, scope: {}, isTurned: false });
     this.matrices = Object.fromEntries(["Q", "K", "V", "O"].map((name) => [name, [N, d]]));
     this.names = new Map(Object.entries({ N, d, Br, Bc, R, Q: "Q", K: "K", V: "V", O: "O" })); // a text: a matrix
-    this.given = [...this.names.keys()];
+    this.given = new Set(this.names.keys());
     this.scores = new Uint8Array(N * N);
     this.outputs = new Uint8Array(N);
     const lines = script.split("\n").map((text, n) => new Line(text, n + 1)).filter(({ code }) => code);
@@ -251,8 +249,8 @@ export class Nest {
   }
 
   spend(steps) {
-    if ((this.steps += steps) > MOST.steps)
-      fail(this.at, `a nest of at most ${MOST.steps.toLocaleString("en")} steps was expected, and this one goes on`);
+    if ((this.steps += steps) > this.most.steps)
+      fail(this.at, `a nest of at most ${this.most.steps.toLocaleString("en")} steps was expected, and this one goes on`);
   }
 
   get(name) {
@@ -260,28 +258,27 @@ export class Nest {
   }
 
   name(name, value) {
-    if (this.given.includes(name)) fail(this.at, `a new name was expected, not “${name}”`);
+    if (this.given.has(name)) fail(this.at, `a new name was expected, not “${name}”`);
     this.names.set(name, value);
   }
 
   scratch(name, rows, columns) {
     if (this.hasBegun) fail(this.at, "matrix() was expected above all loops and frames");
-    const isFine = rows > 0 && columns > 0 && rows * columns <= MOST.floats;
-    if (!isFine) fail(this.at, `at most ${MOST.floats} numbers were expected in a matrix, not ${rows} × ${columns}`);
+    const isFine = rows > 0 && columns > 0 && rows * columns <= this.most.floats;
+    if (!isFine) fail(this.at, `at most ${this.most.floats} numbers were expected in a matrix, not ${rows} × ${columns}`);
     this.name(name, name);
-    this.given.push(name);
+    this.given.add(name);
     this.matrices[name] = [rows, columns];
-    if (Object.keys(this.matrices).filter((each) => each !== "S").length > 4 + MOST.scratch)
-      fail(this.at, `at most ${MOST.scratch} matrices beside S were expected`);
+    if (Object.keys(this.matrices).filter((each) => each !== "S").length > 4 + MOST_SCRATCH)
+      fail(this.at, `at most ${MOST_SCRATCH} matrices beside S were expected`);
   }
 
   number(value) {
     if (value.b - value.a === 1) return value.a;
     if (Number.isFinite(value)) return value;
-    return fail(this.at, `a number was expected, not ${typeof value === "string" ? `the matrix ${value}` : this.shown(value)}`);
+    const shown = { string: `the matrix ${value}`, number: value, object: range(value) }[typeof value];
+    return fail(this.at, `a number was expected, not ${shown}`);
   }
-
-  shown = (value) => (typeof value === "number" ? value : range(value));
 
   span(value) {
     if (typeof value === "number") return span(value, value + 1);
@@ -333,19 +330,19 @@ export class Nest {
   // Ends the frame and begins another one.
   *begin(title, { at, comment: text }) {
     if (this.frame) yield this.frame;
-    if (++this.count > MOST.frames)
-      fail(at, `at most ${MOST.frames.toLocaleString("en")} frames were expected; a line “frame NAME” makes one of all that follows it`);
+    if (++this.count > this.most.frames)
+      fail(at, `at most ${this.most.frames.toLocaleString("en")} frames were expected; a line “frame NAME” makes one of all that follows it`);
     const { query, key } = this.scope,
-      where = [query && named("query", "queries", query), key && named("key", "keys", key)].filter(Boolean).join(", "),
-      touched = [];
-    title = [title || "Frame", where].filter(Boolean).join(": ");
-    this.frame = { title, text, anchor: null, paper: [at], touched, touch: () => touched };
+      where = [query && named("query", "queries", query), key && named("key", "keys", key)].filter(Boolean),
+      name = title || "Frame",
+      shown = where.length ? `${name}: ${where.join(", ")}` : name;
+    this.frame = { name, title: shown, text, anchors: [], lines: [at], queries: query, touched: [] };
   }
 
   *work(line, call) {
     if (!this.isFramed) yield* this.begin(line.code, line);
     else if (!this.frame) yield* this.begin("Begin", line);
-    if (!this.frame.paper.includes(line.at)) this.frame.paper.push(line.at);
+    if (!this.frame.lines.includes(line.at)) this.frame.lines.push(line.at);
     call();
   }
 

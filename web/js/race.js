@@ -1,21 +1,19 @@
-// The view Race: the parts write the same text one after the other, and are shown at their relative speeds.
-import { $, brief, copy, frame, isStill, make, number, on, say, tableRow } from "./dom.js";
+// The view Race: the parts write the same text one after the other.
+import { $, brief, copy, make, number, onSubmit, say, tableRow } from "./dom.js";
 import { encode } from "./checkpoint.js";
-import { FASTEST, STEPS } from "./facts.js";
+import { FASTEST } from "./facts.js";
 
 const CASE = { heads: 4, N: 1024, d: 32 };
 const MODEL = "shakes1024"; // has the long window
-const LONGEST_SHOW = 9; // seconds in which the slowest part is shown
-const PROMPT = "GLOUCESTER:\n",
-  SEED = 1; // seed of the text that fills the window
+const PROMPT = "GLOUCESTER:\n";
+const SEED = 1; // of the text that fills the window
 const WARM_UPS = 2; // browsers optimise a kernel after its first runs
 
 export class RaceView {
   constructor(page) {
     this.page = page;
-    on("race-form", "submit", (event) => {
-      event.preventDefault();
-      page.measured("race", event.submitter, () => this.run(page.choices.window, page.choices.count));
+    onSubmit("race-form", (button) => {
+      page.measured("race", button, () => this.run(page.choices.window, page.choices.count));
     });
   }
 
@@ -28,11 +26,10 @@ export class RaceView {
 
   newLane({ name, algorithm }) {
     const box = copy("lane"),
-      [title, time, { children }] = box.children,
-      [past, text] = children;
+      [title, time, text] = box.children;
     title.append(name, make("small", {}, algorithm));
     $("lanes").append(box);
-    return { box, time, past, text };
+    return { box, time, text };
   }
 
   hide() {
@@ -42,24 +39,23 @@ export class RaceView {
   async run(size, count) {
     this.cancelled = false;
     say("race-status", `Loading ${MODEL} …`);
-    this.engine ??= await this.page.models.engine(MODEL, "bf16", (share) => this.page.progress(share));
-    this.page.progress(1);
+    this.engine ??= await this.page.models.engine(MODEL, "bf16");
     this.offer(this.engine.parts);
     const past = await this.past(size);
     for (const lane of Object.values(this.lanes)) {
-      lane.past.textContent = `… ${this.written(past.slice(-80)).replace(/^\S*\s/, "")}`;
       lane.text.textContent = lane.time.textContent = "";
       lane.box.classList.remove("won");
     }
-    const runs = {};
+    const totals = {};
     for (const { name: part } of [...this.parts].reverse()) {
       if (this.cancelled) break;
       say("race-status", `${part} writes ${count} characters, each after reading ${number(size)} again …`);
-      runs[part] = await this.measure(part, past, count);
+      totals[part] = await this.measure(part, past, count);
     }
-    if (!this.cancelled) await this.replay(runs, count);
-    if (!this.cancelled) await this.alone();
-    if (this.cancelled) say("race-status", "Stopped, because another view was shown.");
+    if (this.cancelled) return say("race-status", "Stopped, because another view was shown.");
+    const fastest = Math.min(...Object.values(totals));
+    for (const [part, { box }] of Object.entries(this.lanes)) box.classList.toggle("won", totals[part] === fastest);
+    return this.alone();
   }
 
   written(tokens) {
@@ -80,80 +76,53 @@ export class RaceView {
     return ids;
   }
 
-  // {text, ends: milliseconds at which each character is there} of a part that reads the whole window again and again.
+  // The milliseconds in which a part writes a text; it reads the whole window again and again.
   async measure(part, past, count) {
     const begin = () => this.begin(past, part, SEED + 1, past.length, false),
-      more = () => this.engine.call("more", { most: 1 });
+      more = () => this.engine.call("more", { most: 1 }),
+      { text, time } = this.lanes[part];
     for (let i = 0; i < WARM_UPS; i++) {
       await begin();
       await more();
     }
     await begin();
-    const run = { text: "", ends: [] },
-      lane = this.lanes[part];
-    while (run.ends.length < count && !this.cancelled) {
+    let total = 0;
+    for (let at = 1; at <= count && !this.cancelled; at++) {
       const { tokens, elapsed } = await more();
-      run.text += this.written(tokens);
-      run.ends.push((run.ends.at(-1) ?? 0) + elapsed);
-      lane.text.textContent = run.text;
-      lane.time.textContent = `${number(run.ends.length)} of ${number(count)}`;
+      total += elapsed;
+      text.append(this.written(tokens));
+      time.textContent = `${number(at)} of ${number(count)}: ${brief(total / 1e3)} s, ${brief(total / at)} ms a character`;
     }
-    return run;
-  }
-
-  // Shows all parts side by side, with the measured times.
-  async replay(runs, count) {
-    const totals = Object.values(runs).map(({ ends }) => ends.at(-1)),
-      fastest = Math.min(...totals),
-      atOnce = isStill(),
-      factor = Math.max(1, Math.max(...totals) / 1e3 / LONGEST_SHOW);
-    const faster = factor > 1 && !atOnce ? `, ${brief(factor)} times as fast as it was` : "";
-    const said = "Measured one after the other; now side by side at their true relative speed";
-    say("race-status", `${said}${faster}.`);
-    const start = performance.now();
-    for (let done = false; !done && !this.cancelled; await frame()) {
-      const now = atOnce ? Infinity : (performance.now() - start) * factor;
-      done = true;
-      for (const [part, { text, ends }] of Object.entries(runs)) {
-        const { box, text: shown, time } = this.lanes[part],
-          at = ends.filter((end) => end <= now).length,
-          total = ends.at(-1);
-        shown.textContent = text.slice(0, at);
-        box.classList.toggle("won", at === count && total === fastest);
-        const each = at < count ? "" : `, ${brief(total / count)} ms a character`;
-        time.textContent = `${brief((at < count ? now : total) / 1e3)} s${each}`;
-        done &&= at === count;
-      }
-    }
+    return total;
   }
 
   // Bars with the time of one call of attention.
   async alone() {
-    const times = {};
-    for (const { name: part } of this.parts)
-      times[part] = (await this.engine.call("attention", { part, ...CASE })).milliseconds;
-    const calls = this.parts.map(({ name, algorithm }) => [`${name}, ${algorithm}`, times[name]]),
+    const calls = [];
+    for (const { name: part, algorithm } of this.parts) {
+      const { milliseconds } = await this.engine.call("attention", { part, ...CASE });
+      calls.push({ part, title: `${part}, ${algorithm}`, milliseconds });
+    }
+    const timeOf = (name) => calls.find(({ part }) => part === name).milliseconds,
+      gain = brief(timeOf("part1") / timeOf("part4")),
       gpu = await this.onGpu();
-    if (gpu) calls.push([`part4 in WGSL, ${gpu.name}`, gpu.milliseconds]);
-    const most = Math.max(...calls.map(([, time]) => time));
-    const rows = calls.map(([title, time]) => {
+    if (gpu) calls.push({ title: `part4 in WGSL, ${gpu.name}`, ...gpu });
+    const most = Math.max(...calls.map(({ milliseconds }) => milliseconds));
+    const rows = calls.map(({ title, milliseconds }) => {
       const bar = make("i");
-      bar.style.width = `${(100 * time) / most}%`;
-      return tableRow(title, bar, brief(time));
+      bar.style.width = `${(100 * milliseconds) / most}%`;
+      return tableRow(title, bar, brief(milliseconds));
     });
     $("alone").tBodies[0].replaceChildren(...rows);
-    const gain = brief(times.part1 / times.part4);
-    const said = $("race-status").textContent;
     const slow = gpu?.isCpu ? ` ${gpu.name} is a driver on the CPU, so it is slow.` : "";
-    say("race-status", `${said} Attention alone: part4 is ${gain} times as fast as part1 here.${slow}`);
+    say("race-status", `Attention alone: part4 is ${gain} times as fast as part1 here.${slow}`);
   }
 
   // A call of the fastest step that the GPU runs, {name, isCpu, milliseconds}; undefined without one.
   async onGpu() {
-    for (const fastest of FASTEST) {
-      const step = STEPS.find(({ name }) => name === fastest),
-        made = await this.engine.callWithShaders("gpuAttention", { step, ...CASE });
-      if (made.isRight) return made;
+    for (const step of FASTEST) {
+      const call = await this.engine.callWithShaders("gpuAttention", { step, ...CASE });
+      if (call.isRight) return call;
     }
   }
 }

@@ -19,7 +19,7 @@ export class Reading {
     const { written } = text;
     Object.assign(this, { text, engine, length: written });
     this.isCurrent = () => this.text === text && this.length === written && this.page.engine === engine;
-    this.characters = [...(text.dropped ? "" : text.prompt || "\n"), ...text.text];
+    this.characters = [...(text.prompt || "\n"), ...text.text];
     try {
       await this.read();
     } catch (error) {

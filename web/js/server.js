@@ -1,14 +1,14 @@
 // A text by `gpt.py serve`, if the page comes from there.
 import { sampling } from "./state.js";
 
-// The server {api: its address, models, most: tokens of a text}, or null if the page does not come from such a server.
+// The server {api: its address, models}, or null if the page does not come from such a server.
 export async function openServer() {
   const meta = document.querySelector('meta[name="server"]');
   if (!meta) return null;
   const answer = await fetch(`${meta.content}/models`);
   if (!answer.ok) throw new Error(`the server's models cannot be read (${answer.status})`);
   const models = (await answer.json()).data.map((model) => model.id);
-  return { api: meta.content, models, most: Number(meta.dataset.mostTokens) };
+  return { api: meta.content, models };
 }
 
 // A source of Writing in text.js, without logits.
@@ -24,13 +24,13 @@ export class Server {
     this.stopped.abort();
   }
 
-  async begin({ model, prompt, seed, length, context, endless, stop, ...choices }) {
+  async begin({ model, prompt, seed, length, context, stop, ...choices }) {
     const body = {
       model,
       prompt: prompt || "\n",
       seed: "SEED",
-      max_tokens: endless ? this.server.most : length,
-      context: endless ? "reset" : context,
+      max_tokens: length,
+      context,
       ...sampling(choices),
       ...(stop && { stop }),
       stream: true,

@@ -1,19 +1,19 @@
 // The work of the page's worker: it holds a checkpoint and answers calls by name. It uses no DOM, so it runs in node.
-import { PRECISIONS, TILE } from "./facts.js";
+import { NESTS, PRECISIONS, TILE } from "./facts.js";
 import { simulate } from "./caches.js";
 import { readCheckpoint } from "./checkpoint.js";
 import { Kernels } from "./kernels.js";
 import { Nest, ScriptError } from "./nest.js";
-import { frames, isTurned, matrices, WALKS } from "./tiling.js";
+import { PartNest } from "./tiling.js";
 import { Block } from "./traffic.js";
 import { Gpu, Lost, Unfit } from "./gpu.js";
-import { GpuDecoder, GpuModel, settingsOf } from "./gpu_decoder.js";
+import { timedStep } from "./gpu_attention.js";
+import { GpuDecoder, GpuModel } from "./gpu_decoder.js";
 import { CpuDecoder, Writer } from "./writer.js";
 
 const AT_ONCE = 128; // most tokens of a call
 const LEAST_TICKS_MS = 10; // shortest time that is measured
 const FAR = 16; // characters
-const MOST_ERROR = 1e-4; // of a step on the GPU; its sums have another order
 
 export class Session {
   // wasm: the bytes of a build.
@@ -37,7 +37,7 @@ export class Session {
     this.handle = this.kernels.openCheckpoint(this.checkpoint);
   }
 
-  // Opens the GPU, for the checkpoint. shaders: texts of WGSL by name. {name, isCpu} or {why}, a sentence.
+  // Opens the GPU, for the checkpoint. shaders: WGSL. {name, isCpu} or {why}, a sentence.
   async openGpu({ shaders }) {
     try {
       if (!this.gpu || this.gpu.gpu.isLost) {
@@ -53,21 +53,17 @@ export class Session {
   // Begins a text; see Writer for the request, whose `part` is a name and `forced` a list of pairs here. seed and sampling:
   // {name: value}. onGpu: after openGpu(), which said no `why`. Returns {why} if the CPU writes it nevertheless.
   begin(request) {
-    this.writer = null;
     this.request = { ...request, forced: new Map(request.forced) };
-    const { onGpu, seed, sampling, capacity } = request;
     this.onGpu?.close();
     this.onGpu = null;
+    if (!request.onGpu) return this.beginOnCpu();
     try {
-      if (onGpu) this.onGpu = new GpuDecoder(this.gpu, [seed], settingsOf(this.kernels.inOrder(sampling)), capacity);
+      this.onGpu = new GpuDecoder(this.gpu, this.kernels, { ...request, seeds: [request.seed] });
+      this.writer = new Writer(this.onGpu, this.request);
+      return {};
     } catch (error) {
-      if (!(error instanceof Unfit)) throw error;
-      this.beginOnCpu();
-      return { why: error.message };
+      return { ...this.beginOnCpu(), ...reason(error, Unfit) };
     }
-    if (this.onGpu) this.writer = new Writer(this.onGpu, this.request);
-    else this.beginOnCpu();
-    return {};
   }
 
   beginOnCpu() {
@@ -75,14 +71,7 @@ export class Session {
       { vocab_size } = this.checkpoint.config;
     this.open(this.kernels.part(request.part), request.capacity);
     this.writer = new Writer(new CpuDecoder(this.kernels, this.decoder.at, vocab_size, request), request);
-  }
-
-  // Writes the text again from its seed, on the CPU, after the loss of the GPU.
-  async goOn() {
-    const { written } = this.writer;
-    this.onGpu = null;
-    this.beginOnCpu();
-    while (this.writer.written < written) await this.writer.write(written - this.writer.written);
+    return {};
   }
 
   // Ends the GPU's device, as a driver does that is reset.
@@ -92,23 +81,21 @@ export class Session {
 
   // Begins texts of the same prompt and settings on the GPU, after openGpu(). {why} if it does not take them.
   async beginWall({ ids, seeds, sampling, capacity }) {
-    for (const some of this.wall ?? []) some.close();
+    for (const decoder of this.wall ?? []) decoder.close();
     this.wall = [];
     const { gpu, config } = this.gpu,
       { maxStorageBufferBindingSize: most } = gpu.limits,
-      together = Math.max(1, Math.floor(most / Math.max(this.gpu.cached(capacity), 8 * config.vocab_size))),
-      settings = settingsOf(this.kernels.inOrder(sampling));
+      together = Math.max(1, Math.floor(most / Math.max(this.gpu.cached(capacity), 8 * config.vocab_size)));
     let why;
     gpu.device.pushErrorScope("out-of-memory");
     try {
       for (let i = 0; i < seeds.length; i += together) {
-        const some = new GpuDecoder(this.gpu, seeds.slice(i, i + together), settings, capacity, false);
-        some.prefill(ids, false);
-        this.wall.push(some);
+        const texts = { seeds: seeds.slice(i, i + together), sampling, capacity, keepsLogits: false };
+        this.wall.push(new GpuDecoder(this.gpu, this.kernels, texts));
+        this.wall.at(-1).prefill(ids, false);
       }
     } catch (error) {
-      if (!(error instanceof Unfit)) throw error;
-      why = error.message;
+      ({ why } = reason(error, Unfit));
     }
     if (await gpu.device.popErrorScope()) why = `${gpu.name} has too little memory for so many texts`;
     return { why };
@@ -120,8 +107,7 @@ export class Session {
       const { tokens } = await this.wall[number].write(most);
       return { tokens, texts: this.wall[number].count, isLast: number === this.wall.length - 1 };
     } catch (error) {
-      if (error instanceof Lost) return { why: error.message };
-      throw error;
+      return reason(error, Lost);
     }
   }
 
@@ -136,19 +122,21 @@ export class Session {
   }
 
   // Writes 1 to `most` tokens, for half a frame: {tokens, logits of each, elapsed milliseconds}.
-  // After the loss of the GPU the CPU goes on: then `why` says so.
+  // After the loss of the GPU the CPU writes the text again from its seed and goes on: then `why` says so.
   async more({ most }) {
     const start = performance.now(),
-      count = Math.min(most, AT_ONCE);
-    let written;
+      count = Math.min(most, AT_ONCE),
+      write = async () => ({ ...(await this.writer.write(count)), elapsed: performance.now() - start });
     try {
-      written = await this.writer.write(count);
+      return await write();
     } catch (error) {
-      if (!(error instanceof Lost)) throw error;
-      await this.goOn();
-      written = { ...(await this.writer.write(count)), why: error.message };
+      const lost = reason(error, Lost),
+        { written } = this.writer;
+      this.onGpu = null;
+      this.beginOnCpu();
+      while (this.writer.written < written) await this.writer.write(written - this.writer.written);
+      return { ...(await write()), ...lost };
     }
-    return { ...written, elapsed: performance.now() - start };
   }
 
   // The probabilities from which a token is drawn. ids: the tokens before it, of which the first `prompt` were given.
@@ -173,14 +161,13 @@ export class Session {
     const at = kernels.call("observe", this.handle, this.precision, Int32Array.from(ids), T);
     this.observations[of] = { at, T, d: n_embd / heads };
     const maps = [];
-    let telling = null,
-      most = -1;
+    let telling = { far: -1 };
     for (let layer = 0; layer < layers; layer++) {
       for (let head = 0; head < heads; head++) {
         const P = this.weights({ of, layer, head }),
           far = reach(P, T);
         maps.push(shrunk(P, T, Math.min(size, T)));
-        if (far > most) [most, telling] = [far, { layer, head }];
+        if (far > telling.far) telling = { layer, head, far };
       }
     }
     return { T, layers, heads, d: n_embd / heads, maps, telling };
@@ -203,90 +190,57 @@ export class Session {
   }
 
   // The walk of a part, or of a script (part "script"), behind caches of l1 and l2 bytes: {frames, first, matrices,
-  // isTurned}; see tiling.js and caches.js. A script's has what it `computed` and the bytes of our `parts` too, or {why},
+  // isTurned}; see nest.js and caches.js. A script's has what it `computed` and the bytes of our `parts` too, or {why},
   // a sentence.
   tiles({ part, script, sizes, l1, l2 }) {
-    const own = (name) => ({
-      ...simulate(frames(name, sizes), matrices(name, sizes), l1, l2),
-      ...{ matrices: matrices(name, sizes), isTurned: isTurned(name) },
-    });
+    const walked = (nest) => {
+      const walk = simulate(nest.frames(), nest.matrices, l1, l2);
+      return { ...walk, matrices: nest.matrices, isTurned: nest.isTurned, computed: nest.computed() };
+    };
+    const own = (name) => walked(new PartNest(name, sizes));
     if (part !== "script") return own(part);
     try {
-      const nest = new Nest(script, sizes),
-        walk = simulate(nest.frames(), nest.matrices, l1, l2),
-        parts = Object.fromEntries(Object.keys(WALKS).map((name) => [name, own(name).frames.at(-1).bytes]));
-      return { ...walk, matrices: nest.matrices, isTurned: nest.isTurned, computed: nest.computed(), parts };
+      const walk = walked(new Nest(script, sizes)),
+        parts = Object.fromEntries(Object.keys(NESTS).map((name) => [name, own(name).frames.at(-1).bytes]));
+      return { ...walk, parts };
     } catch (error) {
-      if (error instanceof ScriptError) return { why: error.message };
-      throw error;
+      return reason(error, ScriptError);
     }
   }
 
-  // The least milliseconds of a part's calls over noise, which fill `ms`, and its bytes of scratch.
-  attention({ part, heads, N, d, ms = 150 }) {
+  // Calls a part over noise, q, k, v and the output (heads, N, d) one after the other, and use(again, data, scratch):
+  // again() repeats the call, data is the address, scratch its floats.
+  called({ part, heads, N, d }, use) {
     const { kernels } = this,
       { attend, scratch_floats } = kernels.c,
       sizes = [kernels.part(part), heads, N, d, ...TILE],
       inputs = 3 * heads * N * d,
       scratch = scratch_floats(...sizes);
     return kernels.with(4 * (inputs + heads * N * d + scratch), (data) => {
+      const again = () => attend(...sizes, data);
       kernels.view(Float32Array, data, inputs).set(Array.from({ length: inputs }, () => 2 * Math.random() - 1));
-      attend(...sizes, data); // touches all memory
-      return { milliseconds: timed(() => attend(...sizes, data), ms), scratch: 4 * scratch };
+      again(); // touches all memory
+      return use(again, data, scratch);
     });
+  }
+
+  // The least milliseconds of a part's calls, which fill `ms`, and its bytes of scratch.
+  attention({ ms = 150, ...call }) {
+    return this.called(call, (again, _, scratch) => ({ milliseconds: timed(again, ms), scratch: 4 * scratch }));
   }
 
   // A step in WGSL on the GPU, on numbers of which part 4 computed the result too: {name, isCpu, milliseconds,
-  // isRight}. {why} where it does not run. The call on the GPU lasts at least ms, of many dispatches.
-  async gpuAttention({ shaders, step, heads, N, d, ms = 100 }) {
+  // isRight}. {why} where it does not run.
+  async gpuAttention({ shaders, step, ...sizes }) {
     try {
       if (!this.measured || this.measured.isLost) this.measured = await Gpu.open();
-      const gpu = this.measured,
-        { maxComputeWorkgroupStorageSize: memory, maxComputeInvocationsPerWorkgroup: most } = gpu.limits,
-        fits = ({ constants, memory: bytes }) => bytes <= memory && constants.LANES * constants.LINES <= most,
-        tile = step.tiles.find(fits),
-        lacking = step.needs.filter((feature) => !gpu.features.includes(feature));
-      if (lacking.length || !tile) return { why: lacking.join(" and ") || "more workgroup memory" };
-      const { constants, br } = tile,
-        aliases = { Stored: "vec4<f32>" },
-        files = step.files.map((name) => shaders[name]),
-        pipeline = await gpu.pipeline(files, "main", { constants, aliases, needs: step.needs }),
-        [inputs, expected] = this.example(heads, N, d),
-        size = heads * N * d,
-        call = new Uint32Array([heads, N, N, 0, 0, 0, 0, 0]);
-      new Float32Array(call.buffer)[5] = Math.LOG2E / Math.sqrt(d);
-      const given = [0, 1, 2].map((i) => gpu.buffer(inputs.subarray(i * size, (i + 1) * size))),
-        result = gpu.buffer(4 * size),
-        buffers = [...given, result, gpu.buffer(4 * heads * N), gpu.buffer(call, GPUBufferUsage.UNIFORM)],
-        run = (times) => gpu.run(pipeline, buffers, [heads * Math.ceil(N / br)], 4 * size, { times, from: result }),
-        made = new Float32Array(await run(1)),
-        error = made.reduce((worst, x, i) => Math.max(worst, Math.abs(x - expected[i])), 0); // NaN if one is NaN
-      let elapsed = 0;
-      let times = 1;
-      for (; elapsed < ms; times *= 2) {
-        const start = performance.now();
-        await run(times);
-        elapsed = performance.now() - start;
-      }
-      for (const buffer of buffers) buffer.destroy();
-      return { name: gpu.name, isCpu: gpu.isCpu, milliseconds: (2 * elapsed) / times, isRight: error <= MOST_ERROR };
+      const floats = 4 * sizes.heads * sizes.N * sizes.d,
+        copy = (_, data) => this.kernels.view(Float32Array, data, floats).slice(),
+        example = this.called({ part: "part4", ...sizes }, copy);
+      return await timedStep(this.measured, shaders.steps[step], sizes, example);
     } catch (error) {
-      if (error instanceof Unfit || error instanceof Lost) return { why: error.message };
-      throw error;
+      return reason(error, Unfit, Lost);
     }
-  }
-
-  // Random q, k and v (heads, N, d), one after the other, and attention's result by part 4.
-  example(heads, N, d) {
-    const { kernels } = this,
-      sizes = [kernels.part("part4"), heads, N, d, ...TILE],
-      size = heads * N * d;
-    return kernels.with(4 * (4 * size + kernels.c.scratch_floats(...sizes)), (data) => {
-      const all = kernels.view(Float32Array, data, 3 * size);
-      all.set(Array.from({ length: 3 * size }, () => 2 * Math.random() - 1));
-      kernels.c.attend(...sizes, data);
-      return [kernels.view(Float32Array, data, 3 * size).slice(), kernels.view(Float32Array, data + 12 * size, size).slice()];
-    });
   }
 
   // Operations per second of multiply-adds in registers.
@@ -299,11 +253,10 @@ export class Session {
   // Bytes per second of sequential reads from a buffer.
   bandwidth({ bytes, ms = 150 }) {
     const { read_floats } = this.kernels.c,
-      floats = Math.floor(bytes / 64) * 16,
-      passes = Math.max(1, Math.ceil(2 ** 24 / bytes));
+      floats = Math.floor(bytes / 64) * 16;
     return this.kernels.with(4 * floats, (data) => {
       this.kernels.view(Float32Array, data, floats).fill(1);
-      const read = () => read_floats(data, floats, passes);
+      const read = () => read_floats(data, floats);
       return (read() / timed(read, ms)) * 1e3;
     });
   }
@@ -313,6 +266,12 @@ export class Session {
     const { c } = this.kernels;
     return Object.fromEntries(Object.keys(new Block()).map((name) => [name, c[name]()]));
   }
+}
+
+// {why} of an error of these kinds, a sentence; another one is thrown again.
+function reason(error, ...kinds) {
+  if (kinds.some((kind) => error instanceof kind)) return { why: error.message };
+  throw error;
 }
 
 // The least milliseconds of a call. Calls that are short are timed together: a browser's clock may tick once in 1 ms.

@@ -15,8 +15,13 @@ function oneOf(of, value) {
 export const MOST_SCRIPT = 4000; // characters
 export const isSeed = (digits) => /^[0-9]{1,20}$/.test(digits) && BigInt(digits) < 2n ** 64n;
 
-// The settings of sampling that have a field: {name, choice: its name here, default, slider: [least, most, step]}.
-export const SETTINGS = SLIDERS.map((setting) => ({ ...setting, choice: setting.name.replaceAll("_", "") }));
+// The settings of sampling that have a field: {name, choice: its name here, default, whole: whether it must be a whole
+// number, slider: [least, most, step]}.
+export const SETTINGS = SLIDERS.map((setting) => ({
+  ...setting,
+  choice: setting.name.replaceAll("_", ""),
+  whole: Number.isInteger(setting.slider[2]),
+}));
 
 export const CHOICES = {
   model: text(MODEL),
@@ -33,8 +38,7 @@ export const CHOICES = {
       number(value, least, most ?? Infinity, whole ? 1 : 0),
     ]),
   ),
-  endless: number(0, 0, 1),
-  pace: number(150, 0, 1000), // characters a second; 0: as fast as it can
+  pace: oneOf({ 40: "40 a second", 150: "150 a second", 0: "as fast as it can" }, "150"), // characters
   branches: text(""), // 'position:character code' of each, with commas
   layer: number(-1, -1, 1000), // -1: of the head that looks back furthest, Session.observe()
   head: number(-1, -1, 1000),
@@ -43,7 +47,6 @@ export const CHOICES = {
   part: text("part4", (name) => /^(part[0-9]{1,2}|script)$/.test(name)), // the kernels' table decides which exist
   script: text("", (script) => script.length <= MOST_SCRIPT), // a loop nest for Tiles
   frame: number(0, 0, 1e6), // of Tiles
-  tempo: oneOf(["slow", "normal", "fast"], "normal"), // pace of Tiles; `pace` is that of a text
   n: oneOf([16, 32, 48], 32),
   br: number(8, 1, 48),
   bc: number(8, 1, 48),
@@ -53,7 +56,7 @@ export const CHOICES = {
   count: oneOf([8, 16, 32, 64], 16),
 };
 const DEFAULTS = Object.fromEntries(Object.entries(CHOICES).map(([name, { value }]) => [name, value]));
-export const VIEWS = ["write", "wall", "race", "attention", "tiles", "measure"];
+const VIEWS = ["write", "wall", "race", "attention", "tiles", "measure"];
 
 // The value that a text means for a choice; undefined if there is none.
 export function admitted(name, given) {
@@ -112,7 +115,6 @@ function withoutCommand(choices, own) {
   if (own) return "No command is shown: the checkpoint is your own.";
   if (choices.where === "server") return "No command is shown: the server chooses its engine and weights.";
   if (choices.branches) return "No command writes the same text: it has a branch.";
-  if (choices.endless) return "No command writes the same text: it has no end.";
   if (BigInt(choices.seed) > MOST_SEED) return `No command writes the same text: its seeds end at ${MOST_SEED}.`;
   return "";
 }

@@ -6,21 +6,18 @@ import { frame, isStill } from "./dom.js";
 import { parseBranches } from "./state.js";
 import { stopped } from "./writer.js";
 
-const KEPT = 8192; // characters of an endless text that remain
-
 export class Writing {
   // choices: those of state.js.
   constructor(source, choices) {
     Object.assign(this, { source, choices, prompt: choices.prompt });
     this.text = "";
-    this.logits = []; // one row for each character of `text`, from `dropped` on; none by a server
-    this.dropped = 0; // characters that were removed
+    this.logits = []; // one row for each character of `text`; none by a server
     this.milliseconds = 0;
     this.running = true;
   }
 
   get written() {
-    return this.dropped + this.text.length;
+    return this.text.length;
   }
   get speed() {
     return this.written / (this.milliseconds / 1e3);
@@ -34,9 +31,8 @@ export class Writing {
   // Writes until the end, a stop string or halt(). show(piece) is called for each new piece; true: cut off.
   async run(show) {
     const { source, choices } = this,
-      endless = choices.endless === 1,
-      length = endless ? Infinity : choices.length,
-      pace = source.isPaced && (endless || !isStill()) ? choices.pace : 0, // at its pace an endless text moves least
+      { length } = choices,
+      pace = source.isPaced && !isStill() ? Number(choices.pace) : 0,
       hurry = parseBranches(choices.branches).at(-1)?.[0] ?? 0; // the text before a branch was shown already
     try {
       await source.begin(choices);
@@ -65,23 +61,18 @@ export class Writing {
   }
 
   add({ piece, logits, elapsed }, show) {
-    const { stop, endless } = this.choices,
+    const { stop } = this.choices,
       before = this.text.length;
     this.text += piece;
     this.milliseconds += elapsed;
     const V = (logits?.length ?? 0) / piece.length;
     for (let i = 0; V && i < piece.length; i++) this.logits.push(logits.subarray(i * V, (i + 1) * V));
-    const whole = stop ? stopped(this.text, [stop], before) : null,
-      surplus = endless && this.text.length > KEPT ? this.text.length - KEPT / 2 : 0;
+    const whole = stop ? stopped(this.text, stop, before) : null;
     if (whole !== null) {
       this.text = whole;
       this.logits.length = Math.min(this.logits.length, whole.length);
       this.running = false;
-    } else if (surplus) {
-      this.text = this.text.slice(surplus);
-      this.logits.splice(0, surplus);
-      this.dropped += surplus;
     }
-    show(piece, whole !== null || surplus > 0);
+    show(piece, whole !== null);
   }
 }

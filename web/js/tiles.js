@@ -1,35 +1,20 @@
 // The view Tiles: the frames of a part over the text's own Q, K and V, with two small caches.
-import { $, bytes, frame, make, number, on, option, say, tableRow } from "./dom.js";
+import { $, bytes, frame, make, number, on, onSubmit, option, say, tableRow } from "./dom.js";
 import { draw, drawRow } from "./board.js";
 import { json } from "./engine.js";
+import { NESTS } from "./facts.js";
 import { fill } from "./fields.js";
 import { online, results } from "./formulas.js";
 import { allHeads, Reading } from "./reading.js";
 import { MOST_SCRIPT } from "./state.js";
 import { Case, LINE, streams, traffic } from "./traffic.js";
 
-const A_FRAME_MS = { slow: 1200, normal: 450, fast: 120 };
-// In our words: standard attention, and FlashAttention-2's Algorithm 1 (Dao 2023, arXiv:2307.08691) by its line numbers.
-const PLAIN = { 1: "S ← scale · Q Kᵀ", 2: "P ← softmax(S), row by row", 3: "O ← P V" };
-const FLASH = {
-  3: "for each tile i of Br queries:",
-  4: "  load Qi",
-  5: "  O, l, m ← 0, 0, −∞",
-  6: "  for each tile j of Bc keys:",
-  7: "    load Kj, Vj",
-  8: "    S ← scale · Qi Kjᵀ",
-  9: "    m′ ← max(m, S);  P ← exp(S − m′);  l ← exp(m − m′) l + Σ P",
-  10: "    O ← exp(m − m′) O + P Vj",
-  12: "  O ← O / l",
-  13: "  L ← m + log l",
-  14: "  write O and L",
-};
-
+const A_FRAME_MS = 450;
 export class TilesView extends Reading {
   constructor(page) {
     super(page, "tiles");
     this.at = 0;
-    on("tiles-form", "submit", (event) => event.preventDefault());
+    onSubmit("tiles-form", () => {});
     on("tiles-part", "change", ({ target }) => {
       page.choose({ part: target.value, frame: 0 });
       if (target.value === "script") page.choices.script ||= this.nest();
@@ -57,10 +42,7 @@ export class TilesView extends Reading {
       this.load();
     });
     on("tiles-sizes", "input", () => this.make(true));
-    on("row", "input", () => {
-      this.pinned = true;
-      this.showRow();
-    });
+    on("row", "input", () => this.showRow());
     const go = (at) => {
       this.playing = false;
       this.go(at);
@@ -82,13 +64,13 @@ export class TilesView extends Reading {
 
   async read() {
     const { engine } = this;
-    this.sources ??= await json("sources.json");
+    this.sources ??= await json("sources.json.gz");
     this.block ??= await engine.call("block");
     if (!this.isCurrent()) return;
     const parts = engine.parts.map(({ name, algorithm }) => option(name, `${name}, ${algorithm}`));
     $("tiles-part").replaceChildren(...parts, option("script", "your own script"));
-    const { n_layer: layers, n_head: heads } = engine.config;
-    const titles = allHeads({ layers, heads }).map(({ layer, head, title }) => option(`${layer},${head}`, title));
+    const { n_layer: layers, n_head } = engine.config;
+    const titles = allHeads({ layers, heads: n_head }).map(({ layer, head, title }) => option(`${layer},${head}`, title));
     $("tiles-head").replaceChildren(...titles);
     await this.load();
   }
@@ -106,9 +88,9 @@ export class TilesView extends Reading {
     this.make();
   }
 
-  // The part that is shown as a script, or "".
+  // The loop nest of the part that is shown.
   nest() {
-    return this.sources?.[this.part]?.nest ?? "";
+    return NESTS[this.part] ?? NESTS.part1;
   }
 
   // Makes the frames for the choices, in the worker. keep: stay at about the same place. Of several calls the last counts.
@@ -146,41 +128,36 @@ export class TilesView extends Reading {
     this.counted = counted && [l1, l2].map((cache) => traffic(counted, cache));
     $("online").hidden = part !== "part4";
     $("row").max = N - 1;
-    this.pinned &&= keep;
     $("tiles-at").max = this.frames.length - 1;
     if (share === null) this.go(choices.frame, false);
     else this.go(Math.round(share * this.frames.length));
   }
 
   showCode() {
-    const { part } = this,
+    const { part, engine } = this,
       isScript = part === "script",
-      own = Object.fromEntries(this.script.split("\n").map((line, n) => [n + 1, line]));
-    const paper = Object.entries(isScript ? own : part === "part4" ? FLASH : PLAIN);
-    this.paper = new Map(paper.map(([n, text]) => [Number(n), make("li", {}, `${n.padStart(2)}  ${text}`)]));
-    $("paper").replaceChildren(...this.paper.values());
-    const { name, text } = isScript ? { name: "", text: "" } : this.sources[part];
+      nest = isScript ? this.script : this.nest();
+    this.nestLines = nest.split("\n").map((line, n) => make("li", {}, `${String(n + 1).padStart(2)}  ${line}`));
+    $("nest").replaceChildren(...this.nestLines);
+    const { algorithm = "" } = engine.parts.find(({ name }) => name === part) ?? {},
+      name = `${part}_${algorithm.replaceAll(" ", "_")}.cpp`,
+      text = isScript ? "" : this.sources[part];
     say("source-title", isScript ? "Your loop nest" : `Our C++: ${name}`);
     this.lines = text.split("\n").map((line) => make("span", {}, line || " "));
     $("source").replaceChildren(...this.lines);
     $("source").ariaLabel = name;
     $("source").hidden = isScript;
     $("editor").hidden = !isScript;
-    $("as-script").hidden = !this.nest();
+    $("as-script").hidden = isScript;
   }
 
   // Says what is wrong with a script, or what it computes.
   judge({ why, computed }) {
-    const isWrong = Boolean(why);
-    $("script").ariaInvalid = String(isWrong);
-    $("script-status").classList.toggle("problem", isWrong);
-    if (isWrong) {
-      this.playing = false;
-      say("script-status", why);
-      return;
-    }
-    const [scores, seen, rows, all] = computed.map((count) => number(count));
-    say("script-status", `It computes ${scores} of ${seen} scores and writes ${rows} of ${all} rows of O.`);
+    if (why) this.playing = false;
+    $("script").ariaInvalid = String(Boolean(why));
+    $("script-status").classList.toggle("problem", Boolean(why));
+    const [scores, seen, rows, all] = computed?.map((count) => number(count)) ?? [];
+    say("script-status", why ?? `It computes ${scores} of ${seen} scores and writes ${rows} of ${all} rows of O.`);
   }
 
   // Shows a frame. isChosen: a link shows it again.
@@ -203,11 +180,12 @@ export class TilesView extends Reading {
     say("frame-title", now.title);
     say("frame-text", now.text);
     this.showBytes(moved);
-    for (const [n, line] of this.paper) line.className = now.paper.includes(n) ? "now" : "";
-    const isNow = (line) => now.anchor !== null && line.textContent.includes(now.anchor);
+    this.nestLines.forEach((line, n) => (line.className = now.lines.includes(n + 1) ? "now" : ""));
+    const isNow = (line) => now.anchors.some((anchor) => line.textContent.includes(anchor));
     for (const line of this.lines) line.className = isNow(line) ? "now" : "";
     const here = this.lines.find(isNow) ?? this.lines[0];
     $("source").scrollTop = Math.max(0, here.offsetTop - this.lines[0].offsetTop - 90);
+    if (now.tile) $("row").value = now.tile[1] - 1;
     this.showRow();
   }
 
@@ -248,7 +226,6 @@ export class TilesView extends Reading {
   showRow() {
     if (!this.frames?.[this.at].tile) return;
     const [i0, i1, tile] = this.frames[this.at].tile;
-    if (!this.pinned) $("row").value = i1 - 1; // follows the tile until someone chooses a row
     const i = Number($("row").value);
     const history = online(this.results.S, this.N, i, this.sizes.Bc);
     const now = i < i0 ? history.length - 1 : i >= i1 ? -1 : Math.min(tile, history.length - 1);
@@ -266,7 +243,7 @@ export class TilesView extends Reading {
     this.playing = true;
     if (this.at === this.frames.length - 1) this.at = -1;
     for (let last = -Infinity; this.isPlaying; await frame()) {
-      if (performance.now() - last < A_FRAME_MS[this.page.choices.tempo]) continue;
+      if (performance.now() - last < A_FRAME_MS) continue;
       last = performance.now();
       this.go(this.at + 1);
       if (this.at === this.frames.length - 1) break;

@@ -1,5 +1,5 @@
 // The view Wall: texts of neighbouring seeds, written at once on the GPU, or fewer one after the other on the CPU.
-import { $, frame, make, number, on, say } from "./dom.js";
+import { $, frame, make, number, onSubmit, say } from "./dom.js";
 import { encode } from "./checkpoint.js";
 import { format, sampling } from "./state.js";
 
@@ -10,21 +10,7 @@ const MOST_SEED = 2n ** 64n;
 export class WallView {
   constructor(page) {
     this.page = page;
-    on("wall-form", "submit", (event) => {
-      event.preventDefault();
-      page.measured("wall", event.submitter, () => this.run(Number($("wall-count").value)));
-    });
-    // One of the texts is reached by Tab, the others by the arrows.
-    on("texts", "keydown", (event) => {
-      const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key],
-        all = [...$("texts").children],
-        next = by && all[all.indexOf(document.activeElement) + by];
-      if (!next) return;
-      event.preventDefault();
-      document.activeElement.tabIndex = -1;
-      next.tabIndex = 0;
-      next.focus();
-    });
+    onSubmit("wall-form", (button) => page.measured("wall", button, () => this.run(Number($("wall-count").value))));
   }
 
   async show() {
@@ -45,12 +31,11 @@ export class WallView {
       engine = await page.ready();
     if (!engine) return;
     const length = Math.max(1, Math.min(LENGTH, engine.config.block_size - 1)),
-      choices = { ...page.choices, length, branches: "", endless: 0, stop: "" };
+      choices = { ...page.choices, length, branches: "", stop: "" };
     const seeds = Array.from({ length: count }, (_, i) => String((BigInt(choices.seed) + BigInt(i)) % MOST_SEED));
-    this.nodes = seeds.map((seed, i) => {
-      const href = format("write", { ...choices, seed }),
-        title = `Seed ${seed}: open it in Write`;
-      return make("a", { href, title, tabIndex: i ? -1 : 0 });
+    this.nodes = seeds.map((seed) => {
+      const href = format("write", { ...choices, seed });
+      return make("a", { href, title: `Seed ${seed}: open it in Write` });
     });
     $("texts").replaceChildren(...this.nodes);
     const start = performance.now();

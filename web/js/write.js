@@ -1,5 +1,5 @@
 // The view Write: a text, the distribution of each of its characters, branches.
-import { $, brief, copy, make, number, on, say, shown } from "./dom.js";
+import { $, brief, copy, number, on, onSubmit, say, shown } from "./dom.js";
 import { Closed } from "./engine.js";
 import { fill } from "./fields.js";
 import { softmax } from "./formulas.js";
@@ -17,10 +17,7 @@ export class WriteView {
     // selected: the chosen position. node: the new text.
     Object.assign(this, { page, choices: page.choices, selected: null, drawn: 0, node: new Text("") });
     $("text-new").append(this.node);
-    on("write-form", "submit", (event) => {
-      event.preventDefault();
-      this.restart();
-    });
+    onSubmit("write-form", () => this.restart());
     on("prompt", "keydown", (event) => {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.restart();
     });
@@ -29,10 +26,7 @@ export class WriteView {
       page.choose({ seed: String(Math.floor(Math.random() * 1e6)) });
       this.restart();
     });
-    on("unbranch", "click", () => {
-      const branches = parseBranches(this.choices.branches).slice(0, -1);
-      this.write({ branches: formatBranches(branches) });
-    });
+    on("unbranch", "click", () => this.write({ branches: formatBranches(this.branches.slice(0, -1)) }));
     on("settings", "input", () => {
       this.showSettings();
       this.drawBars();
@@ -56,10 +50,8 @@ export class WriteView {
   get vocabulary() {
     return this.page.engine?.config.vocab_size ?? 65;
   }
-
-  // An endless text would slow the measurements of the other views.
-  hide() {
-    if (this.text?.choices.endless) this.text.halt();
+  get branches() {
+    return parseBranches(this.choices.branches);
   }
 
   showSettings() {
@@ -70,7 +62,6 @@ export class WriteView {
     }
   }
 
-  // Sets the fields to the choices.
   fill() {
     for (const { choice, slider } of SETTINGS) $(choice).max = slider[1] ?? this.vocabulary;
     $("prompt").value = this.choices.prompt;
@@ -149,21 +140,18 @@ export class WriteView {
   status() {
     const { text } = this;
     if (!text || text.running || !text.written) return say("write-status", "");
-    // A browser's clock may tick once in a millisecond.
-    const speed = `, ${text.speed < 1000 ? brief(text.speed) : number(Math.round(text.speed / 100) * 100)} a second without the pace`;
-    const shownSpeed = text.milliseconds < 10 ? "" : speed;
-    return say("write-status", `${number(text.written)} characters ${text.source.by}${shownSpeed}`);
+    const speed = text.speed < 1000 ? brief(text.speed) : number(Math.round(text.speed / 100) * 100),
+      isTimed = text.milliseconds >= 10; // a browser's clock may tick once in a millisecond
+    const said = `${number(text.written)} characters ${text.source.by}`;
+    return say("write-status", isTimed ? `${said}, ${speed} a second without the pace` : said);
   }
 
   showCommand() {
     const { command, why } = commandFor(this.choices, this.page.own);
     $("command-note").firstChild.data = why ?? "The command that writes the same text: ";
-    const words = (command ?? "").split(/(?<= )(--?[a-z-]+)/); // each second one is an option, which must not be broken
-    const whole = (textContent) => make("span", { className: "named", textContent });
-    $("command").replaceChildren(...words.map((word, i) => (i % 2 ? whole(word) : word)));
+    say("command", command ?? "");
   }
 
-  // Handles a click on the text.
   touch({ clientX, clientY }) {
     const { node } = this,
       caret = document.caretPositionFromPoint?.(clientX, clientY),
@@ -188,8 +176,7 @@ export class WriteView {
       CSS.highlights.set(name, new Highlight(...inside.map((i) => letter(this.node, i))));
     };
     highlight("chosen", [at]);
-    const dropped = this.text?.dropped ?? 0;
-    highlight("branch", parseBranches(this.choices.branches).map(([i]) => i - dropped));
+    highlight("branch", this.branches.map(([i]) => i));
   }
 
   async drawBars() {
@@ -202,12 +189,12 @@ export class WriteView {
       { source } = text;
     $("position").max = last;
     $("position").value = at;
-    say("position-out", number(text.dropped + at + 1));
+    say("position-out", number(at + 1));
     this.mark(this.selected === null && text.running ? -1 : at);
     const latest = (this.bars = {}),
-      prompt = encode(text.dropped ? "" : text.prompt || "\n", source.characters),
-      ids = [...prompt, ...encode(text.text.slice(0, at), source.characters)];
-    const request = { logits, ids, prompt: prompt.length, sampling: sampling(this.choices) };
+      prompt = text.prompt || "\n",
+      ids = encode(prompt + text.text.slice(0, at), source.characters),
+      request = { logits, ids, prompt: [...prompt].length, sampling: sampling(this.choices) };
     $("bars").ariaBusy = "true";
     const filtered = await source.call("distribution", request);
     if (this.bars !== latest) return;
@@ -253,9 +240,8 @@ export class WriteView {
     const { text } = this,
       at = Number($("position").value);
     if (text.text[at] === character) return;
-    const position = text.dropped + at;
-    const kept = parseBranches(this.choices.branches).filter(([i]) => i < position);
-    this.write({ branches: formatBranches([...kept, [position, character]]) });
+    const kept = this.branches.filter(([i]) => i < at);
+    this.write({ branches: formatBranches([...kept, [at, character]]) });
   }
 }
 

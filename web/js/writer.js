@@ -70,9 +70,8 @@ export class CpuDecoder {
   }
 }
 
-// The text before the first stop string in it, or null without one. from: the start of the new text.
-export function stopped(text, stops, from = 0) {
-  const longest = Math.max(0, ...stops.map((s) => s.length));
-  const found = stops.map((s) => text.indexOf(s, Math.max(0, from - longest + 1))).filter((at) => at >= 0);
-  return found.length ? text.slice(0, Math.min(...found)) : null;
+// The text before a stop string in it, or null without one. from: the start of the new text.
+export function stopped(text, stop, from) {
+  const at = text.indexOf(stop, Math.max(0, from - stop.length + 1));
+  return at < 0 ? null : text.slice(0, at);
 }

@@ -47,45 +47,43 @@ constexpr int SWIZZLE_64B = 2, SWIZZLE_128B = 3;      // CU_TENSOR_MAP_SWIZZLE_
 constexpr int L2_256B = 3;                            // CU_TENSOR_MAP_L2_PROMOTION_
 constexpr int PROGRAMMATIC_STREAM_SERIALIZATION = 6;  // CU_LAUNCH_ATTRIBUTE_
 
+// A function of a library, found when it is converted to its type.
+struct Found {
+    void* address;
+
+    Found(void* library, const char* name) : address(dlsym(library, name)) {
+        REQUIRE(address, name, " is missing: ", dlerror());
+    }
+    template <class Function>
+    operator Function*() const {
+        return reinterpret_cast<Function*>(address);
+    }
+};
+
+void* opened(const char* name) {
+    void* library = dlopen(name, RTLD_LAZY);
+    REQUIRE(library, name, " cannot be loaded: ", dlerror());
+    return library;
+}
+
 // The functions of the libraries that are opened.
 struct Libraries {
-    int (*error_string)(int, const char**);
-    int (*device)(int*, int index);
-    int (*retain_context)(void**, int device);
-    int (*current_context)(void**);
-    int (*set_context)(void*);
+    void* const driver = opened("libcuda.so.1");
+    int (*error_string)(int, const char**) = Found(driver, "cuGetErrorString");
+    int (*device)(int*, int index) = Found(driver, "cuDeviceGet");
+    int (*retain_context)(void**, int device) = Found(driver, "cuDevicePrimaryCtxRetain");
+    int (*current_context)(void**) = Found(driver, "cuCtxGetCurrent");
+    int (*set_context)(void*) = Found(driver, "cuCtxSetCurrent");
     int (*encode)(TensorMap*, int type, uint32_t rank, const void* address, const uint64_t* size,
                   const uint64_t* stride, const uint32_t* box, const uint32_t* step, int interleave,
-                  int swizzle, int l2, int fill);
-    int (*launch)(const LaunchConfig*, void* function, void** parameters, void** extra);
+                  int swizzle, int l2, int fill) = Found(driver, "cuTensorMapEncodeTiled");
+    int (*launch)(const LaunchConfig*, void* function, void** parameters,
+                  void** extra) = Found(driver, "cuLaunchKernelEx");
 
-    int32_t (*current_stream)(int32_t index, void**);
-    int32_t (*create_guard)(int32_t index, void**);
-    int32_t (*delete_guard)(void*);
-
-    Libraries() {
-        const auto opened = [](const char* name) {
-            void* library = dlopen(name, RTLD_LAZY);
-            REQUIRE(library, name, " cannot be loaded: ", dlerror());
-            return library;
-        };
-        const auto find = [](auto& function, void* library, const char* name) {
-            function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-            REQUIRE(function, name, " is missing: ", dlerror());
-        };
-        void* driver = opened("libcuda.so.1");
-        find(error_string, driver, "cuGetErrorString");
-        find(device, driver, "cuDeviceGet");
-        find(retain_context, driver, "cuDevicePrimaryCtxRetain");
-        find(current_context, driver, "cuCtxGetCurrent");
-        find(set_context, driver, "cuCtxSetCurrent");
-        find(encode, driver, "cuTensorMapEncodeTiled");
-        find(launch, driver, "cuLaunchKernelEx");
-        void* pytorch = opened("libtorch_cuda.so");
-        find(current_stream, pytorch, "aoti_torch_get_current_cuda_stream");
-        find(create_guard, pytorch, "aoti_torch_create_cuda_guard");
-        find(delete_guard, pytorch, "aoti_torch_delete_cuda_guard");
-    }
+    void* const pytorch = opened("libtorch_cuda.so");
+    int32_t (*current_stream)(int32_t index, void**) = Found(pytorch, "aoti_torch_get_current_cuda_stream");
+    int32_t (*create_guard)(int32_t index, void**) = Found(pytorch, "aoti_torch_create_cuda_guard");
+    int32_t (*delete_guard)(void*) = Found(pytorch, "aoti_torch_delete_cuda_guard");
 
     void check(int error) const {
         if (error == 0) return;
@@ -96,8 +94,8 @@ struct Libraries {
 };
 
 const Libraries& libraries() {
-    static const Libraries found;
-    return found;
+    static const Libraries libraries;
+    return libraries;
 }
 
 // Makes a device PyTorch's current one, and its context this thread's, until the end of the scope.

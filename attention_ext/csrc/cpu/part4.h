@@ -1,6 +1,7 @@
 // What the files of part 4 share: a tile of queries, and the keys in splits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "attention.h"
@@ -9,6 +10,14 @@
 #include "simd/simd.h"
 
 namespace part4 {
+
+// each(j, r, n) for the keys j .. j + n - 1 and the queries from r on, of which query r sees the first `first +
+// r` keys: all queries for the keys before the staircase, then fewer queries with every W keys.
+template <class Each>
+inline void staircase(int64_t keys, int64_t first, int64_t W, const Each& each) {
+    each(0, 0, std::min(keys, first + W));
+    for (int64_t r = W; first + r < keys; r += W) each(first + r, r, std::min(W, keys - first - r));
+}
 
 // A tile of Br queries from i0 on: FlashAttention-2's Algorithm 1, lines 4 to 15, in part4_flash.cpp.
 class Tile {

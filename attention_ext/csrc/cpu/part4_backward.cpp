@@ -19,13 +19,13 @@
 // Scratch: threads x (3 panel d + 2 strip + 3 panel) floats, whatever N is.
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdint>
 #include <thread>
 #include <vector>
 
 #include "attention.h"
 #include "buffer.h"
+#include "cpu/part4.h"
 #include "simd/constants.h"
 #include "simd/portable.h"
 #include "threads.h"
@@ -87,25 +87,20 @@ void load(const Panel& t, const Queries& i, const float* out, const float* lse, 
 // numbers of A are 0.
 void add_rows(simd::Matrix dC, const float* A, int64_t ldA, simd::ConstMatrix X, const Queries& i, int64_t d,
               int64_t keys, int64_t first) {
-    const int64_t W = portable::lanes();
-    const auto add = [&](int64_t j, int64_t r, int64_t n) {
-        portable::multiply_add({dC.data + j * dC.ld, dC.ld}, {A + j * ldA + r, ldA, 1},
-                               {X.data + r * X.ld, X.ld}, n, d, i.count - r, i.count - r);
-    };
-    add(0, 0, std::min(keys, first + W));
-    for (int64_t r = W; first + r < keys; r += W) add(first + r, r, std::min(W, keys - first - r));
+    part4::staircase(keys, first, portable::lanes(), [&](int64_t j, int64_t r, int64_t n) {
+        portable::multiply_add(dC.from(j), {A + j * ldA + r, ldA, 1}, X.from(r), n, d, i.count - r,
+                               i.count - r);
+    });
 }
 
 // Lines 10 to 16 for `keys` keys, of which query r sees the first `first + r`.
 void attend(const Panel& t, const Queries& i, const Keys& j, int64_t keys, int64_t first) {
-    const int64_t R = t.R, d = t.d, W = portable::lanes();
-    // All queries for the keys before the staircase, then fewer queries with every W keys.
+    const int64_t R = t.R, d = t.d;
     const auto scores = [&](float* to, simd::ConstMatrix rows, const float* columns) {
-        portable::multiply({to, R}, {rows.data, rows.ld, 1}, {columns, R}, std::min(keys, first + W), i.padded,
-                           d);
-        for (int64_t r = W; first + r < keys; r += W)
-            portable::multiply({to + (first + r) * R + r, R}, {rows.data + (first + r) * rows.ld, rows.ld, 1},
-                               {columns + r, R}, std::min(W, keys - first - r), i.padded - r, d);
+        part4::staircase(keys, first, portable::lanes(), [&](int64_t j, int64_t r, int64_t n) {
+            portable::multiply({to + j * R + r, R}, {rows.row(j), rows.ld, 1}, {columns + r, R}, n,
+                               i.padded - r, d);
+        });
     };
     scores(t.St, j.K, t.Qt);    // S^T <- K Q^T
     scores(t.dPt, j.V, t.dOt);  // dP^T <- V dO^T

@@ -108,14 +108,11 @@ void Tile::attend(int64_t j0, simd::ConstMatrix Kj, simd::ConstMatrix Vj) {
 // Lines 8 to 10 for a panel of queries, from r0 on, and some keys; query r0 + r sees the first `first + r`.
 void Tile::strip(int64_t r0, const float* K, int64_t ldK, const float* V, int64_t ldV, int64_t keys,
                  int64_t first) {
-    const int64_t d = a.d, ldS = simd::panel(), W = simd::lanes(), queries = std::min(ldS, padded - r0);
+    const int64_t d = a.d, ldS = simd::panel(), queries = std::min(ldS, padded - r0);
     float *Qi = Qt + r0, *Oi = Ot + r0;
-    // S^T <- K Q^T: all queries for the keys before the staircase, then fewer queries with every W keys
-    const auto scores = [&](int64_t j, int64_t r, int64_t some) {
-        simd::multiply({St + j * ldS + r, ldS}, {K + j * ldK, ldK, 1}, {Qi + r, R}, some, queries - r, d);
-    };
-    scores(0, 0, std::min(keys, first + W));
-    for (int64_t r = W; first + r < keys; r += W) scores(first + r, r, std::min(W, keys - first - r));
+    staircase(keys, first, simd::lanes(), [&](int64_t j, int64_t r, int64_t n) {  // S^T <- K Q^T
+        simd::multiply({St + j * ldS + r, ldS}, {K + j * ldK, ldK, 1}, {Qi + r, R}, n, queries - r, d);
+    });
     // m_new <- max(m, rowmax(S)), P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
     // m_new may lag behind the maximum, so that O is seldom corrected.
     if (simd::online_softmax({St, ldS}, keys, queries, first, m + r0, l + r0, correction + r0))

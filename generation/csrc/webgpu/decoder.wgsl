@@ -1,11 +1,10 @@
 // The GPT of model/gpt.py: a workgroup reads the tokens of one text and writes its next ones, in one dispatch.
 //
-// WebGPU has no barrier over a grid, so a text never leaves its workgroup: 256 invocations take a token through
-// all layers, multiply by the weights, attend to the cached keys and choose the next token. All arithmetic is
-// float32. A number is summed in the same order whatever else is written.
+// WebGPU has no barrier over a grid, so a text never leaves its workgroup of 256 invocations. All arithmetic is float32.
+// A number is summed in the same order whatever else is written.
 //
-// A source is the constants, then cache_fp32.wgsl or cache_bf16.wgsl, then this file. Entry point: decode, with
-// a workgroup for each text, (texts, 1, 1).
+// A source is the constants, then cache_fp32.wgsl or cache_bf16.wgsl, then this file and sampling.wgsl. Entry point:
+// decode, with a workgroup for each text, (texts, 1, 1).
 //
 // Constants, each `const NAME: u32`: LAYERS, HEADS, HEAD_DIM, VOCAB; BIAS, 1 if layers have one, else 0; TILE,
 // the keys of a tile of attention, a power of two from 16 to 256. HEADS * ceil(HEAD_DIM / 4) is at most 256.
@@ -106,8 +105,8 @@ var<workgroup> merged: array<vec4f, 8>;
 // or weight, and for typical_p the weight's logarithm.
 var<workgroup> numbers: array<f32, max(max(HEADS * TILE, 2u * VOCAB), INVOCATIONS)>;
 var<workgroup> peaks: array<f32, HEADS>;  // m of each head
-var<workgroup> found: atomic<u32>;
-var<workgroup> likely: atomic<u32>;  // the last token with a weight
+var<workgroup> first_beyond: atomic<u32>;  // the first token whose sum of weights is beyond the uniform number
+var<workgroup> last_kept: atomic<u32>;  // the last token with a weight, of those up to it
 var<workgroup> next: u32;
 
 // The sums of x and y and the largest z of the first `count` invocations. It reads them in eights: the seven more at
@@ -147,32 +146,21 @@ fn product(matrix: u32, inputs: u32, outputs: u32, first_input: u32, first: u32,
         let end = min(k + depth, inputs);
         var at = matrix + 4u * k * outputs + column;
         for (; k + 2u <= end; k += 2u) {
-            let w0 = weights[at];
-            let w1 = weights[at + outputs];
-            let w2 = weights[at + 2u * outputs];
-            let w3 = weights[at + 3u * outputs];
-            let w4 = weights[at + 4u * outputs];
-            let w5 = weights[at + 5u * outputs];
-            let w6 = weights[at + 6u * outputs];
-            let w7 = weights[at + 7u * outputs];
-            let x = row[first_input + k];
-            let y = row[first_input + k + 1u];
-            sum = fma(vec4f(x.x), w0, sum);
-            sum = fma(vec4f(x.y), w1, sum);
-            sum = fma(vec4f(x.z), w2, sum);
-            sum = fma(vec4f(x.w), w3, sum);
-            sum = fma(vec4f(y.x), w4, sum);
-            sum = fma(vec4f(y.y), w5, sum);
-            sum = fma(vec4f(y.z), w6, sum);
-            sum = fma(vec4f(y.w), w7, sum);
+            var w = array<vec4f, 8>();
+            for (var i = 0u; i < 8u; i++) {  // unroll
+                w[i] = weights[at + i * outputs];
+            }
+            let x = array(row[first_input + k], row[first_input + k + 1u]);
+            for (var i = 0u; i < 8u; i++) {  // unroll
+                sum = fma(vec4f(x[i / 4u][i % 4u]), w[i], sum);
+            }
             at += 8u * outputs;
         }
         if k < end {
             let x = row[first_input + k];
-            sum = fma(vec4f(x.x), weights[at], sum);
-            sum = fma(vec4f(x.y), weights[at + outputs], sum);
-            sum = fma(vec4f(x.z), weights[at + 2u * outputs], sum);
-            sum = fma(vec4f(x.w), weights[at + 3u * outputs], sum);
+            for (var i = 0u; i < 4u; i++) {  // unroll
+                sum = fma(vec4f(x[i]), weights[at + i * outputs], sum);
+            }
         }
     }
     lanes[id] = sum;
@@ -208,21 +196,17 @@ fn normalise(norm: u32, id: u32) {
     workgroupBarrier();
 }
 
-// GELU by erfc(z) = t exp(P(t) - z^2), t = 1 / (1 + z / 2): Chebyshev's fit of log(erfc(z) exp(z^2) / t), by
-// scipy.special.erfcx, for z up to 9 within 4.2e-8.
+// GELU by erfc(z) = t exp(P(t) - z^2), t = 1 / (1 + z / 2), P's highest power first: Chebyshev's fit of
+// log(erfc(z) exp(z^2) / t), by scipy.special.erfcx, for z up to 9 within 4.2e-8.
+const P = array(0.1354247188493049, -0.6286316827558825, 1.0327699228865832, -0.5295532645551162, -0.2197604457163112,
+                0.07634552090457862, 0.008687083954603967, 0.3921549499090914, 0.9979783023537578, -1.265415065369658);
 fn gelu(x: vec4f) -> vec4f {
     let z = abs(x) * 0.70710678118654752;
     let t = 1.0 / fma(z, vec4f(0.5), vec4f(1));
-    var p = vec4f(0.1354247188493049);
-    p = fma(p, t, vec4f(-0.6286316827558825));
-    p = fma(p, t, vec4f(1.0327699228865832));
-    p = fma(p, t, vec4f(-0.5295532645551162));
-    p = fma(p, t, vec4f(-0.2197604457163112));
-    p = fma(p, t, vec4f(0.07634552090457862));
-    p = fma(p, t, vec4f(0.008687083954603967));
-    p = fma(p, t, vec4f(0.3921549499090914));
-    p = fma(p, t, vec4f(0.9979783023537578));
-    p = fma(p, t, vec4f(-1.265415065369658));
+    var p = vec4f(P[0]);
+    for (var i = 0u; i < 9u; i++) {  // unroll
+        p = fma(p, t, vec4f(P[i + 1u]));
+    }
     let half_erfc = 0.5 * t * exp(max(p - z * z, vec4f(-80)));
     return x * select(1.0 - half_erfc, half_erfc, x < vec4f());
 }
@@ -280,9 +264,9 @@ fn attend(slot_layer: u32, length: u32, id: u32) {
             m = peaks[head];
             o *= correction;
             l *= correction;
-            let some = min(TILE, last - first);
+            let count = min(TILE, last - first);
             var at = K + (first + slice) * A + quad;
-            for (var j = slice; j < some; j += SLICES) {
+            for (var j = slice; j < count; j += SLICES) {
                 let p = numbers[head * TILE + j];
                 o = fma(vec4f(p), of_cache(values[at]), o);
                 l += p;
@@ -295,9 +279,7 @@ fn attend(slot_layer: u32, length: u32, id: u32) {
     if slice < SLICES && quad % D == 0u { numbers[slice * HEADS + head] = l; }
     workgroupBarrier();
     if id < A {
-        for (var i = 1u; i < SLICES; i++) {
-            o += lanes[i * A + id];
-        }
+        for (var i = 1u; i < SLICES; i++) { o += lanes[i * A + id]; }
         l = 0.0;
         for (var i = 0u; i < SLICES; i++) { l += numbers[i * HEADS + head]; }
         row[IN + id] = o / l;
@@ -312,27 +294,12 @@ const TO_FC = 2u;
 const TO_OUT = 3u;
 const TO_LOGITS = 4u;
 
-struct Matrix {
-    kind: u32,
-    norm: u32,  // of the LayerNorm before it, if there is one
-    at: u32,
-    bias: u32,
-    inputs: u32,
-    outputs: u32,
-    first_input: u32,  // in `row`
-}
-
-fn matrix(number: u32) -> Matrix {
-    let layer = number / 4u;
-    let begin = VOCAB * W + layer * LAYER;
-    if layer == LAYERS { return Matrix(TO_LOGITS, LN_F, HEAD, 0u, W, V, IN); }
-    switch number % 4u {
-        case TO_QKV: { return Matrix(TO_QKV, begin, begin + QKV, begin + QKV_BIAS, W, 3u * A, IN); }
-        case TO_PROJ: { return Matrix(TO_PROJ, 0u, begin + PROJ, begin + PROJ_BIAS, A, W, IN); }
-        case TO_FC: { return Matrix(TO_FC, begin + LN_2, begin + FC, begin + FC_BIAS, W, WIDTH, IN); }
-        default: { return Matrix(TO_OUT, 0u, begin + OUT, begin + OUT_BIAS, WIDTH, W, WIDE); }
-    }
-}
+// Of each, in quads from where the layer's weights begin: the LayerNorm before it, if there is one, the matrix, the bias.
+const NORM = array(0u, 0u, LN_2, 0u, 0u);
+const MATRIX = array(QKV, PROJ, FC, OUT, HEAD - LN_F);
+const MATRIX_BIAS = array(QKV_BIAS, PROJ_BIAS, FC_BIAS, OUT_BIAS, 0u);
+const INPUTS = array(W, A, W, WIDTH, W);
+const OUTPUTS = array(3u * A, W, WIDTH, W, V);
 
 // Takes a token, which follows `length` others, through the layers, and, if asked, finds the logits after it, to
 // `numbers` and to the slot. Every function is called at one place, which compilers thank.
@@ -343,16 +310,19 @@ fn read_token(slot: u32, length: u32, token: u32, with_logits: bool, id: u32) {
     workgroupBarrier();
     let matrices = 4u * LAYERS + select(0u, 1u, with_logits);
     for (var number = 0u; number < matrices; number++) {
-        let m = matrix(number);
+        let kind = select(number % 4u, TO_LOGITS, number == 4u * LAYERS);
+        let begin = VOCAB * W + number / 4u * LAYER;
+        let outputs = OUTPUTS[kind];
         let slot_layer = slot * LAYERS + number / 4u;
-        if m.kind % 2u == 0u { normalise(m.norm, id); }
-        if m.kind == TO_PROJ { attend(slot_layer, length, id); }
-        for (var first = 0u; first < m.outputs; first += INVOCATIONS) {
-            var y = product(m.at, m.inputs, m.outputs, m.first_input, first, id);
+        if kind % 2u == 0u { normalise(begin + NORM[kind], id); }
+        if kind == TO_PROJ { attend(slot_layer, length, id); }
+        for (var first = 0u; first < outputs; first += INVOCATIONS) {
+            let inputs_at = select(IN, WIDE, kind == TO_OUT);
+            var y = product(begin + MATRIX[kind], INPUTS[kind], outputs, inputs_at, first, id);
             let q = first + id;
-            if q < m.outputs {
-                if BIAS == 1u && m.kind != TO_LOGITS { y += weights[m.bias + q]; }
-                switch m.kind {
+            if q < outputs {
+                if BIAS == 1u && kind != TO_LOGITS { y += weights[begin + MATRIX_BIAS[kind] + q]; }
+                switch kind {
                     case TO_QKV: {
                         if q < A {
                             row[WIDE + q] = y * params.scale;
@@ -372,145 +342,9 @@ fn read_token(slot: u32, length: u32, token: u32, with_logits: bool, id: u32) {
                     default: { row[X + q] += y; }
                 }
             }
-            if m.kind == TO_QKV { storageBarrier(); }  // for the keys and values; it waits for memory
+            if kind == TO_QKV { storageBarrier(); }  // for the keys and values; it waits for memory
             workgroupBarrier();
         }
-    }
-}
-
-// What leaves out tokens, in this order, and the settings of each.
-const TOP_K = 0u;
-const TYPICAL_P = 1u;
-const TOP_P = 2u;
-const MIN_P = 3u;
-const OWN = (VOCAB + INVOCATIONS - 1u) / INVOCATIONS;  // tokens of an invocation
-
-// Sets the weights that the filters leave out to 0. Nothing is sorted: a token is kept if those that come before
-// it, which its invocation adds up, have less than the limit.
-fn filter_weights(top_k: f32, typical_p: f32, top_p: f32, min_p: f32, id: u32) {
-    for (var rule = TOP_K; rule <= MIN_P; rule++) {
-        let limit = vec4f(top_k, typical_p, top_p, min_p)[rule];
-        if rule == TOP_K && (limit == 0.0 || limit >= f32(VOCAB)) { continue; }
-        if (rule == TYPICAL_P || rule == TOP_P) && limit >= 1.0 { continue; }
-        if rule == MIN_P && limit == 0.0 { continue; }
-        var sums = vec3f();
-        for (var i = id; i < VOCAB; i += INVOCATIONS) {
-            let w = numbers[i];
-            sums = vec3f(sums.x + w, sums.y + w * numbers[VOCAB + i], max(sums.z, w));
-        }
-        sums = reduce(sums, VOCAB, id);
-        let mean = sums.y / sums.x;  // of the logarithms
-        var kept: array<bool, OWN>;
-        for (var n = 0u; n < OWN; n++) {
-            let i = min(n * INVOCATIONS + id, VOCAB - 1u);
-            let w = numbers[i];
-            let distance = abs(numbers[VOCAB + i] - mean);
-            var before = 0.0;
-            if rule != MIN_P {
-                for (var j = 0u; j < VOCAB; j++) {
-                    let other = numbers[j];
-                    let is_before = select(other > w, abs(numbers[VOCAB + j] - mean) < distance, rule == TYPICAL_P);
-                    before += select(0.0, select(other, 1.0, rule == TOP_K), is_before);
-                }
-            }
-            let most = select(limit * sums.x, limit, rule == TOP_K);
-            kept[n] = select(most > before, w >= limit * sums.z, rule == MIN_P);
-        }
-        workgroupBarrier();
-        for (var n = 0u; n < OWN; n++) {
-            let i = n * INVOCATIONS + id;
-            if i < VOCAB && !kept[n] { numbers[i] = 0.0; }
-        }
-        workgroupBarrier();
-    }
-}
-
-// The token that the text's uniform number falls on, by generation/csrc/sampling.cpp's rules, from the logits in
-// `numbers`; to `next`, which is VOCAB if the logits hold NaN, or the largest is infinite.
-fn choose(slot: u32, uniform_at: u32, id: u32) {
-    let at = slot * SETTINGS;
-    let temperature = settings[at];
-    let top_k = settings[at + 1u];
-    let top_p = settings[at + 2u];
-    let min_p = settings[at + 3u];
-    let typical_p = settings[at + 4u];
-    let repetition = settings[at + 5u];
-    let presence = settings[at + 6u];
-    let frequency = settings[at + 7u];
-    let bias = params.slots * SETTINGS + slot * VOCAB;
-    var wrong = 0.0;  // how many are NaN, or infinite
-    var best = -3.4e38;
-    for (var i = id; i < VOCAB; i += INVOCATIONS) {
-        var y = numbers[i];
-        wrong += f32((bitcast<u32>(y) & 0x7fffffffu) > 0x7f800000u);
-        if settings[at + 8u] != 0.0 {
-            if repetition != 1.0 && counts[2u * slot * VOCAB + i] > 0u {
-                y = select(y * repetition, y / repetition, y > 0.0);
-            }
-            let written = counts[(2u * slot + 1u) * VOCAB + i];
-            if written > 0u { y -= f32(written) * frequency + presence; }
-            y += settings[bias + i];
-            numbers[i] = y;
-        }
-        wrong += f32(bitcast<u32>(y) == 0x7f800000u);
-        best = max(best, y);
-    }
-    let all = reduce(vec3f(wrong, 0, best), VOCAB, id);
-    best = all.z;
-    if id == 0u {
-        atomicStore(&found, VOCAB);
-        atomicStore(&likely, 0u);
-    }
-    if temperature == 0.0 {
-        workgroupBarrier();
-        for (var i = id; i < VOCAB; i += INVOCATIONS) {
-            if numbers[i] == best { atomicMin(&found, i); }
-        }
-        workgroupBarrier();
-    } else {
-        for (var i = id; i < VOCAB; i += INVOCATIONS) {
-            let exponent = max((numbers[i] - best) * settings[at + 9u], -200.0);
-            numbers[i] = exp(exponent);
-            numbers[VOCAB + i] = exponent;
-        }
-        workgroupBarrier();
-        filter_weights(top_k, typical_p, top_p, min_p, id);
-        // Each of 32 invocations has tokens that follow each other.
-        let each = (VOCAB + 31u) / 32u;
-        if id < 32u {
-            var sum = 0.0;
-            for (var i = id * each; i < min((id + 1u) * each, VOCAB); i++) {
-                sum += numbers[i];
-            }
-            lanes[id].x = sum;
-        }
-        workgroupBarrier();
-        if id < 32u {
-            var reached = 0.0;
-            var sum = 0.0;
-            for (var i = 0u; i < 32u; i++) {
-                if i == id { reached = sum; }
-                sum += lanes[i].x;
-            }
-            let point = fma(bitcast<f32>(work[uniform_at]), sum, bitcast<f32>(work[uniform_at + 1u]) * sum);
-            for (var i = id * each; i < min((id + 1u) * each, VOCAB); i++) {
-                let w = numbers[i];
-                if w > 0.0 {
-                    reached += w;
-                    atomicMax(&likely, i);  // if rounding leaves a remainder
-                    if reached > point {
-                        atomicMin(&found, i);
-                        break;
-                    }
-                }
-            }
-        }
-        workgroupBarrier();
-    }
-    if id == 0u {
-        var token = atomicLoad(&found);
-        if token == VOCAB { token = atomicLoad(&likely); }
-        next = select(token, VOCAB, all.x > 0.0 || best <= -3.4e38);
     }
 }
 

@@ -6,10 +6,12 @@ import copy
 import dataclasses
 import itertools
 import os
+import re
 import signal
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,7 @@ from support import naming
 from shakespeare.attention_ext import PARTS, SIMD, BuildError
 from shakespeare.attention_ext.extension import load as load_extension
 from shakespeare.attention_ext.processor import Cache
+from shakespeare.generation.engines import native
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.native import Decoder
 from shakespeare.generation.engines.pytorch import rounded
@@ -437,3 +440,9 @@ def test_the_decoder_checks_what_it_is_given(extension):
         refused("a uniform is outside", "write", [1], [[0.5], [uniform]])
     refused("slot is 1; it must be named once", "write", [1, 1], [[0.5, 0.5]])
     assert decoder.write([], [[]]).shape == (1, 0)
+
+
+def test_the_header_declares_every_function_that_the_engine_calls():
+    called = set(re.findall(r'_c\.(\w+)\(|_do\("(\w+)"', Path(native.__file__).read_text()))
+    assert {a or b for a, b in called} <= native.signatures().keys()
+    assert len(native.signatures()) == native.HEADER.read_text().count(");")

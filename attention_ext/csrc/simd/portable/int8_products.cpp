@@ -223,15 +223,10 @@ void to_fixed(uint32_t* row, const float* x, int64_t n) {
     const int64_t blocks = int8_blocks(n);
     const auto magnitude = [](Vec v) { return bit_cast<IntVec>(v) & 0x7fffffff; };  // in the order of integers
     const auto larger = [](IntVec a, IntVec b) { return b > a ? b : a; };
-    IntVec even{}, odd{};
+    IntVec most[2] = {};
+    fold(x, n, 0.0f, [&](int chain, Vec v) { most[chain] = larger(most[chain], magnitude(v)); });
     int64_t i = 0;
-    for (; i + 2 * W <= n; i += 2 * W) {
-        even = larger(even, magnitude(load(x + i)));
-        odd = larger(odd, magnitude(load(x + i + W)));
-    }
-    for (; i + W <= n; i += W) even = larger(even, magnitude(load(x + i)));
-    if (i < n) odd = larger(odd, magnitude(load_part(x + i, n - i, 0.0f)));
-    const int32_t largest = reduce(larger(even, odd), larger, std::make_index_sequence<W>());
+    const int32_t largest = reduce(larger(most[0], most[1]), larger, std::make_index_sequence<W>());
     const Scale scale(bit_cast<float>(largest));
     std::memcpy(row + 3 * blocks, &scale.scale, sizeof scale.scale);
 

@@ -30,15 +30,9 @@ INLINE Vec gelu(Vec x) { return x * normal(x); }
 
 void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {
     const auto sum_of = [&](auto term, float nothing) {  // term(nothing) is 0
-        Vec even{}, odd{};
-        int64_t i = 0;
-        for (; i + 2 * W <= n; i += 2 * W) {
-            even += term(load(x + i));
-            odd += term(load(x + i + W));
-        }
-        for (; i + W <= n; i += W) even += term(load(x + i));
-        if (i < n) odd += term(load_part(x + i, n - i, nothing));
-        return sum(even + odd);
+        Vec sums[2] = {};
+        fold(x, n, nothing, [&](int chain, Vec v) { sums[chain] += term(v); });
+        return sum(sums[0] + sums[1]);
     };
     const float mean = sum_of([](Vec v) { return v; }, 0.0f) / n;
     const float variance = sum_of([mean](Vec v) { return (v - mean) * (v - mean); }, mean) / n;
@@ -52,9 +46,7 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
 }
 
 void gelu(float* x, int64_t n) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) store(x + i, gelu(load(x + i)));
-    if (i < n) store_part(x + i, gelu(load_part(x + i, n - i, 0.0f)), n - i);
+    map(x, x, n, 0.0f, [](Vec v) { return gelu(v); });
 }
 
 void gelu_gradient(float* dx, float* y, const float* x, int64_t n) {

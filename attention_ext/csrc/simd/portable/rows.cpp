@@ -63,35 +63,24 @@ void dot_rows(float* s, const float* x, ConstMatrix B, int64_t rows, int64_t dep
 }
 
 float row_max(const float* x, int64_t n, float m) {
-    Vec even = splat(m), odd = even;
-    int64_t i = 0;
-    for (; i + 2 * W <= n; i += 2 * W) {
-        even = max(even, load(x + i));
-        odd = max(odd, load(x + i + W));
-    }
-    for (; i + W <= n; i += W) even = max(even, load(x + i));
-    if (i < n) odd = max(odd, load_part(x + i, n - i, m));
-    return largest(max(even, odd));
+    Vec most[2] = {splat(m), splat(m)};
+    fold(x, n, m, [&](int chain, Vec v) { most[chain] = max(most[chain], v); });
+    return largest(max(most[0], most[1]));
 }
 
 float exp_sum(float* x, int64_t n, float m) {
     Vec total{}, witness{};
-    int64_t i = 0;
-    const auto step = [&](Vec v) {
+    map(x, x, n, -INFINITY, [&](Vec v) {  // 2^-inf adds 0
         const Vec y = (v - m) * SIMD_LOG2E, e = exp2_bounded(y);
         total += e;
         if (!KEEPS_NAN) witness += y;
         return e;
-    };
-    for (; i + W <= n; i += W) store(x + i, step(load(x + i)));
-    if (i < n) store_part(x + i, step(load_part(x + i, n - i, -INFINITY)), n - i);  // 2^-inf adds 0
+    });
     return sum(nan_if(witness, total));
 }
 
 void scale_row(float* x, int64_t n, float a) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) store(x + i, load(x + i) * a);
-    if (i < n) store_part(x + i, load_part(x + i, n - i, 0.0f) * a, n - i);
+    map(x, x, n, 0.0f, [a](Vec v) { return v * a; });
 }
 
 }  // namespace portable

@@ -158,6 +158,25 @@ INLINE bool any(IntVec mask) {
     return found != 0;
 }
 
+// to (n) <- change(x), by vectors; the lanes after the last number are `rest`.
+template <class Change>
+INLINE void map(float* to, const float* x, int64_t n, float rest, const Change& change) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, change(load(x + i)));
+    if (i < n) store_part(to + i, change(load_part(x + i, n - i, rest)), n - i);
+}
+
+// take(even or odd, vector) for the vectors of x (n) in turn: two independent chains. `rest` follows the last
+// number.
+template <class Take>
+INLINE void fold(const float* x, int64_t n, float rest, const Take& take) {
+    constexpr int EVEN = 0, ODD = 1;
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W) take(EVEN, load(x + i)), take(ODD, load(x + i + W));
+    for (; i + W <= n; i += W) take(EVEN, load(x + i));
+    if (i < n) take(ODD, load_part(x + i, n - i, rest));
+}
+
 INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>()); }
 
 #if defined(__AVX512DQ__)
