@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from shakespeare.attention_ext.checks import check_gradient, check_shapes, finite, none_is_default, truth
 from shakespeare.attention_ext.parts import PARTS, Dtype
-from shakespeare.attention_ext.webgpu.gpu import LOCK, Gpu, Lost, grid, opened, reopen
+from shakespeare.attention_ext.webgpu.gpu import LOCK, Gpu, Lost, grid, opened
 from shakespeare.attention_ext.webgpu.steps import WIDEST, choose, up
 
 PART = PARTS["part4"]
@@ -123,7 +123,7 @@ def attention(
         try:
             results = _attend(opened(), arrays, causal, applied, kernel)
         except Lost:
-            results = _attend(reopen(), arrays, causal, applied, kernel)
+            results = _attend(opened(), arrays, causal, applied, kernel)
     if not isinstance(q, np.ndarray):
         results = [sys.modules["torch"].from_numpy(array) for array in results]
     return tuple(results) if return_lse else results[0]

@@ -261,6 +261,7 @@ class _errors:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = ": ".join(line for line in lines if line not in ("Validation Error", "Caused by:"))[:300]
         if "lost" in said.lower():
+            _opened.cache_clear()
             raise Lost(f"the WebGPU device was lost: {said}") from None
         raise BuildError(f"WebGPU refused: {said}") from None
 
@@ -277,10 +278,3 @@ def opened() -> Gpu:
 @functools.cache
 def _opened() -> Gpu:
     return Gpu()
-
-
-def reopen() -> Gpu:
-    """Another device in place of a lost one."""
-    with LOCK:
-        _opened.cache_clear()
-        return _opened()

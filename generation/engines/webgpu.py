@@ -1,7 +1,6 @@
 """The webgpu engine: a text a workgroup, a piece of it in a dispatch, csrc/webgpu/decoder.wgsl.
 
-It needs the package wgpu and no PyTorch. A text's bits do not depend on what else is written. A lost device
-loses no text: the host knows the tokens, which another device reads again.
+It needs the package wgpu and no PyTorch. A text's bits do not depend on what else is written.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.attention_ext.parts import CachePrecision, Precision
-from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Lost, Source, opened, reopen
+from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Source, opened
 from shakespeare.generation.engines.slots import SETTINGS, Slots, Unfit, numbers_only
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, GPTConfig
@@ -38,7 +37,6 @@ DISPATCH_SECONDS = 0.01  # of a dispatch: no watchdog ends it, and Ctrl-C takes 
 FIRST_STEP_SECONDS = 1e-3  # of one text, and of ten more: the guess before one was measured
 MOST_OUT = 1 << 26  # bytes of the logits that a dispatch keeps
 SHORT = 64  # tokens of prompts that are read together
-ATTEMPTS = 3  # with devices that are lost one after the other
 
 
 @dataclass(frozen=True)
@@ -156,13 +154,16 @@ class Chunk:
 class Pieces(NamedTuple):
     """Tokens of texts to be read, and then chosen.
 
-    at: the slots, (texts,). counts: how many tokens of each follow those in its cache. flags: of each text.
-    numbers: uniform ones, (rows, texts). every: whether the logits of each row or token are wanted.
+    at: the slots, (texts,). cached: the tokens in their caches. counts: how many of tokens (texts, most) each
+    reads. flags: of each text. numbers: uniform ones, (rows, texts). every: whether the logits of each row,
+    or without numbers those after each token, are wanted.
     """
 
     at: NDArray[np.int64]
+    cached: NDArray[np.int64]
     counts: NDArray[np.int64]
     flags: NDArray[np.int64]
+    tokens: NDArray[np.int32]
     numbers: NDArray[np.float64]
     every: bool
 
@@ -173,8 +174,8 @@ class Pieces(NamedTuple):
 
     def of(self, places: NDArray[np.int64]) -> Pieces:
         """Those of some of the texts."""
-        at, counts, flags = (field[places] for field in self[:3])
-        return Pieces(at, counts, flags, self.numbers[:, places], self.every)
+        chosen: dict[str, Any] = {name: getattr(self, name)[places] for name in self._fields[:5]}
+        return self._replace(**chosen, numbers=self.numbers[:, places])
 
 
 class WebGpuEngine(Slots):
@@ -190,22 +191,26 @@ class WebGpuEngine(Slots):
         slots: int,
         capacity: int,
     ) -> None:
-        self._gpu = opened()
-        c = model.config
-        self._source = source_for(c, weights, kv_cache, capacity, self._gpu.adapter)
+        gpu = self._gpu = opened()
+        c, V = model.config, model.config.vocab_size
+        self._pipeline = gpu.pipeline(source_for(c, weights, kv_cache, capacity, gpu.adapter), "decode")
         super().__init__(c, slots, capacity)
         self._lock = LOCK  # all engines share the device
-        self._shape, self._kv_cache = Shape(c), kv_cache
-        self._packed = self._shape.pack(model.weights)  # kept for another device
-        # What another device reads again: a slot's tokens, with the one that is not yet read; how many there
-        # are, how many of them are a prompt or window, how many are in the cache; the counts before that.
-        self._tokens = np.zeros((slots, capacity + 1), np.int32)
-        self._known, self._prompt, self._cached = np.zeros((3, slots), np.int32)
-        self._counts = np.zeros((slots, 2, c.vocab_size), np.uint32)
-        self._kept += [self._tokens, self._known, self._prompt, self._cached, self._counts]
         self._at_once = SHORT
         self._step_seconds: dict[int, float] = {}  # of so many texts in a dispatch
-        self._open()
+        self._scale = math.log2(math.e) / math.sqrt(c.head_dim)
+        self._weights = gpu.buffer(Shape(c).pack(model.weights))
+        cached = Shape(c).cached(kv_cache, capacity)
+        sizes = {"keys": cached, "values": cached, "logits": 4 * V, "counts": 8 * V}
+        sizes |= {"settings": 4 * (SETTINGS + V)}
+        most = gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values())
+        most = min(most, MOST_GROUPS)
+        self._chunks = []
+        for first in range(0, slots, most):
+            n = min(most, slots - first)
+            held = {name: (gpu.buffer(n * size), size) for name, size in sizes.items()}
+            buffers = gpu.buffer(32, uniform=True), held, gpu.buffer(1 << 12), gpu.buffer(1 << 12)
+            self._chunks.append(Chunk(first, n, *buffers))
 
     @property
     def description(self) -> str:
@@ -213,72 +218,42 @@ class WebGpuEngine(Slots):
         adapter = self._gpu.adapter
         return f"A text a workgroup, part 4's attention, on {adapter.name} by {adapter.backend}"
 
-    def _open(self) -> None:
-        """Make the buffers on the device, and compile the shader."""
-        gpu, c, V = self._gpu, self.config, self.config.vocab_size
-        self._pipeline = gpu.pipeline(self._source, "decode")
-        self._weights = gpu.buffer(self._packed)
-        cached = self._shape.cached(self._kv_cache, self.capacity)
-        sizes = {"keys": cached, "values": cached, "logits": 4 * V, "counts": 8 * V}
-        sizes |= {"settings": 4 * (SETTINGS + V)}
-        most = gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values())
-        most = min(most, MOST_GROUPS)
-        self._chunks = []
-        for first in range(0, self.slots, most):
-            n = min(most, self.slots - first)
-            held = {name: (gpu.buffer(n * size), size) for name, size in sizes.items()}
-            buffers = gpu.buffer(32, uniform=True), held, gpu.buffer(1 << 12), gpu.buffer(1 << 12)
-            self._chunks.append(Chunk(first, n, *buffers))
-        self._scale = math.log2(math.e) / math.sqrt(c.head_dim)
-        self._stale = set(self._settings)
-
-    def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
-        super().begin(slot, ids, continues, top)
-        with self._lock:
-            self._counts[slot] = self._counted(slot) if continues else 0
-            self._tokens[slot, : len(ids)] = ids
-            self._known[slot] = self._prompt[slot] = len(ids)
-            self._cached[slot] = 0
-
-    def _counted(self, slot: int) -> NDArray[np.uint32]:
-        """How often each token has occurred in a slot, and since the prompt: (2, V)."""
-        ids, prompt, counts = self._tokens[slot], self._prompt[slot], self._counts[slot].copy()
-        counts += np.bincount(ids[prompt : self._known[slot]], minlength=counts.shape[1]).astype(np.uint32)
-        np.add.at(counts[0], ids[: min(prompt, self._cached[slot])], 1)
-        return counts
-
     def _read_piece(
         self, slot: int, ids: list[int], done: int, continues: bool, every: bool
     ) -> tuple[int, Floats | None]:
-        done, kept = self._read_on(np.array([slot]), np.array([not continues]), every)
-        return done, kept[:, 0] if every else None
+        done, logits = self._read_on({slot: (ids, continues)}, done, every)
+        return done, logits[:, 0] if every else None
 
     def _read_on(
-        self, at: NDArray[np.int64], begins: NDArray[np.bool_], every: bool = False
+        self, prompts: dict[int, tuple[list[int], bool]], done: int, every: bool = False
     ) -> tuple[int, Floats]:
-        """Read a piece of the prompts of these slots.
+        """Read a piece of these prompts, of each of which `done` tokens are read, or all if it has fewer.
 
-        begins: whether the counts begin with the prompt. Returns the least tokens in the caches, and, with
-        `every`, the logits after each token, (tokens, slots, V).
+        prompts: as in _prompts. Returns the tokens that are read then, and the logits as _run().
         """
-        count = self._steps(len(at), DISPATCH_SECONDS)
+        count = self._steps(len(prompts), DISPATCH_SECONDS)
         if every:
             count = min(count, max(1, MOST_OUT // (4 * self.config.vocab_size)))
-        done = self._cached[at]
-        counts = np.minimum(self._prompt[at] - done, count)
-        flags = PROMPT + FIRST * (begins & (done == 0)) + LAST * (done + counts == self._prompt[at])
-        _, kept = self._run(Pieces(at, counts, flags, np.empty((0, len(at))), every))
-        self._cached[at] += counts
-        return int(self._cached[at].min()), kept
+        lengths = np.array([len(ids) for ids, _ in prompts.values()], np.int64)
+        begins = np.array([done == 0 and not continues for _, continues in prompts.values()])
+        counts = np.minimum(lengths - done, count)
+        tokens = np.zeros((len(prompts), counts.max()), np.int32)
+        for row, (ids, _) in zip(tokens, prompts.values()):
+            piece = ids[done : done + count]
+            row[: len(piece)] = piece
+        flags = PROMPT + FIRST * begins + LAST * (done + counts == lengths)
+        none = np.empty((0, len(prompts)))
+        _, logits = self._run(
+            Pieces(np.array([*prompts]), 0 * counts + done, counts, flags, tokens, none, every)
+        )
+        return done + int(counts.max()), logits
 
     def _read_prompts(self) -> None:
-        at = np.fromiter(self._prompts, np.int64)
-        begins = np.fromiter((not continues for _, continues in self._prompts.values()), bool)
+        waiting, done = self._prompts, 0
         self._prompts = {}
-        while len(at):
-            self._read_on(at, begins)
-            left = self._cached[at] < self._prompt[at]
-            at, begins = at[left], begins[left]
+        while waiting:
+            done, _ = self._read_on(waiting, done)
+            waiting = {slot: prompt for slot, prompt in waiting.items() if len(prompt[0]) > done}
 
     def write(
         self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
@@ -296,17 +271,14 @@ class WebGpuEngine(Slots):
                 rows = min(most - done, self._steps(len(at), left))
                 if scored:
                     rows = min(rows, max(1, MOST_OUT // (4 * len(at) * self.config.vocab_size)))
-                lengths = self._lengths[at]
-                unread = (self._pending[at] >= 0).astype(np.int64)
-                pieces = Pieces(at, unread, np.zeros(len(at), int), numbers[done : done + rows], scored)
-                tokens, every = self._run(pieces)
+                cached, pending = self._lengths[at].astype(np.int64), self._pending[at, None]
+                unread = (pending[:, 0] >= 0).astype(np.int64)
+                uniforms = numbers[done : done + rows]
+                tokens, every = self._run(Pieces(at, cached, unread, 0 * at, pending, uniforms, scored))
                 chosen[done : done + rows] = tokens
                 if scored:
                     self._score(slots, tokens, every)
-                known = lengths + unread
-                self._tokens[at[:, None], known[:, None] + np.arange(rows)] = np.maximum(tokens.T, 0)
-                self._lengths[at] = self._cached[at] = known + rows - 1
-                self._known[at] = known + rows
+                self._lengths[at] = cached + unread + rows - 1
                 self._pending[at] = np.maximum(tokens[-1], 0)
                 done += rows
                 if time.monotonic() >= end or (tokens < 0).any():
@@ -314,25 +286,19 @@ class WebGpuEngine(Slots):
         return numbers_only(chosen[:done])
 
     def _copy(self, source: int, at: NDArray[np.int64]) -> None:
-        def copy() -> None:  # not within a buffer: a slot's bytes are copied out first
-            copies = []
-            for name in ("keys", "values", "logits", "counts"):
-                buffer, offset, size = self._place(source, name)
-                between = self._gpu.buffer(size)
-                copies.append((buffer, offset, between, 0, size))
-                copies += [(between, 0, *self._place(slot, name)) for slot in at.tolist()]
-            self._gpu.copy(copies)
-
         self._read_prompts()
-        self._surely(copy)
+        copies = []
+        for name in ("keys", "values", "logits", "counts"):
+            buffer, offset, size = self._place(source, name)
+            between = self._gpu.buffer(size)  # no buffer is copied to itself
+            copies.append((buffer, offset, between, 0, size))
+            copies += [(between, 0, *self._place(slot, name)) for slot in at.tolist()]
+        self._gpu.copy(copies)
 
     def _logits_of(self, slot: int) -> Floats:
-        def read() -> Floats:
-            buffer, offset, _ = self._place(slot, "logits")
-            return self._gpu.read(buffer, np.float32, self.config.vocab_size, offset)
-
         self._read_prompts()
-        return self._surely(read)
+        buffer, offset, _ = self._place(slot, "logits")
+        return self._gpu.read(buffer, np.float32, self.config.vocab_size, offset)
 
     def _place(self, slot: int, name: str) -> tuple[Any, int, int]:
         """The buffer that has a slot's bytes of a name, their offset there, and how many they are."""
@@ -357,38 +323,30 @@ class WebGpuEngine(Slots):
         Returns the tokens (rows, texts) and, with `every`, the logits that they were chosen from, or without
         numbers those after each token: (tokens, texts, V).
         """
-        rows, most = len(pieces.numbers), int(pieces.counts.max())
+        rows, most, texts = len(pieces.numbers), int(pieces.counts.max()), len(pieces.at)
         steps = max(1, rows + most - (rows > 0 and most > 0))
         start = time.perf_counter()
-        results = self._surely(lambda: self._run_once(pieces, steps))
-        self._step_seconds[len(pieces.at)] = (time.perf_counter() - start) / steps
-        return results
-
-    def _run_once(self, pieces: Pieces, steps: int) -> tuple[NDArray[np.int32], Floats]:
-        """_run() in so many steps. It changes nothing on the host, so it can be done again."""
-        texts = len(pieces.at)
-        chosen = np.empty((len(pieces.numbers), texts), np.int32)
+        chosen = np.empty((rows, texts), np.int32)
         logits = np.empty((pieces.kept, texts, self.config.vocab_size), np.float32)
         # Where a token of all texts takes too long, some are written after the others.
-        most = texts if steps > 1 else self._steps(texts, DISPATCH_SECONDS * texts)
+        together = texts if steps > 1 else self._steps(texts, DISPATCH_SECONDS * texts)
         for chunk, places in self._by_chunk(pieces.at):
-            for first in range(0, len(places), most):
-                group = places[first : first + most]
+            for first in range(0, len(places), together):
+                group = places[first : first + together]
                 chosen[:, group], logits[:, group] = self._dispatch(chunk, pieces.of(group), pieces.kept)
+        self._step_seconds[texts] = (time.perf_counter() - start) / steps
         return chosen, logits
 
     def _dispatch(self, chunk: Chunk, pieces: Pieces, kept: int) -> tuple[NDArray[np.int32], Floats]:
-        """_run_once() for slots of one chunk, in one dispatch. kept: rows of logits."""
-        at, counts, flags, numbers, _ = pieces
+        """_run() for slots of one chunk, in one dispatch. kept: rows of logits."""
+        at, cached, counts, flags, tokens, numbers, _ = pieces
         gpu, texts, rows, V = self._gpu, len(at), len(numbers), self.config.vocab_size
         self._upload_settings()
         words = np.zeros(texts, TEXT)
-        cached = self._cached[at].astype(np.int64)
-        starts = np.cumsum(counts) - counts
         words["slot"], words["length"], words["count"] = at - chunk.first, cached, counts
-        words["flags"], words["at"] = flags, texts * TEXT.itemsize // 4 + starts
-        places = np.arange(counts.sum()) - np.repeat(starts - cached, counts)
-        ids = self._tokens[np.repeat(at, counts), places]
+        words["flags"] = flags
+        words["at"] = texts * TEXT.itemsize // 4 + np.cumsum(counts) - counts
+        ids = tokens[np.arange(tokens.shape[1]) < counts[:, None]]
         parts = [words, ids, halves(numbers).reshape(-1)]
         work = np.concatenate([part.view(np.uint32) for part in parts])
         if work.nbytes > chunk.work.size:
@@ -417,40 +375,6 @@ class WebGpuEngine(Slots):
                 bias = self._settings["bias"][slots].astype(np.float32)
                 self._gpu.write(buffer, bias, 4 * SETTINGS * chunk.slots)
         self._stale.clear()
-
-    def _surely(self, work: Any) -> Any:
-        """What `work` returns; after the loss of the device, on another one with the same texts."""
-        for attempt in range(ATTEMPTS):
-            try:
-                if attempt:
-                    self._restore()
-                return work()
-            except Lost:
-                if attempt == ATTEMPTS - 1:
-                    raise
-        raise AssertionError
-
-    def _restore(self) -> None:
-        """Open another device and read all texts there again."""
-        current = opened()
-        self._gpu = reopen() if current is self._gpu else current  # another engine may have opened one
-        self._open()
-        cached, self._cached = self._cached, np.zeros_like(self._cached)
-        try:
-            at = np.flatnonzero(cached)
-            while len(at):
-                counts = np.minimum(cached[at] - self._cached[at], self._steps(len(at), DISPATCH_SECONDS))
-                flags = LAST * (self._cached[at] + counts == cached[at])
-                pieces = Pieces(at, counts.astype(np.int64), flags, np.empty((0, len(at))), False)
-                for chunk, places in self._by_chunk(at):
-                    self._dispatch(chunk, pieces.of(places), 0)
-                self._cached[at] += counts
-                at = at[self._cached[at] < cached[at]]
-        finally:
-            self._cached = cached
-        for chunk in self._chunks:
-            counts = [self._counted(slot) for slot in range(chunk.first, chunk.first + chunk.slots)]
-            self._gpu.write(chunk.held["counts"][0], np.stack(counts))
 
 
 def halves(numbers: NDArray[np.float64]) -> Floats:
