@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
-from shakespeare.attention_ext import extension, parts, tiles
+from shakespeare.attention_ext import parts, tiles
 from shakespeare.attention_ext.checks import check_gradient, check_tensors, finite, truth
 from shakespeare.attention_ext.parts import AUTO, PARTS, SIMD, BuildError, Part, check_part, resolve_simd
 
@@ -170,6 +170,8 @@ def operator(part: str, simd: str = "auto", gradient: bool = False, lse: bool = 
     """
     key = part, simd, gradient, lse
     if key not in _operators:  # torch.compile can trace a look-up in a table but not a build
+        from shakespeare.attention_ext import extension  # the command line starts without it
+
         if simd == "cuda":
             from shakespeare.attention_ext.cuda import operators
 
