@@ -1,9 +1,8 @@
 """Compiles by ninja: what a change concerns and no more, each object once for all libraries that link it.
 
-A folder of objects belongs to a compiler, a processor and a checkout. ninja compares times, which a file that
-is replaced by an older one would escape. So the folder also holds the digest of each source, and an object is
-deleted when a file that it was compiled from has another digest. The compilers inherit the folder's lock, so
-those of a killed build are waited for. An object gets its name when it is complete.
+A folder of objects belongs to a compiler, a processor and a checkout. It holds the digest of each source, and
+an object is deleted when a file that it was compiled from has another one: ninja compares times, which an
+older file would escape. The compilers inherit the folder's lock, so those of a killed build are waited for.
 """
 
 import functools
@@ -39,14 +38,8 @@ rule link
   description = $out
 """
 # Signs of the line that says why a compiler failed, the most reliable first; the shell reports a crash.
-REASONS = (
-    "no space left on device",
-    "undefined reference",
-    "error:",
-    "segmentation fault",
-    "killed",
-    "aborted",
-    "fatal:",
+REASONS = "no space left on device|undefined reference|error:|segmentation fault|killed|aborted|fatal:".split(
+    "|"
 )
 IN_A_SOURCE = re.compile(r"^\S.*:\d+:\d+: (fatal )?error: ", re.I | re.M)
 ESCAPES = re.compile(r"\x1b\[[\d;]*[mK]|\x1b\].*?(?:\x1b\\|\x07)")  # colours and links
@@ -57,7 +50,7 @@ class Object:
     """An object file of a source in C++ or ISPC.
 
     tool: the compiler and its first words. facts: what else decides the content, such as versions. depfile:
-    whether the compiler writes one; an object without one is compiled again after every change.
+    whether the compiler writes one; without, every change compiles the object again.
     """
 
     source: Path
@@ -103,8 +96,7 @@ def build(
 
     folder: of the objects. linker, link: its command, and its arguments after the objects. digests: of each
     file that a source may include. A failure's output stays in build.log beside the folder of `made`.
-    Raises BuildError with the line that gives the reason, and all of a mistake in a source in its `output`;
-    OSError if the folder cannot be written.
+    Raises BuildError, with all of a mistake in a source in its `output`; OSError if folder cannot be written.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     cache.check_owner(folder)
@@ -154,24 +146,15 @@ def _forget(folder: Path, digests: Mapping[str, str]) -> set[str]:
 
 
 def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, log: Path) -> None:
-    """Run ninja until a command of it fails.
-
-    tools: what makes each target. lock: the descriptor of the folder's lock.
-    """
+    """Run ninja until a command of it fails. tools: what makes each target. lock: the folder's descriptor."""
     colors = {COLORS: "-fdiagnostics-color=always", "CLICOLOR_FORCE": "1"} if sys.stderr.isatty() else {}
     env = {COLORS: "", "CCACHE_EXTRAFILES": PROCESSOR} | os.environ | {"NINJA_STATUS": MARK} | colors
     said: list[str] = []
     tool: Sequence[str] | None = None
     status = 0
+    pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with subprocess.Popen(
-        command,
-        env=env,
-        pass_fds=(lock,),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
+        command, env=env, pass_fds=(lock,), text=True, errors="replace", **pipes
     ) as process:
         assert process.stdout
         for line in process.stdout:

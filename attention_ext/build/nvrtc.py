@@ -24,8 +24,8 @@ _IMPORTING = threading.Lock()  # cuda.core's modules import each other, which th
 class Resources:
     """The resources of a compiled kernel, as ptxas reports them.
 
-    registers: a thread's 32-bit registers. stack, spill_stores, spill_loads: its bytes of local memory.
-    shared: static bytes of a block. losses: ptxas's warnings of lost performance.
+    registers: of a thread, 32 bits. stack, spill_stores, spill_loads: its bytes of local memory. shared:
+    static bytes of a block. losses: ptxas's warnings of lost performance.
     """
 
     registers: int
@@ -68,8 +68,7 @@ class Source:
     def make(self) -> bytes:
         """The machine code, from a wheel or compiled if need be.
 
-        Raises BuildError if NVRTC is missing or refuses the source, and as cache.make() and
-        prebuilt.kernel() do.
+        Raises BuildError if NVRTC is missing or refuses the source, or as cache.make(), prebuilt.kernel().
         """
         if prebuilt.in_wheel() and (brought := prebuilt.kernel(self.name())):
             return brought

@@ -1,14 +1,12 @@
 """What is compiled: libraries for Python over each SIMD helper, and a standalone program of the kernels.
 
-Sources are found by folder, so a new kernel or a new precision is a new file. The kernels are compiled once
-for each SIMD helper, and every library links their objects.
+Sources are found by folder. The kernels are compiled once for each helper, and all libraries link them.
 """
 
 import ctypes
 import hashlib
 import shlex
 import sys
-import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,10 +41,10 @@ LINK = ("-shared", "-undefined", "dynamic_lookup") if sys.platform == "darwin" e
 class Recipe:
     """A file to compile, and everything that decides its content.
 
-    name: the directory's name before the fingerprint. file: the file's name. what: a description for
-    messages. sources: in C++ and ISPC. folders: of headers; every file in them enters the fingerprint, as
-    those `beside` do. includes: other folders of headers. link: the linker's arguments. ispc: its command.
-    versions: of packages whose headers are included. needs: a recipe whose objects are linked, too.
+    name: of the directory, before the fingerprint. what: for messages. sources: in C++ and ISPC. folders: of
+    headers; every file in them enters the fingerprint, as those `beside` do. includes: other folders of
+    headers. link: the linker's arguments. ispc: its command. versions: of packages whose headers are
+    included. needs: a recipe whose objects are linked, too.
     """
 
     name: str
@@ -202,20 +200,21 @@ def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
 
     Raises as kernels() does, and BuildError if Python's header is missing.
     """
-    if not toolchain.has_python_header():
+    what, header = name.replace("_", " "), toolchain.python_header()
+    if not header.is_file():
         raise BuildError(
-            f"the {name.replace('_', ' ')} needs Python's header, and {toolchain.python_header()} is "
-            "missing; install it (Debian, Ubuntu: apt install python3-dev), or choose part0"
+            f"the {what} needs Python's header, and {header} is missing; install it "
+            "(Debian, Ubuntu: apt install python3-dev), or choose part0"
         )
     try:
         import pybind11
     except ImportError:
-        raise BuildError(f"the {name.replace('_', ' ')} needs pybind11: pip install pybind11") from None
-    made = with_torch(library(name, packages, simd))
+        raise BuildError(f"the {what} needs pybind11: pip install pybind11") from None
+    recipe = with_torch(library(name, packages, simd))
     return replace(
-        made,
-        includes=(pybind11.get_include(), sysconfig.get_path("include"), *made.includes),
-        versions=(*made.versions, pybind11.__version__, sys.version),
+        recipe,
+        includes=(pybind11.get_include(), str(header.parent), *recipe.includes),
+        versions=(*recipe.versions, pybind11.__version__, sys.version),
     )
 
 
@@ -250,20 +249,17 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
     ispc = toolchain.find_ispc() if in_ispc else None
     if in_ispc and ispc is None:
         raise BuildError(
-            f"{file.name} needs ispc, which was not found on PATH; scripts/install-ispc.sh gets it"
+            f"{file.name} needs ispc, and none was found on PATH; scripts/install-ispc.sh gets it"
         )
-    over = kernels()
-    ours: tuple[str, ...] = ("-DOWN", *(("-DOWN_ISPC",) if in_ispc else ()))
+    over, defines = kernels(), ("-DOWN", *(("-DOWN_ISPC",) if in_ispc else ()))
+    flags = (*over.flags, *defines)
     if program == "simulated":
-        ours += ("-g",)
-        flags = tuple(f"-march={march}" if flag == toolchain.NATIVE else flag for flag in over.flags)
-        over = replace(over, flags=(*flags, *ours))
+        flags = (*(f"-march={march}" if flag == toolchain.NATIVE else flag for flag in flags), "-g")
+        over = replace(over, flags=flags)
     elif program:  # the kernels are not instrumented
-        ours += ("-g", "-O1", "-fno-omit-frame-pointer", *OWN_PROGRAMS[program])
-    flags = over.flags if program == "simulated" else (*over.flags, *ours)
-    base = replace(
-        over, flags=flags, sources=found(CSRC, *(PROGRAM if program else OWN)), ispc=(), needs=over
-    )
+        flags = (*flags, "-g", "-O1", "-fno-omit-frame-pointer", *OWN_PROGRAMS[program])
+    caller = found(CSRC, *(PROGRAM if program else OWN))
+    base = replace(over, flags=flags, sources=caller, ispc=(), needs=over)
     link = (*OWN_PROGRAMS.get(program, ()), *(() if program else LINK), "-pthread")
     if sys.platform != "darwin":  # a copy of a part may have names of the parts
         link = ("-Wl,--allow-multiple-definition", "-Wl,--no-undefined", *link)

@@ -17,14 +17,7 @@ from shakespeare.attention_ext.parts import BuildError
 
 VERSION_SECONDS = 60  # the time limit of a compiler's --version
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    NATIVE,
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fvisibility=hidden",
-)
+FLAGS = ("-std=c++17", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden")
 # GCC 13 splits multiply-adds for some processors; the bits of a row would then depend on its place in a tile.
 FLAGS_OF_GCC = ("--param=avoid-fma-max-bits=0",)
 NO_COMPILER = (
@@ -69,22 +62,12 @@ def python_header() -> Path:
     return Path(sysconfig.get_path("include")) / "Python.h"
 
 
-def has_python_header() -> bool:
-    """Whether C++ that includes Python.h can be compiled here."""
-    return python_header().is_file()
-
-
 @functools.cache
 def version(*command: str) -> bytes:
     """A compiler's output for --version. Raises BuildError if it does not run."""
     try:
-        return subprocess.run(
-            [*command, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=True,
-            timeout=VERSION_SECONDS,
-        ).stdout
+        asked: dict = dict(stdin=subprocess.DEVNULL, capture_output=True, timeout=VERSION_SECONDS)
+        return subprocess.run([*command, "--version"], check=True, **asked).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the compiler {shlex.join(command)} does not run: {error}") from None
 
@@ -105,11 +88,7 @@ def writes_depfiles(command: Sequence[str]) -> bool:
 
 
 def libraries(command: Sequence[str]) -> tuple[str, ...]:
-    """The C++ library, which a C compiler such as CXX=gcc must be told to link.
-
-    Without it an extension takes the library's functions from any loaded module. Where two copies are loaded,
-    an error in C++ can end the process.
-    """
+    """The C++ library, which a C compiler such as CXX=gcc must be told to link: it takes any loaded copy."""
     if not any(_C_COMPILER.fullmatch(os.path.basename(word)) for word in command):
         return ()
     return ("-lc++",) if sys.platform == "darwin" else ("-lstdc++",)

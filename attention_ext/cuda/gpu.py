@@ -154,7 +154,7 @@ class Memory:
         return array
 
     def write_later(self, host: Memory, size: int, stream: Any) -> None:
-        """Let a stream copy bytes of the host to the beginning."""
+        """Let a stream copy so many bytes of the host to the beginning."""
         checked(bindings().cuMemcpyHtoDAsync(self.address, host.address, size, stream))
 
     def clear_later(self, stream: Any) -> None:

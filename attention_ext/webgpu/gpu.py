@@ -3,12 +3,13 @@
 It needs the package wgpu, which finds Vulkan, Metal or Direct3D 12, and no PyTorch.
 """
 
+import contextlib
 import functools
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,13 @@ def unrolled(lines: Sequence[str], constants: Mapping[str, int]) -> list[str]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter is and has, by wgpu's names. subgroups: their least and most lanes."""
+    """What an adapter is and has, by wgpu's names."""
 
     name: str
     backend: str
     kind: str
     features: frozenset[str]
     limits: Mapping[str, int] = field(repr=False)
-    subgroups: tuple[int, int]
 
     @property
     def is_cpu(self) -> bool:
@@ -136,7 +136,6 @@ class Gpu:
             info["adapter_type"],
             frozenset(OPTIONAL) & found.features,
             limits,
-            (info.get("stackgroup_min_size", 4), info.get("stackgroup_max_size", 128)),
         )
         with _errors():
             self.device = found.request_device_sync(
@@ -247,17 +246,16 @@ def grid(count: int) -> tuple[int, int]:
     return -(-count // y), y
 
 
-class _errors:
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
     """Turns wgpu's errors into BuildError or Lost, with the first line that says something."""
+    import wgpu
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        import wgpu
-
-        if not isinstance(error, (wgpu.GPUError, RuntimeError)) or isinstance(error, BuildError):
-            return
+    try:
+        yield
+    except BuildError:
+        raise
+    except (wgpu.GPUError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = ": ".join(line for line in lines if line not in ("Validation Error", "Caused by:"))[:300]
         if "lost" in said.lower():

@@ -1,8 +1,7 @@
 """The torch engine's step on a GPU as a CUDA graph: many texts read a token each and choose the next.
 
-PyTorch launches some sixty kernels for a token, each of which costs the host more than it costs the GPU. A
-graph launches them at once. So nothing in it may depend on numbers that the host knows: lengths, slots and
-uniform numbers are in the GPU's memory.
+A graph launches all kernels of a token at once. So nothing in it may depend on numbers that the host knows:
+lengths, slots and uniform numbers are in the GPU's memory.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,7 +45,6 @@ class Step(ctypes.Structure):
     ]
 
 
-@dataclass
 class Texts:
     """Some texts in the slots of an engine, as a graph sees them, with room for ROWS rows.
 
@@ -55,28 +52,12 @@ class Texts:
     logits: (n, V), the latest. uniforms: (ROWS, n). chosen: (ROWS, n). row: the next one, (1,).
     """
 
-    at: Tensor
-    lengths: Tensor
-    pending: Tensor
-    logits: Tensor
-    uniforms: Tensor
-    chosen: Tensor
-    row: Tensor
-
-    @classmethod
-    def of(cls, count: int, vocab_size: int, device: torch.device) -> Texts:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        return cls(
-            at=zeros(count),
-            lengths=zeros(count),
-            pending=zeros(count),
-            logits=zeros(count, vocab_size, dtype=torch.float32),
-            uniforms=zeros(ROWS, count, dtype=torch.float64),
-            chosen=zeros(ROWS, count),
-            row=zeros(1),
-        )
+    def __init__(self, count: int, vocab_size: int, device: torch.device) -> None:
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
+        self.at, self.lengths, self.pending = zeros(count), zeros(count), zeros(count)
+        self.logits = zeros(count, vocab_size, dtype=torch.float32)
+        self.uniforms = zeros(ROWS, count, dtype=torch.float64)
+        self.chosen, self.row = zeros(ROWS, count), zeros(1)
 
 
 class SlotCache:
@@ -140,9 +121,9 @@ def serves(config: Any, part: Part, named: str | None) -> bool:
 
 
 class Graphs:
-    """The graphs of an engine's steps, each captured when it is first needed: one for 1, 2, 4, 8 ... texts.
+    """The graphs of an engine's steps for 1, 2, 4, 8 ... texts, each captured when it is first needed.
 
-    caches: of the layers; their last slot belongs to no text. It fills up the number of texts of a graph.
+    caches: of the layers; their last slot belongs to no text and fills up the texts of a graph.
     """
 
     def __init__(self, model: GPT, caches: Sequence[KVCache], part: Part) -> None:
@@ -189,7 +170,7 @@ class Graphs:
         """These texts, filled up to a power of two by the slot that belongs to none."""
         size = 1 << (len(slots) - 1).bit_length()
         if size not in self._texts:
-            self._texts[size] = Texts.of(size, self._model.config.vocab_size, self._device)
+            self._texts[size] = Texts(size, self._model.config.vocab_size, self._device)
         texts, more = self._texts[size], [0] * (size - len(slots))
         spare = len(self._caches[0].k) - 1
         given = [[*slots, *(spare for _ in more)], [*lengths, *more], [*pending, *more]]

@@ -29,11 +29,9 @@ SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 CAPABILITY, CLUSTER_CAPABILITY = (8, 0), (9, 0)  # the least that reduces integers in a warp, and has clusters
 CLUSTERS = (16, 8)  # blocks of a cluster, the best for one text first; a GPU may refuse 16
 THREADS, LANES = 256, 32  # of a block, of a warp
-# A lane's keys at a time, where so many warps attend to a text together in a cluster; the best on an H100.
+# A lane's keys at a time, where so many warps attend to a text together in a cluster.
 STRIPS = {8: 2, 4: 2, 2: 4, 1: 6}
-# Rows of a pass with drafts. On an H100 a pass of four takes 1.8 times one of a row and writes 2.55 tokens of
-# shakes256; a fifth row adds 0.2 tokens, 8 %, and takes 13 % longer.
-DRAFT_ROWS = 4
+DRAFT_ROWS = 4  # of a pass with drafts: on an H100 a fifth adds 8 % of tokens and 13 % of time
 MOST_TEXTS = 5  # of a cluster's pass: what shared memory has room for beside shakes256 in float32
 GRID_TEXTS = (1, 2, 4, 8)  # of a block of the grid: with more, the registers do not suffice for two blocks
 PROMPT_TEXTS = 4  # tokens of a prompt in a block
@@ -69,10 +67,6 @@ class Layout(ABC):
         """Bytes of struct Shared, a block's shared memory, for passes of this many texts."""
 
     @abstractmethod
-    def most_texts(self, shared: int) -> int:
-        """The most texts of a pass in so many bytes of shared memory; 0 if the model does not fit."""
-
-    @abstractmethod
     def source(self, texts: int, capability: tuple[int, int]) -> nvrtc.Source:
         """The kernel for passes of this many texts."""
 
@@ -103,12 +97,12 @@ class Layout(ABC):
 
     def _pack(
         self,
-        made: NDArray[Any],
+        packed: NDArray[Any],
         tensors: Mapping[str, Floats],
         matrix: Callable[[Floats, int], Floats],
         vector: Callable[[Floats, int], Floats],
     ) -> None:
-        """Fill `made`. matrix, vector: what is held of a tensor, of so many parts."""
+        """Fill `packed`. matrix, vector: what is held of a tensor, of so many parts."""
         c = self.config
 
         def fill_norm(norm: NDArray[Any], name: str) -> None:
@@ -119,14 +113,14 @@ class Layout(ABC):
         matrices = {"qkv": ("attn.c_attn", 3), "proj": ("attn.c_proj", 1)}
         matrices |= {"fc": ("mlp.c_fc", 1), "out": ("mlp.c_proj", 1)}
         for i in range(c.n_layer):
-            layer, vectors, prefix = made["layers"][:, i], made["vectors"][:, i], f"transformer.h.{i}"
+            layer, vectors, prefix = packed["layers"][:, i], packed["vectors"][:, i], f"transformer.h.{i}"
             for name, (full, parts) in matrices.items():
                 layer[name] = self._weight(matrix(tensors[f"{prefix}.{full}.weight"], parts))
                 if c.bias:
                     vectors[name] = vector(tensors[f"{prefix}.{full}.bias"], parts)
             for name in ("ln_1", "ln_2"):
                 fill_norm(vectors[name], f"{prefix}.{name}")
-        fill_norm(made["ln_f"], "transformer.ln_f")
+        fill_norm(packed["ln_f"], "transformer.ln_f")
 
     def _weight(self, numbers: Floats) -> NDArray[Any]:
         return numbers if self.weights is Precision.FP32 else bf16_bits(numbers)
@@ -180,6 +174,7 @@ class Cluster(Layout):
         return team, STRIPS[team]
 
     def most_texts(self, shared: int) -> int:
+        """The most texts of a pass in so many bytes of shared memory; 0 if the model does not fit."""
         rows = -(-4 * self.config.n_embd // self.blocks * LANES // THREADS)  # a warp's, of the widest matrix
         most = min(MOST_TEXTS, self.blocks) if rows <= LANES else 0
         return max((texts for texts in range(1, most + 1) if self.shared(texts) <= shared), default=0)
@@ -197,18 +192,18 @@ class Cluster(Layout):
 
     def pack(self, tensors: Mapping[str, Floats]) -> NDArray[Any]:
         c = self.config
-        made = np.zeros(self.blocks, self.image)
+        packed = np.zeros(self.blocks, self.image)
 
         def shares(tensor: Floats, parts: int) -> Floats:
             """Each block's rows, its share of each of so many parts."""
             split = tensor.reshape(parts, self.blocks, -1, *tensor.shape[1:])
             return split.swapaxes(0, 1).reshape(self.blocks, -1, *tensor.shape[1:])
 
-        self._pack(made, tensors, shares, shares)
+        self._pack(packed, tensors, shares, shares)
         head = np.zeros((self.blocks * self.head_rows, c.n_embd), np.float32)
         head[: c.vocab_size] = tensors[EMBEDDING]
-        made["head"] = self._weight(shares(head, 1))
-        return made
+        packed["head"] = self._weight(shares(head, 1))
+        return packed
 
 
 @dataclass(frozen=True)
@@ -249,6 +244,7 @@ class Grid(Layout):
         return -(-size // 16) * 16
 
     def most_texts(self, shared: int) -> int:
+        """The most texts of a block in so many bytes of shared memory; 0 if the model does not fit."""
         sizes = [texts for texts in GRID_TEXTS if self.shared(texts) <= shared]
         return max((texts for texts in sizes if not self.prompt or texts <= PROMPT_TEXTS), default=0)
 
@@ -267,10 +263,10 @@ class Grid(Layout):
             tiled = tiled.reshape(-(-outputs // 16), 2, 8, -1, 4, 2, 2)  # tile, half, g, tile, t, pair, input
             return tiled.transpose(0, 3, 2, 4, 5, 1, 6).reshape(-(-outputs // 16), -1, LANES, 8)
 
-        made = np.zeros(1, self.image)
-        self._pack(made, tensors, matrix, lambda tensor, parts: tensor)
-        made["head"] = self._weight(matrix(tensors[EMBEDDING]))
-        return made
+        packed = np.zeros(1, self.image)
+        self._pack(packed, tensors, matrix, lambda tensor, parts: tensor)
+        packed["head"] = self._weight(matrix(tensors[EMBEDDING]))
+        return packed
 
 
 class Launch(NamedTuple):

@@ -55,7 +55,7 @@ def limits(**change) -> by_webgpu.Adapter:
     least = {"max-storage-buffers-per-shader-stage": 8, "max-compute-workgroup-storage-size": 16384}
     least |= {"max-storage-buffer-binding-size": 1 << 27}
     named = {name.replace("_", "-"): number for name, number in change.items()}
-    return by_webgpu.Adapter("a GPU", "Vulkan", "DiscreteGPU", frozenset(), least | named, (32, 32))
+    return by_webgpu.Adapter("a GPU", "Vulkan", "DiscreteGPU", frozenset(), least | named)
 
 
 def test_what_does_not_fit_is_a_sentence():
