@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -258,11 +259,9 @@ def attention(
     lengths: Sequence[int] | None = None,
     part: str = "part4",
     causal: bool = False,
-    scale: float | None = None,
-    simd: str = "auto",
-    kernel: str | None = None,
     group: dist.ProcessGroup | None = None,
     traffic: Traffic | None = None,
+    **options: Any,
 ) -> Tensor:
     """A rank's rows of softmax(scale * q k^T) v; every rank of the group calls it together.
 
@@ -271,8 +270,8 @@ def attention(
     sequence is the ranks' rows in order, in zigzag in the order of zigzag_rows().
     lengths: the rows of q and k of every rank, in split those of k. With None the ranks first compare their
     arguments by small messages, so that a wrong one ends all of them.
-    part, causal, scale, simd, kernel: as in attention_ext.attention(). With causal, query i of the whole
-    sequence sees the keys j <= i + (Nk - Nq).
+    part, causal, and as options scale, simd, kernel: as in attention_ext.attention(). With causal, query i of
+    the whole sequence sees the keys j <= i + (Nk - Nq).
     group: the processes; all by default. traffic: counts what this rank sends.
     Returns (B, H, n, d) in q's dtype, in split the same bits on all ranks. Computes no gradients.
     Raises ValueError or TypeError, on all ranks the same unless lengths are given, and RuntimeError if
@@ -282,7 +281,7 @@ def attention(
     # gloo's collectives refuse the tensors of inference_mode
     with torch.inference_mode(False), torch.no_grad():
         rank, P = dist.get_rank(group), dist.get_world_size(group)
-        mine = layout.describe(method, part, causal, scale, q, k, v)
+        mine = layout.describe(method, part, causal, options.get("scale"), q, k, v)
         described: list = [mine] * P
         if lengths is None:
             dist.all_gather_object(described, mine, group=group)
@@ -292,8 +291,7 @@ def attention(
                 raise ValueError(f"lengths is {list(lengths)}; it must have the rows of each of {P} ranks")
         queries, keys, offset = layout.agreed_rows(described)
         one_of("method", method, METHODS)
-        causal, scale = described[rank]["causal"], described[rank]["scale"]
-        options = {"scale": scale, "simd": simd, "kernel": kernel}
+        causal, options["scale"] = described[rank]["causal"], described[rank]["scale"]
         traffic = Traffic() if traffic is None else traffic
         call = Call(part, causal, options, queries, keys, offset, rank, P, group, traffic)
         return METHODS[method](call, q, k, v).to(q.dtype)

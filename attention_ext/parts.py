@@ -51,12 +51,11 @@ class Dtype(enum.StrEnum):
 class Part:
     """One implementation of attention.
 
-    title: its name in the lab. summary: the algorithm in a few words. why: the reasons for its cost.
-    operator: the name of its row in csrc/parts.h, of its file in csrc/cpu/ and of its PyTorch operator;
-    None for PyTorch itself.
-    gradient: the name of its PyTorch operator with a gradient, for float32 on the CPU; None without one.
+    title: its name in the lab. why: the reasons for its cost.
+    operator: the name of its row in csrc/parts.h, its file in csrc/cpu/ and its PyTorch operator; None for
+    PyTorch itself. gradient: its operator with a gradient, for float32 on the CPU.
     tiled: takes br and bc. threaded: uses all threads.
-    dtypes: the dtypes that its tensors may have on each kind of device, by PyTorch's names.
+    dtypes: those that its tensors may have on each kind of device, by PyTorch's names.
     file, attend: of a user's part, its file and the function of q, k, v, causal and scale that computes it.
     """
 

@@ -28,6 +28,4 @@ def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
         return FLOAT_BYTES * 2 * case.heads * case.Nq * case.Nk
     sizes = (1, case.heads, case.Nq, case.Nk, case.d)
     tile = {"br": case.Br, "bc": case.Bc} if row.tiled else {}
-    return extension.scratch(
-        part, *sizes, threads=case.threads, simd=simd or "auto", dtype=case.dtype, **tile
-    )
+    return extension.scratch(part, sizes, threads=case.threads, simd=simd or "auto", dtype=case.dtype, **tile)

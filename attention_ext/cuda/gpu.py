@@ -172,9 +172,9 @@ class Memory:
 
 
 class Module:
-    """The kernels of a source, compiled if need be, on the GPU whose context is current.
+    """The kernels of a source on the GPU whose context is current; keeps the functions alive.
 
-    Raises BuildError if it cannot be compiled or loaded. It keeps the functions alive.
+    Raises BuildError if it cannot be compiled or loaded.
     """
 
     def __init__(self, source: nvrtc.Source) -> None:
@@ -204,15 +204,11 @@ class Module:
 def launch(
     function: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0, stream: Any = None
 ) -> None:
-    """Launch a kernel with a row of blocks.
-
-    arguments: ctypes objects. shared: bytes of a block. stream: PyTorch's current one by default.
-    """
+    """Launch a kernel. arguments: ctypes objects. shared: bytes of a block. stream: PyTorch's by default."""
     if stream is None:
         import torch
 
         stream = torch.cuda.current_stream().cuda_stream
-    # where the arguments are, from where the driver copies them
     pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     sizes = (blocks, 1, 1, threads, 1, 1, shared)
     checked(bindings().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(pointers), 0))
@@ -255,19 +251,15 @@ def source(row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int,
     """The kernel to compile. d: as given, not yet padded."""
     macros = {"FORMAT": FORMATS[dtype], "HEAD_DIM": row.padded(d), **tile.sizes}
     macros |= {"BR": tile.br, "BC": tile.bc, "THREADS": tile.threads}
-    # instructions of one architecture alone need the suffix
     file = Path(row.sources[dtype])  # a path, if it is a user's
     folder = file.parent if file.is_absolute() else None
-    arch = f"sm_{capability[0]}{capability[1]}{'a' * row.only}"
+    arch = f"sm_{capability[0]}{capability[1]}{'a' * row.only}"  # for instructions of this one alone
     return nvrtc.Source(file.name, arch, macros, folder, lines=folder is not None)
 
 
 @functools.cache
 def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int) -> Compiled:
-    """A kernel for heads of width d on a GPU, compiled if need be. The GPU's context must be current.
-
-    Raises BuildError if it cannot be compiled or loaded.
-    """
+    """A kernel for heads of width d on a GPU, whose context must be current. Raises as Module."""
     on = gpu(index)
     module = Module(source(row, tile, d, dtype, on.capability))
     functions = {name: module.function(name, tile.shared) for name in row.functions}

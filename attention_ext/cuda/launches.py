@@ -1,7 +1,4 @@
-"""What a CUDA kernel is, and how its functions are launched for a call: once, or as 1, 6 and split need it.
-
-A function here gives the Plan for a call's sizes; csrc/bindings/launcher.cpp keeps it and follows it.
-"""
+"""What a CUDA kernel is, and how its functions are launched for a call: the Plan that launcher.cpp has."""
 
 from __future__ import annotations
 
@@ -49,11 +46,7 @@ class Launch(ctypes.Structure):
 
 
 class Plan(ctypes.Structure):
-    """struct Plan of csrc/bindings/launcher.cpp.
-
-    A function's arguments are struct Call of csrc/cuda/call.h, the scratch and a number; with a box, the
-    tensor maps of q, k and v, then struct Call.
-    """
+    """struct Plan of csrc/bindings/launcher.cpp, which has a function's arguments."""
 
     _fields_ = [
         ("launches", Launch * 2),
@@ -109,10 +102,9 @@ def _plan(kernel: Compiled, *launches: Launch, repeats: int = 1, **others: int) 
 
 
 def splits(rows: int, keys: int, together: int, slots: int) -> int:
-    """Into how many splits the keys are cut, so that all of the GPU has work.
+    """Into how many splits the keys are cut: more waves of blocks fill the last one, and cost more merging.
 
     rows: blocks for one split. together: keys that a block takes at a time. slots: blocks that run at once.
-    More waves of blocks fill the last one better, and cost more merging.
     """
     most = -(-keys // together)
     best, chosen = -1.0, 1
@@ -126,18 +118,14 @@ def splits(rows: int, keys: int, together: int, slots: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A row of the table.
+    """A row of kernels.KERNELS.
 
     name: what --kernel takes. sources: its file in csrc/cuda/ for each dtype that it takes. functions: those
-    that the files define.
-    summary: the algorithm in a few words. why: what it improves on, and what still limits it.
-    tiles: gives the tiles for d, a dtype and a capability, the best first; the first that fits shared memory
-    is taken.
-    plan: how the functions are launched for a call.
-    multiple: d is padded to a multiple of it. vectors: rows are read 16 bytes at a time; inputs whose rows do
-    not begin at multiples of 16 bytes are copied first.
-    capability: the least compute capability; earlier: that of some dtypes. only: the kernel runs on this
-    major capability alone.
+    that the files define. why: what it improves on, and what still limits it.
+    tiles: the tiles, the best first; the first that fits shared memory is taken. plan: of a call's launches.
+    multiple: d is padded to a multiple of it. vectors: rows are read 16 bytes at a time; inputs whose rows
+    begin elsewhere are copied first.
+    capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone.
     """
 
     name: str
@@ -171,10 +159,7 @@ class Kernel:
         return tiles.up(d, self.multiple)
 
     def tile(self, d: int, dtype: Dtype, on: Gpu, queries: int = 1024) -> Tile:
-        """The tile for so many queries of width d on a GPU.
-
-        Raises ValueError, naming the argument, if the kernel takes no such dtype or GPU.
-        """
+        """The tile for queries of width d. Raises ValueError, naming the argument, if there is none."""
         if dtype not in self.sources:
             raise ValueError(f"kernel is {self.name!r}; it takes {', '.join(self.sources)}, not {dtype}")
         if not self.runs_on(on.capability, dtype):
