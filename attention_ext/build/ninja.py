@@ -49,15 +49,13 @@ ESCAPES = re.compile(r"\x1b\[[\d;]*[mK]|\x1b\].*?(?:\x1b\\|\x07)")  # colours an
 class Object:
     """An object file of a source in C++ or ISPC.
 
-    tool: the compiler and its first words. facts: what else decides the content, such as versions. depfile:
-    whether the compiler writes one; without, every change compiles the object again.
+    tool: the compiler and its first words. facts: what else decides the content, such as versions.
     """
 
     source: Path
     tool: tuple[str, ...]
     flags: tuple[str, ...]
     facts: tuple[str, ...] = ()
-    depfile: bool = True
 
     @functools.cached_property
     def name(self) -> str:
@@ -69,7 +67,7 @@ class Object:
         """The command that compiles it, without the object."""
         ispc = self.source.suffix == ".ispc"
         ccache = None if ispc else shutil.which("ccache")
-        depends = ("-M" if ispc else "-MMD", "-MF", f"{self.name}.d", "-MT", self.name) * self.depfile
+        depends = ("-M" if ispc else "-MMD", "-MF", f"{self.name}.d", "-MT", self.name)
         words = (ccache, *self.tool, *self.flags, *depends, None if ispc else "-c")
         return [*filter(None, words), str(self.source)]
 

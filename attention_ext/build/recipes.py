@@ -80,15 +80,11 @@ class Recipe:
 
     def objects(self) -> list[ninja.Object]:
         """The objects to link."""
-        includes = (f"-I{folder}" for folder in (*self.includes, *self.folders, ROOT))
-        flags, depfile = (*self.flags, *includes), toolchain.writes_depfiles(self.compiler)
-        own = []
-        for source in self.sources:
-            if source.suffix == ".ispc":
-                own.append(ninja.Object(source, self.ispc, flags[len(self.flags) :], self._facts()))
-            else:
-                own.append(ninja.Object(source, self.compiler, flags, self.versions, depfile))
-        return own + (self.needs.objects() if self.needs else [])
+        includes = tuple(f"-I{folder}" for folder in (*self.includes, *self.folders, ROOT))
+        compilers = {".ispc": (self.ispc, includes, self._facts())}
+        usual = self.compiler, (*self.flags, *includes), self.versions
+        objects = [ninja.Object(path, *compilers.get(path.suffix, usual)) for path in self.sources]
+        return objects + (self.needs.objects() if self.needs else [])
 
     def _facts(self) -> tuple[str, ...]:
         """What decides the objects besides the sources."""

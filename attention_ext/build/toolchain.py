@@ -82,11 +82,6 @@ def flags(command: Sequence[str]) -> tuple[str, ...]:
     return tuple(flag for flag in chosen if not (named and flag == NATIVE))
 
 
-def writes_depfiles(command: Sequence[str]) -> bool:
-    """Whether a compiler is GCC or Clang, which write depfiles. Raises BuildError as flags() does."""
-    return any(sign in version(*command) for sign in (b"Free Software Foundation", b"clang"))
-
-
 def libraries(command: Sequence[str]) -> tuple[str, ...]:
     """The C++ library, which a C compiler such as CXX=gcc must be told to link: it takes any loaded copy."""
     if not any(_C_COMPILER.fullmatch(os.path.basename(word)) for word in command):

@@ -37,9 +37,8 @@ class Lost(BuildError):
 class Source:
     """A shader to compile.
 
-    files: paths that are joined in this order; those without a folder are in SOURCES. constants: whole
-    numbers that the source names, as `const NAME: u32`. aliases: types that it names. needs: the features of
-    OPTIONAL that it uses.
+    files: joined in this order; those without a folder are in SOURCES. constants: whole numbers that the
+    source names, as `const NAME: u32`. aliases: types that it names. needs: the features of OPTIONAL.
     """
 
     files: tuple[str | Path, ...]
@@ -65,11 +64,11 @@ def unrolled(lines: Sequence[str], constants: Mapping[str, int]) -> list[str]:
 
     Their bound is a number, a constant, or one of them times or divided by another: 4u, KEYS, KEYS / 2.
     """
-    made: list[str] = []
+    written: list[str] = []
     at = 0
     while at < len(lines):
         if (loop := _LOOP.fullmatch(lines[at])) is None:
-            made.append(lines[at])
+            written.append(lines[at])
             at += 1
             continue
         indent, index, bound = loop.groups()
@@ -80,9 +79,9 @@ def unrolled(lines: Sequence[str], constants: Mapping[str, int]) -> list[str]:
         end = lines.index(indent + "}", at)
         body = unrolled(lines[at + 1 : end], constants)
         for i in range(count):
-            made += [indent + "{", f"{indent}    const {index} = {i}u;", *body, indent + "}"]
+            written += [indent + "{", f"{indent}    const {index} = {i}u;", *body, indent + "}"]
         at = end + 1
-    return made
+    return written
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,7 @@ class Adapter:
 class Gpu:
     """An open device. All calls are of one thread at a time, which holds LOCK.
 
-    Raises BuildError if wgpu is missing or finds no adapter; its calls raise Lost, or BuildError for what the
-    device refuses.
+    Raises BuildError if wgpu is missing or finds no adapter, or for what it refuses; calls also raise Lost.
     """
 
     def __init__(self) -> None:
@@ -159,9 +157,8 @@ class Gpu:
         return self._pipelines[key]
 
     def _module(self, code: str) -> Any:
-        """A compiled shader without checks of array bounds and counters of loops.
+        """A compiled shader without checks of array bounds and loops, which keep arrays out of registers.
 
-        With them, drivers keep arrays in memory instead of registers. The shaders stay within their arrays.
         wgpu's own call, which adds the checks, says first what is wrong.
         """
         from wgpu.backends.wgpu_native import GPUShaderModule, ffi, lib

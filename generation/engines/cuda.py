@@ -24,18 +24,8 @@ from shakespeare.attention_ext.cuda.gpu import Memory, launch_prepared, synchron
 from shakespeare.attention_ext.cuda.gpu import gpu as gpu
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.generation.distributions import distributions
-from shakespeare.generation.engines.layouts import (
-    GRID_TEXTS,
-    LANES,
-    PHASES,
-    RESIDENT,
-    Floats,
-    Grid,
-    Launch,
-    Layout,
-    device,
-    layouts_for,
-)
+from shakespeare.generation.engines import layouts
+from shakespeare.generation.engines.layouts import Floats, Grid, Launch, Layout
 from shakespeare.generation.engines.native import DraftCounts
 from shakespeare.generation.engines.slots import ADJUSTED, SETTINGS, Slots, numbers_only
 from shakespeare.generation.engines.slots import Unfit as Unfit
@@ -69,11 +59,7 @@ class Work(ctypes.Structure):
 
 @contextlib.contextmanager
 def turn(identity: str) -> Iterator[None]:
-    """Have a GPU alone among the launches of all processes that take turns.
-
-    A GPU shares its time among processes: two launches both end late, and it is idle while both processes
-    work on the texts. The system releases the lock when the process ends.
-    """
+    """Have a GPU alone among the launches of all processes that take turns: two at a time both end late."""
     import fcntl
 
     with open(cache.directory() / f"gpu_{identity}", "w") as file:
@@ -84,11 +70,10 @@ def turn(identity: str) -> Iterator[None]:
 class CudaEngine(Slots):
     """An Engine on the first GPU. Its calls take turns.
 
-    A number is summed in the same order whatever other texts a launch of the same kind holds. So a text's
-    last bits depend on the kind only: alone in a cluster, with drafts or without, among others there, or in
-    the grid. clocks: whether cycles() has something to tell. draft: what guesses the next tokens of few
-    texts, each in a cluster of its own; one with damaged tables is ignored with a warning. The other
-    arguments and the errors are those of open_engine(), and Unfit.
+    A text's last bits depend on the kind of launch only: alone in a cluster, with drafts or without, among
+    others there, or in the grid. clocks: whether cycles() has something to tell. draft: guesses the next
+    tokens of few texts, each in a cluster of its own; one with damaged tables is ignored with a warning. The
+    other arguments and the errors are those of open_engine(), and Unfit.
     """
 
     name = device = "cuda"
@@ -103,15 +88,17 @@ class CudaEngine(Slots):
         clocks: bool = False,
         draft: Draft | None = None,
     ) -> None:
-        on = self._gpu = device()
+        on = self._gpu = layouts.device()
         on.activate()
         c, tensors, shared = model.config, model.weights, on.on.shared
         super().__init__(c, slots, capacity)
-        clusters, self._grid = layouts_for(c, weights, kv_cache, on.on, clocks)
+        clusters, self._grid = layouts.layouts_for(c, weights, kv_cache, on.on, clocks)
         self._reader = Grid(c, weights, kv_cache, prompt=True, clocks=clocks)
         # Texts of a block of the grid, tokens of a prompt in one, and blocks of prompts at a time.
         self._many, self._read_together = self._grid.most_texts(shared), self._reader.most_texts(shared)
-        alone = clusters[0].alone(draft is not None, shared) if clusters else (self._grid, GRID_TEXTS[0])
+        alone = (
+            clusters[0].alone(draft is not None, shared) if clusters else (self._grid, layouts.GRID_TEXTS[0])
+        )
         on.prepare([(self._reader, self._read_together), alone])
         takes = functools.partial(on.clusters, drafts=draft is not None)
         self._clusters = list(itertools.dropwhile(lambda layout: not takes(layout), clusters))
@@ -132,8 +119,8 @@ class CudaEngine(Slots):
         self._held = {name: Memory(slots * size) for name, size in self._sizes.items()}
         # What a launch is given, on the host and on the GPU: of texts, and of prompts.
         self._given = {prompts: (Memory(1 << 16, host=True), Memory(1 << 16)) for prompts in (False, True)}
-        self._chosen, self._cycles = Memory(1 << 12, host=True), Memory(8 * len(PHASES), host=True)
-        self._every, self._arrived = Memory(4), Memory(4 * on.on.multiprocessors * RESIDENT)
+        self._chosen, self._cycles = Memory(1 << 12, host=True), Memory(8 * len(layouts.PHASES), host=True)
+        self._every, self._arrived = Memory(4), Memory(4 * on.on.multiprocessors * layouts.RESIDENT)
         self._work = Work(
             **{name: memory.address for name, memory in self._held.items()},
             tokens=self._tokens.address,
@@ -158,7 +145,7 @@ class CudaEngine(Slots):
         except ValueError as error:
             warnings.warn(f"{error}; the draft is ignored", stacklevel=3)
         # Compiled now, not while texts wait: what as many texts as there are slots need, or fewer.
-        most = min(slots, self._many * RESIDENT * on.on.multiprocessors)  # more need the same
+        most = min(slots, self._many * layouts.RESIDENT * on.on.multiprocessors)  # more need the same
         on.prepare(self._way(range(count))[:2] for count in range(1, most + 1))
 
     @property
@@ -291,8 +278,8 @@ class CudaEngine(Slots):
         return self._held["logits"].read(row, slot * self._sizes["logits"])
 
     def cycles(self) -> dict[str, int]:
-        """The cycles of each of PHASES in the last launch, in the first block."""
-        return dict(zip(PHASES, self._cycles.bytes.view(np.int64).tolist()))
+        """The cycles of each of layouts.PHASES in the last launch, in the first block."""
+        return dict(zip(layouts.PHASES, self._cycles.bytes.view(np.int64).tolist()))
 
     def _every_logits(self, rows: int) -> Floats:
         """The logits that the last launch kept, (rows, vocab_size)."""
@@ -300,9 +287,8 @@ class CudaEngine(Slots):
         return self._every.read(np.empty((rows, self.config.vocab_size), np.float32))
 
     def set_draft(self, draft: Draft | None) -> None:
-        """Guess tokens by this draft from now on, or not at all.
+        """Guess tokens by this draft from now on, or not at all. It changes the last bits of logits.
 
-        It changes the last bits of logits, and no text but where a number falls within them of a boundary.
         Raises ValueError if its tables are damaged, or for another vocabulary.
         """
         self.draft: Draft | None = None
@@ -312,9 +298,9 @@ class CudaEngine(Slots):
             has = f"the draft's vocabulary is {len(draft.first)}"
             raise ValueError(f"{has}; it must be the model's, {self.config.vocab_size}")
         contexts, codes, bits = distributions(draft)
-        of_lane = -(-codes.shape[1] // LANES)  # tokens
-        codes = np.pad(codes, ((0, 0), (0, LANES * of_lane - codes.shape[1])))
-        codes = np.pad(codes.reshape(-1, LANES, of_lane), ((0, 0), (0, 0), (0, -of_lane % 4)))
+        of_lane = -(-codes.shape[1] // layouts.LANES)  # tokens
+        codes = np.pad(codes, ((0, 0), (0, layouts.LANES * of_lane - codes.shape[1])))
+        codes = np.pad(codes.reshape(-1, layouts.LANES, of_lane), ((0, 0), (0, 0), (0, -of_lane % 4)))
         with self._lock:
             self._gpu.activate()
             self._tables = Memory.of(contexts), Memory.of(codes)
@@ -334,8 +320,8 @@ class CudaEngine(Slots):
     def _way(self, slots: Sequence[int]) -> Launch:
         """How these texts are written: with drafts, if each has a cluster of its own and guesses hit.
 
-        Penalties count the tokens before a row, which a row of guesses does not know; adjusted logits have no
-        drafts. Counts decide, not times, which change from run to run.
+        Penalties count the tokens before a row, which a row of guesses does not know. Counts decide, not
+        times, which change from run to run.
         """
         count = len(slots)
         if count not in self._launches:
@@ -368,7 +354,7 @@ class CudaEngine(Slots):
                 best = Launch(layout, int(together), blocks, blocks)
         if best:
             return best
-        for texts in GRID_TEXTS:
+        for texts in layouts.GRID_TEXTS:
             resident = self._gpu.resident(self._grid, texts)
             if texts == self._many or count <= texts * resident:
                 break

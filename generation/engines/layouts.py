@@ -295,7 +295,7 @@ def padded(fields: list[Any]) -> np.dtype:
 def layouts_for(
     config: GPTConfig, weights: Precision, kv_cache: CachePrecision, on: Gpu, clocks: bool = False
 ) -> tuple[list[Cluster], Grid]:
-    """How a Gpu may hold a model for few texts, the best for one text first, and for many.
+    """How a GPU may hold a model for few texts, the best for one text first, and for many.
 
     Whether the GPU takes clusters of a size, Device.clusters() says.
     Raises Unfit, in a sentence, if the cuda engine does not take the model.

@@ -16,16 +16,8 @@ from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import BuildError, check_dtype
 from shakespeare.lab.bench.cases import Cell, check_memory
 from shakespeare.lab.bench.measure import inputs
-from shakespeare.lab.cuda import costs, gpu
-from shakespeare.lab.cuda.architectures import (
-    EXPONENTIALS,
-    SHARED_BYTES,
-    SHEETS,
-    WARP,
-    architecture,
-    occupancy,
-    rate,
-)
+from shakespeare.lab.cuda import architectures, costs, gpu
+from shakespeare.lab.cuda.architectures import SHEETS, WARP, architecture, occupancy, rate
 from shakespeare.lab.cuda.costs import WAVEFRONT, Count, Launch, Shared
 from shakespeare.lab.explain import Limit, arithmetic_text, bound_text
 from shakespeare.lab.text import counted, scaled, size_text
@@ -41,8 +33,7 @@ ORDER = ("Q", "K", "S", "P", "V", "m, l, O", "O")  # order of a table's rows
 class Answer:
     """A kernel for a cell, compiled.
 
-    fits: blocks that each resource of a multiprocessor allows. blocks: those that are resident; driver: by
-    the driver.
+    fits: blocks that each resource of a multiprocessor allows. blocks: those resident; driver: by the driver.
     """
 
     case: Case
@@ -155,8 +146,8 @@ def moved_table(answer: Answer) -> str:
     count, l2 = answer.count, answer.on.l2
     titles = ("shared memory", "over the fewest", "global memory", f"past L2 ({size_text(l2)})")
     lines = ["moved       " + "".join(f"{title:>20}" for title in titles)]
-    shared = {each.name: each for each in count.shared}
-    streams = {each.name: each for each in count.streams}
+    shared = {access.name: access for access in count.shared}
+    streams = {stream.name: stream for stream in count.streams}
 
     def line(name: str, wavefronts: float, fewest: float, asked: float, memory: float) -> str:
         near, asked_text, far = (size_text(n) if n else "-" for n in (WAVEFRONT * wavefronts, asked, memory))
@@ -166,7 +157,7 @@ def moved_table(answer: Answer) -> str:
     for name in sorted({*streams, *shared}, key=ORDER.index):
         near, far = shared.get(name, Shared(name, 0, 0)), streams.get(name, Stream(name, 0))
         lines.append(line(name, near.wavefronts, near.fewest, far.traffic(1), far.traffic(l2)))
-    fewest = sum(each.fewest for each in count.shared)
+    fewest = sum(access.fewest for access in count.shared)
     lines.append(line("all", count.wavefronts, fewest, count.asked, count.from_memory(l2)))
     return "\n".join(lines)
 
@@ -179,16 +170,16 @@ def limits_of(answer: Answer) -> list[Limit]:
     peak = rate(on, clock.tensor / tensor if tensor else 2 * clock.fma)
     unit = "tensor" if tensor else "FMA"
     products = ", in three products of tf32" if tensor > 1 else ""
-    found = [(f"the {unit} peak", f"{peak / 1e12:.4g} TFLOP/s{products}", answer.case.flops / peak)]
+    limits = [(f"the {unit} peak", f"{peak / 1e12:.4g} TFLOP/s{products}", answer.case.flops / peak)]
     if count.wavefronts:
-        shared = rate(on, SHARED_BYTES)
-        found.append(("shared memory", f"{shared / 1e12:.3g} TB/s", WAVEFRONT * count.wavefronts / shared))
-    exponentials = rate(on, EXPONENTIALS)
+        shared = rate(on, architectures.SHARED_BYTES)
+        limits.append(("shared memory", f"{shared / 1e12:.3g} TB/s", WAVEFRONT * count.wavefronts / shared))
+    exponentials = rate(on, architectures.EXPONENTIALS)
     many = f"{scaled(count.exponentials).strip()} of them, {exponentials / 1e12:.3g} T a second"
-    found.append(("exponentials", many, count.exponentials / exponentials))
+    limits.append(("exponentials", many, count.exponentials / exponentials))
     if on.bandwidth:  # some drivers give no clock of the memory
-        found.append(("memory", f"{on.bandwidth / 1e12:.3g} TB/s", count.from_memory(on.l2) / on.bandwidth))
-    return found
+        limits.append(("memory", f"{on.bandwidth / 1e12:.3g} TB/s", count.from_memory(on.l2) / on.bandwidth))
+    return limits
 
 
 def measured(cell: Cell, kernel: str) -> tuple[float, float]:

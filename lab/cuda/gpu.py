@@ -1,8 +1,7 @@
 """The GPU that a measurement runs on: its description, its limits, its memory, and how a call on it is timed.
 
-A time is the GPU's: that between two CUDA events on the stream, one before and one after a call. Launching a
-call takes the host longer than a short kernel runs. So the GPU pauses until the host has launched some calls,
-and then runs them without a gap.
+A time is that between two CUDA events, before and after a call. The GPU pauses until the host has launched
+some calls, which takes longer than short kernels run, and then runs them without a gap.
 """
 
 import ctypes
@@ -50,23 +49,16 @@ def slug() -> str:
 
 
 class Gpu:
-    """PyTorch's current CUDA device.
-
-    Raises BuildError, in one line, if there is none, or no compiler for it.
-    """
+    """PyTorch's current CUDA device. Raises BuildError, in one line, without one or a compiler for it."""
 
     def __init__(self) -> None:
         driver.check_gpu()
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self.device)  # makes the device's context current
         self._on = driver.gpu(self.device.index)
+        self.l2 = self._on.l2  # bytes
         self._limits = driver.load(LIMITS, LIMITS_TILE, 1, Dtype.FP32, self.device.index)
         self._flush: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def l2(self) -> int:
-        """Bytes of the L2 cache."""
-        return self._on.l2
 
     def describe(self) -> dict:
         """The GPU's facts above a table of figures, besides machine.describe()."""
@@ -125,10 +117,7 @@ class Gpu:
         self._launch("pause", 1, ctypes.c_ulonglong(int(1e9 * seconds)))
 
     def clear_cache(self) -> None:
-        """Fill the L2 cache with other data: a buffer is written, and another one read.
-
-        Without the read the next kernel would share the memory's bandwidth with the lines written back.
-        """
+        """Fill the L2 cache: a buffer is written, and another read, so that lines are written back."""
         if self._flush is None:
             numbers = FLUSH_CACHES * self.l2 // 4
             self._flush = torch.zeros(numbers, device=self.device), torch.zeros(numbers, device=self.device)

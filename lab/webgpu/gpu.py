@@ -8,6 +8,7 @@ import importlib.metadata
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -25,11 +26,11 @@ TIMED = 5  # measurements of a limit; the fastest counts
 READ = 2**28  # bytes, at most
 
 
+@dataclass(frozen=True)
 class Prepared:
     """A call of part4 whose tensors are on the GPU. Calling it computes the output (B, H, Nq, d)."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    call: Call
 
     def __call__(self) -> Tensor:
         self.call.launch()

@@ -124,6 +124,6 @@ def install(directory: Path, monkeypatch, threads: int, clusters: tuple[int, ...
     driver, device = Driver(), Device(directory)
     monkeypatch.setattr(gpu, "bindings", lambda: driver)
     monkeypatch.setattr(cuda, "gpu", lambda: device.on)
-    monkeypatch.setattr(cuda, "device", lambda: device)
+    monkeypatch.setattr(layouts, "device", lambda: device)
     for name, value in (("THREADS", threads), ("CLUSTERS", clusters)):
         monkeypatch.setattr(layouts, name, value)

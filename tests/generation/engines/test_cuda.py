@@ -67,7 +67,7 @@ def no_gpu(monkeypatch) -> str:
 
     monkeypatch.setattr(driver, "check_gpu", check_gpu)
     monkeypatch.setattr(cuda, "gpu", check_gpu)
-    monkeypatch.setattr(cuda, "device", check_gpu)
+    monkeypatch.setattr(layouts, "device", check_gpu)
     return message
 
 
@@ -278,7 +278,7 @@ def test_what_the_slots_need_is_compiled_and_a_wheel_brings_it(emulated, monkeyp
         ((9, 0), 2, 500, "auto", "fp32", [4, 2, 3, 4, 5, 4, 8]),
     ):
         emulated(monkeypatch, layouts.THREADS, layouts.CLUSTERS)
-        on = cuda.device()
+        on = layouts.device()
         monkeypatch.setattr(on, "clusters", lambda layout, drafts=False: clusters)
         shared = prebuilt.GPUS[capability] << 10
         on.on = replace(on.on, capability=capability, l2=50 << 20, shared=shared)
@@ -378,7 +378,7 @@ def test_a_batch_changes_no_text_on_a_gpu():
 
 def free_bytes() -> int:
     """Free memory of the GPU."""
-    cuda.device().activate()
+    layouts.device().activate()
     return int(driver.checked(driver.bindings().cuMemGetInfo()))
 
 
