@@ -133,12 +133,12 @@ def caches() -> tuple[Cache, ...]:
 def _caches_of_macos() -> tuple[Cache, ...]:
     """A fast core's caches, with ASSUMED's ways, which macOS does not report; none on other systems."""
     line = sysctl("hw.cachelinesize")
-    found = []
+    reported = []
     for assumed, name in zip(ASSUMED, ("l1dcachesize", "l2cachesize", "l3cachesize")):
         size = sysctl(f"hw.perflevel0.{name}") or sysctl(f"hw.{name}")
         if int(size or 0) > 0 and int(line or 0) > 0:
-            found.append(replace(assumed, size=int(size), line=int(line)))
-    return tuple(found)
+            reported.append(replace(assumed, size=int(size), line=int(line)))
+    return tuple(reported)
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def read() -> list[Tuned]:
     return []
 
 
-def write(found: list[Tuned]) -> None:
+def write(results: list[Tuned]) -> None:
     """Add these to the results for this processor; an earlier result for the same case is replaced."""
     import tempfile
 
@@ -105,7 +105,7 @@ def write(found: list[Tuned]) -> None:
     except ValueError:  # a broken file is replaced
         everything = {}
     case = operator.attrgetter("simd", "threads", "d", "N", "causal")
-    kept = {case(tuned): tuned for tuned in [*everything.get(processor.name(), []), *found]}
+    kept = {case(tuned): tuned for tuned in [*everything.get(processor.name(), []), *results]}
     everything[processor.name()] = list(kept.values())
     file = path()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -118,16 +118,16 @@ def running() -> list[Path]:
     """The build directories in which a process is compiling."""
     import fcntl
 
-    found = []
+    folders = []
     for path in sorted(directory().glob(f"attention_ext_*/{LOCK}")):
         try:
             with open(path) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            found.append(path.parent)
+            folders.append(path.parent)
         except OSError:  # it is another user's, or was removed meanwhile
             continue
-    return found
+    return folders
 
 
 @contextlib.contextmanager
@@ -144,29 +144,29 @@ def locked(path: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
+def make(target: Path, what: str, write: Callable[[Path], Path]) -> None:
     """Make the file `made`: write(folder) makes it in a fresh folder under a lock; then it is renamed.
 
     Does nothing if the file exists. Raises BuildError if another user could have put it there, or the
     directory cannot be written.
     """
-    directory = made.parent
+    directory = target.parent
     try:
         for path in (*reversed(directory.parents), directory):
             path.mkdir(mode=0o700, exist_ok=True)
         for path in (directory.parent, directory):
             check_owner(path)
-        if made.exists():
+        if target.exists():
             return
         with uncounted(), locked(directory / LOCK):
-            if made.exists():  # another process made it while this one waited
+            if target.exists():  # another process made it while this one waited
                 return
             print(f"Compiling {what}...\n", end="", file=sys.stderr, flush=True)  # whole: other threads print
             # A killed build's compilers may still be writing to its folder, so it is never used again.
             for left in directory.glob(f"{tempfile.gettempprefix()}*"):
                 shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as work:
-                write(Path(work)).replace(made)
+                write(Path(work)).replace(target)
     except OSError as error:
         raise BuildError(
             f"cannot write the build directory {directory}: {error.strerror}; {ELSEWHERE}"

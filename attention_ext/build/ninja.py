@@ -75,8 +75,8 @@ class Object:
 def find() -> list[str]:
     """ninja's command: the package's, else that on PATH. Raises BuildError if there is none."""
     for folder in (sysconfig.get_path("scripts"), None):
-        if found := shutil.which("ninja", path=folder):
-            return [found]
+        if path := shutil.which("ninja", path=folder):
+            return [path]
     if importlib.util.find_spec("ninja"):
         return [sys.executable, "-m", "ninja"]
     raise BuildError(NO_NINJA)
@@ -87,7 +87,7 @@ def build(
     objects: Sequence[Object],
     linker: Sequence[str],
     link: Sequence[str],
-    made: Path,
+    target: Path,
     digests: Mapping[str, str],
 ) -> None:
     """Compile the objects that a change concerns, those of changed sources first, and link `made`.
@@ -100,24 +100,24 @@ def build(
     cache.check_owner(folder)
     with cache.locked(folder / cache.LOCK) as lock:
         changed = _forget(folder, digests)
-        command = [*linker, *(each.name for each in objects), *link, "-o", str(made)]
+        command = [*linker, *(item.name for item in objects), *link, "-o", str(target)]
         # the longest first, so that no processor waits for one that began late
-        queue = sorted(objects, key=lambda each: each.source.stat().st_size, reverse=True)
-        statements = [_statement(each.name, "compile", [each.source], each.command()) for each in queue]
-        statements.append(_statement(str(made), "link", [each.name for each in objects], command))
-        manifest = folder / f"{made.name}.ninja"
+        queue = sorted(objects, key=lambda item: item.source.stat().st_size, reverse=True)
+        statements = [_statement(item.name, "compile", [item.source], item.command()) for item in queue]
+        statements.append(_statement(str(target), "link", [item.name for item in objects], command))
+        manifest = folder / f"{target.name}.ninja"
         manifest.write_text(RULES + "".join(statements))
         (folder / PROCESSOR).write_text(processor.capabilities())
-        tools = {each.name: each.tool for each in objects} | {str(made): tuple(linker)}
-        first = [each.name for each in objects if str(each.source) in changed]
-        for targets in filter(None, (first, [str(made)])):
+        tools = {item.name: item.tool for item in objects} | {str(target): tuple(linker)}
+        first = [item.name for item in objects if str(item.source) in changed]
+        for targets in filter(None, (first, [str(target)])):
             command = [*find(), "-C", str(folder), "-f", manifest.name, f"-j{os.cpu_count()}", *targets]
-            _run(command, tools, lock, made.parent.parent / "build.log")
+            _run(command, tools, lock, target.parent.parent / "build.log")
 
 
-def _statement(made: str, rule: str, inputs: Sequence[str | Path], command: Sequence[str]) -> str:
+def _statement(target: str, rule: str, inputs: Sequence[str | Path], command: Sequence[str]) -> str:
     """A statement in ninja's language."""
-    names = [re.sub(r"[$ :]", r"$\g<0>", str(name)) for name in (made, *inputs)]
+    names = [re.sub(r"[$ :]", r"$\g<0>", str(name)) for name in (target, *inputs)]
     words = shlex.join(command).replace("$", "$$")
     return f"build {names[0]}: {rule} {' '.join(names[1:])}\n  words = {words}\n"
 
@@ -132,11 +132,11 @@ def _forget(folder: Path, digests: Mapping[str, str]) -> set[str]:
     changed = {path for path, digest in digests.items() if known.get(path) != digest}
     gone = {path for path in known.keys() - digests if not os.path.exists(path)}
     changed |= gone
-    for made in folder.glob("*/*.o") if changed else ():
-        depfile = Path(f"{made}.d")
+    for target in folder.glob("*/*.o") if changed else ():
+        depfile = Path(f"{target}.d")
         words = re.findall(r"(?:\\.|[^\s\\])+", depfile.read_text()) if depfile.exists() else changed
         if changed & {os.path.normpath(re.sub(r"[\\$](.)", r"\1", word)) for word in words}:
-            made.unlink()
+            target.unlink()
     new = noted.with_suffix(".new")
     new.write_text(json.dumps({path: known[path] for path in known.keys() - gone} | dict(digests)))
     new.replace(noted)

@@ -72,9 +72,9 @@ class Source:
         """
         if prebuilt.in_wheel() and (brought := prebuilt.kernel(self.name())):
             return brought
-        made = self.path()
-        cache.make(made, f"{self.file} for {self.arch}", self._write)
-        return made.read_bytes()
+        file = self.path()
+        cache.make(file, f"{self.file} for {self.arch}", self._write)
+        return file.read_bytes()
 
     def compile(self, kind: Literal["cubin", "ptx"] = "cubin") -> tuple[bytes, Resources]:
         """The machine code and its resources, always compiled anew. Raises BuildError as make() does.
@@ -107,9 +107,9 @@ class Source:
         start = time.perf_counter()
         code, _ = self.compile()
         print(f"Compiled in {time.perf_counter() - start:.1f} s.\n", end="", file=sys.stderr, flush=True)
-        made = work / "kernel.cubin"
-        made.write_bytes(code)
-        return made
+        file = work / "kernel.cubin"
+        file.write_bytes(code)
+        return file
 
 
 def make_all(sources: Iterable[Source]) -> list[bytes]:

@@ -70,13 +70,13 @@ class Recipe:
     def make(self) -> Path:
         """The file, compiled if need be. Raises BuildError as cache.make() does, or if compiling fails."""
         while True:
-            made = self.path()
+            file = self.path()
             try:
-                cache.make(made, self.what, lambda work: self._compiled(work, made))
+                cache.make(file, self.what, lambda work: self._compiled(work, file))
             except _Saved:
                 continue
-            cache.prune(made.parent)
-            return made
+            cache.prune(file.parent)
+            return file
 
     def objects(self) -> list[ninja.Object]:
         """The objects to link."""
@@ -97,29 +97,29 @@ class Recipe:
         """The SHA-256 of each file that decides the content."""
         tops = (path for folder in self.folders for path in sorted(folder.iterdir()))
         # NVRTC compiles what is in cuda
-        found = (path for top in tops if top.name != "cuda" for path in (top, *sorted(top.rglob("*"))))
-        files = (*(path for path in found if path.is_file()), *self.sources, *self.beside)
+        paths = (path for top in tops if top.name != "cuda" for path in (top, *sorted(top.rglob("*"))))
+        files = (*(path for path in paths if path.is_file()), *self.sources, *self.beside)
         digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
         return (self.needs._digests() if self.needs else {}) | digests
 
     def _compiled(self, work: Path, named: Path) -> Path:
-        compiler, made = self.compiler, work / self.file
+        compiler, file = self.compiler, work / self.file
         version, machine = toolchain.version(*compiler), processor.capabilities()
         identity = cache.fingerprint([shlex.join(compiler), version, machine, str(ROOT)])
         folder = named.parent.parent / f"attention_ext_objects_{identity}"
         digests = {str(path): digest for path, digest in self._digests().items()}
         link = (*self.link, *toolchain.libraries(compiler))
-        ninja.build(folder, self.objects(), compiler, link, made, digests)
+        ninja.build(folder, self.objects(), compiler, link, file, digests)
         cache.prune(folder)
         if self.path() != named:
             raise _Saved
-        if made.suffix == ".so":
+        if file.suffix == ".so":
             try:
-                ctypes.CDLL(str(made))  # a renamed library is not loaded twice
+                ctypes.CDLL(str(file))  # a renamed library is not loaded twice
             except OSError as error:
                 reason = f"{shlex.join(compiler)} made a library that cannot be loaded ({error})"
                 raise BuildError(reason) from None
-        return made
+        return file
 
 
 class _Saved(Exception):
@@ -167,7 +167,7 @@ def launcher() -> Recipe:
     Raises BuildError if there is no compiler.
     """
     compiler = toolchain.find_compiler()
-    made = Recipe(
+    recipe = Recipe(
         name="attention_ext_cuda",
         file="launcher.so",
         what="the launcher of CUDA kernels",
@@ -176,7 +176,7 @@ def launcher() -> Recipe:
         sources=found(CSRC, *LAUNCHER),
         link=LINK,
     )
-    return with_torch(made)
+    return with_torch(recipe)
 
 
 def library(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:

@@ -37,8 +37,8 @@ def find_compiler() -> list[str]:
     except ValueError as error:
         raise BuildError(f"CXX is {os.environ['CXX']!r}; it must be a compiler's command: {error}") from None
     if chosen:
-        if found := shutil.which(chosen[0]):
-            return [os.path.abspath(found), *chosen[1:]]
+        if path := shutil.which(chosen[0]):
+            return [os.path.abspath(path), *chosen[1:]]
         raise BuildError(f"CXX is {chosen[0]!r}; it must be a C++ compiler, and no such program was found")
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
@@ -51,8 +51,8 @@ def find_compiler() -> list[str]:
 def find_ispc() -> str | None:
     """The ISPC compiler: $ISPC, else ispc on PATH; None without one. Raises BuildError for a wrong $ISPC."""
     if chosen := os.environ.get("ISPC"):
-        if found := shutil.which(chosen):
-            return os.path.abspath(found)
+        if path := shutil.which(chosen):
+            return os.path.abspath(path)
         raise BuildError(f"ISPC is {chosen!r}; it must be the ISPC compiler, and no such program was found")
     return shutil.which("ispc")
 

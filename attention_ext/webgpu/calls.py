@@ -134,8 +134,8 @@ def _attend(
 ) -> list[NDArray[Any]]:
     """The output and the logsumexp, by as many heads at once as fit a buffer."""
     B, H, Nq, d = arrays[0].shape
-    each = 4 * up(d, 4) * arrays[0].itemsize * max(Nq, arrays[1].shape[2])  # bytes of a head
-    most = max(1, gpu.adapter.limits["max-storage-buffer-binding-size"] // each)
+    size = 4 * up(d, 4) * arrays[0].itemsize * max(Nq, arrays[1].shape[2])  # bytes of a head
+    most = max(1, gpu.adapter.limits["max-storage-buffer-binding-size"] // size)
     flat = [array.reshape(1, B * H, *array.shape[2:]) for array in arrays]
     parts = []
     for h in range(0, B * H, most):
@@ -143,5 +143,5 @@ def _attend(
         call.launch()
         parts.append(call.read())
     outs, lses = zip(*parts)
-    joined = [np.concatenate(each, axis=1) if len(parts) > 1 else each[0] for each in (outs, lses)]
+    joined = [np.concatenate(arrays, axis=1) if len(parts) > 1 else arrays[0] for arrays in (outs, lses)]
     return [joined[0].reshape(B, H, Nq, d), joined[1].reshape(B, H, Nq)]

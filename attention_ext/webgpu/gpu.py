@@ -119,24 +119,24 @@ class Gpu:
         unset = "XDG_RUNTIME_DIR" not in os.environ  # without a screen Mesa complains on stderr
         try:
             os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
-            found = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
+            adapter = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
         except RuntimeError:
-            found = None
+            adapter = None
         finally:
             if unset:
                 del os.environ["XDG_RUNTIME_DIR"]
-        if found is None:
+        if adapter is None:
             raise BuildError(f"device is 'webgpu', and no adapter was found; it needs {DRIVER}")
-        info, limits = found.info, dict(found.limits)
+        info, limits = adapter.info, dict(adapter.limits)
         self.adapter = Adapter(
             info["device"] or info["description"],
             info["backend_type"],
             info["adapter_type"],
-            frozenset(OPTIONAL) & found.features,
+            frozenset(OPTIONAL) & adapter.features,
             limits,
         )
         with _errors():
-            self.device = found.request_device_sync(
+            self.device = adapter.request_device_sync(
                 required_features=sorted(self.adapter.features), required_limits=limits
             )
         self._pipelines: dict[tuple[Source, str], Any] = {}
@@ -192,10 +192,10 @@ class Gpu:
         usage = wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
         usage |= wgpu.BufferUsage.UNIFORM if uniform else wgpu.BufferUsage.STORAGE
         with _errors():
-            made = self.device.create_buffer(size=size, usage=usage)
+            buffer = self.device.create_buffer(size=size, usage=usage)
             if not isinstance(content, int):
-                self.write(made, content)
-            return made
+                self.write(buffer, content)
+            return buffer
 
     def write(self, buffer: Any, content: NDArray[Any], offset: int = 0) -> None:
         """Copy an array's numbers into a buffer, from a byte on that is a multiple of 4."""
@@ -215,8 +215,8 @@ class Gpu:
         """Copy bytes between buffers: (source, its offset, target, its offset, size), multiples of 4."""
         with _errors():
             encoder = self.device.create_command_encoder()
-            for each in copies:
-                encoder.copy_buffer_to_buffer(*each)
+            for copy in copies:
+                encoder.copy_buffer_to_buffer(*copy)
             self.device.queue.submit([encoder.finish()])
 
     def run(self, pipeline: Any, buffers: Sequence[Any], groups: tuple[int, ...], times: int = 1) -> None:

@@ -91,12 +91,12 @@ def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) 
     q, k, v = inputs(cell)
     rows = []
     for step, tile in steps:
-        found = count(step, tile, cell, 1 if adapter.is_cpu else SUBGROUP)
+        counts = count(step, tile, cell, 1 if adapter.is_cpu else SUBGROUP)
         bounds = {
-            "multiply-adds": 2 * found.multiply_adds / peak,
-            "exp2": found.exponentials / exponentials,
-            "workgroup memory": found.workgroup / near,
-            "storage": found.storage / far,
+            "multiply-adds": 2 * counts.multiply_adds / peak,
+            "exp2": counts.exponentials / exponentials,
+            "workgroup memory": counts.workgroup / near,
+            "storage": counts.storage / far,
         }
         bound = max(bounds, key=lambda name: bounds[name])
         call = prepared(q, k, v, cell.causal, step.name)
@@ -106,10 +106,10 @@ def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) 
             (
                 step.name,
                 f"{tile.br} x {tile.bc}, {tile.threads} threads",
-                scaled(found.multiply_adds).strip(),
-                scaled(found.exponentials).strip(),
-                size_text(found.workgroup),
-                size_text(found.storage),
+                scaled(counts.multiply_adds).strip(),
+                scaled(counts.exponentials).strip(),
+                size_text(counts.workgroup),
+                size_text(counts.storage),
                 f"{1e3 * bounds[bound]:.3g}",
                 bound,
                 f"{1e3 * seconds:.3g}",
