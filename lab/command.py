@@ -42,8 +42,7 @@ def run(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        texts = []
         for file in (out, err):
             file.seek(0)
-            texts.append(file.read().decode(errors="replace").strip())
+        texts = [file.read().decode(errors="replace").strip() for file in (out, err)]
     return code, texts[0], texts[1]

@@ -3,7 +3,7 @@
 from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.parts import check_part
 from shakespeare.lab.traffic import FLOAT_BYTES, Block, Case
-from shakespeare.own import kernel as own
+from shakespeare.own import kernel as kernels
 
 
 def block_of(simd: str | None = "auto") -> Block:
@@ -17,15 +17,13 @@ def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
 
     Raises ValueError for a name that is not in PARTS, and BuildError as extension.load() does.
     """
-    row = check_part(part)
+    row, sizes = check_part(part), (1, case.heads, case.Nq, case.Nk, case.d)
     if row.file:
-        kernel = own.loaded(row.file)
-        if not isinstance(kernel, own.Native):
+        kernel = kernels.loaded(row.file)
+        if not isinstance(kernel, kernels.Native):
             return 0
-        call = (1, case.heads, case.Nq, case.Nk, case.d, case.causal, case.threads)
-        return FLOAT_BYTES * kernel.scratch(*call)
+        return FLOAT_BYTES * kernel.scratch(*sizes, case.causal, case.threads)
     if row.operator is None:  # PyTorch: S and P of all heads
         return FLOAT_BYTES * 2 * case.heads * case.Nq * case.Nk
-    sizes = (1, case.heads, case.Nq, case.Nk, case.d)
     tile = {"br": case.Br, "bc": case.Bc} if row.tiled else {}
     return extension.scratch(part, sizes, threads=case.threads, simd=simd or "auto", dtype=case.dtype, **tile)

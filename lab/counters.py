@@ -1,8 +1,6 @@
 """Bytes that one call of a part brings into the caches, counted by the processor or by a simulator.
 
-Both run a program of the kernels alone, one part on one thread without Python; attention_ext/build/recipes.py
-compiles it. It runs twice, without a call and with one. The difference is the call's count; all other work of
-the program cancels.
+Both run a program of one part on one thread twice, without a call and with one: the difference is the call's.
 """
 
 import platform
@@ -11,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from shakespeare.attention_ext import BuildError, processor
@@ -21,7 +20,6 @@ from shakespeare.lab.command import run
 from shakespeare.lab.costs import scratch
 from shakespeare.lab.machine import check_memory
 from shakespeare.lab.traffic import FLOAT_BYTES, Block, Case
-from shakespeare.own import kernel as own
 
 SWEPT_BYTES = 256 << 20  # bytes written before each call under perf, to empty all caches
 # Valgrind does not support AVX-512. Every supported compiler has the name 'haswell' for x86-64-v3.
@@ -46,22 +44,16 @@ class Misses:
     note: str = ""
 
 
-class Refused(Exception):
-    """perf may not count here; the message is the reason."""
-
-
 def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None, timeout: float) -> Misses:
-    """The bytes that one call of a part that is a kernel, on one thread, brings into the caches.
+    """The bytes that one call of a part that is a kernel, on one thread, brings into the empty caches.
 
-    All caches are emptied before the call, so each byte that must come in is counted, as in lab.traffic.
     part: also a file in C++ or ISPC. case: with as many queries as keys. simd: 'auto', 'portable' or 'off'.
-    caches: None lets the processor count, through perf. Its last level is that of its LLC events, and it
-    counts some of the prefetched lines. With a pair cachegrind simulates the first level and one other level,
-    both with least recently used lines replaced; it is fifty times slower than the call. On x86 the part is
-    then compiled for AVX2.
-    timeout: seconds that one run may take.
+    caches: None lets the processor count, through perf, the last level by its LLC events, which count some of
+    the prefetched lines. With a pair cachegrind simulates the first level and one other, least recently used
+    lines replaced; it is fifty times slower, and on x86 the part is then compiled for AVX2. timeout: seconds
+    of one run.
     Raises ValueError for calls that take too long or too much memory, BuildError if the program cannot be
-    compiled or does not run, or cachegrind cannot simulate the caches.
+    compiled or run, or cachegrind cannot simulate the caches.
     """
     source, name = ("perf", "perf") if caches is None else ("cachegrind", "valgrind")
     tool = shutil.which(name)
@@ -71,34 +63,32 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
     need = 4 * FLOAT_BYTES * case.heads * case.K + scratch(part, case, simd) + swept
     check_memory(f"N is {case.Nk}; the matrices that are counted", need)
     march, row = "native" if caches is None else SIMULATED, check_part(part)
-    program = own.make(row.file, "simulated", march) if row.file else recipes.program(simd, march).make()
+    recipe = recipes.own(row.file, "simulated", march) if row.file else recipes.program(simd, march)
 
-    asked = (program, row.operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)
+    asked = (recipe.make(), row.operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)
     commands = [[str(word) for word in (*asked, repeats, swept)] for repeats in (0, 1)]
+    count = partial(_by_cachegrind, caches=caches) if caches else _by_perf
     try:
-        if caches is None:
-            counts = [_by_perf(tool, command, timeout) for command in commands]
-        else:
-            counts = [_by_cachegrind(tool, command, caches, timeout) for command in commands]
+        counts = [count(tool, command, timeout=timeout) for command in commands]
     except subprocess.TimeoutExpired:
         raise ValueError(
             f"N is {case.Nk}; {source} takes more than {timeout:g} s for it, so it must be smaller"
         ) from None
-    except Refused as error:
+    except BuildError as error:
+        if caches:
+            raise
         return Misses(None, None, str(error))
 
-    lines = [cache.line for cache in caches or (processor.caches()[0],) * 2]
-    found = [event for event in counts[0] if event in counts[1]]
-    l1, last = (
+    known = counts[0].keys() & counts[1].keys()
+    missing = [event for events in EVENTS[source] for event in events if event not in known]
+    sums: list[float | None] = []
+    for cache, events in zip(caches or (processor.caches()[0],) * 2, EVENTS[source]):
+        lines = sum(counts[1][event] - counts[0][event] for event in events if event in known)
         # perf's counts vary: the difference for a short call may be below 0
-        line * max(0.0, sum(counts[1][e] - counts[0][e] for e in events if e in found))
-        if events[0] in found
-        else None
-        for line, events in zip(lines, EVENTS[source])
-    )
-    missing = [event for events in EVENTS[source] for event in events if event not in found]
-    which = ", ".join(missing) if found else "cache misses"
-    return Misses(l1, last, f"{source} does not count {which} here" if missing else "")
+        sums.append(cache.line * max(0.0, lines) if events[0] in known else None)
+    uncounted = ", ".join(missing) if known else "cache misses"
+    l1, last = sums
+    return Misses(l1, last, f"{source} does not count {uncounted} here" if missing else "")
 
 
 def simulated_block(block: Block) -> Block:
@@ -107,12 +97,12 @@ def simulated_block(block: Block) -> Block:
 
 
 def _by_perf(perf: str, command: Sequence[str], timeout: float) -> dict[str, float]:
-    """Counts by event, the mean of five runs. Raises Refused."""
+    """Counts by event, the mean of five runs. Raises BuildError if perf may not count."""
     events = ",".join(f"{event}:u" for pair in EVENTS["perf"] for event in pair)
     code, _, output = run([perf, "stat", "-x,", "-r5", "-e", events, "--", *command], timeout, LC_ALL="C")
     if code != 0:
         complaints = (line for line in output.splitlines() if line.strip() not in ("", "Error:"))
-        raise Refused(f"perf stat failed: {next(complaints, f'it ended with {code}').strip()}")
+        raise BuildError(f"perf stat failed: {next(complaints, f'it ended with {code}').strip()}")
     return parse_perf(output)
 
 
@@ -133,7 +123,7 @@ def parse_perf(output: str) -> dict[str, float]:
 
 
 def _by_cachegrind(
-    valgrind: str, command: Sequence[str], caches: tuple[Cache, Cache], timeout: float
+    valgrind: str, command: Sequence[str], timeout: float, caches: tuple[Cache, Cache]
 ) -> dict[str, float]:
     """Counts by event. Raises BuildError if valgrind fails."""
     D1, LL = (f"{cache.size},{cache.ways},{cache.line}" for cache in caches)

@@ -35,17 +35,12 @@ def gpt(line: str) -> None:
     from IPython.display import Image, display
 
     command = [sys.executable, "-m", "shakespeare", *shlex.split(line)]
-    pipes: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-    }
     env = environment() | {"PYTHONUNBUFFERED": "1"}  # lines appear as they are printed
     env.pop("FORCE_COLOR", None)  # ipykernel 6 sets it; it would show progress bars
+    settings: dict[str, Any] = {"env": env, "text": True, "errors": "replace", "stdin": subprocess.DEVNULL}
+    settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     # In a session of its own an interrupt reaches the command once.
-    with subprocess.Popen(
-        command, **pipes, text=True, errors="replace", env=env, start_new_session=True
-    ) as child:
+    with subprocess.Popen(command, **settings, start_new_session=True) as child:
         assert child.stdout
         try:
             for said in child.stdout:

@@ -1,6 +1,6 @@
 """A user's file as a part: C++ and ISPC are compiled, CUDA by NVRTC, Python is imported.
 
-load() gives the kernel, attend() calls it with tensors. A file is compiled or imported only by these, so only
+row() gives its Part, loaded() its kernel, attend() calls it with tensors. A file is compiled or imported only
 where its user has named it. torch is imported for CUDA and by files that import it.
 """
 
@@ -10,13 +10,14 @@ import ctypes
 import functools
 import linecache
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = NDArray[np.float32]
-NAME = "attention_ext_own"  # of the build directories
+POINTER = ctypes.c_void_p
 SHARED_BYTES = 163 * 1024  # of a block, for which a kernel of the ladder is compiled where there is no GPU
 MISSING = {
     ".cpp": "void attention(const Attention&, float* scratch)",
@@ -49,65 +50,75 @@ extern "C" {{ __device__ int attention_launch[3] = {{BR, THREADS, SHARED}}; }}
 """
 
 
-def row(part: str) -> Part:
-    """The row of a user's file. Raises ValueError unless the file exists."""
-    file = Path(part)
-    if not file.is_file():
-        raise ValueError(f"part is {part!r}; there is no such file")
-    return Part(
-        part,
-        "YOUR ATTENTION",
-        f"the kernel in {file.name}",
-        dtypes={device(file): ("float32",)},
-        file=file,
-        attend=functools.partial(attend, file),
-    )
+class Source(NamedTuple):
+    """A file's text and what it asks for.
+
+    device: 'cuda' for .cu, and for Python with Triton or, on a GPU, Numba's CUDA; else 'cpu'. torch: it
+    imports torch or Triton. simulated: Numba's CUDA without a GPU. compiling: Python that is compiled at its
+    first call. ladder: '1' for CUDA C++ that defines attention_kernel1; '' for none of the ladder.
+    """
+
+    text: str
+    device: str
+    torch: bool = False
+    simulated: bool = False
+    compiling: bool = False
+    ladder: str = ""
 
 
-def device(file: Path) -> str:
-    """Where the file's kernel runs: 'cuda' for .cu, and for Python with Triton or, on a GPU, Numba's CUDA."""
-    if file.suffix == ".cu":
-        return "cuda"
-    if file.suffix != ".py":
-        return "cpu"
+def read(file: Path) -> Source:
+    """The source in a file."""
     text = file.read_text("utf-8-sig", errors="replace")
-    if re.search(r"^\s*(import|from)\s+triton\b", text, re.M):
-        return "cuda"
-    return "cuda" if uses_numba_cuda(text) and not simulated() else "cpu"
+    if file.suffix == ".cu":
+        defined = re.search(r"__global__[^;{]*?\battention_kernel(\d)\s*\(", text)
+        return Source(text, "cuda", ladder=defined[1] if defined else "")
+    if file.suffix != ".py":
+        return Source(text, "cpu")
 
+    def imports(pattern: str) -> bool:
+        return bool(re.search(rf"^\s*({pattern})\b", text, re.M))
 
-def uses_numba_cuda(text: str) -> bool:
-    """Whether Python imports numba.cuda."""
-    return bool(
-        re.search(r"^\s*(from\s+numba\s+import\s.*\bcuda\b|(import|from)\s+numba\.cuda\b)", text, re.M)
-    )
+    triton, torch = imports(r"(import|from)\s+triton"), imports(r"(import|from)\s+torch")
+    on_gpu = imports(r"from\s+numba\s+import\s.*\bcuda|(import|from)\s+numba\.cuda")
+    device = "cuda" if triton or on_gpu and has_gpu() else "cpu"
+    compiling = triton or imports(r"(import|from)\s+numba")
+    return Source(text, device, triton or torch, on_gpu and not has_gpu(), compiling)
 
 
 @functools.cache
-def simulated() -> bool:
-    """Whether Numba's CUDA kernels run in its simulator: there is no GPU."""
-    return not (Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists())
+def has_gpu() -> bool:
+    """Whether the system has a GPU for CUDA."""
+    return any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
+
+
+def row(part: str) -> Part:
+    """The Part of a user's file. Raises ValueError unless the file exists."""
+    file = Path(part)
+    if not file.is_file():
+        raise ValueError(f"part is {part!r}; there is no such file")
+    takes = {read(file).device: ("float32",)}
+    by_file = functools.partial(attend, file)
+    return Part(part, "YOUR ATTENTION", f"the kernel in {file.name}", dtypes=takes, file=file, attend=by_file)
 
 
 def loaded(file: Path) -> Any:
-    """The kernel of a file, a Native, OnCuda or InPython; a changed file is compiled or imported again.
+    """The kernel of a file, a Native, OnCuda, OnLadder or InPython; a saved file is loaded again.
 
-    Raises BuildError if it cannot be compiled or has no function `attention`.
+    Raises BuildError if it cannot be compiled or imported, or has no function `attention`.
     """
     status = file.stat()
-    return load(file.resolve(), status.st_mtime_ns, status.st_size)
+    return _load(file.resolve(), status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(8)
-def load(file: Path, *version: int) -> Any:
-    """loaded() for a version of the file."""
-    text = file.read_text("utf-8-sig", errors="replace")
-    if file.suffix == ".cu" and of_ladder(text):
-        return OnLadder(file)
-    if not re.search(r"\battention\b", text):
+def _load(file: Path, *version: int) -> Any:
+    source = read(file)
+    called = "" if file.suffix == ".py" else r"\s*\("
+    if not source.ladder and not re.search(rf"\battention\b{called}", source.text):
         raise BuildError(f"{file.name} has no function attention; it must define {MISSING[file.suffix]}")
-    kinds: dict[str, Any] = {".cu": OnCuda, ".py": InPython}
-    return kinds.get(file.suffix, Native)(file)
+    if file.suffix == ".cu":
+        return OnLadder(file, source) if source.ladder else OnCuda(file, source)
+    return InPython(file, source) if file.suffix == ".py" else Native(file)
 
 
 def attend(file: Path, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -121,20 +132,7 @@ def attend(file: Path, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
     if kernel.takes_tensors:
         return kernel(q, k, v, causal, scale)
     arrays = [t.detach().numpy() for t in (q, k, v)]
-    return torch.from_numpy(kernel(*arrays, causal=causal, scale=scale, threads=torch.get_num_threads()))
-
-
-def make(file: Path, program: str = "", march: str = "native") -> Path:
-    """The library of a file in C++ or ISPC, or one of recipes.OWN_PROGRAMS, compiled if need be.
-
-    march: as in recipes.own(). Raises BuildError if it cannot be compiled.
-    """
-    try:
-        return recipes.own(file, program, march).make()
-    except BuildError as error:
-        if re.search(r"undefined reference to `attention|undefined symbol.*attention\(", str(error)):
-            raise BuildError(f"{file.name} must define {MISSING[file.suffix]}") from None
-        raise
+    return torch.from_numpy(kernel(*arrays, causal, scale, threads=torch.get_num_threads()))
 
 
 TILE = 64  # br and bc of a call, for a kernel that has tiles
@@ -167,20 +165,17 @@ class Native:
     takes_tensors = False
 
     def __init__(self, file: Path) -> None:
-        library = make(file)
+        library = recipes.own(file).make()
         try:
             self._c = ctypes.CDLL(str(library))
         except OSError as error:
             raise BuildError(f"{file.name} was compiled but cannot be loaded: {error}") from None
         self._c.own_scratch_of.restype, self._c.own_call.restype = ctypes.c_int64, ctypes.c_char_p
-        self._c.own_call.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        self._c.own_scratch_of.argtypes = (ctypes.c_void_p,)
+        self._c.own_scratch_of.argtypes, self._c.own_call.argtypes = (POINTER,), (POINTER, POINTER)
 
     def scratch(self, B: int, H: int, Nq: int, Nk: int, d: int, causal: bool, threads: int) -> int:
         """The floats of scratch of a call. Raises RuntimeError if the file asks for less than none."""
-        return self._scratch(Call(B, H, Nq, Nk, d, causal, 0, min(TILE, Nq), min(TILE, Nk), threads))
-
-    def _scratch(self, call: Call) -> int:
+        call = Call(B, H, Nq, Nk, d, causal, 0, min(TILE, Nq), min(TILE, Nk), threads)
         floats = self._c.own_scratch_of(ctypes.byref(call))
         if not 0 <= floats < 2**40:
             raise RuntimeError(f"scratch() returned {floats}; it must be a number of floats")
@@ -200,14 +195,14 @@ class Native:
     ) -> Array:
         """The output (B, H, Nq, d), in `out` if given. scratch: memory for a call, allocated by default."""
         q, k, v = (t if t.shape[3] == 1 or t.strides[3] == 4 else np.ascontiguousarray(t) for t in (q, k, v))
-        (B, H, Nq, d), Nk = q.shape, k.shape[2]
+        sizes = (*q.shape[:3], k.shape[2], q.shape[3], causal)
         if out is None:
-            out = np.empty((B, H, Nq, d), np.float32)
-        matrices = (Matrices(t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1) for t in (q, k, v))
-        tile = min(TILE, Nq), min(TILE, Nk)
-        call = Call(B, H, Nq, Nk, d, causal, scale, *tile, threads, *matrices, out.ctypes.data)
+            out = np.empty(q.shape, np.float32)
         if scratch is None:
-            scratch = np.empty(self._scratch(call), np.float32)
+            scratch = np.empty(self.scratch(*sizes, threads), np.float32)
+        matrices = (Matrices(t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1) for t in (q, k, v))
+        tile = min(TILE, sizes[2]), min(TILE, sizes[3])
+        call = Call(*sizes, scale, *tile, threads, *matrices, out.ctypes.data)
         if why := self._c.own_call(ctypes.byref(call), scratch.ctypes.data):
             raise RuntimeError(f"the kernel threw: {why.decode(errors='replace')}")
         return out
@@ -230,104 +225,73 @@ class CudaCall(ctypes.Structure):
     ]
 
 
+def kept(name: str, text: str) -> Path:
+    """A file of this name and text among the builds: NVRTC's folder of sources has nothing else."""
+
+    def write(work: Path) -> Path:
+        (work / name).write_text(text, encoding="utf-8")
+        return work / name
+
+    file = cache.real(cache.directory()) / f"attention_ext_own_{cache.fingerprint([name, text])}" / name
+    cache.make(file, name, write)
+    cache.prune(file.parent)
+    return file
+
+
 class OnCuda:
     """The kernel of a file in CUDA: a block of THREADS threads for each BR queries of each head."""
 
     takes_tensors = True
 
-    def __init__(self, file: Path) -> None:
-        text = file.read_text("utf-8-sig")
+    def __init__(self, file: Path, source: Source) -> None:
         for macro in ("BR", "THREADS"):
-            if not re.search(rf"^\s*#\s*define\s+{macro}\b", text, re.M):
+            if not re.search(rf"^\s*#\s*define\s+{macro}\b", source.text, re.M):
                 raise BuildError(f"{file.name} does not define {macro}; its head must: #define {macro} 64")
-        self.name, self._text = file.name, CUDA.format(name=file.name, text=text)
+        self._file = kept("own.cu", CUDA.format(name=file.name, text=source.text))
         self._on: dict[tuple[int, int], tuple[Any, Any, list[int]]] = {}
 
     def source(self, d: int, arch: str) -> nvrtc.Source:
         """What NVRTC compiles for heads of width d and an architecture such as sm_90."""
-        named = cache.fingerprint([self._text])
-        folder = cache.real(cache.directory()) / f"{NAME}_{named}"
-        cache.make(folder / "own.cu", self.name, self._write)
-        cache.prune(folder)
-        return nvrtc.Source("own.cu", arch, {"FORMAT": 0, "HEAD_DIM": d}, folder, lines=True)
+        return nvrtc.Source("own.cu", arch, {"FORMAT": 0, "HEAD_DIM": d}, self._file.parent, lines=True)
 
-    def _write(self, work: Path) -> Path:
-        made = work / "own.cu"
-        made.write_text(self._text, encoding="utf-8")
-        return made
-
-    def compiled(self, d: int, index: int) -> tuple[Any, Any, list[int]]:
-        """The library, the function, and BR, THREADS and SHARED, for heads of width d on a GPU.
-
-        Raises BuildError if NVRTC refuses the file or the GPU the launch.
-        """
+    def _compiled(self, d: int, index: int) -> tuple[Any, Any, list[int]]:
+        """The library, the function, and BR, THREADS and SHARED, for heads of width d on a GPU."""
         if (d, index) not in self._on:
-            from shakespeare.attention_ext.cuda.gpu import Module, gpu
+            from shakespeare.attention_ext.cuda import gpu
 
-            major, minor = gpu(index).capability
-            module = Module(self.source(d, f"sm_{major}{minor}"))
+            major, minor = gpu.gpu(index).capability
+            module = gpu.Module(self.source(d, f"sm_{major}{minor}"))
             launch = module.ints("attention_launch", 3)
             self._on[d, index] = module, module.function("attention", launch[2]), launch
         return self._on[d, index]
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool,
-        scale: float,
-        *,
-        out: Tensor | None = None,
-        **others: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, *, out: Tensor | None = None
     ) -> Tensor:
-        """The output (B, H, Nq, d) on q's GPU, in `out` if given. others are not used."""
+        """The output (B, H, Nq, d) on q's GPU, in `out` if given.
+
+        Raises BuildError if NVRTC refuses the file, and RuntimeError if the launch fails.
+        """
         import torch
+
+        from shakespeare.attention_ext.cuda import gpu
 
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        (B, H, Nq, d), Nk = q.shape, k.shape[2]
         with torch.cuda.device(q.device):
-            pointers = [t.data_ptr() for t in (q, k, v, out)]
-            strides = [t.stride()[:3] for t in (q, k, v)]
-            at = q.device.index or 0, torch.cuda.current_stream().cuda_stream
-            self.launch(pointers, strides, (*q.shape, k.shape[2]), causal, scale, *at)
+            _, function, (br, threads, shared) = self._compiled(d, q.device.index or 0)
+            data = (t.data_ptr() for t in (q, k, v, out))
+            strides = (Strides(*t.stride()[:3]) for t in (q, k, v))
+            call = CudaCall(*data, None, *strides, B, H, Nq, Nk, causal, scale * math.log2(math.e))
+            blocks = B * H * -(-Nq // br)
+            try:
+                gpu.launch(function, blocks, threads, call, shared=shared)
+            except BuildError as error:
+                what = f"{blocks} blocks of {threads} threads and {shared} bytes of shared memory"
+                raise RuntimeError(f"the launch of {what} failed: {error}") from None
         return out
-
-    def launch(
-        self,
-        pointers: Sequence[int],
-        strides: Sequence[Sequence[int]],
-        sizes: tuple[int, int, int, int, int],
-        causal: bool,
-        scale: float,
-        index: int = 0,
-        stream: int = 0,
-    ) -> None:
-        """Launch the kernel on a GPU, whose context must be current.
-
-        pointers: of q, k, v and out. strides: of q, k and v from a batch, head and row to the next, in
-        floats. sizes: B, H, Nq, d, Nk. Raises BuildError as compiled() does, and RuntimeError if the launch
-        fails.
-        """
-        from shakespeare.attention_ext.cuda.gpu import launch
-
-        B, H, Nq, d, Nk = sizes
-        _, function, (br, threads, shared) = self.compiled(d, index)
-        shape = (B, H, Nq, Nk, causal, scale * math.log2(math.e))
-        call = CudaCall(*pointers, None, *(Strides(*each) for each in strides), *shape)
-        blocks = B * H * -(-Nq // br)
-        try:
-            launch(function, blocks, threads, call, shared=shared, stream=stream)
-        except BuildError as error:
-            what = f"{blocks} blocks of {threads} threads and {shared} bytes of shared memory"
-            raise RuntimeError(f"the launch of {what} failed: {error}") from None
-
-
-def of_ladder(text: str) -> str | None:
-    """The kernel of the ladder that CUDA C++ defines, '1' to '6', as attention_kernel1 ...; else None."""
-    found = re.search(r"__global__[^;{]*?\battention_kernel(\d)\s*\(", text)
-    return found[1] if found else None
 
 
 class OnLadder:
@@ -335,36 +299,26 @@ class OnLadder:
 
     takes_tensors = True
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, source: Source) -> None:
         from shakespeare.attention_ext.cuda.kernels import KERNELS
 
-        text = file.read_text("utf-8-sig")
-        number = of_ladder(text)
-        if number not in KERNELS:
-            raise BuildError(f"{file.name} defines attention_kernel{number}; the ladder has none")
-
-        def write(work: Path) -> Path:
-            (work / file.name).write_text(text, encoding="utf-8")
-            return work / file.name
-
-        folder = cache.real(cache.directory()) / f"{NAME}_{cache.fingerprint([file.name, text])}"
-        made = folder / file.name
-        cache.make(made, file.name, write)
-        cache.prune(folder)
-        self._row = replace(KERNELS[number], name=str(made), sources={Dtype.FP32: str(made)})
-        KERNELS[self._row.name] = self._row  # where the launcher looks
+        if source.ladder not in KERNELS:
+            raise BuildError(f"{file.name} defines attention_kernel{source.ladder}; the ladder has none")
+        path = str(kept(file.name, source.text))
+        self._row = replace(KERNELS[source.ladder], name=path, sources={Dtype.FP32: path})
+        KERNELS[path] = self._row  # where the launcher looks
 
     def source(self, d: int, arch: str) -> nvrtc.Source:
         """What NVRTC compiles for heads of width d and an architecture such as sm_90."""
-        from shakespeare.attention_ext.cuda.gpu import source
+        from shakespeare.attention_ext.cuda import gpu
         from shakespeare.attention_ext.cuda.kernels import Gpu
 
         capability = int(arch[3:-1]), int(arch[-1])
         tile = self._row.tile(d, Dtype.FP32, Gpu(arch, capability, SHARED_BYTES, 1))
-        return source(self._row, tile, d, Dtype.FP32, capability)
+        return gpu.source(self._row, tile, d, Dtype.FP32, capability)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, **others: Any) -> Tensor:
-        """The output (B, H, Nq, d) on q's GPU. others are not used."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        """The output (B, H, Nq, d) on q's GPU."""
         from shakespeare.attention_ext.cuda import operators
 
         try:
@@ -380,67 +334,66 @@ class InPython:
     On a GPU without torch it gets the arrays of Numba.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file, text = file, file.read_text("utf-8-sig")
-        if uses_numba_cuda(text) and simulated() and "numba" not in sys.modules:
-            import os
-
+    def __init__(self, file: Path, source: Source) -> None:
+        if source.simulated and "numba" not in sys.modules:
             os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
-        module = ModuleType(f"own_{file.stem}")
-        module.__file__ = str(file)
-        sys.modules[module.__name__] = module
-        linecache.checkcache(str(file))
-        sys.path.insert(0, str(file.parent))
-        try:  # Python's own import may take bytecode of a version that was saved in the same second
-            exec(compile(text, str(file), "exec"), vars(module))
-        except Exception as error:
-            raise BuildError(f"{file.name} cannot be imported: {self.reason(error)}") from error
-        finally:
-            sys.path.remove(str(file.parent))
-        function = getattr(module, "attention", None)
-        if not callable(function):
+        try:
+            self._function: Any = getattr(imported(file), "attention", None)
+        except (Exception, SystemExit) as error:
+            raise BuildError(f"{file.name} cannot be imported: {reason(error, file)}") from error
+        if not callable(self._function):
             raise BuildError(f"{file.name} must define {MISSING['.py']}")
-        self._function, self._on_gpu = function, device(file) == "cuda"
-        self._simulated = uses_numba_cuda(text) and not self._on_gpu
-        self.takes_tensors = (
-            bool(re.search(r"^\s*(import|from)\s+(torch|triton)\b", text, re.M)) or self._on_gpu
-        )
-        self._wants_tensors = bool(re.search(r"^\s*(import|from)\s+(torch|triton)\b", text, re.M))
+        self._file, self._source = file, source
+        self.takes_tensors = source.torch or source.device == "cuda"
 
-    def reason(self, error: BaseException) -> str:
-        """What was raised, with its line in the file."""
-        line, trace = "", error.__traceback__
-        while trace:
-            if trace.tb_frame.f_code.co_filename == str(self._file):
-                line = f" at {self._file.name}:{trace.tb_lineno}"
-            trace = trace.tb_next
-        said = (str(error).strip().splitlines() or [""])[0]
-        return f"{type(error).__name__}: {said}{line}"
-
-    def __call__(self, q: Any, k: Any, v: Any, causal: bool, scale: float, **others: Any) -> Any:
-        """The output (B, H, Nq, d): a tensor for tensors, else an array. others are not used.
+    def __call__(self, q: Any, k: Any, v: Any, causal: bool, scale: float, *, threads: int = 1) -> Any:
+        """The output (B, H, Nq, d): a tensor for tensors, else an array. threads: not used.
 
         Raises RuntimeError with what the function raised, and if its result has a wrong form.
         """
-        given: Any = (q, k, v)
-        if self._on_gpu and not self._wants_tensors:
+        given: Sequence[Any] = (q, k, v)
+        if self.takes_tensors and not self._source.torch:
             from numba import cuda
 
-            given = tuple(map(cuda.as_cuda_array, given))
-        elif self._simulated:  # Numba copies only contiguous arrays to a GPU
-            given = tuple(map(np.ascontiguousarray, given))
+            given = [cuda.as_cuda_array(t) for t in given]
+        elif self._source.simulated:  # Numba copies only contiguous arrays to a GPU
+            given = [np.ascontiguousarray(t) for t in given]
         try:
             out = self._function(*given, causal, scale)
-        except Exception as error:
-            raise RuntimeError(f"the function raised {self.reason(error)}") from error
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(f"the function raised {reason(error, self._file)}") from error
         if self.takes_tensors:
             import torch
 
             out = torch.as_tensor(out, device=q.device).to(torch.float32)
         else:
             out = np.asarray(out, np.float32)
-        if tuple(out.shape) != tuple(q.shape):
-            raise RuntimeError(
-                f"the function returned the shape {tuple(out.shape)}; it must be q's, {tuple(q.shape)}"
-            )
+        got, must = tuple(out.shape), tuple(q.shape)
+        if got != must:
+            raise RuntimeError(f"the function returned the shape {got}; it must be q's, {must}")
         return out
+
+
+def imported(file: Path) -> ModuleType:
+    """The module in a user's file. Raises what the file raises."""
+    module = ModuleType(f"own_{file.stem}")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module
+    linecache.checkcache(str(file))
+    sys.path.insert(0, str(file.parent))
+    try:  # Python's own import may take bytecode of a version that was saved in the same second
+        exec(compile(file.read_text("utf-8-sig"), str(file), "exec"), vars(module))
+    finally:
+        sys.path.remove(str(file.parent))
+    return module
+
+
+def reason(error: BaseException, file: Path) -> str:
+    """What was raised, with its line in a user's file."""
+    line, trace = "", error.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == str(file):
+            line = f" at {file.name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    said = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {said}{line}"

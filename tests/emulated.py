@@ -13,11 +13,11 @@ import cuda_on_cpu
 import numpy as np
 
 from shakespeare.attention_ext.build.nvrtc import SOURCES
-from shakespeare.own import kernel as own
+from shakespeare.own import kernel as kernels
 
 
-class Emulated(own.Native):
-    """What own.loaded() gives for a file in CUDA here; worker.Trial calls it as a kernel in C++."""
+class Emulated(kernels.Native):
+    """What kernels.loaded() gives for a file in CUDA here; worker.Trial calls it as a kernel in C++."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._text, self._functions = file, file.read_text(), {}
@@ -46,10 +46,10 @@ class Emulated(own.Native):
 
     def __call__(self, q, k, v, causal, scale, *, threads=1, out=None, scratch=None):
         B, H, Nq, d = q.shape
-        strides = (own.Strides(*(n // 4 for n in t.strides[:3])) for t in (q, k, v))
+        strides = (kernels.Strides(*(n // 4 for n in t.strides[:3])) for t in (q, k, v))
         data = (t.ctypes.data for t in (q, k, v, out))
         sizes = (B, H, Nq, k.shape[2], causal, scale * math.log2(math.e))
-        call, library = own.CudaCall(*data, None, *strides, *sizes), self._compiled(d)
+        call, library = kernels.CudaCall(*data, None, *strides, *sizes), self._compiled(d)
         for block in range(B * H * -(-Nq // self._br)):
             library.begin_at(block)
             if library.run(ctypes.byref(call), 1, block):

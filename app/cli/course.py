@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ def check(path: Path, as_json: bool, seconds: float) -> bool:
     """Check the exercises and print what is done."""
     from shakespeare.own.course import checks
 
-    results = []
-    for result, (exercise, _) in zip(checks.check(found := checks.named(path), seconds), found):
+    results, exercises = [], checks.named(path)
+    for result, (exercise, _) in zip(checks.check(exercises, seconds), exercises):
         results.append(result)
         if as_json:
             continue
@@ -52,8 +53,8 @@ def check(path: Path, as_json: bool, seconds: float) -> bool:
     if as_json:
         from shakespeare.lab import machine
 
-        made: dict[str, Any] = {"points": points, "of": of, "machine": machine.describe()}
-        click.echo(json.dumps(made | {"exercises": [result.as_json() for result in results]}))
+        whole: dict[str, Any] = {"points": points, "of": of, "machine": machine.describe()}
+        click.echo(json.dumps(whole | {"exercises": [asdict(r) | {"points": r.points} for r in results]}))
     else:
         click.echo(f"{points} of {of} points")
     return points == of

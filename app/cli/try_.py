@@ -1,5 +1,6 @@
 """try: a kernel of your own, from a file: is it right, how fast is it, and what to do next."""
 
+import contextlib
 import json
 import shlex
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 import click
 
 from shakespeare.app.cli import options, watch
-from shakespeare.app.cli.part import inference_options
+from shakespeare.app.cli.part import Session, converse, inference_options, write
 from shakespeare.app.cli.terminal import notice, to_type
 
 # Options of the engine that a file does not take, as open_engine() has them by default.
@@ -45,7 +46,9 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     parts and PyTorch, with a hint. --json prints all of it. With --inference the kernel writes text. Exit
     code 0: right; 1: wrong, crashed or endless; 2: used wrongly.
     """
+    from shakespeare.own import kernel as kernels
     from shakespeare.own.trial import report, starts
+    from shakespeare.own.trial.speed import Size
 
     if new:
         if file:
@@ -59,18 +62,19 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     report.checked_name(file)
     if not file.is_file():
         raise click.UsageError(f"FILE is {str(file)!r}; there is no such file")
+    device = kernels.read(file).device
     if asked["inference"]:
         options.refuse(OWN - {"file", "threads", "as_json"}, "does not go with --inference")
-        return infer(file, threads, asked)
-    ignored = asked.keys() - OWN - {"inference"}
-    options.refuse(ignored, "goes with --inference only")
+        settings = asked | FIXED | {"device": device, "threads": options.threads_for(threads)}
+        session = Session(str(file), settings)
+        converse(session) if asked["interactive"] else write(session)
+        return True
+    options.refuse(asked.keys() - OWN - {"inference"}, "goes with --inference only")
     if again:
         options.refuse(("as_json",), "does not go with --watch")
-    from shakespeare.own import kernel as own
-    from shakespeare.own.trial.speed import Size
-
-    N, heads = (4096, 100) if own.device(file) == "cuda" else (1024, 4)
-    size = Size(asked["N"] or N, asked["d"], asked["heads"] or heads, asked["causal"], threads or 1)
+    N, heads = (4096, 100) if device == "cuda" else (1024, 4)
+    N, heads, threads = asked["N"] or N, asked["heads"] or heads, threads or 1
+    size = Size(N, asked["d"], heads, asked["causal"], threads, asked["cachegrind"])
     return try_once(file, size, asked, again)
 
 
@@ -78,21 +82,21 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
     """Try the file and print the report; with `again` once more at each save."""
     from shakespeare.own.trial import checking, report
 
-    with checking.Checker() as checker:
+    with contextlib.closing(checking.Checker()) as checker:
         while True:
             before, start = watch.versions([file]), time.perf_counter()
-            found = checker.check(file, asked["seconds"])
+            verdict = checker.check(file, asked["seconds"])
             if not asked["as_json"]:
-                click.echo(report.verdict(file, found))
+                click.echo(report.verdict(file, verdict))
             if not again:
-                return explain(file, found, size, asked)
+                return explain(file, verdict, size, asked)
             notice(f"verdict after {time.perf_counter() - start:.2f} s")
 
             def changed(before: Any = before) -> bool:
                 return watch.versions([file]) not in (before, {})
 
             # a save does not wait for what a compiler still does for the last one
-            threading.Thread(target=explain, args=(file, found, size, asked, changed), daemon=True).start()
+            threading.Thread(target=explain, args=(file, verdict, size, asked, changed), daemon=True).start()
             checker.warm(file)
             while not changed():
                 time.sleep(watch.POLL_SECONDS)
@@ -100,44 +104,33 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
 
 
 def explain(
-    file: Path, found: Any, size: Any, asked: dict[str, Any], stop: Callable[[], bool] | None = None
+    file: Path, verdict: Any, size: Any, asked: dict[str, Any], stop: Callable[[], bool] | None = None
 ) -> bool:
     """What follows the verdict: sanitizers, speed and hint. Returns whether the kernel is right.
 
     stop: whether the file was saved again; then nothing more is said.
     """
     from shakespeare.lab.command import Stopped
-    from shakespeare.own.trial import checking, report, speed
+    from shakespeare.own.trial import report, sanitizers, speed
 
-    figures, known, as_json = None, found.finding, asked["as_json"]
+    figures, known = None, verdict.finding
 
     def say(text: str) -> None:
-        if text and not as_json and not (stop and stop()):
+        if text and not asked["as_json"] and not (stop and stop()):
             click.echo(text)
 
     try:
-        checking.sanitize(file, found, stop)
-        if found.finding != known:
-            say(report.verdict(file, found))
-        say(report.memory(found))
-        if found.right:
-            figures = speed.measure(file, size, asked["cachegrind"], stop)
+        sanitizers.sanitize(file, verdict, stop)
+        if verdict.finding != known:
+            say(report.verdict(file, verdict))
+        say(report.memory(verdict))
+        if verdict.right:
+            figures = speed.measure(file, size, stop)
             say(report.speed(figures, size, file))
     except Stopped:
         return False
-    if as_json:
-        click.echo(json.dumps(report.as_json(file, found, figures, size)))
+    if asked["as_json"]:
+        click.echo(json.dumps(report.as_json(file, verdict, figures, size)))
     if stop and not stop():
         notice(f"waiting for {file.name} to be saved (Ctrl-C ends)")
-    return found.right and not (isinstance(figures, str) and "crashed" in figures)
-
-
-def infer(file: Path, threads: int | None, asked: dict[str, Any]) -> bool:
-    """Let the file's kernel write text."""
-    from shakespeare.app.cli.part import Session, converse, write
-    from shakespeare.own import kernel as own
-
-    settings = asked | FIXED | {"device": own.device(file), "threads": options.threads_for(threads)}
-    session = Session(str(file), settings)
-    converse(session) if asked["interactive"] else write(session)
-    return True
+    return verdict.right and not (isinstance(figures, str) and "crashed" in figures)

@@ -1,5 +1,6 @@
 """--watch: a command that runs again at each save of a source."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -18,14 +19,12 @@ TIME = re.compile(r"^(?:Manual Execution Time|part\d backward time): +([\d.]+) ?
 
 def versions(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
     """What changes at a save of one of the files; a file that is missing is left out."""
-    found = {}
+    known = {}
     for file in files:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             status = file.stat()
-        except FileNotFoundError:
-            continue
-        found[file] = status.st_mtime_ns, status.st_size
-    return found
+            known[file] = status.st_mtime_ns, status.st_size
+    return known
 
 
 def tests(folder: Path) -> NoReturn:
@@ -39,10 +38,10 @@ def tests(folder: Path) -> NoReturn:
     while True:
         before = versions(folder.rglob("*.*"))
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as child:
-            while True:
+            said = None
+            while said is None:
                 try:
                     said, _ = child.communicate(timeout=POLL_SECONDS)
-                    break
                 except subprocess.TimeoutExpired:
                     if versions(folder.rglob("*.*")) != before:
                         child.kill()

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab.command import run
-from shakespeare.own import kernel as own
-from shakespeare.own.course.exercises import EXERCISES, Exercise, cases_of
-from shakespeare.own.trial import checking, speed
+from shakespeare.own import kernel as kernels
+from shakespeare.own.course.exercises import EXERCISES, Exercise, Failed, asked
+from shakespeare.own.trial import checking, sanitizers, speed
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures, Size
 
 PYTHON_SECONDS = 120  # that the check of an exercise in PyTorch may take
-SIZES = {"cpu": Size(), "cuda": Size(4096, 32, 100)}  # of the timed call
+SIZES = {"cpu": Size(alone=True), "cuda": Size(4096, 32, 100, alone=True)}  # of the timed call
 
 
 @dataclass
@@ -45,35 +44,34 @@ class Result:
         """One for each stage."""
         return len(self.passed)
 
-    def as_json(self) -> dict[str, Any]:
-        """All of it, with the points."""
-        return asdict(self) | {"points": self.points}
-
 
 def named(path: Path) -> list[tuple[Exercise, Path]]:
     """The exercises of a folder, or the one of a file, with their files.
 
     Raises ValueError if there is none.
     """
-    if path.is_dir():
-        found = [(each, path / each.file) for each in EXERCISES if (path / each.file).is_file()]
-    else:
-        found = [(each, path) for each in EXERCISES if each.file == path.name and path.is_file()]
-    if not found:
+    folder = path if path.is_dir() else path.parent
+    files = [(row, folder / row.file) for row in EXERCISES]
+    existing = [(row, file) for row, file in files if path in (folder, file) and file.is_file()]
+    if not existing:
         raise ValueError(f"DIRECTORY is {str(path)!r}; it must hold exercises, or be one of them")
-    return found
+    return existing
 
 
 def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterator[Result]:
     """Check each exercise. seconds: that a call may take before it is endless."""
-    with checking.Checker() as checker:
+    with contextlib.closing(checking.Checker()) as checker:
         for exercise, file in exercises:
             start = time.perf_counter()
             result = Result(exercise.name, len(exercise.stages))
-            if exercise.kind == "attention":
-                _attention(exercise, file, result, checker, seconds)
-            else:
-                _python(exercise, file, result)
+            kind = exercise.kind
+            stages = _attention(exercise, file, result, checker, seconds) if kind == "attention" else None
+            try:
+                for stage, note in stages or _python(exercise, file):
+                    result.passed.append(stage)
+                    result.note = note
+            except Failed as error:
+                result.failed = str(error)
             if not result.passed and file.read_text(errors="replace") == exercise.text():
                 result.failed = "it is untouched"
             result.seconds = time.perf_counter() - start
@@ -82,54 +80,45 @@ def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterato
 
 def _attention(
     exercise: Exercise, file: Path, result: Result, checker: checking.Checker, seconds: float
-) -> None:
-    try:
-        found = checker.check(file, seconds)
-    except BuildError as error:
-        result.failed = str(error)
-        return
-    skipped = {i for i, case in enumerate(CASES) if str(case) in found.skipped}
-    right = {*found.passed, *skipped}
-    why = found.refused or (found.finding.sentence if found.finding else "")
+) -> Iterator[tuple[str, str]]:
+    """Yield each stage that a kernel passes, with a note. Raises Failed at the first other one."""
+    verdict = checker.check(file, seconds)
+    checker.warm(file)
+    right = {case for i, case in enumerate(CASES) if i in verdict.passed or str(case) in verdict.skipped}
     for stage in ("plain", "causal", "awkward"):
-        wrong = [case for i, case in enumerate(CASES) if cases_of(stage)(case) and i not in right]
-        if wrong or found.refused or not found.passed:
-            result.failed = why or f"wrong for {wrong[0]}"
-            return
-        result.passed.append(stage)
-    checking.sanitize(file, found)
-    if not found.right:
-        result.failed = found.finding.sentence if found.finding else "wrong"
-        return
-    result.passed.append("memory")
-    figures = speed.measure(file, SIZES[own.device(file)], alone=True)
+        wrong = [case for case in CASES if asked(stage, case) and case not in right]
+        if wrong or not verdict.passed:
+            raise Failed(verdict.why or f"wrong for {wrong[0]}")
+        yield stage, ""
+    sanitizers.sanitize(file, verdict)
+    if not verdict.right:
+        raise Failed(verdict.why or "wrong")
+    yield "memory", ""
+    figures = speed.measure(file, SIZES[kernels.read(file).device])
     if not isinstance(figures, Figures):
-        result.failed = figures
-        return
+        raise Failed(figures)
     result.ms, result.share = figures.ms["own"], figures.share
-    limit = figures.peak / 1e9
-    result.note = f"{result.ms:.3g} ms, {100 * figures.share:.3g} % of {exercise.limit} ({limit:.3g} GFLOP/s)"
-    result.note += f", {figures.cpu}"
-    if 100 * figures.share >= exercise.share:
-        result.passed.append("fast")
-    else:
-        result.failed = f"{result.note}; {exercise.share:g} % is asked for"
+    note = f"{result.ms:.3g} ms, {100 * figures.share:.3g} % of the FMA peak "
+    result.note = f"{note}({figures.peak / 1e9:.3g} GFLOP/s), {figures.cpu}"
+    if 100 * figures.share < exercise.share:
+        raise Failed(f"{result.note}; {exercise.share:g} % is asked for")
+    yield "fast", result.note
 
 
-def _python(exercise: Exercise, file: Path, result: Result) -> None:
+def _python(exercise: Exercise, file: Path) -> Iterator[tuple[str, str]]:
+    """The same of an exercise in PyTorch, by a process."""
     command = [sys.executable, "-m", "shakespeare.own.course.models", exercise.kind, str(file.resolve())]
     try:
         code, out, err = run([*command, str(exercise.share)], PYTHON_SECONDS, None, **checking.environment())
     except subprocess.TimeoutExpired:
-        result.failed = f"it did not end within {PYTHON_SECONDS} s, and was ended"
-        return
+        raise Failed(f"it did not end within {PYTHON_SECONDS} s, and was ended") from None
+    stage = ""
     for line in out.splitlines():
         if not line.startswith("{"):
             continue  # what the file prints
         said = json.loads(line)
-        if "stage" in said:
-            result.passed.append(said["stage"])
-            result.note = said["note"]
-        result.failed = said.get("failed", "")
-    if code or not (result.failed or result.points == result.of):
-        result.failed = f"it ended the program: {(err.splitlines() or [f'exit code {code}'])[-1]}"
+        if "failed" in said:
+            raise Failed(said["failed"])
+        yield (stage := said["stage"]), said["note"]
+    if code or stage != "fast":
+        raise Failed(f"it ended the program: {(err.splitlines() or [f'exit code {code}'])[-1]}")

@@ -8,7 +8,6 @@ prints a line of JSON for each stage that passed, {"stage": ..., "note": ...}, t
 from __future__ import annotations
 
 import json
-import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +22,12 @@ from shakespeare.lab.timing import in_turns
 from shakespeare.model import load
 from shakespeare.model.gpt import GPT
 from shakespeare.model.kv_cache import KVCache
+from shakespeare.own import kernel as kernels
+from shakespeare.own.course.exercises import Failed
+from shakespeare.own.trial.cases import beside
 
 MODEL = "shakes128"
-ALLOWED, FLOOR = 4, 2e-6  # times the error of PyTorch's float32, and a share of the largest number
+FLOOR = 5e-7  # of the error, a share of the largest number
 ROUNDS, LEAST_SECONDS = 7, 0.02
 TIMED = (4, 512, 64)  # heads, N and d of the timed backward pass
 # (B, H, Nq, Nk, d) of each stage
@@ -36,18 +38,15 @@ BACKWARD = {
 }
 
 
-class Failed(Exception):
-    """A stage is not passed."""
-
-
 def passed(got: Tensor, wanted: Tensor, peer: Tensor, what: str) -> None:
     """Raise Failed unless `got` errs little more than PyTorch's float32, `peer`, beside float64."""
     if tuple(got.shape) != tuple(wanted.shape):
         raise Failed(f"{what} has the shape {tuple(got.shape)}; it must be {tuple(wanted.shape)}")
-    error, other = (float((t.double() - wanted).abs().max()) for t in (got, peer))
-    allowed = ALLOWED * other + FLOOR * max(1.0, float(wanted.abs().max()))
-    if not error <= allowed:
-        raise Failed(f"{what} is off by {error:.2g}; {allowed:.2g} is allowed")
+    mine, exact, other = (t.detach().numpy() for t in (got, wanted, peer))
+    expected = beside(exact, other, FLOOR)
+    if not expected.allows(mine):
+        error = expected.error(mine).max()
+        raise Failed(f"{what} is off by {error:.2g}; {expected.allowed:.2g} is allowed")
 
 
 def unchanged(tensors: dict[str, Tensor], call: Callable[[], object]) -> None:
@@ -61,9 +60,8 @@ def unchanged(tensors: dict[str, Tensor], call: Callable[[], object]) -> None:
 
 def fast(call: Callable[[], object], products: Callable[[], object], share: float) -> str:
     """The share of the speed of the products alone, in a sentence. Raises Failed if it is too small."""
-    mine, alone = (
-        sorted(sample.seconds)[ROUNDS // 2] for sample in in_turns([call, products], ROUNDS, LEAST_SECONDS)
-    )
+    samples = in_turns([call, products], ROUNDS, LEAST_SECONDS)
+    mine, alone = (sorted(sample.seconds)[ROUNDS // 2] for sample in samples)
     text = f"{1e3 * mine:.3g} ms, {100 * alone / mine:.3g} % of its products alone ({1e3 * alone:.3g} ms)"
     if 100 * alone < share * mine:
         raise Failed(text)
@@ -140,7 +138,8 @@ def decoder(module: ModuleType, share: float) -> Iterator[tuple[str, str]]:
     yield "awkward", ""
     held, token = caches(1), tokens(1, 1)
     mine(tokens(1, 30), held)
-    kept = {f"the {name} of layer {i}": t[:, :, :30] for i, c in enumerate(held) for name, t in keys(c)}
+    kept = {f"the keys of layer {i}": cache.k[:, :, :30] for i, cache in enumerate(held)}
+    kept |= {f"the values of layer {i}": cache.v[:, :, :30] for i, cache in enumerate(held)}
     unchanged(dict(mine.named_parameters()) | kept, lambda: mine(token, held))
     yield "memory", ""
     weights = [t for t in peer.state_dict().values() if t.dim() == 2 and t.shape != (full, config.n_embd)]
@@ -154,38 +153,18 @@ def decoder(module: ModuleType, share: float) -> Iterator[tuple[str, str]]:
     yield "fast", fast(step, lambda: [row @ t.T for row, t in zip(rows, weights)], share)
 
 
-def keys(cache: KVCache) -> tuple[tuple[str, Tensor], ...]:
-    return ("keys", cache.k), ("values", cache.v)
-
-
 def main(kind: str, path: str, share: str) -> None:
     """Print the stages that a file passes, and why it fails the next one."""
-    file = Path(path)
+    file, check = Path(path), {"backward": backward, "decoder": decoder}[kind]
     torch.set_num_threads(1)
-    module = ModuleType(f"own_{kind}")
-    sys.modules[module.__name__] = module
-    linecache.checkcache(path)
-    check = {"backward": backward, "decoder": decoder}[kind]
     try:
-        exec(compile(file.read_text(encoding="utf-8"), path, "exec"), vars(module))
         with torch.inference_mode(kind == "decoder"):
-            for stage, note in check(module, float(share)):
+            for stage, note in check(kernels.imported(file), float(share)):
                 print(json.dumps({"stage": stage, "note": note}), flush=True)
     except Failed as error:
         print(json.dumps({"failed": str(error)}))
     except Exception as error:
-        said = (str(error).strip().splitlines() or [""])[0]
-        print(json.dumps({"failed": f"{type(error).__name__}: {said}{line_of(error, path)}"}))
-
-
-def line_of(error: BaseException, path: str) -> str:
-    """Where in the file an error was raised."""
-    where, trace = "", error.__traceback__
-    while trace:
-        if trace.tb_frame.f_code.co_filename == path:
-            where = f" at {Path(path).name}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return where
+        print(json.dumps({"failed": kernels.reason(error, file)}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+Array = NDArray[np.float32]
 Floats = NDArray[np.floating]
+ALLOWED = 4  # times the error of a float32 result
 LARGE = 300.0  # the largest score of a case with large scores: e^89 is beyond float32
 STEEP = 40.0  # by how much the scores of a growing case rise from the first key to the last
 
@@ -98,21 +100,41 @@ CASES = (
 
 
 class Expected(NamedTuple):
-    """out: (B, H, Nq, d) in float64. allowed: the largest error of a right result."""
+    """out: the result in float64. allowed: the largest error of a right one."""
 
     out: Floats
     allowed: float
 
+    def error(self, got: Floats) -> Floats:
+        """How far each number of a result is off; infinity for NaN."""
+        return np.nan_to_num(np.abs(got - self.out), nan=np.inf, posinf=np.inf)
+
+    def allows(self, got: Floats) -> bool:
+        """Whether a result is right."""
+        return bool(self.error(got).max() <= self.allowed)
+
+
+def beside(exact: Floats, peer: Floats, floor: float) -> Expected:
+    """What may differ from a float64 result: ALLOWED times the error of `peer`, a float32 one, and `floor`.
+
+    floor: a share of the largest number.
+    """
+    error = float(np.abs(peer - exact).max())
+    return Expected(exact, ALLOWED * (error + floor * max(1.0, float(np.abs(exact).max()))))
+
+
+def fused(whole: Array) -> list[Array]:
+    """q, k and v, each (B, H, N, d), in one matrix (B, N, 3, H, d)."""
+    return [whole[:, :, i].swapaxes(1, 2) for i in range(3)]
+
 
 @functools.cache
-def inputs(case: Case) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+def inputs(case: Case) -> list[Array]:
     """q, k and v, always the same."""
     random = np.random.default_rng(case.Nq * 10_007 + case.Nk * 101 + case.d)
     B, H, d = case.B, case.H, case.d
     if case.fused:
-        whole = random.standard_normal((B, case.Nk, 3, H, d), np.float32)
-        q, k, v = (whole[:, :, i].swapaxes(1, 2) for i in range(3))
-        return q, k, v
+        return fused(random.standard_normal((B, case.Nk, 3, H, d), np.float32))
     q, k, v = (random.standard_normal((B, H, n, d), np.float32) for n in (case.Nq, case.Nk, case.Nk))
     if case.scores == "large":
         q *= np.float32(LARGE / np.abs(case.applied * q @ k.swapaxes(2, 3)).max())
@@ -120,23 +142,21 @@ def inputs(case: Case) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArra
         q, rise = np.abs(q) + np.float32(0.5), np.linspace(0, 1, case.Nk, dtype=np.float32)
         k = np.ones_like(k) * rise[:, None] + np.float32(0.01) * k
         q *= np.float32(STEEP) / np.float32(np.abs(case.applied * q @ k.swapaxes(2, 3)).max())
-    return q, k, v
+    return [q, k, v]
 
 
 @functools.cache
 def expected(case: Case) -> Expected:
-    """The result in float64, and what a float32 result may differ from it.
+    """The result (B, H, Nq, d) in float64, and the allowed error beside NumPy's float32.
 
-    That is four times the error of NumPy's float32, plus four times the larger of 1e-6 and the largest
-    score's rounding, which is the relative error of a weight.
+    The floor is the larger of 1e-6 and the largest score's rounding, the relative error of a weight.
     """
     q, k, v = inputs(case)
     wide = [t.astype(np.float64) for t in (q, k, v)]
     exact = attention(wide[0], wide[1], wide[2], case.seen(), case.applied)
     peer = attention(q, k, v, case.seen(), np.float32(case.applied))
-    largest = case.applied * np.abs(q.astype(np.float64) @ k.swapaxes(2, 3)).max()
-    floor = max(1e-6, 2.0**-24 * largest) * max(1.0, float(np.abs(exact).max()))
-    return Expected(exact, 4 * float(np.abs(peer - exact).max()) + 4 * floor)
+    largest = case.applied * np.abs(wide[0] @ wide[1].swapaxes(2, 3)).max()
+    return beside(exact, peer, max(1e-6, 2.0**-24 * largest))
 
 
 def attention(q: Floats, k: Floats, v: Floats, seen: NDArray[np.bool_], scale: float | np.float32) -> Floats:

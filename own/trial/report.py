@@ -9,8 +9,8 @@ from typing import Any
 
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.lab.text import counted, size_text
-from shakespeare.own.trial.checking import Verdict
-from shakespeare.own.trial.speed import LADDER, PAGES, Figures, Size, hint, place
+from shakespeare.own.trial.speed import LADDER, Figures, Size, hint, place
+from shakespeare.own.trial.worker import Verdict
 
 WIDTH = 100
 MISTAKES = "docs/use/try.md#mistakes"
@@ -23,35 +23,27 @@ def line(title: str, text: str) -> str:
 
 def spans(numbers: list[int]) -> str:
     """[0, 1, 2, 5] as '0 to 2, 5'; long lists are cut."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and n == parts[-1][1] + 1:
-            parts[-1][1] = n
-        else:
-            parts.append([n, n])
-    texts = [f"{a} to {b}" if b > a else f"{a}" for a, b in parts]
+    known = set(numbers)
+    starts, ends = ([n for n in numbers if n + step not in known] for step in (-1, 1))
+    texts = [f"{a} to {b}" if b > a else f"{a}" for a, b in zip(starts, ends)]
     return ", ".join(texts[:6]) + ", ..." * (len(texts) > 6)
 
 
-def verdict(file: Path, found: Verdict) -> str:
+def verdict(file: Path, outcome: Verdict) -> str:
     """Right or wrong, and what was found, in lines."""
-    if found.refused:
-        return f"{found.output}{file.name} does not run: {found.refused}"
-    if found.right:
-        lines = [f"{file.name} is right in {counted(found.tried, 'case')}"]
+    if outcome.refused:
+        return f"{outcome.output}{file.name} does not run: {outcome.refused}"
+    if outcome.right:
+        lines = [f"{file.name} is right in {counted(outcome.tried, 'case')}"]
     else:
-        lines = [f"{file.name} is wrong"]
-        lines.append(line("first at" if found.shown else "at", found.at or "the start"))
-        if found.shown:
-            lines += _shown(found.shown)
-        if found.finding:
-            lines.append(line("because", found.finding.sentence))
+        at = line("first at" if outcome.shown else "at", outcome.at or "the start")
+        lines = [f"{file.name} is wrong", at, *(_shown(outcome.shown) if outcome.shown else ())]
+        lines.append(line("because", outcome.why or "no usual mistake gives this result"))
+        if outcome.finding:
             lines.append(line("read", MISTAKES))
-        else:
-            lines.append(line("because", "no usual mistake gives this result"))
-    if found.skipped:
-        many = counted(len(found.skipped), "case")
-        lines.append(line("not tried", f"{many} that would take too long, such as {found.skipped[0]}"))
+    if outcome.skipped:
+        many = counted(len(outcome.skipped), "case")
+        lines.append(line("not tried", f"{many} that would take too long, such as {outcome.skipped[0]}"))
     return "\n".join(lines)
 
 
@@ -60,27 +52,20 @@ def _shown(shown: dict[str, Any]) -> list[str]:
     b, h, i, _ = shown["at"]
     first, count = shown["first"], len(shown["expected"])
     heads = f"heads {spans(shown['heads'])}; in head {h} of batch {b} "
-    lines = [
-        line(
-            "",
-            f"{shown['off']} of {shown['of']} numbers are off: {heads}rows {spans(shown['rows'])}, "
-            f"columns {spans(shown['columns'])}",
-        )
-    ]
-    title = f"row {i}"
-    columns = f"columns {first} to {first + count - 1}"
-    for what in ("expected", "got"):
-        lines.append(f"{title:12}{what:9}" + "".join(f"{x:12.5g}" for x in shown[what]) + f"  {columns}")
-        title = columns = ""
+    where = f"{heads}rows {spans(shown['rows'])}, columns {spans(shown['columns'])}"
+    lines = [line("", f"{shown['off']} of {shown['of']} numbers are off: {where}")]
+    expected, got = ("".join(f"{x:12.5g}" for x in shown[name]) for name in ("expected", "got"))
+    lines.append(f"{f'row {i}':12}expected {expected}  columns {first} to {first + count - 1}")
+    lines.append(f"{'':12}got      {got}  ")
     key = ". right; - + # wrong, more than 100 and 10,000 times what is allowed; ? no number"
     lines.append(f"{'error':12}{key}")
     lines += [f"{'':12}{row}" for row in shown["picture"]]
     return lines
 
 
-def memory(found: Verdict) -> str:
+def memory(outcome: Verdict) -> str:
     """What the sanitizers say."""
-    return "\n".join(line("memory" if i == 0 else "", text) for i, text in enumerate(found.memory))
+    return "\n".join(line("memory" if i == 0 else "", text) for i, text in enumerate(outcome.memory))
 
 
 def speed(figures: Figures | str, size: Size, file: Path) -> str:
@@ -104,28 +89,30 @@ def speed(figures: Figures | str, size: Size, file: Path) -> str:
     if figures.scratch is not None:
         lines.append(line("scratch", size_text(figures.scratch)))
     if figures.moved:
-        each = ", ".join(f"{size_text(count)} into {cache}" for cache, count in figures.moved.items())
-        lines.append(line("moved", f"for one head {each}; at least {size_text(figures.least)} (cachegrind)"))
+        counts = ", ".join(f"{size_text(count)} into {cache}" for cache, count in figures.moved.items())
+        lines.append(
+            line("moved", f"for one head {counts}; at least {size_text(figures.least)} (cachegrind)")
+        )
     what, page = hint(figures, size, file.read_text(errors="replace"))
-    lines += [line("what now", what), line("read", PAGES[page])]
+    lines += [line("what now", what), line("read", page)]
     if figures.busy:
         lines.append(figures.busy)
     return "\n".join(lines)
 
 
-def as_json(file: Path, found: Verdict, figures: Figures | str | None, size: Size) -> dict[str, Any]:
+def as_json(file: Path, outcome: Verdict, figures: Figures | str | None, size: Size) -> dict[str, Any]:
     """The whole result for --json."""
-    made: dict[str, Any] = {"file": str(file), "right": found.right, "refused": found.refused or None}
-    made |= {"tried": found.tried, "skipped": list(found.skipped), "at": found.at if found.wrong else None}
-    made["finding"] = asdict(found.finding) if found.finding else None
-    made |= {"first_wrong": found.shown, "memory": found.memory, "size": asdict(size)}
+    known: dict[str, Any] = {"file": str(file), "right": outcome.right, "refused": outcome.refused or None}
+    known |= {"tried": outcome.tried, "skipped": outcome.skipped, "at": outcome.at if outcome.wrong else None}
+    known |= {"finding": outcome.finding and asdict(outcome.finding), "first_wrong": outcome.shown}
+    known |= {"memory": outcome.memory, "size": asdict(size)}
     if isinstance(figures, Figures):
         what, page = hint(figures, size, file.read_text(errors="replace"))
-        made["speed"] = asdict(figures) | {"share": figures.share, "place": place(figures)}
-        made["hint"] = {"text": what, "read": PAGES[page]}
+        known["speed"] = asdict(figures) | {"share": figures.share, "place": place(figures)}
+        known["hint"] = {"text": what, "read": page}
     elif figures:
-        made["speed"] = {"note": figures}
-    return made
+        known["speed"] = {"note": figures}
+    return known
 
 
 def checked_name(file: Path) -> str:

@@ -1,8 +1,8 @@
 """How fast a user's kernel is, beside the parts and PyTorch, and what to do next.
 
-python -m shakespeare.own.trial.speed FILE N d heads causal threads cachegrind alone
+python -m shakespeare.own.trial.speed FILE SIZE
 
-measures in this process, which the kernel may crash, and prints Figures as JSON.
+measures in this process, which the kernel may crash, and prints Figures as JSON, as SIZE is.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shakespeare.lab.command import run
 from shakespeare.lab.text import size_text
-from shakespeare.own import kernel as own
-from shakespeare.own.trial.checking import SIGNALS, environment
+from shakespeare.own import kernel as kernels
+from shakespeare.own.trial.checking import environment, signalled
 
 SECONDS = 600  # that the measurement may take
 ROUNDS, MIN_TIME = 6, 0.06
@@ -28,42 +28,72 @@ SMALLER = 16  # N is so many times smaller in the call that fits the first cache
 WIDER = 2  # d is so many times larger in the call that tells the softmax's time from the products'
 MUCH = 0.4  # share of the time that a softmax should not take
 GROWN = 1.35  # by this much a score costs more at N than at N / SMALLER where the caches are the bound
-LINE_BYTES_PER_FLOP = 4  # bytes into a cache for an operation: 32 if each number comes with a line of 64
 NEAR = 0.7  # share of the peak that leaves little
-# The passages that hints refer to.
-PAGES = {
-    "lanes": "docs/learn/attention.md#part-2-blocks",
-    "blocks": "docs/learn/attention.md#part-2-blocks",
-    "rows": "docs/learn/attention.md#part-3-one-row-at-a-time",
-    "tiles": "docs/learn/attention.md#part-4-tiles-and-an-online-softmax",
-    "helpers": "docs/use/measuring.md#effect-of-the-simd-helpers",
-    "kernel1": "docs/learn/gpu.md#kernel-1-a-launch-for-each-tile-of-keys",
-    "kernel2": "docs/learn/gpu.md#kernel-2-one-launch-padding-4-x-4-scores-a-thread",
-    "kernel3": "docs/learn/gpu.md#kernel-3-where-a-rows-state-is",
-    "kernel4": "docs/learn/gpu.md#kernel-4-float32-near-the-limit",
-    "kernel5": "docs/learn/gpu.md#kernel-5-tensor-cores",
+PART2, PART3 = "docs/learn/attention.md#part-2-blocks", "docs/learn/attention.md#part-3-one-row-at-a-time"
+PART4 = "docs/learn/attention.md#part-4-tiles-and-an-online-softmax"
+GPU = "docs/learn/gpu.md#how-attention-gets-fast-on-a-gpu"
+# What bounds a kernel: where that is explained, and what to do next.
+HINTS = {
+    "peak": (PART4, "{share:.0f} % of the peak: little is left. Part 4 shows what"),
+    "softmax": (
+        "docs/use/measuring.md#effect-of-the-simd-helpers",
+        "{softmax:.0f} % of the time does not grow with d: it is the softmax's. softmax_row() of "
+        "cpu/softmax.h takes the exponentials of a whole vector at a time",
+    ),
+    "lanes": (
+        PART2,
+        "{chain} in the products: {rate:.3g} GFLOP/s, and one lane of {lanes} gives {lane:.3g}. Let the "
+        "inner loop run over neighbours with a sum each: O[c] += P[j] * V[j][c] reads V along its rows, and "
+        "S[j] += Q[c] * Kt[c][j] takes a transposed tile of K",
+    ),
+    "cache": (
+        PART2,
+        "a score costs {grown:.1f} times as much as at N = {small}: the matrices leave the cache. Let a tile "
+        "of queries share each pass over K and V (simd::multiply of simd/simd.h)",
+    ),
+    "matrix": (PART3, "S takes {matrix}, written and read again: keep a row or a tile of it"),
+    "scratch": (
+        PART4,
+        "the scratch, {scratch}, leaves the first caches: take a tile of keys at a time too, and correct the "
+        "sums when the maximum rises",
+    ),
+    "sets": (
+        PART2,
+        "the products use the helpers, and wait for the cache: rows a multiple of 4 KiB apart share a few of "
+        "its sets. Let a tile of K^T or of S lie by itself, its rows one after the other",
+    ),
+    "registers": (PART2, "the vectors wait: keep a block of sums in registers, as simd::multiply does"),
+    "kernel2": (GPU, "one launch for all keys, and several scores a thread, which read shared memory less"),
+    "kernel3": (GPU, "the row's state in registers, and keys that a whole warp reads at once"),
+    "kernel4": (GPU, "8 x 8 scores a thread, vector loads, and copies that run beside the arithmetic"),
+    "float32": (GPU, "as fast as float32 gets on these units: tensor cores are next"),
 }
 
 
 @dataclass(frozen=True)
 class Size:
-    """The call that is timed: heads matrices of N rows and d columns."""
+    """The call that is timed: heads matrices of N rows and d columns.
+
+    cachegrind: count its bytes too. alone: without the ladder, for its share of the peak only.
+    """
 
     N: int = 1024
     d: int = 32
     heads: int = 4
     causal: bool = False
     threads: int = 1
+    cachegrind: bool = False
+    alone: bool = False
 
 
 @dataclass
 class Figures:
     """What was measured.
 
-    ms: the medians of a call, of the file ('own'), of the ladder's parts and of sdpa. small_ms: that of the
-    file at N / SMALLER; wide_ms: at WIDER * d. flops: of a call. peak: multiply-adds' on the threads.
-    latency: seconds of a multiply-add that waits for the one before. lanes: of a vector. scratch, l2: bytes.
-    moved: bytes of one head into each of two caches, if they were simulated; least: the fewest possible.
+    ms: the medians of a call, of the file ('own'), of the ladder's parts and of sdpa. small_ms: of the file
+    at N / SMALLER; wide_ms: at WIDER * d. flops: of a call. peak: multiply-adds' on the threads. latency:
+    seconds of a dependent multiply-add. lanes: of a vector. scratch, l2: bytes. moved: bytes of one head
+    into each of two simulated caches; least: the fewest possible.
     """
 
     ms: dict[str, float]
@@ -94,99 +124,80 @@ class Figures:
         mine = self.ms["own"]
         return min(1.0, max(0.0, (WIDER - self.wide_ms / mine) / (WIDER - 1)))
 
+    @property
+    def products(self) -> float:
+        """Operations a second of the matrix products, without the softmax's time."""
+        return self.flops / (1e-3 * self.ms["own"] * max(0.01, 1 - self.softmax))
 
-def measure(
-    file: Path,
-    size: Size,
-    cachegrind: bool = False,
-    stop: Callable[[], bool] | None = None,
-    *,
-    alone: bool = False,
-) -> Figures | str:
-    """The figures of a right kernel, or why there are none. Raises Stopped if stop().
+    @property
+    def grown(self) -> float:
+        """How many times as much a score costs as at N / SMALLER; 1 where it is not known."""
+        return self.ms["own"] / self.small_ms / SMALLER**2 if self.small_ms else 1.0
 
-    alone: only the file's call, for its share of the peak.
-    """
-    words = (size.N, size.d, size.heads, int(size.causal), size.threads, int(cachegrind), int(alone))
-    command = [sys.executable, "-m", "shakespeare.own.trial.speed", str(file.resolve()), *map(str, words)]
+
+def measure(file: Path, size: Size, stop: Callable[[], bool] | None = None) -> Figures | str:
+    """The figures of a right kernel, or why there are none. Raises Stopped if stop()."""
+    command = [sys.executable, "-m", "shakespeare.own.trial.speed", str(file.resolve())]
+    command.append(json.dumps(asdict(size)))
     try:
         code, out, err = run(command, SECONDS, stop, **environment())
     except subprocess.TimeoutExpired:
         return f"it was not timed: a call takes too long at N = {size.N}"
     if code < 0:
-        import signal
-
-        name = signal.Signals(-code).name
-        return f"it crashed at N = {size.N}, d = {size.d}: {SIGNALS.get(name, name)}"
+        return f"it crashed at N = {size.N}, d = {size.d}: {signalled(code)}"
     if code:
         return f"it was not timed: {(err.splitlines() or ['no reason given'])[-1]}"
     return Figures(**json.loads(out.splitlines()[-1]))
 
 
-def main(words: Sequence[str]) -> None:
+def main(file: str, size: Size) -> None:
     """Measure, and print Figures."""
     import torch
 
     from shakespeare.attention_ext import extension, processor
-    from shakespeare.lab import machine
-    from shakespeare.lab.bench.cases import Cell, plan
+    from shakespeare.lab import costs, machine
+    from shakespeare.lab.bench.cases import plan
     from shakespeare.lab.bench.cuda import GpuBench
     from shakespeare.lab.bench.measure import Bench
 
-    file, (N, d, heads, causal, threads, cachegrind, alone) = words[0], map(int, words[1:])
-    device = own.device(Path(file))
-    sizes: dict[str, Any] = dict(widths=[d], heads=heads, masks=[bool(causal)], threads=[threads])
-    sizes |= {"device": device} | ({"l2s": ["warm"]} if device == "cuda" else {})
-    others = [] if alone else [*LADDER[device], "sdpa"]
-    cells: list[Cell] = plan([file, *others], lengths=[N], **sizes)
-    small: list[Cell] = []
-    if device == "cpu" and not alone:
-        small = plan([file], lengths=[max(1, N // SMALLER)], **sizes)
-        small += plan([file], lengths=[N], **sizes | {"widths": [WIDER * d]})
-    bench: Bench | GpuBench
-    if device == "cuda":
-        bench = GpuBench([*cells, *small], ROUNDS, MIN_TIME)
-    else:
-        bench = Bench([*cells, *small], ROUNDS, MIN_TIME)
+    device, N, d = kernels.read(Path(file)).device, size.N, size.d
+    on_cpu = device == "cpu"
+
+    def cells(names: list[str], N: int, d: int) -> list[Any]:
+        options: dict[str, Any] = {} if on_cpu else {"l2s": ["warm"]}
+        options |= {"heads": size.heads, "masks": [size.causal], "threads": [size.threads], "device": device}
+        return plan(names, lengths=[N], widths=[d], **options)
+
+    planned = cells([file, *([] if size.alone else [*LADDER[device], "sdpa"])], N, d)
+    if on_cpu and not size.alone:
+        planned += cells([file], max(1, N // SMALLER), d) + cells([file], N, WIDER * d)
+    bench = (Bench if on_cpu else GpuBench)(planned, ROUNDS, MIN_TIME)
     for _ in bench.run():
         pass
     results = {(r.cell.contender, r.cell.N, r.cell.d): r for r in bench.done.results}
+    ms = {at: 1e3 * r.median for at, r in results.items() if r.median is not None}
     mine = results[file, N, d]
     if mine.median is None:
         raise SystemExit(f"{mine.status}, {mine.note}")
-    ms = {
-        "own" if name == file else name: 1e3 * r.median
-        for (name, *at), r in results.items()
-        if at == [N, d] and r.median is not None
-    }
-    beside = [
-        results[at].median if at in results else None
-        for at in ((file, N // SMALLER, d), (file, N, WIDER * d))
-    ]
-    shrunk, wide = (1e3 * seconds if seconds else None for seconds in beside)
-    kernel = own.loaded(Path(file))
-    scratch = mine.scratch
-    if isinstance(kernel, own.Native):
-        scratch = 4 * kernel.scratch(1, heads, N, N, d, bool(causal), threads)
-    cell = mine.cell
-    found = Figures(
-        ms,
-        shrunk,
-        wide,
-        cell.flops,
-        bench.done.peak(cell),
-        machine.fma_latency() if device == "cpu" else 0.0,
-        extension.size("lanes") if device == "cpu" else 1,
-        scratch,
-        processor.caches()[:2][-1].size,
-        processor.name() if device == "cpu" else torch.cuda.get_device_name(),
-        device,
-        bench.done.busy,
-        least=cell.least_traffic / heads,
+    kernel, cell = kernels.loaded(Path(file)), mine.cell
+    native = isinstance(kernel, kernels.Native)
+    figures = Figures(
+        ms={"own" if name == file else name: t for (name, *at), t in ms.items() if at == [N, d]},
+        small_ms=ms.get((file, N // SMALLER, d)),
+        wide_ms=ms.get((file, N, WIDER * d)),
+        flops=cell.flops,
+        peak=bench.done.peak(cell),
+        latency=machine.fma_latency() if on_cpu else 0.0,
+        lanes=extension.size("lanes") if on_cpu else 1,
+        scratch=costs.scratch(file, cell.case()) if native else mine.scratch,
+        l2=processor.caches()[:2][-1].size,
+        cpu=processor.name() if on_cpu else torch.cuda.get_device_name(),
+        device=device,
+        busy=bench.done.busy,
+        moved=moved(cell) if size.cachegrind and native else None,
+        least=cell.least_traffic / size.heads,
     )
-    if cachegrind and isinstance(kernel, own.Native):
-        found.moved = moved(cell)
-    print(json.dumps(asdict(found)))
+    print(json.dumps(asdict(figures)))
 
 
 def moved(cell: Any) -> dict[str, float] | None:
@@ -194,12 +205,11 @@ def moved(cell: Any) -> dict[str, float] | None:
     from shakespeare.attention_ext import processor
     from shakespeare.lab import counters
 
-    caches = processor.caches()
-    pair = caches[0], caches[:2][-1]
-    missed = counters.misses(cell.contender, cell.case(heads=1, threads=1), "auto", pair, SECONDS)
+    first, last = processor.caches()[0], processor.caches()[:2][-1]
+    missed = counters.misses(cell.contender, cell.case(heads=1, threads=1), "auto", (first, last), SECONDS)
     if missed.l1 is None or missed.last is None:
         return None
-    return {f"L{pair[0].level}": missed.l1, f"L{pair[1].level}": missed.last}
+    return {f"L{first.level}": missed.l1, f"L{last.level}": missed.last}
 
 
 def place(figures: Figures) -> str:
@@ -208,93 +218,54 @@ def place(figures: Figures) -> str:
     names = sorted((n for n in LADDER[figures.device] if n in figures.ms), key=lambda n: -figures.ms[n])
     slower = [name for name in names if figures.ms[name] > mine]
     faster = [name for name in names if figures.ms[name] <= mine]
-    if not slower:
-        return f"slower than {faster[0]}"
-    if not faster:
-        return f"faster than {slower[-1]}"
-    return f"between {slower[-1]} and {faster[0]}"
+    if slower and faster:
+        return f"between {slower[-1]} and {faster[0]}"
+    return f"faster than {slower[-1]}" if slower else f"slower than {faster[0]}"
 
 
 def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
-    """What bounds it, and what to do next; and one of PAGES. text: the kernel's source."""
+    """What bounds it and what to do next, and where that is explained. text: the kernel's source."""
+    name, rate = bound(figures, size, text), figures.products
+    page, sentence = HINTS[name]
+    if name in figures.ms:
+        return f"{name} takes {figures.ms[name]:.3g} ms: {sentence}", page
+    waits = rate * figures.latency < 8 * size.threads
+    said = sentence.format(
+        share=100 * figures.share,
+        softmax=100 * figures.softmax,
+        chain="one addition waits for the one before it" if waits else "one number at a time",
+        rate=rate / 1e9,
+        lane=figures.peak / figures.lanes / 1e9,
+        lanes=figures.lanes,
+        grown=figures.grown,
+        small=size.N // SMALLER,
+        matrix=size_text(4 * size.N * size.N),
+        scratch=size_text(figures.scratch or 0),
+    )
+    return said, page
+
+
+def bound(figures: Figures, size: Size, text: str) -> str:
+    """What bounds a kernel, one of HINTS."""
+    ms, rate, scratch = figures.ms, figures.products, figures.scratch or 0
     if figures.device == "cuda":
-        return _hint_on_gpu(figures)
-    products = 1e-3 * figures.ms["own"] * max(0.01, 1 - figures.softmax)  # seconds
-    rate, threads = figures.flops / products, size.threads
-    lane = figures.peak / figures.lanes
-    matrix = 4 * size.N * size.N
-    grown = figures.ms["own"] / figures.small_ms / SMALLER**2 if figures.small_ms else 1.0
-    lines = figures.moved and max(figures.moved.values()) > LINE_BYTES_PER_FLOP * figures.flops / size.heads
+        steps = (name for name in LADDER["cuda"][1:] if ms.get(name, 0) < 0.9 * ms["own"])
+        return next(steps, "float32")
     if figures.share >= NEAR:
-        return f"{100 * figures.share:.0f} % of the peak: little is left. Part 4 shows what", "tiles"
-    if lines:
-        return (
-            "a cache line comes in for each number: V is read down its columns, with stride d. Let the inner "
-            "loop run along a row of V: O[c] += P[j] * V[j][c]",
-            "lanes",
-        )
+        return "peak"
     helped = re.search(r"softmax_row|exp_sum|online_softmax", text)
     if figures.softmax > MUCH and figures.share < 0.5 and not helped:
-        return (
-            f"{100 * figures.softmax:.0f} % of the time does not grow with d: it is the softmax's. "
-            "softmax_row() of cpu/softmax.h takes the exponentials of a whole vector at a time",
-            "helpers",
-        )
-    if rate < 1.5 * lane:
-        each = 2 * threads / figures.latency
-        chain = "one addition waits for the one before it" if rate < 4 * each else "one number at a time"
-        return (
-            f"{chain} in the products: {rate / 1e9:.3g} GFLOP/s, and one lane of {figures.lanes} gives "
-            f"{lane / 1e9:.3g}. Let the inner loop run over neighbours with a sum each: O[c] += P[j] * "
-            "V[j][c] reads V along its rows, and S[j] += Q[c] * Kt[c][j] takes a transposed tile of K",
-            "lanes",
-        )
-    if grown > GROWN:
-        return (
-            f"a score costs {grown:.1f} times as much as at N = {size.N // SMALLER}: the matrices leave the "
-            "cache. Let a tile of queries share each pass over K and V (simd::multiply of simd/simd.h)",
-            "blocks",
-        )
-    if figures.scratch is not None and figures.scratch >= matrix and rate > figures.peak / 4:
-        return f"S takes {size_text(matrix)}, written and read again: keep a row or a tile of it", "rows"
-    if figures.scratch is not None and 4 * figures.scratch > figures.l2 * threads and rate > figures.peak / 3:
-        return (
-            f"the scratch, {size_text(figures.scratch)}, leaves the first caches: take a tile of keys at a "
-            "time too, and correct the sums when the maximum rises",
-            "tiles",
-        )
-    if threads > 1 and "thread" not in text and "for_each_item" not in text:
-        return (
-            f"one of {threads} threads works: rows of a head are independent (for_each_item of threads.h)",
-            "rows",
-        )
-    if "simd::multiply" in text:
-        return (
-            "the products use the helpers, and wait for the cache: rows a multiple of 4 KiB apart share "
-            "a few of its sets. Let a tile of K^T or of S lie by itself, its rows one after the other",
-            "blocks",
-        )
-    return (
-        "the vectors wait: keep a block of sums in registers, four rows by a few vectors, as simd::multiply",
-        "blocks",
-    )
-
-
-def _hint_on_gpu(figures: Figures) -> tuple[str, str]:
-    """The next kernel of the ladder."""
-    mine, steps = (
-        figures.ms["own"],
-        {
-            "kernel2": "one launch for all keys, and several scores a thread, which read shared memory less",
-            "kernel3": "the row's state in registers, and keys that a whole warp reads at once",
-            "kernel4": "8 x 8 scores a thread, vector loads, and copies that run beside the arithmetic",
-        },
-    )
-    for name, what in steps.items():
-        if figures.ms.get(name, 0) < 0.9 * mine:
-            return f"{name} takes {figures.ms[name]:.3g} ms: {what}", name
-    return "as fast as float32 gets on these units: tensor cores are next", "kernel5"
+        return "softmax"
+    if rate < 1.5 * figures.peak / figures.lanes:
+        return "lanes"
+    if figures.grown > GROWN:
+        return "cache"
+    if scratch >= 4 * size.N * size.N and rate > figures.peak / 4:
+        return "matrix"
+    if 4 * scratch > figures.l2 * size.threads and rate > figures.peak / 3:
+        return "scratch"
+    return "sets" if "simd::multiply" in text else "registers"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], Size(**json.loads(sys.argv[2])))

@@ -1,48 +1,44 @@
-"""The process that runs a user's kernel: it knows the expected results, and forks a child for each trial.
+"""The process that tries a user's kernel: calls it with the cases, compares, and explains what is wrong.
 
-python -m shakespeare.own.trial.worker [torch] [cuda]
+python -m shakespeare.own.trial.worker [torch]
 
-Each line on standard input is a Request as JSON; the answers are lines of JSON, the last one {"end": ...}. A
-child may crash or run forever: the worker ends it and says so. The child of the next request waits: with
-`torch` it has imported it, with `cuda` it has the GPU's context.
+It imports what it is told, waits for a line {"file": ..., "seconds": ...}, and writes the Verdict so far as a
+line of JSON before each case and at the end. The kernel may crash this process or run forever;
+checking.Checker watches it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import json
 import math
 import mmap
 import os
 import re
 import resource
-import select
 import signal
 import sys
-import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.parts import BuildError
-from shakespeare.own import kernel as own
+from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import cases, diagnosis
-from shakespeare.own.trial.cases import CASES, Case, Floats
+from shakespeare.own.trial.cases import CASES, Array, Case, Floats
+from shakespeare.own.trial.diagnosis import Finding
 
 PAGE = mmap.PAGESIZE
-MOST_MEMORY = 4 << 30  # bytes that a child without CUDA may map beyond what it has at first
-DIAGNOSIS_SECONDS = 10.0
-JIT_SECONDS = 60.0  # more for the first call of Numba and Triton, which compile at it
+MOST_MEMORY = 4 << 30  # bytes that a kernel on the CPU may map
 SHARE = 0.3  # of the limit that a case may be expected to take, by the fastest one before it
 MEASURED_WORK = 1000  # multiply-adds; a smaller call says little
+SIMULATED_WORK = 60_000  # multiply-adds of a case at most in Numba's simulator of CUDA
 COMPILED_FOR = "sm_80"  # without a GPU
 ONCE = 13  # cases that compute-sanitizer watches
 GUARD = 1024  # floats of NaN after each matrix on a GPU
@@ -50,10 +46,46 @@ DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 PICTURE = 16, 64  # the most rows and columns of a picture
 FILL = 3.0  # of out before a call
 
-Send = Callable[..., None]
+
+@dataclass
+class Verdict:
+    """Whether a kernel is right, and what explains it.
+
+    refused: why it could not be compiled; then nothing was tried. output: the compiler's. at, case: the first
+    wrong case, or that of a crash, and its number. passed: the numbers of the right ones. tried: cases;
+    skipped: those that would take too long. finished: whether all were tried. finding: what explains a wrong
+    result. shown: as shown() gives it. memory: what sanitizers say.
+    """
+
+    refused: str = ""
+    output: str = ""
+    at: str = ""
+    case: int | None = None
+    passed: list[int] = field(default_factory=list)
+    tried: int = 0
+    skipped: list[str] = field(default_factory=list)
+    finished: bool = False
+    wrong: bool = False
+    finding: Finding | None = None
+    shown: dict[str, Any] | None = None
+    memory: list[str] = field(default_factory=list)
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing wrong was found."""
+        return not self.wrong and not self.refused
+
+    @property
+    def why(self) -> str:
+        """Why it is not right; '' if that is not known."""
+        return self.refused or (self.finding.sentence if self.finding else "")
+
+    def add(self, finding: Finding) -> None:
+        """Take a mistake as the finding."""
+        self.wrong, self.finding, self.finished = True, finding, True
 
 
-def guarded(shape: Sequence[int], fill: float) -> NDArray[np.float32]:
+def guarded(shape: Sequence[int], fill: float | Array) -> Array:
     """A matrix that ends where memory ends: reading or writing beyond it ends the process."""
     count = int(np.prod(shape))
     size = -(-4 * count // PAGE) * PAGE
@@ -65,208 +97,159 @@ def guarded(shape: Sequence[int], fill: float) -> NDArray[np.float32]:
     return array
 
 
-def guarded_inputs(case: Case) -> list[NDArray[np.float32]]:
-    """The inputs of a case, each before memory that may not be touched."""
-    given = cases.inputs(case)
-    if case.fused:
-        return list(given)
-    made = []
-    for t in given:
-        made.append(guarded(t.shape, 0))
-        made[-1][...] = t
-    return made
+class Changed(Exception):
+    """The kernel wrote into q, k or v."""
 
 
 class Trial:
     """A kernel under test: how it is called for a case."""
 
     def __init__(self, file: Path) -> None:
-        self.kernel = own.loaded(file)
-        self.device = own.device(file)
-        self.guard = GUARD
-        if self.device == "cuda" and not isinstance(self.kernel, own.Native):
+        self.source, self.kernel = kernels.read(file), kernels.loaded(file)
+        self.guard = GUARD if isinstance(self.kernel, kernels.OnCuda) else 0
+        if self.source.device == "cuda" and not isinstance(self.kernel, kernels.Native):
             check_gpu(self.kernel)
 
     def run(
         self,
         case: Case,
-        inputs: Sequence[NDArray[np.float32]] | None = None,
+        inputs: Sequence[Array] | None = None,
         fill: float = FILL,
         scratch_fill: float = np.nan,
         threads: int | None = None,
     ) -> Floats:
-        """The output of a call (B, H, Nq, d), in float64."""
-        given, kernel = list(inputs or guarded_inputs(case)), self.kernel
-        q, k, v = given
-        shape = (case.B, case.H, case.Nq, case.d)
-        out: Any
-        if isinstance(kernel, own.Native):
-            count = threads or case.threads
-            sizes = (case.B, case.H, case.Nq, case.Nk, case.d, case.causal, count)
+        """The output of a call (B, H, Nq, d), in float64. Raises Changed, and errors as the kernel does."""
+        kernel, before, threads = self.kernel, inputs or cases.inputs(case), threads or case.threads
+        given = [guarded(t.shape, t) for t in before]
+        if case.fused and inputs is None:
+            whole: Any = before[0].base
+            given = cases.fused(guarded(whole.shape, whole))
+        asked = case.causal, case.applied
+        if isinstance(kernel, kernels.Native):
+            sizes = (case.B, case.H, case.Nq, case.Nk, case.d, case.causal, threads)
             scratch = guarded((kernel.scratch(*sizes),), scratch_fill)
-            out = guarded(shape, fill)
-            kernel(q, k, v, case.causal, case.applied, threads=count, out=out, scratch=scratch)
-        elif isinstance(kernel, own.OnCuda):
-            out = self._on_gpu(given, case, fill)
+            out, (q, k, v) = guarded(before[0].shape, fill), given
+            got = kernel(q, k, v, *asked, threads=threads, out=out, scratch=scratch)
+        elif self.source.device == "cuda":
+            got = self._on_gpu(given, fill, asked)
         elif kernel.takes_tensors:
-            out = self._by_torch(given, case, fill)
+            import torch
+
+            torch.set_num_threads(threads)
+            got = kernel(*map(torch.from_numpy, given), *asked).detach().numpy()
         else:
-            out = kernel(q, k, v, case.causal, case.applied)
-        return np.array(out, np.float64)
+            got = kernel(*given, *asked)
+        if not all(map(np.array_equal, given, before)):
+            raise Changed
+        return np.array(got, np.float64)
 
-    def _on_gpu(self, given: list[NDArray[np.float32]], case: Case, fill: float) -> Floats:
-        """Without PyTorch, whose start takes seconds. A matrix ends where NaN begins."""
-        from shakespeare.attention_ext.cuda import gpu
-
-        shape = (case.B, case.H, case.Nq, case.d)
-        sent, held = [], []
-        strides = [tuple(s // 4 for s in t.strides[:3]) for t in given]
-        for t in (*given, np.full(shape, fill, np.float32)):
-            count = 1 + sum((n - 1) * stride // 4 for n, stride in zip(t.shape, t.strides))
-            flat = np.lib.stride_tricks.as_strided(t, (count,), (4,))  # with what lies between its rows
-            sent.append(np.concatenate([flat, np.full(self.guard, np.nan, np.float32)]))
-            held.append(gpu.Memory.of(sent[-1]))
-        sizes = (*shape, case.Nk)
-        self.kernel.launch([m.address for m in held], strides, sizes, case.causal, case.applied)
-        try:
-            gpu.synchronize()
-        except BuildError as error:
-            raise RuntimeError(str(error)) from None
-        for name, memory, before in zip(("q", "k", "v", "out"), held, sent):
-            after = memory.read(np.empty_like(before))
-            bits = before.view(np.uint32) == after.view(np.uint32)  # NaN is not equal to itself
-            end = len(bits) - self.guard
-            if not bits[end:].all():
-                raise RuntimeError(f"out of bounds: it writes beyond {name}")
-            if name != "out" and not bits.all():
-                raise Changed
-        return after[:end].reshape(shape)
-
-    def _by_torch(self, given: list[NDArray[np.float32]], case: Case, fill: float) -> Floats:
+    def _on_gpu(self, given: Sequence[Array], fill: float, asked: tuple[bool, float]) -> Floats:
+        """The output on a GPU, where `guard` numbers that are NaN follow each matrix."""
         import torch
 
-        tensors = [torch.from_numpy(t).to(self.device) for t in given]
-        if self.device == "cpu":
-            torch.set_num_threads(case.threads)
-        elif case.fused:  # the copies are contiguous
-            whole = torch.stack([t.transpose(1, 2) for t in tensors], 2)  # (B, N, 3, H, d)
-            tensors = [whole[:, :, i].transpose(1, 2) for i in range(3)]
-        kernel: Any = self.kernel
-        out = torch.full((case.B, case.H, case.Nq, case.d), fill, device=self.device)
-        result = kernel(*tensors, case.causal, case.applied, out=out)
-        if any(not torch.equal(t.cpu(), torch.from_numpy(g)) for t, g in zip(tensors, given)):
-            raise Changed
-        return result.detach().cpu().numpy()
+        whole, views = [], []
+        for t in (*given, np.full(given[0].shape, fill, np.float32)):
+            strides = [stride // 4 for stride in t.strides]
+            count = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, strides))
+            flat = np.lib.stride_tricks.as_strided(t, (count,), (4,))  # with what lies between its rows
+            padded = np.concatenate([flat, np.full(self.guard, np.nan, np.float32)])
+            whole.append(torch.from_numpy(padded).to("cuda"))
+            views.append(whole[-1].as_strided(t.shape, strides))
+        bits = [t.view(torch.int32) for t in whole]  # NaN is not equal to itself
+        before = [t.clone() for t in bits]
+        out = {"out": views[3]} if isinstance(self.kernel, kernels.OnCuda) else {}
+        got = self.kernel(*views[:3], *asked, **out).detach().cpu().numpy()
+        for name, now, then in zip(("q", "k", "v", "out"), bits, before):
+            same = (now == then).cpu()
+            if not same[len(same) - self.guard :].all():
+                raise RuntimeError(f"out of bounds: it writes beyond {name}")
+            if name != "out" and not same.all():
+                raise Changed
+        return got
 
 
-def check_gpu(kernel: own.OnCuda | own.OnLadder | own.InPython) -> None:
+def check_gpu(kernel: Any) -> None:
     """Raise BuildError if there is no GPU, or if CUDA's compiler refuses the kernel."""
     from shakespeare.attention_ext.cuda import gpu
 
-    if isinstance(kernel, own.InPython):
-        return gpu.check_gpu()
     try:
-        major, minor = gpu.gpu().capability
+        gpu.check_gpu()
     except BuildError:
+        if isinstance(kernel, kernels.InPython):
+            raise
         _, resources = kernel.source(64, COMPILED_FOR).compile()
         what = f"it compiles for {COMPILED_FOR}, with {resources.registers} registers, and is not tried"
         raise BuildError(f"{what}: no GPU and driver are found here (see nvidia-smi)") from None
-    if isinstance(kernel, own.OnLadder):
+    if not isinstance(kernel, kernels.OnCuda):
         return
-    for d in dict.fromkeys(case.d for case in CASES):
-        source = kernel.source(d, f"sm_{major}{minor}")
-        if not source.path().exists() and os.fork() == 0:  # NVRTC compiles one at a time in a process
-            os.closerange(3, 1024)  # the worker waits for the end of the child's pipe
-            with contextlib.suppress(BuildError):
-                source.make()
-            os._exit(0)
+    major, minor = gpu.gpu(0).capability
+    nvrtc.make_all(kernel.source(d, f"sm_{major}{minor}") for d in {case.d for case in CASES})
 
 
-class Changed(Exception):
-    """The kernel wrote into q, k or v."""
+def chosen(source: kernels.Source) -> list[Case]:
+    """The cases that a kernel is tried with; a simulated GPU is slow."""
+    return [case for case in CASES if not source.simulated or case.work <= SIMULATED_WORK]
 
 
-def chosen(request: dict[str, Any], device: str) -> list[Case]:
-    """The cases of a request; a simulated GPU is slow."""
-    slow = request.get("simulated", False)
-    return [case for case in CASES if not slow or case.work <= 60_000]
-
-
-def trial(request: dict[str, Any], send: Send) -> None:
-    """Try the kernel with all cases, and explain what is wrong."""
-    try:
-        kernel = Trial(Path(request["file"]))
-    except BuildError as error:
-        return send(refused=str(error), output=error.output)
-    limit, per_work = request["seconds"], math.inf
+def trial(file: Path, seconds: float, send: Callable[[Verdict], object]) -> None:
+    """Try the kernel of a file with the cases, and explain what is wrong; send the verdict at each step."""
+    verdict, fastest = Verdict(), math.inf  # seconds of a multiply-add
     wrong: dict[Case, Floats] = {}
-    right: list[Case] = []
-    skipped: list[Case] = []
-    for case in chosen(request, kernel.device):
-        if math.isfinite(per_work) and per_work * case.work * case.repeats > SHARE * limit:
-            skipped.append(case)
-            continue
-        send(begin=str(case), at=CASES.index(case))
-        given = guarded_inputs(case)
-        copies = [t.copy() for t in given]
-        start = time.perf_counter()
-        finding = None
-        exact = cases.expected(case)
-        for _ in range(case.repeats):
-            try:
-                got = kernel.run(case, given)
-            except Changed:
-                finding = ("inputs", "the kernel writes into q, k or v")
-                break
-            except BuildError as error:
-                return send(refused=str(error))
-            except RuntimeError as error:
-                said = str(error).splitlines()[0]
-                bounds = re.search("illegal memory access|misaligned address|out of bounds", said)
-                finding = ("bounds" if bounds else "raised", said)
-                break
-            if not np.abs(got - exact.out).max() <= exact.allowed:
-                wrong.setdefault(case, got)
-                break
-        else:
-            right.append(case)
-            send(passed=CASES.index(case))
-        if case.work >= MEASURED_WORK:
-            per_work = min(per_work, (time.perf_counter() - start) / case.work / case.repeats)
-        if any(not np.array_equal(t, copy) for t, copy in zip(given, copies)):
-            finding = ("inputs", "the kernel writes into q, k or v")
-        if finding:
-            send(wrong=str(case), finding=finding)
-            break
-        if case in wrong and len(wrong) == 1:
-            send(**shown(case, wrong[case]))
-    send(tried=len(right) + len(wrong), right=len(right), skipped=[str(case) for case in skipped])
-    if wrong and not finding:
-        send(begin="", explaining=True)
-        with contextlib.suppress(RuntimeError, Changed):
-            if found := diagnosis.diagnose(kernel.run, wrong, right):
-                send(finding=(found.kind, found.sentence))
+    try:
+        kernel = Trial(file)
+        for case in chosen(kernel.source):
+            if fastest < math.inf and fastest * case.work * case.repeats > SHARE * seconds:
+                verdict.skipped.append(str(case))
+                continue
+            if not wrong:
+                verdict.at, verdict.case = str(case), CASES.index(case)
+            send(verdict)
+            start = time.perf_counter()
+            results = (kernel.run(case) for _ in range(case.repeats))
+            bad = next((got for got in results if not cases.expected(case).allows(got)), None)
+            verdict.tried += 1
+            if bad is None:
+                verdict.passed.append(CASES.index(case))
+            else:
+                verdict.wrong, verdict.shown = True, verdict.shown or shown(case, bad)
+                wrong[case] = bad
+            if case.work >= MEASURED_WORK:
+                fastest = min(fastest, (time.perf_counter() - start) / case.work / case.repeats)
+        verdict.finished = True
+        if wrong:
+            send(verdict)
+            with contextlib.suppress(RuntimeError, Changed):
+                verdict.finding = diagnosis.diagnose(kernel.run, wrong)
+    except BuildError as error:
+        verdict.refused, verdict.output = str(error), error.output
+    except Changed:
+        verdict.add(Finding("inputs", "the kernel writes into q, k or v"))
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        beyond = re.search("illegal memory access|misaligned address|out of bounds", said)
+        verdict.add(Finding("bounds" if beyond else "raised", said))
+    finally:
+        send(verdict)
 
 
 def shown(case: Case, got: Floats) -> dict[str, Any]:
     """What is shown of a wrong result: the worst number, a picture, and the numbers of the worst row."""
     exact = cases.expected(case)
-    error = np.nan_to_num(np.abs(got - exact.out), nan=np.inf, posinf=np.inf)
+    error = exact.error(got)
     b, h, i, c = (int(n) for n in np.unravel_index(error.argmax(), error.shape))
     off = error > exact.allowed
     first = max(0, min(c - 2, case.d - 5))
-    rows, columns = np.flatnonzero(off[b, h].any(1)), np.flatnonzero(off[b, h].any(0))
     return {
         "wrong": str(case),
         "at": (b, h, i, c),
         "off": int(off.sum()),
         "of": off.size,
-        "heads": [int(n) for n in np.flatnonzero(off.any((2, 3)).ravel())],
-        "rows": [int(n) for n in rows],
-        "columns": [int(n) for n in columns],
+        "heads": np.flatnonzero(off.any((2, 3))).tolist(),
+        "rows": np.flatnonzero(off[b, h].any(1)).tolist(),
+        "columns": np.flatnonzero(off[b, h].any(0)).tolist(),
         "first": first,
         "expected": exact.out[b, h, i, first : first + 5].tolist(),
-        "got": [float(x) for x in got[b, h, i, first : first + 5]],
+        "got": got[b, h, i, first : first + 5].tolist(),
         "picture": picture(error[b, h] / exact.allowed),
     }
 
@@ -276,11 +259,9 @@ def picture(error: Floats) -> list[str]:
     rows, columns = (-(-n // most) for n, most in zip(error.shape, PICTURE))
     lines = []
     for i in range(0, error.shape[0], rows):
-        line = ""
-        for c in range(0, error.shape[1], columns):
-            worst = error[i : i + rows, c : c + columns].max()
-            line += "?" if not np.isfinite(worst) else ".-+#"[int((worst > np.array([1, 100, 10_000])).sum())]
-        lines.append(line)
+        worst = [error[i : i + rows, c : c + columns].max() for c in range(0, error.shape[1], columns)]
+        levels = ("?" if x == np.inf else ".-+#"[int(x > 1) + int(x > 100) + int(x > 10_000)] for x in worst)
+        lines.append("".join(levels))
     return lines
 
 
@@ -292,138 +273,40 @@ def once(file: Path) -> None:
         kernel.run(case)
 
 
-def serve() -> None:
-    """Answer requests until standard input ends."""
-    if "torch" in sys.argv:
-        with contextlib.suppress(ImportError):
-            import torch  # noqa: F401
-    if "cuda" not in sys.argv:
-        _expect()
-    child = Child()  # with a GPU at once: its context takes as long as the expected results
-    _expect()
-    for line in sys.stdin:
-        for answer in child.answers(line):
-            print(json.dumps(answer), flush=True)
-        child = Child()
-
-
-class Child:
-    """The process of the next trial, which waits for its request."""
-
-    def __init__(self) -> None:
-        asked, self._ask = os.pipe()
-        self._read, write = os.pipe()
-        self._said = tempfile.TemporaryFile()
-        self._pid = os.fork()
-        if self._pid == 0:
-            os.close(self._ask)
-            os.close(self._read)
-            _child(asked, write, self._said.fileno())
-        os.close(asked)
-        os.close(write)
-
-    def answers(self, asked: str) -> Iterator[dict[str, Any]]:
-        """What it sends, and how it ended: 'done', 'endless', or the name of a signal."""
-        request, child, read = json.loads(asked), self._pid, self._read
-        with os.fdopen(self._ask, "w") as ask:
-            ask.write(asked)
-        held, deadline, end, explaining = b"", time.monotonic() + request["build_seconds"], "done", False
-        while True:
-            ready, _, _ = select.select([read], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                end = "done" if explaining else "endless"
-                os.kill(child, signal.SIGKILL)
-                break
-            data = os.read(read, 1 << 16)
-            if not data:
-                break
-            held += data
-            *lines, held = held.split(b"\n")
-            for line in lines:
-                answer = json.loads(line)
-                explaining = explaining or "explaining" in answer
-                seconds = request["seconds"] + (
-                    JIT_SECONDS if request.get("jit") and answer.get("at") == 0 else 0
-                )
-                deadline = time.monotonic() + (max(DIAGNOSIS_SECONDS, seconds) if explaining else seconds)
-                yield answer
-        os.close(read)
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status) and end == "done" and not explaining:
-            end = signal.Signals(os.WTERMSIG(status)).name
-        elif os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
-            end = f"exit {os.WEXITSTATUS(status)}"
-        with self._said as said:
-            said.seek(0)
-            yield {"end": end, "said": said.read().decode(errors="replace")[-20_000:]}
-
-
-def _child(asked: int, write: int, said: int) -> None:
-    """Wait for the request, run the trial, and end this process."""
-    code = 70  # unless the trial returns: a kernel may call exit()
+def main(words: Sequence[str]) -> None:
+    """Warm up, wait for a request, answer it, and end this process."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for stream in (1, 2):
-        os.dup2(said, stream)
-    _silent(_warm)
-    with os.fdopen(asked) as line:
-        text = line.read()
-    if not text:
-        os._exit(0)
-    request = json.loads(text)
-    faulthandler.enable()
-    if not request.get("cuda"):
-        mapped = 1024 * int(Path("/proc/self/statm").read_text().split()[0]) * PAGE // 1024
-        with contextlib.suppress(ValueError):
-            resource.setrlimit(resource.RLIMIT_AS, (mapped + MOST_MEMORY,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what the kernel prints
+    if "torch" in words:
+        with contextlib.suppress(Exception):  # the trial says why
+            import torch
 
-    def send(**answer: Any) -> None:
-        os.write(write, json.dumps(answer).encode() + b"\n")
-
-    try:
-        trial(request, send)
-        code = 0
-    except SystemExit as error:
-        send(wrong="", finding=("raised", f"the kernel ended the program: exit code {error.code}"))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _warm() -> None:
-    """Make the GPU's context, which a child cannot have from its parent, and load the compiler."""
-    if "cuda" not in sys.argv:
-        return
-    if "torch" in sys.argv:
-        import torch
-
-        torch.zeros(1, device="cuda")
-        return _expect()
-    from shakespeare.attention_ext.build import nvrtc
-    from shakespeare.attention_ext.cuda import gpu
-
-    made = threading.Thread(target=_silent, args=(gpu.activate,))
-    made.start()
-    _silent(nvrtc.versions)
-    _expect()
-    made.join()
-    _silent(gpu.activate)
-
-
-def _silent(call: Callable[[], object]) -> None:
-    with contextlib.suppress(Exception):  # the trial says why
-        call()
-
-
-def _expect() -> None:
+            if torch.cuda.is_available():
+                torch.zeros(1, device="cuda")
+                nvrtc.versions()
     for case in CASES:
         cases.expected(case)
+    line = sys.stdin.readline()
+    if not line:
+        return
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    request = json.loads(line)
+    file = Path(request["file"])
+    if kernels.read(file).device == "cpu":
+        with contextlib.suppress(OSError, ValueError):
+            mapped = PAGE * int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + MOST_MEMORY,) * 2)
+
+    def send(verdict: Verdict) -> None:
+        os.write(answers, json.dumps(asdict(verdict)).encode() + b"\n")
+
+    trial(file, request["seconds"], send)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    once(Path(sys.argv[2])) if "once" in sys.argv else serve()
+    once(Path(sys.argv[2])) if sys.argv[1:2] == ["once"] else main(sys.argv[1:])

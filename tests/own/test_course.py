@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shakespeare.own import kernel as own
+from shakespeare.own import kernel as kernels
 from shakespeare.own.course import checks, models
-from shakespeare.own.course.exercises import EXERCISES, STAGES, cases_of, write
+from shakespeare.own.course.exercises import EXERCISES, STAGES, asked, write
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures
 
@@ -80,14 +80,14 @@ def test_exercises_for_a_gpu_compile(nvrtc, tmp_path):
     for exercise in ON_GPU:
         for text in (exercise.solution(), exercise.text()):
             (tmp_path / exercise.file).write_text(text)
-            kernel = own.loaded(tmp_path / exercise.file)
-            assert isinstance(kernel, own.OnLadder)
+            kernel = kernels.loaded(tmp_path / exercise.file)
+            assert isinstance(kernel, kernels.OnLadder)
             _, resources = kernel.source(32, "sm_80").compile()
             assert resources.registers > 0
 
 
 def test_each_stage_asks_for_more_cases():
-    counts = [sum(map(cases_of(stage), CASES)) for stage in ("plain", "causal", "awkward")]
+    counts = [sum(asked(stage, case) for case in CASES) for stage in ("plain", "causal", "awkward")]
     assert min(counts[:2]) >= 2 and counts[2] == len(CASES)
 
 

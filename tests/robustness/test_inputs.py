@@ -119,7 +119,7 @@ SKIPPED = {
     "4Daccess": "it has no options",
     "course": "tests/lab/test_course.py tries it",
     "draft": "tests/app/cli/test_inference.py tries it",
-    "try": "tests/lab/test_trial.py tries it",
+    "try": "tests/own/test_trial.py tries it",
     "doctor": "it has no options",
     "bulk": "each run starts a process; tests/generation/many/test_bulk.py has its errors",
     "serve": "it serves until it is ended; tests/app/server has its errors",

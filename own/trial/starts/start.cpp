@@ -1,8 +1,5 @@
 // Attention of your own: out = softmax(scale * q k^T) v for each batch and head.
 //
-//     python gpt.py try start.cpp              is it right, how fast is it, what is next?
-//     python gpt.py try start.cpp --watch      again at every save
-//
 // The loop nest, that of the textbook:
 //
 //     for each batch b, head h:

@@ -1,7 +1,5 @@
 // Attention of your own in CUDA: out = softmax(scale * q k^T) v for each batch and head.
 //
-//     python gpt.py try start.cu               is it right, how fast is it, what is next?
-//
 // NVRTC compiles this file, without CUDA's headers. A block is launched for each BR queries of each head. BR,
 // THREADS and SHARED, the bytes of dynamic shared memory, are macros here; HEAD_DIM, d, is given. call.h says
 // what a call holds.

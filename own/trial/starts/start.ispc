@@ -1,7 +1,5 @@
 // Attention of your own in ISPC: out = softmax(scale * q k^T) v for each batch and head.
 //
-//     python gpt.py try start.ispc             is it right, how fast is it, what is next?
-//
 // The loop nest is the textbook's, one query at a time: its scores, their softmax, its output. The lanes of a
 // vector are keys in the scores, so each lane gathers a row of K of its own, and columns in the output, which
 // are neighbours. attention.isph says what a call holds.

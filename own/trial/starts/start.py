@@ -1,7 +1,5 @@
 """Attention of your own in Python: out = softmax(scale * q k^T) v for each batch and head.
 
-    python gpt.py try start.py               is it right, how fast is it, what is next?
-
 q: (B, H, Nq, d). k, v: (B, H, Nk, d). float32. A file that imports torch or triton gets PyTorch's tensors,
 another one NumPy's arrays; with numba.cuda they are on the GPU, or in Numba's simulator where there is none.
 The result is (B, H, Nq, d). q, k and v may not be changed.
