@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
-from shakespeare.attention_ext import tiles
+from shakespeare.attention_ext import parts, tiles
 from shakespeare.attention_ext.checks import check_gradient, check_tensors, finite, truth
 from shakespeare.attention_ext.parts import AUTO, PARTS, SIMD, BuildError, Part, check_part, resolve_simd
 
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["AUTO", "PARTS", "SIMD", "BuildError", "Part", "attention", "operator"]
+
+
+def _part_of_file(path: str) -> Part:
+    from shakespeare.own import kernel  # above this package; only users' files need it
+
+    return kernel.row(path)
+
+
+parts.part_of_file = _part_of_file
 
 
 class Options(TypedDict, total=False):
@@ -30,62 +39,52 @@ class Options(TypedDict, total=False):
     bc: int | None
     simd: str
     kernel: str | None
-    device: str | None
 
 
 @overload
 def attention(
-    part: str,
+    part: str | Part,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
+    **_: Unpack[Options],
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    part: str, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+    part: str | Part, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **_: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
-    part: str,
+    part: str | Part,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    scale: float | None = None,
-    br: int | None = None,
-    bc: int | None = None,
-    simd: str = "auto",
-    kernel: str | None = None,
-    device: str | None = None,
     return_lse: bool = False,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v by one of PARTS.
 
-    part: 'part0' to 'part4', or the path of a file with a kernel of your own (docs/use/try.md), in float32.
+    part: 'part0' to 'part4', a Part, or the path of a file with a kernel of your own (docs/use/try.md), in
+    float32.
     q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32, in part0 and part4 also all bfloat16, on the CPU, with
     any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50.
     part0 and part4 also take tensors on one CUDA device, float32, bfloat16 or float16; part4's d is then at
     most 256, and Nq and Nk below 2^31 - 1023.
-    causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk.
+    causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk. False by default.
     scale: multiplies the scores; 1/sqrt(d) by default.
     br, bc: part4's tile, in queries and keys, each at least 1. None takes the tile that `gpt.py bench --tune`
     found for this case on this machine, else a default. The other parts ignore br and bc. On CUDA they must
     be None: each kernel has its own tile.
-    simd: one of SIMD, the helpers under the kernels; 'off' uses scalar loops. part0, CUDA and gradients
-    ignore it.
+    simd: one of SIMD, the helpers under the kernels, 'auto' by default; 'off' uses scalar loops. part0, CUDA
+    and gradients ignore it.
     kernel: part4's kernel on CUDA, by its name in cuda.kernels.KERNELS; None takes the fastest that accepts
-    the tensors. On the CPU it must be None; part0 ignores it on CUDA. With device='webgpu' it is a step of
-    webgpu.steps.STEPS.
-    device: None for the tensors' own, or 'webgpu': part4 on a GPU through the package wgpu, without PyTorch.
-    It takes NumPy arrays, or tensors on the CPU, in float32 or float16 with d at most 256,
-    and returns the same kind. br, bc and simd do not go with it.
+    the tensors. On the CPU it must be None; part0 ignores it on CUDA.
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
     row, m + log(l), (B, H, Nq), float32. reference.merge() uses it to combine results over disjoint sets of
     keys. Sums and the softmax are float32. With AMX part4 truncates the softmax's weights to bfloat16,
@@ -97,51 +96,37 @@ def attention(
     FlashAttention-2, which stores no N x N numbers, and has no second gradients.
     A number may be NumPy's or a tensor (); None stands for each default.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
-    argument, and BuildError if the extension or a CUDA kernel cannot be compiled, or there is no adapter.
+    argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
     """
-    causal = causal is not None and truth("causal", causal)
+    causal, scale, br, bc, helpers, kernel = _checked(**options)
     return_lse = return_lse is not None and truth("return_lse", return_lse)
-    scale = None if scale is None else finite("scale", scale)
-    if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
-    simd = "auto" if simd is None else simd
-    if device is not None:
-        return _by_webgpu(part, q, k, v, causal, scale, br, bc, simd, kernel, device, return_lse)
     import torch
 
-    row, helpers = check_part(part), resolve_simd(simd)
-    if br is not None or bc is not None:
-        br, bc = tiles.checked_sides(br, bc)
+    row = check_part(part)
     if row.operator is None:
         check_tensors(row, q, k, v, causal)
-    if row.file:
-        from shakespeare.own import kernel as own
-
-        if return_lse:
-            raise ValueError(f"return_lse is True; it must be False with {part}, which gives no logsumexp")
-        if torch.is_grad_enabled():
-            check_gradient(row, q, k, v)
-        applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-        return own.attend(row.file, q, k, v, causal, applied)
     try:
-        on_cuda = q.is_cuda
-        if kernel is not None and not on_cuda:
+        if kernel is not None and not q.is_cuda:
             raise ValueError(f"kernel is {kernel!r}; it must be None for tensors on {q.device}")
         gradient = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-        if gradient and row.operator:
+        if gradient and (row.operator or row.attend):
             check_gradient(row, q, k, v)
-        if on_cuda and row.operator and "cuda" in row.dtypes:
+        if q.is_cuda and row.operator and "cuda" in row.dtypes:
             if br is not None or bc is not None:
                 side = f"bc is {bc}" if br is None else f"br is {br}"
                 raise ValueError(f"{side}; it must be None on CUDA, where each kernel has its own tile")
-            return operator(part, "cuda", False, return_lse)(q, k, v, causal, scale, kernel)
+            return operator(row.name, "cuda", False, return_lse)(q, k, v, causal, scale, kernel)
         (B, H, Nq, d), Nk = q.shape, k.shape[2]
         scale = 1 / math.sqrt(d) if scale is None else scale
+        if row.attend:
+            if return_lse:
+                raise ValueError(f"return_lse is True; it must be False with {row.name}, which has none")
+            return row.attend(q, k, v, causal, scale)
         if row.operator is None:
             from shakespeare.attention_ext import reference
 
             return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
-        if (part, helpers, gradient, False) not in _operators:
+        if (row.name, helpers, gradient, False) not in _operators:
             check_tensors(row, q, k, v, causal)  # before it is compiled
         tile: tuple[int, ...] = ()
         if row.tiled:
@@ -150,7 +135,7 @@ def attention(
                 tuned = tiles.tile(helpers, torch.get_num_threads(), d, Nk, causal, B * H * Nq)
             tile = (br or tuned[0], bc or tuned[1])
         rest = tile if gradient else (return_lse, *tile)  # the backward pass needs the logsumexp
-        out, lse = operator(part, helpers, gradient)(q, k, v, causal, scale, *rest)
+        out, lse = operator(row.name, helpers, gradient)(q, k, v, causal, scale, *rest)
         return (out, lse) if return_lse else out
     except Exception as error:  # the operators in C++ check the tensors too, but raise RuntimeErrors
         check_tensors(row, q, k, v, causal)
@@ -161,20 +146,16 @@ def attention(
         raise
 
 
-def _by_webgpu(part, q, k, v, causal, scale, br, bc, simd, kernel, device, return_lse):
-    if device != "webgpu":
-        raise ValueError(f"device is {device!r}; it must be None, which takes the tensors' own, or 'webgpu'")
-    for name, given, only in (
-        ("part", part, "part4"),
-        ("br", br, None),
-        ("bc", bc, None),
-        ("simd", simd, "auto"),
-    ):
-        if given != only:
-            raise ValueError(f"{name} is {given!r}; it must be {only!r} with device='webgpu'")
-    from shakespeare.attention_ext.webgpu.attention import attention as by_webgpu
-
-    return by_webgpu(q, k, v, causal=causal, scale=scale, kernel=kernel, return_lse=return_lse)
+def _checked(causal=False, scale=None, br=None, bc=None, simd="auto", kernel=None) -> tuple:
+    """The checked options of attention(), with the helpers for simd."""
+    causal = causal is not None and truth("causal", causal)
+    scale = None if scale is None else finite("scale", scale)
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
+    helpers = resolve_simd("auto" if simd is None else simd)
+    if br is not None or bc is not None:
+        br, bc = tiles.checked_sides(br, bc)
+    return causal, scale, br, bc, helpers, kernel
 
 
 _operators: dict[tuple[str, str, bool, bool], Callable] = {}
@@ -189,13 +170,13 @@ def operator(part: str, simd: str = "auto", gradient: bool = False, lse: bool = 
     """
     key = part, simd, gradient, lse
     if key not in _operators:  # torch.compile can trace a look-up in a table but not a build
+        from shakespeare.attention_ext import extension  # the command line starts without it
+
         if simd == "cuda":
             from shakespeare.attention_ext.cuda import operators
 
             _operators[key] = operators.flash_with_lse if lse else operators.flash
         else:
-            from shakespeare.attention_ext import extension
-
             row = check_part(part)
             name = row.gradient if gradient else row.operator
             if name is None:

@@ -41,10 +41,10 @@ def real(name: str, value: Any, must: str = "a number") -> float:
 
 def finite(name: str, value: Any) -> float:
     """The float of a real number. Raises TypeError as real(), ValueError if it is infinite or NaN."""
-    found = real(name, value)
-    if not abs(found) <= sys.float_info.max:
-        raise ValueError(f"{name} is {found}; it must be finite")
-    return float(found)
+    number = real(name, value)
+    if not abs(number) <= sys.float_info.max:
+        raise ValueError(f"{name} is {number}; it must be finite")
+    return float(number)
 
 
 def truth(name: str, value: Any) -> bool:
@@ -76,18 +76,18 @@ def none_is_default(function: Function) -> Function:
     return called  # type: ignore[return-value]
 
 
-def set_defaults(made: Any) -> None:
+def set_defaults(record: Any) -> None:
     """Give each field of a dataclass that is None its default, if it has one."""
-    for each in fields(made):
-        if getattr(made, each.name) is None and each.default is not MISSING:
-            object.__setattr__(made, each.name, each.default)
+    for field in fields(record):
+        if getattr(record, field.name) is None and field.default is not MISSING:
+            object.__setattr__(record, field.name, field.default)
 
 
-def set_whole(made: Any, *names: str) -> None:
+def set_whole(record: Any, *names: str) -> None:
     """Make ints of these fields of a dataclass, unless they are None. Raises TypeError as whole()."""
     for name in names:
-        if (value := getattr(made, name)) is not None:
-            object.__setattr__(made, name, whole(name, value))
+        if (value := getattr(record, name)) is not None:
+            object.__setattr__(record, name, whole(name, value))
 
 
 def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:
@@ -102,7 +102,7 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
         device = t.device
         if device.type not in part.dtypes:
-            where = " or ".join(DEVICES[device] for device in part.dtypes if device != "webgpu")
+            where = " or ".join(DEVICES[kind] for kind in part.dtypes if kind != "webgpu")
             raise ValueError(f"{name} is on {device}; it must be on {where} in {part.name}")
         if device != q.device:
             raise ValueError(f"{name} is on {device}; it must be on q's {q.device}")
@@ -119,8 +119,8 @@ def check_shapes(q, k, v, causal: bool, least: int = 1) -> None:
     """Raise ValueError, naming the argument, unless tensors or arrays have the shapes of a call."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if len(t.shape) != 4 or 0 in t.shape and (least or 0 in (*t.shape[:2], t.shape[3])):
-            which = "no empty dimension" if least else "no empty dimension but N"
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be (B, H, N, d) with {which}")
+            must = "it must be (B, H, N, d) with no empty dimension" + " but N" * (not least)
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; {must}")
     (B, H, Nq, d), Nk = q.shape, k.shape[2]
     if k.shape != (B, H, Nk, d):
         raise ValueError(
@@ -139,16 +139,19 @@ def check_size(Nq: int, Nk: int) -> None:
         raise ValueError(f"q has Nq={Nq} and k Nk={Nk} rows; their product must be below 2^50")
 
 
-def check_gradient(part: Part, q, k, v) -> None:
-    """Raise ValueError, naming the tensor, if one requires a gradient that the part does not compute."""
+def check_gradient(part: Part, q, k, v, device: str | None = None) -> None:
+    """Raise ValueError, naming the tensor, if one requires a gradient that the part does not compute.
+
+    device: of DEVICES, where the part runs; the tensors' by default.
+    """
+    device = device or q.device.type
+    where, who = f" on {DEVICES[device]}", "part0 does"
+    if part.gradient is None:
+        where, who = "", f"{' and '.join(with_gradient())} do"
+    elif device == "cpu":
+        where = f" in {q.dtype}"
+        if str(q.dtype) == "torch.float32":
+            return
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if not t.requires_grad:
-            continue
-        if part.gradient is None:
-            who = " and ".join(with_gradient())
-            raise ValueError(f"{name} requires a gradient; {part.name} computes none, only {who} do")
-        if t.is_cuda or str(t.dtype) != "torch.float32":
-            where = f"on {DEVICES[t.device.type]}" if t.is_cuda else f"in {t.dtype}"
-            raise ValueError(
-                f"{name} requires a gradient; {part.name} computes none {where}, only part0 does"
-            )
+        if t.requires_grad:
+            raise ValueError(f"{name} requires a gradient; {part.name} computes none{where}, only {who}")

@@ -70,9 +70,8 @@ def _register(name: str, backward: Callable) -> None:
 
     def fake(part, q, k, v, causal, scale, return_lse, br=1, bc=1):
         check_tensors(part, q, k, v, causal)
-        B, H, Nq, d = q.shape
-        lse = q.new_empty((B, H, Nq) if return_lse else (0,), dtype=torch.float32)
-        return q.new_empty(B, H, Nq, d), lse
+        lse = q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+        return q.new_empty(q.shape), lse
 
     def fake_with_gradient(q, k, v, causal, scale, br, bc):
         return fake(PARTS["part4"], q, k, v, causal, scale, True)
@@ -107,8 +106,7 @@ def _register(name: str, backward: Callable) -> None:
 def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ctypes.CDLL:
     """The library `name` of C++ in the folders `package`/csrc, over one of SIMD, compiled if need be.
 
-    It needs neither Python nor PyTorch. A wheel brings it for AUTO. Raises ValueError and
-    BuildError as load() does, and BuildError if a wheel's library is missing or broken.
+    It needs neither Python nor PyTorch; a wheel brings it for AUTO. Raises as load() does.
     """
     with _loading:
         if resolve_simd(simd) == AUTO and prebuilt.in_wheel():
@@ -124,10 +122,7 @@ def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ct
 
 
 def load_module(name: str, packages: tuple[str, ...], simd: str = "auto") -> ModuleType:
-    """The same as a Python module, which may use PyTorch.
-
-    Raises ValueError and BuildError as load() does, and BuildError if Python's header is missing.
-    """
+    """The same as a Python module, which may use PyTorch; it also needs Python's header."""
     helpers = resolve_simd(simd)
     with _loading:
         return _load_module(name, packages, helpers)
@@ -162,11 +157,7 @@ def describe_helpers(name: str, threads: int) -> str:
 
 def scratch(
     part: str,
-    B: int,
-    H: int,
-    Nq: int,
-    Nk: int,
-    d: int,
+    sizes: tuple[int, int, int, int, int],
     *,
     br: int = 1,
     bc: int = 1,
@@ -174,9 +165,9 @@ def scratch(
     simd: str = "auto",
     dtype: Dtype = Dtype.FP32,
 ) -> int:
-    """Bytes of scratch for a call of one of parts 1 to 4, as computed by its kernel."""
+    """Bytes of scratch for a call of one of parts 1 to 4, by its kernel. sizes: B, H, Nq, Nk and d."""
     name, bf16 = check_part(part).operator, dtype is Dtype.BF16
-    return 4 * load(simd).scratch(name, bf16, B, H, Nq, Nk, d, br, bc, threads)
+    return 4 * load(simd).scratch(name, bf16, *sizes, br, bc, threads)
 
 
 def uses_amx(queries: int, simd: str = "auto") -> bool:

@@ -1,10 +1,8 @@
 """Which rows of a sequence a rank holds, which keys its queries see, and whether the ranks agree.
 
-A chunk is a range of rows; a rank holds one or, in a zigzag, two. Each rank checks and describes its own
-arguments; a wrong one ends every rank with the same error, which names the rank.
+A chunk is a range of rows; a rank holds one or, in a zigzag, two.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -29,11 +27,7 @@ def contiguous(lengths: Sequence[int]) -> Rows:
 
 
 def zigzag_rows(N: int, ranks: int) -> Rows:
-    """Rank r holds chunks r and 2 P - 1 - r of 2 P chunks.
-
-    A row sees as many keys as there are rows before it. Together, an early chunk and a late one see as many
-    keys as every other pair, so the causal work is equal.
-    """
+    """Rank r holds chunks r and 2 P - 1 - r of 2 P chunks, an early and a late one: equal causal work."""
     chunks = [chunk for (chunk,) in contiguous(shares(N, 2 * ranks))]
     return tuple((chunks[r], chunks[-1 - r]) for r in range(ranks))
 
@@ -54,8 +48,8 @@ def kernel_calls(
     """The calls of a kernel by which these queries attend to these keys.
 
     causal: query i of the sequence sees the keys j <= i + offset. Yields the rows of q and of k in a rank's
-    tensors, and whether the call is causal: then its last query sees its last key. A chunk of queries and one
-    of keys need two calls at most: for the queries on the diagonal, and for those that see the whole chunk.
+    tensors, and whether the call is causal: for two chunks at most one that is, on the diagonal, and one
+    whose queries see all keys.
     """
     if not causal:  # every query sees all keys, whatever their position
         yield slice(0, length(queries)), slice(0, length(keys)), False
@@ -75,11 +69,11 @@ def kernel_calls(
 
 def pairs(queries: Sequence[range], keys: Sequence[range], causal: bool, offset: int) -> int:
     """The number of pairs of a query and a key that it sees: the work, in dot products."""
-    found = 0
+    total = 0
     for i, j, diagonal in kernel_calls(queries, keys, causal, offset):
         rows = i.stop - i.start
-        found += rows * (j.stop - j.start) - (rows * (rows - 1) // 2 if diagonal else 0)
-    return found
+        total += rows * (j.stop - j.start) - (rows * (rows - 1) // 2 if diagonal else 0)
+    return total
 
 
 def describe(
@@ -96,7 +90,7 @@ def describe(
     return about | shapes | {"q.dtype": str(q.dtype), "q.device": q.device.type}
 
 
-def with_rows(mine: dict, n: int) -> dict:
+def with_rows(mine: dict, n: object) -> dict:
     """This rank's arguments with n rows, as another rank would describe its own."""
     divided = "kv" if mine["method"] == "split" else "qkv"  # the tensors whose rows are spread over the ranks
     return mine | {name: (*mine[name][:2], n, *mine[name][3:]) for name in divided}
@@ -105,38 +99,30 @@ def with_rows(mine: dict, n: int) -> dict:
 def agreed_rows(described: Sequence[dict | Exception]) -> tuple[Rows, Rows, int]:
     """The rows of q and of k of each rank, and the offset Nk - Nq.
 
-    Raises ValueError or TypeError, naming the rank and the argument, if one is wrong or differs from most
-    ranks', if the rows do not fit the method, or if k has too few.
+    Raises ValueError or TypeError, naming the rank and the argument, if one is wrong or differs from rank
+    0's, if the rows do not fit the method, or if k has too few.
     """
-    everyone: list[dict] = []
-    for rank, each in enumerate(described):
-        if isinstance(each, Exception):
-            raise type(each)(f"rank {rank}: {each}")
-        everyone.append(each)
+    for rank, mine in enumerate(described):
+        if isinstance(mine, Exception):
+            raise type(mine)(f"rank {rank}: {mine}")
+    everyone: list[dict] = [with_rows(mine, "N") for mine in described]  # type: ignore[misc, arg-type]
+    for name, usual in everyone[0].items():
+        for rank, mine in enumerate(everyone):
+            if mine[name] != usual:
+                raise ValueError(f"rank {rank} has {name} {mine[name]}; rank 0 has {usual}".replace("'", ""))
     method, P = everyone[0]["method"], len(everyone)
-    for name in everyone[0]:
-        in_common = [with_rows(each, "N")[name] for each in everyone]  # type: ignore[arg-type]
-        usual = Counter(in_common).most_common(1)[0][0]
-        for rank, value in enumerate(in_common):
-            if value != usual:
-                what = f"{name} of shape {everyone[rank][name]}" if name in "qkv" else f"{name} {value}"
-                shown = f"({', '.join(map(str, usual))})" if name in "qkv" else usual
-                raise ValueError(f"rank {rank} has {what}; the others have {shown}")
-
-    n, m = ([each[name][2] for each in everyone] for name in "qk")
+    n, m = ([mine[name][2] for mine in described] for name in "qk")  # type: ignore[index]
     Nq, Nk = (n[0] if method == "split" else sum(n)), sum(m)
     queries, keys = (
         zigzag_rows(N, P) if method == "zigzag" else contiguous(x) for N, x in ((Nq, n), (Nk, m))
     )
     if method == "split":
         queries = ((range(Nq),),) * P
-    for name, layout, found in (("q", queries, n), ("k", keys, m)):
+    for name, layout, held in (("q", queries, n), ("k", keys, m)):
         for rank, chunks in enumerate(layout):
-            if length(chunks) != found[rank]:
-                raise ValueError(
-                    f"rank {rank}: {name} has {found[rank]} rows; zigzag_rows({sum(found)}, {P}) "
-                    f"gives it {length(chunks)}"
-                )
+            if length(chunks) != held[rank]:
+                must = f"zigzag_rows({sum(held)}, {P}) gives it {length(chunks)}"
+                raise ValueError(f"rank {rank}: {name} has {held[rank]} rows; {must}")
     if not Nk and Nq:
         raise ValueError("k has no rows on any rank; it must have at least one")
     if everyone[0]["causal"] and Nq > Nk:

@@ -1,28 +1,17 @@
 """Exact attention over one sequence that is spread over processes: five methods.
 
 Each rank holds some rows of q, k and v, and gets the same rows of the output. The kernels are those of PARTS;
-their logsumexp lets reference.merge() add up results over disjoint sets of keys (Rabe & Staats 2021,
-arXiv:2112.05682). Communication is torch.distributed's: gloo between CPUs, NCCL between GPUs. ranks.join()
-creates a process group and names a lost rank; other process groups work too.
-
-P is the number of ranks, N of all keys, H of the heads in all texts, d the head width, and w the bytes of a
-number, 4 in float32. Ranks hold equal shares of the rows:
-
-| method  | bytes sent by a rank       | exchanges | while it computes | causal work in equal shares |
-|---------|----------------------------|-----------|-------------------|-----------------------------|
-| split   | 4 H Nq (d + 1) (P - 1)     | 1         |                   | any                         |
-| gather  | 2 w H N d (P - 1) / P      | 1         |                   | no                          |
-| ring    | 2 w H N d (P - 1) / P      | P - 1     | sends             | no                          |
-| zigzag  | 2 w H N d (P - 1) / P      | P - 1     | sends             | yes                         |
-| ulysses | 4 w H N d (P - 1) / P^2    | 2         |                   | yes                         |
-
-expected() has the same for any shares; Traffic counts what is sent.
+reference.merge() adds up their results over disjoint sets of keys (Rabe & Staats 2021, arXiv:2112.05682).
+Communication is torch.distributed's: gloo between CPUs, NCCL between GPUs, in ranks.join()'s process group or
+another one. expected() has what each method sends, Traffic counts it. Only the rings compute while they send;
+zigzag and ulysses share causal work equally.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +21,7 @@ from shakespeare import attention_ext
 from shakespeare.attention_ext import layout, reference
 from shakespeare.attention_ext.checks import none_is_default, whole
 from shakespeare.attention_ext.layout import Rows, contiguous, kernel_calls, length, shares, zigzag_rows
+from shakespeare.attention_ext.layout import take as take
 from shakespeare.attention_ext.parts import one_of
 
 SPIN_SECONDS = 1.0  # for which a wait on CUDA polls
@@ -45,10 +35,9 @@ def rows(method: str, N: int, ranks: int) -> Rows:
 
 @dataclass
 class Traffic:
-    """What a rank has sent, and how long it waited.
+    """What a rank has sent, and how long it waited; the comparison of arguments does not count.
 
-    sent: bytes of tensors to other ranks. exchanges: one after another. Comparing the ranks' arguments
-    in attention() is not counted.
+    sent: bytes of tensors to other ranks. exchanges: one after another.
     """
 
     sent: int = 0
@@ -62,10 +51,7 @@ class Traffic:
         self.exchanges += 1
 
     def wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
-        """Wait for all of these; on gloo each operation of batch_isend_irecv has its own.
-
-        On CUDA this process waits too, not only the stream; else a lost rank would go unnoticed.
-        """
+        """Wait for all of these. On CUDA this process waits too, so that it notices a lost rank."""
         start = time.perf_counter()
         if device.type != "cuda":
             for work in works:
@@ -132,28 +118,24 @@ class Mixture:
 
 
 def split(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """For decoding: each rank holds some keys and all queries; one merge.
+    """For decoding: each rank holds some keys and all queries; one merge, whose bytes do not grow with N.
 
-    q: (B, H, Nq, d), equal on all ranks. k, v: (B, H, n, d), a rank's keys. Returns (B, H, Nq, d) on each
-    rank. The output and the logsumexp are sent, whatever N is.
-    Rabe & Staats 2021, arXiv:2112.05682; 'Flash-Decoding' (Dao et al. 2023) does the same over a GPU's
-    processors.
+    q: (B, H, Nq, d), equal on all ranks. k, v: (B, H, n, d), a rank's keys. Returns (B, H, Nq, d) on each.
+    'Flash-Decoding' (Dao et al. 2023) does the same over a GPU's processors.
     """
     mine = Mixture(q)
     mine.add(call, q, call.queries[call.rank], k, v, call.keys[call.rank])
     packed = torch.cat((mine.out, mine.lse[..., None]), dim=-1)  # (B, H, Nq, d + 1)
     out, lse = torch.zeros_like(mine.out), torch.full_like(mine.lse, -torch.inf)
-    for each in _all_gather(call, packed):  # in rank order, so that all ranks have the same bits
-        out, lse = reference.merge(out, lse, each[..., :-1], each[..., -1])
+    for partial in _all_gather(call, packed):  # in rank order, so that all ranks have the same bits
+        out, lse = reference.merge(out, lse, partial[..., :-1], partial[..., -1])
     return out
 
 
 def gather(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """All keys to all ranks, then one call of the kernel.
+    """All keys to all ranks, filled up to equal sizes, then one call of the kernel.
 
     q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Memory: all of K and V on every rank.
-    K and V are sent before anything is computed. all_gather needs equal sizes: shorter ranks fill up to the
-    longest.
     """
     longest = max(map(length, call.keys))
     padded = k.new_zeros(2, *k.shape[:2], longest, k.shape[3])
@@ -169,12 +151,9 @@ def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """K and V pass around a ring; the next keys arrive while a rank computes with its current ones.
 
     q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Memory: two ranks' keys.
-    Sent are all keys but those of the next rank, which never gets its own.
-    With a causal mask and rows in order, rank 0 has the least work and rank P - 1 the most. Each turn waits
-    for the slowest rank: at best (P / 2) / (P - 1/2) of the processors' time is used.
-    Liu, Zaharia & Abbeel 2023, arXiv:2310.01889. Brandon et al. 2023, arXiv:2311.09431, assign the rows
-    round-robin ('striped') to balance the causal work. zigzag_rows() balances it too, in two chunks a rank:
-    zhuzilin's ring-flash-attention, zigzag_ring_flash_attn.
+    With a causal mask and rows in order each turn waits for the slowest rank, so at best (P / 2) / (P - 1/2)
+    of the processors' time is used; zigzag_rows() balances the work, as zhuzilin's zigzag_ring_flash_attn.
+    Liu, Zaharia & Abbeel 2023, arXiv:2310.01889; Brandon et al. 2023, arXiv:2311.09431 ('striped').
     """
     P, rank = call.P, call.rank
     mixture = Mixture(q)
@@ -201,8 +180,7 @@ def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def ulysses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Heads over ranks: each rank exchanges its rows of all heads for all rows of its heads, and back.
 
-    q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). The kernel sees whole sequences, so nothing is
-    merged and the causal work is equal. Ranks beyond the number of heads in all texts are idle.
+    q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Ranks beyond the number of heads are idle.
     Jacobs et al. 2023, arXiv:2309.14509.
     """
     B, H, _, d = q.shape
@@ -213,9 +191,9 @@ def ulysses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     sending = [torch.cat([t[h.start : h.stop] for t in qkv], dim=1) for (h,) in heads]  # (h, n + 2 m, d)
     arrived = _all_to_all(call, sending, [(len(mine), n[r] + 2 * m[r], d) for r in range(call.P)])
     pieces = [part.split((n[r], m[r], m[r]), dim=1) for r, part in enumerate(arrived)]
-    whole = [torch.cat(each, dim=1)[None] for each in zip(*pieces)]  # each (1, h, N, d)
-    mixture = Mixture(whole[0])
-    mixture.add(call, whole[0], [range(sum(n))], whole[1], whole[2], [range(sum(m))])
+    q_all, k_all, v_all = (torch.cat(tensors, dim=1)[None] for tensors in zip(*pieces))  # (1, h, N, d)
+    mixture = Mixture(q_all)
+    mixture.add(call, q_all, [range(sum(n))], k_all, v_all, [range(sum(m))])
     back = [part.contiguous() for part in mixture.out[0].to(q.dtype).split(n, dim=1)]
     return torch.cat(_all_to_all(call, back, [(len(h), n[call.rank], d) for (h,) in heads])).view(q.shape)
 
@@ -255,10 +233,7 @@ METHODS: dict[str, Callable[[Call, Tensor, Tensor, Tensor], Tensor]] = {
 def expected(
     method: str, queries: Rows, keys: Rows, rank: int, heads: int, d: int, width: int = 4
 ) -> tuple[int, int]:
-    """The bytes that a rank sends and the exchanges, for any shares of the rows.
-
-    heads: in all texts. width: bytes of a number.
-    """
+    """The bytes that a rank sends and the exchanges. heads: in all texts. width: bytes of a number."""
     P = len(keys)
     n, m = [length(rows) for rows in queries], [length(rows) for rows in keys]
     if P == 1:
@@ -284,21 +259,19 @@ def attention(
     lengths: Sequence[int] | None = None,
     part: str = "part4",
     causal: bool = False,
-    scale: float | None = None,
-    simd: str = "auto",
-    kernel: str | None = None,
     group: dist.ProcessGroup | None = None,
     traffic: Traffic | None = None,
+    **options: Any,
 ) -> Tensor:
     """A rank's rows of softmax(scale * q k^T) v; every rank of the group calls it together.
 
     method: one of METHODS. q: (B, H, n, d), this rank's queries, in split all of them. k, v: (B, H, m, d),
     its keys. n and m may be 0 and differ between ranks; in zigzag they must be those of zigzag_rows(). The
     sequence is the ranks' rows in order, in zigzag in the order of zigzag_rows().
-    lengths: the rows of q and k of every rank, in split those of k, if all ranks know them. With None the
-    ranks first compare their arguments by small messages, so that a wrong one ends all of them.
-    part, causal, scale, simd, kernel: as in attention_ext.attention(). With causal, query i of the whole
-    sequence sees the keys j <= i + (Nk - Nq).
+    lengths: the rows of q and k of every rank, in split those of k. With None the ranks first compare their
+    arguments by small messages, so that a wrong one ends all of them.
+    part, causal, and as options scale, simd, kernel: as in attention_ext.attention(). With causal, query i of
+    the whole sequence sees the keys j <= i + (Nk - Nq).
     group: the processes; all by default. traffic: counts what this rank sends.
     Returns (B, H, n, d) in q's dtype, in split the same bits on all ranks. Computes no gradients.
     Raises ValueError or TypeError, on all ranks the same unless lengths are given, and RuntimeError if
@@ -308,7 +281,7 @@ def attention(
     # gloo's collectives refuse the tensors of inference_mode
     with torch.inference_mode(False), torch.no_grad():
         rank, P = dist.get_rank(group), dist.get_world_size(group)
-        mine = layout.describe(method, part, causal, scale, q, k, v)
+        mine = layout.describe(method, part, causal, options.get("scale"), q, k, v)
         described: list = [mine] * P
         if lengths is None:
             dist.all_gather_object(described, mine, group=group)
@@ -318,8 +291,7 @@ def attention(
                 raise ValueError(f"lengths is {list(lengths)}; it must have the rows of each of {P} ranks")
         queries, keys, offset = layout.agreed_rows(described)
         one_of("method", method, METHODS)
-        causal, scale = described[rank]["causal"], described[rank]["scale"]
-        options = {"scale": scale, "simd": simd, "kernel": kernel}
+        causal, options["scale"] = described[rank]["causal"], described[rank]["scale"]
         traffic = Traffic() if traffic is None else traffic
         call = Call(part, causal, options, queries, keys, offset, rank, P, group, traffic)
         return METHODS[method](call, q, k, v).to(q.dtype)

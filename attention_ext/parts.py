@@ -4,9 +4,10 @@ Its C++ side is csrc/parts.h. torch is not imported here, because `gpt.py --help
 """
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 
 class BuildError(RuntimeError):
@@ -50,13 +51,12 @@ class Dtype(enum.StrEnum):
 class Part:
     """One implementation of attention.
 
-    title: its name in the lab. summary: the algorithm in a few words. why: the reasons for its cost.
-    operator: the name of its row in csrc/parts.h, of its file in csrc/cpu/ and of its PyTorch operator;
-    None for PyTorch itself.
-    gradient: the name of its PyTorch operator with a gradient, for float32 on the CPU; None without one.
+    title: its name in the lab. why: the reasons for its cost.
+    operator: the name of its row in csrc/parts.h, its file in csrc/cpu/ and its PyTorch operator; None for
+    PyTorch itself. gradient: its operator with a gradient, for float32 on the CPU.
     tiled: takes br and bc. threaded: uses all threads.
-    dtypes: the dtypes that its tensors may have on each kind of device, by PyTorch's names.
-    file: the user's file that holds it, see own.py; None for those of PARTS.
+    dtypes: those that its tensors may have on each kind of device, by PyTorch's names.
+    file, attend: of a user's part, its file and the function of q, k, v, causal and scale that computes it.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Part:
     threaded: bool = True
     dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"cpu": ("float32",)})
     file: Path | None = None
+    attend: Callable[..., Any] | None = field(default=None, compare=False)
 
 
 # The kinds of device, by PyTorch's names. Tensors are on the CPU or CUDA; WebGPU takes them from the CPU.
@@ -127,7 +128,9 @@ PARTS = {
     )
 }
 
-SUFFIXES = (".cpp", ".ispc", ".cu", ".py")  # of users' files, see own.py
+SUFFIXES = (".cpp", ".ispc", ".cu", ".py")  # of users' files
+# Makes the Part of a user's file, by its path. The package sets it: this file imports no other.
+part_of_file: Callable[[str], Part] = PARTS.__getitem__
 
 # The SIMD helpers under the kernels. 'auto' is portable C++, a few percent faster than ISPC in parts 3 and 4
 # (gpt.py bench part3,part4 --simd ispc,portable).
@@ -172,12 +175,12 @@ def is_file(part: str) -> bool:
     return isinstance(part, str) and part.endswith(SUFFIXES)
 
 
-def check_part(part: str) -> Part:
-    """The row of a part, or of a user's file. Raises ValueError for another name."""
+def check_part(part: str | Part) -> Part:
+    """The row of a part, or of a user's file; a Part as it is. Raises ValueError for another name."""
+    if isinstance(part, Part):
+        return part
     if is_file(part):
-        from shakespeare.own import kernel as own
-
-        return own.row(part)
+        return part_of_file(part)
     one_of("part", part, PARTS)
     return PARTS[part]
 
@@ -189,19 +192,17 @@ def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
     """
     one_of("device", device, DEVICES)
     one_of("dtype", dtype, list(Dtype))
-    row, found = check_part(part), Dtype(dtype)
+    row, known, where = check_part(part), Dtype(dtype), f"on {DEVICES[device]}"
+    if known.torch_name in row.dtypes.get(device, ()):
+        return known
     if row.file:
-        if found.torch_name not in row.dtypes.get(device, ()):
-            takes = " and ".join(f"fp32 on {DEVICES[device]}" for device in row.dtypes)
-            raise ValueError(f"dtype is {found.value!r} on {DEVICES[device]}; {part} takes {takes}")
-        return found
-    who = taking(found, device)
+        takes = " and ".join(f"fp32 on {DEVICES[device]}" for device in row.dtypes)
+        raise ValueError(f"dtype is {known.value!r} {where}; {part} takes {takes}")
+    who = taking(known, device)
     if not who:
-        raise ValueError(f"dtype is {found.value!r}; no part takes it on {DEVICES[device]}")
-    if part not in who:
-        where = "" if device == "cpu" else f" on {DEVICES[device]}"
-        raise ValueError(f"dtype is {found.value!r}; {part} does not take it{where}, only {', '.join(who)}")
-    return found
+        raise ValueError(f"dtype is {known.value!r}; no part takes it {where}")
+    where = "" if device == "cpu" else f" {where}"
+    raise ValueError(f"dtype is {known.value!r}; {part} does not take it{where}, only {', '.join(who)}")
 
 
 def taking(dtype: Dtype, device: str = "cpu") -> tuple[str, ...]:

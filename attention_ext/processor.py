@@ -113,7 +113,7 @@ ASSUMED = (Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 16, 64), Cache(3, 32 << 
 
 def caches() -> tuple[Cache, ...]:
     """This processor's data caches, the smallest first; ASSUMED where the system does not report them."""
-    found = {}
+    levels = {}
     for index in sorted(CACHES.glob("index*")):
         try:
             if (index / "type").read_text().strip() == "Instruction":
@@ -126,19 +126,19 @@ def caches() -> tuple[Cache, ...]:
         except (OSError, ValueError):
             continue
         if min(size, ways, line) > 0:
-            found[level] = Cache(level, size, ways, line)
-    return tuple(found[level] for level in sorted(found)) or _caches_of_macos() or ASSUMED
+            levels[level] = Cache(level, size, ways, line)
+    return tuple(levels[level] for level in sorted(levels)) or _caches_of_macos() or ASSUMED
 
 
 def _caches_of_macos() -> tuple[Cache, ...]:
     """A fast core's caches, with ASSUMED's ways, which macOS does not report; none on other systems."""
     line = sysctl("hw.cachelinesize")
-    found = []
+    reported = []
     for assumed, name in zip(ASSUMED, ("l1dcachesize", "l2cachesize", "l3cachesize")):
         size = sysctl(f"hw.perflevel0.{name}") or sysctl(f"hw.{name}")
         if int(size or 0) > 0 and int(line or 0) > 0:
-            found.append(replace(assumed, size=int(size), line=int(line)))
-    return tuple(found)
+            reported.append(replace(assumed, size=int(size), line=int(line)))
+    return tuple(reported)
 
 
 @functools.cache
@@ -156,10 +156,9 @@ def sysctl(name: str) -> str:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Make OpenMP's threads sleep while they wait. Works only before torch is imported.
+    """Make OpenMP's threads sleep while they wait, not spin, which a busy core makes several times slower.
 
-    By default they spin. Then another process on one of two cores makes PyTorch 2 to 5 times slower, and a
-    higher load 20 times or more. With sleeping threads the factor stays below 2.
+    Works only before torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

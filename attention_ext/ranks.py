@@ -1,8 +1,7 @@
 """Joins the processes that torchrun started, and names a lost one.
 
-When an exchange fails, each rank reports itself in the run's store and closes its connections, so that the
-ranks that wait for it fail too. A rank that does not answer in time was killed or stalled. The store belongs
-to torchrun, so it outlives every rank.
+When an exchange fails, each rank reports itself in torchrun's store and closes its connections, so that the
+ranks that wait for it fail too. A rank that does not answer in time was killed or stalled.
 """
 
 import contextlib
@@ -44,12 +43,10 @@ class Ranks:
 def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
     """The process group of all ranks: gloo for tensors on the CPU; with 'cuda' NCCL for those on GPUs.
 
-    With 'cuda' the rank's GPU is LOCAL_RANK, and messages and meet() still go over gloo: NCCL's waits end in
-    time only for operations that are started with async_op=True and waited for.
+    With 'cuda' the rank's GPU is LOCAL_RANK; messages and meet() still go over gloo.
     timeout: seconds that a rank waits in one exchange. If a rank is killed, stalls or raises an error in the
     block, every other one leaves the block with a LostRank that names it, at most timeout + ROLL_CALL seconds
-    after it began to wait. torchrun sends SIGTERM when a rank has ended; it ends the process with the same
-    message.
+    after it began to wait, or ends with the same message when torchrun sends SIGTERM.
     """
     timeout = finite("timeout", timeout)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():

@@ -55,10 +55,9 @@ def tile(
         return nearest.br, nearest.bc
     if threads == 1 or queries is None:
         return DEFAULT
-    from shakespeare.attention_ext import extension
+    from shakespeare.attention_ext import extension  # the command line starts without it
 
-    # A panel is the number of queries that the kernel multiplies at a time. Any multiple of it cuts queries
-    # into the same strips, so the number of threads changes no bit of the result.
+    # Any multiple of a panel, the queries that are multiplied at a time, gives the same strips and bits.
     panel = extension.size("panel", simd)
     shared = queries // (TILES_PER_THREAD * threads) // panel * panel
     return max(panel, min(DEFAULT[0], shared)), DEFAULT[1]
@@ -75,11 +74,11 @@ def _fitting(simd: str, threads: int, d: int, causal: bool) -> tuple[Tuned, ...]
 
 def checked_sides(br: int | None, bc: int | None) -> tuple[int | None, int | None]:
     """Both sides; TypeError or ValueError unless each is None or a whole number of at least 1."""
-    found = [None if size is None else whole(name, size) for name, size in (("br", br), ("bc", bc))]
-    for name, size in zip(("br", "bc"), found):
+    br, bc = (None if size is None else whole(name, size) for name, size in (("br", br), ("bc", bc)))
+    for name, size in (("br", br), ("bc", bc)):
         if size is not None and not 1 <= size < 2**63:
             raise ValueError(f"{name} is {size}; it must be at least 1 and fit 63 bits")
-    return found[0], found[1]
+    return br, bc
 
 
 def path() -> Path:
@@ -97,7 +96,7 @@ def read() -> list[Tuned]:
     return []
 
 
-def write(found: list[Tuned]) -> None:
+def write(results: list[Tuned]) -> None:
     """Add these to the results for this processor; an earlier result for the same case is replaced."""
     import tempfile
 
@@ -106,7 +105,7 @@ def write(found: list[Tuned]) -> None:
     except ValueError:  # a broken file is replaced
         everything = {}
     case = operator.attrgetter("simd", "threads", "d", "N", "causal")
-    kept = {case(tuned): tuned for tuned in [*everything.get(processor.name(), []), *found]}
+    kept = {case(tuned): tuned for tuned in [*everything.get(processor.name(), []), *results]}
     everything[processor.name()] = list(kept.values())
     file = path()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -130,12 +129,12 @@ def _read_all() -> dict[str, list[Tuned]]:
         return {}
     try:
         content = json.loads(file.read_bytes())
-        found = {cpu: [Tuned(**entry) for entry in entries] for cpu, entries in content.items()}
-        for tuned, field in itertools.product(itertools.chain(*found.values()), fields(Tuned)):
+        everything = {cpu: [Tuned(**entry) for entry in entries] for cpu, entries in content.items()}
+        for tuned, field in itertools.product(itertools.chain(*everything.values()), fields(Tuned)):
             value = getattr(tuned, field.name)
             # the exact type: no int for a float, no bool for an int
             if type(value) is not field.type or field.type in (int, float) and not 0 < value < 2**63:
                 raise ValueError(f"{field.name} is {value!r}")
-        return found
+        return everything
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(f"{file} is not a file of tile sizes ({error}); delete it") from None

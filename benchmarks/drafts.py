@@ -25,9 +25,10 @@ from shakespeare.app.cli import options
 from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.generation.engines import cuda
-from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request
 from shakespeare.lab import timing
 from shakespeare.model import corpus, load
 from shakespeare.model.checkpoint import Checkpoint

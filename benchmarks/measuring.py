@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import click
 
 from shakespeare.generation.engines.engine import Engine
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.request import Request
+from shakespeare.generation.writer import Writer
 from shakespeare.lab import timing
 from shakespeare.lab.machine import Load
 from shakespeare.lab.timing import Samples

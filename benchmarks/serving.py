@@ -34,10 +34,11 @@ import torch  # noqa: E402
 from benchmarks.measuring import attempt, show_table, write  # noqa: E402
 from benchmarks.servers import CORES, LLAMA, OWN, PROMPT, Client, Process, start  # noqa: E402
 from shakespeare.app.cli.options import option, whole  # noqa: E402
-from shakespeare.generation.engines.engine import open_engine  # noqa: E402
+from shakespeare.generation.engines.table import open_engine  # noqa: E402
+from shakespeare.generation.request import Request  # noqa: E402
 from shakespeare.generation.sampling import Sampling  # noqa: E402
 from shakespeare.generation.texts import complete  # noqa: E402
-from shakespeare.generation.writer import Request, Writer  # noqa: E402
+from shakespeare.generation.writer import Writer  # noqa: E402
 from shakespeare.model import load  # noqa: E402
 
 EACH = 6  # texts of a stream in a round
@@ -53,7 +54,9 @@ def engine(model: str) -> None:
     print("Ready", flush=True)
     for line in sys.stdin:
         streams, texts, tokens = map(int, line.split())
-        requests = [Request(ids, seed, sampling, tokens) for seed in range(texts)]
+        requests = [
+            Request(ids, seed=seed, sampling=sampling, max_new_tokens=tokens) for seed in range(texts)
+        ]
         start, used = time.perf_counter(), time.process_time()
         if streams == 1:  # as the command line writes one text
             for _ in complete(Writer(opened, 1), checkpoint.tokenizer, requests):

@@ -24,8 +24,8 @@ from benchmarks.servers import Process
 from shakespeare.app.cli.options import choice, set_threads, whole
 from shakespeare.attention_ext import processor
 from shakespeare.attention_ext.build import toolchain
-from shakespeare.generation.engines.engine import open_engine
-from shakespeare.generation.writer import Request
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.model import load
 from shakespeare.model.checkpoint import SHIPPED
 from shakespeare.web import build, serve
@@ -60,7 +60,7 @@ def main(model: str, weights: str, core: int, rounds: int) -> None:
 
     def own(seed: int) -> tuple[float, list[int]]:
         start = time.perf_counter()
-        (tokens,) = write(engine, [Request([0], seed, max_new_tokens=count)])
+        (tokens,) = write(engine, [Request([0], seed=seed, max_new_tokens=count)])
         return time.perf_counter() - start, tokens
 
     def mean_seconds(run: Callable[[int], tuple[float, list[int]]]) -> float:

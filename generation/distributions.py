@@ -51,12 +51,12 @@ def distributions(draft: Draft) -> Distributions:
         if (fits := sum(map(len, hashes)) + len(at)) > MOST_CONTEXTS:  # nearly all tags are taken
             raise ValueError(f"the draft fits {fits:,} contexts; it must be at most {MOST_CONTEXTS:,}")
         factor = np.square(records.factor[of] / np.float32(128), dtype=np.float32)
-        made = shares[-1][at // V] * factor[:, None]
+        longer_shares = shares[-1][at // V] * factor[:, None]
         count = records.pairs[of]
         pair = np.repeat(records.first[of] - np.cumsum(count) + count, count) + np.arange(count.sum())
-        made[np.repeat(np.arange(len(of)), count), records.tokens[pair]] = share(records.codes[pair])
+        longer_shares[np.repeat(np.arange(len(of)), count), records.tokens[pair]] = share(records.codes[pair])
         hashes.append(longer[at])
-        shares.append(made)
+        shares.append(longer_shares)
     all_hashes, all_shares = np.concatenate(hashes), np.concatenate(shares)
     bits = records.bits + BUCKETS.bit_length() - 1
     bucket = (all_hashes[1:] >> np.uint64(64 - bits)).astype(np.int64)

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shakespeare.generation.engines.engine import open_engine
 from shakespeare.generation.engines.native import Decoder
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.logprobs import MOST_TOP
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.request import Request
+from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.draft import (
     HEAD,
@@ -45,6 +46,8 @@ MOST_LISTED = 63  # tokens of a record
 IN_BUCKET = 4  # records
 TRIES = 9  # sizes that are tried
 HEADER = 500  # bytes of the file beside the tables
+# Of no contexts: hashes, numbers of tokens, factors; and of all records the tokens and their codes.
+NO_RECORDS = (np.empty(0, np.uint64), np.empty(0, np.int64), *3 * (np.empty(0, np.uint8),))
 
 
 class NoDraft(ValueError):
@@ -60,10 +63,8 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
     """
     vocabulary = code_points(checkpoint.tokenizer)
     if not 0 < len(vocabulary) <= MOST_VOCABULARY:
-        raise NoDraft(
-            f"the model's vocabulary has {checkpoint.config.vocab_size} tokens; "
-            f"a draft needs one of at most {MOST_VOCABULARY} characters"
-        )
+        has = f"the model's vocabulary has {checkpoint.config.vocab_size} tokens"
+        raise NoDraft(f"{has}; a draft needs one of at most {MOST_VOCABULARY} characters")
     if checkpoint.config.block_size < 2:
         raise NoDraft("the model's block size is 1; a draft needs one of at least 2")
     if len(ids) == 0:
@@ -90,16 +91,13 @@ def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
     ids: list[int] = []
     while len(ids) < count:
         firsts = rng.integers(checkpoint.config.vocab_size, size=AT_ONCE).tolist()
-        texts = [
-            writer.join(Request([first], len(ids) + i, max_new_tokens=max(1, block - 1)))
-            for i, first in enumerate(firsts)
-        ]
-        written = {text: [first] for text, first in zip(texts, firsts)}
-        while texts[0].remaining:
-            for text, tokens in writer.step():
-                written[text] += tokens.tolist()
-        for text in texts:
-            ids += written[text]
+        for i, first in enumerate(firsts):
+            writer.join(Request([first], seed=len(ids) + i, max_new_tokens=max(1, block - 1)))
+        written = np.array(firsts)[:, None]
+        while step := writer.step():
+            written = np.hstack([written, [tokens for _, tokens in step]])
+        ids += written.ravel().tolist()
+        for text in list(writer.texts):
             writer.leave(text)
     return ids
 
@@ -111,8 +109,7 @@ def _expected(
 
     Places that were not read have the text's own token alone.
     """
-    tokens = np.zeros((len(text), MOST_TOP), np.int64)
-    shares = np.zeros((len(text), MOST_TOP), np.float32)
+    tokens, shares = (np.zeros((len(text), MOST_TOP), kind) for kind in (np.int64, np.float32))
     tokens[:, 0], shares[:, 0] = text, 1
     size = min(WINDOW, checkpoint.config.block_size)
     engine = open_engine(checkpoint, "native", capacity=size, draft="off")
@@ -125,11 +122,11 @@ def _expected(
         ids = text[start : start + size].tolist()
         engine.begin(0, ids, top=MOST_TOP)
         engine.read(0)
-        found, logprobs = engine.take_logprob_arrays(0)
+        likeliest, logprobs = engine.take_logprob_arrays(0)
         skipped = max(0, size // 4 - 1) if start else 0
         at = slice(start + 1 + skipped, start + len(ids))
-        tokens[at] = np.maximum(found[skipped:, 1:], 0)
-        shares[at] = np.where(found[skipped:, 1:] >= 0, np.exp(logprobs[skipped:, 1:]), 0)
+        tokens[at] = np.maximum(likeliest[skipped:, 1:], 0)
+        shares[at] = np.where(likeliest[skipped:, 1:] >= 0, np.exp(logprobs[skipped:, 1:]), 0)
     return tokens, shares
 
 
@@ -186,8 +183,7 @@ def _pruned(levels: list[_Level], least: float) -> tuple[NDArray[Any], ...]:
     first = np.clip(np.rint(255 * np.sqrt(p)), 1, 255).astype(np.uint8)[0]
     Q = share(first)[None]
     Q /= Q.sum()
-    hashes: list[NDArray[np.uint64]] = []
-    heads, numbers, listed_tokens, listed_codes = [], [], [], []
+    columns: list[tuple[NDArray[Any], ...]] = [NO_RECORDS]
     for n, level in enumerate(levels[1:], 1):
         lower = Q[level.shorter]
         counts = level.counts[:, None]
@@ -211,12 +207,9 @@ def _pruned(levels: list[_Level], least: float) -> tuple[NDArray[Any], ...]:
         Q = np.where(listed, share(code), (factor[:, None] / 128) ** 2 * lower).astype(np.float32)
         Q /= Q.sum(1, keepdims=True)
         rows, tokens = np.nonzero(listed)
-        listed_tokens.append(tokens.astype(np.uint8))
-        listed_codes.append(code[rows, tokens])
-        hashes.append(_hashes(level.keys[kept], n, V))
-        numbers.append(listed[kept].sum(1))
-        heads.append(factor[kept].astype(np.uint8))
-    return first, *_packed(hashes, numbers, heads, listed_tokens, listed_codes)
+        heads = _hashes(level.keys[kept], n, V), listed[kept].sum(1), factor[kept].astype(np.uint8)
+        columns.append((*heads, tokens.astype(np.uint8), code[rows, tokens]))
+    return first, *_packed(*map(np.concatenate, zip(*columns)))
 
 
 def _sharp(p: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -233,31 +226,28 @@ def _hashes(keys: NDArray[np.int64], n: int, V: int) -> NDArray[np.uint64]:
 
 
 def _packed(
-    hashes: list[NDArray[np.uint64]],
-    numbers: list[NDArray[np.int64]],
-    factors: list[NDArray[np.uint8]],
-    tokens: list[NDArray[np.uint8]],
-    codes: list[NDArray[np.uint8]],
+    hashes: NDArray[Any],
+    number: NDArray[Any],
+    factors: NDArray[Any],
+    tokens: NDArray[Any],
+    codes: NDArray[Any],
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
     """The tables `starts` and `records`, from the parts of the records."""
-    none = np.empty(0, np.int64)
-    hash_, number = np.concatenate([*hashes, none.astype(np.uint64)]), np.concatenate([*numbers, none])
-    bits = max(1, math.ceil(math.log2(max(1, len(hash_) / IN_BUCKET))))
-    bucket = (hash_ >> np.uint64(64 - bits)).astype(np.int64)
+    bits = max(1, math.ceil(math.log2(max(1, len(hashes) / IN_BUCKET))))
+    bucket = (hashes >> np.uint64(64 - bits)).astype(np.int64)
     order = np.argsort(bucket, kind="stable")
     size = HEAD + PAIR * number
-    at = np.zeros(len(hash_), np.int64)
-    at[order] = np.r_[0, np.cumsum(size[order])[:-1]] if len(order) else none
+    at = np.zeros(len(hashes), np.int64)
+    at[order] = np.cumsum(size[order]) - size[order]
     records = np.zeros(int(size.sum()), np.uint8)
-    tag = (hash_ >> np.uint64(20) & np.uint64(1023)).astype(np.int64)
+    tag = (hashes >> np.uint64(20) & np.uint64(1023)).astype(np.int64)
     records[at] = tag & 255
     records[at + 1] = tag >> 8 | number << 2
-    records[at + 2] = np.concatenate([*factors, none.astype(np.uint8)])
+    records[at + 2] = factors
     # The place of each pair: its record's, and its number in the record.
     within = np.arange(int(number.sum())) - np.repeat(np.cumsum(number) - number, number)
     pair = np.repeat(at + HEAD, number) + PAIR * within
-    records[pair] = np.concatenate([*tokens, none.astype(np.uint8)])
-    records[pair + 1] = np.concatenate([*codes, none.astype(np.uint8)])
+    records[pair], records[pair + 1] = tokens, codes
     starts = np.zeros(2**bits + 1, np.uint32)
     starts[1:] = np.cumsum(np.bincount(bucket, size, 2**bits))
     return starts, records

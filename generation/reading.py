@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from shakespeare.generation.engines.engine import Engine
 from shakespeare.generation.logprobs import TokenLogprob
-
-if TYPE_CHECKING:
-    from shakespeare.generation.writer import Text
+from shakespeare.generation.request import Text
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Read:
         """Record that a text's slot holds this prompt."""
         text.held = len(self.prompt)
         if (top := text.prompt_top) is not None:
-            text.prompt_logprobs = [None, *(each.with_top(top) for each in self.logprobs)]
+            text.prompt_logprobs = [None, *(logprob.with_top(top) for logprob in self.logprobs)]
 
 
 class Reader:
@@ -49,27 +46,25 @@ class Reader:
         self._engine, self._keeper, self._slice = engine, keeper, slice_seconds
         self._begun: dict[Text, int | None] = {}  # texts that are partly read, with their Read.top
         self._kept: Read | None = None
-        self._shortest_is_due = False  # whether the shortest text had no time in the last call
+        self._shortest_is_due = False
 
     def read(self, texts: Iterable[Text]) -> None:
         """Read for those of these texts that need it, and for the waiting ones, until the time is over.
 
-        Half of the time is for the text that has waited longest, so that every text has its turn. The rest is
-        for the shortest. If the first text took all the time, the next call begins with the shortest.
+        The text that has waited longest, so that every text has its turn, and the shortest take turns of at
+        most half of the time.
         """
-        start = time.perf_counter()
-        end = start + self._slice
+        end = time.perf_counter() + self._slice
         self.waiting.update((text, None) for text in texts if text.needs_reading)
         if self._kept:
             self._copy(self._kept)
-        if self.waiting and not self._shortest_is_due:
-            self._go_on(next(iter(self.waiting)), start + self._slice / 2)
-            self._shortest_is_due = time.perf_counter() >= end
-            if self._shortest_is_due:
+        while self.waiting:
+            shortest = min(self.waiting, key=lambda text: len(text.window)) if self._shortest_is_due else None
+            self._shortest_is_due = not self._shortest_is_due
+            turn = time.perf_counter() + self._slice / 2
+            self._go_on(shortest or next(iter(self.waiting)), min(turn, end))
+            if time.perf_counter() >= end:
                 return
-        while self.waiting and (self._shortest_is_due or time.perf_counter() < end):
-            self._shortest_is_due = False
-            self._go_on(min(self.waiting, key=lambda text: len(text.window)), end)
 
     def drop(self, text: Text) -> None:
         """Forget a text and free the memory of its unfinished reading."""
@@ -81,7 +76,7 @@ class Reader:
     def _go_on(self, text: Text, end: float) -> None:
         """Read until `end`, at least one piece of work, for a text or for one with the same prompt."""
         if text.is_new:
-            same = (each for each in self._begun if each.is_new and each.prompt == text.prompt)
+            same = (other for other in self._begun if other.is_new and other.prompt == text.prompt)
             text = next(same, text)
         if text not in self._begun:
             self._begun[text] = top = self._top(text)
@@ -93,7 +88,8 @@ class Reader:
         """The most alternatives that any new text with the same prompt requests."""
         if not text.is_new:
             return None
-        tops = (each.prompt_top for each in self.waiting if each.is_new and each.prompt == text.prompt)
+        same = (other for other in self.waiting if other.is_new and other.prompt == text.prompt)
+        tops = (other.prompt_top for other in same)
         return max((top for top in tops if top is not None), default=None)
 
     def _finish(self, text: Text, top: int | None) -> None:
@@ -103,7 +99,7 @@ class Reader:
             text.held = len(text.window)
             return
         taken = [] if top is None else self._engine.take_logprobs(text.slot)
-        done = Read(text.prompt, text.slot, top, [TokenLogprob._make(each) for each in taken])
+        done = Read(text.prompt, text.slot, top, list(map(TokenLogprob._make, taken)))
         done.begin(text)
         self._copy(done)
         if self._keeper is not None:
@@ -113,7 +109,7 @@ class Reader:
 
     def _copy(self, source: Read) -> None:
         """Copy a prompt, from a slot without a new token, to the waiting texts that begin with it."""
-        texts = [each for each in self.waiting if each not in self._begun and source.begins(each)]
+        texts = [text for text in self.waiting if text not in self._begun and source.begins(text)]
         if texts:
             self._engine.copy(source.slot, *(text.slot for text in texts))
         for text in texts:

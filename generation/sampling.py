@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from shakespeare.attention_ext.checks import real, whole
 if TYPE_CHECKING:
     from torch import Tensor
 
+LARGEST_SEED = 2**63 - 1  # OpenAI's API has whole numbers of 64 bits with a sign
 MOST_BIAS = 100  # of a token's logit, up or down, as in OpenAI's API
 
 
@@ -31,12 +32,12 @@ class Number:
 
     default: float
     help: str
-    least: float
-    most: float
-    above: bool
-    off: float | None
-    served: tuple[float, float] | None
-    slider: tuple[float, float | None, float] | None
+    least: float = 0
+    most: float = math.inf
+    above: bool = False
+    off: float | None = None
+    served: tuple[float, float] | None = None
+    slider: tuple[float, float | None, float] | None = None
 
     @property
     def whole(self) -> bool:
@@ -66,20 +67,9 @@ class Number:
         return f"{low} and at most {self.most}" if self.above else f"from {self.least} to {self.most}"
 
 
-def number(
-    default: float,
-    help: str,
-    least: float = 0,
-    most: float = math.inf,
-    *,
-    above: bool = False,
-    off: Any = ...,
-    served: tuple[float, float] | None = None,
-    slider: tuple[float, float | None, float] | None = None,
-) -> Any:
+def number(default: float, help: str, **more: Any) -> Any:
     """A field of Sampling that is a Number. Its default is off, unless another value is."""
-    known = Number(default, help, least, most, above, default if off is ... else off, served, slider)
-    return field(default=default, metadata={"number": known})
+    return field(default=default, metadata={"number": Number(default, help, **{"off": default} | more)})
 
 
 @dataclass(frozen=True)
@@ -111,7 +101,7 @@ class Sampling:
         slider=(0, 2, 0.05),
     )
     top_k: int | None = number(
-        200, "Choose among the k likeliest tokens.", 1, 2**63 - 1, off=None, slider=(1, None, 1)
+        200, "Choose among the k likeliest tokens.", least=1, most=2**63 - 1, off=None, slider=(1, None, 1)
     )
     top_p: float = number(
         1.0,
@@ -138,10 +128,10 @@ class Sampling:
         served=(0.01, 100),
     )
     presence_penalty: float = number(
-        0.0, "Subtract this from the logits of tokens that have been written.", -2, 2
+        0.0, "Subtract this from the logits of tokens that have been written.", least=-2, most=2
     )
     frequency_penalty: float = number(
-        0.0, "Subtract this from a token's logit for each time that it has been written.", -2, 2
+        0.0, "Subtract this from a token's logit for each time that it has been written.", least=-2, most=2
     )
     logit_bias: tuple[tuple[int, float], ...] = ()
 
@@ -151,26 +141,29 @@ class Sampling:
         pairs = () if self.logit_bias is None else self.logit_bias
         if not isinstance(pairs, tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
             raise TypeError("logit_bias must be a tuple of pairs, each a token id and a number")
-        checked = []
-        for pair in pairs:
-            try:
-                checked.append((whole("token", pair[0]), real("bias", pair[1])))
-            except TypeError:
-                raise TypeError(f"logit_bias has {pair}; it must be a token id and a number") from None
-            token, bias = checked[-1]
+        checked = tuple(
+            (whole("a token of logit_bias", t), real("a number of logit_bias", b)) for t, b in pairs
+        )
+        for token, bias in checked:
             if token < 0:
                 raise ValueError(f"logit_bias has token {token}; it must be at least 0")
             if not abs(bias) <= MOST_BIAS:
                 bounds = f"from -{MOST_BIAS} to {MOST_BIAS}"
                 raise ValueError(f"logit_bias has {bias} for token {token}; it must be {bounds}")
-        object.__setattr__(self, "logit_bias", tuple(checked))
         if len(dict(checked)) < len(checked):
             raise ValueError("logit_bias has a token twice; it must have each once")
+        object.__setattr__(self, "logit_bias", checked)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether it changes logits before the choice."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.repetition_penalty != 1 or any(penalties) or bool(self.logit_bias)
 
 
 # The settings that are numbers, by their names.
 NUMBERS: dict[str, Number] = {
-    each.name: each.metadata["number"] for each in fields(Sampling) if "number" in each.metadata
+    f.name: f.metadata["number"] for f in fields(Sampling) if "number" in f.metadata
 }
 
 
@@ -178,13 +171,12 @@ def sample(
     logits: Tensor,
     uniforms: Sequence[float],
     sampling: Sampling = Sampling(),
-    seen: Sequence[Collection[int]] | None = None,
-    written: Sequence[Mapping[int, int]] | None = None,
+    counts: Tensor | None = None,
 ) -> list[int]:
     """A token id for each row of logits (B, V), by inverse transform sampling.
 
-    uniforms: a number in [0, 1) for each row. seen: the ids that have occurred in each row, for the
-    repetition penalty. written: how often each id was written in each row, for the other two.
+    uniforms: a number in [0, 1) for each row. counts: (B, 2, V), how often each id has occurred in each row,
+    for the repetition penalty, and since the prompt, for the other two; None before any.
     Sums are float64 and in the order of the ids, so that engines with different rounding agree. The native
     engine's sample() in generation/csrc/sampling.cpp does the same.
     Raises ValueError if the logits hold NaN or the largest is infinite after penalties and bias.
@@ -192,23 +184,16 @@ def sample(
     import torch
 
     logits = logits.double()
-    if sampling.repetition_penalty != 1:
-        occurred = torch.zeros(logits.shape, dtype=torch.bool)
-        for row, ids in zip(occurred, seen or ()):
-            row[list(ids)] = True
-        penalty = sampling.repetition_penalty
-        logits = logits.where(~occurred, torch.where(logits > 0, logits / penalty, logits * penalty))
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        losses = torch.zeros(logits.shape, dtype=torch.float64)
-        for row, counts in zip(losses, written or ()):
-            for token, count in counts.items():
-                row[token] = count * sampling.frequency_penalty + sampling.presence_penalty
-        logits = logits - losses
+    if counts is not None and (penalty := sampling.repetition_penalty) != 1:
+        weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = logits.where(counts[:, 0] == 0, weaker)
+    if counts is not None and (sampling.presence_penalty or sampling.frequency_penalty):
+        written = counts[:, 1].double()
+        logits = logits - (written * sampling.frequency_penalty + (written > 0) * sampling.presence_penalty)
     if sampling.logit_bias:
         ids, biases = zip(*sampling.logit_bias)
-        logits = logits.index_add(
-            1, torch.tensor(ids), torch.tensor(biases, dtype=torch.float64).expand(len(logits), -1)
-        )
+        added = torch.tensor(biases, dtype=torch.float64).expand(len(logits), -1)
+        logits = logits.index_add(1, torch.tensor(ids), added)
     tokens = drawn(logits, torch.tensor(uniforms, dtype=torch.float64), sampling).tolist()
     if min(tokens, default=0) < 0:
         raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
@@ -231,7 +216,7 @@ def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     points = uniforms[:, None]
     limits = (sampling.top_p, sampling.typical_p, sampling.min_p)
     if limits == (1, 1, 0) and (sampling.top_k or logits.shape[1]) >= logits.shape[1]:
-        return found(weights, points).where(good, -1)  # on a GPU each operation that is left out is time
+        return place_of(weights, points).where(good, -1)  # on a GPU each operation that is left out is time
     least = torch.zeros_like(largest)  # smaller weights are left out
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
         least = weights.topk(sampling.top_k).values[:, -1:]
@@ -248,10 +233,10 @@ def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
         kept = weights.where(weights >= least, 0.0).sort(-1, descending=True).values
         least = kept.gather(-1, reached(kept, sampling.top_p))
     least = torch.maximum(least, sampling.min_p * weights.amax(-1, keepdim=True))
-    return found(weights.where(weights >= least, 0.0), points).where(good, -1)
+    return place_of(weights.where(weights >= least, 0.0), points).where(good, -1)
 
 
-def found(weights: Tensor, points: Tensor) -> Tensor:
+def place_of(weights: Tensor, points: Tensor) -> Tensor:
     """The place (B,) in weights (B, V) that each point (B, 1), a share of their sum, falls on."""
     import torch
 
@@ -267,16 +252,13 @@ def reached(ordered: Tensor, share: float) -> Tensor:
 
 
 def choose(
-    logits: Tensor,
-    uniforms: Sequence[float],
-    samplings: Sequence[Sampling],
-    seen: Sequence[Collection[int]],
-    written: Sequence[Mapping[int, int]],
+    logits: Tensor, uniforms: Sequence[float], samplings: Sequence[Sampling], counts: Tensor | None = None
 ) -> list[int]:
     """A token id for each row of logits (B, V), each with its own sampling; see sample() for the rest."""
     if samplings and all(sampling == samplings[0] for sampling in samplings):
-        return sample(logits, uniforms, samplings[0], seen, written)
+        return sample(logits, uniforms, samplings[0], counts)
+    rows = (slice(i, i + 1) for i in range(len(samplings)))
     return [
-        sample(row[None], [uniform], sampling, [occurred], [counts])[0]
-        for row, uniform, sampling, occurred, counts in zip(logits, uniforms, samplings, seen, written)
+        sample(logits[row], uniforms[row], sampling, None if counts is None else counts[row])[0]
+        for row, sampling in zip(rows, samplings)
     ]

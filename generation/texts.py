@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from numpy.typing import NDArray
 
+from shakespeare.attention_ext import processor
 from shakespeare.attention_ext.checks import none_is_default, truth
-from shakespeare.attention_ext.parts import BuildError, CachePrecision
-from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.attention_ext.parts import BuildError
+from shakespeare.generation.engines.engine import Engine, EngineOptions
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import NONE, Request, Text
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request, Text, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint, loaded
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.tokenizer import Tokenizer
 
+# What generate() passes on to the engine.
+ENGINE_OPTIONS = {field.name for field in fields(EngineOptions)} - {"engine", "slots", "capacity"}
 AT_ONCE = 32  # texts that are written together, for each thread
 # Of a GPU's memory, for the caches of an engine. To read so much takes any GPU 3 ms or more, a hundred times
 # the latencies of a step, so that more texts at once would gain a percent.
@@ -25,29 +31,22 @@ GPU_SHARE = 8
 MOST_CACHE_BYTES = 2**31  # of all texts together, unless AT_ONCE texts for one thread need more
 
 
-def slots_for(
-    texts: int,
-    threads: int,
-    config: GPTConfig,
-    capacity: int,
-    kv_cache: CachePrecision,
-    device: str = "cpu",
-) -> tuple[int, int]:
+def slots_for(texts: int, config: GPTConfig, options: EngineOptions) -> tuple[int, int]:
     """(texts at once, slots of the engine) for this number of texts with one prompt.
 
-    capacity: tokens of context of each text. If not all texts are written at once, one more slot keeps the
-    prompt for texts that join later. Raises BuildError if there is no GPU for device 'cuda'; 'webgpu' is as
-    'cpu' then.
+    If not all texts are written at once, one more slot keeps the prompt for texts that join later. Raises
+    BuildError if there is no GPU for device 'cuda'; 'webgpu' is as 'cpu' then.
     """
-    cache_bytes = kv_cache.bytes * 2 * config.n_layer * config.n_embd * capacity  # K and V of a text
-    if device == "cuda":
+    numbers = 2 * config.n_layer * config.n_embd * options.context(config)  # K and V of a text
+    cache_bytes = options.kv_cache.bytes * numbers
+    most = max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes)
+    if options.device == "cuda":
         from shakespeare.generation.engines import cuda
 
-        at_once = min(texts, max(1, cuda.gpu().memory // GPU_SHARE // cache_bytes))
-    elif device == "webgpu" and has_gpu():
-        at_once = min(texts, max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes))
-    else:
-        at_once = min(texts, AT_ONCE * threads, max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes))
+        most = max(1, cuda.gpu().memory // GPU_SHARE // cache_bytes)
+    elif options.device == "cpu" or not has_gpu():
+        most = min(most, AT_ONCE * (options.threads or processor.threads()))
+    at_once = min(texts, most)
     return at_once, at_once + (texts > at_once)
 
 
@@ -76,20 +75,12 @@ class StopFilter:
         if not self.stop:
             return text
         self._held += text
-        found = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]
-        if found:
-            at, self.found = min(found)
+        if places := [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]:
+            at, self.found = min(places)
             return self._release(at)
-        longest = max(
-            (
-                n
-                for s in self.stop
-                for n in range(1, min(len(s), len(self._held) + 1))
-                if self._held.endswith(s[:n])
-            ),
-            default=0,
-        )
-        return self._release(len(self._held) - longest)
+        begun = range(max(0, len(self._held) + 1 - max(map(len, self.stop))), len(self._held))
+        kept = (at for at in begun if any(s.startswith(self._held[at:]) for s in self.stop))
+        return self._release(next(kept, len(self._held)))
 
     def end(self) -> str:
         """Return the text held back, as no stop string follows; empty after a stop string."""
@@ -100,20 +91,19 @@ class StopFilter:
         return released
 
 
-class Completion:
-    """The text of a request, without the prompt, with its number of tokens and its times.
+class Completion(Text):
+    """A text of a Writer in characters, without the prompt.
 
-    number: the request's, from 0. pieces: of the text; a caller that streams them clears the list, so that
-    an endless text takes no memory. finish_reason: 'length' or 'stop'; '' while the text grows. stopped_by:
-    the stop string that ended the text; the text ends before it. The seconds are those of writer.Text.
+    number: the request's, from 0. shown_tokens: those that add() took. pieces: of the text; a caller that
+    streams them clears the list, so that an endless text takes no memory. finish_reason: 'length' or 'stop';
+    '' while the text grows. stopped_by: the stop string that ended the text; the text ends before it.
     """
 
     def __init__(self, request: Request, number: int, tokenizer: Tokenizer) -> None:
-        self.request, self.number = request, number
+        super().__init__(request)
+        self.number, self.shown_tokens = number, 0
         self.pieces: list[str] = []
         self.finish_reason = self.stopped_by = ""
-        self.new_tokens = 0
-        self.prefill_seconds = self.decode_seconds = 0.0
         self._decoder = tokenizer.decoder()
         self._filter = StopFilter([tokenizer.normal(text) for text in request.stop])
 
@@ -127,32 +117,35 @@ class Completion:
         """New tokens per second of decoding."""
         return self.new_tokens / max(self.decode_seconds, 1e-9)
 
-    @property
-    def ended(self) -> bool:
-        """Whether a stop string was found or max_new_tokens is reached."""
-        return bool(self._filter.found) or self.new_tokens == self.request.max_new_tokens
+    def add(self, tokens: Sequence[int] | NDArray[Any]) -> str:
+        """Show tokens that the Writer has appended, up to one that completes a stop string.
 
-    def add(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Append tokens, up to one that completes a stop string."""
+        Returns what was added to the text, which has no further tokens after a stop string.
+        """
         if not self.request.stop:
-            self.new_tokens += len(tokens)
+            self.shown_tokens += len(tokens)
             return self._show(self._decoder.feed_all(tokens))
+        pieces = []
         for token in map(int, tokens):
-            self.new_tokens += 1
-            self._show(self._filter.feed(self._decoder.feed(token)))
             if self._filter.found:
-                return
+                break
+            self.shown_tokens += 1
+            pieces.append(self._filter.feed(self._decoder.feed(token)))
+        if self._filter.found:
+            self.new_tokens, self.remaining = self.shown_tokens, 0
+        return self._show("".join(pieces))
 
-    def end(self) -> None:
-        """Append what was held back. The decoder's last characters may complete a stop string."""
-        if not self._filter.found:
-            self._show(self._filter.feed(self._decoder.end()) + self._filter.end())
+    def end(self) -> str:
+        """Show what was held back; return it. The decoder's last characters may complete a stop string."""
+        held = "" if self._filter.found else self._filter.feed(self._decoder.end()) + self._filter.end()
         self.finish_reason = "stop" if self._filter.found else "length"
         self.stopped_by = self._filter.found or ""
+        return self._show(held)
 
-    def _show(self, text: str) -> None:
+    def _show(self, text: str) -> str:
         if text:
             self.pieces.append(text)
+        return text
 
 
 def complete(
@@ -170,48 +163,30 @@ def complete(
     if writer.texts:
         raise ValueError(f"writer holds {len(writer.texts)} texts; it must hold none")
     waiting = enumerate(requests)
-    growing: dict[Text, Completion] = {}
-
-    def grown(text: Text, tokens: Sequence[int] | NDArray[Any]) -> Iterator[tuple[Completion, str]]:
-        """Append tokens. At its end, let the text leave."""
-        done = growing[text]
-        before = len(done.pieces)
-        done.add(tokens)
-        ended = done.ended
-        if ended:
-            done.end()
-            done.prefill_seconds, done.decode_seconds = text.prefill_seconds, text.decode_seconds
-            del growing[text]
-            writer.leave(text)
-        if piece := "".join(done.pieces[before:]):
-            yield done, piece
-        if ended:
-            yield done, ""
-
+    growing = cast("dict[Completion, None]", writer.texts)
     try:
         while True:
-            may_join = not (growing and writer.engine.fast_in_step)
-            while may_join and writer.free and (following := next(waiting, None)):
-                number, request = following
-                text = writer.join(request)
-                growing[text] = Completion(request, number, tokenizer)
-                if growing[text].ended:  # max_new_tokens is 0
-                    yield from grown(text, [])
+            slots = writer.free if writer.admits else 0
+            for number, request in itertools.islice(waiting, slots):
+                writer.join(Completion(request, number, tokenizer))
             if not growing:
                 return
-            for text, tokens in writer.step():
+            new = dict(writer.step())
+            alone = len(growing) == 1
+            for completion in list(growing):
+                tokens = new.get(completion, NONE)
                 # A text that is alone is streamed token by token. In a batch this would cost too much.
-                for some in (tokens,) if len(growing) > 1 else ([token] for token in tokens.tolist()):
-                    yield from grown(text, some)
-                    if text not in growing:
-                        break
+                for shown in ([token] for token in tokens.tolist()) if alone else (tokens,):
+                    if piece := completion.add(shown):
+                        yield completion, piece
+                if completion.ended:
+                    if piece := completion.end():
+                        yield completion, piece
+                    writer.leave(completion)
+                    yield completion, ""
     finally:
         for text in list(writer.texts):
             writer.leave(text)
-
-
-# The arguments that generate() passes to open_engine().
-ENGINE_OPTIONS = ("part", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads", "draft")
 
 
 @none_is_default
@@ -234,16 +209,14 @@ def generate(
     max_new_tokens: the most tokens to write; the model's block size by default.
     engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts,
     with the options that it was opened with.
-    seed: 0 to 2**64 - 1. The same seed gives the same text with every part and engine of a device, unless
-        kv_cache is 'bf16', which rounds their results.
-    stop: a string or several; the text ends before the first one that appears.
-    context, use_cache: see writer.Request.
-    options: ENGINE_OPTIONS as in open_engine(), and those of Sampling. None stands for each default.
+    seed, stop, context, use_cache: as in Request. The same seed gives the same text with every part and
+    engine of a device, unless kv_cache is 'bf16', which rounds their results.
+    options: fields of Sampling, and of EngineOptions but slots and capacity. None stands for each default.
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.
     """
     chosen = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
-    settings = {each.name for each in fields(Sampling)}
+    settings = {field.name for field in fields(Sampling)}
     if unknown := [name for name in options if name not in settings]:
         raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
     checkpoint, sampling = loaded(checkpoint), Sampling(**options)
@@ -252,7 +225,15 @@ def generate(
     if max_new_tokens is None:
         max_new_tokens = checkpoint.config.block_size
     ids, stream = checkpoint.tokenizer.encode(prompt), truth("stream", stream)
-    request = Request(ids, seed, sampling, max_new_tokens, stop, context, use_cache)
+    request = Request(
+        ids,
+        seed=seed,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        context=context,
+        use_cache=use_cache,
+    )
     if engine is None or isinstance(engine, str) or not hasattr(engine, "config"):
         capacity = capacity_for(checkpoint, request)
         engine = open_engine(checkpoint, engine, capacity=capacity, **chosen)  # type: ignore[arg-type]

@@ -8,168 +8,21 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import cache
-from shakespeare.attention_ext.checks import kind, real, set_defaults, set_whole, truth, whole
+from shakespeare.attention_ext.checks import real, whole
 from shakespeare.generation.engines.engine import Engine
-from shakespeare.generation.logprobs import MOST_TOP
-from shakespeare.generation.logprobs import TokenLogprob as TokenLogprob
+from shakespeare.generation.logprobs import TokenLogprob
 from shakespeare.generation.reading import Reader
-from shakespeare.generation.sampling import Sampling
-
-CONTEXTS = ("slide", "reset")
-UNIFORMS_AT_ONCE = 256  # one draw costs as much as a small model's token
-NONE = np.empty(0)
-
-
-@dataclass(frozen=True)
-class Request:
-    """A text to be written.
-
-    ids: the prompt's tokens, at least one. If they exceed the engine's capacity, only the last ones are read.
-    seed: 0 to 2**64 - 1. max_new_tokens: the most tokens to write; None sets no limit.
-    stop: strings; the text ends before the first one that appears. generation.texts.complete() applies them,
-    because the Writer handles tokens only.
-    context: what the model sees when a text is longer than the engine's capacity. 'slide': the last
-    `capacity` tokens, at positions counted from the window's start, as in nanoGPT; each token costs a whole
-    window. 'reset': the window restarts with its last half, which costs one prefill for each half window.
-    use_cache: False reads the whole window again for every token.
-    logprobs: give each new token's log-probability with this many alternatives, 0 to 5; None gives none.
-    prompt_logprobs: give those of the prompt too; needs logprobs. Neither changes a text.
-    Raises TypeError or ValueError naming the wrong argument.
-    """
-
-    ids: Sequence[int]
-    seed: int = 1337
-    sampling: Sampling = Sampling()
-    max_new_tokens: int | None = None
-    stop: str | Sequence[str] = ()
-    context: str = "slide"
-    use_cache: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: bool = False
-
-    def __post_init__(self) -> None:
-        set_defaults(self)
-        if len(self.ids) == 0:
-            raise ValueError("prompt is empty; it must have at least one token")
-        set_whole(self, "seed", "max_new_tokens", "logprobs")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed is {self.seed}; it must be at least 0 and less than 2**64")
-        if self.max_new_tokens is not None and self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 0")
-        if not isinstance(self.stop, Collection) or getattr(self.stop, "shape", None) == ():
-            raise TypeError(f"stop is a {kind(self.stop)}; it must be a string or several")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise ValueError(f"stop is {list(self.stop)!r}; it must hold strings, none of them empty")
-        if self.context not in CONTEXTS:
-            raise ValueError(f"context is {self.context!r}; it must be one of {', '.join(CONTEXTS)}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_TOP:
-            raise ValueError(f"logprobs is {self.logprobs}; it must be from 0 to {MOST_TOP}")
-        for name in ("use_cache", "prompt_logprobs"):
-            object.__setattr__(self, name, truth(name, getattr(self, name)))
-        if self.prompt_logprobs and self.logprobs is None:
-            raise ValueError("prompt_logprobs is True; it must be False where logprobs is None")
-
-    def with_seed(self, seed: int) -> Request:
-        """The same with another seed, without the checks, which would cost a tenth of a text on a GPU."""
-        made = object.__new__(Request)
-        made.__dict__.update(self.__dict__, seed=seed)
-        return made
-
-
-class Text:
-    """A growing text in a slot of an engine.
-
-    prompt: the part of the request's prompt that is read. new_tokens: the number of tokens after it.
-    remaining: tokens that may still be written.
-    prefill_seconds: the time until the prompt is read. decode_seconds: the time of writing since then. Both
-    include the work for its neighbours in these steps, but no compilation.
-    logprobs: those of the new tokens, if requested; the caller may clear the list.
-    prompt_logprobs: those of the tokens of `prompt`, None for the first one. None until the prompt is read,
-    or if not requested.
-    """
-
-    def __init__(
-        self, request: Request, slot: int, capacity: int, uniforms: Callable[[int], NDArray[np.float64]]
-    ) -> None:
-        self.request, self.slot = request, slot
-        self.prompt = tuple(request.ids[-capacity:])
-        self.new_tokens = 0
-        self.remaining = math.inf if request.max_new_tokens is None else request.max_new_tokens
-        self.prefill_seconds = self.decode_seconds = 0.0
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.held = 0  # tokens in the engine's slot; 0 until the prompt is read
-        self._capacity = capacity
-        self._uncached = not request.use_cache
-        self._last = deque(self.prompt, capacity)
-        # Whether its window may be read again, for which its tokens are kept.
-        self._keeps = self._uncached or len(self.prompt) + self.remaining > capacity + 1
-        self._uniforms = uniforms
-        self._drawn = NONE  # uniform numbers, one for each of the next tokens
-
-    @property
-    def is_new(self) -> bool:
-        """Whether its prompt has not been read yet."""
-        return self.held == 0
-
-    @property
-    def needs_reading(self) -> bool:
-        """Whether its prompt must be read before the next token, or its window again."""
-        return not 0 < self.held <= self._capacity or self._uncached and self.new_tokens > 0
-
-    @property
-    def lacks_prompt_logprobs(self) -> bool:
-        """Whether its prompt must be read for log-probabilities, even if no token is to be written."""
-        return self.request.prompt_logprobs and self.prompt_logprobs is None
-
-    @property
-    def prompt_top(self) -> int | None:
-        """Alternatives of each token of the prompt; None if its log-probabilities were not requested."""
-        return self.request.logprobs if self.request.prompt_logprobs else None
-
-    @property
-    def room(self) -> int:
-        """Tokens that fit its slot before its window must be read again."""
-        return 1 if self._uncached else self._capacity + 1 - self.held
-
-    @property
-    def window(self) -> list[int]:
-        """The tokens that are read next: the prompt, or the window again."""
-        size = self.held or len(self._last)
-        if self.held > self._capacity:
-            size = self._capacity if self.request.context == "slide" else max(1, self._capacity // 2)
-        return list(self._last)[-size:]
-
-    def draw(self, count: int) -> NDArray[np.float64]:
-        """The uniform numbers in [0, 1) for the next tokens; append() removes those that were used."""
-        if (lacking := count - len(self._drawn)) > 0:
-            drawn = self._uniforms(max(lacking, int(min(UNIFORMS_AT_ONCE, self.remaining))))
-            self._drawn = np.concatenate([self._drawn, drawn]) if len(self._drawn) else drawn
-        return self._drawn[:count]
-
-    def append(self, tokens: NDArray[Any]) -> None:
-        """Record the tokens that the engine has appended. Each used one of the drawn numbers."""
-        count = len(tokens)
-        self._drawn = self._drawn[count:]
-        if self._keeps:
-            self._last.extend(tokens.tolist())
-        self.held += count
-        self.new_tokens += count
-        self.remaining -= count
+from shakespeare.generation.request import Request, Text
 
 
 class Writer:
-    """The texts that an engine writes together, one in each slot.
+    """The batch of texts that an engine writes together, one in each slot: they join, step and leave.
 
     texts: the most at once; by default the engine's number of slots. If there are fewer texts than slots,
     the last slot keeps the last prompt, and a text with the same prompt copies it from there.
@@ -214,17 +67,23 @@ class Writer:
             if token >= vocab_size:
                 raise ValueError(f"logit_bias has token {token}; it must be from 0 to {vocab_size - 1}")
 
-    def join(self, request: Request) -> Text:
+    @property
+    def admits(self) -> bool:
+        """Whether a text should join now: an engine that is `fast_in_step` waits until all slots are free."""
+        return bool(self._free) and not (self.texts and self.engine.fast_in_step)
+
+    def join(self, text: Request | Text) -> Text:
         """Begin a text. Its prompt is read from the next step on.
 
         Raises ValueError if check() does, or if no slot is free.
         """
+        text = Text(text) if isinstance(text, Request) else text
+        request = text.request
         self.check(request)
         if not self._free:
             raise ValueError("the writer has no free slot; a text must leave before another can join")
-        uniforms = self.engine.uniforms(request.seed)
         # The lowest slots: an engine may copy to neighbours at once.
-        text = Text(request, heapq.heappop(self._free), self.engine.capacity, uniforms)
+        text.begin(heapq.heappop(self._free), self.engine.capacity)
         self.engine.set_sampling(text.slot, request.sampling, request.logprobs)
         self.texts[text] = None
         return text
@@ -244,7 +103,7 @@ class Writer:
         texts whose prompt or window is not read yet are left out; if there are no others, returns [].
         """
         start = cache.clock()
-        unfinished = [text for text in self.texts if text.remaining > 0 or text.lacks_prompt_logprobs]
+        unfinished = [text for text in self.texts if not text.ended]
         if not unfinished:
             return []
         new = {text for text in unfinished if text.is_new}

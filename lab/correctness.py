@@ -18,7 +18,7 @@ from torch.autograd.profiler import profile as cpu_profile
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from shakespeare.attention_ext import PARTS, attention, extension, operator
+from shakespeare.attention_ext import PARTS, attention, extension, operator, webgpu
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import WIDEST
 from shakespeare.attention_ext.parts import DEVICES, Dtype, check_dtype
@@ -216,7 +216,7 @@ class Test:
         if self.device != "webgpu":
             options |= dict(br=self.br, bc=self.bc, simd=self.simd, kernel=self.kernel)
         elif ours:
-            options |= dict(device=self.device, kernel=self.kernel)
+            return webgpu.attention(*tensors, causal=self.causal, scale=1.0, kernel=self.kernel)
         else:  # PyTorch's on the CPU
             tensors = [t.float() for t in tensors]
         return in_slices(partial(attention, part, **options), 1 if ours else slices, tensors)

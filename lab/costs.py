@@ -26,6 +26,4 @@ def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
     if row.operator is None:  # PyTorch: S and P of all heads
         return FLOAT_BYTES * 2 * case.heads * case.Nq * case.Nk
     tile = {"br": case.Br, "bc": case.Bc} if row.tiled else {}
-    return extension.scratch(
-        part, *sizes, threads=case.threads, simd=simd or "auto", dtype=case.dtype, **tile
-    )
+    return extension.scratch(part, sizes, threads=case.threads, simd=simd or "auto", dtype=case.dtype, **tile)

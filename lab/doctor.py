@@ -179,7 +179,7 @@ def _compiler() -> str:
 
 
 def _python_header() -> str:
-    if not toolchain.has_python_header():
+    if not toolchain.python_header().is_file():
         raise Missing(f"no {toolchain.python_header()}, so no native training step; apt install python3-dev")
     return str(toolchain.python_header())
 

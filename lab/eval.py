@@ -12,8 +12,8 @@ import numpy as np
 
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.checks import none_is_default
-from shakespeare.attention_ext.parts import check_part
-from shakespeare.generation.engines.engine import Engine, check_kernel, open_engine
+from shakespeare.generation.engines.engine import Engine, EngineOptions
+from shakespeare.generation.engines.table import ENGINES, open_engine
 from shakespeare.lab.text import counted
 from shakespeare.model import corpus
 from shakespeare.model.checkpoint import load
@@ -48,12 +48,12 @@ def held_out_loss(
 
     model: a name for load(). part: the attention. weights: a Precision or its name. kv_cache: a
     CachePrecision or its name, to which the keys and values that attention sees are rounded. device, kernel:
-    as in generation.engines.engine.open_engine. threads: of the native engine.
+    as in EngineOptions. threads: of the native engine.
     Raises ValueError naming what is wrong, BuildError without a GPU or what compiles the kernels.
     """
-    row = check_part(part)
-    checkpoint = load(model)
-    check_kernel(device, row, kernel, checkpoint.config.head_dim)
+    checkpoint, options = load(model), EngineOptions(part=part, device=device, kernel=kernel)
+    if refused := ENGINES["torch"].refuses(checkpoint, options):
+        raise ValueError(refused)
     if device == "cuda":
         from shakespeare.attention_ext.cuda import gpu as driver
 
@@ -63,7 +63,7 @@ def held_out_loss(
     if len(ids) < 2:
         held = f"its last 10 %, which are evaluated, have {counted(len(ids), 'token')}"
         raise ValueError(f"text has {counted(len(text), 'character')}; {held} and must have at least 2")
-    if row.operator and device == "cpu":
+    if ENGINES["native"].refuses(checkpoint, options) is None:
         opened = open_engine(checkpoint, part=part, weights=weights, kv_cache=kv_cache, threads=threads)
         nats = native_loss(opened, ids)
     else:
@@ -73,7 +73,8 @@ def held_out_loss(
         from shakespeare.model.loss import evaluate
 
         attend = with_rounded_cache(partial(attention, part, causal=True, kernel=kernel), kv_cache)
-        gpt = on_device(rounded(checkpoint.model.with_attention(attend), weights), device, row, kernel)
+        gpt = rounded(checkpoint.model.with_attention(attend), weights)
+        gpt = on_device(gpt, device, options.row, kernel)
         nats = evaluate(gpt, torch.tensor(ids, device=device))
     # Nothing predicts the first token, so neither it nor its characters count.
     return Loss(nats * (len(ids) - 1) / (len(held_out) - 1), len(held_out), checkpoint.config.block_size)

@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shakespeare.attention_ext.parts import CachePrecision, helpers_of
-from shakespeare.generation.engines.engine import Engine, member, open_engine
+from shakespeare.attention_ext.parts import helpers_of
+from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.native import Decoder
 from shakespeare.generation.engines.pytorch import TorchEngine
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.texts import slots_for
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.lab.machine import Load, busy_text
 from shakespeare.lab.text import counted, markdown
 from shakespeare.model.checkpoint import Checkpoint
@@ -184,14 +186,15 @@ def run(
     measured. Each later token is measured with the reading of the token before it.
 
     model: the model's name, for the output. part, weights, kv_cache, engine_options: as in
-    generation.engines.engine.open_engine. prompt_tokens, tokens: as in lengths(). texts: are written
+    EngineOptions. prompt_tokens, tokens: as in lengths(). texts: are written
     together, after the same prompt.
     Raises TypeError or ValueError naming a wrong argument, BuildError if the kernels cannot be compiled.
     """
     prompt_tokens, tokens = lengths(checkpoint, prompt_tokens, tokens)
     precisions: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache}
-    capacity, cache = prompt_tokens + tokens, member(CachePrecision, "kv_cache", kv_cache)
-    most, _ = slots_for(2**31, 2**31, checkpoint.config, capacity, cache)
+    capacity = prompt_tokens + tokens
+    unbounded = EngineOptions.of({"kv_cache": kv_cache}, capacity=capacity, threads=2**31)
+    most, _ = slots_for(2**31, checkpoint.config, unbounded)
     if not 1 <= texts <= most:
         raise ValueError(f"texts is {texts}; it must be from 1 to {most} with caches of {capacity} tokens")
     sized: dict[str, Any] = precisions | {"slots": texts, "capacity": capacity}
@@ -268,7 +271,7 @@ def _writer(engine: Engine, ids: Sequence[int], texts: int | None = None) -> Wri
     """A writer with texts that continue these tokens; None: as many as the engine has slots."""
     writer = Writer(engine)
     for i in range(texts or engine.slots):
-        writer.join(Request(ids, SEED + i))
+        writer.join(Request(ids, seed=SEED + i))
     return writer
 
 

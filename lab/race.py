@@ -12,12 +12,13 @@ from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.parts import check_part, running_on
-from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import capacity_for
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.tokenizer import Tokenizer
 
@@ -95,7 +96,13 @@ def line_up(
     if len(parts) < 2 or len(set(parts)) < len(parts):
         raise ValueError(f"parts is {','.join(parts)!r}; it must name two or more, each once")
     count = max_new_tokens or min(DEFAULT_TOKENS, checkpoint.config.block_size)
-    request = Request(checkpoint.tokenizer.encode(prompt), seed, sampling, count, use_cache=use_cache)
+    request = Request(
+        checkpoint.tokenizer.encode(prompt),
+        seed=seed,
+        sampling=sampling,
+        max_new_tokens=count,
+        use_cache=use_cache,
+    )
     capacity = capacity_for(checkpoint, request)
     runners = []
     for part in parts:
@@ -121,23 +128,11 @@ def _warm_up(engine: Engine, request: Request) -> None:
         writer.step(1)
 
 
-def describe(
-    runners: Sequence[Runner], use_cache: bool, device: str = "cpu", kernel: str | None = None
-) -> str:
+def describe(runners: Sequence[Runner], use_cache: bool) -> str:
     """A description of the race; different engines are named."""
     lines = [f"{runners[0].count} tokens each, {'with' if use_cache else 'without'} a KV cache"]
-    if device == "cuda":
-        from shakespeare.attention_ext.cuda import gpu as driver
-
-        head_dim = runners[0].engine.config.head_dim
-        lines += [
-            getattr(r.engine, "description", None) or driver.describe(r.part, kernel, head_dim)
-            for r in runners
-        ]
-    else:
-        engines = (r.engine for r in runners if r.engine.simd_name)
-        lines += [extension.describe_helpers(str(e.simd_name), e.threads) for e in islice(engines, 1)]
-        lines += [r.engine.description for r in runners if hasattr(r.engine, "description")]
+    ours = (r.engine for r in runners if r.engine.device != "cpu" or check_part(r.part).operator)
+    lines += dict.fromkeys(engine.description for engine in ours)
     names = dict.fromkeys(r.engine.name for r in runners)
     if len(names) > 1:
         of = {name: ", ".join(r.part for r in runners if r.engine.name == name) for name in names}

@@ -97,7 +97,8 @@ def row(part: str) -> Part:
     if not file.is_file():
         raise ValueError(f"part is {part!r}; there is no such file")
     takes = {read(file).device: ("float32",)}
-    return Part(part, "YOUR ATTENTION", f"the kernel in {file.name}", file=file, dtypes=takes)
+    by_file = functools.partial(attend, file)
+    return Part(part, "YOUR ATTENTION", f"the kernel in {file.name}", dtypes=takes, file=file, attend=by_file)
 
 
 def loaded(file: Path) -> Any:
@@ -258,18 +259,10 @@ class OnCuda:
         if (d, index) not in self._on:
             from shakespeare.attention_ext.cuda import gpu
 
-            cuda, check = gpu.bindings(), gpu.checked
             major, minor = gpu.gpu(index).capability
-            code = self.source(d, f"sm_{major}{minor}").make()
-            library = check(cuda.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-            function = check(cuda.cuKernelGetFunction(check(cuda.cuLibraryGetKernel(library, b"attention"))))
-            launch = (ctypes.c_int * 3)()
-            address, size = check(cuda.cuLibraryGetGlobal(library, b"attention_launch"), all=True)
-            check(cuda.cuMemcpyDtoH(ctypes.addressof(launch), address, size))
-            if launch[2] > 48 * 1024:  # more must be asked for
-                dynamic = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                check(cuda.cuFuncSetAttribute(function, dynamic, launch[2]))
-            self._on[d, index] = library, function, list(launch)
+            module = gpu.Module(self.source(d, f"sm_{major}{minor}"))
+            launch = module.ints("attention_launch", 3)
+            self._on[d, index] = module, module.function("attention", launch[2]), launch
         return self._on[d, index]
 
     def __call__(
@@ -292,14 +285,11 @@ class OnCuda:
             data = (t.data_ptr() for t in (q, k, v, out))
             strides = (Strides(*t.stride()[:3]) for t in (q, k, v))
             call = CudaCall(*data, None, *strides, B, H, Nq, Nk, causal, scale * math.log2(math.e))
-            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(call))
-            grid = (B * H * -(-Nq // br), 1, 1, threads, 1, 1, shared)
-            stream = torch.cuda.current_stream().cuda_stream
+            blocks = B * H * -(-Nq // br)
             try:
-                launch = gpu.bindings().cuLaunchKernel
-                gpu.checked(launch(function, *grid, stream, ctypes.addressof(arguments), 0))
+                gpu.launch(function, blocks, threads, call, shared=shared)
             except BuildError as error:
-                what = f"{grid[0]} blocks of {threads} threads and {shared} bytes of shared memory"
+                what = f"{blocks} blocks of {threads} threads and {shared} bytes of shared memory"
                 raise RuntimeError(f"the launch of {what} failed: {error}") from None
         return out
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 
 import click
 
@@ -29,7 +28,7 @@ from shakespeare.attention_ext.build import nvrtc, prebuilt, recipes, toolchain 
 from shakespeare.attention_ext.cuda import gpu as driver  # noqa: E402
 from shakespeare.attention_ext.cuda import kernels  # noqa: E402
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision  # noqa: E402
-from shakespeare.generation.engines import cuda  # noqa: E402
+from shakespeare.generation.engines import layouts  # noqa: E402
 from shakespeare.model import load  # noqa: E402
 from shakespeare.web import build  # noqa: E402
 
@@ -64,14 +63,16 @@ def sources() -> Iterator[nvrtc.Source]:
     """
     config = load(MODELS[0]).config
     for capability, shared in prebuilt.GPUS.items():
-        on = SimpleNamespace(name="", capability=capability, shared=shared << 10, cache=sys.maxsize)
-        for weights, kv_cache in itertools.product(cuda.WEIGHT_BITS, CachePrecision):
-            clusters, grid = cuda.layouts_for(config, weights, kv_cache, on)
+        on = kernels.Gpu("", capability, shared << 10, 1, l2=sys.maxsize)
+        for weights, kv_cache in itertools.product(layouts.WEIGHT_BITS, CachePrecision):
+            clusters, grid = layouts.layouts_for(config, weights, kv_cache, on)
             reader = replace(grid, prompt=True)
             few = [each.alone(drafts, on.shared) for each in clusters[:1] for drafts in (True, False)]
-            found = {(reader, reader.most_texts(on.shared)), *(few or [(grid, cuda.GRID_TEXTS[0])])}
+            found = {(reader, reader.most_texts(on.shared)), *(few or [(grid, layouts.GRID_TEXTS[0])])}
             if (weights, kv_cache) == (Precision.FP32, CachePrecision.FP32):
-                found |= {(grid, texts) for texts in cuda.GRID_TEXTS if texts <= grid.most_texts(on.shared)}
+                found |= {
+                    (grid, texts) for texts in layouts.GRID_TEXTS if texts <= grid.most_texts(on.shared)
+                }
                 found |= {(c, n + 1) for c in clusters for n in range(c.most_texts(on.shared))}
             yield from (layout.source(texts, capability) for layout, texts in found)
         for few in (False, True):

@@ -85,7 +85,7 @@ inside() {
         text="--inference -m shakes256 --num-samples 1 --max-new-tokens 100"
         step sh -c "python gpt.py $part $text > /tmp/$part && cat /tmp/$part && cmp /tmp/part0 /tmp/$part"
     done
-    step python -m pytest -q -p no:cacheprovider tests/attention_ext tests/generation/test_engine.py "$@"
+    step python -m pytest -q -p no:cacheprovider tests/attention_ext tests/generation/engines/test_engine.py "$@"
     echo "== $(arm python -c 'import platform, torch; print("torch", torch.__version__, platform.machine())'), in sum:"
     cat "$folder/results"
     ! grep -q FAILED "$folder/results"

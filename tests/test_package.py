@@ -116,7 +116,7 @@ def test_a_wheel_works_without_a_compiler_and_without_torch(tmp_path, monkeypatc
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         pytest.skip("the wheel is made for Linux on x86-64")
     monkeypatch.setitem(prebuilt.LEVELS, "x86_64", {"x86_64": set()})
-    monkeypatch.setattr(prebuilt, "GPUS", {})  # test_cuda_engine.py has what a wheel brings for them
+    monkeypatch.setattr(prebuilt, "GPUS", {})  # engines/test_cuda.py has what a wheel brings for them
     make = runpy.run_path(str(ROOT / "scripts" / "make-wheels.py"))
     make["wheel"]("manylinux_2_17_x86_64", tmp_path)
     (wheel,) = tmp_path.glob("*-py3-none-manylinux_2_17_x86_64.whl")

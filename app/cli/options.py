@@ -16,7 +16,7 @@ from shakespeare.attention_ext import PARTS, SIMD
 from shakespeare.attention_ext.cuda.kernels import KERNELS
 from shakespeare.attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, is_file, running_on
 from shakespeare.checkpoints import DEFAULT, PRESENT
-from shakespeare.generation.sampling import NUMBERS, Sampling
+from shakespeare.generation.sampling import LARGEST_SEED, NUMBERS, Sampling
 from shakespeare.lab import saved
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 ESCAPE = re.compile(r"\\[nrt]")
 SHELL = "; in a shell $'\\n' is a line end"
 LARGEST_SIZE = 2**31 - 1
-LARGEST_SEED = 2**63 - 1
 MOST_THREADS = 1024
 WIDEST_HEAD = 2**20
 MOST_HEADS = 2**16  # also the most texts in a batch

@@ -6,29 +6,25 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shakespeare.app.cli import options, watch
 from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import PARTS
-from shakespeare.attention_ext.parts import CachePrecision, check_part, helpers_of, running_on, with_gradient
+from shakespeare.attention_ext.parts import helpers_of, running_on, with_gradient
 
 if TYPE_CHECKING:
-    from shakespeare.generation.engines.cuda import CudaEngine
     from shakespeare.generation.engines.engine import Engine
-    from shakespeare.generation.engines.webgpu import WebGpuEngine
     from shakespeare.generation.texts import Completion
+    from shakespeare.generation.writer import Writer
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
 WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again"}
 NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype"}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
-# Options of open_engine().
-ENGINE = ("engine", "simd", "br", "bc", "weights", "kv_cache", "device", "kernel", "threads", "draft")
-
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
 SEPARATOR = "-" * 15
@@ -139,7 +135,7 @@ class Session:
     """
 
     def __init__(self, part: str, asked: dict[str, Any]) -> None:
-        from shakespeare.generation.writer import Request
+        from shakespeare.generation.request import Request
         from shakespeare.model import load
 
         self.part, self.asked = part, asked
@@ -154,62 +150,49 @@ class Session:
         length = asked["max_new_tokens"]
         self.request = Request(  # of the first sample
             options.encoded(self.checkpoint.tokenizer, self.prompt),
-            asked["seed"],
-            options.take_sampling(asked),
-            self.checkpoint.config.block_size if length is None else length,
-            asked["stop"],
-            asked["context"],
-            not asked["no_kv_cache"],
+            seed=asked["seed"],
+            sampling=options.take_sampling(asked),
+            max_new_tokens=self.checkpoint.config.block_size if length is None else length,
+            stop=asked["stop"],
+            context=asked["context"],
+            use_cache=not asked["no_kv_cache"],
         )
-        if self.request.seed + asked["num_samples"] > options.LARGEST_SEED + 1:
+        if self.request.seed + asked["num_samples"] - 1 > options.LARGEST_SEED:
             raise ValueError(f"seed is {self.request.seed}; the last sample's must be less than 2**63")
 
-    def open(self, slots: int, capacity: int) -> "Engine":
-        """Open the requested engine."""
-        from shakespeare.generation.engines.engine import open_engine
+    def writer(self, texts: int, capacity: int) -> "Writer":
+        """Open the requested engine for so many texts, and say what writes them."""
+        from shakespeare.generation.engines.engine import EngineOptions
+        from shakespeare.generation.engines.table import choose
+        from shakespeare.generation.texts import slots_for
+        from shakespeare.generation.writer import Writer
 
-        settings = {name: self.asked[name] for name in ENGINE}
-        return open_engine(self.checkpoint, part=self.part, slots=slots, capacity=capacity, **settings)
-
-    def announce(self, engine: "Engine") -> None:
-        """Describe the model, the kernel and the engine."""
         config, asked = self.checkpoint.config, self.asked
+        chosen = EngineOptions.of(asked, part=self.part, capacity=capacity)
+        at_once, slots = slots_for(texts, config, chosen)
+        engine, unfit = choose(self.checkpoint, replace(chosen, slots=slots))
+        writer = Writer(engine, at_once)
+        writer.check(self.request)
+        for why in unfit:
+            notice(why)
         notice(f"Running inference using dnn model {asked['model']}")
         notice(f"number of parameters: {config.num_params / 1e6:.2f}M")
         meta = Path(self.checkpoint.tokenizer.source)
         with contextlib.suppress(OSError, ValueError):  # it is outside the current folder, or that is removed
             meta = meta.relative_to(Path.cwd())
         notice(f"Loading meta from {meta}...")
-        row = check_part(self.part)
-        kernel = f"Attention by {row.summary}"
-        if asked["device"] == "cuda" and engine.name == "torch" and not row.file:
-            from shakespeare.attention_ext.cuda import gpu as driver
-
-            kernel = driver.describe(self.part, asked["kernel"], config.head_dim)
-        elif engine.name in ("cuda", "webgpu"):
-            kernel = cast("CudaEngine | WebGpuEngine", engine).description
-        elif engine.simd_name:
-            from shakespeare.attention_ext import extension
-
-            kernel = extension.describe_helpers(engine.simd_name, engine.threads)
         precisions = {"weights": asked["weights"], "cache": asked["kv_cache"]}
         rounded = "".join(f", {what} in {name}" for what, name in precisions.items() if name != "fp32")
-        notice(f"{kernel}, {engine.name} engine{rounded}")
+        notice(f"{engine.description}, {engine.name} engine{rounded}")
+        return writer
 
 
 def write(session: Session) -> None:
     """Write all samples, in the order of their seeds; the first unfinished one is shown as it grows."""
-    from shakespeare.generation.texts import capacity_for, complete, slots_for
-    from shakespeare.generation.writer import Writer
+    from shakespeare.generation.texts import capacity_for, complete
 
     asked, request, count = session.asked, session.request, session.asked["num_samples"]
-    capacity = capacity_for(session.checkpoint, request)
-    config, kv_cache = session.checkpoint.config, CachePrecision(asked["kv_cache"])
-    at_once, slots = slots_for(count, asked["threads"], config, capacity, kv_cache, asked["device"])
-    engine = session.open(slots, capacity)
-    writer = Writer(engine, at_once)
-    writer.check(request)
-    session.announce(engine)
+    writer = session.writer(count, capacity_for(session.checkpoint, request))
     as_json, encoding = asked["as_json"], getattr(sys.stdout, "encoding", None) or "utf-8"
     ascii = not encoding.lower().startswith("utf")  # a character that stdout lacks must not break the JSON
     requests = (replace(request, seed=request.seed + i) for i in range(count))
@@ -228,14 +211,16 @@ def write(session: Session) -> None:
                 current.pieces.clear()
             if not current.finish_reason:
                 break
-            click.echo(json.dumps(record(session, engine, current), ensure_ascii=ascii) if as_json else "")
+            click.echo(
+                json.dumps(record(session, writer.engine, current), ensure_ascii=ascii) if as_json else ""
+            )
             del waiting[shown]
             shown += 1
             if not as_json and shown < count:
                 click.echo(f"{SEPARATOR}\n{session.shown_prompt}", nl=False)
     rate = tokens / max(writer.seconds, 1e-9)
     notice(
-        f"{tokens} tokens in {writer.seconds:.2f} s with {session.part}, {engine.name} engine: "
+        f"{tokens} tokens in {writer.seconds:.2f} s with {session.part}, {writer.engine.name} engine: "
         f"{rate:,.0f} tokens/s"
     )
 
@@ -243,13 +228,12 @@ def write(session: Session) -> None:
 def record(session: Session, engine: "Engine", completion: "Completion") -> dict[str, Any]:
     """What --json prints of a sample."""
     simd = session.asked["simd"]
-    device = "cpu" if engine.name == "native" else session.asked["device"]  # where WebGPU cannot write
     return {
         "model": session.asked["model"],
         "part": session.part,
         "engine": engine.name,
-        "device": device,
-        "simd": helpers_of(session.part, simd) if device == "cpu" else None,
+        "device": engine.device,
+        "simd": helpers_of(session.part, simd) if engine.device == "cpu" else None,
         "threads": session.asked["threads"],
         "seed": completion.request.seed,
         "prompt": session.prompt,
@@ -264,8 +248,7 @@ def converse(session: Session) -> None:
     from shakespeare.generation.texts import complete
     from shakespeare.generation.writer import Writer
 
-    engine = session.open(1, session.checkpoint.config.block_size)
-    session.announce(engine)
+    engine = session.writer(1, session.checkpoint.config.block_size).engine
     notice(HELP)
     tokenizer, seed, text = session.checkpoint.tokenizer, session.request.seed, session.shown_prompt
     typed = sys.stdin.isatty()

@@ -45,6 +45,5 @@ def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     prompt = checkpoint.tokenizer.normal(prompt)
     options.encoded(checkpoint.tokenizer, prompt)
     runners = racing.line_up(checkpoint, names, prompt=prompt, sampling=sampling, **asked)
-    where = {name: asked[name] for name in ("use_cache", "device", "kernel")}
-    notice(f"{model}, {racing.describe(runners, **where)}")
+    notice(f"{model}, {racing.describe(runners, asked['use_cache'])}")
     return racing.run(runners, prompt, click.echo)

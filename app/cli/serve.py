@@ -10,7 +10,6 @@ from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import PARTS, BuildError, processor
 from shakespeare.attention_ext.build import prebuilt
-from shakespeare.attention_ext.parts import CachePrecision
 
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
@@ -105,6 +104,7 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
             raise
         needed = "prometheus_client pydantic starlette 'uvicorn[standard]'"
         raise BuildError(f"serve needs {error.name}: pip install {needed}") from None
+    from shakespeare.generation.engines.engine import EngineOptions
     from shakespeare.generation.texts import slots_for
     from shakespeare.model import corpus, load
     from shakespeare.web import build
@@ -134,11 +134,9 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
             build.make()
     checkpoints = {name: load(path) for name, path in paths_by_name(models).items()}
     if slots is None and device == "cuda":
-        kv_cache = CachePrecision(asked["kv_cache"])
-        configs = [checkpoint.config for checkpoint in checkpoints.values()]
-        slots = min(
-            slots_for(MOST_SLOTS, 1, config, config.block_size, kv_cache, device)[0] for config in configs
-        )
+        options_of_engines = EngineOptions.of(asked)
+        configs = (checkpoint.config for checkpoint in checkpoints.values())
+        slots = min(slots_for(MOST_SLOTS, config, options_of_engines)[0] for config in configs)
     settings = Settings(
         tuple(checkpoints),
         host=host,

@@ -33,12 +33,11 @@ from pydantic_core import PydanticCustomError, from_json
 from shakespeare.app.server import Settings
 from shakespeare.attention_ext import PARTS
 from shakespeare.generation.logprobs import MOST_TOP
-from shakespeare.generation.sampling import MOST_BIAS, NUMBERS, Number, Sampling
-from shakespeare.generation.writer import CONTEXTS, Request
+from shakespeare.generation.request import CONTEXTS, Request
+from shakespeare.generation.sampling import LARGEST_SEED, MOST_BIAS, NUMBERS, Number, Sampling
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.tokenizer import Tokenizer
 
-LARGEST_SEED = 2**63 - 1
 LARGEST_ID = 2**31 - 1
 OPENAIS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # settings that OpenAI's API has
 SPEAKER = "ASSISTANT"
@@ -250,11 +249,11 @@ class Body(Settable):
             return [
                 Request(
                     prompts[i // candidates],
-                    seed + i,
-                    sampling,
-                    tokens,
-                    stop,
-                    self.context,
+                    seed=seed + i,
+                    sampling=sampling,
+                    max_new_tokens=tokens,
+                    stop=stop,
+                    context=self.context,
                     logprobs=0 if self.ranked and alternatives is None else alternatives,
                     prompt_logprobs=self.echo and alternatives is not None,
                 )

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from shakespeare import __version__
 from shakespeare.app.server import Settings
 from shakespeare.app.server.requests import ApiError, Body
+from shakespeare.generation.logprobs import TokenLogprob
+from shakespeare.generation.request import Request
 from shakespeare.generation.texts import Completion
-from shakespeare.generation.writer import Request, Text, TokenLogprob
 from shakespeare.model.checkpoint import Checkpoint
 
 dumps = json.JSONEncoder(separators=(",", ":")).encode
@@ -29,14 +30,13 @@ Score = tuple[int, int, TokenLogprob | None]
 class Choice(Completion):
     """A growing text of a call. Until it has ended, only the scheduler's thread uses it.
 
-    prompt: the prompt's text, if it is echoed or scored. joined: the Writer's text, once it is in a batch.
-    sent_at: the time of the last event; 0 before the first token.
+    prompt: the prompt's text, if it is echoed or scored. sent_at: the time of the last event; 0 before the
+    first token.
     """
 
     def __init__(self, call: "Call", number: int, request: Request, prompt: str) -> None:
         super().__init__(request, number, call.tokenizer)
         self.call = call
-        self.joined: Text | None = None
         self.sent_at = 0.0
         self.sum_logprobs = 0.0
         if call.body.echo:
@@ -45,22 +45,11 @@ class Choice(Completion):
         self._scored = self._sent = 0 if call.body.echo else len(prompt)  # characters so far
         self._scores_decoder = call.tokenizer.decoder()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the text is complete."""
-        lacks = self.joined is not None and self.joined.lacks_prompt_logprobs
-        return super().ended and not lacks
-
-    def add(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Append tokens that the Writer has written, up to one that completes a stop string."""
-        before = self.new_tokens
-        super().add(tokens)
-        self._take_logprobs(self.new_tokens - before)
-
-    def end(self) -> None:
-        """Append what was held back, and set finish_reason."""
-        super().end()
-        self._take_logprobs(0)
+    def add(self, tokens: Sequence[int] | NDArray[Any]) -> str:
+        """Show tokens that the Writer has appended, up to one that completes a stop string."""
+        before, piece = self.shown_tokens, super().add(tokens)
+        self._take_logprobs(self.shown_tokens - before)
+        return piece
 
     def take(self) -> tuple[str, list[Score]]:
         """The text that may be sent, and the scores of the tokens that begin in it."""
@@ -74,18 +63,18 @@ class Choice(Completion):
 
     def _take_logprobs(self, count: int) -> None:
         """Take the log-probabilities of the prompt and of `count` new tokens from the Writer's text."""
-        if self.joined is None or self.request.logprobs is None:
+        if self.request.logprobs is None:
             return
-        if known := self.joined.prompt_logprobs:
+        if known := self.prompt_logprobs:
             for token in self.request.ids[: -len(known)]:  # only the last tokens of a long prompt were read
                 self._score(token, None)
-            for token, each in zip(self.joined.prompt, known):
+            for token, each in zip(self.prompt, known):
                 self._score(token, each)
-            self.joined.prompt_logprobs = []
-        for new in self.joined.logprobs[:count]:
+            self.prompt_logprobs = []
+        for new in self.logprobs[:count]:
             self.sum_logprobs += new.logprob
             self._score(new.token, new)
-        self.joined.logprobs.clear()
+        self.logprobs.clear()
 
     def _score(self, token: int, known: TokenLogprob | None) -> None:
         self._scores.append((token, self._scored, known))

@@ -9,11 +9,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,8 +21,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from shakespeare.app.server import Settings
 from shakespeare.app.server.requests import ApiError
 from shakespeare.app.server.responses import Call, Choice
-from shakespeare.generation.engines.engine import Engine, open_engine
-from shakespeare.generation.writer import Text, Writer
+from shakespeare.generation.engines.engine import Engine, EngineOptions
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import NONE
+from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint
 
 STEP_TOKENS = 1024  # tokens of all texts in a step; fewer cost speed, more delay new texts
@@ -37,23 +39,23 @@ TEXTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 News = tuple[Call, bytes | ApiError, bool]  # the arguments of Call.put()
 
 
-# The metrics of a model and part: their kind, name, meaning and buckets.
-LANE_METRICS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
-    "running": (Gauge, "texts_running", "Texts being written.", {}),
-    "queued": (Gauge, "texts_queued", "Texts that wait for a slot.", {}),
-    "occupancy": (Histogram, "batch_texts", "Texts written by a step.", {"buckets": TEXTS}),
+# The metrics of a model and part: their kind, name and meaning.
+LANE_METRICS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "running": (Gauge, "texts_running", "Texts being written."),
+    "queued": (Gauge, "texts_queued", "Texts that wait for a slot."),
+    "occupancy": (partial(Histogram, buckets=TEXTS), "batch_texts", "Texts written by a step."),
     "first_token": (
-        *(Histogram, "time_to_first_token_seconds", "From a request's arrival to a text's first token."),
-        {"buckets": SECONDS},
+        *(partial(Histogram, buckets=SECONDS), "time_to_first_token_seconds"),
+        "From a request's arrival to a text's first token.",
     ),
     "token_seconds": (
-        *(Histogram, "time_per_token_seconds", "A text's mean time for a token, without its prompt's."),
-        {"buckets": TOKEN_SECONDS},
+        *(partial(Histogram, buckets=TOKEN_SECONDS), "time_per_token_seconds"),
+        "A text's mean time for a token, without its prompt's.",
     ),
-    "prompt_tokens": (Counter, "prompt_tokens", "Tokens of the prompts of texts that began.", {}),
-    "new_tokens": (Counter, "new_tokens", "Tokens written.", {}),
-    "finished": (Counter, "texts_finished", "Texts written to their end.", {}),
-    "cancelled": (Counter, "texts_cancelled", "Texts ended because their client left.", {}),
+    "prompt_tokens": (Counter, "prompt_tokens", "Tokens of the prompts of texts that began."),
+    "new_tokens": (Counter, "new_tokens", "Tokens written."),
+    "finished": (Counter, "texts_finished", "Texts written to their end."),
+    "cancelled": (Counter, "texts_cancelled", "Texts ended because their client left."),
 }
 
 
@@ -63,8 +65,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self._lanes = {
-            key: kind(f"attention_{name}", meaning, ("model", "part"), registry=registry, **more)
-            for key, (kind, name, meaning, more) in LANE_METRICS.items()
+            key: kind(f"attention_{name}", meaning, ("model", "part"), registry=registry)
+            for key, (kind, name, meaning) in LANE_METRICS.items()
         }
         self.dropped = Counter("attention_streams_dropped", "Readers dropped as too slow.", registry=registry)
         self.refused = Counter(
@@ -97,12 +99,15 @@ class Lane:
         self._row_seconds = 0.0  # time for one token of each text in the last step
         self._writer: Writer | None = None
         self._waiting: deque[Choice] = deque()
-        self._running: dict[Text, Choice] = {}
+
+    @property
+    def _running(self) -> list[Choice]:
+        return list(cast("dict[Choice, None]", self._writer.texts)) if self._writer else []
 
     @property
     def ready(self) -> bool:
         """Whether a step would write."""
-        return self._writer is not None and bool(self._running or self._waiting)
+        return self._writer is not None and bool(self._writer.texts or self._waiting)
 
     @property
     def wanted(self) -> bool:
@@ -126,11 +131,11 @@ class Lane:
     def _end(self, call: Call, error: ApiError | None = None) -> int:
         """End a call's choices that have not ended, and return their number. error: is sent to the client."""
         waiting = deque(choice for choice in self._waiting if choice.call is not call)
-        running = [text for text, choice in self._running.items() if choice.call is call]
+        running = [choice for choice in self._running if choice.call is call]
         ended = len(self._waiting) - len(waiting) + len(running)
         self._waiting = waiting
-        for text in running:
-            self._leave(text)
+        for choice in running:
+            cast(Writer, self._writer).leave(choice)
         self.left += ended
         self._count()
         if error:
@@ -139,68 +144,64 @@ class Lane:
 
     def fail(self, error: ApiError) -> None:
         """End all calls with an error and close the engine. The next text opens another engine."""
-        choices = [*self._waiting, *self._running.values()]
+        choices = [*self._waiting, *self._running]
         self._writer, self.opening = None, False
+        self._waiting.clear()
+        self.left += len(choices)
+        self._count()
         for call in {choice.call for choice in choices}:
-            self._end(call, error)
+            self._deliver((call, error, False))
 
     def step(self) -> float:
         """Let texts join, write some tokens of each, and return the seconds that this took."""
         start = time.monotonic()
-        assert self._writer
-        while self._waiting and self._writer.free:
-            choice = self._waiting[0]
-            choice.joined = self._writer.join(choice.request)
-            self._running[choice.joined] = self._waiting.popleft()
+        writer = cast(Writer, self._writer)
+        while self._waiting and writer.free:
+            writer.join(self._waiting[0])
+            choice = self._waiting.popleft()
             self._metrics.prompt_tokens.inc(len(choice.request.ids))
             self._count()
-        running = len(self._running)
+        running = self._running
         # A text's first token is sent at once.
-        joining = any(choice.sent_at == 0 for choice in self._running.values())
+        joining = any(choice.sent_at == 0 for choice in running)
         fitting = int(STEP_SECONDS / self._row_seconds) if self._row_seconds else 1
-        most = max(1, min(STEP_TOKENS // running, fitting)) if self._device == "cpu" else math.inf
-        written = self._writer.step(1 if joining else most)  # a call on a GPU ends itself: cuda.SECONDS
+        most = max(1, min(STEP_TOKENS // len(running), fitting)) if self._device == "cpu" else math.inf
+        written = writer.step(1 if joining else most)  # a call on a GPU ends itself: cuda.SECONDS
         now = time.monotonic()
         if written:
             self._row_seconds = (now - start) / len(written[0][1])
             self._metrics.new_tokens.inc(sum(len(tokens) for _, tokens in written))
             self._metrics.occupancy.observe(len(written))
-        new: dict[Text, Sequence[int] | NDArray[Any]] = dict(written)
-        for text, choice in list(self._running.items()):
+        new = dict(written)
+        for choice in running:
             try:
-                if text in self._running:  # else another text of its request has failed
-                    self._send(text, choice, new.get(text, ()), now)
+                if choice in writer.texts:  # else another text of its request has failed
+                    self._send(choice, new.get(choice, NONE), now)
             except Exception as error:  # the error of one request must not end the others
                 self._end(choice.call, ApiError(500, f"The request failed: {error}"))
         return time.monotonic() - start
 
-    def _send(self, text: Text, choice: Choice, tokens: Sequence[int] | NDArray[Any], now: float) -> None:
+    def _send(self, choice: Choice, tokens: NDArray[Any], now: float) -> None:
         """Append new tokens to a text, and deliver what it has new, if that is due."""
-        if len(tokens):
-            choice.add(tokens)
+        choice.add(tokens)
         call, first = choice.call, choice.sent_at == 0
         ended = choice.ended
-        if first and (ended or text.new_tokens):
+        if first and (ended or choice.new_tokens):
             self._metrics.first_token.observe(now - call.began)
         elif not ended and (first or now - choice.sent_at < call.interval):
             return
         choice.sent_at = now
         if ended:
             choice.end()
-            if text.new_tokens > 1:
-                self._metrics.token_seconds.observe(text.decode_seconds / text.new_tokens)
+            if choice.new_tokens > 1:
+                self._metrics.token_seconds.observe(choice.decode_seconds / choice.new_tokens)
             self._metrics.finished.inc()
-            self._leave(text)
+            cast(Writer, self._writer).leave(choice)
             self.left += 1
             self._count()
         events = call.event(choice) if call.body.stream else b""
         if events or ended:
             self._deliver((call, events, ended))
-
-    def _leave(self, text: Text) -> None:
-        del self._running[text]
-        if self._writer:
-            self._writer.leave(text)
 
     def _count(self) -> None:
         self._metrics.queued.set(len(self._waiting))
@@ -305,17 +306,8 @@ class Scheduler:
         return self._lanes[model, part]
 
     def _engine(self, lane: Lane) -> Engine:
-        s = self.settings
-        return open_engine(
-            self.checkpoints[lane.model],
-            part=lane.part,
-            device=s.device,
-            weights=s.weights,
-            kv_cache=s.kv_cache,
-            draft=s.draft,
-            slots=s.slots + 1,
-            threads=s.threads,
-        )
+        options = EngineOptions.of(vars(self.settings), part=lane.part, slots=lane.slots + 1)
+        return open_engine(self.checkpoints[lane.model], options)
 
     def _open(self, lane: Lane) -> None:
         """Open a lane's engine in another thread while other lanes write."""

@@ -1,9 +1,8 @@
 """The build cache: where builds are kept, who may write there, and one build at a time.
 
-A build's directory is named by a hash of everything that decides the result. A file lock guards it; the
-kernel releases the lock when the process ends. A second process prints a notice and waits; if the first is
-killed, the second builds. Only a finished file gets the name that is loaded. Directories that others can
-write to are refused (SECURITY.md).
+A build's directory is named by a hash of everything that decides the result. A file lock guards it: a second
+process waits, and builds if the first is killed. Only a finished file gets the name that is loaded.
+Directories that others can write to are refused (SECURITY.md).
 """
 
 import contextlib
@@ -72,8 +71,7 @@ def directory() -> Path:
 def check_owner(directory: Path) -> None:
     """Raise BuildError if another user could put a library into a directory, or replace the directory.
 
-    Everybody may write to the directories above it if they have the sticky bit, as /tmp has: it stops users
-    from replacing each other's files. Directories that do not exist yet are skipped.
+    Directories above it may have the sticky bit, as /tmp has; those that do not exist yet are skipped.
     """
     directory = real(directory)
     trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another id in a container
@@ -100,18 +98,15 @@ def check_owner(directory: Path) -> None:
 
 
 def is_private(group: int) -> bool:
-    """Whether a group is root's, or has the user's name and no other members.
-
-    Many systems give each user such a group, and let it write to the user's files.
-    """
+    """Whether a group is root's, or the user's own, as many systems give: of his name, without others."""
     import grp
     import pwd
 
     try:
-        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+        entry, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return group == 0
-    return group == 0 or (found.gr_name == user and set(found.gr_mem) <= {user})
+    return group == 0 or (entry.gr_name == user and set(entry.gr_mem) <= {user})
 
 
 def real(directory: Path) -> Path:
@@ -123,24 +118,21 @@ def running() -> list[Path]:
     """The build directories in which a process is compiling."""
     import fcntl
 
-    found = []
+    folders = []
     for path in sorted(directory().glob(f"attention_ext_*/{LOCK}")):
         try:
             with open(path) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            found.append(path.parent)
+            folders.append(path.parent)
         except OSError:  # it is another user's, or was removed meanwhile
             continue
-    return found
+    return folders
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold an exclusive lock on path; print a notice if another process holds it. Yields its descriptor.
-
-    A process that inherits the descriptor holds the lock, too.
-    """
+    """Hold an exclusive lock on path, after a notice if another process has it. Yields its descriptor."""
     import fcntl
 
     with open(path, "w") as file:
@@ -152,29 +144,29 @@ def locked(path: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
+def make(target: Path, what: str, write: Callable[[Path], Path]) -> None:
     """Make the file `made`: write(folder) makes it in a fresh folder under a lock; then it is renamed.
 
     Does nothing if the file exists. Raises BuildError if another user could have put it there, or the
     directory cannot be written.
     """
-    directory = made.parent
+    directory = target.parent
     try:
         for path in (*reversed(directory.parents), directory):
             path.mkdir(mode=0o700, exist_ok=True)
         for path in (directory.parent, directory):
             check_owner(path)
-        if made.exists():
+        if target.exists():
             return
         with uncounted(), locked(directory / LOCK):
-            if made.exists():  # another process made it while this one waited
+            if target.exists():  # another process made it while this one waited
                 return
             print(f"Compiling {what}...\n", end="", file=sys.stderr, flush=True)  # whole: other threads print
             # A killed build's compilers may still be writing to its folder, so it is never used again.
             for left in directory.glob(f"{tempfile.gettempprefix()}*"):
                 shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as work:
-                write(Path(work)).replace(made)
+                write(Path(work)).replace(target)
     except OSError as error:
         raise BuildError(
             f"cannot write the build directory {directory}: {error.strerror}; {ELSEWHERE}"
@@ -182,11 +174,7 @@ def make(made: Path, what: str, write: Callable[[Path], Path]) -> None:
 
 
 def prune(keep: Path) -> None:
-    """Delete those of the builds named like `keep` that were used least recently, if they are many.
-
-    A library that is loaded stays loaded. Other processes prune, too, so what one of them may be building is
-    left to it.
-    """
+    """Delete those of the builds named like `keep` that were used least recently, if they are many."""
     used = {}
     with contextlib.suppress(OSError):  # it may be read-only
         os.utime(keep)

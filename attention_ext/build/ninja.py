@@ -1,9 +1,8 @@
 """Compiles by ninja: what a change concerns and no more, each object once for all libraries that link it.
 
-A folder of objects belongs to a compiler, a processor and a checkout. ninja compares times, which a file that
-is replaced by an older one would escape. So the folder also holds the digest of each source, and an object is
-deleted when a file that it was compiled from has another digest. The compilers inherit the folder's lock, so
-those of a killed build are waited for. An object gets its name when it is complete.
+A folder of objects belongs to a compiler, a processor and a checkout. It holds the digest of each source, and
+an object is deleted when a file that it was compiled from has another one: ninja compares times, which an
+older file would escape. The compilers inherit the folder's lock, so those of a killed build are waited for.
 """
 
 import functools
@@ -39,14 +38,8 @@ rule link
   description = $out
 """
 # Signs of the line that says why a compiler failed, the most reliable first; the shell reports a crash.
-REASONS = (
-    "no space left on device",
-    "undefined reference",
-    "error:",
-    "segmentation fault",
-    "killed",
-    "aborted",
-    "fatal:",
+REASONS = "no space left on device|undefined reference|error:|segmentation fault|killed|aborted|fatal:".split(
+    "|"
 )
 IN_A_SOURCE = re.compile(r"^\S.*:\d+:\d+: (fatal )?error: ", re.I | re.M)
 ESCAPES = re.compile(r"\x1b\[[\d;]*[mK]|\x1b\].*?(?:\x1b\\|\x07)")  # colours and links
@@ -56,15 +49,13 @@ ESCAPES = re.compile(r"\x1b\[[\d;]*[mK]|\x1b\].*?(?:\x1b\\|\x07)")  # colours an
 class Object:
     """An object file of a source in C++ or ISPC.
 
-    tool: the compiler and its first words. facts: what else decides the content, such as versions. depfile:
-    whether the compiler writes one; an object without one is compiled again after every change.
+    tool: the compiler and its first words. facts: what else decides the content, such as versions.
     """
 
     source: Path
     tool: tuple[str, ...]
     flags: tuple[str, ...]
     facts: tuple[str, ...] = ()
-    depfile: bool = True
 
     @functools.cached_property
     def name(self) -> str:
@@ -76,7 +67,7 @@ class Object:
         """The command that compiles it, without the object."""
         ispc = self.source.suffix == ".ispc"
         ccache = None if ispc else shutil.which("ccache")
-        depends = ("-M" if ispc else "-MMD", "-MF", f"{self.name}.d", "-MT", self.name) * self.depfile
+        depends = ("-M" if ispc else "-MMD", "-MF", f"{self.name}.d", "-MT", self.name)
         words = (ccache, *self.tool, *self.flags, *depends, None if ispc else "-c")
         return [*filter(None, words), str(self.source)]
 
@@ -84,8 +75,8 @@ class Object:
 def find() -> list[str]:
     """ninja's command: the package's, else that on PATH. Raises BuildError if there is none."""
     for folder in (sysconfig.get_path("scripts"), None):
-        if found := shutil.which("ninja", path=folder):
-            return [found]
+        if path := shutil.which("ninja", path=folder):
+            return [path]
     if importlib.util.find_spec("ninja"):
         return [sys.executable, "-m", "ninja"]
     raise BuildError(NO_NINJA)
@@ -96,38 +87,37 @@ def build(
     objects: Sequence[Object],
     linker: Sequence[str],
     link: Sequence[str],
-    made: Path,
+    target: Path,
     digests: Mapping[str, str],
 ) -> None:
     """Compile the objects that a change concerns, those of changed sources first, and link `made`.
 
     folder: of the objects. linker, link: its command, and its arguments after the objects. digests: of each
     file that a source may include. A failure's output stays in build.log beside the folder of `made`.
-    Raises BuildError with the line that gives the reason, and all of a mistake in a source in its `output`;
-    OSError if the folder cannot be written.
+    Raises BuildError, with all of a mistake in a source in its `output`; OSError if folder cannot be written.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     cache.check_owner(folder)
     with cache.locked(folder / cache.LOCK) as lock:
         changed = _forget(folder, digests)
-        command = [*linker, *(each.name for each in objects), *link, "-o", str(made)]
+        command = [*linker, *(item.name for item in objects), *link, "-o", str(target)]
         # the longest first, so that no processor waits for one that began late
-        queue = sorted(objects, key=lambda each: each.source.stat().st_size, reverse=True)
-        statements = [_statement(each.name, "compile", [each.source], each.command()) for each in queue]
-        statements.append(_statement(str(made), "link", [each.name for each in objects], command))
-        manifest = folder / f"{made.name}.ninja"
+        queue = sorted(objects, key=lambda item: item.source.stat().st_size, reverse=True)
+        statements = [_statement(item.name, "compile", [item.source], item.command()) for item in queue]
+        statements.append(_statement(str(target), "link", [item.name for item in objects], command))
+        manifest = folder / f"{target.name}.ninja"
         manifest.write_text(RULES + "".join(statements))
         (folder / PROCESSOR).write_text(processor.capabilities())
-        tools = {each.name: each.tool for each in objects} | {str(made): tuple(linker)}
-        first = [each.name for each in objects if str(each.source) in changed]
-        for targets in filter(None, (first, [str(made)])):
+        tools = {item.name: item.tool for item in objects} | {str(target): tuple(linker)}
+        first = [item.name for item in objects if str(item.source) in changed]
+        for targets in filter(None, (first, [str(target)])):
             command = [*find(), "-C", str(folder), "-f", manifest.name, f"-j{os.cpu_count()}", *targets]
-            _run(command, tools, lock, made.parent.parent / "build.log")
+            _run(command, tools, lock, target.parent.parent / "build.log")
 
 
-def _statement(made: str, rule: str, inputs: Sequence[str | Path], command: Sequence[str]) -> str:
+def _statement(target: str, rule: str, inputs: Sequence[str | Path], command: Sequence[str]) -> str:
     """A statement in ninja's language."""
-    names = [re.sub(r"[$ :]", r"$\g<0>", str(name)) for name in (made, *inputs)]
+    names = [re.sub(r"[$ :]", r"$\g<0>", str(name)) for name in (target, *inputs)]
     words = shlex.join(command).replace("$", "$$")
     return f"build {names[0]}: {rule} {' '.join(names[1:])}\n  words = {words}\n"
 
@@ -142,11 +132,11 @@ def _forget(folder: Path, digests: Mapping[str, str]) -> set[str]:
     changed = {path for path, digest in digests.items() if known.get(path) != digest}
     gone = {path for path in known.keys() - digests if not os.path.exists(path)}
     changed |= gone
-    for made in folder.glob("*/*.o") if changed else ():
-        depfile = Path(f"{made}.d")
+    for target in folder.glob("*/*.o") if changed else ():
+        depfile = Path(f"{target}.d")
         words = re.findall(r"(?:\\.|[^\s\\])+", depfile.read_text()) if depfile.exists() else changed
         if changed & {os.path.normpath(re.sub(r"[\\$](.)", r"\1", word)) for word in words}:
-            made.unlink()
+            target.unlink()
     new = noted.with_suffix(".new")
     new.write_text(json.dumps({path: known[path] for path in known.keys() - gone} | dict(digests)))
     new.replace(noted)
@@ -154,24 +144,15 @@ def _forget(folder: Path, digests: Mapping[str, str]) -> set[str]:
 
 
 def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, log: Path) -> None:
-    """Run ninja until a command of it fails.
-
-    tools: what makes each target. lock: the descriptor of the folder's lock.
-    """
+    """Run ninja until a command of it fails. tools: what makes each target. lock: the folder's descriptor."""
     colors = {COLORS: "-fdiagnostics-color=always", "CLICOLOR_FORCE": "1"} if sys.stderr.isatty() else {}
     env = {COLORS: "", "CCACHE_EXTRAFILES": PROCESSOR} | os.environ | {"NINJA_STATUS": MARK} | colors
     said: list[str] = []
     tool: Sequence[str] | None = None
     status = 0
+    pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with subprocess.Popen(
-        command,
-        env=env,
-        pass_fds=(lock,),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
+        command, env=env, pass_fds=(lock,), text=True, errors="replace", **pipes
     ) as process:
         assert process.stdout
         for line in process.stdout:

@@ -24,8 +24,8 @@ _IMPORTING = threading.Lock()  # cuda.core's modules import each other, which th
 class Resources:
     """The resources of a compiled kernel, as ptxas reports them.
 
-    registers: a thread's 32-bit registers. stack, spill_stores, spill_loads: its bytes of local memory.
-    shared: static bytes of a block. losses: ptxas's warnings of lost performance.
+    registers: of a thread, 32 bits. stack, spill_stores, spill_loads: its bytes of local memory. shared:
+    static bytes of a block. losses: ptxas's warnings of lost performance.
     """
 
     registers: int
@@ -68,14 +68,13 @@ class Source:
     def make(self) -> bytes:
         """The machine code, from a wheel or compiled if need be.
 
-        Raises BuildError if NVRTC is missing or refuses the source, and as cache.make() and
-        prebuilt.kernel() do.
+        Raises BuildError if NVRTC is missing or refuses the source, or as cache.make(), prebuilt.kernel().
         """
         if prebuilt.in_wheel() and (brought := prebuilt.kernel(self.name())):
             return brought
-        made = self.path()
-        cache.make(made, f"{self.file} for {self.arch}", self._write)
-        return made.read_bytes()
+        file = self.path()
+        cache.make(file, f"{self.file} for {self.arch}", self._write)
+        return file.read_bytes()
 
     def compile(self, kind: Literal["cubin", "ptx"] = "cubin") -> tuple[bytes, Resources]:
         """The machine code and its resources, always compiled anew. Raises BuildError as make() does.
@@ -108,9 +107,9 @@ class Source:
         start = time.perf_counter()
         code, _ = self.compile()
         print(f"Compiled in {time.perf_counter() - start:.1f} s.\n", end="", file=sys.stderr, flush=True)
-        made = work / "kernel.cubin"
-        made.write_bytes(code)
-        return made
+        file = work / "kernel.cubin"
+        file.write_bytes(code)
+        return file
 
 
 def make_all(sources: Iterable[Source]) -> list[bytes]:

@@ -35,8 +35,8 @@ GPUS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 
 def level(name: str) -> str:
     """What a library is compiled for: one of LEVELS, or 'this processor'."""
-    found = find(name)
-    return found.stem.removeprefix(f"{name}-") if found else "this processor"
+    library = find(name)
+    return library.stem.removeprefix(f"{name}-") if library else "this processor"
 
 
 def find(name: str) -> Path | None:

@@ -1,14 +1,12 @@
 """What is compiled: libraries for Python over each SIMD helper, and a standalone program of the kernels.
 
-Sources are found by folder, so a new kernel or a new precision is a new file. The kernels are compiled once
-for each SIMD helper, and every library links their objects.
+Sources are found by folder. The kernels are compiled once for each helper, and all libraries link them.
 """
 
 import ctypes
 import hashlib
 import shlex
 import sys
-import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,10 +41,10 @@ LINK = ("-shared", "-undefined", "dynamic_lookup") if sys.platform == "darwin" e
 class Recipe:
     """A file to compile, and everything that decides its content.
 
-    name: the directory's name before the fingerprint. file: the file's name. what: a description for
-    messages. sources: in C++ and ISPC. folders: of headers; every file in them enters the fingerprint, as
-    those `beside` do. includes: other folders of headers. link: the linker's arguments. ispc: its command.
-    versions: of packages whose headers are included. needs: a recipe whose objects are linked, too.
+    name: of the directory, before the fingerprint. what: for messages. sources: in C++ and ISPC. folders: of
+    headers; every file in them enters the fingerprint, as those `beside` do. includes: other folders of
+    headers. link: the linker's arguments. ispc: its command. versions: of packages whose headers are
+    included. needs: a recipe whose objects are linked, too.
     """
 
     name: str
@@ -72,25 +70,21 @@ class Recipe:
     def make(self) -> Path:
         """The file, compiled if need be. Raises BuildError as cache.make() does, or if compiling fails."""
         while True:
-            made = self.path()
+            file = self.path()
             try:
-                cache.make(made, self.what, lambda work: self._compiled(work, made))
+                cache.make(file, self.what, lambda work: self._compiled(work, file))
             except _Saved:
                 continue
-            cache.prune(made.parent)
-            return made
+            cache.prune(file.parent)
+            return file
 
     def objects(self) -> list[ninja.Object]:
         """The objects to link."""
-        includes = (f"-I{folder}" for folder in (*self.includes, *self.folders, ROOT))
-        flags, depfile = (*self.flags, *includes), toolchain.writes_depfiles(self.compiler)
-        own = []
-        for source in self.sources:
-            if source.suffix == ".ispc":
-                own.append(ninja.Object(source, self.ispc, flags[len(self.flags) :], self._facts()))
-            else:
-                own.append(ninja.Object(source, self.compiler, flags, self.versions, depfile))
-        return own + (self.needs.objects() if self.needs else [])
+        includes = tuple(f"-I{folder}" for folder in (*self.includes, *self.folders, ROOT))
+        compilers = {".ispc": (self.ispc, includes, self._facts())}
+        usual = self.compiler, (*self.flags, *includes), self.versions
+        objects = [ninja.Object(path, *compilers.get(path.suffix, usual)) for path in self.sources]
+        return objects + (self.needs.objects() if self.needs else [])
 
     def _facts(self) -> tuple[str, ...]:
         """What decides the objects besides the sources."""
@@ -103,29 +97,29 @@ class Recipe:
         """The SHA-256 of each file that decides the content."""
         tops = (path for folder in self.folders for path in sorted(folder.iterdir()))
         # NVRTC compiles what is in cuda
-        found = (path for top in tops if top.name != "cuda" for path in (top, *sorted(top.rglob("*"))))
-        files = (*(path for path in found if path.is_file()), *self.sources, *self.beside)
+        paths = (path for top in tops if top.name != "cuda" for path in (top, *sorted(top.rglob("*"))))
+        files = (*(path for path in paths if path.is_file()), *self.sources, *self.beside)
         digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
         return (self.needs._digests() if self.needs else {}) | digests
 
     def _compiled(self, work: Path, named: Path) -> Path:
-        compiler, made = self.compiler, work / self.file
+        compiler, file = self.compiler, work / self.file
         version, machine = toolchain.version(*compiler), processor.capabilities()
         identity = cache.fingerprint([shlex.join(compiler), version, machine, str(ROOT)])
         folder = named.parent.parent / f"attention_ext_objects_{identity}"
         digests = {str(path): digest for path, digest in self._digests().items()}
         link = (*self.link, *toolchain.libraries(compiler))
-        ninja.build(folder, self.objects(), compiler, link, made, digests)
+        ninja.build(folder, self.objects(), compiler, link, file, digests)
         cache.prune(folder)
         if self.path() != named:
             raise _Saved
-        if made.suffix == ".so":
+        if file.suffix == ".so":
             try:
-                ctypes.CDLL(str(made))  # a renamed library is not loaded twice
+                ctypes.CDLL(str(file))  # a renamed library is not loaded twice
             except OSError as error:
                 reason = f"{shlex.join(compiler)} made a library that cannot be loaded ({error})"
                 raise BuildError(reason) from None
-        return made
+        return file
 
 
 class _Saved(Exception):
@@ -173,7 +167,7 @@ def launcher() -> Recipe:
     Raises BuildError if there is no compiler.
     """
     compiler = toolchain.find_compiler()
-    made = Recipe(
+    recipe = Recipe(
         name="attention_ext_cuda",
         file="launcher.so",
         what="the launcher of CUDA kernels",
@@ -182,7 +176,7 @@ def launcher() -> Recipe:
         sources=found(CSRC, *LAUNCHER),
         link=LINK,
     )
-    return with_torch(made)
+    return with_torch(recipe)
 
 
 def library(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
@@ -202,20 +196,21 @@ def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
 
     Raises as kernels() does, and BuildError if Python's header is missing.
     """
-    if not toolchain.has_python_header():
+    what, header = name.replace("_", " "), toolchain.python_header()
+    if not header.is_file():
         raise BuildError(
-            f"the {name.replace('_', ' ')} needs Python's header, and {toolchain.python_header()} is "
-            "missing; install it (Debian, Ubuntu: apt install python3-dev), or choose part0"
+            f"the {what} needs Python's header, and {header} is missing; install it "
+            "(Debian, Ubuntu: apt install python3-dev), or choose part0"
         )
     try:
         import pybind11
     except ImportError:
-        raise BuildError(f"the {name.replace('_', ' ')} needs pybind11: pip install pybind11") from None
-    made = with_torch(library(name, packages, simd))
+        raise BuildError(f"the {what} needs pybind11: pip install pybind11") from None
+    recipe = with_torch(library(name, packages, simd))
     return replace(
-        made,
-        includes=(pybind11.get_include(), sysconfig.get_path("include"), *made.includes),
-        versions=(*made.versions, pybind11.__version__, sys.version),
+        recipe,
+        includes=(pybind11.get_include(), str(header.parent), *recipe.includes),
+        versions=(*recipe.versions, pybind11.__version__, sys.version),
     )
 
 
@@ -250,20 +245,17 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
     ispc = toolchain.find_ispc() if in_ispc else None
     if in_ispc and ispc is None:
         raise BuildError(
-            f"{file.name} needs ispc, which was not found on PATH; scripts/install-ispc.sh gets it"
+            f"{file.name} needs ispc, and none was found on PATH; scripts/install-ispc.sh gets it"
         )
-    over = kernels()
-    ours: tuple[str, ...] = ("-DOWN", *(("-DOWN_ISPC",) if in_ispc else ()))
+    over, defines = kernels(), ("-DOWN", *(("-DOWN_ISPC",) if in_ispc else ()))
+    flags = (*over.flags, *defines)
     if program == "simulated":
-        ours += ("-g",)
-        flags = tuple(f"-march={march}" if flag == toolchain.NATIVE else flag for flag in over.flags)
-        over = replace(over, flags=(*flags, *ours))
+        flags = (*(f"-march={march}" if flag == toolchain.NATIVE else flag for flag in flags), "-g")
+        over = replace(over, flags=flags)
     elif program:  # the kernels are not instrumented
-        ours += ("-g", "-O1", "-fno-omit-frame-pointer", *OWN_PROGRAMS[program])
-    flags = over.flags if program == "simulated" else (*over.flags, *ours)
-    base = replace(
-        over, flags=flags, sources=found(CSRC, *(PROGRAM if program else OWN)), ispc=(), needs=over
-    )
+        flags = (*flags, "-g", "-O1", "-fno-omit-frame-pointer", *OWN_PROGRAMS[program])
+    caller = found(CSRC, *(PROGRAM if program else OWN))
+    base = replace(over, flags=flags, sources=caller, ispc=(), needs=over)
     link = (*OWN_PROGRAMS.get(program, ()), *(() if program else LINK), "-pthread")
     if sys.platform != "darwin":  # a copy of a part may have names of the parts
         link = ("-Wl,--allow-multiple-definition", "-Wl,--no-undefined", *link)

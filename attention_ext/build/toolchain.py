@@ -17,14 +17,7 @@ from shakespeare.attention_ext.parts import BuildError
 
 VERSION_SECONDS = 60  # the time limit of a compiler's --version
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    NATIVE,
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fvisibility=hidden",
-)
+FLAGS = ("-std=c++17", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden")
 # GCC 13 splits multiply-adds for some processors; the bits of a row would then depend on its place in a tile.
 FLAGS_OF_GCC = ("--param=avoid-fma-max-bits=0",)
 NO_COMPILER = (
@@ -44,8 +37,8 @@ def find_compiler() -> list[str]:
     except ValueError as error:
         raise BuildError(f"CXX is {os.environ['CXX']!r}; it must be a compiler's command: {error}") from None
     if chosen:
-        if found := shutil.which(chosen[0]):
-            return [os.path.abspath(found), *chosen[1:]]
+        if path := shutil.which(chosen[0]):
+            return [os.path.abspath(path), *chosen[1:]]
         raise BuildError(f"CXX is {chosen[0]!r}; it must be a C++ compiler, and no such program was found")
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
@@ -58,8 +51,8 @@ def find_compiler() -> list[str]:
 def find_ispc() -> str | None:
     """The ISPC compiler: $ISPC, else ispc on PATH; None without one. Raises BuildError for a wrong $ISPC."""
     if chosen := os.environ.get("ISPC"):
-        if found := shutil.which(chosen):
-            return os.path.abspath(found)
+        if path := shutil.which(chosen):
+            return os.path.abspath(path)
         raise BuildError(f"ISPC is {chosen!r}; it must be the ISPC compiler, and no such program was found")
     return shutil.which("ispc")
 
@@ -69,22 +62,12 @@ def python_header() -> Path:
     return Path(sysconfig.get_path("include")) / "Python.h"
 
 
-def has_python_header() -> bool:
-    """Whether C++ that includes Python.h can be compiled here."""
-    return python_header().is_file()
-
-
 @functools.cache
 def version(*command: str) -> bytes:
     """A compiler's output for --version. Raises BuildError if it does not run."""
     try:
-        return subprocess.run(
-            [*command, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            check=True,
-            timeout=VERSION_SECONDS,
-        ).stdout
+        asked: dict = dict(stdin=subprocess.DEVNULL, capture_output=True, timeout=VERSION_SECONDS)
+        return subprocess.run([*command, "--version"], check=True, **asked).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the compiler {shlex.join(command)} does not run: {error}") from None
 
@@ -99,17 +82,8 @@ def flags(command: Sequence[str]) -> tuple[str, ...]:
     return tuple(flag for flag in chosen if not (named and flag == NATIVE))
 
 
-def writes_depfiles(command: Sequence[str]) -> bool:
-    """Whether a compiler is GCC or Clang, which write depfiles. Raises BuildError as flags() does."""
-    return any(sign in version(*command) for sign in (b"Free Software Foundation", b"clang"))
-
-
 def libraries(command: Sequence[str]) -> tuple[str, ...]:
-    """The C++ library, which a C compiler such as CXX=gcc must be told to link.
-
-    Without it an extension takes the library's functions from any loaded module. Where two copies are loaded,
-    an error in C++ can end the process.
-    """
+    """The C++ library, which a C compiler such as CXX=gcc must be told to link: it takes any loaded copy."""
     if not any(_C_COMPILER.fullmatch(os.path.basename(word)) for word in command):
         return ()
     return ("-lc++",) if sys.platform == "darwin" else ("-lstdc++",)

@@ -1,37 +1,51 @@
-"""CUDA's driver: what a GPU is, and the kernels of the table compiled and loaded on it.
+"""CUDA's driver, and the only file that speaks to it: GPUs, memory, kernels on a GPU and their launches.
 
-torch is imported by the functions that need it: a user's kernel is tried without it.
+torch is imported by the functions that need it: a user's kernel and the cuda engine run without it.
 """
+
+from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.cuda.kernels import MOST_SPLIT, Gpu, Kernel, choose, few_queries
+from shakespeare.attention_ext.cuda.kernels import MOST_SPLIT, choose, few_queries
+from shakespeare.attention_ext.cuda.launches import Compiled, Gpu, Kernel
 from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype
 
 FORMATS = {dtype: number for number, dtype in enumerate(Dtype)}  # FORMAT of csrc/cuda/call.h
+GRANTED = 48 * 1024  # bytes of shared memory that a block has without asking
 
 
 @functools.cache
-def gpu(index: int) -> Gpu:
-    """The GPU with this number."""
-    import torch
+def bindings() -> Any:
+    """The module cuda.bindings.driver. Raises BuildError if it is missing."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise nvrtc.missing("cuda.bindings is missing") from None
+    return driver
 
-    found: Any = torch.cuda.get_device_properties(index)  # PyTorch's types leave out some of its fields
-    capability, shared = (found.major, found.minor), found.shared_memory_per_block_optin
-    return Gpu(found.name, capability, shared, found.multi_processor_count)
 
+def checked(result: tuple, all: bool = False) -> Any:
+    """The value of a call of the driver, or all of them.
 
-def attribute(name: str, index: int) -> int:
-    """An attribute of the GPU with this number, by the driver's name without CU_DEVICE_ATTRIBUTE."""
-    driver = bindings()
-    named = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-    return checked(driver.cuDeviceGetAttribute(named, checked(driver.cuDeviceGet(index))))
+    Raises BuildError if it failed, MemoryError if the GPU's memory does not suffice.
+    """
+    error, *values = result
+    if error != 0:
+        if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
+            raise MemoryError("the GPU's memory does not suffice")
+        _, text = bindings().cuGetErrorString(error)
+        raise BuildError(f"the CUDA driver failed: {error.name}, {text.decode()}")
+    return values if all else values[0] if values else None
 
 
 def check_gpu() -> None:
@@ -47,67 +61,209 @@ def check_gpu() -> None:
         raise BuildError("device is 'cuda', and PyTorch finds no GPU and driver here (see nvidia-smi)")
 
 
+@functools.cache
+def gpu(index: int = 0) -> Gpu:
+    """The GPU with this number. Raises BuildError, in one line, if there is none or no cuda-bindings."""
+    driver = bindings()
+    try:
+        checked(driver.cuInit(0))
+        device = checked(driver.cuDeviceGet(index))
+    except RuntimeError as error:  # the driver's library is missing
+        raise BuildError(f"device is 'cuda', and no GPU can be used: {str(error).splitlines()[0]}") from None
+    name = checked(driver.cuDeviceGetName(128, device)).split(b"\0")[0].decode()
+    major, minor = (attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR"))
+    memory_clock, bits = (
+        attribute(title, index) for title in ("MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
+    )
+    return Gpu(
+        name,
+        capability=(major, minor),
+        shared=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", index),
+        multiprocessors=attribute("MULTIPROCESSOR_COUNT", index),
+        l2=attribute("L2_CACHE_SIZE", index),
+        hertz=1e3 * attribute("CLOCK_RATE", index),
+        bandwidth=2e3 * memory_clock * bits / 8,  # kHz, and two transfers in a clock
+        memory=int(checked(driver.cuDeviceTotalMem(device))),
+        identity=checked(driver.cuDeviceGetUuid(device)).bytes.hex(),
+    )
+
+
+def attribute(name: str, index: int = 0) -> int:
+    """An attribute of the GPU with this number, by the driver's name without CU_DEVICE_ATTRIBUTE."""
+    driver = bindings()
+    named = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return checked(driver.cuDeviceGetAttribute(named, checked(driver.cuDeviceGet(index))))
+
+
+@functools.cache
+def _context(index: int) -> Any:
+    gpu(index)  # which starts the driver
+    driver = bindings()
+    return checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(index))))
+
+
+def activate(index: int = 0) -> None:
+    """Make a GPU's primary context, which PyTorch uses too, the calling thread's.
+
+    Raises BuildError as gpu() does.
+    """
+    checked(bindings().cuCtxSetCurrent(_context(index)))
+
+
+def stream() -> Any:
+    """A new stream, which does not wait for others'."""
+    return checked(bindings().cuStreamCreate(bindings().CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+
+def synchronize(stream: Any = 0) -> None:
+    """Wait for what a stream was given. Raises BuildError if that failed."""
+    checked(bindings().cuStreamSynchronize(stream))
+
+
+class Memory:
+    """Bytes on the GPU, zero at first, or of the host where the GPU reaches them; freed with the object.
+
+    bytes: those of the host.
+    """
+
+    def __init__(self, size: int, host: bool = False) -> None:
+        driver = bindings()
+        self.size, self._free = size, driver.cuMemFreeHost if host else driver.cuMemFree
+        if host:
+            self.address = int(checked(driver.cuMemHostAlloc(size, driver.CU_MEMHOSTALLOC_PORTABLE)))
+            self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.address))
+        else:
+            self.address = int(checked(driver.cuMemAlloc(size)))
+            checked(driver.cuMemsetD8(self.address, 0, size))
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Memory:
+        """An array's numbers on the GPU."""
+        memory = cls(array.nbytes)
+        memory.write(array)
+        return memory
+
+    def write(self, array: NDArray[Any]) -> None:
+        """Copy an array's numbers to the beginning."""
+        data = np.ascontiguousarray(array)
+        checked(bindings().cuMemcpyHtoD(self.address, data.ctypes.data, data.nbytes))
+
+    def read(self, array: NDArray[Any], offset: int = 0) -> NDArray[Any]:
+        """Copy bytes from an offset on into a contiguous array, which is returned."""
+        checked(bindings().cuMemcpyDtoH(array.ctypes.data, self.address + offset, array.nbytes))
+        return array
+
+    def write_later(self, host: Memory, size: int, stream: Any) -> None:
+        """Let a stream copy so many bytes of the host to the beginning."""
+        checked(bindings().cuMemcpyHtoDAsync(self.address, host.address, size, stream))
+
+    def clear_later(self, stream: Any) -> None:
+        """Let a stream set all bytes to zero."""
+        checked(bindings().cuMemsetD8Async(self.address, 0, self.size, stream))
+
+    def copy_later(self, to: int, origin: int, size: int, stream: Any) -> None:
+        """Let a stream copy bytes from one offset to another."""
+        addresses = self.address + to, self.address + origin
+        checked(bindings().cuMemcpyDtoDAsync(*addresses, size, stream))
+
+    def __del__(self) -> None:
+        if hasattr(self, "address") and not sys.is_finalizing():  # the process frees it then
+            self._free(self.address)
+
+
+class Module:
+    """The kernels of a source on the GPU whose context is current; keeps the functions alive.
+
+    Raises BuildError if it cannot be compiled or loaded.
+    """
+
+    def __init__(self, source: nvrtc.Source) -> None:
+        self._library = checked(bindings().cuLibraryLoadData(source.make(), [], [], 0, [], [], 0))
+
+    def function(self, name: str, shared: int = 0, big_clusters: bool = False) -> Any:
+        """A kernel by its name, which may have so many bytes of shared memory, and clusters of 16 blocks."""
+        driver = bindings()
+        kernel = checked(driver.cuLibraryGetKernel(self._library, name.encode()))
+        function = checked(driver.cuKernelGetFunction(kernel))
+        attributes = {"NON_PORTABLE_CLUSTER_SIZE_ALLOWED": 1} if big_clusters else {}
+        if shared > GRANTED:
+            attributes["MAX_DYNAMIC_SHARED_SIZE_BYTES"] = shared
+        for title, value in attributes.items():
+            named = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{title}")
+            checked(driver.cuFuncSetAttribute(function, named, value))
+        return function
+
+    def ints(self, name: str, count: int) -> list[int]:
+        """The numbers of a global array of int."""
+        array = (ctypes.c_int * count)()
+        address, size = checked(bindings().cuLibraryGetGlobal(self._library, name.encode()), all=True)
+        checked(bindings().cuMemcpyDtoH(ctypes.addressof(array), address, size))
+        return list(array)
+
+
+def launch(
+    function: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0, stream: Any = None
+) -> None:
+    """Launch a kernel. arguments: ctypes objects. shared: bytes of a block. stream: PyTorch's by default."""
+    if stream is None:
+        import torch
+
+        stream = torch.cuda.current_stream().cuda_stream
+    pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    sizes = (blocks, 1, 1, threads, 1, 1, shared)
+    checked(bindings().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(pointers), 0))
+
+
+def prepared_launch(
+    blocks: int, threads: int, shared: int, stream: Any, cluster: int = 0, cooperative: bool = False
+) -> Any:
+    """The driver's description of a launch. cluster: blocks of each. cooperative: all blocks run at once."""
+    driver = bindings()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, stream
+    attribute = driver.CUlaunchAttribute()
+    if cluster:
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attribute.value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
+        attribute.value.clusterDim = size
+    else:
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = int(cooperative)
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def launch_prepared(config: Any, function: Any, pointers: Any) -> None:
+    """Launch a kernel. pointers: a ctypes array of the addresses of its arguments."""
+    checked(bindings().cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+def most_clusters(function: Any, config: Any) -> int:
+    """The most clusters of a prepared launch that run at a time; 0 if none does."""
+    error, count = bindings().cuOccupancyMaxActiveClusters(function, config)
+    return 0 if error else count
+
+
 def source(row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int, int]) -> nvrtc.Source:
     """The kernel to compile. d: as given, not yet padded."""
     macros = {"FORMAT": FORMATS[dtype], "HEAD_DIM": row.padded(d), **tile.sizes}
     macros |= {"BR": tile.br, "BC": tile.bc, "THREADS": tile.threads}
-    # instructions of one architecture alone need the suffix
     file = Path(row.sources[dtype])  # a path, if it is a user's
     folder = file.parent if file.is_absolute() else None
-    arch = f"sm_{capability[0]}{capability[1]}{'a' * row.only}"
+    arch = f"sm_{capability[0]}{capability[1]}{'a' * row.only}"  # for instructions of this one alone
     return nvrtc.Source(file.name, arch, macros, folder, lines=folder is not None)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel on a GPU.
-
-    width: of its heads, padded. functions: of the driver, by their names in the source.
-    """
-
-    row: Kernel
-    tile: Tile
-    width: int
-    on: Gpu
-    library: object  # keeps the functions alive
-    functions: dict[str, Any]
-
-    def launch(self, name: str, blocks: int, *arguments: Any) -> None:
-        """Launch a function on the current stream of the current device. arguments: ctypes objects."""
-        import torch
-
-        driver, tile = bindings(), self.tile
-        # where the arguments are, from where the driver copies them
-        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        stream, parameters = torch.cuda.current_stream().cuda_stream, ctypes.addressof(pointers)
-        sizes = (blocks, 1, 1, tile.threads, 1, 1, tile.shared)
-        checked(driver.cuLaunchKernel(self.functions[name], *sizes, stream, parameters, 0))
-
-    def resident(self) -> int:
-        """The most blocks of the first function that a multiprocessor holds at a time, by the driver."""
-        most = bindings().cuOccupancyMaxActiveBlocksPerMultiprocessor
-        return checked(most(self.functions[self.row.functions[0]], self.tile.threads, self.tile.shared))
 
 
 @functools.cache
 def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int) -> Compiled:
-    """A kernel for heads of width d on a GPU, compiled if need be. The GPU's context must be current.
-
-    Raises BuildError if it cannot be compiled or loaded.
-    """
-    driver, on = bindings(), gpu(index)
-    code = source(row, tile, d, dtype, on.capability).make()
-    library = checked(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-    functions = {}
-    for name in row.functions:
-        function = checked(
-            driver.cuKernelGetFunction(checked(driver.cuLibraryGetKernel(library, name.encode())))
-        )
-        if tile.shared > 48 * 1024:  # more must be asked for
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked(driver.cuFuncSetAttribute(function, attribute, tile.shared))
-        functions[name] = function
-    return Compiled(row, tile, row.padded(d), on, library, functions)
+    """A kernel for heads of width d on a GPU, whose context must be current. Raises as Module."""
+    on = gpu(index)
+    module = Module(source(row, tile, d, dtype, on.capability))
+    functions = {name: module.function(name, tile.shared) for name in row.functions}
+    return Compiled(row, tile, row.padded(d), on, module, functions)
 
 
 def compiled(kernel: str | None, heads: int, Nq: int, Nk: int, d: int, dtype: Dtype, index: int) -> Compiled:
@@ -124,6 +280,12 @@ def _compiled(kernel: str | None, d: int, dtype: Dtype, index: int, few: bool, q
     return load(*choose(kernel, d, dtype, gpu(index), few, queries), d, dtype, index)
 
 
+def resident(kernel: Compiled) -> int:
+    """The most blocks of a kernel's first function that a multiprocessor holds at a time."""
+    most, function = bindings().cuOccupancyMaxActiveBlocksPerMultiprocessor, [*kernel.functions.values()][0]
+    return checked(most(function, kernel.tile.threads, kernel.tile.shared))
+
+
 def describe(part: str, kernel: str | None, d: int, dtype: Dtype = Dtype.FP32) -> str:
     """What computes a part on the current GPU, in a line for people."""
     import torch
@@ -133,23 +295,3 @@ def describe(part: str, kernel: str | None, d: int, dtype: Dtype = Dtype.FP32) -
         return f"Attention by {row.summary} on {on.name}"
     chosen, _ = choose(kernel, d, dtype, on)
     return f"CUDA kernel {chosen.name}, {chosen.summary}, on {on.name}"
-
-
-@functools.cache
-def bindings():
-    """The module cuda.bindings.driver. Raises BuildError if it is missing."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise nvrtc.missing("cuda.bindings is missing") from None
-    return driver
-
-
-def checked(result: tuple, all: bool = False):
-    """The value of a call of the driver, or all of them. Raises BuildError if it failed."""
-    error, *values = result
-    if error != 0:
-        _, name = bindings().cuGetErrorName(error)
-        _, text = bindings().cuGetErrorString(error)
-        raise BuildError(f"the CUDA driver failed: {name.decode()}, {text.decode()}")
-    return values if all else values[0] if values else None

@@ -3,99 +3,14 @@
 Neither torch nor CUDA is imported here.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from shakespeare.attention_ext.cuda import launches, tiles
-from shakespeare.attention_ext.cuda.launches import Planner
-from shakespeare.attention_ext.cuda.tiles import Capability, Tile, Tiles
+from shakespeare.attention_ext.cuda.launches import Gpu, Kernel
+from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import Dtype, one_of
 
 HALVES = (Dtype.BF16, Dtype.FP16)
 WIDEST = 256  # the largest d
 MOST_ROWS = 2**31 - 1024  # of queries or keys; the kernels count them in 32 bits, up to a tile further
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What decides which kernel runs. shared: the most bytes of shared memory for a block."""
-
-    name: str
-    capability: Capability
-    shared: int
-    multiprocessors: int
-
-
-@dataclass(frozen=True, eq=False)
-class Kernel:
-    """A row of the table.
-
-    name: what --kernel takes. sources: its file in csrc/cuda/ for each dtype that it takes. functions: those
-    that the files define.
-    summary: the algorithm in a few words. why: what it improves on, and what still limits it.
-    tiles: gives the tiles for d, a dtype and a capability, the best first; the first that fits shared memory
-    is taken.
-    plan: how the functions are launched for a call.
-    multiple: d is padded to a multiple of it. vectors: rows are read 16 bytes at a time; inputs whose rows do
-    not begin at multiples of 16 bytes are copied first.
-    capability: the least compute capability; earlier: that of some dtypes. only: the kernel runs on this
-    major capability alone.
-    """
-
-    name: str
-    sources: Mapping[Dtype, str]
-    functions: tuple[str, ...]
-    summary: str
-    why: str
-    tiles: Tiles
-    plan: Planner = launches.once
-    multiple: int = 1
-    vectors: bool = False
-    capability: Capability = (7, 5)
-    earlier: Mapping[Dtype, Capability] = field(default_factory=dict)
-    only: bool = False
-
-    @property
-    def dtypes(self) -> tuple[Dtype, ...]:
-        """The dtypes that it takes."""
-        return tuple(self.sources)
-
-    def least(self, dtype: Dtype) -> Capability:
-        """The least compute capability for a dtype."""
-        return self.earlier.get(dtype, self.capability)
-
-    def runs_on(self, capability: Capability, dtype: Dtype) -> bool:
-        """Whether a GPU of this compute capability can run the kernel in a dtype."""
-        return capability >= self.least(dtype) and not (self.only and capability[0] != self.capability[0])
-
-    def padded(self, d: int) -> int:
-        """The width of the heads that the kernel is compiled for."""
-        return tiles.up(d, self.multiple)
-
-    def tile(self, d: int, dtype: Dtype, on: Gpu, queries: int = 1024) -> Tile:
-        """The tile for so many queries of width d on a GPU.
-
-        Raises ValueError, naming the argument, if the kernel takes no such dtype or GPU.
-        """
-        if dtype not in self.sources:
-            raise ValueError(f"kernel is {self.name!r}; it takes {', '.join(self.sources)}, not {dtype}")
-        if not self.runs_on(on.capability, dtype):
-            major, minor = self.least(dtype)
-            has = ".".join(map(str, on.capability))
-            needs = f"{major}.x" if self.only else f"{major}.{minor} or more"
-            needs += f" in {dtype}" * bool(self.earlier)
-            raise ValueError(
-                f"kernel is {self.name!r}; it needs compute capability {needs}; {on.name} has {has}"
-            )
-        least = 0
-        for tile in self.tiles(self.padded(d), dtype, queries, on.capability):
-            if tile.shared <= on.shared:
-                return tile
-            least = tile.shared
-        raise ValueError(
-            f"kernel is {self.name!r}; with d = {d} it needs {least} bytes of shared memory, and this GPU "
-            f"gives a block {on.shared}; choose another kernel"
-        )
 
 
 KERNELS = {

@@ -1,19 +1,37 @@
-"""How the functions of the CUDA kernels are launched for a call: once, or as kernels 1, 6 and split need it.
-
-A function here gives the Plan for a call's sizes; csrc/bindings/launcher.cpp keeps it and follows it.
-"""
+"""What a CUDA kernel is, and how its functions are launched for a call: the Plan that launcher.cpp has."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-if TYPE_CHECKING:
-    from shakespeare.attention_ext.cuda.gpu import Compiled
+from shakespeare.attention_ext.cuda import tiles
+from shakespeare.attention_ext.cuda.tiles import Capability, Tile, Tiles
+from shakespeare.attention_ext.parts import Dtype
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
 MOST_WAVES, WAVE_COST = 8, 0.02  # of blocks, by which splits() chooses
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a GPU is. What is 0 or '' is unknown, and decides no kernel.
+
+    shared: the most bytes of shared memory for a block. l2: bytes of its L2 cache. hertz: its highest clock.
+    bandwidth: bytes per second of its memory. memory: its bytes. identity: no other GPU's.
+    """
+
+    name: str
+    capability: Capability
+    shared: int
+    multiprocessors: int
+    l2: int = 0
+    hertz: float = 0
+    bandwidth: float = 0
+    memory: int = 0
+    identity: str = ""
 
 
 class Launch(ctypes.Structure):
@@ -28,11 +46,7 @@ class Launch(ctypes.Structure):
 
 
 class Plan(ctypes.Structure):
-    """struct Plan of csrc/bindings/launcher.cpp.
-
-    A function's arguments are struct Call of csrc/cuda/call.h, the scratch and a number; with a box, the
-    tensor maps of q, k and v, then struct Call.
-    """
+    """struct Plan of csrc/bindings/launcher.cpp, which has a function's arguments."""
 
     _fields_ = [
         ("launches", Launch * 2),
@@ -88,10 +102,9 @@ def _plan(kernel: Compiled, *launches: Launch, repeats: int = 1, **others: int) 
 
 
 def splits(rows: int, keys: int, together: int, slots: int) -> int:
-    """Into how many splits the keys are cut, so that all of the GPU has work.
+    """Into how many splits the keys are cut: more waves of blocks fill the last one, and cost more merging.
 
     rows: blocks for one split. together: keys that a block takes at a time. slots: blocks that run at once.
-    More waves of blocks fill the last one better, and cost more merging.
     """
     most = -(-keys // together)
     best, chosen = -1.0, 1
@@ -101,3 +114,84 @@ def splits(rows: int, keys: int, together: int, slots: int) -> int:
         if used > best + 1e-9:
             best, chosen = used, count
     return chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A row of kernels.KERNELS.
+
+    name: what --kernel takes. sources: its file in csrc/cuda/ for each dtype that it takes. functions: those
+    that the files define. why: what it improves on, and what still limits it.
+    tiles: the tiles, the best first; the first that fits shared memory is taken. plan: of a call's launches.
+    multiple: d is padded to a multiple of it. vectors: rows are read 16 bytes at a time; inputs whose rows
+    begin elsewhere are copied first.
+    capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone.
+    """
+
+    name: str
+    sources: Mapping[Dtype, str]
+    functions: tuple[str, ...]
+    summary: str
+    why: str
+    tiles: Tiles
+    plan: Planner = once
+    multiple: int = 1
+    vectors: bool = False
+    capability: Capability = (7, 5)
+    earlier: Mapping[Dtype, Capability] = field(default_factory=dict)
+    only: bool = False
+
+    @property
+    def dtypes(self) -> tuple[Dtype, ...]:
+        """The dtypes that it takes."""
+        return tuple(self.sources)
+
+    def least(self, dtype: Dtype) -> Capability:
+        """The least compute capability for a dtype."""
+        return self.earlier.get(dtype, self.capability)
+
+    def runs_on(self, capability: Capability, dtype: Dtype) -> bool:
+        """Whether a GPU of this compute capability can run the kernel in a dtype."""
+        return capability >= self.least(dtype) and not (self.only and capability[0] != self.capability[0])
+
+    def padded(self, d: int) -> int:
+        """The width of the heads that the kernel is compiled for."""
+        return tiles.up(d, self.multiple)
+
+    def tile(self, d: int, dtype: Dtype, on: Gpu, queries: int = 1024) -> Tile:
+        """The tile for queries of width d. Raises ValueError, naming the argument, if there is none."""
+        if dtype not in self.sources:
+            raise ValueError(f"kernel is {self.name!r}; it takes {', '.join(self.sources)}, not {dtype}")
+        if not self.runs_on(on.capability, dtype):
+            major, minor = self.least(dtype)
+            has = ".".join(map(str, on.capability))
+            needs = f"{major}.x" if self.only else f"{major}.{minor} or more"
+            needs += f" in {dtype}" * bool(self.earlier)
+            raise ValueError(
+                f"kernel is {self.name!r}; it needs compute capability {needs}; {on.name} has {has}"
+            )
+        least = 0
+        for tile in self.tiles(self.padded(d), dtype, queries, on.capability):
+            if tile.shared <= on.shared:
+                return tile
+            least = tile.shared
+        raise ValueError(
+            f"kernel is {self.name!r}; with d = {d} it needs {least} bytes of shared memory, and this GPU "
+            f"gives a block {on.shared}; choose another kernel"
+        )
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel on a GPU.
+
+    width: of its heads, padded. library: keeps the functions alive. functions: the driver's, by their names
+    in the source.
+    """
+
+    row: Kernel
+    tile: Tile
+    width: int
+    on: Gpu
+    library: object
+    functions: dict[str, Any]

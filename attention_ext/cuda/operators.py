@@ -1,7 +1,4 @@
-"""Part 4 on CUDA as PyTorch operators, torch.ops.attention_ext_cuda: what Python adds to the launcher.
-
-csrc/bindings/launcher.cpp defines them. Here are their fakes, and the choice of a kernel for new sizes.
-"""
+"""Part 4 on CUDA as PyTorch operators, which bindings/launcher.cpp defines: their fakes, the planner."""
 
 import ctypes
 import threading

@@ -1,7 +1,6 @@
-"""The tiles of each CUDA kernel for heads of width d: the only place that states them.
+"""The tiles of each CUDA kernel for padded heads of width d, a dtype, a number of queries and a capability.
 
-A function gives the tiles for d, already padded, a dtype, a number of queries and a compute capability, the
-best first. Its sizes reach the kernel as macros, lab/cuda/costs.py by their names.
+The best come first. Their sizes reach the kernel as macros, lab/cuda/costs.py by their names.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -70,10 +69,7 @@ def kernel3(state: str) -> Tiles:
 
 
 def kernel4(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
-    """The fastest of a sweep on an H200; a row begins with the widest heads that it is for.
-
-    Those before 8.0 are not measured: they fit 64 KiB, if possible twice, and the registers.
-    """
+    """The fastest on an H200, or before 8.0 those that fit; a row begins with the widest heads it is for."""
     rows_of_thread = 8
     rows: tuple[tuple, ...] = (
         (16, (4, 32, 4, 2, d, 32)),
@@ -104,10 +100,7 @@ def kernel4(d: int, dtype: Dtype, queries: int, capability: Capability) -> Itera
 
 
 def kernel5(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
-    """The fastest of a sweep on an H200; a row begins with the widest heads that it is for.
-
-    Those before 8.0, in float16, are not measured: they fit 64 KiB and the registers.
-    """
+    """As kernel4()."""
     names: tuple[str, ...] = ("M_TILES", "CHUNK", "STAGES", "BLOCKS")
     rows: tuple[tuple, ...]
     if dtype is Dtype.FP32:

@@ -3,12 +3,13 @@
 It needs the package wgpu, which finds Vulkan, Metal or Direct3D 12, and no PyTorch.
 """
 
+import contextlib
 import functools
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,8 @@ class Lost(BuildError):
 class Source:
     """A shader to compile.
 
-    files: paths that are joined in this order; those without a folder are in SOURCES. constants: whole
-    numbers that the source names, as `const NAME: u32`. aliases: types that it names. needs: the features of
-    OPTIONAL that it uses.
+    files: joined in this order; those without a folder are in SOURCES. constants: whole numbers that the
+    source names, as `const NAME: u32`. aliases: types that it names. needs: the features of OPTIONAL.
     """
 
     files: tuple[str | Path, ...]
@@ -64,11 +64,11 @@ def unrolled(lines: Sequence[str], constants: Mapping[str, int]) -> list[str]:
 
     Their bound is a number, a constant, or one of them times or divided by another: 4u, KEYS, KEYS / 2.
     """
-    made: list[str] = []
+    written: list[str] = []
     at = 0
     while at < len(lines):
         if (loop := _LOOP.fullmatch(lines[at])) is None:
-            made.append(lines[at])
+            written.append(lines[at])
             at += 1
             continue
         indent, index, bound = loop.groups()
@@ -79,21 +79,20 @@ def unrolled(lines: Sequence[str], constants: Mapping[str, int]) -> list[str]:
         end = lines.index(indent + "}", at)
         body = unrolled(lines[at + 1 : end], constants)
         for i in range(count):
-            made += [indent + "{", f"{indent}    const {index} = {i}u;", *body, indent + "}"]
+            written += [indent + "{", f"{indent}    const {index} = {i}u;", *body, indent + "}"]
         at = end + 1
-    return made
+    return written
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter is and has, by wgpu's names. subgroups: their least and most lanes."""
+    """What an adapter is and has, by wgpu's names."""
 
     name: str
     backend: str
     kind: str
     features: frozenset[str]
     limits: Mapping[str, int] = field(repr=False)
-    subgroups: tuple[int, int]
 
     @property
     def is_cpu(self) -> bool:
@@ -104,8 +103,7 @@ class Adapter:
 class Gpu:
     """An open device. All calls are of one thread at a time, which holds LOCK.
 
-    Raises BuildError if wgpu is missing or finds no adapter; its calls raise Lost, or BuildError for what the
-    device refuses.
+    Raises BuildError if wgpu is missing or finds no adapter, or for what it refuses; calls also raise Lost.
     """
 
     def __init__(self) -> None:
@@ -121,25 +119,24 @@ class Gpu:
         unset = "XDG_RUNTIME_DIR" not in os.environ  # without a screen Mesa complains on stderr
         try:
             os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
-            found = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
+            adapter = wgpu.gpu.request_adapter_sync(power_preference="high-performance")
         except RuntimeError:
-            found = None
+            adapter = None
         finally:
             if unset:
                 del os.environ["XDG_RUNTIME_DIR"]
-        if found is None:
+        if adapter is None:
             raise BuildError(f"device is 'webgpu', and no adapter was found; it needs {DRIVER}")
-        info, limits = found.info, dict(found.limits)
+        info, limits = adapter.info, dict(adapter.limits)
         self.adapter = Adapter(
             info["device"] or info["description"],
             info["backend_type"],
             info["adapter_type"],
-            frozenset(OPTIONAL) & found.features,
+            frozenset(OPTIONAL) & adapter.features,
             limits,
-            (info.get("stackgroup_min_size", 4), info.get("stackgroup_max_size", 128)),
         )
         with _errors():
-            self.device = found.request_device_sync(
+            self.device = adapter.request_device_sync(
                 required_features=sorted(self.adapter.features), required_limits=limits
             )
         self._pipelines: dict[tuple[Source, str], Any] = {}
@@ -160,9 +157,8 @@ class Gpu:
         return self._pipelines[key]
 
     def _module(self, code: str) -> Any:
-        """A compiled shader without checks of array bounds and counters of loops.
+        """A compiled shader without checks of array bounds and loops, which keep arrays out of registers.
 
-        With them, drivers keep arrays in memory instead of registers. The shaders stay within their arrays.
         wgpu's own call, which adds the checks, says first what is wrong.
         """
         from wgpu.backends.wgpu_native import GPUShaderModule, ffi, lib
@@ -196,10 +192,10 @@ class Gpu:
         usage = wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
         usage |= wgpu.BufferUsage.UNIFORM if uniform else wgpu.BufferUsage.STORAGE
         with _errors():
-            made = self.device.create_buffer(size=size, usage=usage)
+            buffer = self.device.create_buffer(size=size, usage=usage)
             if not isinstance(content, int):
-                self.write(made, content)
-            return made
+                self.write(buffer, content)
+            return buffer
 
     def write(self, buffer: Any, content: NDArray[Any], offset: int = 0) -> None:
         """Copy an array's numbers into a buffer, from a byte on that is a multiple of 4."""
@@ -219,8 +215,8 @@ class Gpu:
         """Copy bytes between buffers: (source, its offset, target, its offset, size), multiples of 4."""
         with _errors():
             encoder = self.device.create_command_encoder()
-            for each in copies:
-                encoder.copy_buffer_to_buffer(*each)
+            for copy in copies:
+                encoder.copy_buffer_to_buffer(*copy)
             self.device.queue.submit([encoder.finish()])
 
     def run(self, pipeline: Any, buffers: Sequence[Any], groups: tuple[int, ...], times: int = 1) -> None:
@@ -247,20 +243,20 @@ def grid(count: int) -> tuple[int, int]:
     return -(-count // y), y
 
 
-class _errors:
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
     """Turns wgpu's errors into BuildError or Lost, with the first line that says something."""
+    import wgpu
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        import wgpu
-
-        if not isinstance(error, (wgpu.GPUError, RuntimeError)) or isinstance(error, BuildError):
-            return
+    try:
+        yield
+    except BuildError:
+        raise
+    except (wgpu.GPUError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = ": ".join(line for line in lines if line not in ("Validation Error", "Caused by:"))[:300]
         if "lost" in said.lower():
+            _opened.cache_clear()
             raise Lost(f"the WebGPU device was lost: {said}") from None
         raise BuildError(f"WebGPU refused: {said}") from None
 
@@ -277,10 +273,3 @@ def opened() -> Gpu:
 @functools.cache
 def _opened() -> Gpu:
     return Gpu()
-
-
-def reopen() -> Gpu:
-    """Another device in place of a lost one."""
-    with LOCK:
-        _opened.cache_clear()
-        return _opened()

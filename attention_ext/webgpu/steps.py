@@ -16,8 +16,7 @@ AT_ONCE = 16  # columns or keys that a loop takes, at most
 class Tile:
     """A workgroup's threads, `lanes` beside each other and `lines` below, and the scores of each.
 
-    A thread has the scores of `rows` queries, which are `lines` apart or, in steps 4 to 6, neighbours, and of
-    `keys` keys, `lanes` apart.
+    rows: a thread's queries, `lines` apart or, in steps 4 to 6, neighbours. keys: its keys, `lanes` apart.
     """
 
     lanes: int
@@ -47,12 +46,11 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A row of the table.
+    """A row of STEPS.
 
-    name: what --kernel takes. files: its sources in csrc/webgpu/, behind common.wgsl. summary: the algorithm
-    in a few words. why: what it improves on, and what still limits it.
-    memory: bytes of workgroup memory for a tile and the fours of a row. tiles: the best first. needs: the
-    features that the adapter must have, of gpu.OPTIONAL.
+    name: what --kernel takes. files: its sources in csrc/webgpu/, behind common.wgsl. why: what it improves
+    on, and what still limits it. memory: bytes of workgroup memory for a tile and the fours of a row. tiles:
+    the best first. needs: the features of gpu.OPTIONAL that the adapter must have.
     """
 
     name: str
@@ -68,10 +66,7 @@ class Step:
         return " and ".join(sorted({*self.needs} - adapter.features))
 
     def tile(self, d: int, limits: Mapping[str, int]) -> Tile:
-        """The tile for rows of d numbers, at most WIDEST, within an adapter's limits.
-
-        Raises ValueError if it allows none.
-        """
+        """The tile for rows of d numbers, at most WIDEST. Raises ValueError if the limits allow none."""
         most = limits["max-compute-workgroup-storage-size"]
         threads = limits["max-compute-invocations-per-workgroup"]
         fours = up(d, 4)
@@ -85,10 +80,7 @@ class Step:
         return self.best(fit, fours)[0]
 
     def best(self, tiles: Sequence[Tile], fours: int) -> list[Tile]:
-        """Tiles in the order of preference: first those whose lanes all have some of O, in registers.
-
-        Two lanes are never too many: a tile with one has few threads.
-        """
+        """Tiles, first those whose lanes, if more than two, all have some of O in registers."""
         return sorted(
             tiles, key=lambda tile: tile.lanes > max(2, fours) or tile.rows * tile.width(fours) > MOST_FOURS
         )

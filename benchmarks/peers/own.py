@@ -10,9 +10,9 @@ from benchmarks.measuring import write
 from benchmarks.peers import Peer
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.gpu import opened
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request
 from shakespeare.model.gpt import GPT
 
 # The largest errors of logits. The table shows the rounding of weights; tests check it more closely.

@@ -1,8 +1,7 @@
 """The torch engine's step on a GPU as a CUDA graph: many texts read a token each and choose the next.
 
-PyTorch launches some sixty kernels for a token, each of which costs the host more than it costs the GPU. A
-graph launches them at once. So nothing in it may depend on numbers that the host knows: lengths, slots and
-uniform numbers are in the GPU's memory.
+A graph launches all kernels of a token at once. So nothing in it may depend on numbers that the host knows:
+lengths, slots and uniform numbers are in the GPU's memory.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.parts import Part
-from shakespeare.generation.engines import cuda
+from shakespeare.attention_ext.cuda.gpu import FORMATS, Module, gpu, launch
+from shakespeare.attention_ext.parts import Dtype, Part
+from shakespeare.generation.engines.layouts import SOURCES
 from shakespeare.generation.sampling import Sampling, drawn
 from shakespeare.model.gpt import GPT
 from shakespeare.model.kv_cache import KVCache
@@ -31,7 +30,6 @@ SECONDS = 0.005  # of a call of write() by default, so that Ctrl-C takes effect 
 ROWS = 256  # the most tokens of each text in a call of write()
 SMALL = 128  # threads of a block where there are many, so that all run at a time
 LARGE = 512  # where there are few, so that a long text's keys are read at once
-FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # FORMAT of attention_ext/csrc/cuda/call.h
 WIDEST = 128  # the widest head of csrc/cuda/attend.cu
 MOST_GRAPHS = 32  # kept: by the number of texts and by sampling
 FIRST_ROW_SECONDS = 1e-3  # the guess before one was measured
@@ -47,7 +45,6 @@ class Step(ctypes.Structure):
     ]
 
 
-@dataclass
 class Texts:
     """Some texts in the slots of an engine, as a graph sees them, with room for ROWS rows.
 
@@ -55,28 +52,12 @@ class Texts:
     logits: (n, V), the latest. uniforms: (ROWS, n). chosen: (ROWS, n). row: the next one, (1,).
     """
 
-    at: Tensor
-    lengths: Tensor
-    pending: Tensor
-    logits: Tensor
-    uniforms: Tensor
-    chosen: Tensor
-    row: Tensor
-
-    @classmethod
-    def of(cls, count: int, vocab_size: int, device: torch.device) -> Texts:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        return cls(
-            at=zeros(count),
-            lengths=zeros(count),
-            pending=zeros(count),
-            logits=zeros(count, vocab_size, dtype=torch.float32),
-            uniforms=zeros(ROWS, count, dtype=torch.float64),
-            chosen=zeros(ROWS, count),
-            row=zeros(1),
-        )
+    def __init__(self, count: int, vocab_size: int, device: torch.device) -> None:
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
+        self.at, self.lengths, self.pending = zeros(count), zeros(count), zeros(count)
+        self.logits = zeros(count, vocab_size, dtype=torch.float32)
+        self.uniforms = zeros(ROWS, count, dtype=torch.float64)
+        self.chosen, self.row = zeros(ROWS, count), zeros(1)
 
 
 class SlotCache:
@@ -103,25 +84,23 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, tex
     out = torch.empty(n, 1, heads, d, device=q.device)
     pointers = (t.data_ptr() for t in (q, k, v, keys, values, texts.at, texts.lengths, out))
     step = Step(*pointers, heads, keys.shape[2], q.stride(0), 1 / (math.sqrt(d) * math.log(2)))
-    of = torch.cuda.get_device_properties(q.device)
-    threads = LARGE if n * heads <= 2 * of.multi_processor_count else SMALL
-    function, _ = kernel(d, FORMATS[keys.dtype], threads, of.major, of.minor)
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(step))
-    stream = torch.cuda.current_stream().cuda_stream
-    cuda.launch(function, n * heads, threads, stream, ctypes.addressof(arguments))
+    threads = LARGE if n * heads <= 2 * gpu(q.device.index).multiprocessors else SMALL
+    function, _ = kernel(d, Dtype.of(keys.dtype), threads, q.device.index)
+    launch(function, n * heads, threads, step)
     return out.transpose(1, 2)
 
 
 @functools.cache
-def kernel(head_dim: int, form: int, threads: int, major: int, minor: int) -> tuple[Any, Any]:
-    """attend.cu on the current GPU, and the library that keeps it alive."""
-    return cuda.load(source(head_dim, form, threads, f"sm_{major}{minor}"), "attend")
+def kernel(head_dim: int, dtype: Dtype, threads: int, index: int) -> tuple[Any, Module]:
+    """attend.cu on a GPU, which is the current one, and the module that keeps it alive."""
+    module = Module(source(head_dim, dtype, threads, gpu(index).capability))
+    return module.function("attend"), module
 
 
-def source(head_dim: int, form: int, threads: int, arch: str) -> nvrtc.Source:
+def source(head_dim: int, dtype: Dtype, threads: int, capability: tuple[int, int]) -> nvrtc.Source:
     """attend.cu for these macros."""
-    macros = {"FORMAT": form, "HEAD_DIM": head_dim, "THREADS": threads}
-    return nvrtc.Source("attend.cu", arch, macros, cuda.SOURCES)
+    macros = {"FORMAT": FORMATS[dtype], "HEAD_DIM": head_dim, "THREADS": threads}
+    return nvrtc.Source("attend.cu", f"sm_{capability[0]}{capability[1]}", macros, SOURCES)
 
 
 def by_pytorch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, texts: Texts) -> Tensor:
@@ -142,9 +121,9 @@ def serves(config: Any, part: Part, named: str | None) -> bool:
 
 
 class Graphs:
-    """The graphs of an engine's steps, each captured when it is first needed: one for 1, 2, 4, 8 ... texts.
+    """The graphs of an engine's steps for 1, 2, 4, 8 ... texts, each captured when it is first needed.
 
-    caches: of the layers; their last slot belongs to no text. It fills up the number of texts of a graph.
+    caches: of the layers; their last slot belongs to no text and fills up the texts of a graph.
     """
 
     def __init__(self, model: GPT, caches: Sequence[KVCache], part: Part) -> None:
@@ -191,7 +170,7 @@ class Graphs:
         """These texts, filled up to a power of two by the slot that belongs to none."""
         size = 1 << (len(slots) - 1).bit_length()
         if size not in self._texts:
-            self._texts[size] = Texts.of(size, self._model.config.vocab_size, self._device)
+            self._texts[size] = Texts(size, self._model.config.vocab_size, self._device)
         texts, more = self._texts[size], [0] * (size - len(slots))
         spare = len(self._caches[0].k) - 1
         given = [[*slots, *(spare for _ in more)], [*lengths, *more], [*pending, *more]]

@@ -7,10 +7,11 @@ import functools
 import math
 import re
 import struct
+import sys
 import threading
 import warnings
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shakespeare.attention_ext import extension, processor
-from shakespeare.attention_ext.parts import PARTS, CachePrecision, Precision
-from shakespeare.generation.engines.engine import rows_of
+from shakespeare.attention_ext import extension, processor, tiles
+from shakespeare.attention_ext.parts import resolve_simd
+from shakespeare.generation.engines.engine import EngineOptions, rows_of
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.draft import Draft
@@ -88,31 +89,27 @@ def library(simd: str = "auto") -> ctypes.CDLL:
 class Decoder:
     """An Engine that holds the packed weights and the slots' caches. Its calls take turns.
 
-    tile: (br, bc) of a tiled part. draft: what guesses the next tokens; one with damaged tables is ignored
-    with a warning. The other arguments and the errors are those of open_engine().
+    draft: what guesses the next tokens; one with damaged tables is ignored with a warning.
     """
 
-    name, fast_in_step, tokens_at_once = "native", False, 256
+    name = "native"
+    device, fast_in_step, tokens_at_once = "cpu", False, 256
 
-    def __init__(
-        self,
-        model: Checkpoint | GPT,
-        part: str,
-        simd: str,
-        tile: tuple[int, int],
-        weights: Precision,
-        kv_cache: CachePrecision,
-        slots: int,
-        capacity: int,
-        threads: int,
-        draft: Draft | None = None,
-    ) -> None:
+    def __init__(self, model: Checkpoint | GPT, options: EngineOptions, draft: Draft | None = None) -> None:
         c = model.config
-        self.config, self.slots, self.capacity, self.threads = c, slots, capacity, threads
-        self._c, self._lock = library(simd), threading.Lock()
-        self.simd_name = self._c.simd_name().decode()
+        self.config, self.slots, self.capacity = c, options.slots, options.context(c)
+        # PyTorch's number where it is imported
+        of_torch = getattr(sys.modules.get("torch"), "get_num_threads", processor.threads)
+        self.threads = of_torch() if options.threads is None else options.threads
+        helpers = resolve_simd(options.simd)
+        # Each thread of the decoder calls the kernel itself, so the tile is that of one thread.
+        tuned = tiles.tile(helpers, 1, c.head_dim, self.capacity, causal=True)
+        tile = options.br or tuned[0], options.bc or tuned[1]
+        self._c, self._lock = library(helpers), threading.Lock()
+        self.description = extension.describe_helpers(self._c.simd_name().decode(), self.threads)
         self._settings = self._c.sampling_names().decode().split()
-        sizes = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, *tile, slots, capacity, threads)
+        shape = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)
+        sizes = (*shape, *tile, self.slots, self.capacity, self.threads, processor.caches()[-1].size)
         tensors = model.weights
         for tensor, data in tensors.items():
             if data.dtype != "float32":
@@ -120,10 +117,10 @@ class Decoder:
             if not data.flags.c_contiguous:
                 raise ValueError(f"{tensor} has gaps; it must be contiguous")
         self._handle = self._c.open_decoder(
-            integers([*sizes, processor.caches()[-1].size]),
-            weights.encode(),
-            kv_cache.encode(),
-            str(PARTS[part].operator).encode(),
+            integers(sizes),
+            options.weights.encode(),
+            options.kv_cache.encode(),
+            str(options.row.operator).encode(),
             len(tensors),
             (c_char_p * len(tensors))(*(name.encode() for name in tensors)),
             (c_void_p * len(tensors))(*(tensor.ctypes.data for tensor in tensors.values())),
@@ -131,7 +128,7 @@ class Decoder:
         )
         if not self._handle:
             raise self._error()
-        for slot in range(slots):
+        for slot in range(self.slots):
             self.set_sampling(slot, Sampling())
         try:
             self.set_draft(draft)
@@ -144,17 +141,6 @@ class Decoder:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Decoder cannot be copied")
-
-    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
-        state = ctypes.create_string_buffer(self._c.uniforms_bytes())
-        self._c.uniforms_seed(state, seed)
-
-        def following(count: int) -> NDArray[np.float64]:
-            numbers = np.empty(count)
-            self._c.uniforms_next(state, count, numbers.ctypes.data)
-            return numbers
-
-        return following
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         values = (getattr(sampling, name) for name in self._settings)

@@ -1,16 +1,19 @@
-"""What an engine on a GPU knows of its slots on the host: settings, log-probabilities, checked arguments."""
+"""What an engine in Python knows of its slots: settings, log-probabilities, checked arguments."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.generation import logprobs
+from shakespeare.generation.engines.engine import Unfit as Unfit
 from shakespeare.generation.engines.engine import rows_of
 from shakespeare.generation.logprobs import TokenLogprob
 from shakespeare.generation.sampling import NUMBERS, Sampling
@@ -20,49 +23,10 @@ SETTINGS = len(NUMBERS) + 2  # a text's settings and what follows from them
 ADJUSTED = len(NUMBERS)  # whether logits are changed before the choice
 
 
-class Unfit(ValueError):
-    """A model, a precision or a GPU that an engine does not take."""
-
-
-class Uniforms:
-    """The numbers in [0, 1) of a seed, torch.rand's in float64: each call gives the next ones.
-
-    To make a generator takes 0.2 ms, to seed one 3 us (Zen 3). So all texts share one for their first
-    numbers, and only longer texts have their own.
-    """
-
-    _shared: Any = np.random.MT19937()
-    _lock = threading.Lock()
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed & 0xFFFFFFFF  # the bits that PyTorch uses
-        self._own: Any = None
-        self._given = 0  # raw numbers of the first call
-
-    def __call__(self, count: int) -> NDArray[np.float64]:
-        if self._given and self._own is None:
-            self._own = np.random.MT19937()
-            self._own._legacy_seeding(self._seed)
-            self._own.random_raw(self._given, output=False)
-        if self._own is not None:
-            raw = self._own.random_raw(2 * count)
-        else:
-            with self._lock:
-                self._shared._legacy_seeding(self._seed)
-                raw = self._shared.random_raw(2 * count)
-            self._given = 2 * count
-        halves = raw.view(np.int64)  # which becomes float twice as fast as uint64
-        joined = halves[::2] << 32  # the upper half comes first
-        joined |= halves[1::2]
-        joined &= 2**53 - 1
-        return joined * 2.0**-53
-
-
 class Slots:
-    """The part of an Engine that needs no GPU. Its calls take turns."""
+    """The part of an Engine that needs no device. Its calls take turns."""
 
-    fast_in_step, tokens_at_once, threads = False, 256, 1
-    simd_name: str | None = None
+    fast_in_step, tokens_at_once = False, 256
 
     def __init__(self, config: GPTConfig, slots: int, capacity: int) -> None:
         self.config, self.slots, self.capacity = config, slots, capacity
@@ -70,6 +34,7 @@ class Slots:
         self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
         self._lengths = np.zeros(slots, np.int32)  # tokens in the cache
         self._pending = np.full(slots, -1, np.int32)  # the chosen token that is not yet read; -1 for none
+        self._kept: list[NDArray[Any]] = [self._lengths, self._pending]  # what a copy of a slot has too
         self._samplings = [Sampling()] * slots
         self._settings = {"sampling": np.tile(settings(Sampling()), (slots, 1)), "bias": np.zeros((slots, V))}
         self._stale = set(self._settings)  # those that the GPU has not got
@@ -78,9 +43,7 @@ class Slots:
         # Prompts to be read, how many of their tokens are; then as in begin().
         self._begun: dict[int, tuple[list[int], int, bool, int | None]] = {}
         self._prompts: dict[int, tuple[list[int], bool]] = {}  # that wait to be read together
-
-    def uniforms(self, seed: int) -> Callable[[int], NDArray[np.float64]]:
-        return Uniforms(seed)
+        self._at_once = 0  # tokens of a prompt that waits, at most
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         self._check_slot(slot)
@@ -122,9 +85,54 @@ class Slots:
             self._lengths[slot], self._pending[slot] = 0, -1
             self._begun[slot] = (list(ids), 0, continues, top)
 
+    def _next_prompt(self, slot: int) -> tuple[list[int], int, bool, int | None]:
+        """The prompt that read() goes on with, as in _begun. A new one ends the slot's log-probabilities."""
+        if slot not in self._begun:
+            raise ValueError(f"slot is {slot}; it must be one that was begun")
+        _, done, continues, _ = prompt = self._begun[slot]
+        if done == 0 and not continues:
+            self._logprobs[slot] = []
+        return prompt
+
     def drop(self, slot: int) -> None:
         with self._lock:
             self._begun.pop(slot, None)
+
+    def read(self, slot: int, seconds: float = math.inf) -> bool:
+        end = time.monotonic() + seconds
+        with self._lock:
+            ids, done, continues, top = self._next_prompt(slot)
+            if top is None and len(ids) <= self._at_once:
+                self._prompts[slot] = ids, continues
+                done = len(ids)
+            while done < len(ids):
+                first = done + 1
+                done, every = self._read_piece(slot, ids, done, continues, top is not None)
+                if top is not None and every is not None:
+                    following = ids[first : done + 1]
+                    self._logprobs[slot] += logprobs.of_logits(every[: len(following)], following, top)
+                if done < len(ids) and time.monotonic() >= end:
+                    self._begun[slot] = (ids, done, continues, top)
+                    return False
+            del self._begun[slot]
+            self._lengths[slot] = len(ids)
+        return True
+
+    def copy(self, source: int, *targets: int) -> None:
+        for slot in (source, *targets):
+            self._check_slot(slot)
+        at = np.setdiff1d(np.array(targets, np.int64), [source])
+        with self._lock:
+            self._copy(source, at)
+            for of_slots in self._kept:
+                of_slots[at] = of_slots[source]
+            for slot in self._begun.keys() & set(at.tolist()):
+                del self._begun[slot]
+
+    def logits(self, slot: int) -> list[float]:
+        self._check_slot(slot)
+        with self._lock:
+            return self._logits_of(slot).tolist()
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.slots:
@@ -132,6 +140,23 @@ class Slots:
 
     def _read_prompts(self) -> None:
         """Read the prompts that wait."""
+        raise NotImplementedError
+
+    def _read_piece(
+        self, slot: int, ids: list[int], done: int, continues: bool, every: bool
+    ) -> tuple[int, NDArray[np.float32] | None]:
+        """Read tokens of a prompt, of which `done` are read; returns how many are then.
+
+        every: also return the logits after each of them, (tokens, V).
+        """
+        raise NotImplementedError
+
+    def _copy(self, source: int, at: NDArray[np.int64]) -> None:
+        """Copy what the GPU has of a slot, and the prompt that waits there, to these other slots."""
+        raise NotImplementedError
+
+    def _logits_of(self, slot: int) -> NDArray[np.float32]:
+        """A slot's latest logits, (V,)."""
         raise NotImplementedError
 
     def _asked(
@@ -162,14 +187,14 @@ class Slots:
         """Whether one of these slots wants log-probabilities."""
         return bool(self._tops) and not self._tops.keys().isdisjoint(slots)
 
-    def _score(self, slots: Sequence[int], chosen: NDArray[np.int32], every: NDArray[np.float32]) -> None:
+    def _score(self, slots: Sequence[int], chosen: NDArray[Any], every: NDArray[np.float32]) -> None:
         """Keep log-probabilities of tokens (rows, slots), from logits (rows, slots, V), where wanted."""
         for i, slot in enumerate(slots):
             if (top := self._tops.get(slot)) is not None:
                 self._logprobs[slot] += logprobs.of_logits(every[:, i], chosen[:, i].tolist(), top)
 
 
-def numbers_only(chosen: NDArray[np.int32]) -> NDArray[np.int32]:
+def numbers_only(chosen: NDArray[Any]) -> NDArray[Any]:
     """The tokens. Raises ValueError if one is -1: its logits could not be sampled."""
     if (chosen < 0).any():
         raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
@@ -179,7 +204,4 @@ def numbers_only(chosen: NDArray[np.int32]) -> NDArray[np.int32]:
 def settings(sampling: Sampling) -> NDArray[np.float64]:
     """What a kernel is told of the choice of a text's tokens, (SETTINGS,)."""
     numbers = [getattr(sampling, name) or 0 for name in NUMBERS]
-    adjusted = sampling.repetition_penalty != 1 or any(
-        (sampling.presence_penalty, sampling.frequency_penalty, sampling.logit_bias)
-    )
-    return np.array([*numbers, adjusted, 1 / max(sampling.temperature, 1e-300)], float)
+    return np.array([*numbers, sampling.adjusts, 1 / max(sampling.temperature, 1e-300)], float)

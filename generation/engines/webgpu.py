@@ -1,7 +1,6 @@
 """The webgpu engine: a text a workgroup, a piece of it in a dispatch, csrc/webgpu/decoder.wgsl.
 
-It needs the package wgpu and no PyTorch. A text's bits do not depend on what else is written. A lost device
-loses no text: the host knows the tokens, which another device reads again.
+It needs the package wgpu and no PyTorch. A text's bits do not depend on what else is written.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.attention_ext.parts import CachePrecision, Precision
-from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Lost, Source, opened, reopen
-from shakespeare.generation import logprobs
+from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Source, opened
 from shakespeare.generation.engines.slots import SETTINGS, Slots, Unfit, numbers_only
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, GPTConfig
@@ -39,7 +37,6 @@ DISPATCH_SECONDS = 0.01  # of a dispatch: no watchdog ends it, and Ctrl-C takes 
 FIRST_STEP_SECONDS = 1e-3  # of one text, and of ten more: the guess before one was measured
 MOST_OUT = 1 << 26  # bytes of the logits that a dispatch keeps
 SHORT = 64  # tokens of prompts that are read together
-ATTEMPTS = 3  # with devices that are lost one after the other
 
 
 @dataclass(frozen=True)
@@ -77,9 +74,8 @@ class Shape:
         packed: list[Floats] = []
 
         def matrix(name: str, inputs: NDArray, K: int, outputs: NDArray, N: int) -> None:
-            made = np.zeros((4 * K, 4 * N), np.float32)
-            made[inputs[:, None], outputs] = tensors[f"{name}.weight"].T
-            packed.append(made)
+            packed.append(np.zeros((4 * K, 4 * N), np.float32))
+            packed[-1][inputs[:, None], outputs] = tensors[f"{name}.weight"].T
             if c.bias:
                 vector(tensors[f"{name}.bias"], outputs, N)
 
@@ -91,11 +87,11 @@ class Shape:
             for kind in ("weight", "bias")[: 1 + c.bias]:
                 vector(tensors[f"{name}.{kind}"], straight, W)
 
-        def rows(tensor: Floats) -> None:
-            packed.append(np.pad(tensor, ((0, 0), (0, 4 * W - c.n_embd))))
+        def rows(tensor: Floats) -> Floats:
+            return np.pad(tensor, ((0, 0), (0, 4 * W - c.n_embd)))
 
         qkv = np.concatenate([self.by_head + part * 4 * A for part in range(3)])
-        rows(tensors[EMBEDDING])
+        packed.append(rows(tensors[EMBEDDING]))
         for i in range(c.n_layer):
             prefix = f"transformer.h.{i}"
             norm(f"{prefix}.ln_1")
@@ -105,18 +101,9 @@ class Shape:
             matrix(f"{prefix}.mlp.c_fc", straight, W, hidden, c.n_embd)
             matrix(f"{prefix}.mlp.c_proj", hidden, c.n_embd, straight, W)
         norm("transformer.ln_f")
-        head = np.pad(tensors[EMBEDDING], ((0, -c.vocab_size % 4), (0, 4 * W - c.n_embd))).T
-        packed.append(head)
-        rows(tensors["transformer.wpe.weight"])
-        return np.concatenate([each.reshape(-1) for each in packed])
-
-    def bytes(self) -> int:
-        """Bytes of the packed weights."""
-        c, W, A, bias = self.config, self.width, self.heads, int(self.config.bias)
-        layer = 2 * W * (1 + bias) + 4 * (3 * W * A + A * W + 2 * W * c.n_embd)
-        layer += bias * (3 * A + 2 * W + c.n_embd)
-        tokens = (c.vocab_size + c.block_size) * W + 4 * W * -(-c.vocab_size // 4)
-        return 16 * (tokens + c.n_layer * layer + W * (1 + bias))
+        packed.append(np.pad(rows(tensors[EMBEDDING]), ((0, -c.vocab_size % 4), (0, 0))).T)
+        packed.append(rows(tensors["transformer.wpe.weight"]))
+        return np.concatenate([tensor.reshape(-1) for tensor in packed])
 
     def cached(self, kv_cache: CachePrecision, capacity: int) -> int:
         """Bytes of a slot's keys, and of its values."""
@@ -140,12 +127,8 @@ def source_for(
     if not tiles:
         needed = shape.shared(TILES[-1])
         raise Unfit(f"the webgpu engine needs {needed:,} bytes of workgroup memory; {on.name} has {room:,}")
-    for what, size in (
-        ("the weights", shape.bytes()),
-        ("the keys of a text", shape.cached(kv_cache, capacity)),
-    ):
-        if size > most:
-            raise Unfit(f"{what} take {size:,} bytes in the webgpu engine; {on.name} has buffers of {most:,}")
+    if (size := shape.cached(kv_cache, capacity)) > most:
+        raise Unfit(f"the keys of a text take {size:,} bytes; {on.name} has buffers of {most:,}")
     needed = next((tile for tile in reversed(tiles) if tile >= config.block_size), tiles[0])
     constants = {"LAYERS": config.n_layer, "HEADS": config.n_head, "HEAD_DIM": config.head_dim}
     constants |= {"VOCAB": config.vocab_size, "BIAS": int(config.bias), "TILE": needed}
@@ -168,10 +151,37 @@ class Chunk:
     out: Any
 
 
+class Pieces(NamedTuple):
+    """Tokens of texts to be read, and then chosen.
+
+    at: the slots, (texts,). cached: the tokens in their caches. counts: how many of tokens (texts, most) each
+    reads. flags: of each text. numbers: uniform ones, (rows, texts). every: whether the logits of each row,
+    or without numbers those after each token, are wanted.
+    """
+
+    at: NDArray[np.int64]
+    cached: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    flags: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    numbers: NDArray[np.float64]
+    every: bool
+
+    @property
+    def kept(self) -> int:
+        """The logits of each text that are wanted."""
+        return (len(self.numbers) or int(self.counts.max())) if self.every else 0
+
+    def of(self, places: NDArray[np.int64]) -> Pieces:
+        """Those of some of the texts."""
+        chosen: dict[str, Any] = {name: getattr(self, name)[places] for name in self._fields[:5]}
+        return self._replace(**chosen, numbers=self.numbers[:, places])
+
+
 class WebGpuEngine(Slots):
     """An Engine on the first adapter of WebGPU. The arguments and errors are open_engine()'s, and Unfit."""
 
-    name = "webgpu"
+    name = device = "webgpu"
 
     def __init__(
         self,
@@ -181,20 +191,26 @@ class WebGpuEngine(Slots):
         slots: int,
         capacity: int,
     ) -> None:
-        self._gpu = opened()
-        c = model.config
-        self._source = source_for(c, weights, kv_cache, capacity, self._gpu.adapter)
+        gpu = self._gpu = opened()
+        c, V = model.config, model.config.vocab_size
+        self._pipeline = gpu.pipeline(source_for(c, weights, kv_cache, capacity, gpu.adapter), "decode")
         super().__init__(c, slots, capacity)
         self._lock = LOCK  # all engines share the device
-        self._shape, self._kv_cache = Shape(c), kv_cache
-        self._packed = self._shape.pack(model.weights)  # kept for another device
-        # What another device reads again: a slot's tokens, with the one that is not yet read; how many there
-        # are, how many of them are a prompt or window, how many are in the cache; the counts before that.
-        self._tokens = np.zeros((slots, capacity + 1), np.int32)
-        self._known, self._prompt, self._cached = np.zeros((3, slots), np.int32)
-        self._counts = np.zeros((slots, 2, c.vocab_size), np.uint32)
+        self._at_once = SHORT
         self._step_seconds: dict[int, float] = {}  # of so many texts in a dispatch
-        self._open()
+        self._scale = math.log2(math.e) / math.sqrt(c.head_dim)
+        self._weights = gpu.buffer(Shape(c).pack(model.weights))
+        cached = Shape(c).cached(kv_cache, capacity)
+        sizes = {"keys": cached, "values": cached, "logits": 4 * V, "counts": 8 * V}
+        sizes |= {"settings": 4 * (SETTINGS + V)}
+        most = gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values())
+        most = min(most, MOST_GROUPS)
+        self._chunks = []
+        for first in range(0, slots, most):
+            n = min(most, slots - first)
+            held = {name: (gpu.buffer(n * size), size) for name, size in sizes.items()}
+            buffers = gpu.buffer(32, uniform=True), held, gpu.buffer(1 << 12), gpu.buffer(1 << 12)
+            self._chunks.append(Chunk(first, n, *buffers))
 
     @property
     def description(self) -> str:
@@ -202,89 +218,42 @@ class WebGpuEngine(Slots):
         adapter = self._gpu.adapter
         return f"A text a workgroup, part 4's attention, on {adapter.name} by {adapter.backend}"
 
-    def _open(self) -> None:
-        """Make the buffers on the device, and compile the shader."""
-        gpu, c, V = self._gpu, self.config, self.config.vocab_size
-        self._pipeline = gpu.pipeline(self._source, "decode")
-        self._weights = gpu.buffer(self._packed)
-        cached = self._shape.cached(self._kv_cache, self.capacity)
-        sizes = {"keys": cached, "values": cached, "logits": 4 * V, "counts": 8 * V}
-        sizes |= {"settings": 4 * (SETTINGS + V)}
-        most = gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values())
-        most = min(most, MOST_GROUPS)
-        self._chunks = []
-        for first in range(0, self.slots, most):
-            n = min(most, self.slots - first)
-            held = {name: (gpu.buffer(n * size), size) for name, size in sizes.items()}
-            made = gpu.buffer(32, uniform=True), held, gpu.buffer(1 << 12), gpu.buffer(1 << 12)
-            self._chunks.append(Chunk(first, n, *made))
-        self._scale = math.log2(math.e) / math.sqrt(c.head_dim)
-        self._stale = set(self._settings)
-
-    def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
-        super().begin(slot, ids, continues, top)
-        with self._lock:
-            self._counts[slot] = self._counted(slot) if continues else 0
-            self._tokens[slot, : len(ids)] = ids
-            self._known[slot] = self._prompt[slot] = len(ids)
-            self._cached[slot] = 0
-
-    def _counted(self, slot: int) -> NDArray[np.uint32]:
-        """How often each token has occurred in a slot, and since the prompt: (2, V)."""
-        ids, prompt, made = self._tokens[slot], self._prompt[slot], self._counts[slot].copy()
-        made += np.bincount(ids[prompt : self._known[slot]], minlength=made.shape[1]).astype(np.uint32)
-        np.add.at(made[0], ids[: min(prompt, self._cached[slot])], 1)
-        return made
-
-    def read(self, slot: int, seconds: float = math.inf) -> bool:
-        end = time.monotonic() + seconds
-        with self._lock:
-            if slot not in self._begun:
-                raise ValueError(f"slot is {slot}; it must be one that was begun")
-            ids, done, continues, top = self._begun[slot]
-            if done == 0 and not continues:
-                self._logprobs[slot] = []
-            if top is None and len(ids) <= SHORT:
-                self._prompts[slot] = ids, continues
-                done = len(ids)
-            while done < len(ids):
-                done, every = self._read_on(np.array([slot]), np.array([not continues]), top is not None)
-                if top is not None and every is not None:
-                    following = ids[done - len(every) + 1 : done + 1]
-                    rows = every[: len(following), 0]
-                    self._logprobs[slot] += logprobs.of_logits(rows, following, top)
-                if done < len(ids) and time.monotonic() >= end:
-                    self._begun[slot] = (ids, done, continues, top)
-                    return False
-            del self._begun[slot]
-            self._lengths[slot] = len(ids)
-        return True
+    def _read_piece(
+        self, slot: int, ids: list[int], done: int, continues: bool, every: bool
+    ) -> tuple[int, Floats | None]:
+        done, logits = self._read_on({slot: (ids, continues)}, done, every)
+        return done, logits[:, 0] if every else None
 
     def _read_on(
-        self, at: NDArray[np.int64], begins: NDArray[np.bool_], every: bool = False
-    ) -> tuple[int, Floats | None]:
-        """Read a piece of the prompts of these slots. Returns the least tokens in the caches, and all logits.
+        self, prompts: dict[int, tuple[list[int], bool]], done: int, every: bool = False
+    ) -> tuple[int, Floats]:
+        """Read a piece of these prompts, of each of which `done` tokens are read, or all if it has fewer.
 
-        begins: whether the counts begin with the prompt.
+        prompts: as in _prompts. Returns the tokens that are read then, and the logits as _run().
         """
-        count = self._steps(len(at), DISPATCH_SECONDS)
+        count = self._steps(len(prompts), DISPATCH_SECONDS)
         if every:
             count = min(count, max(1, MOST_OUT // (4 * self.config.vocab_size)))
-        done = self._cached[at]
-        counts = np.minimum(self._prompt[at] - done, count)
-        flags = PROMPT + FIRST * (begins & (done == 0)) + LAST * (done + counts == self._prompt[at])
-        _, kept = self._run(at, counts, flags, None, every)
-        self._cached[at] += counts
-        return int(self._cached[at].min()), kept
+        lengths = np.array([len(ids) for ids, _ in prompts.values()], np.int64)
+        begins = np.array([done == 0 and not continues for _, continues in prompts.values()])
+        counts = np.minimum(lengths - done, count)
+        tokens = np.zeros((len(prompts), counts.max()), np.int32)
+        for row, (ids, _) in zip(tokens, prompts.values()):
+            piece = ids[done : done + count]
+            row[: len(piece)] = piece
+        flags = PROMPT + FIRST * begins + LAST * (done + counts == lengths)
+        none = np.empty((0, len(prompts)))
+        _, logits = self._run(
+            Pieces(np.array([*prompts]), 0 * counts + done, counts, flags, tokens, none, every)
+        )
+        return done + int(counts.max()), logits
 
     def _read_prompts(self) -> None:
-        at = np.fromiter(self._prompts, np.int64)
-        begins = np.fromiter((not continues for _, continues in self._prompts.values()), bool)
+        waiting, done = self._prompts, 0
         self._prompts = {}
-        while len(at):
-            self._read_on(at, begins)
-            left = self._cached[at] < self._prompt[at]
-            at, begins = at[left], begins[left]
+        while waiting:
+            done, _ = self._read_on(waiting, done)
+            waiting = {slot: prompt for slot, prompt in waiting.items() if len(prompt[0]) > done}
 
     def write(
         self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
@@ -302,220 +271,110 @@ class WebGpuEngine(Slots):
                 rows = min(most - done, self._steps(len(at), left))
                 if scored:
                     rows = min(rows, max(1, MOST_OUT // (4 * len(at) * self.config.vocab_size)))
-                lengths = self._lengths[at]
-                unread = (self._pending[at] >= 0).astype(np.int64)
-                some, every = self._run(
-                    at, unread, np.zeros(len(at), int), numbers[done : done + rows], scored
-                )
-                chosen[done : done + rows] = some
-                if scored and every is not None:
-                    self._score(slots, some, every)
-                known = lengths + unread
-                self._tokens[at[:, None], known[:, None] + np.arange(rows)] = np.maximum(some.T, 0)
-                self._lengths[at] = self._cached[at] = known + rows - 1
-                self._known[at] = known + rows
-                self._pending[at] = np.maximum(some[-1], 0)
+                cached, pending = self._lengths[at].astype(np.int64), self._pending[at, None]
+                unread = (pending[:, 0] >= 0).astype(np.int64)
+                uniforms = numbers[done : done + rows]
+                tokens, every = self._run(Pieces(at, cached, unread, 0 * at, pending, uniforms, scored))
+                chosen[done : done + rows] = tokens
+                if scored:
+                    self._score(slots, tokens, every)
+                self._lengths[at] = cached + unread + rows - 1
+                self._pending[at] = np.maximum(tokens[-1], 0)
                 done += rows
-                if time.monotonic() >= end or (some < 0).any():
+                if time.monotonic() >= end or (tokens < 0).any():
                     break
         return numbers_only(chosen[:done])
 
-    def copy(self, source: int, *targets: int) -> None:
-        for slot in (source, *targets):
-            self._check_slot(slot)
-        at = np.setdiff1d(np.array(targets, np.int64), [source])
-        with self._lock:
-            self._read_prompts()
-            self._surely(lambda: self._copy_buffers(source, at))
-            self._counts[at] = self._counts[source]
-            for of_slots in (self._lengths, self._pending, self._tokens):
-                of_slots[at] = of_slots[source]
-            for of_slots in (self._known, self._prompt, self._cached):
-                of_slots[at] = of_slots[source]
-            for slot in self._begun.keys() & set(targets):
-                del self._begun[slot]
-
-    def _copy_buffers(self, source: int, at: NDArray[np.int64]) -> None:
-        """Copy a slot's buffers. No buffer is copied to itself: a slot's bytes are copied out first."""
+    def _copy(self, source: int, at: NDArray[np.int64]) -> None:
+        self._read_prompts()
         copies = []
-        origin = self._chunk_of(source)
         for name in ("keys", "values", "logits", "counts"):
-            buffer, size = origin.held[name]
-            between = self._gpu.buffer(size)
-            copies.append((buffer, (source - origin.first) * size, between, 0, size))
-            for number, some in self._by_chunk(at):
-                chunk = self._chunks[number]
-                for slot in at[some] - chunk.first:
-                    copies.append((between, 0, chunk.held[name][0], int(slot) * size, size))
+            buffer, offset, size = self._place(source, name)
+            between = self._gpu.buffer(size)  # no buffer is copied to itself
+            copies.append((buffer, offset, between, 0, size))
+            copies += [(between, 0, *self._place(slot, name)) for slot in at.tolist()]
         self._gpu.copy(copies)
 
-    def logits(self, slot: int) -> list[float]:
-        self._check_slot(slot)
-        with self._lock:
-            self._read_prompts()
-            return self._surely(lambda: self._logits_of(slot)).tolist()
-
     def _logits_of(self, slot: int) -> Floats:
-        chunk = self._chunk_of(slot)
-        buffer, size = chunk.held["logits"]
-        return self._gpu.read(buffer, np.float32, self.config.vocab_size, (slot - chunk.first) * size)
+        self._read_prompts()
+        buffer, offset, _ = self._place(slot, "logits")
+        return self._gpu.read(buffer, np.float32, self.config.vocab_size, offset)
 
-    def _chunk_of(self, slot: int) -> Chunk:
-        return self._chunks[slot // self._chunks[0].slots]
+    def _place(self, slot: int, name: str) -> tuple[Any, int, int]:
+        """The buffer that has a slot's bytes of a name, their offset there, and how many they are."""
+        chunk = self._chunks[slot // self._chunks[0].slots]
+        buffer, size = chunk.held[name]
+        return buffer, (slot - chunk.first) * size, size
 
-    def _by_chunk(self, at: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """The numbers of the chunks that hold some of these slots, with the places of the slots in `at`."""
+    def _by_chunk(self, at: NDArray[np.int64]) -> Iterator[tuple[Chunk, NDArray[np.int64]]]:
+        """The chunks that hold some of these slots, with the places of the slots in `at`."""
         numbers = at // self._chunks[0].slots
         for number in np.unique(numbers):
-            yield int(number), np.flatnonzero(numbers == number)
+            yield self._chunks[number], np.flatnonzero(numbers == number)
 
     def _steps(self, texts: int, seconds: float) -> int:
         """The tokens of each of so many texts that are worth a dispatch of so many seconds."""
         guess = FIRST_STEP_SECONDS * (1 + texts / 10)
         return max(1, int(seconds / self._step_seconds.get(texts, guess)))
 
-    def _run(
-        self,
-        at: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        flags: NDArray[np.int64],
-        numbers: NDArray[np.float64] | None,
-        every: bool,
-    ) -> tuple[NDArray[np.int32], Floats | None]:
+    def _run(self, pieces: Pieces) -> tuple[NDArray[np.int32], Floats]:
         """Read tokens that follow those in the caches, then choose a row for each row of numbers.
 
-        at: the slots. counts: how many tokens of each. Returns the tokens (rows, texts) and, with `every`,
-        the logits that they were chosen from, or without numbers those after each token: (tokens, texts, V).
+        Returns the tokens (rows, texts) and, with `every`, the logits that they were chosen from, or without
+        numbers those after each token: (tokens, texts, V).
         """
-        rows = 0 if numbers is None else len(numbers)
-        steps = rows + int(counts.max()) - (rows > 0 and counts.max() > 0)
+        rows, most, texts = len(pieces.numbers), int(pieces.counts.max()), len(pieces.at)
+        steps = max(1, rows + most - (rows > 0 and most > 0))
         start = time.perf_counter()
-        made = self._surely(lambda: self._run_once(at, counts, flags, numbers, every, steps))
-        self._step_seconds[len(at)] = (time.perf_counter() - start) / max(1, steps)
-        return made
-
-    def _run_once(
-        self,
-        at: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        flags: NDArray[np.int64],
-        numbers: NDArray[np.float64] | None,
-        every: bool,
-        steps: int,
-    ) -> tuple[NDArray[np.int32], Floats | None]:
-        """_run() in so many steps. It changes nothing on the host, so it can be done again."""
-        rows = 0 if numbers is None else len(numbers)
-        kept = rows or int(counts.max())
-        chosen = np.empty((rows, len(at)), np.int32)
-        logits = np.empty((kept, len(at), self.config.vocab_size), np.float32) if every else None
+        chosen = np.empty((rows, texts), np.int32)
+        logits = np.empty((pieces.kept, texts, self.config.vocab_size), np.float32)
         # Where a token of all texts takes too long, some are written after the others.
-        most = len(at) if steps > 1 else self._steps(len(at), DISPATCH_SECONDS * len(at))
-        for number, of_chunk in self._by_chunk(at):
-            for first in range(0, len(of_chunk), most):
-                some = of_chunk[first : first + most]
-                columns = None if numbers is None else numbers[:, some]
-                given = at[some], counts[some], flags[some], columns
-                chosen[:, some], found = self._dispatch(self._chunks[number], *given, kept, every)
-                if logits is not None:
-                    logits[:, some] = found
+        together = texts if steps > 1 else self._steps(texts, DISPATCH_SECONDS * texts)
+        for chunk, places in self._by_chunk(pieces.at):
+            for first in range(0, len(places), together):
+                group = places[first : first + together]
+                chosen[:, group], logits[:, group] = self._dispatch(chunk, pieces.of(group), pieces.kept)
+        self._step_seconds[texts] = (time.perf_counter() - start) / steps
         return chosen, logits
 
-    def _dispatch(
-        self,
-        chunk: Chunk,
-        at: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        flags: NDArray[np.int64],
-        numbers: NDArray[np.float64] | None,
-        kept: int,
-        every: bool,
-    ) -> tuple[NDArray[np.int32], Floats | None]:
-        """_run_once() for slots of one chunk, in one dispatch."""
-        gpu, texts, V = self._gpu, len(at), self.config.vocab_size
+    def _dispatch(self, chunk: Chunk, pieces: Pieces, kept: int) -> tuple[NDArray[np.int32], Floats]:
+        """_run() for slots of one chunk, in one dispatch. kept: rows of logits."""
+        at, cached, counts, flags, tokens, numbers, _ = pieces
+        gpu, texts, rows, V = self._gpu, len(at), len(numbers), self.config.vocab_size
         self._upload_settings()
-        rows = 0 if numbers is None else len(numbers)
         words = np.zeros(texts, TEXT)
-        cached = self._cached[at].astype(np.int64)
-        starts = np.cumsum(counts) - counts
-        words["slot"], words["length"], words["count"], words["flags"] = (
-            at - chunk.first,
-            cached,
-            counts,
-            flags,
-        )
-        words["at"] = texts * TEXT.itemsize // 4 + starts
-        places = np.arange(counts.sum()) - np.repeat(starts - cached, counts)
-        ids = self._tokens[np.repeat(at, counts), places].view(np.uint32)
-        parts = [words.view(np.uint32), ids]
-        if numbers is not None:
-            parts.append(halves(numbers).view(np.uint32).reshape(-1))
-        work = np.concatenate(parts)
+        words["slot"], words["length"], words["count"] = at - chunk.first, cached, counts
+        words["flags"] = flags
+        words["at"] = texts * TEXT.itemsize // 4 + np.cumsum(counts) - counts
+        ids = tokens[np.arange(tokens.shape[1]) < counts[:, None]]
+        parts = [words, ids, halves(numbers).reshape(-1)]
+        work = np.concatenate([part.view(np.uint32) for part in parts])
         if work.nbytes > chunk.work.size:
             chunk.work = gpu.buffer(2 * work.nbytes)
-        size = rows * texts + every * kept * texts * V
+        size = rows * texts + kept * texts * V
         if 4 * size > chunk.out.size:
-            chunk.out = gpu.buffer(4 * size if every else 8 * size)
-        whole = [texts, rows, self.capacity, chunk.slots, len(work) - 2 * rows * texts, int(every), 0, 0]
-        params = np.array(whole, np.uint32)
+            chunk.out = gpu.buffer(4 * size if kept else 8 * size)
+        sizes = [texts, rows, self.capacity, chunk.slots, len(work) - 2 * rows * texts, int(kept > 0), 0, 0]
+        params = np.array(sizes, np.uint32)
         params[6:7] = np.array([self._scale], np.float32).view(np.uint32)
         gpu.write(chunk.params, params)
         gpu.write(chunk.work, work)
         held = [buffer for buffer, _ in chunk.held.values()]
         gpu.run(self._pipeline, [chunk.params, self._weights, *held, chunk.work, chunk.out], (texts,))
-        out = gpu.read(chunk.out, np.uint32, max(1, size))
+        out = gpu.read(chunk.out, np.uint32, max(1, size))[:size]
         chosen = out[: rows * texts].view(np.int32).reshape(rows, texts)
-        logits = out[rows * texts :].view(np.float32).reshape(kept, texts, V) if every else None
-        return chosen, logits
+        return chosen, out[rows * texts :].view(np.float32).reshape(kept, texts, V)
 
     def _upload_settings(self) -> None:
         """Write the settings that the device has not got."""
-        stale, self._stale = self._stale, set()
-        try:
-            for chunk in self._chunks:
-                buffer, _ = chunk.held["settings"]
-                some = slice(chunk.first, chunk.first + chunk.slots)
-                if "sampling" in stale:
-                    self._gpu.write(buffer, in_float32(self._settings["sampling"][some]))
-                if "bias" in stale:
-                    numbers = self._settings["bias"][some].astype(np.float32)
-                    self._gpu.write(buffer, numbers, 4 * SETTINGS * chunk.slots)
-        except Lost:
-            self._stale |= stale
-            raise
-
-    def _surely(self, work: Any) -> Any:
-        """What `work` returns; after the loss of the device, on another one with the same texts."""
-        for attempt in range(ATTEMPTS):
-            try:
-                if attempt:
-                    self._restore()
-                return work()
-            except Lost:
-                if attempt == ATTEMPTS - 1:
-                    raise
-        raise AssertionError
-
-    def _restore(self) -> None:
-        """Open another device and read all texts there again."""
-        current = opened()
-        self._gpu = reopen() if current is self._gpu else current  # another engine may have opened one
-        self._open()
-        cached, self._cached = self._cached, np.zeros_like(self._cached)
-        try:
-            at = np.flatnonzero(cached)
-            while len(at):
-                counts = np.minimum(cached[at] - self._cached[at], self._steps(len(at), DISPATCH_SECONDS))
-                for number, some in self._by_chunk(at):
-                    chunk = self._chunks[number]
-                    flags = LAST * (self._cached[at[some]] + counts[some] == cached[at[some]])
-                    self._dispatch(chunk, at[some], counts[some].astype(np.int64), flags, None, 0, False)
-                self._cached[at] += counts
-                at = at[self._cached[at] < cached[at]]
-        finally:
-            self._cached = cached
-        for chunk in self._chunks:
-            counts = [self._counted(slot) for slot in range(chunk.first, chunk.first + chunk.slots)]
-            self._gpu.write(chunk.held["counts"][0], np.stack(counts))
+        for chunk in self._chunks if self._stale else ():
+            buffer, _ = chunk.held["settings"]
+            slots = slice(chunk.first, chunk.first + chunk.slots)
+            self._gpu.write(buffer, in_float32(self._settings["sampling"][slots]))
+            if "bias" in self._stale:
+                bias = self._settings["bias"][slots].astype(np.float32)
+                self._gpu.write(buffer, bias, 4 * SETTINGS * chunk.slots)
+        self._stale.clear()
 
 
 def halves(numbers: NDArray[np.float64]) -> Floats:

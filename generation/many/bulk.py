@@ -49,8 +49,8 @@ def run(
     """Write the missing shards of a job; return its manifest. 'complete' there says whether all are written.
 
     open_pool: opens workers for settings and the number of shards. notice: is called with lines for the user.
-    Raises BulkError, ValueError if another process writes there, and OSError if the directory cannot be
-    written. After any end the directory holds only complete files, and another call continues.
+    After any end the directory holds only complete files, and another call continues. Raises BulkError,
+    ValueError if another process writes there, and OSError if the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory / "lock", "writes texts"):
@@ -90,7 +90,6 @@ def _write_all(
     state = Progress(job.texts, manifest.texts)
     attempts: dict[int, int] = {}
     given = in_a_row = 0
-    mixed = False  # whether unlike machines were reported
     progress(state)
     while missing or given:
         while missing and pool.idle:
@@ -110,23 +109,20 @@ def _write_all(
                 if attempts[task.first] < ATTEMPTS:
                     missing.append(Task(task.first, task.count))
                 else:
-                    what = {"attempts": attempts[task.first], "error": outcome.reason}
-                    manifest.content["failed"][name] = what
+                    manifest.content["failed"][name] = {"attempts": ATTEMPTS, "error": outcome.reason}
                     notice(f"{name} was left out after {ATTEMPTS} attempts: {outcome.reason}")
                 if in_a_row >= ATTEMPTS + 2 * pool.workers:
                     raise BulkError(f"no worker wrote anything in {in_a_row} attempts: {outcome.reason}")
             else:
                 in_a_row = 0
                 write_file(manifest.path.parent / name, outcome.data)
-                manifest.add(name, task, outcome, attempts[task.first])
+                if manifest.add(name, task, outcome, attempts[task.first]):
+                    notice(mix_of(manifest.content["machines"].values()))
                 for line, error in outcome.rejected:
                     notice(f"{job.prompts.path if job.prompts else ''}:{line}: {error}")
                 state.texts += task.count
                 state.done += task.count
                 state.tokens += outcome.tokens
-            if not mixed and len(manifest.content["machines"]) > 1:
-                mixed = True
-                notice(mix_of(manifest.content["machines"].values()))
             progress(state)
         manifest.content["complete"] = not (missing or given or manifest.content["failed"])
         manifest.save(lazily=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from shakespeare.attention_ext.build import prebuilt
@@ -28,11 +29,8 @@ class Actor:
         self.scribe: Scribe | None = None
         self.signs = 0
 
-    def ready(self) -> None:
-        """Return when the actor has a node."""
-
     def alive(self) -> int:
-        """A number that grows while the actor writes."""
+        """A number that grows while the actor writes; it answers when the actor has a node."""
         return self.signs
 
     def write(self, task: Task) -> Shard:
@@ -57,25 +55,17 @@ def open_pool(
         import ray
     except ImportError:
         raise BulkError("--ray needs Ray; install it (pip install -e '.[cluster]')") from None
-    ours = not ray.is_initialized()
-    if ours:
+    if ours := not ray.is_initialized():
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise BulkError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
-    cpus = int(ray.cluster_resources().get("CPU", 0))
     passed = {name: os.environ[name] for name in (prebuilt.COMPILE,) if name in os.environ}
-    kind = ray.remote(
-        num_cpus=1,
-        max_restarts=0,
-        max_task_retries=0,
-        max_concurrency=2,
-        runtime_env={"env_vars": passed} if passed else None,
-    )(Actor)
+    limits = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
+    kind = ray.remote(**limits, runtime_env={"env_vars": passed} if passed else None)(Actor)
     shared, ask_seconds = ray.put(settings), min(MOST_ASK_SECONDS, timeout / 4)
-    count = max(1, min(workers or cpus, shards))
+    count = max(1, min(workers or int(ray.cluster_resources().get("CPU", 0)), shards))
     closed = ray.shutdown if ours else lambda: None
     return Pool(lambda: RayWorker(ray, kind.remote(shared), ask_seconds), count, timeout, closed)
 
@@ -92,24 +82,18 @@ class RayWorker(Worker):
         super().__init__()
         self._ray, self._actor, self._ask_seconds = ray, actor, ask_seconds
         self._death = "the actor was lost"
-        self._writing: Any = None  # the reference to the result of write()
-        self._signs = 0
 
     def start(self) -> None:
-        self._get(self._actor.ready.remote())
+        self._get(self._actor.alive.remote())
 
-    def send(self, task: Task) -> None:
-        self._writing = self._actor.write.remote(task)
-
-    def receive(self) -> Any:
-        while True:
-            ended, _ = self._ray.wait([self._writing], timeout=self._ask_seconds)
-            if ended:
-                return self._get(self._writing)
+    def write(self, task: Task) -> Iterator[Any]:
+        writing, before = self._actor.write.remote(task), None
+        while not self._ray.wait([writing], timeout=self._ask_seconds)[0]:
             signs = self._get(self._actor.alive.remote())
-            if signs != self._signs:
-                self._signs = signs
-                return ALIVE
+            if signs != before:
+                yield ALIVE
+            before = signs
+        yield self._get(writing)
 
     def end(self) -> None:
         with contextlib.suppress(Exception):  # the actor or the cluster may be gone

@@ -12,6 +12,7 @@ from typing import Any
 
 from shakespeare.attention_ext.checks import set_whole
 from shakespeare.generation.many.shards import Settings, Shard, Task
+from shakespeare.generation.sampling import LARGEST_SEED
 from shakespeare.model import corpus
 from shakespeare.model.files import write_file
 
@@ -26,10 +27,9 @@ class BulkError(ValueError):
 
 @dataclass
 class Job:
-    """A request for many texts. texts: their number, which is the number of lines of a prompts file.
+    """A request for many texts. texts: their number, or the number of lines of a prompts file.
 
-    resolved: the values of the settings that were 'auto', from shards.resolved(). A directory keeps those of
-    its first run.
+    resolved: the settings that were 'auto', by shards.resolved(); a directory keeps those of its first run.
     Raises BulkError for a wrong request.
     """
 
@@ -44,17 +44,17 @@ class Job:
         for name, number in (("texts", self.texts), ("shard_size", self.shard_size)):
             if number < 1:
                 raise BulkError(f"{name} is {number}; it must be at least 1")
-        if self.settings.seed + self.texts > 2**63:
+        if self.settings.seed + self.texts - 1 > LARGEST_SEED:
             raise BulkError(f"seed is {self.settings.seed}; the last text's must be less than 2**63")
 
     def request(self) -> dict[str, Any]:
         """All that decides the bytes of the files, as JSON. The model's name is not part of it."""
-        what = asdict(self.settings) | {"texts": self.texts, "shard_size": self.shard_size}
-        what |= {"prompts_sha256": self.prompts.sha256 if self.prompts else None}
-        del what["model"]
-        if self.settings.device == "cpu":  # as before there was another
-            del what["device"]
-        return json.loads(json.dumps(what))
+        decides = asdict(self.settings) | {"texts": self.texts, "shard_size": self.shard_size}
+        decides |= {"prompts_sha256": self.prompts.sha256 if self.prompts else None}
+        del decides["model"]
+        if self.settings.device == "cpu":  # older manifests name no device
+            del decides["device"]
+        return json.loads(json.dumps(decides))
 
     def tasks(self) -> Iterator[Task]:
         """All shards, without their lines."""
@@ -101,43 +101,31 @@ class Manifest:
     Raises BulkError if the directory holds another request, or an unreadable manifest.
     """
 
+    content: dict[str, Any]
+
     def __init__(self, directory: Path, job: Job) -> None:
-        self.path = directory / MANIFEST
+        self.path, other = directory / MANIFEST, "choose another directory"
         self._saved_at = self._save_seconds = 0.0
         request = job.request()
         if not self.path.exists():
             if any(directory.glob("texts-*")):
-                raise BulkError(f"{directory} has texts, but no {MANIFEST}; choose another directory")
-            self.content: dict[str, Any] = {
-                "version": VERSION,
-                "model": job.settings.model,
-                "request": request,
-                "request_sha256": hash_of(request),
-                "resolved": job.resolved,
-                "complete": False,
-                "machines": {},
-                "workers_lost": [],
-                "failed": {},
-                "shards": {},
-            }
+                raise BulkError(f"{directory} has texts, but no {MANIFEST}; {other}")
+            named = {"version": VERSION, "model": job.settings.model, "request": request}
+            named |= {"request_sha256": hash_of(request), "resolved": job.resolved, "complete": False}
+            self.content = named | {"machines": {}, "workers_lost": [], "failed": {}, "shards": {}}
             return
         try:
             self.content = json.loads(self.path.read_bytes())
-            found, version = self.content["request"], self.content["version"]
-            self.shards.items(), self.content["resolved"].items(), found.items()
+            held, version = self.content["request"], self.content["version"]
+            self.shards.items(), self.content["resolved"].items(), held.items()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise BulkError(
-                f"{self.path} is not a manifest; remove it, or choose another directory"
-            ) from None
+            raise BulkError(f"{self.path} is not a manifest; remove it, or {other}") from None
         if version != VERSION:
             raise BulkError(f"{self.path} has version {version}; this program writes {VERSION}")
-        if self.content.get("request_sha256") != hash_of(found):
+        if self.content.get("request_sha256") != hash_of(held):
             raise BulkError(f"{self.path} was changed: its request does not match request_sha256")
-        if found != request:
-            names = [name for name in {**found, **request} if found.get(name) != request.get(name)]
-            raise BulkError(
-                f"{directory} holds texts of another request ({', '.join(names)}); choose another directory"
-            )
+        if names := [name for name in {**held, **request} if held.get(name) != request.get(name)]:
+            raise BulkError(f"{directory} holds texts of another request ({', '.join(names)}); {other}")
 
     @property
     def shards(self) -> dict[str, dict]:
@@ -151,37 +139,33 @@ class Manifest:
 
     def check_files(self) -> list[str]:
         """Remove shards whose file is missing or changed from the record; return their names."""
-        bad = []
-        for name, shard in self.shards.items():
+
+        def digest(name: str) -> str:
             try:
                 with open(self.path.parent / name, "rb") as file:
-                    good = hashlib.file_digest(file, "sha256").hexdigest() == shard["sha256"]
+                    return hashlib.file_digest(file, "sha256").hexdigest()
             except FileNotFoundError:
-                good = False
-            if not good:
-                bad.append(name)
+                return ""
+
+        bad = [name for name, shard in self.shards.items() if digest(name) != shard["sha256"]]
         for name in bad:
             del self.shards[name]
         return bad
 
-    def add(self, name: str, task: Task, shard: Shard, attempts: int) -> None:
-        """Record a shard after its file was written."""
-        key = hash_of(shard.machine)[:16]
-        self.content["machines"][key] = shard.machine
+    def add(self, name: str, task: Task, shard: Shard, attempts: int) -> bool:
+        """Record a shard after its file was written. Returns whether another machine wrote those before."""
+        key, machines = hash_of(shard.machine)[:16], self.content["machines"]
+        differs = bool(machines) and key not in machines
+        machines[key] = shard.machine
         self.content["failed"].pop(name, None)
-        self.shards[name] = {
-            "first": task.first,
-            "count": task.count,
-            "sha256": hashlib.sha256(shard.data).hexdigest(),
-            "bytes": len(shard.data),
-            "texts": shard.texts,
-            "tokens": shard.tokens,
-            "rejected": [{"line": line, "error": error} for line, error in shard.rejected],
-            "machine": key,
-            "attempts": attempts,
-            "seconds": round(shard.seconds, 3),
-            "cpu_seconds": round(shard.cpu_seconds, 3),
-        }
+        about: dict[str, Any] = {"first": task.first, "count": task.count}
+        about |= {"sha256": hashlib.sha256(shard.data).hexdigest(), "bytes": len(shard.data)}
+        about |= {"texts": shard.texts, "tokens": shard.tokens}
+        about |= {"rejected": [{"line": line, "error": error} for line, error in shard.rejected]}
+        about |= {"machine": key, "attempts": attempts}
+        about |= {name: round(getattr(shard, name), 3) for name in ("seconds", "cpu_seconds")}
+        self.shards[name] = about
+        return differs
 
     def save(self, lazily: bool = False) -> None:
         """Replace the file. lazily: skip it if writing would take most of the time."""
@@ -206,8 +190,7 @@ def file_of(task: Task, settings: Settings) -> str:
 
 def mix_of(machines) -> str:
     """The line that reports shards of unlike machines."""
-    known = {name for machine in machines for name in machine if name != "processor"}
-    differ = [name for name in known if len({machine.get(name) for machine in machines}) > 1]
     names = sorted({f"{machine['processor']} ({machine['instructions']})" for machine in machines})
-    what = "processors with different instruction sets" if "features" in differ else "unlike versions"
+    alike = len({machine.get("features") for machine in machines}) == 1
+    what = "unlike versions" if alike else "processors with different instruction sets"
     return f"warning: shards come from {what} ({'; '.join(names)}): another run may give other bytes"

@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection, resource_tracker
 from typing import Any
 
@@ -22,17 +22,14 @@ from shakespeare.generation.many.shards import Loss, Scribe, Settings, Shard, St
 # What a worker says: it can take tasks; it still writes; it died.
 READY, ALIVE, GONE = "ready", "alive", "gone"
 TICK = 0.5  # seconds between two checks of the workers' silence
-# A writing worker sends a message five times a second. It is silent while it starts and opens the model, two
-# to five seconds on an idle core; the rest is for busy machines.
-STALL_SECONDS = 120.0
+STALL_SECONDS = 120.0  # a worker that opens its model on a busy machine is silent
 MOST_FAILED_STARTS = 20  # in a row
 
 
 class Worker:
-    """A worker as the driver sees it: its task, and calls that reach it.
+    """A worker as the driver sees it. Its calls raise EOFError or OSError if the worker is gone.
 
-    A thread of the driver makes the calls, because a process that stops within a message blocks its reader.
-    They raise EOFError or OSError if the worker is gone.
+    A thread of the driver makes them: a process that stops within a message blocks its reader.
     """
 
     name: str
@@ -47,11 +44,9 @@ class Worker:
     def start(self) -> None:
         """Wait until the worker can take tasks."""
 
-    def send(self, task: Task) -> None:
-        """Let it write a task."""
-
-    def receive(self) -> Any:
-        """Wait for ALIVE, or the Shard or Loss of the task."""
+    def write(self, task: Task) -> Iterator[Any]:
+        """Let it write a task. Yields ALIVE while it does, then the Shard or the Loss."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Kill the worker. Another thread may be waiting in another call."""
@@ -65,20 +60,17 @@ class Worker:
         try:
             self.start()
             said.put((self, READY))
-            while (task := self.tasks.get()) is not None:
-                self.send(task)
-                while (word := self.receive()) == ALIVE:
-                    said.put((self, ALIVE))
-                said.put((self, word))
+            for task in iter(self.tasks.get, None):
+                for word in self.write(task):
+                    said.put((self, word))
         except (EOFError, OSError):
             said.put((self, GONE))
 
 
 class Pool:
-    """Workers that write shards.
+    """Workers that write shards. start: starts one. closed: is called after all were killed.
 
-    start: starts a worker. timeout: seconds of silence after which a worker is killed. closed: is called
-    after all workers were killed.
+    timeout: seconds of silence after which a worker is killed.
     """
 
     def __init__(
@@ -116,13 +108,17 @@ class Pool:
                     return []
                 if word == ALIVE:
                     worker.silent = 0.0
-                elif worker.task:
-                    return [(worker.task, self._outcome(worker, word))]
                 else:
+                    task, worker.task = worker.task, None
+                    if word == GONE:
+                        worker.end()
+                        self.all[self.all.index(worker)] = self._start()
+                        word = worker.loss or Loss(worker.death())
+                    if task:
+                        return [(task, word)]
                     self._failed_starts += 1
                     if self._failed_starts > MOST_FAILED_STARTS:
-                        raise BulkError(f"no worker starts: {worker.death()}")
-                    self._replace(worker)
+                        raise BulkError(f"no worker starts: {word.reason}")
             # Only time in which the driver runs counts: Ctrl-Z stops the workers too.
             now = time.monotonic()
             passed, self._looked = min(now - self._looked, 2 * TICK), now
@@ -139,18 +135,6 @@ class Pool:
             worker.end()
             worker.tasks.put(None)
         self._closed()
-
-    def _outcome(self, worker: Worker, word: Any) -> Shard | Loss:
-        """The outcome of a worker's task. A worker that is gone is replaced."""
-        worker.task = None
-        if word != GONE:
-            return word
-        self._replace(worker)
-        return worker.loss or Loss(worker.death())
-
-    def _replace(self, worker: Worker) -> None:
-        worker.end()
-        self.all[self.all.index(worker)] = self._start()
 
     def _start(self) -> Worker:
         worker = self._new()
@@ -177,11 +161,11 @@ class Process(Worker):
         self.pid = self._process.pid
         self.name = f"worker {self.pid}"
 
-    def send(self, task: Task) -> None:
+    def write(self, task: Task) -> Iterator[Any]:
         self._pipe.send(task)
-
-    def receive(self) -> Any:
-        return self._pipe.recv()
+        while (word := self._pipe.recv()) == ALIVE:
+            yield word
+        yield word
 
     def end(self) -> None:
         self._process.kill()

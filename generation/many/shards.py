@@ -25,11 +25,13 @@ from shakespeare import __version__
 from shakespeare.attention_ext import processor, tiles
 from shakespeare.attention_ext.build import prebuilt
 from shakespeare.attention_ext.checks import set_whole
-from shakespeare.attention_ext.parts import PARTS, CachePrecision, helpers_of
-from shakespeare.generation.engines.engine import Engine, open_engine
+from shakespeare.attention_ext.parts import PARTS, helpers_of
+from shakespeare.generation.engines.engine import EngineOptions
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request, Uniforms
 from shakespeare.generation.sampling import NUMBERS, Sampling
 from shakespeare.generation.texts import capacity_for, complete, slots_for
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint, load
 from shakespeare.model.config import EMBEDDING, HEAD
 from shakespeare.model.tokenizer import Tokenizer
@@ -87,8 +89,7 @@ class Task:
 class Shard:
     """A written shard: the bytes of its file, and the record of how it was written.
 
-    cpu_seconds: time of the process; `seconds` is more if others use the core.
-    rejected: (line number from 1, the error). machine: see this_machine().
+    cpu_seconds: the process's. rejected: (line number from 1, the error). machine: see this_machine().
     """
 
     data: bytes
@@ -129,21 +130,12 @@ def resolved(settings: Settings, checkpoint: Checkpoint, texts: int) -> dict[str
     s = settings
     if s.device == "cuda":
         return {"engine": Scribe(s, texts).engine.name}
-    engine = opened(s, checkpoint).name
-    simd = helpers_of(s.part, s.simd) or "auto"
-    chosen = {"engine": engine, "simd": simd, "br": s.br, "bc": s.bc}
+    engine = open_engine(checkpoint, EngineOptions.of(vars(s), threads=1)).name
+    br, bc, simd = s.br, s.bc, helpers_of(s.part, s.simd) or "auto"
     if PARTS[s.part].tiled:
-        d, capacity = checkpoint.config.head_dim, capacity_of(s, checkpoint)
-        br, bc = tiles.tile(simd, 1, d, capacity, causal=True)
-        chosen |= {"br": s.br or br, "bc": s.bc or bc}
-    return chosen
-
-
-def opened(settings: Settings, checkpoint: Checkpoint, **sizes: int) -> Engine:
-    """The engine of the settings, with one thread. sizes: slots and capacity. Raises as open_engine()."""
-    names = ("engine", "part", "simd", "br", "bc", "weights", "kv_cache", "device")
-    chosen: dict[str, Any] = {name: getattr(settings, name) for name in names}
-    return open_engine(checkpoint, threads=1, **chosen | sizes)
+        tuned = tiles.tile(simd, 1, checkpoint.config.head_dim, capacity_of(s, checkpoint), causal=True)
+        br, bc = br or tuned[0], bc or tuned[1]
+    return {"engine": engine, "simd": simd, "br": br, "bc": bc}
 
 
 def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
@@ -153,12 +145,17 @@ def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
     return capacity_for(checkpoint, request_for(settings, checkpoint.tokenizer, 0))
 
 
-def this_machine(kernels: str, *packages: str) -> dict[str, str]:
+def this_machine(device: str, kernels: str, *packages: str) -> dict[str, str]:
     """What can change a text's bytes besides the settings: the processor, what its kernels are compiled for,
-    and versions, also of packages.
+    the GPU if it is the device, and versions, also of packages.
     """
+    gpu = {}
+    if device == "cuda":
+        from shakespeare.generation.engines import cuda
+
+        gpu = {"gpu": cuda.gpu().name}
     features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
-    return {
+    return gpu | {
         "processor": processor.name(),
         "instructions": processor.instructions(),
         "features": features,
@@ -171,16 +168,10 @@ def this_machine(kernels: str, *packages: str) -> dict[str, str]:
 
 def request_for(settings: Settings, tokenizer: Tokenizer, index: int) -> Request:
     """The request of text `index` with the prompt of the settings. Raises as Request does."""
-    s = settings
-    return Request(
-        tokenizer.encode("\n" if s.prompt is None else s.prompt),
-        s.seed + index,
-        s.sampling,
-        s.max_new_tokens,
-        s.stop,
-        s.context,
-        s.use_cache,
-    )
+    same = ("sampling", "max_new_tokens", "stop", "context", "use_cache")
+    prompt = "\n" if settings.prompt is None else settings.prompt
+    ids = tokenizer.encode(prompt)
+    return Request(ids, seed=settings.seed + index, **{name: getattr(settings, name) for name in same})
 
 
 def request_of_line(
@@ -232,18 +223,16 @@ class Scribe:
     """
 
     def __init__(self, settings: Settings, texts: int = 2**31) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the driver has shown them
+        with warnings.catch_warnings(action="ignore"):  # the driver has shown them
             self.checkpoint = load(settings.model)
         if fingerprint(self.checkpoint) != settings.fingerprint:
             raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
         self.settings = settings
-        capacity = capacity_of(settings, self.checkpoint)
-        kv_cache = CachePrecision(settings.kv_cache)
         self.texts = texts if settings.device == "cuda" else 2**31
-        sizes = (self.checkpoint.config, capacity, kv_cache, settings.device)
-        self.at_once, slots = slots_for(self.texts, 1, *sizes)
-        self.engine = opened(settings, self.checkpoint, slots=slots, capacity=capacity)
+        capacity = capacity_of(settings, self.checkpoint)
+        options = EngineOptions.of(vars(settings), threads=1, capacity=capacity)
+        self.at_once, slots = slots_for(self.texts, self.checkpoint.config, options)
+        self.engine = open_engine(self.checkpoint, replace(options, slots=slots))
 
     def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
         """Write a task's texts. Raises Stop soon after wanted() is false."""
@@ -251,35 +240,26 @@ class Scribe:
         rejected: list[tuple[int, str]] = []
         written = self._together(task, wanted) or self._each(task, wanted, rejected)
         parquet = self.settings.format == "parquet"
-        data = in_parquet(written, task.lines is not None) if parquet else in_jsonl(written)
-        tokens = sum(row["new_tokens"] for row in written)
-        seconds = time.perf_counter() - start
-        cpu_seconds = time.process_time() - cpu_start
         packages = ["pyarrow"] * parquet + ["torch"] * (self.engine.name == "torch")
-        gpu = {}
-        if self.settings.device == "cuda":
-            from shakespeare.generation.engines import cuda
-
-            gpu["gpu"] = cuda.gpu().name
         return Shard(
-            data,
-            len(written),
-            tokens,
-            seconds,
-            cpu_seconds,
-            rejected,
-            this_machine(prebuilt.level("decoder"), *packages) | gpu,
+            data=in_parquet(written, task.lines is not None) if parquet else in_jsonl(written),
+            texts=len(written),
+            tokens=sum(row["new_tokens"] for row in written),
+            seconds=time.perf_counter() - start,
+            cpu_seconds=time.process_time() - cpu_start,
+            rejected=rejected,
+            machine=this_machine(self.settings.device, prebuilt.level("decoder"), *packages),
         )
 
     def _each(
         self, task: Task, wanted: Callable[[], bool], rejected: list[tuple[int, str]]
     ) -> list[dict[str, Any]]:
         """The rows of texts that join and leave, each by itself. rejected: as in _requests()."""
-        rows: dict[int, dict[str, Any]] = {}  # of the requests, by their numbers
+        rows: list[dict[str, Any]] = []
 
         def requests() -> Iterator[Request]:
-            for number, (row, request) in enumerate(self._requests(task, rejected)):
-                rows[number] = row
+            for row, request in self._requests(task, rejected):
+                rows.append(row)
                 yield request
 
         writer = Writer(self.engine, self.at_once, seconds=WRITE_SECONDS)
@@ -293,7 +273,7 @@ class Scribe:
                 row = rows[done.number]
                 row["seed"], row["text"] = done.request.seed, done.text
                 row["new_tokens"], row["finish_reason"] = done.new_tokens, done.finish_reason
-        return list(rows.values())
+        return rows
 
     def _together(self, task: Task, wanted: Callable[[], bool]) -> list[dict[str, Any]]:
         """The rows of texts that begin and end together; none if these do not.
@@ -312,7 +292,7 @@ class Scribe:
         engine.read(0)
         engine.copy(0, *slots[1:])
         seeds = range(first.seed, first.seed + task.count)
-        uniforms = np.array([engine.uniforms(seed)(tokens) for seed in seeds]).T  # (tokens, texts)
+        uniforms = np.array([Uniforms(seed)(tokens) for seed in seeds]).T  # (tokens, texts)
         written: list[NDArray[Any]] = []
         while (done := sum(map(len, written))) < tokens:
             if not wanted():

@@ -1,17 +1,12 @@
 """What each CUDA kernel moves by its own loop nest: through shared memory and through global memory.
 
 Shared memory serves a warp's access in wavefronts of 128 bytes, one number of each of 32 banks. Lanes that
-read the same number share it. Numbers of one bank at different addresses take a wavefront each: a bank
-conflict.
-
-Global memory is counted twice: what the kernel asks for, and what must come from the GPU's memory at least,
-where what is asked for again and still lies in the L2 cache costs nothing. lab.traffic.Stream has that count.
-
-COUNTS holds the counts of each kernel.
+read the same number share it; numbers of one bank at different addresses take a wavefront each, a conflict.
+Global memory is counted as what the kernel asks for, and by lab.traffic.Stream as what the L2 cache misses.
 """
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,10 +24,7 @@ LANES, SAME = range(32), [0] * 32
 
 @dataclass(frozen=True)
 class Shared:
-    """Accesses to one matrix in shared memory.
-
-    wavefronts: those that the accesses take. fewest: those that would suffice without bank conflicts.
-    """
+    """Accesses to one matrix in shared memory: their wavefronts, and the fewest without bank conflicts."""
 
     name: str
     wavefronts: float
@@ -41,10 +33,9 @@ class Shared:
 
 @dataclass(frozen=True)
 class Count:
-    """A kernel's counts of one call.
+    """A kernel's counts of one call: blocks of all launches, exponentials of all threads.
 
-    blocks: those of all launches. exponentials: those of all threads; one that two threads compute counts
-    twice. tensor: the tensor cores' work for each useful operation, in products of bfloat16; 0 without them.
+    tensor: the tensor cores' work for each useful operation, in products of bfloat16; 0 without them.
     """
 
     launches: int
@@ -71,11 +62,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Launch:
-    """The launch that is counted.
-
-    case: the call. kernel, tile: see kernels.KERNELS; d is padded for it. resident: blocks that the GPU
-    holds at a time.
-    """
+    """The launch that is counted. resident: blocks that the GPU holds at a time."""
 
     case: Case
     kernel: Kernel
@@ -103,10 +90,7 @@ class Launch:
         return min(self.case.heads, -(-self.resident // self.tiles) + 1)
 
     def visits(self, br: int = 0, bc: int = 0) -> int:
-        """How often a tile of br queries meets a tile of bc keys in a head, without tiles above the diagonal.
-
-        br, bc: the kernel's own tile unless given.
-        """
+        """How often a tile of br queries meets one of bc keys in a head; by default the kernel's own tile."""
         return int((-(-seen(self.case, br or self.tile.br) // (bc or self.tile.bc))).sum())
 
 
@@ -131,9 +115,8 @@ def access(name: str, times: float, addresses: Sequence[int], width: int = 1) ->
 def banked(addresses: tuple[int, ...], width: int) -> tuple[int, int]:
     """The wavefronts of an access by 32 lanes, and how many would do if there were no bank conflicts.
 
-    Accesses of two numbers are served by halves of a warp, those of four by quarters. Two halves, or the two
-    quarters of a half, are served at once if each lane has its neighbour's address, or that of the lane after
-    the next one.
+    Accesses of two numbers are served by halves of a warp, those of four by quarters; two of these at once if
+    each lane has its neighbour's address, or that of the lane after the next one.
     """
     size = len(addresses) // width
     groups = [addresses[i : i + size] for i in range(0, len(addresses), size)]
@@ -159,18 +142,14 @@ def _count(
     launches: int = 1,
     tensor: int = 0,
 ) -> Count:
-    """The counts of all heads from the accesses and exponentials of one.
-
-    streams, blocks: those of one launch with a block for each tile of queries unless given.
-    """
-    heads, rows = of.case.heads, dict[str, Shared]()
-    for each in accesses:
-        old = rows.get(each.name, Shared(each.name, 0, 0))
-        wavefronts, fewest = heads * each.wavefronts, heads * each.fewest
-        rows[each.name] = Shared(each.name, old.wavefronts + wavefronts, old.fewest + fewest)
+    """The counts of all heads from those of one; by default with a block for each tile of queries."""
+    heads, wavefronts, fewest = of.case.heads, defaultdict[str, float](float), defaultdict[str, float](float)
+    for one in accesses:
+        wavefronts[one.name] += heads * one.wavefronts
+        fewest[one.name] += heads * one.fewest
     blocks = heads * of.tiles if blocks is None else blocks
-    shared, streams = tuple(rows.values()), _once(of) if streams is None else streams
-    return Count(launches, blocks, heads * exponentials, shared, streams, tensor)
+    shared = tuple(Shared(name, wavefronts[name], fewest[name]) for name in wavefronts)
+    return Count(launches, blocks, heads * exponentials, shared, streams or _once(of), tensor)
 
 
 def _vector(*strides: int) -> int:
@@ -292,10 +271,9 @@ def _kernel4(of: Launch) -> Count:
 
 
 def _kernel5(of: Launch, readers: int | None = None, blocks: int | None = None) -> Count:
-    """Each warp reads all of a tile of K and V into the tensor cores' fragments; its part of Q stays there.
+    """Each warp, or `readers`, reads all of a tile of K and V into fragments; its part of Q stays there.
 
-    The rows are an odd number of 16 bytes apart, so there are no bank conflicts. float32 takes three products
-    of numbers cut to tf32, each at half the rate of bfloat16. readers: those of K and V, if not all warps.
+    float32 takes three products of numbers cut to tf32, each at half the rate of bfloat16.
     """
     br, bc, sizes, visited = of.tile.br, of.tile.bc, of.tile.sizes, of.visits()
     row, readers = sizes["WIDTH"] * of.bytes / WAVEFRONT, readers or of.tile.threads // 32
@@ -314,18 +292,14 @@ def _kernel5(of: Launch, readers: int | None = None, blocks: int | None = None) 
 
 
 def _kernel6(of: Launch) -> Count:
-    """Each consumer, four warps with 64 rows, has wgmma read its rows of Q, and all of a tile of K and of V.
-
-    A block is resident for the whole launch and takes one tile of queries after the other.
-    """
+    """Each consumer, four warps with 64 rows, reads a tile of K and of V; a block takes tile after tile."""
     return _kernel5(of, readers=of.tile.br // 64, blocks=min(of.resident, of.case.heads * of.tiles))
 
 
 def _split(of: Launch) -> Count:
-    """A block has a split of the keys; a second launch merges the splits' rows, which are in global memory.
+    """A block has a split of the keys, whose rows a second launch merges. All lanes of a row have its weight.
 
-    A row of K is spread over the lanes of a warp, 16 bytes each, and all of them compute its weight. What
-    passes through shared memory, the warps' results, does not grow with Nk.
+    What passes through shared memory, the warps' results, does not grow with Nk and is not counted.
     """
     case, rows = of.case, of.case.heads * of.tiles
     count = splits(rows, case.Nk, of.tile.bc, of.resident)

@@ -17,7 +17,7 @@ from shakespeare.attention_ext.parts import BuildError, check_dtype
 from shakespeare.lab.bench.cases import Cell, check_memory
 from shakespeare.lab.bench.measure import inputs
 from shakespeare.lab.cuda import architectures, costs, gpu
-from shakespeare.lab.cuda.architectures import EXPONENTIALS, SHARED_BYTES, SHEETS, WARP, Device, occupancy
+from shakespeare.lab.cuda.architectures import SHEETS, WARP, architecture, occupancy, rate
 from shakespeare.lab.cuda.costs import WAVEFRONT, Count, Launch, Shared
 from shakespeare.lab.explain import Limit, arithmetic_text, bound_text
 from shakespeare.lab.text import counted, scaled, size_text
@@ -33,14 +33,13 @@ ORDER = ("Q", "K", "S", "P", "V", "m, l, O", "O")  # order of a table's rows
 class Answer:
     """A kernel for a cell, compiled.
 
-    fits: blocks that each resource of a multiprocessor allows. blocks: those that are resident; driver: by
-    the driver.
+    fits: blocks that each resource of a multiprocessor allows. blocks: those resident; driver: by the driver.
     """
 
     case: Case
     kernel: Kernel
     tile: Tile
-    on: Device
+    on: Gpu
     resources: Resources
     fits: dict[str, int]
     blocks: int
@@ -68,9 +67,9 @@ def explain(
         return
     case, name = answer.case, answer.kernel.name
     seconds, error = measured(cell, name)
-    rate, peak = case.flops / seconds, limits[0]
-    share = f"{100 * peak[2] / seconds:.0f} % of {peak[0]}"
-    echo(f"measured    {1e3 * seconds:.3g} ms (IQR {1e3 * error:.2g}), {rate / 1e12:.3g} TFLOP/s = {share}")
+    peak, _, least = limits[0]
+    share = f"{case.flops / seconds / 1e12:.3g} TFLOP/s = {100 * least / seconds:.0f} % of {peak}"
+    echo(f"measured    {1e3 * seconds:.3g} ms (IQR {1e3 * error:.2g}), {share}")
 
 
 def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> Answer:
@@ -88,18 +87,17 @@ def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> An
         except BuildError as error:
             raise BuildError(f"{error}; --arch {'|'.join(SHEETS)} explains a kernel without a GPU") from None
         index = torch.cuda.current_device()
-        on, limits = architectures.here(index), driver.gpu(index)
+        on = driver.gpu(index)
     else:
         on = SHEETS[arch]
-        limits = Gpu(on.name, on.capability, on.architecture.block_shared, on.multiprocessors)
     few = few_queries(Nq, Nk, cell.batch * cell.heads, on.multiprocessors, dtype)
-    kernel, tile = choose(name, d, dtype, limits, few, Nq)
+    kernel, tile = choose(name, d, dtype, on, few, Nq)
     _, resources = driver.source(kernel, tile, d, dtype, on.capability).compile()
-    fits = occupancy(on.architecture, tile.threads, resources.registers, tile.shared + resources.shared)
+    fits = occupancy(architecture(on), tile.threads, resources.registers, tile.shared + resources.shared)
     blocks = min(fits.values())
     if arch is None:
         torch.cuda.synchronize(index)  # makes the GPU's context current
-        blocks = driver.load(kernel, tile, d, dtype, index).resident()
+        blocks = driver.resident(driver.load(kernel, tile, d, dtype, index))
     case = replace(cell.case(), br=tile.br, bc=tile.bc)
     count = costs.counted(Launch(case, kernel, tile, blocks * on.multiprocessors))
     return Answer(case, kernel, tile, on, resources, fits, blocks, arch is None, count)
@@ -125,7 +123,7 @@ def resources_text(answer: Answer) -> str:
     launches = f" in {count.launches:,} launches" if count.launches > 1 else ""
     spilled = f"{used.spill_stores} B stored, {used.spill_loads} B loaded" if used.spill_stores else "none"
     resident = f"{counted(answer.blocks, 'block')} a multiprocessor"
-    warps, most = answer.blocks * -(-tile.threads // WARP), answer.on.architecture.warps
+    warps, most = answer.blocks * -(-tile.threads // WARP), architecture(answer.on).warps
     share = f"{warps} of {most} warps = {100 * warps / most:.0f} %"
     others = ", ".join(f"{number} by {name}" for name, number in fits.items())
     said = "by the driver" if answer.driver else "counted from ptxas's report"
@@ -148,8 +146,8 @@ def moved_table(answer: Answer) -> str:
     count, l2 = answer.count, answer.on.l2
     titles = ("shared memory", "over the fewest", "global memory", f"past L2 ({size_text(l2)})")
     lines = ["moved       " + "".join(f"{title:>20}" for title in titles)]
-    shared = {each.name: each for each in count.shared}
-    streams = {each.name: each for each in count.streams}
+    shared = {access.name: access for access in count.shared}
+    streams = {stream.name: stream for stream in count.streams}
 
     def line(name: str, wavefronts: float, fewest: float, asked: float, memory: float) -> str:
         near, asked_text, far = (size_text(n) if n else "-" for n in (WAVEFRONT * wavefronts, asked, memory))
@@ -159,7 +157,7 @@ def moved_table(answer: Answer) -> str:
     for name in sorted({*streams, *shared}, key=ORDER.index):
         near, far = shared.get(name, Shared(name, 0, 0)), streams.get(name, Stream(name, 0))
         lines.append(line(name, near.wavefronts, near.fewest, far.traffic(1), far.traffic(l2)))
-    fewest = sum(each.fewest for each in count.shared)
+    fewest = sum(access.fewest for access in count.shared)
     lines.append(line("all", count.wavefronts, fewest, count.asked, count.from_memory(l2)))
     return "\n".join(lines)
 
@@ -168,19 +166,20 @@ def limits_of(answer: Answer) -> list[Limit]:
     """The limits; the arithmetic's peak is the first."""
     on, count = answer.on, answer.count
     tensor = count.tensor
-    rate = on.rate(on.architecture.tensor / tensor if tensor else 2 * on.architecture.fma)
+    clock = architecture(on)
+    peak = rate(on, clock.tensor / tensor if tensor else 2 * clock.fma)
     unit = "tensor" if tensor else "FMA"
     products = ", in three products of tf32" if tensor > 1 else ""
-    found = [(f"the {unit} peak", f"{rate / 1e12:.4g} TFLOP/s{products}", answer.case.flops / rate)]
+    limits = [(f"the {unit} peak", f"{peak / 1e12:.4g} TFLOP/s{products}", answer.case.flops / peak)]
     if count.wavefronts:
-        shared = on.rate(SHARED_BYTES)
-        found.append(("shared memory", f"{shared / 1e12:.3g} TB/s", WAVEFRONT * count.wavefronts / shared))
-    exponentials = on.rate(EXPONENTIALS)
+        shared = rate(on, architectures.SHARED_BYTES)
+        limits.append(("shared memory", f"{shared / 1e12:.3g} TB/s", WAVEFRONT * count.wavefronts / shared))
+    exponentials = rate(on, architectures.EXPONENTIALS)
     many = f"{scaled(count.exponentials).strip()} of them, {exponentials / 1e12:.3g} T a second"
-    found.append(("exponentials", many, count.exponentials / exponentials))
+    limits.append(("exponentials", many, count.exponentials / exponentials))
     if on.bandwidth:  # some drivers give no clock of the memory
-        found.append(("memory", f"{on.bandwidth / 1e12:.3g} TB/s", count.from_memory(on.l2) / on.bandwidth))
-    return found
+        limits.append(("memory", f"{on.bandwidth / 1e12:.3g} TB/s", count.from_memory(on.l2) / on.bandwidth))
+    return limits
 
 
 def measured(cell: Cell, kernel: str) -> tuple[float, float]:

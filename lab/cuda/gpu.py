@@ -1,8 +1,7 @@
 """The GPU that a measurement runs on: its description, its limits, its memory, and how a call on it is timed.
 
-A time is the GPU's: that between two CUDA events on the stream, one before and one after a call. Launching a
-call takes the host longer than a short kernel runs. So the GPU pauses until the host has launched some calls,
-and then runs them without a gap.
+A time is that between two CUDA events, before and after a call. The GPU pauses until the host has launched
+some calls, which takes longer than short kernels run, and then runs them without a gap.
 """
 
 import ctypes
@@ -50,32 +49,24 @@ def slug() -> str:
 
 
 class Gpu:
-    """PyTorch's current CUDA device.
-
-    Raises BuildError, in one line, if there is none, or no compiler for it.
-    """
+    """PyTorch's current CUDA device. Raises BuildError, in one line, without one or a compiler for it."""
 
     def __init__(self) -> None:
         driver.check_gpu()
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=self.device)  # makes the device's context current
+        self._on = driver.gpu(self.device.index)
+        self.l2 = self._on.l2  # bytes
         self._limits = driver.load(LIMITS, LIMITS_TILE, 1, Dtype.FP32, self.device.index)
-        self._properties: Any = torch.cuda.get_device_properties(self.device)
         self._flush: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def l2(self) -> int:
-        """Bytes of the L2 cache."""
-        return self._properties.L2_cache_size
 
     def describe(self) -> dict:
         """The GPU's facts above a table of figures, besides machine.describe()."""
-        on = driver.gpu(self.device.index)
         return {
-            "name": on.name,
-            "capability": ".".join(map(str, on.capability)),
-            "multiprocessors": on.multiprocessors,
-            "memory": self._properties.total_memory,
+            "name": self._on.name,
+            "capability": ".".join(map(str, self._on.capability)),
+            "multiprocessors": self._on.multiprocessors,
+            "memory": self._on.memory,
             "l2": self.l2,
             "cuda": torch.version.cuda,
         }
@@ -123,13 +114,10 @@ class Gpu:
 
     def pause(self, seconds: float) -> None:
         """Let the stream, but not the host, wait for `seconds`."""
-        self._limits.launch("pause", 1, ctypes.c_ulonglong(int(1e9 * seconds)))
+        self._launch("pause", 1, ctypes.c_ulonglong(int(1e9 * seconds)))
 
     def clear_cache(self) -> None:
-        """Fill the L2 cache with other data: a buffer is written, and another one read.
-
-        Without the read the next kernel would share the memory's bandwidth with the lines written back.
-        """
+        """Fill the L2 cache: a buffer is written, and another read, so that lines are written back."""
         if self._flush is None:
             numbers = FLUSH_CACHES * self.l2 // 4
             self._flush = torch.zeros(numbers, device=self.device), torch.zeros(numbers, device=self.device)
@@ -139,14 +127,12 @@ class Gpu:
 
     def fma_peak(self) -> float:
         """The highest number of float32 operations per second, by chains in registers."""
-        blocks = driver.gpu(self.device.index).multiprocessors * COMPUTING_BLOCKS
+        blocks = self._on.multiprocessors * COMPUTING_BLOCKS
         never = torch.zeros(1, device=self.device)
 
         def chains() -> None:
             pointer, repeats = ctypes.c_void_p(never.data_ptr()), ctypes.c_int(FMA_REPEATS)
-            self._limits.launch(
-                "fma_chains", blocks, pointer, repeats, ctypes.c_float(0.5), ctypes.c_float(1)
-            )
+            self._launch("fma_chains", blocks, pointer, repeats, ctypes.c_float(0.5), ctypes.c_float(1))
 
         return 2 * CHAINS * LINKS * FMA_REPEATS * blocks * LIMITS_TILE.threads / self._best(chains)
 
@@ -173,10 +159,13 @@ class Gpu:
         return statistics.median(self.time(lambda: self._read(numbers), TIMED, cold, launching=1e-4))
 
     def _read(self, numbers: Tensor) -> None:
-        blocks = driver.gpu(self.device.index).multiprocessors * READING_BLOCKS
+        blocks = self._on.multiprocessors * READING_BLOCKS
         data = ctypes.c_void_p(numbers.data_ptr())
         # Zeros never add up to -1, so that nothing is written.
-        self._limits.launch("read_all", blocks, data, ctypes.c_longlong(numbers.numel() // 4), data)
+        self._launch("read_all", blocks, data, ctypes.c_longlong(numbers.numel() // 4), data)
+
+    def _launch(self, name: str, blocks: int, *arguments: Any) -> None:
+        driver.launch(self._limits.functions[name], blocks, LIMITS_TILE.threads, *arguments)
 
     def _best(self, call: Callable[[], object]) -> float:
         """The seconds of a call, the least of several after a warm-up."""

@@ -8,6 +8,7 @@ from typing import Any
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.generation.engines.cuda import CudaEngine, gpu
 from shakespeare.generation.engines.engine import member
+from shakespeare.generation.request import Uniforms
 from shakespeare.lab.profile import lengths
 from shakespeare.lab.text import markdown
 from shakespeare.model.checkpoint import Checkpoint
@@ -37,7 +38,7 @@ def run(
     for clocks in (False, True):
         precisions = member(Precision, "weights", weights), member(CachePrecision, "kv_cache", kv_cache)
         engine = CudaEngine(checkpoint, *precisions, texts, checkpoint.config.block_size, clocks)
-        uniforms = engine.uniforms(0)
+        uniforms = Uniforms(0)
         for _ in range(REPETITIONS):
             engine.begin(0, ids)
             engine.read(0)

@@ -14,9 +14,7 @@ from shakespeare.lab.webgpu.gpu import Gpu, prepared
 TIMED = 5  # calls
 FOUR = 16  # bytes of four float32 numbers
 SUBGROUP = 32  # lanes of a GPU that read a number of workgroup memory at once, about; of a CPU it is one
-TITLES = "step|tile|multiply-adds|exp2|workgroup memory|storage|predicted, ms|bound by|measured, ms".split(
-    "|"
-)
+TITLES = "step|tile|multiply-adds|exp2|workgroup memory|storage|predicted, ms|bound by|measured, ms"
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,8 @@ def count(step: Step, tile: Tile, cell: Cell, subgroup: int) -> Count:
         through = threads * 4 * (1 + 2 * tile.bc / line)  # S
         asked = threads * (2 * d4 + tile.bc * width)  # fours of Q, K and V
         if step.name == "1":
-            return Count(
-                pairs * products,
-                pairs * exponentials,
-                int(pairs * through),
-                pairs * 4 * element * asked + stored,
-            )
+            storage = pairs * 4 * element * asked + stored
+            return Count(pairs * products, pairs * exponentials, int(pairs * through), storage)
         read = threads * (d4 / line + (d4 + tile.bc * width) / column)
         through += FOUR * (2 * tile.bc * d4 + read)
     else:
@@ -70,12 +64,8 @@ def count(step: Step, tile: Tile, cell: Cell, subgroup: int) -> Count:
         if step.name in "34" or subgroup < 2 * tile.lanes:
             through += threads * FOUR * (1 + tile.lanes / line)  # the maxima
     of_q = heads * rows * tile.br * d4
-    return Count(
-        pairs * products,
-        pairs * exponentials,
-        int(pairs * through) + FOUR * of_q,
-        4 * element * (of_q + pairs * 2 * tile.bc * d4) + stored,
-    )
+    storage = 4 * element * (of_q + pairs * 2 * tile.bc * d4) + stored
+    return Count(pairs * products, pairs * exponentials, int(pairs * through) + FOUR * of_q, storage)
 
 
 def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) -> None:
@@ -88,9 +78,8 @@ def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) 
         raise ValueError(f"d is {cell.d}; it must be at most {WIDEST} on WebGPU")
     check_memory([cell])
     adapter, heads = on.gpu.adapter, cell.batch * cell.heads
-    steps = [
-        choose(name, cell.d, dtype, adapter) for name in ([kernel] if kernel else runnable(adapter.features))
-    ]
+    runnable = [name for name, step in STEPS.items() if not step.lacks(adapter)]
+    steps = [choose(name, cell.d, dtype, adapter) for name in ([kernel] if kernel else runnable)]
     peak, exponentials, near, far = on.fma_peak(), on.exponentials, on.workgroup_bandwidth, on.bandwidth
     mask = "causal" if cell.causal else "no mask"
     echo(f"part4 on WebGPU: {counted(heads, 'head')} of N = {cell.N}, d = {cell.d}, {cell.dtype}, {mask}")
@@ -102,12 +91,12 @@ def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) 
     q, k, v = inputs(cell)
     rows = []
     for step, tile in steps:
-        found = count(step, tile, cell, 1 if adapter.is_cpu else SUBGROUP)
+        counts = count(step, tile, cell, 1 if adapter.is_cpu else SUBGROUP)
         bounds = {
-            "multiply-adds": 2 * found.multiply_adds / peak,
-            "exp2": found.exponentials / exponentials,
-            "workgroup memory": found.workgroup / near,
-            "storage": found.storage / far,
+            "multiply-adds": 2 * counts.multiply_adds / peak,
+            "exp2": counts.exponentials / exponentials,
+            "workgroup memory": counts.workgroup / near,
+            "storage": counts.storage / far,
         }
         bound = max(bounds, key=lambda name: bounds[name])
         call = prepared(q, k, v, cell.causal, step.name)
@@ -117,20 +106,15 @@ def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) 
             (
                 step.name,
                 f"{tile.br} x {tile.bc}, {tile.threads} threads",
-                scaled(found.multiply_adds).strip(),
-                scaled(found.exponentials).strip(),
-                size_text(found.workgroup),
-                size_text(found.storage),
+                scaled(counts.multiply_adds).strip(),
+                scaled(counts.exponentials).strip(),
+                size_text(counts.workgroup),
+                size_text(counts.storage),
                 f"{1e3 * bounds[bound]:.3g}",
                 bound,
                 f"{1e3 * seconds:.3g}",
             )
         )
-    echo(markdown(TITLES, rows))
+    echo(markdown(TITLES.split("|"), rows))
     for step, _ in steps:
         echo(f"\n{step.name}: {step.summary}. {step.why}")
-
-
-def runnable(features: frozenset[str]) -> list[str]:
-    """The steps that an adapter with these features can run."""
-    return [name for name, step in STEPS.items() if features.issuperset(step.needs)]

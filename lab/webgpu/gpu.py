@@ -8,13 +8,14 @@ import importlib.metadata
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shakespeare.attention_ext.webgpu.attention import Call, arrays_of
+from shakespeare.attention_ext.webgpu.calls import Call, arrays_of
 from shakespeare.attention_ext.webgpu.gpu import Source, opened
 
 GROUPS = 2048  # workgroups of a measurement of a limit, of 256 invocations
@@ -25,11 +26,11 @@ TIMED = 5  # measurements of a limit; the fastest counts
 READ = 2**28  # bytes, at most
 
 
+@dataclass(frozen=True)
 class Prepared:
     """A call of part4 whose tensors are on the GPU. Calling it computes the output (B, H, Nq, d)."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    call: Call
 
     def __call__(self) -> Tensor:
         self.call.launch()
@@ -37,7 +38,7 @@ class Prepared:
 
 
 def prepared(q: Tensor, k: Tensor, v: Tensor, causal: bool, step: str | None) -> Prepared:
-    """attention("part4", q, k, v, causal=causal, kernel=step, device="webgpu"), ready to be launched."""
+    """attention(q, k, v, causal=causal, kernel=step), ready to be launched."""
     return Prepared(Call(opened(), arrays_of(q, k, v, causal), causal, q.shape[3] ** -0.5, step))
 
 

@@ -37,10 +37,10 @@ def test_other_parts_and_mixed_types_are_refused():
 
 def test_the_scratch_of_expanded_keys_is_counted():
     """AMX would copy V: 2^69 numbers here, which a signed 64-bit size cannot hold."""
-    size = extension.scratch("part4", 2**10, 2**10, 32, 2**44, 32, br=32, bc=32, dtype=Dtype.BF16)
+    size = extension.scratch("part4", (2**10, 2**10, 32, 2**44, 32), br=32, bc=32, dtype=Dtype.BF16)
     assert 0 < size < 2**40
     # The size of a copied tile of 2^42 keys of 2^20 features would not fit either.
-    size = extension.scratch("part4", 1, 1, 1, 2**42, 2**20, bc=2**42, threads=2, dtype=Dtype.BF16)
+    size = extension.scratch("part4", (1, 1, 1, 2**42, 2**20), bc=2**42, threads=2, dtype=Dtype.BF16)
     assert 2**20 < size < 2**40
 
 

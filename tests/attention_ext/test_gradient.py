@@ -68,12 +68,7 @@ def test_awkward_shapes():
     check(*inputs(1, 2, 150, 9, 16))  # more queries than keys
 
 
-@settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],  # of a busy machine
-)
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     Nq=st.integers(1, 150),
     more=st.integers(0, 150),

@@ -95,6 +95,6 @@ def test_the_gil_is_released(extension, threads):
 def test_scratch_is_what_a_call_takes(kernel, threads):
     threads(3)
     q = torch.randn(2, 3, 50, 8)
-    made = scratch(kernel, 2, 3, 50, 50, 8, br=16, bc=32, threads=3)
+    made = scratch(kernel, (2, 3, 50, 50, 8), br=16, bc=32, threads=3)
     out, taken = allocated(lambda: attention(kernel, q, q, q, br=16, bc=32))
     assert taken - 4 * out.numel() == made > 0

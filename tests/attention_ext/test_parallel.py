@@ -98,7 +98,7 @@ def check(case, results):
     assert results[P:] == [None] * (RANKS - P)
     if case["wrong"]:
         assert len(set(results[:P])) == 1  # every rank says the same
-        assert "rank 1 has q" in results[0] and "the others have" in results[0]
+        assert "rank 1 has q" in results[0] and "; rank 0 has " in results[0]
         return
     q, k, v = parallel_ranks.tensors(case)
     scale = case["scale"] or case["d"] ** -0.5
@@ -128,21 +128,6 @@ def check(case, results):
             torch.testing.assert_close(out.double(), mine, rtol=1 / 64, atol=1e-2)
         if case["method"] == "split":
             assert torch.equal(out, results[0][0])
-
-
-def test_the_formula():
-    """Ring and gather send 8 N d (P - 1) / P bytes for each head in fp32; split's bytes do not know N."""
-    for method, P in itertools.product(METHODS, (1, 2, 3, 4, 16)):
-        N, d = 48 * P, 32
-        rows = parallel.rows(method, N, P)
-        one = ((range(1),),) * P
-        with naming(method, P):
-            for rank in range(P):
-                if method in ("gather", "ring", "zigzag"):
-                    assert parallel.expected(method, rows, rows, rank, 1, d)[0] == 8 * N * d * (P - 1) // P
-                elif method == "split":
-                    ten = parallel.expected(method, one, parallel.rows(method, 10 * N, P), rank, 4, d)
-                    assert parallel.expected(method, one, rows, rank, 4, d) == ten
 
 
 def test_the_rows_of_the_ranks_are_all_rows_once_and_zigzag_shares_the_causal_work():
@@ -225,7 +210,7 @@ def finish(process: subprocess.Popen, seconds: float = 1200) -> Done:
 FAULTS = {
     "killed": "rank 1 did not answer rank {rank}: killed or stalled",
     "stalls": "rank 1 did not answer rank {rank}: killed or stalled",
-    "shape": "rank 1 has q of shape (1, 3, 41, 16); the others have (1, 2, N, 16)",
+    "shape": "rank 1 has q (1, 3, N, 16); rank 0 has (1, 2, N, 16)",
     "error": "rank 1 failed with OSError: the disk of rank 1 is full",
 }
 

@@ -14,14 +14,16 @@ from types import SimpleNamespace
 import numpy as np
 
 from shakespeare.attention_ext.build.nvrtc import SOURCES
+from shakespeare.attention_ext.cuda import gpu
+from shakespeare.attention_ext.cuda.launches import Gpu
 from shakespeare.attention_ext.parts import BuildError
-from shakespeare.generation.engines import cuda
+from shakespeare.generation.engines import cuda, layouts
 
 HERE = Path(__file__).resolve().parent
 
 
 class Driver:
-    """What engines/cuda.py calls of CUDA's driver, over the memory of this process."""
+    """What the cuda engine calls of CUDA's driver, over the memory of this process."""
 
     CU_MEMHOSTALLOC_PORTABLE = 0
 
@@ -67,54 +69,45 @@ class Driver:
         return (0,)
 
 
-class Gpu:
+class Device:
     """A GPU of two clusters or five blocks at most. directory: where kernels are built."""
 
-    name, capability, shared, stream, hertz = "the CPU", (9, 0), 227 * 1024, None, 10**9
-    cache, memory, multiprocessors, identity = 10**7, 1 << 20, 3, "none"
+    stream = None
+    on = Gpu("the CPU", (9, 0), 227 * 1024, 3, l2=10**7, hertz=1e9, memory=1 << 20, identity="none")
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.prepared: list[tuple[cuda.Layout, int]] = []
+        self.prepared: list[tuple[layouts.Layout, int]] = []
 
     def activate(self) -> None:
         pass
 
-    def prepare(self, kernels: Iterable[tuple[cuda.Layout, int]]) -> None:
+    def prepare(self, kernels: Iterable[tuple[layouts.Layout, int]]) -> None:
         """Note what a GPU would compile; here each is compiled when it is launched."""
         self.prepared += dict.fromkeys(kernels)
 
-    def clusters(self, layout: cuda.Cluster, drafts: bool = False) -> int:
+    def clusters(self, layout: layouts.Cluster, drafts: bool = False) -> int:
         return 2
 
-    def resident(self, layout: cuda.Grid, texts: int) -> int:
+    def resident(self, layout: layouts.Grid, texts: int) -> int:
         return 5
 
-    def launch(self, layout: cuda.Layout, texts: int, blocks: int) -> SimpleNamespace:
+    def launch(self, layout: layouts.Layout, texts: int, blocks: int) -> SimpleNamespace:
         return SimpleNamespace(gridDimX=blocks)
 
     @functools.cache
-    def kernel(self, layout: cuda.Layout, texts: int) -> tuple:
-        source = layout.source(texts, self.capability)
+    def kernel(self, layout: layouts.Layout, texts: int) -> tuple:
+        source = layout.source(texts, self.on.capability)
         named = source.file + "-".join(f"{name}{value}" for name, value in source.macros.items())
         work = self._directory / named
         if not work.is_dir():
-            shutil.copytree(cuda.SOURCES, work)
+            shutil.copytree(layouts.SOURCES, work)
             shutil.copytree(HERE, work, dirs_exist_ok=True)  # its headers in place of those with PTX
             shutil.copy(SOURCES / "call.h", work)
             macros = [f"-D{name}={value}" for name, value in ({"BLOCKS": 1} | source.macros).items()]
             macros += [f'-DKERNEL="{source.file}"']
-            flags = [
-                "-std=c++17",
-                "-O1",
-                "-U_FORTIFY_SOURCE",
-                "-fno-strict-aliasing",
-                "-shared",
-                "-fPIC",
-                "-w",
-                *macros,
-            ]
-            command = ["g++", *flags, "emulator.cpp", "-o", "emulator.so"]
+            flags = "-std=c++17 -O1 -U_FORTIFY_SOURCE -fno-strict-aliasing -shared -fPIC -w".split()
+            command = ["g++", *flags, *macros, "emulator.cpp", "-o", "emulator.so"]
             done = subprocess.run(command, cwd=work, capture_output=True, text=True)
             if done.returncode:
                 raise BuildError(done.stderr[:2000])
@@ -128,8 +121,9 @@ def install(directory: Path, monkeypatch, threads: int, clusters: tuple[int, ...
 
     directory: where its kernels are built.
     """
-    driver, gpu = Driver(), Gpu(directory)
-    monkeypatch.setattr(cuda, "bindings", lambda: driver)
-    monkeypatch.setattr(cuda, "gpu", lambda: gpu)
+    driver, device = Driver(), Device(directory)
+    monkeypatch.setattr(gpu, "bindings", lambda: driver)
+    monkeypatch.setattr(cuda, "gpu", lambda: device.on)
+    monkeypatch.setattr(layouts, "device", lambda: device)
     for name, value in (("THREADS", threads), ("CLUSTERS", clusters)):
-        monkeypatch.setattr(cuda, name, value)
+        monkeypatch.setattr(layouts, name, value)

@@ -15,8 +15,8 @@ from shakespeare import load
 from shakespeare.attention_ext import PARTS
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.gpu import opened
-from shakespeare.generation.engines import cuda
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines import cuda, layouts
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.many import bulk, shards
 from shakespeare.generation.many.jobs import Job
 from shakespeare.generation.many.processes import local_pool
@@ -37,8 +37,8 @@ ENGINES = [
 def no_cuda_engine() -> str | None:
     """Why no GPU here runs the cuda engine, or None."""
     try:
-        cuda.layouts_for(tiny.gpt().config, Precision.FP32, CachePrecision.FP32, cuda.gpu())
-    except (BuildError, cuda.Unfit) as error:
+        layouts.layouts_for(tiny.gpt().config, Precision.FP32, CachePrecision.FP32, cuda.gpu())
+    except (BuildError, layouts.Unfit) as error:
         return str(error)
     return None
 

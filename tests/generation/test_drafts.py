@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from steps import prefill
+from steps import prefill, write, write_at_random
 from support import naming
 
 from shakespeare.attention_ext import extension as built
 from shakespeare.attention_ext.parts import PARTS, BuildError
 from shakespeare.generation import draft as drafts
 from shakespeare.generation.distributions import distributions
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model import load
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.draft import Draft, code_points, extended, first_hashes
@@ -39,12 +40,9 @@ def model(extension) -> Checkpoint:
 
 def text_of(model: Checkpoint, count: int = 400) -> list[int]:
     """A text of the model itself, in which its own draft hits often."""
-    writer = Writer(open_engine(model, draft="off"))
-    text = writer.join(Request([0], sampling=Sampling(0.5), max_new_tokens=count, context="reset"))
-    ids = [0]
-    while text.remaining:
-        ids += writer.step()[0][1].tolist()
-    return ids
+    request = Request([0], sampling=Sampling(0.5), max_new_tokens=count, context="reset")
+    (tokens,) = write(Writer(open_engine(model, draft="off")), request).values()
+    return [0, *tokens]
 
 
 def certain(token: int) -> Draft:
@@ -107,32 +105,12 @@ def any_request(rng: random.Random, vocab: int, longest: int) -> Request:
     )
     return Request(
         [rng.randrange(vocab) for _ in range(rng.randint(1, longest))],
-        rng.randrange(2**40),
-        sampling,
-        rng.randint(1, longest),
+        seed=rng.randrange(2**40),
+        sampling=sampling,
+        max_new_tokens=rng.randint(1, longest),
         context=rng.choice(["slide", "reset"]),
         logprobs=rng.choice([None, None, 2]),
     )
-
-
-def written(engine, requests: list[Request], seed: int, seconds: float | None = None) -> list[tuple]:
-    """The tokens and log-probabilities of all requests, which join and leave at random steps.
-
-    seconds: as in Engine.write().
-    """
-    rng, writer = random.Random(seed), Writer(engine, seconds=seconds)
-    waiting, growing, done = list(enumerate(requests)), {}, {}
-    while waiting or growing:
-        while waiting and writer.free and (not growing or rng.random() < 0.4):
-            number, request = waiting.pop(0)
-            growing[writer.join(request)] = number, []
-        for text, tokens in writer.step(rng.choice([1, 2, 5, 64])):
-            growing[text][1].extend(tokens.tolist())
-        for text in [text for text in growing if not text.remaining]:
-            number, tokens = growing.pop(text)
-            done[number] = tokens, text.logprobs
-            writer.leave(text)
-    return [done[number] for number in range(len(requests))]
 
 
 def same(model: Checkpoint, draft: Draft, count: int, seed: int, **options) -> None:
@@ -143,9 +121,9 @@ def same(model: Checkpoint, draft: Draft, count: int, seed: int, **options) -> N
         requests = [any_request(rng, model.config.vocab_size, longest) for _ in range(count)]
         some = dict(slots=slots, **options)
         without, among = (open_engine(model, draft=each, **some) for each in ("off", draft))
-        expected = written(without, requests, seed)
-        assert written(among, requests, seed + 1) == expected  # other neighbours, too
-        assert written(without, requests, seed + 2) == expected
+        expected = write_at_random(without, requests, seed)
+        assert write_at_random(among, requests, seed + 1) == expected  # other neighbours, too
+        assert write_at_random(without, requests, seed + 2) == expected
 
 
 @pytest.mark.parametrize("kind", ["own", "scrambled", "certain"])
@@ -185,9 +163,9 @@ def test_nor_in_the_cuda_engine(emulated, monkeypatch, threads, blocks, kind, ch
             replace(each, max_new_tokens=25, context="reset", sampling=replace(each.sampling, **change))
             for each, change in zip(some, (plain, plain, plain, {}))  # rows of guesses know no penalties
         ]
-        expected = written(open_engine(model, slots=slots, draft="off", **rounded), requests, 0)
+        expected = write_at_random(open_engine(model, slots=slots, draft="off", **rounded), requests, 0)
         engine = open_engine(model, "cuda", device="cuda", slots=slots, draft=draft, **rounded)
-        found = written(engine, requests, 1, seconds=100)
+        found = write_at_random(engine, requests, 1, seconds=100)
         for (tokens, logprobs), (other, others) in zip(found, expected):
             assert tokens == other
             assert [each.token for each in logprobs] == [each.token for each in others]
@@ -266,7 +244,7 @@ def test_ten_thousand_texts_are_the_same(part, simd, kv_cache, model, kinds):
 
 def test_the_draft_of_a_model_hits(model, kinds):
     engine = open_engine(model, draft=kinds["own"], threads=1)
-    written(engine, [Request([0], seed, max_new_tokens=39) for seed in range(20)], 0)
+    write_at_random(engine, [Request([0], seed=seed, max_new_tokens=39) for seed in range(20)], 0)
     counts = engine.draft_counts()
     assert counts.hits > 0.4 * counts.guesses > 0  # 1 / 11 by chance
     assert counts.tokens == counts.steps + counts.accepted

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import tiny
 import torch
-from steps import prefill
+from steps import prefill, write
 from torch.nn import functional as F
 
 from shakespeare.attention_ext import attention
-from shakespeare.generation.engines.engine import open_engine
 from shakespeare.generation.engines.pytorch import rounded
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.logprobs import of_logits
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model import load
 from shakespeare.model.loss import evaluate
 
@@ -46,22 +48,13 @@ def close(given, right):
         assert all(p == pytest.approx(a.logprob, abs=1e-12) for token, p in a.top if token == a.token)
 
 
-def write(writer, *requests):
-    """The texts of requests that join together, each with its tokens."""
-    texts = {writer.join(request): [] for request in requests}
-    while step := writer.step():
-        for text, tokens in step:
-            texts[text] += tokens.tolist()
-    for text in texts:
-        writer.leave(text)
-    return list(texts.items())
-
-
 @pytest.mark.parametrize("length, top", [(1, 0), (2, 5), (90, 1)])
 def test_they_are_the_models_before_any_setting(engine, length, top):
     gpt, prompt = model(), PROMPT[:length]
-    request = Request(prompt, 3, SAMPLING, 40, logprobs=top, prompt_logprobs=True)
-    ((text, tokens),) = write(Writer(engine(gpt)), request)
+    request = Request(
+        prompt, seed=3, sampling=SAMPLING, max_new_tokens=40, logprobs=top, prompt_logprobs=True
+    )
+    ((text, tokens),) = write(Writer(engine(gpt)), request).items()
     right = expected(gpt, prompt + tokens, top)
     assert text.prompt_logprobs[0] is None
     close(text.prompt_logprobs[1:] + text.logprobs, right)
@@ -71,13 +64,11 @@ def test_they_are_the_models_before_any_setting(engine, length, top):
 
 def test_they_change_no_text_and_neighbours_without_them_have_none(engine):
     gpt = model()
-    plain = [Request(PROMPT[: 30 + 20 * seed], seed, SAMPLING, 90, context="reset") for seed in range(4)]
-    asking = [
-        Request(each.ids, each.seed, SAMPLING, 90, context="reset", logprobs=seed, prompt_logprobs=seed == 2)
-        for seed, each in enumerate(plain)
-    ]
-    alone = [tokens for each in plain for _, tokens in write(Writer(engine(gpt)), each)]
-    mixed = write(Writer(engine(gpt, slots=8)), *plain, *asking)
+    first = Request([0], sampling=SAMPLING, max_new_tokens=90, context="reset")
+    plain = [replace(first, ids=PROMPT[: 30 + 20 * seed], seed=seed) for seed in range(4)]
+    asking = [replace(each, logprobs=each.seed, prompt_logprobs=each.seed == 2) for each in plain]
+    alone = [tokens for each in plain for tokens in write(Writer(engine(gpt)), each).values()]
+    mixed = list(write(Writer(engine(gpt, slots=8)), *plain, *asking).items())
     assert [tokens for _, tokens in mixed] == 2 * alone
     for text, tokens in mixed:
         wanted = tokens if text.request.logprobs is not None else []
@@ -95,7 +86,8 @@ def test_those_of_a_prompt_are_the_loss_that_eval_gives(extension, name, weights
     ids = checkpoint.tokenizer.encode((3 * text)[:256])
     loss = evaluate(rounded(checkpoint.model, weights), torch.tensor(ids))
     writer = Writer(open_engine(checkpoint.model, name, weights=weights))
-    ((asked, tokens),) = write(writer, Request(ids, max_new_tokens=0, logprobs=0, prompt_logprobs=True))
+    request = Request(ids, max_new_tokens=0, logprobs=0, prompt_logprobs=True)
+    ((asked, tokens),) = write(writer, request).items()
     logprobs = [each.logprob for each in asked.prompt_logprobs[1:]]
     assert tokens == [] and len(logprobs) == 255
     assert -math.fsum(logprobs) / 255 == pytest.approx(loss, abs=1e-5)

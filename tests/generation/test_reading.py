@@ -7,13 +7,14 @@ from functools import partial
 
 import pytest
 import tiny
+from steps import write
 
 from shakespeare.attention_ext import attention
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 
-USUAL = Sampling(0.8, 200)
 LONGEST = 200
 PENALTIES = dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.5)
 PENALISED = Sampling(2.0, 3, 0.9, 0.05, **PENALTIES, logit_bias=((2, 1.5),))
@@ -34,7 +35,7 @@ def varied(count):
         yield Request(
             ids=shared if draw.random() < 0.4 else ids,
             seed=seed,
-            sampling=draw.choice([USUAL, Sampling(0), PENALISED]),
+            sampling=draw.choice([Sampling(), Sampling(0), PENALISED]),
             max_new_tokens=draw.choice([0, 3, 12, 60]),
             context=draw.choice(["slide", "reset", "reset"]),
             use_cache=draw.random() < 0.9,
@@ -43,23 +44,13 @@ def varied(count):
         )
 
 
-def finish(writer, request):
-    """The tokens of a text alone, with its log-probabilities."""
-    text, tokens = writer.join(request), []
-    while text.remaining or text.lacks_prompt_logprobs:
-        for _, more in writer.step():
-            tokens += more.tolist()
-    writer.leave(text)
-    return tokens, text.logprobs, text.prompt_logprobs
-
-
 @pytest.mark.parametrize("slice_seconds", SLICES)
 def test_no_slice_and_no_neighbour_changes_a_text(engine, threads, slice_seconds):
     """Texts join in the middle of others' prompts, and some leave in the middle of theirs or later."""
     requests, gpt = list(varied(24)), model()
     threads(1)
     whole = Writer(engine(gpt))
-    alone = [finish(whole, request) for request in requests]
+    alone = [item for request in requests for item in write(whole, request).items()]
     threads(2)
     draw = random.Random(1)
     writer = Writer(engine(gpt, slots=5), draw.choice([4, 5]), slice_seconds)
@@ -76,7 +67,8 @@ def test_no_slice_and_no_neighbour_changes_a_text(engine, threads, slice_seconds
         for text in list(growing):
             number, so_far, patience = growing[text]
             patience[0] -= 1
-            tokens, logprobs, prompt_logprobs = alone[number]
+            other, tokens = alone[number]
+            logprobs, prompt_logprobs = other.logprobs, other.prompt_logprobs
             assert so_far == tokens[: len(so_far)] and text.new_tokens == len(so_far)
             if exact:
                 assert text.logprobs == logprobs[: len(text.logprobs)]
@@ -99,10 +91,10 @@ def test_a_long_prompt_stops_no_other_text(extension, threads):
     """One piece for each step: the other text is written in all of them."""
     threads(1)
     writer = Writer(open_engine(model(block_size=500), "native", slots=2), slice_seconds=0)
-    short = writer.join(Request([1], 0, USUAL))
+    short = writer.join(Request([1], seed=0))
     while short.is_new:
         writer.step()
-    long = writer.join(Request([1] * 400, 0, USUAL, 5))
+    long = writer.join(Request([1] * 400, seed=0, max_new_tokens=5))
     steps = 0
     while [text for text, _ in writer.step(1)] == [short]:
         steps += 1
@@ -117,7 +109,7 @@ def test_a_prompt_that_texts_share_is_read_once(extension, threads, monkeypatch,
     reads, begin = [], engine.begin
     monkeypatch.setattr(engine, "begin", lambda *a, **k: reads.append(a[0]) or begin(*a, **k))
     writer = Writer(engine, slice_seconds=slice_seconds)
-    request = Request([1, 2] * 90, 0, USUAL, 9)
+    request = Request([1, 2] * 90, seed=0, max_new_tokens=9)
     first = writer.join(request)
     if slice_seconds == 0:
         assert writer.step() == []

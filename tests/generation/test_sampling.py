@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import naming
 
+from shakespeare.generation.request import Uniforms
 from shakespeare.generation.sampling import Sampling, sample
 
 PLAIN = dict(temperature=1.0, top_k=None)
@@ -18,8 +19,12 @@ UNIFORMS = [i / 997 for i in range(997)]
 
 def drawn(logits, seen=(), written={}, **settings):
     """All tokens that can be drawn."""
+    counts = torch.zeros(2, len(logits), dtype=torch.int64)
+    counts[0, list(seen)] = 1
+    for token, count in written.items():
+        counts[1, token] = count
     rows, n = logits.expand(len(UNIFORMS), -1), len(UNIFORMS)
-    return set(sample(rows, UNIFORMS, Sampling(**PLAIN | settings), [seen] * n, [written] * n))
+    return set(sample(rows, UNIFORMS, Sampling(**PLAIN | settings), counts.expand(n, -1, -1)))
 
 
 def test_sampling_inverts_the_cumulative_distribution():
@@ -129,10 +134,21 @@ def test_wrong_settings_are_named():
         (dict(presence_penalty=2.1), ValueError, "presence_penalty is 2.1; it must be from -2 to 2"),
         (dict(frequency_penalty=math.nan), ValueError, "frequency_penalty is nan"),
         (dict(logit_bias={1: 2}), TypeError, "logit_bias must be a tuple of pairs"),
-        (dict(logit_bias=(("1", 2),)), TypeError, r"logit_bias has \('1', 2\); it must be a token id"),
+        (
+            dict(logit_bias=(("1", 2),)),
+            TypeError,
+            "a token of logit_bias is a str; it must be a whole number",
+        ),
         (dict(logit_bias=((-1, 1),)), ValueError, "logit_bias has token -1; it must be at least 0"),
         (dict(logit_bias=((1, 101),)), ValueError, "logit_bias has 101 for token 1; it must be from -100"),
         (dict(logit_bias=((1, 1), (1, 2))), ValueError, "logit_bias has a token twice"),
     ):
         with naming(change), pytest.raises(error, match=message):
             Sampling(**change)
+
+
+def test_the_uniform_numbers_are_pytorchs():
+    for seed in (0, 1337, 2**32, 2**63, 2**64 - 1):
+        expected = torch.rand(600, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        numbers, others = Uniforms(seed), Uniforms(7)
+        assert [*numbers(1), *others(5)[:0], *numbers(256), *numbers(343)] == expected.tolist()

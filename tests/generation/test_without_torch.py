@@ -52,17 +52,6 @@ def test_the_loss_is_that_with_torch(without_torch, cli, tmp_path):
         assert without_torch("gpt.py", "eval", "--corpus", text, *changed) == (0, expected, "")
 
 
-def test_the_functions_of_python(without_torch, cli):
-    code = (
-        "import sys; from shakespeare import generate, load\n"
-        "checkpoint = load('shakes256')\n"
-        "print(end=generate(checkpoint, max_new_tokens=60, temperature=0.8, top_k=200))\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    written = cli("part0", "--inference", *TEXT, "--num-samples", 1).stdout
-    assert without_torch("-c", code) == (0, written.removesuffix("\n"), "")
-
-
 def test_the_server_starts_without_importing_it(without_torch):
     pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
     assert without_torch("-c", "from shakespeare.app.server import app, running, scheduler")[0] == 0

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
 import tiny
 import torch
+from steps import write
 from support import naming
 
 from shakespeare.attention_ext import attention
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling, sample
-from shakespeare.generation.writer import Request, Writer
-
-USUAL = Sampling(0.8, 200)
+from shakespeare.generation.writer import Writer
 
 
 def model(part="part0", **change):
     return tiny.gpt(partial(attention, part, causal=True, br=4, bc=8), **change)
 
 
-def written(writer, *requests, most=32):
-    """The tokens of requests that join together."""
-    texts = {writer.join(request): [] for request in requests}
-    steps = itertools.cycle(range(1, most + 1))
-    while step := writer.step(limit := next(steps)):
-        for text, tokens in step:
-            assert 1 <= len(tokens) <= limit
-            texts[text] += tokens.tolist()
-    for text in texts:
-        writer.leave(text)
-    return list(texts.values())
-
-
 def tokens(engine, prompt, count, seed, **change):
-    (text,) = written(Writer(engine), Request(prompt, seed, USUAL, count, **change))
-    return text
+    request = Request(prompt, seed=seed, max_new_tokens=count, **change)
+    (written,) = write(Writer(engine), request).values()
+    return written
 
 
 def oracle(gpt, prompt, count, seed, keep):
@@ -50,7 +37,7 @@ def oracle(gpt, prompt, count, seed, keep):
                 start = len(ids) - keep
             logits = gpt(torch.tensor([ids[start:]]))[:, -1]
             uniform = float(torch.rand((), dtype=torch.float64, generator=generator))
-            ids += sample(logits, [uniform], USUAL)
+            ids += sample(logits, [uniform])
     return ids[len(prompt) :]
 
 
@@ -91,17 +78,17 @@ def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
     reads = []
     monkeypatch.setattr(engine, "begin", lambda *a, f=engine.begin: reads.append(a[1]) or f(*a))
     writer = Writer(engine, 2 if kept else 3)
-    first = [written(writer, Request([1, 2], 0, USUAL, 5), Request([1, 2], 1, USUAL, 5)) for _ in range(2)]
+    both = [Request([1, 2], seed=seed, max_new_tokens=5) for seed in (0, 1)]
+    first = [list(write(writer, *both).values()) for _ in range(2)]
     assert first[0] == first[1] and reads == [[1, 2]] * (1 if kept else 2)
-    other = written(writer, Request([3], 0, USUAL, 5))
-    assert reads[-1] == [3]
-    assert written(writer, Request([3], 0, USUAL, 5)) == other
+    other = [list(write(writer, Request([3], max_new_tokens=5)).values()) for _ in range(2)]
+    assert other[0] == other[1] and [3] in reads
 
 
 def test_a_wrong_request_is_named():
     for change, error, message in (
         (dict(ids=[]), ValueError, "prompt is empty"),
-        (dict(seed=2**64), ValueError, r"seed is \d+; it must be at least 0 and less than 2\*\*64"),
+        (dict(seed=2**63), ValueError, r"seed is \d+; it must be at least 0 and less than 2\*\*63"),
         (dict(seed="1"), TypeError, "seed is a str; it must be a whole number"),
         (dict(max_new_tokens=-1), ValueError, "max_new_tokens is -1"),
         (dict(max_new_tokens=1.0), TypeError, "max_new_tokens is a float"),

@@ -10,7 +10,7 @@ import torch
 from steps import choose, prefill
 from support import naming
 
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.lab import profile
 from shakespeare.lab.profile import KINDS, Phase, Span
 from shakespeare.model import load

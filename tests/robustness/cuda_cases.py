@@ -13,10 +13,11 @@ import torch
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.table import open_engine
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import complete
-from shakespeare.generation.writer import Request, Writer
+from shakespeare.generation.writer import Writer
 from shakespeare.model import load
 
 # (B, H, Nq, Nk, d), causal: full and ragged tiles, one query, widths that are padded
@@ -54,7 +55,12 @@ def write(kind: str) -> int:
             engine = open_engine(checkpoint, name, device="cuda", slots=texts, draft=draft, **rounded)
             for chosen in settings[: 2 if kind == "drafts" else 3]:  # penalties have no drafts
                 requests = (
-                    Request([i % 65 for i in range(1 + number % 4)], number, chosen, max_new_tokens=4)
+                    Request(
+                        [i % 65 for i in range(1 + number % 4)],
+                        seed=number,
+                        sampling=chosen,
+                        max_new_tokens=4,
+                    )
                     for number in range(2 * texts)
                 )
                 for completion, piece in complete(Writer(engine), checkpoint.tokenizer, requests):

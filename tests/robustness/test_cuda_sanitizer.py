@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from shakespeare.generation.engines import cuda
+from shakespeare.generation.engines import layouts
 
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
 # The order follows from what other blocks of a cluster have sent, which racecheck does not see.
 NOT_SEEN = ("cluster", "drafts")
-NEEDS = {"grid": cuda.CAPABILITY, "cluster": cuda.CLUSTER_CAPABILITY, "drafts": cuda.CLUSTER_CAPABILITY}
+NEEDS = {
+    "grid": layouts.CAPABILITY,
+    "cluster": layouts.CLUSTER_CAPABILITY,
+    "drafts": layouts.CLUSTER_CAPABILITY,
+}
 # The Python code checks every call of the driver. A cluster has more barriers than are tracked by default.
 OPTIONS = {"memcheck": ("--report-api-errors", "no"), "synccheck": ("--num-cuda-barriers", "65536")}
 KERNELS = {"attention": "kernel_substring=attention_", "graph": "kernel_name=attend"}

@@ -121,7 +121,7 @@ SKIPPED = {
     "draft": "tests/app/cli/test_inference.py tries it",
     "try": "tests/own/test_trial.py tries it",
     "doctor": "it has no options",
-    "bulk": "each run starts a process; tests/generation/test_bulk.py has its errors",
+    "bulk": "each run starts a process; tests/generation/many/test_bulk.py has its errors",
     "serve": "it serves until it is ended; tests/app/server has its errors",
     "web": "it serves until it is stopped; tests/app/cli/test_web.py has its errors",
     "parallel": "torchrun starts it; tests/attention_ext/test_parallel.py has its errors",

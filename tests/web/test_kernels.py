@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
 
 import pytest
 import torch
 from node_process import Refused
-from steps import choose, prefill
+from steps import choose, counts_of, prefill
 from support import ROOT
 
 from shakespeare import generate
@@ -68,7 +67,7 @@ def test_a_window_slides_as_nanogpts_does(node, native):
 
 def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
     """As a text whose prompt ends with the branch, and whose first numbers are skipped."""
-    from shakespeare.generation.engines.engine import open_engine
+    from shakespeare.generation.engines.table import open_engine
 
     node.load()
     checkpoint, at, length = load("shakes256"), 40, 120
@@ -99,11 +98,12 @@ def test_the_distribution_shown_is_the_one_drawn_from(node):
         logits = torch.tensor([rng.gauss(0, 2) for _ in range(65)])
         sampling = Sampling(**{"top_k": None} | settings)
         settings = {name: getattr(sampling, name) for name in NUMBERS}
+        counts = counts_of(ids[:prompt], ids[prompt:], len(logits))
         given = {"sampling": settings, "ids": ids, "prompt": prompt}
         model, filtered = node("distribution", logits=logits.tolist(), **given)
         assert torch.allclose(torch.tensor(model), logits.softmax(-1), atol=1e-6)
         for u in (0, 0.999999, *(rng.random() for _ in range(200))):
-            (drawn,) = sample(logits[None], [u], sampling, [set(ids)], [Counter(ids[prompt:])])
+            (drawn,) = sample(logits[None], [u], sampling, counts)
             below = sum(filtered[:drawn])
             assert below - 1e-9 <= u <= below + filtered[drawn] + 1e-9
 

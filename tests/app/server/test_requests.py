@@ -11,7 +11,7 @@ pytest.importorskip("pydantic", reason="pip install -e '.[serve]'")
 
 from shakespeare.app.server import Settings
 from shakespeare.app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
-from shakespeare.generation.writer import Request
+from shakespeare.generation.request import Request
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.tokenizer import CharTokenizer
 

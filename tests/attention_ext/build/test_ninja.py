@@ -55,14 +55,6 @@ def test_a_change_compiles_what_includes_it(program):
     assert program() == (53, set())
 
 
-def test_without_depfiles_every_change_compiles_all(program, monkeypatch, tmp_path):
-    real = toolchain.find_compiler()[0]
-    monkeypatch.setenv("CXX", script(tmp_path / "nameless", f'[ "$1" = --version ] || exec {real} "$@"'))
-    assert program() == (42, {"main.o", "other.o"})
-    (program.folder / "a.h").write_text("#define A 3\n")
-    assert program() == (43, {"main.o", "other.o"})
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_mistake_is_shown_as_the_compiler_wrote_it(program, monkeypatch, terminal):
     """That of a changed source first, though a changed header has one, too."""

@@ -26,6 +26,7 @@ from shakespeare.attention_ext.parts import Dtype
 SHAPES = [
     (1, 1, 1, 1, 1),
     (1, 2, 1, 300, 32),
+    (1, 2, 150, 9, 64),
     (2, 1, 7, 40, 33),
     (2, 3, 63, 63, 24),
     (1, 2, 123, 123, 80),
@@ -79,7 +80,7 @@ def check(row, q, k, v, causal=False, scale=None):
 
 def test_awkward_shapes(row):
     for shape in SHAPES:
-        for causal in (False, True):
+        for causal in (False, True) if shape[2] <= shape[3] else (False,):
             with naming(shape, causal):
                 check(row, *qkv(*shape, row[1]), causal)
 
@@ -94,10 +95,6 @@ def test_random_cases(row):
         scale, causal = choose.choice([None, None, 0.0, 1.0, -0.5]), choose.random() < 0.5
         with naming(B, H, Nq, Nk, d, scale, causal):
             check(row, *qkv(B, H, Nq, Nk, d, row[1], seed), causal, scale)
-
-
-def test_more_queries_than_keys(row):
-    check(row, *qkv(1, 2, 150, 9, 64, row[1]))
 
 
 def test_strides(row):
@@ -177,9 +174,8 @@ def test_rows_whose_scores_are_minus_infinity(row):
     if row == ("5", Dtype.FP32):  # its parts of tf32 are infinite and NaN
         assert out.isnan().all() and lse.isnan().all()
         return
-    expected, expected_lse = attention(
-        "part4", q, k[:, :, 200:], v[:, :, 200:], return_lse=True, kernel=kernel
-    )
+    finite = q, k[:, :, 200:], v[:, :, 200:]
+    expected, expected_lse = attention("part4", *finite, return_lse=True, kernel=kernel)
     torch.testing.assert_close(out, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
     torch.testing.assert_close(lse, expected_lse)
     k[:] = -math.inf
@@ -220,9 +216,8 @@ def test_more_than_2_31_numbers(row):
     v = held.as_strided((2, 1, 300, d), (far, 0, d, 1), 2**15)
     q, new_k, new_v = qkv(2, 1, 5, 300, d, dtype)
     k.copy_(new_k), v.copy_(new_v)
-    assert torch.equal(
-        attention("part4", q, k, v, kernel=kernel), attention("part4", q, new_k, new_v, kernel=kernel)
-    )
+    out, expected = (attention("part4", q, *given, kernel=kernel) for given in ((k, v), (new_k, new_v)))
+    assert torch.equal(out, expected)
     del held, k, v
     rows = far // d // 2
     q = torch.zeros(2, 1, rows, d, dtype=kind, device="cuda")
@@ -295,14 +290,6 @@ def test_a_second_device(row):
     assert got.device.index == 1 and torch.equal(got.cpu(), expected.cpu())
     with pytest.raises(ValueError, match="k is on cuda:1; it must be on q's cuda:0"):
         attention("part4", q, k.to("cuda:1"), v)
-
-
-def test_inputs_are_left_alone(row):
-    kernel, dtype = row
-    q, k, v = qkv(1, 2, 60, 60, 30, dtype)
-    copies = [t.clone() for t in (q, k, v)]
-    attention("part4", q, k, v, causal=True, kernel=kernel)
-    assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies))
 
 
 def as_a_t4(dtype):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shakespeare.lab.cuda.architectures import ARCHITECTURES, KIB, Device, occupancy
+from shakespeare.attention_ext.cuda.kernels import Gpu
+from shakespeare.lab.cuda.architectures import ARCHITECTURES, KIB, architecture, occupancy
 
 # threads, registers, shared bytes, then the blocks by CUDA's occupancy calculator and what limits them
 KNOWN = [
@@ -27,5 +28,4 @@ def test_known_occupancies():
 
 def test_an_unknown_gpu_counts_as_the_next_lower_one():
     for capability, known in (((9, 0), (9, 0)), ((10, 3), (10, 0)), ((12, 1), (12, 0)), ((7, 0), (7, 5))):
-        device = Device("one", capability, 1, 1e9, 1e12, 1 << 20)
-        assert device.architecture is ARCHITECTURES[known]
+        assert architecture(Gpu("one", capability, 0, 1)) is ARCHITECTURES[known]

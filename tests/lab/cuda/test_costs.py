@@ -7,14 +7,13 @@ import itertools
 import pytest
 from support import naming
 
-from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
+from shakespeare.attention_ext.cuda.kernels import KERNELS
 from shakespeare.lab.cuda.architectures import SHEETS
 from shakespeare.lab.cuda.costs import BANKS, LANES, SAME, Launch, banked, counted
 from shakespeare.lab.traffic import Case
 
 L2 = 50 << 20
-ON = SHEETS["sm_90"]
-GPU = Gpu(ON.name, ON.capability, ON.architecture.block_shared, ON.multiprocessors)
+GPU = SHEETS["sm_90"]
 
 
 def count(name, N=4096, d=32, heads=100, causal=False, dtype=None):

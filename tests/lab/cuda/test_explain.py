@@ -12,7 +12,7 @@ from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab.bench.cases import Cell
-from shakespeare.lab.cuda.architectures import SHEETS, occupancy
+from shakespeare.lab.cuda.architectures import SHEETS, architecture, occupancy
 from shakespeare.lab.cuda.explain import compiled, explain
 
 
@@ -105,7 +105,7 @@ def test_the_driver_counts_the_same_blocks(gpu, kernel, d):
     answer = compiled(cell(d=d, dtype=dtype), kernel)
     assert answer.driver and answer.blocks == min(answer.fits.values())
     tile = row.tile(d, Dtype(dtype), on)
-    own = occupancy(answer.on.architecture, tile.threads, answer.resources.registers, tile.shared)
+    own = occupancy(architecture(answer.on), tile.threads, answer.resources.registers, tile.shared)
     assert min(own.values()) == answer.blocks
 
 

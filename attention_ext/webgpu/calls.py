@@ -1,4 +1,4 @@
-"""Part 4 through WebGPU: what the arrays must be, and the call."""
+"""Part 4 through WebGPU: attention(), what its arrays must be, and the call."""
 
 import math
 import sys
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shakespeare.attention_ext.checks import check_shapes
+from shakespeare.attention_ext.checks import check_gradient, check_shapes, finite, none_is_default, truth
 from shakespeare.attention_ext.parts import PARTS, Dtype
-from shakespeare.attention_ext.webgpu.gpu import LOCK, Gpu, Lost, grid, opened, reopen
+from shakespeare.attention_ext.webgpu.gpu import LOCK, Gpu, Lost, grid, opened
 from shakespeare.attention_ext.webgpu.steps import WIDEST, choose, up
 
 PART = PARTS["part4"]
@@ -84,34 +84,48 @@ def arrays_of(q: Any, k: Any, v: Any, causal: bool) -> list[NDArray[Any]]:
         if type(t) is not type(q):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a {type(q).__name__}, as q is")
         if tensor and t.device.type != "cpu":
-            raise ValueError(f"{name} is on {t.device}; it must be on the CPU with device='webgpu'")
-        if tensor and t.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient; {PART.name} computes none with device='webgpu'")
-        found = str(t.dtype).removeprefix("torch.")
-        if found not in DTYPES:
-            raise TypeError(f"{name} is {t.dtype}; it must be {' or '.join(DTYPES)} with device='webgpu'")
+            raise ValueError(f"{name} is on {t.device}; it must be on the CPU")
+        if str(t.dtype).removeprefix("torch.") not in DTYPES:
+            raise TypeError(f"{name} is {t.dtype}; it must be {' or '.join(DTYPES)} on WebGPU")
         if t.dtype != q.dtype:
             raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
         arrays.append(t.detach().numpy() if tensor else t)
+    if tensor and torch.is_grad_enabled():
+        check_gradient(PART, q, k, v, "webgpu")
     check_shapes(q, k, v, causal)
     if q.shape[3] > WIDEST:
-        raise ValueError(f"q has d={q.shape[3]}; it must be at most {WIDEST} with device='webgpu'")
+        raise ValueError(f"q has d={q.shape[3]}; it must be at most {WIDEST} on WebGPU")
     return [np.ascontiguousarray(array) for array in arrays]
 
 
+@none_is_default
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool, scale: float | None, kernel: str | None, return_lse: bool
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    kernel: str | None = None,
+    return_lse: bool = False,
 ) -> Any:
-    """As attention_ext.attention(), with device='webgpu'. If the device is lost, another one computes."""
+    """softmax(scale * q k^T) v by part 4 on any GPU, through the package wgpu and without PyTorch.
+
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d). NumPy arrays, or tensors on the CPU, in float32 or float16, with d
+    at most 256. kernel: a step of webgpu.steps.STEPS by its name; None takes the adapter's fastest.
+    The other arguments are attention_ext.attention()'s, as are the results, of q's kind, and the errors, and
+    BuildError if there is no adapter. It computes no gradients. If the device is lost, another one computes.
+    """
+    causal, return_lse = truth("causal", causal), truth("return_lse", return_lse)
     arrays = arrays_of(q, k, v, causal)
-    applied = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    applied = 1 / math.sqrt(q.shape[3]) if scale is None else finite("scale", scale)
     with LOCK:
         try:
             results = _attend(opened(), arrays, causal, applied, kernel)
         except Lost:
-            results = _attend(reopen(), arrays, causal, applied, kernel)
+            results = _attend(opened(), arrays, causal, applied, kernel)
     if not isinstance(q, np.ndarray):
-        results = [sys.modules["torch"].from_numpy(each) for each in results]
+        results = [sys.modules["torch"].from_numpy(array) for array in results]
     return tuple(results) if return_lse else results[0]
 
 
@@ -120,8 +134,8 @@ def _attend(
 ) -> list[NDArray[Any]]:
     """The output and the logsumexp, by as many heads at once as fit a buffer."""
     B, H, Nq, d = arrays[0].shape
-    each = 4 * up(d, 4) * arrays[0].itemsize * max(Nq, arrays[1].shape[2])  # bytes of a head
-    most = max(1, gpu.adapter.limits["max-storage-buffer-binding-size"] // each)
+    size = 4 * up(d, 4) * arrays[0].itemsize * max(Nq, arrays[1].shape[2])  # bytes of a head
+    most = max(1, gpu.adapter.limits["max-storage-buffer-binding-size"] // size)
     flat = [array.reshape(1, B * H, *array.shape[2:]) for array in arrays]
     parts = []
     for h in range(0, B * H, most):
@@ -129,5 +143,5 @@ def _attend(
         call.launch()
         parts.append(call.read())
     outs, lses = zip(*parts)
-    joined = [np.concatenate(each, axis=1) if len(parts) > 1 else each[0] for each in (outs, lses)]
+    joined = [np.concatenate(arrays, axis=1) if len(parts) > 1 else arrays[0] for arrays in (outs, lses)]
     return [joined[0].reshape(B, H, Nq, d), joined[1].reshape(B, H, Nq)]

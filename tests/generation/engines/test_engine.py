@@ -12,6 +12,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -21,13 +22,14 @@ from hypothesis import strategies as st
 from steps import choose, forced, logits, prefill
 from support import naming
 
-from shakespeare.attention_ext import SIMD, BuildError
+from shakespeare.attention_ext import PARTS, SIMD, BuildError
 from shakespeare.attention_ext.extension import load as load_extension
 from shakespeare.attention_ext.processor import Cache
 from shakespeare.generation.engines import native
-from shakespeare.generation.engines.engine import open_engine
+from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.native import Decoder
 from shakespeare.generation.engines.pytorch import rounded
+from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model.checkpoint import Checkpoint
 
@@ -376,20 +378,27 @@ def test_the_decoder_checks_what_it_is_given(extension):
     """Wrong calls from Python."""
     gpt = model()
     checkpoint = Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
-    right = dict(part="part4", simd="auto", tile=(16, 16), weights="fp32", kv_cache="fp32", slots=2)
-    right |= dict(capacity=16, threads=1)
+    right = vars(EngineOptions(br=16, bc=16, slots=2, threads=1)) | {
+        "row": PARTS["part4"],
+        "context": lambda config: 16,
+    }
+
+    def decoder_of(model, **change):
+        """A decoder of options that EngineOptions may have refused."""
+        return Decoder(model, SimpleNamespace(**right | change))
+
     wider = dataclasses.replace(checkpoint, config=dataclasses.replace(gpt.config, vocab_size=12))
     for wrong, change, message in (
         (wider, {}, "the size of transformer.wte.weight is 176; it must be 192"),
         (dataclasses.replace(checkpoint, weights={}), {}, "tensors has no transformer.wte.weight"),
-        (checkpoint, dict(part="part0"), "part is 'None'; it must be one of part1_naive"),
+        (checkpoint, dict(row=PARTS["part0"]), "part is 'None'; it must be one of part1_naive"),
         (checkpoint, dict(threads=0), "threads is 0; it must be from 1 to 1024"),
         (checkpoint, dict(threads=2**32 + 1), "threads is 4294967297; it must be from 1 to 1024"),
         (checkpoint, dict(slots=2**64 + 1), "does not fit 64 bits"),
         (checkpoint, dict(weights="int4"), "precision is 'int4'; it must be one of fp32, bf16, int8"),
     ):
         with naming(change), pytest.raises(ValueError, match=message):
-            Decoder(wrong, **right | change)
+            decoder_of(wrong, **change)
 
     name = "transformer.wte.weight"
     for wrong, message in (
@@ -398,9 +407,9 @@ def test_the_decoder_checks_what_it_is_given(extension):
         (gpt.weights[name].T, f"{name} has gaps; it must be contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
-            Decoder(dataclasses.replace(checkpoint, weights=gpt.weights | {name: wrong}), **right)
+            decoder_of(dataclasses.replace(checkpoint, weights=gpt.weights | {name: wrong}))
 
-    decoder = Decoder(checkpoint, **right)
+    decoder = decoder_of(checkpoint)
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.copy(decoder)
 
@@ -431,14 +440,6 @@ def test_the_decoder_checks_what_it_is_given(extension):
         refused("a uniform is outside", "write", [1], [[0.5], [uniform]])
     refused("slot is 1; it must be named once", "write", [1, 1], [[0.5, 0.5]])
     assert decoder.write([], [[]]).shape == (1, 0)
-
-
-def test_the_uniform_numbers_are_pytorchs(engine):
-    opened = engine(model())
-    for seed in (0, 1337, 2**32, 2**63, 2**64 - 1):
-        expected = torch.rand(600, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        numbers = opened.uniforms(seed)
-        assert [*numbers(1), *numbers(256), *numbers(343)] == expected.tolist()
 
 
 def test_the_header_declares_every_function_that_the_engine_calls():

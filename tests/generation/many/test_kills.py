@@ -189,20 +189,6 @@ def worker_pids() -> list[int]:
     return found
 
 
-def parent(pid: int) -> int:
-    """The process that started this one, 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        status = Path(f"/proc/{pid}/stat").read_text()
-        return int(status[status.rindex(")") :].split()[2])  # its name before may hold spaces
-    return 0
-
-
-@with_ray
-def test_two_nodes_write_the_same_bytes(nodes, slow, slow_expected, tmp_path):
-    bulk.run(slow, tmp_path, partial(cluster.open_pool, nodes.address, None))
-    assert check(tmp_path, slow_expected)["workers_lost"] == []
-
-
 @with_ray
 def test_killed_ray_workers_cost_a_retry(nodes, long, long_expected, tmp_path):
     def kill(chance):

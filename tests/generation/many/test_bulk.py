@@ -240,43 +240,6 @@ def test_a_full_disk_leaves_whole_files(job, expected, tmp_path, monkeypatch, st
     check(tmp_path, expected)
 
 
-FULL_DISK = """
-import subprocess, sys
-from shakespeare.app.cli import main
-
-def mount(options):
-    subprocess.run(["mount", "-o", options, *kind, "none", sys.argv[1]], check=True)
-
-kind = ["-t", "tmpfs"]
-for options in ("size=24k", "remount,ro", "remount,rw,size=16m"):
-    mount(options)
-    try:
-        main(sys.argv[2:])
-    except SystemExit as done:
-        print(done.code, flush=True)
-subprocess.run("sha256sum texts-*", cwd=sys.argv[1], shell=True)
-"""
-
-
-@pytest.mark.full
-def test_a_real_full_disk_and_a_read_only_directory(model, expected, tmp_path):
-    """One line and exit code 2; with room the same command goes on."""
-    trial = ["unshare", "--user", "--map-root-user", "--mount"]
-    try:
-        subprocess.run([*trial, "mount", "-t", "tmpfs", "none", tmp_path], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"nothing can be mounted here: {error}")
-    given = [*trial, sys.executable, "-c", FULL_DISK, tmp_path, *command(model, tmp_path)[2:]]
-    done = subprocess.run(given, capture_output=True, text=True, cwd=ROOT)
-    lines = done.stderr.splitlines()
-    assert len(lines) == 3, done.stderr
-    assert "No space left on device; the same command goes on" in lines[0]
-    assert lines[1] == f"gpt.py: error: {tmp_path}/lock: Read-only file system; the same command goes on"
-    full, readonly, *sums = done.stdout.splitlines()
-    assert (full, readonly) == ("2", "2")
-    assert {name: digest for digest, name in map(str.split, sums)} == expected
-
-
 GOOD = [
     {"id": "a", "prompt": "abc"},
     {"id": 7, "prompt": "d", "options": {"max_new_tokens": 3, "temperature": 0}},

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from steps import choose, logits, prefill
+from steps import choose, logits, prefill, write_at_random
 
-from shakespeare.attention_ext.parts import PARTS
+from shakespeare.attention_ext.parts import PARTS, CachePrecision, Dtype
 from shakespeare.generation.engines import graph, pytorch
+from shakespeare.generation.engines.engine import EngineOptions
+from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
-from shakespeare.generation.writer import Request, Writer
 
 PENALTIES = Sampling(repetition_penalty=1.3, presence_penalty=0.5)
 
@@ -28,20 +29,20 @@ def no_graphs(monkeypatch) -> None:
     monkeypatch.setattr(graph.Graphs, "_graph", uncaptured)
 
 
-def engines(dtype=torch.float32, slots=5):
+def engines(kv_cache="fp32"):
     """The engine without and with the steps of a graph."""
-    gpt = tiny.gpt()
-    return [pytorch.TorchEngine(gpt, slots, 16, dtype, part=part) for part in (None, PARTS["part0"])]
+    gpt, options = tiny.gpt(), EngineOptions(part="part0", kv_cache=kv_cache, slots=5)
+    return [pytorch.TorchEngine(gpt, options, part) for part in (None, options.row)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_cache", list(CachePrecision))
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(), Sampling(0), Sampling(1.2, 5, 0.9, 0.02, 0.8), PENALTIES],
     ids=["plain", "greedy", "filtered", "on the host"],
 )
-def test_any_texts_at_any_lengths(no_graphs, dtype, sampling):
-    plain, stepped = engines(dtype)
+def test_any_texts_at_any_lengths(no_graphs, kv_cache, sampling):
+    plain, stepped = engines(kv_cache)
     uniforms = np.random.default_rng(0).random((9, 5))
     at = [3, 0, 4]  # fewer than a power of two; the others keep what they hold
     for each in (plain, stepped):
@@ -65,25 +66,14 @@ def test_any_texts_at_any_lengths(no_graphs, dtype, sampling):
 
 def test_texts_that_join_leave_and_slide(no_graphs):
     requests = [
-        Request([1, 2], 1, Sampling(), 40),
-        Request([3], 2, Sampling(0.5), 7),
-        Request([1, 2], 3, PENALTIES, 20),
-        Request([5] * 16, 4, Sampling(), 9, logprobs=2),
-        Request([4], 5, Sampling(), 30, context="reset"),
+        Request([1, 2], seed=1, sampling=Sampling(), max_new_tokens=40),
+        Request([3], seed=2, sampling=Sampling(0.5), max_new_tokens=7),
+        Request([1, 2], seed=3, sampling=PENALTIES, max_new_tokens=20),
+        Request([5] * 16, seed=4, sampling=Sampling(), max_new_tokens=9, logprobs=2),
+        Request([4], seed=5, sampling=Sampling(), max_new_tokens=30, context="reset"),
     ]
-    found = []
-    for engine in engines():
-        writer, texts = Writer(engine, 4), {}
-        waiting = list(requests)
-        while waiting or writer.texts:
-            if waiting and writer.free:
-                texts[writer.join(waiting.pop())] = []
-            for text, tokens in writer.step():
-                texts[text] += tokens.tolist()
-            for text in [text for text in writer.texts if text.remaining == 0]:
-                writer.leave(text)
-        found.append([(text.request.seed, tokens) for text, tokens in texts.items()])
-    assert found[0] == found[1]
+    plain, stepped = (write_at_random(engine, requests, 0) for engine in engines())
+    assert [tokens for tokens, _ in plain] == [tokens for tokens, _ in stepped]
 
 
 def test_a_nan_is_an_error(no_graphs):
@@ -104,8 +94,8 @@ def test_which_parts_it_serves():
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("arch", ["sm_75", pytest.param("sm_100", marks=pytest.mark.full)])
-@pytest.mark.parametrize("form, head_dim, threads", [(0, 32, graph.SMALL), (1, 80, graph.LARGE)])
-def test_its_attention_compiles_without_spilling(arch, form, head_dim, threads):
-    _, found = graph.source(head_dim, form, threads, arch).compile()
-    assert 0 < found.registers <= 128 and found.spill_stores == 0, found
+@pytest.mark.parametrize("capability", [(7, 5), pytest.param((10, 0), marks=pytest.mark.full)], ids=str)
+def test_its_attention_compiles_without_spilling(capability):
+    for head_dim, dtype, threads in ((32, Dtype.FP32, graph.SMALL), (80, Dtype.BF16, graph.LARGE)):
+        _, found = graph.source(head_dim, dtype, threads, capability).compile()
+        assert 0 < found.registers <= 128 and found.spill_stores == 0, (head_dim, found)

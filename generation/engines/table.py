@@ -1,0 +1,153 @@
+"""The table of engines, and which one a model gets: choose() says it, open_engine() is Python's door.
+
+An engine is imported when it is opened: only the torch engine needs torch, only the cuda engine CUDA, and
+only the webgpu engine wgpu.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shakespeare.attention_ext.cuda.kernels import WIDEST
+from shakespeare.attention_ext.parts import DEVICES, BuildError, one_of
+from shakespeare.generation.engines.engine import Engine, EngineOptions, Unfit
+from shakespeare.model.checkpoint import Checkpoint, loaded, named_draft
+from shakespeare.model.draft import Draft
+
+if TYPE_CHECKING:
+    from shakespeare.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Row:
+    """An engine. open: raises Unfit for a model that it does not take, BuildError without its device.
+
+    devices: where it runs. any_attention: also PyTorch's, a user's file's and CUDA's kernels by name.
+    drafts: whether it takes a draft that is named.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    open: Callable[[Checkpoint | GPT, EngineOptions], Engine]
+    any_attention: bool = False
+    drafts: bool = False
+
+    def refuses(self, model: Checkpoint | GPT, options: EngineOptions) -> str | None:
+        """Why it does not take these options, or None."""
+        part, device, kernel, draft = options.row, options.device, options.kernel, options.draft
+        if device not in self.devices:
+            others = " or ".join(repr(row.name) for row in ENGINES.values() if device in row.devices)
+            return f"engine is {self.name!r}; it must be {others} on {DEVICES[device]}"
+        if not self.any_attention and part.operator is None:
+            whose = "a user's" if part.file else "PyTorch's"
+            return f"engine is {self.name!r}; it must be 'torch' with {part.name}, {whose} attention"
+        if not self.any_attention and kernel is not None:
+            return f"kernel is {kernel!r}; it must be None with the {self.name} engine, which has its own"
+        if device == "cuda" and part.operator and (d := model.config.head_dim) > WIDEST:
+            return f"model has heads of d={d}; d must be at most {WIDEST} on CUDA in {part.name}"
+        if not self.drafts and not (isinstance(draft, str) and draft in ("auto", "off")):
+            who = " and the ".join(row.name for row in ENGINES.values() if row.drafts)
+            return f"draft is {draft!r}; it must be 'auto' or 'off' but in the {who} engine"
+        return None
+
+
+def _cuda(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
+    from shakespeare.generation.engines import cuda
+
+    o, draft = options, draft_of(model, options.draft)
+    return cuda.CudaEngine(model, o.weights, o.kv_cache, o.slots, o.context(model.config), draft=draft)
+
+
+def _webgpu(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
+    from shakespeare.generation.engines import webgpu
+
+    o = options
+    return webgpu.WebGpuEngine(model, o.weights, o.kv_cache, o.slots, o.context(model.config))
+
+
+def _native(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
+    from shakespeare.generation.engines import native
+
+    return native.Decoder(model, options, draft_of(model, options.draft))
+
+
+def _torch(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
+    from shakespeare.generation.engines import pytorch
+
+    return pytorch.open_torch(model, options)
+
+
+# In the order in which they are tried.
+ENGINES = {
+    row.name: row
+    for row in (
+        Row("native", ("cpu",), _native, drafts=True),
+        Row("cuda", ("cuda",), _cuda, drafts=True),
+        Row("webgpu", ("webgpu",), _webgpu),
+        Row("torch", ("cpu", "cuda"), _torch, any_attention=True),
+    )
+}
+
+
+def choose(model: Checkpoint | GPT, options: EngineOptions) -> tuple[Engine, list[str]]:
+    """The engine that is named, else the first that takes the model; and why those before it do not.
+
+    Where WebGPU has no adapter, or its engine does not take the model, one on the CPU is chosen.
+    Raises ValueError naming the wrong option, Unfit or BuildError if there is no other engine.
+    """
+    options.context(model.config)
+    named, device = options.engine is not None, options.device
+    if named:
+        one_of("engine", options.engine, ENGINES)  # type: ignore[arg-type]
+    refused, unfit = "", list[str]()
+    for row in ENGINES.values():
+        if row.name != options.engine if named else device not in row.devices:
+            continue
+        if reason := row.refuses(model, options):
+            refused = reason
+            continue
+        try:
+            return row.open(model, options), [f"{why}; the {row.name} engine writes" for why in unfit]
+        except (Unfit, BuildError) as error:
+            if named or isinstance(error, BuildError) and device != "webgpu":
+                raise
+            unfit.append(str(error))
+    if refused or device != "webgpu":
+        raise ValueError(refused)
+    engine, _ = choose(model, replace(options, device="cpu"))
+    return engine, [f"{why}; the {engine.name} engine writes on the CPU" for why in unfit]
+
+
+def open_engine(
+    model: Checkpoint | GPT | str | Path, engine: str | EngineOptions | None = None, **options: Any
+) -> Engine:
+    """Open an engine for a model; the native engine and a GPU copy the weights.
+
+    model: loaded, or a name for load(). engine, options: the fields of EngineOptions, or these. Warns if an
+    engine that would come first does not take the model. Raises as EngineOptions and choose() do.
+    """
+    if isinstance(model, (str, Path)) or not hasattr(model, "config"):
+        model = loaded(model)
+    opened, unfit = choose(
+        model, engine if isinstance(engine, EngineOptions) else EngineOptions(engine=engine, **options)
+    )
+    for why in unfit:
+        warnings.warn(why, stacklevel=2)
+    return opened
+
+
+def draft_of(model: Checkpoint | GPT, draft: Draft | str) -> Draft | None:
+    """The draft that EngineOptions name, or None. Raises DraftError if it does not fit."""
+    if isinstance(draft, Draft) or draft == "off":
+        return draft if isinstance(draft, Draft) else None
+    if isinstance(model, Checkpoint):
+        return model.draft if draft == "auto" else named_draft(draft, model.tokenizer)
+    if draft == "auto":
+        return None
+    raise ValueError(
+        f"draft is {draft!r}; it must be 'auto', 'off' or a Draft for a model without a vocabulary"
+    )
