@@ -17,7 +17,8 @@ from shakespeare.attention_ext.checks import real, whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGEST_SEED = 2**63 - 1  # OpenAI's API has whole numbers of 64 bits with a sign
+LARGEST_SEED = 2**63 - 1  # of commands and requests: OpenAI's API has whole numbers of 64 bits with a sign
+SEEDS = 2**64  # of the generator
 MOST_BIAS = 100  # of a token's logit, up or down, as in OpenAI's API
 
 

@@ -88,7 +88,7 @@ def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
 def test_a_wrong_request_is_named():
     for change, error, message in (
         (dict(ids=[]), ValueError, "prompt is empty"),
-        (dict(seed=2**63), ValueError, r"seed is \d+; it must be at least 0 and less than 2\*\*63"),
+        (dict(seed=2**64), ValueError, r"seed is \d+; it must be at least 0 and less than 2\*\*64"),
         (dict(seed="1"), TypeError, "seed is a str; it must be a whole number"),
         (dict(max_new_tokens=-1), ValueError, "max_new_tokens is -1"),
         (dict(max_new_tokens=1.0), TypeError, "max_new_tokens is a float"),

@@ -58,7 +58,7 @@ const NOTES = {
     ],
     Scores: [
       "The tile of scores is Br × Bc, whatever N is. It overwrites the tile before it: no score ever goes to memory. The mask cuts a tile on the diagonal.",
-      "scores(0, 0, std::min(keys, first + W));",
+      "staircase(keys, first, simd::lanes(),",
     ],
     "Online softmax": [
       "Each row’s m becomes the larger of the old m and the tile’s largest score. The weights are exp(S − m). The old l is multiplied by exp(old m − m), and the weights are added to it. Neither m nor l is final before the last tile.",
