@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
-import numpy as np
+from rich.align import Align
+from rich.bar import Bar
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -26,8 +28,7 @@ from shakespeare.training.schedule import Schedule, Watcher
 SAMPLE_SHARE = 0.015  # share of the time that samples may take
 SAMPLE_SECONDS = 3.0  # least time between two samples
 REDRAW_SECONDS = 0.5
-PLOT_ROWS, PLOT_COLUMNS, SAMPLE_ROWS = 10, 60, 8  # the most of each
-VALIDATION, TRAINING = "cyan", "yellow"  # colors of the curves
+WIDTH, LOSS_ROWS, SAMPLE_ROWS = 68, 10, 8  # the most of each
 
 
 @contextlib.contextmanager
@@ -35,8 +36,7 @@ def watch(name: str, quiet: bool) -> Iterator[Watcher]:
     """A picture on a terminal, else lines."""
     seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
     console = Console(stderr=True)
-    # Without colors the curves could not be told apart, and half blocks are in Unicode only.
-    drawn = console.encoding.startswith("utf") and not (console.is_dumb_terminal or console.no_color)
+    drawn = console.encoding.startswith("utf") and not console.is_dumb_terminal  # bars are in Unicode only
     if not seen or quiet or not drawn:
         yield Lines(quiet)
         return
@@ -67,22 +67,30 @@ class Lines(Watcher):
 
 
 class Picture(Watcher):
-    """Draws the curves, the speed and a sample of the averaged weights in place, on a terminal."""
+    """Draws the losses, the speed and a sample of the averaged weights in place, on a terminal.
 
-    _sampler: "Sampler | None" = None
+    part, tokens: of a sample. Samples take a small share of the time.
+    """
+
+    part, tokens = "part4", 300
 
     def __init__(self, name: str, live: Live) -> None:
         self.name, self.live, self.sample, self._drawn = name, live, "", 0.0
 
     def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
-        self._sampler = Sampler(averaged, tokenizer)
+        self._averaged, self._tokenizer = averaged, tokenizer
+        self._prompt = "\n" if "\n" in tokenizer.characters else tokenizer.characters[0]
+        self._next_sample = time.monotonic() + SAMPLE_SECONDS
 
     def note(self, sentence: str) -> None:
         self.live.console.print(Text(sentence))
 
     def stepped(self, run: Schedule) -> None:
-        if self._sampler is not None and self._sampler.due():
-            self.sample = self._sampler.write()
+        start = time.monotonic()
+        if start >= self._next_sample:
+            self.sample = self.write()
+            now = time.monotonic()
+            self._next_sample = now + max(SAMPLE_SECONDS, (now - start) / SAMPLE_SHARE)
         if time.monotonic() - self._drawn >= REDRAW_SECONDS:
             self.evaluated(run)
 
@@ -90,37 +98,19 @@ class Picture(Watcher):
         self.live.update(picture(self.name, run, self.sample, self.live.console), refresh=True)
         self._drawn = time.monotonic()
 
-
-class Sampler:
-    """Writes samples with the current model, so rarely that they take a small share of the time."""
-
-    def __init__(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
-        self.averaged, self.tokenizer = averaged, tokenizer
-        self.prompt = "\n" if "\n" in tokenizer.characters else tokenizer.characters[0]
-        self.part, self.tokens = "part4", 300
-        self._wait(0.05)  # an estimate for the first sample
-
-    def _wait(self, seconds: float) -> None:
-        """Set the time of the next sample, which probably takes these seconds."""
-        self._next = time.monotonic() + max(SAMPLE_SECONDS, seconds / SAMPLE_SHARE)
-
-    def due(self) -> bool:
-        """Whether it is time for the next sample."""
-        return time.monotonic() >= self._next
-
     def write(self) -> str:
         """A sample. If the kernels cannot be compiled, PyTorch's attention is used from now on."""
-        start = time.monotonic()
-        model = self.averaged
+        model = self._averaged
         if next(model.parameters()).is_cuda:
             model = copy.deepcopy(model).cpu()
-        checkpoint = Checkpoint(model.config, model.weights, self.tokenizer)
+        checkpoint = Checkpoint(model.config, model.weights, self._tokenizer)
         try:
-            text = generate(checkpoint, self.prompt, self.tokens, part=self.part, seed=1, context="reset")
+            return str(
+                generate(checkpoint, self._prompt, self.tokens, part=self.part, seed=1, context="reset")
+            )
         except BuildError:
-            self.part, self.tokens, text = "part0", 100, ""
-        self._wait(time.monotonic() - start)
-        return str(text)
+            self.part, self.tokens = "part0", 100
+            return ""
 
 
 def picture(name: str, run: Schedule, sample: str, console: Console) -> Group:
@@ -133,50 +123,27 @@ def picture(name: str, run: Schedule, sample: str, console: Console) -> Group:
         f"learning rate {run.rate():.0%}",
         f"{timedelta(seconds=round(run.left()))} left",
     )
-    width = min(PLOT_COLUMNS + 8, console.width)
-    full = round(width * run.progress())
-    parts: list = [head, Text("━" * full, VALIDATION) + Text("─" * (width - full), "dim")]
+    width = min(WIDTH, console.width)
+    parts: list = [head, Align.left(ProgressBar(1.0, run.progress(), width))]
     if run.curve:
-        parts += curves(run.curve, max(1, width - 8), run.progress())
+        parts.append(losses(run.curve, width))
     if sample:
-        rows = max(1, min(SAMPLE_ROWS, console.height - PLOT_ROWS - 8))
+        rows = max(1, min(SAMPLE_ROWS, console.height - LOSS_ROWS - 8))
         lines = Text(harmless(sample)).wrap(console, width - 4, overflow="fold")
         parts.append(Panel(Text("\n").join(lines[:rows]), width=width, title="a sample"))
     return Group(*parts, "")  # the cursor's line stays empty: a terminal echoes ^C there
 
 
-def curves(curve: Sequence[Sequence[float | None]], width: int, progress: float) -> list[Text]:
-    """A plot of both losses over the steps, and its legend. A row of characters shows two of the plot.
+def losses(curve: Sequence[Sequence[float | None]], width: int) -> Table:
+    """A table of the curve, or of evenly spaced rows of it, with a bar for each validation loss.
 
-    curve: rows [step, training loss or None, validation loss]. progress: the share of the run that is done,
-    in [0, 1]; the curve ends at this share of the width.
+    curve: rows [step, training loss or None, validation loss].
     """
-    rows, height = np.array(curve, dtype=float), 2 * PLOT_ROWS  # NaN for None
-    low = np.nanmin(rows[:, 1:])
-    # The first losses are cut off: beside them the others would be a flat line.
-    high = np.nanmax(rows[len(rows) // 8 :, 1:])
-    ends = (rows[:, 0] / max(1, rows[-1, 0]) * progress * (width - 1)).astype(int)
-    grid = np.full((height, width), "", dtype=object)  # colors
-    for which, color in ((1, TRAINING), (2, VALIDATION)):
-        known = ~np.isnan(rows[:, which])
-        if not known.any():
-            continue
-        columns = np.arange(ends[known][0], ends[known][-1] + 1)
-        losses = np.interp(columns, ends[known], rows[known, which])
-        at = np.clip(((high - losses) / max(high - low, 1e-9) * (height - 1)).round(), 0, None).astype(int)
-        for column, above, row in zip(columns, [at[0], *at], at):
-            grid[min(above, row) : max(above, row) + 1, column] = color
-    lines = [
-        Text.assemble(f"{loss:7.3f} ", *map(cell, tops, bottoms))
-        for loss, tops, bottoms in zip(np.linspace(high, low, PLOT_ROWS), grid[::2], grid[1::2])
-    ]
-    _, train, validation = curve[-1]
-    known = f"{validation:.4f}   ", ("training ", TRAINING), "-" if train is None else f"{train:.4f}"
-    return [*lines, Text.assemble(" " * 8, ("validation ", VALIDATION), *known)]
-
-
-def cell(top: str, bottom: str) -> tuple[str, str]:
-    """A character whose halves have these colors ('' is no color), and its style."""
-    if top:
-        return "▀", f"{top} on {bottom}" if bottom else top
-    return ("▄", bottom) if bottom else (" ", "")
+    last, count = len(curve) - 1, min(len(curve), LOSS_ROWS)
+    shown = [curve[last * i // max(1, count - 1)] for i in range(count)]
+    largest = max(validation or 0.0 for _, _, validation in shown)
+    table = Table("step", "training", "validation", "", box=None, pad_edge=False, width=width)
+    for step, training, validation in shown:
+        numbers = ("-" if loss is None else f"{loss:.4f}" for loss in (training, validation))
+        table.add_row(f"{step:,}", *numbers, Bar(largest, 0, validation or 0.0, color="cyan"))
+    return table

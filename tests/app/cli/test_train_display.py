@@ -1,4 +1,4 @@
-"""The picture of a run: its curves and its samples, which change nothing in the run."""
+"""The picture of a run: its losses and its samples, which change nothing in the run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.live import Live
 from training_texts import TINY, words
 
 from shakespeare.app.cli import train_display as display
-from shakespeare.app.cli.train_display import Picture, Sampler, picture
+from shakespeare.app.cli.train_display import LOSS_ROWS, Picture, losses, picture
 from shakespeare.training.run import train
 from shakespeare.training.schedule import Schedule
 
 CURVE = [[10, 3.0, 2.9], [20, 2.0, 2.1], [40, 1.0, 1.5]]
 
 
-def test_the_picture_has_the_figures_the_curves_and_the_sample():
+def test_the_picture_has_the_figures_the_losses_and_the_sample():
     run = Schedule(dataclasses.replace(TINY, steps=80))
     run.done, run.seconds, run.curve = 40, 75.0, CURVE
     console = Console(file=io.StringIO(), width=100, height=40)
@@ -29,8 +29,11 @@ def test_the_picture_has_the_figures_the_curves_and_the_sample():
     assert re.fullmatch(
         r"mine  step 40 of 80  68 characters/s  learning rate 55%  0:01:15 left *", head.rstrip()
     )
-    assert len(bar.rstrip()) == 68
-    assert "validation 1.5000   training 1.0000" in text and "to [b]be?[31m or not" in text
+    assert bar.rstrip() == 34 * "━"
+    assert re.search(r"^ *40 +1.0000 +1.5000 +█", text, re.M) and "to [b]be?[31m or not" in text
+    many = losses([[step, None, 9 - step / 10] for step in range(81)], 60)
+    steps = [int(step) for step in many.columns[0].cells]
+    assert len(steps) == LOSS_ROWS and (steps[0], steps[-1]) == (0, 80)
 
 
 @pytest.mark.parametrize("part", ["part0", "part4"])
@@ -43,19 +46,17 @@ def test_a_watched_run_is_the_same_run(tmp_path, monkeypatch, request, part):
     monkeypatch.setattr(display, "REDRAW_SECONDS", 0.0)
     samples = []
 
-    class Own(Sampler):
-        def __init__(self, averaged, tokenizer):
-            super().__init__(averaged, tokenizer)
-            self.part, self.tokens = part, 20
+    class Own(Picture):
+        tokens = 20
 
         def write(self):
             samples.append(super().write())
             return samples[-1]
 
-    monkeypatch.setattr(display, "Sampler", Own)
+    Own.part = part
     out = io.StringIO()
     with Live(console=Console(file=out, force_terminal=True, width=100, height=40)) as live:
-        train(TINY, words(4000), out=tmp_path / "watched", watcher=Picture("mine", live))
+        train(TINY, words(4000), out=tmp_path / "watched", watcher=Own("mine", live))
     train(TINY, words(4000), out=tmp_path / "alone")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("watched", "alone")]
     assert files[0] == files[1]
