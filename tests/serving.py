@@ -116,8 +116,10 @@ def port_of(child: subprocess.Popen) -> int:
 
 
 @contextmanager
-def raw(client: Client, receive_buffer: int | None = None, **fields) -> Iterator[socket.socket]:
-    """A request for a text on a raw connection, which is closed at the end."""
+def raw(
+    client: Client, receive_buffer: int | None = None, sent: int | None = None, **fields
+) -> Iterator[socket.socket]:
+    """A request for a text on a raw connection, which is closed at the end. sent: the end of what is sent."""
     body = json.dumps({"model": MODEL} | fields).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.socket() as connection:
@@ -125,7 +127,7 @@ def raw(client: Client, receive_buffer: int | None = None, **fields) -> Iterator
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         connection.settimeout(WAIT_SECONDS)
         connection.connect(("127.0.0.1", client.port))
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        connection.sendall((f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)[:sent])
         yield connection
 
 
