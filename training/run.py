@@ -4,18 +4,20 @@ import hashlib
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shakespeare.attention_ext.checks import none_is_default
 from shakespeare.model.checkpoint import Checkpoint, save, save_record
+from shakespeare.model.config import HEAD
+from shakespeare.model.corpus import split
 from shakespeare.model.gpt import GPT
-from shakespeare.model.loss import evaluate, evaluate_windows
+from shakespeare.model.loss import evaluate
 from shakespeare.training.recipe import Recipe
 from shakespeare.training.schedule import ByTime, Schedule, Watcher
 from shakespeare.training.start import fitted
@@ -26,6 +28,34 @@ from shakespeare.training.trainer import Trainer
 STATE_SECONDS = 8.0  # time between two states, unless writing one takes long
 STATE_SHARE = 0.04  # share of the time that writing states may take
 MARGIN = 1.2  # factor on the estimated time of a run's end
+
+
+class HeldOut(NamedTuple):
+    """Tokens on which no training step learns, as windows() gives them.
+
+    watched: of the validation text, during the run. validation, test, old (of the old text): at its end.
+    """
+
+    validation: Tensor
+    watched: Tensor
+    test: Tensor | None
+    old: Tensor | None
+
+    @property
+    def characters(self) -> int:
+        """The number of all of them, each part once."""
+        return sum({id(part): part.numel() for part in self if part is not None}.values())
+
+    @classmethod
+    def of(cls, material: Material, recipe: Recipe, old: Tensor | None) -> "HeldOut":
+        """All of a text without a test part, else windows."""
+        validation, test, size = material.validation, material.test, recipe.block_size
+        if not recipe.test_share:
+            return cls(validation, validation, None, old)
+        watched = windows(validation, size, MOST_WATCHED)
+        return cls(
+            windows(validation, size, MOST_EVALUATED), watched, windows(test, size, MOST_EVALUATED), old
+        )
 
 
 @none_is_default
@@ -41,20 +71,19 @@ def train(
     old_text: str | None = None,
     resume: bool = False,
     about: Mapping[str, str] | None = None,
-    stop: Callable[[], bool] = lambda: False,
 ) -> dict:
     """Train on the first 90 % of `text` and keep the average with the best loss on the validation text.
 
     part: see Trainer. start: the model to fine-tune; the recipe has its sizes (training.start.recipe_of).
     old_text: the loss on its last 10 % is measured before and after fine-tuning.
     resume: continue the run whose state is in `out`; the other arguments must be those of that run.
-    about: further settings to record. stop: is asked after each training step whether to stop.
+    about: further settings to record.
     Writes a checkpoint directory to `out` at every new best, and a state every ten seconds. Returns the
     training record: corpus hash, recipe, device, losses (nats per character) and the loss curve as
     [step, training loss, validation loss], the training loss being the mean since the row before.
     Raises ValueError if the device is missing, the text does not suit, another process trains in `out`, there
     is nothing to resume, or the loss becomes infinite or NaN. Raises OSError if `out` cannot be written, and
-    KeyboardInterrupt after `stop`, when the state is saved.
+    KeyboardInterrupt after the watcher stopped the run, when the state is saved.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but PyTorch finds no GPU here; it must be 'cpu'")
@@ -62,15 +91,16 @@ def train(
         raise ValueError(f"old_text has {len(old_text)} characters; it must have at least 11")
     if resume:
         check_state(out)
+    notes: list[str] = []
     if recipe.test_share:
         recipe, notes = fit(text, recipe)
-        for note in notes:
-            watcher.note(note)
     model, tokenizer = None, None
     if start is not None:
         model, tokenizer, new = fitted(start, text, recipe.block_size, recipe.seed)
         if new:
-            watcher.note(f"the model's vocabulary grows by {len(new)} characters: {new[:20]!r}")
+            notes.append(f"the model's vocabulary grows by {len(new)} characters: {new[:20]!r}")
+    for note in notes:
+        watcher.note(note)
     material = divide(text, recipe, tokenizer)
     out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of training steps
     size, on = len(material.tokenizer), torch.device(device)
@@ -83,15 +113,16 @@ def train(
         "torch": torch.__version__,
         **(about or {}),
     }
+    old = None
     if start is not None:
         weights = start.model.state_dict().values()
         identity["init_sha256"] = _sha256(*(t.float().cpu().contiguous().numpy() for t in weights))
+        if old_text is not None:
+            _, tokens = split(start.tokenizer.encode(old_text))
+            old = windows(torch.tensor(tokens), recipe.block_size, MOST_OLD)
     if old_text is not None:
         identity["old_corpus_sha256"] = _sha256(old_text.encode())
-    run = _Run(trainer, material, out, watcher, identity)
-    if old_text is not None and start is not None:
-        ids = torch.tensor(start.tokenizer.encode(old_text))
-        run.old = windows(ids[int(0.9 * len(ids)) :], recipe.block_size, MOST_OLD)
+    run = _Run(trainer, material, old, out, watcher, identity)
     with only_run(out):
         if resume:
             run.resume()
@@ -99,41 +130,46 @@ def train(
             (out / FILE).unlink(missing_ok=True)  # of a run that this one replaces
         run.schedule.begin(time.monotonic())  # on a GPU the trainer has compiled its training step before
         watcher.begin(trainer.averaged, material.tokenizer)
-        return run.go(stop, None if start is None else start.model)
+        if start is not None and not run.schedule.done:
+            run.measure_start(start.model)
+        run.go()
+        return run.end()
 
 
 class _Run:
-    """A run in progress. best: the weights with the least validation loss. old: held-out tokens, or None."""
+    """A run in progress. best: the weights with the least validation loss."""
 
     def __init__(
-        self, trainer: Trainer, material: Material, out: Path, watcher: Watcher, identity: dict
+        self,
+        trainer: Trainer,
+        material: Material,
+        old: Tensor | None,
+        out: Path,
+        watcher: Watcher,
+        identity: dict,
     ) -> None:
         recipe = trainer.recipe
         self.trainer, self.out, self.watcher = trainer, out, watcher
         self.tokenizer, self.identity = material.tokenizer, identity
+        self.held_out = HeldOut.of(material, recipe, old)
         self.schedule = Schedule(recipe) if recipe.minutes is None else ByTime(recipe)
         self.record: dict[str, Any] = identity | {"curve": self.schedule.curve}
         self.best: dict[str, Tensor] = {}
         self.best_loss = math.inf
-        self.old: Tensor | None = None
-        self.validation = self.watched = material.validation
-        self.test: Tensor | None = None
-        if recipe.test_share:
-            self.validation = windows(material.validation, recipe.block_size, MOST_EVALUATED)
-            self.watched = windows(material.validation, recipe.block_size, MOST_WATCHED)
-            self.test = windows(material.test, recipe.block_size, MOST_EVALUATED)
         self._loss_sum = torch.zeros((), device=trainer.device, dtype=torch.float64)
         self._losses = 0
         self._saved_at, self._save_seconds = time.monotonic(), 0.0
         self._evaluated_at, self._evaluation_seconds = -1, 0.0  # the training steps before the last one
 
-    def go(self, stop: Callable[[], bool], start: GPT | None) -> dict:
-        """Train until the schedule ends, measure the best weights, and return the record."""
-        if start is not None and not self.schedule.done:  # the losses before any training step
-            self._losses = 1
-            self._loss_sum.fill_(math.nan)
-            self._measure_old("old_loss_before", start)
-            self._evaluate()
+    def measure_start(self, model: GPT) -> None:
+        """Measure the model that is fine-tuned, before any training step."""
+        self._losses = 1
+        self._loss_sum.fill_(math.nan)
+        self._measure_old("old_loss_before", model)
+        self._evaluate()
+
+    def go(self) -> None:
+        """Train until the schedule ends. Raises KeyboardInterrupt if the watcher stops the run."""
         if self.schedule.done and self.schedule.evaluation_due():
             self._evaluate()  # not if the run was resumed after it
         while not self.schedule.ended():
@@ -145,18 +181,21 @@ class _Run:
             if due:
                 self._evaluate()
             self.watcher.stepped(self.schedule)
-            if stop():
+            if self.watcher.stops():
                 self._save_state()  # as that of a continuing run, without a row for this evaluation
-                loss = self._loss(self.watched)
+                loss = self._loss(self.held_out.watched)
                 if loss < self.best_loss:
                     self._save_best(self.record | self._best_at(loss))
                 raise KeyboardInterrupt
         self._save_state()
         self._evaluate()
-        if self.test is not None:  # the best weights are measured on all held-out text
+
+    def end(self) -> dict:
+        """Measure the best weights on all held-out text; return the record."""
+        if self.held_out.test is not None:
             self._evaluated_weights(self.best)
-            self.record["val_loss"] = self._loss(self.validation)
-            self.record["test_loss"] = self._loss(self.test)
+            self.record["val_loss"] = self._loss(self.held_out.validation)
+            self.record["test_loss"] = self._loss(self.held_out.test)
             self._measure_old("old_loss_after", self.trainer.averaged)
             done, seconds = self.schedule.done, self.schedule.elapsed()
             self.record |= {"steps": done, "seconds": round(seconds, 1)}
@@ -187,10 +226,10 @@ class _Run:
         start, done = time.monotonic(), self.schedule.done
         if self._evaluated_at == done:
             return
-        loss = self._loss(self.watched)
+        loss = self._loss(self.held_out.watched)
         self._evaluation_seconds = time.monotonic() - start
         self.schedule.evaluated(self._evaluation_seconds)
-        self._reserve(self._evaluation_seconds / self.watched.numel())
+        self._reserve(self._evaluation_seconds / self.held_out.watched.numel())
         train_loss = self._loss_sum.item() / max(1, self._losses)
         self._loss_sum.zero_()
         self._losses, self._evaluated_at = 0, done
@@ -212,20 +251,20 @@ class _Run:
     def _save_best(self, record: dict) -> None:
         save(self.out, self.trainer.averaged, self.tokenizer, record)
 
-    def _loss(self, held_out: Tensor) -> float:
-        """The average's loss on tokens that no training step sees."""
-        return _loss(self.trainer.averaged, held_out, self.trainer.recipe.batch_chars)
+    def _loss(self, ids: Tensor) -> float:
+        """The average's loss on held-out tokens."""
+        return evaluate(self.trainer.averaged, ids, self.trainer.recipe.batch_chars)
 
     def _measure_old(self, name: str, model: GPT) -> None:
         """Record a model's loss on the old text under this name, if there is one."""
-        if self.old is not None:
-            self.record[name] = _loss(model, self.old, block_size=self.trainer.recipe.block_size)
+        if self.held_out.old is not None:
+            recipe = self.trainer.recipe
+            self.record[name] = evaluate(model, self.held_out.old, block_size=recipe.block_size)
 
     def _reserve(self, seconds_per_char: float) -> None:
         """Tell the schedule how long the end of the run will take."""
-        parts = [self.watched, self.test, None if self.watched is self.validation else self.validation]
-        characters = sum(part.numel() for part in (*parts, self.old) if part is not None)
-        self.schedule.finishing = MARGIN * seconds_per_char * characters + self._save_seconds + 0.1
+        measuring = MARGIN * seconds_per_char * self.held_out.characters
+        self.schedule.finishing = measuring + self._save_seconds + 0.1
 
     def _save_state(self) -> None:
         start = time.monotonic()
@@ -270,22 +309,14 @@ class _Run:
         self.trainer.averaged.load_state_dict(weights, strict=False)  # the head's are the embedding's
 
 
-def _loss(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int | None = None) -> float:
-    """The model's loss on tokens as text.windows() gives them."""
-    ids = ids.to(next(model.parameters()).device)
-    if ids.ndim == 2:
-        return evaluate_windows(model, ids, batch_chars)
-    return evaluate(model, ids, batch_chars, block_size)
-
-
 def _sha256(*data: Any) -> str:
     digest = hashlib.sha256()
-    for each in data:
-        digest.update(each)
+    for piece in data:
+        digest.update(piece)
     return digest.hexdigest()
 
 
 def _copied(model: GPT) -> dict[str, Tensor]:
     """The model's weights on the CPU, without the head's, which are the embedding's."""
     weights = model.state_dict().items()
-    return {name: t.detach().to("cpu", copy=True) for name, t in weights if name != "lm_head.weight"}
+    return {name: t.detach().to("cpu", copy=True) for name, t in weights if name != HEAD}

@@ -1,6 +1,7 @@
 """The progress of a run, and who is told of it. Schedule counts training steps, ByTime seconds."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shakespeare.model.gpt import GPT
@@ -10,7 +11,6 @@ from shakespeare.training.recipe import DECAYS, Recipe
 EVALUATIONS = 40  # most evaluations of a run by time; a long one has more
 LONGEST_WAIT = 60.0  # seconds between two evaluations, unless they take long
 EVALUATING = 0.03  # share of the time that evaluations may take
-MOST_STEPS = 10  # one slow training step counts as at most this many
 
 
 class Schedule:
@@ -91,22 +91,14 @@ class Schedule:
 
 
 class ByTime(Schedule):
-    """The recipe's minutes, of which `finishing` seconds are kept for the work after the last training step.
+    """The recipe's minutes; `finishing` seconds are kept for the work after the last training step."""
 
-    A training step counts as at most MOST_STEPS usual ones. So one during which the machine slept makes the
-    run end later, but does not shorten the decay of the learning rate.
-    """
-
-    STATE = (
-        *("done", "seconds", "finishing", "step_seconds"),
-        *("_evaluating", "_evaluation_seconds", "_next_evaluation"),
-    )
+    STATE = ("done", "seconds", "finishing", "step_seconds", "_evaluating", "_next_evaluation")
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._budget = 60 * (recipe.minutes or 0)  # seconds
         self._evaluating = 0.0  # time of all evaluations
-        self._evaluation_seconds = 0.0  # time of a usual evaluation
         self._wait = min(self._budget / EVALUATIONS, LONGEST_WAIT)
         self._next_evaluation = self._wait
 
@@ -115,16 +107,11 @@ class ByTime(Schedule):
 
     def stepped(self, seconds: float) -> None:
         super().stepped(seconds)
-        counted = min(seconds, MOST_STEPS * self.step_seconds) if self.step_seconds else seconds
-        self.step_seconds += 0.1 * (counted - self.step_seconds) if self.step_seconds else counted
-        self.seconds -= seconds - counted
+        self.step_seconds += 0.1 * (seconds - self.step_seconds) if self.step_seconds else seconds
 
     def evaluated(self, seconds: float) -> None:
-        usual = self._evaluation_seconds
-        counted = min(seconds, MOST_STEPS * usual) if usual else seconds
-        self._evaluation_seconds = min(usual, counted) if usual else counted
-        self._evaluating += counted
-        share = (self._evaluating + counted) / EVALUATING  # assuming that the next one takes as long
+        self._evaluating += seconds
+        share = (self._evaluating + seconds) / EVALUATING  # assuming that the next one takes as long
         self._next_evaluation = max(self.elapsed() + self._wait, share)
 
     def rate(self) -> float:
@@ -147,7 +134,13 @@ class ByTime(Schedule):
 
 
 class Watcher:
-    """A run calls these methods, which do nothing here, in its own thread; their time counts as the run's."""
+    """A run calls these methods, which do nothing here, in its own thread; their time counts as the run's.
+
+    stops: is asked after each training step whether to stop.
+    """
+
+    def __init__(self, stops: Callable[[], bool] = lambda: False) -> None:
+        self.stops = stops
 
     def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
         """The run begins. averaged: the model that is evaluated and saved; each training step changes it."""

@@ -96,8 +96,8 @@ def train(
     old_text = None if old_corpus is None else options.read_corpus(old_corpus)
     settings: Any = dict(part=part, start=start, old_text=old_text, resume=resume, about=about)
     try:
-        with stoppable() as stop, watch(name, quiet) as watcher:
-            record = run(recipe, text, directory, device, **settings, watcher=watcher, stop=stop)
+        with stoppable() as stops, watch(name, quiet, stops) as watcher:
+            record = run(recipe, text, directory, device, **settings, watcher=watcher)
     except KeyboardInterrupt:
         saved = (directory / FILE).is_file()
         notice(f"stopped; to go on: {command_to_resume()}" if saved else "stopped before the first step")

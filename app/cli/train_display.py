@@ -4,7 +4,7 @@ import contextlib
 import copy
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 from rich.align import Align
@@ -32,22 +32,23 @@ WIDTH, LOSS_ROWS, SAMPLE_ROWS = 68, 10, 8  # the most of each
 
 
 @contextlib.contextmanager
-def watch(name: str, quiet: bool) -> Iterator[Watcher]:
-    """A picture on a terminal, else lines."""
+def watch(name: str, quiet: bool, stops: Callable[[], bool]) -> Iterator[Watcher]:
+    """A picture on a terminal, else lines. stops: of Watcher."""
     seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
     console = Console(stderr=True)
     drawn = console.encoding.startswith("utf") and not console.is_dumb_terminal  # bars are in Unicode only
     if not seen or quiet or not drawn:
-        yield Lines(quiet)
+        yield Lines(quiet, stops)
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        yield Picture(name, live)
+        yield Picture(name, live, stops)
 
 
 class Lines(Watcher):
     """Writes a line on standard error for each evaluation; if quiet, only warnings."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool, stops: Callable[[], bool]) -> None:
+        super().__init__(stops)
         self.quiet = quiet
 
     def note(self, sentence: str) -> None:
@@ -74,7 +75,8 @@ class Picture(Watcher):
 
     part, tokens = "part4", 300
 
-    def __init__(self, name: str, live: Live) -> None:
+    def __init__(self, name: str, live: Live, stops: Callable[[], bool] = lambda: False) -> None:
+        super().__init__(stops)
         self.name, self.live, self.sample, self._drawn = name, live, "", 0.0
 
     def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:

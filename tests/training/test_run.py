@@ -13,7 +13,7 @@ from training_texts import TINY, words
 
 from shakespeare.model import corpus
 from shakespeare.model.checkpoint import load
-from shakespeare.model.loss import evaluate, evaluate_windows
+from shakespeare.model.loss import evaluate
 from shakespeare.training import run
 from shakespeare.training.recipe import OWN_TEXT, Recipe
 from shakespeare.training.run import train
@@ -95,7 +95,7 @@ def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(t
     assert evaluate(loaded.model, validation) == pytest.approx(record["val_loss"], abs=1e-5)
     assert evaluate(loaded.model, test) == pytest.approx(record["test_loss"], abs=1e-5)
     watched = min(loss for _, _, loss in record["curve"])
-    assert evaluate_windows(loaded.model, windows(validation, 16, 64)) == pytest.approx(watched, abs=1e-4)
+    assert evaluate(loaded.model, windows(validation, 16, 64)) == pytest.approx(watched, abs=1e-4)
     assert record["val_loss"] != pytest.approx(watched, abs=1e-4)
 
 

@@ -12,6 +12,7 @@ from training_texts import TINY, words
 from shakespeare.model.checkpoint import Checkpoint, load
 from shakespeare.model.loss import evaluate
 from shakespeare.training.run import train
+from shakespeare.training.schedule import Watcher
 from shakespeare.training.start import fitted, recipe_of
 from shakespeare.training.trainer import Trainer
 
@@ -76,7 +77,7 @@ def test_a_fine_tuning_is_resumed_as_another_run_is(tmp_path):
     whole = train(**arguments, out=tmp_path / "whole")
     stops = iter([False] * 12 + [True])
     with pytest.raises(KeyboardInterrupt):
-        train(**arguments, out=tmp_path / "parts", stop=lambda: next(stops))
+        train(**arguments, out=tmp_path / "parts", watcher=Watcher(lambda: next(stops)))
     record = train(**arguments, out=tmp_path / "parts", resume=True)
     assert record["curve"] == whole["curve"] and record["test_loss"] == whole["test_loss"]
 

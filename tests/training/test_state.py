@@ -37,6 +37,7 @@ class StoppedAt(Watcher):
     """A watcher that ends the run at each of these steps, once."""
 
     def __init__(self, *steps: int) -> None:
+        super().__init__(self.stop)
         self.left, self.done, self.seconds = set(steps), 0, 0.0
 
     def stepped(self, schedule: Schedule) -> None:
@@ -46,11 +47,6 @@ class StoppedAt(Watcher):
         stops = self.done in self.left
         self.left.discard(self.done)
         return stops
-
-
-def stopped_at(*steps: int) -> dict:
-    watcher = StoppedAt(*steps)
-    return {"stop": watcher.stop, "watcher": watcher}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +68,7 @@ def test_a_resumed_run_in_cpp_is_too(tmp_path, extension):
 
 
 def assert_resumed(out: Path, whole: tuple[dict, Path], steps: tuple[int, ...], **arguments) -> None:
-    arguments |= dict(text=TEXT, out=out) | stopped_at(*steps)
+    arguments |= dict(text=TEXT, out=out, watcher=StoppedAt(*steps))
     for attempt in range(len(steps)):
         with pytest.raises(KeyboardInterrupt):
             train(**arguments, resume=attempt > 0)
@@ -96,8 +92,9 @@ def test_a_run_by_time_goes_on_with_the_time_that_is_left(tmp_path, monkeypatch)
     for module in (run, schedule):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
     recipe, watcher = dataclasses.replace(TINY, minutes=1 / 15), StoppedAt()
+    watcher.stops = lambda: watcher.seconds > 2.0
     with pytest.raises(KeyboardInterrupt):
-        train(recipe, TEXT, out=tmp_path, stop=lambda: watcher.seconds > 2.0, watcher=watcher)
+        train(recipe, TEXT, out=tmp_path, watcher=watcher)
     clock.now = 1000.0  # the time between does not count
     record = train(recipe, TEXT, out=tmp_path, resume=True)
     assert record["seconds"] == pytest.approx(clock.now - 1000 + 2, abs=0.2) == pytest.approx(4, abs=0.2)
@@ -177,7 +174,7 @@ def test_damaged_states_are_refused_in_one_sentence(tmp_path):
 def test_a_state_of_another_run_is_refused_and_a_new_run_removes_it(tmp_path):
     arguments = dict(recipe=TINY, text=TEXT, out=tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        train(**arguments, **stopped_at(3))  # before the first evaluation
+        train(**arguments, watcher=StoppedAt(3))  # before the first evaluation
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["best_step"] == 3 and record["curve"] == []
     load(str(tmp_path))
@@ -192,5 +189,5 @@ def test_a_state_of_another_run_is_refused_and_a_new_run_removes_it(tmp_path):
             train(**arguments | changed, resume=True)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     with pytest.raises(SystemExit):
-        train(TINY, words(4000, seed=1), out=tmp_path, stop=sys.exit)
+        train(TINY, words(4000, seed=1), out=tmp_path, watcher=Watcher(sys.exit))
     assert not (tmp_path / FILE).exists()
