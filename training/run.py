@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,40 +22,12 @@ from shakespeare.training.recipe import Recipe
 from shakespeare.training.schedule import ByTime, Schedule, Watcher
 from shakespeare.training.start import fitted
 from shakespeare.training.state import FILE, check_state, load_state, only_run, save_state
-from shakespeare.training.text import MOST_EVALUATED, MOST_OLD, MOST_WATCHED, Material, divide, fit, windows
+from shakespeare.training.text import MOST_OLD, Material, divide, fit, windows
 from shakespeare.training.trainer import Trainer
 
 STATE_SECONDS = 8.0  # time between two states, unless writing one takes long
 STATE_SHARE = 0.04  # share of the time that writing states may take
 MARGIN = 1.2  # factor on the estimated time of a run's end
-
-
-class HeldOut(NamedTuple):
-    """Tokens on which no training step learns, as windows() gives them.
-
-    watched: of the validation text, during the run. validation, test, old (of the old text): at its end.
-    """
-
-    validation: Tensor
-    watched: Tensor
-    test: Tensor | None
-    old: Tensor | None
-
-    @property
-    def characters(self) -> int:
-        """The number of all of them, each part once."""
-        return sum({id(part): part.numel() for part in self if part is not None}.values())
-
-    @classmethod
-    def of(cls, material: Material, recipe: Recipe, old: Tensor | None) -> "HeldOut":
-        """All of a text without a test part, else windows."""
-        validation, test, size = material.validation, material.test, recipe.block_size
-        if not recipe.test_share:
-            return cls(validation, validation, None, old)
-        watched = windows(validation, size, MOST_WATCHED)
-        return cls(
-            windows(validation, size, MOST_EVALUATED), watched, windows(test, size, MOST_EVALUATED), old
-        )
 
 
 @none_is_default
@@ -99,9 +71,9 @@ def train(
         model, tokenizer, new = fitted(start, text, recipe.block_size, recipe.seed)
         if new:
             notes.append(f"the model's vocabulary grows by {len(new)} characters: {new[:20]!r}")
+    material = divide(text, recipe, tokenizer)
     for note in notes:
         watcher.note(note)
-    material = divide(text, recipe, tokenizer)
     out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of training steps
     size, on = len(material.tokenizer), torch.device(device)
     trainer = Trainer(recipe, size, material.training, on, part, start=model)
@@ -137,7 +109,7 @@ def train(
 
 
 class _Run:
-    """A run in progress. best: the weights with the least validation loss."""
+    """A run in progress. best: the weights with the least validation loss. old: of the old text."""
 
     def __init__(
         self,
@@ -149,9 +121,8 @@ class _Run:
         identity: dict,
     ) -> None:
         recipe = trainer.recipe
-        self.trainer, self.out, self.watcher = trainer, out, watcher
-        self.tokenizer, self.identity = material.tokenizer, identity
-        self.held_out = HeldOut.of(material, recipe, old)
+        self.trainer, self.material, self.old = trainer, material, old
+        self.out, self.watcher, self.identity = out, watcher, identity
         self.schedule = Schedule(recipe) if recipe.minutes is None else ByTime(recipe)
         self.record: dict[str, Any] = identity | {"curve": self.schedule.curve}
         self.best: dict[str, Tensor] = {}
@@ -183,7 +154,7 @@ class _Run:
             self.watcher.stepped(self.schedule)
             if self.watcher.stops():
                 self._save_state()  # as that of a continuing run, without a row for this evaluation
-                loss = self._loss(self.held_out.watched)
+                loss = self._loss(self.material.watched)
                 if loss < self.best_loss:
                     self._save_best(self.record | self._best_at(loss))
                 raise KeyboardInterrupt
@@ -192,10 +163,10 @@ class _Run:
 
     def end(self) -> dict:
         """Measure the best weights on all held-out text; return the record."""
-        if self.held_out.test is not None:
+        if self.trainer.recipe.test_share:
             self._evaluated_weights(self.best)
-            self.record["val_loss"] = self._loss(self.held_out.validation)
-            self.record["test_loss"] = self._loss(self.held_out.test)
+            self.record["val_loss"] = self._loss(self.material.validation)
+            self.record["test_loss"] = self._loss(self.material.test)
             self._measure_old("old_loss_after", self.trainer.averaged)
             done, seconds = self.schedule.done, self.schedule.elapsed()
             self.record |= {"steps": done, "seconds": round(seconds, 1)}
@@ -226,10 +197,10 @@ class _Run:
         start, done = time.monotonic(), self.schedule.done
         if self._evaluated_at == done:
             return
-        loss = self._loss(self.held_out.watched)
+        loss = self._loss(self.material.watched)
         self._evaluation_seconds = time.monotonic() - start
         self.schedule.evaluated(self._evaluation_seconds)
-        self._reserve(self._evaluation_seconds / self.held_out.watched.numel())
+        self._reserve(self._evaluation_seconds / self.material.watched.numel())
         train_loss = self._loss_sum.item() / max(1, self._losses)
         self._loss_sum.zero_()
         self._losses, self._evaluated_at = 0, done
@@ -249,7 +220,7 @@ class _Run:
         return {"val_loss": loss, "best_step": done, "seconds_to_best": seconds}
 
     def _save_best(self, record: dict) -> None:
-        save(self.out, self.trainer.averaged, self.tokenizer, record)
+        save(self.out, self.trainer.averaged, self.material.tokenizer, record)
 
     def _loss(self, ids: Tensor) -> float:
         """The average's loss on held-out tokens."""
@@ -257,14 +228,14 @@ class _Run:
 
     def _measure_old(self, name: str, model: GPT) -> None:
         """Record a model's loss on the old text under this name, if there is one."""
-        if self.held_out.old is not None:
-            recipe = self.trainer.recipe
-            self.record[name] = evaluate(model, self.held_out.old, block_size=recipe.block_size)
+        if self.old is not None:
+            self.record[name] = evaluate(model, self.old, block_size=self.trainer.recipe.block_size)
 
     def _reserve(self, seconds_per_char: float) -> None:
         """Tell the schedule how long the end of the run will take."""
-        measuring = MARGIN * seconds_per_char * self.held_out.characters
-        self.schedule.finishing = measuring + self._save_seconds + 0.1
+        parts = (self.material.validation, self.material.watched, self.material.test, self.old)
+        characters = sum({id(part): part.numel() for part in parts if part is not None}.values())
+        self.schedule.finishing = MARGIN * seconds_per_char * characters + self._save_seconds + 0.1
 
     def _save_state(self) -> None:
         start = time.monotonic()

@@ -21,12 +21,17 @@ MOST_OLD = 32_768  # characters of the old text that are evaluated, before and a
 
 @dataclass(frozen=True)
 class Material:
-    """The parts of a text, (N,) int64 each, and what their tokens mean."""
+    """The parts of a text in int64, and what their tokens mean.
+
+    training: (N,). validation, test: as windows() gives them; test is empty if the recipe has no test_share.
+    watched: what is evaluated of the validation text during the run.
+    """
 
     tokenizer: CharTokenizer
     training: Tensor
     validation: Tensor
-    test: Tensor  # empty if the recipe has no test_share
+    watched: Tensor
+    test: Tensor
 
 
 def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
@@ -73,17 +78,19 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
     Raises ValueError if the part for training is not longer than a block.
     """
     tokenizer = tokenizer or CharTokenizer.from_text(text)
-    ids = torch.tensor(tokenizer.encode(text))
-    training, held_out = ids[: (cut := len(corpus.split(text)[0]))], ids[cut:]
+    training, held_out = map(torch.tensor, corpus.split(tokenizer.encode(text)))
     if len(training) <= recipe.block_size:
         raise ValueError(
             f"text has {len(training)} characters for training; "
             f"it must have more than block_size={recipe.block_size}"
         )
-    tested = int(recipe.test_share * len(text))
-    return Material(
-        tokenizer, training, held_out[: len(held_out) - tested], held_out[len(held_out) - tested :]
-    )
+    end, size = len(held_out) - int(recipe.test_share * len(text)), recipe.block_size
+    validation, test = held_out[:end], held_out[end:]
+    if not recipe.test_share:
+        return Material(tokenizer, training, validation, validation, test)
+    watched = windows(validation, size, MOST_WATCHED)
+    validation = windows(validation, size, MOST_EVALUATED)
+    return Material(tokenizer, training, validation, watched, windows(test, size, MOST_EVALUATED))
 
 
 def windows(ids: Tensor, block_size: int, most: int) -> Tensor:
