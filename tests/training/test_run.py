@@ -86,7 +86,7 @@ def test_the_ingredients_of_the_recipe():
 
 def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(tmp_path, monkeypatch):
     """While it runs, it watches a part of the validation text only."""
-    monkeypatch.setattr(run, "MOST_WATCHED", 64)
+    monkeypatch.setattr("shakespeare.training.text.MOST_WATCHED", 64)
     text = words(8000)
     record = train(TINY, text, out=tmp_path)
     loaded = load(str(tmp_path))
