@@ -55,7 +55,7 @@ LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
 @options.flag("--quiet", "Print the end and warnings only.")
 @options.threads
 def train(
-    name, corpus_file, init, old_corpus, device, part, out, resume, overwrite, quiet, threads, **changes
+    name, corpus_file, init, old_corpus, device, part, out, resume, overwrite, quiet, **changes
 ) -> None:
     """Train a model called NAME on a text for some minutes.
 
@@ -72,7 +72,7 @@ def train(
     )
     if device == "cuda" and part not in (None, "part0"):
         raise click.UsageError(f"{part} has no gradient on CUDA; --part {part} goes with --device cpu only")
-    options.set_threads(threads)
+    options.set_threads(changes.pop("threads"))
     directory = out or Path("out") / name
     check_directory(directory, replaces=resume or overwrite)
     text = options.read_corpus(corpus_file)
