@@ -20,8 +20,7 @@ constexpr int64_t LINE_FLOATS = 16;  // floats of a cache line
 // The stride of rows of n floats: an odd number of cache lines, so that rows do not share few sets of L1.
 constexpr int64_t row_stride(int64_t n) { return round_up(n, LINE_FLOATS) | LINE_FLOATS; }
 
-// Floats, initially 0, aligned to a cache line; large ones on huge pages where Linux has them: fewer page
-// walks, and a buffer of nearly L2's size stays in L2.
+// Floats, initially 0, aligned to a cache line; large buffers use huge pages where Linux has them.
 class Buffer {
   public:
     Buffer() = default;
@@ -47,8 +46,7 @@ class Buffer {
     std::unique_ptr<float, Free> data{nullptr, Free{}};
 };
 
-// Memory that lives for a call, in pieces on cache lines of their own. From null it only counts, so that a
-// struct states the sizes of its pieces once.
+// A call's memory, in pieces aligned to cache lines. From null it only counts the floats.
 class Scratch {
   public:
     explicit Scratch(float* start = nullptr) : start(start) {}

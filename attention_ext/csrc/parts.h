@@ -1,5 +1,4 @@
-// The table of the parts that are kernels. Everything that needs one iterates over PARTS: the operators, the
-// decoder, the program of tools/alone.cpp and the tests. Its Python side is attention_ext/parts.py.
+// The table of the parts that are kernels, PARTS. Its Python side is attention_ext/parts.py.
 #pragma once
 
 #include <cstdint>
@@ -39,9 +38,8 @@ struct Kernel {
     void (*attention)(const AttentionOf<Element>&, float* scratch);
 };
 
-// takes: whether a call is for these functions. For at most `queries` queries they also take K transposed, and
-// then K and V in bf16. together: for a head's last queries over panels of K, each with the bits of its own
-// call.
+// takes: whether a call is for these functions. For at most `queries` queries K may be transposed, K and V in
+// bf16. together: a head's last queries over panels of K, each with the bits of its own call.
 struct FewQueries : Kernel<float> {
     bool (*takes)(const Attention&);
     int64_t queries;

@@ -11,9 +11,7 @@
 #include <xmmintrin.h>
 #endif
 
-// While an instance exists, this thread's arithmetic treats denormal inputs and results as 0, where the
-// processor can: a multiply-add with one, such as a small weight of a softmax, takes over a hundred cycles on
-// many processors.
+// While an instance exists, this thread treats denormal numbers as 0, where the processor can: they are slow.
 class NoDenormals {
   public:
     // Setting takes 8 ns, so it is done only where it changes something.
@@ -47,8 +45,7 @@ class NoDenormals {
     const uint64_t before;
 };
 
-// Runs body(thread) for thread = 0 .. threads - 1, concurrently where the pool allows it. Each program that
-// links the kernels defines it; bindings/pool.h uses PyTorch's pool.
+// Runs body(thread) for thread = 0 .. threads - 1, perhaps concurrently. The linking program defines it.
 void on_threads(int threads, const std::function<void(int)>& body);
 
 // body(head, item, thread) for each of `heads` heads and each item of 0 .. items - 1, a head's in order.

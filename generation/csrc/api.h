@@ -1,8 +1,6 @@
-// The decoder's C interface: no Python header, one library for every Python. generation/engines/native.py reads
-// the signatures here: one declaration after the other, pointers for all arrays.
-//
-// A function that returns bool may fail; error() then says why. Arrays are the caller's, of the lengths that
-// the comments give. A decoder is called from one thread at a time.
+// The decoder's C interface, one library for every Python. generation/engines/native.py reads the signatures
+// here: one declaration after the other, pointers for all arrays. A function that returns bool may fail;
+// error() then says why. Arrays are the caller's, as long as commented. Decoders take one thread at a time.
 #pragma once
 
 #include <cstdint>

@@ -21,9 +21,8 @@
 
 constexpr int64_t PREFILL_ROWS = 64;  // tokens that pass through a layer together: their MLP stays in L2
 
-// The stages of a prompt: for each layer q, k and v of all tokens, attention, and the rest; perhaps
-// log-probabilities. Reading can pause after any piece of a stage. Small, because every member of the team has
-// a copy.
+// A prompt's stages: for each layer q, k and v of all tokens, attention, and the rest; perhaps
+// log-probabilities. Reading can pause after any piece. Small, because every member has a copy.
 struct PromptStages {
     int64_t T, chunk;  // tokens, and how many of them attend together
     int32_t layers;
@@ -126,9 +125,8 @@ class Decoder {
     void set_sampling(int64_t slot, const Sampling&, int64_t logprobs = NO_LOGPROB);
     std::vector<TokenLogprob> take_logprobs(int64_t slot);  // in the order of the tokens, since the last call
 
-    // Replaces a slot's text by these tokens, 1 to capacity of them, which read() reads; until then the slot
-    // holds no text. `continues`: the text goes on, and the penalties still count its earlier tokens. top:
-    // alternatives in the log-probabilities of ids[1:], which take_logprobs() returns.
+    // Replaces a slot's text by 1 to capacity tokens, which read() reads. `continues`: the penalties still
+    // count earlier tokens. top: alternatives in the log-probabilities of ids[1:].
     void begin(int64_t slot, const std::vector<int64_t>& ids, bool continues, int64_t top = NO_LOGPROB);
 
     // Reads until the logits after the last token are computed; returns whether they are. Stops when `seconds`
@@ -137,16 +135,14 @@ class Decoder {
 
     void drop(int64_t slot);  // abandons what was begun and frees its memory
 
-    // Chooses a token for each slot from each row of uniforms; returns the rows of tokens. The slots are
-    // distinct, read and not full; uniforms[i] has a number in [0, 1) for each. Stops early, but not before the
-    // first row, when a slot is full or `seconds` are over, by default so soon that Ctrl-C takes effect. With
-    // several rows a group of slots goes through all of them before the next group, so that its K and V stay in
-    // cache; the seconds hold for each.
+    // Chooses a token for each slot from each row of uniforms in [0, 1); returns the rows of tokens. The
+    // slots are distinct, read and not full. Stops early, but after the first row, when a slot is full or
+    // `seconds` are over, by default so soon that Ctrl-C takes effect. A group of slots goes through several
+    // rows before the next group; the seconds hold for each.
     TokenRows write(const std::vector<int64_t>& slots, const UniformRows& uniforms,
                     std::optional<double> seconds = {});
 
-    // Guesses the tokens of at most MOST_DRAFTED_TEXTS texts of a write(); none at first, or with null. Changes
-    // no token.
+    // Guesses tokens in a write() of at most MOST_DRAFTED_TEXTS texts; null: none. Changes no token.
     void set_draft(std::shared_ptr<const Draft> guesser) { draft = std::move(guesser); }
     DraftCounts draft_counts() { return std::exchange(counts, {}); }  // since the last call
 
@@ -176,8 +172,7 @@ class Decoder {
     Buffer caches;
     std::vector<Slot> slots;
 
-    // Each thread's rows of a step, one for each slot, of which N and O are its own; and its scratch for
-    // attention.
+    // Each thread's rows of a step, of which N and O are its own, and its scratch for attention.
     Buffer memory;
     std::vector<Rows> rows;
     std::vector<float*> scratch;
@@ -209,8 +204,7 @@ class Decoder {
 
     int64_t choose(int64_t slot, double uniform);
 
-    // A call of the part for a head, without its tensors. Inlined into a step, which calls the part for each
-    // head and text.
+    // A call of the part for a head, without its tensors. Inlined into a step: one for each head and text.
     Attention attention(int64_t Nq, int64_t Nk) const {
         return {
             {1, 1, Nq, Nk, d, /* causal */ true, scale, std::min(br, Nq), std::min(bc, Nk), /* threads */ 1}};

@@ -1,8 +1,7 @@
 // Drafts: guesses of a text's next tokens, which the model reads together with the pending token.
 //
-// A draft draws its guess with the token's own uniform number, so it agrees with the model wherever both
-// distributions put that number on the same token. The model chooses by its own logits: a wrong guess costs
-// time only.
+// A draft draws its guess with the token's own uniform number, so it often agrees with the model, which
+// chooses by its own logits. A wrong guess costs time only.
 #pragma once
 
 #include <algorithm>

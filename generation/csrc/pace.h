@@ -5,9 +5,8 @@
 #include <chrono>
 #include <cstdint>
 
-// Decides whether the team shares a step. A helper that loses its core costs the time of many steps. If that is
-// more than the team has saved since the last time, the caller works alone for as long, and four times as long
-// each time that it happens again within a second.
+// Decides whether the team shares a step. If a lost helper costs more than the team has saved since the last
+// time, the caller works alone for as long, and four times as long each time that it recurs within a second.
 class Pace {
   public:
     using Clock = std::chrono::steady_clock;
@@ -39,9 +38,8 @@ class Pace {
     int patience = 1;
 };
 
-// Finds the team that takes a step fastest: 1, 2, 4 ... are tried on steps that are to be done anyway. The time
-// of a cache line between cores, which decides, differs by a factor of 10 between machines, on a virtual one in
-// seconds.
+// Finds the fastest team: 1, 2, 4 ... are tried on real steps, because the time of a cache line between cores
+// varies.
 class TeamSize {
   public:
     using Clock = std::chrono::steady_clock;
@@ -86,8 +84,7 @@ class TeamSize {
     Clock::time_point first{}, began{}, until{};
 };
 
-// The bytes that the groups of all threads read in a step. A larger group reads the weights for more texts, but
-// leaves fewer of its K and V in the last-level cache for the next step.
+// The bytes read in a step. A larger group shares the weights, but keeps less of its K and V in the cache.
 struct Traffic {
     double weights;      // of the matrices, which all threads share
     double text;         // of a text's K and V
@@ -107,8 +104,7 @@ struct Traffic {
     static constexpr double MEMORY_COST = 2.3;  // a byte from memory, in bytes from the cache
 };
 
-// The best size for a thread with this many texts. rows: the rows of the products' register blocks, which a
-// multiple of them fills.
+// The best size for a thread with this many texts, preferably a multiple of the register blocks' `rows`.
 inline int64_t group_size(const Traffic& traffic, int64_t texts, int64_t rows) {
     int64_t best = texts;
     for (int64_t size = 1; size < texts; size += std::min(size, rows)) {

@@ -6,8 +6,7 @@
 #include <utility>
 #include <vector>
 
-// The settings that are numbers, in the order of generation/sampling.py, which says what each does; each with
-// the value that changes nothing.
+// The numeric settings, in the order of generation/sampling.py, each with the value that changes nothing.
 #define SAMPLING_NUMBERS(NUMBER)  \
     NUMBER(temperature, 1)        \
     NUMBER(top_k, 0)              \
@@ -39,9 +38,8 @@ struct Occurrences {
     std::vector<int32_t> written;  // how often it has occurred since the prompt
 };
 
-// weight[i] <- what the probability of token i is proportional to, 0 for tokens that are not kept. logits has
-// an element for each token of the vocabulary. Throws std::invalid_argument for logits with NaN or an infinite
-// maximum.
+// weight[i] <- a number proportional to the probability of token i, 0 for tokens that are not kept. Throws
+// std::invalid_argument for logits with NaN or an infinite maximum.
 void weigh(const float* logits, const Occurrences&, const Sampling&, std::vector<double>& weight);
 
 // The token that `uniform`, in [0, 1), falls on. Throws as weigh() does.

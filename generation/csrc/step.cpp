@@ -1,6 +1,4 @@
-// A step: one token for each of several texts.
-//
-// The texts of a large batch are divided between the threads; of few texts, the threads share heads and panels.
+// A step: one token for each of several texts. Threads divide a large batch; of few texts, heads and panels.
 #include <algorithm>
 
 #include "buffer.h"
@@ -15,8 +13,7 @@ constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
 
 }  // namespace
 
-// One head of `count` rows of a text: each q attends to the cache up to its row's own token. q's rows are ldQ
-// apart, those of `to` ld.
+// One head of `count` rows of a text: each q attends up to its own token. ldQ, ld: the strides of q and `to`.
 inline void Decoder::attend(const Token& first, int64_t count, int64_t layer, int64_t head, const float* q,
                             int64_t ldQ, float* to, int64_t ld, int64_t thread) const {
     const Cache& cache = slots[first.slot].cache;
@@ -36,8 +33,7 @@ inline void Decoder::attend(const Token& first, int64_t count, int64_t layer, in
     for (int64_t r = 0; r < count; r++) std::copy_n(a.out + r * d, d, to + r * ld);
 }
 
-// Row r is tokens[r], which only pieces may read: a late member may come when they are gone. apart: no two of a
-// text.
+// Row r is tokens[r], which only pieces may read: a late member may miss it. apart: one token a text.
 void Decoder::step(const Weights& model, const Token* tokens, bool apart, const Rows& rows, Member& member) {
     const NoDenormals flushed;
     Block<Member> block(rows, member);

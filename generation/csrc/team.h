@@ -1,8 +1,7 @@
 // The decoder's threads, which share a token's step of some ten microseconds.
 //
-// A thread pool's loop ends when every thread has finished: one that sleeps delays it by the time of hundreds
-// of steps. Here the caller never waits for a helper that has taken no work; a late helper finds the work done.
-// What different members write lies in cache lines of its own.
+// The caller never waits for a helper that has taken no work, unlike in a thread pool: a late helper finds
+// the work done. What different members write lies in cache lines of its own.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +24,7 @@
 #include <thread>
 #endif
 
-// What a thread of the decoder did: work of one kind, from begin to end in nanoseconds of the steady clock.
-// Thread 0 is the caller; only it has spans of the kind `waiting`, for the others.
+// A thread's work of one kind, in nanoseconds of the steady clock. Only thread 0, the caller, has `waiting`.
 struct Span {
     const char* kind;
     int thread;
@@ -53,8 +51,7 @@ class Trace {
         return all;
     }
 
-    // Runs body(), with a span if recording. Helpers call it inside a piece only: the caller reads the spans
-    // then.
+    // Runs body(), with a span if recording. Helpers call it inside a piece only, before the caller reads.
     template <class Body>
     void timed(const char* kind, int64_t thread, const Body& body) {
         const int64_t begin = recording ? now() : 0;
@@ -62,8 +59,7 @@ class Trace {
         if (recording) tracks[thread].spans.push_back({kind, static_cast<int>(thread), begin, now()});
     }
 
-    // Runs body(), with a span of the caller's wait for the others, from the end of its last piece on. A
-    // helper's wait may outlast the call, so it has none.
+    // Runs body(), with a span of the caller's wait from its last piece on; a helper's may outlast the call.
     template <class Body>
     void timed_waiting(int thread, const Body& body) {
         if (thread > 0 || !recording) return body();
@@ -95,7 +91,6 @@ inline void yield() {
 #endif
 }
 
-// Bytes between what different members write: two cache lines, because processors fetch them in pairs.
 constexpr size_t APART = 128;
 
 // A count that belongs to a turn, which is in the upper 32 bits. Turns wrap around.
@@ -162,7 +157,6 @@ class Member {
   public:
     const int thread, members;
 
-    // By default it works alone.
     Member(Trace& trace, int thread, int members = 1, const Turn& turn = {})
         : thread(thread), members(members), trace(trace), turn(turn) {}
 
@@ -172,9 +166,8 @@ class Member {
         trace.timed(kind, thread, body);
     }
 
-    // A stage: piece(i) for each i of 0 .. pieces - 1. Each member has a fixed share of the pieces, the same in
-    // every turn: what its pieces read stays in the caches of its core. Another member takes the share of one
-    // that is late. Then waits until all are done, unless the turn is over.
+    // A stage: piece(i) for each i of 0 .. pieces - 1. A member's share is the same in every turn, for its
+    // caches; a late member's is taken by another. Waits until all are done, unless the turn is over.
     template <class Piece>
     void share(int64_t pieces, const Piece& piece) {
         for (int64_t i = 0; members == 1 && i < pieces; i++) piece(i);
@@ -183,8 +176,7 @@ class Member {
         stage++;
     }
 
-    // The same by whichever member is free. `left` lives for the turn, so only pieces may read it. The caller
-    // throws what a piece throws.
+    // The same by whichever member is free. `left` lives for the turn; the caller throws what a piece throws.
     template <class Piece>
     void run(int64_t pieces, Pieces* left, const Piece& piece) {
         if (members == 1) return share(pieces, piece);
@@ -258,10 +250,8 @@ class Team {
 
 #else
 
-// The work of a team's latest turn, which its helpers copy.
-//
-// A helper that copies it while the caller writes the next one drops the copy (a sequence lock: Boehm 2012,
-// 'Can seqlocks get along with programming language memory models?').
+// A team's latest work, copied by helpers; a copy made during a write is dropped (a sequence lock: Boehm
+// 2012, 'Can seqlocks get along with programming language memory models?').
 class alignas(APART) Job {
     static constexpr int WORDS = 8;
 

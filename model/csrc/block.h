@@ -6,8 +6,7 @@
 //       x <- x + gelu(LN(x) Wfc^T) Wout^T
 //   logits <- LN(x) wte^T
 //
-// The members of a team share each line by panels. Results depend neither on the number of rows nor on that of
-// members.
+// The members of a team share each line by panels. Results do not depend on the number of rows or members.
 #pragma once
 
 #include <algorithm>
@@ -35,9 +34,8 @@ class Block {
   public:
     Block(const Rows& rows, Member& member) : rows(rows), member(member) {}
 
-    // q, k and v of each head h; then attend(h, begin, end) for these rows. The first `skipped` columns of a
-    // head need not be computed. divisible: whether attend() may take some rows before the k and v of the
-    // others are there.
+    // q, k and v of each head h; then attend(h, begin, end) for these rows. The first `skipped` columns are
+    // optional. divisible: attend() may take some rows before the others' k and v.
     template <class Attend>
     void qkv(const Layer& w, int64_t skipped, bool divisible, const Attend& attend) {
         each(w.qkv, divisible, [&](int64_t h, int64_t begin, int64_t end) {
@@ -74,8 +72,7 @@ class Block {
     }
 
   private:
-    // body(p, begin, end) for each panel p of w. The rows are divided too, if they may be, where there are
-    // fewer panels than members.
+    // body(p, begin, end) for each panel p of w; with fewer panels than members the rows may be divided too.
     template <class Body>
     void each(const Linear& w, bool divisible, const Body& body) {
         const int64_t panels = w.panels(), most = divisible ? rows.count : 1;

@@ -82,8 +82,7 @@ class Cache {
     // Copies the first `length` positions of another cache of this shape.
     void copy(const Cache& other, int64_t length) const;
 
-    // Fetches the first line of each page of a head's first `length` positions into L2: the hardware prefetcher
-    // stops at the end of a page, and fetching each line takes longer.
+    // Fetches the first line of each page into L2: the hardware prefetcher stops at the end of a page.
     void prefetch(int64_t layer, int64_t head, int64_t length) const;
 
   private:

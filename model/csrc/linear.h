@@ -50,8 +50,7 @@ class Linear {
     int64_t columns() const { return (count - 1) * shape.width + last; }
     int64_t columns(int64_t p) const { return p + 1 < count ? shape.width : last; }
 
-    // Columns of panel p of y (rows, columns()), or with `add` y + them; those before the `first` of them need
-    // not be computed.
+    // Columns of panel p of y (rows, columns()), or with `add` y + them; those before `first` are optional.
     void multiply(simd::Matrix y, simd::ConstMatrix x, int64_t rows, int64_t p, bool add,
                   int64_t first = 0) const;
 

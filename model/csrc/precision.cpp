@@ -78,11 +78,10 @@ void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, cons
     portable::multiply_bf16(y, x, weights, rows, end, s.in, add);
 }
 
-// ---- int8 with a float32 scale for each output and group of inputs: a quarter of the memory, and 6 % of that
-// ----
+// ---- int8 with a float32 scale for each output and group of inputs: 27 % of the memory ----
 //
-// Activations are whole numbers too, so the sums within a group are exact. With 8 bits an activation that two
-// parts round differently would change the text; with 21 bits the logits of two parts differ by less than 1e-4.
+// Activations are integers too, so the sums within a group are exact; with 21 bits the logits of two parts
+// differ by less than 1e-4.
 
 static void set_word(float* word, int32_t x) { std::memcpy(word, &x, sizeof x); }
 

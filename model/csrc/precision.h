@@ -1,5 +1,4 @@
-// The table of the precisions that weights can be kept in. Another precision is a row here and its functions
-// in precision.cpp.
+// The table of the weights' precisions. Another one is a row here and its functions in precision.cpp.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// The training step as a Python class. It checks the arrays, admits one call at a time, and releases the GIL
-// during the call. Only this file includes Python's headers.
+// The training step as a Python class: it checks the arrays, admits one call at a time, and releases the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -282,8 +282,7 @@ class Gradients {
         return {memory.dqkv[l % 2], layer(l).normal_1.rows, &layer(l).w_qkv};
     }
 
-    // Attention's backward pass over the heads of layer l, and the weight gradients that are ready. Longer
-    // pieces come first.
+    // Attention's backward pass over layer l's heads, and the weight gradients that are ready; longest first.
     void backward_of_attention(Member& m, int64_t l) const {
         const Memory& a = memory;
         const Layer& of = layer(l);

@@ -1,5 +1,4 @@
-// What the model's layers compute and keep: norms, the three products of y = x W^T, and all scratch of the
-// gradients.
+// What the model's layers compute and keep: norms, the three products of y = x W^T, and all scratch.
 #pragma once
 
 #include <algorithm>
@@ -64,8 +63,7 @@ inline void multiply(simd::Matrix y, simd::ConstMatrix x, const Linear& W, int64
     for (int64_t p = 0; p < W.panels(); p++) W.multiply(y, x, rows, p, add);
 }
 
-// W (out, in), its columns scaled by the weight of the norm before it, so that activations are kept once:
-// LN(x) W^T = normalized(x) (W diag(scale))^T.
+// W (out, in), its columns scaled by the norm's weight: LN(x) W^T = normalized(x) (W diag(scale))^T.
 struct Weight {
     const Parameter *matrix, *norm;  // norm: null if none is before it
     Linear forward, backward;        // W diag(scale), and its transpose
@@ -186,9 +184,8 @@ struct Layer {
           lse(scratch.take(s.rows() * s.H)) {}
 };
 
-// What the layers use in turn: x is the residual stream, dx its gradient after a layer, dx_2 that between its
-// attention and its MLP; w_head, normal and dlogits are the head's. dqkv: of even and odd layers, two are in
-// use at a time.
+// What layers share: x is the residual stream, dx its gradient after a layer, dx_2 that between attention and
+// MLP; w_head, normal and dlogits are the head's. dqkv: of two layers in turn.
 struct Memory {
     Scratch scratch;
     Weight w_head;

@@ -23,14 +23,12 @@ struct Sizes {
     int64_t d() const { return C / H; }
 };
 
-// The parameters in their order: wte (V, C), wpe (T, C), then for each layer these, then ln_f (C). Matrices
-// (out, in), row-major, as in PyTorch: c_attn (3C, C), attn_proj (C, C), c_fc (4C, C), mlp_proj (C, 4C);
-// ln_1, ln_2 (C).
+// The parameters in their order: wte (V, C), wpe (T, C), for each layer these, ln_f (C). Matrices are (out,
+// in): c_attn (3C, C), attn_proj (C, C), c_fc (4C, C), mlp_proj (C, 4C); ln_1, ln_2 (C).
 enum OfLayer { LN_1, C_ATTN, ATTN_PROJ, LN_2, C_FC, MLP_PROJ, OF_LAYER };
 constexpr int64_t WTE = 0, WPE = 1, FIRST_LAYER = 2;
 
-// Muon trains the matrices of the layers, each (rows, cols): c_attn has three. AdamW trains the rest, whose
-// rows and cols are 0.
+// Muon trains the layers' matrices, each (rows, cols), c_attn as three; AdamW the rest, with rows = cols = 0.
 struct Shape {
     int64_t count;  // numbers
     int64_t rows, cols;
@@ -63,8 +61,7 @@ struct TrainingStep {
     float* scratch;
     std::map<std::string, double> seconds{};  // of each kind of work, summed over all threads
 
-    // Writes the clipped gradients of the mean cross-entropy. tokens (B, T + 1), each of 0 .. V - 1: those of a
-    // row, and the one that follows them.
+    // Writes the clipped gradients of the mean cross-entropy. tokens (B, T + 1): a row's, and the next one.
     Result gradients(const int64_t* tokens);
 
     // Updates all parameters and their averages. fraction: of the peak rates; average: the averages' decay.

@@ -1,15 +1,13 @@
 // Muon (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon) and AdamW (Loshchilov & Hutter 2017,
 // arXiv:1711.05101), one matrix or one chunk of the other parameters per piece, over all threads.
 //
-// Muon's direction is the result of five iterations X <- a X + b (X X^T) X + c (X X^T)^2 X from the gradient's
-// momentum, divided by its norm. Each multiplies X by a polynomial in the smaller matrix A = X X^T. So some
-// are done on A alone, where each product is symmetric and half of it is a copy:
+// Muon's direction is the result of five iterations X <- a X + b (X X^T) X + c (X X^T)^2 X from the momentum,
+// divided by its norm. Some are done on the smaller A = X X^T alone, where products are symmetric:
 //
 //   P <- a I + b A + c A^2;  Q <- P Q;  A <- P (P A)          then X <- Q X, once
 //
-// A loses the smallest singular values of X to rounding, and the iterations enlarge them: three on one A keep
-// the error at 1e-5 of the largest number. For a square matrix an iteration on X is as cheap. One piece does
-// all of a matrix's update, in the caches of one core.
+// Rounding loses A's smallest singular values, and iterations enlarge the error: three on one A keep it at
+// 1e-5 of the largest number. One piece does all of a matrix's update, in the caches of one core.
 #include <algorithm>
 #include <cmath>
 

@@ -1,6 +1,5 @@
-// The operators' errors: REQUIRE throws inside this library, and BOX reports to PyTorch. No exception of this
-// library reaches libtorch, because a compiler may bring a C++ runtime of its own (zig's libc++, a second GCC's
-// libstdc++), and an exception of one runtime ends the process in the other.
+// REQUIRE throws inside this library, and BOX reports to PyTorch. No exception reaches libtorch: with another
+// C++ runtime there (zig's libc++, a second libstdc++) it would end the process.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -62,8 +61,7 @@ void guarded(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
 // Like TORCH_BOX, for m.impl().
 #define BOX(function) guarded<TORCH_BOX(function)>
 
-// An uninitialised contiguous tensor on the device of another one, or on the CPU, through the C interface:
-// torch::stable::empty looks up its operator by name, which takes a microsecond.
+// An uninitialised contiguous tensor on the device of another, or the CPU; faster than torch::stable::empty.
 template <size_t n>
 torch::stable::Tensor new_tensor(const int64_t (&size)[n], torch::headeronly::ScalarType type,
                                  const torch::stable::Tensor* beside = nullptr) {

@@ -1,9 +1,8 @@
-// Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash and flash_with_lse: they check the tensors,
-// allocate and launch.
+// Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash and flash_with_lse.
 //
-// Python chooses and compiles: for sizes that are new it gives a Plan, which is kept. Nothing waits for the
-// GPU, and all memory comes from PyTorch's allocator, so a CUDA graph can capture a call. The driver, and
-// PyTorch's functions for CUDA, which not every PyTorch has, are opened by the first call.
+// Python chooses and compiles a Plan for new sizes, which is kept. Nothing waits for the GPU, and all memory
+// comes from PyTorch's allocator, so a CUDA graph can capture a call. The first call opens the driver and
+// PyTorch's CUDA functions.
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -216,8 +215,7 @@ Matrices laid_out(const Tensor& t, const Plan& plan, int bytes) {
     return {copy, copy.const_data_ptr(), {size[1] * N * width, N * width, width}};
 }
 
-// What Hopper's copy engine is told of 16-bit matrices whose rows are contiguous, apart from each other and
-// aligned.
+// The tensor map of 16-bit matrices whose rows are contiguous, disjoint and aligned.
 void encode(TensorMap* map, const Matrices& m, int type, int32_t rows, const Plan& plan) {
     const auto size = m.tensor.sizes();
     const Strides& s = m.strides;
@@ -265,8 +263,7 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
     return {device, format, s[0], s[1], s[2], of_k[2], s[3], {}};
 }
 
-// The output (B, H, Nq, d), contiguous; with lse also the rows' logsumexp, (B, H, Nq). kernel: by its name, or
-// the fastest. scale: 1 / sqrt(d) unless given.
+// out (B, H, Nq, d), contiguous; with lse also (B, H, Nq). No kernel: the fastest. No scale: 1 / sqrt(d).
 Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal, std::optional<double> scale,
               const std::optional<std::string>& kernel, std::optional<Tensor>* lse = nullptr) {
     Sizes s = sizes_of(q_, k_, v_, causal);
@@ -325,7 +322,6 @@ STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
     m.def("plan_by(int function) -> ()");
 }
 
-// The macro takes a name and no macro.
 #define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
 LIBRARY_IMPL(attention_ext_cuda, LAUNCHER_DEVICE, m) {
     m.impl("flash", BOX(&flash));

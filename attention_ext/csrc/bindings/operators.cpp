@@ -1,5 +1,4 @@
-// Argument checks and registration with PyTorch, through its stable C interface: these headers compile in
-// seconds, and no C++ ABI is shared with libtorch. Only the files of this folder include torch headers.
+// Argument checks and registration with PyTorch, by its stable C interface: no shared C++ ABI.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -76,8 +75,7 @@ Tensor floats(const int64_t (&size)[n]) {
 
 constexpr uint32_t MOST_THREADS = 1024;
 
-// The sizes of a call whose tensors fit each other. Nq * Nk is below MOST_SCORES, given by the build, so that
-// the size of the scratch fits 63 bits: an expanded tensor may have any number of rows.
+// The sizes of a call. Nq * Nk is below the build's MOST_SCORES, so that scratch fits 63 bits.
 template <class Element>
 AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, float scale, int64_t br,
                      int64_t bc) {
@@ -125,8 +123,7 @@ const Part& named(const std::string& part) {
     return *found;
 }
 
-// Part 4's forward pass with what its backward pass needs: its own operator, because PyTorch calls one with a
-// gradient through Python, which takes longer than a token's attention.
+// Part 4's forward pass with lse: its own operator, because PyTorch calls one with a gradient through Python.
 std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                          double scale, int64_t br, int64_t bc) {
     return run<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc);
@@ -200,8 +197,7 @@ void implement_all(torch::stable::detail::StableLibrary& m, std::index_sequence<
 
 }  // namespace
 
-// ATTENTION_EXT, given by the build, is the namespace in torch.ops: each SIMD implementation has its own,
-// so that several can be loaded at once. The macros below expand it.
+// The build gives each SIMD implementation its namespace ATTENTION_EXT; these macros expand it.
 #define LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)
 #define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
 

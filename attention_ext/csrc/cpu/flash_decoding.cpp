@@ -7,12 +7,10 @@
 //       O <- O / l;  lse <- m + log(l)
 //   merge the splits by lse
 //
-// At most FEW queries would fill a vector mostly with padding, so the lanes span keys; K may be transposed, as
-// in a cache. More queries go through part4_flash.cpp's tiles. Few tiles would leave threads idle, so the keys
-// are divided into splits (flash-decoding, Dao et al. 2023), by the sizes, not by the threads.
+// Lanes span keys for at most FEW queries, and K may be transposed; more queries take part4_flash.cpp's
+// tiles. The sizes, not the threads, determine the splits of the keys (flash-decoding, Dao et al. 2023).
 //
-// Scratch: threads x (2 d + a block of scores), for bfloat16 another 2 Bc d, or that of a tile; and the splits'
-// results, Nk / SPLIT per query.
+// Scratch: threads x (2 d + a block of scores, in bf16 + 2 Bc d, or a tile); Nk / SPLIT results a query.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -30,8 +28,7 @@ namespace part4 {
 namespace {
 
 constexpr int64_t BLOCK = 512;  // keys of a query at a time, if Bc is not larger: the scores stay in L1
-// With fewer strips of queries than MOST_STRIPS, more than MOST_KEYS keys are divided into splits of about
-// SPLIT. LEAST_RATIO keys a query: the splits' results then need less memory than K.
+// Below MOST_STRIPS strips, more than MOST_KEYS keys are split. LEAST_RATIO bounds the results' memory.
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPLIT = 1024, LEAST_RATIO = 8;
 constexpr double MOST_NUMBERS = 0x1p40;  // numbers in the splits' results
 // Whether the helpers' products of several rows have the bits of each row's.
@@ -42,9 +39,8 @@ constexpr bool SAME_BITS = !portable::SMALL;
 #endif
 constexpr float LOW = -std::numeric_limits<float>::infinity();
 
-// A head's keys and values, a struct for each layout. block(): keys whose scores are computed together.
-// columns(): floats of a row of V. scores(): S <- Q K^T of one query for the keys j0 .. j0 + n - 1; S has room
-// for whole vectors. add(): O <- O + P V for the same keys.
+// A head's keys and values, a struct for each layout. columns(): floats of a row of V. scores(): S <- Q K^T
+// of a query for keys j0 .. j0 + n - 1, S with room for whole vectors. add(): O <- O + P V for these keys.
 
 // K and V (Nk, d), as tensors hold them.
 struct Rows {
@@ -94,8 +90,7 @@ struct Panels : Rows {
         else
             simd::add_weighted_rows(O, P, values(j0), n, columns());
     }
-    // The same for several rows; row i adds its first min(n, first + i) keys. A panel's product fetches the
-    // next panel if that is full, else the first values.
+    // The same for rows, of which row i adds its first min(n, first + i) keys; the next panel is fetched.
     void all_scores(simd::Matrix S, const float* Q, int64_t rows, int64_t j0, int64_t n) const {
         for (int64_t j = 0; j < n; j += a.Bc)
             portable::multiply_few(S.from(0, j), {Q, a.d}, panel(j0 + j), rows, keys(j, n), a.d, false,
@@ -144,8 +139,7 @@ int64_t query_floats(const AttentionOf<Bf16>& a) { return one_floats(a) + Widene
 struct Sums {
     float m = LOW, l = 0;
 
-    // S (n) <- the weights of a block's scores, of which there is room for whole vectors; O (columns) is
-    // corrected.
+    // S (n) <- the weights of a block's scores; O (columns) is rescaled. S has room for whole vectors.
     void step(float* S, int64_t n, float* O, int64_t columns, bool first) {
         const int64_t whole = round_up(n, simd::lanes());
         for (int64_t r = n; r < whole; r++) S[r] = LOW;  // partial vectors are slow in softmax too
@@ -253,8 +247,7 @@ struct Splits {
         return part;
     }
 
-    // out <- sum(exp(lse_s - m) out_s) / sum(exp(lse_s - m)) for a row of all heads' queries; the result of
-    // split 0 becomes the sum
+    // out <- sum(exp(lse_s - m) out_s) / sum(exp(lse_s - m)) for a row, in split 0's place
     template <class Element>
     void merge(const AttentionOf<Element>& a, int64_t r, float* results) const {
         float m = LOW, l = 0;

@@ -5,8 +5,7 @@
 //       for i:        S[i] <- softmax(S[i])
 //       for i, c, j:  O[i][c] += S[i][j] * V[j][c]      V is walked down its columns
 //
-// Scratch: Nq x Nk floats, reused by every head. Threads: 1. The textbook's loops in the textbook's
-// order, one multiplication at a time; only the softmax of a row goes through the SIMD helpers.
+// Scratch: Nq x Nk floats, reused by every head. Threads: 1. Only the row softmax uses the SIMD helpers.
 #include "attention.h"
 #include "cpu/softmax.h"
 

@@ -5,10 +5,9 @@
 //       for i:                             S[i] <- softmax(S[i])
 //       for query tiles i0, key tiles j0:  O[i0..] <- O[i0..] + S[i0..][j0..] V[j0..]
 //
-// Scratch: Nq x Nk floats, as part 1. Threads: 1. What it improves: a tile of T x T scores reads T rows
-// of Q and T rows of K, 2 T d floats that fit L1, and uses each T times; so K and V come from beyond L1
-// Nq / T times instead of Nq times, and V is read along its rows, every cache line whole. The lanes of
-// the first product span keys, so the tile of K is transposed once, on the stack, for all queries.
+// Scratch: Nq x Nk floats, as part 1. Threads: 1. What it improves: each row of a T x T tile is used T times
+// from L1, so K and V are read Nq / T times instead of Nq, V along its rows. Lanes of the first product span
+// keys: the tile of K is transposed once, on the stack.
 #include <algorithm>
 
 #include "attention.h"
@@ -62,8 +61,7 @@ void blocked_attention(const Attention& a, float* S) {
                     simd::multiply_add({O + i0 * d, d}, {S + i0 * Nk + j0, Nk, 1}, {V + j0 * ldV, ldV}, rows, d,
                                        keys, keys);
                 }
-                // On the diagonal each query takes its own number of keys. Masked values are skipped, not
-                // multiplied by 0, so that NaN in them has no effect.
+                // Masked values are skipped, not multiplied by 0, so that NaN in them has no effect.
                 for (int64_t i = i0; all < some && i < i0 + rows; i++)
                     simd::add_weighted_rows(O + i * d, S + i * Nk + all, {V + all * ldV, ldV}, a.seen(i) - all,
                                             d);

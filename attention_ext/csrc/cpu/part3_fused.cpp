@@ -5,10 +5,9 @@
 //       S    <- exp(S - max(S)), l <- sum(S)
 //       O[i] <- S V / l
 //
-// Scratch: threads x Nk floats. What it improves: the N x N matrix of scores, written and read three times in
-// part 2, becomes a row that stays in L1, and the rows are independent, so all threads work. What it gives up:
-// K and V are read once per query instead of once per tile. So exp and the product with V alternate: V is
-// loaded during exp.
+// Scratch: threads x Nk floats. What it improves: part 2's matrix of scores, passed over three times, becomes
+// a row in L1, and all threads work. What it gives up: K and V are read once per query instead of once per
+// tile. exp and the product with V alternate, so that V is loaded during exp.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -8,16 +8,14 @@
 //               O^T <- O^T + V^T P^T
 //       O <- diag(1 / l) O;  lse <- m + log(l)
 //
-// K is read in place. Q and P are held in pairs, as the instruction wants its right operand. Tiles: Q and K
+// K is read in place. Q and P are held in pairs, as the instruction takes its right operand. Tiles: Q and K
 // (16, 32), V^T (16 features, 32 keys), S and O (16, 16) in float32. The lanes of S, P and O are queries.
 //
-// m need not be the maximum, since a bfloat16 has float's range: it is that of the first 32 keys, and moves
-// only when l exceeds a limit, which repeats the step. P is rounded toward 0 by leaving its lower half out; l
-// is the sum of what is left, so that the mean error cancels in P / l; lse has an exact sum of its own.
+// m, the maximum of the first 32 keys, moves only when l exceeds a limit, which repeats the step. P is
+// truncated and l sums the truncated weights, so the mean error cancels in P / l; lse has an exact sum.
 //
-// Scratch: V of all heads; the last 32 rows of K, or all of it if d is not a multiple of 32; threads x (Q and O
-// of Br queries, S of 32 keys, P of a step). What it improves: the two products take a sixth of
-// part4_flash.cpp's time.
+// Scratch: V of all heads; 32 rows of K, or all if d is not a multiple of 32; threads x (Q and O of Br
+// queries, S of 32 keys, P of a step). What it improves: the products take a sixth of part4_flash.cpp's time.
 #include "cpu/part4.h"
 #include "cpu/tiles_of_amx.h"
 
@@ -81,8 +79,7 @@ INLINE __m512i some32(const Bf16* from, int64_t n) {
     return _mm512_maskz_loadu_epi16(n >= 32 ? 0xffffffff : n <= 0 ? 0 : (1u << n) - 1, from);
 }
 
-// A block of a head's V: its transpose in tiles of 16 features, each in pairs of keys. Returns the largest
-// finite magnitude.
+// V^T of a block, in tiles of 16 features, each in pairs of keys. Returns the largest finite magnitude.
 inline float pack_values(const AttentionOf<Bf16>& a, const Sizes& n, const Bf16* V, int64_t block,
                          uint32_t* to) {
     const __m512i magnitudes = _mm512_set1_epi16(0x7fff), infinity = _mm512_set1_epi16(0x7f80);
@@ -276,8 +273,7 @@ class Strip : TileScratch {
         return m;
     }
 
-    // P <- 2^(scale S - m) in pairs of keys, which are added to the sums. A bfloat16 shows no error of 9e-5.
-    // Denormal results are flushed, as threads.h has the processor do: AMX would take them for 0 anyway.
+    // P <- 2^(scale S - m) to 9e-5, in pairs, added to the sums. Denormals are flushed, as by AMX.
     INLINE void exponentials(Sums& now, const Both& m, int64_t block, uint32_t* to) const {
         for (int h = 0; h < 2; h++, to += HALF)
             if (whole(block))
@@ -307,8 +303,7 @@ class Strip : TileScratch {
         }
     }
 
-    // The step once more, with its maximum as m in the lanes `above`. The others keep m and all bits of their
-    // results.
+    // Repeats the step with its maximum as m in the lanes `above`. The others keep all bits.
     __attribute__((noinline)) Sums with_their_maximum(const Sums& before, Both m, const __mmask16 (&above)[2],
                                                       int64_t begin, int64_t end) const {
         Both largest = before.m;
@@ -437,8 +432,7 @@ void attend_tile(const AttentionOf<Bf16>& a, const Sizes& n, const Shared& share
 
 }  // namespace
 
-// Fewer queries than a strip would leave lanes idle. A copy of an expanded V may have more numbers than 63 bits
-// count.
+// Fewer queries than a strip would leave lanes idle. The copy of an expanded V must have a size below 2^63.
 bool takes(const AttentionOf<Bf16>& a) {
     constexpr double MOST_NUMBERS = 0x1p60;
     const Sizes n(a);

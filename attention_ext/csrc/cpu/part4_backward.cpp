@@ -12,9 +12,8 @@
 //           dQi <- dQi + dS Kj                                             line 15
 //           dKj <- dKj + dS^T Qi                                           line 16
 //
-// The lanes span queries in S, P, dP, dS and dQ, which are kept transposed, and features in dK and dV, which
-// are written in place. A panel's last step includes the diagonal. A panel takes a step only when the panel
-// before it is done with the step's keys: threads can share a head, and the sums do not depend on their number.
+// The lanes span queries in S, P, dP, dS and dQ, held transposed, and features in dK and dV. A panel takes a
+// step after the panel before it, so the sums do not depend on the number of threads.
 //
 // Scratch: threads x (3 panel d + 2 strip + 3 panel) floats, whatever N is.
 #include <algorithm>
@@ -83,8 +82,7 @@ void load(const Panel& t, const Queries& i, const float* out, const float* lse, 
     std::fill_n(t.dQt, d * R, 0.0f);
 }
 
-// dC_j <- dC_j + sum_r A[j][r] * X_r for `keys` keys, of which query r sees the first `first + r`. The masked
-// numbers of A are 0.
+// dC_j <- dC_j + sum_r A[j][r] * X_r for `keys` keys; masked numbers of A (key j >= first + r) are 0.
 void add_rows(simd::Matrix dC, const float* A, int64_t ldA, simd::ConstMatrix X, const Queries& i, int64_t d,
               int64_t keys, int64_t first) {
     part4::staircase(keys, first, portable::lanes(), [&](int64_t j, int64_t r, int64_t n) {

@@ -1,7 +1,6 @@
 // Part 4, flash, in bfloat16: part4_flash.cpp's tiles, with Q, K, V widened to float a tile at a time.
 //
-// Scratch of a thread: that of a tile, and 2 (Bc + STEP + panel) d floats for the keys and values. On a
-// processor with AMX: part4_amx.cpp. Few queries: flash_decoding.cpp.
+// Scratch of a thread: a tile, and 2 (Bc + STEP + panel) d floats. See part4_amx.cpp and flash_decoding.cpp.
 #include <algorithm>
 
 #include "cpu/part4.h"

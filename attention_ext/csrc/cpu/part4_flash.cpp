@@ -9,12 +9,11 @@
 //           m', P, l, then O <- diag(exp(m - m')) O + P Vj                 lines 9, 10
 //       O <- diag(1 / l) O;  lse <- m + log(l)                             lines 12, 13
 //
-// The lanes span queries: Qi, S, P and O are held transposed. So K and V are read in place, and the softmax
-// runs down the columns. A tile is computed in strips of a panel of queries and STEP keys, whose scores stay in
-// cache. A strip's last step includes its diagonal, so it may end beyond the tile of keys.
+// The lanes span queries: Qi, S, P and O are held transposed, so K and V are read in place. A strip is a
+// panel of queries and STEP keys, whose scores stay in cache; its last step may end beyond the tile of keys.
 //
-// Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K and V once
-// per query, part 4 once per Br queries, and the scores that part 2 keeps in memory stay in cache.
+// Scratch: threads x (2 Br d + strip + 3 Br) floats, whatever N is. What it improves: part 3 reads K and V
+// once per query, part 4 once per Br queries, and the scores that part 2 keeps in memory stay in cache.
 //
 // Beside it: flash_decoding.cpp for few queries, part4_bf16.cpp, part4_amx.cpp, part4_backward.cpp.
 #include <algorithm>
@@ -113,8 +112,7 @@ void Tile::strip(int64_t r0, const float* K, int64_t ldK, const float* V, int64_
     staircase(keys, first, simd::lanes(), [&](int64_t j, int64_t r, int64_t n) {  // S^T <- K Q^T
         simd::multiply({St + j * ldS + r, ldS}, {K + j * ldK, ldK, 1}, {Qi + r, R}, n, queries - r, d);
     });
-    // m_new <- max(m, rowmax(S)), P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
-    // m_new may lag behind the maximum, so that O is seldom corrected.
+    // m_new <- max(m, rowmax(S)), which may lag; P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
     if (simd::online_softmax({St, ldS}, keys, queries, first, m + r0, l + r0, correction + r0))
         // O^T <- O^T diag(2^(m - m_new))
         simd::scale_columns({Oi, R}, d, queries, correction + r0);

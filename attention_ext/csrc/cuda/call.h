@@ -1,6 +1,5 @@
-// The arguments of every kernel and the functions that the kernels share. No header of CUDA is needed: NVRTC
-// compiles each file alone, with these macros, which cuda/gpu.py and cuda/tiles.py set, and those of the
-// kernel itself:
+// The arguments of every kernel and shared functions. No CUDA header: NVRTC compiles each file alone, with
+// the kernel's macros and these, set by cuda/gpu.py and cuda/tiles.py:
 //   FORMAT    0, 1 or 2: q, k, v and the output are float32, bfloat16 or float16
 //   HEAD_DIM  d, a multiple of what the kernel's row in cuda/kernels.py asks for
 //   BR, BC    queries and keys of a tile
@@ -35,8 +34,7 @@ struct Call {
 constexpr float LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
 
-// What is subtracted from a row's scores: its maximum m, or 0 while the row has seen no key. Its weights are
-// then 2^-inf = 0 and not 2^(-inf + inf) = NaN.
+// What is subtracted from a row's scores: m, or 0 before the first key, because 2^(-inf + inf) is NaN.
 __device__ inline float subtrahend(float m) { return m == -INF ? 0.0f : m; }
 
 // The largest of x, and the sum, over the lanes whose numbers differ in the bits from `low` to below `high`.
@@ -67,9 +65,8 @@ __device__ inline Block block_at(const Call& call, unsigned head, int first_quer
             call.v + b * call.v_strides.batch + h * call.v_strides.head, head, first_query};
 }
 
-// The block's own. The grid is flat, because its other dimensions are at most 65,535. A head's tiles are
-// neighbours, so that its keys and values stay in the L2 cache; with a causal mask the tiles with most keys
-// come first.
+// The block's own. The grid is flat: its other dimensions are at most 65,535. A head's tiles are neighbours,
+// for the L2 cache; under a causal mask the tiles with most keys come first.
 __device__ inline Block block_of(const Call& call, int rows) {
     const unsigned tiles = (call.Nq + rows - 1) / rows;
     const unsigned tile = blockIdx.x % tiles, head = blockIdx.x / tiles;
@@ -78,8 +75,7 @@ __device__ inline Block block_of(const Call& call, int rows) {
     return block;
 }
 
-// The block's own, where with a causal mask the tiles with most keys come first over all heads, so that all
-// blocks end together. It reads the keys of many heads at a time, which takes more bandwidth.
+// Under a mask, tiles with most keys first over all heads: blocks end together, but it takes more bandwidth.
 __device__ inline Block block_across_heads(const Call& call, int rows) {
     if (!call.causal) return block_of(call, rows);
     const unsigned tiles = (call.Nq + rows - 1) / rows, all = call.batches * call.heads;

@@ -1,20 +1,17 @@
-// The PTX instructions of kernel 6 (sm_90a), one function each: the copy engine (TMA), the products of a
-// warpgroup (wgmma), and the named barriers and register counts of warpgroups. A warpgroup is 128 threads, four
-// warps whose first has a number that is a multiple of 4.
+// The PTX instructions of kernel 6 (sm_90a), one function each: TMA copies, products of a warpgroup (wgmma),
+// named barriers and register counts. A warpgroup is four warps, from a multiple of 4 on.
 //
 // Source: PTX ISA, 'Instruction Set': 'bar', 'cp.async.bulk.tensor', 'setmaxnreg', and 'Asynchronous Warpgroup
 // Level Matrix Multiply-Accumulate Instructions'. Addresses in shared memory are those of shared_address().
 #pragma once
 #include "mbarrier.h"
 
-// CUtensorMap: a tensor's address, sizes, strides, box and swizzle. The host encodes it in 128 bytes, aligned
-// to 64; a kernel takes it as a `const __grid_constant__` parameter.
+// CUtensorMap, encoded by the host; a kernel takes it as a `const __grid_constant__` parameter.
 struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-// Starts the copy of the box of a rank-4 tensor that begins at (column, row, head, batch), and returns. One
-// thread calls it. What lies beyond the tensor becomes 0. The bytes count on `barrier` when they are in.
+// One thread starts the copy of a box. What lies beyond the tensor becomes 0; `barrier` counts the bytes.
 __device__ inline void copy_box(unsigned to, const TensorMap* map, int column, int row, int head, int batch,
                                 unsigned barrier) {
     asm volatile(
@@ -29,8 +26,7 @@ __device__ inline void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// setmaxnreg: from here on each thread of the warpgroup has `count` registers, a multiple of 8 from 24 to 256.
-// One warpgroup gives registers back; another takes them, and waits until they are free.
+// setmaxnreg: a warpgroup's registers a thread, a multiple of 8 from 24 to 256; waits until they are free.
 template <int count>
 __device__ inline void registers_give() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
@@ -40,8 +36,7 @@ __device__ inline void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// Named barriers (bar): a turn is passed when `threads` threads have come to barrier number `barrier`: those
-// that wait for it and those that pass it on without waiting. Number 0 is that of __syncthreads().
+// Named barriers (bar): `threads` threads must arrive, waiting or not. Number 0 is that of __syncthreads().
 __device__ inline void turn_wait(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -49,9 +44,8 @@ __device__ inline void turn_pass(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The matrix descriptor by which wgmma finds a tile in shared memory, whose rows of box_row = 128 or 64 bytes
-// the copy engine has swizzled against bank conflicts. The lower half: bits 0 to 13 the address, bits 16 to 29
-// `next`, the bytes to the next columns of a wider B of multiply_from. Both count 16 bytes.
+// The lower half of wgmma's descriptor of a tile in shared memory, in units of 16 bytes: bits 0 to 13 the
+// address, bits 16 to 29 `next`, the distance of the next columns of a wider B.
 __device__ inline unsigned tile_at(unsigned address, int next) {
     return address >> 4 | (unsigned)(next >> 4) << 16;
 }
@@ -70,8 +64,7 @@ __device__ inline void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Ties the values of registers to this place in the program, because the compiler does not know when wgmma
-// reads and writes them.
+// Ties the values of registers to this place: the compiler does not know when wgmma reads and writes them.
 template <int n>
 __device__ inline void hold(float (&x)[n]) {
     UNROLLED(i, n) asm volatile("" : "+f"(x[i])::"memory");
@@ -106,9 +99,8 @@ __device__ inline void hold(unsigned (&x)[n]) {
 // So two neighbouring groups of sum, rounded in pairs, are an A: P needs no exchange.
 //   multiply       A and B are in shared memory, the 16 along the rows of both (K-major). add = 0 drops sum.
 //   multiply_from  A is in registers; B is in shared memory, 16 rows of N (MN-major).
-// In the instruction, `add` is followed by the signs of A and B, and by 1 for each factor in shared memory that
-// is MN-major. NAMES names the operands of sum, which are the last arguments; A to F are the numbers of the
-// others.
+// After `add` come the signs of A and B, and 1 for each MN-major factor in shared memory. NAMES: the operands
+// of sum, the last arguments; A to F: the numbers of the other operands.
 #define PRODUCT(N, NAMES, A, B, C, D, E, F, ...)                                                          \
     __device__ inline void multiply(float (&sum)[N / 2], unsigned a, unsigned b, int add) {               \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #C                                          \

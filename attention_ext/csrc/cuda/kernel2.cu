@@ -5,10 +5,9 @@
 //     x 4 scores of the tile and 4 x ceil(4 d / BC) numbers of O.
 // Launch: B H ceil(Nq / BR) blocks of (BR / 4) (BC / 4) threads.
 // Shared memory: Q, K, V and P as float32, (BR + 2 BC) (d + PADDING) + BR (BC + PADDING) numbers.
-// Improves on kernel 1: the state stays in the block. Neighbouring threads read neighbouring numbers of global
-//     memory. A number of Q or K that is read from shared memory serves four products. PADDING = 1 puts the
-//     rows of a column into different banks; with PADDING = 0 (2-unpadded) at d = 32 they are in one bank.
-// Bound: shared memory.
+// Improves on kernel 1: the state stays in the block. Global reads are contiguous. A number of Q or K read
+//     from shared memory serves four products. PADDING = 1 puts a column's rows into different banks; with 0,
+//     at d = 32, they share one (2-unpadded). Bound: shared memory.
 // Command: python gpt.py bench kernel2-unpadded,kernel2 --device cuda --l2 warm -r 5
 // Measured: NVIDIA H200, fp32, (100, 1, 4096, 32), no mask: 20.4 TFLOP/s, 11.2 times kernel 1; without padding
 //     6.32 TFLOP/s.

@@ -1,5 +1,4 @@
-// Kernel 3: a row for each thread, with its state in shared memory, in local arrays that spill, or in
-//     registers.
+// Kernel 3: a row for each thread, with its state in shared memory, in spilled local arrays, or in registers.
 //
 // Shapes: every dtype; d up to 256. Tiles of THREADS / SHARE queries and BC keys.
 // Loop nest: the grid goes over (batch, head) and tiles of queries, a block over tiles of keys, a thread over
@@ -8,10 +7,9 @@
 // Launch: B H ceil(Nq SHARE / THREADS) blocks of THREADS threads.
 // Shared memory: K and V as float32, 2 BC d numbers; with O_SHARED also O, THREADS d / SHARE numbers.
 // Improves on kernel 2: the weights stay in their thread, so P needs no shared memory. A warp reads the same
-// four
-//     numbers of K for 32 rows, but such a 16-byte load of one address takes two wavefronts. Wider heads are
-//     slower than in kernel 2, of which a thread has 8 columns of O at d = 128.
-// Bound: shared memory. 3-spilled also waits for local memory, 3-shared reads and writes O for every strip.
+//     four numbers of K for 32 rows, but such a 16-byte load of one address takes two wavefronts. Wider heads
+//     are slower than in kernel 2, of which a thread has 8 columns of O at d = 128. Bound: shared memory;
+//     3-spilled also waits for local memory, 3-shared reads and writes O for every strip.
 // Command: python gpt.py bench kernel2,kernel3-shared,kernel3-spilled,kernel3 --device cuda -d 32,64,128
 //          --l2 warm -r 5
 // Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 3-shared 21.3, 19.5,

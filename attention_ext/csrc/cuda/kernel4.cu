@@ -19,8 +19,7 @@
 // Command: python gpt.py bench kernel3,kernel4,kernel5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, fp32, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 38.2, 43.0, 43.5;
-// that
-//     is 1.49, 1.85 and 2.11 times kernel 3, and 1.85, 1.21 and 0.93 times SDPA's efficient backend.
+//     1.49, 1.85 and 2.11 times kernel 3, and 1.85, 1.21 and 0.93 times SDPA's efficient backend.
 #include "call.h"
 #include "mma.h"
 
@@ -52,8 +51,7 @@ __device__ inline void copy16(int n, float* to, const float* from, bool exists) 
 #endif
 }
 
-// `rows` rows of `columns` numbers, 16 bytes at a time: copy(n, to, from, exists), where n counts those of the
-// thread. Row i of the source exists below `height`, column c below `width`.
+// `rows` rows of `columns` numbers by copy(n, to, from, exists), n counting the thread's 16-byte pieces.
 template <int rows, int columns, int pitch, bool whole, class Copy>
 __device__ inline void copy_rows(Copy copy, float* to, const float* from, long long stride, int height,
                                  int width) {
@@ -86,8 +84,7 @@ __device__ inline void copy_tile(Copy copy, float* to, const float* from, long l
 
 extern __shared__ __align__(16) float memory[];
 
-// The two slabs in shared memory: one is multiplied while the other arrives. Without cp.async the thread's part
-// of the latter is in registers until end().
+// Two slabs in shared memory, one multiplied while the other arrives; without cp.async, through registers.
 struct Slabs {
     int now, next;  // their places in `memory`
 
@@ -205,8 +202,7 @@ struct State {                                // of a thread's rows
         }
     }
 
-    // P <- 2^(S - m), l <- l + rowsum(P), for the keys of a slab. p_at: where the thread writes its first
-    // weights.
+    // P <- 2^(S - m), l <- l + rowsum(P), for the keys of a slab. p_at: the thread's first weights
     __device__ inline void weigh(float* p_at, float s[TM][TN], int slab) {
         UNROLLED(n, TN) {
             constexpr int OF_SLAB = KEYS / TX;

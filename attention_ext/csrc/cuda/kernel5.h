@@ -1,6 +1,5 @@
 // What kernel5_16bit.cu and kernel5_tf32.cu share: the ring of tiles in shared memory, the softmax, and the
-// loop over chunks of keys. Each of them defines Queries, scores() and add_values(), the products in its
-// arithmetic.
+// loop over chunks of keys. Each defines Queries, scores() and add_values() in its arithmetic.
 //
 // Loop nest: the grid goes over (batch, head) and tiles of BR queries, a block over tiles of BC keys, the last
 //     first:
@@ -9,10 +8,9 @@
 //             P <- 2^(scale S - m), l <- l + rowsum(P)           registers; S becomes P without leaving them
 //             O <- O + P V                                       tensor cores
 //     then O <- O / l, L <- m + log(l). Tiles with masked keys have a loop of their own.
-// Shared memory: STAGES tiles of K and of V. With one stage the next K arrives during P V and the next V during
-//     Q K^T, and a barrier more is needed for each tile. STRIDE is a row rounded up to an odd number of 16
-//     bytes, against bank conflicts.
-// Softmax: m is the maximum of some earlier chunk; only a sum of weights beyond LIMIT raises it, so O is seldom
+// Shared memory: STAGES tiles of K and V; one stage is filled in halves, with one more barrier a tile.
+//     STRIDE: a row rounded up to an odd number of 16 bytes, against bank conflicts.
+// Softmax: m is the maximum of an earlier chunk; a sum of weights beyond LIMIT raises it, so O is seldom
 //     rescaled. Values beyond 2^127 / (LIMIT Nk) may overflow O, where SDPA's do not.
 //
 // Macros of its own, by cuda/tiles.py:
@@ -176,8 +174,7 @@ __device__ inline void weigh(Weights& P, Pairs& sums, const Scores& S, const Pai
     }
 }
 
-// Adds the chunk's sums to l. If a sum of weights reaches LIMIT, or is NaN as in a row's first chunk (m =
-// -inf), the warp first updates m, rescales l and O, and computes the weights again.
+// Adds the chunk's sums to l. If one reaches LIMIT or is NaN, the warp first updates m, rescaling l and O.
 template <bool SCALED>
 __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S) {
     bool in_range = true;
@@ -205,8 +202,7 @@ __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S
     UNROLLED(i, M_TILES) s.l[i][0] += sums[i][0], s.l[i][1] += sums[i][1];
 }
 
-// Tiles `from` to `to` - 1: S <- Q K^T, P <- 2^(scale S - m), O <- O + P V. MASKED: some row of the block may
-// not see some key; warp_row: the warp's first row.
+// Tiles `from` to `to` - 1. MASKED: some row may not see some key; warp_row: the warp's first row.
 template <bool MASKED>
 __device__ inline void attend(State& s, const Queries& Q, Tiles& tiles, int from, int to, int warp_row) {
     const Call& call = tiles.call;

@@ -2,19 +2,16 @@
 // Source: Dao 2023, arXiv:2307.08691. Least architecture: sm_80; in float16 sm_75.
 //
 // Shapes: bf16 and fp16; d is a multiple of 8 up to 256; pointers and strides are multiples of 16 bytes.
-// Loop nest: that of kernel5.h. With PIPE, the tiles without a mask have a loop of their own, in which the
-//     chunks of keys overlap.
+// Loop nest: that of kernel5.h. With PIPE, a loop of its own overlaps the chunks of tiles without a mask.
 // Launch: B H ceil(Nq / BR) blocks of THREADS threads.
 // Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes, and with Q_SHARED Q, 2 BR d bytes.
-// Improves on kernel 4: an instruction of the tensor cores does 2,048 multiply-adds. The softmax then takes as
-//     long as the products. With PIPE, the scores of the next chunk and (PIPE 2) the product of the previous
-//     one are interleaved with the exponentials: tensor cores and exponentials work at the same time.
+// Improves on kernel 4: an instruction of the tensor cores does 2,048 multiply-adds. With PIPE, the scores of
+//     the next chunk and (PIPE 2) the product of the previous one are interleaved with the exponentials.
 // Bound: the exponentials at d = 32, shared memory from d = 64 on. At d = 128 O takes 128 registers a thread,
 //     so Q lies in shared memory and is read again for every chunk; long chunks read it less often.
 // Command: python gpt.py bench kernel5,kernel6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 298, 353, 322; that
-// is
+// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 298, 353, 322;
 //     1.42, 1.22 and 1.01 times SDPA's flash backend.
 #include "kernel5.h"
 
@@ -27,8 +24,7 @@ static_assert(STAGES >= (PIPE ? 3 : 2), "the copies run ahead");
 static_assert(PIPE < 2 || CHUNKS >= 2, "a stage is overwritten one chunk after its last use");
 static_assert(BR <= STAGES * 2 * BC, "the tiles' memory takes the result");
 
-// For a tile of 16 rows and a slice of 16 columns four registers. With Q_SHARED they lie in shared memory, from
-// the address `at` on; the next lane's follow.
+// Four registers for 16 rows and a slice of 16 columns; with Q_SHARED at the address `at`, lane by lane.
 struct Queries {
     unsigned at, registers[Q_SHARED ? 1 : M_TILES][Q_SHARED ? 1 : SLICES][4];
 
@@ -77,8 +73,7 @@ __device__ inline void add_values(Output& O, const Weights& P, unsigned v) {
     UNROLLED(product, PV_PRODUCTS) pv_product(O, P, v, product);
 }
 
-// The tiles from n on, which have no mask. The scores of the next chunk and, with PIPE 2, the product of the
-// chunk before are interleaved with the exponentials of this one.
+// The tiles from n on, which have no mask: products of other chunks are interleaved with the exponentials.
 __device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& tiles, int n) {
     if (n >= tiles.count) return;
     wait_groups<STAGES - 2>();

@@ -6,13 +6,12 @@
 //         T <- Q K^T by three products, S <- S + T; later T <- P V by three products, O <- O + T
 // Launch: B H ceil(Nq / BR) blocks of THREADS threads.
 // Shared memory: K and V, STAGES * 2 * BC * STRIDE bytes; Q, 4 BR d bytes, or 8 BR d as two parts (Q_SPLIT).
-// Improves on kernel 4: an instruction of the tensor cores does 1,024 multiply-adds. x = high + low, and x y =
-//     high high + high low + low high, each exact in tf32 products. The tensor cores round sums towards zero,
-//     an error that grows with the number of products: so only sums of 32 columns or one chunk of keys are left
-//     to them.
+// Improves on kernel 4: an instruction of the tensor cores does 1,024 multiply-adds. x = high + low, and x y
+//     = high high + high low + low high, each exact in tf32 products. The tensor cores round sums towards
+//     zero, so only sums of 32 columns or one chunk of keys are left to them.
 // Bound: the tensor cores, and shared memory at d = 128. Infinite numbers, and finite ones from 3.4019e38 on,
-//     have no low part: inf - inf is NaN. A row that sees such a key, or has it in its query, is NaN; such a
-//     value makes its column NaN in the rows that see it.
+//     have no low part: a row with such a query or key is NaN, such a value makes its column NaN in rows that
+//     see it.
 // Command: python gpt.py bench kernel3,kernel4,kernel5,sdpa-efficient,sdpa-math --device cuda -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 66.0, 72.6, 61.1; that is
@@ -25,8 +24,7 @@ constexpr int GROUP = CHUNK >= 32 ? 4 : 2;  // 8-key tiles of scores that share 
 constexpr int Q_PARTS = Q_SPLIT ? 2 : 1;    // 16 bytes of a lane for 16 queries and SLICE columns
 constexpr int Q_WARP = M_TILES * SLICES * Q_PARTS * 512;  // bytes of a warp's queries
 
-// In shared memory: for a tile of 16 rows and a slice of SLICE columns the four numbers of each lane, with
-// Q_SPLIT their high parts and then their low ones.
+// In shared memory: a lane's four numbers of 16 rows and SLICE columns, with Q_SPLIT high, then low parts.
 struct Queries {
     unsigned lane_at;  // address of the lane's first 16 bytes; the next lane's follow
     __device__ inline unsigned at(int tile, int slice) const {

@@ -1,21 +1,15 @@
-// Kernel 6: Hopper. The copy engine feeds the tensor cores, and the softmax of one tile runs beside the
-//     products of another (FlashAttention-3).
+// Kernel 6: Hopper. TMA copies; one tile's softmax overlaps another's products (FlashAttention-3).
 // Source: Shah et al. 2024, arXiv:2407.08608. Architecture: sm_90a alone.
 //
 // Shapes: bf16 and fp16; d is a multiple of 8 up to 256; rows, heads and batches start at multiples of 16
-// bytes.
-//     Tiles of Br queries and Bc keys, 32, 64, 128, 192 or 256 columns wide: the copy engine fills what is
-//     beyond d, and the keys beyond Nk, with zeros.
+//     bytes. Tiles of Br queries and Bc keys, 32, 64, 128, 192 or 256 columns wide, padded with zeros.
 // Loop nest: a block goes over its tiles of queries, every gridDim-th one, and for each over tiles of keys:
 //         S <- Qi Kj^T, P <- 2^(c S - c m), O <- O + P Vj
-// Launch: min(tiles of queries, multiprocessors) blocks. 128 threads of a block copy; a warpgroup of 128
-//     threads multiplies for each 64 rows of Q.
-// Shared memory: 2 Br width (Q) + stages * 4 Bc width (K and V) + 16 + 32 stages (mbarriers) + 1,024 (to begin
-//     at a multiple of it) bytes.
+// Launch: min(query tiles, multiprocessors) blocks: 128 threads copy, a warpgroup multiplies 64 rows.
+// Shared memory: 2 Br width (Q) + stages * 4 Bc width (K, V) + 16 + 32 stages (mbarriers) + 1,024 (to align).
 // Registers: Bc / 2 (S) + Bc / 4 (P) + width / 2 (O) and about 30 more for a thread that multiplies.
 // Improves on kernel 5:
-//   - One thread copies, by TMA. No other thread computes addresses; mbarriers tell when a tile is full or
-//     free.
+//   - One thread copies, by TMA; mbarriers tell when a tile is full or free.
 //   - wgmma reads Q, K and V from shared memory and runs while its warps go on. S = Qi Kj^T and O += P V(j-1)
 //     begin together, and the softmax needs only S.
 //   - The warpgroups take turns to begin products, so that one has its softmax while another multiplies.
@@ -23,8 +17,7 @@
 // Bound: the exponentials at d = 32 and 64, so at d = 32 the gain is small; the tensor cores from d = 128 on.
 // Command: python gpt.py bench kernel5,kernel6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 306, 545, 694; that
-// is
+// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 306, 545, 694;
 //     1.03, 1.55 and 2.16 times kernel 5, and 1.26, 1.16 and 1.04 times cuDNN.
 #include "call.h"
 // Macros of its own, by cuda/tiles.py:
@@ -50,8 +43,7 @@ constexpr int k_full = q_empty + 8, k_empty = k_full + 8 * stages;
 constexpr int v_full = k_empty + 8 * stages, v_empty = v_full + 8 * stages;
 static_assert(v_empty + 8 * stages + 1024 == SHARED, "shared memory");
 
-// Registers of a thread that copies and of one that multiplies: multiples of 8 (setmaxnreg), 65,536 in a block
-// at most.
+// Registers of a thread that copies and of one that multiplies: multiples of 8, at most 65,536 in a block.
 constexpr int producer_registers = CONSUMERS == 3 ? 32 : 24;
 constexpr int consumer_registers = CONSUMERS == 3 ? 160 : 240;
 
@@ -76,8 +68,7 @@ struct Tile {
     int i0, batch, head;
 };
 
-// The query tile of this number, in the order in which blocks take them. Neighbours share K and V in L2. Under
-// a mask, the tiles of as many heads as L2_BYTES hold alternate, those that see the most keys first.
+// The index-th query tile. Under a mask, the tiles of the heads that fit L2_BYTES alternate, longest first.
 __device__ inline Tile query_tile(const Call& call, unsigned index) {
     const unsigned Tr = (call.Nq + Br - 1) / Br, all = call.batches * call.heads;
     const long long head_bytes = (long long)call.Nk * (4 * width);
@@ -95,8 +86,7 @@ __device__ inline Tile query_tile(const Call& call, unsigned index) {
 
 __device__ inline int key_tiles(int keys) { return max(1, (keys + Bc - 1) / Bc); }
 
-// Announces and starts the copies of `rows` rows of a tile's head. A dimension that repeats the same numbers,
-// of stride 0, has one entry in the map.
+// Announces and starts the copies of `rows` rows. A dimension of stride 0 has one entry in the map.
 template <int rows>
 __device__ inline void copy_rows(unsigned to, const TensorMap& map, const Strides& strides, const Tile& tile,
                                  int first, unsigned full) {
@@ -218,8 +208,7 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
     }
 }
 
-// Masks and scales that are not positive, which few tiles need: S of tile j, for rows from i0 on, of which all
-// see the keys below `all_see`.
+// Masks S of tile j for rows from i0 on, of which all see the keys below `all_see`; handles scales <= 0.
 __device__ inline void mask(float (&S)[Bc / 2], const Call& call, int i0, int all_see, int j) {
     const int lane = threadIdx.x % 32, row = i0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     if (!(call.scale > 0.0f)) {

@@ -1,7 +1,5 @@
-// mbarriers (since sm_90): 8 bytes of shared memory that count. A phase ends when all arrivals and all
-// announced bytes are in, and the next begins with the same number of arrivals. Phases have parity 0 and 1 in
-// turn. Source: PTX ISA, 'Parallel Synchronization and Communication Instructions: mbarrier'. Addresses are the
-// 32-bit ones of shared_address().
+// mbarriers (since sm_90): 8 bytes of shared memory at a shared_address(). A phase ends when all arrivals and
+// all announced bytes are in; parities 0 and 1 alternate. Source: PTX ISA, 'mbarrier'.
 #pragma once
 
 // One thread sets the number of arrivals of each phase.
@@ -25,8 +23,7 @@ __device__ inline void barrier_expect(unsigned barrier, int bytes) {
                  : "memory");
 }
 
-// Returns once the phase with this parity has ended. The phase before the first counts as parity 1, so a wait
-// for parity 1 on a new barrier returns at once. try_wait may give up after a while, hence the loop.
+// Waits for the end of this parity's phase; on a new barrier parity 1 has ended. try_wait may give up.
 __device__ inline void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n.reg .pred done;\n"

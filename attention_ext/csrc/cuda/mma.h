@@ -13,8 +13,7 @@
 //     A (16 x 8), tf32        a0 = A[g][t]                        a1 = A[g + 8][t]
 //                             a2 = A[g][t + 4]                    a3 = A[g + 8][t + 4]
 //     B (8 x 8), tf32         b0 = B[t][g]                        b1 = B[t + 4][g]
-// So the registers of two neighbouring tiles of C, rounded in pairs, are those of a 16-bit A: P needs no
-// exchange.
+// Two neighbouring tiles of C, rounded in pairs, are the registers of a 16-bit A: P needs no exchange.
 #pragma once
 
 // f(n, row, piece) for the pieces that the thread copies of `rows` rows of `pieces` pieces; n counts them.
@@ -31,8 +30,7 @@ __device__ inline void each_piece(const F& f) {
 }
 
 #if __CUDA_ARCH__ >= 800
-// cp.async: copies 16 bytes from global to shared memory while the thread goes on. The first `bytes` are read,
-// the others become 0. .cg bypasses L1; .L2::128B fetches the whole 128 bytes into L2.
+// cp.async: copies the first `bytes` of 16 to shared memory, the others become 0. .cg bypasses L1.
 __device__ inline void copy_async(unsigned to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
@@ -50,7 +48,6 @@ template <int OPEN>
 __device__ inline void wait_groups() {}
 #endif
 
-// 16 bytes of shared memory.
 __device__ inline void load_shared(unsigned (&x)[4], unsigned from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -72,8 +69,7 @@ __device__ inline void store_shared(unsigned to, unsigned x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
 
-// ldmatrix: four 8 x 8 matrices of 16-bit numbers. Lane i gives the address of row i % 8 of matrix i / 8, 16
-// bytes. Lane 4 g + t gets [g][2t, 2t + 1] of matrix n in x[n].
+// ldmatrix of four 8 x 8: lane i gives row i % 8 of matrix i / 8; lane 4 g + t gets [g][2t, 2t + 1] of each.
 __device__ inline void load_matrices(unsigned (&x)[4], unsigned row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -86,8 +82,7 @@ __device__ inline void load_transposed(unsigned (&x)[4], unsigned row) {
                  : "r"(row));
 }
 
-// mma.sync: c (16 x 8) += a (16 x 16) b (16 x 8), 16-bit factors, float32 sums. sm_75 has half of it, in
-// float16.
+// mma.sync: c (16 x 8) += a (16 x 16) b (16 x 8), 16-bit factors, float32 sums; on sm_75 two halves.
 __device__ inline void multiply_16bit(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if __CUDA_ARCH__ < 800
     UNROLLED(half, 2)
@@ -104,9 +99,8 @@ __device__ inline void multiply_16bit(float (&c)[4], const unsigned (&a)[4], uns
 #endif
 }
 
-// x = high + low, both tf32, which has 11 significant bits and keeps the upper 19 bits of a float32. Adding
-// 0x1000, half of the last kept bit, rounds; the mask clears the other 13. The tensor cores ignore those bits
-// of `low`. An infinite x gives low = NaN, and so do numbers that round to infinity.
+// x = high + low, both tf32: the upper 19 bits of a float32. Adding 0x1000, half of the last kept bit,
+// rounds; the mask clears the other 13. Where x or its rounding is infinite, low is NaN.
 __device__ inline void split(float x, unsigned& high, unsigned& low) {
     high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
     low = __float_as_uint(x - __uint_as_float(high));

@@ -18,8 +18,7 @@ using Element = unsigned short;  // the bits
 #define KIND "bf16"
 #endif
 
-// ex2.approx: 2^x by the multiprocessor's unit for such functions (MUFU), to about 2 units in the last place;
-// 2^-inf is 0. Source: PTX ISA, 'Floating Point Instructions: ex2'.
+// ex2.approx (PTX ISA): 2^x by the MUFU, to about 2 units in the last place; 2^-inf is 0.
 __device__ inline float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

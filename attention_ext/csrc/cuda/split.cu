@@ -8,13 +8,10 @@
 //     kernel. Then the O, m and l of the teams are merged. attention_merge: for each row, over the splits
 //         O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
 //     The lanes of a warp multiply (split_lanes.h), or with TENSOR the tensor cores (split_mma.h).
-// Launch: attention_split: B H splits ceil(Nq / BR) blocks of THREADS threads. attention_merge: B H Nq blocks
-//     of MERGE_THREADS threads.
+// Launch: B H splits ceil(Nq / BR) blocks of THREADS threads, then B H Nq blocks of MERGE_THREADS threads.
 // Shared memory: the teams' O (TEAMS, BR, WIDTH), m and l (TEAMS, BR), then q, float32.
-// Improves on kernels 5 and 6 for few queries: a block for each tile of queries leaves the GPU idle. Since
-// sm_90
-//     the merge is launched before the split has ended, which hides the launch.
-// Bound: the memory's bandwidth for one query; with less than 256 MiB of K and V, beginning and ending show.
+// Improves on kernels 5 and 6 for few queries, where a block a tile leaves the GPU idle. Since sm_90 the
+//     merge's launch overlaps the split. Bound: memory bandwidth for one query, from 256 MiB of K and V on.
 // Command: python gpt.py bench split,sdpa-efficient,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16
 //          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
 // Measured: NVIDIA H200, one query of 32 heads, d = 64, share of 4.65 TB/s at Nk = 8192, 32768 and 131072: bf16
@@ -33,8 +30,7 @@
 constexpr int d = HEAD_DIM;
 constexpr int TEAMS = THREADS / 32 / SHARERS;
 
-// What a block attends to: the queries from q on, and the keys below `end` from `start` on; query i sees those
-// below sees + i.
+// A block's queries from q on and its keys from `start` to below `end`; query i sees those below sees + i.
 struct Span {
     const Call& call;
     const Element *q, *k, *v;  // of the first query, and of a head
@@ -49,8 +45,7 @@ struct Result {
     float *m, *l;       // (BR)
 };
 
-// Words of a row, or zeros. ld.global.nc.L1::no_allocate (PTX ISA, ld.global.nc) keeps what is read once out of
-// L1.
+// Words of a row, or zeros. ld.global.nc.L1::no_allocate (PTX ISA) keeps what is read once out of L1.
 __device__ inline void load_words(unsigned (&x)[4], const Element* from, bool exists) {
     x[0] = x[1] = x[2] = x[3] = 0;
     if (exists)
@@ -65,8 +60,7 @@ __device__ inline void load_words(unsigned (&x)[4], const Element* from, bool ex
 #include "split_lanes.h"
 #endif
 
-// Since sm_90 the merge may be launched while the split runs; it then waits for all that the split writes (PTX
-// ISA, griddepcontrol).
+// Since sm_90 the merge may launch early; it then waits for the split's writes (PTX ISA, griddepcontrol).
 __device__ inline void let_dependents_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

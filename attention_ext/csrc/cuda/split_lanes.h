@@ -1,8 +1,7 @@
 // Split on the lanes of a warp, for few queries. split.cu includes it without TENSOR.
 //
-// A lane loads 16 bytes of a row, LANES lanes a row, 32 / LANES rows at once: m, l and O are separate for each
-// group of LANES lanes, and merged at the end. The loads of the next strip's K begin when S is done, those of
-// its V when O is done: LOADS to 2 LOADS loads are under way.
+// LANES lanes load a row, 16 bytes each; a warp's 32 / LANES rows have their own m, l and O, merged at the
+// end. The next strip's K is loaded after S, its V after O: LOADS to 2 LOADS loads are in flight.
 #pragma once
 
 constexpr int VECTOR = 16 / sizeof(Element);

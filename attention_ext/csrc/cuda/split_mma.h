@@ -13,8 +13,7 @@
 //     float32  4 columns of K from 4 t on, for two products; V of keys 2 t and 2 t + 1. Three products of tf32
 //              parts; only short sums are left to the tensor cores (kernel5_tf32.cu)
 //
-// Macros of its own, by cuda/tiles.py: STRIP, and Q_ROW, bytes of a row of the queries in shared memory: an odd
-// multiple of 64, so that eight lanes read different banks.
+// Macros of its own, by cuda/tiles.py: STRIP; Q_ROW, bytes of a query row, an odd multiple of 64 (banks).
 #pragma once
 #include "mma.h"
 
@@ -105,8 +104,7 @@ __device__ inline void meet_sharer() {
     asm volatile("bar.sync %0, 64;" ::"r"(1 + threadIdx.x / 64) : "memory");
 }
 
-// S <- S + S of the warp with the other columns. turn: alternates. A buffer is written again when both have met
-// once more, so the other warp has read it.
+// S <- S + S of the warp with the other columns. turn alternates: no buffer is overwritten before it is read.
 using Exchange = float4[2][2][UNITS * TILES][32];
 static_assert(SHARERS == 1 || (SHARERS == 2 && sizeof(Exchange) <= sizeof(float[BR][WIDTH])));
 __device__ inline void add_sharer(Scores& S, Exchange& shared, int turn) {

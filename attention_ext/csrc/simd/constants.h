@@ -1,5 +1,4 @@
-// Numbers that the implementations of the SIMD helpers share. They are macros, so that simd.ispc can include
-// this file.
+// Numbers that the SIMD helpers share, as macros, so that simd.ispc can include this file.
 #pragma once
 
 #define SIMD_LOG2E 1.44269504f  // log2(e)
@@ -8,10 +7,8 @@
 // How far the online softmax lets its maximum lag behind the scores, in units of log(2).
 #define SIMD_MAX_LAG 8.0f
 
-// 2^x for x <= 8 with a relative error of 2e-7; 0 for x < SIMD_EXP2_LEAST, where results would be denormal: a
-// multiply-add with a denormal number takes over a hundred cycles on many processors.
-// x = n + f with n whole and |f| <= 1/2. 2^n is an addition to the exponent bits.
-// Adding SIMD_ROUND = 1.5 * 2^23 rounds x to n, which is then in the low bits of the sum.
+// 2^x for x <= 8 with a relative error of 2e-7; 0 below SIMD_EXP2_LEAST: denormal numbers are slow. x = n + f
+// with n whole and |f| <= 1/2; adding SIMD_ROUND = 1.5 * 2^23 leaves n in the low bits, for the exponent.
 #define SIMD_EXP2_LEAST (-126.0f)
 #define SIMD_ROUND 12582912.0f
 

@@ -10,8 +10,7 @@ int64_t rows();
 // The name of the implementation, for people.
 const char* name();
 
-// Instructions that online_softmax takes for a vector of scores, without loads and stores; 0 if it has no
-// vectors.
+// Instructions of online_softmax for a vector of scores, without loads and stores; 0 without vectors.
 int64_t softmax_instructions();
 
 // Whether the kernels may also use instructions that multiply tiles of matrices.
@@ -24,8 +23,7 @@ void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale)
 // A(i, k) is broadcast; the lanes span the columns of B and C.
 void multiply(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth);
 
-// C[i][c] <- C[i][c] + sum_k A(i, k) * B[k][c]    for k < first + c
-// Column c takes only the first `first + c` products, first >= 0: the staircase of a causal mask.
+// C[i][c] <- C[i][c] + sum_k A(i, k) * B[k][c]    for k < first + c, first >= 0: a causal mask's staircase.
 // With first >= depth it takes all.
 void multiply_add(Matrix C, const Strided& A, ConstMatrix B, int64_t rows, int64_t cols, int64_t depth,
                   int64_t first);
@@ -45,17 +43,15 @@ float exp_sum(float* x, int64_t n, float m);
 // x[i] <- a * x[i]
 void scale_row(float* x, int64_t n, float a);
 
-// One step of the online softmax down each column c of S (rows, cols). The live rows of column c are its first
-// `first + c`, at most all; the others are not read, and left as they are or set to 0. Scores are in units of
-// log(2), because a power of 2 costs less than exp.
+// The online softmax down each column c of S (rows, cols), in units of log(2). The live rows of column c are
+// its first `first + c`; the others are not read, and left as they are or set to 0.
 //   m'            <- max(m[c], S[j][c]) over the live rows j, or m[c] where that is at most SIMD_MAX_LAG less
 //   S[j][c]       <- 2^(S[j][c] - m')
 //   correction[c] <- 2^(m[c] - m')
 //   l[c]          <- correction[c] * l[c] + sum_j S[j][c], NaN if a live score is
 //   m[c]          <- m'
-// A maximum that lags leaves a factor of at most 2^SIMD_MAX_LAG in S and l, which cancels in S / l. In return m
-// seldom moves, and what was scaled by it is seldom corrected. cols is a multiple of lanes().
-// Returns whether any correction is not 1.
+// A maximum that lags leaves a factor of at most 2^SIMD_MAX_LAG in S and l, which cancels in S / l. cols is a
+// multiple of lanes(). Returns whether any correction is not 1.
 bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l, float* correction);
 
 // C[i][c] <- a[c] * C[i][c]                       C (rows, cols), a (cols)

@@ -1,5 +1,4 @@
-// The SIMD helpers' interface on top of simd.ispc, whose exported functions have C names: the products and the
-// softmax. The others are the portable ones.
+// The SIMD helpers on top of simd.ispc: the products and the softmax. The others are the portable ones.
 #include "simd/simd.h"
 
 struct Operands {  // of simd.ispc
@@ -57,7 +56,6 @@ bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* 
     return ispc_online_softmax(S.data, S.ld, rows, cols, first, m, l, correction);
 }
 
-// These take no time to speak of.
 void transpose(Matrix T, ConstMatrix X, int64_t rows, int64_t cols, float scale) {
     portable::transpose(T, X, rows, cols, scale);
 }

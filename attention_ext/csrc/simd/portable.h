@@ -1,5 +1,4 @@
-// The SIMD helpers in portable C++, which every build has: those of helpers.h, and those that only packed
-// weights, bfloat16 caches, the model's layers and training need.
+// The SIMD helpers in portable C++: helpers.h's, and others for weights, caches, layers and training.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +24,7 @@ struct Matrix {
     operator ConstMatrix() const { return {data, ld}; }
 };
 
-// The left operand of a product: A(i, k) is data[i * row_stride + k * depth_stride].
-// Passed by reference: GCC copies it to the stack so that the callee waits for it, 2 % of a decoder's step.
+// A(i, k) is data[i * row_stride + k * depth_stride]. Passed by reference: GCC copies a value to the stack.
 struct Strided {
     const float* data;
     int64_t row_stride, depth_stride;
@@ -68,16 +66,14 @@ void multiply_few(Matrix C, ConstMatrix A, ConstMatrix B, int64_t rows, int64_t 
 // o <- o + sum_j p[j] * B[j]; cols is a multiple of 2 W.
 void add_weighted_rows(float* o, const float* p, Bf16Pairs B, int64_t rows, int64_t cols);
 
-// O[i] <- O[i] + sum_j P[i][j] * B[j] for j < min(n, first + i), with the bits of add_weighted_rows(): a causal
-// mask's last rows. first > 0; for bfloat16 cols is a multiple of 2 W.
+// O[i] <- O[i] + sum_j P[i][j] * B[j] for j < min(n, first + i), first > 0, with add_weighted_rows()'s bits.
 void add_weighted_few(Matrix O, ConstMatrix P, ConstMatrix B, int64_t rows, int64_t n, int64_t first,
                       int64_t cols);
 void add_weighted_few(Matrix O, ConstMatrix P, Bf16Pairs B, int64_t rows, int64_t n, int64_t first,
                       int64_t cols);
 
-// Products with int8 weights: the weights of an output that share a scale, and the bits of a whole number that
-// stands for an activation. The number plus half of 2^bits is three digits of 7 bits, which any dot product of
-// bytes takes.
+// INT8_GROUP weights of an output share a scale. An activation is an integer of INT8_BITS bits: plus half of
+// 2^INT8_BITS it is three digits of 7 bits, which any dot product of bytes takes.
 constexpr int64_t INT8_GROUP = 128;
 constexpr int INT8_BITS = 21;
 
@@ -88,18 +84,16 @@ constexpr bool INT8_PAIRS = true;
 constexpr bool INT8_PAIRS = false;
 #endif
 
-// Rows of activations as whole numbers of INT8_BITS bits. Each row has int8_blocks(n) words of the highest
-// digits, as many of the middle ones, as many of the lowest, and its scale, a power of 2. Byte j of word k
-// belongs to number 4 k + j. With INT8_PAIRS the first words have the upper 14 bits of the numbers 4 k and
-// 4 k + 2 in their halves, the second words those of 4 k + 1 and 4 k + 3.
+// Rows of INT8_BITS-bit integers: int8_blocks(n) words of the highest, the middle, the lowest digits; a
+// scale, a power of 2. Byte j of word k is of number 4 k + j. With INT8_PAIRS the first words hold the upper
+// 14 bits of numbers 4 k and 4 k + 2, the second those of 4 k + 1 and 4 k + 3.
 struct FixedRows {
     const uint32_t* data;
     int64_t ld;
 };
 
-// A matrix (depth, cols) in int8, with a scale for each column and group of INT8_GROUP rows. A group has a row
-// of words that the highest digits' sums start from, -64 times the sum of the weights; a row of scales; and a
-// row for each four rows of the matrix: byte j belongs to the j-th of them, 0 after the last.
+// A matrix (depth, cols) in int8. A group of INT8_GROUP rows has a row of initial sums, -64 times the
+// weights' sum; a row of scales; and a row for each four of the matrix, byte j the j-th, 0 after the last.
 struct Int8Panel {
     const uint32_t* data;
     int64_t ld;
@@ -109,12 +103,10 @@ constexpr int64_t int8_blocks(int64_t depth) { return (depth + 3) / 4; }
 constexpr int64_t int8_groups(int64_t depth) { return (depth + INT8_GROUP - 1) / INT8_GROUP; }
 constexpr int64_t fixed_words(int64_t n) { return /* digits */ 3 * int8_blocks(n) + /* scale */ 1; }
 
-// row (fixed_words(n)) <- x (n), n > 0, as FixedRows describes: the nearest whole numbers, ties to even. The
-// largest has INT8_BITS - 1 bits and a sign; with NaN or infinity in x the scale is NaN.
+// row (fixed_words(n)) <- x (n), n > 0, rounded, ties to even; with NaN or infinity the scale is NaN.
 void to_fixed(uint32_t* row, const float* x, int64_t n);
 
-// C[i][c] <- sum_k A[i][k] * B[k][c], or with `add` C[i][c] <- C[i][c] + that sum; cols is a multiple of W. The
-// sums within a group are exact.
+// C <- A B, or with `add` C + A B; cols is a multiple of W. The sums within a group are exact.
 void multiply_int8(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols, int64_t depth, bool add);
 
 // PyTorch's epsilon, added to the variance.
@@ -129,9 +121,8 @@ void gelu(float* x, int64_t n);
 // y[i] <- gelu(x[i]); dx[i] <- dx[i] * gelu'(x[i]), where gelu'(x) = Phi(x) + x Phi'(x)
 void gelu_gradient(float* dx, float* y, const float* x, int64_t n);
 
-// The gradient of a softmax down each column c of S (rows, cols) whose logsumexp is lse[c] + rest[c], all in
-// units of log(2); rest is the rounding error of lse. The live rows are those of online_softmax(). Below them
-// at most the first W rows of a column are set.
+// The gradient of a softmax down each column c of S (rows, cols) with logsumexp lse[c] + rest[c], in units of
+// log(2). The live rows are those of online_softmax(); below them at most the first W rows are set.
 //   S[j][c]  <- 2^(S[j][c] - lse[c] - rest[c]), at most 1
 //   dP[j][c] <- S[j][c] * (dP[j][c] - D[c])
 // cols is a multiple of lanes().

@@ -1,6 +1,5 @@
-// The SIMD helpers of attention's forward pass, by the implementation that the build chooses: portable.h's, or
-// with -DSIMD_ELSEWHERE those of ispc.cpp, over simd.ispc, or of off.cpp, scalar loops. Everything else uses
-// portable.h.
+// The SIMD helpers of attention's forward pass: portable.h's, or with -DSIMD_ELSEWHERE ispc.cpp's or
+// off.cpp's.
 #pragma once
 
 #include <cmath>

@@ -1,6 +1,5 @@
-// The SIMD helpers in ISPC; simd.h says what each does. A lane is one column, or one row where a dot
-// product is taken; nothing is gathered or scattered. All loads are of neighbouring floats, `uniform`
-// numbers are broadcast.
+// The SIMD helpers in ISPC, as simd.h describes them. A lane is one column, or a row of a dot product;
+// nothing is gathered or scattered; `uniform` numbers are broadcast.
 
 #include "constants.h"
 
@@ -47,9 +46,8 @@ static inline uniform Operands from(const uniform Operands& o, uniform int64 row
     return part;
 }
 
-// R rows by VS vectors of C in registers over the whole depth; with STAIRS column c takes the products
-// k < first + c. The accumulators have names, because ispc keeps an array in memory. Conditions on R, VS and
-// STAIRS are constant at compile time.
+// R rows by VS vectors of C in registers over the depth; with STAIRS column c takes k < first + c. Named
+// accumulators: ispc keeps an array in memory. Conditions on R, VS and STAIRS are compile-time constants.
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
 #define DECLARE(i) float x##i = 0.0f, y##i = 0.0f, z##i = 0.0f, w##i = 0.0f;
 #define LOAD(i)                                                                        \
@@ -150,8 +148,7 @@ export void ispc_product(const uniform Operands& o, uniform int64 rows, uniform 
     }
 }
 
-// a and b hold partial sums in runs of G lanes. In the result the runs are half as long: those of a are in the lanes
-// whose number lacks the bit G / 2, those of b in the lanes that have it.
+// a and b hold partial sums in runs of G lanes; the result's are half as long, a's where the bit G / 2 is 0.
 static inline float halve_runs(float a, float b, const uniform int G) {
     const bool has_bit = (programIndex & (G / 2)) != 0;
     const float stay = has_bit ? b : a;
@@ -165,8 +162,7 @@ static inline float halve_runs(float a, float b, const uniform int G) {
     if (i < programCount) x##i += a * b[i * ldB + c + programIndex];
 #define HALVE(G, i, k) x##i = halve_runs(x##i, x##k, G);
 
-// s[i] <- scale * x . B[i] for programCount rows, at most 16. A lane adds up its share of each product, then
-// the lanes are added up so that each holds a row.
+// s[i] <- scale * x . B[i] for programCount rows, at most 16: each lane sums a share, then lanes are added.
 static inline void dot_block(uniform float* uniform s, const uniform float* uniform x,
                              const uniform float* uniform b, uniform int64 ldB, uniform int64 depth,
                              uniform float scale) {

@@ -1,13 +1,11 @@
-// One kernel in a process of its own, without Python or PyTorch: for a cache simulator (lab/counters.py),
-// `perf record` or a debugger.
+// One kernel in a process of its own: for a cache simulator (lab/counters.py), `perf record` or a debugger.
 //
 //   alone PART N d BR BC CAUSAL HEADS REPEATS [SWEEP [QUERIES [THREADS]]]
 //
-// calls PART, a part's operator, REPEATS times on one thread and prints the sum of its output. q, k, v and out
-// are (1, HEADS, N, d), q and out with QUERIES rows, BR and BC part 4's tile, CAUSAL 0 or 1; REPEATS may be 0.
-// Everything is allocated before the first call, so two runs differ only by their calls. SWEEP bytes are
-// written before the first call and after the last one: caches of at most that size are cold for the first call
-// and for the sum. Built with OWN, the kernel is that of a user's file, and has THREADS threads.
+// calls PART, a part's operator, REPEATS >= 0 times on one thread and prints the sum of its output. q, k, v
+// and out are (1, HEADS, N, d), q and out with QUERIES rows, BR and BC part 4's tile, CAUSAL 0 or 1. All is
+// allocated before the first call. SWEEP bytes are written before the first call and after the last one, to
+// empty smaller caches. Built with OWN, the kernel is that of a user's file, with THREADS threads.
 #include <algorithm>
 #include <cerrno>
 #include <cmath>

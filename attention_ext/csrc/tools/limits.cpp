@@ -1,5 +1,4 @@
-// The limits of this processor: throughput and latency of fused multiply-adds in registers, and the bandwidth
-// of sequential reads.
+// The limits of this processor: fused multiply-adds in registers, and sequential reads.
 #include "tools/limits.h"
 
 #include <algorithm>

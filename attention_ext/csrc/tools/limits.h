@@ -13,13 +13,11 @@ double amx_peak(double seconds);
 // Seconds of a multiply-add that depends on the one before it.
 double fma_latency(double seconds);
 
-// Seconds of a loop of NOPs, some 10 us of a core's full rate of instructions. A program on the same core, be
-// it on its other thread or in another virtual machine, slows it more than it slows multiply_adds().
+// Seconds of a loop of NOPs, some 10 us at full rate. Other programs on the core slow it more than FMAs.
 double nops();
 
 // Reads floats several times, whole blocks of independent sums; returns the bytes.
 double read_floats(const float* data, int64_t floats, int64_t passes);
 
-// Bytes per second that are read from a buffer of `bytes`: the bandwidth of the cache, or memory, that holds
-// it.
+// Bytes per second read from a buffer of `bytes`: the bandwidth of the cache or memory that holds it.
 double read_bandwidth(int64_t bytes, double seconds);

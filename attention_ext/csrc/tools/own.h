@@ -1,5 +1,4 @@
-// A user's file as a part: the functions that it defines, and what the kernels' headers ask of a program.
-// own.cpp makes a library of it, alone.cpp a program.
+// A user's file as a part, in a library (own.cpp) or a program (alone.cpp).
 #pragma once
 
 #include <exception>

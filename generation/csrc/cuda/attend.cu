@@ -1,10 +1,9 @@
-// Attention of one new token of each of many texts, over caches in slots. The lengths are read from the GPU's
-// memory, so one CUDA graph serves all of them.
+// Attention of one new token of each of many texts, over caches in slots. Lengths are read from GPU memory,
+// so one CUDA graph serves all.
 //
 // A block has a head of a text. It stores the new key and value, and part 4's online softmax goes over the
-// keys: KEY_LANES lanes take a key, a warp WARP_KEYS of them, STRIP times before it needs them; the warps take
-// turns. Their results are merged in shared memory. Every key and value is read once: 2 length HEAD_DIM
-// elements. The macros are those of online.h; HEAD_DIM is a multiple of 4 up to 128.
+// keys: KEY_LANES lanes take a key, a warp WARP_KEYS of them; the warps' results are merged in shared memory.
+// Each key and value is read once. Macros: online.h's; HEAD_DIM is a multiple of 4 up to 128.
 #include "online.h"
 
 constexpr int STRIP = 4;

@@ -35,8 +35,7 @@ struct Filters {
     __device__ bool any() const { return top_k > 0 || typical_p < 1 || top_p < 1 || min_p > 0; }
 };
 
-// Sets the weights that the filters leave out to 0. A lane has OF_LANE tokens that follow each other. By one
-// warp. memory: VOCAB numbers.
+// Sets the weights that the filters leave out to 0, by one warp; a lane's OF_LANE tokens are neighbours.
 __device__ inline void filter(const Filters& by, double* memory, float (&of_lane)[OF_LANE]) {
     const auto larger = [](double a, double b) { return a > b ? a : b; };
     const auto smaller = [](double a, double b) { return a < b ? a : b; };
@@ -45,8 +44,7 @@ __device__ inline void filter(const Filters& by, double* memory, float (&of_lane
     double weight[OF_LANE];
     UNROLLED(e, OF_LANE) weight[e] = of_lane[e];
 
-    // What the filters keep does not depend on the order of equal weights, so none is sorted: each weight is
-    // compared with all.
+    // Each weight is compared with all, not sorted: the order of equal weights must not matter.
     double least = 0;
     const auto share_out = [&] {
         __syncwarp();
@@ -183,8 +181,7 @@ __device__ inline int choose(const Work& work, long long at, const float* logits
     return pick(kept, float(uniform));
 }
 
-// Begins a row: the tokens that were chosen in the row before are read next. Returns whether there are any to
-// read. By all threads of a block; s: its memory.
+// Begins a row with the tokens chosen in the row before; returns whether any is to be read. By all threads.
 template <class Shared>
 __device__ inline bool begin_row(Shared& s, int row, int texts) {
     const int thread = threadIdx.x;

@@ -1,23 +1,19 @@
 // The GPT for few texts, in one launch that writes many tokens: layers, attention and the choice of a token.
 //
-// A cluster of BLOCKS blocks holds all matrices in its shared memory, each block the same share of the rows of
-// every matrix. A pass of up to TEXTS texts goes through a layer in five phases: q, k and v; attention; its
-// projection; the two halves of the MLP. In each, a block computes its share and stores it into the shared
-// memory of the blocks that need it. A store counts its bytes at a barrier (mbarrier) of the block that gets
-// it, so a block waits for its data alone and not for the cluster. Many numbers of a pass of several texts go
-// as one copy, from where they are to the same place in the other blocks. Source: PTX ISA, 'st.async',
-// 'cp.async.bulk' and 'mbarrier'.
+// A cluster of BLOCKS blocks holds all matrices in its shared memory, each block the same share of the rows
+// of every matrix. A pass of up to TEXTS texts goes through a layer in five phases: q, k and v; attention;
+// its projection; the two halves of the MLP. A block stores its share into the blocks that need it. A store
+// counts its bytes at the receiver's mbarrier, so a block waits for its data alone. Many numbers of several
+// texts go as one copy. Source: PTX ISA, 'st.async', 'cp.async.bulk' and 'mbarrier'.
 //
-// A number is summed in the same order whatever other texts a pass of this many holds. grid.cu reads the
-// prompts.
+// A number is summed in the same order whatever texts share its pass. grid.cu reads the prompts.
 //
 // With DRAFTS the TEXTS of a pass are rows of one text: its pending token and the guesses of the next ones. All
 // blocks guess the same. A wrong guess is forgotten, and the next row overwrites its key and value.
 //
-// Why no block overwrites what another still reads, or completes its barrier too soon: all phases but the first
-// need data of all blocks, which come after these have read the data of the phase before. So a block is at most
-// two phases ahead of another, or three at a choice, and four barriers in turn are enough. What it stores goes
-// to another buffer than those that the blocks behind still read.
+// Each phase but the first needs data of all blocks, sent after these read the data of the phase before. So a
+// block is at most two phases ahead of another, or three at a choice: four barriers and alternating buffers
+// suffice.
 //
 // The macros are those of cluster.h.
 #include "cluster_attention.h"

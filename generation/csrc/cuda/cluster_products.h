@@ -3,9 +3,8 @@
 
 #include "cluster.h"
 
-// Sums each of `count` groups of numbers, a power of two, over the 2 far lanes whose numbers differ in the bits
-// up to `far`. A lane gets the group that its highest of these bits tell. The additions are those of a tree
-// over the lanes, from the farthest on, whatever the count. Sums `all`, too, for all lanes.
+// Sums each of `count` (a power of two) groups of numbers over the 2 far lanes that differ in the bits up to
+// `far`, as a tree from the farthest on. A lane gets the group of its highest bits. Sums `all` for all lanes.
 template <int far, int count, int numbers, class... All>
 __device__ inline void reduce(float (&x)[count][numbers], float (&result)[numbers], All&... all) {
     if constexpr (far > 0) ((all += __shfl_xor_sync(~0u, all, far)), ...);
@@ -26,10 +25,9 @@ __device__ inline void reduce(float (&x)[count][numbers], float (&result)[number
     }
 }
 
-// The products of a block's rows of a matrix with K numbers of each text, of which in(text, piece) returns a
-// lane's. finish(row, text, product) returns what becomes of each; store(row, text, numbers, lane, lanes) gets
-// those of this and the following rows in `lanes` lanes. squares: the lane's sum of them, if the inputs are not
-// yet divided by their standard deviation.
+// The products of a block's rows of a matrix with K numbers of each text; in(text, piece) returns a lane's.
+// finish(row, text, product) changes each; store(row, text, numbers, lane, lanes) gets those of this and the
+// following rows. squares: the lane's sum of squares, if the inputs are not yet normalised.
 template <int rows, int K, class In, class Finish, class Store, class... Squares>
 __device__ inline void products(const Weight (&matrix)[rows][K], int texts, const In& in, const Finish& finish,
                                 const Store& store, Squares... squares) {
@@ -72,8 +70,8 @@ __device__ inline void products(const Weight (&matrix)[rows][K], int texts, cons
     }
 }
 
-// LayerNorm of x[t], as PyTorch's, but not divided by the standard deviation; squares: the lane's sum of those
-// of its numbers less their mean. By whole warps.
+// LayerNorm of x[t], not divided by the standard deviation. squares: the lane's share of the variance. By whole
+// warps.
 template <class Of>
 __device__ inline Deviations<Of> centred(const Norm& norm, int t, float& squares) {
     Deviations<Of> row(own().x[t]);
@@ -101,8 +99,7 @@ __device__ inline void normalise(const Norm& norm) {
     __syncthreads();
 }
 
-// products() with LayerNorm of the texts. Each warp normalises one text without bias for itself, and its sum of
-// squares is added up beside the products.
+// products() with LayerNorm: each warp normalises one text, and its squares are summed beside the products.
 template <int rows, class Finish, class Store>
 __device__ inline void products_of_normalised(const Weight (&matrix)[rows][WIDTH], const Norm& norm, int texts,
                                               const Finish& finish, const Store& store) {

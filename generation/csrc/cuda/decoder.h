@@ -1,8 +1,7 @@
 // What the kernels of the cuda engine share: the model's sizes, what they are given, and small functions.
 //
-// Macros, which engines/cuda.py sets, beside those of online.h: WEIGHT_BITS, 32 or 16 (bfloat16); LAYERS,
-// HEADS, VOCAB; TEXTS of a pass; BIAS, whether layers have one; CLOCKS, whether the cycles of the phases are
-// counted; SHARED_BYTES of a block.
+// Macros by engines/cuda.py beside those of online.h: WEIGHT_BITS, 32 or 16 (bfloat16); LAYERS, HEADS, VOCAB;
+// TEXTS of a pass; BIAS of layers; CLOCKS: whether cycles of the phases are counted; SHARED_BYTES of a block.
 #pragma once
 
 #include "online.h"

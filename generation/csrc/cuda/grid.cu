@@ -1,14 +1,12 @@
 // The GPT for many texts, in one launch that writes many tokens, or for a prompt (PROMPT).
 //
-// A block takes TEXTS texts, or tokens of a prompt, through all layers, and reads all weights, which stay in
-// the L2 cache. Tensor cores multiply weights of 16 bits. With those of 32 bits, blocks that write texts take
-// turns in pairs: one reads its keys while the other multiplies. The tokens of a block are of one prompt.
-// Blocks of prompts wait for all keys of a layer.
+// A block takes TEXTS texts, or tokens of one prompt, through all layers, with weights in the L2 cache.
+// Tensor cores multiply 16-bit weights. With 32 bits, blocks take turns in pairs: one reads its keys while
+// the other multiplies. Blocks of prompts wait for all keys of a layer.
 //
 // A number is summed in the same order whatever else is written, but not in the order of cluster.cu.
 //
-// Macros beside those of decoder.h: PROMPT; STRIP, a lane's keys at a time; RESIDENT, the blocks of a
-// multiprocessor that the registers must suffice for.
+// Macros beside those of decoder.h: PROMPT; STRIP, a lane's keys at a time; RESIDENT blocks a multiprocessor.
 #include "choose.h"
 #include "mma.h"
 #include "ptx.h"
@@ -45,8 +43,7 @@ constexpr int KEY_LANES = HEAD_DIM / VECTOR, WARP_KEYS = LANES / KEY_LANES;  // 
 // Floats of a row. The tensor cores' rows are 16 floats modulo 32 apart: two of them are in different banks.
 constexpr int pitch(int floats) { return WEIGHT_BITS == 16 ? (floats + 15) / 32 * 32 + 16 : floats; }
 
-// Of a row's memory for one thing after the other: the queries, the MLP's hidden numbers, the logits and the
-// weights of the choice.
+// A row's memory in turn for the queries, the MLP's hidden numbers, the logits and the choice's weights.
 constexpr int PITCH = pitch(WIDTH), VARIOUS = pitch(most(HIDDEN, (LOGITS + 2 * VOCAB + 2) / 4 * 4));
 
 struct __align__(16) Shared {
@@ -62,8 +59,7 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "engines/cuda.py counts the same")
 
 __device__ inline Shared& own() { return *reinterpret_cast<Shared*>(shared_memory()); }
 
-// The products of each row of `in` with a matrix; finish(row, column, product) gets each. Called by all
-// threads, which may read the results after it.
+// The products of each row of `in` with a matrix, to finish(row, column, product). Called by all threads.
 #if WEIGHT_BITS == 16
 // Two numbers as the sums of three with 8 significant bits each, in pairs of bfloat16. The sums are exact.
 __device__ inline void in_terms(float a, float b, unsigned (&terms)[3]) {

@@ -22,7 +22,6 @@ struct Taste {
 };
 
 // recent: the last tokens, a byte each, the latest one lowest; `known` of them count. memory: as in filter().
-// Every warp that is given the same returns the same.
 __device__ inline int guess(const Work& work, unsigned long long recent, int known, float uniform,
                             const Taste& taste, const double* settings, double* memory) {
     const int lane = threadIdx.x % LANES, length = lane / WAYS;

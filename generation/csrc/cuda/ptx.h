@@ -1,5 +1,4 @@
-// What the kernels need of PTX: the blocks of a cluster, which share their memories, barriers that count the
-// bytes which others store, and a barrier of all blocks.
+// PTX of the kernels: clusters' shared memory, barriers that count stored bytes, a barrier of all blocks.
 #pragma once
 
 #include "call.h"
@@ -22,8 +21,7 @@ __device__ inline void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// An mbarrier. A phase of it ends when arrive() was called and as many bytes as it expects were stored. They
-// may come first.
+// An mbarrier. A phase ends when arrive() was called and the bytes it expects were stored, in either order.
 using Barrier = unsigned long long;
 
 // Call sync_cluster() before others store.
@@ -73,7 +71,6 @@ __device__ inline void copy_to_block(const void* p, unsigned block, int bytes, c
         : "memory");
 }
 
-// Copies 16 bytes from global to shared memory.
 __device__ inline void copy_async(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }

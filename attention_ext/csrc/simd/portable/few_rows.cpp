@@ -24,8 +24,7 @@ constexpr int64_t MOST = REGISTERS / 4;   // rows of a block, so that registers 
 template <class Element>
 constexpr bool IS_BF16 = !std::is_same_v<Element, float>;
 
-// Whether registers hold a block of R rows of VS vectors: its accumulators, the numbers of A or the vectors of
-// B, whichever are fewer, one of the others, and a pair of bfloat16 with the mask that divides it.
+// Whether registers hold a block of R rows of VS vectors, with its operands and the bfloat16 mask.
 template <class Element>
 constexpr bool fits(int R, int VS) {
     return R * VS + std::min(R, VS) + 1 + (IS_BF16<Element> ? 2 : 0) <= REGISTERS;
@@ -45,10 +44,8 @@ constexpr int vectors_beside(int R, int of) {
     return 2;
 }
 
-// Sets columns [0, VS vectors) of R rows of C, or adds to them.
-//
-// With 16 registers a block is less than a panel, whose lines the processor may not prefetch, so the block
-// fetches from the next chunk as much as it reads.
+// Sets columns [0, VS vectors) of R rows of C, or adds to them. With 16 registers a block is less than a
+// panel and may escape the hardware's prefetch, so it fetches from the next chunk.
 template <int R, int VS, class Element>
 INLINE void few_block(Matrix C, bool add, ConstMatrix A, const Element* B, int64_t ldB, int64_t depth,
                       const char*& next) {

@@ -1,5 +1,4 @@
-// Products with int8 weights: activations become three digits of 7 bits, whose products with the weights are
-// exact.
+// Products with int8 weights: an activation is three digits of 7 bits, whose products are exact.
 #include <algorithm>
 #include <type_traits>
 
@@ -15,8 +14,7 @@
 namespace portable {
 namespace {
 
-// A register block for several rows has ROWS rows of VECS vectors, for one row WIDE vectors,
-// each with three accumulators.
+// A register block has ROWS rows of VECS vectors, or one row of WIDE, each with three accumulators.
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr int ROWS = 2, VECS = 3, WIDE = 4;  // with the digits in lanes, 27 of 32 registers
 #elif defined(__AVX512F__) || defined(__aarch64__)
@@ -27,8 +25,7 @@ constexpr int ROWS = 2, VECS = 2, WIDE = 4;
 
 typedef unsigned char ByteVec __attribute__((vector_size(W)));
 
-// Adds to each lane of acc the dot product of four bytes: the first of a are at most 127, those of b are
-// signed.
+// Adds to each lane of acc the dot product of four bytes: a's are at most 127, b's are signed.
 INLINE IntVec dot4(IntVec acc, IntVec a, IntVec b) {
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
     return bit_cast<IntVec>(
@@ -200,8 +197,7 @@ void int8_product(Matrix C, FixedRows A, Int8Panel B, int64_t rows, int64_t cols
               : int8_columns<ROWS, VECS, ADD>(C, A, B, rows, 0, cols, blocks);
 }
 
-// A row whose largest magnitude is `largest` times `factor`, a power of 2, is whole numbers of INT8_BITS bits.
-// `scale` is 1 / factor, or NaN if `largest` is infinite or NaN.
+// `factor`, a power of 2, scales a row to INT8_BITS bits. scale: 1 / factor; NaN if largest is not finite.
 struct Scale {
     float factor, scale;
 
@@ -209,8 +205,7 @@ struct Scale {
         constexpr uint32_t FRACTION = 23, INF = 0xffu << FRACTION;  // the bits of a float's fraction; infinity
         constexpr uint32_t KEPT = INT8_BITS - 2;                    // fraction bits of the largest number
         const uint32_t bits = bit_cast<uint32_t>(largest);
-        // The exponent of the rounded number: rounding may go up to a power of 2. A tiny row takes a larger
-        // one, so that its scale is not denormal.
+        // The rounded number's exponent; a tiny row takes a larger one, so that its scale is not denormal.
         const uint32_t exponent = std::max((bits + (1u << (FRACTION - 1 - KEPT))) >> FRACTION, KEPT + 1);
         factor = bit_cast<float>((254 + KEPT - exponent) << FRACTION);
         scale = bit_cast<float>(bits < INF ? (exponent - KEPT) << FRACTION : INF + 1);

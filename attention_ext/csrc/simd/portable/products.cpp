@@ -1,5 +1,4 @@
-// Products in float32, and with a right operand in bfloat16: of matrices, and of a row with a matrix.
-// Transposition.
+// Products in float32, or with a bfloat16 right operand: matrix by matrix, row by matrix. Transposition.
 #include <algorithm>
 #include <type_traits>
 
@@ -9,8 +8,7 @@
 namespace portable {
 namespace {
 
-// A register block has ROWS rows of VECS vectors: as many accumulators, and VECS + 1 more registers for the
-// operands.
+// A register block: ROWS x VECS accumulators, and VECS + 1 registers for the operands.
 #if defined(__AVX512F__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__))
 constexpr int ROWS = 4, VECS = 4;  // Zen 4 (older compilers call it znver3)
 #elif defined(__AVX512F__)
@@ -24,8 +22,7 @@ constexpr int ROWS = 8, VECS = 2;  // with the numbers of A in lanes, 26 of 32 r
 constexpr int ROWS = SMALL ? 4 : 2, VECS = SMALL ? 3 : 4;
 #endif
 constexpr int PANEL = W == 4 && !SMALL ? 4 : VECS;  // vectors
-// Rows of a block of two vectors for sums of at least LONG products, where 32 registers hold it: B's columns
-// are read half as often.
+// Rows of a two-vector block for sums of at least LONG products: B's columns are read half as often.
 constexpr int TALL = W == 16 ? 8 : ROWS;
 constexpr int64_t LONG = 48;
 constexpr int UNROLL = W == 8 ? 4 : 2;  // of the sums; 4 for short sums in 16 registers
@@ -51,8 +48,7 @@ struct Operands {
     }
 };
 
-// acc[i][v] <- acc[i][v] + A(i, k) * B[k] in the vectors v from G on; if G is CUT, there only in the lanes
-// after `hidden`.
+// acc[i][v] <- acc[i][v] + A(i, k) * B[k] in the vectors from G on; with CUT, in G only lanes after `hidden`.
 template <int G, bool CUT, int R, int VS, class Element>
 INLINE void add_products(Vec (&acc)[R][VS], const float* a, int64_t row_stride, const Element* b,
                          int64_t hidden) {
@@ -102,8 +98,7 @@ INLINE int64_t add_by_lane(Vec (&acc)[R][VS], const Operands<Element>& o, int64_
     return k;
 }
 
-// The products from k on that only some lanes of vector G take. The vector's first column takes `first`
-// products.
+// The products from k on that only some lanes of vector G take; its first column takes `first` products.
 template <int G, int R, int VS, class Element>
 INLINE void descend(Vec (&acc)[R][VS], const Operands<Element>& o, int64_t k, int64_t depth, int64_t first) {
     const int64_t end = std::min(depth, first + W);
@@ -112,8 +107,7 @@ INLINE void descend(Vec (&acc)[R][VS], const Operands<Element>& o, int64_t k, in
     if constexpr (G + 1 < VS) descend<G + 1>(acc, o, k, depth, first + W);
 }
 
-// The first VS vectors of columns of R rows of C, in registers over the whole depth, which is not 0. With ADD
-// they start from C; with STAIRS column c takes the products k < first + c.
+// The first VS vectors of R rows of C, in registers. With ADD they start from C; with STAIRS k < first + c.
 template <int R, int VS, bool ADD, bool STAIRS, class Element>
 INLINE void register_block(const Operands<Element>& o, int64_t depth, int64_t first) {
     Vec acc[R][VS];
@@ -154,8 +148,7 @@ INLINE void block_column(const Operands<Element>& o, int64_t rows, int64_t depth
     if constexpr (R > 1) block_column<R / 2, VS, ADD, STAIRS>(o.from_row(i), rows - i, depth, first);
 }
 
-// One row's columns from c on, up to VS vectors at a time; returns where the last whole vector ends. A matrix
-// that is packed in panels of that width is read as one stream.
+// One row's whole vectors from c on, at most VS at a time: a panel is one stream. Returns their end.
 template <int VS, bool ADD, class Element>
 INLINE int64_t one_row(const Operands<Element>& o, int64_t c, int64_t cols, int64_t depth) {
     for (; c + VS * W <= cols; c += VS * W) register_block<1, VS, ADD, false>(o.from_column(c), depth, 0);
@@ -209,8 +202,7 @@ INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high, std::index_sequence<I.
     high = __builtin_shufflevector(a, b, (W / 2 + I / 2 + I % 2 * W)...);
 }
 
-// A W x W square: interleaving row i with row i + W / 2, log2(W) times over, moves every element to its
-// transposed place.
+// A W x W square: log2(W) interleavings of rows i and i + W / 2 transpose it.
 INLINE void transpose_square(float* T, int64_t ldT, const float* X, int64_t ldX, float scale) {
     Vec v[W], next[W];
     for (int i = 0; i < W; i++) v[i] = scale * load(X + i * ldX);
@@ -226,8 +218,7 @@ constexpr int ROWS_BESIDE = 3;  // of two vectors each: with all chains they fil
 constexpr int64_t AHEAD =
     128;  // with 16 registers, rows of B fetched ahead for several rows of P, as in few_rows.cpp
 
-// O[i] <- O[i] + sum_j P[i][j] * B[j] for VS vectors of columns of R rows, which read B once. Row i takes the
-// first min(n, first + i) rows of B. Its sums, in independent chains, do not depend on R.
+// O[i] <- O[i] + sum_j P[i][j] * B[j], j < min(n, first + i), for VS vectors; the chains do not depend on R.
 template <int R, int VS, class Operand>
 INLINE void weighted_block(Matrix O, ConstMatrix P, const Operand& B, int64_t n, int64_t first) {
     constexpr int CHAINS = 4;

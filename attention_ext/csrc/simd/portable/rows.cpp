@@ -18,8 +18,7 @@ INLINE Vec pairwise(Vec a, Vec b, std::index_sequence<I...>) {
     return __builtin_shufflevector(a, b, source(I, 0)...) + __builtin_shufflevector(a, b, source(I, 1)...);
 }
 
-// Lane i of the result <- sum(v[i]), each in the same order, so that equal rows have equal sums: first within
-// 128 bits, then of these, since both steps have an instruction.
+// Lane i <- sum(v[i]), each in the same order: first within 128 bits, then of these.
 template <int N = W>
 INLINE Vec sums(Vec* v) {
     if constexpr (N == 1) {

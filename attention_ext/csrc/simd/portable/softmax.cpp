@@ -9,8 +9,7 @@
 namespace portable {
 namespace {
 
-// Powers of 2 for the online softmax: of() gives 2^(x - m) for x <= m + SIMD_MAX_LAG + 1/2. m is -inf or of
-// reference(), one for each lane. NEAR: the caller knows that near() holds.
+// of() gives 2^(x - m) for x <= m + SIMD_MAX_LAG + 1/2; m is -inf or from reference(). NEAR: near() holds.
 #if defined(__AVX512F__)
 struct Powers {
     Vec m, witness{};
@@ -26,8 +25,7 @@ struct Powers {
     }
 };
 #else
-// As exp2_bounded(), in fewer instructions where no mask selects. m is a whole number and part of the constant
-// that rounds x, so the low bits of z are the exponent of 2^(x - m). At m - 127 they are 0, a factor of 0.
+// As exp2_bounded(), with m, a whole number, in the constant that rounds x. At m - 127 the factor is 0.
 struct Powers {
     static constexpr float FAR = 1 << 21;  // z is not exact beyond it: m is subtracted first
     static constexpr Vec witness{};        // NaN stays NaN

@@ -1,7 +1,5 @@
-// The vectors of the portable helpers, in C++ vector extensions: AVX-512, AVX2, SSE and NEON from one source.
-//
-// A vector is as wide as the widest register that the compiler may use. memcpy compiles to one unaligned load
-// or store.
+// C++ vector extensions: AVX-512, AVX2, SSE and NEON from one source, as wide as the widest register. memcpy
+// compiles to one unaligned load or store.
 #pragma once
 
 #include <cstdint>
@@ -73,7 +71,6 @@ INLINE Vec column(const uint32_t* b, int v) {
     return x;
 }
 
-// The address of column c, and the matrix from it on.
 INLINE const float* columns(const float* b, int64_t c) { return b + c; }
 INLINE const uint32_t* columns(const uint32_t* b, int64_t c) { return b + c / 2; }
 template <class Operand>
@@ -166,8 +163,7 @@ INLINE void map(float* to, const float* x, int64_t n, float rest, const Change& 
     if (i < n) store_part(to + i, change(load_part(x + i, n - i, rest)), n - i);
 }
 
-// take(even or odd, vector) for the vectors of x (n) in turn: two independent chains. `rest` follows the last
-// number.
+// take(even or odd, vector) for the vectors of x (n) in turn: two independent chains. `rest` pads x.
 template <class Take>
 INLINE void fold(const float* x, int64_t n, float rest, const Take& take) {
     constexpr int EVEN = 0, ODD = 1;
@@ -181,8 +177,7 @@ INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>(
 
 #if defined(__AVX512DQ__)
 
-// By vreduceps, x - floor(x), and vscalefps, times 2^floor(x): 8 instructions instead of 11, and no test for
-// NaN.
+// vreduceps, x - floor(x), and vscalefps, times 2^floor(x): 8 instructions, not 11, and no test for NaN.
 
 // 2^f for 0 <= f < 1: polynomials that are minimax in relative error, with constant term 1.
 template <int degree>
@@ -214,8 +209,7 @@ INLINE Vec exp2_near_0(Vec f) {
     return p * f + SIMD_EXP2_C0;
 }
 
-// 2^x for x <= 8, as constants.h describes. Unless KEEPS_NAN, the result for NaN is 0 and callers test their
-// inputs.
+// 2^x for x <= 8, as constants.h describes. Unless KEEPS_NAN, NaN gives 0 and callers test their inputs.
 #if defined(__AVX512DQ__) && !defined(__znver3__) && !defined(__znver4__) && !defined(__znver5__)
 constexpr bool KEEPS_NAN = true;  // by Intel's instructions; on AMD they are not faster than the sums
 INLINE Vec exp2_bounded(Vec x) {
