@@ -212,14 +212,12 @@ def rate(case: Case, seconds: float) -> dict[str, float]:
 
 
 def finished(case: Case, figures: Figures, limit: float | None = None) -> Figures:
-    """The figures with those that follow from the seconds of each round, and with the memory limit's.
+    """The figures, with those that follow from the seconds of each round and from the memory limit's seconds.
 
-    limit: its seconds. The figures are: failed, the reason if there are no others. error, the largest of its
-    logits. agreement: how much of its greedy text is as expected. seconds, paces: of each round, and the
-    machine's speed beside it; absent if it was wrong. loss: nats a token, if it was measured. Those that are
-    added: quiet, all: how many rounds were quiet, and the median of all relative to theirs. rate(): of the
-    median time in quiet rounds. relative: the time, as a multiple of the first contender's. spread: the
-    interquartile range, as a share of the median.
+    Given: failed, the reason if there are no others. error: the largest of the logits. agreement: the share
+    of greedy text as expected. seconds, paces: of each round, and the machine's speed; absent if wrong. loss:
+    nats a token. Added: quiet, all: the quiet rounds, and the median of all over theirs. rate(): of the quiet
+    median. relative: the time over the first contender's. spread: the interquartile range over the median.
     """
     samples = {name: Samples(f["seconds"], f["paces"]) for name, f in figures.items() if "seconds" in f}
     if not samples:

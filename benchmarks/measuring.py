@@ -38,10 +38,7 @@ def quiet(samples: Samples) -> str:
 
 
 def attempt(failed: dict[Any, str], name: object, call: Callable[..., Result], *given: Any) -> Result | None:
-    """What a contender's call gives. If it raises an error, None; `failed` then has the reason, in one line.
-
-    click's errors pass: that of a wrong result, or of a wrong option.
-    """
+    """A contender's result, or None after an error: `failed` then has the reason. click's errors pass."""
     try:
         return call(*given)
     except click.ClickException:
@@ -92,10 +89,7 @@ def percent(share: float) -> str:
 
 
 def show_table(titles: str, rows: Iterable[str], failed: Mapping[Any, str] = {}) -> None:
-    """Print a table in Markdown, each row as soon as it is there. A line's cells have ' | ' between them.
-
-    failed: by contender, see attempt(); the last rows.
-    """
+    """Print a Markdown table row by row; ' | ' separates cells. failed: the last rows, see attempt()."""
     click.echo(f"| {titles} |")
     click.echo("|---" * (titles.count("|") + 1) + "|")
     for row in rows:

@@ -135,10 +135,7 @@ class Answer:
 
 
 class Client:
-    """Asks a server on this machine, one request at a time, over one connection while that stays open.
-
-    It is cheap: it reads raw bytes, and counts tokens by `usage`, not by events.
-    """
+    """Asks a server here, one request at a time on one connection. Raw bytes and `usage` keep it cheap."""
 
     def __init__(self, port: int) -> None:
         self.port = port

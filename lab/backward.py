@@ -78,10 +78,7 @@ def contenders(
 
 
 def errors(both: Sequence[Backward], shape: Shape, tensors: Sequence[Tensor], dout: Tensor) -> list[Error]:
-    """The errors of a part's dq, dk and dv and of PyTorch's against the reference in float64.
-
-    The allowed error is twice PyTorch's, plus a share of the largest gradient that grows with the root of d.
-    """
+    """The errors of dq, dk and dv. Allowed: twice PyTorch's, and a share that grows with sqrt(d)."""
     q, k, v = (t.double() for t in tensors)
     options: dict = dict(causal=shape.causal, scale=shape.d**-0.5, br=256, bc=256)
     out, lse = reference.flash_attention(q, k, v, **options)

@@ -146,10 +146,7 @@ def mismatch(expected: Tensor, got: Tensor, dtype: Dtype = Dtype.FP32) -> str | 
 
 
 def heads_at_once(N: int, least: int, free: float | None) -> int:
-    """The most heads whose N x N matrices the reference can hold in `free` bytes; None is unknown.
-
-    Raises ValueError if these are fewer than `least`.
-    """
+    """The most heads whose N x N matrices fit in `free` bytes. Raises ValueError if below `least`."""
     bytes_of_head = MATRICES * 4 * N * N
     if free is not None and least * bytes_of_head > free:
         most = int((free / (MATRICES * 4 * least)) ** 0.5)
@@ -164,9 +161,8 @@ def heads_at_once(N: int, least: int, free: float | None) -> int:
 class Test:
     """The lab's test of `part`: q, k and v of (batch, heads, N, d), at scale 1.
 
-    br, bc: part4's tile, in queries and keys; None takes tuned sizes. simd: the helpers under parts 1 to 4,
-    one of SIMD. dtype: that of the inputs, a Dtype or its value. device: one of parts.DEVICES. kernel: one of
-    part4's on a GPU, where br and bc must be None.
+    br, bc: part4's tile; None takes tuned sizes, as a GPU must. simd: of SIMD, for parts 1 to 4. dtype: a
+    Dtype or its value. device: of parts.DEVICES. kernel: one of part4's on a GPU.
     """
 
     part: str
@@ -225,8 +221,7 @@ class Test:
 def run(part: str, N: int, echo: Callable[[str], None] = print, **settings: Any) -> bool:
     """Run the lab's test: reference, part, statistics. False on a mismatch. settings: the fields of Test.
 
-    Raises ValueError if the part does not take them, and BuildError if there is no GPU or a kernel cannot be
-    compiled.
+    Raises ValueError for settings that the part refuses, BuildError without a GPU or a compiled kernel.
     """
     test = Test(part, N, **settings)
     allowed = check_dtype(part, test.dtype, test.device)

@@ -33,10 +33,9 @@ EVENTS = {
 
 @dataclass(frozen=True)
 class Misses:
-    """Bytes that one call brings into the first level and into the last, by missed reads and writes.
+    """Bytes of missed reads and writes of one call into the first and last level, without write-backs.
 
-    l1, last: None if not counted. note: the missing counts and the reason, '' if none is missing. Lines that
-    are written back are not counted.
+    l1, last: None if not counted. note: the missing counts and the reason, '' if none is missing.
     """
 
     l1: float | None
@@ -47,13 +46,10 @@ class Misses:
 def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None, timeout: float) -> Misses:
     """The bytes that one call of a part that is a kernel, on one thread, brings into the empty caches.
 
-    part: also a file in C++ or ISPC. case: with as many queries as keys. simd: 'auto', 'portable' or 'off'.
-    caches: None lets the processor count, through perf, the last level by its LLC events, which count some of
-    the prefetched lines. With a pair cachegrind simulates the first level and one other, least recently used
-    lines replaced; it is fifty times slower, and on x86 the part is then compiled for AVX2. timeout: seconds
-    of one run.
-    Raises ValueError for calls that take too long or too much memory, BuildError if the program cannot be
-    compiled or run, or cachegrind cannot simulate the caches.
+    part: also a C++ or ISPC file. case: queries as many as keys. simd: 'auto', 'portable' or 'off'. caches:
+    None for perf, whose LLC events count some prefetched lines; a pair is simulated by cachegrind (LRU), 50
+    times slower, on x86 compiled for AVX2. timeout: seconds of one run. Raises ValueError for a call that
+    takes too long or too much memory, BuildError if the program or cachegrind fails.
     """
     source, name = ("perf", "perf") if caches is None else ("cachegrind", "valgrind")
     tool = shutil.which(name)

@@ -111,9 +111,7 @@ def _reason(error: Exception) -> str:
 
 
 def _output(command: list[str], seconds: float) -> str:
-    """The text that a program writes to stdout, or else to stderr. Raises Broken if it fails or takes too
-    long.
-    """
+    """What a program writes to stdout, or else to stderr. Raises Broken if it fails or takes too long."""
     try:
         code, out, err = run_command(command, seconds)
     except subprocess.TimeoutExpired:

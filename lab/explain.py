@@ -55,9 +55,8 @@ def levels(part: str, case: Case, simd: str | None) -> list[Level]:
 
 
 def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -> None:
-    """Print the costs of a cell of one of PARTS, its bound and its time.
+    """Print a cell's costs, bound and time. cachegrind: simulate its misses; else perf counts them.
 
-    cachegrind: simulate its cache misses; otherwise perf counts them if permitted.
     Raises ValueError if the part does not fit this machine, and the errors of counters.misses().
     """
     part = check_part(cell.contender)
@@ -188,10 +187,7 @@ def traffic_table(flops: float, bounds: list[Level]) -> str:
 
 
 def limits(cell: Cell, case: Case, levels: list[Level], peak: float) -> list[Limit]:
-    """The limits of a call; the first is the peak of the arithmetic.
-
-    A cache that keeps all matrices of a call limits only the first call, which is not timed.
-    """
+    """The limits of a call, first the peak of the arithmetic. A cache that holds all matrices is no limit."""
     unit = "AMX" if by_amx(cell) else "FMA"
     bounds = [(f"the {unit} peak", f"{peak / 1e9:.0f} GFLOP/s", case.flops / peak)]
     scalar = bool(levels) and cell.contender in SCALAR

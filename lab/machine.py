@@ -52,10 +52,9 @@ def nop_rate() -> float:
 
 
 class Load:
-    """The load of other programs: processor time, the core's rate, and the bandwidth of the shared cache.
+    """The load of other programs: processor time, NOP rate and shared cache bandwidth.
 
-    Another virtual machine shows only in a sample: on this core in the rate of NOPs, on another in the
-    bandwidth.
+    Another virtual machine shows only in a sample: on this core in NOPs, on another in the bandwidth.
     """
 
     def __init__(self) -> None:
@@ -72,11 +71,10 @@ class Load:
         return max(0.0, busy - own) / wall
 
     def sample(self, size: int = 0, patience: float = 0.0) -> float:
-        """The speed of this thread now, as a share of the fastest so far: of NOPs or of reading `size` bytes,
-        the lower one.
+        """The lower speed of NOPs or of reading `size` bytes on this thread, over the fastest so far.
 
-        size: more than the core's own caches hold, or 0 to read none. patience: the longest time to wait for
-        a fast sample. Only the first sample of a call is kept.
+        size: more than private caches hold; 0 reads none. patience: the longest wait. Only a call's first is
+        kept.
         """
 
         def measure() -> tuple[float, float]:
@@ -119,20 +117,14 @@ def read_bandwidth(size: int, threads: int = 1) -> float:
 
 
 def _on(threads: int, limit: Callable[..., float], *arguments: float) -> float:
-    """The sum of a limit on `threads` threads at the same time, at most one for each core.
-
-    Operators release the GIL.
-    """
+    """The sum of a limit on so many threads at once, at most one for each core. Operators release the GIL."""
     threads = min(threads, processor.cores())
     with ThreadPoolExecutor(threads) as pool:
         return sum(pool.map(lambda _: limit(*arguments), range(threads)))
 
 
 def busy(load: Load, peaks: list[float], threads: int) -> str | None:
-    """The reason why figures taken since `load` was made are not firm; None if they are.
-
-    peaks: the FMA peak before and after.
-    """
+    """The reason why figures since `load` was made are not firm, else None. peaks: before and after."""
     reasons = taken(load.others(), min(threads, processor.cores()))
     if (slowed := load.slowed()) > MOST_SLOWED_SHARE:
         reasons.append(f"the core or the shared cache was slow in {100 * slowed:.0f} % of samples")
@@ -165,10 +157,7 @@ def available_memory() -> int | None:
 
 
 def check_memory(what: str, need: float, available: float | None = None) -> None:
-    """Raise ValueError, which says `what` needs so many bytes, if they are not free.
-
-    available: the free bytes; by default those of the machine.
-    """
+    """Raise ValueError, which says `what` needs so many bytes, if `available` (default: free) are fewer."""
     available = available_memory() if available is None else available
     if available is not None and need > available:
         raise ValueError(f"{what} need {size_text(need)}, and {size_text(available)} are free")

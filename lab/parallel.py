@@ -101,10 +101,7 @@ def synchronize(ranks: Ranks) -> None:
 
 
 def run(asked: Question, echo: Callable[[str], None] = print) -> bool:
-    """Run the test on every rank; rank 0 prints. False if the result is wrong on any rank.
-
-    Raises BuildError if a kernel cannot be compiled, and LostRank.
-    """
+    """Run the test on all ranks; rank 0 prints. False if any is wrong. Raises BuildError, LostRank."""
     if PARTS[asked.part].operator:
         operator(asked.part, "cuda" if asked.device == "cuda" else "auto")  # compiled before any rank waits
     with join(asked.device, asked.timeout) as ranks:

@@ -120,10 +120,7 @@ def recorder(engine: Any) -> Any:
 
 @dataclass(frozen=True)
 class Phase:
-    """A prefill, or the tokens after it: the calls, as (begin, end) in order, and the spans inside them.
-
-    threads: the number of threads that could have spans.
-    """
+    """A prefill, or the tokens after it: calls (begin, end) and spans. threads: how many can have spans."""
 
     calls: list[tuple[int, int]]
     spans: list[Span]
@@ -182,13 +179,9 @@ def run(
 ) -> dict[str, Any]:
     """The figures() of the reading of a prompt and the writing of `tokens` tokens of each text after it.
 
-    The prompt is the model's own text after token 0. The first token after it needs no reading and is not
-    measured. Each later token is measured with the reading of the token before it.
-
-    model: the model's name, for the output. part, weights, kv_cache, engine_options: as in
-    EngineOptions. prompt_tokens, tokens: as in lengths(). texts: are written
-    together, after the same prompt.
-    Raises TypeError or ValueError naming a wrong argument, BuildError if the kernels cannot be compiled.
+    The prompt is the model's own text after token 0. The first token after it is not measured. part, weights,
+    kv_cache, engine_options: as in EngineOptions. prompt_tokens, tokens: as in lengths(). texts: are written
+    together. Raises TypeError or ValueError naming a wrong argument, BuildError.
     """
     prompt_tokens, tokens = lengths(checkpoint, prompt_tokens, tokens)
     precisions: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache}

@@ -25,11 +25,7 @@ SIZES = ("block_size", "n_layer", "n_head", "n_embd")  # of GPTConfig and Recipe
 
 
 def trainer(part: str, config: GPTConfig, batch: int, simd: str = "auto") -> Trainer:
-    """A trainer of a model of these sizes, without dropout and biases, on random tokens.
-
-    part: 'part0' for the step in PyTorch, 'part4' for the native one.
-    Raises ValueError for a part without a gradient.
-    """
+    """A trainer on random tokens, in PyTorch (part0) or native (part4). Raises ValueError for other parts."""
     if check_part(part).name not in with_gradient():
         raise ValueError(f"part is {part!r}; it must be one with a gradient: {', '.join(with_gradient())}")
     sizes: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
@@ -42,8 +38,7 @@ def trainer(part: str, config: GPTConfig, batch: int, simd: str = "auto") -> Tra
 def operations(config: GPTConfig, batch: int) -> int:
     """Floating-point operations of a step's forward and backward products, without the optimizers'.
 
-    6 for each weight of a matrix and each token, and seven products of 2 d for each pair of a query and a
-    key.
+    6 for each weight of a matrix and each token, and seven products of 2 d for each query and key.
     """
     C, T, tokens = config.n_embd, config.block_size, batch * config.block_size
     weights = config.n_layer * 12 * C * C + config.vocab_size * C

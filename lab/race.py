@@ -36,10 +36,7 @@ Echo = Callable[..., None]  # click.echo's signature
 
 
 class Runner:
-    """One part's growing text, without the prompt, and the seconds that writing it has taken.
-
-    writer: a writer with one text. count: tokens to write.
-    """
+    """One part's growing text, without the prompt, and its seconds. writer: of one text. count: tokens."""
 
     def __init__(self, part: str, writer: Writer, tokenizer: Tokenizer, count: int) -> None:
         self.part, self.engine, self.count = part, writer.engine, count
@@ -87,11 +84,9 @@ def line_up(
 ) -> list[Runner]:
     """A runner for each part with a warm engine: kernels compiled, memory touched, threads started.
 
-    parts: names of PARTS, at least two and each once, or ValueError is raised.
-    max_new_tokens: tokens of each part; by default DEFAULT_TOKENS, at most the block size.
-    device: of the parts that run there. With 'webgpu' the others run on the CPU.
-    The other arguments and the errors are those of generate() and open_engine(). Without drafts, so that a
-    token is one pass.
+    parts: at least two of PARTS, each once, or ValueError is raised. max_new_tokens: at most the block size.
+    device: of the parts that run there; 'webgpu' leaves others on the CPU. Other arguments and errors:
+    generate() and open_engine(). There are no drafts, so that a token is one pass.
     """
     if len(parts) < 2 or len(set(parts)) < len(parts):
         raise ValueError(f"parts is {','.join(parts)!r}; it must name two or more, each once")
@@ -234,10 +229,7 @@ def harmless(text: str) -> str:
 
 
 def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[str], str] = str) -> bool:
-    """Echo the table, the text (once if all are the same) and a last line on whether they are the same.
-
-    shown: applied to each text before it is echoed.
-    """
+    """Echo the table, the text (once if all are the same) and a last line. shown: applied to each text."""
     for line in table_lines(runners):
         echo(line)
     first = next((r for r in runners if r.part == "part0"), runners[0])

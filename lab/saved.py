@@ -11,11 +11,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
 def default_file(kind: str, where: str | None = None) -> Path:
-    """The file for results of a kind, the name of the command that measures.
-
-    It is in RESULTS, or in the current folder if the package is installed without the repository.
-    where: the device of the measurement; by default this processor.
-    """
+    """The file of a command's results, in RESULTS or the current folder. where: a device, or this CPU."""
     folder = RESULTS if RESULTS.is_dir() else Path()
     return folder / f"{kind}-{where or processor.slug()}.json"
 

@@ -26,10 +26,9 @@ T = TypeVar("T")
 
 
 class Round(NamedTuple):
-    """The result of time_round().
+    """The result of time_round(). seconds: time of the median call in calm() bursts. every: in all bursts.
 
-    seconds: time of the median call in calm() bursts. every: that in all bursts. pace: that of the calmest
-    burst. spent: seconds of all calls. pages: memory pages that the system gave to the process for them.
+    pace: of the calmest burst. spent: seconds of all calls. pages: memory pages that they were given.
     """
 
     seconds: float
@@ -109,10 +108,7 @@ def quiet_of(paces: Sequence[float]) -> str:
 def take_turns(
     calls: Sequence[Callable[[], float]], rounds: int, load: machine.Load | None = None, size: int = 0
 ) -> list[Samples]:
-    """The seconds that each call returns in each round; the calls take turns.
-
-    load: it samples the machine's speed, by reading `size` bytes too; by default a new one.
-    """
+    """The seconds of each call in each round, in turns. load: samples the speed, reading `size` bytes too."""
     load, samples = load or machine.Load(), [Samples([], []) for _ in calls]
     for _ in range(WARM_UP_SAMPLES):
         load.sample(size)
@@ -133,10 +129,7 @@ def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
 
 
 def repeated(call: Callable[[], object], least: float = 0.0) -> Callable[[], float]:
-    """A function that returns the mean seconds of a call, which it repeats for about `least` seconds.
-
-    The call is called once, to warm up.
-    """
+    """A function that returns the mean seconds of a call, repeated for about `least` seconds, warmed up."""
     return partial(seconds_of, call, max(1, round(least / seconds_of(call))))
 
 

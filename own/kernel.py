@@ -102,10 +102,7 @@ def row(part: str) -> Part:
 
 
 def loaded(file: Path) -> Any:
-    """The kernel of a file, a Native, OnCuda, OnLadder or InPython; a saved file is loaded again.
-
-    Raises BuildError if it cannot be compiled or imported, or has no function `attention`.
-    """
+    """The kernel of a file, loaded again after a save. Raises BuildError if it is missing or fails."""
     status = file.stat()
     return _load(file.resolve(), status.st_mtime_ns, status.st_size)
 
@@ -268,10 +265,7 @@ class OnCuda:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, *, out: Tensor | None = None
     ) -> Tensor:
-        """The output (B, H, Nq, d) on q's GPU, in `out` if given.
-
-        Raises BuildError if NVRTC refuses the file, and RuntimeError if the launch fails.
-        """
+        """The output (B, H, Nq, d), in `out` if given. Raises BuildError, RuntimeError if a launch fails."""
         import torch
 
         from shakespeare.attention_ext.cuda import gpu
@@ -329,10 +323,7 @@ class OnLadder:
 
 
 class InPython:
-    """The function of a file in Python. It gets tensors if the file imports torch, else NumPy's arrays.
-
-    On a GPU without torch it gets the arrays of Numba.
-    """
+    """The function of a file in Python, on tensors if it imports torch, else arrays of NumPy or Numba."""
 
     def __init__(self, file: Path, source: Source) -> None:
         if source.simulated and "numba" not in sys.modules:

@@ -167,10 +167,9 @@ def keep_outputs(new: nbformat.NotebookNode, old: nbformat.NotebookNode) -> None
 
 
 def execute(notebook: nbformat.NotebookNode) -> None:
-    """Run all cells in an empty folder. Outputs name the project's files as from its folder.
+    """Run all cells in an empty folder; outputs name the project's files as from its folder.
 
-    Raises nbclient's CellExecutionError for a cell that fails, and ValueError for an output with an error of
-    a command or a path of this machine.
+    Raises nbclient's CellExecutionError, and ValueError for a command's error or a path of this machine.
     """
     from nbclient import NotebookClient
 

@@ -130,7 +130,6 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     old = report.load(load) if load else None
     if old:
         cells, rounds = [result.cell for result in old.results], old.rounds
-    # Wrong options are reported before anything is measured.
     if save:
         saved.check_file(save)
     before = report.load(compare) if compare else None
@@ -162,10 +161,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
 
 
 def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: bool) -> tuple["Run", bool]:
-    """The run of a sweep, with a progress bar, and whether Ctrl-C stopped it.
-
-    against_cpu: with cells on a GPU, also time sequential C++.
-    """
+    """The run of a sweep, and whether Ctrl-C stopped it. against_cpu: also time sequential C++."""
     from shakespeare.lab.bench.cuda import GpuBench
     from shakespeare.lab.bench.measure import Bench
     from shakespeare.lab.webgpu.gpu import Gpu
@@ -190,10 +186,7 @@ def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: boo
 
 
 def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int]) -> None:
-    """Tune the tile for each cell, within `budget` seconds in all, and keep the results.
-
-    br, bc: sides to try; empty for all.
-    """
+    """Tune and keep each cell's tile within `budget` seconds in all. br, bc: sides to try; empty for all."""
     from shakespeare.attention_ext import tiles
     from shakespeare.lab.bench import tune
     from shakespeare.lab.bench.cases import check_memory

@@ -215,10 +215,7 @@ folder = partial(option, type=Directory(file_okay=False, path_type=Path))
 
 
 def save(kind: str, what: str) -> Decorator:
-    """--save [FILE]; without FILE it is the file for this processor's results of a kind.
-
-    With --device cuda or webgpu it is the GPU's file.
-    """
+    """--save [FILE]; without FILE the one for this processor's results of a kind, or for the GPU's."""
 
     def default(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
         if value != "":

@@ -57,10 +57,7 @@ def prepare(corpus_file: Path | None, out: Path | None) -> None:
 
 
 def download(folder: Path) -> Path:
-    """Download Tiny Shakespeare to a folder unless it is there; return its path.
-
-    Raises ConnectionError without a network, ValueError if the checksum is wrong.
-    """
+    """Download Tiny Shakespeare if missing. Raises ConnectionError, or ValueError for a wrong checksum."""
     import pooch
     import requests
 

@@ -38,11 +38,10 @@ def one_line(text: str) -> str:
 
 @contextmanager
 def progress(times: bool = False) -> Iterator[tuple[Callable[..., None], Callable[[str], None]]]:
-    """(update, say) of a progress bar, on stderr if that is a terminal; it vanishes at the end.
+    """(update, say) of a progress bar on stderr, if that is a terminal and rich is installed.
 
-    update: takes the arguments of rich's Progress.update(), and draws the bar, not by another thread, which
-    would disturb what is measured. say: prints a line above the bar. times: show the time spent and left.
-    Without rich there is no bar.
+    update: takes the arguments of rich's Progress.update(), and draws at once: a thread would disturb what is
+    measured. say: prints a line above the bar. times: show the time spent and left.
     """
     try:
         from rich.console import Console

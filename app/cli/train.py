@@ -108,10 +108,7 @@ def train(
 
 
 def check_directory(directory: Path, replaces: bool) -> None:
-    """Raise UsageError if a checkpoint would be replaced and `replaces` is False.
-
-    Raises ValueError if another process trains there.
-    """
+    """Raise UsageError if a checkpoint is there and `replaces` is False, ValueError if it is in training."""
     from shakespeare.training.state import FILE, LOCK, only_run
 
     if (directory / LOCK).is_file():

@@ -68,10 +68,7 @@ class Lines(Watcher):
 
 
 class Picture(Watcher):
-    """Draws the losses, the speed and a sample of the averaged weights in place, on a terminal.
-
-    part, tokens: of a sample. Samples take a small share of the time.
-    """
+    """Draws losses, speed and a sample of the averaged weights on a terminal. part, tokens: of a sample."""
 
     part, tokens = "part4", 300
 
@@ -137,10 +134,7 @@ def picture(name: str, run: Schedule, sample: str, console: Console) -> Group:
 
 
 def losses(curve: Sequence[Sequence[float | None]], width: int) -> Table:
-    """A table of the curve, or of evenly spaced rows of it, with a bar for each validation loss.
-
-    curve: rows [step, training loss or None, validation loss].
-    """
+    """A table of evenly spaced rows [step, training loss or None, validation loss], with a bar for each."""
     last, count = len(curve) - 1, min(len(curve), LOSS_ROWS)
     shown = [curve[last * i // max(1, count - 1)] for i in range(count)]
     largest = max(validation or 0.0 for _, _, validation in shown)

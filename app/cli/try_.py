@@ -106,10 +106,7 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
 def explain(
     file: Path, verdict: Any, size: Any, asked: dict[str, Any], stop: Callable[[], bool] | None = None
 ) -> bool:
-    """What follows the verdict: sanitizers, speed and hint. Returns whether the kernel is right.
-
-    stop: whether the file was saved again; then nothing more is said.
-    """
+    """Print sanitizers, speed, hint; return whether the kernel is right. stop: the file was saved again."""
     from shakespeare.lab.command import Stopped
     from shakespeare.own.trial import report, sanitizers, speed
 

@@ -30,8 +30,7 @@ def versions(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
 def tests(folder: Path) -> NoReturn:
     """Run this command without --watch in a fresh process, again at each save below the folder, until Ctrl-C.
 
-    A save ends a test that runs. A right result is one line: the verdict, the time and its change. Of a wrong
-    one all of the test's output is printed.
+    A save ends a running test. A right result is one line; of a wrong one all output is printed.
     """
     command = [sys.executable, *(word for word in sys.orig_argv[1:] if word != "--watch")]
     last: float | None = None

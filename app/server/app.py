@@ -33,10 +33,9 @@ STREAM_HEADERS = [
 
 
 class Application:
-    """A server without its sockets. `asgi` is what an ASGI server calls.
+    """A server without its sockets; an ASGI server calls `asgi`. The scheduler lives as long as the loop.
 
     active: the calls in progress. draining: whether new requests are refused because the server is ending.
-    The scheduler begins when the event loop has started, and lives as long as the loop.
     """
 
     def __init__(self, checkpoints: Mapping[str, Checkpoint], settings: Settings) -> None:

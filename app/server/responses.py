@@ -30,8 +30,7 @@ Score = tuple[int, int, TokenLogprob | None]
 class Choice(Completion):
     """A growing text of a call. Until it has ended, only the scheduler's thread uses it.
 
-    prompt: the prompt's text, if it is echoed or scored. sent_at: the time of the last event; 0 before the
-    first token.
+    prompt: its text, if echoed or scored. sent_at: the time of the last event; 0 before the first token.
     """
 
     def __init__(self, call: "Call", number: int, request: Request, prompt: str) -> None:

@@ -79,12 +79,11 @@ class Metrics:
 
 
 class Lane:
-    """The texts of one model and part, running and waiting, and the Writer that writes them.
+    """The running and waiting texts of one model and part, and their Writer, in the scheduler's thread only.
 
-    Texts join the running batch in the order in which they came, as soon as a slot is free. Only the
-    scheduler's thread uses it. admitted: the texts that came, which the event loop counts. left: those that
-    ended, for any reason. credit: seconds that the lane may still use in this round. deliver: sends news to
-    the event loop.
+    Texts join in the order of arrival, as soon as a slot is free. admitted: the texts that came, counted by
+    the event loop. left: those that ended. credit: seconds left in this round. deliver: sends news to the
+    event loop.
     """
 
     def __init__(

@@ -64,10 +64,7 @@ def check_host(host: str) -> None:
 
 
 def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send], Awaitable[None]]) -> ASGIApp:
-    """The application behind its checks: of the Host header, of origins (CORS) and of keys, if there are any.
-
-    refuse: answers a request by an error.
-    """
+    """The application behind its checks of Host, origins (CORS) and keys. refuse: answers with an error."""
 
     def checked(inner: ASGIApp, refusal: Callable[[Scope], ApiError | None]) -> ASGIApp:
         async def call(scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,8 +15,7 @@ from shakespeare.model.gpt import GPT
 class CTranslate2(Peer):
     """CTranslate2's Generator.generate_batch: the decoding loop is C++, one call writes the whole text.
 
-    The prompt is read at once (include_prompt_in_result=False). Decoding is greedy, and no token ends a text.
-    Token i is named "i".
+    The prompt is read at once (include_prompt_in_result=False). Decoding is greedy. Token i is named "i".
     """
 
     precision = "float32"

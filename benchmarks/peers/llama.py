@@ -17,9 +17,8 @@ from shakespeare.model.gpt import GPT
 class LlamaCpp(Peer):
     """llama.cpp through llama-cpp-python's C interface; Llama.generate() would copy logits for each token.
 
-    Weights, keys and values are F32. Flash attention reads the prompt of prefill(), where it is faster on the
-    CPU, and is off elsewhere. The gpt2 graph has the tanh approximation of GELU, from a table in F16: the
-    logits differ by some thousandths, and the text may differ too. Its biases are zeros here.
+    Weights, keys and values are F32; flash attention only reads prefill()'s prompt, where it is faster. GELU
+    is the tanh approximation from a table in F16, so logits differ by some thousandths. Biases are zeros.
     """
 
     precision = "F32"  # the matrices' type, by gguf's name
@@ -69,10 +68,7 @@ class LlamaCpp(Peer):
     def run(
         self, prompts: list[list[int]], count: int, flash: bool = False, every: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The `count` tokens (B, count) after the prompts, and the logits (B, V) of the last of them.
-
-        every: of one prompt (T,) and one token, the logits (T, V) after each token of the prompt.
-        """
+        """The tokens (B, count) after the prompts, and last logits (B, V). every: (T, V) of one prompt."""
         api, (B, T) = self.api, (len(prompts), len(prompts[0]))
         context, batch = self.context(B, flash)
         size = B * self.config.block_size
@@ -110,10 +106,7 @@ class LlamaCpp(Peer):
 
 
 class LlamaCppQ8(LlamaCpp):
-    """The same with Q8_0: 8 bits, and a scale in half precision for 32 weights or activations.
-
-    All matrices but that of the positions are quantised; the head is the token embedding.
-    """
+    """The same with Q8_0: 8 bits, and a half-precision scale for 32 numbers. Positions stay F32."""
 
     precision = "Q8_0"
     rounded = True
@@ -121,10 +114,7 @@ class LlamaCppQ8(LlamaCpp):
 
 
 def write_gguf(path: Path, model: GPT, precision: str = "F32", tokens: Sequence[str] = ()) -> None:
-    """Write the weights as llama.cpp's gpt2. precision: the matrices', one of gguf's types.
-
-    tokens: texts of the ids, for a program that takes text; none of them ends a text.
-    """
+    """Write the weights as llama.cpp's gpt2. precision: the matrices' gguf type. tokens: texts of the ids."""
     import gguf
 
     kind = gguf.GGMLQuantizationType[precision]

@@ -18,9 +18,8 @@ from shakespeare.lab.bench.contenders import SPLIT, contenders
 class Sweep:
     """The cases of a sweep: every length with every width, mask and number of threads.
 
-    queries: by default as many as keys. br, bc: tiles of the tiled parts, None for the tuned one. simds:
-    names from SIMD. dtype: that of the inputs. device: one of DEVICES; on a GPU there is no choice of tiles,
-    threads and simds, and on CUDA every contender is timed with each of l2s, from L2.
+    queries: by default as many as keys. br, bc: None for the tuned tile. simds: names from SIMD. A GPU has no
+    choice of tiles, threads and simds; on CUDA every contender is timed with each of l2s, from L2.
     """
 
     lengths: Sequence[int] = (1024,)
@@ -39,10 +38,7 @@ class Sweep:
 
 
 def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
-    """The cells of a sweep: every contender at every case. sizes: the fields of Sweep.
-
-    Raises ValueError naming the wrong argument.
-    """
+    """The cells of a sweep. sizes: the fields of Sweep. Raises ValueError naming the wrong argument."""
     sweep = Sweep(**sizes)
     check(names, sweep)
     on_cpu = sweep.device == "cpu"

@@ -13,8 +13,7 @@ L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last ca
 class Cell:
     """One contender at one case: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
 
-    simd, br, bc: None if the contender has none. threads: threads of the CPU. device: one of DEVICES. l2: one
-    of L2 on CUDA, else None.
+    simd, br, bc: None if it has none. threads: of the CPU. device: of DEVICES. l2: of L2 on CUDA, else None.
     """
 
     contender: str

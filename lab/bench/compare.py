@@ -33,9 +33,8 @@ class Difference:
 class Comparison:
     """The comparison of two runs.
 
-    cells: number of cells that both have timed. differences: the significant ones above the threshold, the
-    largest slowdown first. broken: results that were right before and are wrong now. alone: numbers of cells
-    that only the earlier run has, and only this run.
+    cells: how many both timed. differences: significant and above the threshold, the largest slowdown first.
+    broken: results wrong only now. alone: how many cells only the earlier run has, and only this one.
     """
 
     cells: int
@@ -50,11 +49,7 @@ class Comparison:
 
 
 def check(before: Run, cells: list[Cell], rounds: int) -> None:
-    """Raise ValueError if a run of these cells cannot be compared with the one before.
-
-    Reasons: SciPy is missing, no cell is in both runs, or there are too few rounds for a significant
-    difference.
-    """
+    """Raise ValueError for runs that do not compare: no SciPy, no common cell or too few rounds."""
     try:
         import scipy  # noqa: F401
     except ImportError:
@@ -73,12 +68,10 @@ def check(before: Run, cells: list[Cell], rounds: int) -> None:
 
 
 def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
-    """The cells whose medians differ significantly and by more than `threshold`, as a share.
+    """The cells whose medians differ significantly and by more than `threshold`, as a share; see check().
 
-    Significance is that of the Mann-Whitney U test on the rounds that count, corrected for the number of
-    cells (Benjamini & Hochberg 1995) at FALSE_DISCOVERY_RATE. All rounds of a run share the machine's state,
-    which no test on them can detect; the threshold is for that. check() raises if two runs cannot be
-    compared. If many rounds were slowed, fewer differences are significant.
+    Mann-Whitney U test on the rounds that count, corrected for the number of cells (Benjamini & Hochberg
+    1995) at FALSE_DISCOVERY_RATE. The threshold is for the machine's state, which all rounds of a run share.
     """
     from scipy import stats
 

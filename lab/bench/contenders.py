@@ -40,9 +40,8 @@ SDPA = {
 class Contender:
     """title: the name in pictures. prepare: returns the call to time for a cell and its q, k and v.
 
-    dtypes: those that it is timed in, by device; some versions of PyTorch's backends refuse some of them.
-    package: it needs this one. own_allocator: it does not use PyTorch's allocator, so its
-    scratch is unknown.
+    dtypes: those that it is timed in, by device. package: one that it needs. own_allocator: it does not use
+    PyTorch's, so its scratch is unknown.
     """
 
     title: str
@@ -137,10 +136,7 @@ def first_line(error: Exception) -> str:
 
 
 def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """ONNX Runtime's MultiHeadAttention on inputs (B, N, H d), its preferred layout.
-
-    Raises ValueError if ONNX Runtime is not installed.
-    """
+    """ONNX Runtime's MultiHeadAttention on inputs (B, N, H d). Raises ValueError if it is not installed."""
     try:
         import onnxruntime
         from onnx import TensorProto, helper

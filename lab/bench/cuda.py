@@ -50,9 +50,8 @@ Verified = tuple[Result, tuple[Call, float, float] | None]
 class GpuBench:
     """A sweep that can be stopped, like measure.Bench: `done` holds the results of run().
 
-    against_cpu: also time sequential C++ for each case. gpu: the GPU that measures; lab.webgpu.gpu has
-    another kind.
-    Raises BuildError without a GPU or a compiler for it, and ValueError for cells that do not fit its memory.
+    against_cpu: also time sequential C++. gpu: the GPU that measures, also lab.webgpu.gpu's. Raises
+    BuildError without a GPU or a compiler for it, ValueError for cells that do not fit its memory.
     """
 
     again = False  # there are no further passes
@@ -74,10 +73,7 @@ class GpuBench:
         self.against_cpu = against_cpu
 
     def run(self) -> Generator[Cell, None, None]:
-        """Measure; yield each cell after it was verified, and after each of its rounds.
-
-        A KeyboardInterrupt stops it. The rounds that all cells of a case have completed are kept.
-        """
+        """Measure; yield each cell when it is verified and after each round. Ctrl-C keeps complete rounds."""
         with torch.inference_mode():
             self._measure_limits()
             for _, case in itertools.groupby(self.cells, key=lambda cell: cell.inputs):

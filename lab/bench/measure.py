@@ -31,8 +31,7 @@ from shakespeare.lab.timing import PATIENCE, WARM_UP_SAMPLES, seconds_of, spread
 from shakespeare.lab.traffic import streams
 from shakespeare.lab.traffic import traffic as total
 
-# Largest error of a correct contender, as a share of the largest expected value. bfloat16 rounds by up to 0.4
-# %, float16 by 0.05 %.
+# Largest error over the largest expected value. bfloat16 rounds by up to 0.4 %, float16 by 0.05 %.
 WRONG_ERROR = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-2, Dtype.FP16: 2e-3}
 ROUNDS, MIN_TIME_SECONDS = 10, 0.2
 PAGE_FAULT_SECONDS = 1e-6  # about
@@ -68,10 +67,7 @@ class Bench:
         self._exact: tuple[tuple, Tensor] | None = None
 
     def run(self) -> Generator[Cell, None, None]:
-        """Measure; yield each cell after it was verified, and after each of its rounds.
-
-        A KeyboardInterrupt stops it. The rounds that all cells of a group have completed are kept.
-        """
+        """Measure; yield each cell when it is verified and after each round. Ctrl-C keeps complete rounds."""
         before = torch.get_num_threads()
         machine.keep_freed_memory()
         try:
@@ -113,11 +109,7 @@ class Bench:
         yield from self._time_again(right, FURTHER_SHARE * (time.perf_counter() - self._began))
 
     def _pace(self, wait: bool = False) -> float:
-        """The machine's speed, with the bandwidth beyond a core's own caches, as a share of the fastest so
-        far.
-
-        wait: wait until it is fast, for a while.
-        """
+        """The machine's speed, shared cache included, over the fastest so far. wait: for a fast one."""
         start = time.perf_counter()
         patient = wait and self._waited < WAIT_SHARE * (start - self._began)
         pace = self._load.sample(BUFFER_CACHES * self.done.cache, PATIENCE if patient else 0.0)
@@ -209,10 +201,7 @@ def skipping(result: Result) -> Iterator[None]:
 
 
 def in_rounds(running: Sequence[tuple[Result, Callable[[], None]]], rounds: int) -> Iterator[Cell]:
-    """Let results take turns: a function adds a round to each. Yields the cell after each round.
-
-    After an interrupted round all that are right keep the same number of them.
-    """
+    """Let results take turns: a function adds a round to each. An interrupt leaves equally many rounds."""
     before = [len(result.paces) for result, _ in running]
     try:
         for _ in range(rounds):

@@ -68,13 +68,11 @@ def row(run: Run, result: Result) -> dict:
     """A result as a flat row of figures; None for missing ones.
 
     ms, iqr_ms: median and interquartile range. low_ms, high_ms: the median's interval(); margin: half its
-    width, as a share of the median. quiet: how many rounds were quiet; all_ms: the median of all rounds,
-    with the disturbed bursts of each. gbps: 10^9 bytes per second into the last of a core's own caches, by
-    the part's own count; on a GPU those of q, k, v and the output, if moving them once takes longer than
-    the arithmetic. reading_share: the time of a launch that only reads as many bytes, over the call's.
-    over_part0, over_sdpa, over_onnx: the speed over that contender in the same group; of SDPA's backends
-    the fastest counts. over_kernel_before: the speed over the kernel with the number before.
-    over_sequential: that over part1 on one core, by lab.bench.cuda.
+    width over the median. quiet: how many rounds were; all_ms: the median of all. gbps: 10^9 bytes per second
+    into the last private cache, by the part's count; on a GPU those of q, k, v and the output, if that takes
+    longer than the arithmetic. reading_share: time of a launch that only reads these bytes, over the call's.
+    over_part0, over_sdpa, over_onnx: the speed over that contender of the group, the fastest of SDPA's
+    backends. over_kernel_before: over the previous number. over_sequential: over part1 on one core.
     """
     cell, median = result.cell, result.median
     named = asdict(cell) | {"status": result.status, "note": result.note}

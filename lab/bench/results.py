@@ -14,12 +14,10 @@ FEWEST_COUNTED_ROUNDS = 6  # these count even if disturbed; interval() needs as 
 class Result:
     """The result of a cell. status: 'ok', 'wrong' or 'skipped'; `note` has the reason.
 
-    error: the largest difference from float64, at index error_at. scratch: the most bytes that PyTorch's
-    allocator allocated beyond the output; None for contenders with their own allocator. seconds: time of
-    each round, the first pass first. every: the same with its disturbed bursts; empty on a GPU and in older
-    files. paces: the machine's speed beside each round, as a share of the fastest. traffic: bytes that come
-    into Run.cache in one call, by the part's own count; None if not counted. reading: seconds of a launch
-    on a GPU that only reads the traffic, timed like a call.
+    error: the largest difference from float64, at error_at. scratch: most bytes of PyTorch's allocator beyond
+    the output; None for another allocator. seconds: of each round. every: with disturbed bursts; empty on a
+    GPU. paces: the machine's speed at each round, over the fastest. traffic: bytes into Run.cache in one
+    call, by the part's count, or None. reading: seconds of a launch on a GPU that only reads the traffic.
     """
 
     cell: Cell
@@ -57,13 +55,10 @@ class Result:
 class Run:
     """A sweep's results and its machine.
 
-    peaks: floating-point operations per second, by number of threads. bandwidths: bytes per second read from
-    beyond the cache of `cache` bytes, the last one of a single core, by number of threads. amx_peaks: the
-    peaks of AMX's products in bfloat16, if a cell has that dtype and the processor has AMX. busy: the reason
-    why the figures are not firm. complete: False if the run was stopped.
-
-    On a GPU the cache is L2, 0 where it is unknown, and the number of threads is 1. tensor_peaks: the peak of
-    a product of large matrices, by dtype. sequential: part1's results on one core, for
+    peaks: FLOP/s by threads. bandwidths: bytes per second from beyond the cache of `cache` bytes, a core's
+    own last one, by threads. amx_peaks: AMX's in bfloat16, if used. busy: why the figures are not firm.
+    complete: False if the run was stopped. On a GPU: cache is L2 (0: unknown), threads are 1, tensor_peaks is
+    the peak of a product of large matrices by dtype, sequential is part1 on one core, for
     lab.bench.cuda.smaller() cells.
     """
 

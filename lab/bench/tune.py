@@ -34,10 +34,9 @@ def candidates(N: int, br: Sequence[int] = (), bc: Sequence[int] = ()) -> list[t
 
 
 def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = None) -> Iterator[Tuned]:
-    """Yield the best tile for a cell so far, each time that the slower half has been dropped.
+    """Yield the best tile for a cell of a tiled part so far, each time that the slower half is dropped.
 
-    cell: a cell of a tiled part. budget: seconds to take, above 0; tiles beyond it are not tried. tried:
-    tiles (br, bc), the default one first; by default candidates().
+    budget: seconds in all. tried: tiles (br, bc), the default one first; by default candidates().
     """
     simd = resolve_simd(cell.simd or "auto")
     remaining = list(tried or candidates(cell.N))

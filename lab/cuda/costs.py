@@ -33,10 +33,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Count:
-    """A kernel's counts of one call: blocks of all launches, exponentials of all threads.
-
-    tensor: the tensor cores' work for each useful operation, in products of bfloat16; 0 without them.
-    """
+    """A call's counts, over all launches. tensor: products of bfloat16 for each useful operation, or 0."""
 
     launches: int
     blocks: int

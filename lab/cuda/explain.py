@@ -52,9 +52,8 @@ def explain(
 ) -> None:
     """Print the costs of a kernel on a GPU, its bound and, on this machine's GPU, its time.
 
-    kernel: its name, or None for the fastest. arch: a key of SHEETS, or None for this machine's GPU.
-    Raises ValueError if the kernel or the GPU does not take the arguments, BuildError without a GPU and an
-    architecture, or without a compiler.
+    kernel: None for the fastest. arch: a key of SHEETS, None for this machine's GPU. Raises ValueError for
+    refused arguments, BuildError without a compiler, or without a GPU and an architecture.
     """
     answer = compiled(cell, kernel, arch)
     limits = limits_of(answer)

@@ -97,10 +97,7 @@ class Gpu:
     def time(
         self, call: Callable[[], object], count: int, cold: bool = False, launching: float = 0.0
     ) -> list[float]:
-        """Seconds of each of `count` calls. cold: the L2 cache is cleared before each.
-
-        launching: seconds in which the host launches one.
-        """
+        """Seconds of each call. cold: L2 is cleared before each. launching: seconds of the host for one."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
         self.pause(min(LONGEST_PAUSE, HOST_MARGIN * count * launching))
         for begin, end in events:

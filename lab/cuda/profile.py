@@ -26,11 +26,10 @@ def run(
     prompt_tokens: int | None,
     tokens: int | None,
 ) -> dict[str, Any]:
-    """The figures of writing `tokens` tokens of each of so many texts after the same prompt.
+    """The figures of `tokens` tokens of each of so many texts; arguments of lab.profile.run().
 
-    The arguments are those of lab.profile.run(). us: microseconds of each phase for a step of all texts, by
-    the cycles of the first block and the GPU's highest clock. step_us: of the call, without the clocks.
-    Raises ValueError and BuildError as open_engine() does.
+    us: microseconds of a step's phases, by the first block's cycles at the highest clock. step_us: without
+    the clocks. Raises ValueError and BuildError as open_engine() does.
     """
     prompt_tokens, tokens = lengths(checkpoint, prompt_tokens, tokens)
     ids = [i % checkpoint.config.vocab_size for i in range(prompt_tokens)]

@@ -19,10 +19,7 @@ TITLES = "step|tile|multiply-adds|exp2|workgroup memory|storage|predicted, ms|bo
 
 @dataclass(frozen=True)
 class Count:
-    """Multiply-adds and powers of two of a call, and bytes that its threads ask of each memory.
-
-    workgroup: what lanes of a subgroup read together counts once.
-    """
+    """Multiply-adds, powers of two, and bytes asked of each memory. A subgroup's common read counts once."""
 
     multiply_adds: int
     exponentials: int
@@ -69,10 +66,7 @@ def count(step: Step, tile: Tile, cell: Cell, subgroup: int) -> Count:
 
 
 def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) -> None:
-    """Print a row for each step, or for the one called `kernel`, and the adapter's limits.
-
-    Raises ValueError if a step does not take the cell, BuildError without an adapter.
-    """
+    """Print a row for each step, or `kernel`, and the limits. Raises ValueError, BuildError without one."""
     dtype, on = check_dtype("part4", cell.dtype, "webgpu"), Gpu()
     if cell.d > WIDEST:
         raise ValueError(f"d is {cell.d}; it must be at most {WIDEST} on WebGPU")

@@ -19,11 +19,10 @@ STEEP = 40.0  # by how much the scores of a growing case rise from the first key
 
 @dataclass(frozen=True)
 class Case:
-    """A call: q is (B, H, Nq, d), k and v are (B, H, Nk, d).
+    """A call: q is (B, H, Nq, d), k and v are (B, H, Nk, d). scale: None for 1/sqrt(d).
 
-    scale: None for 1/sqrt(d). scores: 'plain', 'large' (LARGE), or 'growing' (each key scores above those
-    before it). fused: q, k and v are views of one matrix (B, N, 3 H d), as in the model. threads: of the
-    call. repeats: calls, each of which must be right.
+    scores: 'plain', 'large' (LARGE) or 'growing' (each key above those before it). fused: views of one matrix
+    (B, N, 3 H d), as in the model. repeats: calls, each of which must be right.
     """
 
     B: int
@@ -64,8 +63,7 @@ class Case:
         return ", ".join(words)
 
 
-# Small ones first: the first wrong case is shown. Every property that a mistake depends on is in a case that
-# differs from another in little else.
+# Small ones first: the first wrong case is shown. Each property has a pair of cases that differ in it.
 CASES = (
     Case(1, 1, 1, 1, 4),
     Case(1, 1, 4, 4, 8),
@@ -115,10 +113,7 @@ class Expected(NamedTuple):
 
 
 def beside(exact: Floats, peer: Floats, floor: float) -> Expected:
-    """What may differ from a float64 result: ALLOWED times the error of `peer`, a float32 one, and `floor`.
-
-    floor: a share of the largest number.
-    """
+    """What may differ from float64: ALLOWED times `peer`'s error, and `floor` of the largest number."""
     error = float(np.abs(peer - exact).max())
     return Expected(exact, ALLOWED * (error + floor * max(1.0, float(np.abs(exact).max()))))
 

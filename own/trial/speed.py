@@ -72,10 +72,7 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Size:
-    """The call that is timed: heads matrices of N rows and d columns.
-
-    cachegrind: count its bytes too. alone: without the ladder, for its share of the peak only.
-    """
+    """The timed call: matrices of N rows, d columns. cachegrind: its bytes too. alone: without the ladder."""
 
     N: int = 1024
     d: int = 32
@@ -90,10 +87,9 @@ class Size:
 class Figures:
     """What was measured.
 
-    ms: the medians of a call, of the file ('own'), of the ladder's parts and of sdpa. small_ms: of the file
-    at N / SMALLER; wide_ms: at WIDER * d. flops: of a call. peak: multiply-adds' on the threads. latency:
-    seconds of a dependent multiply-add. lanes: of a vector. scratch, l2: bytes. moved: bytes of one head
-    into each of two simulated caches; least: the fewest possible.
+    ms: medians of a call: 'own', the ladder's parts, sdpa. small_ms: at N / SMALLER; wide_ms: at WIDER * d.
+    flops: of a call. peak: multiply-adds'. latency: seconds of a dependent one. lanes: of a vector. scratch,
+    l2: bytes. moved: bytes of one head into each of two simulated caches; least: the fewest possible.
     """
 
     ms: dict[str, float]
