@@ -28,7 +28,7 @@ from shakespeare.web import bundle, traffic
 WEB = Path(__file__).resolve().parent
 # Each build of the kernels: its flags. 'relaxed' has fused multiply-adds, which not every browser has.
 BUILDS: dict[str, tuple[str, ...]] = {"simd": ("-msimd128",), "relaxed": ("-msimd128", "-mrelaxed-simd")}
-FLAGS = (  # -flto: 2 to 6 % of the speed
+FLAGS = (  # -flto: faster kernels
     *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-flto"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
 )
@@ -38,7 +38,7 @@ FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "
 STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs]
 STEPS_D = 32
 PORTABLE = (16_384, 256)  # bytes of workgroup memory and invocations that WebGPU promises
-# The page does not train, its threads would wait for each other, and it has no Python.
+# Training's threads would wait for each other here, and the page has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
@@ -50,10 +50,7 @@ NO_ZIG = "the page's kernels are compiled by ziglang, which is missing here: pip
 
 
 def path() -> Path:
-    """The folder of the page of these sources in the build cache, before and after it is made.
-
-    Raises BuildError without a home directory.
-    """
+    """The page's folder in the build cache, made or not. Raises BuildError without a home directory."""
     return cache.real(cache.directory()) / f"attention_ext_page_{fingerprint()}" / "page"
 
 
@@ -67,10 +64,9 @@ def make() -> Path:
 
 
 def put(folder: Path) -> None:
-    """Put the page into a folder, in place of one that was put there before.
+    """Put the page into a folder, in place of an earlier page; the folder holds a whole page or none.
 
-    It is copied beside the folder and renamed, so the folder holds a whole page or none. Raises BuildError as
-    make() does, ValueError if the folder holds other files.
+    Raises BuildError as make() does, ValueError if the folder holds other files.
     """
     folder = cache.real(folder)
     check_replaceable(folder)
@@ -198,10 +194,7 @@ def fingerprint() -> str:
 
 
 def compiled(build: str) -> Path:
-    """The path of a build's WebAssembly: a wheel's, or compiled if need be.
-
-    Raises BuildError if that fails.
-    """
+    """The path of a build's WebAssembly: a wheel's, else compiled. Raises BuildError if that fails."""
     if (brought := prebuilt.page(build)).is_file():
         return brought
     if not importlib.util.find_spec("ziglang"):
@@ -253,10 +246,7 @@ def write_models(folder: Path) -> None:
 
 
 def rounded(content: bytes) -> bytes:
-    """A safetensors file of float32 with those matrices in bfloat16 that --weights bf16 rounds.
-
-    These are all but the embeddings.
-    """
+    """A float32 safetensors file with its matrices in bfloat16, but for the embeddings, as --weights bf16."""
     weights = load(content)
     for name, w in weights.items():
         if w.ndim == 2 and not re.search(r"\.w[tp]e\.", name):
@@ -271,8 +261,7 @@ def rounded(content: bytes) -> bytes:
 def planes(content: bytes) -> bytes:
     """Bytes in another order: the first of each four, the second, the third, the fourth, and what is left.
 
-    The exponents of bfloat16 and float32 come together so, and gzip makes less of them: bf16 weights become a
-    ninth smaller. js/models.js restores the order.
+    So gzip finds the exponents of bfloat16 and float32 together. js/models.js restores the order.
     """
     whole = len(content) // 4 * 4
     return b"".join([*(content[first:whole:4] for first in range(4)), content[whole:]])
@@ -284,10 +273,7 @@ def packed(content: bytes) -> bytes:
 
 
 def hinted(html: str, folder: Path) -> str:
-    """The page with hints of what it will load, so that nothing waits for what loads it.
-
-    The weights come first: a script in the page asks for those that the address names.
-    """
+    """The page with hints of all that it loads; early.js requests the weights that the address names."""
     weights = sorted(path.relative_to(folder).as_posix() for path in (folder / "models").glob(f"*{WEIGHTS}"))
     early = (WEB / "early.js").read_text(encoding="utf-8").replace('"WEIGHTS"', json.dumps(weights))
     early = early.replace("MODEL", MODEL).replace("PRECISION", next(iter(PRECISIONS)))

@@ -1,7 +1,7 @@
 """The page as one file that opens from a disk: styles, modules, worker, kernels and weights inside.
 
-A module becomes a function that returns what it exports; only the forms of import and export that the page's
-modules use are known, each on a line of its own.
+A module becomes a function that returns its exports. Imports and exports have only the forms that the page's
+modules use, each on its own line.
 """
 
 import base64

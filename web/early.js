@@ -1,5 +1,4 @@
-// A script inside the page; web/build.py fills in the files. A first visit loads mostly weights, so they are requested
-// before the modules arrive.
+// Requests the weights, most of a first visit's bytes, before the modules. web/build.py fills in the files.
 {
   const asked = new URLSearchParams(location.hash.replace(/^[^?]*/, "")),
     wanted = `${asked.get("model") ?? "MODEL"}-${asked.get("weights") ?? "PRECISION"}`,

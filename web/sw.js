@@ -1,5 +1,5 @@
-// Keeps the page's files, so that it opens without a network after the first time, and the weights that it has loaded.
-// Nothing else is kept: other pages may share the origin, and a server may follow at this address.
+// Keeps the page's files and the weights that it has loaded, so that it opens without a network. Nothing else
+// is kept: other pages may share the origin, and a server may follow at this address.
 const OWN = `shakespeare-attention ${registration.scope} `, // all pages of an origin share its caches
   CACHE = `${OWN}VERSION`, // web/build.py fills it in
   isWeights = (name) => name.endsWith(".planes.gz");

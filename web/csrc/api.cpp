@@ -1,7 +1,5 @@
 // The decoder for a page: JavaScript fills in a checkpoint's tensors, opens a decoder and writes with it.
-//
-// Pointers are addresses in WebAssembly's memory. The page closes what it opens. After refuse() it drops the
-// whole instance.
+// The page closes what it opens, and drops the whole instance after refuse().
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -79,8 +77,7 @@ EXPORT(begin_text) void begin_text(Writer* writer, uint64_t seed, const double* 
     writer->decoder.set_sampling(0, sampling_of(sampling));
 }
 
-// to (count, 2) <- the numbers of a seed from `first` on, each as the nearest float below it, and the rest: so
-// the decoder in WGSL takes them.
+// to (count, 2) <- a seed's numbers from `first` on, for decoder.wgsl: the nearest float below, and the rest.
 EXPORT(uniforms) void uniforms(uint64_t seed, int32_t first, int32_t count, float* to) {
     Uniforms numbers(seed);
     for (int32_t i = 0; i < first; i++) numbers.next();

@@ -1,6 +1,5 @@
 // Intermediate values of the model for a text: Q, K and V of every layer and head, and attention's weights.
-//
-// The pass is the decoder's prefill, all tokens at once, with the decoder's own packed weights; part 4 attends.
+// The pass is the decoder's prefill, with its packed weights; part 4 attends.
 #include <algorithm>
 #include <cmath>
 #include <vector>

@@ -1,5 +1,5 @@
-// How the page calls: functions exported by their names, with C's types and sizes in 32 bits. It has checked
-// the arguments, and a checkpoint's tensors, which it has filled in.
+// The page's interface: functions exported by name, with C's types and 32-bit sizes. The page has checked the
+// arguments and a checkpoint's tensors.
 #pragma once
 
 #include <map>

@@ -85,7 +85,7 @@ export class AttentionView extends Reading {
     this.point();
   }
 
-  // The weights that a query gives to the keys that it sees.
+  // A query's weights on the keys that it sees.
   row(i) {
     const { T } = this.seen;
     return this.P.subarray(i * T, i * T + i + 1);
@@ -97,7 +97,6 @@ export class AttentionView extends Reading {
     this.point();
   }
 
-  // Names the query and the key of the sliders, and the weight.
   point() {
     if (!this.P) return;
     const { T, characters } = this.seen,

@@ -8,7 +8,7 @@ const SHADES = [0.18, 0.5, 1]; // in memory only, in L2, in L1
 
 const css = ([r, g, b], alpha = 1) => `rgb(${r} ${g} ${b} / ${alpha})`;
 
-// Sizes a canvas to its place on the page, in device pixels; its pen works in CSS pixels.
+// Sizes a canvas in device pixels; its pen works in CSS pixels.
 function fit(canvas, isSquare) {
   const width = canvas.clientWidth || 320,
     height = isSquare ? width : canvas.clientHeight;
@@ -21,14 +21,13 @@ function fit(canvas, isSquare) {
   return { pen, width, height };
 }
 
-// The place of the score of query i and key j in S (rows, columns), which may have keys as rows and hold a tile of them all.
+// The cell of query i and key j in S (rows, columns). S may have keys as rows, and may hold one tile only.
 export function scoreAt([rows, columns], isTurned, i, j) {
   return isTurned ? [j % rows, i % columns] : [i % rows, j % columns];
 }
 
-// view: {N, d, heads: {q, k, v}, results: {S, P, O}, boxes, kinds (N N): "" empty, "scores" or "weights", weightOf(i, j),
-// progress (N): share of O, place(m, i, c): 0, 1 or 2, isTurned: whether S has keys as rows,
-// matrices: {name: [rows, columns]}, of which all but Q, K, V, O and S are scratch}.
+// view: {N, d, heads: {q, k, v}, results: {S, P, O}, boxes, matrices: {name: [rows, columns]}, isTurned,
+// kinds (N N): "", "scores" or "weights", progress (N): share of O, weightOf(i, j), place(m, i, c): 0-2}.
 export function draw(canvas, view) {
   const { N, d, heads, results, kinds } = view,
     scratch = Object.entries(view.matrices).filter(([m]) => !["Q", "K", "V", "O", "S"].includes(m));
@@ -37,7 +36,7 @@ export function draw(canvas, view) {
   const [ink, red, blue, rule, soft] = ["--ink", "--red", "--blue", "--rule", "--soft"].map(colour);
   const start = EDGE + d + GAP, // of S, from the left and from the top
     end = start + N + GAP; // where O and V begin
-  // The place of row r and column c of a matrix, in cells. K and V are transposed.
+  // The cell of row r and column c. K and V are transposed.
   const places = {
     Q: (r, c) => [EDGE + c, start + r],
     O: (r, c) => [end + c, start + r],
@@ -45,7 +44,7 @@ export function draw(canvas, view) {
     V: (r, c) => [start + r, end + c],
     S: (r, c) => [start + c, start + r],
   };
-  // Each scratch has a corner, clockwise, and is at most as large.
+  // Each scratch matrix gets a corner, clockwise, and is scaled to fit.
   const cells = new Map();
   scratch.forEach(([m, [rows, columns]], n) => {
     const [x, y] = [[EDGE, EDGE], [end, EDGE], [end, end + 1], [EDGE, end + 1]][n],

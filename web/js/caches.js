@@ -1,4 +1,4 @@
-// Two caches of a processor: lines in sets. The least recently used line of a set is replaced.
+// Two set-associative caches with LRU replacement.
 import { CACHE_WAYS, FLOAT_BYTES, LINE } from "./traffic.js";
 
 const LINE_BYTES = LINE * FLOAT_BYTES;
@@ -7,12 +7,11 @@ class Cache {
   constructor(bytes) {
     const lines = Math.max(1, Math.floor(bytes / LINE_BYTES));
     this.ways = Math.min(CACHE_WAYS, lines);
-    // Each from the oldest line to the latest.
+    // Each set holds its lines from the oldest to the latest.
     this.sets = Array.from({ length: Math.max(1, Math.floor(lines / CACHE_WAYS)) }, () => new Set());
     this.bytes = 0; // that came in
   }
 
-  // Uses a line; returns whether it was in the cache.
   use(line) {
     const set = this.sets[line % this.sets.length],
       wasThere = set.delete(line);
@@ -27,10 +26,9 @@ class Cache {
   }
 }
 
-// Runs frames over matrices {name: [rows, columns]} behind caches of l1 and l2 bytes. Returns the `frames`, without `touched`
-// but with what follows each: {places: of each line, 2 in L1, 1 in L2 only, 0 in memory only; bytes: what came into
-// [L1, L2] so far; boxes: what the frame touched, {name: {r, c, w}}, rows and columns [from, to)}; and `first`, the place
-// of each matrix in floats. Matrices begin at lines.
+// Runs frames over matrices {name: [rows, columns]} behind caches of l1 and l2 bytes. Returns {first: each
+// matrix's place in floats, frames: {places: each line's, 2 in L1, 1 in L2 only, 0 in memory, bytes: into
+// [L1, L2] so far, boxes: what was touched, {name: {r, c, w}}, rows and columns [from, to)}, less `touched`}.
 export function simulate(frames, matrices, l1, l2) {
   const first = {};
   let lines = 0;

@@ -3,7 +3,6 @@ import { check, isObject, readSafetensors } from "./safetensors.js";
 
 const SIZES = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"];
 const KNOWN = [...SIZES, "dropout", "bias", "dataset"];
-// As in model/checkpoint.py.
 const AROUND = /^.*?(?=transformer\.|lm_head\.)|\b(module|_orig_mod|_(fsdp|checkpoint)_wrapped_module)\./g;
 const [EMBEDDING, HEAD] = ["transformer.wte.weight", "lm_head.weight"];
 const MOST_PARAMETERS = 2 ** 28; // a gigabyte; WebAssembly has four
@@ -47,7 +46,6 @@ function checkConfig(config) {
   check([true, false, 1, 0, null].includes(bias), `bias is ${JSON.stringify(bias)}; it must be true or false`);
 }
 
-// The names and shapes of a model's tensors.
 function* expectedTensors({ block_size, vocab_size, n_layer, n_embd: C, bias = true }) {
   yield [EMBEDDING, [vocab_size, C]];
   yield ["transformer.wpe.weight", [block_size, C]];
@@ -105,7 +103,7 @@ function checkCharacters(characters, vocabSize) {
   check(count > 0 && count <= vocabSize, `the vocabulary meta.json has ${count} tokens; it must have vocab_size=${vocabSize}`);
 }
 
-// The ids of a text's characters. Raises CheckpointError naming the characters that the model does not know.
+// The ids of a text's characters. Raises CheckpointError with those that the model does not know.
 export function encode(text, characters) {
   const ids = new Map(characters.map((c, i) => [c, i]));
   const unknown = [...new Set(text)].filter((c) => !ids.has(c)).sort();

@@ -4,7 +4,7 @@ export const $ = (id) => document.getElementById(id);
 
 export const on = (id, type, call) => $(id).addEventListener(type, call);
 
-// Calls call(button) where a form would be sent.
+// Calls call(button) in place of sending the form.
 export const onSubmit = (id, call) =>
   on(id, "submit", (event) => {
     event.preventDefault();
@@ -15,7 +15,6 @@ export function say(id, text) {
   $(id).textContent = text;
 }
 
-// An element with properties and children.
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   Object.assign(element, properties);
@@ -23,12 +22,11 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-// A copy of a template's element.
 export const copy = (id) => $(id).content.firstElementChild.cloneNode(true);
 
 export const option = (value, label = value) => make("option", { value, textContent: label });
 
-// A row of a table: its heading, if any, and its cells, texts or elements.
+// heading: null for a row without one. cells: texts or elements.
 export function tableRow(heading, ...cells) {
   const first = heading === null ? [] : [make("th", { scope: "row" }, heading)];
   return make("tr", {}, ...first, ...cells.map((cell) => make("td", {}, cell)));
@@ -36,7 +34,6 @@ export function tableRow(heading, ...cells) {
 
 export const frame = () => new Promise((done) => requestAnimationFrame(done));
 
-// Whether someone wants no animation.
 export const isStill = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 // A colour of style.css as [red, green, blue] from 0 to 255.
@@ -49,7 +46,6 @@ export function colour(name) {
   return rgb.match(/\d+/g).slice(0, 3).map(Number);
 }
 
-// The visible form of a single character.
 export const shown = (character) => ({ "\n": "⏎", " ": "␣" })[character] ?? character;
 
 export const number = (x) => x.toLocaleString("en", { maximumFractionDigits: 0 });

@@ -6,7 +6,7 @@ let shaders; // a promise
 
 const inside = (name) => document.getElementById(`asset:${name}`);
 
-// A file's bytes. Packed ones are unpacked as they arrive.
+// A file's bytes, unpacked as they arrive.
 export async function asset(name) {
   const [start, bytes] = (await opened(name)).tee(),
     reader = start.getReader(),
@@ -16,7 +16,6 @@ export async function asset(name) {
   return new Response(isPacked ? bytes.pipeThrough(new DecompressionStream("gzip")) : bytes).arrayBuffer();
 }
 
-// A stream of a file's bytes.
 async function opened(name) {
   const element = inside(name);
   if (element) {
@@ -35,11 +34,10 @@ async function newWorker() {
   return new Worker(URL.createObjectURL(new Blob([await asset("worker.js")], { type: "text/javascript" })));
 }
 
-// The error of a call of a closed Engine.
+// A call's error after the Engine was closed.
 export class Closed extends Error {}
 
-// A Session in a worker. call() calls one of its methods and returns a promise. With a model it is a source of Writing in
-// text.js.
+// A Session in a worker; call() calls a method of it. With a model it is a source of Writing in text.js.
 export class Engine {
   isPaced = true;
 
@@ -105,7 +103,7 @@ export class Engine {
     return { piece: tokens.map((token) => this.characters[token]).join(""), logits, elapsed };
   }
 
-  // Who writes, for a sentence.
+  // Who writes, as a part of a sentence.
   get by() {
     if (this.why) return `with part4 on the CPU: ${this.why}`;
     return this.onGpu ? `on ${this.gpuName}` : "with part4";

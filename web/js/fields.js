@@ -1,11 +1,10 @@
-// The fields: each that has a name shows the choice of this name, within its bounds. A slider's value stands in the
-// <output> for it.
+// The fields: each shows the choice of its name, within its bounds, and a slider's <output> shows its value.
 import { $, make, option } from "./dom.js";
 import { admitted, CHOICES, SETTINGS } from "./state.js";
 
 const all = () => document.querySelectorAll("[name]:not(meta)");
 
-// Gives the fields their bounds, and lets them call changed({name: value}).
+// Gives the fields their bounds; each change calls changed({name: value}).
 export function bind(changed) {
   $("sampling").replaceWith(...SETTINGS.flatMap(slider));
   for (const field of all()) {
@@ -21,7 +20,6 @@ export function bind(changed) {
   }
 }
 
-// Shows choices in the fields.
 export function fill(choices) {
   for (const field of all()) field.value = choices[field.name];
 }

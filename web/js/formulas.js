@@ -1,6 +1,5 @@
 // The formulas of attention for one head, with a causal mask and scaled scores.
 
-// The probabilities of logits.
 export function softmax(logits) {
   const m = Math.max(...logits),
     weights = Float64Array.from(logits, (x) => Math.exp(x - m)),
@@ -26,7 +25,7 @@ export function results({ q, k, v }, N, d) {
   return { S, P, O };
 }
 
-// A row's running m and l after each tile of Bc keys that it sees: [{m, l, correction}].
+// A row's running m and l after each visible tile of Bc keys: [{m, l, correction}].
 export function online(S, N, i, Bc) {
   const made = [];
   let m = -Infinity,

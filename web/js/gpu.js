@@ -1,4 +1,4 @@
-// A GPU through WebGPU: its adapter, device, shaders, buffers and dispatches, as attention_ext/webgpu/gpu.py has them.
+// A GPU through WebGPU: adapter, device, shaders, buffers and dispatches, as in attention_ext/webgpu/gpu.py.
 
 const OPTIONAL = ["subgroups"]; // features that are asked for where they exist
 const LIMITS = [
@@ -8,7 +8,7 @@ const LIMITS = [
   "maxComputeInvocationsPerWorkgroup",
 ];
 
-// Why there is no GPU, or why it does not take a model; a sentence.
+// A sentence: why there is no GPU, or why it does not take a model.
 export class Unfit extends Error {}
 
 // The device was lost: the driver was reset, or its GPU is gone.
@@ -63,7 +63,7 @@ export class Gpu {
     }
   }
 
-  // A buffer with an array's numbers, or of so many bytes of zeros. Raises Unfit if it is too large.
+  // content: an array, or a number of zero bytes. Raises Unfit if the buffer is too large.
   buffer(content, usage = GPUBufferUsage.STORAGE) {
     const size = Math.max(16, 4 * Math.ceil((content.byteLength ?? content) / 4)),
       most = Math.min(this.limits.maxStorageBufferBindingSize, this.limits.maxBufferSize);
@@ -77,8 +77,7 @@ export class Gpu {
     this.device.queue.writeBuffer(buffer, 0, array);
   }
 
-  // Dispatches workgroups, some times in a row, and returns the first `bytes` of a buffer, by default the last one. Bindings
-  // 0, 1 ... are the buffers. Raises Lost.
+  // Dispatches `times` times; buffers are bindings 0, 1 ... Returns the first `bytes` of `from`. Raises Lost.
   async run(pipeline, buffers, groups, bytes, { times = 1, from = buffers.at(-1) } = {}) {
     this.check();
     const { device } = this,

@@ -39,8 +39,7 @@ export class GpuModel {
   }
 }
 
-// The weights in the decoder's order. precision: 'bf16' rounds the head, as the kernels do; the file has it in float32,
-// because it is the tokens' table too.
+// The weights in the decoder's order. bf16 rounds the head: files hold it in float32, as the tokens' table.
 async function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }, tensors, precision) {
   const d = C / n_head,
     W = quads(C),
@@ -90,7 +89,7 @@ async function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }
   return new Float32Array(await new Blob(parts).arrayBuffer());
 }
 
-// Texts that are written together, of the same length: a decoder of Writer in writer.js.
+// A decoder for Writer in writer.js, of texts of the same length that are written together.
 export class GpuDecoder {
   // kernels: those in WebAssembly. keepsLogits: whether write() returns those of the tokens. Raises Unfit.
   constructor(model, kernels, { seeds, sampling, capacity, keepsLogits = true }) {
@@ -106,14 +105,14 @@ export class GpuDecoder {
     this.milliseconds = 1 + this.count / 10; // of a token of each text
   }
 
-  // The tokens that all texts read next, in place of those that they hold.
+  // All texts read these tokens next, in place of those that they hold.
   prefill(ids, continues) {
     this.ids = Array(this.count).fill(ids);
     this.held = 0;
     this.flags = PROMPT + (continues ? 0 : FIRST);
   }
 
-  // Writes 1 to `most` tokens of each text: {tokens (rows, texts), logits (rows, texts, vocab_size) or null}. Raises Lost.
+  // Writes 1 to `most` tokens a text: {tokens (rows, texts), logits (rows, texts, V) | null}. Raises Lost.
   async write(most) {
     const { model, kernels, count, ids, keepsLogits } = this,
       { gpu, config } = model,
@@ -163,7 +162,7 @@ function rounded(x) {
   return new Float32Array(bits.buffer)[0];
 }
 
-// What the decoder is told of the choice of tokens. numbers: the settings in the kernels' order.
+// The decoder's ten settings, from those in the kernels' order.
 function settingsOf([temperature, ...others]) {
   const [repetition, presence, frequency] = others.slice(-3),
     adjusts = repetition !== 1 || presence !== 0 || frequency !== 0,

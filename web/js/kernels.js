@@ -1,6 +1,6 @@
 // An instance of the kernels in WebAssembly, and access to its memory.
 
-// An error of the kernels, with their message.
+// An error that the kernels report.
 export class Refused extends Error {}
 
 // A module with one function: f32x4.relaxed_madd of three constants.
@@ -46,7 +46,7 @@ export class Kernels {
     return kernels;
   }
 
-  // Settings of sampling, {name: value}, as the kernels take them. What is missing changes nothing.
+  // Settings of sampling, {name: value}, in the kernels' order; a missing one is off.
   inOrder(sampling) {
     return Float64Array.from(Object.entries(this.settings), ([name, off]) => sampling[name] ?? off);
   }
@@ -77,8 +77,7 @@ export class Kernels {
     return result;
   }
 
-  // Calls a function of the kernels. It gets the address of a copy of each typed array, which then takes what the function
-  // wrote there.
+  // Calls a function of the kernels; typed arrays are copied to their memory and back.
   call(name, ...given) {
     const n = given.findIndex(ArrayBuffer.isView);
     if (n < 0) return this.c[name](...given);

@@ -49,7 +49,7 @@ class Page {
     return choices;
   }
 
-  // Someone followed a link or went back.
+  // After a link or the back button.
   moved() {
     if (!namesView(location.hash)) return this.remember(); // the link to #main
     const choices = this.follow(),
@@ -93,8 +93,7 @@ class Page {
     if (!here.includes(this.choices.weights)) [this.choices.weights] = here;
   }
 
-  // Offers what can write with the chosen model; what was chosen and cannot is replaced by the CPU.
-  // gpu: {name, isCpu}, or {why} it cannot; null until it is known.
+  // Offers what can write with the model, else the CPU. gpu: {name, isCpu} or {why}; null until it is known.
   offerWriters(gpu = null) {
     const can = {
       browser: true,
@@ -147,7 +146,7 @@ class Page {
     return engine;
   }
 
-  // A checkpoint from someone's disk, until someone chooses a model of the page.
+  // A checkpoint from the reader's disk, until a model of the page is chosen.
   async openFiles(files) {
     try {
       const engine = await this.models.engineOfFiles(files);
@@ -159,7 +158,7 @@ class Page {
     }
   }
 
-  // Runs a measurement of a view. Its button rests meanwhile, and no text is written, which would slow it.
+  // Runs a measurement of a view. Its button is disabled, and no text is written, which would slow it.
   async measured(view, button, work) {
     this.text?.halt();
     button.disabled = true;
@@ -178,8 +177,7 @@ class Page {
     this.keep();
   }
 
-  // Lets the page open without a network. It waits for the first text, which needs the bandwidth first.
-  // A server's page is not kept: another server may follow at this address.
+  // Lets the page open without a network; called after the first text, which needs the bandwidth. See sw.js.
   keep() {
     const workers = navigator.serviceWorker;
     if (this.server || !workers || !location.protocol.startsWith("http")) return;

@@ -59,8 +59,7 @@ async function parsed(file) {
   }
 }
 
-// Bytes in their own order again. In the page's weights the first byte of each four comes first, then the second bytes,
-// the third, the fourth, and the rest, as planes() in web/build.py says.
+// Restores the order of bytes that planes() in web/build.py changed.
 function joined(bytes) {
   const count = Math.floor(bytes.byteLength / 4),
     [a, b, c, d] = [0, 1, 2, 3].map((plane) => new Uint8Array(bytes, plane * count, count)),

@@ -1,11 +1,9 @@
-// A loop nest as a script: it walks over one head's Q, K and V (N, d), causal, with scaled scores. docs/use/page.md
-// describes the language. A script may come from a link: it is parsed here, it calls nothing but what this file defines, and its
-// steps are limited.
-//
-// A frame is {name, title: with the queries and keys of the loops, text, anchors: pieces of C++ lines, lines: their
-// numbers in the script, queries: of the loops, area: the scores that it works on, [i0, i1, j0, j1], makes: what they become, "scores" or
-// "weights", frees: whether all scores before it are dropped, touched: the memory in the order of the loops}. An access
-// {m, i, c0, c1, w} is the columns [c0, c1) of row i of a matrix; w: written.
+// A loop nest as a script (docs/use/page.md): it walks over one head's Q, K and V (N, d), causal, scaled.
+// A script may come from a link: it calls only what this file defines, and its steps are limited.
+// A frame: {name, title: with the loops' queries and keys, text, anchors: pieces of C++ lines, lines: numbers
+// in the script, queries: of the loops, area: its scores, [i0, i1, j0, j1], makes: what they become, "scores"
+// or "weights", frees: whether it drops all earlier scores, touched: the accesses in the loops' order}.
+// An access {m, i, c0, c1, w} is the columns [c0, c1) of row i of matrix m; w: written.
 
 const MOST = { steps: 1_000_000, frames: 5000, floats: 1 << 14 };
 const MOST_SCRATCH = 4; // matrices beside S, a corner of the board each
@@ -46,7 +44,7 @@ const OPERATORS = {
 const LEVELS = [["in", "&"], ["+", "-"], ["*", "/"]]; // of operators, those that bind least first
 const WORDS = ["for", "of", "in", "if", "frame", "read", "write", "multiply", "tiles", "matrix", ...Object.keys(FUNCTIONS)];
 
-// A line. What it reads becomes functions of a Run.
+// A line of the script; what it reads becomes functions of a Nest.
 class Line {
   constructor(text, at) {
     const [code, ...comment] = text.split("#");
@@ -80,7 +78,7 @@ class Line {
     return token;
   }
 
-  // A value whose operators are of a level or bind more.
+  // A value whose operators bind at least as tightly as the level's.
   value(level = 0) {
     if (level === LEVELS.length) return this.atom();
     let left = this.value(level + 1);
@@ -147,7 +145,6 @@ class Line {
     return (run) => run.span(from(run));
   }
 
-  // A place, and whether it is transposed.
   factor() {
     return [this.place(), this.takes("'")];
   }
@@ -194,7 +191,7 @@ class Line {
   }
 }
 
-// The lines from an indentation on, as statements.
+// The statements of the lines at an indentation.
 function parsed(lines, indent) {
   const made = [];
   while (lines.length && lines[0].indent >= indent) {
@@ -215,8 +212,8 @@ function parsed(lines, indent) {
 const range = ({ a, b }) => `${a}:${b}`;
 const named = (one, several, { a, b }) => (b - a === 1 ? `${one} ${b}` : `${several} ${a + 1} to ${b}`);
 
-// The walk of a script. Raises ScriptError. Each matrix is known from the start, and from the end of the frames `isTurned`,
-// whether S has keys as rows, and what was computed. rows: those that a product of the kernels takes at a time.
+// The walk of a script. Raises ScriptError. `matrices` is known from the start; computed() and `isTurned`,
+// whether S has keys as rows, after the last frame. rows: those of a product of the kernels at a time.
 export class Nest {
   constructor(script, { N, d, Br, Bc, rows: R }, most = MOST) {
     Object.assign(this, { N, d, most, steps: 0, count: 0, scope: {}, isTurned: false });
@@ -316,7 +313,6 @@ export class Nest {
     this.scope = scope;
   }
 
-  // The rows r and columns c of the matrix m.
   place(name, rows, columns) {
     const m = this.get(name);
     if (typeof m !== "string") fail(this.at, `a matrix was expected, not “${name}”`);
@@ -387,8 +383,7 @@ export class Nest {
     if (C.m === "S") this.show(C.r, C.c, "scores");
   }
 
-  // The frame works on these rows and columns of S; makes: what it writes there. Which queries and keys they are is known
-  // by what the indices count, or by the loops.
+  // Rows r and columns c of S become `makes`. Their kinds, else the loops, say which queries and keys.
   show(r, c, makes) {
     const { frame, N, scope } = this,
       isWhole = String(this.matrices.S) === `${N},${N}`,

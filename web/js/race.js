@@ -17,7 +17,6 @@ export class RaceView {
     });
   }
 
-  // The parts of the kernels, as a Session has them.
   offer(parts) {
     if (this.parts) return;
     this.parts = parts;
@@ -76,7 +75,7 @@ export class RaceView {
     return ids;
   }
 
-  // The milliseconds in which a part writes a text; it reads the whole window again and again.
+  // A part's milliseconds for a text; each token reads the whole window again.
   async measure(part, past, count) {
     const begin = () => this.begin(past, part, SEED + 1, past.length, false),
       more = () => this.engine.call("more", { most: 1 }),

@@ -1,5 +1,4 @@
-// Reads a safetensors file, which is not trusted: what the Rust library refuses is refused here too, but for its JSON, which
-// is the browser's.
+// Reads an untrusted safetensors file. It refuses what the Rust library refuses; the browser parses the JSON.
 
 // The message says what is wrong with a checkpoint.
 export class CheckpointError extends Error {}
@@ -68,7 +67,6 @@ function checked(name, entry) {
   return { name, dtype, shape, begin, end };
 }
 
-// Converts numbers of a type to float32.
 function floats(bytes, dtype) {
   if (dtype === "F32") return new Float32Array(bytes);
   if (dtype === "F64") return Float32Array.from(new Float64Array(bytes));

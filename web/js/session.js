@@ -50,8 +50,8 @@ export class Session {
     }
   }
 
-  // Begins a text; see Writer for the request, whose `part` is a name and `forced` a list of pairs here. seed and sampling:
-  // {name: value}. onGpu: after openGpu(), which said no `why`. Returns {why} if the CPU writes it nevertheless.
+  // Begins a text. request: as Writer's, with `part`, a name, `forced` as pairs, seed, sampling {name: value}
+  // and onGpu, after an openGpu() without `why`. Returns {why} if the CPU writes it nevertheless.
   begin(request) {
     this.request = { ...request, forced: new Map(request.forced) };
     this.onGpu?.close();
@@ -74,7 +74,7 @@ export class Session {
     return {};
   }
 
-  // Ends the GPU's device, as a driver does that is reset.
+  // Destroys the GPU's device, as a reset of its driver does.
   loseGpu() {
     this.gpu?.gpu.device.destroy();
   }
@@ -149,9 +149,8 @@ export class Session {
     return made;
   }
 
-  // Reads a text of at most block_size tokens. Later calls refer to it by its name `of`; a name holds one text.
-  // maps: each head's weights, the largest of each cell of a size x size map: Float32Array for layer * heads + head.
-  // telling: {layer, head} of the head that looks back furthest (reach), for the views to begin with.
+  // Reads a text of at most block_size tokens, named `of`. maps: for layer * heads + head a Float32Array
+  // (size, size), each cell's largest weight. telling: {layer, head} with the largest reach().
   observe({ of = "text", ids, size = 1 }) {
     const { kernels } = this,
       { n_layer: layers, n_head: heads, n_embd } = this.checkpoint.config,
@@ -189,9 +188,8 @@ export class Session {
     return { q, k, v, T, d };
   }
 
-  // The walk of a part, or of a script (part "script"), behind caches of l1 and l2 bytes: {frames, first, matrices,
-  // isTurned}; see nest.js and caches.js. A script's has what it `computed` and the bytes of our `parts` too, or {why},
-  // a sentence.
+  // The walk (nest.js) of a part, or of a script (part "script"), behind caches (caches.js): {frames, first,
+  // matrices, isTurned}. A script's has `computed` and the bytes of our `parts` too, or is {why}, a sentence.
   tiles({ part, script, sizes, l1, l2 }) {
     const walked = (nest) => {
       const walk = simulate(nest.frames(), nest.matrices, l1, l2);
@@ -208,8 +206,8 @@ export class Session {
     }
   }
 
-  // Calls a part over noise, q, k, v and the output (heads, N, d) one after the other, and use(again, data, scratch):
-  // again() repeats the call, data is the address, scratch its floats.
+  // Calls a part on noise: q, k, v and the output (heads, N, d), one after the other at the address `data`.
+  // Then use(again, data, scratch): again() repeats the call, scratch is a number of floats.
   called({ part, heads, N, d }, use) {
     const { kernels } = this,
       { attend, scratch_floats } = kernels.c,
@@ -229,8 +227,7 @@ export class Session {
     return this.called(call, (again, _, scratch) => ({ milliseconds: timed(again, ms), scratch: 4 * scratch }));
   }
 
-  // A step in WGSL on the GPU, on numbers of which part 4 computed the result too: {name, isCpu, milliseconds,
-  // isRight}. {why} where it does not run.
+  // A step in WGSL, compared with part 4: {name, isCpu, milliseconds, isRight}, or {why} it does not run.
   async gpuAttention({ shaders, step, ...sizes }) {
     try {
       if (!this.measured || this.measured.isLost) this.measured = await Gpu.open();
@@ -268,13 +265,13 @@ export class Session {
   }
 }
 
-// {why} of an error of these kinds, a sentence; another one is thrown again.
+// {why}, a sentence, of an error of these kinds; throws others again.
 function reason(error, ...kinds) {
   if (kinds.some((kind) => error instanceof kind)) return { why: error.message };
   throw error;
 }
 
-// The least milliseconds of a call. Calls that are short are timed together: a browser's clock may tick once in 1 ms.
+// The least milliseconds of a call. Short calls are timed together: a browser's clock may tick once in 1 ms.
 function timed(call, ms) {
   const clock = () => performance.now(),
     start = clock();
@@ -290,8 +287,8 @@ function timed(call, ms) {
   return least;
 }
 
-// The largest weight of each query on a key at least FAR characters back, added up. It is small for a head that looks
-// at its neighbours, a bare diagonal, and for one that looks at everything alike, a grey triangle.
+// The sum over queries of the largest weight on a key at least FAR characters back. It is small for heads
+// that attend to neighbours only and for heads that attend to all keys alike.
 export function reach(P, T) {
   let sum = 0;
   for (let i = FAR; i < T; i++) {
@@ -302,7 +299,7 @@ export function reach(P, T) {
   return sum;
 }
 
-// The largest of each cell, where P (T, T) is divided into size x size cells.
+// P (T, T) as size x size cells, each its largest weight.
 export function shrunk(P, T, size) {
   const map = new Float32Array(size * size);
   for (let i = 0; i < T; i++) {

@@ -1,4 +1,4 @@
-// The choices: in the fragment of the address, #view?name=value&..., without defaults; and as a command.
+// The choices, as the address's fragment #view?name=value&... without defaults, and as a command.
 import { MODEL, SLIDERS, WEIGHTS } from "./facts.js";
 
 const text = (value, admits = () => true) => ({ value, admits });
@@ -15,8 +15,7 @@ function oneOf(of, value) {
 export const MOST_SCRIPT = 4000; // characters
 export const isSeed = (digits) => /^[0-9]{1,20}$/.test(digits) && BigInt(digits) < 2n ** 64n;
 
-// The settings of sampling that have a field: {name, choice: its name here, default, whole: whether it must be a whole
-// number, slider: [least, most, step]}.
+// Settings of sampling with a field: {name, choice: name here, default, whole, slider: [least, most, step]}.
 export const SETTINGS = SLIDERS.map((setting) => ({
   ...setting,
   choice: setting.name.replaceAll("_", ""),

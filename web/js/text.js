@@ -1,7 +1,5 @@
-// A text while it is written: its characters, the logits of each, and the speed.
-//
-// A source writes it: an Engine in this browser, or `gpt.py serve`. Its begin(choices) begins a text, and its more(most)
-// gives the next {piece, logits of its characters or null, elapsed milliseconds}, or null after the end.
+// A text while it is written: its characters, the logits of each, and the speed. The source is an Engine or a
+// Server: begin(choices), then more(most) gives {piece, logits | null, elapsed ms}, or null at the end.
 import { frame, isStill } from "./dom.js";
 import { parseBranches } from "./state.js";
 import { stopped } from "./writer.js";

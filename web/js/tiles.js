@@ -88,12 +88,11 @@ export class TilesView extends Reading {
     this.make();
   }
 
-  // The loop nest of the part that is shown.
   nest() {
     return NESTS[this.part] ?? NESTS.part1;
   }
 
-  // Makes the frames for the choices, in the worker. keep: stay at about the same place. Of several calls the last counts.
+  // Makes the frames, in the worker. keep: stay at about the same place. Of several calls the last counts.
   async make(keep = false) {
     if (!this.heads) return;
     const { choices, engine } = this.page,

@@ -1,5 +1,5 @@
-// The frames in which Tiles shows a part: those of its loop nest in web/nests, each with a text and a piece of each C++
-// line that it runs. A part without a nest gets the formula row by row, as part 1 computes it.
+// The frames of a part in Tiles: those of its nest in web/nests, each with a text and pieces of C++ lines.
+// A part without a nest gets part 1's, the formula row by row.
 import { NESTS } from "./facts.js";
 import { Nest } from "./nest.js";
 
@@ -81,8 +81,7 @@ const NOTES = {
 const FORMULA =
   "The page has no frames for this part. It shows the formula, row by row, with the scores in an N × N matrix. The bytes are those of the formula, too.";
 
-// The nest of a part, whose frames have texts; in part 4 also `tile`, [i0, i1, j]: the queries, and the last tile of keys
-// that m and l have taken in, or -1.
+// A part's nest with texts; part 4's frames have tile: [i0, i1, j], queries and m's last tile of keys, or -1.
 export class PartNest extends Nest {
   constructor(part, sizes) {
     super(NESTS[part] ?? NESTS.part1, sizes, UNLIMITED);

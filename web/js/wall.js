@@ -49,7 +49,7 @@ export class WallView {
     return say("wall-status", `${number(count)} texts by ${by}: ${speed} characters a second, with all that is shown.`);
   }
 
-  // Returns why the GPU did not write them, if so. The end of a prompt counts, as far as the window has room for it.
+  // Returns why the GPU did not write them, if so. Only the end of a prompt that the window holds is used.
   async onGpu(engine, seeds, choices) {
     const { length } = choices,
       room = Math.max(1, engine.config.block_size - length),

@@ -245,7 +245,6 @@ export class WriteView {
   }
 }
 
-// The range of a letter of a text node.
 function letter(node, i) {
   const range = document.createRange();
   range.setStart(node, i);

@@ -22,7 +22,6 @@ export class Writer {
     this.load(count);
   }
 
-  // Reads the last tokens.
   load(count) {
     const ids = this.last.slice(-count);
     this.decoder.prefill(ids, this.held > 0);

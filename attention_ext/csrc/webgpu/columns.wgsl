@@ -1,15 +1,14 @@
-// What steps 4 to 6 share: a tile by columns. Each of them adds how the maxima of rows pass between threads:
+// Shared by steps 4 to 6: a tile by columns. A step adds main(), which calls attend(), and
 //   Held                    four numbers of K, V and P in workgroup memory
-//   put, got                a place of each thread in workgroup memory for four numbers: not while P or V is read
+//   put, got                four numbers of each thread in workgroup memory, while neither P nor V is read
 //   highest                 the maxima of four rows over the LANES threads that share them; it ends with K's tile read
-//   main                    the entry point, which calls attend()
 
 const BR: u32 = 4 * LINES;
 const BC: u32 = KEYS * LANES;
 const PART: u32 = BC / 2;  // keys whose weights are in P
 const K_ROW: u32 = BC / 4;
 const P_ROW: u32 = LINES + 1;  // rows of neighbouring keys are in different banks
-const CHAIN: u32 = 64;  // columns that are added one after the other: a longer sum rounds more often
+const CHAIN: u32 = 64;  // columns of a partial sum; longer sums have a larger rounding error
 
 // Q[c][y] is column c of four queries from 4 y on.
 var<workgroup> Q: array<vec4f, 4 * D4 * LINES>;
@@ -35,8 +34,7 @@ fn attend(group: vec3u, groups: vec3u, index: u32, by_lanes: bool) {
     if (!block.exists) {
         return;
     }
-    // A thread's keys are LANES apart. Threads 2 i and 2 i + 1 have the same keys and other rows: NVIDIA reads 16
-    // bytes once for both.
+    // A thread's keys are LANES apart. Threads 2 i and 2 i + 1 share keys: NVIDIA reads them once for both.
     let x = index / 2 % LANES;
     let y = index / (2 * LANES) * 2 + index % 2;
     for (var at = index; at < LINES * D4; at += LANES * LINES) {

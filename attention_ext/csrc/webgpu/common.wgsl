@@ -1,25 +1,21 @@
-// What the steps of the ladder share: the call, the masks and the tiles' places. The host puts in front of it
+// Shared by all steps: the call, the masks and the tiles' places. The host puts in front of it
 //   Stored                  vec4<f32> or vec4<f16>: four numbers of q, k, v and the output
 //   D4                      fours of a row; the host pads d to a multiple of 4 with zeros
-//   LANES, LINES            threads beside each other, threads below each other
-//   ROWS, KEYS              rows and keys of a thread
+//   LANES, LINES            threads beside each other, threads below each other; ROWS, KEYS: of a thread
 //   WIDTH                   fours of O in each row of a thread
 //   COLUMNS, SOME           columns of Q and K, and keys of P and V, that a loop takes at a time
-// and `enable f16;` or, for browsers, `enable subgroups;` where a step needs it. It writes out the loops whose first
-// line ends with `unroll`: drivers keep an array in registers only if they see that all its indices are constant.
+// and `enable f16;` or, for browsers, `enable subgroups;` where a step needs it. It writes out loops marked
+// `unroll`: drivers keep an array in registers only if all its indices are constant.
 
 // softmax(scale q k^T) v for every head of every batch. q and the output are (heads, Nq, 4 D4); k and v are
 // (heads, Nk, 4 D4); lse is (heads, Nq), each row's logsumexp.
-//   causal  1: query i sees the keys j <= i + Nk - Nq. 0: it sees all
-//   first   number of the dispatch's first workgroup, of those of the call
-//   scale   of the scores, times log2(e), because the softmax takes powers of two
 struct Call {
     heads: u32,
     Nq: u32,
     Nk: u32,
-    causal: u32,
-    first: u32,
-    scale: f32,
+    causal: u32,  // 1: query i sees the keys j <= i + Nk - Nq; 0: it sees all
+    first: u32,  // number of the dispatch's first workgroup, of those of the call
+    scale: f32,  // of the scores, times log2(e): the softmax takes powers of two
 }
 
 @group(0) @binding(0) var<storage, read> q: array<Stored>;
@@ -30,8 +26,7 @@ struct Call {
 @group(0) @binding(5) var<uniform> call: Call;
 
 const LN2: f32 = 0.6931471805599453;
-// The score of a masked key and the maximum of no keys. WGSL has no constant for infinity. A row sees a key
-// of its first tile, so what is subtracted from a masked score is never this number.
+// For -infinity, which WGSL lacks: a masked score, the first m. A row sees a key of its first tile.
 const LOWEST: f32 = -3.4e38;
 
 // A tile of queries of a head. The grid may have more workgroups than there are tiles.
@@ -41,7 +36,7 @@ struct Block {
     exists: bool,
 }
 
-// The workgroup's own. A dispatch has at most 65,535 of them in a dimension, so they are counted over two.
+// The workgroup's tile. A dispatch has at most 65,535 workgroups in a dimension, so two are used.
 // With a causal mask the tiles with most keys come first.
 fn block_of(group: vec3u, groups: vec3u, rows: u32) -> Block {
     let number = call.first + group.y * groups.x + group.x;
@@ -51,7 +46,7 @@ fn block_of(group: vec3u, groups: vec3u, rows: u32) -> Block {
     return Block(head, rows * select(tile, tiles - 1 - tile, call.causal == 1), head < call.heads);
 }
 
-// How many keys a query sees; they are the first ones.
+// A query sees this many keys, the first ones.
 fn keys_seen(query: u32) -> u32 {
     return select(call.Nk, min(query + 1 + call.Nk - call.Nq, call.Nk), call.causal == 1);
 }

@@ -1,6 +1,5 @@
-// What an adapter can do at most, one entry point for each limit. The host puts REPEATS in front, the loops
-// of a thread. Results are written only if they are a number that cannot come out, so that the compiler keeps
-// the work; `never[1]` holds numbers that it does not know.
+// An adapter's limits, an entry point for each. The host puts REPEATS, the loops of a thread, in front. The
+// compiler keeps the work: keep() may write its result, and it does not know the numbers in `never[1]`.
 const THREADS: u32 = 256;
 const FOURS: u32 = 1024;  // of workgroup memory: 16 KiB
 

@@ -1,15 +1,12 @@
 // Step 1: a thread for each score; Q, K and V are read from storage buffers.
 // Source: Dao 2023, arXiv:2307.08691, Algorithm 1.
-//
-// Shapes: q (B H, Nq, d), k and v (B H, Nk, d), the output (B H, Nq, d); d a multiple of 4 up to 256. Tiles
-//     of BR = 32 queries and BC = 8 keys.
+// Shapes: q and output (B H, Nq, d), k and v (B H, Nk, d); d a multiple of 4 up to 256. BR = 32, BC = 8.
 // Loop nest: the grid goes over (batch, head) and tiles of queries, a workgroup over tiles of keys. A
-//     thread computes one score, then ceil(d / 4 / LANES) fours of O in its own registers.
+//     thread computes one score, then ceil(d / 4 / LANES) fours of O in its registers.
 // Dispatch: B H ceil(Nq / BR) workgroups of LANES LINES = 8 x 32 threads.
 // Workgroup memory: S, 4 BR BC bytes; 1 KiB.
 // Improves on the sequential loop: all scores of a tile are computed at once, and no N x N matrix exists.
-// Bound: reads of storage buffers. Each multiply-add reads both of its numbers, a four at a time, through
-//     the caches: 96 MiB for 4 heads of N = 256 and d = 32.
+// Bound: storage. Each multiply-add reads both its numbers there: 96 MiB for 4 heads of N = 256 and d = 32.
 // Command: python gpt.py explain part4 --device webgpu -N 256
 
 const BR: u32 = LINES;

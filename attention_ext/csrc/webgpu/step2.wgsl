@@ -1,13 +1,9 @@
 // Step 2: tiles of Q, K and V in workgroup memory.
-//
-// Shapes: as in step 1. Tiles of 8 x 8 at d = 32 and 16 x 16 at d = 64, fewer where they do not fit.
-// Loop nest: as in step 1.
+// Shapes, loop nest: as in step 1. Tiles of 8 x 8 at d = 32, 16 x 16 at d = 64, smaller if they do not fit.
 // Dispatch: B H ceil(Nq / BR) workgroups of LANES LINES threads, one for each score of a tile.
 // Workgroup memory: Q, K, V and S, 16 (BR + 2 BC) (d / 4 + 1) + 4 BR BC bytes; 3.6 KiB at d = 32.
-// Improves on step 1: a number is read from a storage buffer once for a tile, 8.25 MiB instead of 96 MiB
-//     for 4 heads of N = 256 and d = 32.
-// Bound: reads of workgroup memory. Each multiply-add still reads both of its numbers, and each thread
-//     computes the weights of a whole row of the tile again.
+// Improves on step 1: a tile reads storage once: 8.25 MiB, not 96 MiB, for 4 heads of N = 256 and d = 32.
+// Bound: reads of workgroup memory, two numbers a multiply-add. Each thread recomputes its row's weights.
 // Command: python gpt.py explain part4 --device webgpu -N 256
 
 const BR: u32 = LINES;

@@ -1,13 +1,11 @@
 // Step 3: 4 x 4 scores a thread in registers.
-//
-// Shapes: as in step 1. Tiles of BR = 64 queries and BC = 32 keys, fewer where they do not fit.
+// Shapes: as in step 1. Tiles of BR = 64 queries and BC = 32 keys, smaller if they do not fit.
 // Loop nest: the grid and the workgroup as in step 1. A thread has ROWS = 4 rows and four keys of the tile,
 //     and ROWS ceil(d / 4 / LANES) fours of O.
 // Dispatch: B H ceil(Nq / BR) workgroups of LANES LINES = 8 x 16 threads.
-// Workgroup memory: Q, K, V, P and the maxima, 28.5 KiB at d = 32; where an adapter allows 16 KiB, tiles of
-//     16 x 32 take 13.5 KiB.
+// Workgroup memory: Q, K, V, P, maxima: 28.5 KiB at d = 32, 13.5 KiB with 16 x 32, for a limit of 16.
 // Improves on step 2: a number from workgroup memory serves four multiply-adds, and each weight is computed
-//     once. A row's threads tell each other their maxima through workgroup memory.
+//     once. A row's threads exchange their maxima through workgroup memory.
 // Bound: reads of workgroup memory and instructions: a dot product of four is a multiplication, three
 //     multiply-adds and an addition to the score. A tile of keys has four barriers.
 // Command: python gpt.py explain part4 --device webgpu -N 256

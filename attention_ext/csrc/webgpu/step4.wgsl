@@ -1,19 +1,13 @@
-// Step 4: up to 4 x 8 scores a thread, Q, K and P by columns; K and V take turns in one place.
-//
-// The tile is in columns.wgsl, for steps 5 and 6 too; here is what is step 4's alone.
-// Shapes: as in step 1. Tiles of BR = 128 queries and BC = 64 keys at d = 32, and of 64 x 64 at d = 64; fewer where
-//     they do not fit.
+// Step 4: up to 4 x 8 scores a thread, Q, K and P by columns; K and V share one place. See columns.wgsl.
+// Shapes: as in step 1. Tiles of 128 x 64 at d = 32, and of 64 x 64 at d = 64; smaller if they do not fit.
 // Loop nest: as in step 3. A thread has four rows, the components of a vector, and KEYS keys of the tile: 8 at
 //     d = 32, 4 at d = 64. It has ceil(d / 4 / LANES) fours of O in each row.
 // Dispatch: B H ceil(Nq / BR) workgroups of LANES LINES threads: 8 x 32 at d = 32, 16 x 16 at d = 64.
-// Workgroup memory: Q, K or V, half of P and the maxima, 44.5 KiB at d = 32; where an adapter allows 16 KiB, 14.8
-//     KiB with tiles of 48 x 32.
-// Improves on step 3: a step along a column of Q and K reads 4 + KEYS numbers for 4 KEYS products, all of them
-//     multiply-adds of a vector, and m, l and the weights of a key are vectors of rows, too. Few numbers are read
-//     ahead, so registers do not spill. V is loaded after the barrier at which the maxima are exchanged, because K
-//     has been read then. P goes by halves. More threads share a tile, which occupies a GPU with less memory.
-// Bound: multiply-adds and reads of workgroup memory, which overlap if enough workgroups are resident. A tile
-//     of keys has six barriers.
+// Workgroup memory: Q, K or V, half of P, maxima: 44.5 KiB at d = 32; 14.8 with 48 x 32, for a limit of 16.
+// Improves on step 3: a column of Q and K takes 4 + KEYS reads for 4 KEYS products, all vector multiply-adds;
+//     m, l and a key's weights are vectors of rows. Few numbers are read ahead, so registers do not spill.
+//     V replaces K after the barrier of the maxima, and P goes by halves: more threads share a tile.
+// Bound: multiply-adds and workgroup reads, which overlap across workgroups. A tile has six barriers.
 // Command: python gpt.py explain part4 --device webgpu -N 256
 
 alias Held = vec4f;

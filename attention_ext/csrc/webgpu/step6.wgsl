@@ -1,5 +1,4 @@
 // Step 6: K, V and P as float16 in workgroup memory.
-//
 // Shapes, loop nest and dispatch: as in step 4. q, k, v and the output are float16, or float32 if it is
 //     asked for by name; then K, V and the weights are rounded. Values beyond 65,504 become infinity.
 // Workgroup memory: Q in float32; K or V, and half of P; the maxima or sums: 32.3 KiB at d = 32.

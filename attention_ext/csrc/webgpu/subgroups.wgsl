@@ -1,5 +1,5 @@
-// What steps 5 and 6 share: maxima of rows by subgroups. WGSL does not say which invocations form a subgroup, and a
-// subgroup has 4 to 128 of them. Where the lanes of a row are not neighbours, the maxima pass through memory.
+// Shared by steps 5 and 6: maxima of rows by subgroups. WGSL does not say which invocations form a subgroup,
+// of 4 to 128. Where the lanes of a row are not neighbours, the maxima pass through memory.
 
 var<workgroup> scattered: atomic<u32>;  // threads whose row is not in 2 LANES neighbouring lanes
 var<workgroup> together: u32;

@@ -1,10 +1,8 @@
 // The GPT of model/gpt.py: a workgroup reads the tokens of one text and writes its next ones, in one dispatch.
+// WebGPU has no barrier over a grid, so a text never leaves its workgroup of 256 invocations. Arithmetic is
+// float32, and the order of a sum does not depend on the other texts.
 //
-// WebGPU has no barrier over a grid, so a text never leaves its workgroup of 256 invocations. All arithmetic is float32.
-// A number is summed in the same order whatever else is written.
-//
-// A source is the constants, then cache_fp32.wgsl or cache_bf16.wgsl, then this file and sampling.wgsl. Entry point:
-// decode, with a workgroup for each text, (texts, 1, 1).
+// A source: the constants, cache_fp32.wgsl or cache_bf16.wgsl, this file, sampling.wgsl. Grid: (texts, 1, 1).
 //
 // Constants, each `const NAME: u32`: LAYERS, HEADS, HEAD_DIM, VOCAB; BIAS, 1 if layers have one, else 0; TILE,
 // the keys of a tile of attention, a power of two from 16 to 256. HEADS * ceil(HEAD_DIM / 4) is at most 256.
@@ -29,19 +27,17 @@
 //             `every` then the logits as f32 bits: [rows][texts][VOCAB], those that each choice was made from, or
 //             if rows is 0, [tokens][texts][VOCAB], those after each token (the longest text's count of them)
 //
-// A text's words: slot; length, tokens in its cache; at, the word of its tokens to be read; count of them, which
-// may be 0 if its logits are known; flags: FIRST, the counts begin with these tokens; PROMPT, these tokens have
-// occurred, LAST, the slot's logits are those after the last token. A text that is written again has read all
-// tokens but the last one, which count 1 then reads.
+// A text's words: slot; length, tokens in its cache; at, the word of its tokens to read; count of them, 0 if
+// its logits are known; flags: FIRST, the counts begin with these tokens; PROMPT, these tokens have occurred;
+// LAST, the slot's logits follow the last token. A continued text has read all but the last one: count is 1.
 //
-// Weights, in quads. W = ceil(WIDTH / 4) of a row; A = HEADS * ceil(HEAD_DIM / 4) of a row by heads, each of
-// which begins a quad; V = ceil(VOCAB / 4). What is left over is 0. A matrix of K inputs and N outputs is
-// [4 K][N] quads, K and N in quads, a row for each input, so that neighbours read neighbours. In order:
+// Weights, in quads, padded with 0. W = ceil(WIDTH / 4) of a row; A = HEADS * ceil(HEAD_DIM / 4) of a row by
+// heads, each of which begins a quad; V = ceil(VOCAB / 4). A matrix of K inputs and N outputs, in quads, is
+// [4 K][N]: neighbours read neighbouring quads. In order, with biases (+ ...) if BIAS is 1:
 //   tokens [VOCAB][W];
 //   for each layer: ln_1 [W] (+ [W]); qkv W -> 3 A (+ [3 A]), the queries of all heads, then keys, then values;
 //     proj A -> W (+ [W]); ln_2 [W] (+ [W]); fc W -> WIDTH (+ [WIDTH]); out WIDTH -> W (+ [W]);
 //   ln_f [W] (+ [W]); head W -> V, the tokens' transpose; positions [block size][W].
-// (+ ...) are biases, which are left out if BIAS is 0.
 
 const INVOCATIONS = 256u;
 const WIDTH = HEADS * HEAD_DIM;
@@ -93,24 +89,22 @@ struct Params {
 @group(0) @binding(7) var<storage, read> work: array<u32>;
 @group(0) @binding(8) var<storage, read_write> out: array<u32>;
 
-// Quads of `row`: the residual stream; what the next matrix is multiplied with; the queries, then the MLP's
-// hidden numbers.
+// Quads of `row`: the residual stream; the next matrix's input; the queries, then the MLP's hidden numbers.
 const X = 0u;
 const IN = W;
 const WIDE = IN + max(W, A);
 var<workgroup> row: array<vec4f, WIDE + max(WIDTH, A)>;
 var<workgroup> lanes: array<vec4f, INVOCATIONS>;  // results of the invocations
 var<workgroup> merged: array<vec4f, 8>;
-// The scores of a tile, [HEADS][TILE]; then the sums of weights, [slices][HEADS]; then of each token the logit
-// or weight, and for typical_p the weight's logarithm.
+// A tile's scores [HEADS][TILE]; sums of weights [slices][HEADS]; tokens' logits or weights, and logarithms.
 var<workgroup> numbers: array<f32, max(max(HEADS * TILE, 2u * VOCAB), INVOCATIONS)>;
 var<workgroup> peaks: array<f32, HEADS>;  // m of each head
 var<workgroup> first_beyond: atomic<u32>;  // the first token whose sum of weights is beyond the uniform number
 var<workgroup> last_kept: atomic<u32>;  // the last token with a weight, of those up to it
 var<workgroup> next: u32;
 
-// The sums of x and y and the largest z of the first `count` invocations. It reads them in eights: the seven more at
-// most must hold 0, 0 and the least z.
+// The sums of x and y and the largest z of the first `count` invocations. It reads them in eights: up to
+// seven more must hold 0, 0 and the least z.
 fn reduce(x: vec3f, count: u32, id: u32) -> vec3f {
     lanes[id] = vec4f(x, 0);
     workgroupBarrier();
@@ -131,9 +125,8 @@ fn reduce(x: vec3f, count: u32, id: u32) -> vec3f {
     return all;
 }
 
-// The product of the row's quads from `first_input` on with a matrix of so many quads of inputs and outputs: the
-// quad of output `first + id` in each of the first invocations. An invocation has four outputs and a slice of the
-// inputs; the weights of eight inputs are loaded together.
+// The row's quads from `first_input` on times a matrix (inputs, outputs, in quads): output `first + id`.
+// An invocation has four outputs and a slice of the inputs, and loads the weights of eight inputs together.
 fn product(matrix: u32, inputs: u32, outputs: u32, first_input: u32, first: u32, id: u32) -> vec4f {
     let line = min(outputs, INVOCATIONS);
     let slices = min(INVOCATIONS / line, inputs);
@@ -287,22 +280,22 @@ fn attend(slot_layer: u32, length: u32, id: u32) {
     workgroupBarrier();
 }
 
-// What a layer multiplies by, in this order, and what the last layer is followed by.
+// The matrices of a layer, in order, and the one after the last layer.
 const TO_QKV = 0u;
 const TO_PROJ = 1u;
 const TO_FC = 2u;
 const TO_OUT = 3u;
 const TO_LOGITS = 4u;
 
-// Of each, in quads from where the layer's weights begin: the LayerNorm before it, if there is one, the matrix, the bias.
+// Of each, in quads from the layer's first weight: the LayerNorm before it, if any, the matrix, the bias.
 const NORM = array(0u, 0u, LN_2, 0u, 0u);
 const MATRIX = array(QKV, PROJ, FC, OUT, HEAD - LN_F);
 const MATRIX_BIAS = array(QKV_BIAS, PROJ_BIAS, FC_BIAS, OUT_BIAS, 0u);
 const INPUTS = array(W, A, W, WIDTH, W);
 const OUTPUTS = array(3u * A, W, WIDTH, W, V);
 
-// Takes a token, which follows `length` others, through the layers, and, if asked, finds the logits after it, to
-// `numbers` and to the slot. Every function is called at one place, which compilers thank.
+// Takes a token, which follows `length` others, through the layers. with_logits: also the logits after it, to
+// `numbers` and to the slot. Each function is called in one place here: compilers inline it once.
 fn read_token(slot: u32, length: u32, token: u32, with_logits: bool, id: u32) {
     for (var q = id; q < W; q += INVOCATIONS) {
         row[X + q] = weights[token * W + q] + weights[POSITIONS + length * W + q];

@@ -1,6 +1,6 @@
 // The choice of a token by a workgroup, for decoder.wgsl, as generation/csrc/sampling.cpp does it.
 
-// What leaves out tokens, in this order.
+// The filters, in order.
 const TOP_K = 0u;
 const TYPICAL_P = 1u;
 const TOP_P = 2u;
@@ -8,8 +8,7 @@ const MIN_P = 3u;
 const LIMITS = array(1u, 4u, 2u, 3u);  // their places among the settings
 const OWN = (VOCAB + INVOCATIONS - 1u) / INVOCATIONS;  // tokens of an invocation
 
-// Sets the weights that the filters leave out to 0. Nothing is sorted: a token is kept if those that come before
-// it, which its invocation adds up, have less than the limit.
+// Sets filtered weights to 0, without a sort: a token is kept if those before it sum to less than the limit.
 fn filter_weights(slot_settings: u32, id: u32) {
     for (var rule = TOP_K; rule <= MIN_P; rule++) {
         let limit = settings[slot_settings + LIMITS[rule]];
