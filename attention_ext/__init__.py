@@ -1,8 +1,7 @@
 """Five implementations of attention behind one function.
 
-parts.PARTS is the table that the command line, the tests and the benchmarks iterate over; attention() runs
-one of its rows. torch is imported, and the extension compiled, on first use, because `gpt.py --help`
-needs neither.
+parts.PARTS is the table of implementations; attention() runs one of its rows. torch is imported, and the
+extension compiled, on first use: `gpt.py --help` needs neither.
 """
 
 from __future__ import annotations
@@ -73,22 +72,21 @@ def attention(
     part: 'part0' to 'part4', a Part, or the path of a file with a kernel of your own (docs/use/try.md), in
     float32.
     q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32, in part0 and part4 also all bfloat16, on the CPU, with
-    any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50.
-    part0 and part4 also take tensors on one CUDA device, float32, bfloat16 or float16; part4's d is then at
-    most 256, and Nq and Nk below 2^31 - 1023.
+    any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50. part0 and part4 also take
+    tensors on one CUDA device, float32, bfloat16 or float16; part4's d is then at most 256, and Nq and Nk
+    below 2^31 - 1023.
     causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk. False by default.
     scale: multiplies the scores; 1/sqrt(d) by default.
     br, bc: part4's tile, in queries and keys, each at least 1. None takes the tile that `gpt.py bench --tune`
-    found for this case on this machine, else a default. The other parts ignore br and bc. On CUDA they must
-    be None: each kernel has its own tile.
+    found for this case on this machine, else a default. On CUDA they must be None; other parts ignore them.
     simd: one of SIMD, the helpers under the kernels, 'auto' by default; 'off' uses scalar loops. part0, CUDA
     and gradients ignore it.
     kernel: part4's kernel on CUDA, by its name in cuda.kernels.KERNELS; None takes the fastest that accepts
     the tensors. On the CPU it must be None; part0 ignores it on CUDA.
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
-    row, m + log(l), (B, H, Nq), float32. reference.merge() uses it to combine results over disjoint sets of
-    keys. Sums and the softmax are float32. With AMX part4 truncates the softmax's weights to bfloat16,
-    divides by the sum of the truncated weights, and copies V, so its scratch grows with N.
+    row, m + log(l), (B, H, Nq), float32, for reference.merge(). Sums and the softmax are float32. With AMX
+    part4 truncates the softmax's weights to bfloat16, divides by the sum of the truncated weights, and copies
+    V, so its scratch grows with N.
 
     A NaN or infinity in q reaches its row only; in a key or value that is seen, the queries that see it; in a
     masked key or value it may reach the rows of the same tile, as in PyTorch. Denormal numbers count as 0.
@@ -164,9 +162,9 @@ _operators: dict[tuple[str, str, bool, bool], Callable] = {}
 def operator(part: str, simd: str = "auto", gradient: bool = False, lse: bool = False) -> Callable:
     """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use.
 
-    Raises ValueError for a part without such an operator, and errors as extension.load() does.
     simd: one of SIMD, or 'cuda' for part4's operator on CUDA. gradient: part4's with a gradient, on the CPU.
-    lse: on CUDA, the one that gives the logsumexp too; the others take it as an argument.
+    lse: on CUDA, the one that also gives the logsumexp; the others take it as an argument.
+    Raises ValueError for a part without such an operator, and errors as extension.load() does.
     """
     key = part, simd, gradient, lse
     if key not in _operators:  # torch.compile can trace a look-up in a table but not a build

@@ -91,10 +91,7 @@ def set_whole(record: Any, *names: str) -> None:
 
 
 def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:
-    """Raise TypeError or ValueError, naming the argument, if a tensor is none that the part takes.
-
-    least: rows that a tensor must have.
-    """
+    """Raise TypeError or ValueError naming a tensor that the part does not take. least: rows it must have."""
     import torch
 
     for name, t in (("q", q), ("k", k), ("v", v)):

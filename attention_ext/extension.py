@@ -27,10 +27,10 @@ _loading = threading.RLock()
 
 
 def load(simd: str = "auto") -> Any:
-    """The operators over one of SIMD, torch.ops.attention_ext_<helpers>, compiled first if need be.
+    """The operators over one of SIMD, torch.ops.attention_ext_<helpers>, compiled on first use.
 
-    Raises ValueError if simd is not one of SIMD; BuildError if the compiler is missing or fails, or the
-    cache directory cannot be used or other users can write to it.
+    Raises ValueError if simd is not one of SIMD; BuildError if the compiler is missing or fails, or the cache
+    directory cannot be used or other users can write to it.
     """
     helpers = resolve_simd(simd)
     with _loading:
@@ -48,10 +48,7 @@ def _load(helpers: str) -> Any:
 
 
 def load_operators(recipe: Recipe) -> Any:
-    """The operators of a recipe's library, torch.ops.<its name>, compiled first if need be.
-
-    Raises BuildError as load() does.
-    """
+    """A recipe's operators, torch.ops.<its name>, compiled on first use. Raises BuildError as load() does."""
     import torch
 
     with _loading:
@@ -104,10 +101,7 @@ def _register(name: str, backward: Callable) -> None:
 
 
 def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ctypes.CDLL:
-    """The library `name` of C++ in the folders `package`/csrc, over one of SIMD, compiled if need be.
-
-    It needs neither Python nor PyTorch; a wheel brings it for AUTO. Raises as load() does.
-    """
+    """The library `name` of the C++ in `package`/csrc, from a wheel or compiled. Raises as load() does."""
     with _loading:
         if resolve_simd(simd) == AUTO and prebuilt.in_wheel():
             library, remedy = prebuilt.checked(name), prebuilt.REMEDY

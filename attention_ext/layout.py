@@ -12,7 +12,7 @@ from torch import Tensor
 from shakespeare.attention_ext.checks import check_tensors, finite, truth
 from shakespeare.attention_ext.parts import check_part
 
-# For each rank the chunks of the sequence that it holds, in the order of its tensors' rows.
+# Each rank's chunks of the sequence, in the order of its tensors' rows.
 Rows = tuple[tuple[range, ...], ...]
 
 
@@ -48,8 +48,7 @@ def kernel_calls(
     """The calls of a kernel by which these queries attend to these keys.
 
     causal: query i of the sequence sees the keys j <= i + offset. Yields the rows of q and of k in a rank's
-    tensors, and whether the call is causal: for two chunks at most one that is, on the diagonal, and one
-    whose queries see all keys.
+    tensors, and whether the call is causal. Two chunks have at most one causal call, on the diagonal.
     """
     if not causal:  # every query sees all keys, whatever their position
         yield slice(0, length(queries)), slice(0, length(keys)), False

@@ -1,10 +1,10 @@
 """Exact attention over one sequence that is spread over processes: five methods.
 
 Each rank holds some rows of q, k and v, and gets the same rows of the output. The kernels are those of PARTS;
-reference.merge() adds up their results over disjoint sets of keys (Rabe & Staats 2021, arXiv:2112.05682).
-Communication is torch.distributed's: gloo between CPUs, NCCL between GPUs, in ranks.join()'s process group or
-another one. expected() has what each method sends, Traffic counts it. Only the rings compute while they send;
-zigzag and ulysses share causal work equally.
+reference.merge() merges results over disjoint sets of keys (Rabe & Staats 2021, arXiv:2112.05682).
+torch.distributed communicates: gloo between CPUs, NCCL between GPUs, in any process group. expected() has
+what each method sends, Traffic counts it. Only the rings overlap sending and computing; zigzag and ulysses
+balance causal work.
 """
 
 import math
@@ -35,10 +35,7 @@ def rows(method: str, N: int, ranks: int) -> Rows:
 
 @dataclass
 class Traffic:
-    """What a rank has sent, and how long it waited; the comparison of arguments does not count.
-
-    sent: bytes of tensors to other ranks. exchanges: one after another.
-    """
+    """Bytes of tensors that a rank sent, its exchanges and its wait, without the comparison of arguments."""
 
     sent: int = 0
     exchanges: int = 0
@@ -79,8 +76,8 @@ class Traffic:
 class Call:
     """A method's arguments beside its tensors.
 
-    queries, keys: the rows of each of P ranks. offset: Nk - Nq; with causal, query i sees the keys up to
-    i + offset. options: of attention_ext.attention().
+    queries, keys: the rows of each of P ranks. offset: Nk - Nq; with causal, query i sees the keys up to i +
+    offset. options: of attention_ext.attention().
     """
 
     part: str
@@ -270,13 +267,12 @@ def attention(
     sequence is the ranks' rows in order, in zigzag in the order of zigzag_rows().
     lengths: the rows of q and k of every rank, in split those of k. With None the ranks first compare their
     arguments by small messages, so that a wrong one ends all of them.
-    part, causal, and as options scale, simd, kernel: as in attention_ext.attention(). With causal, query i of
-    the whole sequence sees the keys j <= i + (Nk - Nq).
+    part, causal, and as options scale, simd, kernel: as in attention(), over the whole sequence.
     group: the processes; all by default. traffic: counts what this rank sends.
     Returns (B, H, n, d) in q's dtype, in split the same bits on all ranks. Computes no gradients.
     Raises ValueError or TypeError, on all ranks the same unless lengths are given, and RuntimeError if
-    another rank is lost, within the group's timeout; NCCL does so with TORCH_NCCL_BLOCKING_WAIT=1, which
-    ranks.join() sets.
+    another rank is lost, within the group's timeout; with NCCL only under TORCH_NCCL_BLOCKING_WAIT=1
+    (ranks.join() sets it).
     """
     # gloo's collectives refuse the tensors of inference_mode
     with torch.inference_mode(False), torch.no_grad():

@@ -1,6 +1,6 @@
 """The table of implementations. Everything that needs a part iterates over PARTS.
 
-Its C++ side is csrc/parts.h. torch is not imported here, because `gpt.py --help` needs only the table.
+Its C++ side is csrc/parts.h. It imports no torch: `gpt.py --help` needs only the table.
 """
 
 import enum
@@ -51,11 +51,10 @@ class Dtype(enum.StrEnum):
 class Part:
     """One implementation of attention.
 
-    title: its name in the lab. why: the reasons for its cost.
-    operator: the name of its row in csrc/parts.h, its file in csrc/cpu/ and its PyTorch operator; None for
-    PyTorch itself. gradient: its operator with a gradient, for float32 on the CPU.
-    tiled: takes br and bc. threaded: uses all threads.
-    dtypes: those that its tensors may have on each kind of device, by PyTorch's names.
+    title: its name in the lab. why: the reasons for its cost. operator: its row in csrc/parts.h, its file in
+    csrc/cpu/ and its PyTorch operator; None for PyTorch itself. gradient: its operator with a gradient, for
+    float32 on the CPU. tiled: takes br and bc. threaded: uses all threads. dtypes: its tensors' on each kind
+    of device, by PyTorch's names.
     file, attend: of a user's part, its file and the function of q, k, v, causal and scale that computes it.
     """
 
@@ -132,8 +131,7 @@ SUFFIXES = (".cpp", ".ispc", ".cu", ".py")  # of users' files
 # Makes the Part of a user's file, by its path. The package sets it: this file imports no other.
 part_of_file: Callable[[str], Part] = PARTS.__getitem__
 
-# The SIMD helpers under the kernels. 'auto' is portable C++, a few percent faster than ISPC in parts 3 and 4
-# (gpt.py bench part3,part4 --simd ispc,portable).
+# The SIMD helpers under the kernels; 'auto' is portable C++.
 SIMD = ("auto", "ispc", "portable", "off")
 AUTO = "portable"
 
@@ -142,10 +140,7 @@ MOST_SCORES = 2**50
 
 
 class Precision(enum.StrEnum):
-    """The format of the decoder's weight matrices; the rows of model/csrc/precision.h.
-
-    INT8 has a float32 scale for each output and group of inputs.
-    """
+    """The format of the decoder's weights (model/csrc/precision.h). INT8 has a scale per output and group."""
 
     FP32 = "fp32"
     BF16 = "bf16"
@@ -186,10 +181,7 @@ def check_part(part: str | Part) -> Part:
 
 
 def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
-    """The Dtype with this value.
-
-    Raises ValueError for an unknown dtype, device or part, or if the part does not take the dtype there.
-    """
+    """The Dtype with this value. Raises ValueError if a name is unknown or the part does not take it."""
     one_of("device", device, DEVICES)
     one_of("dtype", dtype, list(Dtype))
     row, known, where = check_part(part), Dtype(dtype), f"on {DEVICES[device]}"

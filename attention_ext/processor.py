@@ -156,10 +156,7 @@ def sysctl(name: str) -> str:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Make OpenMP's threads sleep while they wait, not spin, which a busy core makes several times slower.
-
-    Works only before torch is imported.
-    """
+    """Make OpenMP's waiting threads sleep: spinning slows a busy core. Works only before torch's import."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

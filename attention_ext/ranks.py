@@ -43,10 +43,10 @@ class Ranks:
 def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
     """The process group of all ranks: gloo for tensors on the CPU; with 'cuda' NCCL for those on GPUs.
 
-    With 'cuda' the rank's GPU is LOCAL_RANK; messages and meet() still go over gloo.
-    timeout: seconds that a rank waits in one exchange. If a rank is killed, stalls or raises an error in the
-    block, every other one leaves the block with a LostRank that names it, at most timeout + ROLL_CALL seconds
-    after it began to wait, or ends with the same message when torchrun sends SIGTERM.
+    With 'cuda' the rank's GPU is LOCAL_RANK; messages and meet() still go over gloo. timeout: seconds that a
+    rank waits in one exchange. If a rank is killed, stalls or raises an error in the block, every other one
+    leaves the block with a LostRank that names it, at most timeout + ROLL_CALL seconds after it began to
+    wait, or ends with the same message when torchrun sends SIGTERM.
     """
     timeout = finite("timeout", timeout)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():

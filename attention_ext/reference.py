@@ -9,9 +9,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Part 0: softmax(scale * q k^T) v, all heads at once.
 
-    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type; 16-bit types are computed in float32.
-    Returns (B, H, Nq, d) in q's type and, with return_lse, the rows' logsumexp (B, H, Nq).
-    causal: query i sees the keys j <= i + (Nk - Nq).
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type; 16-bit types are computed in float32. causal: query
+    i sees the keys j <= i + (Nk - Nq). Returns (B, H, Nq, d) in q's type and, with return_lse, the rows'
+    logsumexp (B, H, Nq).
     """
     dtype = q.dtype
     if dtype.itemsize < torch.float32.itemsize:
@@ -32,11 +32,10 @@ def seen(Nq: int, Nk: int, device: torch.device | None = None) -> Tensor:
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys, from the results over each; exact up to rounding.
 
-    out_a, out_b: (B, H, Nq, d). lse_a, lse_b: (B, H, Nq), each row's logsumexp m + log(l), as
-    attention(..., return_lse=True) returns them. Returns both for all keys together, in the same shapes.
-    A row with lse = -inf has seen no key: its output is ignored, and the other set's result is used. If
-    neither set has a key, the output is 0. A NaN stays in its row.
-    Rabe & Staats 2021, arXiv:2112.05682.
+    out_a, out_b: (B, H, Nq, d). lse_a, lse_b: (B, H, Nq), each row's logsumexp m + log(l), as attention(...,
+    return_lse=True) returns them. Returns both for all keys together, in the same shapes. A row with lse =
+    -inf has seen no key: the other set's result is used, or 0 if both are -inf. A NaN stays in its row. Rabe
+    & Staats 2021, arXiv:2112.05682.
     """
     m = torch.maximum(lse_a, lse_b)
     m = m.masked_fill(m == -torch.inf, 0)  # -inf - -inf would be NaN
@@ -61,9 +60,8 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention-2's forward pass, tile by tile: output (B, H, Nq, d) and logsumexp (B, H, Nq).
 
-    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type. scale: 1/sqrt(d) unless given.
-    Dao 2023, arXiv:2307.08691, Algorithm 1, whose lines are named; the loop over batches and heads is
-    PyTorch's. It is written to be read: part4_flash.cpp is this loop nest over threads.
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type. scale: 1/sqrt(d) unless given. Dao 2023,
+    arXiv:2307.08691, Algorithm 1, whose lines are named. part4_flash.cpp is this loop nest over threads.
     """
     B, H, Nq, d = q.shape
     Nk = k.shape[2]
@@ -111,9 +109,9 @@ def flash_attention_backward(
     """FlashAttention-2's backward pass, tile by tile: dq (B, H, Nq, d), dk and dv (B, H, Nk, d).
 
     q, k, v: as flash_attention() takes them. out, lse: what it gave. dout (B, H, Nq, d) and dlse (B, H, Nq):
-    the gradients of both; without dlse, lse's gradient is 0.
-    Dao 2023, arXiv:2307.08691, Algorithm 2, whose lines are named. The logsumexp's derivative by the scores
-    is P, so dlse is subtracted from D. part4_backward.cpp exchanges the two loops.
+    the gradients of both; without dlse, lse's gradient is 0. The logsumexp's derivative by the scores is P,
+    so dlse is subtracted from D. Dao 2023, arXiv:2307.08691, Algorithm 2, whose lines are named.
+    part4_backward.cpp exchanges the two loops.
     """
     Nq, d = q.shape[2:]
     Nk = k.shape[2]

@@ -1,6 +1,6 @@
 """Part 4's default tile: the best that `gpt.py bench --tune` found on this machine, else DEFAULT.
 
-Results are kept in a JSON file, with a list for each processor, so that machines can share a home directory.
+A JSON file holds a list for each processor, so machines can share a home directory.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ class Tuned:
 def tile(
     simd: str, threads: int, d: int, N: int, causal: bool, queries: int | None = None
 ) -> tuple[int, int]:
-    """(br, bc) for N keys: tuned for this simd, threads, d and mask at the nearest length, else DEFAULT.
+    """(br, bc) for N keys: tuned at the nearest length between N/2 and 2N, else DEFAULT.
 
-    Results for less than half or more than twice the length are ignored.
-    queries: B H Nq, of all heads; DEFAULT is made smaller where several threads would have too few tiles.
+    A tuned tile is for this simd, threads, d and mask. queries: B H Nq; DEFAULT shrinks where threads would
+    have too few tiles.
     """
     fitting = [tuned for tuned in _fitting(simd, threads, d, causal) if N <= 2 * tuned.N <= 4 * N]
     if fitting:

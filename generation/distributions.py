@@ -17,10 +17,10 @@ MOST_CONTEXTS = 100_000  # with those that only have the name of another; a ship
 
 
 class Distributions(NamedTuple):
-    """contexts (buckets, WAYS, 2): the lower half of a context's hash, and its row of `codes`; 0 for none.
+    """Tables of all contexts of a draft; the upper `bits` bits of a context's hash name its bucket.
 
-    codes (rows, V): the codes of the probabilities, as in NgramTables; the first row is that of no context.
-    The upper `bits` bits of a hash name its bucket.
+    contexts (buckets, WAYS, 2): the lower half of a hash, and its row of `codes`; 0 for none. codes (rows,
+    V): the probabilities, coded as in NgramTables; row 0 is that of no context.
     """
 
     contexts: NDArray[np.uint32]
@@ -31,8 +31,8 @@ class Distributions(NamedTuple):
 def distributions(draft: Draft) -> Distributions:
     """All contexts of a draft that follow from shorter ones. Raises ValueError if the tables are damaged.
 
-    A record does not tell its context, so all contexts with one more token in front are looked for. One that
-    finds its bucket full is left out.
+    A record does not tell its context, so all contexts with one more token in front are tried. A full bucket
+    takes no more.
     """
     records, V = draft.unpacked(), len(draft.first)
     names, record = np.unique(records.bucket * TAGS + records.tag, return_index=True)

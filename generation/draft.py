@@ -1,7 +1,7 @@
 """Makes a model's draft from a text: what the model itself expects after each context of the text.
 
-A text of a million characters has each context a few times only. The model's probabilities after every one of
-them say more than the characters that followed, so their means become the draft's.
+A text has each context a few times only. So the draft holds the mean of the model's probabilities, not counts
+of characters.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class NoDraft(ValueError):
 def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) -> Draft:
     """The draft of a model from a text's tokens, at most MOST_BYTES.
 
-    seconds: the most time for the model's reading; of the rest of the text only the tokens count.
-    Raises NoDraft if the vocabulary is not of at most MOST_VOCABULARY characters, or the block size is 1.
-    Raises ValueError without a text.
+    seconds: the limit of the model's reading; of the rest of the text only the tokens count. Raises NoDraft
+    if the vocabulary is not of at most MOST_VOCABULARY characters, or the block size is 1; ValueError without
+    a text.
     """
     vocabulary = code_points(checkpoint.tokenizer)
     if not 0 < len(vocabulary) <= MOST_VOCABULARY:
@@ -105,10 +105,7 @@ def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
 def _expected(
     checkpoint: Checkpoint, text: NDArray[np.int64], seconds: float
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The likeliest tokens at each place of a text and their probabilities, (N, MOST_TOP) each.
-
-    Places that were not read have the text's own token alone.
-    """
+    """The likeliest tokens and their probabilities, (N, MOST_TOP); unread places have the text's own only."""
     tokens, shares = (np.zeros((len(text), MOST_TOP), kind) for kind in (np.int64, np.float32))
     tokens[:, 0], shares[:, 0] = text, 1
     size = min(WINDOW, checkpoint.config.block_size)

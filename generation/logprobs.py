@@ -12,10 +12,7 @@ MOST_TOP = 5  # alternatives of a token
 
 
 class TokenLogprob(NamedTuple):
-    """A token's log-probability in nats, and the likeliest tokens in its place.
-
-    top: (token, log-probability), likeliest first; equal ones in the order of their ids.
-    """
+    """A token's log-probability in nats. top: (token, log-probability), likeliest first, ties by id."""
 
     token: int
     logprob: float
@@ -29,7 +26,7 @@ class TokenLogprob(NamedTuple):
 def of_logits(logits: NDArray[np.float32], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
     """The log-probability of a token in each row of logits (B, V), each with `top` alternatives.
 
-    The softmax is in float64. The native engine's token_logprob() does the same.
+    The softmax is in float64, as in the native engine's token_logprob().
     """
     rows = logits.astype(np.float64)
     rows -= rows.max(-1, keepdims=True)

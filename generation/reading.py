@@ -34,11 +34,10 @@ class Read:
 
 
 class Reader:
-    """Reads for the texts of a Writer.
+    """Reads for the texts of a Writer. A prompt that several texts wait for is read once and copied.
 
-    A prompt that several texts wait for is read once and copied.
-    keeper: the slot that keeps the last prompt for texts that join later, or None.
-    slice_seconds: the time of a call of read().
+    keeper: the slot that keeps the last prompt for texts that join later, or None. slice_seconds: the time of
+    a call of read().
     """
 
     def __init__(self, engine: Engine, keeper: int | None, slice_seconds: float) -> None:
@@ -51,8 +50,7 @@ class Reader:
     def read(self, texts: Iterable[Text]) -> None:
         """Read for those of these texts that need it, and for the waiting ones, until the time is over.
 
-        The text that has waited longest, so that every text has its turn, and the shortest take turns of at
-        most half of the time.
+        The longest waiting text and the shortest take turns of at most half of the time, so none starves.
         """
         end = time.perf_counter() + self._slice
         self.waiting.update((text, None) for text in texts if text.needs_reading)

@@ -1,7 +1,7 @@
 """How a token is chosen from the logits: the settings of a text, and the choice in PyTorch.
 
-Sampling is the one place that names a setting, its default, its bounds and its help: the command line, the
-server, the page and the native engine read them here. The settings need no torch, only a choice does.
+Sampling alone names a setting, its default, its bounds and its help, for the command line, the server, the
+page and the native engine. The settings need no torch, only a choice does.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MOST_BIAS = 100  # of a token's logit, up or down, as in OpenAI's API
 class Number:
     """The values that a setting may have.
 
-    help: a sentence for the command line. above: whether `least` itself is excluded. off: the value that
-    changes nothing, the server's default; it may be None. served: the server's bounds, if they are narrower.
-    slider: least, most and step of the page's; a most of None is the size of the vocabulary.
+    help: a sentence for the command line. above: `least` itself is excluded. off: the value that changes
+    nothing, the server's default; it may be None. served: the server's bounds, if they are narrower. slider:
+    least, most and step of the page's; a most of None is the size of the vocabulary.
     """
 
     default: float
@@ -177,10 +177,10 @@ def sample(
     """A token id for each row of logits (B, V), by inverse transform sampling.
 
     uniforms: a number in [0, 1) for each row. counts: (B, 2, V), how often each id has occurred in each row,
-    for the repetition penalty, and since the prompt, for the other two; None before any.
-    Sums are float64 and in the order of the ids, so that engines with different rounding agree. The native
-    engine's sample() in generation/csrc/sampling.cpp does the same.
-    Raises ValueError if the logits hold NaN or the largest is infinite after penalties and bias.
+    for the repetition penalty, and since the prompt, for the other two; None before any. Sums are float64 and
+    in the order of the ids, so that engines with different rounding agree, such as the native one's sample()
+    (generation/csrc/sampling.cpp). Raises ValueError if the logits hold NaN or the largest is infinite after
+    penalties and bias.
     """
     import torch
 
@@ -202,9 +202,9 @@ def sample(
 
 
 def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
-    """The token ids (B,) of sample(), after penalties and bias, on the tensors' device; it waits for nothing.
+    """The token ids (B,) of sample() after penalties and bias, on the tensors' device, without waiting.
 
-    logits: (B, V) in float64. uniforms: (B,) in float64. -1 where the logits hold NaN, or the largest is
+    logits: (B, V) in float64. uniforms: (B,) in float64. -1 where logits hold NaN, or the largest is
     infinite.
     """
     import torch

@@ -25,8 +25,7 @@ from shakespeare.model.tokenizer import Tokenizer
 # What generate() passes on to the engine.
 ENGINE_OPTIONS = {field.name for field in fields(EngineOptions)} - {"engine", "slots", "capacity"}
 AT_ONCE = 32  # texts that are written together, for each thread
-# Of a GPU's memory, for the caches of an engine. To read so much takes any GPU 3 ms or more, a hundred times
-# the latencies of a step, so that more texts at once would gain a percent.
+# A share of a GPU's memory, for caches. Reading it dwarfs a step's latencies: more texts gain a percent.
 GPU_SHARE = 8
 MOST_CACHE_BYTES = 2**31  # of all texts together, unless AT_ONCE texts for one thread need more
 
@@ -34,8 +33,8 @@ MOST_CACHE_BYTES = 2**31  # of all texts together, unless AT_ONCE texts for one 
 def slots_for(texts: int, config: GPTConfig, options: EngineOptions) -> tuple[int, int]:
     """(texts at once, slots of the engine) for this number of texts with one prompt.
 
-    If not all texts are written at once, one more slot keeps the prompt for texts that join later. Raises
-    BuildError if there is no GPU for device 'cuda'; 'webgpu' is as 'cpu' then.
+    If not all texts fit at once, one more slot keeps the prompt. 'webgpu' is as 'cpu'. Raises BuildError
+    without a GPU for 'cuda'.
     """
     numbers = 2 * config.n_layer * config.n_embd * options.context(config)  # K and V of a text
     cache_bytes = options.kv_cache.bytes * numbers
@@ -61,10 +60,7 @@ def has_gpu() -> bool:
 
 
 class StopFilter:
-    """Passes text on until a stop string appears. Text that may begin a stop string is held back.
-
-    stop: non-empty strings; Request checks them.
-    """
+    """Passes text on until a stop string; holds back its possible beginning. stop: non-empty strings."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.stop, self._held = tuple(stop), ""
@@ -95,8 +91,8 @@ class Completion(Text):
     """A text of a Writer in characters, without the prompt.
 
     number: the request's, from 0. shown_tokens: those that add() took. pieces: of the text; a caller that
-    streams them clears the list, so that an endless text takes no memory. finish_reason: 'length' or 'stop';
-    '' while the text grows. stopped_by: the stop string that ended the text; the text ends before it.
+    streams may clear the list to save memory. finish_reason: 'length' or 'stop'; '' while the text grows.
+    stopped_by: the stop string that ended the text; the text ends before it.
     """
 
     def __init__(self, request: Request, number: int, tokenizer: Tokenizer) -> None:
@@ -118,10 +114,7 @@ class Completion(Text):
         return self.new_tokens / max(self.decode_seconds, 1e-9)
 
     def add(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """Show tokens that the Writer has appended, up to one that completes a stop string.
-
-        Returns what was added to the text, which has no further tokens after a stop string.
-        """
+        """Show the Writer's new tokens up to one that completes a stop string; return the added text."""
         if not self.request.stop:
             self.shown_tokens += len(tokens)
             return self._show(self._decoder.feed_all(tokens))
@@ -155,8 +148,8 @@ def complete(
 
     A request joins as soon as a slot is free; with an engine that is `fast_in_step`, when all slots are free.
     Pieces of different completions alternate. A finished completion is yielded once more, with an empty text.
-    After any end the writer holds no text.
-    Raises TypeError if writer is no Writer, ValueError if it holds other texts, and as Writer.join() does.
+    After any end the writer holds no text. Raises TypeError if writer is no Writer, ValueError if it holds
+    other texts, and as Writer.join() does.
     """
     if not isinstance(writer, Writer):
         raise TypeError(f"writer is a {type(writer).__name__}; it must be Writer(open_engine(model))")
@@ -207,8 +200,8 @@ def generate(
 
     checkpoint: a loaded model, or a name for load(), which then loads it at each call.
     max_new_tokens: the most tokens to write; the model's block size by default.
-    engine: a name, or an engine that open_engine() opened for this model. An open engine serves many texts,
-    with the options that it was opened with.
+    engine: a name, or an engine that open_engine() opened for this model, with its own options; it serves
+    many texts.
     seed, stop, context, use_cache: as in Request. The same seed gives the same text with every part and
     engine of a device, unless kv_cache is 'bf16', which rounds their results.
     options: fields of Sampling, and of EngineOptions but slots and capacity. None stands for each default.

@@ -1,7 +1,6 @@
 """The Writer: texts join and leave a batch at any step, each with its own settings.
 
-Weights, precision, prompt, sampling and seed decide a text. It is the same alone, in a batch, and with
-neighbours that join and leave.
+A text depends on weights, precision, prompt, sampling and seed only, not on its neighbours.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from shakespeare.generation.request import Request, Text
 class Writer:
     """The batch of texts that an engine writes together, one in each slot: they join, step and leave.
 
-    texts: the most at once; by default the engine's number of slots. If there are fewer texts than slots,
-    the last slot keeps the last prompt, and a text with the same prompt copies it from there.
-    slice_seconds: the approximate time of a step that may go into reading prompts and windows, so that a long
-    one does not stop the other texts. It changes no text.
-    seconds: as in Engine.write(), in each step.
+    texts: the most at once; by default the engine's number of slots. With fewer texts than slots, the last
+    slot keeps the last prompt, and a text with the same prompt copies it from there.
+    slice_seconds: the approximate time of a step for reading prompts and windows, so that a long one does not
+    stop the other texts. It changes no text. seconds: as in Engine.write(), in each step.
     Raises ValueError if texts is not from 1 to the engine's number of slots, or slice_seconds is negative.
     """
 
@@ -73,10 +71,7 @@ class Writer:
         return bool(self._free) and not (self.texts and self.engine.fast_in_step)
 
     def join(self, text: Request | Text) -> Text:
-        """Begin a text. Its prompt is read from the next step on.
-
-        Raises ValueError if check() does, or if no slot is free.
-        """
+        """Begin a text, read from the next step on. Raises ValueError as check(), or if no slot is free."""
         text = Text(text) if isinstance(text, Request) else text
         request = text.request
         self.check(request)

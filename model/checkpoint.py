@@ -1,9 +1,8 @@
 """Load and save checkpoints: a model with its vocabulary.
 
-A checkpoint is a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt. The files are
-not trusted: a pickle cannot call anything, and every tensor is checked against the configuration.
-SHA256SUMS, if present, shows whether the files have changed since they were saved. Only a ckpt.pt and
-Checkpoint.model need torch.
+A checkpoint is a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt. The files are not
+trusted: a pickle cannot call anything, and every tensor is checked against the configuration. Files that
+SHA256SUMS does not confirm are reported. Only ckpt.pt and Checkpoint.model need torch.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ Weights = Mapping[str, NDArray[np.float32]]
 class Checkpoint:
     """A model's configuration and its vocabulary, with its weights as arrays and as a PyTorch model.
 
-    weights: by nanoGPT's names, contiguous; without lm_head.weight, which is tied to transformer.wte.weight.
-    draft: what guesses the next tokens, if the model has one.
+    weights: by nanoGPT's names, contiguous, without the tied lm_head.weight. draft: the model's, if any.
     """
 
     config: GPTConfig
@@ -96,9 +94,9 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
     """Load a shipped checkpoint, a checkpoint directory, a nanoGPT ckpt.pt or a directory with one.
 
     name: one of SHIPPED, or a path. A ckpt.pt needs torch. to_train: refuse a vocabulary that is not one of
-    characters. Rows of the embedding beyond the vocabulary, which only pad it, are left out.
-    Raises CheckpointError or tokenizer.VocabularyError, which name the file and the error. Warns of
-    well-formed files with a wrong checksum, and of a draft that does not fit, which is ignored.
+    characters. Rows of the embedding that only pad the vocabulary are left out. Raises CheckpointError or
+    tokenizer.VocabularyError, which name the file. Warns of a wrong checksum, and of a draft that does not
+    fit.
     """
     if not isinstance(name, (str, Path)):
         raise TypeError(f"model is a {type(name).__name__}; it must be a name, a path or what load() gives")
@@ -150,10 +148,7 @@ def directory_of(name: str | Path) -> Path:
 
 
 def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) -> None:
-    """Write a checkpoint directory: weights, configuration, vocabulary and training record.
-
-    Each file is replaced as a whole.
-    """
+    """Write a checkpoint: weights, configuration, vocabulary and record, each file replaced as a whole."""
     directory.mkdir(parents=True, exist_ok=True)
     write_file(directory / "model.safetensors", safetensors.numpy.save(model.weights))
     config = asdict(model.config) | {"dropout": 0.0}
@@ -243,10 +238,7 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None]:
 
 
 def _named(file: Path, stored: Mapping[Any, Named]) -> dict[str, Named]:
-    """A file's tensors by nanoGPT's names, without causal masks.
-
-    Raises CheckpointError if a name comes twice.
-    """
+    """A file's tensors by nanoGPT's names, without causal masks. Raises CheckpointError for duplicates."""
     found: dict[str, Named] = {}
     for key, tensor in stored.items():
         name = AROUND.sub("", str(key))

@@ -10,12 +10,11 @@ EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"  # one tensor: the 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a model.
+    """Sizes of a model. Raises ValueError naming the first field that is out of range.
 
-    block_size: the longest context, in tokens.  vocab_size: V.  n_layer: L.  n_head: H.
-    n_embd: C, a multiple of n_head.  dropout: probability, used while training only.
-    bias: whether Linear and LayerNorm layers have one.
-    Raises ValueError naming the first field that is out of range.
+    block_size: the longest context, in tokens. vocab_size: V. n_layer: L. n_head: H. n_embd: C, a multiple of
+    n_head. dropout: probability, used while training only. bias: whether Linear and LayerNorm layers have
+    one.
     """
 
     block_size: int = 1024

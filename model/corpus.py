@@ -42,10 +42,7 @@ def read(path: Path) -> str:
 
 
 def decode(data: bytes, name: str, hint: str = "") -> str:
-    """Decode UTF-8, drop a byte order mark and turn CRLF into newlines.
-
-    Raises ValueError naming `name` if it is not UTF-8.
-    """
+    """Decode UTF-8, drop a byte order mark, turn CRLF into newlines. Raises ValueError naming `name`."""
     try:
         text = data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

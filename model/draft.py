@@ -67,10 +67,7 @@ class DraftError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """The tables of a draft.
-
-    vocabulary (V): the code points of the tokens' characters. first (V), starts, records: NgramTables.
-    """
+    """A draft's tables, as in NgramTables. vocabulary (V): the code points of the tokens' characters."""
 
     vocabulary: NDArray[np.uint32]
     first: NDArray[np.uint8]

@@ -11,10 +11,7 @@ UNFINISHED = ".unfinished"  # the suffix of a file while it is written
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file to the disk completely or not at all.
-
-    Raises OSError with the path as its filename; nothing is left then.
-    """
+    """Write a file completely, or leave nothing and raise OSError with the path as its filename."""
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         with open(unfinished, "wb") as out:
@@ -39,8 +36,8 @@ def write_file(path: Path, data: bytes) -> None:
 def locked(file: Path, does: str) -> Iterator[None]:
     """Hold a lock on a file; the kernel releases it when the process ends, however it ends.
 
-    The file is removed at the end; that of a killed process stays until the next one ends.
-    Raises ValueError if another process holds it: 'another process (PID) DOES in DIRECTORY'.
+    The file is removed at the end; that of a killed process stays until the next one ends. Raises ValueError
+    if another process holds it: 'another process (PID) DOES in DIRECTORY'.
     """
     import fcntl
 

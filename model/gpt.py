@@ -1,7 +1,6 @@
 """nanoGPT's architecture: CausalSelfAttention -> MLP -> Block -> GPT.
 
-Field and parameter names are nanoGPT's, so its checkpoints load unchanged. The one difference is the
-attention layer: it gets a callable and does not know its implementation.
+Names are nanoGPT's, so its checkpoints load unchanged. Only the attention differs: it is a callable.
 """
 
 from __future__ import annotations
@@ -107,8 +106,8 @@ class _Uninitialised(TorchFunctionMode):
 class GPT(nn.Module):
     """A decoder-only transformer whose attention is the callable `attend`.
 
-    attend takes q (B, H, Nq, d) and k, v (B, H, Nk, d) and returns (B, H, Nq, d), scaled by
-    1/sqrt(d) and causal in the sense that query i sees keys j <= i + (Nk - Nq).
+    attend takes q (B, H, Nq, d) and k, v (B, H, Nk, d) and returns (B, H, Nq, d), scaled by 1/sqrt(d) and
+    causal: query i sees keys j <= i + (Nk - Nq).
     """
 
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
@@ -167,9 +166,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V) of the token after each of `ids` (B, T).
 
-        caches: one per layer; ids then continue the cached tokens.
-        last_only: return only the last position's logits, (B, 1, V).
-        Raises ValueError if the context would exceed the block size.
+        caches: one per layer; ids then continue the cached tokens. last_only: return only the last position's
+        logits, (B, 1, V). Raises ValueError if the context would exceed the block size.
         """
         T = ids.shape[1]
         start = caches[0].length if caches else 0

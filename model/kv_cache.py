@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """One layer's keys and values in two preallocated buffers (B, H, T_max, d).
-
-    batch: B.  n_head: H.  length_max: T_max.  head_dim: d.  dtype: keys and values are rounded to it.
-    device: the device of the buffers.
-    """
+    """One layer's keys and values in two preallocated buffers (B, H, T_max, d), rounded to `dtype`."""
 
     def __init__(
         self,
@@ -44,10 +40,9 @@ class KVCache:
         return attend(q, *self.update(k, v))
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v, (B, H, T, d); return all keys and values so far, (B, H, length, d).
+        """Append k and v, (B, H, T, d); return all keys and values so far, (B, H, length, d), in their type.
 
-        They have the type of k and v, and are views if the buffers have this type.
-        Raises ValueError if the buffers are too short.
+        Views if the buffers have this type. Raises ValueError if the buffers are too short.
         """
         start, end = self.length, self.length + k.shape[2]
         if end > self.k.shape[2]:

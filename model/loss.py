@@ -13,9 +13,9 @@ from shakespeare.model.gpt import GPT
 def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int | None = None) -> float:
     """Mean loss in nats per token, each predicted once from the earlier tokens of its window.
 
-    ids, on any device: windows (n, T + 1), whose last T tokens are predicted, or a text (N,), N >= 2. Its
-    windows have block_size tokens, by default the model's, do not overlap, and the last may be shorter.
-    Raises ValueError if N < 2.
+    ids, on any device: windows (n, T + 1), whose last T tokens are predicted, or a text (N,). A text's
+    windows of block_size tokens, by default the model's, do not overlap; the last may be shorter. Raises
+    ValueError if N < 2.
     """
     if ids.shape[-1] < 2:
         raise ValueError(f"ids has {ids.shape[-1]} tokens; it must have at least 2")

@@ -1,7 +1,6 @@
 """Models with rounded matrices in PyTorch, as the native decoder rounds them: to bfloat16 or to int8.
 
-The decoder's sums of int8 weights times integer activations are exact within a group. Here they are float32
-sums over the rounded values.
+The decoder's sums of int8 weights times integer activations are exact within a group; here they are float32.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class Int8Linear(nn.Linear):
 
 
 def in_int8(model: GPT) -> GPT:
-    """A model whose matrices, including the head's, and their inputs are rounded.
-
-    All numbers stay float32. All else is shared. The embeddings are not rounded.
-    """
+    """A float32 model that rounds its matrices, the head's too, and their inputs, but not the embeddings."""
     return _with_matrices(model, round_weights, Int8Linear)
 
 

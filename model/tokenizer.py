@@ -28,11 +28,7 @@ class VocabularyError(ValueError):
 
 
 class CharTokenizer:
-    """One token per character.
-
-    characters: token i is characters[i], a single character; all must be different.
-    Raises VocabularyError if they are not.
-    """
+    """One token per character: token i is characters[i]. Raises VocabularyError if two are equal."""
 
     def __init__(self, characters: Sequence[str], source: str = "the text") -> None:
         for i, c in enumerate(characters):
@@ -161,8 +157,8 @@ class _PlainUnpickler(pickle.Unpickler):
 class GPT2Tokenizer:
     """GPT-2's byte pair encoding, through tiktoken, which downloads it once and caches it.
 
-    vocab_size: the model's, which may be padded beyond the 50257 tokens, as nanoGPT pads it to 50304.
-    Raises VocabularyError without tiktoken, or without the network on its first use.
+    vocab_size: the model's; nanoGPT pads the 50257 tokens to 50304. Raises VocabularyError without tiktoken,
+    or without the network on first use.
     """
 
     source = "GPT-2 encodings (tiktoken)"

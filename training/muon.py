@@ -9,11 +9,10 @@ from torch import Tensor
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised by a Newton-Schulz iteration, for groups of equal matrices.
 
-    Each parameter group holds tensors whose trailing shape (rows, cols), given as `shape`, is the
-    matrix to orthogonalise: a fused QKV weight (3C, C) with shape (C, C) counts as three. All
-    matrices of a group go through one batched iteration. `lr` is a 0-d tensor, so that a captured
-    CUDA graph reads its current value (torch.optim.Muon takes a Python number, which a graph would
-    freeze, and orthogonalises a fused QKV weight as one).
+    Each parameter group holds tensors with the trailing shape `shape`, (rows, cols), of the matrix to
+    orthogonalise: a fused QKV weight (3C, C) with shape (C, C) counts as three. All matrices of a group go
+    through one batched iteration. `lr` is a 0-d tensor, so a captured CUDA graph reads its current value.
+    (torch.optim.Muon takes a number and treats a fused QKV weight as one matrix.)
     """
 
     def __init__(self, groups: list[dict], lr: Tensor, weight_decay: float, momentum: float = 0.95):

@@ -20,13 +20,11 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class Recipe:
     """All settings of a training run, except the corpus and the device.
 
-    block_size in characters; batch_chars is batch size times block size.
-    average: largest decay of the exponential moving average of the weights, per training step.
-    warmup: training steps of the linear warm-up. decay: one of DECAYS.
-    minutes: the length of the run, which ignores steps and eval_every then; None takes `steps` ones.
-    window: the average covers at most this share of the training steps done; 0 sets no limit.
-    test_share: share of the text, at its end, that nothing selects on. The rest of the last tenth of the text
-    is the validation text.
+    block_size in characters; batch_chars is batch size times block size. average: largest decay of the
+    exponential moving average of the weights, per training step; window: it covers at most this share of the
+    training steps done; 0 sets no limit. warmup: training steps of the linear warm-up. decay: one of DECAYS.
+    minutes: the length of the run, which replaces steps and eval_every; None takes `steps`. test_share: share
+    of the text, at its end, that nothing selects on. The rest of the last tenth is the validation text.
     Raises TypeError or ValueError naming a number that is of another type, negative, infinite or NaN.
     """
 
@@ -73,8 +71,7 @@ RECIPES = {
     "shakes1024": Recipe(block_size=1024, steps=40_000, dropout=0.08, muon_lr=0.02),
     "shakes2048": Recipe(block_size=2048, steps=20_000, dropout=0.06, muon_lr=0.04),
 }
-# Small batches: on a CPU, many training steps learn more in a minute than few with larger batches. Dropout
-# gains nothing in so few passes over the text.
+# A CPU learns more in a minute from many steps with small batches. In few passes dropout gains nothing.
 OWN_TEXT = Recipe(
     block_size=128,
     steps=0,

@@ -16,10 +16,9 @@ EVALUATING = 0.03  # share of the time that evaluations may take
 class Schedule:
     """The recipe's number of training steps, with an evaluation after every `eval_every` and the last.
 
-    done: training steps. seconds: the time of the run, including the time before a resumption.
-    step_seconds: the time of a usual training step. finishing: the run's estimate of the time that its end
-    will take. Only ByTime takes these into account. characters: of a training step. curve: [done, training
-    loss, validation loss] of each evaluation.
+    done: training steps. curve: [done, training loss, validation loss] of each evaluation. characters: of a
+    training step. ByTime also uses seconds: the time of the run and those it resumed, step_seconds: a usual
+    training step's, and finishing: the estimated time of the run's end.
     """
 
     STATE: tuple[str, ...] = ("done", "seconds")

@@ -39,8 +39,7 @@ def check_state(directory: Path) -> None:
 def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, progress) as given to save_state(); no pickle is read.
 
-    Raises ValueError if the state is missing, damaged, or from another run or version. The message names the
-    file and the difference.
+    Raises ValueError naming the file if the state is missing, damaged, or from another run or version.
     """
     check_state(directory)
     path = directory / FILE

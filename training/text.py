@@ -23,8 +23,8 @@ MOST_OLD = 32_768  # characters of the old text that are evaluated, before and a
 class Material:
     """The parts of a text in int64, and what their tokens mean.
 
-    training: (N,). validation, test: as windows() gives them; test is empty if the recipe has no test_share.
-    watched: what is evaluated of the validation text during the run.
+    training: (N,). validation, test: as windows() gives them; test is empty without a test_share. watched:
+    what of the validation text is evaluated during the run.
     """
 
     tokenizer: CharTokenizer

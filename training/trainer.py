@@ -1,9 +1,9 @@
 """A training step: Muon, AdamW and an average of the weights.
 
-Hidden matrices are trained with Muon, embeddings and norms with AdamW. An exponential moving average of the
-weights is evaluated and saved. On a GPU the whole training step is one CUDA graph around a compiled model,
-because kernel launches bound one of this size. On a CPU the same code runs without a graph. With part4's
-attention and no dropout, the class TrainingStep of training/csrc does it in C++.
+Muon trains hidden matrices, AdamW embeddings and norms. An exponential moving average of the weights is
+evaluated and saved. On a GPU the whole training step is one CUDA graph around a compiled model, which kernel
+launches would bound. On a CPU the code is the same without a graph; TrainingStep of training/csrc replaces it
+for part4 without dropout.
 """
 
 import copy
@@ -42,13 +42,12 @@ def load_training_step(simd: str = "auto") -> Any:
 class Trainer:
     """A model, its average, and one training step over a corpus held on the device.
 
-    ids: (N,) int64 training tokens. part: the attention of a training step, with a gradient; part0 is
-    PyTorch's, the only one with the recipe's dropout. start: the model with the initial weights; it must have
-    the recipe's sizes.
-    Before a training step, lr is set to its share of the peak learning rate, decay to that of the average.
+    ids: (N,) int64 training tokens. part: the attention, with a gradient; only part0, PyTorch's, has the
+    recipe's dropout. start: the model with the initial weights and the recipe's sizes. Before a training
+    step, lr is set to its share of the peak learning rate, decay to that of the average.
     native: the TrainingStep in C++ over the SIMD helpers `simd`, with torch.get_num_threads() threads: for
-    part4 on a CPU, without dropout and biases. None if the training step is PyTorch's.
-    Raises BuildError as load_training_step() does.
+    part4 on a CPU, without dropout and biases. None if the training step is PyTorch's. Raises BuildError as
+    load_training_step() does.
     """
 
     def __init__(
@@ -212,7 +211,7 @@ class Trainer:
         return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a state_dict(), in the same tensors: a captured graph or the native step has them.
+        """Continue from a state_dict(), in the same tensors, which a captured graph or the native step holds.
 
         Raises ValueError if the state is from another model or device.
         """

@@ -1,8 +1,7 @@
 """The build cache: where builds are kept, who may write there, and one build at a time.
 
-A build's directory is named by a hash of everything that decides the result. A file lock guards it: a second
-process waits, and builds if the first is killed. Only a finished file gets the name that is loaded.
-Directories that others can write to are refused (SECURITY.md).
+A hash of everything that decides the result names a build's directory. A file lock guards it; the kernel
+releases the lock of a killed build. Only a finished file gets the name that is loaded.
 """
 
 import contextlib
@@ -55,10 +54,7 @@ def fingerprint(facts: Iterable[str | bytes], *paths: Path) -> str:
 
 
 def directory() -> Path:
-    """Where builds are kept: $TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache.
-
-    Raises BuildError if the user has no home directory.
-    """
+    """$TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache. Raises BuildError without a home."""
     if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
     try:
@@ -69,10 +65,7 @@ def directory() -> Path:
 
 
 def check_owner(directory: Path) -> None:
-    """Raise BuildError if another user could put a library into a directory, or replace the directory.
-
-    Directories above it may have the sticky bit, as /tmp has; those that do not exist yet are skipped.
-    """
+    """Raise BuildError if others could write to a directory or replace it; /tmp's sticky bit is accepted."""
     directory = real(directory)
     trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another id in a container
     for path in (directory, *directory.parents):
@@ -145,10 +138,9 @@ def locked(path: Path) -> Iterator[int]:
 
 
 def make(target: Path, what: str, write: Callable[[Path], Path]) -> None:
-    """Make the file `made`: write(folder) makes it in a fresh folder under a lock; then it is renamed.
+    """Make the file `made`, unless it exists: write(folder) makes it under a lock, then it is renamed.
 
-    Does nothing if the file exists. Raises BuildError if another user could have put it there, or the
-    directory cannot be written.
+    Raises BuildError if another user could have put it there, or the directory cannot be written.
     """
     directory = target.parent
     try:

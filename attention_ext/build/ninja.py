@@ -1,8 +1,7 @@
 """Compiles by ninja: what a change concerns and no more, each object once for all libraries that link it.
 
-A folder of objects belongs to a compiler, a processor and a checkout. It holds the digest of each source, and
-an object is deleted when a file that it was compiled from has another one: ninja compares times, which an
-older file would escape. The compilers inherit the folder's lock, so those of a killed build are waited for.
+A folder of objects belongs to a compiler, a processor and a checkout. ninja compares times only, so an object
+is deleted when a file's digest changes. Compilers inherit the folder's lock: a killed build's are waited for.
 """
 
 import functools
@@ -47,10 +46,7 @@ ESCAPES = re.compile(r"\x1b\[[\d;]*[mK]|\x1b\].*?(?:\x1b\\|\x07)")  # colours an
 
 @dataclass(frozen=True)
 class Object:
-    """An object file of a source in C++ or ISPC.
-
-    tool: the compiler and its first words. facts: what else decides the content, such as versions.
-    """
+    """An object file. tool: the compiler and its first words. facts: what else decides the content."""
 
     source: Path
     tool: tuple[str, ...]
@@ -94,7 +90,7 @@ def build(
 
     folder: of the objects. linker, link: its command, and its arguments after the objects. digests: of each
     file that a source may include. A failure's output stays in build.log beside the folder of `made`.
-    Raises BuildError, with all of a mistake in a source in its `output`; OSError if folder cannot be written.
+    Raises BuildError, with the compiler's `output`; OSError if folder cannot be written.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     cache.check_owner(folder)

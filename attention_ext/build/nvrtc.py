@@ -40,8 +40,7 @@ class Resources:
 class Source:
     """A kernel to compile: its file, its macros, and the architecture, such as sm_90a.
 
-    folder: of the file; None for SOURCES, whose headers every file may include. lines: keep their numbers,
-    for compute-sanitizer.
+    folder: of the file; None for SOURCES, whose headers every file may include. lines: keep line numbers.
     """
 
     file: str

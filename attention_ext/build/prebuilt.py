@@ -1,7 +1,4 @@
-"""The libraries and CUDA kernels that a wheel brings, compiled by scripts/make-wheels.py.
-
-A checkout has none: its libraries are compiled for this very processor.
-"""
+"""The libraries and CUDA kernels that a wheel brings, compiled by scripts/make-wheels.py."""
 
 import hashlib
 import os
@@ -57,10 +54,7 @@ def in_wheel() -> bool:
 
 
 def checked(name: str) -> Path:
-    """The library of find(). Raises BuildError if a wheel has none, or if it is not as it was made.
-
-    Loading a truncated one could end the process.
-    """
+    """The library of find(). Raises BuildError if there is none or its checksum is wrong."""
     library = find(name)
     if library is None:
         raise BuildError(f"{FOLDER} has no {name} for this processor, {platform.machine()}; {REMEDY}")

@@ -30,8 +30,7 @@ OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
 LAUNCHER = ("bindings/launcher.cpp",)
 PROGRAM = ("tools/alone.cpp",)
 OWN = ("tools/own.cpp",)
-# Programs of a user's file beside its library, and their linker's arguments: under AddressSanitizer, under
-# ThreadSanitizer, and for a simulator of caches.
+# Programs of a user's file, and their linker's arguments: two sanitizers, and a simulator of caches.
 OWN_PROGRAMS = {"address": ("-fsanitize=address",), "thread": ("-fsanitize=thread",), "simulated": ()}
 # Python has loaded its own functions before a library is loaded.
 LINK = ("-shared", "-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-shared",)
@@ -42,9 +41,9 @@ class Recipe:
     """A file to compile, and everything that decides its content.
 
     name: of the directory, before the fingerprint. what: for messages. sources: in C++ and ISPC. folders: of
-    headers; every file in them enters the fingerprint, as those `beside` do. includes: other folders of
-    headers. link: the linker's arguments. ispc: its command. versions: of packages whose headers are
-    included. needs: a recipe whose objects are linked, too.
+    headers; every file in them enters the fingerprint, as those `beside` do. includes: other header folders.
+    link: the linker's arguments. ispc: its command. versions: of packages whose headers are included. needs:
+    a recipe whose objects are also linked.
     """
 
     name: str
@@ -132,10 +131,7 @@ def _named(path: Path) -> str:
 
 
 def kernels(simd: str = "auto") -> Recipe:
-    """The objects of the kernels over one of SIMD, compiled for this processor.
-
-    Raises ValueError if simd is not one of SIMD, BuildError if a compiler is missing.
-    """
+    """The kernels' objects. Raises ValueError unless simd is one of SIMD, BuildError without a compiler."""
     helpers = resolve_simd(simd)
     ispc = toolchain.find_ispc() if helpers == "ispc" else None
     if helpers == "ispc" and ispc is None:
@@ -162,10 +158,7 @@ def operators(simd: str = "auto") -> Recipe:
 
 
 def launcher() -> Recipe:
-    """The library of part 4's operator on CUDA; it needs torch, and neither CUDA's headers nor a GPU.
-
-    Raises BuildError if there is no compiler.
-    """
+    """Part 4's CUDA operator; it needs torch, but no CUDA headers. Raises BuildError without a compiler."""
     compiler = toolchain.find_compiler()
     recipe = Recipe(
         name="attention_ext_cuda",
@@ -180,10 +173,7 @@ def launcher() -> Recipe:
 
 
 def library(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
-    """The C++ in the folders `package`/csrc, and the kernels over one of SIMD; it needs no Python.
-
-    Raises as kernels() does.
-    """
+    """The C++ in the folders `package`/csrc and the kernels, without Python. Raises as kernels() does."""
     over = kernels(simd)
     folders = tuple(ROOT / package / "csrc" for package in packages)
     sources = tuple(path for folder in folders for path in found(folder, "*.cpp"))
@@ -192,10 +182,7 @@ def library(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
 
 
 def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
-    """The same as a Python module: one of the sources has PYBIND11_MODULE(name, m). It may use PyTorch.
-
-    Raises as kernels() does, and BuildError if Python's header is missing.
-    """
+    """library() as a Python module of PYBIND11_MODULE(name, m). Raises BuildError without Python's header."""
     what, header = name.replace("_", " "), toolchain.python_header()
     if not header.is_file():
         raise BuildError(
@@ -217,9 +204,8 @@ def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
 def program(simd: str = "auto", march: str = "native") -> Recipe:
     """The standalone program of tools/alone.cpp, which runs one part without Python or PyTorch.
 
-    It has line numbers for debuggers and profilers. simd: 'portable', 'off', or 'auto', which is AUTO.
-    march: the processor to compile for, as the compiler's -march names it.
-    Raises ValueError for another simd, BuildError if there is no compiler.
+    simd: 'portable', 'off', or 'auto', which is AUTO. march: the compiler's -march. Raises ValueError for
+    another simd, BuildError without a compiler.
     """
     if resolve_simd(simd) == "ispc":
         raise ValueError(f"simd is {simd!r}; the program's must be auto, portable or off")

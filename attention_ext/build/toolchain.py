@@ -28,10 +28,7 @@ _C_COMPILER = re.compile(r"(.*-)?(gcc|cc|clang)(-[\d.]+)?")  # not g++, c++ or c
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command: $CXX, else c++, g++ or clang++ on PATH, else the ziglang package's.
-
-    Raises BuildError if there is none.
-    """
+    """$CXX, else c++, g++ or clang++ on PATH, else ziglang's. Raises BuildError if there is none."""
     try:
         chosen = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:

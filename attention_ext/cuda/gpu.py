@@ -1,6 +1,6 @@
 """CUDA's driver, and the only file that speaks to it: GPUs, memory, kernels on a GPU and their launches.
 
-torch is imported by the functions that need it: a user's kernel and the cuda engine run without it.
+A user's kernel and the cuda engine run without torch.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ def bindings() -> Any:
 
 
 def checked(result: tuple, all: bool = False) -> Any:
-    """The value of a call of the driver, or all of them.
-
-    Raises BuildError if it failed, MemoryError if the GPU's memory does not suffice.
-    """
+    """The value or values of a driver's call. Raises MemoryError if memory runs out, else BuildError."""
     error, *values = result
     if error != 0:
         if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
@@ -103,10 +100,7 @@ def _context(index: int) -> Any:
 
 
 def activate(index: int = 0) -> None:
-    """Make a GPU's primary context, which PyTorch uses too, the calling thread's.
-
-    Raises BuildError as gpu() does.
-    """
+    """Make a GPU's primary context, PyTorch's too, the calling thread's. Raises BuildError as gpu() does."""
     checked(bindings().cuCtxSetCurrent(_context(index)))
 
 
@@ -121,10 +115,7 @@ def synchronize(stream: Any = 0) -> None:
 
 
 class Memory:
-    """Bytes on the GPU, zero at first, or of the host where the GPU reaches them; freed with the object.
-
-    bytes: those of the host.
-    """
+    """Zeroed bytes on the GPU, or on the host (`bytes`) where the GPU reaches them; freed with the object."""
 
     def __init__(self, size: int, host: bool = False) -> None:
         driver = bindings()
@@ -172,10 +163,7 @@ class Memory:
 
 
 class Module:
-    """The kernels of a source on the GPU whose context is current; keeps the functions alive.
-
-    Raises BuildError if it cannot be compiled or loaded.
-    """
+    """The kernels of a source on the current context's GPU. Raises BuildError if it does not compile."""
 
     def __init__(self, source: nvrtc.Source) -> None:
         self._library = checked(bindings().cuLibraryLoadData(source.make(), [], [], 0, [], [], 0))

@@ -155,8 +155,7 @@ def choose(
 def few_queries(queries: int, keys: int, heads: int, multiprocessors: int, dtype: Dtype) -> bool:
     """Whether splitting the keys is faster: tiles of queries would be nearly empty, or too few.
 
-    heads: of all batches. With as many as half of the multiprocessors, five to sixteen queries in 16 bits are
-    as fast in kernel 6, on an H100.
+    heads: of all batches. Above half of an H100's multiprocessors, kernel 6 is as fast for 5 to 16 queries.
     """
     most = 4 if 2 * heads > multiprocessors and dtype is not Dtype.FP32 else MOST_SPLIT
     return queries <= most and keys >= FEWEST_KEYS

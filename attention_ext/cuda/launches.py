@@ -17,7 +17,7 @@ MOST_WAVES, WAVE_COST = 8, 0.02  # of blocks, by which splits() chooses
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU is. What is 0 or '' is unknown, and decides no kernel.
+    """A GPU's properties; 0 or '' is unknown, and decides no kernel.
 
     shared: the most bytes of shared memory for a block. l2: bytes of its L2 cache. hertz: its highest clock.
     bandwidth: bytes per second of its memory. memory: its bytes. identity: no other GPU's.
@@ -102,7 +102,7 @@ def _plan(kernel: Compiled, *launches: Launch, repeats: int = 1, **others: int) 
 
 
 def splits(rows: int, keys: int, together: int, slots: int) -> int:
-    """Into how many splits the keys are cut: more waves of blocks fill the last one, and cost more merging.
+    """The number of splits of the keys: more of them fill the last wave of blocks, and cost more merging.
 
     rows: blocks for one split. together: keys that a block takes at a time. slots: blocks that run at once.
     """
@@ -122,9 +122,8 @@ class Kernel:
 
     name: what --kernel takes. sources: its file in csrc/cuda/ for each dtype that it takes. functions: those
     that the files define. why: what it improves on, and what still limits it.
-    tiles: the tiles, the best first; the first that fits shared memory is taken. plan: of a call's launches.
-    multiple: d is padded to a multiple of it. vectors: rows are read 16 bytes at a time; inputs whose rows
-    begin elsewhere are copied first.
+    tiles: the best first; the first that fits shared memory is taken. plan: of a call's launches. multiple: d
+    is padded to a multiple of it. vectors: rows are read 16 bytes at a time; other inputs are copied first.
     capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone.
     """
 
@@ -183,11 +182,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel on a GPU.
-
-    width: of its heads, padded. library: keeps the functions alive. functions: the driver's, by their names
-    in the source.
-    """
+    """A kernel on a GPU. width: of padded heads. library: keeps `functions`, by their source names, alive."""
 
     row: Kernel
     tile: Tile

@@ -21,8 +21,8 @@ AT_ONCE = {"DiscreteGPU": 2**39, "IntegratedGPU": 2**33, "CPU": 2**33}
 class Call:
     """A call whose arrays are on the GPU.
 
-    q: (B, H, Nq, d). k, v: (B, H, Nk, d); all contiguous, of one of DTYPES. scale: of the scores.
-    Raises ValueError for a kernel that the adapter does not take, BuildError for arrays that do not fit.
+    q: (B, H, Nq, d). k, v: (B, H, Nk, d); all contiguous, of one of DTYPES. Raises ValueError for a kernel
+    that the adapter does not take, BuildError for arrays that do not fit.
     """
 
     def __init__(
@@ -71,10 +71,7 @@ def _padded(array: NDArray[Any], width: int) -> NDArray[Any]:
 
 
 def arrays_of(q: Any, k: Any, v: Any, causal: bool) -> list[NDArray[Any]]:
-    """The three as contiguous arrays; a tensor's is its memory, if that is contiguous.
-
-    Raises TypeError or ValueError, naming the argument, if one is nothing that a step takes.
-    """
+    """The three as contiguous arrays, not copied if possible. Raises TypeError or ValueError naming one."""
     torch: Any = sys.modules.get("torch")
     arrays: list[NDArray[Any]] = []
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -112,9 +109,9 @@ def attention(
     """softmax(scale * q k^T) v by part 4 on any GPU, through the package wgpu and without PyTorch.
 
     q: (B, H, Nq, d). k, v: (B, H, Nk, d). NumPy arrays, or tensors on the CPU, in float32 or float16, with d
-    at most 256. kernel: a step of webgpu.steps.STEPS by its name; None takes the adapter's fastest.
-    The other arguments are attention_ext.attention()'s, as are the results, of q's kind, and the errors, and
-    BuildError if there is no adapter. It computes no gradients. If the device is lost, another one computes.
+    at most 256. kernel: a step of webgpu.steps.STEPS by its name; None takes the adapter's fastest. The other
+    arguments, the errors and the results, of q's kind, are attention_ext.attention()'s; also raises
+    BuildError without an adapter. It computes no gradients. After a lost device, another one computes.
     """
     causal, return_lse = truth("causal", causal), truth("return_lse", return_lse)
     arrays = arrays_of(q, k, v, causal)

@@ -157,10 +157,7 @@ class Gpu:
         return self._pipelines[key]
 
     def _module(self, code: str) -> Any:
-        """A compiled shader without checks of array bounds and loops, which keep arrays out of registers.
-
-        wgpu's own call, which adds the checks, says first what is wrong.
-        """
+        """A shader without checks, which keep arrays out of registers. wgpu's call reports errors first."""
         from wgpu.backends.wgpu_native import GPUShaderModule, ffi, lib
 
         checked = self.device.create_shader_module(code=code)

@@ -111,8 +111,7 @@ def up(n: int, by: int) -> int:
 # Threads beside and below each other, and rows of a thread.
 _SIDES = [(8, 16, 4), (8, 8, 4), (8, 4, 4), (4, 8, 4), (4, 8, 2), (4, 8, 1), (2, 8, 1), (2, 4, 1), (1, 4, 1)]
 _FOUR = tuple(Tile(*sides, keys=4) for sides in _SIDES)
-# Threads beside and below each other, and keys of a thread. Those with more threads come first, because a
-# multiprocessor has memory for few tiles.
+# Threads beside and below each other, keys of a thread; more threads first: memory fits few tiles.
 _SIDES = [(8, 32, 8), (16, 16, 4), (8, 16, 8), (8, 16, 4), (8, 12, 4), (8, 8, 4), (8, 4, 4), (4, 64, 8)]
 _SIDES += [(4, 32, 8), (4, 8, 4), (4, 4, 4), (2, 64, 8), (2, 32, 8), (2, 4, 4), (1, 2, 4)]
 _BY_COLUMNS = tuple(Tile(lanes, lines, 4, keys) for lanes, lines, keys in _SIDES)
@@ -190,10 +189,7 @@ FASTEST = ("5", "4")
 
 
 def choose(kernel: str | None, d: int, dtype: Dtype, adapter: Adapter) -> tuple[Step, Tile]:
-    """The step with this name, or the fastest one for None, and its tile.
-
-    Raises ValueError, naming the argument, if there is none or the adapter does not take it.
-    """
+    """The step with this name, or the fastest, and its tile. Raises ValueError naming the argument."""
     if dtype is Dtype.FP16 and "shader-f16" not in adapter.features:
         raise ValueError(f"q is float16; it must be float32 on {adapter.name}, which lacks shader-f16")
     if kernel is None:

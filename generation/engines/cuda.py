@@ -72,8 +72,8 @@ class CudaEngine(Slots):
 
     A text's last bits depend on the kind of launch only: alone in a cluster, with drafts or without, among
     others there, or in the grid. clocks: whether cycles() has something to tell. draft: guesses the next
-    tokens of few texts, each in a cluster of its own; one with damaged tables is ignored with a warning. The
-    other arguments and the errors are those of open_engine(), and Unfit.
+    tokens of few texts, each in its own cluster; damaged tables are ignored with a warning. Other arguments
+    and errors: as open_engine(), and Unfit.
     """
 
     name = device = "cuda"
@@ -94,7 +94,7 @@ class CudaEngine(Slots):
         super().__init__(c, slots, capacity)
         clusters, self._grid = layouts.layouts_for(c, weights, kv_cache, on.on, clocks)
         self._reader = Grid(c, weights, kv_cache, prompt=True, clocks=clocks)
-        # Texts of a block of the grid, tokens of a prompt in one, and blocks of prompts at a time.
+        # Texts in a block of the grid, tokens of a prompt in one, and blocks of prompts at a time.
         self._many, self._read_together = self._grid.most_texts(shared), self._reader.most_texts(shared)
         alone = (
             clusters[0].alone(draft is not None, shared) if clusters else (self._grid, layouts.GRID_TEXTS[0])
@@ -117,7 +117,7 @@ class CudaEngine(Slots):
         self._sizes = {"keys": cached, "values": cached, "logits": 4 * V, "seen": 4 * V, "written": 4 * V}
         self._sizes |= {"sampling": 8 * SETTINGS, "bias": 8 * V}
         self._held = {name: Memory(slots * size) for name, size in self._sizes.items()}
-        # What a launch is given, on the host and on the GPU: of texts, and of prompts.
+        # A launch's arguments on the host and the GPU: of texts, and of prompts.
         self._given = {prompts: (Memory(1 << 16, host=True), Memory(1 << 16)) for prompts in (False, True)}
         self._chosen, self._cycles = Memory(1 << 12, host=True), Memory(8 * len(layouts.PHASES), host=True)
         self._every, self._arrived = Memory(4), Memory(4 * on.on.multiprocessors * layouts.RESIDENT)
@@ -371,7 +371,7 @@ class CudaEngine(Slots):
         every: bool,
         long: bool = False,
     ) -> NDArray[np.int32]:
-        """Write a row of tokens for each row of uniforms and wait for them, or begin to read prompts without.
+        """Write a row of tokens for each row of uniforms and wait, or without uniforms begin to read prompts.
 
         texts: (count,) of TEXT. every: keep the logits of every row. long: whether processes take turns.
         Returns the tokens, (rows, count).

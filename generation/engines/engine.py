@@ -44,9 +44,9 @@ class EngineOptions:
 
     engine: a name of table.ENGINES; None takes the first that fits, see table.choose().
     part, simd, br, bc: as in attention(). slots: the most texts at a time.
-    weights: a Precision or its name. 'bf16' rounds the matrices to bfloat16, which changes the logits; the
-    native engine then reads half as many bytes of weights for each token. 'int8' rounds them to int8 with
-    scales, and activations to 21 bits; it reads a quarter.
+    weights: a Precision or its name. 'bf16' rounds the matrices to bfloat16; the native engine then reads
+    half as many bytes of weights for each token. 'int8' rounds them to int8 with scales, and activations to
+    21 bits; it reads a quarter. Both change the logits.
     kv_cache: a CachePrecision or its name. 'bf16' rounds all keys and values to bfloat16, which changes the
     logits; the native engine then keeps and reads half as many bytes of them.
     capacity: the longest context, in tokens; the model's block size by default.
@@ -54,9 +54,9 @@ class EngineOptions:
     kernel: part4's kernel in the torch engine on CUDA, as in attention().
     threads: the most that it uses; the torch engine then sets PyTorch's. None takes PyTorch's number where
     torch is imported, else processor.threads().
-    draft: what guesses the next tokens in the native engine of one to four texts, in the cuda engine of as
-    many as have a cluster each. It changes no text. 'auto' takes the checkpoint's own if it has one, 'off'
-    none. Else a Draft, a model's name or a draft's file.
+    draft: guesses the next tokens, in the native engine of one to four texts, in the cuda engine of as many
+    as have a cluster each. It changes no text. 'auto' takes the checkpoint's own if any, 'off' none. Else a
+    Draft, a model's name or a draft's file.
     Raises TypeError or ValueError naming the wrong argument.
     """
 
@@ -142,8 +142,8 @@ class Engine(Protocol):
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         """Set how the slot's tokens are chosen from now on; at first it is by Sampling().
 
-        logprobs: keep the log-probabilities of these tokens, each with this many alternatives, 0 to 5; None
-        keeps none. Those that were not taken are dropped.
+        logprobs: keep these tokens' log-probabilities with 0 to 5 alternatives each; None keeps none. Untaken
+        ones are dropped.
         """
 
     def take_logprobs(self, slot: int) -> Sequence[tuple[int, float, Sequence[tuple[int, float]]]]:
@@ -152,8 +152,8 @@ class Engine(Protocol):
     def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
         """Begin to replace the slot's tokens by `ids`, 1 to `capacity` of them, which read() reads.
 
-        continues: the slot's text continues, and the penalties still count its earlier tokens.
-        top: also keep the log-probabilities of ids[1:], each with `top` alternatives. It changes no token.
+        continues: the penalties still count the text's earlier tokens. top: also keep the log-probabilities
+        of ids[1:], each with `top` alternatives. It changes no token.
         """
 
     def read(self, slot: int, seconds: float = math.inf) -> bool:
@@ -168,18 +168,14 @@ class Engine(Protocol):
     def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> NDArray[Any]:
         """Choose a token for each of these slots and append it, for each row of uniforms.
 
-        Returns the tokens, whole numbers: (rows that were written, slots).
-        uniforms: (rows, slots) in [0, 1). They decide the choices.
-        seconds: the engine begins no further row after about this long; by default so soon that Ctrl-C takes
-        effect. It writes at least one row, and stops when a slot is full. A slot with capacity + 1 tokens,
-        whose last one is not yet read, must be read again first.
+        uniforms: (rows, slots) in [0, 1). They decide the choices. seconds: no further row begins after about
+        this long; by default so soon that Ctrl-C takes effect. It writes at least one row, and stops when a
+        slot is full. A slot with capacity + 1 tokens, whose last one is not yet read, must be read again
+        first. Returns the tokens, whole numbers: (rows that were written, slots).
         """
 
     def copy(self, source: int, *targets: int) -> None:
-        """Copy the text of slot `source` to other slots; each keeps its own sampling.
-
-        Log-probabilities are not copied.
-        """
+        """Copy a slot's text, without log-probabilities, to others, which keep their sampling."""
 
     def logits(self, slot: int) -> list[float]:
         """The slot's latest logits (V,). Its last token was, or its next one will be, chosen from them."""

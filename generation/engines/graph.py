@@ -1,7 +1,6 @@
 """The torch engine's step on a GPU as a CUDA graph: many texts read a token each and choose the next.
 
-A graph launches all kernels of a token at once. So nothing in it may depend on numbers that the host knows:
-lengths, slots and uniform numbers are in the GPU's memory.
+A graph launches all kernels of a token at once, so lengths, slots and uniform numbers are in GPU memory.
 """
 
 from __future__ import annotations
@@ -61,10 +60,7 @@ class Texts:
 
 
 class SlotCache:
-    """One layer's cache of some texts, in the place of a KVCache: each has a length of its own.
-
-    slotted: PyTorch's attention in the place of attend.cu's.
-    """
+    """Replaces a layer's KVCache: some texts, each with its own length. slotted: by PyTorch's attention."""
 
     length = 0  # positions() knows those of the texts
 
@@ -121,7 +117,7 @@ def serves(config: Any, part: Part, named: str | None) -> bool:
 
 
 class Graphs:
-    """The graphs of an engine's steps for 1, 2, 4, 8 ... texts, each captured when it is first needed.
+    """The graphs of an engine's steps for 1, 2, 4, 8 ... texts, each captured on first use.
 
     caches: of the layers; their last slot belongs to no text and fills up the texts of a graph.
     """

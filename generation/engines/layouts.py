@@ -29,7 +29,7 @@ SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 CAPABILITY, CLUSTER_CAPABILITY = (8, 0), (9, 0)  # the least that reduces integers in a warp, and has clusters
 CLUSTERS = (16, 8)  # blocks of a cluster, the best for one text first; a GPU may refuse 16
 THREADS, LANES = 256, 32  # of a block, of a warp
-# A lane's keys at a time, where so many warps attend to a text together in a cluster.
+# A lane's keys at a time, by the number of warps that attend to a text together in a cluster.
 STRIPS = {8: 2, 4: 2, 2: 4, 1: 6}
 DRAFT_ROWS = 4  # of a pass with drafts: on an H100 a fifth adds 8 % of tokens and 13 % of time
 MOST_TEXTS = 5  # of a cluster's pass: what shared memory has room for beside shakes256 in float32
@@ -40,17 +40,14 @@ RESIDENT = 2  # blocks of a multiprocessor, of which one may read keys while the
 WEIGHT_BITS = {Precision.FP32: 32, Precision.BF16: 16}  # int8 has no kernel
 HEAD_DIMS = (4, 8, 16, 32, 64, 128)  # a power of two of lanes reads a key
 BARRIERS = 4  # of cluster.cu
-# What the kernels count the cycles of, in the words of gpt.py profile.
+# The kernels' phases, as gpt.py profile names them.
 PHASES = ("embedding", "QKV", "attention", "projection", "MLP up", "MLP down", "head", "sampling", "waiting")
 CACHE_SHARE = 4  # of the L2 cache, for the weights that each block of the grid reads for every token
 
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """How blocks hold a model: what a kernel is compiled with.
-
-    clocks: whether it counts the cycles of its phases.
-    """
+    """How blocks hold a model: what a kernel is compiled with. clocks: it counts its phases' cycles."""
 
     config: GPTConfig
     weights: Precision
@@ -270,10 +267,7 @@ class Grid(Layout):
 
 
 class Launch(NamedTuple):
-    """A kernel for passes of `texts` texts, or tokens of a prompt, on so many blocks.
-
-    leading: of the blocks, those whose attention comes before that of the others.
-    """
+    """A kernel for passes of `texts` texts, or tokens of a prompt. leading: blocks that attend first."""
 
     layout: Layout
     texts: int
@@ -297,8 +291,8 @@ def layouts_for(
 ) -> tuple[list[Cluster], Grid]:
     """How a GPU may hold a model for few texts, the best for one text first, and for many.
 
-    Whether the GPU takes clusters of a size, Device.clusters() says.
-    Raises Unfit, in a sentence, if the cuda engine does not take the model.
+    Device.clusters() says whether the GPU takes a size. Raises Unfit if the cuda engine does not take the
+    model.
     """
     if weights not in WEIGHT_BITS:
         raise Unfit(f"the cuda engine has weights in {' and '.join(WEIGHT_BITS)}, not {weights}")
@@ -356,8 +350,7 @@ class Device:
     def clusters(self, layout: Cluster, drafts: bool = False) -> int:
         """The most clusters that run at a time, a block on a multiprocessor; 0 if none of this size runs.
 
-        Any kernel of the layout tells: that for one text, with drafts or without, which is loaded the first
-        time.
+        Any kernel of the layout tells; that for one text, with drafts or without, is loaded on first use.
         """
         if layout not in self._clusters:
             function, _ = self.kernel(*layout.alone(drafts, self.on.shared))

@@ -102,7 +102,7 @@ class Decoder:
         of_torch = getattr(sys.modules.get("torch"), "get_num_threads", processor.threads)
         self.threads = of_torch() if options.threads is None else options.threads
         helpers = resolve_simd(options.simd)
-        # Each thread of the decoder calls the kernel itself, so the tile is that of one thread.
+        # Each thread calls the kernel itself, so the tile is one thread's.
         tuned = tiles.tile(helpers, 1, c.head_dim, self.capacity, causal=True)
         tile = options.br or tuned[0], options.bc or tuned[1]
         self._c, self._lock = library(helpers), threading.Lock()

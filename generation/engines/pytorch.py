@@ -38,8 +38,8 @@ MOST_UNCOUNTED = 64  # calls whose tokens wait to be counted
 class TorchEngine(Slots):
     """Runs the PyTorch model on its device. Neighbouring slots with equally many tokens are read together.
 
-    part: if its steps on a GPU are CUDA graphs, see graph.py; in these, texts of one sampling without
-    penalties, biases and log-probabilities are also chosen there. Other tokens are chosen on the CPU.
+    part: see graph.py for those whose steps on a GPU are CUDA graphs. There, texts of one sampling without
+    penalties, biases and log-probabilities are also chosen. Other tokens are chosen on the CPU.
     """
 
     name, fast_in_step, tokens_at_once = "torch", True, 1
@@ -196,7 +196,7 @@ def open_torch(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
 
 
 def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
-    """The model with its parameters moved to a device. The part's kernel is compiled first.
+    """The model moved to a device; the part's kernel is compiled first.
 
     Raises ValueError if the GPU cannot run the kernel, BuildError if there is no GPU or no compiler for it.
     """

@@ -1,7 +1,6 @@
 """The table of engines, and which one a model gets: choose() says it, open_engine() is Python's door.
 
-An engine is imported when it is opened: only the torch engine needs torch, only the cuda engine CUDA, and
-only the webgpu engine wgpu.
+An engine is imported when it is opened, and with it torch, CUDA or wgpu.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 class Row:
     """An engine. open: raises Unfit for a model that it does not take, BuildError without its device.
 
-    devices: where it runs. any_attention: also PyTorch's, a user's file's and CUDA's kernels by name.
-    drafts: whether it takes a draft that is named.
+    devices: where it runs. any_attention: also PyTorch's, a user's file's and CUDA's kernels by name. drafts:
+    whether it takes a draft that is named.
     """
 
     name: str

@@ -138,7 +138,7 @@ def source_for(
 
 @dataclass
 class Chunk:
-    """The buffers of neighbouring slots, of which a binding may have only so many bytes.
+    """Buffers of neighbouring slots; a binding's bytes are limited.
 
     held: those of bindings 2 to 6, with the bytes of a slot. work, out: bindings 7 and 8, which grow.
     """
@@ -155,8 +155,8 @@ class Pieces(NamedTuple):
     """Tokens of texts to be read, and then chosen.
 
     at: the slots, (texts,). cached: the tokens in their caches. counts: how many of tokens (texts, most) each
-    reads. flags: of each text. numbers: uniform ones, (rows, texts). every: whether the logits of each row,
-    or without numbers those after each token, are wanted.
+    reads. flags: of each text. numbers: uniform ones, (rows, texts). every: keep the logits of each row, or
+    without numbers those after each token.
     """
 
     at: NDArray[np.int64]
@@ -328,7 +328,7 @@ class WebGpuEngine(Slots):
         start = time.perf_counter()
         chosen = np.empty((rows, texts), np.int32)
         logits = np.empty((pieces.kept, texts, self.config.vocab_size), np.float32)
-        # Where a token of all texts takes too long, some are written after the others.
+        # Where a token of all texts takes too long, groups of texts write in turn.
         together = texts if steps > 1 else self._steps(texts, DISPATCH_SECONDS * texts)
         for chunk, places in self._by_chunk(pieces.at):
             for first in range(0, len(places), together):

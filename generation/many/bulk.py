@@ -1,8 +1,8 @@
 """Many texts in files: shards over processes, a manifest, and a job that can be killed and run again.
 
-A shard is (first index, count). Workers return its bytes; only the driver writes files. A file gets its name
-after it is on the disk, and the manifest is replaced after that. So the manifest lists only complete files.
-Other shards are written again: a shard's bytes do not depend on the worker.
+A shard is (first index, count). Workers return its bytes; only the driver writes files. A file is renamed
+when it is on the disk, then the manifest lists it. Other shards are written again: their bytes do not depend
+on the worker.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def run(
 ) -> Manifest:
     """Write the missing shards of a job; return its manifest. 'complete' there says whether all are written.
 
-    open_pool: opens workers for settings and the number of shards. notice: is called with lines for the user.
-    After any end the directory holds only complete files, and another call continues. Raises BulkError,
-    ValueError if another process writes there, and OSError if the directory cannot be written.
+    open_pool: opens workers for settings and the number of shards. notice: takes lines for the user. After
+    any end the directory holds only complete files, and another call continues. Raises BulkError, ValueError
+    if another process writes there, and OSError if the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory / "lock", "writes texts"):

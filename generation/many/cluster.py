@@ -1,8 +1,7 @@
 """Shards over a Ray cluster: a Pool whose workers are Ray actors.
 
-Ray starts the actors, places them on nodes, moves tasks and bytes, and reports deaths. Nodes need the same
-version of this package, and the model under the same name. They need no shared disk: only the driver writes
-files.
+Nodes need the same version of this package, and the model under the same name. They need no shared disk: only
+the driver writes files.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class Actor:
 def open_pool(
     address: str, workers: int | None, settings: Settings, shards: int, timeout: float = STALL_SECONDS
 ) -> Pool:
-    """The actors on the cluster at an address: `workers`, or one for each CPU; at most one for each shard.
+    """Actors on the cluster at an address: `workers`, or one for each CPU; at most one for each shard.
 
-    timeout: seconds without progress after which an actor is killed.
-    Raises BulkError if Ray is not installed or there is no cluster.
+    timeout: seconds without progress after which an actor is killed. Raises BulkError without Ray or a
+    cluster.
     """
     try:
         import ray
@@ -71,7 +70,7 @@ def open_pool(
 
 
 class RayWorker(Worker):
-    """An actor of one CPU. It takes tasks when it has a node, so no task waits for a lost node.
+    """An actor of one CPU. It takes tasks once it has a node, so no task waits for a lost node.
 
     ray: the module, initialised. ask_seconds: time between two questions whether the actor still writes.
     """

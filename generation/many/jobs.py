@@ -29,8 +29,8 @@ class BulkError(ValueError):
 class Job:
     """A request for many texts. texts: their number, or the number of lines of a prompts file.
 
-    resolved: the settings that were 'auto', by shards.resolved(); a directory keeps those of its first run.
-    Raises BulkError for a wrong request.
+    resolved: what shards.resolved() chose for 'auto' in the directory's first run. Raises BulkError for a
+    wrong request.
     """
 
     settings: Settings
@@ -69,10 +69,7 @@ class Job:
 
 
 class Prompts:
-    """A prompts file: its hash, its number of lines, and where each shard's lines begin.
-
-    Raises ValueError if it is UTF-16.
-    """
+    """A prompts file: hash, number of lines, where each shard begins. Raises ValueError for UTF-16."""
 
     def __init__(self, path: Path, shard_size: int) -> None:
         self.path, self.lines, self._begins = path, 0, dict[int, int]()
@@ -96,7 +93,7 @@ class Prompts:
 
 
 class Manifest:
-    """The record of a job in its directory. It is replaced as a whole at each change.
+    """The record of a job in its directory, replaced as a whole at each change.
 
     Raises BulkError if the directory holds another request, or an unreadable manifest.
     """

@@ -29,7 +29,7 @@ MOST_FAILED_STARTS = 20  # in a row
 class Worker:
     """A worker as the driver sees it. Its calls raise EOFError or OSError if the worker is gone.
 
-    A thread of the driver makes them: a process that stops within a message blocks its reader.
+    A thread of the driver calls it: a process that stops within a message blocks its reader.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Pool:
                     self._failed_starts += 1
                     if self._failed_starts > MOST_FAILED_STARTS:
                         raise BulkError(f"no worker starts: {word.reason}")
-            # Only time in which the driver runs counts: Ctrl-Z stops the workers too.
+            # Ctrl-Z stops the workers too, so only time in which the driver runs counts.
             now = time.monotonic()
             passed, self._looked = min(now - self._looked, 2 * TICK), now
             for worker in self.all:

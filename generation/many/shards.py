@@ -1,7 +1,7 @@
 """A shard of many texts: the settings that decide its bytes, and the Scribe that writes it.
 
 Text i depends only on the settings, its prompt and its seed. So a shard's bytes are the same on every worker
-with the same kernels, and do not depend on earlier shards.
+with the same kernels.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ LINE_OPTIONS = (*NUMBERS, "max_new_tokens", "seed", "stop", "context")
 class Settings:
     """All that decides the texts, besides their numbers.
 
-    model: a name for load(); only `fingerprint` decides. prompt: None if each text has its own.
-    engine, simd, br, bc: None or 'auto' if resolved() chooses.
+    model: a name for load(); only `fingerprint` decides. prompt: None if each text has its own. engine, simd,
+    br, bc: None or 'auto' if resolved() chooses.
     """
 
     model: str
@@ -124,8 +124,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def resolved(settings: Settings, checkpoint: Checkpoint, texts: int) -> dict[str, Any]:
     """The engine, SIMD helpers and tile that this machine chooses for 'auto'.
 
-    They decide the last bits of the logits; tuned tiles differ between machines. The engine is opened once,
-    so that what the workers load is compiled, for shards of so many texts. Raises as open_engine() does.
+    They decide the last bits of the logits; tuned tiles differ between machines. The engine is opened once to
+    compile what workers load. Raises as open_engine() does.
     """
     s = settings
     if s.device == "cuda":
@@ -146,9 +146,7 @@ def capacity_of(settings: Settings, checkpoint: Checkpoint) -> int:
 
 
 def this_machine(device: str, kernels: str, *packages: str) -> dict[str, str]:
-    """What can change a text's bytes besides the settings: the processor, what its kernels are compiled for,
-    the GPU if it is the device, and versions, also of packages.
-    """
+    """What else can change a text's bytes: processor, kernels' target, GPU if it is the device, versions."""
     gpu = {}
     if device == "cuda":
         from shakespeare.generation.engines import cuda
@@ -216,9 +214,8 @@ class Stop(Exception):
 
 
 class Scribe:
-    """Writes shards with one model and engine.
+    """Writes shards with one model and engine. texts: the most of a shard; a GPU gets no more slots.
 
-    texts: the most of a shard; on a GPU there are no more slots.
     Raises ValueError if the model is not the one of the settings, and the errors of load() and open_engine().
     """
 
@@ -278,7 +275,7 @@ class Scribe:
     def _together(self, task: Task, wanted: Callable[[], bool]) -> list[dict[str, Any]]:
         """The rows of texts that begin and end together; none if these do not.
 
-        _each() would give the same, in 65 us a text of 255 tokens instead of 24 (Zen 3). A GPU takes some 50.
+        _each() gives the same, in 65 us a text of 255 tokens instead of 24 (Zen 3).
         """
         s, engine, tokenizer = self.settings, self.engine, self.checkpoint.tokenizer
         first = request_for(s, tokenizer, task.first)
@@ -308,10 +305,7 @@ class Scribe:
     def _requests(
         self, task: Task, rejected: list[tuple[int, str]]
     ) -> Iterator[tuple[dict[str, Any], Request]]:
-        """The first fields of each text's row, and its request. An empty line has none.
-
-        rejected: gets the lines that have none because they are malformed.
-        """
+        """Each text's first fields and request; an empty line has none, a malformed one is in `rejected`."""
         tokenizer = self.checkpoint.tokenizer
         if task.lines is None:
             first = request_for(self.settings, tokenizer, 0)
@@ -332,7 +326,7 @@ class Scribe:
 
 def in_jsonl(rows: Sequence[dict]) -> bytes:
     """A line of JSON for each row; index is its first field."""
-    # One call takes half the time of one for each row. A string with this border has its quotes escaped.
+    # One call takes half the time of one for each row. In strings this border has escaped quotes.
     lines = json.dumps(rows, ensure_ascii=False)[1:-1].replace('}, {"index": ', '}\n{"index": ')
     return (lines + "\n" * bool(rows)).encode()
 
