@@ -38,7 +38,7 @@ from benchmarks.peers import Peer
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
 from benchmarks.peers.graphs import GraphPyTorch
 from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
-from benchmarks.peers.own import Own, name_of
+from benchmarks.peers.ours import Own, name_of
 from benchmarks.peers.pytorch import CachedPyTorch, Transformers, UncachedPyTorch
 from shakespeare.app.cli import options
 from shakespeare.attention_ext import extension
