@@ -16,6 +16,13 @@ IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./([\w-]+\.js)";$', re.M)
 COMMENT = re.compile(r"^ *//.*\n|^ +| +// .*$", re.M)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|class|const) ([\w$]+))", re.M)
 
+# Unpacks the page's script, which the policy names too.
+START = """const packed = atob(document.getElementById("asset:main.js").textContent),
+  bytes = new Blob([Uint8Array.from(packed, (c) => c.charCodeAt(0))]).stream(),
+  script = Object.assign(document.createElement("script"), { type: "module" });
+script.textContent = await new Response(bytes.pipeThrough(new DecompressionStream("gzip"))).text();
+document.body.append(script);"""
+
 
 def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     """The page of `folder` with everything that it loads inside, and these models in bf16."""
@@ -27,13 +34,14 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
     index = json.loads((folder / "models" / "models.json").read_text(encoding="utf-8"))
     inside = {name: index[name] | {"files": {"bf16": index[name]["files"]["bf16"]}} for name in models}
     assets = {path.name: path.read_bytes() for path in sorted(folder.glob("*.gz"))}
-    assets["worker.js"] = gzip.compress(worker.encode(), 9, mtime=0)
+    for name, text in {"worker.js": worker, "main.js": script}.items():
+        assets[name] = gzip.compress(text.encode(), 9, mtime=0)
     assets["models/models.json"] = json.dumps(inside).encode()
     for model in inside.values():
         path = model["files"]["bf16"]["path"]
         assets[path] = (folder / path).read_bytes()
     policy = (
-        f"default-src 'none'; script-src '{digest(script)}' 'wasm-unsafe-eval' blob:; "
+        f"default-src 'none'; script-src '{digest(START)}' '{digest(script)}' 'wasm-unsafe-eval' blob:; "
         f"style-src '{digest(style)}'; worker-src blob:; img-src data:; base-uri 'none'; form-action 'none'"
     )
     html = replaced(html, r'(?<=Content-Security-Policy" content=")[^"]*', policy)
@@ -43,7 +51,7 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
         f'<script type="text/plain" id="asset:{name}">{base64.b64encode(content).decode()}</script>'
         for name, content in assets.items()
     )
-    return replaced(html, "</body>", f'{data}\n<script type="module">{script}</script>\n</body>')
+    return replaced(html, "</body>", f'{data}\n<script type="module">{START}</script>\n</body>')
 
 
 def modules(folder: Path, entry: str) -> dict[str, str]:

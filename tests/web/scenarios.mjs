@@ -309,6 +309,7 @@ const scenarios = {
         }, share);
         titles.push(await textOf("frame-title"));
       }
+      await until("the nest's line", () => document.querySelector("#nest .now"));
       made[part] = await page.evaluate(
         (t) => ({
           titles: t,
