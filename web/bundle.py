@@ -13,7 +13,7 @@ from pathlib import Path
 
 IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./([\w-]+\.js)";$', re.M)
 # Comments and indentation, which the files beside the page have. No string of the page contains ' // '.
-COMMENT = re.compile(r"^ *//.*\n|^ +| +// .*$", re.M)
+COMMENT = re.compile(r"^ *//.*\n|^ *\n|^ +| +// .*$", re.M)
 EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|class|const) ([\w$]+))", re.M)
 
 # Unpacks the page's script, which the policy names too.
@@ -30,6 +30,7 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
         re.sub(r"^ +", "", path.read_text(encoding="utf-8"), flags=re.M)
         for path in (source / "index.html", folder / "style.css")
     )
+    style = re.sub(r"/\*.*?\*/|\s*([{};,])\s*|(?<=:) ", r"\1", style, flags=re.S)
     script, worker = joined(folder / "js", "main.js"), joined(folder / "js", "worker.js")
     index = json.loads((folder / "models" / "models.json").read_text(encoding="utf-8"))
     inside = {name: index[name] | {"files": {"bf16": index[name]["files"]["bf16"]}} for name in models}
