@@ -12,7 +12,7 @@ from support import FakeGpu
 
 from benchmarks import generation as bench
 from benchmarks import measuring
-from benchmarks.peers import own
+from benchmarks.peers import ours
 from benchmarks.peers.graphs import GraphPyTorch
 from shakespeare.attention_ext import processor
 from shakespeare.attention_ext.parts import BuildError
@@ -25,7 +25,7 @@ CASES = {
 }
 
 
-class Fake(own.Own):
+class Fake(ours.Own):
     """This project's engine under another name, with an error in its logits and with changed tokens.
 
     It fails at its call with the number `fails`, of all from 0 on, its set-up included.
@@ -197,7 +197,7 @@ def test_a_gpus_contenders(monkeypatch, capsys):
 
     monkeypatch.setattr(bench, "Gpu", FakeGpu)
     monkeypatch.setattr(bench, "DEVICE", "cpu")
-    monkeypatch.setattr(own, "opened", no_adapter)
+    monkeypatch.setattr(ours, "opened", no_adapter)
     monkeypatch.setattr(GraphPyTorch, "captured", lambda self, run: run)
     peers, engines = ("CachedPyTorch", "GraphPyTorch"), ("native", "torch", "webgpu")
     content = bench.time_on_gpu(("pair", "read"), ("fp32", "bf16"), engines, peers, 2)
