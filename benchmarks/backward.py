@@ -14,7 +14,7 @@ import click
 import torch
 
 from benchmarks.measuring import QUIET, quiet, rows, show_table
-from shakespeare.app.cli.options import Names, Numbers
+from shakespeare.app.cli.options import MOST_THREADS, Names, Numbers
 from shakespeare.attention_ext import extension, processor
 from shakespeare.lab import backward
 from shakespeare.lab.machine import fma_peak
@@ -46,7 +46,7 @@ def row(shape: backward.Shape, threads: int, rounds: int, peak: float) -> str:
 
 @click.command(context_settings={"show_default": True})
 @click.option("-N", "lengths", type=Numbers(2**15), default="256:2048*2", help="Lengths.")
-@click.option("--threads", type=Numbers(1024), default="1", help="Numbers of threads.")
+@click.option("--threads", type=Numbers(MOST_THREADS), default="1", help="Numbers of threads.")
 @click.option("--mask", "masks", type=Names(("none", "causal")), default="causal", help="none, causal.")
 @click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=15, help="Rounds.")
 def main(lengths: tuple[int, ...], threads: tuple[int, ...], masks: tuple[str, ...], rounds: int) -> None:

@@ -21,7 +21,7 @@ processor.let_waiting_threads_sleep()  # before torch is imported; spinning is s
 import torch  # noqa: E402
 
 from benchmarks.measuring import QUIET, quiet, rows, show_table  # noqa: E402
-from shakespeare.app.cli.options import Numbers  # noqa: E402
+from shakespeare.app.cli.options import MOST_THREADS, Numbers  # noqa: E402
 from shakespeare.attention_ext import extension  # noqa: E402
 from shakespeare.lab import profile_training as training  # noqa: E402
 from shakespeare.lab.machine import Load, busy_text, fma_peak  # noqa: E402
@@ -52,7 +52,7 @@ def row(threads: int, block: int, batch: int, rounds: int) -> str:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--threads", type=Numbers(1024), default="1", help="Numbers of threads.")
+@click.option("--threads", type=Numbers(MOST_THREADS), default="1", help="Numbers of threads.")
 @click.option("--batch", "batches", type=Numbers(4096), default="16", help="Batch sizes.")
 @click.option("--block-size", "blocks", type=Numbers(2**14), default="128", help="Blocks.")
 @click.option("-r", "--rounds", type=click.IntRange(1, 1000), default=15, help="Rounds.")

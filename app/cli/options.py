@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ESCAPE = re.compile(r"\\[nrt]")
 SHELL = "; in a shell $'\\n' is a line end"
 LARGEST_SIZE = 2**31 - 1
-MOST_THREADS = 1024
+MOST_THREADS = 1024  # as in attention_ext/csrc/attention.h
 WIDEST_HEAD = 2**20
 MOST_HEADS = 2**16  # also the most texts in a batch
 MOST_NUMBERS = 1000  # in a list: a typing error must not fill the memory

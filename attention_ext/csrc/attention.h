@@ -15,6 +15,8 @@
 
 #include "bf16.h"
 
+inline constexpr int MOST_THREADS = 1024;  // of a call, and of a decoder's team
+
 // The precisions of cached keys and values. The Python side is CachePrecision in attention_ext/parts.py.
 enum class CachePrecision { fp32, bf16 };
 

@@ -15,7 +15,7 @@ namespace {
 // From this many texts per thread on, threads are fastest with separate texts (Zen 5 and Intel Xeon).
 constexpr int64_t LEAST_APART = 2;
 constexpr int64_t MAX_PANEL_KEYS = 128;  // in a transposed panel of the cache
-constexpr int64_t MAX_SLOTS = int64_t{1} << 31, MAX_THREADS = 1024;
+constexpr int64_t MAX_SLOTS = int64_t{1} << 31;
 // After these a call begins no further row, so that Ctrl-C takes effect soon.
 constexpr double ONE_TEXT_SECONDS = 2e-3, BATCH_SECONDS = 8e-3;
 
@@ -26,7 +26,7 @@ const ModelShape& checked(const ModelShape& shape, const DecoderSizes& s) {
     check("bc", s.bc, 1, INT64_MAX);
     check("slots", s.slots, 1, MAX_SLOTS);
     check("capacity", s.capacity, 1, shape.block_size);
-    check("threads", s.threads, 1, MAX_THREADS);
+    check("threads", s.threads, 1, MOST_THREADS);
     check("cache_bytes", s.cache_bytes, 1, INT64_MAX);
     return shape;
 }

@@ -73,8 +73,6 @@ Tensor floats(const int64_t (&size)[n]) {
     return new_tensor(size, ScalarType::Float);
 }
 
-constexpr uint32_t MOST_THREADS = 1024;
-
 // The sizes of a call. Nq * Nk is below the build's MOST_SCORES, so that scratch fits 63 bits.
 template <class Element>
 AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, float scale, int64_t br,
@@ -88,7 +86,7 @@ AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool cau
     REQUIRE(Nq <= (MOST_SCORES - 1) / Nk, "q has Nq=", Nq, " and k has Nk=", Nk,
             "; their product must be below 2^50");
     REQUIRE(br >= 1 && bc >= 1, "the tile is ", br, " x ", bc, "; its sides must be at least 1");
-    const int threads = static_cast<int>(std::min(torch::stable::get_num_threads(), MOST_THREADS));
+    const int threads = static_cast<int>(std::min<uint32_t>(torch::stable::get_num_threads(), MOST_THREADS));
     return {B, H, Nq, Nk, d, causal, scale, std::min(br, Nq), std::min(bc, Nk), threads};
 }
 

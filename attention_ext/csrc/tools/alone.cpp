@@ -91,7 +91,7 @@ int main(int argc, char** argv) {
     const int64_t H = number("HEADS", argv[7], 1, MOST), repeats = number("REPEATS", argv[8], 0, MOST);
     const int64_t sweep = argc > 9 ? number("SWEEP", argv[9], 0, int64_t{1} << 40) : 0;
     const int64_t Nq = argc > 10 ? number("QUERIES", argv[10], 1, causal ? N : MOST) : N;
-    const int threads = argc > 11 ? static_cast<int>(number("THREADS", argv[11], 1, 1024)) : 1;
+    const int threads = argc > 11 ? static_cast<int>(number("THREADS", argv[11], 1, MOST_THREADS)) : 1;
 
     const auto matrices = [&](const float* data, int64_t rows) {
         return Matrices{data, H * rows * d, rows * d, d, 1};
