@@ -43,7 +43,8 @@ class Page {
 
   // Takes the view from the address; returns its choices.
   follow() {
-    const { view, choices } = parse(location.hash);
+    this.address = location.hash;
+    const { view, choices } = parse(this.address);
     if (!(choices.model in this.models.index)) [choices.model] = Object.keys(this.models.index);
     this.view = view;
     return choices;
@@ -51,7 +52,7 @@ class Page {
 
   // After a link or the back button.
   moved() {
-    if (!namesView(location.hash)) return this.remember(); // the link to #main
+    if (!namesView(location.hash)) return this.setAddress(); // the link to #main
     const choices = this.follow(),
       isOther = JSON.stringify(choices) !== JSON.stringify(this.choices);
     if (location.hash.includes("?") && isOther) this.views.write.write(choices); // links of the page have a view only
@@ -76,15 +77,17 @@ class Page {
     this.remember();
   }
 
-  // With a delay, because browsers limit how often an address may change.
+  // With a delay, because browsers limit how often an address may change. Where a link has changed it meanwhile,
+  // moved() is about to be called.
   remember() {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.setAddress(), 300);
+    this.timer = setTimeout(() => location.hash === this.address && this.setAddress(), 300);
   }
 
   setAddress() {
     clearTimeout(this.timer);
     history.replaceState(null, "", format(this.view, this.choices));
+    this.address = location.hash;
   }
 
   offerPrecisions() {
