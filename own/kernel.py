@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -107,12 +107,18 @@ def loaded(file: Path) -> Any:
     return _load(file.resolve(), status.st_mtime_ns, status.st_size)
 
 
-@functools.lru_cache(8)
-def _load(file: Path, *version: int) -> Any:
+def check(file: Path) -> Source:
+    """The source in a file. Raises BuildError unless it names the function."""
     source = read(file)
     called = "" if file.suffix == ".py" else r"\s*\("
     if not source.ladder and not re.search(rf"\battention\b{called}", source.text):
         raise BuildError(f"{file.name} has no function attention; it must define {MISSING[file.suffix]}")
+    return source
+
+
+@functools.lru_cache(8)
+def _load(file: Path, *version: int) -> Any:
+    source = check(file)
     if file.suffix == ".cu":
         return OnLadder(file, source) if source.ladder else OnCuda(file, source)
     return InPython(file, source) if file.suffix == ".py" else Native(file)
@@ -157,14 +163,13 @@ class Call(ctypes.Structure):
 
 
 class Native:
-    """The kernel of a file in C++ or ISPC."""
+    """The kernel of a file in C++ or ISPC. library: its build, made by default."""
 
     takes_tensors = False
 
-    def __init__(self, file: Path) -> None:
-        library = recipes.own(file).make()
+    def __init__(self, file: Path, library: Path | None = None) -> None:
         try:
-            self._c = ctypes.CDLL(str(library))
+            self._c = ctypes.CDLL(str(library or recipes.own(file).make()))
         except OSError as error:
             raise BuildError(f"{file.name} was compiled but cannot be loaded: {error}") from None
         self._c.own_scratch_of.restype, self._c.own_call.restype = ctypes.c_int64, ctypes.c_char_p
@@ -178,7 +183,7 @@ class Native:
             raise RuntimeError(f"scratch() returned {floats}; it must be a number of floats")
         return floats
 
-    def __call__(
+    def prepared(
         self,
         q: Array,
         k: Array,
@@ -187,22 +192,31 @@ class Native:
         scale: float,
         *,
         threads: int = 1,
-        out: Array | None = None,
+        out: Array,
         scratch: Array | None = None,
-    ) -> Array:
-        """The output (B, H, Nq, d), in `out` if given. scratch: memory for a call, allocated by default."""
+    ) -> Callable[[], Array]:
+        """A call that writes into out and returns it. scratch: its memory, allocated by default."""
         q, k, v = (t if t.shape[3] == 1 or t.strides[3] == 4 else np.ascontiguousarray(t) for t in (q, k, v))
         (B, H, Nq, d), Nk = q.shape, k.shape[2]
-        if out is None:
-            out = np.empty(q.shape, np.float32)
         if scratch is None:
             scratch = np.empty(self.scratch(B, H, Nq, Nk, d, causal, threads), np.float32)
         matrices = (Matrices(t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1) for t in (q, k, v))
         tile = min(TILE, Nq), min(TILE, Nk)
         call = Call(B, H, Nq, Nk, d, causal, scale, *tile, threads, *matrices, out.ctypes.data)
-        if why := self._c.own_call(ctypes.byref(call), scratch.ctypes.data):
-            raise RuntimeError(f"the kernel threw: {why.decode(errors='replace')}")
-        return out
+        kept, function, given = (q, k, v, call), self._c.own_call, (ctypes.byref(call), scratch.ctypes.data)
+
+        def run(kept: Any = (kept, scratch)) -> Array:
+            if why := function(*given):
+                raise RuntimeError(f"the kernel threw: {why.decode(errors='replace')}")
+            return out
+
+        return run
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, causal: bool, scale: float, *, threads: int = 1
+    ) -> Array:
+        """The output (B, H, Nq, d). Raises RuntimeError with what the kernel throws."""
+        return self.prepared(q, k, v, causal, scale, threads=threads, out=np.empty(q.shape, np.float32))()
 
 
 class Strides(ctypes.Structure):

@@ -80,9 +80,9 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
 
 def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
     """Try the file and print the report; with `again` once more at each save."""
-    from shakespeare.own.trial import checking, report
+    from shakespeare.own.trial import judge, report
 
-    with contextlib.closing(checking.Checker()) as checker:
+    with contextlib.closing(judge.Checker()) as checker:
         while True:
             before, start = watch.versions([file]), time.perf_counter()
             verdict = checker.check(file, asked["seconds"])
@@ -109,6 +109,7 @@ def explain(
     """Print sanitizers, speed, hint; return whether the kernel is right. stop: the file was saved again."""
     from shakespeare.lab.command import Stopped
     from shakespeare.own.trial import report, sanitizers, speed
+    from shakespeare.own.trial.diagnosis import Finding
 
     figures, known = None, verdict.finding
 
@@ -123,11 +124,15 @@ def explain(
         say(report.memory(verdict))
         if verdict.right:
             figures = speed.measure(file, size, stop)
-            say(report.speed(figures, size, file))
+            if isinstance(figures, Finding) and figures.kind not in speed.UNMEASURED:
+                verdict.add(figures)
+                say(report.verdict(file, verdict))
+            else:
+                say(report.speed(figures, size, file))
     except Stopped:
         return False
     if asked["as_json"]:
         click.echo(json.dumps(report.as_json(file, verdict, figures, size)))
     if stop and not stop():
         notice(f"waiting for {file.name} to be saved (Ctrl-C ends)")
-    return verdict.right and not (isinstance(figures, str) and "crashed" in figures)
+    return verdict.right and not (isinstance(figures, Finding) and figures.kind != speed.UNTIMED)

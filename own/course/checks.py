@@ -14,7 +14,7 @@ from pathlib import Path
 from shakespeare.lab.command import run
 from shakespeare.own import kernel as kernels
 from shakespeare.own.course.exercises import EXERCISES, Exercise, Failed, asked
-from shakespeare.own.trial import checking, sanitizers, speed
+from shakespeare.own.trial import judge, sanitizers, speed
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures, Size
 
@@ -60,7 +60,7 @@ def named(path: Path) -> list[tuple[Exercise, Path]]:
 
 def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterator[Result]:
     """Check each exercise. seconds: that a call may take before it is endless."""
-    with contextlib.closing(checking.Checker()) as checker:
+    with contextlib.closing(judge.Checker()) as checker:
         for exercise, file in exercises:
             start = time.perf_counter()
             result = Result(exercise.name, len(exercise.stages))
@@ -79,7 +79,7 @@ def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterato
 
 
 def _attention(
-    exercise: Exercise, file: Path, result: Result, checker: checking.Checker, seconds: float
+    exercise: Exercise, file: Path, result: Result, checker: judge.Checker, seconds: float
 ) -> Iterator[tuple[str, str]]:
     """Yield each stage that a kernel passes, with a note. Raises Failed at the first other one."""
     verdict = checker.check(file, seconds)
@@ -96,7 +96,7 @@ def _attention(
     yield "memory", ""
     figures = speed.measure(file, SIZES[kernels.read(file).device])
     if not isinstance(figures, Figures):
-        raise Failed(figures)
+        raise Failed(figures.sentence)
     result.ms, result.share = figures.ms["own"], figures.share
     note = f"{result.ms:.3g} ms, {100 * figures.share:.3g} % of the FMA peak "
     result.note = f"{note}({figures.peak / 1e9:.3g} GFLOP/s), {figures.cpu}"
@@ -109,7 +109,7 @@ def _python(exercise: Exercise, file: Path) -> Iterator[tuple[str, str]]:
     """The same of an exercise in PyTorch, by a process."""
     command = [sys.executable, "-m", "shakespeare.own.course.models", exercise.kind, str(file.resolve())]
     try:
-        code, out, err = run([*command, str(exercise.share)], PYTHON_SECONDS, None, **checking.environment())
+        code, out, err = run([*command, str(exercise.share)], PYTHON_SECONDS, None, **judge.environment())
     except subprocess.TimeoutExpired:
         raise Failed(f"it did not end within {PYTHON_SECONDS} s, and was ended") from None
     stage = ""

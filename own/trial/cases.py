@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ class Case:
     """A call: q is (B, H, Nq, d), k and v are (B, H, Nk, d). scale: None for 1/sqrt(d).
 
     scores: 'plain', 'large' (LARGE) or 'growing' (each key above those before it). fused: views of one matrix
-    (B, N, 3 H d), as in the model. repeats: calls, each of which must be right.
+    (B, N, 3 H d), as in the model. repeats: calls, each of which must be right. seed: of the inputs.
     """
 
     B: int
@@ -36,6 +36,7 @@ class Case:
     fused: bool = False
     threads: int = 1
     repeats: int = 1
+    seed: int = 0
 
     @property
     def applied(self) -> float:
@@ -97,6 +98,11 @@ CASES = (
 )
 
 
+def seeded(seed: int) -> list[Case]:
+    """The cases with inputs of a seed."""
+    return [replace(case, seed=seed) for case in CASES]
+
+
 class Expected(NamedTuple):
     """out: the result in float64. allowed: the largest error of a right one."""
 
@@ -125,8 +131,8 @@ def fused(whole: Array) -> list[Array]:
 
 @functools.cache
 def inputs(case: Case) -> list[Array]:
-    """q, k and v, always the same."""
-    random = np.random.default_rng(case.Nq * 10_007 + case.Nk * 101 + case.d)
+    """q, k and v, always the same for a seed."""
+    random = np.random.default_rng(case.seed * 100_000_007 + case.Nq * 10_007 + case.Nk * 101 + case.d)
     B, H, d = case.B, case.H, case.d
     if case.fused:
         return fused(random.standard_normal((B, case.Nk, 3, H, d), np.float32))

@@ -26,7 +26,7 @@ UNCORRECTED = (
     (-1, -1, "the correction is exp(m_new - m); it must be exp(m - m_new)"),
 )
 
-Run = Callable[..., Floats]  # calls the kernel, as worker.Trial.run() does
+Run = Callable[..., Floats]  # calls the kernel, as judge's run() does
 Guesses = Iterator[tuple[str, str, Floats]]  # kind, sentence, result in float64
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.lab.text import counted, size_text
+from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.speed import LADDER, Figures, Size, hint, place
-from shakespeare.own.trial.worker import Verdict
+from shakespeare.own.trial.verdict import Verdict
 
 WIDTH = 100
+NEAR = 10  # a call that takes fewer times what handing it over takes is near that
 MISTAKES = "docs/use/try.md#mistakes"
 
 
@@ -68,10 +70,10 @@ def memory(outcome: Verdict) -> str:
     return "\n".join(line("memory" if i == 0 else "", text) for i, text in enumerate(outcome.memory))
 
 
-def speed(figures: Figures | str, size: Size, file: Path) -> str:
+def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
     """Time, ladder, scratch, traffic and the hint, in lines."""
-    if isinstance(figures, str):
-        return line("speed", figures)
+    if isinstance(figures, Finding):
+        return line("speed", figures.sentence)
     mine = figures.ms["own"]
     mask, threads = "causal" if size.causal else "no mask", counted(size.threads, "thread")
     case = f"{counted(size.heads, 'head')} of N = {size.N}, d = {size.d}, {mask}"
@@ -81,6 +83,9 @@ def speed(figures: Figures | str, size: Size, file: Path) -> str:
         line("speed", f"{mine:.3g} ms: {case}; {figures.cpu}"),
         line("", f"{rate:.3g} GFLOP/s, {100 * figures.share:.2g} % of the FMA peak"),
     ]
+    if mine < NEAR * figures.handing_ms:
+        what = f"{figures.handing_ms:.2g} ms more were for handing each call over: larger calls are firmer"
+        lines.append(line("", what))
     if sdpa := figures.ms.get("sdpa"):
         lines.append(line("", f"{sdpa / mine:.3g} times as fast as PyTorch's SDPA ({sdpa:.3g} ms)"))
     known = {name: figures.ms[name] for name in LADDER[figures.device] if name in figures.ms}
@@ -100,7 +105,7 @@ def speed(figures: Figures | str, size: Size, file: Path) -> str:
     return "\n".join(lines)
 
 
-def as_json(file: Path, outcome: Verdict, figures: Figures | str | None, size: Size) -> dict[str, Any]:
+def as_json(file: Path, outcome: Verdict, figures: Figures | Finding | None, size: Size) -> dict[str, Any]:
     """The whole result for --json."""
     known: dict[str, Any] = {"file": str(file), "right": outcome.right, "refused": outcome.refused or None}
     known |= {"tried": outcome.tried, "skipped": outcome.skipped, "at": outcome.at if outcome.wrong else None}
@@ -111,7 +116,7 @@ def as_json(file: Path, outcome: Verdict, figures: Figures | str | None, size: S
         known["speed"] = asdict(figures) | {"share": figures.share, "place": place(figures)}
         known["hint"] = {"text": what, "read": page}
     elif figures:
-        known["speed"] = {"note": figures}
+        known["speed"] = {"kind": figures.kind, "note": figures.sentence}
     return known
 
 

@@ -13,9 +13,9 @@ from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab.command import run
 from shakespeare.own.trial.cases import CASES
-from shakespeare.own.trial.checking import environment
+from shakespeare.own.trial.judge import environment
 from shakespeare.own.trial.diagnosis import Finding
-from shakespeare.own.trial.worker import Verdict
+from shakespeare.own.trial.verdict import Verdict
 
 SECONDS = 60  # that a program under a sanitizer may take
 # Calls under AddressSanitizer, (Nq, Nk, d, heads, causal, threads): sizes that tiles do not divide.
@@ -87,7 +87,7 @@ def _cuda(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None
     if not tool:
         return "not searched: compute-sanitizer was not found on PATH", None
     env = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each matrix has bounds
-    words = [sys.executable, "-m", "shakespeare.own.trial.worker", "once", str(file.resolve())]
+    words = [sys.executable, "-m", "shakespeare.own.trial.player", "once", str(file.resolve())]
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--print-limit", "3", *words]
         said = "\n".join(run(command, SECONDS, stop, **env)[1:])

@@ -1,9 +1,4 @@
-"""How fast a user's kernel is, beside the parts and PyTorch, and what to do next.
-
-python -m shakespeare.own.trial.speed FILE SIZE
-
-measures in this process, which the kernel may crash, and prints Figures as JSON, as SIZE is.
-"""
+"""How fast a user's kernel is, beside the parts and PyTorch, and what to do next."""
 
 from __future__ import annotations
 
@@ -14,15 +9,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from shakespeare.lab.command import run
 from shakespeare.lab.text import size_text
-from shakespeare.own import kernel as kernels
-from shakespeare.own.trial.checking import environment, signalled
+from shakespeare.own.trial.diagnosis import Finding
+from shakespeare.own.trial.judge import environment, signalled
 
 SECONDS = 600  # that the measurement may take
-ROUNDS, MIN_TIME = 6, 0.06
+UNTIMED = "untimed"  # the kind of a finding that says nothing against a kernel
+UNMEASURED = (UNTIMED, "threads", "faster")  # the kinds that do not make a result wrong
 LADDER = {"cpu": ("part1", "part2", "part3", "part4"), "cuda": ("kernel1", "kernel2", "kernel3", "kernel4")}
 SMALLER = 16  # N is so many times smaller in the call that fits the first caches
 WIDER = 2  # d is so many times larger in the call that tells the softmax's time from the products'
@@ -90,6 +85,7 @@ class Figures:
     ms: medians of a call: 'own', the ladder's parts, sdpa. small_ms: at N / SMALLER; wide_ms: at WIDER * d.
     flops: of a call. peak: multiply-adds'. latency: seconds of a dependent one. lanes: of a vector. scratch,
     l2: bytes. moved: bytes of one head into each of two simulated caches; least: the fewest possible.
+    handing_ms: that handing a call over took more.
     """
 
     ms: dict[str, float]
@@ -104,6 +100,7 @@ class Figures:
     cpu: str
     device: str
     busy: str | None = None
+    handing_ms: float = 0.0
     moved: dict[str, float] | None = None
     least: float = 0.0
 
@@ -131,81 +128,19 @@ class Figures:
         return self.ms["own"] / self.small_ms / SMALLER**2 if self.small_ms else 1.0
 
 
-def measure(file: Path, size: Size, stop: Callable[[], bool] | None = None) -> Figures | str:
+def measure(file: Path, size: Size, stop: Callable[[], bool] | None = None) -> Figures | Finding:
     """The figures of a right kernel, or why there are none. Raises Stopped if stop()."""
-    command = [sys.executable, "-m", "shakespeare.own.trial.speed", str(file.resolve())]
+    command = [sys.executable, "-m", "shakespeare.own.trial.measuring", str(file.resolve())]
     command.append(json.dumps(asdict(size)))
     try:
         code, out, err = run(command, SECONDS, stop, **environment())
     except subprocess.TimeoutExpired:
-        return f"it was not timed: a call takes too long at N = {size.N}"
-    if code < 0:
-        return f"it crashed at N = {size.N}, d = {size.d}: {signalled(code)}"
+        return Finding(UNTIMED, f"it was not timed: a call takes too long at N = {size.N}")
     if code:
-        return f"it was not timed: {(err.splitlines() or ['no reason given'])[-1]}"
-    return Figures(**json.loads(out.splitlines()[-1]))
-
-
-def main(file: str, size: Size) -> None:
-    """Measure, and print Figures."""
-    import torch
-
-    from shakespeare.attention_ext import extension, processor
-    from shakespeare.lab import costs, machine
-    from shakespeare.lab.bench.cases import plan
-    from shakespeare.lab.bench.cuda import GpuBench
-    from shakespeare.lab.bench.measure import Bench
-
-    device, N, d = kernels.read(Path(file)).device, size.N, size.d
-    on_cpu = device == "cpu"
-
-    def cells(names: list[str], N: int, d: int) -> list[Any]:
-        options: dict[str, Any] = {} if on_cpu else {"l2s": ["warm"]}
-        options |= {"heads": size.heads, "masks": [size.causal], "threads": [size.threads], "device": device}
-        return plan(names, lengths=[N], widths=[d], **options)
-
-    planned = cells([file, *([] if size.alone else [*LADDER[device], "sdpa"])], N, d)
-    if on_cpu and not size.alone:
-        planned += cells([file], max(1, N // SMALLER), d) + cells([file], N, WIDER * d)
-    bench = (Bench if on_cpu else GpuBench)(planned, ROUNDS, MIN_TIME)
-    for _ in bench.run():
-        pass
-    results = {(r.cell.contender, r.cell.N, r.cell.d): r for r in bench.done.results}
-    ms = {at: 1e3 * r.median for at, r in results.items() if r.median is not None}
-    mine = results[file, N, d]
-    if mine.median is None:
-        raise SystemExit(f"{mine.status}, {mine.note}")
-    kernel, cell = kernels.loaded(Path(file)), mine.cell
-    native = isinstance(kernel, kernels.Native)
-    figures = Figures(
-        ms={"own" if name == file else name: t for (name, *at), t in ms.items() if at == [N, d]},
-        small_ms=ms.get((file, N // SMALLER, d)),
-        wide_ms=ms.get((file, N, WIDER * d)),
-        flops=cell.flops,
-        peak=bench.done.peak(cell),
-        latency=machine.fma_latency() if on_cpu else 0.0,
-        lanes=extension.size("lanes") if on_cpu else 1,
-        scratch=costs.scratch(file, cell.case()) if native else mine.scratch,
-        l2=processor.caches()[:2][-1].size,
-        cpu=processor.name() if on_cpu else torch.cuda.get_device_name(),
-        device=device,
-        busy=bench.done.busy,
-        moved=moved(cell) if size.cachegrind and native else None,
-        least=cell.least_traffic / size.heads,
-    )
-    print(json.dumps(asdict(figures)))
-
-
-def moved(cell: Any) -> dict[str, float] | None:
-    """The bytes of one head into the first two caches, by cachegrind."""
-    from shakespeare.attention_ext import processor
-    from shakespeare.lab import counters
-
-    first, last = processor.caches()[0], processor.caches()[:2][-1]
-    missed = counters.misses(cell.contender, cell.case(heads=1, threads=1), "auto", (first, last), SECONDS)
-    if missed.l1 is None or missed.last is None:
-        return None
-    return {f"L{first.level}": missed.l1, f"L{last.level}": missed.last}
+        why = signalled(code) if code < 0 else (err.splitlines() or ["no reason given"])[-1]
+        return Finding(UNTIMED, f"it was not timed: {why}")
+    said = json.loads(out.splitlines()[-1])
+    return Finding(**said) if "kind" in said else Figures(**said)
 
 
 def place(figures: Figures) -> str:
@@ -261,7 +196,3 @@ def bound(figures: Figures, size: Size, text: str) -> str:
     if 4 * scratch > figures.l2 * size.threads and rate > figures.peak / 3:
         return "scratch"
     return "sets" if "simd::multiply" in text else "registers"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Size(**json.loads(sys.argv[2])))

@@ -1,0 +1,251 @@
+"""The times of a user's kernel, which can't be faked: the judge's clock, new inputs in each call, kept outputs.
+
+A round is a burst of calls of each size, with an empty kernel's calls among them: their time is that of handing
+a call over, and is subtracted. When the clock has stopped, a random tenth of the outputs is compared, and the
+last ones. The CPU time of the player must fit the wall time of the calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import secrets
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shakespeare.lab import machine, timing
+from shakespeare.own import kernel as kernels
+from shakespeare.own.trial import cases
+from shakespeare.own.trial.cases import Array, Expected
+from shakespeare.own.trial.diagnosis import Finding
+from shakespeare.own.trial.judge import JIT_SECONDS, PAGE, Player, Wrong
+
+ROUNDS, MIN_TIME = 6, 0.06  # bursts, and seconds of all calls of a size
+MOST_CALLS = 40  # of a burst
+EMPTY_CALLS = 4  # of a burst
+COMPARED = 0.1  # share of the outputs that are compared
+MOST_SCORES = 2**22  # of a comparison; of more, random rows are compared
+MOST_KEPT = 2**28  # bytes of outputs of a size that are kept
+SLOTS = 4  # of matrices in the shared memory
+LINE = 64  # bytes
+JITTER = 64  # lines that a matrix may begin later in its slot
+MUCH_CPU = 1.1  # times the wall time and the threads
+CALL_CPU = 100e-6  # seconds of the player around a call, at least
+EMPTY = {
+    ".cpp": '#include "attention.h"\nvoid attention(const Attention&, float*) {}\n',
+    ".cu": '#include "call.h"\n#define BR 64\n#define THREADS 64\n'
+    'extern "C" __global__ void attention(const Call call) {}\n',
+    "torch": "import torch\n\n\ndef attention(q, k, v, causal, scale):\n    return q\n",
+    "numpy": "def attention(q, k, v, causal, scale):\n    return q\n",
+}
+
+
+@dataclass
+class Timed:
+    """The calls at one size. seconds: of each burst; paces: the machine's speed then. outs: by the seed."""
+
+    N: int
+    d: int
+    seconds: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
+    outs: list[tuple[int, Any]] = field(default_factory=list)
+    once: float = 0.0
+
+    @property
+    def median(self) -> float:
+        """The seconds of a call, with what handing it over takes."""
+        return timing.Samples(self.seconds, self.paces).median
+
+
+class Clock:
+    """Times a file's kernel at several sizes (N, d), the first one the size that counts. Ends its players."""
+
+    def __init__(self, file: Path, heads: int, sizes: list[tuple[int, int]], causal: bool, threads: int) -> None:
+        self.heads, self.causal, self.threads = heads, causal, threads
+        self.sizes = [Timed(N, d) for N, d in sizes]
+        self._empty = Timed(*sizes[0])
+        self._cpu = self._wall = 0.0
+        self._calls = self._rounds = 0
+        self._empty_cpu = list[float]()
+        self._load = machine.Load()
+        source = kernels.read(file)
+        with_torch = source.torch or source.device == "cuda"
+        self._compiling = JIT_SECONDS * source.compiling
+        kind = file.suffix.replace("ispc", "cpp") if file.suffix != ".py" else "torch" if with_torch else "numpy"
+        self._players = [Player(with_torch, threads) for _ in range(2)]
+        self._player, self._peer = self._players
+        with self._closing():
+            self._player.load(file)
+            suffix = kind if kind.startswith(".") else ".py"
+            self._peer.load(kernels.kept(f"empty{suffix}", EMPTY[kind]))
+            for _ in range(timing.WARM_UP_SAMPLES):
+                self._load.sample()
+            for timed in self.sizes:
+                self._call(self._player, timed, 600.0 + self._compiling)
+                timed.once = self._call(self._player, timed, 600.0)[0]
+            self._call(self._peer, self._empty, 600.0)
+
+    def __enter__(self) -> Clock:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for player in self._players:
+            player.close()
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def round(self) -> None:
+        """A burst of each size. Raises Wrong, Gone, RuntimeError as Player.call() does."""
+        if self._rounds == ROUNDS:
+            return
+        self._rounds += 1
+        for timed in self.sizes:
+            bytes_kept = 4 * self.heads * timed.N * timed.d
+            most = max(1, min(MOST_CALLS, MOST_KEPT // bytes_kept // ROUNDS))
+            count = max(1, min(most, math.ceil(MIN_TIME / ROUNDS / timed.once)))
+            before = self._load.sample(0, timing.PATIENCE)
+            with self._one_processor():
+                taken = [self._call(self._player, timed, 600.0) for _ in range(count)]
+            self._keep(timed, [seconds for seconds, _ in taken], before)
+            self._calls += count
+            self._wall += sum(seconds for seconds, _ in taken)
+            self._cpu += sum(cpu for _, cpu in taken)
+        before = self._load.sample(0, timing.PATIENCE)
+        with self._one_processor():
+            taken = [self._call(self._peer, self._empty, 600.0) for _ in range(EMPTY_CALLS)]
+        self._empty.outs.clear()
+        self._keep(self._empty, [seconds for seconds, _ in taken], before)
+        self._empty_cpu += [cpu - seconds for seconds, cpu in taken]
+
+    def _keep(self, timed: Timed, seconds: list[float], before: float) -> None:
+        timed.seconds.append(statistics.median(seconds))
+        timed.paces.append(min(before, self._load.sample()))
+
+    def finish(self) -> None:
+        """Make the rounds that are missing, and compare. Raises Wrong, and as round() does."""
+        while self._rounds < ROUNDS:
+            self.round()
+        self._player.settle()
+        for timed in self.sizes:
+            self._compare(timed)
+        extra = max(CALL_CPU, 3 * statistics.median(self._empty_cpu))
+        if self._cpu > MUCH_CPU * self.threads * self._wall + extra * self._calls:
+            used = f"the CPU time of {self._cpu / self._wall:.1f} threads around its calls"
+            raise Wrong(Finding("threads", f"not measured: it takes {used}, and {self.threads} may be used"))
+
+    @property
+    def handing(self) -> float:
+        """The seconds that handing a call over takes."""
+        return self._empty.median
+
+    def seconds(self, timed: Timed) -> float:
+        """Those of a call without handing it over; 0 if it takes no longer than that."""
+        return max(0.0, timed.median - self.handing)
+
+    def scratch(self) -> int | None:
+        """The floats of scratch that the file says."""
+        timed = self.sizes[0]
+        return self._player.scratch(1, self.heads, timed.N, timed.N, timed.d, self.causal, self.threads)
+
+    @contextlib.contextmanager
+    def _one_processor(self) -> Iterator[None]:
+        """With one thread, judge and player on one processor: its cache holds the inputs, and none must wake."""
+        if self.threads > 1 or not hasattr(os, "sched_setaffinity"):
+            yield
+            return
+        allowed = os.sched_getaffinity(0)
+        here = {ctypes.CDLL(None).sched_getcpu()} & allowed or allowed
+        for pid in (0, *(player.pid for player in self._players)):
+            os.sched_setaffinity(pid, here)
+        try:
+            yield
+        finally:
+            for pid in (0, *(player.pid for player in self._players)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(pid, allowed)
+
+    def _call(self, player: Player, timed: Timed, limit: float) -> tuple[float, float]:
+        """The seconds of a call with new inputs at a new place, and its CPU seconds; its output is kept."""
+        seed = secrets.randbits(64)
+        out, seconds, cpu = player.call(
+            inputs(seed, self.heads, timed.N, timed.d),
+            limit,
+            causal=self.causal,
+            scale=timed.d**-0.5,
+            threads=self.threads,
+            fill=math.nan,
+            scratch_fill=None,
+            place=places,
+        )
+        timed.outs.append((seed, out))
+        return seconds, cpu
+
+    def _compare(self, timed: Timed) -> None:
+        """Compare a random tenth of the outputs and the last one. Raises Wrong."""
+        count, random = len(timed.outs), secrets.SystemRandom()
+        chosen = sorted({*random.sample(range(count), max(1, round(COMPARED * count))), count - 1})
+        wrong = [n for n in chosen if not self._is_right(timed, *timed.outs[n])]
+        if not wrong:
+            return
+        seed, got = timed.outs[wrong[0]]
+        where = f"in a timed call, {self.heads} heads of N = {timed.N}, d = {timed.d}"
+        earlier = (n for n, (_, out) in enumerate(timed.outs[: wrong[0]]) if np.array_equal(out, got))
+        if np.isnan(got).any():
+            what = f"numbers of the output are missing when the call ends, {where}"
+        elif next(earlier, None) is not None:
+            what = f"it gives an earlier call's result for new inputs, {where}"
+        elif len(wrong) < len(chosen) or wrong[0] > 0 and self._is_right(timed, *timed.outs[0]):
+            what = f"it is right in some calls and wrong in others, {where}: call {wrong[0] + 1} of {count}"
+        else:
+            what = f"it is right in the cases and wrong {where}"
+        raise Wrong(Finding("late" if "missing" in what else "changes", what))
+
+    def _is_right(self, timed: Timed, seed: int, got: Array) -> bool:
+        given = inputs(seed, self.heads, timed.N, timed.d)
+        return all(expected.allows(got[0, h, rows]) for h, rows, expected in sampled(given, self.causal))
+
+
+def inputs(seed: int, heads: int, N: int, d: int) -> dict[str, Array]:
+    """q, k and v (1, heads, N, d) of normal numbers."""
+    random = np.random.Generator(np.random.SFC64(seed))
+    return {name: random.standard_normal((1, heads, N, d), np.float32) for name in "qkv"}
+
+
+def sampled(given: dict[str, Array], causal: bool) -> Iterator[tuple[int, NDArray[np.int64], Expected]]:
+    """For each head random rows, and what is expected of them; all rows where that is MOST_SCORES at most."""
+    q, k, v = given.values()
+    _, heads, N, d = q.shape
+    count = max(1, min(N, MOST_SCORES // (heads * N)))
+    for h in range(heads):
+        rows = np.sort(np.random.default_rng(secrets.randbits(64)).choice(N, count, replace=False))
+        seen = np.arange(N) <= rows[:, None] if causal else np.ones((count, N), bool)
+        mine = [q[0, h, rows], k[0, h], v[0, h]]
+        wide = [t.astype(np.float64) for t in mine]
+        exact = cases.attention(wide[0], wide[1], wide[2], seen, d**-0.5)
+        peer = cases.attention(mine[0], mine[1], mine[2], seen, np.float32(d**-0.5))
+        yield h, rows, cases.beside(exact, peer, 1e-6)
+
+
+def places(sizes: list[int]) -> tuple[list[int], int]:
+    """Offsets in a random slot of the shared memory, each by some cache lines from the slot's own."""
+    room = [-(-n // PAGE) * PAGE + JITTER * LINE for n in sizes]
+    start, offsets = secrets.randbelow(SLOTS) * sum(room), []
+    for n in room:
+        offsets.append(start + LINE * secrets.randbelow(JITTER))
+        start += n
+    return offsets, SLOTS * sum(room)

@@ -1,0 +1,122 @@
+"""Measures a user's kernel: the judge's side, in a process that does not run the file.
+
+python -m shakespeare.own.trial.measuring FILE SIZE
+
+prints speed.Figures or a Finding as JSON, as SIZE is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from shakespeare.attention_ext import extension, processor
+from shakespeare.lab import counters, machine
+from shakespeare.lab.bench.cases import plan
+from shakespeare.lab.bench.cell import Cell
+from shakespeare.lab.bench.measure import Bench
+from shakespeare.own import kernel as kernels
+from shakespeare.own.trial.clock import MIN_TIME, ROUNDS, Clock
+from shakespeare.own.trial.diagnosis import Finding
+from shakespeare.own.trial.judge import Gone, Wrong, close_this_process
+from shakespeare.own.trial.speed import LADDER, SECONDS, SMALLER, UNTIMED, WIDER, Figures, Size
+
+PEAK_TRIES = 4  # measurements of the peak before a kernel is faster
+
+
+def main(file: Path, size: Size) -> Figures | Finding:
+    """Measure; this process does not run the file."""
+    at = f"at N = {size.N}, d = {size.d}"
+    close_this_process()
+    try:
+        return (_on_cpu if kernels.read(file).device == "cpu" else _on_gpu)(file, size)
+    except Wrong as error:
+        return error.finding
+    except Gone as error:
+        return Finding(error.finding.kind, f"{error.finding.sentence}, {at}")
+    except RuntimeError as error:
+        return Finding(UNTIMED, f"it was not timed: {str(error).splitlines()[0]}")
+
+
+def cells(names: Sequence[str], size: Size, **options: Any) -> list[Cell]:
+    """Those of the contenders at the timed size."""
+    options |= {"heads": size.heads, "masks": [size.causal], "threads": [size.threads]}
+    return plan(names, lengths=[size.N], widths=[size.d], **options)
+
+
+def timed(bench: Any, round: Callable[[], None]) -> dict[str, float]:
+    """The milliseconds of a bench's contenders, which take turns with a file's rounds."""
+    turns = max(1, len(bench.cells))
+    for turn, _ in enumerate(bench.run()):
+        if turn % turns == 0:
+            round()
+    return {r.cell.contender: 1e3 * r.median for r in bench.done.results if r.median is not None}
+
+
+def _on_cpu(file: Path, size: Size) -> Figures | Finding:
+    N, d, threads = size.N, size.d, size.threads
+    alike = [] if size.alone else [(max(1, N // SMALLER), d), (N, WIDER * d)]
+    planned = cells(["part4"] if size.alone else [*LADDER["cpu"], "sdpa"], size)
+    cell, load = replace(planned[0], contender=str(file)), machine.Load()
+    with Clock(file, size.heads, [(N, d), *alike], size.causal, threads) as clock:
+        bench = Bench(planned, ROUNDS, MIN_TIME)
+        ms = {} if size.alone else timed(bench, clock.round)
+        clock.finish()
+        seconds = [*map(clock.seconds, clock.sizes)]
+        scratch = 4 * floats if (floats := clock.scratch()) is not None else None
+    peak = machine.fma_peak(threads=threads)
+    limit = max(peak, machine.amx_peak(threads) / 3)  # float32 as three products of bfloat16
+    read = cell.least_traffic * 3 / 4  # without the output
+    for _ in range(PEAK_TRIES):  # of a machine that was busy
+        reading = read / machine.read_bandwidth(int(read), threads)
+        if cell.flops <= limit * seconds[0] and reading <= seconds[0]:
+            break
+        peak = max(peak, machine.fma_peak(threads=threads))
+        limit = max(limit, peak)
+    else:
+        if seconds[0] < clock.handing:
+            what = f"a call takes less than handing it over does, {1e6 * clock.handing:.2g} us"
+            return Finding(UNTIMED, f"it was not timed: {what}; a larger -N takes longer")
+        return faster(cell.flops / seconds[0], limit)
+    small, wide = [1e3 * s if s else None for s in seconds[1:]] or (None, None)
+    native = file.suffix != ".py"
+    return Figures(
+        ms=ms | {"own": 1e3 * seconds[0]},
+        small_ms=small,
+        wide_ms=wide,
+        flops=cell.flops,
+        peak=peak,
+        latency=machine.fma_latency(),
+        lanes=extension.size("lanes"),
+        scratch=scratch,
+        l2=processor.caches()[:2][-1].size,
+        cpu=processor.name(),
+        device="cpu",
+        busy=machine.busy(load, [peak, machine.fma_peak(threads=threads)], threads),
+        moved=moved(cell) if size.cachegrind and native else None,
+        least=cell.least_traffic / size.heads,
+        handing_ms=1e3 * clock.handing,
+    )
+
+
+def faster(rate: float, limit: float) -> Finding:
+    """Why a speed is none."""
+    what = f"{rate / 1e9:.3g} GFLOP/s, and its peak is {limit / 1e9:.3g}"
+    return Finding("faster", f"not measured: faster than this processor can be ({what})")
+
+
+def moved(cell: Any) -> dict[str, float] | None:
+    """The bytes of one head into the first two caches, by cachegrind."""
+    first, last = processor.caches()[0], processor.caches()[:2][-1]
+    missed = counters.misses(cell.contender, cell.case(heads=1, threads=1), "auto", (first, last), SECONDS)
+    if missed.l1 is None or missed.last is None:
+        return None
+    return {f"L{first.level}": missed.l1, f"L{last.level}": missed.last}
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(main(Path(sys.argv[1]), Size(**json.loads(sys.argv[2]))))))

@@ -1,0 +1,289 @@
+"""The measured process: loads a user's file, and calls it with matrices in memory that the judge shares.
+
+python -m shakespeare.own.trial.player COMMANDS ANSWERS MEMORY [torch]
+
+The three are file descriptors. A line of COMMANDS is GO, or a request as JSON, such as {"load": ...}; each gets
+a line in ANSWERS: DONE, or JSON. This process decides nothing and has no clock: the kernel may do with it what
+it wants. judge.Player is its other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.parts import BuildError
+from shakespeare.own import kernel as kernels
+from shakespeare.own.trial import cases
+from shakespeare.own.trial.cases import CASES, Array
+
+GO, DONE = b"go\n", b".\n"
+PAGE = mmap.PAGESIZE
+COMPILED_FOR = "sm_80"  # without a GPU
+ONCE = 13  # cases that compute-sanitizer watches
+GUARD = 1024  # floats of NaN after each matrix on a GPU
+DIES_WITH_PARENT, NO_NEW_PRIVILEGES, CAPBSET_DROP = 1, 38, 24  # of Linux's prctl()
+KEPT_CAPABILITIES = 0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: a container's root reads its user's files
+LATER_CAPABILITIES = 64
+
+
+class Caller:
+    """A loaded kernel, and the call that GO makes."""
+
+    def __init__(self, file: Path, library: Path | None) -> None:
+        self.source = kernels.read(file)
+        self.kernel = kernels.Native(file, library) if library else kernels.loaded(file)
+        self.guard = GUARD if isinstance(self.kernel, kernels.OnCuda) else 0
+        self.result: Any = None  # that of the last call in Python
+        self._scratch = np.empty(0, np.float32)
+        if self.source.device == "cuda" and not isinstance(self.kernel, kernels.Native):
+            check_gpu(self.kernel)
+
+    def prepare(
+        self, q: Array, k: Array, v: Array, out: Array, causal: bool, scale: float, threads: int, fill: float | None
+    ) -> Callable[[], None]:
+        """What GO calls. fill: what new scratch holds, which ends where memory ends; None keeps the last one."""
+        kernel: Any = self.kernel
+        if isinstance(kernel, kernels.Native):
+            floats = kernel.scratch(*q.shape[:3], *k.shape[2:], causal, threads)
+            if fill is not None:
+                self._scratch = guarded(floats, fill)
+            elif len(self._scratch) != floats:
+                self._scratch = np.ones(floats, np.float32)
+            whole = {"threads": threads, "out": out, "scratch": self._scratch}
+            return kernel.prepared(q, k, v, causal, scale, **whole)
+        if self.source.device == "cuda":
+            return self._on_gpu([q, k, v], out, (causal, scale))
+        given: Sequence[Any] = (q, k, v)
+        if kernel.takes_tensors:
+            import torch
+
+            torch.set_num_threads(threads)
+            given = [*map(torch.from_numpy, given)]
+
+        def call() -> None:
+            self.result = kernel(*given, causal, scale)
+            self.copy(out)
+
+        return call
+
+    def copy(self, out: Array) -> None:
+        """Copy the last result."""
+        if self.result is not None:
+            np.copyto(out, self.result.detach().cpu().numpy() if self.kernel.takes_tensors else self.result)
+
+    def _on_gpu(self, given: Sequence[Array], out: Array, asked: tuple[bool, float]) -> Callable[[], None]:
+        """A call on a GPU, where `guard` numbers that are NaN follow each matrix."""
+        import torch
+
+        def call() -> None:
+            whole, views = [], []
+            for t in (*given, out):
+                strides = [stride // 4 for stride in t.strides]
+                count = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, strides))
+                flat = np.lib.stride_tricks.as_strided(t, (count,), (4,))  # with what lies between its rows
+                padded = np.concatenate([flat, np.full(self.guard, np.nan, np.float32)])
+                whole.append(torch.from_numpy(padded).to("cuda"))
+                views.append(whole[-1].as_strided(t.shape, strides))
+            bits = [t.view(torch.int32) for t in whole]  # NaN is not equal to itself
+            before = [t.clone() for t in bits]
+            into = {"out": views[3]} if isinstance(self.kernel, kernels.OnCuda) else {}
+            self.result = self.kernel(*views[:3], *asked, **into)
+            torch.cuda.synchronize()
+            for name, now, then, mine in zip(("q", "k", "v", "out"), bits, before, (*given, out)):
+                same = (now == then).cpu()
+                if not same[len(same) - self.guard :].all():
+                    raise RuntimeError(f"out of bounds: it writes beyond {name}")
+                if name != "out" and not same.all():
+                    mine[...] = np.nan  # the judge sees it
+            self.copy(out)
+
+        return call
+
+    def on_gpu_memory(self, handles: dict[str, Any], asked: tuple[bool, float]) -> Callable[[], None]:
+        """A call with the judge's own memory on the GPU, (handle, shape) by name, which ends when the GPU has."""
+        import torch
+
+        q, k, v, out = (shared_tensor(*handles[name]) for name in ("q", "k", "v", "out"))
+        in_place = isinstance(self.kernel, kernels.OnCuda)
+
+        def call() -> None:
+            if in_place:
+                self.kernel(q, k, v, *asked, out=out)
+            else:
+                out.copy_(self.kernel(q, k, v, *asked))
+            torch.cuda.synchronize()
+
+        return call
+
+
+def shared_tensor(handle: str, shape: Sequence[int]) -> Any:
+    """A tensor in another process's memory on the GPU."""
+    import torch
+
+    from shakespeare.attention_ext.cuda import gpu
+
+    class Shared:
+        __cuda_array_interface__ = {
+            **{"shape": tuple(shape), "typestr": "<f4", "version": 3},
+            "data": (gpu.opened(bytes.fromhex(handle)), False),
+        }
+
+    return torch.as_tensor(Shared(), device="cuda")
+
+
+def guarded(floats: int, fill: float) -> Array:
+    """Memory that ends where memory ends: reading or writing beyond it ends the process."""
+    size = -(-4 * floats // PAGE) * PAGE
+    memory = mmap.mmap(-1, size + PAGE)
+    array = np.frombuffer(memory, np.float32, floats, size - 4 * floats)
+    protect(memory, [size], 0)
+    array[...] = fill
+    return array
+
+
+def protect(memory: mmap.mmap, pages: Iterable[int], flags: int) -> None:
+    """Give the pages at these offsets other rights: 0 for none."""
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for page in pages:
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page), ctypes.c_size_t(PAGE), flags)
+
+
+def check_gpu(kernel: Any) -> None:
+    """Raise BuildError if there is no GPU, or if CUDA's compiler refuses the kernel."""
+    from shakespeare.attention_ext.cuda import gpu
+
+    try:
+        gpu.check_gpu()
+    except BuildError:
+        if isinstance(kernel, kernels.InPython):
+            raise
+        _, resources = kernel.source(64, COMPILED_FOR).compile()
+        what = f"it compiles for {COMPILED_FOR}, with {resources.registers} registers, and is not tried"
+        raise BuildError(f"{what}: no GPU and driver are found here (see nvidia-smi)") from None
+    if not isinstance(kernel, kernels.OnCuda):
+        return
+    major, minor = gpu.gpu(0).capability
+    nvrtc.make_all(kernel.source(d, f"sm_{major}{minor}") for d in {case.d for case in CASES})
+
+
+def once(file: Path) -> None:
+    """Call a file's kernel in this process, for compute-sanitizer."""
+    caller = Caller(file, None)
+    caller.guard = 0
+    for case in CASES[:ONCE]:
+        q, k, v = cases.inputs(case)
+        caller.prepare(q, k, v, np.empty(q.shape, np.float32), case.causal, case.applied, 1, None)()
+
+
+def give_up_rights() -> None:
+    """Lose what root may do with another process's memory: then the judge's is closed to the kernel."""
+    with contextlib.suppress(AttributeError):  # not Linux
+        c = ctypes.CDLL(None)
+        c.prctl(DIES_WITH_PARENT, signal.SIGKILL)
+        c.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+        for capability in range(LATER_CAPABILITIES):
+            if not KEPT_CAPABILITIES >> capability & 1:
+                c.prctl(CAPBSET_DROP, capability, 0, 0, 0)
+        header, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        c.capget(header, rights)
+        rights[:] = [rights[0] & KEPT_CAPABILITIES, rights[1] & KEPT_CAPABILITIES, 0, 0, 0, 0]
+        c.capset(header, rights)
+
+
+class Desk:
+    """Answers requests."""
+
+    def __init__(self, memory: int) -> None:
+        self._file, self._memory, self._guards = memory, mmap.mmap(-1, PAGE), list[int]()
+        self._caller: Any = None
+        self._call: Callable[[], object] = lambda: None
+        self._out: Any = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what is asked. Raises BuildError if a file cannot be loaded, RuntimeError as the kernel does."""
+        if "load" in request:
+            if most := request["most_memory"]:
+                with contextlib.suppress(OSError, ValueError):
+                    mapped = PAGE * int(Path("/proc/self/statm").read_text().split()[0])
+                    resource.setrlimit(resource.RLIMIT_AS, (mapped + most,) * 2)
+            self._caller = Caller(Path(request["load"]), request["library"] and Path(request["library"]))
+        elif "gpu" in request:
+            self._call = self._caller.on_gpu_memory(request["gpu"], (request["causal"], request["scale"]))
+        elif "again" in request:
+            self._caller.copy(self._out)
+        elif "scratch" in request:
+            native = isinstance(self._caller.kernel, kernels.Native)
+            return {"floats": self._caller.kernel.scratch(*request["scratch"]) if native else None}
+        else:
+            self._prepare(**request)
+        return {}
+
+    def _prepare(self, size: int, arrays: dict[str, Any], guards: list[int], **asked: Any) -> None:
+        if size != len(self._memory):
+            populated = getattr(mmap, "MAP_POPULATE", 0)  # no page is new in a timed call
+            self._memory = mmap.mmap(self._file, size, mmap.MAP_SHARED | populated)
+        protect(self._memory, self._guards, mmap.PROT_READ | mmap.PROT_WRITE)
+        protect(self._memory, guards, 0)
+        self._guards = guards
+        views = {
+            name: np.ndarray(shape, np.float32, self._memory, offset, strides)
+            for name, (offset, shape, strides) in arrays.items()
+        }
+        self._out = views["out"]
+        self._call = self._caller.prepare(**views, **asked)
+
+    def go(self) -> None:
+        """Make the prepared call."""
+        self._call()
+
+
+def main(commands: int, answers: int, memory: int, *words: str) -> None:
+    """Warm up, and answer requests until there are no more."""
+    give_up_rights()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if "torch" in words:
+        with contextlib.suppress(Exception):  # the load says why
+            import torch
+
+            if torch.cuda.is_available():
+                torch.zeros(1, device="cuda")
+                nvrtc.versions()
+    desk, read, write, go, text = Desk(memory), os.read, os.write, None, b""
+    go = desk.go
+    while True:
+        text += read(commands, 1 << 16)
+        if not text:
+            break
+        if not text.endswith(b"\n"):
+            continue
+        answer = DONE
+        try:
+            if text == GO:
+                go()
+            else:
+                answer = json.dumps(said).encode() + b"\n" if (said := desk.answer(json.loads(text))) else DONE
+        except BuildError as error:
+            answer = json.dumps({"refused": str(error), "output": error.output}).encode() + b"\n"
+        except Exception as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            answer = json.dumps({"raised": why[:2000]}).encode() + b"\n"
+        write(answers, answer)
+        text = b""
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    once(Path(sys.argv[2])) if sys.argv[1] == "once" else main(*map(int, sys.argv[1:4]), *sys.argv[4:])
