@@ -43,7 +43,8 @@ class Recipe:
     name: of the directory, before the fingerprint. what: for messages. sources: in C++ and ISPC. folders: of
     headers; every file in them enters the fingerprint, as those `beside` do. includes: other header folders.
     link: the linker's arguments. ispc: its command. versions: of packages whose headers are included. needs:
-    a recipe whose objects are also linked.
+    a recipe whose objects are also linked. loaded: a library is loaded after it was made, to see that it can be;
+    a user's would run code of its own then.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Recipe:
     ispc: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
     needs: "Recipe | None" = None
+    loaded: bool = True
 
     def path(self) -> Path:
         """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""
@@ -112,7 +114,7 @@ class Recipe:
         cache.prune(folder)
         if self.path() != named:
             raise _Saved
-        if file.suffix == ".so":
+        if self.loaded and file.suffix == ".so":
             try:
                 ctypes.CDLL(str(file))  # a renamed library is not loaded twice
             except OSError as error:
@@ -259,6 +261,7 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
         link=link,
         ispc=(ispc, f"--target={target}", *FLAGS_OF_ISPC, *debug) if ispc else (),
         needs=base,
+        loaded=False,
     )
 
 

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -93,8 +93,21 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+class Cpu(NamedTuple):
+    """CPU seconds of a player: of all, and of its first thread; 0 where the system does not say it."""
+
+    total: float
+    main: float
+
+    def since(self, before: Cpu) -> Cpu:
+        """What was taken after `before`."""
+        return Cpu(self.total - before.total, self.main - before.main)
+
+
 class Player:
     """A process that makes calls. threads: for which libraries may start threads of their own."""
+
+    every: ClassVar[set[Player]] = set()
 
     def __init__(self, with_torch: bool = False, threads: int | None = None) -> None:
         close_this_process()
@@ -114,6 +127,7 @@ class Player:
         nothing: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         self._process = subprocess.Popen(command, **nothing, env=env, pass_fds=given, start_new_session=True)
         self.pid = self._process.pid
+        Player.every.add(self)
         os.close(commands)
         os.close(answers)
 
@@ -123,6 +137,7 @@ class Player:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
+        Player.every.discard(self)
         for descriptor in (self._commands, self._answers, self._file):
             os.close(descriptor)
 
@@ -149,8 +164,8 @@ class Player:
         fill: float = FILL,
         scratch_fill: float | None = np.nan,
         place: Callable[[Sequence[int]], tuple[list[int], int]] | None = None,
-    ) -> tuple[Array, float, float]:
-        """The output of a call, its seconds, and the CPU seconds that the player took from the inputs on.
+    ) -> tuple[Array, float, Cpu]:
+        """The output of a call, its seconds, and the CPU time that the player took from the inputs on.
 
         inputs: q, k and v, which may be views of one matrix. seconds: after which it is endless. fill: of out
         before the call. place: gives the offsets of matrices of so many bytes in the shared memory, and its
@@ -186,7 +201,7 @@ class Player:
         self._last = shared, out
         if not all(np.array_equal(copy, t) for copy, t in zip(copies, whole.values())):
             raise Wrong(Finding("inputs", "the kernel writes into q, k or v"))
-        return out, taken, self.cpu_seconds() - before
+        return out, taken, self.cpu_seconds().since(before)
 
     def go(self, seconds: float) -> float:
         """The seconds of the prepared call, after which the player is stopped. Raises as call() does."""
@@ -262,13 +277,18 @@ class Player:
             self._stopped = False
             os.kill(self.pid, signal.SIGCONT)
 
-    def cpu_seconds(self) -> float:
-        """The CPU time that the player and its children have taken; 0 where the system does not say it."""
-        total = 0.0
-        for pid in (self.pid, *descendants(self.pid)):
-            with contextlib.suppress(OSError):
+    def cpu_seconds(self) -> Cpu:
+        """The CPU time so far, with that of the player's children, and of processes that it gave to the judge."""
+        total = main = 0.0
+        mine = {pid for player in Player.every for pid in (player.pid, *descendants(player.pid))}
+        strangers = set(descendants(os.getpid())) - mine
+        with contextlib.suppress(OSError, ValueError):  # not Linux
+            for pid in (self.pid, *descendants(self.pid), *strangers):
                 total += time.clock_gettime((~pid << 3) | PROCESS_CLOCK)
-        return total
+            main = 1e-9 * int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0])
+            ended_children = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[13:15]
+            total += sum(map(int, ended_children)) / os.sysconf("SC_CLK_TCK")
+        return Cpu(total, main)
 
 
 MALFORMED = Finding("crash", "the kernel writes into the pipe through which it is called")
