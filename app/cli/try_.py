@@ -124,6 +124,9 @@ def explain(
         say(report.memory(verdict))
         if verdict.right:
             figures = speed.measure(file, size, stop)
+            if isinstance(figures, speed.Figures) and figures.library and not verdict.library:
+                verdict.library = figures.library
+                say(report.line("library", figures.library))
             if isinstance(figures, Finding) and figures.kind not in speed.UNMEASURED:
                 verdict.add(figures)
                 say(report.verdict(file, verdict))

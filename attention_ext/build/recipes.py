@@ -103,11 +103,18 @@ class Recipe:
         digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
         return (self.needs._digests() if self.needs else {}) | digests
 
+    def first_object(self) -> Path:
+        """The object of the first source, which stays after make()."""
+        return self._folder() / self.objects()[0].name
+
+    def _folder(self) -> Path:
+        """The folder of the objects."""
+        version, machine = toolchain.version(*self.compiler), processor.capabilities()
+        identity = cache.fingerprint([shlex.join(self.compiler), version, machine, str(ROOT)])
+        return cache.real(cache.directory()) / f"attention_ext_objects_{identity}"
+
     def _compiled(self, work: Path, named: Path) -> Path:
-        compiler, file = self.compiler, work / self.file
-        version, machine = toolchain.version(*compiler), processor.capabilities()
-        identity = cache.fingerprint([shlex.join(compiler), version, machine, str(ROOT)])
-        folder = named.parent.parent / f"attention_ext_objects_{identity}"
+        compiler, file, folder = self.compiler, work / self.file, self._folder()
         digests = {str(path): digest for path, digest in self._digests().items()}
         link = (*self.link, *toolchain.libraries(compiler))
         ninja.build(folder, self.objects(), compiler, link, file, digests)

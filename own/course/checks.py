@@ -97,6 +97,8 @@ def _attention(
     figures = speed.measure(file, SIZES[kernels.read(file).device])
     if not isinstance(figures, Figures):
         raise Failed(figures.sentence)
+    if library := verdict.library or figures.library:
+        raise Failed(library)
     result.ms, result.share = figures.ms["own"], figures.share
     note = f"{result.ms:.3g} ms, {100 * figures.share:.3g} % of the FMA peak "
     result.note = f"{note}({figures.peak / 1e9:.3g} GFLOP/s), {figures.cpu}"

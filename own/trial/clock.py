@@ -71,7 +71,7 @@ class Clock:
     """Times a file's kernel at several sizes (N, d), the first one the size that counts. Ends its players."""
 
     def __init__(self, file: Path, heads: int, sizes: list[tuple[int, int]], causal: bool, threads: int) -> None:
-        self.heads, self.causal, self.threads = heads, causal, threads
+        self._file, self.heads, self.causal, self.threads = file, heads, causal, threads
         self.sizes = [Timed(N, d) for N, d in sizes]
         self._empty = Timed(*sizes[0])
         self._taken = list[tuple[float, Cpu]]()
@@ -164,6 +164,10 @@ class Clock:
     def seconds(self, timed: Timed) -> float:
         """Those of a call without handing it over; 0 if it takes no longer than that."""
         return max(0.0, timed.median - self.handing)
+
+    def library(self) -> str:
+        """That the file calls another's attention: a sentence, or ''."""
+        return self._player.library(self._file)
 
     def scratch(self) -> int | None:
         """The floats of scratch that the file says."""

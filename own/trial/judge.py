@@ -31,7 +31,7 @@ from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab.command import IMPORTS
 from shakespeare.own import kernel as kernels
-from shakespeare.own.trial import cases, diagnosis
+from shakespeare.own.trial import cases, diagnosis, library
 from shakespeare.own.trial.cases import Array, Case, Floats
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.player import DONE, GO, PAGE
@@ -116,11 +116,13 @@ class Player:
         self._memory = mmap.mmap(-1, PAGE)
         self._last: tuple[Array, Array] | None = None  # out in the shared memory, and as it was when the call ended
         self._stopped = False
-        ends = os.pipe(), os.pipe()
-        (commands, self._commands), (self._answers, answers) = ends
+        commands, self._commands = os.pipe()
+        self._answers, answers = os.pipe()
+        self._notes, notes = os.pipe()
+        os.set_blocking(self._notes, False)
         self._poll = select.poll()
         self._poll.register(self._answers, select.POLLIN | select.POLLHUP)
-        given = (commands, answers, self._file)
+        given = (commands, answers, notes, self._file)
         command = [sys.executable, "-m", "shakespeare.own.trial.player", *map(str, given), *["torch"] * with_torch]
         libraries = ("OMP", "OPENBLAS", "MKL", "NUMBA") if threads else ()
         env = environment() | {f"{name}_NUM_THREADS": str(threads) for name in libraries}
@@ -128,8 +130,8 @@ class Player:
         self._process = subprocess.Popen(command, **nothing, env=env, pass_fds=given, start_new_session=True)
         self.pid = self._process.pid
         Player.every.add(self)
-        os.close(commands)
-        os.close(answers)
+        for descriptor in given[:-1]:
+            os.close(descriptor)
 
     def close(self) -> None:
         """End the process and what it has started."""
@@ -138,7 +140,7 @@ class Player:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         Player.every.discard(self)
-        for descriptor in (self._commands, self._answers, self._file):
+        for descriptor in (self._commands, self._answers, self._notes, self._file):
             os.close(descriptor)
 
     @property
@@ -228,6 +230,13 @@ class Player:
         if self._last and not np.array_equal(*self._last, equal_nan=True):
             self._last = None
             raise Wrong(LATE)
+
+    def library(self, file: Path) -> str:
+        """That the loaded file calls another's attention: a sentence, or ''."""
+        names = library.in_text(file) | library.in_memory(self.pid, self.with_torch)
+        with contextlib.suppress(BlockingIOError):
+            names |= {name for name in os.read(self._notes, 1 << 12).decode(errors="replace").split("\n") if name}
+        return library.sentence(names)
 
     def scratch(self, *sizes: int) -> int | None:
         """The floats of scratch that the file says, for B, H, Nq, Nk, d, causal and threads; None for Python."""
@@ -410,6 +419,7 @@ class Checker:
             player.load(file, MOST_MEMORY if source.device == "cpu" else None)
             beside.join()
             tried(run, player.settle, chosen, seconds, verdict)
+            verdict.library = player.library(file)
         except BuildError as error:
             verdict.refused, verdict.output = str(error), error.output
         except (Gone, Wrong) as error:

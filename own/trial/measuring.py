@@ -68,6 +68,7 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
         clock.finish()
         seconds = [*map(clock.seconds, clock.sizes)]
         scratch = 4 * floats if (floats := clock.scratch()) is not None else None
+        library = clock.library()
     peak = machine.fma_peak(threads=threads)
     limit = max(peak, machine.amx_peak(threads) / 3)  # float32 as three products of bfloat16
     read = cell.least_traffic * 3 / 4  # without the output
@@ -100,6 +101,7 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
         moved=moved(cell) if size.cachegrind and native else None,
         least=cell.least_traffic / size.heads,
         handing_ms=1e3 * clock.handing,
+        library=library,
     )
 
 

@@ -1,9 +1,9 @@
 """The measured process: loads a user's file, and calls it with matrices in memory that the judge shares.
 
-python -m shakespeare.own.trial.player COMMANDS ANSWERS MEMORY [torch]
+python -m shakespeare.own.trial.player COMMANDS ANSWERS NOTES MEMORY [torch]
 
-The three are file descriptors. A line of COMMANDS is GO, or a request as JSON, such as {"load": ...}; each gets
-a line in ANSWERS: DONE, or JSON. This process decides nothing and has no clock: the kernel may do with it what
+The four are file descriptors. A line of COMMANDS is GO, or a request as JSON, such as {"load": ...}; each gets
+a line in ANSWERS: DONE, or JSON. NOTES has a line for each call of another's attention. This process decides nothing and has no clock: the kernel may do with it what
 it wants. judge.Player is its other side.
 """
 
@@ -26,7 +26,7 @@ import numpy as np
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.own import kernel as kernels
-from shakespeare.own.trial import cases
+from shakespeare.own.trial import cases, library
 from shakespeare.own.trial.cases import CASES, Array
 
 GO, DONE = b"go\n", b".\n"
@@ -250,7 +250,7 @@ class Desk:
         self._call()
 
 
-def main(commands: int, answers: int, memory: int, *words: str) -> None:
+def main(commands: int, answers: int, notes: int, memory: int, *words: str) -> None:
     """Warm up, and answer requests until there are no more."""
     give_up_rights()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -261,8 +261,15 @@ def main(commands: int, answers: int, memory: int, *words: str) -> None:
             if torch.cuda.is_available():
                 torch.zeros(1, device="cuda")
                 nvrtc.versions()
-    desk, read, write, go, text = Desk(memory), os.read, os.write, None, b""
-    go = desk.go
+    desk, read, write, text = Desk(memory), os.read, os.write, b""
+    go, known = desk.go, set[str]()
+
+    def note(name: str) -> None:
+        if name not in known:
+            known.add(name)
+            write(notes, f"{name}\n".encode())
+
+    library.watch(note, "torch" in words)
     while True:
         text += read(commands, 1 << 16)
         if not text:
@@ -286,4 +293,4 @@ def main(commands: int, answers: int, memory: int, *words: str) -> None:
 
 
 if __name__ == "__main__":
-    once(Path(sys.argv[2])) if sys.argv[1] == "once" else main(*map(int, sys.argv[1:4]), *sys.argv[4:])
+    once(Path(sys.argv[2])) if sys.argv[1] == "once" else main(*map(int, sys.argv[1:5]), *sys.argv[5:])

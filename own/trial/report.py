@@ -37,6 +37,7 @@ def verdict(file: Path, outcome: Verdict) -> str:
         return f"{outcome.output}{file.name} does not run: {outcome.refused}"
     if outcome.right:
         lines = [f"{file.name} is right in {counted(outcome.tried, 'case')}"]
+        lines += [line("library", outcome.library)] if outcome.library else []
     else:
         at = line("first at" if outcome.shown else "at", outcome.at or "the start")
         lines = [f"{file.name} is wrong", at, *(_shown(outcome.shown) if outcome.shown else ())]
@@ -110,7 +111,7 @@ def as_json(file: Path, outcome: Verdict, figures: Figures | Finding | None, siz
     known: dict[str, Any] = {"file": str(file), "right": outcome.right, "refused": outcome.refused or None}
     known |= {"tried": outcome.tried, "skipped": outcome.skipped, "at": outcome.at if outcome.wrong else None}
     known |= {"finding": outcome.finding and asdict(outcome.finding), "first_wrong": outcome.shown}
-    known |= {"memory": outcome.memory, "size": asdict(size)}
+    known |= {"memory": outcome.memory, "library": outcome.library, "size": asdict(size)}
     if isinstance(figures, Figures):
         what, page = hint(figures, size, file.read_text(errors="replace"))
         known["speed"] = asdict(figures) | {"share": figures.share, "place": place(figures)}

@@ -85,7 +85,7 @@ class Figures:
     ms: medians of a call: 'own', the ladder's parts, sdpa. small_ms: at N / SMALLER; wide_ms: at WIDER * d.
     flops: of a call. peak: multiply-adds'. latency: seconds of a dependent one. lanes: of a vector. scratch,
     l2: bytes. moved: bytes of one head into each of two simulated caches; least: the fewest possible.
-    handing_ms: that handing a call over took more.
+    handing_ms: that handing a call over took more. library: as Verdict's.
     """
 
     ms: dict[str, float]
@@ -101,6 +101,7 @@ class Figures:
     device: str
     busy: str | None = None
     handing_ms: float = 0.0
+    library: str = ""
     moved: dict[str, float] | None = None
     least: float = 0.0
 

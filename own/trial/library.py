@@ -1,0 +1,117 @@
+"""Whose attention a file calls: another library's, or a part of this project, is not a kernel of its own.
+
+watch() runs in the player before the file is loaded; the rest is the judge's.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from shakespeare.attention_ext.build import recipes
+from shakespeare.attention_ext.parts import PARTS
+
+SDPA = "scaled_dot_product_attention"
+# Operators of PyTorch that compute attention: what is said of each. Those above them call one of these.
+OPERATORS = {
+    "_scaled_dot_product_flash_attention_for_cpu": SDPA,
+    "_scaled_dot_product_attention_math": SDPA,
+    "_scaled_dot_product_flash_attention": SDPA,
+    "_scaled_dot_product_efficient_attention": SDPA,
+    "_scaled_dot_product_cudnn_attention": f"{SDPA} of cuDNN",
+    "_flash_attention_forward": "_flash_attention_forward",
+    "_efficient_attention_forward": "_efficient_attention_forward",
+    "_cudnn_attention_forward": "cuDNN's attention",
+    "_native_multi_head_attention": "MultiheadAttention",
+    "_transformer_encoder_layer_fwd": "TransformerEncoderLayer",
+}
+# Names in the text of a file in Python.
+NAMED = re.compile(
+    rf"\b({SDPA}|MultiheadAttention|multi_head_attention_forward|flex_attention|flash_attn\w*|xformers"
+    r"|memory_efficient_attention|einsum|cudnn\w*|shakespeare|onnxruntime)\b"
+)
+KERNELS = [part.operator.partition("_")[2] for part in PARTS.values() if part.operator]
+OWN_PART = re.compile(rf"\b({'|'.join(KERNELS)})_attention\b|\bcpu/(part\d_\w+)\.cpp")
+LIBRARIES = re.compile(r"/(libtorch_cpu|libcudnn\w*|libdnnl|libmkl\w*|onnxruntime\w*)[.\w-]*$", re.M)
+EXTENSION = re.compile(r"/attention_ext(?!_own)\w*/[^/\n]*\.so$", re.M)
+
+
+def watch(note: Callable[[str], object], with_torch: bool) -> None:
+    """Note each call of another's attention, and of NumPy's einsum, in this process."""
+    import numpy
+    import numpy._core.einsumfunc as einsums
+    import numpy._core.multiarray as multiarray
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            note("einsum")
+            return function(*given, **named)
+
+        return call
+
+    numpy.einsum = noted(numpy.einsum)
+    einsums.c_einsum = multiarray.c_einsum = noted(einsums.c_einsum)
+    if with_torch:
+        _watch_torch(note)
+
+
+def _watch_torch(note: Callable[[str], object]) -> None:
+    import torch
+
+    watched = torch.library.Library("aten", "IMPL")
+    for operator, name in OPERATORS.items():
+        for key in ("CPU", "CUDA"):
+            try:
+                kernel = torch.library.get_kernel(f"aten::{operator}", key)
+            except RuntimeError:  # this build has none
+                continue
+
+            def call(keys: Any, *given: Any, kernel: Any = kernel, name: str = name, **named: Any) -> Any:
+                note(name)
+                return kernel.call_boxed(keys, *given, **named)
+
+            watched.impl(operator, call, key, with_keyset=True)
+    _kept.append(watched)
+
+
+_kept: list[Any] = []  # what is registered as long as this lives
+
+
+def in_text(file: Path) -> set[str]:
+    """What a file names in its text, and for C++ in its object, which must have been compiled."""
+    text = file.read_text("utf-8-sig", errors="replace")
+    if file.suffix == ".py":
+        return set(NAMED.findall(re.sub(r"#.*", "", text)))
+    if file.suffix == ".cu":
+        return set()
+    undefined = ""
+    if nm := shutil.which("nm"):
+        command = [nm, "--undefined-only", "--demangle", str(recipes.own(file).first_object())]
+        undefined = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    else:
+        undefined = text
+    return {f"{a}_attention" if a else b for a, b in OWN_PART.findall(undefined + _included(text))}
+
+
+def _included(text: str) -> str:
+    return "\n".join(re.findall(r"^\s*#\s*include\s*(.*)", text, re.M))
+
+
+def in_memory(pid: int, with_torch: bool) -> set[str]:
+    """The libraries with attention that a process has loaded, besides PyTorch if it was loaded for the file."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    parts = {"this project's parts"} if EXTENSION.search(maps) else set()
+    return parts | set(() if with_torch else LIBRARIES.findall(maps))
+
+
+def sentence(names: Iterable[str]) -> str:
+    """What is said of them; '' for none."""
+    named = ", ".join(sorted(names))
+    return f"calls {named}: not a kernel of its own" if named else ""
