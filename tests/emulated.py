@@ -7,17 +7,17 @@ import math
 import re
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import cuda_on_cpu
-import numpy as np
 
 from shakespeare.attention_ext.build.nvrtc import SOURCES
 from shakespeare.own import kernel as kernels
 
 
 class Emulated(kernels.Native):
-    """What kernels.loaded() gives for a file in CUDA here; worker.Trial calls it as a kernel in C++."""
+    """What kernels.loaded() gives for a file in CUDA here; player.Caller calls it as a kernel in C++."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._text, self._functions = file, file.read_text(), {}
@@ -44,7 +44,10 @@ class Emulated(kernels.Native):
             self._functions[d] = ctypes.CDLL(work / "emulator.so")
         return self._functions[d]
 
-    def __call__(self, q, k, v, causal, scale, *, threads=1, out=None, scratch=None):
+    def prepared(self, q, k, v, causal, scale, *, threads, out, scratch):
+        return partial(self._run, q, k, v, causal, scale, out)
+
+    def _run(self, q, k, v, causal, scale, out):
         B, H, Nq, d = q.shape
         strides = (kernels.Strides(*(n // 4 for n in t.strides[:3])) for t in (q, k, v))
         data = (t.ctypes.data for t in (q, k, v, out))
@@ -54,4 +57,3 @@ class Emulated(kernels.Native):
             library.begin_at(block)
             if library.run(ctypes.byref(call), 1, block):
                 raise RuntimeError("the threads wait for each other forever")
-        return np.asarray(out)

@@ -70,7 +70,9 @@ class Timed:
 class Clock:
     """Times a file's kernel at several sizes (N, d), the first one the size that counts. Ends its players."""
 
-    def __init__(self, file: Path, heads: int, sizes: list[tuple[int, int]], causal: bool, threads: int) -> None:
+    def __init__(
+        self, file: Path, heads: int, sizes: list[tuple[int, int]], causal: bool, threads: int
+    ) -> None:
         self._file, self.heads, self.causal, self.threads = file, heads, causal, threads
         self.sizes = [Timed(N, d) for N, d in sizes]
         self._empty = Timed(*sizes[0])
@@ -80,7 +82,9 @@ class Clock:
         source = kernels.read(file)
         with_torch = source.torch or source.device == "cuda"
         self._compiling = JIT_SECONDS * source.compiling
-        kind = file.suffix.replace("ispc", "cpp") if file.suffix != ".py" else "torch" if with_torch else "numpy"
+        kind = (
+            file.suffix.replace("ispc", "cpp") if file.suffix != ".py" else "torch" if with_torch else "numpy"
+        )
         self._players = [Player(with_torch, threads) for _ in range(2)]
         self._player, self._peer = self._players
         with self._closing():
@@ -144,9 +148,7 @@ class Clock:
 
     def _check_threads(self) -> None:
         """Raise Wrong if the calls took more CPU time than their threads have."""
-        wall, total, main = (
-            sum(column) for column in zip(*((wall, *cpu) for wall, cpu in self._taken))
-        )
+        wall, total, main = (sum(column) for column in zip(*((wall, *cpu) for wall, cpu in self._taken)))
         calls = CALL_CPU * len(self._taken)
         used = f"{total / wall:.1f} threads in its calls and around them"
         if self.threads == 1 and min(main, total - main) > FEW_CPU * total + calls:

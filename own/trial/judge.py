@@ -114,7 +114,9 @@ class Player:
         self.with_torch = with_torch
         self._file = os.memfd_create("matrices") if hasattr(os, "memfd_create") else _unnamed()
         self._memory = mmap.mmap(-1, PAGE)
-        self._last: tuple[Array, Array] | None = None  # out in the shared memory, and as it was when the call ended
+        self._last: tuple[Array, Array] | None = (
+            None  # out in the shared memory, and as it was when the call ended
+        )
         self._stopped = False
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
@@ -123,7 +125,13 @@ class Player:
         self._poll = select.poll()
         self._poll.register(self._answers, select.POLLIN | select.POLLHUP)
         given = (commands, answers, notes, self._file)
-        command = [sys.executable, "-m", "shakespeare.own.trial.player", *map(str, given), *["torch"] * with_torch]
+        command = [
+            sys.executable,
+            "-m",
+            "shakespeare.own.trial.player",
+            *map(str, given),
+            *["torch"] * with_torch,
+        ]
         libraries = ("OMP", "OPENBLAS", "MKL", "NUMBA") if threads else ()
         env = environment() | {f"{name}_NUM_THREADS": str(threads) for name in libraries}
         nothing: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -150,9 +158,10 @@ class Player:
 
     def load(self, file: Path, most_memory: int | None = None) -> None:
         """Load a file; a C++ or ISPC one is compiled here. Raises BuildError, Gone."""
+        file = file.resolve()
         kernels.check(file)
-        library = recipes.own(file).make() if file.suffix in (".cpp", ".ispc") else None
-        request = {"load": str(file.resolve()), "library": library and str(library), "most_memory": most_memory}
+        made = recipes.own(file).make() if file.suffix in (".cpp", ".ispc") else None
+        request = {"load": str(file), "library": made and str(made), "most_memory": most_memory}
         self.ask(request, LOAD_SECONDS)
 
     def call(
@@ -233,9 +242,11 @@ class Player:
 
     def library(self, file: Path) -> str:
         """That the loaded file calls another's attention: a sentence, or ''."""
-        names = library.in_text(file) | library.in_memory(self.pid, self.with_torch)
+        names = library.in_text(file.resolve()) | library.in_memory(self.pid, self.with_torch)
         with contextlib.suppress(BlockingIOError):
-            names |= {name for name in os.read(self._notes, 1 << 12).decode(errors="replace").split("\n") if name}
+            names |= {
+                name for name in os.read(self._notes, 1 << 12).decode(errors="replace").split("\n") if name
+            }
         return library.sentence(names)
 
     def scratch(self, *sizes: int) -> int | None:

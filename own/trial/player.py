@@ -35,7 +35,9 @@ COMPILED_FOR = "sm_80"  # without a GPU
 ONCE = 13  # cases that compute-sanitizer watches
 GUARD = 1024  # floats of NaN after each matrix on a GPU
 DIES_WITH_PARENT, NO_NEW_PRIVILEGES, CAPBSET_DROP = 1, 38, 24  # of Linux's prctl()
-KEPT_CAPABILITIES = 0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: a container's root reads its user's files
+KEPT_CAPABILITIES = (
+    0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: a container's root reads its user's files
+)
 LATER_CAPABILITIES = 64
 
 
@@ -52,7 +54,15 @@ class Caller:
             check_gpu(self.kernel)
 
     def prepare(
-        self, q: Array, k: Array, v: Array, out: Array, causal: bool, scale: float, threads: int, fill: float | None
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        causal: bool,
+        scale: float,
+        threads: int,
+        fill: float | None,
     ) -> Callable[[], None]:
         """What GO calls. fill: what new scratch holds, which ends where memory ends; None keeps the last one."""
         kernel: Any = self.kernel
@@ -281,7 +291,9 @@ def main(commands: int, answers: int, notes: int, memory: int, *words: str) -> N
             if text == GO:
                 go()
             else:
-                answer = json.dumps(said).encode() + b"\n" if (said := desk.answer(json.loads(text))) else DONE
+                answer = (
+                    json.dumps(said).encode() + b"\n" if (said := desk.answer(json.loads(text))) else DONE
+                )
         except BuildError as error:
             answer = json.dumps({"refused": str(error), "output": error.output}).encode() + b"\n"
         except Exception as error:

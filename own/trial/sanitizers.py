@@ -13,8 +13,8 @@ from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab.command import run
 from shakespeare.own.trial.cases import CASES
-from shakespeare.own.trial.judge import environment
 from shakespeare.own.trial.diagnosis import Finding
+from shakespeare.own.trial.judge import environment
 from shakespeare.own.trial.verdict import Verdict
 
 SECONDS = 60  # that a program under a sanitizer may take

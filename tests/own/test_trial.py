@@ -21,9 +21,11 @@ from shakespeare.attention_ext.build import toolchain
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.model import load
 from shakespeare.own import kernel as kernels
-from shakespeare.own.trial import checking, report, sanitizers, speed, worker
+from shakespeare.own.trial import cases, judge, report, sanitizers, speed
 from shakespeare.own.trial.cases import CASES
+from shakespeare.own.trial.player import Caller
 from shakespeare.own.trial.speed import Figures, Size
+from shakespeare.own.trial.verdict import Verdict, picture
 
 SECONDS = 600.0  # after which a call is endless; that is known of some mistakes
 ENDLESS_SECONDS = 5.0
@@ -38,7 +40,7 @@ DEFAULT = {
 
 @pytest.fixture(scope="module")
 def checker(extension):
-    with contextlib.closing(checking.Checker()) as checker:
+    with contextlib.closing(judge.Checker()) as checker:
         yield checker
 
 
@@ -54,9 +56,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(sanitizers, "SECONDS", SECONDS)
 
 
-def tried(
-    checker, folder: Path, name: str, suffix: str, text: str, seconds: float = SECONDS
-) -> worker.Verdict:
+def tried(checker, folder: Path, name: str, suffix: str, text: str, seconds: float = SECONDS) -> Verdict:
     """The verdict on a kernel."""
     file = folder / f"{name}{suffix}"
     file.write_text(text)
@@ -100,16 +100,27 @@ def test_mistakes_in_cuda_are_found_in_an_emulator(tmp_path, monkeypatch):
     from emulated import Emulated
 
     monkeypatch.setattr(kernels, "loaded", Emulated)
-    monkeypatch.setattr(worker, "CASES", [case for case in CASES if case.d in (8, 16)])
+    chosen = {case: n for n, case in enumerate(CASES) if case.d in (8, 16)}
+
+    def verdict_on(file: Path) -> Verdict:
+        caller, verdict = Caller(file, None), Verdict()
+
+        def run(case, inputs=None, fill=3.0, scratch_fill=0.0, threads=1):
+            q, k, v = inputs or cases.inputs(case)
+            out = np.full(q.shape, fill, np.float32)
+            caller.prepare(q, k, v, out, case.causal, case.applied, threads, scratch_fill)()
+            return out.astype(np.float64)
+
+        judge.tried(run, lambda: None, chosen, SECONDS, verdict)
+        return verdict
+
     named = []
     mistakes = [m for m in MISTAKES if m.suffix == ".cu" and m.name not in ON_GPU_ONLY]
     right = [("right", text) for suffix, text in RIGHT.values() if suffix == ".cu"]
     for i, (mistake, text) in enumerate([*right, *((m, m.text()) for m in mistakes)]):
         (tmp_path / f"mine{i}.cu").write_text(text)
         with naming(mistake):
-            sent: list[worker.Verdict] = []
-            worker.trial(tmp_path / f"mine{i}.cu", SECONDS, sent.append)
-            verdict = sent[-1]
+            verdict = verdict_on(tmp_path / f"mine{i}.cu")
             if mistake == "right":
                 assert verdict.right and len(verdict.passed) == verdict.tried > 10
                 continue
@@ -154,7 +165,8 @@ def test_all_right_kernels_are_right(checker, tmp_path, name):
         pytest.importorskip("numba")
     found = tried(checker, tmp_path, "mine", suffix, text)
     assert found.right, (found.finding, found.refused)
-    assert found.tried == len(worker.chosen(kernels.read(tmp_path / f"mine{suffix}")))
+    simulated = kernels.read(tmp_path / f"mine{suffix}").simulated
+    assert found.tried == sum(not simulated or case.work <= judge.SIMULATED_WORK for case in CASES)
 
 
 def test_python_and_the_engine_call_the_file(extension, tmp_path, monkeypatch):
@@ -329,4 +341,4 @@ q at 0x01, k at 0x0a"""
 
 def test_pictures_and_spans():
     assert report.spans([0, 1, 2, 5]) == "0 to 2, 5"
-    assert worker.picture(np.array([[0.0, 2, 200, 20_000, np.inf]])) == [".-+#?"]
+    assert picture(np.array([[0.0, 2, 200, 20_000, np.inf]])) == [".-+#?"]
