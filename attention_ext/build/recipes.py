@@ -43,8 +43,8 @@ class Recipe:
     name: of the directory, before the fingerprint. what: for messages. sources: in C++ and ISPC. folders: of
     headers; every file in them enters the fingerprint, as those `beside` do. includes: other header folders.
     link: the linker's arguments. ispc: its command. versions: of packages whose headers are included. needs:
-    a recipe whose objects are also linked. loaded: a library is loaded after it was made, to see that it can be;
-    a user's would run code of its own then.
+    a recipe whose objects are also linked. loaded: a library is loaded once it is made, to see if it can be;
+    a user's would run code then.
     """
 
     name: str

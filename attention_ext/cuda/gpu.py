@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from shakespeare.attention_ext.cuda.kernels import MOST_SPLIT, choose, few_queri
 from shakespeare.attention_ext.cuda.launches import Compiled, Gpu, Kernel
 from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMATS = {dtype: number for number, dtype in enumerate(Dtype)}  # FORMAT of csrc/cuda/call.h
 GRANTED = 48 * 1024  # bytes of shared memory that a block has without asking
@@ -114,6 +118,17 @@ def synchronize(stream: Any = 0) -> None:
     checked(bindings().cuStreamSynchronize(stream))
 
 
+@functools.cache
+def opened(handle: bytes) -> int:
+    """The address here of another process's memory, by its handle()."""
+    driver = bindings()
+    known = driver.CUipcMemHandle()
+    known.reserved = handle
+    return int(
+        checked(driver.cuIpcOpenMemHandle(known, driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS))
+    )
+
+
 class Memory:
     """Zeroed bytes on the GPU, or on the host (`bytes`) where the GPU reaches them; freed with the object."""
 
@@ -144,6 +159,14 @@ class Memory:
         checked(bindings().cuMemcpyDtoH(array.ctypes.data, self.address + offset, array.nbytes))
         return array
 
+    def handle(self) -> bytes:
+        """What opened() takes in another process."""
+        return bytes(checked(bindings().cuIpcGetMemHandle(self.address)).reserved)
+
+    def tensor(self, *shape: int) -> Tensor:
+        """A float32 tensor in this memory, which must live as long."""
+        return tensor_at(self.address, shape)
+
     def write_later(self, host: Memory, size: int, stream: Any) -> None:
         """Let a stream copy so many bytes of the host to the beginning."""
         checked(bindings().cuMemcpyHtoDAsync(self.address, host.address, size, stream))
@@ -160,6 +183,19 @@ class Memory:
     def __del__(self) -> None:
         if hasattr(self, "address") and not sys.is_finalizing():  # the process frees it then
             self._free(self.address)
+
+
+def tensor_at(address: int, shape: Sequence[int]) -> Tensor:
+    """A contiguous float32 tensor in memory at an address on the GPU."""
+    import torch
+
+    class Shared:
+        __cuda_array_interface__: ClassVar[dict[str, Any]] = {
+            **{"shape": tuple(shape), "typestr": "<f4", "version": 3},
+            "data": (address, False),
+        }
+
+    return torch.as_tensor(Shared(), device="cuda")
 
 
 class Module:

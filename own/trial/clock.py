@@ -1,8 +1,8 @@
-"""The times of a user's kernel, which can't be faked: the judge's clock, new inputs in each call, kept outputs.
+"""The times of a user's kernel: the clock is the judge's, each call has new inputs, and outputs are kept.
 
-A round is a burst of calls of each size, with an empty kernel's calls among them: their time is that of handing
-a call over, and is subtracted. When the clock has stopped, a random tenth of the outputs is compared, and the
-last ones. The CPU time of the player must fit the wall time of the calls.
+A round is a burst of calls of each size, and some of an empty kernel: their time is that of handing a call
+over, and is subtracted. When the clock has stopped, a random tenth of the outputs is compared, and the last
+ones. The CPU time of the player must fit the wall time of the calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 import secrets
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,6 @@ MOST_CALLS = 40  # of a burst
 EMPTY_CALLS = 4  # of a burst
 COMPARED = 0.1  # share of the outputs that are compared
 MOST_SCORES = 2**22  # of a comparison; of more, random rows are compared
-MOST_KEPT = 2**28  # bytes of outputs of a size that are kept
 SLOTS = 4  # of matrices in the shared memory
 LINE = 64  # bytes
 JITTER = 64  # lines that a matrix may begin later in its slot
@@ -48,6 +47,7 @@ EMPTY = {
     "torch": "import torch\n\n\ndef attention(q, k, v, causal, scale):\n    return q\n",
     "numpy": "def attention(q, k, v, causal, scale):\n    return q\n",
 }
+EMPTY_OF = {".cpp": ".cpp", ".ispc": ".cpp", ".cu": ".cu"}
 
 
 @dataclass
@@ -69,6 +69,8 @@ class Timed:
 
 class Clock:
     """Times a file's kernel at several sizes (N, d), the first one the size that counts. Ends its players."""
+
+    most_kept = 2**28  # bytes of outputs of a size
 
     def __init__(
         self, file: Path, heads: int, sizes: list[tuple[int, int]], causal: bool, threads: int
@@ -120,7 +122,7 @@ class Clock:
         self._rounds += 1
         for timed in self.sizes:
             bytes_kept = 4 * self.heads * timed.N * timed.d
-            most = max(1, min(MOST_CALLS, MOST_KEPT // bytes_kept // ROUNDS))
+            most = max(1, min(MOST_CALLS, self.most_kept // bytes_kept // ROUNDS))
             count = max(1, min(most, math.ceil(MIN_TIME / ROUNDS / timed.once)))
             before = self._load.sample(0, timing.PATIENCE)
             with self._one_processor():
@@ -178,7 +180,7 @@ class Clock:
 
     @contextlib.contextmanager
     def _one_processor(self) -> Iterator[None]:
-        """With one thread, judge and player on one processor: its cache holds the inputs, and none must wake."""
+        """With one thread, judge and player share a processor: it is awake, its cache has the inputs."""
         if self.threads > 1 or not hasattr(os, "sched_setaffinity"):
             yield
             return
@@ -218,8 +220,8 @@ class Clock:
             return
         seed, got = timed.outs[wrong[0]]
         where = f"in a timed call, {self.heads} heads of N = {timed.N}, d = {timed.d}"
-        earlier = (n for n, (_, out) in enumerate(timed.outs[: wrong[0]]) if np.array_equal(out, got))
-        if np.isnan(got).any():
+        earlier = (n for n, (_, out) in enumerate(timed.outs[: wrong[0]]) if bool((out == got).all()))
+        if bool((got != got).any()):  # NaN; also of a tensor
             what = f"numbers of the output are missing when the call ends, {where}"
         elif next(earlier, None) is not None:
             what = f"it gives an earlier call's result for new inputs, {where}"
@@ -255,7 +257,7 @@ def sampled(given: dict[str, Array], causal: bool) -> Iterator[tuple[int, NDArra
         yield h, rows, cases.beside(exact, peer, 1e-6)
 
 
-def places(sizes: list[int]) -> tuple[list[int], int]:
+def places(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Offsets in a random slot of the shared memory, each by some cache lines from the slot's own."""
     room = [-(-n // PAGE) * PAGE + JITTER * LINE for n in sizes]
     start, offsets = secrets.randbelow(SLOTS) * sum(room), []

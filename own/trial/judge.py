@@ -1,4 +1,4 @@
-"""Whether a user's kernel is right. The judge makes the inputs, compares, and explains; a player makes the calls.
+"""Whether a user's kernel is right. The judge makes inputs, compares, explains; a player makes the calls.
 
 The player is a process of its own. The kernel may crash it, run forever in it, or change what it likes there:
 the judge reads nothing but the outputs, in memory that both share, and that a call has ended.
@@ -84,7 +84,7 @@ def close_this_process() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started and that still run, and theirs; none where /proc is missing."""
+    """The processes that a process has started and that still run, and theirs; none without /proc."""
     found = []
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -199,7 +199,7 @@ class Player:
         asked = {"causal": causal, "scale": scale, "threads": threads, "fill": scratch_fill}
         # NaN is no number of JSON's, but one of Python's
         self.ask({"size": len(self._memory), "arrays": arrays, "guards": guards, **asked}, PREPARE_SECONDS)
-        self._stop()
+        self.stop()
         self._check_last()
         copies = [self._at(offset, t.shape) for offset, t in zip(offsets, whole.values())]
         for copy, t in zip(copies, whole.values()):
@@ -222,7 +222,7 @@ class Player:
             os.write(self._commands, GO)
         answer = self._answer(seconds)
         end = time.perf_counter()
-        self._stop()
+        self.stop()
         _raise(answer)
         return end - start
 
@@ -250,7 +250,7 @@ class Player:
         return library.sentence(names)
 
     def scratch(self, *sizes: int) -> int | None:
-        """The floats of scratch that the file says, for B, H, Nq, Nk, d, causal and threads; None for Python."""
+        """The floats of scratch that the file says for B, H, Nq, Nk, d, causal, threads; None for Python."""
         floats = self.ask({"scratch": sizes}, PREPARE_SECONDS).get("floats")
         return floats if isinstance(floats, int) else None
 
@@ -280,7 +280,7 @@ class Player:
     def _at(self, offset: int, shape: Sequence[int]) -> Array:
         return np.ndarray(shape, np.float32, self._memory, offset)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """Stop the process with all its threads, and wait until they have."""
         if self._stopped:
             return
@@ -298,7 +298,7 @@ class Player:
             os.kill(self.pid, signal.SIGCONT)
 
     def cpu_seconds(self) -> Cpu:
-        """The CPU time so far, with that of the player's children, and of processes that it gave to the judge."""
+        """The CPU time so far, with that of the player's children, also of those that the judge got."""
         total = main = 0.0
         mine = {pid for player in Player.every for pid in (player.pid, *descendants(player.pid))}
         strangers = set(descendants(os.getpid())) - mine

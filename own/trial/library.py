@@ -102,7 +102,7 @@ def _included(text: str) -> str:
 
 
 def in_memory(pid: int, with_torch: bool) -> set[str]:
-    """The libraries with attention that a process has loaded, besides PyTorch if it was loaded for the file."""
+    """The libraries with attention in a process; with_torch: those of PyTorch are not counted."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:

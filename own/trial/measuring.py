@@ -14,14 +14,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shakespeare.attention_ext import extension, processor
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab import counters, machine
 from shakespeare.lab.bench.cases import plan
 from shakespeare.lab.bench.cell import Cell
+from shakespeare.lab.bench.cuda import GpuBench
 from shakespeare.lab.bench.measure import Bench
 from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.clock import MIN_TIME, ROUNDS, Clock
 from shakespeare.own.trial.diagnosis import Finding
+from shakespeare.own.trial.gpu_clock import GpuClock
 from shakespeare.own.trial.judge import Gone, Wrong, close_this_process
 from shakespeare.own.trial.speed import LADDER, SECONDS, SMALLER, UNTIMED, WIDER, Figures, Size
 
@@ -101,6 +106,40 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
         moved=moved(cell) if size.cachegrind and native else None,
         least=cell.least_traffic / size.heads,
         handing_ms=1e3 * clock.handing,
+        library=library,
+    )
+
+
+def _on_gpu(file: Path, size: Size) -> Figures | Finding:
+    planned = cells(
+        ["kernel4"] if size.alone else [*LADDER["cuda"], "sdpa"], size, device="cuda", l2s=["cold"]
+    )
+    cell = planned[0]
+    bench = GpuBench(planned, ROUNDS, MIN_TIME)
+    with GpuClock(file, size.heads, [(size.N, size.d)], size.causal, 1) as clock:
+        ms = {} if size.alone else timed(bench, clock.round)
+        clock.finish()
+        seconds, library = clock.seconds(clock.sizes[0]), clock.library()
+        handing = clock.handing
+    peak = bench.gpu.fma_peak()
+    limit = max(peak, bench.gpu.tensor_peak(Dtype.BF16) / 3)  # float32 as three products of bfloat16
+    reading = cell.least_traffic * 3 / 4 / max(bench.gpu.bandwidths().values())
+    if cell.flops > limit * seconds or reading > seconds:
+        return faster(cell.flops / max(seconds, 1e-9), limit)
+    return Figures(
+        ms=ms | {"own": 1e3 * seconds},
+        small_ms=None,
+        wide_ms=None,
+        flops=cell.flops,
+        peak=peak,
+        latency=0.0,
+        lanes=1,
+        scratch=None,
+        l2=processor.caches()[:2][-1].size,
+        cpu=torch.cuda.get_device_name(),
+        device="cuda",
+        busy=bench.done.busy,
+        handing_ms=1e3 * handing,
         library=library,
     )
 

@@ -2,9 +2,9 @@
 
 python -m shakespeare.own.trial.player COMMANDS ANSWERS NOTES MEMORY [torch]
 
-The four are file descriptors. A line of COMMANDS is GO, or a request as JSON, such as {"load": ...}; each gets
-a line in ANSWERS: DONE, or JSON. NOTES has a line for each call of another's attention. This process decides nothing and has no clock: the kernel may do with it what
-it wants. judge.Player is its other side.
+The four are file descriptors. A line of COMMANDS is GO, or a request as JSON, such as {"load": ...}; each
+gets a line in ANSWERS: DONE, or JSON. NOTES has a line for each call of another's attention. This process
+decides nothing and has no clock: the kernel may do with it what it wants. judge.Player is its other side.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Caller:
         threads: int,
         fill: float | None,
     ) -> Callable[[], None]:
-        """What GO calls. fill: what new scratch holds, which ends where memory ends; None keeps the last one."""
+        """What GO calls. fill: of new scratch, which ends where memory ends; None keeps the last scratch."""
         kernel: Any = self.kernel
         if isinstance(kernel, kernels.Native):
             floats = kernel.scratch(*q.shape[:3], *k.shape[2:], causal, threads)
@@ -123,10 +123,15 @@ class Caller:
         return call
 
     def on_gpu_memory(self, handles: dict[str, Any], asked: tuple[bool, float]) -> Callable[[], None]:
-        """A call with the judge's own memory on the GPU, (handle, shape) by name, which ends when the GPU has."""
+        """A call with the judge's memory on the GPU, (handle, shape) by name; it ends when the GPU has."""
         import torch
 
-        q, k, v, out = (shared_tensor(*handles[name]) for name in ("q", "k", "v", "out"))
+        from shakespeare.attention_ext.cuda import gpu
+
+        q, k, v, out = (
+            gpu.tensor_at(gpu.opened(bytes.fromhex(handle)), shape)
+            for handle, shape in (handles[name] for name in ("q", "k", "v", "out"))
+        )
         in_place = isinstance(self.kernel, kernels.OnCuda)
 
         def call() -> None:
@@ -137,21 +142,6 @@ class Caller:
             torch.cuda.synchronize()
 
         return call
-
-
-def shared_tensor(handle: str, shape: Sequence[int]) -> Any:
-    """A tensor in another process's memory on the GPU."""
-    import torch
-
-    from shakespeare.attention_ext.cuda import gpu
-
-    class Shared:
-        __cuda_array_interface__ = {
-            **{"shape": tuple(shape), "typestr": "<f4", "version": 3},
-            "data": (gpu.opened(bytes.fromhex(handle)), False),
-        }
-
-    return torch.as_tensor(Shared(), device="cuda")
 
 
 def guarded(floats: int, fill: float) -> Array:
@@ -291,9 +281,8 @@ def main(commands: int, answers: int, notes: int, memory: int, *words: str) -> N
             if text == GO:
                 go()
             else:
-                answer = (
-                    json.dumps(said).encode() + b"\n" if (said := desk.answer(json.loads(text))) else DONE
-                )
+                said = desk.answer(json.loads(text))
+                answer = json.dumps(said).encode() + b"\n" if said else DONE
         except BuildError as error:
             answer = json.dumps({"refused": str(error), "output": error.output}).encode() + b"\n"
         except Exception as error:
