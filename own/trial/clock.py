@@ -231,7 +231,7 @@ class Clock:
             what = f"it is right in the cases and wrong {where}"
         raise Wrong(Finding("late" if "missing" in what else "changes", what))
 
-    def _is_right(self, timed: Timed, seed: int, got: Array) -> bool:
+    def _is_right(self, timed: Timed, seed: int, got: Any) -> bool:
         given = inputs(seed, self.heads, timed.N, timed.d)
         return all(expected.allows(got[0, h, rows]) for h, rows, expected in sampled(given, self.causal))
 

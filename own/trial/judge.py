@@ -190,7 +190,7 @@ class Player:
         offsets, size = (place or at_ends)(sizes)
         self._grow(size)
         begins = dict(zip(whole, offsets))
-        arrays = {
+        arrays: dict[str, Any] = {
             name: (begins[id(base := _base(t))] + _address(t) - _address(base), t.shape, t.strides)
             for name, t in inputs.items()
         }

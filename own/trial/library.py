@@ -5,6 +5,7 @@ watch() runs in the player before the file is loaded; the rest is the judge's.
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -43,8 +44,9 @@ EXTENSION = re.compile(r"/attention_ext(?!_own)\w*/[^/\n]*\.so$", re.M)
 def watch(note: Callable[[str], object], with_torch: bool) -> None:
     """Note each call of another's attention, and of NumPy's einsum, in this process."""
     import numpy
-    import numpy._core.einsumfunc as einsums
-    import numpy._core.multiarray as multiarray
+
+    einsums: Any = importlib.import_module("numpy._core.einsumfunc")
+    multiarray: Any = importlib.import_module("numpy._core.multiarray")
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:

@@ -46,7 +46,7 @@ class Caller:
 
     def __init__(self, file: Path, library: Path | None) -> None:
         self.source = kernels.read(file)
-        self.kernel = kernels.Native(file, library) if library else kernels.loaded(file)
+        self.kernel: Any = kernels.Native(file, library) if library else kernels.loaded(file)
         self.guard = GUARD if isinstance(self.kernel, kernels.OnCuda) else 0
         self.result: Any = None  # that of the last call in Python
         self._scratch = np.empty(0, np.float32)
@@ -63,17 +63,17 @@ class Caller:
         scale: float,
         threads: int,
         fill: float | None,
-    ) -> Callable[[], None]:
+    ) -> Callable[[], object]:
         """What GO calls. fill: of new scratch, which ends where memory ends; None keeps the last scratch."""
-        kernel: Any = self.kernel
+        kernel = self.kernel
         if isinstance(kernel, kernels.Native):
-            floats = kernel.scratch(*q.shape[:3], *k.shape[2:], causal, threads)
+            (B, H, Nq, d), Nk = q.shape, k.shape[2]
+            floats = kernel.scratch(B, H, Nq, Nk, d, causal, threads)
             if fill is not None:
                 self._scratch = guarded(floats, fill)
             elif len(self._scratch) != floats:
                 self._scratch = np.ones(floats, np.float32)
-            whole = {"threads": threads, "out": out, "scratch": self._scratch}
-            return kernel.prepared(q, k, v, causal, scale, **whole)
+            return kernel.prepared(q, k, v, causal, scale, threads=threads, out=out, scratch=self._scratch)
         if self.source.device == "cuda":
             return self._on_gpu([q, k, v], out, (causal, scale))
         given: Sequence[Any] = (q, k, v)
@@ -94,7 +94,7 @@ class Caller:
         if self.result is not None:
             np.copyto(out, self.result.detach().cpu().numpy() if self.kernel.takes_tensors else self.result)
 
-    def _on_gpu(self, given: Sequence[Array], out: Array, asked: tuple[bool, float]) -> Callable[[], None]:
+    def _on_gpu(self, given: Sequence[Array], out: Array, asked: tuple[bool, float]) -> Callable[[], object]:
         """A call on a GPU, where `guard` numbers that are NaN follow each matrix."""
         import torch
 
@@ -122,7 +122,7 @@ class Caller:
 
         return call
 
-    def on_gpu_memory(self, handles: dict[str, Any], asked: tuple[bool, float]) -> Callable[[], None]:
+    def on_gpu_memory(self, handles: dict[str, Any], asked: tuple[bool, float]) -> Callable[[], object]:
         """A call with the judge's memory on the GPU, (handle, shape) by name; it ends when the GPU has."""
         import torch
 
@@ -250,11 +250,11 @@ class Desk:
         self._call()
 
 
-def main(commands: int, answers: int, notes: int, memory: int, *words: str) -> None:
+def main(commands: int, answers: int, notes: int, memory: int, with_torch: bool = False) -> None:
     """Warm up, and answer requests until there are no more."""
     give_up_rights()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if "torch" in words:
+    if with_torch:
         with contextlib.suppress(Exception):  # the load says why
             import torch
 
@@ -269,11 +269,9 @@ def main(commands: int, answers: int, notes: int, memory: int, *words: str) -> N
             known.add(name)
             write(notes, f"{name}\n".encode())
 
-    library.watch(note, "torch" in words)
-    while True:
-        text += read(commands, 1 << 16)
-        if not text:
-            break
+    library.watch(note, with_torch)
+    while more := read(commands, 1 << 16):
+        text += more
         if not text.endswith(b"\n"):
             continue
         answer = DONE
@@ -294,4 +292,8 @@ def main(commands: int, answers: int, notes: int, memory: int, *words: str) -> N
 
 
 if __name__ == "__main__":
-    once(Path(sys.argv[2])) if sys.argv[1] == "once" else main(*map(int, sys.argv[1:5]), *sys.argv[5:])
+    if sys.argv[1] == "once":
+        once(Path(sys.argv[2]))
+    else:
+        commands, answers, notes, memory = map(int, sys.argv[1:5])
+        main(commands, answers, notes, memory, "torch" in sys.argv[5:])
