@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from shakespeare.app.cli import options
-from shakespeare.app.cli.terminal import notice, progress
+from shakespeare.app.cli.terminal import notice, progress, to_type
 from shakespeare.attention_ext import PARTS
-from shakespeare.attention_ext.parts import DEVICES
+from shakespeare.attention_ext.parts import DEVICES, is_file
 
 if TYPE_CHECKING:  # they import torch
     from shakespeare.lab.bench.cases import Cell
@@ -227,4 +227,6 @@ def plan_of(
         sizes |= {"br": (None,), "bc": (None,)}
     if not {*tiled} & {*names} and (*sizes["br"], *sizes["bc"]) != (None, None):
         raise click.UsageError(f"-br and -bc go with {', '.join(tiled)} only, which has tiles")
+    for name in filter(is_file, names):
+        notice(f"{name} runs in the process that measures; {to_type()} try {name} has a judge.")
     return cases.plan(names, masks=[True] if causal else [mask == "causal" for mask in masks], **sizes)
