@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +36,10 @@ MISSING = {
     ".ispc": "export void attention(const uniform Attention& a, uniform float scratch[])",
     ".cu": 'extern "C" __global__ void attention(const Call call)',
     ".py": "def attention(q, k, v, causal, scale)",
+}
+BACKWARD = {  # the same of a backward pass
+    ".cpp": "void attention_backward(const AttentionGradient&, float* scratch)",
+    ".py": "def attention_backward(q, k, v, out, lse, dout, causal, scale)",
 }
 # The user's kernel and how it is launched. NVRTC's messages have the lines of the user's file.
 CUDA = """\
@@ -101,27 +105,33 @@ def row(part: str) -> Part:
     return Part(part, "YOUR ATTENTION", f"the kernel in {file.name}", dtypes=takes, file=file, attend=by_file)
 
 
-def loaded(file: Path) -> Any:
-    """The kernel of a file, loaded again after a save. Raises BuildError if it is missing or fails."""
+def loaded(file: Path, backward: bool = False) -> Any:
+    """The kernel of a file, loaded again after a save; `backward`: its backward pass, in C++ or Python.
+
+    Raises BuildError if it is missing or fails.
+    """
     status = file.stat()
-    return _load(file.resolve(), status.st_mtime_ns, status.st_size)
+    return _load(file.resolve(), backward, status.st_mtime_ns, status.st_size)
 
 
-def check(file: Path) -> Source:
+def check(file: Path, backward: bool = False) -> Source:
     """The source in a file. Raises BuildError unless it names the function."""
-    source = read(file)
+    source, name = read(file), "attention_backward" if backward else "attention"
+    must = (BACKWARD if backward else MISSING).get(file.suffix)
+    if must is None:
+        raise BuildError(f"{file.name} is not tried: a backward pass is in C++ (.cpp) or Python (.py)")
     called = "" if file.suffix == ".py" else r"\s*\("
-    if not source.ladder and not re.search(rf"\battention\b{called}", source.text):
-        raise BuildError(f"{file.name} has no function attention; it must define {MISSING[file.suffix]}")
+    if (backward or not source.ladder) and not re.search(rf"\b{name}\b{called}", source.text):
+        raise BuildError(f"{file.name} has no function {name}; it must define {must}")
     return source
 
 
 @functools.lru_cache(8)
-def _load(file: Path, *version: int) -> Any:
-    source = check(file)
+def _load(file: Path, backward: bool, *version: int) -> Any:
+    source = check(file, backward)
     if file.suffix == ".cu":
         return OnLadder(file, source) if source.ladder else OnCuda(file, source)
-    return InPython(file, source) if file.suffix == ".py" else Native(file)
+    return InPython(file, source, backward) if file.suffix == ".py" else Native(file, backward)
 
 
 def attend(file: Path, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -150,65 +160,94 @@ class Matrices(ctypes.Structure):
     ]
 
 
-class Call(ctypes.Structure):
-    """struct Attention of csrc/attention.h."""
+class Sizes(ctypes.Structure):
+    """struct AttentionSizes of csrc/attention.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("B", "H", "Nq", "Nk", "d")),
         *(("causal", ctypes.c_bool), ("scale", ctypes.c_float)),
         *(("br", ctypes.c_int64), ("bc", ctypes.c_int64), ("threads", ctypes.c_int)),
+    ]
+
+
+class Call(Sizes):
+    """struct Attention of csrc/attention.h."""
+
+    _fields_ = [
         *((name, Matrices) for name in ("q", "k", "v")),
         *(("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("kv", ctypes.c_int)),
     ]
 
 
+class Gradient(Sizes):
+    """struct AttentionGradient of csrc/attention.h."""
+
+    _fields_ = [
+        *((name, Matrices) for name in ("q", "k", "v", "dout")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "dlse", "dq", "dk", "dv")),
+    ]
+
+
+def matrices(t: Array) -> Matrices:
+    """A matrix (B, H, N, d) with its columns beside each other, for a kernel in C++."""
+    return Matrices(t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1)
+
+
 class Native:
-    """The kernel of a file in C++ or ISPC. library: its build, made by default."""
+    """The kernel of a file in C++ or ISPC, or its backward pass. library: its build, made by default."""
 
     takes_tensors = False
 
-    def __init__(self, file: Path, library: Path | None = None) -> None:
+    def __init__(self, file: Path, backward: bool = False, library: Path | None = None) -> None:
         try:
             self._c = ctypes.CDLL(str(library or recipes.own(file).make()))
         except OSError as error:
             raise BuildError(f"{file.name} was compiled but cannot be loaded: {error}") from None
-        self._c.own_scratch_of.restype, self._c.own_call.restype = ctypes.c_int64, ctypes.c_char_p
-        self._c.own_scratch_of.argtypes, self._c.own_call.argtypes = (POINTER,), (POINTER, POINTER)
+        if not self._c.own_defines(backward):
+            raise BuildError(f"{file.name} must define {(BACKWARD if backward else MISSING)[file.suffix]}")
+        self._struct: type[Sizes] = Gradient if backward else Call
+        ends = "backward" if backward else "call"
+        self._scratch, self._run = self._c[f"own_scratch_of_{ends}"], self._c[f"own_{ends}"]
+        self._scratch.restype, self._run.restype = ctypes.c_int64, ctypes.c_char_p
+        self._scratch.argtypes, self._run.argtypes = (POINTER,), (POINTER, POINTER)
 
     def scratch(self, B: int, H: int, Nq: int, Nk: int, d: int, causal: bool, threads: int) -> int:
         """The floats of scratch of a call. Raises RuntimeError if the file asks for less than none."""
-        call = Call(B, H, Nq, Nk, d, causal, 0, min(TILE, Nq), min(TILE, Nk), threads)
-        floats = self._c.own_scratch_of(ctypes.byref(call))
+        call = self._struct(B, H, Nq, Nk, d, causal, 0, min(TILE, Nq), min(TILE, Nk), threads)
+        floats = self._scratch(ctypes.byref(call))
         if not 0 <= floats < 2**40:
-            raise RuntimeError(f"scratch() returned {floats}; it must be a number of floats")
+            raise RuntimeError(f"the scratch of a call is {floats}; it must be a number of floats")
         return floats
 
     def prepared(
         self,
-        q: Array,
-        k: Array,
-        v: Array,
+        given: Mapping[str, Array],
+        into: Mapping[str, Array],
         causal: bool,
         scale: float,
         *,
         threads: int = 1,
-        out: Array,
         scratch: Array | None = None,
-    ) -> Callable[[], Array]:
-        """A call that writes into out and returns it. scratch: its memory, allocated by default."""
-        q, k, v = (t if t.shape[3] == 1 or t.strides[3] == 4 else np.ascontiguousarray(t) for t in (q, k, v))
-        (B, H, Nq, d), Nk = q.shape, k.shape[2]
+    ) -> Callable[[], None]:
+        """A call that writes into `into`, both by the struct's names. scratch: allocated by default."""
+        given = {
+            name: t if t.shape[-1] == 1 or t.strides[-1] == 4 else np.ascontiguousarray(t)
+            for name, t in given.items()
+        }
+        (B, H, Nq, d), Nk = given["q"].shape, given["k"].shape[2]
         if scratch is None:
             scratch = np.empty(self.scratch(B, H, Nq, Nk, d, causal, threads), np.float32)
-        matrices = (Matrices(t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1) for t in (q, k, v))
-        tile = min(TILE, Nq), min(TILE, Nk)
-        call = Call(B, H, Nq, Nk, d, causal, scale, *tile, threads, *matrices, out.ctypes.data)
-        kept, function, given = (q, k, v, call), self._c.own_call, (ctypes.byref(call), scratch.ctypes.data)
+        fields = {
+            name: matrices(t) if name in ("q", "k", "v", "dout") else t.ctypes.data
+            for name, t in {**given, **into}.items()
+        }
+        sizes = B, H, Nq, Nk, d, causal, scale, min(TILE, Nq), min(TILE, Nk), threads
+        call = self._struct(*sizes, **fields)
+        function, pointers = self._run, (ctypes.byref(call), scratch.ctypes.data)
 
-        def run(kept: Any = (kept, scratch)) -> Array:
-            if why := function(*given):
+        def run(kept: Any = (given, into, call, scratch)) -> None:
+            if why := function(*pointers):
                 raise RuntimeError(f"the kernel threw: {why.decode(errors='replace')}")
-            return out
 
         return run
 
@@ -216,7 +255,9 @@ class Native:
         self, q: Array, k: Array, v: Array, causal: bool, scale: float, *, threads: int = 1
     ) -> Array:
         """The output (B, H, Nq, d). Raises RuntimeError with what the kernel throws."""
-        return self.prepared(q, k, v, causal, scale, threads=threads, out=np.empty(q.shape, np.float32))()
+        out = np.empty(q.shape, np.float32)
+        self.prepared({"q": q, "k": k, "v": v}, {"out": out}, causal, scale, threads=threads)()
+        return out
 
 
 class Strides(ctypes.Structure):
@@ -339,24 +380,27 @@ class OnLadder:
 class InPython:
     """The function of a file in Python, on tensors if it imports torch, else arrays of NumPy or Numba."""
 
-    def __init__(self, file: Path, source: Source) -> None:
+    def __init__(self, file: Path, source: Source, backward: bool = False) -> None:
         if source.simulated and "numba" not in sys.modules:
             os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
         try:
-            self._function: Any = getattr(imported(file), "attention", None)
+            self._function: Any = getattr(
+                imported(file), "attention_backward" if backward else "attention", None
+            )
         except (Exception, SystemExit) as error:
             raise BuildError(f"{file.name} cannot be imported: {reason(error, file)}") from error
         if not callable(self._function):
-            raise BuildError(f"{file.name} must define {MISSING['.py']}")
+            raise BuildError(f"{file.name} must define {(BACKWARD if backward else MISSING)['.py']}")
         self._file, self._source = file, source
         self.takes_tensors = source.torch or source.device == "cuda"
 
-    def __call__(self, q: Any, k: Any, v: Any, causal: bool, scale: float, *, threads: int = 1) -> Any:
-        """The output (B, H, Nq, d): a tensor for tensors, else an array. threads: not used.
+    def __call__(self, q: Any, k: Any, v: Any, *rest: Any, threads: int = 1) -> Any:
+        """The output (B, H, Nq, d), or dq, dk and dv: tensors for tensors, else arrays. threads: not used.
 
-        Raises RuntimeError with what the function raised, and if its result has a wrong form.
+        rest: causal and scale; before them out, lse and dout for a backward pass. Raises RuntimeError with
+        what the function raised, and if a result has a wrong form.
         """
-        given: Sequence[Any] = (q, k, v)
+        given: Sequence[Any] = (q, k, v, *rest[:-2])
         if self.takes_tensors and not self._source.torch:
             from numba import cuda
 
@@ -364,19 +408,27 @@ class InPython:
         elif self._source.simulated:  # Numba copies only contiguous arrays to a GPU
             given = [np.ascontiguousarray(t) for t in given]
         try:
-            out = self._function(*given, causal, scale)
+            result = self._function(*given, *rest[-2:])
         except (Exception, SystemExit) as error:
             raise RuntimeError(f"the function raised {reason(error, self._file)}") from error
+        if len(given) == 3:
+            return self._formed(result, q, "q")
+        if not isinstance(result, (tuple, list)) or len(result) != 3:
+            raise RuntimeError("the function must return dq, dk and dv")
+        return tuple(map(self._formed, result, (q, k, v), "qkv"))
+
+    def _formed(self, result: Any, like: Any, name: str) -> Any:
+        """A result in float32, which must have the shape of an input."""
         if self.takes_tensors:
             import torch
 
-            out = torch.as_tensor(out, device=q.device).to(torch.float32)
+            result = torch.as_tensor(result, device=like.device).to(torch.float32)
         else:
-            out = np.asarray(out, np.float32)
-        got, must = tuple(out.shape), tuple(q.shape)
+            result = np.asarray(result, np.float32)
+        got, must = tuple(result.shape), tuple(like.shape)
         if got != must:
-            raise RuntimeError(f"the function returned the shape {got}; it must be q's, {must}")
-        return out
+            raise RuntimeError(f"the function returned the shape {got}; it must be {name}'s, {must}")
+        return result
 
 
 def imported(file: Path) -> ModuleType:

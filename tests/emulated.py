@@ -19,7 +19,7 @@ from shakespeare.own import kernel as kernels
 class Emulated(kernels.Native):
     """What kernels.loaded() gives for a file in CUDA here; player.Caller calls it as a kernel in C++."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, backward: bool = False) -> None:
         self._file, self._text, self._functions = file, file.read_text(), {}
         self._threads, self._br = (
             int(re.search(rf"#define {name} (\d+)", self._text)[1]) for name in ("THREADS", "BR")
@@ -44,8 +44,8 @@ class Emulated(kernels.Native):
             self._functions[d] = ctypes.CDLL(work / "emulator.so")
         return self._functions[d]
 
-    def prepared(self, q, k, v, causal, scale, *, threads, out, scratch):
-        return partial(self._run, q, k, v, causal, scale, out)
+    def prepared(self, given, into, causal, scale, *, threads, scratch):
+        return partial(self._run, *given.values(), causal, scale, into["out"])
 
     def _run(self, q, k, v, causal, scale, out):
         B, H, Nq, d = q.shape

@@ -17,12 +17,26 @@ from shakespeare.app.cli.terminal import notice, to_type
 
 # Options of the engine that a file does not take, as open_engine() has them by default.
 FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
-OWN = {"file", "new", "again", "as_json", "N", "d", "heads", "causal", "threads", "cachegrind", "seconds"}
+OWN = {
+    "file",
+    "new",
+    "backward",
+    "again",
+    "as_json",
+    "N",
+    "d",
+    "heads",
+    "causal",
+    "threads",
+    "cachegrind",
+    "seconds",
+}
 
 
 @click.command("try")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @options.file("--new", "Write a working start to this file: .cpp, .ispc, .cu or .py.")
+@options.flag("--backward", "Try attention_backward(), the gradients of q, k and v. In .cpp and .py.")
 @options.flag("--watch", "again", "Try again at every save, until Ctrl-C.")
 @options.size("-N", "N", "Keys and queries of the timed call.", show_default="1024; 4096 on CUDA")
 @options.size("-d", "d", "Head width of the timed call.", most=options.WIDEST_HEAD, default=32)
@@ -53,13 +67,14 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     if new:
         if file:
             raise click.UsageError("FILE does not go with --new")
-        report.checked_name(new)
-        starts.write(new)
-        notice(f"Wrote {new}. Now: {to_type()} try {shlex.quote(str(new))}")
+        report.checked_name(new, asked["backward"])
+        starts.write(new, asked["backward"])
+        option = " --backward" * asked["backward"]
+        notice(f"Wrote {new}. Now: {to_type()} try {shlex.quote(str(new))}{option}")
         return True
     if file is None:
         raise click.UsageError("Missing argument 'FILE'.")
-    report.checked_name(file)
+    report.checked_name(file, asked["backward"])
     if not file.is_file():
         raise click.UsageError(f"FILE is {str(file)!r}; there is no such file")
     device = kernels.read(file).device
@@ -85,7 +100,7 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
     with contextlib.closing(judge.Checker()) as checker:
         while True:
             before, start = watch.versions([file]), time.perf_counter()
-            verdict = checker.check(file, asked["seconds"])
+            verdict = checker.check(file, asked["seconds"], backward=asked["backward"])
             if not asked["as_json"]:
                 click.echo(report.verdict(file, verdict))
             if not again:
@@ -122,7 +137,7 @@ def explain(
         if verdict.finding != known:
             say(report.verdict(file, verdict))
         say(report.memory(verdict))
-        if verdict.right:
+        if verdict.right and not verdict.backward:
             figures = speed.measure(file, size, stop)
             if isinstance(figures, speed.Figures) and figures.library and not verdict.library:
                 verdict.library = figures.library

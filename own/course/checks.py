@@ -64,10 +64,10 @@ def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterato
         for exercise, file in exercises:
             start = time.perf_counter()
             result = Result(exercise.name, len(exercise.stages))
-            kind = exercise.kind
-            stages = _attention(exercise, file, result, checker, seconds) if kind == "attention" else None
+            by_python = exercise.kind == "decoder"
+            stages = () if by_python else _attention(exercise, file, result, checker, seconds)
             try:
-                for stage, note in stages or _python(exercise, file):
+                for stage, note in _python(exercise, file) if by_python else stages:
                     result.passed.append(stage)
                     result.note = note
             except Failed as error:
@@ -81,8 +81,12 @@ def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterato
 def _attention(
     exercise: Exercise, file: Path, result: Result, checker: judge.Checker, seconds: float
 ) -> Iterator[tuple[str, str]]:
-    """Yield each stage that a kernel passes, with a note. Raises Failed at the first other one."""
-    verdict = checker.check(file, seconds)
+    """Yield each stage that a kernel or its backward pass passes, with a note.
+
+    Raises Failed at the first other one.
+    """
+    backward = exercise.kind == "backward"
+    verdict = checker.check(file, seconds, backward=backward)
     checker.warm(file)
     right = {case for i, case in enumerate(CASES) if i in verdict.passed or str(case) in verdict.skipped}
     for stage in ("plain", "causal", "awkward"):
@@ -94,6 +98,8 @@ def _attention(
     if not verdict.right:
         raise Failed(verdict.why or "wrong")
     yield "memory", ""
+    if backward:
+        return (yield from _python(exercise, file))
     figures = speed.measure(file, SIZES[kernels.read(file).device])
     if not isinstance(figures, Figures):
         raise Failed(figures.sentence)
@@ -108,7 +114,7 @@ def _attention(
 
 
 def _python(exercise: Exercise, file: Path) -> Iterator[tuple[str, str]]:
-    """The same of an exercise in PyTorch, by a process."""
+    """The same of the other stages, by a process."""
     command = [sys.executable, "-m", "shakespeare.own.course.models", exercise.kind, str(file.resolve())]
     try:
         code, out, err = run([*command, str(exercise.share)], PYTHON_SECONDS, None, **judge.environment())

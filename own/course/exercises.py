@@ -20,12 +20,7 @@ STAGES = {
 }
 STAGES_OF = {
     "attention": STAGES,
-    "backward": STAGES
-    | {
-        "awkward": "right at awkward sizes: N = 1, 63, 130, fewer queries than keys, d = 24",
-        "memory": "no input is changed",
-        "fast": PRODUCTS,
-    },
+    "backward": STAGES | {"fast": PRODUCTS},
     "decoder": STAGES
     | {
         "plain": "right for a prompt, without a cache",
@@ -52,6 +47,12 @@ Stages, a point for each. The limit of the last one is measured in the same run.
 {stages}
 """
 
+# What `try --backward` calls, at the end of reference.py.
+CALLED = """
+
+def attention_backward(q, k, v, out, lse, dout, causal, scale):
+    return flash_attention_backward(q, k, v, out, lse, dout, causal=causal, scale=scale)
+"""
 
 # A block for each exercise: name, source, share and kind; its goal; what to read; its gaps. A gap is a line
 # "> first" or "> first ... before", and the comment that replaces it. It begins with the line that holds
@@ -155,6 +156,17 @@ Sij <- scale Qi Kj^T, masked: -inf; Pij <- exp(Sij - lse_i)          lines 10, 1
 dVj <- dVj + Pij^T dOi                                               line 12
 dPij <- dOi Vj^T; dSij <- scale Pij (dPij - Di)                      lines 13, 14
 dQi <- dQi + dSij Kj; dKj <- dKj + dSij^T Qi                         lines 15, 16
+# 9-backward-cpp own/trial/starts/start_backward.cpp 3 backward
+The backward pass in C++, a query at a time.
+- arXiv:2307.08691, section 3.1.2
+- attention_ext/csrc/attention.h: what a call holds
+- attention_ext/csrc/cpu/part4_backward.cpp: what is next, tiles
+> // What the sum ... const int64_t n
+D <- sum over c of dO[i][c] * O[i][c]
+> // The weight again ... }
+P  <- exp(scale * sum over c of Q[i][c] * K[j][c] - lse[i])
+dP <- sum over c of dO[i][c] * V[j][c],  dS <- scale * P * (dP - D)
+for c:  dV[j][c] += P * dO[i][c],  dQ[i][c] += dS * K[j][c],  dK[j][c] += dS * Q[i][c]
 # 10-decoder model/gpt.py 5 decoder
 A step of the decoder: from a token to the logits of the next one, with the keys and values of earlier
 tokens in a cache.
@@ -211,7 +223,7 @@ class Exercise:
     @property
     def file(self) -> str:
         """The name of its file."""
-        return self.name + Path(self.source).suffix
+        return self.name.removesuffix("-cpp") + Path(self.source).suffix
 
     @property
     def stages(self) -> dict[str, str]:
@@ -222,8 +234,8 @@ class Exercise:
         """The part's own source, as the exercise's file."""
         text = (ROOT / self.source).read_text(encoding="utf-8")
         if self.source.endswith(".cpp"):  # naive_attention, flash_scratch ...
-            text = re.sub(r"\b[a-z]+_(scratch|attention)\b", r"\1", text)
-        return text
+            text = re.sub(r"\b(?!backward)[a-z]+_(scratch|attention)\b", r"\1", text)
+        return text + CALLED * (self.file == "9-backward.py")
 
     def text(self) -> str:
         """The solution with its gaps."""
@@ -236,13 +248,14 @@ class Exercise:
         """Its page, as Markdown."""
         stages = "\n".join(f"{i}. {text}" for i, text in enumerate(self.stages.values(), 1))
         tools = f"python gpt.py course check {self.file}    # the stages, one by one\n"
-        if self.kind == "attention":
-            tools += f"python gpt.py try {self.file}    # the first wrong case, its diagnosis, a hint\n"
+        if self.kind != "decoder":
+            words = self.file + " --backward" * (self.kind == "backward")
+            tools += f"python gpt.py try {words}    # the first wrong case, its diagnosis, a hint\n"
         return PAGE.format(self=self, tools=tools, stages=stages)
 
 
 def asked(stage: str, case: Case) -> bool:
-    """Whether a stage of 'attention' asks for a case."""
+    """Whether a stage of 'attention' or 'backward' asks for a case."""
     even = case.Nq == case.Nk in EVEN and case.threads == 1
     return {"plain": even and not case.causal, "causal": even and case.causal}.get(stage, True)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.own.trial import cases
-from shakespeare.own.trial.cases import Case, Floats
+from shakespeare.own.trial.cases import Array, Case, Expected, Floats
 
 LIKE = 2e-3  # the largest difference, as a share of the largest number, of a result that a guess explains
 ROUNDED = 0.02  # of an imprecise one
@@ -35,59 +36,88 @@ class Finding:
     """A mistake: a sentence, and its kind.
 
     kind: scale, mask, offset, transposed, tail, maximum, rescale, leftover, sum, strides, heads, matrices,
-    scratch, race, inputs, precision, bounds, crash, endless or raised.
+    scratch, race, inputs, precision, bounds, crash, endless or raised; of gradients also rowsum or added.
     """
 
     kind: str
     sentence: str
 
 
-def diagnose(run: Run, wrong: dict[Case, Floats]) -> Finding | None:
+class Subject(NamedTuple):
+    """What is tried. names: of the inputs. into: a result's matrices, with the input that has their shape.
+
+    A result of several matrices, (B, H, rows, d) each, has them below each other.
+    """
+
+    names: Sequence[str]
+    into: dict[str, str]
+    inputs: Callable[[Case], list[Array]]
+    expected: Callable[[Case], Expected]
+    guesses: Callable[[Case], Guesses]
+
+    def rows(self, case: Case) -> dict[str, int]:
+        """Those of each matrix of a result."""
+        return {name: case.Nq if like == "q" else case.Nk for name, like in self.into.items()}
+
+
+def diagnose(run: Run, wrong: dict[Case, Floats], of: Subject) -> Finding | None:
     """The mistake that explains the wrong results, by case; None if none fits."""
-    by_memory = (finding for case in reversed(wrong) if (finding := of_memory(run, case)))
-    return next(by_memory, None) or of_precision(wrong) or of_guesses(wrong) or of_maximum(wrong)
+    by_memory = (finding for case in reversed(wrong) if (finding := of_memory(run, case, of)))
+    return next(by_memory, None) or of_precision(wrong, of) or of_guesses(wrong, of) or of_maximum(wrong)
 
 
-def of_memory(run: Run, case: Case) -> Finding | None:
+def of_memory(run: Run, case: Case, of: Subject) -> Finding | None:
     """What another content of out, of the scratch, other strides or one thread changes."""
-    right = cases.expected(case).allows
+    right = of.expected(case).allows
     first, second = run(case, fill=3.0), run(case, fill=5.0)
     left = (first == 3.0) & (second == 5.0)
     if left.any():
-        return _unwritten(case, left)
+        name, part = first_part(of.rows(case), left)
+        return _unwritten(case, name, left[:, :, part])
     again = run(case, fill=3.0)
     if not _same(first, second) and _same(first, again):
-        return Finding("leftover", "out is added to, not set: what it held before is in the result")
+        name, _ = first_part(of.rows(case), first != second)
+        return Finding("leftover", f"{name} is added to, not set: what it held before is in the result")
     if case.threads > 1 and right(run(case, threads=1)):
         return Finding("race", f"it is right with one thread and wrong with {case.threads}: they race")
     if right(run(case, scratch_fill=0.0)) and not right(run(case)):
         return Finding("scratch", "scratch is read before it is written; it is not zero at first")
     if not _same(first, again):
         return Finding("race", "the same call gives different results: threads race, or memory is not set")
-    if case.fused and right(run(case, inputs=[np.ascontiguousarray(t) for t in cases.inputs(case)])):
+    if case.fused and right(run(case, inputs=[np.ascontiguousarray(t) for t in of.inputs(case)])):
         what = "it is right only for contiguous matrices: use row_stride, head_stride and batch_stride"
         return Finding("strides", what)
     return None
 
 
-def _unwritten(case: Case, left: NDArray[np.bool_]) -> Finding:
+def first_part(rows: dict[str, int], off: NDArray[np.bool_]) -> tuple[str, slice]:
+    """The first matrix of a result of which a number is off: its name and rows."""
+    end = 0
+    for name, count in rows.items():
+        part, end = slice(end, end + count), end + count
+        if off[:, :, part].any():
+            break
+    return name, part
+
+
+def _unwritten(case: Case, name: str, left: NDArray[np.bool_]) -> Finding:
     """The mistake of a result of which a part is not written."""
     heads, rows = np.asarray(left.all((2, 3))), np.asarray(left.all((0, 1, 3)))
     first = int(rows.argmax())
     if left.all():
         what = f"nothing is written for N = {min(case.Nq, case.Nk)}: are tiles larger than N left out?"
     elif first and rows[first:].all() and left.mean() == rows.mean():
-        what = f"out's rows from {first} on are not written: the tail of a tile is left out"
+        what = f"{name}'s rows from {first} on are not written: the tail of a tile is left out"
     elif heads.any():
-        return Finding("heads", f"out is not written for {heads.sum()} of {heads.size} heads")
+        return Finding("heads", f"{name} is not written for {heads.sum()} of {heads.size} heads")
     else:
-        what = f"{left.sum()} of {left.size} numbers of out are not written"
+        what = f"{left.sum()} of {left.size} numbers of {name} are not written"
     return Finding("tail", what)
 
 
-def of_precision(wrong: Mapping[Case, Floats]) -> Finding | None:
+def of_precision(wrong: Mapping[Case, Floats], of: Subject) -> Finding | None:
     """Whether all results are near, but for large scores, whose rounding is large."""
-    plain = [(got, cases.expected(case)) for case, got in wrong.items() if case.scores == "plain"]
+    plain = [(got, of.expected(case)) for case, got in wrong.items() if case.scores == "plain"]
     error = max((exact.error(got).max() / np.abs(exact.out).max() for got, exact in plain), default=np.inf)
     if not error < ROUNDED:
         return None
@@ -96,28 +126,27 @@ def of_precision(wrong: Mapping[Case, Floats]) -> Finding | None:
     return Finding("precision", what)
 
 
-def of_guesses(wrong: Mapping[Case, Floats]) -> Finding | None:
+def of_guesses(wrong: Mapping[Case, Floats], of: Subject) -> Finding | None:
     """The guess that is the result in most of the first small cases; the first one of several."""
     small = [case for case, got in wrong.items() if case.work <= MOST_GUESSED and np.isfinite(got).any()]
     counts = Counter(
-        finding for case in small[:MOST_CASES] for finding in dict.fromkeys(matching(case, wrong[case]))
+        finding for case in small[:MOST_CASES] for finding in dict.fromkeys(matching(case, wrong[case], of))
     )
     return counts.most_common(1)[0][0] if counts else None
 
 
-def matching(case: Case, got: Floats) -> Iterator[Finding]:
-    """The guesses that are the result, in the order of GUESSES."""
-    exact, call = cases.expected(case).out, Exact(case)
+def matching(case: Case, got: Floats, of: Subject) -> Iterator[Finding]:
+    """The guesses that are the result, in their order."""
+    exact = of.expected(case).out
     with np.errstate(all="ignore"):
-        for guesses in GUESSES:
-            for kind, sentence, guess in guesses(case, call):
-                known = np.isfinite(guess)
-                if known.mean() < 0.5:
-                    continue
-                largest = max(np.abs(guess[known]).max(), 1e-3)
-                apart = np.abs(guess - exact)[known].max() / largest
-                if np.abs(got - guess)[known].max() / largest <= min(LIKE, apart / 8):
-                    yield Finding(kind, sentence)
+        for kind, sentence, guess in of.guesses(case):
+            known = np.isfinite(guess)
+            if known.mean() < 0.5:
+                continue
+            largest = max(np.abs(guess[known]).max(), 1e-3)
+            apart = np.abs(guess - exact)[known].max() / largest
+            if np.abs(got - guess)[known].max() / largest <= min(LIKE, apart / 8):
+                yield Finding(kind, sentence)
 
 
 class Exact:
@@ -251,14 +280,21 @@ def of_tiles(case: Case, call: Exact) -> Guesses:
             yield "rescale", f"{what} (tiles of {tile} keys)", o / l
 
 
-GUESSES = (of_scale, of_mask, of_matrices, of_sums, of_heads, of_tails, of_tiles)
+def guesses(case: Case) -> Guesses:
+    """The results of usual mistakes."""
+    call = Exact(case)
+    for some in (of_scale, of_mask, of_matrices, of_sums, of_heads, of_tails, of_tiles):
+        yield from some(case, call)
+
+
+FORWARD = Subject("qkv", {"out": "q"}, cases.inputs, cases.expected, guesses)
 
 
 def of_maximum(wrong: Mapping[Case, Floats]) -> Finding | None:
     """Whether only large scores are wrong, and give NaN or infinity."""
     if any(case.scores == "plain" for case in wrong) or all(np.isfinite(out).all() for out in wrong.values()):
         return None
-    return Finding("maximum", "large scores give NaN or infinity: subtract the row's maximum first")
+    return Finding("maximum", "large scores give NaN or infinity: subtract the row's maximum, or lse, first")
 
 
 def _same(a: Floats, b: Floats) -> bool:

@@ -33,7 +33,8 @@ from shakespeare.lab.command import IMPORTS
 from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import cases, diagnosis, library
 from shakespeare.own.trial.cases import Array, Case, Floats
-from shakespeare.own.trial.diagnosis import Finding
+from shakespeare.own.trial.diagnosis import FORWARD, Finding
+from shakespeare.own.trial.gradients import BACKWARD
 from shakespeare.own.trial.player import DONE, GO, PAGE
 from shakespeare.own.trial.verdict import Verdict, shown
 
@@ -114,9 +115,9 @@ class Player:
         self.with_torch = with_torch
         self._file = os.memfd_create("matrices") if hasattr(os, "memfd_create") else _unnamed()
         self._memory = mmap.mmap(-1, PAGE)
-        self._last: tuple[Array, Array] | None = (
-            None  # out in the shared memory, and as it was when the call ended
-        )
+        # Each result in the shared memory, and as it was when the call ended
+        self._last = list[tuple[Array, Array]]()
+        self._into = FORWARD.into
         self._stopped = False
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
@@ -156,13 +157,14 @@ class Player:
         """Whether the process has not ended."""
         return self._process.poll() is None
 
-    def load(self, file: Path, most_memory: int | None = None) -> None:
-        """Load a file; a C++ or ISPC one is compiled here. Raises BuildError, Gone."""
+    def load(self, file: Path, most_memory: int | None = None, backward: bool = False) -> None:
+        """Load a kernel, or its backward pass; C++ and ISPC are compiled here. Raises BuildError, Gone."""
         file = file.resolve()
-        kernels.check(file)
+        kernels.check(file, backward)
+        self._into = (BACKWARD if backward else FORWARD).into
         made = recipes.own(file).make() if file.suffix in (".cpp", ".ispc") else None
         request = {"load": str(file), "library": made and str(made), "most_memory": most_memory}
-        self.ask(request, LOAD_SECONDS)
+        self.ask(request | {"backward": backward}, LOAD_SECONDS)
 
     def call(
         self,
@@ -176,17 +178,17 @@ class Player:
         scratch_fill: float | None = np.nan,
         place: Callable[[Sequence[int]], tuple[list[int], int]] | None = None,
     ) -> tuple[Array, float, Cpu]:
-        """The output of a call, its seconds, and the CPU time that the player took from the inputs on.
+        """The result of a call, its seconds, and the CPU time that the player took from the inputs on.
 
-        inputs: q, k and v, which may be views of one matrix. seconds: after which it is endless. fill: of out
-        before the call. place: gives the offsets of matrices of so many bytes in the shared memory, and its
-        size; by default each ends at a page without rights. Raises Wrong, Gone, RuntimeError with what the
-        kernel raised.
+        Several matrices of a result lie below each other. inputs: those that a Subject names; they may be
+        views of one matrix. seconds: after which it is endless. fill: of the result before the call. place:
+        gives the offsets of matrices of so many bytes in the shared memory, and its size; by default each
+        ends at a page without rights. Raises Wrong, Gone, RuntimeError with what the kernel raised.
         """
         self._check_last()
         whole = {id(base := _base(t)): base for t in inputs.values()}
-        out_bytes = 4 * inputs["q"].size
-        sizes = [*(t.nbytes for t in whole.values()), out_bytes]
+        shapes = {name: inputs[like].shape for name, like in self._into.items()}
+        sizes = [*(t.nbytes for t in whole.values()), *(4 * math.prod(shape) for shape in shapes.values())]
         offsets, size = (place or at_ends)(sizes)
         self._grow(size)
         begins = dict(zip(whole, offsets))
@@ -194,25 +196,31 @@ class Player:
             name: (begins[id(base := _base(t))] + _address(t) - _address(base), t.shape, t.strides)
             for name, t in inputs.items()
         }
-        arrays["out"] = offsets[-1], inputs["q"].shape, _strides(inputs["q"].shape)
+        places = zip(offsets[len(whole) :], shapes.items())
+        into = {name: (offset, shape, _strides(shape)) for offset, (name, shape) in places}
         guards = [] if place else [offset + n for offset, n in zip(offsets, sizes)]
-        asked = {"causal": causal, "scale": scale, "threads": threads, "fill": scratch_fill}
+        asked: dict[str, Any] = {"causal": causal, "scale": scale, "threads": threads, "fill": scratch_fill}
         # NaN is no number of JSON's, but one of Python's
-        self.ask({"size": len(self._memory), "arrays": arrays, "guards": guards, **asked}, PREPARE_SECONDS)
+        asked |= {"size": len(self._memory), "arrays": arrays, "into": into, "guards": guards}
+        self.ask(asked, PREPARE_SECONDS)
         self.stop()
         self._check_last()
         copies = [self._at(offset, t.shape) for offset, t in zip(offsets, whole.values())]
         for copy, t in zip(copies, whole.values()):
             copy[...] = t
-        shared = self._at(offsets[-1], inputs["q"].shape)
-        shared[...] = fill
+        shared = [self._at(offset, shape) for offset, shape, _ in into.values()]
+        for t in shared:
+            t[...] = fill
         before = self.cpu_seconds()
         taken = self.go(seconds)
-        out = shared.copy()
-        self._last = shared, out
-        if not all(np.array_equal(copy, t) for copy, t in zip(copies, whole.values())):
-            raise Wrong(Finding("inputs", "the kernel writes into q, k or v"))
-        return out, taken, self.cpu_seconds().since(before)
+        results = [t.copy() for t in shared]
+        self._last = [*zip(shared, results)]
+        for copy, (key, t) in zip(copies, whole.items()):
+            if not np.array_equal(copy, t):
+                names = (name for name, view in inputs.items() if id(_base(view)) == key)
+                raise Wrong(Finding("inputs", f"the kernel writes into {' or '.join(names)}"))
+        whole_result = results[0] if len(results) == 1 else np.concatenate(results, 2)
+        return whole_result, taken, self.cpu_seconds().since(before)
 
     def go(self, seconds: float) -> float:
         """The seconds of the prepared call, after which the player is stopped. Raises as call() does."""
@@ -236,8 +244,8 @@ class Player:
             self._check_last()
 
     def _check_last(self) -> None:
-        if self._last and not np.array_equal(*self._last, equal_nan=True):
-            self._last = None
+        if not all(np.array_equal(now, then, equal_nan=True) for now, then in self._last):
+            self._last = []
             raise Wrong(LATE)
 
     def library(self, file: Path) -> str:
@@ -273,7 +281,7 @@ class Player:
     def _grow(self, size: int) -> None:
         """Let the shared memory have at least so many bytes."""
         if size > len(self._memory):
-            self._last = None
+            self._last = []
             os.ftruncate(self._file, size)
             self._memory = mmap.mmap(self._file, size)
 
@@ -400,36 +408,37 @@ class Checker:
             self.close()
         self._player = self._player or Player(with_torch)
 
-    def check(self, file: Path, seconds: float, seed: int = 0) -> Verdict:
-        """Try the kernel of a file with all cases. seconds: that a call may take before it is endless.
+    def check(self, file: Path, seconds: float, seed: int = 0, backward: bool = False) -> Verdict:
+        """Try the kernel of a file, or its backward pass, with all cases.
 
-        seed: of the inputs.
+        seconds: that a call may take before it is endless. seed: of the inputs.
         """
         try:
-            return self._check(file, seconds, seed)
+            return self._check(file, seconds, seed, backward)
         finally:
             self.close()
 
-    def _check(self, file: Path, seconds: float, seed: int) -> Verdict:
+    def _check(self, file: Path, seconds: float, seed: int, backward: bool) -> Verdict:
         self.warm(file)
-        player, source, verdict, limits = self._player, kernels.read(file), Verdict(), []
+        player, source, verdict, limits = self._player, kernels.read(file), Verdict(backward=backward), []
         assert player
+        of = BACKWARD if backward else FORWARD
         limits = [seconds + JIT_SECONDS * source.compiling]
         every = enumerate(cases.seeded(seed))
         chosen = {case: n for n, case in every if not source.simulated or case.work <= SIMULATED_WORK}
-        beside = threading.Thread(target=lambda: [*map(cases.expected, chosen)])
+        beside = threading.Thread(target=lambda: [*map(of.expected, chosen)])
         beside.start()  # while a compiler runs
 
         def run(case: Case, inputs: Sequence[Array] | None = None, **settings: Any) -> Floats:
-            given = dict(zip("qkv", cases.inputs(case) if inputs is None else inputs))
+            given = dict(zip(of.names, of.inputs(case) if inputs is None else inputs))
             asked: dict[str, Any] = {"causal": case.causal, "scale": case.applied, "threads": case.threads}
             limit = limits.pop() if limits else seconds
             return np.array(player.call(given, limit, **asked | settings)[0], np.float64)
 
         try:
-            player.load(file, MOST_MEMORY if source.device == "cpu" else None)
+            player.load(file, MOST_MEMORY if source.device == "cpu" else None, backward)
             beside.join()
-            tried(run, player.settle, chosen, seconds, verdict)
+            tried(run, player.settle, chosen, seconds, verdict, of)
             verdict.library = player.library(file)
         except BuildError as error:
             verdict.refused, verdict.output = str(error), error.output
@@ -450,6 +459,7 @@ def tried(
     chosen: Mapping[Case, int],
     seconds: float,
     verdict: Verdict,
+    of: diagnosis.Subject = FORWARD,
 ) -> None:
     """Try a kernel with cases, and explain what is wrong, in a verdict. Raises as Player.call() does.
 
@@ -467,7 +477,7 @@ def tried(
         bad = None
         for _ in range(case.repeats):
             got = run(case)
-            if not cases.expected(case).allows(got):
+            if not of.expected(case).allows(got):
                 bad = got
                 break
         spent = time.perf_counter() - start
@@ -477,7 +487,7 @@ def tried(
         else:
             if not wrong:
                 settle()
-            verdict.wrong, verdict.shown = True, verdict.shown or shown(case, cases.expected(case), bad)
+            verdict.wrong, verdict.shown = True, verdict.shown or shown(case, of, bad)
             wrong[case] = bad
         if case.work >= MEASURED_WORK:
             fastest = min(fastest, spent / case.work / case.repeats)
@@ -485,4 +495,4 @@ def tried(
     verdict.finished = True
     if wrong:
         with contextlib.suppress(RuntimeError, Wrong, Gone):
-            verdict.finding = diagnosis.diagnose(run, wrong)
+            verdict.finding = diagnosis.diagnose(run, wrong, of)

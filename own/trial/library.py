@@ -33,10 +33,10 @@ OPERATORS = {
 # Names in the text of a file in Python.
 NAMED = re.compile(
     rf"\b({SDPA}|MultiheadAttention|multi_head_attention_forward|flex_attention|flash_attn\w*|xformers"
-    r"|memory_efficient_attention|einsum|cudnn\w*|shakespeare|onnxruntime)\b"
+    r"|memory_efficient_attention|einsum|cudnn\w*|shakespeare|onnxruntime|autograd\.grad|requires_grad_)\b"
 )
 KERNELS = [part.operator.partition("_")[2] for part in PARTS.values() if part.operator]
-OWN_PART = re.compile(rf"\b({'|'.join(KERNELS)})_attention\b|\bcpu/(part\d_\w+)\.cpp")
+OWN_PART = re.compile(rf"\b({'|'.join(KERNELS)})_(?:attention|backward)\b|\bcpu/(part\d_\w+)\.cpp")
 LIBRARIES = re.compile(r"/(libtorch_cpu|libcudnn\w*|libdnnl|libmkl\w*|onnxruntime\w*)[.\w-]*$", re.M)
 EXTENSION = re.compile(r"/attention_ext(?!_own)\w*/[^/\n]*\.so$", re.M)
 
@@ -65,7 +65,8 @@ def _watch_torch(note: Callable[[str], object]) -> None:
     import torch
 
     watched = torch.library.Library("aten", "IMPL")
-    for operator, name in OPERATORS.items():
+    gradients = {f"{name.removesuffix('_forward')}_backward": said for name, said in OPERATORS.items()}
+    for operator, name in (OPERATORS | gradients).items():
         for key in ("CPU", "CUDA"):
             try:
                 kernel = torch.library.get_kernel(f"aten::{operator}", key)

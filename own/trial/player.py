@@ -29,6 +29,7 @@ from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import cases, library
 from shakespeare.own.trial.cases import CASES, Array
 
+Arrays = dict[str, Array]
 GO, DONE = b"go\n", b".\n"
 PAGE = mmap.PAGESIZE
 COMPILED_FOR = "sm_80"  # without a GPU
@@ -42,11 +43,12 @@ LATER_CAPABILITIES = 64
 
 
 class Caller:
-    """A loaded kernel, and the call that GO makes."""
+    """A loaded kernel or backward pass, and the call that GO makes."""
 
-    def __init__(self, file: Path, library: Path | None) -> None:
+    def __init__(self, file: Path, library: Path | None, backward: bool = False) -> None:
         self.source = kernels.read(file)
-        self.kernel: Any = kernels.Native(file, library) if library else kernels.loaded(file)
+        native = library and kernels.Native(file, backward, library)
+        self.kernel: Any = native or kernels.loaded(file, backward)
         self.guard = GUARD if isinstance(self.kernel, kernels.OnCuda) else 0
         self.result: Any = None  # that of the last call in Python
         self._scratch = np.empty(0, np.float32)
@@ -54,29 +56,21 @@ class Caller:
             check_gpu(self.kernel)
 
     def prepare(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        out: Array,
-        causal: bool,
-        scale: float,
-        threads: int,
-        fill: float | None,
+        self, arrays: Arrays, into: Arrays, causal: bool, scale: float, threads: int, fill: float | None
     ) -> Callable[[], object]:
         """What GO calls. fill: of new scratch, which ends where memory ends; None keeps the last scratch."""
         kernel = self.kernel
         if isinstance(kernel, kernels.Native):
-            (B, H, Nq, d), Nk = q.shape, k.shape[2]
+            (B, H, Nq, d), Nk = arrays["q"].shape, arrays["k"].shape[2]
             floats = kernel.scratch(B, H, Nq, Nk, d, causal, threads)
             if fill is not None:
                 self._scratch = guarded(floats, fill)
             elif len(self._scratch) != floats:
                 self._scratch = np.ones(floats, np.float32)
-            return kernel.prepared(q, k, v, causal, scale, threads=threads, out=out, scratch=self._scratch)
+            return kernel.prepared(arrays, into, causal, scale, threads=threads, scratch=self._scratch)
         if self.source.device == "cuda":
-            return self._on_gpu([q, k, v], out, (causal, scale))
-        given: Sequence[Any] = (q, k, v)
+            return self._on_gpu(arrays, into, (causal, scale))
+        given: Sequence[Any] = [*arrays.values()]
         if kernel.takes_tensors:
             import torch
 
@@ -85,22 +79,24 @@ class Caller:
 
         def call() -> None:
             self.result = kernel(*given, causal, scale)
-            self.copy(out)
+            self.copy(into)
 
         return call
 
-    def copy(self, out: Array) -> None:
+    def copy(self, into: Arrays) -> None:
         """Copy the last result."""
         if self.result is not None:
-            np.copyto(out, self.result.detach().cpu().numpy() if self.kernel.takes_tensors else self.result)
+            results = self.result if isinstance(self.result, tuple) else (self.result,)
+            for t, result in zip(into.values(), results):
+                np.copyto(t, result.detach().cpu().numpy() if self.kernel.takes_tensors else result)
 
-    def _on_gpu(self, given: Sequence[Array], out: Array, asked: tuple[bool, float]) -> Callable[[], object]:
+    def _on_gpu(self, given: Arrays, into: Arrays, asked: tuple[bool, float]) -> Callable[[], object]:
         """A call on a GPU, where `guard` numbers that are NaN follow each matrix."""
         import torch
 
         def call() -> None:
             whole, views = [], []
-            for t in (*given, out):
+            for t in (*given.values(), *into.values()):
                 strides = [stride // 4 for stride in t.strides]
                 count = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, strides))
                 flat = np.lib.stride_tricks.as_strided(t, (count,), (4,))  # with what lies between its rows
@@ -109,16 +105,16 @@ class Caller:
                 views.append(whole[-1].as_strided(t.shape, strides))
             bits = [t.view(torch.int32) for t in whole]  # NaN is not equal to itself
             before = [t.clone() for t in bits]
-            into = {"out": views[3]} if isinstance(self.kernel, kernels.OnCuda) else {}
-            self.result = self.kernel(*views[:3], *asked, **into)
+            out = {"out": views[-1]} if isinstance(self.kernel, kernels.OnCuda) else {}
+            self.result = self.kernel(*views[: len(given)], *asked, **out)
             torch.cuda.synchronize()
-            for name, now, then, mine in zip(("q", "k", "v", "out"), bits, before, (*given, out)):
+            for name, now, then in zip((*given, *into), bits, before):
                 same = (now == then).cpu()
                 if not same[len(same) - self.guard :].all():
                     raise RuntimeError(f"out of bounds: it writes beyond {name}")
-                if name != "out" and not same.all():
-                    mine[...] = np.nan  # the judge sees it
-            self.copy(out)
+                if name not in into and not same.all():
+                    given[name][...] = np.nan  # the judge sees it
+            self.copy(into)
 
         return call
 
@@ -184,8 +180,9 @@ def once(file: Path) -> None:
     caller = Caller(file, None)
     caller.guard = 0
     for case in CASES[:ONCE]:
-        q, k, v = cases.inputs(case)
-        caller.prepare(q, k, v, np.empty(q.shape, np.float32), case.causal, case.applied, 1, None)()
+        given = dict(zip("qkv", cases.inputs(case)))
+        out = {"out": np.empty(given["q"].shape, np.float32)}
+        caller.prepare(given, out, case.causal, case.applied, 1, None)()
 
 
 def give_up_rights() -> None:
@@ -210,7 +207,7 @@ class Desk:
         self._file, self._memory, self._guards = memory, mmap.mmap(-1, PAGE), list[int]()
         self._caller: Any = None
         self._call: Callable[[], object] = lambda: None
-        self._out: Any = None
+        self._into: Arrays = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked. Raises BuildError if a file cannot be loaded, RuntimeError as the kernel does."""
@@ -219,11 +216,12 @@ class Desk:
                 with contextlib.suppress(OSError, ValueError):
                     mapped = PAGE * int(Path("/proc/self/statm").read_text().split()[0])
                     resource.setrlimit(resource.RLIMIT_AS, (mapped + most,) * 2)
-            self._caller = Caller(Path(request["load"]), request["library"] and Path(request["library"]))
+            library = request["library"] and Path(request["library"])
+            self._caller = Caller(Path(request["load"]), library, request["backward"])
         elif "gpu" in request:
             self._call = self._caller.on_gpu_memory(request["gpu"], (request["causal"], request["scale"]))
         elif "again" in request:
-            self._caller.copy(self._out)
+            self._caller.copy(self._into)
         elif "scratch" in request:
             native = isinstance(self._caller.kernel, kernels.Native)
             return {"floats": self._caller.kernel.scratch(*request["scratch"]) if native else None}
@@ -231,19 +229,23 @@ class Desk:
             self._prepare(**request)
         return {}
 
-    def _prepare(self, size: int, arrays: dict[str, Any], guards: list[int], **asked: Any) -> None:
+    def _prepare(
+        self, size: int, arrays: dict[str, Any], into: dict[str, Any], guards: list[int], **asked: Any
+    ) -> None:
         if size != len(self._memory):
             populated = getattr(mmap, "MAP_POPULATE", 0)  # no page is new in a timed call
             self._memory = mmap.mmap(self._file, size, mmap.MAP_SHARED | populated)
         protect(self._memory, self._guards, mmap.PROT_READ | mmap.PROT_WRITE)
         protect(self._memory, guards, 0)
         self._guards = guards
-        views = {
-            name: np.ndarray(shape, np.float32, self._memory, offset, strides)
-            for name, (offset, shape, strides) in arrays.items()
-        }
-        self._out = views["out"]
-        self._call = self._caller.prepare(**views, **asked)
+        given, self._into = (
+            {
+                name: np.ndarray(shape, np.float32, self._memory, offset, strides)
+                for name, (offset, shape, strides) in some.items()
+            }
+            for some in (arrays, into)
+        )
+        self._call = self._caller.prepare(given, self._into, **asked)
 
     def go(self) -> None:
         """Make the prepared call."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.lab.text import counted, size_text
+from shakespeare.own.kernel import BACKWARD
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.speed import LADDER, Figures, Size, hint, place
 from shakespeare.own.trial.verdict import Verdict
@@ -33,14 +34,15 @@ def spans(numbers: list[int]) -> str:
 
 def verdict(file: Path, outcome: Verdict) -> str:
     """Right or wrong, and what was found, in lines."""
+    name = file.name + "'s backward pass" * outcome.backward
     if outcome.refused:
-        return f"{outcome.output}{file.name} does not run: {outcome.refused}"
+        return f"{outcome.output}{name} does not run: {outcome.refused}"
     if outcome.right:
-        lines = [f"{file.name} is right in {counted(outcome.tried, 'case')}"]
+        lines = [f"{name} is right in {counted(outcome.tried, 'case')}"]
         lines += [line("library", outcome.library)] if outcome.library else []
     else:
         at = line("first at" if outcome.shown else "at", outcome.at or "the start")
-        lines = [f"{file.name} is wrong", at, *(_shown(outcome.shown) if outcome.shown else ())]
+        lines = [f"{name} is wrong", at, *(_shown(outcome.shown) if outcome.shown else ())]
         lines.append(line("because", outcome.why or "no usual mistake gives this result"))
         if outcome.finding:
             lines.append(line("read", MISTAKES))
@@ -56,7 +58,8 @@ def _shown(shown: dict[str, Any]) -> list[str]:
     first, count = shown["first"], len(shown["expected"])
     heads = f"heads {spans(shown['heads'])}; in head {h} of batch {b} "
     where = f"{heads}rows {spans(shown['rows'])}, columns {spans(shown['columns'])}"
-    lines = [line("", f"{shown['off']} of {shown['of']} numbers are off: {where}")]
+    matrix = "" if shown["matrix"] == "out" else f" of {shown['matrix']}"
+    lines = [line("", f"{shown['off']} of {shown['of']} numbers{matrix} are off: {where}")]
     expected, got = ("".join(f"{x:12.5g}" for x in shown[name]) for name in ("expected", "got"))
     lines.append(f"{f'row {i}':12}expected {expected}  columns {first} to {first + count - 1}")
     lines.append(f"{'':12}got      {got}  ")
@@ -111,7 +114,8 @@ def as_json(file: Path, outcome: Verdict, figures: Figures | Finding | None, siz
     known: dict[str, Any] = {"file": str(file), "right": outcome.right, "refused": outcome.refused or None}
     known |= {"tried": outcome.tried, "skipped": outcome.skipped, "at": outcome.at if outcome.wrong else None}
     known |= {"finding": outcome.finding and asdict(outcome.finding), "first_wrong": outcome.shown}
-    known |= {"memory": outcome.memory, "library": outcome.library, "size": asdict(size)}
+    known |= {"backward": outcome.backward, "memory": outcome.memory, "library": outcome.library}
+    known |= {"size": asdict(size)}
     if isinstance(figures, Figures):
         what, page = hint(figures, size, file.read_text(errors="replace"))
         known["speed"] = asdict(figures) | {"share": figures.share, "place": place(figures)}
@@ -121,8 +125,9 @@ def as_json(file: Path, outcome: Verdict, figures: Figures | Finding | None, siz
     return known
 
 
-def checked_name(file: Path) -> str:
-    """A file's name. Raises ValueError if its suffix is none of a kernel's."""
-    if file.suffix not in SUFFIXES:
-        raise ValueError(f"FILE is {str(file)!r}; it must end with {', '.join(SUFFIXES)}")
+def checked_name(file: Path, backward: bool = False) -> str:
+    """A file's name. Raises ValueError if its suffix is none of a kernel's, or of a backward pass's."""
+    if file.suffix not in (suffixes := [*BACKWARD] if backward else SUFFIXES):
+        with_it = "with --backward " * backward
+        raise ValueError(f"FILE is {str(file)!r}; {with_it}it must end with {', '.join(suffixes)}")
     return file.name

@@ -54,7 +54,7 @@ def _address(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | N
         case = CASES[verdict.case]
         calls.insert(0, (case.Nq, case.Nk, case.d, case.B * case.H, int(case.causal), case.threads))
     for sizes in calls:
-        if finding := of_address_sanitizer(_said(file, "address", sizes, stop), file.name):
+        if finding := of_address_sanitizer(_said(file, "address", sizes, verdict.backward, stop), file.name):
             return f"AddressSanitizer: {finding.sentence}", finding
     return f"no access out of bounds in {len(MEMORY)} calls under AddressSanitizer", None
 
@@ -66,7 +66,7 @@ def _thread(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | No
     if re.search(r"\bomp\b", text):
         return "races were not searched: ThreadSanitizer does not know OpenMP's threads", None
     for sizes in RACES:
-        said = _said(file, "thread", sizes, stop)
+        said = _said(file, "thread", sizes, verdict.backward, stop)
         if "FATAL: ThreadSanitizer" in said:
             return "races were not searched: ThreadSanitizer does not run here", None
         if finding := of_thread_sanitizer(said, file.name):
@@ -74,10 +74,22 @@ def _thread(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | No
     return f"no race in {len(RACES)} calls under ThreadSanitizer", None
 
 
-def _said(file: Path, sanitizer: str, sizes: Sequence[int], stop: Stop) -> str:
+def _said(file: Path, sanitizer: str, sizes: Sequence[int], backward: bool, stop: Stop) -> str:
     """What a sanitizer writes about a call."""
     Nq, Nk, d, heads, causal, threads = sizes
-    words = ("own", Nk, d, 64, 64, causal, heads, 1, 0, Nq, threads)  # of tools/alone.cpp
+    words = (
+        "backward" if backward else "own",
+        Nk,
+        d,
+        64,
+        64,
+        causal,
+        heads,
+        1,
+        0,
+        Nq,
+        threads,
+    )  # of tools/alone.cpp
     command = [str(recipes.own(file.resolve(), sanitizer).make()), *map(str, words)]
     return run(command, SECONDS, stop, ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1")[2]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shakespeare.own.trial.cases import Case, Expected, Floats
-from shakespeare.own.trial.diagnosis import Finding
+from shakespeare.own.trial.cases import Case, Floats
+from shakespeare.own.trial.diagnosis import Finding, Subject, first_part
 
 PICTURE = 16, 64  # the most rows and columns of a picture
 
@@ -21,7 +21,7 @@ class Verdict:
     wrong case, or that of a crash, and its number. passed: the numbers of the right ones. tried: cases;
     skipped: those that would take too long. finished: whether all were tried. finding: what explains a wrong
     result. shown: as shown() gives it. memory: what sanitizers say. library: that another's attention does
-    the work.
+    the work. backward: of the backward pass.
     """
 
     refused: str = ""
@@ -37,6 +37,7 @@ class Verdict:
     shown: dict[str, Any] | None = None
     memory: list[str] = field(default_factory=list)
     library: str = ""
+    backward: bool = False
 
     @property
     def right(self) -> bool:
@@ -53,14 +54,18 @@ class Verdict:
         self.wrong, self.finding, self.finished = True, finding, True
 
 
-def shown(case: Case, exact: Expected, got: Floats) -> dict[str, Any]:
+def shown(case: Case, of: Subject, got: Floats) -> dict[str, Any]:
     """What is shown of a wrong result: the worst number, a picture, and the numbers of the worst row."""
-    error = exact.error(got)
-    b, h, i, c = (int(n) for n in np.unravel_index(error.argmax(), error.shape))
-    off = error > exact.allowed
+    exact = of.expected(case)
+    ratio = exact.error(got) / exact.allowed
+    name, part = first_part(of.rows(case), ratio > 1)
+    ratio, out, got = ratio[:, :, part], exact.out[:, :, part], got[:, :, part]
+    b, h, i, c = (int(n) for n in np.unravel_index(ratio.argmax(), ratio.shape))
+    off = ratio > 1
     first = max(0, min(c - 2, case.d - 5))
     return {
         "wrong": str(case),
+        "matrix": name,
         "at": (b, h, i, c),
         "off": int(off.sum()),
         "of": off.size,
@@ -68,9 +73,9 @@ def shown(case: Case, exact: Expected, got: Floats) -> dict[str, Any]:
         "rows": np.flatnonzero(off[b, h].any(1)).tolist(),
         "columns": np.flatnonzero(off[b, h].any(0)).tolist(),
         "first": first,
-        "expected": exact.out[b, h, i, first : first + 5].tolist(),
+        "expected": out[b, h, i, first : first + 5].tolist(),
         "got": got[b, h, i, first : first + 5].tolist(),
-        "picture": picture(error[b, h] / exact.allowed),
+        "picture": picture(ratio[b, h]),
     }
 
 

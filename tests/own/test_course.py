@@ -99,7 +99,7 @@ def test_stages_are_lost_one_by_one(tmp_path, extension):
         (naive, "a.seen(i)", "a.Nk", 1, "mask"),
         (naive, "ldK = a.k.row_stride", "ldK = a.d", 2, "row_stride"),
         (naive, "float* S) {", "float* S) {\n    *(volatile int*)8 = 0;", 0, "crashed"),
-        (backward, "dq[:, :, i] += dSij @ Kj", "out += 0.5; dq[:, :, i] += dSij @ Kj", 3, "changes out"),
+        (backward, "dq[:, :, i] += dSij @ Kj", "out += 0.5; dq[:, :, i] += dSij @ Kj", 0, "writes into out"),
         (backward, "Nq, d = q.shape[2:]", "import os; os._exit(0)", 0, "ended the program"),
     ):
         text = exercise.solution()

@@ -106,9 +106,9 @@ def test_mistakes_in_cuda_are_found_in_an_emulator(tmp_path, monkeypatch):
         caller, verdict = Caller(file, None), Verdict()
 
         def run(case, inputs=None, fill=3.0, scratch_fill=0.0, threads=1):
-            q, k, v = inputs or cases.inputs(case)
-            out = np.full(q.shape, fill, np.float32)
-            caller.prepare(q, k, v, out, case.causal, case.applied, threads, scratch_fill)()
+            given = dict(zip("qkv", inputs or cases.inputs(case)))
+            out = np.full(given["q"].shape, fill, np.float32)
+            caller.prepare(given, {"out": out}, case.causal, case.applied, threads, scratch_fill)()
             return out.astype(np.float64)
 
         judge.tried(run, lambda: None, chosen, SECONDS, verdict)

@@ -5,7 +5,8 @@
 // calls PART, a part's operator, REPEATS >= 0 times on one thread and prints the sum of its output. q, k, v
 // and out are (1, HEADS, N, d), q and out with QUERIES rows, BR and BC part 4's tile, CAUSAL 0 or 1. All is
 // allocated before the first call. SWEEP bytes are written before the first call and after the last one, to
-// empty smaller caches. Built with OWN, the kernel is that of a user's file, with THREADS threads.
+// empty smaller caches. Built with OWN, the kernel is that of a user's file, with THREADS threads; its
+// backward pass if PART is `backward`.
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
@@ -18,8 +19,20 @@
 #if defined(OWN)
 #include "tools/own.h"
 
+// The backward pass, called as a part: dout is q, and lse is 0.
+int64_t scratch_of_gradient(const Attention& a) { return own_backward_scratch({a}); }
+void gradient(const Attention& a, float* floats) {
+    const int64_t queries = a.B * a.H * a.Nq, keys = a.B * a.H * a.Nk;
+    std::vector<float> lse(queries), dq(queries * a.d), dk(keys * a.d), dv(keys * a.d);
+    std::fprintf(stderr, "lse at %p, dq at %p, dk at %p, dv at %p\n", (void*)lse.data(), (void*)dq.data(),
+                 (void*)dk.data(), (void*)dv.data());
+    attention_backward({a, a.q, a.k, a.v, a.q, a.out, lse.data(), nullptr, dq.data(), dk.data(), dv.data()},
+                       floats);
+}
+
 const Part own{"own", {own_scratch, own_attention}, none, none};
-const Part* part_of(const char*) { return &own; }
+const Part own_backward{"backward", {scratch_of_gradient, gradient}, none, none};
+const Part* part_of(const char* name) { return name == std::string("backward") ? &own_backward : &own; }
 #else
 void on_threads(int threads, const std::function<void(int)>& body) {
     for (int thread = 0; thread < threads; thread++) body(thread);

@@ -16,11 +16,17 @@
 #else
 #define C_NAME
 #endif
-C_NAME void attention(const Attention&, float* scratch);
+// Each is null in a file that does not define it.
+C_NAME __attribute__((weak)) void attention(const Attention&, float* scratch);
 C_NAME __attribute__((weak)) int64_t scratch(const Attention&);
+__attribute__((weak)) void attention_backward(const AttentionGradient&, float* scratch);
+__attribute__((weak)) int64_t backward_scratch(const AttentionGradient&);
 
 inline int64_t own_scratch(const Attention& a) { return scratch ? scratch(a) : 0; }
 inline void own_attention(const Attention& a, float* floats) { attention(a, floats); }
+inline int64_t own_backward_scratch(const AttentionGradient& a) {
+    return backward_scratch ? backward_scratch(a) : 0;
+}
 
 // Over threads of the call, because a library of one file has no pool.
 void on_threads(int threads, const std::function<void(int)>& body) {

@@ -1,0 +1,156 @@
+"""gpt.py try --backward: right gradients are right, planted mistakes are found and named, and the command."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from planted import STARTS
+from support import naming
+
+from shakespeare.attention_ext import reference
+from shakespeare.attention_ext.build.recipes import CSRC
+from shakespeare.own.trial import gradients, judge, sanitizers
+from shakespeare.own.trial.cases import CASES
+from shakespeare.own.trial.verdict import Verdict
+
+SECONDS = 600.0  # after which a call is endless
+NAMED = 0.85  # least share of the mistakes that the diagnosis names
+NUMPY = """\
+import numpy as np
+
+TILE = 16
+
+
+def attention_backward(q, k, v, out, lse, dout, causal, scale):
+    Nq, Nk = q.shape[2], k.shape[2]
+    i = np.arange(Nq)[:, None]
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    D = np.sum(dout * out, -1, keepdims=True)
+    for j0 in range(0, Nk, TILE):
+        K, V = k[:, :, j0 : j0 + TILE], v[:, :, j0 : j0 + TILE]
+        S = np.float32(scale) * (q @ K.swapaxes(2, 3))
+        if causal:
+            S = np.where(j0 + np.arange(K.shape[2]) <= i + Nk - Nq, S, np.float32(-np.inf))
+        P = np.exp(S - lse[..., None])
+        dS = np.float32(scale) * P * (dout @ V.swapaxes(2, 3) - D)
+        dq += dS @ K
+        dk[:, :, j0 : j0 + TILE] = dS.swapaxes(2, 3) @ q
+        dv[:, :, j0 : j0 + TILE] = P.swapaxes(2, 3) @ dout
+    return dq, dk, dv
+"""
+KERNELS = {
+    "cpp": (STARTS / "start_backward.cpp").read_text(),
+    "torch": (STARTS / "start_backward.py").read_text(),
+    "numpy": NUMPY,
+}
+# fmt: off
+# Name, kernel, what is replaced by what, and the kinds of the findings that name it.
+MISTAKES = (
+    ("no D", "cpp", "(dP - D)", "dP", "rowsum"),
+    ("dq not scaled", "torch", "return dS @ k", "return dS / scale @ k", "scale"),
+    ("S for P", "torch", "dv = P.mT @", "dv = S.masked_fill(S.isinf(), 0).mT @", "matrices"),
+    ("no mask", "numpy", "if causal:", "if False:", "mask"),
+    ("dk and dv", "torch", "dS.mT @ q, dv", "dv, dS.mT @ q", "matrices"),
+    ("D not summed", "cpp", "D += dO", "D = dO", "rowsum"),
+    ("dout's stride", "cpp", "lddO = a.dout.row_stride", "lddO = d", "strides"),
+    ("dk in tiles", "numpy", "dq += dS", "dq = dS", "added"),
+    ("q is scaled", "numpy", "    D = np", "    q *= scale\n    D = np", "inputs"),
+    ("dK not cleared", "cpp", "std::fill_n(dK, Nk * d, 0.0f);", "", "leftover"),
+    ("a column too far", "cpp", "c < d; c++) dK", "c <= d; c++) dK", "bounds"),
+    ("beyond scratch", "cpp", "float*) {", "float* x) {\n    x[0] = 0;", "bounds"),
+    ("a key too few", "cpp", "n = a.seen(i)", "n = a.causal ? a.seen(i) - 1 : Nk", "mask"),
+    ("no lse", "cpp", "s - lse[i]", "s", "sum"),
+    ("K for V", "cpp", "*V = a.v.at", "*V = a.k.at", "matrices"),
+    ("P is left out", "torch", "scale * P *", "scale *", "matrices"),
+    ("queries in fours", "cpp", "i < Nq; i++", "i < Nq / 4 * 4; i++", "tail"),
+    ("keys in tiles", "numpy", "range(0, Nk, TILE)", "range(0, Nk // TILE * TILE, TILE)", "tail"),
+    ("dv set", "cpp", "dV[j * d + c] += P", "dV[j * d + c] = P", "added"),
+    ("in bfloat16", "torch", "(q @ k.mT)", "(q.bfloat16() @ k.mT.bfloat16()).float()", "precision"),
+    ("a shape", "torch", "dS.mT @ q, dv", "dS.mT @ q, dv[:, :1]", "raised"),
+    ("an exception", "cpp", "float*) {", "float*) {\n    if (a.Nk > a.Nq) throw 1;", "raised"),
+)
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def checker(extension):
+    with contextlib.closing(judge.Checker()) as checker:
+        yield checker
+
+
+def tried(checker, folder: Path, kernel: str, text: str) -> Verdict:
+    """The verdict on a backward pass."""
+    file = folder / f"mine{'.cpp' if kernel in ('cpp', 'part4') else '.py'}"
+    file.write_text(text)
+    found = checker.check(file, SECONDS, backward=True)
+    sanitizers.sanitize(file, found)
+    return found
+
+
+def test_right_gradients_are_right(checker, tmp_path):
+    part4 = (CSRC / "cpu" / "part4_backward.cpp").read_text()  # with scratch and threads
+    part4 = part4.replace("flash_backward_scratch", "backward_scratch").replace("flash_b", "attention_b")
+    for kernel, text in (KERNELS | {"part4": part4}).items():
+        with naming(kernel):
+            found = tried(checker, tmp_path, kernel, text)
+            assert found.right and found.tried == len(CASES), (found.finding, found.refused)
+
+
+@pytest.mark.parametrize("some", [MISTAKES[:8], pytest.param(MISTAKES[8:], marks=pytest.mark.full)])
+def test_mistakes_are_found_and_most_are_named(checker, tmp_path, some):
+    missed = []
+    for name, kernel, old, new, kinds in some:
+        assert old in KERNELS[kernel], name
+        with naming(name):
+            found = tried(checker, tmp_path, kernel, KERNELS[kernel].replace(old, new))
+            assert found.wrong
+        if not found.finding or found.finding.kind not in kinds.split():
+            missed.append((name, found.finding))
+    assert len(missed) <= (1 - NAMED) * len(some), missed
+
+
+def test_the_formulas_are_the_gradients_of_the_output():
+    """Beside PyTorch's automatic gradients, in float64."""
+    for case in CASES[:20]:
+        *given, _, _, dout = (torch.from_numpy(t.astype(float)) for t in gradients.inputs(case))
+        leaves = [t.requires_grad_() for t in given]
+        out = reference.attention(*leaves, causal=case.causal, scale=case.applied)
+        wanted = torch.cat(torch.autograd.grad(out, leaves, dout), 2).numpy()
+        with naming(case):
+            assert gradients.expected(case).allows(wanted)
+
+
+def test_gradients_of_a_library_are_named(checker, tmp_path):
+    automatic = """\
+import torch
+
+
+def attention_backward(q, k, v, out, lse, dout, causal, scale):
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    Nq, Nk = q.shape[2], k.shape[2]
+    mask = torch.ones(Nq, Nk, dtype=torch.bool).tril(Nk - Nq) if causal else None
+    f = torch.nn.functional.scaled_dot_product_attention
+    return torch.autograd.grad(f(*leaves, attn_mask=mask, scale=scale), leaves, dout)
+"""
+    found = tried(checker, tmp_path, "torch", automatic)
+    assert found.right and "autograd.grad" in found.library and "scaled_dot_product" in found.library
+
+
+def test_the_command(cli, failed, extension):
+    assert "with --backward it must end with .cpp, .py" in failed("try", "mine.cu", "--backward")
+    for name in ("mine.cpp", "mine.py"):
+        assert f"try {name} --backward\n" in cli("try", "--new", name, "--backward").stderr
+    assert "--backward does not go with --inference" in failed("try", "mine.py", "--backward", "--inference")
+    done = cli("try", "mine.cpp")
+    assert done.returncode == 1 and "has no function attention; it must define" in done.stdout
+    Path("mine.py").write_text(NUMPY.replace("- D)", ")"))
+    done = cli("try", "mine.py", "--backward")
+    assert done.returncode == 1
+    for words in ("mine.py's backward pass is wrong", "numbers of dq are off", "D is left out"):
+        assert words in done.stdout, words
+    found = json.loads(cli("try", "mine.cpp", "--backward", "--seconds", SECONDS, "--json").stdout)
+    assert found["right"] and found["backward"] and found["tried"] == len(CASES), found
