@@ -89,7 +89,8 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
         options.refuse(("as_json",), "does not go with --watch")
     N, heads = (4096, 100) if device == "cuda" else (1024, 4)
     N, heads, threads = asked["N"] or N, asked["heads"] or heads, threads or 1
-    size = Size(N, asked["d"], heads, asked["causal"], threads, asked["cachegrind"])
+    backward = asked["backward"]
+    size = Size(N, asked["d"], heads, asked["causal"], threads, asked["cachegrind"], backward=backward)
     return try_once(file, size, asked, again)
 
 
@@ -137,7 +138,7 @@ def explain(
         if verdict.finding != known:
             say(report.verdict(file, verdict))
         say(report.memory(verdict))
-        if verdict.right and not verdict.backward:
+        if verdict.right:
             figures = speed.measure(file, size, stop)
             if isinstance(figures, speed.Figures) and figures.library and not verdict.library:
                 verdict.library = figures.library

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shakespeare.lab.command import run
@@ -98,9 +98,7 @@ def _attention(
     if not verdict.right:
         raise Failed(verdict.why or "wrong")
     yield "memory", ""
-    if backward:
-        return (yield from _python(exercise, file))
-    figures = speed.measure(file, SIZES[kernels.read(file).device])
+    figures = speed.measure(file, replace(SIZES[kernels.read(file).device], backward=backward))
     if not isinstance(figures, Figures):
         raise Failed(figures.sentence)
     if library := verdict.library or figures.library:
@@ -114,19 +112,17 @@ def _attention(
 
 
 def _python(exercise: Exercise, file: Path) -> Iterator[tuple[str, str]]:
-    """The same of the other stages, by a process."""
-    command = [sys.executable, "-m", "shakespeare.own.course.models", exercise.kind, str(file.resolve())]
+    """The same of the decoder, by a process."""
+    command = [sys.executable, "-m", "shakespeare.own.course.models", str(file.resolve())]
     try:
         code, out, err = run([*command, str(exercise.share)], PYTHON_SECONDS, None, **judge.environment())
     except subprocess.TimeoutExpired:
         raise Failed(f"it did not end within {PYTHON_SECONDS} s, and was ended") from None
     stage = ""
     for line in out.splitlines():
-        if not line.startswith("{"):
-            continue  # what the file prints
         said = json.loads(line)
         if "failed" in said:
             raise Failed(said["failed"])
         yield (stage := said["stage"]), said["note"]
     if code or stage != "fast":
-        raise Failed(f"it ended the program: {(err.splitlines() or [f'exit code {code}'])[-1]}")
+        raise Failed(f"it was not checked: {(err.splitlines() or [f'exit code {code}'])[-1]}")

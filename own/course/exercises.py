@@ -20,7 +20,7 @@ STAGES = {
 }
 STAGES_OF = {
     "attention": STAGES,
-    "backward": STAGES | {"fast": PRODUCTS},
+    "backward": STAGES,
     "decoder": STAGES
     | {
         "plain": "right for a prompt, without a cache",
@@ -147,7 +147,7 @@ S[i][n] <- Q K^T, for blocks of 32 columns and GROUP tiles of 8 keys:
     T <- low high + high low + high high;  S <- S + T
 > UNROLLED(block, WIDTH / 32) { ... }
 for blocks of 32 columns, and each 8 keys:  T <- T + P V by three products;  O <- O + T
-# 9-backward attention_ext/reference.py 10 backward
+# 9-backward attention_ext/reference.py 2 backward
 The backward pass: P is computed again from the logsumexp, tile by tile.
 - arXiv:2307.08691, Algorithm 2
 - attention_ext/csrc/cpu/part4_backward.cpp: the same in C++
@@ -156,7 +156,7 @@ Sij <- scale Qi Kj^T, masked: -inf; Pij <- exp(Sij - lse_i)          lines 10, 1
 dVj <- dVj + Pij^T dOi                                               line 12
 dPij <- dOi Vj^T; dSij <- scale Pij (dPij - Di)                      lines 13, 14
 dQi <- dQi + dSij Kj; dKj <- dKj + dSij^T Qi                         lines 15, 16
-# 9-backward-cpp own/trial/starts/start_backward.cpp 3 backward
+# 9-backward-cpp own/trial/starts/start_backward.cpp 2 backward
 The backward pass in C++, a query at a time.
 - arXiv:2307.08691, section 3.1.2
 - attention_ext/csrc/attention.h: what a call holds

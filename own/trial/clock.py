@@ -13,20 +13,23 @@ import math
 import os
 import secrets
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from shakespeare.attention_ext import attention
 from shakespeare.lab import machine, timing
 from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import cases
 from shakespeare.own.trial.cases import Array, Expected
 from shakespeare.own.trial.diagnosis import Finding
+from shakespeare.own.trial.gradients import INPUTS
 from shakespeare.own.trial.judge import JIT_SECONDS, PAGE, Cpu, Player, Wrong
 
 ROUNDS, MIN_TIME = 6, 0.06  # bursts, and seconds of all calls of a size
@@ -46,6 +49,9 @@ EMPTY = {
     'extern "C" __global__ void attention(const Call call) {}\n',
     "torch": "import torch\n\n\ndef attention(q, k, v, causal, scale):\n    return q\n",
     "numpy": "def attention(q, k, v, causal, scale):\n    return q\n",
+    ".cpp backward": '#include "attention.h"\nvoid attention_backward(const AttentionGradient&, float*) {}\n',
+    "torch backward": "import torch\n\n\ndef attention_backward(q, k, v, *rest):\n    return q, k, v\n",
+    "numpy backward": "def attention_backward(q, k, v, *rest):\n    return q, k, v\n",
 }
 EMPTY_OF = {".cpp": ".cpp", ".ispc": ".cpp", ".cu": ".cu"}
 
@@ -68,14 +74,24 @@ class Timed:
 
 
 class Clock:
-    """Times a file's kernel at several sizes (N, d), the first one the size that counts. Ends its players."""
+    """Times a file's kernel at several sizes (N, d), the first one the size that counts. Ends its players.
+
+    backward: its backward pass.
+    """
 
     most_kept = 2**28  # bytes of outputs of a size
 
     def __init__(
-        self, file: Path, heads: int, sizes: list[tuple[int, int]], causal: bool, threads: int
+        self,
+        file: Path,
+        heads: int,
+        sizes: Sequence[tuple[int, int]],
+        causal: bool,
+        threads: int,
+        backward: bool = False,
     ) -> None:
         self._file, self.heads, self.causal, self.threads = file, heads, causal, threads
+        self.backward = backward
         self.sizes = [Timed(N, d) for N, d in sizes]
         self._empty = Timed(*sizes[0])
         self._taken = list[tuple[float, Cpu]]()
@@ -90,9 +106,9 @@ class Clock:
         self._players = [Player(with_torch, threads) for _ in range(2)]
         self._player, self._peer = self._players
         with self._closing():
-            self._player.load(file)
-            suffix = kind if kind.startswith(".") else ".py"
-            self._peer.load(kernels.kept(f"empty{suffix}", EMPTY[kind]))
+            self._player.load(file, backward=backward)
+            name = f"empty{file.suffix.replace('ispc', 'cpp')}"
+            self._peer.load(kernels.kept(name, EMPTY[kind + " backward" * backward]), backward=backward)
             for _ in range(timing.WARM_UP_SAMPLES):
                 self._load.sample()
             for timed in self.sizes:
@@ -121,7 +137,7 @@ class Clock:
             return
         self._rounds += 1
         for timed in self.sizes:
-            bytes_kept = 4 * self.heads * timed.N * timed.d
+            bytes_kept = 4 * self.heads * timed.N * timed.d * (3 if self.backward else 1)
             most = max(1, min(MOST_CALLS, self.most_kept // bytes_kept // ROUNDS))
             count = max(1, min(most, math.ceil(MIN_TIME / ROUNDS / timed.once)))
             before = self._load.sample(0, timing.PATIENCE)
@@ -199,7 +215,7 @@ class Clock:
         """The seconds of a call with new inputs at a new place, and its CPU time; its output is kept."""
         seed = secrets.randbits(64)
         out, seconds, cpu = player.call(
-            inputs(seed, self.heads, timed.N, timed.d),
+            self._inputs(seed, timed),
             limit,
             causal=self.causal,
             scale=timed.d**-0.5,
@@ -231,30 +247,72 @@ class Clock:
             what = f"it is right in the cases and wrong {where}"
         raise Wrong(Finding("late" if "missing" in what else "changes", what))
 
+    def _inputs(self, seed: int, timed: Timed) -> dict[str, Any]:
+        """Those of a call, always the same for a seed."""
+        given = normal(seed, self.heads, timed.N, timed.d, "qkv")
+        if not self.backward:
+            return given
+        out, lse = attention(
+            "part4", *map(torch.from_numpy, given.values()), causal=self.causal, return_lse=True
+        )
+        dout = normal(seed + 1, self.heads, timed.N, timed.d, ["dout"])
+        return given | {"out": out.numpy(), "lse": lse.numpy()} | dout
+
     def _is_right(self, timed: Timed, seed: int, got: Any) -> bool:
-        given = inputs(seed, self.heads, timed.N, timed.d)
-        return all(expected.allows(got[0, h, rows]) for h, rows, expected in sampled(given, self.causal))
+        return self._compared(self._inputs(seed, timed), got)
+
+    def _compared(self, given: dict[str, Any], got: Array) -> bool:
+        of = gradients_of if self.backward else outputs_of
+        return all(expected.allows(got[0, h, rows]) for h, rows, expected in sampled(given, self.causal, of))
 
 
-def inputs(seed: int, heads: int, N: int, d: int) -> dict[str, Array]:
-    """q, k and v (1, heads, N, d) of normal numbers."""
+def normal(seed: int, heads: int, N: int, d: int, names: Iterable[str]) -> dict[str, Array]:
+    """Matrices (1, heads, N, d) of normal numbers."""
     random = np.random.Generator(np.random.SFC64(seed))
-    return {name: random.standard_normal((1, heads, N, d), np.float32) for name in "qkv"}
+    return {name: random.standard_normal((1, heads, N, d), np.float32) for name in names}
 
 
-def sampled(given: dict[str, Array], causal: bool) -> Iterator[tuple[int, NDArray[np.int64], Expected]]:
-    """For each head random rows, and what is expected of them; all rows where that is MOST_SCORES at most."""
-    q, k, v = given.values()
-    _, heads, N, d = q.shape
+Rows = NDArray[np.int64]
+Head = dict[str, Any]  # of one head, matrices by name
+Of = Callable[[Head, Rows, bool, Any], list[Any]]
+
+
+def sampled(given: Head, causal: bool, of: Of) -> Iterator[tuple[int, Rows, Expected]]:
+    """For each head random rows of a result, and what is expected of them; all rows if they are few."""
+    _, heads, N, d = given["q"].shape
     count = max(1, min(N, MOST_SCORES // (heads * N)))
     for h in range(heads):
         rows = np.sort(np.random.default_rng(secrets.randbits(64)).choice(N, count, replace=False))
-        seen = np.arange(N) <= rows[:, None] if causal else np.ones((count, N), bool)
-        mine = [q[0, h, rows], k[0, h], v[0, h]]
-        wide = [t.astype(np.float64) for t in mine]
-        exact = cases.attention(wide[0], wide[1], wide[2], seen, d**-0.5)
-        peer = cases.attention(mine[0], mine[1], mine[2], seen, np.float32(d**-0.5))
-        yield h, rows, cases.beside(exact, peer, 1e-6)
+        exact, peer = (
+            of({name: t[0, h].astype(kind) for name, t in given.items()}, rows, causal, kind(d**-0.5))
+            for kind in (np.float64, np.float32)
+        )
+        for i, (right, other) in enumerate(zip(exact, peer)):
+            yield h, rows + i * N, cases.beside(right, other, 1e-6)
+
+
+def outputs_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
+    """The output's rows."""
+    at = np.arange(len(head["k"]))
+    seen = at <= rows[:, None] if causal else np.ones((len(rows), len(at)), bool)
+    return [cases.attention(head["q"][rows], head["k"], head["v"], seen, scale)]
+
+
+def gradients_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
+    """The rows of dq, dk and dv, by csrc/attention.h."""
+    q, k, v, out, lse, dout = (head[name] for name in INPUTS)
+    at, D = np.arange(len(k)), (dout * out).sum(-1)
+
+    def weights(some: Rows, other: Rows) -> tuple[Any, Any]:
+        """P and dS of some queries and keys."""
+        s = scale * (q[some] @ k[other].T) - lse[some, None]
+        if causal:
+            s[at[other] > at[some][:, None]] = -np.inf
+        p = np.exp(s)
+        return p, scale * p * (dout[some] @ v[other].T - D[some, None])
+
+    (_, of_queries), (p, of_keys) = weights(rows, at), weights(at, rows)
+    return [of_queries @ k, of_keys.T @ q, p.T @ dout]
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.cuda.gpu import Memory
 from shakespeare.lab.cuda.gpu import Gpu
-from shakespeare.own.trial.clock import Clock, Timed, sampled
+from shakespeare.own.trial.clock import Clock, Timed
+from shakespeare.own.trial.diagnosis import FORWARD
+from shakespeare.own.trial.gradients import BACKWARD
 from shakespeare.own.trial.judge import PREPARE_SECONDS, Cpu, Player
 
 SETS = 3  # of q, k, v and out
@@ -28,44 +31,57 @@ class GpuClock(Clock):
     """
 
     def __init__(
-        self, file: Path, heads: int, sizes: list[tuple[int, int]], causal: bool, threads: int
+        self,
+        file: Path,
+        heads: int,
+        sizes: Sequence[tuple[int, int]],
+        causal: bool,
+        threads: int,
+        backward: bool = False,
     ) -> None:
         self._gpu = Gpu()
-        (N, d), self._turn = sizes[0], 0
-        self._shape = 1, heads, N, d
-        self._memory = [
-            {name: Memory(4 * heads * N * d) for name in ("q", "k", "v", "out")} for _ in range(SETS)
-        ]
-        self._sets = [{name: m.tensor(*self._shape) for name, m in each.items()} for each in self._memory]
+        (N, d), self._turn, of = sizes[0], 0, BACKWARD if backward else FORWARD
+        self._given, self._into, self._shape = of.names, [*of.into], (1, heads, N, d)
+        shapes = {name: self._shape[: 3 if name == "lse" else 4] for name in (*self._given, *self._into)}
+        self._memory = [{n: (Memory(4 * math.prod(s)), s) for n, s in shapes.items()} for _ in range(SETS)]
+        self._sets = [{n: m.tensor(*s) for n, (m, s) in each.items()} for each in self._memory]
         self.most_kept = int(KEPT_SHARE * self._gpu.free())
-        super().__init__(file, heads, sizes, causal, threads)
+        super().__init__(file, heads, sizes, causal, threads, backward)
 
     def _call(self, player: Player, timed: Timed, limit: float) -> tuple[float, Cpu]:
         self._turn = (self._turn + 1) % SETS
-        tensors, seed = self._sets[self._turn], secrets.randbits(63)
-        handles = {name: (m.handle().hex(), self._shape) for name, m in self._memory[self._turn].items()}
-        request = {"gpu": handles, "causal": self.causal, "scale": timed.d**-0.5}
+        tensors, seed = self._sets[self._turn], secrets.randbits(62)
+        handles = {name: (m.handle().hex(), shape) for name, (m, shape) in self._memory[self._turn].items()}
+        request = {"gpu": handles, "into": self._into, "causal": self.causal, "scale": timed.d**-0.5}
         player.ask(request, PREPARE_SECONDS)
         player.stop()
-        given = inputs(seed, self._shape)
+        given = self._inputs(seed, timed)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()  # before the inputs are there, because a kernel on the GPU can wait for them
         for name, t in given.items():
             tensors[name].copy_(t)
-        tensors["out"].fill_(torch.nan)
+        for name in self._into:
+            tensors[name].fill_(torch.nan)
         self._gpu.clear_cache()
         torch.cuda.synchronize()
         player.go(limit)
-        timed.outs.append((seed, tensors["out"].clone()))
+        timed.outs.append((seed, torch.cat([tensors[name] for name in self._into], 2)))
         end.record()
         end.synchronize()
         return 1e-3 * begin.elapsed_time(end), Cpu(0.0, 0.0)
 
+    def _inputs(self, seed: int, timed: Timed) -> dict[str, Tensor]:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        q, k, v, dout = (torch.randn(self._shape, device="cuda", generator=generator) for _ in range(4))
+        if not self.backward:
+            return {"q": q, "k": k, "v": v}
+        out, lse = attention("part4", q, k, v, causal=self.causal, return_lse=True)
+        return {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
+
     def _is_right(self, timed: Timed, seed: int, got: Any) -> bool:
-        given = {name: t.cpu().numpy() for name, t in inputs(seed, self._shape).items()}
-        out = got.cpu().numpy()
-        return all(expected.allows(out[0, h, rows]) for h, rows, expected in sampled(given, self.causal))
+        given = {name: t.cpu().numpy() for name, t in self._inputs(seed, timed).items()}
+        return self._compared(given, got.cpu().numpy())
 
     def _check_threads(self) -> None:
         pass
@@ -73,11 +89,3 @@ class GpuClock(Clock):
     @contextlib.contextmanager
     def _one_processor(self) -> Iterator[None]:
         yield
-
-
-def inputs(seed: int, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """q, k and v of normal numbers, on the GPU."""
-    normal: Any = partial(
-        torch.randn, shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)
-    )
-    return {name: normal() for name in "qkv"}

@@ -157,6 +157,10 @@ class Player:
         """Whether the process has not ended."""
         return self._process.poll() is None
 
+    def load_decoder(self, file: Path, model: str) -> None:
+        """Load a file's GPT with a checkpoint's weights. Raises RuntimeError, Gone."""
+        self.ask({"load": str(file.resolve()), "model": model}, LOAD_SECONDS)
+
     def load(self, file: Path, most_memory: int | None = None, backward: bool = False) -> None:
         """Load a kernel, or its backward pass; C++ and ISPC are compiled here. Raises BuildError, Gone."""
         file = file.resolve()
@@ -171,23 +175,22 @@ class Player:
         inputs: Mapping[str, Array],
         seconds: float,
         *,
-        causal: bool,
-        scale: float,
-        threads: int = 1,
         fill: float = FILL,
-        scratch_fill: float | None = np.nan,
         place: Callable[[Sequence[int]], tuple[list[int], int]] | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        **asked: Any,
     ) -> tuple[Array, float, Cpu]:
         """The result of a call, its seconds, and the CPU time that the player took from the inputs on.
 
         Several matrices of a result lie below each other. inputs: those that a Subject names; they may be
         views of one matrix. seconds: after which it is endless. fill: of the result before the call. place:
         gives the offsets of matrices of so many bytes in the shared memory, and its size; by default each
-        ends at a page without rights. Raises Wrong, Gone, RuntimeError with what the kernel raised.
+        ends at a page without rights. shapes: of the result's matrices, by default the Subject's. asked: what
+        the player's prepare() takes besides. Raises Wrong, Gone, RuntimeError with what the kernel raised.
         """
         self._check_last()
         whole = {id(base := _base(t)): base for t in inputs.values()}
-        shapes = {name: inputs[like].shape for name, like in self._into.items()}
+        shapes = shapes or {name: inputs[like].shape for name, like in self._into.items()}
         sizes = [*(t.nbytes for t in whole.values()), *(4 * math.prod(shape) for shape in shapes.values())]
         offsets, size = (place or at_ends)(sizes)
         self._grow(size)
@@ -199,8 +202,6 @@ class Player:
         places = zip(offsets[len(whole) :], shapes.items())
         into = {name: (offset, shape, _strides(shape)) for offset, (name, shape) in places}
         guards = [] if place else [offset + n for offset, n in zip(offsets, sizes)]
-        asked: dict[str, Any] = {"causal": causal, "scale": scale, "threads": threads, "fill": scratch_fill}
-        # NaN is no number of JSON's, but one of Python's
         asked |= {"size": len(self._memory), "arrays": arrays, "into": into, "guards": guards}
         self.ask(asked, PREPARE_SECONDS)
         self.stop()

@@ -8,17 +8,20 @@ prints speed.Figures or a Finding as JSON, as SIZE is.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from shakespeare.attention_ext import extension, processor
+from shakespeare.attention_ext import attention, extension, processor
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.lab import counters, machine
+from shakespeare.lab import backward, counters, machine, timing
 from shakespeare.lab.bench.cases import plan
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.cuda import GpuBench
@@ -27,6 +30,7 @@ from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.clock import MIN_TIME, ROUNDS, Clock
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.gpu_clock import GpuClock
+from shakespeare.own.trial.gradients import FLOPS
 from shakespeare.own.trial.judge import Gone, Wrong, close_this_process
 from shakespeare.own.trial.speed import LADDER, SECONDS, SMALLER, UNTIMED, WIDER, Figures, Size
 
@@ -62,14 +66,47 @@ def timed(bench: Any, round: Callable[[], None]) -> dict[str, float]:
     return {r.cell.contender: 1e3 * r.median for r in bench.done.results if r.median is not None}
 
 
+def beside(size: Size, bench: Any, round: Callable[[], None]) -> dict[str, float]:
+    """The milliseconds of a bench's contenders, or of backward passes, in turns with a file's rounds."""
+    if size.alone:
+        return {}
+    return backward_timed(size, bench, round) if size.backward else timed(bench, round)
+
+
+def backward_timed(size: Size, bench: Any, round: Callable[[], None]) -> dict[str, float]:
+    """Those of backward passes: part 4's on the CPU, and PyTorch's."""
+    shape = backward.Shape(1, size.heads, size.N, size.d, size.causal)
+    on_cpu = isinstance(bench, Bench)
+    *tensors, dout = (t if on_cpu else t.to(bench.gpu.device) for t in backward.normal(shape))
+    sdpa = partial(scaled_dot_product_attention, is_causal=size.causal)
+    calls = {"sdpa": backward.backward_of(sdpa, tensors, dout)}
+    if on_cpu:
+        ours = partial(attention, "part4", causal=size.causal)
+        calls["part4"] = backward.backward_of(ours, tensors, dout)
+    torch.set_num_threads(size.threads)
+
+    def seconds(call: Callable[[], object]) -> Callable[[], float]:
+        if on_cpu:
+            return timing.repeated(call, MIN_TIME / ROUNDS)
+        return lambda: statistics.median(bench.gpu.time(call, ROUNDS, cold=True))
+
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    runs = {name: seconds(call) for name, call in calls.items()}
+    for _ in range(ROUNDS):
+        round()
+        for name, run in runs.items():
+            samples[name].append(run())
+    return {name: 1e3 * statistics.median(taken) for name, taken in samples.items()}
+
+
 def _on_cpu(file: Path, size: Size) -> Figures | Finding:
     N, d, threads = size.N, size.d, size.threads
-    alike = [] if size.alone else [(max(1, N // SMALLER), d), (N, WIDER * d)]
+    alike = [] if size.alone or size.backward else [(max(1, N // SMALLER), d), (N, WIDER * d)]
     planned = cells(["part4"] if size.alone else [*LADDER["cpu"], "sdpa"], size)
     cell, load = replace(planned[0], contender=str(file)), machine.Load()
-    with Clock(file, size.heads, [(N, d), *alike], size.causal, threads) as clock:
-        bench = Bench(planned, ROUNDS, MIN_TIME)
-        ms = {} if size.alone else timed(bench, clock.round)
+    flops = cell.flops * (FLOPS if size.backward else 1)
+    with Clock(file, size.heads, [(N, d), *alike], size.causal, threads, size.backward) as clock:
+        ms = beside(size, Bench(planned, ROUNDS, MIN_TIME), clock.round)
         clock.finish()
         seconds = [*map(clock.seconds, clock.sizes)]
         scratch = 4 * floats if (floats := clock.scratch()) is not None else None
@@ -79,7 +116,7 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
     read = cell.least_traffic * 3 / 4  # without the output
     for _ in range(PEAK_TRIES):  # of a machine that was busy
         reading = read / machine.read_bandwidth(int(read), threads)
-        if cell.flops <= limit * seconds[0] and reading <= seconds[0]:
+        if flops <= limit * seconds[0] and reading <= seconds[0]:
             break
         peak = max(peak, machine.fma_peak(threads=threads))
         limit = max(limit, peak)
@@ -87,14 +124,14 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
         if seconds[0] < clock.handing:
             what = f"a call takes less than handing it over does, {1e6 * clock.handing:.2g} us"
             return Finding(UNTIMED, f"it was not timed: {what}; a larger -N takes longer")
-        return faster(cell.flops / seconds[0], limit)
+        return faster(flops / seconds[0], limit)
     small, wide = [1e3 * s if s else None for s in seconds[1:]] or (None, None)
     native = file.suffix != ".py"
     return Figures(
         ms=ms | {"own": 1e3 * seconds[0]},
         small_ms=small,
         wide_ms=wide,
-        flops=cell.flops,
+        flops=flops,
         peak=peak,
         latency=machine.fma_latency(),
         lanes=extension.size("lanes"),
@@ -103,7 +140,7 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
         cpu=processor.name(),
         device="cpu",
         busy=machine.busy(load, [peak, machine.fma_peak(threads=threads)], threads),
-        moved=moved(cell) if size.cachegrind and native else None,
+        moved=moved(cell) if size.cachegrind and native and not size.backward else None,
         least=cell.least_traffic / size.heads,
         handing_ms=1e3 * clock.handing,
         library=library,
@@ -116,21 +153,22 @@ def _on_gpu(file: Path, size: Size) -> Figures | Finding:
     )
     cell = planned[0]
     bench = GpuBench(planned, ROUNDS, MIN_TIME)
-    with GpuClock(file, size.heads, [(size.N, size.d)], size.causal, 1) as clock:
-        ms = {} if size.alone else timed(bench, clock.round)
+    flops = cell.flops * (FLOPS if size.backward else 1)
+    with GpuClock(file, size.heads, [(size.N, size.d)], size.causal, 1, size.backward) as clock:
+        ms = beside(size, bench, clock.round)
         clock.finish()
         seconds, library = clock.seconds(clock.sizes[0]), clock.library()
         handing = clock.handing
     peak = bench.gpu.fma_peak()
     limit = max(peak, bench.gpu.tensor_peak(Dtype.BF16) / 3)  # float32 as three products of bfloat16
     reading = cell.least_traffic * 3 / 4 / max(bench.gpu.bandwidths().values())
-    if cell.flops > limit * seconds or reading > seconds:
-        return faster(cell.flops / max(seconds, 1e-9), limit)
+    if flops > limit * seconds or reading > seconds:
+        return faster(flops / max(seconds, 1e-9), limit)
     return Figures(
         ms=ms | {"own": 1e3 * seconds},
         small_ms=None,
         wide_ms=None,
-        flops=cell.flops,
+        flops=flops,
         peak=peak,
         latency=0.0,
         lanes=1,

@@ -56,15 +56,21 @@ class Caller:
             check_gpu(self.kernel)
 
     def prepare(
-        self, arrays: Arrays, into: Arrays, causal: bool, scale: float, threads: int, fill: float | None
+        self,
+        arrays: Arrays,
+        into: Arrays,
+        causal: bool,
+        scale: float,
+        threads: int = 1,
+        scratch_fill: float | None = np.nan,
     ) -> Callable[[], object]:
-        """What GO calls. fill: of new scratch, which ends where memory ends; None keeps the last scratch."""
+        """What GO calls. scratch_fill: of new scratch, which ends where memory ends; None keeps the last."""
         kernel = self.kernel
         if isinstance(kernel, kernels.Native):
             (B, H, Nq, d), Nk = arrays["q"].shape, arrays["k"].shape[2]
             floats = kernel.scratch(B, H, Nq, Nk, d, causal, threads)
-            if fill is not None:
-                self._scratch = guarded(floats, fill)
+            if scratch_fill is not None:
+                self._scratch = guarded(floats, scratch_fill)
             elif len(self._scratch) != floats:
                 self._scratch = np.ones(floats, np.float32)
             return kernel.prepared(arrays, into, causal, scale, threads=threads, scratch=self._scratch)
@@ -118,26 +124,64 @@ class Caller:
 
         return call
 
-    def on_gpu_memory(self, handles: dict[str, Any], asked: tuple[bool, float]) -> Callable[[], object]:
-        """A call with the judge's memory on the GPU, (handle, shape) by name; it ends when the GPU has."""
+    def on_gpu_memory(
+        self, handles: dict[str, Any], names: list[str], asked: tuple[bool, float]
+    ) -> Callable[[], object]:
+        """A call with the judge's memory on the GPU, (handle, shape) by name; it ends when the GPU has.
+
+        names: of the results.
+        """
         import torch
 
         from shakespeare.attention_ext.cuda import gpu
 
-        q, k, v, out = (
-            gpu.tensor_at(gpu.opened(bytes.fromhex(handle)), shape)
-            for handle, shape in (handles[name] for name in ("q", "k", "v", "out"))
-        )
-        in_place = isinstance(self.kernel, kernels.OnCuda)
+        tensors = {
+            name: gpu.tensor_at(gpu.opened(bytes.fromhex(handle)), shape)
+            for name, (handle, shape) in handles.items()
+        }
+        into = [tensors.pop(name) for name in names]
+        in_place = {"out": into[0]} if isinstance(self.kernel, kernels.OnCuda) else {}
 
         def call() -> None:
-            if in_place:
-                self.kernel(q, k, v, *asked, out=out)
-            else:
-                out.copy_(self.kernel(q, k, v, *asked))
+            results = self.kernel(*tensors.values(), *asked, **in_place)
+            for t, result in zip(() if in_place else into, results if len(into) > 1 else [results]):
+                t.copy_(result)
             torch.cuda.synchronize()
 
         return call
+
+
+class Decoder:
+    """A file's GPT with a checkpoint's weights, and its caches."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        from shakespeare.model import load
+
+        checkpoint = load(name)
+        self._config, self._caches = checkpoint.config, list[Any]()
+        module: Any = kernels.imported(file)
+        self._model = module.GPT.of(checkpoint.config, checkpoint.weights)
+
+    def prepare(self, arrays: Arrays, into: Arrays, new: bool, cached: bool) -> Callable[[], object]:
+        """What GO calls: the logits of tokens `ids`. new: with empty caches, if it is `cached`."""
+        import torch
+
+        from shakespeare.model.kv_cache import KVCache
+
+        torch.set_num_threads(1)
+        ids, config = arrays["ids"], self._config
+        if new:
+            sizes = len(ids), config.n_head, config.block_size, config.head_dim
+            self._caches = [KVCache(*sizes) for _ in range(config.n_layer)] if cached else []
+
+        @torch.inference_mode()
+        def call() -> None:
+            np.copyto(into["logits"], self._model(torch.from_numpy(ids).long(), self._caches or None).numpy())
+
+        return call
+
+    def copy(self, into: Arrays) -> None:
+        """Nothing is left to copy."""
 
 
 def guarded(floats: int, fill: float) -> Array:
@@ -211,7 +255,9 @@ class Desk:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked. Raises BuildError if a file cannot be loaded, RuntimeError as the kernel does."""
-        if "load" in request:
+        if "model" in request:
+            self._caller = Decoder(Path(request["load"]), request["model"])
+        elif "load" in request:
             if most := request["most_memory"]:
                 with contextlib.suppress(OSError, ValueError):
                     mapped = PAGE * int(Path("/proc/self/statm").read_text().split()[0])
@@ -219,7 +265,9 @@ class Desk:
             library = request["library"] and Path(request["library"])
             self._caller = Caller(Path(request["load"]), library, request["backward"])
         elif "gpu" in request:
-            self._call = self._caller.on_gpu_memory(request["gpu"], (request["causal"], request["scale"]))
+            self._call = self._caller.on_gpu_memory(
+                request["gpu"], request["into"], (request["causal"], request["scale"])
+            )
         elif "again" in request:
             self._caller.copy(self._into)
         elif "scratch" in request:

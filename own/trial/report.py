@@ -90,11 +90,13 @@ def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
     if mine < NEAR * figures.handing_ms:
         what = f"{figures.handing_ms:.2g} ms more were for handing each call over: larger calls are firmer"
         lines.append(line("", what))
+    backward = "'s backward pass" * size.backward
     if sdpa := figures.ms.get("sdpa"):
-        lines.append(line("", f"{sdpa / mine:.3g} times as fast as PyTorch's SDPA ({sdpa:.3g} ms)"))
+        lines.append(line("", f"{sdpa / mine:.3g} times as fast as PyTorch's SDPA{backward} ({sdpa:.3g} ms)"))
     known = {name: figures.ms[name] for name in LADDER[figures.device] if name in figures.ms}
     steps = ", ".join(f"{name} {ms:.3g}" for name, ms in sorted(known.items(), key=lambda kv: -kv[1]))
-    lines.append(line("ladder", f"{place(figures)} ({steps} ms)"))
+    if known:
+        lines.append(line("ladder", f"{place(figures)} ({steps} ms)"))
     if figures.scratch is not None:
         lines.append(line("scratch", size_text(figures.scratch)))
     if figures.moved:
@@ -102,8 +104,9 @@ def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
         lines.append(
             line("moved", f"for one head {counts}; at least {size_text(figures.least)} (cachegrind)")
         )
-    what, page = hint(figures, size, file.read_text(errors="replace"))
-    lines += [line("what now", what), line("read", page)]
+    if not size.backward:
+        what, page = hint(figures, size, file.read_text(errors="replace"))
+        lines += [line("what now", what), line("read", page)]
     if figures.busy:
         lines.append(figures.busy)
     return "\n".join(lines)
@@ -117,9 +120,10 @@ def as_json(file: Path, outcome: Verdict, figures: Figures | Finding | None, siz
     known |= {"backward": outcome.backward, "memory": outcome.memory, "library": outcome.library}
     known |= {"size": asdict(size)}
     if isinstance(figures, Figures):
-        what, page = hint(figures, size, file.read_text(errors="replace"))
-        known["speed"] = asdict(figures) | {"share": figures.share, "place": place(figures)}
-        known["hint"] = {"text": what, "read": page}
+        known["speed"] = asdict(figures) | {"share": figures.share}
+        if not size.backward:
+            what, page = hint(figures, size, file.read_text(errors="replace"))
+            known["speed"]["place"], known["hint"] = place(figures), {"text": what, "read": page}
     elif figures:
         known["speed"] = {"kind": figures.kind, "note": figures.sentence}
     return known

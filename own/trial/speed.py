@@ -67,7 +67,9 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Size:
-    """The timed call: matrices of N rows, d columns. cachegrind: its bytes too. alone: without the ladder."""
+    """The timed call: matrices of N rows, d columns. cachegrind: its bytes too. alone: without the ladder.
+    backward: of the gradients.
+    """
 
     N: int = 1024
     d: int = 32
@@ -76,6 +78,7 @@ class Size:
     threads: int = 1
     cachegrind: bool = False
     alone: bool = False
+    backward: bool = False
 
 
 @dataclass

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,10 +69,8 @@ def test_the_last_stage_is_judged_by_the_share_of_the_limit(reached, tmp_path, e
     found = result_of(fused, fused.solution(), tmp_path)
     assert found.points == (5 if reached > 1 else 4) and found.share == pytest.approx(flops / 1e8), found
     assert reached > 1 or found.failed.endswith(f"(100 GFLOP/s), a processor; {fused.share:g} % is asked for")
-    samples = [SimpleNamespace(seconds=[seconds] * models.ROUNDS) for seconds in (1.0, 0.2 * reached)]
-    monkeypatch.setattr(models, "in_turns", lambda *_: samples)
     with contextlib.nullcontext() if reached > 1 else pytest.raises(models.Failed):
-        assert models.fast(lambda: None, lambda: None, 20.0).startswith("1e+03 ms, 20.2 % of")
+        assert models.judged(1.0, 0.2 * reached, 20.0).startswith("1e+03 ms, 20.2 % of")
 
 
 def test_exercises_for_a_gpu_compile(nvrtc, tmp_path):
