@@ -205,7 +205,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def named_file(words: list[str]) -> str | None:
     """The user's kernel that a command runs in its own process; None without one."""
-    if os.environ.get(APART) or words[:1] == ["try"] and "--inference" not in words:
+    elsewhere = words[:1] == ["course"] or words[:1] == ["try"] and "--inference" not in words
+    if os.environ.get(APART) or elsewhere:
         return None
     names = (name for word in words for name in word.split(","))
     return next((name for name in names if is_file(name)), None)

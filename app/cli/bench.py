@@ -67,7 +67,11 @@ run_options = options.all_of(
     options.choice("-o", "--output", "form", "Format of the results.", of=("md", "csv", "json", "jsonl")),
     options.flag("--dry-run", "Print what would be measured."),
     options.save("bench", "the run"),
-    options.file("--load", "Show the run in this file instead of measuring.", exists=True),
+    options.option(
+        "--load",
+        "Show the run in this file instead of measuring, or rank what try saved: a file .jsonl, or a folder.",
+        type=click.Path(exists=True, path_type=Path),
+    ),
     options.file("--compare", "Show significant differences from the run in this file.", exists=True),
     options.number(
         "--threshold", "Smallest difference that --compare shows, in percent.", most=100, default=5
@@ -102,6 +106,12 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     """
     options.refuse_other_device()
     options.refuse_combinations(ONLY_WITH, NOT_WITH)
+    if load and (load.is_dir() or load.suffix == ".jsonl"):
+        from shakespeare.own.trial import saved as tried
+
+        options.refuse(("compare", "plot"), "does not go with a ranking")
+        click.echo(tried.text(tried.ranking(tried.entries(load)), asked["form"]))
+        return True
     from shakespeare.lab import saved
     from shakespeare.lab.bench import cases, report
     from shakespeare.lab.bench import compare as comparing

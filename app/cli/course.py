@@ -11,12 +11,23 @@ import click
 from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice, to_type
 
+OF_CHECK = ("as_json", "seconds", "gradescope", "junit", "weight", "seed")
+
 
 @click.command()
 @click.argument("words", nargs=-1, metavar="[check] [DIRECTORY]")
 @options.flag("--json", "as_json", "Print points, times and the machine's version as JSON; goes with check.")
 @options.number("--seconds", "A call that takes longer is endless.", most=3600, above=True, default=10)
-def course(words: tuple[str, ...], as_json: bool, seconds: float) -> bool:
+@options.file("--gradescope", "Write Gradescope's results.json to this file, or to /dev/fd/N.")
+@options.file("--junit", "Write JUnit's XML to this file, or to /dev/fd/N.")
+@options.option("--weight", "Points of an exercise: 4-flash=10; may be repeated.", multiple=True)
+@options.whole(
+    "--seed",
+    f"Give each file other inputs; a secret is better in {options.SECRET_SEED}, as others see options.",
+    least=0,
+    most=options.LARGEST_SEED,
+)
+def course(words: tuple[str, ...], **asked: Any) -> bool:
     """Write exercises into DIRECTORY: attention on the CPU, on a GPU, backward, and a decoder's step.
 
     Each is a part's source with gaps, and a page. With check: print the stages that each exercise passes; for
@@ -26,35 +37,43 @@ def course(words: tuple[str, ...], as_json: bool, seconds: float) -> bool:
     if len(words) > 1 + checks or not (words or checks):
         raise click.UsageError("the arguments must be DIRECTORY, or check and perhaps DIRECTORY.")
     if not checks:
-        options.refuse(("as_json", "seconds"), "goes with check only")
+        options.refuse(OF_CHECK, "goes with check only")
         from shakespeare.own.course import exercises
 
         files = exercises.write(Path(words[0]))
         command = f"{to_type()} course check {shlex.quote(words[0])}"
         notice(f"Wrote {len(files)} exercises and their pages. Now: {command}")
         return True
-    return check(Path(words[1] if words[1:] else "."), as_json, seconds)
+    return check(Path(words[1] if words[1:] else "."), **asked)
 
 
-def check(path: Path, as_json: bool, seconds: float) -> bool:
-    """Check the exercises and print what is done."""
-    from shakespeare.own.course import checks
+def check(
+    path: Path, as_json: bool, seconds: float, weight: tuple[str, ...], seed: int | None, **files: Path | None
+) -> bool:
+    """Check the exercises, print what is done, and write it to files, by the names of their forms."""
+    from shakespeare.own.course import checks, results
 
-    results, exercises = [], checks.named(path)
-    for result, (exercise, _) in zip(checks.check(exercises, seconds), exercises):
-        results.append(result)
+    secret, weights = options.secret_seed(seed), checks.weighted(weight)
+    done, exercises = [], checks.named(path, weights)
+    opened = [(getattr(results, form), open(file, "w")) for form, file in files.items() if file]
+    for result, (exercise, _) in zip(checks.check(exercises, seconds, weights, secret), exercises):
+        done.append(result)
         if as_json:
             continue
-        click.echo(f"{result.name:16}{result.points} of {result.of}" + f"  {result.note}" * bool(result.note))
+        reached = f"{result.name:16}{result.points:g} of {result.of:g}"
+        click.echo(reached + f"  {result.note}" * bool(result.note))
         if result.failed:
-            stage = list(exercise.stages.values())[result.points]
+            stage = list(exercise.stages.values())[len(result.passed)]
             click.echo(f"{'':16}next: {stage}\n{'':16}{result.failed}")
-    points, of = sum(r.points for r in results), sum(r.of for r in results)
+    points, of = sum(r.points for r in done), sum(r.of for r in done)
+    for form, out in opened:
+        with out:
+            print(form([(exercise, result) for (exercise, _), result in zip(exercises, done)]), file=out)
     if as_json:
         from shakespeare.lab import machine
 
         whole: dict[str, Any] = {"points": points, "of": of, "machine": machine.describe()}
-        click.echo(json.dumps(whole | {"exercises": [asdict(r) | {"points": r.points} for r in results]}))
+        click.echo(json.dumps(whole | {"exercises": [asdict(r) | {"points": r.points} for r in done]}))
     else:
-        click.echo(f"{points} of {of} points")
+        click.echo(f"{points:g} of {of:g} points")
     return points == of

@@ -1,6 +1,7 @@
 """What several commands share: types of values, options, and settings made before a command starts."""
 
 import math
+import os
 import re
 import shlex
 import sys
@@ -380,6 +381,19 @@ prompt = all_of(
     path("--prompt-file", "File to continue, - for standard input."),
     whole("--max-new-tokens", "Tokens to write per sample.", least=0, show_default="the model's block size"),
 )
+SECRET_SEED = "SHAKESPEARE_COURSE_SEED"  # of the environment
+
+
+def secret_seed(given: int | None) -> int | None:
+    """A given seed, or the environment's, which is then removed: a user's file must not find it there."""
+    held = os.environ.pop(SECRET_SEED, None)
+    if given is not None or held is None:
+        return given
+    if not re.fullmatch(r"\d{1,18}", held, re.ASCII):
+        raise ValueError(f"{SECRET_SEED} is not a whole number of at most 18 digits")  # nor shown
+    return int(held)
+
+
 seed = whole("--seed", "Seed of the random numbers.", least=0, most=LARGEST_SEED, default=1337)
 no_kv_cache = flag("--no-kv-cache", "Recompute the whole window for each token.")
 

@@ -17,20 +17,9 @@ from shakespeare.app.cli.terminal import notice, to_type
 
 # Options of the engine that a file does not take, as open_engine() has them by default.
 FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
-OWN = {
-    "file",
-    "new",
-    "backward",
-    "again",
-    "as_json",
-    "N",
-    "d",
-    "heads",
-    "causal",
-    "threads",
-    "cachegrind",
-    "seconds",
-}
+# Options that do not go with --inference, and that go with it too.
+OWN = {"new", "backward", "again", "N", "d", "heads", "causal", "cachegrind", "seconds", "save"}
+BOTH = {"file", "threads", "as_json", "seed"}
 
 
 @click.command("try")
@@ -51,17 +40,18 @@ OWN = {
 )
 @options.flag("--cachegrind", "Simulate the timed call's caches with valgrind.")
 @options.number("--seconds", "A call that takes longer is endless.", most=3600, above=True, default=10)
+@options.file("--save", "Append a right kernel's result to this file .jsonl; bench --load ranks it.")
 @inference_options
 def attempt(file: Path | None, new: Path | None, again: bool, threads: int | None, **asked: Any) -> bool:
     """Try the attention in FILE: C++ (.cpp), ISPC (.ispc), CUDA (.cu) or Python (.py).
 
     It is compared with float64 over shapes that break kernels; the first wrong case is shown with a
     diagnosis. Sanitizers look for accesses out of bounds and for races. A right kernel is timed beside the
-    parts and PyTorch, with a hint. --json prints all of it. With --inference the kernel writes text. Exit
-    code 0: right; 1: wrong, crashed or endless; 2: used wrongly.
+    parts and PyTorch, with a hint. --json prints all of it. --seed gives the cases other inputs. With
+    --inference the kernel writes text. Exit code 0: right; 1: wrong, crashed or endless; 2: used wrongly.
     """
     from shakespeare.own import kernel as kernels
-    from shakespeare.own.trial import report, starts
+    from shakespeare.own.trial import report, saved, starts
     from shakespeare.own.trial.speed import Size
 
     if new:
@@ -79,12 +69,15 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
         raise click.UsageError(f"FILE is {str(file)!r}; there is no such file")
     device = kernels.read(file).device
     if asked["inference"]:
-        options.refuse(OWN - {"file", "threads", "as_json"}, "does not go with --inference")
+        options.refuse(OWN, "does not go with --inference")
         settings = asked | FIXED | {"device": device, "threads": options.threads_for(threads)}
         session = Session(str(file), settings)
         converse(session) if asked["interactive"] else write(session)
         return True
-    options.refuse(asked.keys() - OWN - {"inference"}, "goes with --inference only")
+    options.refuse(asked.keys() - OWN - BOTH - {"inference"}, "goes with --inference only")
+    asked["secret"] = options.secret_seed(asked["seed"] if options.given("seed") else None)
+    if asked["save"]:
+        saved.check_file(asked["save"])
     if again:
         options.refuse(("as_json",), "does not go with --watch")
     N, heads = (4096, 100) if device == "cuda" else (1024, 4)
@@ -96,12 +89,13 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
 
 def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
     """Try the file and print the report; with `again` once more at each save."""
-    from shakespeare.own.trial import judge, report
+    from shakespeare.own.trial import cases, judge, report
 
     with contextlib.closing(judge.Checker()) as checker:
         while True:
             before, start = watch.versions([file]), time.perf_counter()
-            verdict = checker.check(file, asked["seconds"], backward=asked["backward"])
+            seed = cases.seed_of(file, asked["secret"])
+            verdict = checker.check(file, asked["seconds"], seed, asked["backward"])
             if not asked["as_json"]:
                 click.echo(report.verdict(file, verdict))
             if not again:
@@ -124,7 +118,7 @@ def explain(
 ) -> bool:
     """Print sanitizers, speed, hint; return whether the kernel is right. stop: the file was saved again."""
     from shakespeare.lab.command import Stopped
-    from shakespeare.own.trial import report, sanitizers, speed
+    from shakespeare.own.trial import report, sanitizers, saved, speed
     from shakespeare.own.trial.diagnosis import Finding
 
     figures, known = None, verdict.finding
@@ -148,6 +142,10 @@ def explain(
                 say(report.verdict(file, verdict))
             else:
                 say(report.speed(figures, size, file))
+            if isinstance(figures, speed.Figures):
+                into = asked["save"]
+                said = saved.keep(file, verdict, figures, size, into) if into else saved.HOW
+                say(report.line("saved" if into else "save", said))
     except Stopped:
         return False
     if asked["as_json"]:

@@ -131,11 +131,15 @@ def text(run: Run, form: str) -> str:
     facts = {name: run.machine.get(name) for name in MACHINE_COLUMNS}
     if gpu := run.machine.get("gpu"):
         facts["gpu"] = gpu["name"]
-    rows = [figures | facts for figures in rows]
+    return flat([figures | facts for figures in rows], form)
+
+
+def flat(rows: list[dict], form: str) -> str:
+    """Rows as csv or jsonl, without a final line end."""
     if form == "jsonl":
         return "\n".join(map(json.dumps, rows))
     out = io.StringIO()
-    writer = csv.DictWriter(out, rows[0] if rows else facts, lineterminator="\n")
+    writer = csv.DictWriter(out, rows[0] if rows else MACHINE_COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue().rstrip("\n")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shakespeare.lab.command import run
 from shakespeare.own import kernel as kernels
 from shakespeare.own.course.exercises import EXERCISES, Exercise, Failed, asked
-from shakespeare.own.trial import judge, sanitizers, speed
+from shakespeare.own.trial import cases, judge, sanitizers, speed
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures, Size
 
@@ -26,13 +27,16 @@ SIZES = {"cpu": Size(alone=True), "cuda": Size(4096, 32, 100, alone=True)}  # of
 class Result:
     """What an exercise has reached.
 
-    passed: the stages, in order. failed: why the next one is not passed; '' if all are. note: of the timed
-    call. ms, share: its milliseconds, and its share of the limit. seconds: that the check took.
+    of: points that all stages give. passed: the stages, in order; laps: the seconds of each. failed: why the
+    next one is not passed; '' if all are. note: of the timed call. ms, share: its milliseconds, and its share
+    of the limit. seconds: that the check took.
     """
 
     name: str
-    of: int
+    of: float
+    stages: int
     passed: list[str] = field(default_factory=list)
+    laps: list[float] = field(default_factory=list)
     failed: str = ""
     note: str = ""
     ms: float | None = None
@@ -40,35 +44,58 @@ class Result:
     seconds: float = 0.0
 
     @property
-    def points(self) -> int:
-        """One for each stage."""
-        return len(self.passed)
+    def points(self) -> float:
+        """The same for each stage."""
+        return self.of * (len(self.passed) / self.stages)
 
 
-def named(path: Path) -> list[tuple[Exercise, Path]]:
-    """The exercises of a folder, or the one of a file, with their files.
+def weighted(texts: Iterable[str]) -> dict[str, float]:
+    """{'4-flash': 10.0} of ['4-flash=10']. Raises ValueError for a text of another form."""
+    pattern = f"({'|'.join(row.name for row in EXERCISES)})=([0-9]{{1,6}}(?:\\.[0-9]{{1,6}})?)"
+    for text in texts:
+        if not re.fullmatch(pattern, text):
+            form = "NAME=POINTS, an exercise's name such as 4-flash and a number of at least 0"
+            raise ValueError(f"weight is {text!r}; it must be {form}")
+    return {name: float(points) for name, _, points in (text.partition("=") for text in texts)}
+
+
+def named(path: Path, weights: Mapping[str, float] = {}) -> list[tuple[Exercise, Path]]:
+    """The exercises of a folder, or the one of a file, with their files; one with a weight may be missing.
 
     Raises ValueError if there is none.
     """
     folder = path if path.is_dir() else path.parent
-    files = [(row, folder / row.file) for row in EXERCISES]
-    existing = [(row, file) for row, file in files if path in (folder, file) and file.is_file()]
+    files = [(row, folder / row.file) for row in EXERCISES if path in (folder, folder / row.file)]
+    existing = [(row, file) for row, file in files if file.is_file() or row.name in weights]
     if not existing:
         raise ValueError(f"DIRECTORY is {str(path)!r}; it must hold exercises, or be one of them")
     return existing
 
 
-def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterator[Result]:
-    """Check each exercise. seconds: that a call may take before it is endless."""
+def check(
+    exercises: Sequence[tuple[Exercise, Path]],
+    seconds: float,
+    weights: Mapping[str, float] = {},
+    secret: int | None = None,
+) -> Iterator[Result]:
+    """Check each exercise. seconds: that a call may take before it is endless.
+
+    weights: points, by default one for each stage. secret: gives each file inputs of its own.
+    """
     with contextlib.closing(judge.Checker()) as checker:
         for exercise, file in exercises:
-            start = time.perf_counter()
-            result = Result(exercise.name, len(exercise.stages))
-            by_python = exercise.kind == "decoder"
-            stages = () if by_python else _attention(exercise, file, result, checker, seconds)
+            start, count = time.perf_counter(), len(exercise.stages)
+            result = Result(exercise.name, weights.get(exercise.name, count), count)
+            if not file.is_file():
+                result.failed = f"there is no {file.name}"
+                yield result
+                continue
+            by_python, seed = exercise.kind == "decoder", cases.seed_of(file, secret)
+            stages = () if by_python else _attention(exercise, file, result, checker, seconds, seed)
             try:
                 for stage, note in _python(exercise, file) if by_python else stages:
                     result.passed.append(stage)
+                    result.laps.append(time.perf_counter() - start - sum(result.laps))
                     result.note = note
             except Failed as error:
                 result.failed = str(error)
@@ -79,14 +106,14 @@ def check(exercises: Sequence[tuple[Exercise, Path]], seconds: float) -> Iterato
 
 
 def _attention(
-    exercise: Exercise, file: Path, result: Result, checker: judge.Checker, seconds: float
+    exercise: Exercise, file: Path, result: Result, checker: judge.Checker, seconds: float, seed: int
 ) -> Iterator[tuple[str, str]]:
     """Yield each stage that a kernel or its backward pass passes, with a note.
 
     Raises Failed at the first other one.
     """
     backward = exercise.kind == "backward"
-    verdict = checker.check(file, seconds, backward=backward)
+    verdict = checker.check(file, seconds, seed, backward)
     checker.warm(file)
     right = {case for i, case in enumerate(CASES) if i in verdict.passed or str(case) in verdict.skipped}
     for stage in ("plain", "causal", "awkward"):

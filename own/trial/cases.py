@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -101,6 +103,13 @@ CASES = (
 def seeded(seed: int) -> list[Case]:
     """The cases with inputs of a seed."""
     return [replace(case, seed=seed) for case in CASES]
+
+
+def seed_of(file: Path, secret: int | None) -> int:
+    """A seed that no other file has, and that does not tell the secret; 0 without one."""
+    if secret is None:
+        return 0
+    return int(hashlib.sha256(b"%d " % secret + file.read_bytes()).hexdigest()[:15], 16)
 
 
 class Expected(NamedTuple):

@@ -74,17 +74,22 @@ def memory(outcome: Verdict) -> str:
     return "\n".join(line("memory" if i == 0 else "", text) for i, text in enumerate(outcome.memory))
 
 
+def call(device: str, size: Size) -> str:
+    """The timed call, in words."""
+    mask, threads = "causal" if size.causal else "no mask", counted(size.threads, "thread")
+    mask += ", backward" * size.backward
+    case = f"{counted(size.heads, 'head')} of N = {size.N}, d = {size.d}, {mask}"
+    return f"{case}, {threads}" if device == "cpu" else case
+
+
 def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
     """Time, ladder, scratch, traffic and the hint, in lines."""
     if isinstance(figures, Finding):
         return line("speed", figures.sentence)
     mine = figures.ms["own"]
-    mask, threads = "causal" if size.causal else "no mask", counted(size.threads, "thread")
-    case = f"{counted(size.heads, 'head')} of N = {size.N}, d = {size.d}, {mask}"
-    case += f", {threads}" if figures.device == "cpu" else ""
     rate = figures.flops / (1e-3 * mine) / 1e9
     lines = [
-        line("speed", f"{mine:.3g} ms: {case}; {figures.cpu}"),
+        line("speed", f"{mine:.3g} ms: {call(figures.device, size)}; {figures.cpu}"),
         line("", f"{rate:.3g} GFLOP/s, {100 * figures.share:.2g} % of the FMA peak"),
     ]
     if mine < NEAR * figures.handing_ms:

@@ -6,13 +6,18 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from shakespeare.app.cli import options
 from shakespeare.own import kernel as kernels
-from shakespeare.own.course import checks, models
+from shakespeare.own.course import checks, models, results
 from shakespeare.own.course.exercises import EXERCISES, STAGES, asked, write
+from shakespeare.own.trial import cases
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures
 
@@ -69,6 +74,9 @@ def test_the_last_stage_is_judged_by_the_share_of_the_limit(reached, tmp_path, e
     found = result_of(fused, fused.solution(), tmp_path)
     assert found.points == (5 if reached > 1 else 4) and found.share == pytest.approx(flops / 1e8), found
     assert reached > 1 or found.failed.endswith(f"(100 GFLOP/s), a processor; {fused.share:g} % is asked for")
+    figures.library = "calls a library"
+    found = result_of(fused, fused.solution(), tmp_path)
+    assert (found.points, found.failed, found.share) == (4, "calls a library", None)
     with contextlib.nullcontext() if reached > 1 else pytest.raises(models.Failed):
         assert models.judged(1.0, 0.2 * reached, 20.0).startswith("1e+03 ms, 20.2 % of")
 
@@ -105,10 +113,59 @@ def test_stages_are_lost_one_by_one(tmp_path, extension):
         assert result.points == passed and why in result.failed, result
 
 
+def test_other_programs_read_the_points():
+    """Also where a file says what XML has no form for."""
+    first, second = EXERCISES[:2]
+    done = checks.Result(first.name, 10.0, 5, list(STAGES), [0.5] * 5, "", "2 ms", 2.0, 0.1234, 2.5)
+    half = checks.Result(second.name, 5, 5, list(STAGES)[:2], [1.0, 1.0], "a\x1b<b>&\x00\ud800", seconds=3.0)
+    checked = [(first, done), (second, half)]
+    found = json.loads(results.gradescope(checked))
+    assert [test["score"] for test in found["tests"]] == [2] * 5 + [1, 1, 0, 0, 0]
+    assert [test["status"] for test in found["tests"]] == ["passed"] * 7 + ["failed"] * 3
+    assert {test["max_score"] for test in found["tests"][5:]} == {1}
+    assert found["tests"][4]["output"] == "2 ms" and found["tests"][7]["output"] == "a?<b>&??"
+    entry = {"name": "1-naive, % of the FMA peak", "value": 12.3, "order": "desc"}
+    assert found["leaderboard"] == [entry] and found["execution_time"] == 5.5
+    full, part = ElementTree.fromstring(results.junit(checked))
+    counts = ("name", "tests", "failures", "errors", "skipped", "time")
+    assert [full.get(name) for name in counts] == ["1-naive", "5", "0", "0", "0", "2.500"]
+    assert [part.get(name) for name in counts] == ["2-blocked", "5", "1", "0", "2", "3.000"]
+    assert full[4].find("system-out").text == "2 ms" and part[2].find("failure").get("message") == "a?<b>&??"
+    assert [case.get("time") for case in part] == ["1.000"] * 3 + ["0.000"] * 2
+
+
+def test_weights(tmp_path):
+    """A missing exercise that has one gets no points."""
+    weights = checks.weighted(["4-flash=10", "1-naive=0", "4-flash=2.5"])
+    assert weights == {"4-flash": 2.5, "1-naive": 0}
+    for wrong in ("4-flash", "flash=1", "4-flash=-1", "4-flash=nan", "4-flash=1e9", "4-flash=1=2"):
+        with pytest.raises(ValueError, match=f"weight is '{wrong}'; it must be NAME=POINTS"):
+            checks.weighted([wrong])
+    *_, missing = checks.named(tmp_path, weights)
+    (result,) = checks.check([missing], SECONDS, weights)
+    assert (result.points, result.of, result.failed) == (0, 2.5, "there is no 4-flash.cpp")
+
+
+def test_each_file_has_inputs_of_its_own_and_the_seed_leaves_the_environment(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    asked = [("a", 7), ("b", 7), ("a", 8), ("a", None)]
+    seeds = [cases.seed_of(tmp_path / name, secret) for name, secret in asked]
+    assert len({*seeds}) == 4 and seeds[3] == 0
+    for given, held, seed in ((None, "12", 12), (3, "12", 3), (None, None, None)):
+        if held:
+            monkeypatch.setenv(options.SECRET_SEED, held)
+        assert options.secret_seed(given) == seed and options.SECRET_SEED not in os.environ
+    monkeypatch.setenv(options.SECRET_SEED, "x")
+    with pytest.raises(ValueError, match=f"{options.SECRET_SEED} is not a whole number"):
+        options.secret_seed(None)
+
+
 def test_the_command(cli, failed, tmp_path, extension):
     assert "must be DIRECTORY, or check" in failed("course")
     assert "must hold exercises" in failed("course", "check")
-    assert "--json goes with check only" in failed("course", "work", "--json")
+    for option in (["--json"], ["--weight", "1-naive=1"], ["--gradescope", "x"], ["--seed", 1]):
+        assert f"{option[0]} goes with check only" in failed("course", "work", *option)
     assert cli("course", "work").returncode == 0
     assert "1-naive.cpp exists there" in failed("course", "work")
     with pytest.raises(ValueError, match="is not replaced"):
@@ -118,6 +175,12 @@ def test_the_command(cli, failed, tmp_path, extension):
     shown = cli("course", "check", "work/1-naive.cpp")
     assert shown.returncode == 1 and "0 of 5 points" in shown.stdout
     assert "next: right without a mask" in shown.stdout
+    files = ("--gradescope", "results.json", "--junit", "junit.xml")
+    weights = ("--weight", "1-naive=0", "--weight", "9-backward=20")
+    made = cli("course", "check", "work/1-naive.cpp", "--seed", 5, *files, *weights)
+    assert made.returncode == 0 and "0 of 0 points" in made.stdout  # it is left out of the sum
+    assert json.loads(Path("results.json").read_text())["tests"][0]["status"] == "failed"
+    assert ElementTree.parse("junit.xml").getroot()[0].get("name") == "1-naive"
     made = json.loads(cli("course", "check", "work/9-backward.py", "--json").stdout)
     assert made["points"] == 0 and made["of"] == 5 and made["machine"]["version"]
     assert made["exercises"][0]["failed"]

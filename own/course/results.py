@@ -1,0 +1,78 @@
+"""Points as other programs read them: Gradescope's results.json and JUnit's XML.
+
+https://gradescope-autograders.readthedocs.io/en/latest/specs/
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+from shakespeare.own.course.checks import Result
+from shakespeare.own.course.exercises import Exercise
+
+Checked = Sequence[tuple[Exercise, Result]]
+UNFIT = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # for XML
+
+
+class Stage(NamedTuple):
+    """A stage of an exercise. status: passed, failed or skipped. said: its figures, or what it lacks."""
+
+    name: str
+    status: str
+    said: str
+    seconds: float
+
+
+def stages(exercise: Exercise, result: Result) -> Iterator[Stage]:
+    """Each stage; those after the first that is not passed are skipped."""
+    names, passed = list(exercise.stages.values()), len(result.passed)
+    for i, name in enumerate(names):
+        if i < passed:
+            yield Stage(name, "passed", result.note if i == len(names) - 1 else "", result.laps[i])
+        elif i == passed:
+            said = UNFIT.sub("?", result.failed)  # a file's own message may hold anything
+            yield Stage(name, "failed", said, result.seconds - sum(result.laps))
+        else:
+            yield Stage(name, "skipped", "a stage before it is not passed", 0.0)
+
+
+def gradescope(checked: Checked) -> str:
+    """Gradescope's results.json: a test for each stage, and a leaderboard of the shares of the limit."""
+    tests: list[dict[str, Any]] = []
+    leaderboard: list[dict[str, Any]] = []
+    for exercise, result in checked:
+        most = result.of / result.stages
+        for name, status, said, _ in stages(exercise, result):
+            passed = status == "passed"
+            about = {"name": f"{result.name}: {name}", "output": said, "visibility": "visible"}
+            points = {"score": most * passed, "max_score": most, "status": "passed" if passed else "failed"}
+            tests.append(about | points)
+        if result.share is not None:
+            share, name = round(100 * result.share, 1), f"{result.name}, % of the FMA peak"
+            leaderboard.append({"name": name, "value": share, "order": "desc"})
+    seconds = round(sum(result.seconds for _, result in checked), 1)
+    return json.dumps({"tests": tests, "leaderboard": leaderboard, "execution_time": seconds}, indent=1)
+
+
+def junit(checked: Checked) -> str:
+    """JUnit's XML: a suite for each exercise, a case for each stage."""
+    whole = ElementTree.Element("testsuites")
+    for exercise, result in checked:
+        found = list(stages(exercise, result))
+        count = {status: str(sum(s.status == status for s in found)) for status in ("failed", "skipped")}
+        about = {"tests": str(len(found)), "failures": count["failed"], "errors": "0"}
+        about |= {"skipped": count["skipped"], "time": f"{result.seconds:.3f}"}
+        suite = ElementTree.SubElement(whole, "testsuite", about, name=result.name)
+        for name, status, said, seconds in found:
+            about = {"classname": result.name, "name": name, "time": f"{seconds:.3f}"}
+            case = ElementTree.SubElement(suite, "testcase", about)
+            if status != "passed":
+                ElementTree.SubElement(case, "failure" if status == "failed" else status, message=said)
+            elif said:
+                ElementTree.SubElement(case, "system-out").text = said
+    ElementTree.indent(whole)
+    return ElementTree.tostring(whole, "unicode")

@@ -1,0 +1,95 @@
+"""Results that try saves: their places, their ranking, and lines that are refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from planted import TORCH
+
+from shakespeare.own.trial import saved
+from shakespeare.own.trial.speed import Figures, Size
+from shakespeare.own.trial.verdict import Verdict
+
+
+def keep(into: Path, ms: float, text: str = "", N: int = 64, cpu: str = "a CPU", library: str = "") -> str:
+    """Save a result of a kernel with this text."""
+    mine = into.parent / "mine.cpp"
+    mine.write_text(text)
+    figures = Figures({"own": ms}, None, None, 1e6, 1e9, 0.0, 8, 0, 0, cpu, "cpu")
+    return saved.keep(mine, Verdict(library=library), figures, Size(N), into)
+
+
+def test_a_result_is_placed_among_those_of_the_same_call(tmp_path):
+    file = tmp_path / "class.jsonl"
+    given: list[tuple[dict[str, Any], str]] = [
+        ({"ms": 2.0}, "the best of 1 on a CPU: saved"),
+        ({"ms": 9.0, "N": 128}, "the best of 1 on a CPU: saved"),
+        ({"ms": 9.0, "cpu": "another"}, "the best of 1 on another: saved"),
+        ({"ms": 0.5, "library": "calls a library"}, "saved, without a place: calls a library"),
+        ({"ms": 1.0}, "the best of 2 on a CPU: saved"),
+        ({"ms": 1.5}, "number 2 of 3 on a CPU: saved"),
+    ]
+    for asked, said in given:
+        assert keep(file, **asked) == said
+        file.write_text(file.read_text().rstrip("\n"))  # as an editor may leave it
+    assert [entry["ms"] for entry in saved.entries(file)] == [asked["ms"] for asked, _ in given]
+
+
+def test_the_ranking_of_a_folder(tmp_path):
+    """By call; the best of a text in a file; what calls a library has no rank."""
+    ada, bob = tmp_path / "ada.jsonl", tmp_path / "bob.jsonl"
+    for ms, N in ((3.0, 64), (2.0, 64), (8.0, 1024)):
+        keep(ada, ms, N=N)
+    keep(bob, 4.0)
+    keep(bob, 0.5, text="another", library="calls a library")
+    rows = saved.ranking(saved.entries(tmp_path))
+    assert [(e["rank"], e["over_best"], e["of"], e["ms"]) for e in rows] == [
+        *((1, 1, "ada", 2.0), (2, 0.5, "bob", 4.0), (None, None, "bob", 0.5)),
+        (1, 1, "ada", 8.0),
+    ]
+    lines = saved.text(rows, "md").splitlines()
+    assert lines[0] == "a CPU: 4 heads of N = 64, d = 32, no mask, 1 thread"
+    assert lines[5].startswith("| 2 | mine.cpp | bob | 4 | 25 | 0.5 | 20")
+    assert lines[6].startswith("| calls a library |") and "N = 1024" in lines[8]
+    assert [row["of"] for row in csv.DictReader(saved.text(rows, "csv").splitlines())] == [
+        e["of"] for e in rows
+    ]
+    assert json.loads(saved.text(rows, "json"))["rows"] == rows
+
+
+def test_other_lines_are_refused(failed, cli, tmp_path):
+    file = tmp_path / "class.jsonl"
+    keep(file, 2.0)
+    line = file.read_text()
+    good = json.loads(line)
+    wrong = {"ms": float("nan"), "N": -1, "causal": 1, "file": "a\x1b[2J", "cpu": 1}
+    for text, why in (
+        ("{", "Expecting property name"),
+        ("[1]", "it lacks file"),
+        ("[" * 100_000, "recursion"),
+        (json.dumps({name: value for name, value in good.items() if name != "ms"}), "it lacks ms"),
+        (json.dumps(good | {"right": False}), "its kernel is not right"),
+        *((json.dumps(good | {name: value}), f"{name} is ") for name, value in wrong.items()),
+    ):
+        file.write_text(f"{line}\n{text}\n")
+        said = failed("bench", "--load", file)
+        assert "class.jsonl, line 3, is not one of try --save: " in said and why in said, said
+    file.write_text(line)
+    assert "--compare does not go with a ranking" in failed("bench", "--load", file, "--compare", file)
+    assert "| 1 | mine.cpp | class |" in cli("bench", "--load", tmp_path).stdout
+
+
+def test_try_saves(failed, cli, extension, tmp_path):
+    Path("mine.py").write_text(TORCH)
+    assert "save is 'a.json'; it must end with .jsonl" in failed("try", "mine.py", "--save", "a.json")
+    assert "--save does not go with --inference" in failed(
+        "try", "mine.py", "--inference", "--save", "a.jsonl"
+    )
+    call = ("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", 600)
+    assert "the best of 1 on " in cli(*call, "--seed", 3, "--save", "a.jsonl").stdout
+    assert saved.HOW in " ".join(cli(*call).stdout.split())
+    (entry,) = saved.entries(Path("a.jsonl"))
+    assert (entry["file"], entry["N"], entry["heads"]) == ("mine.py", 64, 1)
