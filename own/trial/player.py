@@ -343,7 +343,11 @@ def main(commands: int, answers: int, notes: int, memory: int, with_torch: bool 
 
 if __name__ == "__main__":
     if sys.argv[1] == "once":
+        give_up_rights()
         once(Path(sys.argv[2]))
+    elif sys.argv[1] == "run":
+        give_up_rights()
+        os.execv(sys.argv[2], sys.argv[2:])
     else:
         commands, answers, notes, memory = map(int, sys.argv[1:5])
         main(commands, answers, notes, memory, "torch" in sys.argv[5:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -91,6 +92,8 @@ def _said(file: Path, sanitizer: str, sizes: Sequence[int], backward: bool, stop
         threads,
     )  # of tools/alone.cpp
     command = [str(recipes.own(file.resolve(), sanitizer).make()), *map(str, words)]
+    if os.geteuid() == 0:  # root's program could read the judge's memory
+        command = [sys.executable, "-m", "shakespeare.own.trial.player", "run", *command]
     return run(command, SECONDS, stop, ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1")[2]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -342,3 +344,13 @@ q at 0x01, k at 0x0a"""
 def test_pictures_and_spans():
     assert report.spans([0, 1, 2, 5]) == "0 to 2, 5"
     assert picture(np.array([[0.0, 2, 200, 20_000, np.inf]])) == [".-+#?"]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root's rights on Linux are tested")
+def test_what_a_sanitizer_runs_cannot_read_the_judge_s_memory(extension, tmp_path):
+    file, seen = tmp_path / "mine.cpp", tmp_path / "seen"
+    hook = f'#include <cstdlib>\nint once = std::system("cat /proc/self/status > {seen}");\n'
+    file.write_text(hook + NAIVE)
+    sanitizers.sanitize(file, verdict := Verdict())
+    assert verdict.right
+    assert re.search(r"CapEff:\s*0+6\n", seen.read_text())
