@@ -22,21 +22,10 @@ from shakespeare.own.trial.speed import Figures, Size
 from shakespeare.own.trial.verdict import Verdict
 
 Entry = dict[str, Any]
-# What a line holds. sha256: of the file's text. ms, share: of the timed call, and of the peak. library: as in
-# Verdict. date: in UTC. version: of this project.
-FIELDS: dict[str, type] = {
-    **{"file": str, "sha256": str, "cpu": str, "device": str, "threads": int, "N": int, "d": int},
-    **{
-        "heads": int,
-        "causal": bool,
-        "backward": bool,
-        "ms": float,
-        "share": float,
-        "right": bool,
-        "library": str,
-    },
-    **{"date": str, "version": str},
-}
+# What a line holds, by type. sha256: of the file's text. ms, share: of the timed call, and of the peak.
+# library: as in Verdict. date: in UTC. version: of this project.
+TEXTS = ("file", "sha256", "cpu", "device", "library", "date", "version")
+FLAGS, NUMBERS = ("causal", "backward", "right"), ("N", "d", "heads", "threads", "ms", "share")
 SIZE = ("N", "d", "heads", "causal", "threads", "backward")
 HOW = "--save FILE.jsonl keeps this result for a ranking by bench --load"
 TITLES = ("rank", "file", "of", "ms", "% of the peak", "times as fast as the best", "date")
@@ -57,12 +46,10 @@ def check_file(file: Path) -> None:
 
 def keep(file: Path, verdict: Verdict, figures: Figures, size: Size, into: Path) -> str:
     """Append the result of a kernel to a file; return its place among those of the same call, in words."""
-    new = {
-        **{"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "cpu": figures.cpu},
-        **{"device": figures.device, **{name: getattr(size, name) for name in SIZE}},
-        **{"ms": figures.ms["own"], "share": figures.share, "right": True, "library": verdict.library},
-        **{"date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "version": __version__},
-    }
+    new: Entry = {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    new |= {"cpu": figures.cpu, "device": figures.device, **{name: getattr(size, name) for name in SIZE}}
+    new |= {"ms": figures.ms["own"], "share": figures.share, "right": True, "library": verdict.library}
+    new |= {"date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "version": __version__}
     others = [e["ms"] for e in entries(into) if call(e) == call(new) and not e["library"]]
     gap = b"\n" * (into.exists() and into.read_bytes()[-1:] != b"\n")  # an editor may leave no line end
     descriptor = os.open(into, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -92,17 +79,17 @@ def entries(path: Path) -> list[Entry]:
 
 
 def _checked(entry: Any) -> Entry:
-    for name, kind in FIELDS.items():
+    for name in (*TEXTS, *FLAGS, *NUMBERS):
         if not isinstance(entry, dict) or name not in entry:
             raise ValueError(f"it lacks {name}")
         value = entry[name]
-        number = type(value) in (int, float) and 0 < value < 1e18
-        good = isinstance(value, kind) if kind in (str, bool) else number
-        if not good or kind is str and not value.isprintable():
+        if name in TEXTS:
+            good = isinstance(value, str) and value.isprintable()
+        else:
+            good = type(value) is bool if name in FLAGS else type(value) in (int, float) and 0 < value < 1e18
+        if not good or name == "right" and not value:
             raise ValueError(f"{name} is {value!r}")
-    if not entry["right"]:
-        raise ValueError("its kernel is not right")
-    return {name: entry[name] for name in FIELDS}
+    return {name: entry[name] for name in (*TEXTS, *FLAGS, *NUMBERS)}
 
 
 def ranking(found: Iterable[Entry]) -> list[Entry]:
@@ -132,13 +119,12 @@ def text(rows: list[Entry], form: str) -> str:
 
         return flat(rows, form)
     tables = []
-    for _, group in groupby(rows, call):
-        first, *others = group
-        size = Size(**{name: first[name] for name in SIZE})
+    for of, group in groupby(rows, call):
         lines = (
             [e["rank"] or e["library"], e["file"], e["of"], f"{e['ms']:.3g}", f"{100 * e['share']:.3g}"]
             + [f"{e['over_best']:.3g}" if e["rank"] else "", e["date"]]
-            for e in (first, *others)
+            for e in group
         )
-        tables.append(f"{first['cpu']}: {report.call(first['device'], size)}\n\n{markdown(TITLES, lines)}")
+        title = f"{of[0]}: {report.call(of[1], Size(**dict(zip(SIZE, of[2:]))))}"
+        tables.append(f"{title}\n\n{markdown(TITLES, lines)}")
     return "\n\n".join(tables) or "Nothing was saved."
