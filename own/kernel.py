@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 Array = NDArray[np.float32]
 POINTER = ctypes.c_void_p
 SHARED_BYTES = 163 * 1024  # of a block, for which a kernel of the ladder is compiled where there is no GPU
+# What runs a kernel in Python without a GPU, by its package: its name, and the variable that asks for it.
+SIMULATORS = {
+    "numba": ("Numba's simulator", "NUMBA_ENABLE_CUDASIM"),
+    "triton": ("Triton's interpreter", "TRITON_INTERPRET"),
+}
 MISSING = {
     ".cpp": "void attention(const Attention&, float* scratch)",
     ".ispc": "export void attention(const uniform Attention& a, uniform float scratch[])",
@@ -57,17 +62,30 @@ extern "C" {{ __device__ int attention_launch[3] = {{BR, THREADS, SHARED}}; }}
 class Source(NamedTuple):
     """A file's text and what it asks for.
 
-    device: 'cuda' for .cu, and for Python with Triton or, on a GPU, Numba's CUDA; else 'cpu'. torch: it
-    imports torch or Triton. simulated: Numba's CUDA without a GPU. compiling: Python that is compiled at its
-    first call. ladder: '1' for CUDA C++ that defines attention_kernel1; '' for none of the ladder.
+    device: 'cuda' for .cu, and on a GPU for Python with Triton or Numba's CUDA; else 'cpu'. torch: it
+    imports torch or Triton. simulated: which of SIMULATORS runs it, '' for none. compiling: Python that is
+    compiled at its first call. ladder: '1' for CUDA C++ that defines attention_kernel1; '' for none of the
+    ladder.
     """
 
     text: str
     device: str
     torch: bool = False
-    simulated: bool = False
+    simulated: str = ""
     compiling: bool = False
     ladder: str = ""
+    triton: bool = False
+
+    @property
+    def untimed(self) -> str:
+        """Why its speed is not measured; '' if it is."""
+        what = SIMULATORS[self.simulated][0] if self.simulated else ""
+        return what and f"it was not timed: without a GPU it ran in {what}"
+
+    def simulate(self) -> None:
+        """Ask for the simulator, before its package is imported."""
+        if self.simulated and self.simulated not in sys.modules:
+            os.environ[SIMULATORS[self.simulated][1]] = "1"
 
 
 def read(file: Path) -> Source:
@@ -84,9 +102,10 @@ def read(file: Path) -> Source:
 
     triton, torch = imports(r"(import|from)\s+triton"), imports(r"(import|from)\s+torch")
     on_gpu = imports(r"from\s+numba\s+import\s.*\bcuda|(import|from)\s+numba\.cuda")
-    device = "cuda" if triton or on_gpu and has_gpu() else "cpu"
+    package = "triton" if triton else "numba" if on_gpu else ""
+    device, simulated = ("cuda", "") if package and has_gpu() else ("cpu", package)
     compiling = triton or imports(r"(import|from)\s+numba")
-    return Source(text, device, triton or torch, on_gpu and not has_gpu(), compiling)
+    return Source(text, device, triton or torch, simulated, compiling, triton=triton)
 
 
 @functools.cache
@@ -378,17 +397,23 @@ class OnLadder:
 
 
 class InPython:
-    """The function of a file in Python, on tensors if it imports torch, else arrays of NumPy or Numba."""
+    """The function of a file in Python, on tensors if it imports torch, else arrays of NumPy or Numba.
+
+    in_turn: whether calls of different sizes take the tiles of triton.autotune in turn, unmeasured.
+    """
 
     def __init__(self, file: Path, source: Source, backward: bool = False) -> None:
-        if source.simulated and "numba" not in sys.modules:
-            os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+        source.simulate()
         try:
-            self._function: Any = getattr(
-                imported(file), "attention_backward" if backward else "attention", None
-            )
+            module = imported(file)
         except (Exception, SystemExit) as error:
-            raise BuildError(f"{file.name} cannot be imported: {reason(error, file)}") from error
+            why = f"{file.name} cannot be imported: {reason(error, file)}"
+            if source.triton and isinstance(error, ModuleNotFoundError) and error.name == "triton":
+                why = f"{file.name} imports triton, which is not installed: pip install triton (on Linux)"
+            raise BuildError(why) from error
+        self._function: Any = getattr(module, "attention_backward" if backward else "attention", None)
+        self._tuned = [(tuner, tuner.configs) for tuner in tuned(module)]
+        self.in_turn = bool(source.simulated)  # a simulator measures nothing
         if not callable(self._function):
             raise BuildError(f"{file.name} must define {(BACKWARD if backward else MISSING)['.py']}")
         self._file, self._source = file, source
@@ -405,8 +430,12 @@ class InPython:
             from numba import cuda
 
             given = [cuda.as_cuda_array(t) for t in given]
-        elif self._source.simulated:  # Numba copies only contiguous arrays to a GPU
+        elif self._source.simulated == "numba":  # it copies only contiguous arrays to a GPU
             given = [np.ascontiguousarray(t) for t in given]
+        if self.in_turn:
+            turn = hash((*q.shape, k.shape[2], causal))
+            for tuner, configs in self._tuned:
+                tuner.configs = [configs[turn % len(configs)]]
         try:
             result = self._function(*given, *rest[-2:])
         except (Exception, SystemExit) as error:
@@ -445,12 +474,25 @@ def imported(file: Path) -> ModuleType:
     return module
 
 
+def tuned(module: ModuleType) -> list[Any]:
+    """The kernels under triton.autotune of a user's file."""
+    return [value for value in vars(module).values() if type(value).__name__ == "Autotuner"]
+
+
 def reason(error: BaseException, file: Path) -> str:
-    """What was raised, with its line in a user's file."""
-    line, trace = "", error.__traceback__
-    while trace:
-        if trace.tb_frame.f_code.co_filename == str(file):
-            line = f" at {file.name}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    said = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {said}{line}"
+    """What was raised, with its line in a user's file. Triton's errors have it in their cause."""
+    text, at, chain = "".join(linecache.getlines(str(file))), 0, [error]
+    while cause := chain[-1].__cause__:
+        chain.append(cause)
+    for each in chain:
+        trace = each.__traceback__
+        while trace:
+            if trace.tb_frame.f_code.co_filename == str(file):
+                at = trace.tb_lineno
+            trace = trace.tb_next
+        line = getattr(getattr(each, "node", None), "lineno", 0)  # of a function that Triton compiles
+        if line and (function := str(getattr(each, "src", None))) in text:
+            at = text.count("\n", 0, text.index(function)) + line
+    raised = chain[-1] if type(error).__module__.startswith("triton") else error
+    said = (str(getattr(raised, "error_message", None) or raised).strip().splitlines() or [""])[0]
+    return f"{type(raised).__name__}: {said}" + (f" at {file.name}:{at}" if at else "")

@@ -18,7 +18,7 @@ from shakespeare.app.cli.terminal import notice, to_type
 # Options of the engine that a file does not take, as open_engine() has them by default.
 FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
 # Options that do not go with --inference, and that go with it too.
-OWN = {"new", "backward", "again", "N", "d", "heads", "causal", "cachegrind", "seconds", "save"}
+OWN = {"new", "backward", "triton", "again", "N", "d", "heads", "causal", "cachegrind", "seconds", "save"}
 BOTH = {"file", "threads", "as_json", "seed"}
 
 
@@ -26,6 +26,7 @@ BOTH = {"file", "threads", "as_json", "seed"}
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @options.file("--new", "Write a working start to this file: .cpp, .ispc, .cu or .py.")
 @options.flag("--backward", "Try attention_backward(), the gradients of q, k and v. In .cpp and .py.")
+@options.flag("--triton", "With --new: a start in Triton (.py).")
 @options.flag("--watch", "again", "Try again at every save, until Ctrl-C.")
 @options.size("-N", "N", "Keys and queries of the timed call.", show_default="1024; 4096 on CUDA")
 @options.size("-d", "d", "Head width of the timed call.", most=options.WIDEST_HEAD, default=32)
@@ -54,11 +55,13 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     from shakespeare.own.trial import report, saved, starts
     from shakespeare.own.trial.speed import Size
 
+    if asked["triton"] and not (new and new.suffix == ".py"):
+        raise click.UsageError("--triton goes with --new FILE.py only")
     if new:
         if file:
             raise click.UsageError("FILE does not go with --new")
         report.checked_name(new, asked["backward"])
-        starts.write(new, asked["backward"])
+        starts.write(new, asked["backward"], asked["triton"])
         option = " --backward" * asked["backward"]
         notice(f"Wrote {new}. Now: {to_type()} try {shlex.quote(str(new))}{option}")
         return True
@@ -118,10 +121,11 @@ def explain(
 ) -> bool:
     """Print sanitizers, speed, hint; return whether the kernel is right. stop: the file was saved again."""
     from shakespeare.lab.command import Stopped
-    from shakespeare.own.trial import report, sanitizers, saved, speed
+    from shakespeare.own.trial import report, sanitizers, saved, speed, tiles
     from shakespeare.own.trial.diagnosis import Finding
 
     figures, known = None, verdict.finding
+    rows: Any = []
 
     def say(text: str) -> None:
         if text and not asked["as_json"] and not (stop and stop()):
@@ -132,6 +136,12 @@ def explain(
         if verdict.finding != known:
             say(report.verdict(file, verdict))
         say(report.memory(verdict))
+        if verdict.right:
+            rows = tiles.swept(file, size, stop)
+            if isinstance(rows, Finding) and rows.kind == "compile":
+                verdict.at = "no case: it is right in Triton's interpreter"
+                verdict.add(rows)
+            say(report.tiles(rows) if verdict.right else report.verdict(file, verdict))
         if verdict.right:
             figures = speed.measure(file, size, stop)
             if isinstance(figures, speed.Figures) and figures.library and not verdict.library:
@@ -149,7 +159,7 @@ def explain(
     except Stopped:
         return False
     if asked["as_json"]:
-        click.echo(json.dumps(report.as_json(file, verdict, figures, size)))
+        click.echo(json.dumps(report.as_json(file, verdict, figures, size, rows)))
     if stop and not stop():
         notice(f"waiting for {file.name} to be saved (Ctrl-C ends)")
     return verdict.right and not (isinstance(figures, Finding) and figures.kind != speed.UNTIMED)

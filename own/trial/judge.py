@@ -426,7 +426,9 @@ class Checker:
         of = BACKWARD if backward else FORWARD
         limits = [seconds + JIT_SECONDS * source.compiling]
         every = enumerate(cases.seeded(seed))
-        chosen = {case: n for n, case in every if not source.simulated or case.work <= SIMULATED_WORK}
+        chosen = {case: n for n, case in every if source.simulated != "numba" or case.work <= SIMULATED_WORK}
+        on_gpu = source.device == "cuda"
+        seconds += JIT_SECONDS * (source.triton and on_gpu)  # it compiles for new sizes and tiles
         beside = threading.Thread(target=lambda: [*map(of.expected, chosen)])
         beside.start()  # while a compiler runs
 
@@ -437,9 +439,9 @@ class Checker:
             return np.array(player.call(given, limit, **asked | settings)[0], np.float64)
 
         try:
-            player.load(file, MOST_MEMORY if source.device == "cpu" else None, backward)
+            player.load(file, None if on_gpu else MOST_MEMORY, backward)
             beside.join()
-            tried(run, player.settle, chosen, seconds, verdict, of)
+            tried(run, player.settle, chosen, math.inf if on_gpu else seconds, verdict, of)
             verdict.library = player.library(file)
         except BuildError as error:
             verdict.refused, verdict.output = str(error), error.output

@@ -100,6 +100,8 @@ class Caller:
         """A call on a GPU, where `guard` numbers that are NaN follow each matrix."""
         import torch
 
+        self.kernel.in_turn = True  # so that each of Triton's tiles is tried
+
         def call() -> None:
             whole, views = [], []
             for t in (*given.values(), *into.values()):

@@ -9,9 +9,10 @@ from typing import Any
 
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.lab.text import counted, size_text
-from shakespeare.own.kernel import BACKWARD
+from shakespeare.own.kernel import BACKWARD, SIMULATORS, has_gpu, read
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.speed import LADDER, Figures, Size, hint, place
+from shakespeare.own.trial.tiles import Tiles
 from shakespeare.own.trial.verdict import Verdict
 
 WIDTH = 100
@@ -38,7 +39,8 @@ def verdict(file: Path, outcome: Verdict) -> str:
     if outcome.refused:
         return f"{outcome.output}{name} does not run: {outcome.refused}"
     if outcome.right:
-        lines = [f"{name} is right in {counted(outcome.tried, 'case')}"]
+        where = f", in {SIMULATORS[simulated][0]}" if (simulated := read(file).simulated) else ""
+        lines = [f"{name} is right in {counted(outcome.tried, 'case')}{where}"]
         lines += [line("library", outcome.library)] if outcome.library else []
     else:
         at = line("first at" if outcome.shown else "at", outcome.at or "the start")
@@ -117,13 +119,31 @@ def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
     return "\n".join(lines)
 
 
-def as_json(file: Path, outcome: Verdict, figures: Figures | Finding | None, size: Size) -> dict[str, Any]:
+def tiles(rows: Tiles | Finding) -> str:
+    """A row for each of Triton's tiles."""
+    if isinstance(rows, Finding):
+        return line("tiles", rows.sentence)
+    what = f"compiled for {rows[0]['arch']}{', not timed' * (not has_gpu())}" if rows else ""
+    lines = [f"tiles       registers   spilled    shared       ms  {what}"] * bool(rows)
+    for row in rows:
+        ms = f"{row['ms']:.3g}" if row["ms"] else "" if row["fits"] else "too big"
+        sizes = "".join(f"{name} {n}, " for name, n in row["sizes"].items())
+        tile = f"{row['kernel']}: {sizes}{row['warps']} warps, {row['stages']} stages"
+        spilled, shared = map(size_text, (row["spilled"], row["shared"]))
+        lines.append(f"{'':12}{row['registers']:>9}{spilled:>10}{shared:>10}{ms:>9}  {tile}")
+    return "\n".join(lines)
+
+
+def as_json(
+    file: Path, outcome: Verdict, figures: Figures | Finding | None, size: Size, rows: Tiles | Finding
+) -> dict[str, Any]:
     """The whole result for --json."""
     known: dict[str, Any] = {"file": str(file), "right": outcome.right, "refused": outcome.refused or None}
     known |= {"tried": outcome.tried, "skipped": outcome.skipped, "at": outcome.at if outcome.wrong else None}
     known |= {"finding": outcome.finding and asdict(outcome.finding), "first_wrong": outcome.shown}
     known |= {"backward": outcome.backward, "memory": outcome.memory, "library": outcome.library}
-    known |= {"size": asdict(size)}
+    known |= {"size": asdict(size), "simulated": read(file).simulated or None}
+    known["tiles"] = asdict(rows) if isinstance(rows, Finding) else rows
     if isinstance(figures, Figures):
         known["speed"] = asdict(figures) | {"share": figures.share}
         if not size.backward:

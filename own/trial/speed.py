@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shakespeare.lab.command import run
 from shakespeare.lab.text import size_text
+from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.judge import environment, signalled
 
@@ -134,6 +135,8 @@ class Figures:
 
 def measure(file: Path, size: Size, stop: Callable[[], bool] | None = None) -> Figures | Finding:
     """The figures of a right kernel, or why there are none. Raises Stopped if stop()."""
+    if why := kernels.read(file).untimed:
+        return Finding(UNTIMED, why)
     command = [sys.executable, "-m", "shakespeare.own.trial.measuring", str(file.resolve())]
     command.append(json.dumps(asdict(size)))
     try:

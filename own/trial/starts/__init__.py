@@ -3,12 +3,13 @@
 from pathlib import Path
 
 
-def write(file: Path, backward: bool = False) -> None:
+def write(file: Path, backward: bool = False, triton: bool = False) -> None:
     """Write the start for a file's suffix, which report.checked_name() has checked.
 
     Raises ValueError if the file exists.
     """
-    text = (Path(__file__).parent / f"start{'_backward' * backward}{file.suffix}").read_text(encoding="utf-8")
+    name = "start" + "_triton" * triton + "_backward" * backward + file.suffix
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     try:
         with open(file, "x", encoding="utf-8") as start:
             start.write(text)
