@@ -433,7 +433,7 @@ class InPython:
         elif self._source.simulated == "numba":  # it copies only contiguous arrays to a GPU
             given = [np.ascontiguousarray(t) for t in given]
         if self.in_turn:
-            turn = hash((*q.shape, k.shape[2], causal))
+            turn = hash((*q.shape, k.shape[2], rest[-2]))
             for tuner, configs in self._tuned:
                 tuner.configs = [configs[turn % len(configs)]]
         try:

@@ -60,11 +60,11 @@ def check(
         done.append(result)
         if as_json:
             continue
-        reached = f"{result.name:16}{result.points:g} of {result.of:g}"
+        reached = f"{result.name:20}{result.points:g} of {result.of:g}"
         click.echo(reached + f"  {result.note}" * bool(result.note))
         if result.failed:
             stage = list(exercise.stages.values())[len(result.passed)]
-            click.echo(f"{'':16}next: {stage}\n{'':16}{result.failed}")
+            click.echo(f"{'':20}next: {stage}\n{'':20}{result.failed}")
     points, of = sum(r.points for r in done), sum(r.of for r in done)
     for form, out in opened:
         with out:

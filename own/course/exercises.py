@@ -181,6 +181,25 @@ x <- x + attention(LN(x))
 > positions = caches[0] ... if last_only:
 the positions, after those in the caches; x <- their embeddings + the tokens'
 x <- the blocks, each with its layer's cache
+# 11-triton own/trial/starts/start_triton.py 5 attention
+In Triton, interpreted without a GPU: a program has a tile of queries, which Triton divides among threads.
+- docs/learn/attention.md, part 4
+- docs/use/try.md, Triton
+- triton-lang.org: tl.load, tl.dot, tl.where
+> Sij = scale ... at = out
+Sij <- scale * Qi Kj^T in float32, masked: -inf
+m_new <- max(m, rowmax(Sij)); Pij <- exp(Sij - m_new)
+l <- exp(m - m_new) * l + rowsum(Pij); Oi <- exp(m - m_new) * Oi + Pij Vj; m <- m_new
+# 12-triton-backward own/trial/starts/start_triton_backward.py 5 backward
+The backward pass in Triton: a program has a tile of keys, and adds to dQ beside the others.
+- arXiv:2307.08691, Algorithm 2
+- docs/use/try.md, Triton
+- triton-lang.org: tl.atomic_add, reset_to_zero of triton.autotune
+> Sij = scale ... at, inside = (head * Nk
+Pij <- exp(scale * Qi Kj^T - lse_i), masked: 0                       lines 10, 11
+dVj <- dVj + Pij^T dOi                                               line 12
+dSij <- scale * Pij * (dOi Vj^T - Di)                                lines 13, 14
+dQi <- dQi + dSij Kj, atomically; dKj <- dKj + dSij^T Qi             lines 15, 16
 """
 
 

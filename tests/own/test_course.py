@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -34,6 +35,8 @@ def patient(monkeypatch):
 def skip_without_gpu(exercise) -> None:
     if exercise.file.endswith(".cu") and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
+    if "triton" in exercise.name and not find_spec("triton"):
+        pytest.skip("triton is not installed")
 
 
 def result_of(exercise, text: str, folder) -> checks.Result:
@@ -53,10 +56,11 @@ def solve(exercise, folder) -> checks.Result:
 @pytest.mark.full
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda each: each.name)
 def test_the_solution_passes_all_stages_and_the_untouched_exercise_none(exercise, tmp_path, extension):
-    """At any speed: the last stage asks for no share of the limit."""
+    """At any speed: the last stage asks for no share of the limit. What a simulator runs has no speed."""
     solved = solve(dataclasses.replace(exercise, share=0.0), tmp_path)
-    assert solved.passed == list(STAGES), solved
-    assert not solved.failed and solved.note
+    untimed = kernels.read(tmp_path / exercise.file).untimed
+    assert solved.passed == list(STAGES)[: -1 if untimed else None], solved
+    assert solved.failed == untimed and (solved.note or untimed)
 
 
 @pytest.mark.parametrize("exercise", [each for each in EXERCISES if each.name in QUICK], ids=QUICK)

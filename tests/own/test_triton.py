@@ -19,12 +19,13 @@ from shakespeare.own.trial.speed import Size
 
 SECONDS = 600  # after which a call is endless
 MOST_WORK = 10**6  # multiply-adds of a case with a mistake
-START = (STARTS / "start_triton.py").read_text()
-MISTAKES = (  # old, new, the kind of the finding that names it
+START, BACKWARD = ((STARTS / f"start_triton{name}.py").read_text() for name in ("", "_backward"))
+MISTAKES = (  # old, new, the kind of the finding that names it; the last one in the backward pass
     ("Oi = correction[:, None] * Oi", "Oi = Oi", "rescale"),
     ("rows[:, None] * strides[2]", "rows[:, None] * d", "strides"),
     ("i[:, None] + (Nk - Nq)", "i[:, None]", "offset"),
     ("Sij = scale *", "Sij = scale * (2.0 if BLOCK_M == 128 else 1.0) *", ""),  # in one tile, not named
+    ("dSij = scale *", "dSij =", "scale"),
 )
 with_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
 
@@ -60,10 +61,10 @@ def test_mistakes_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(judge.cases, "seeded", lambda seed: small)
     with contextlib.closing(judge.Checker()) as checker:
         for old, new, kind in MISTAKES:
-            assert old in START
-            (tmp_path / "mine.py").write_text(START.replace(old, new))
+            backward = old not in START
+            (tmp_path / "mine.py").write_text((BACKWARD if backward else START).replace(old, new))
             with naming(new):
-                found = checker.check(tmp_path / "mine.py", SECONDS)
+                found = checker.check(tmp_path / "mine.py", SECONDS, backward=backward)
                 assert found.wrong and (found.finding.kind if found.finding else "") == kind, found
 
 
