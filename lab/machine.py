@@ -1,6 +1,5 @@
 """The machine that a measurement runs on: its description, its limits, and the load of other programs."""
 
-import ctypes
 import os
 import platform
 import resource
@@ -161,28 +160,6 @@ def check_memory(what: str, need: float, available: float | None = None) -> None
     available = available_memory() if available is None else available
     if available is not None and need > available:
         raise ValueError(f"{what} need {size_text(need)}, and {size_text(available)} are free")
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory, up to 2 GB in all; other C libraries are not changed.
-
-    By default glibc may return a large block at once, and the pages of the next one are cleared again.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, mmap_max = -1, -4  # from malloc.h
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_max, 0)
-
-
-def return_freed_memory() -> None:
-    """Let glibc return freed memory to the system; other C libraries are not changed.
-
-    Otherwise a large block gets the pages of the one before it, whose position in memory changes the time.
-    """
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(ctypes.c_size_t(0))
 
 
 def page_faults() -> int:

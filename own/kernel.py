@@ -116,9 +116,20 @@ def has_gpu() -> bool:
 
 def row(part: str) -> Part:
     """The Part of a user's file. Raises ValueError unless the file exists."""
-    file = Path(part)
-    if not file.is_file():
+    if not os.path.isfile(part):
         raise ValueError(f"part is {part!r}; there is no such file")
+    return _row(part, os.path.abspath(part), *_version(part))
+
+
+def _version(file: str | Path) -> tuple[int, int]:
+    """What a save changes."""
+    status = os.stat(file)
+    return status.st_mtime_ns, status.st_size
+
+
+@functools.lru_cache(64)
+def _row(part: str, path: str, *version: int) -> Part:
+    file = Path(path)
     takes = {read(file).device: ("float32",)}
     by_file = functools.partial(attend, file)
     return Part(part, "YOUR ATTENTION", f"the kernel in {file.name}", dtypes=takes, file=file, attend=by_file)
@@ -129,8 +140,7 @@ def loaded(file: Path, backward: bool = False) -> Any:
 
     Raises BuildError if it is missing or fails.
     """
-    status = file.stat()
-    return _load(file.resolve(), backward, status.st_mtime_ns, status.st_size)
+    return _load(os.path.abspath(file), backward, *_version(file))
 
 
 def check(file: Path, backward: bool = False) -> Source:
@@ -146,7 +156,8 @@ def check(file: Path, backward: bool = False) -> Source:
 
 
 @functools.lru_cache(8)
-def _load(file: Path, backward: bool, *version: int) -> Any:
+def _load(path: str, backward: bool, *version: int) -> Any:
+    file = Path(path).resolve()
     source = check(file, backward)
     if file.suffix == ".cu":
         return OnLadder(file, source) if source.ladder else OnCuda(file, source)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shakespeare.attention_ext import PARTS, extension, processor, reference
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.lab import machine
+from shakespeare.lab import machine, memory
 from shakespeare.lab.bench.cases import check_memory
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import Call, contenders, first_line
@@ -69,7 +69,7 @@ class Bench:
     def run(self) -> Generator[Cell, None, None]:
         """Measure; yield each cell when it is verified and after each round. Ctrl-C keeps complete rounds."""
         before = torch.get_num_threads()
-        machine.keep_freed_memory()
+        memory.keep_freed_memory()
         try:
             with torch.inference_mode():
                 yield from self._run()
@@ -102,7 +102,7 @@ class Bench:
                 yield from self._time(verified, first)
         self._exact = None
         for rounds in later:
-            machine.return_freed_memory()
+            memory.return_freed_memory()
             for verified in right:
                 yield from self._time(verified, rounds)
         self.done.complete = True
@@ -152,7 +152,7 @@ class Bench:
                 left = [again for group in left if (again := [of for of in group if loose(of[0])])]
                 if not left:
                     break
-                machine.return_freed_memory()
+                memory.return_freed_memory()
                 for group in left:
                     will_take = (rounds + 1) * sum(max(once, least) for _, once in group)
                     if time.perf_counter() + will_take < end:

@@ -306,6 +306,12 @@ class Player:
             self._stopped = False
             os.kill(self.pid, signal.SIGCONT)
 
+    def page_faults(self) -> int:
+        """The pages of memory that the system has given to the player so far; 0 without /proc."""
+        with contextlib.suppress(OSError):
+            return int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[7])
+        return 0
+
     def cpu_seconds(self) -> Cpu:
         """The CPU time so far, with that of the player's children, also of those that the judge got."""
         total = main = 0.0

@@ -25,6 +25,7 @@ import numpy as np
 
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.parts import BuildError
+from shakespeare.lab.memory import keep_freed_memory
 from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import cases, library
 from shakespeare.own.trial.cases import CASES, Array
@@ -305,6 +306,7 @@ class Desk:
 def main(commands: int, answers: int, notes: int, memory: int, with_torch: bool = False) -> None:
     """Warm up, and answer requests until there are no more."""
     give_up_rights()
+    keep_freed_memory()  # as bench does
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if with_torch:
         with contextlib.suppress(Exception):  # the load says why

@@ -1,0 +1,25 @@
+"""How glibc keeps freed memory: its pages are cleared when a call gets them anew."""
+
+import ctypes
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory, up to 2 GB in all; other C libraries are not changed.
+
+    By default glibc may return a large block at once, and the pages of the next one are cleared again.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_max = -1, -4  # from malloc.h
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_max, 0)
+
+
+def return_freed_memory() -> None:
+    """Let glibc return freed memory to the system; other C libraries are not changed.
+
+    Otherwise a large block gets the pages of the one before it, whose position in memory changes the time.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(ctypes.c_size_t(0))
