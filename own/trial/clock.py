@@ -80,7 +80,7 @@ class Clock:
     backward: its backward pass.
     """
 
-    most_kept = 2**28  # bytes of outputs of a size
+    most_kept = 2**27  # bytes of outputs of a size
 
     def __init__(
         self,
@@ -101,14 +101,12 @@ class Clock:
         source = kernels.read(file)
         with_torch = source.torch or source.device == "cuda"
         self._compiling = JIT_SECONDS * source.compiling
-        kind = (
-            file.suffix.replace("ispc", "cpp") if file.suffix != ".py" else "torch" if with_torch else "numpy"
-        )
+        kind = "torch" if source.ladder else EMPTY_OF.get(file.suffix, "torch" if with_torch else "numpy")
         self._players = [Player(with_torch, threads) for _ in range(2)]
         self._player, self._peer = self._players
         with self._closing():
             self._player.load(file, backward=backward)
-            name = f"empty{file.suffix.replace('ispc', 'cpp')}"
+            name = f"empty{kind if kind.startswith('.') else '.py'}"
             self._peer.load(kernels.kept(name, EMPTY[kind + " backward" * backward]), backward=backward)
             for _ in range(timing.WARM_UP_SAMPLES):
                 self._load.sample()
@@ -143,13 +141,12 @@ class Clock:
             count = max(1, min(most, math.ceil(MIN_TIME / ROUNDS / timed.once)))
             before = self._load.sample(0, timing.PATIENCE)
             with self._one_processor():
-                taken = [self._steady_call(timed) for _ in range(count)]
-            self._keep(timed, taken, before)
+                self._keep(timed, [self._steady_call(timed) for _ in range(count)], before)
         before = self._load.sample(0, timing.PATIENCE)
         with self._one_processor():
-            taken = [self._call(self._peer, self._empty, 600.0) for _ in range(EMPTY_CALLS)]
+            taken = [self._call(self._peer, self._empty, 600.0)[0] for _ in range(EMPTY_CALLS)]
         self._empty.outs.clear()
-        self._keep(self._empty, [seconds for seconds, _ in taken], before)
+        self._keep(self._empty, taken, before)
 
     def _steady_call(self, timed: Timed) -> float:
         """The seconds of a call, made again where the system gave it new pages of memory, as bench does."""

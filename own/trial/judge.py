@@ -251,7 +251,9 @@ class Player:
 
     def library(self, file: Path) -> str:
         """That the loaded file calls another's attention: a sentence, or ''."""
-        names = library.in_text(file.resolve()) | library.in_memory(self.pid, self.with_torch)
+        names = library.in_text(file.resolve())
+        if not kernels.read(file).ladder:  # which this project's launcher launches
+            names |= library.in_memory(self.pid, self.with_torch)
         with contextlib.suppress(BlockingIOError):
             names |= {
                 name for name in os.read(self._notes, 1 << 12).decode(errors="replace").split("\n") if name
