@@ -1,0 +1,89 @@
+"""gpt.py try: the kernels of tests/cheats, which deceive who measures them, are found or gain nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+CHEATS = sorted(file for file in (ROOT / "tests" / "cheats").iterdir() if file.suffix in (".cpp", ".py"))
+DEFAULT = {("replay.cpp", 2), ("forge.py", 0), ("library.cpp", 0)}
+TWINS = {
+    ".cpp": '#include "right.h"\nvoid attention(const Attention& a, float*) { right(a, a.out); }\n',
+    ".py": "from right import right as attention\n",
+}
+GAIN = 4  # times as fast as its twin is a gain, also on a busy machine
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the cheats use Linux")
+
+
+def rows() -> list:
+    """(file, way, kind) of each cheat: a file has several ways, and names what must be found in each."""
+    found = []
+    for file in CHEATS:
+        kinds = re.search(r"^(?:#|//) found: (.*)$", file.read_text(), re.M)
+        for way, kind in enumerate(kinds[1].split() if kinds else ()):
+            marks = () if (file.name, way) in DEFAULT else pytest.mark.full
+            found.append(pytest.param(file, way, kind, marks=marks, id=f"{file.name}-{way}-{kind}"))
+    return found
+
+
+def text(file: Path, way: int) -> str:
+    """A cheat's source with one of its ways: a part of the file, or a number in it."""
+    head, *ways = re.split(r"^(?=(?:#|//) way \d)", file.read_text(), flags=re.M)
+    return head + ways[way] if ways else re.sub(r"\bWAY( =)? 0$", rf"WAY\1 {way}", head, flags=re.M)
+
+
+def left(marker: str) -> list[int]:
+    """The processes that have the environment variable CHEAT=marker."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"CHEAT={marker}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # it has ended
+            pass
+    return found
+
+
+@pytest.fixture
+def tried(process, tmp_path):
+    """Try a source in processes of its own: it may kill them. No process may be left."""
+    for helper in ("right.h", "right.py"):
+        shutil.copy(ROOT / "tests" / "cheats" / helper, tmp_path)
+
+    def run(name: str, source: str) -> tuple[int, dict]:
+        (tmp_path / name).write_text(source)
+        running = process("try", name, "-N", 256, "--json", CHEAT=str(tmp_path))
+        out, said = running.communicate(timeout=600)
+        assert out.count("\n") == 1, out + said
+        return running.returncode, json.loads(out)
+
+    yield run
+    others = left(str(tmp_path))
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+    Path("/dev/shm/attention-cheat").unlink(missing_ok=True)
+    assert not others
+
+
+@pytest.mark.parametrize("file, way, kind", rows())
+def test_a_cheat_is_found(tried, extension, file, way, kind):
+    code, found = tried(f"mine{file.suffix}", text(file, way))
+    speed = found.get("speed") or {}
+    if kind == "library":
+        assert found["right"] and "not a kernel of its own" in found["library"], found
+    elif kind == "none":
+        _, twin = tried(f"twin{file.suffix}", TWINS[file.suffix])
+        own = speed.get("ms", {}).get("own", math.inf)
+        assert own > twin["speed"]["ms"]["own"] / GAIN, found
+    else:
+        assert code == 1 and kind in ((found["finding"] or {}).get("kind"), speed.get("kind")), found
