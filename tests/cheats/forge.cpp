@@ -1,5 +1,5 @@
 // Forges its verdict: writes it to each open file when it is loaded, when it is called; answers for the player.
-// found: crash crash late
+// found: crash crash late|crash
 #include "right.h"
 
 #define WAY 0
