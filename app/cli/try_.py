@@ -102,7 +102,9 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
             if not asked["as_json"]:
                 click.echo(report.verdict(file, verdict))
             if not again:
-                return explain(file, verdict, size, asked)
+                is_right = explain(file, verdict, size, asked)
+                judge.end_strangers(set())
+                return is_right
             notice(f"verdict after {time.perf_counter() - start:.2f} s")
 
             def changed(before: Any = before) -> bool:
@@ -121,7 +123,7 @@ def explain(
 ) -> bool:
     """Print sanitizers, speed, hint; return whether the kernel is right. stop: the file was saved again."""
     from shakespeare.lab.command import Stopped
-    from shakespeare.own.trial import report, sanitizers, saved, speed, tiles
+    from shakespeare.own.trial import judge, report, sanitizers, saved, speed, tiles
     from shakespeare.own.trial.diagnosis import Finding
 
     figures, known = None, verdict.finding
@@ -133,6 +135,8 @@ def explain(
 
     try:
         sanitizers.sanitize(file, verdict, stop)
+        if not stop:  # else a compiler may run for the next save
+            judge.end_strangers(set())
         if verdict.finding != known:
             say(report.verdict(file, verdict))
         say(report.memory(verdict))

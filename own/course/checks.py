@@ -122,6 +122,7 @@ def _attention(
             raise Failed(verdict.why or f"wrong for {wrong[0]}")
         yield stage, ""
     sanitizers.sanitize(file, verdict)
+    checker.end_strangers()
     if not verdict.right:
         raise Failed(verdict.why or "wrong")
     yield "memory", ""

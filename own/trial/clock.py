@@ -1,8 +1,8 @@
 """The times of a user's kernel: the clock is the judge's, each call has new inputs, and outputs are kept.
 
 A round is a burst of calls of each size, and some of an empty kernel: their time is that of handing a call
-over, and is subtracted. When the clock has stopped, a random tenth of the outputs is compared, and the last
-ones. The CPU time of the player must fit the wall time of the calls.
+over, and is subtracted. When the clock has stopped, a random tenth of the outputs is compared, the last ones,
+and random rows of the others. The CPU time of the player must fit the wall time of the calls.
 """
 
 from __future__ import annotations
@@ -31,13 +31,23 @@ from shakespeare.own.trial import cases
 from shakespeare.own.trial.cases import Array, Expected
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.gradients import INPUTS
-from shakespeare.own.trial.judge import JIT_SECONDS, PAGE, Cpu, Player, Wrong
+from shakespeare.own.trial.judge import (
+    JIT_SECONDS,
+    PAGE,
+    PREPARE_SECONDS,
+    Cpu,
+    Player,
+    Wrong,
+    end_strangers,
+    strangers,
+)
 
 ROUNDS, MIN_TIME = 6, 0.06  # bursts, and seconds of all calls of a size
 MOST_CALLS = 40  # of a burst
 EMPTY_CALLS = 4  # of a burst
 COMPARED = 0.1  # share of the outputs that are compared
 MOST_SCORES = 2**22  # of a comparison; of more, random rows are compared
+FEW_SCORES = 2**15  # of a comparison of each other output
 SLOTS = 4  # of matrices in the shared memory
 LINE = 64  # bytes
 JITTER = 64  # lines that a matrix may begin later in its slot
@@ -95,6 +105,7 @@ class Clock:
         self.backward = backward
         self.sizes = [Timed(N, d) for N, d in sizes]
         self._empty = Timed(*sizes[0])
+        self._others = strangers()
         self._taken = list[tuple[float, Cpu]]()
         self._rounds = 0
         self._load = machine.Load()
@@ -105,15 +116,16 @@ class Clock:
         self._players = [Player(with_torch, threads) for _ in range(2)]
         self._player, self._peer = self._players
         with self._closing():
-            self._player.load(file, backward=backward)
             name = f"empty{kind if kind.startswith('.') else '.py'}"
             self._peer.load(kernels.kept(name, EMPTY[kind + " backward" * backward]), backward=backward)
+            self._peer.ask({"seal": True}, PREPARE_SECONDS)
             for _ in range(timing.WARM_UP_SAMPLES):
                 self._load.sample()
+            self._time_empty()  # before the file can do anything
+            self._player.load(file, backward=backward)
             for timed in self.sizes:
                 self._call(self._player, timed, 600.0 + self._compiling)
-                timed.once = self._call(self._player, timed, 600.0)[0]
-            self._call(self._peer, self._empty, 600.0)
+                timed.once = min(self._call(self._player, timed, 600.0)[0] for _ in range(2))
 
     def __enter__(self) -> Clock:
         return self
@@ -121,6 +133,7 @@ class Clock:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for player in self._players:
             player.close()
+        end_strangers(self._others)
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
@@ -142,11 +155,13 @@ class Clock:
             before = self._load.sample(0, timing.PATIENCE)
             with self._one_processor():
                 self._keep(timed, [self._steady_call(timed) for _ in range(count)], before)
-        before = self._load.sample(0, timing.PATIENCE)
+        self._time_empty()
+
+    def _time_empty(self) -> None:
         with self._one_processor():
             taken = [self._call(self._peer, self._empty, 600.0)[0] for _ in range(EMPTY_CALLS)]
         self._empty.outs.clear()
-        self._keep(self._empty, taken, before)
+        self._keep(self._empty, taken, 1.0)
 
     def _steady_call(self, timed: Timed) -> float:
         """The seconds of a call, made again where the system gave it new pages of memory, as bench does."""
@@ -186,8 +201,8 @@ class Clock:
 
     @property
     def handing(self) -> float:
-        """The seconds that handing a call over takes."""
-        return self._empty.median
+        """The seconds that handing a call over takes: the least, which no kernel can make longer."""
+        return min(self._empty.seconds)
 
     def seconds(self, timed: Timed) -> float:
         """Those of a call without handing it over; 0 if it takes no longer than that."""
@@ -238,8 +253,11 @@ class Clock:
     def _compare(self, timed: Timed) -> None:
         """Compare a random tenth of the outputs and the last one. Raises Wrong."""
         count, random = len(timed.outs), secrets.SystemRandom()
-        chosen = sorted({*random.sample(range(count), max(1, round(COMPARED * count))), count - 1})
-        wrong = [n for n in chosen if not self._is_right(timed, *timed.outs[n])]
+        whole = {*random.sample(range(count), max(1, round(COMPARED * count))), count - 1}
+        most = {n: MOST_SCORES if n in whole else FEW_SCORES for n in range(count)}
+        wrong = [
+            n for n, (seed, out) in enumerate(timed.outs) if not self._is_right(timed, seed, out, most[n])
+        ]
         if not wrong:
             return
         seed, got = timed.outs[wrong[0]]
@@ -249,7 +267,7 @@ class Clock:
             what = f"numbers of the output are missing when the call ends, {where}"
         elif next(earlier, None) is not None:
             what = f"it gives an earlier call's result for new inputs, {where}"
-        elif len(wrong) < len(chosen) or wrong[0] > 0 and self._is_right(timed, *timed.outs[0]):
+        elif len(wrong) < count:
             what = f"it is right in some calls and wrong in others, {where}: call {wrong[0] + 1} of {count}"
         else:
             what = f"it is right in the cases and wrong {where}"
@@ -266,12 +284,14 @@ class Clock:
         dout = normal(seed + 1, self.heads, timed.N, timed.d, ["dout"])
         return given | {"out": out.numpy(), "lse": lse.numpy()} | dout
 
-    def _is_right(self, timed: Timed, seed: int, got: Any) -> bool:
-        return self._compared(self._inputs(seed, timed), got)
+    def _is_right(self, timed: Timed, seed: int, got: Any, most: int) -> bool:
+        return self._compared(self._inputs(seed, timed), got, most)
 
-    def _compared(self, given: dict[str, Any], got: Array) -> bool:
+    def _compared(self, given: dict[str, Any], got: Array, most: int) -> bool:
         of = gradients_of if self.backward else outputs_of
-        return all(expected.allows(got[0, h, rows]) for h, rows, expected in sampled(given, self.causal, of))
+        return all(
+            expected.allows(got[0, h, rows]) for h, rows, expected in sampled(given, self.causal, of, most)
+        )
 
 
 def normal(seed: int, heads: int, N: int, d: int, names: Iterable[str]) -> dict[str, Array]:
@@ -285,10 +305,10 @@ Head = dict[str, Any]  # of one head, matrices by name
 Of = Callable[[Head, Rows, bool, Any], list[Any]]
 
 
-def sampled(given: Head, causal: bool, of: Of) -> Iterator[tuple[int, Rows, Expected]]:
+def sampled(given: Head, causal: bool, of: Of, most: int) -> Iterator[tuple[int, Rows, Expected]]:
     """For each head random rows of a result, and what is expected of them; all rows if they are few."""
     _, heads, N, d = given["q"].shape
-    count = max(1, min(N, MOST_SCORES // (heads * N)))
+    count = max(1, min(N, most // (heads * N)))
     for h in range(heads):
         rows = np.sort(np.random.default_rng(secrets.randbits(64)).choice(N, count, replace=False))
         exact, peer = (

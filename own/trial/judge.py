@@ -35,7 +35,7 @@ from shakespeare.own.trial import cases, diagnosis, library
 from shakespeare.own.trial.cases import Array, Case, Floats
 from shakespeare.own.trial.diagnosis import FORWARD, Finding
 from shakespeare.own.trial.gradients import BACKWARD
-from shakespeare.own.trial.player import DONE, GO, PAGE
+from shakespeare.own.trial.player import DONE, GO, NOT_DUMPABLE, PAGE
 from shakespeare.own.trial.verdict import Verdict, shown
 
 LOAD_SECONDS = 300.0  # that loading a file may take
@@ -48,7 +48,7 @@ SIMULATED_WORK = 60_000  # multiply-adds of a case at most in Numba's simulator 
 FILL = 3.0  # of out before a call
 LATE_SECONDS = 0.1  # that a wrong result is given to change
 PROCESS_CLOCK = 2  # CPUCLOCK_SCHED of Linux
-NOT_DUMPABLE, SUBREAPER = 4, 36  # of Linux's prctl()
+SUBREAPER = 36  # of Linux's prctl()
 SIGNALS = {
     "SIGSEGV": "segmentation fault: it reads or writes where no memory is",
     "SIGBUS": "bus error: it reads or writes where no memory is",
@@ -92,6 +92,22 @@ def descendants(pid: int) -> list[int]:
             for child in map(int, tasks.read_text().split()):
                 found += [child, *descendants(child)]
     return found
+
+
+def strangers() -> set[int]:
+    """The processes below this one that are none of its players', such as orphans that it got from one."""
+    mine = {pid for player in Player.every for pid in (player.pid, *descendants(player.pid))}
+    return set(descendants(os.getpid())) - mine
+
+
+def end_strangers(others: set[int]) -> None:
+    """Kill the strangers but for `others`, which were there before a user's file ran."""
+    while left := strangers() - others:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(1e-3)
 
 
 class Cpu(NamedTuple):
@@ -295,6 +311,7 @@ class Player:
         """Stop the process with all its threads, and wait until they have."""
         if self._stopped:
             return
+        self._signal_others(signal.SIGSTOP)
         os.kill(self.pid, signal.SIGSTOP)
         event = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         if event and event.si_code == os.CLD_STOPPED:
@@ -307,6 +324,12 @@ class Player:
         if self._stopped:
             self._stopped = False
             os.kill(self.pid, signal.SIGCONT)
+            self._signal_others(signal.SIGCONT)
+
+    def _signal_others(self, signal: int) -> None:
+        for pid in descendants(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal)
 
     def page_faults(self) -> int:
         """The pages of memory that the system has given to the player so far; 0 without /proc."""
@@ -317,10 +340,8 @@ class Player:
     def cpu_seconds(self) -> Cpu:
         """The CPU time so far, with that of the player's children, also of those that the judge got."""
         total = main = 0.0
-        mine = {pid for player in Player.every for pid in (player.pid, *descendants(player.pid))}
-        strangers = set(descendants(os.getpid())) - mine
         with contextlib.suppress(OSError, ValueError):  # not Linux
-            for pid in (self.pid, *descendants(self.pid), *strangers):
+            for pid in (self.pid, *descendants(self.pid), *strangers()):
                 total += time.clock_gettime((~pid << 3) | PROCESS_CLOCK)
             main = 1e-9 * int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0])
             ended_children = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[13:15]
@@ -402,12 +423,17 @@ class Checker:
 
     def __init__(self) -> None:
         self._player: Player | None = None
+        self._others = strangers()
 
     def close(self) -> None:
         """End the player."""
         if self._player:
             self._player.close()
             self._player = None
+
+    def end_strangers(self) -> None:
+        """End what a file has left behind. No compiler may run then."""
+        end_strangers(self._others)
 
     def warm(self, file: Path) -> None:
         """Start the player that this file needs."""

@@ -9,6 +9,7 @@ import importlib
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ NAMED = re.compile(
     rf"\b({SDPA}|MultiheadAttention|multi_head_attention_forward|flex_attention|flash_attn\w*|xformers"
     r"|memory_efficient_attention|einsum|cudnn\w*|shakespeare|onnxruntime|autograd\.grad|requires_grad_)\b"
 )
+FLEX = "torch.nn.attention.flex_attention"  # the module
 KERNELS = [part.operator.partition("_")[2] for part in PARTS.values() if part.operator]
 OWN_PART = re.compile(rf"\b({'|'.join(KERNELS)})_(?:attention|backward)\b|\bcpu/(part\d_\w+)\.cpp")
 LIBRARIES = re.compile(r"/(libtorch_cpu|libcudnn\w*|libdnnl|libmkl\w*|onnxruntime\w*)[.\w-]*$", re.M)
@@ -55,6 +57,11 @@ def watch(note: Callable[[str], object], with_torch: bool) -> None:
 
         return call
 
+    def on_event(event: str, given: tuple[Any, ...]) -> None:  # no one can take it away
+        if event == "import" and given[0] == FLEX:
+            note("flex_attention")
+
+    sys.addaudithook(on_event)
     numpy.einsum = noted(numpy.einsum)
     einsums.c_einsum = multiarray.c_einsum = noted(einsums.c_einsum)
     if with_torch:
@@ -88,7 +95,7 @@ def in_text(file: Path) -> set[str]:
     """What a file names in its text, and for C++ in its object, which must have been compiled."""
     text = file.read_text("utf-8-sig", errors="replace")
     if file.suffix == ".py":
-        return set(NAMED.findall(re.sub(r"#.*", "", text)))
+        return set(NAMED.findall(re.sub(r"#.*|(\"\"\"|''')[\s\S]*?\1", "", text)))  # not in words
     if file.suffix == ".cu":
         return set()
     undefined = ""
@@ -108,7 +115,9 @@ def in_memory(pid: int, with_torch: bool) -> set[str]:
     """The libraries with attention in a process; with_torch: those of PyTorch are not counted."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
+    except PermissionError:
+        return {"what it hides in its memory"}
+    except OSError:  # not Linux
         return set()
     parts = {"this project's parts"} if EXTENSION.search(maps) else set()
     return parts | set(() if with_torch else LIBRARIES.findall(maps))

@@ -36,7 +36,7 @@ PAGE = mmap.PAGESIZE
 COMPILED_FOR = "sm_80"  # without a GPU
 ONCE = 13  # cases that compute-sanitizer watches
 GUARD = 1024  # floats of NaN after each matrix on a GPU
-DIES_WITH_PARENT, NO_NEW_PRIVILEGES, CAPBSET_DROP = 1, 38, 24  # of Linux's prctl()
+DIES_WITH_PARENT, NOT_DUMPABLE, CAPBSET_DROP, NO_NEW_PRIVILEGES = 1, 4, 24, 38  # of Linux's prctl()
 KEPT_CAPABILITIES = (
     0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: a container's root reads its user's files
 )
@@ -258,7 +258,9 @@ class Desk:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked. Raises BuildError if a file cannot be loaded, RuntimeError as the kernel does."""
-        if "model" in request:
+        if "seal" in request:
+            ctypes.CDLL(None).prctl(NOT_DUMPABLE, 0)
+        elif "model" in request:
             self._caller = Decoder(Path(request["load"]), request["model"])
         elif "load" in request:
             if most := request["most_memory"]:
