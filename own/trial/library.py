@@ -9,7 +9,6 @@ import importlib
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ NAMED = re.compile(
     rf"\b({SDPA}|MultiheadAttention|multi_head_attention_forward|flex_attention|flash_attn\w*|xformers"
     r"|memory_efficient_attention|einsum|cudnn\w*|shakespeare|onnxruntime|autograd\.grad|requires_grad_)\b"
 )
-FLEX = "torch.nn.attention.flex_attention"  # the module
 KERNELS = [part.operator.partition("_")[2] for part in PARTS.values() if part.operator]
 OWN_PART = re.compile(rf"\b({'|'.join(KERNELS)})_(?:attention|backward)\b|\bcpu/(part\d_\w+)\.cpp")
 LIBRARIES = re.compile(r"/(libtorch_cpu|libcudnn\w*|libdnnl|libmkl\w*|onnxruntime\w*)[.\w-]*$", re.M)
@@ -50,22 +48,19 @@ def watch(note: Callable[[str], object], with_torch: bool) -> None:
     einsums: Any = importlib.import_module("numpy._core.einsumfunc")
     multiarray: Any = importlib.import_module("numpy._core.multiarray")
 
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(function: Any, name: str = "einsum") -> Any:
         def call(*given: Any, **named: Any) -> Any:
-            note("einsum")
+            note(name)
             return function(*given, **named)
 
         return call
 
-    def on_event(event: str, given: tuple[Any, ...]) -> None:  # no one can take it away
-        if event == "import" and given[0] == FLEX:
-            note("flex_attention")
-
-    sys.addaudithook(on_event)
     numpy.einsum = noted(numpy.einsum)
     einsums.c_einsum = multiarray.c_einsum = noted(einsums.c_einsum)
     if with_torch:
         _watch_torch(note)
+        flex: Any = importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention
+        flex.py_kernels = {key: noted(kernel, "flex_attention") for key, kernel in flex.py_kernels.items()}
 
 
 def _watch_torch(note: Callable[[str], object]) -> None:
