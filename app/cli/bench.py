@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # they import torch
 
 # Operations per second, to weight the cells of the progress bar.
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13, "webgpu": 1e11}
+MOST = options.MOST_HEADS
 MASKS = ("none", "causal")
 # The case of the lab's homework.
 ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
@@ -33,6 +34,9 @@ NOT_WITH = {
     "tune": (*MEASURING, "form", "compare", "plot"),
 }
 
+L2 = "On CUDA, what the L2 cache holds before a call: what the last call left, or other data."
+LOAD = "Show the run in this file instead of measuring, or rank what try saved: a file .jsonl, or a folder."
+
 sweep_options = options.all_of(
     click.argument("contenders", type=options.Names(files=True), required=False, metavar="[CONTENDERS]"),
     options.numbers("-N", "lengths", "Numbers of keys.", default="1024", show_default="1024; 4096 on CUDA"),
@@ -44,46 +48,27 @@ sweep_options = options.all_of(
     options.names("--mask", "masks", f"Masks, from {', '.join(MASKS)}.", of=MASKS, default="none"),
     options.flag("--causal", "The same as --mask causal."),
     options.size("--queries", "Number of queries.", show_default="as many as keys"),
-    options.size(
-        "--heads", "Number of heads.", most=options.MOST_HEADS, default=4, show_default="4; 1 on CUDA"
-    ),
-    options.size(
-        "-B", "--batch", "Batch size.", most=options.MOST_HEADS, default=1, show_default="1; 100 on CUDA"
-    ),
+    options.size("--heads", "Number of heads.", most=MOST, default=4, show_default="4; 1 on CUDA"),
+    options.size("-B", "--batch", "Batch size.", most=MOST, default=1, show_default="1; 100 on CUDA"),
     options.dtype,
     options.device,
-    options.names(
-        "--l2",
-        "l2s",
-        "On CUDA, what the L2 cache holds before a call: what the last call left, or other data.",
-        default="warm,cold",
-    ),
+    options.names("--l2", "l2s", L2, default="warm,cold"),
 )
 run_options = options.all_of(
-    options.whole(
-        "-r", "--rounds", "Number of times that each contender is timed.", least=2, most=10**6, default=10
-    ),
+    options.whole("-r", "--rounds", "Times each contender is timed.", least=2, most=10**6, default=10),
     options.number("--min-time", "Seconds of timing per contender, at least.", most=3600, default=0.2),
     options.choice("-o", "--output", "form", "Format of the results.", of=("md", "csv", "json", "jsonl")),
     options.flag("--dry-run", "Print what would be measured."),
     options.save("bench", "the run"),
-    options.option(
-        "--load",
-        "Show the run in this file instead of measuring, or rank what try saved: a file .jsonl, or a folder.",
-        type=click.Path(exists=True, path_type=Path),
-    ),
+    options.option("--load", LOAD, type=click.Path(exists=True, path_type=Path)),
     options.file("--compare", "Show significant differences from the run in this file.", exists=True),
-    options.number(
-        "--threshold", "Smallest difference that --compare shows, in percent.", most=100, default=5
-    ),
+    options.number("--threshold", "Smallest difference that --compare shows, in %.", most=100, default=5),
     options.flag("--fail-on-regression", "Exit with 1 if --compare finds a slower result."),
     options.folder("--plot", "Draw the results into this directory."),
 )
 tune_options = options.all_of(
     options.flag("--tune", "Find part4's fastest tiles and keep them for auto."),
-    options.number(
-        "--budget", "Seconds that --tune takes, for all cases together.", most=86400, above=True, default=60
-    ),
+    options.number("--budget", "Seconds of --tune for all cases.", most=86400, above=True, default=60),
     options.flag("--show", "With --tune: print the kept tiles instead of measuring."),
 )
 
@@ -154,9 +139,8 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     if save and any(result.seconds for result in run.results):  # else the file may hold another run
         report.save(run, Path(save))
     click.echo(report.text(run, asked["form"]))
-    slower = False
+    slower, threshold = False, asked["threshold"] / 100
     if before:
-        threshold = asked["threshold"] / 100
         compared = comparing.compare(before, run, threshold)
         click.echo("\n" + comparing.text(compared, before, run, threshold))
         slower = compared.worse
@@ -221,9 +205,7 @@ def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int])
             click.echo(f"\nKept in {tiles.path()} for part4's auto tiles on this processor.")
 
 
-def plan_of(
-    tune: bool, contenders: tuple[str, ...] | None, masks: tuple[str, ...], causal: bool, **sizes
-) -> list:
+def plan_of(tune: bool, contenders, masks, causal: bool, **sizes) -> list:
     """The cells of a sweep. With `tune`: those of the tiled parts, without tiles."""
     from shakespeare.lab.bench import cases
 

@@ -11,6 +11,7 @@ import click
 from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice, to_type
 
+SEED = f"Give each file other inputs; a secret is better in {options.SECRET_SEED}, as others see options."
 OF_CHECK = ("as_json", "seconds", "gradescope", "junit", "weight", "seed")
 
 
@@ -21,12 +22,7 @@ OF_CHECK = ("as_json", "seconds", "gradescope", "junit", "weight", "seed")
 @options.file("--gradescope", "Write Gradescope's results.json to this file, or to /dev/fd/N.")
 @options.file("--junit", "Write JUnit's XML to this file, or to /dev/fd/N.")
 @options.option("--weight", "Points of an exercise: 4-flash=10; may be repeated.", multiple=True)
-@options.whole(
-    "--seed",
-    f"Give each file other inputs; a secret is better in {options.SECRET_SEED}, as others see options.",
-    least=0,
-    most=options.LARGEST_SEED,
-)
+@options.whole("--seed", SEED, least=0, most=options.LARGEST_SEED)
 def course(words: tuple[str, ...], **asked: Any) -> bool:
     """Write exercises into DIRECTORY: attention on the CPU, on a GPU, backward, and a decoder's step.
 
@@ -54,10 +50,10 @@ def check(
     from shakespeare.own.course import checks, results
 
     secret, weights = options.secret_seed(seed), checks.weighted(weight)
-    done, exercises = [], checks.named(path, weights)
+    checked, exercises = [], checks.named(path, weights)
     opened = [(getattr(results, form), open(file, "w")) for form, file in files.items() if file]
     for result, (exercise, _) in zip(checks.check(exercises, seconds, weights, secret), exercises):
-        done.append(result)
+        checked.append((exercise, result))
         if as_json:
             continue
         reached = f"{result.name:20}{result.points:g} of {result.of:g}"
@@ -65,15 +61,15 @@ def check(
         if result.failed:
             stage = list(exercise.stages.values())[len(result.passed)]
             click.echo(f"{'':20}next: {stage}\n{'':20}{result.failed}")
-    points, of = sum(r.points for r in done), sum(r.of for r in done)
+    points, of = (sum(getattr(r, name) for _, r in checked) for name in ("points", "of"))
     for form, out in opened:
         with out:
-            print(form([(exercise, result) for (exercise, _), result in zip(exercises, done)]), file=out)
+            print(form(checked), file=out)
     if as_json:
         from shakespeare.lab import machine
 
         whole: dict[str, Any] = {"points": points, "of": of, "machine": machine.describe()}
-        click.echo(json.dumps(whole | {"exercises": [asdict(r) | {"points": r.points} for r in done]}))
+        click.echo(json.dumps(whole | {"exercises": [asdict(r) | {"points": r.points} for _, r in checked]}))
     else:
         click.echo(f"{points:g} of {of:g} points")
     return points == of

@@ -15,10 +15,12 @@ from shakespeare.app.cli import options, watch
 from shakespeare.app.cli.part import Session, converse, inference_options, write
 from shakespeare.app.cli.terminal import notice, to_type
 
+Stop = Callable[[], bool] | None
 # Options of the engine that a file does not take, as open_engine() has them by default.
 FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
 # Options that do not go with --inference, and that go with it too.
 OWN = {"new", "backward", "triton", "again", "N", "d", "heads", "causal", "cachegrind", "seconds", "save"}
+DEFAULT_THREADS = "1; all cores with --inference"
 BOTH = {"file", "threads", "as_json", "seed"}
 
 
@@ -33,11 +35,7 @@ BOTH = {"file", "threads", "as_json", "seed"}
 @options.size("--heads", "Heads of the timed call.", most=options.MOST_HEADS, show_default="4; 100 on CUDA")
 @options.flag("--causal", "Use a causal mask in the timed call.")
 @options.size(
-    "-t",
-    "--threads",
-    "Threads of the timed call.",
-    show_default="1; all cores with --inference",
-    **options.BOUNDED,
+    "-t", "--threads", "Threads of the timed call.", show_default=DEFAULT_THREADS, **options.BOUNDED
 )
 @options.flag("--cachegrind", "Simulate the timed call's caches with valgrind.")
 @options.number("--seconds", "A call that takes longer is endless.", most=3600, above=True, default=10)
@@ -83,10 +81,9 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
         saved.check_file(asked["save"])
     if again:
         options.refuse(("as_json",), "does not go with --watch")
+    given = {name: asked[name] for name in ("d", "causal", "cachegrind", "backward")}
     N, heads = (4096, 100) if device == "cuda" else (1024, 4)
-    N, heads, threads = asked["N"] or N, asked["heads"] or heads, threads or 1
-    backward = asked["backward"]
-    size = Size(N, asked["d"], heads, asked["causal"], threads, asked["cachegrind"], backward=backward)
+    size = Size(N=asked["N"] or N, heads=asked["heads"] or heads, threads=threads or 1, **given)
     return try_once(file, size, asked, again)
 
 
@@ -118,15 +115,14 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
             click.echo("")
 
 
-def explain(
-    file: Path, verdict: Any, size: Any, asked: dict[str, Any], stop: Callable[[], bool] | None = None
-) -> bool:
+def explain(file: Path, verdict: Any, size: Any, asked: dict[str, Any], stop: Stop = None) -> bool:
     """Print sanitizers, speed, hint; return whether the kernel is right. stop: the file was saved again."""
     from shakespeare.lab.command import Stopped
     from shakespeare.own.trial import judge, report, sanitizers, saved, speed, tiles
     from shakespeare.own.trial.diagnosis import Finding
 
-    figures, known = None, verdict.finding
+    known = verdict.finding
+    figures: Any = None
     rows: Any = []
 
     def say(text: str) -> None:
@@ -148,16 +144,16 @@ def explain(
             say(report.tiles(rows) if verdict.right else report.verdict(file, verdict))
         if verdict.right:
             figures = speed.measure(file, size, stop)
-            if isinstance(figures, speed.Figures) and figures.library and not verdict.library:
+            timed, into = isinstance(figures, speed.Figures), asked["save"]
+            if timed and figures.library and not verdict.library:
                 verdict.library = figures.library
                 say(report.line("library", figures.library))
-            if isinstance(figures, Finding) and figures.kind not in speed.UNMEASURED:
+            if timed or figures.kind in speed.UNMEASURED:
+                say(report.speed(figures, size, file))
+            else:
                 verdict.add(figures)
                 say(report.verdict(file, verdict))
-            else:
-                say(report.speed(figures, size, file))
-            if isinstance(figures, speed.Figures):
-                into = asked["save"]
+            if timed:
                 said = saved.keep(file, verdict, figures, size, into) if into else saved.HOW
                 say(report.line("saved" if into else "save", said))
     except Stopped:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures, Size
 
 PYTHON_SECONDS = 120  # that the check of an exercise in PyTorch may take
+Files = list[tuple[Exercise, Path]]
 SIZES = {"cpu": Size(alone=True), "cuda": Size(4096, 32, 100, alone=True)}  # of the timed call
 
 
@@ -59,24 +60,20 @@ def weighted(texts: Iterable[str]) -> dict[str, float]:
     return {name: float(points) for name, _, points in (text.partition("=") for text in texts)}
 
 
-def named(path: Path, weights: Mapping[str, float] = {}) -> list[tuple[Exercise, Path]]:
+def named(path: Path, weights: Mapping[str, float] = {}) -> Files:
     """The exercises of a folder, or the one of a file, with their files; one with a weight may be missing.
 
     Raises ValueError if there is none.
     """
     folder = path if path.is_dir() else path.parent
     files = [(row, folder / row.file) for row in EXERCISES if path in (folder, folder / row.file)]
-    existing = [(row, file) for row, file in files if file.is_file() or row.name in weights]
-    if not existing:
-        raise ValueError(f"DIRECTORY is {str(path)!r}; it must hold exercises, or be one of them")
-    return existing
+    if existing := [(row, file) for row, file in files if file.is_file() or row.name in weights]:
+        return existing
+    raise ValueError(f"DIRECTORY is {str(path)!r}; it must hold exercises, or be one of them")
 
 
 def check(
-    exercises: Sequence[tuple[Exercise, Path]],
-    seconds: float,
-    weights: Mapping[str, float] = {},
-    secret: int | None = None,
+    exercises: Files, seconds: float, weights: Mapping[str, float] = {}, secret: int | None = None
 ) -> Iterator[Result]:
     """Check each exercise. seconds: that a call may take before it is endless.
 
@@ -108,10 +105,7 @@ def check(
 def _attention(
     exercise: Exercise, file: Path, result: Result, checker: judge.Checker, seconds: float, seed: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield each stage that a kernel or its backward pass passes, with a note.
-
-    Raises Failed at the first other one.
-    """
+    """Yield each stage that a kernel or its backward pass passes, with a note; raise Failed at another."""
     backward = exercise.kind == "backward"
     verdict = checker.check(file, seconds, seed, backward)
     checker.warm(file)

@@ -10,7 +10,6 @@ from shakespeare.lab.command import ROOT
 from shakespeare.own.trial.cases import Case
 
 EVEN = (1, 4, 8, 64)  # N of the first two stages, which tiles divide
-PRODUCTS = "as fast as {share:g} % of its matrix products alone"
 STAGES = {
     "plain": "right without a mask",
     "causal": "right with a causal mask",
@@ -18,17 +17,12 @@ STAGES = {
     "memory": "no access out of bounds, and no race, as far as the sanitizers here find them",
     "fast": "as fast as {share:g} % of the FMA peak",
 }
-STAGES_OF = {
-    "attention": STAGES,
-    "backward": STAGES,
-    "decoder": STAGES
-    | {
-        "plain": "right for a prompt, without a cache",
-        "causal": "right one token at a time, with a cache",
-        "awkward": "right for several texts, a prompt of 1 token, and a cache that is full at the end",
-        "memory": "no weight and no earlier key or value is changed",
-        "fast": PRODUCTS,
-    },
+OF_DECODER = {
+    "plain": "right for a prompt, without a cache",
+    "causal": "right one token at a time, with a cache",
+    "awkward": "right for several texts, a prompt of 1 token, and a cache that is full at the end",
+    "memory": "no weight and no earlier key or value is changed",
+    "fast": "as fast as {share:g} % of its matrix products alone",
 }
 PAGE = """\
 # {self.name}
@@ -247,7 +241,8 @@ class Exercise:
     @property
     def stages(self) -> dict[str, str]:
         """What each stage asks for, in order."""
-        return {key: text.format(share=self.share) for key, text in STAGES_OF[self.kind].items()}
+        texts = OF_DECODER if self.kind == "decoder" else STAGES
+        return {key: text.format(share=self.share) for key, text in texts.items()}
 
     def solution(self) -> str:
         """The part's own source, as the exercise's file."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from shakespeare.own.course.checks import Result
@@ -18,39 +17,27 @@ Checked = Sequence[tuple[Exercise, Result]]
 UNFIT = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # for XML
 
 
-class Stage(NamedTuple):
-    """A stage of an exercise. status: passed, failed or skipped. said: its figures, or what it lacks."""
-
-    name: str
-    status: str
-    said: str
-    seconds: float
-
-
-def stages(exercise: Exercise, result: Result) -> Iterator[Stage]:
-    """Each stage; those after the first that is not passed are skipped."""
+def stages(exercise: Exercise, result: Result) -> Iterator[tuple[str, str, str, float]]:
+    """Name, status (passed, failed or skipped), what is said, and seconds of each stage."""
     names, passed = list(exercise.stages.values()), len(result.passed)
-    for i, name in enumerate(names):
-        if i < passed:
-            yield Stage(name, "passed", result.note if i == len(names) - 1 else "", result.laps[i])
-        elif i == passed:
-            said = UNFIT.sub("?", result.failed)  # a file's own message may hold anything
-            yield Stage(name, "failed", said, result.seconds - sum(result.laps))
-        else:
-            yield Stage(name, "skipped", "a stage before it is not passed", 0.0)
+    for name, lap in zip(names, result.laps):
+        yield name, "passed", result.note if name == names[-1] else "", lap
+    for name in names[passed : passed + 1]:
+        said = UNFIT.sub("?", result.failed)  # a file's own message may hold anything
+        yield name, "failed", said, result.seconds - sum(result.laps)
+    for name in names[passed + 1 :]:
+        yield name, "skipped", "a stage before it is not passed", 0.0
 
 
 def gradescope(checked: Checked) -> str:
     """Gradescope's results.json: a test for each stage, and a leaderboard of the shares of the limit."""
-    tests: list[dict[str, Any]] = []
-    leaderboard: list[dict[str, Any]] = []
+    tests, leaderboard = [], []
     for exercise, result in checked:
         most = result.of / result.stages
         for name, status, said, _ in stages(exercise, result):
-            passed = status == "passed"
+            score, status = (most, status) if status == "passed" else (0, "failed")
             about = {"name": f"{result.name}: {name}", "output": said, "visibility": "visible"}
-            points = {"score": most * passed, "max_score": most, "status": "passed" if passed else "failed"}
-            tests.append(about | points)
+            tests.append({**about, "score": score, "max_score": most, "status": status})
         if result.share is not None:
             share, name = round(100 * result.share, 1), f"{result.name}, % of the FMA peak"
             leaderboard.append({"name": name, "value": share, "order": "desc"})
@@ -63,9 +50,9 @@ def junit(checked: Checked) -> str:
     whole = ElementTree.Element("testsuites")
     for exercise, result in checked:
         found = list(stages(exercise, result))
-        count = {status: str(sum(s.status == status for s in found)) for status in ("failed", "skipped")}
-        about = {"tests": str(len(found)), "failures": count["failed"], "errors": "0"}
-        about |= {"skipped": count["skipped"], "time": f"{result.seconds:.3f}"}
+        failed, skipped = (str(sum(s[1] == status for s in found)) for status in ("failed", "skipped"))
+        about = {"tests": str(len(found)), "failures": failed, "errors": "0", "skipped": skipped}
+        about["time"] = f"{result.seconds:.3f}"
         suite = ElementTree.SubElement(whole, "testsuite", about, name=result.name)
         for name, status, said, seconds in found:
             about = {"classname": result.name, "name": name, "time": f"{seconds:.3f}"}

@@ -27,6 +27,7 @@ UNCORRECTED = (
     (-1, -1, "the correction is exp(m_new - m); it must be exp(m - m_new)"),
 )
 
+same = partial(np.array_equal, equal_nan=True)
 Run = Callable[..., Floats]  # calls the kernel, as judge's run() does
 Guesses = Iterator[tuple[str, str, Floats]]  # kind, sentence, result in float64
 
@@ -75,19 +76,18 @@ def of_memory(run: Run, case: Case, of: Subject) -> Finding | None:
         name, part = first_part(of.rows(case), left)
         return _unwritten(case, name, left[:, :, part])
     again = run(case, fill=3.0)
-    if not _same(first, second) and _same(first, again):
+    if not same(first, second) and same(first, again):
         name, _ = first_part(of.rows(case), first != second)
         return Finding("leftover", f"{name} is added to, not set: what it held before is in the result")
     if case.threads > 1 and right(run(case, threads=1)):
         return Finding("race", f"it is right with one thread and wrong with {case.threads}: they race")
     if right(run(case, scratch_fill=0.0)) and not right(run(case)):
         return Finding("scratch", "scratch is read before it is written; it is not zero at first")
-    if not _same(first, again):
+    if not same(first, again):
         return Finding("race", "the same call gives different results: threads race, or memory is not set")
-    if case.fused and right(run(case, inputs=[np.ascontiguousarray(t) for t in of.inputs(case)])):
-        what = "it is right only for contiguous matrices: use row_stride, head_stride and batch_stride"
-        return Finding("strides", what)
-    return None
+    what = "it is right only for contiguous matrices: use row_stride, head_stride and batch_stride"
+    strided = case.fused and right(run(case, inputs=[np.ascontiguousarray(t) for t in of.inputs(case)]))
+    return Finding("strides", what) if strided else None
 
 
 def first_part(rows: dict[str, int], off: NDArray[np.bool_]) -> tuple[str, slice]:
@@ -181,28 +181,31 @@ def of_scale(case: Case, call: Exact) -> Guesses:
         yield "scale", sentence, softmax(factor / scale * call.s) @ call.v
 
 
+def masks(case: Case) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
+    """Other masks (Nq, Nk), with kind and sentence."""
+    i, j = np.indices((case.Nq, case.Nk))
+    offset, rule = case.Nk - case.Nq, "query i sees the keys j <= i + (Nk - Nq)"
+    first = "all rows of a tile see the keys of its first row: the last one sees most"
+    if case.causal:
+        yield "mask", "the causal mask is not applied", j >= 0
+        yield "mask", f"one key too few is seen: {rule}, its own too", j < i + offset
+        yield "mask", f"one key too many is seen: {rule}", j <= i + offset + 1
+        yield "offset", f"Nk - Nq is left out: {rule}", j <= i
+        for tile in (4, 8, 16, 32, 64, 128):
+            yield "mask", first, j <= i // tile * tile + offset
+        yield "mask", "the mask is transposed: later keys are seen", j >= i + offset
+    elif case.Nq <= case.Nk:
+        yield "mask", "a mask is applied in a call without one", j <= i + offset
+
+
 def of_mask(case: Case, call: Exact) -> Guesses:
     """Other masks."""
-    scores, v, seen, offset = call.scores, call.v, call.seen, case.Nk - case.Nq
-    i, j = np.indices(seen.shape)
-    if not case.causal:
-        if case.Nq <= case.Nk:
-            causal = softmax(np.where(j <= i + offset, scores, -np.inf)) @ v
-            yield "mask", "a mask is applied in a call without one", causal
-        return
-    rule = "query i sees the keys j <= i + (Nk - Nq)"
-    first = "all rows of a tile see the keys of its first row: the last one sees most"
-    yield "mask", "the causal mask is not applied", softmax(scores) @ v
-    for kind, sentence, mask in (
-        ("mask", f"one key too few is seen: {rule}, its own too", j < i + offset),
-        ("mask", f"one key too many is seen: {rule}", j <= i + offset + 1),
-        ("offset", f"Nk - Nq is left out: {rule}", j <= i),
-        *(("mask", first, j <= i // tile * tile + offset) for tile in (4, 8, 16, 32, 64, 128)),
-        ("mask", "the mask is transposed: later keys are seen", j >= i + offset),
-    ):
+    scores, v, seen = call.scores, call.v, call.seen
+    for kind, sentence, mask in masks(case):
         yield kind, sentence, softmax(np.where(mask, scores, -np.inf)) @ v
-    yield "mask", "a masked score becomes 0, not -inf", softmax(np.where(seen, scores, 0)) @ v
-    yield "mask", "masked weights are set to 0 after the sum is taken", (softmax(scores) * seen) @ v
+    if case.causal:
+        yield "mask", "a masked score becomes 0, not -inf", softmax(np.where(seen, scores, 0)) @ v
+        yield "mask", "masked weights are set to 0 after the sum is taken", (softmax(scores) * seen) @ v
 
 
 def of_matrices(case: Case, call: Exact) -> Guesses:
@@ -216,9 +219,7 @@ def of_matrices(case: Case, call: Exact) -> Guesses:
     yield "transposed", "K is read as (d, N): it is (N, d)", call.of(q, turned(k), v)
     yield "transposed", "V is read as (d, N): it is (N, d)", p @ turned(v)
     yield "transposed", "Q is read as (d, N): it is (N, d)", call.of(turned(q), k, v)
-    by_columns, by_rows = (
-        np.ascontiguousarray(out.swapaxes(*axes)).reshape(out.shape) for axes in ((2, 3), (1, 2))
-    )
+    by_columns, by_rows = (out.swapaxes(*axes).reshape(out.shape) for axes in ((2, 3), (1, 2)))
     yield "transposed", "out is written as (d, N): it is (N, d)", by_columns
     yield "transposed", "out is written as (B, N, H, d): it is (B, H, N, d)", by_rows
     what = "the softmax is taken over the queries: it is over the keys, the rows of S"
@@ -238,11 +239,8 @@ def of_sums(case: Case, call: Exact) -> Guesses:
 def of_heads(case: Case, call: Exact) -> Guesses:
     """Heads that read another head's matrices."""
     heads, given = np.arange(case.B * case.H), {"q": call.q, "k": call.k, "v": call.v}
-    indices = {
-        "first head": 0 * heads,
-        "first batch": heads % case.H,
-        "first head of its batch": heads // case.H * case.H,
-    }
+    indices = {"first head": 0 * heads, "first batch": heads % case.H}
+    indices["first head of its batch"] = heads // case.H * case.H
     for names in ("q", "k", "v", "kv", "qkv") if len(heads) > 1 else ():
         for where, index in indices.items():
             read = {name: given[name].reshape(-1, *given[name].shape[2:])[index] for name in names}
@@ -295,7 +293,3 @@ def of_maximum(wrong: Mapping[Case, Floats]) -> Finding | None:
     if any(case.scores == "plain" for case in wrong) or all(np.isfinite(out).all() for out in wrong.values()):
         return None
     return Finding("maximum", "large scores give NaN or infinity: subtract the row's maximum, or lse, first")
-
-
-def _same(a: Floats, b: Floats) -> bool:
-    return bool(np.array_equal(a, b, equal_nan=True))

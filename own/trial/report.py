@@ -46,8 +46,7 @@ def verdict(file: Path, outcome: Verdict) -> str:
         at = line("first at" if outcome.shown else "at", outcome.at or "the start")
         lines = [f"{name} is wrong", at, *(_shown(outcome.shown) if outcome.shown else ())]
         lines.append(line("because", outcome.why or "no usual mistake gives this result"))
-        if outcome.finding:
-            lines.append(line("read", MISTAKES))
+        lines += [line("read", MISTAKES)] if outcome.finding else []
     if outcome.skipped:
         many = counted(len(outcome.skipped), "case")
         lines.append(line("not tried", f"{many} that would take too long, such as {outcome.skipped[0]}"))
@@ -57,18 +56,18 @@ def verdict(file: Path, outcome: Verdict) -> str:
 def _shown(shown: dict[str, Any]) -> list[str]:
     """The worst row of the first wrong case and the picture of its head."""
     b, h, i, _ = shown["at"]
-    first, count = shown["first"], len(shown["expected"])
-    heads = f"heads {spans(shown['heads'])}; in head {h} of batch {b} "
-    where = f"{heads}rows {spans(shown['rows'])}, columns {spans(shown['columns'])}"
+    first, last = shown["first"], shown["first"] + len(shown["expected"]) - 1
+    heads, rows, columns = (spans(shown[name]) for name in ("heads", "rows", "columns"))
+    where = f"heads {heads}; in head {h} of batch {b} rows {rows}, columns {columns}"
     matrix = "" if shown["matrix"] == "out" else f" of {shown['matrix']}"
-    lines = [line("", f"{shown['off']} of {shown['of']} numbers{matrix} are off: {where}")]
     expected, got = ("".join(f"{x:12.5g}" for x in shown[name]) for name in ("expected", "got"))
-    lines.append(f"{f'row {i}':12}expected {expected}  columns {first} to {first + count - 1}")
-    lines.append(f"{'':12}got      {got}  ")
-    key = ". right; - + # wrong, more than 100 and 10,000 times what is allowed; ? no number"
-    lines.append(f"{'error':12}{key}")
-    lines += [f"{'':12}{row}" for row in shown["picture"]]
-    return lines
+    return [
+        line("", f"{shown['off']} of {shown['of']} numbers{matrix} are off: {where}"),
+        f"{f'row {i}':12}expected {expected}  columns {first} to {last}",
+        f"{'':12}got      {got}  ",
+        "error       . right; - + # wrong, more than 100 and 10,000 times what is allowed; ? no number",
+        *(f"{'':12}{row}" for row in shown["picture"]),
+    ]
 
 
 def memory(outcome: Verdict) -> str:
@@ -78,10 +77,9 @@ def memory(outcome: Verdict) -> str:
 
 def call(device: str, size: Size) -> str:
     """The timed call, in words."""
-    mask, threads = "causal" if size.causal else "no mask", counted(size.threads, "thread")
-    mask += ", backward" * size.backward
+    mask = ("causal" if size.causal else "no mask") + ", backward" * size.backward
     case = f"{counted(size.heads, 'head')} of N = {size.N}, d = {size.d}, {mask}"
-    return f"{case}, {threads}" if device == "cpu" else case
+    return f"{case}, {counted(size.threads, 'thread')}" if device == "cpu" else case
 
 
 def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
@@ -97,26 +95,22 @@ def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
     if mine < NEAR * figures.handing_ms:
         what = f"{figures.handing_ms:.2g} ms more were for handing each call over: larger calls are firmer"
         lines.append(line("", what))
-    backward = "'s backward pass" * size.backward
     if sdpa := figures.ms.get("sdpa"):
-        lines.append(line("", f"{sdpa / mine:.3g} times as fast as PyTorch's SDPA{backward} ({sdpa:.3g} ms)"))
-    known = {name: figures.ms[name] for name in LADDER[figures.device] if name in figures.ms}
-    steps = ", ".join(f"{name} {ms:.3g}" for name, ms in sorted(known.items(), key=lambda kv: -kv[1]))
-    if known:
+        what = "SDPA" + "'s backward pass" * size.backward
+        lines.append(line("", f"{sdpa / mine:.3g} times as fast as PyTorch's {what} ({sdpa:.3g} ms)"))
+    if known := [(ms, name) for name, ms in figures.ms.items() if name in LADDER[figures.device]]:
+        steps = ", ".join(f"{name} {ms:.3g}" for ms, name in sorted(known, reverse=True))
         lines.append(line("ladder", f"{place(figures)} ({steps} ms)"))
     if figures.scratch is not None:
         lines.append(line("scratch", size_text(figures.scratch)))
     if figures.moved:
         counts = ", ".join(f"{size_text(count)} into {cache}" for cache, count in figures.moved.items())
-        lines.append(
-            line("moved", f"for one head {counts}; at least {size_text(figures.least)} (cachegrind)")
-        )
+        what = f"for one head {counts}; at least {size_text(figures.least)} (cachegrind)"
+        lines.append(line("moved", what))
     if not size.backward:
         what, page = hint(figures, size, file.read_text(errors="replace"))
         lines += [line("what now", what), line("read", page)]
-    if figures.busy:
-        lines.append(figures.busy)
-    return "\n".join(lines)
+    return "\n".join([*lines, figures.busy] if figures.busy else lines)
 
 
 def tiles(rows: Tiles | Finding) -> str:
@@ -134,15 +128,13 @@ def tiles(rows: Tiles | Finding) -> str:
     return "\n".join(lines)
 
 
-def as_json(
-    file: Path, outcome: Verdict, figures: Figures | Finding | None, size: Size, rows: Tiles | Finding
-) -> dict[str, Any]:
-    """The whole result for --json."""
-    known: dict[str, Any] = {"file": str(file), "right": outcome.right, "refused": outcome.refused or None}
-    known |= {"tried": outcome.tried, "skipped": outcome.skipped, "at": outcome.at if outcome.wrong else None}
-    known |= {"finding": outcome.finding and asdict(outcome.finding), "first_wrong": outcome.shown}
-    known |= {"backward": outcome.backward, "memory": outcome.memory, "library": outcome.library}
-    known |= {"size": asdict(size), "simulated": read(file).simulated or None}
+def as_json(file: Path, outcome: Verdict, figures: Any, size: Size, rows: Tiles | Finding) -> dict[str, Any]:
+    """The whole result for --json. figures: Figures, a Finding, or None."""
+    names = ("tried", "skipped", "finding", "backward", "memory", "library")
+    known: dict[str, Any] = {name: value for name, value in asdict(outcome).items() if name in names}
+    known |= {"file": str(file), "right": outcome.right, "refused": outcome.refused or None}
+    known |= {"at": outcome.at if outcome.wrong else None, "first_wrong": outcome.shown, "size": asdict(size)}
+    known |= {"simulated": read(file).simulated or None}
     known["tiles"] = asdict(rows) if isinstance(rows, Finding) else rows
     if isinstance(figures, Figures):
         known["speed"] = asdict(figures) | {"share": figures.share}

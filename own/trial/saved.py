@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,19 @@ from shakespeare.own.trial.speed import Figures, Size
 from shakespeare.own.trial.verdict import Verdict
 
 Entry = dict[str, Any]
-# What a line holds, by type. sha256: of the file's text. ms, share: of the timed call, and of the peak.
-# library: as in Verdict. date: in UTC. version: of this project.
-TEXTS = ("file", "sha256", "cpu", "device", "library", "date", "version")
-FLAGS, NUMBERS = ("causal", "backward", "right"), ("N", "d", "heads", "threads", "ms", "share")
-SIZE = ("N", "d", "heads", "causal", "threads", "backward")
+SIZE = {"N": float, "d": float, "heads": float, "causal": bool, "threads": float, "backward": bool}
+CALL = {"cpu": str, "device": str, **SIZE}  # what two entries must share to be compared
+# What a line holds. sha256: of the file's text. ms, share: of the timed call, and of the peak. library: as in
+# Verdict. date: in UTC. version: of this project.
+FIELDS = {"file": str, "sha256": str, **CALL, "ms": float, "share": float, "right": bool}
+FIELDS |= {"library": str, "date": str, "version": str}
 HOW = "--save FILE.jsonl keeps this result for a ranking by bench --load"
 TITLES = ("rank", "file", "of", "ms", "% of the peak", "times as fast as the best", "date")
 
 
 def call(entry: Entry) -> tuple[Any, ...]:
-    """What two entries must share to be compared."""
-    return entry["cpu"], entry["device"], *(entry[name] for name in SIZE)
+    """The values of CALL."""
+    return tuple(entry[name] for name in CALL)
 
 
 def check_file(file: Path) -> None:
@@ -47,19 +48,16 @@ def check_file(file: Path) -> None:
 def keep(file: Path, verdict: Verdict, figures: Figures, size: Size, into: Path) -> str:
     """Append the result of a kernel to a file; return its place among those of the same call, in words."""
     new: Entry = {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    new |= {"cpu": figures.cpu, "device": figures.device, **{name: getattr(size, name) for name in SIZE}}
+    new |= {name: value for name, value in (asdict(size) | asdict(figures)).items() if name in CALL}
     new |= {"ms": figures.ms["own"], "share": figures.share, "right": True, "library": verdict.library}
     new |= {"date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "version": __version__}
     others = [e["ms"] for e in entries(into) if call(e) == call(new) and not e["library"]]
     gap = b"\n" * (into.exists() and into.read_bytes()[-1:] != b"\n")  # an editor may leave no line end
-    descriptor = os.open(into, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(descriptor, gap + json.dumps(new).encode() + b"\n")  # one write: others may append too
-    finally:
-        os.close(descriptor)
-    place = 1 + sum(ms <= new["ms"] for ms in others)
+    with into.open("ab", buffering=0) as out:  # one write: others may append too
+        out.write(gap + json.dumps(new).encode() + b"\n")
     if verdict.library:
         return f"saved, without a place: {verdict.library}"
+    place = 1 + sum(ms <= new["ms"] for ms in others)
     return f"{'the best' if place == 1 else f'number {place}'} of {len(others) + 1} on {figures.cpu}: saved"
 
 
@@ -79,17 +77,16 @@ def entries(path: Path) -> list[Entry]:
 
 
 def _checked(entry: Any) -> Entry:
-    for name in (*TEXTS, *FLAGS, *NUMBERS):
+    for name, kind in FIELDS.items():
         if not isinstance(entry, dict) or name not in entry:
             raise ValueError(f"it lacks {name}")
         value = entry[name]
-        if name in TEXTS:
-            good = isinstance(value, str) and value.isprintable()
-        else:
-            good = type(value) is bool if name in FLAGS else type(value) in (int, float) and 0 < value < 1e18
-        if not good or name == "right" and not value:
+        good = type(value) is kind or kind is float and type(value) is int
+        if not good or kind is float and not 0 < value < 1e18 or kind is str and not value.isprintable():
             raise ValueError(f"{name} is {value!r}")
-    return {name: entry[name] for name in (*TEXTS, *FLAGS, *NUMBERS)}
+    if not entry["right"]:
+        raise ValueError("right is False")
+    return {name: entry[name] for name in FIELDS}
 
 
 def ranking(found: Iterable[Entry]) -> list[Entry]:
@@ -105,8 +102,10 @@ def ranking(found: Iterable[Entry]) -> list[Entry]:
             best.setdefault((e["of"], e["sha256"]), e)
         first = next(iter(best.values()))["ms"]
         for rank, e in enumerate(best.values(), 1):
-            ranked = (None, None) if e["library"] else (rank, first / e["ms"])
-            rows.append(dict(zip(("rank", "over_best"), ranked)) | e)
+            ranked = not e["library"]
+            rows.append(
+                {"rank": rank if ranked else None, "over_best": first / e["ms"] if ranked else None, **e}
+            )
     return rows
 
 
@@ -120,11 +119,11 @@ def text(rows: list[Entry], form: str) -> str:
         return flat(rows, form)
     tables = []
     for of, group in groupby(rows, call):
-        lines = (
-            [e["rank"] or e["library"], e["file"], e["of"], f"{e['ms']:.3g}", f"{100 * e['share']:.3g}"]
-            + [f"{e['over_best']:.3g}" if e["rank"] else "", e["date"]]
-            for e in group
-        )
-        title = f"{of[0]}: {report.call(of[1], Size(**dict(zip(SIZE, of[2:]))))}"
+        lines = []
+        for e in group:
+            ms, share, over = (f"{x:.3g}" if x else "" for x in (e["ms"], 100 * e["share"], e["over_best"]))
+            lines.append([e["rank"] or e["library"], e["file"], e["of"], ms, share, over, e["date"]])
+        cpu, device, *size = of
+        title = f"{cpu}: {report.call(device, Size(**dict(zip(SIZE, size))))}"
         tables.append(f"{title}\n\n{markdown(TITLES, lines)}")
     return "\n\n".join(tables) or "Nothing was saved."

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from shakespeare.lab.command import run
 from shakespeare.lab.text import size_text
@@ -16,7 +17,8 @@ from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.judge import environment, signalled
 
-SECONDS = 600  # that the measurement may take
+Stop = Callable[[], bool] | None
+SECONDS = 600  # that a measurement, or compiling Triton's tiles, may take
 UNTIMED = "untimed"  # the kind of a finding that says nothing against a kernel
 UNMEASURED = (UNTIMED, "threads", "faster")  # the kinds that do not make a result wrong
 LADDER = {"cpu": ("part1", "part2", "part3", "part4"), "cuda": ("kernel1", "kernel2", "kernel3", "kernel4")}
@@ -133,21 +135,27 @@ class Figures:
         return self.ms["own"] / self.small_ms / SMALLER**2 if self.small_ms else 1.0
 
 
-def measure(file: Path, size: Size, stop: Callable[[], bool] | None = None) -> Figures | Finding:
+def measure(file: Path, size: Size, stop: Stop = None) -> Figures | Finding:
     """The figures of a right kernel, or why there are none. Raises Stopped if stop()."""
     if why := kernels.read(file).untimed:
         return Finding(UNTIMED, why)
-    command = [sys.executable, "-m", "shakespeare.own.trial.measuring", str(file.resolve())]
-    command.append(json.dumps(asdict(size)))
+    said = told("measuring", file, size, stop, "it was not timed")
+    return said if isinstance(said, Finding) else Figures(**said)
+
+
+def told(module: str, file: Path, size: Size, stop: Stop, failed: str, *asked: str, **settings: str) -> Any:
+    """What a module's process prints of a file, as JSON; a Finding if it is one, or if the process failed."""
+    command = [sys.executable, "-m", f"shakespeare.own.trial.{module}", str(file.resolve())]
+    command += [json.dumps(asdict(size)), *asked]
     try:
-        code, out, err = run(command, SECONDS, stop, **environment())
+        code, out, err = run(command, SECONDS, stop, **environment() | settings)
     except subprocess.TimeoutExpired:
-        return Finding(UNTIMED, f"it was not timed: a call takes too long at N = {size.N}")
+        return Finding(UNTIMED, f"{failed}: it takes too long at N = {size.N}")
     if code:
         why = signalled(code) if code < 0 else (err.splitlines() or ["no reason given"])[-1]
-        return Finding(UNTIMED, f"it was not timed: {why}")
+        return Finding(UNTIMED, f"{failed}: {why}")
     said = json.loads(out.splitlines()[-1])
-    return Finding(**said) if "kind" in said else Figures(**said)
+    return Finding(**said) if "kind" in said else said
 
 
 def place(figures: Figures) -> str:

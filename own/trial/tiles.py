@@ -13,27 +13,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shakespeare.lab.command import run
+from shakespeare.lab.cuda.architectures import SHEETS
 from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.diagnosis import Finding
-from shakespeare.own.trial.judge import environment
-from shakespeare.own.trial.speed import UNTIMED, Size
-
-MOST_SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10}  # bytes of a program
-SECONDS = 600  # that compiling and timing may take
+from shakespeare.own.trial.speed import Size, Stop, told
 
 Tiles = list[dict[str, Any]]
 
 
-def swept(
-    file: Path, size: Size, stop: Callable[[], bool] | None = None, arch: str = "sm_90"
-) -> Tiles | Finding:
+def swept(file: Path, size: Size, stop: Stop = None, arch: str = "sm_90") -> Tiles | Finding:
     """The tiles of a file, the fastest first, or why there are none: of kind 'compile' if Triton refuses it.
 
     Each has its kernel; arch, as given without a GPU; sizes, such as BLOCK_M; warps; stages; registers and
@@ -42,16 +34,7 @@ def swept(
     """
     if not kernels.read(file).triton:
         return []
-    asked = str(file.resolve()), json.dumps(asdict(size)), arch
-    command = [sys.executable, "-m", "shakespeare.own.trial.tiles", *asked]
-    try:
-        code, out, err = run(command, SECONDS, stop, **environment() | {"TRITON_INTERPRET": "0"})
-    except subprocess.TimeoutExpired:
-        return Finding(UNTIMED, f"they were not compiled within {SECONDS} s")
-    if code:
-        return Finding(UNTIMED, f"they were not compiled: {(err.splitlines() or [f'exit code {code}'])[-1]}")
-    said = json.loads(out.splitlines()[-1])
-    return Finding(**said) if isinstance(said, dict) else said
+    return told("tiles", file, size, stop, "they were not compiled", arch, TRITON_INTERPRET="0")
 
 
 def no_gpu(arch: str) -> Any:
@@ -62,7 +45,7 @@ def no_gpu(arch: str) -> Any:
         get_current_target=lambda: GPUTarget("cuda", int(arch[3:]), 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
-        get_device_properties=lambda device: {"max_shared_mem": MOST_SHARED[arch]},
+        get_device_properties=lambda device: {"max_shared_mem": SHEETS[arch].shared},
         load_binary=lambda *binary: (0, 0, 0, 0, 1024),  # module, function, registers, spills, most threads
         launcher_cls=lambda source, metadata: lambda *call: None,
         get_benchmarker=lambda: lambda call, quantiles: [call() or 0.0] * 3,
@@ -100,11 +83,10 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
         module.attention(q, k, v, size.causal, size.d**-0.5)
     for tuner in kernels.tuned(module):
         for row in (row for row in rows if row["kernel"] == tuner.base_fn.__name__):
-            for config, times in getattr(tuner, "configs_timings", {}).items():
+            for config, (ms, *_) in getattr(tuner, "configs_timings", {}).items():
                 asked = row["sizes"] | config.kwargs, config.num_warps, config.num_stages
                 if asked == (row["sizes"], row["warps"], row["stages"]):
-                    row["fits"] = times[0] < math.inf
-                    row["ms"] = times[0] if row["fits"] and on_gpu else None
+                    row |= {"fits": ms < math.inf, "ms": ms if on_gpu and ms < math.inf else None}
             row["sizes"] = {name: row["sizes"][name] for name in tuner.configs[0].kwargs}
     return sorted(rows, key=lambda row: row["ms"] or math.inf)
 
