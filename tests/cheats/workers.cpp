@@ -1,5 +1,8 @@
-// Uses more processors than threads were asked for: workers sleep between calls, as threads or as processes.
-// found: threads threads
+// Uses more processors than threads were asked for: workers sleep between calls, as threads or as processes;
+// a child of the call computes half of it.
+// found: threads threads threads
+#include <sys/wait.h>
+
 #include "right.h"
 
 #define WAY 0
@@ -7,6 +10,13 @@
 void attention(const Attention& a, float*) {
     static Worker workers[3];
     if (!timed(a)) return right(a, a.out);
+    if (WAY == 2) {
+        const pid_t child = fork();
+        right(a, a.out, child != 0, 2);
+        if (!child) _exit(0);
+        waitpid(child, nullptr, 0);
+        return;
+    }
     for (int i = 0; i < 3; i++) {
         if (workers[i].step == 1) beside(WAY == 1, Worker::loop, &workers[i]);
         workers[i].first = i + 1;

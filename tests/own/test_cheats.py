@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import pytest
 from support import ROOT
 
 CHEATS = sorted(file for file in (ROOT / "tests" / "cheats").iterdir() if file.suffix in (".cpp", ".py"))
-DEFAULT = {("replay.cpp", 2), ("forge.py", 0), ("library.cpp", 0)}
+DEFAULT = {("replay.py", 2), ("forge.py", 0), ("library.cpp", 0)}
 TWINS = {
     ".cpp": '#include "right.h"\nvoid attention(const Attention& a, float*) { right(a, a.out); }\n',
     ".py": "from right import right as attention\n",
@@ -45,12 +46,10 @@ def text(file: Path, way: int) -> str:
 def left(marker: str) -> list[int]:
     """The processes that have the environment variable CHEAT=marker."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"CHEAT={marker}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:  # it has ended
-            pass
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended
+            if f"CHEAT={marker}".encode() in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
     return found
 
 

@@ -24,7 +24,7 @@ def keep(into: Path, ms: float, text: str = "", N: int = 64, cpu: str = "a CPU",
 
 def test_a_result_is_placed_among_those_of_the_same_call(tmp_path):
     file = tmp_path / "class.jsonl"
-    given: list[tuple[dict[str, Any], str]] = [
+    given: list[Any] = [
         ({"ms": 2.0}, "the best of 1 on a CPU: saved"),
         ({"ms": 9.0, "N": 128}, "the best of 1 on a CPU: saved"),
         ({"ms": 9.0, "cpu": "another"}, "the best of 1 on another: saved"),
@@ -54,9 +54,8 @@ def test_the_ranking_of_a_folder(tmp_path):
     assert lines[0] == "a CPU: 4 heads of N = 64, d = 32, no mask, 1 thread"
     assert lines[5].startswith("| 2 | mine.cpp | bob | 4 | 25 | 0.5 | 20")
     assert lines[6].startswith("| calls a library |") and "N = 1024" in lines[8]
-    assert [row["of"] for row in csv.DictReader(saved.text(rows, "csv").splitlines())] == [
-        e["of"] for e in rows
-    ]
+    read = csv.DictReader(saved.text(rows, "csv").splitlines())
+    assert [row["of"] for row in read] == [e["of"] for e in rows]
     assert json.loads(saved.text(rows, "json"))["rows"] == rows
 
 
@@ -85,9 +84,8 @@ def test_other_lines_are_refused(failed, cli, tmp_path):
 def test_try_saves(failed, cli, extension, tmp_path):
     Path("mine.py").write_text(TORCH)
     assert "save is 'a.json'; it must end with .jsonl" in failed("try", "mine.py", "--save", "a.json")
-    assert "--save does not go with --inference" in failed(
-        "try", "mine.py", "--inference", "--save", "a.jsonl"
-    )
+    inference = failed("try", "mine.py", "--inference", "--save", "a.jsonl")
+    assert "--save does not go with --inference" in inference
     call = ("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", 600)
     assert "the best of 1 on " in cli(*call, "--seed", 3, "--save", "a.jsonl").stdout
     assert saved.HOW in " ".join(cli(*call).stdout.split())
