@@ -169,16 +169,9 @@ def process(tmp_path: Path):
     started = []
 
     def start(*args: str | int | Path, **env: str) -> subprocess.Popen:
-        started.append(
-            subprocess.Popen(
-                [sys.executable, ROOT / "gpt.py", *map(str, args)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=tmp_path,
-                env=os.environ | env,
-            )
-        )
+        command = [sys.executable, ROOT / "gpt.py", *map(str, args)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(subprocess.Popen(command, **pipes, cwd=tmp_path, env=os.environ | env))
         return started[-1]
 
     yield start

@@ -10,9 +10,7 @@ from shakespeare.attention_ext.build.recipes import CSRC
 from shakespeare.own.trial import starts
 
 STARTS = Path(starts.__file__).parent
-NAIVE, ISPC, CUDA, TORCH = (
-    (STARTS / f"start.{suffix}").read_text() for suffix in ("cpp", "ispc", "cu", "py")
-)
+NAIVE, ISPC, CUDA, TORCH = ((STARTS / f"start.{end}").read_text() for end in ("cpp", "ispc", "cu", "py"))
 
 FLASH = """\
 #include <algorithm>

@@ -80,13 +80,9 @@ class Hostile:
 
 def bench_run(change=1.0, rounds=10, names=("part0", "part4", "sdpa"), **fields) -> Run:
     """A run of bench with known figures: 1 ms with a little spread, times `change` for part4."""
-    done = Run(
-        {"cpu": "a", "date": "today", "caches": [], "cores": 1}
-        | dict.fromkeys(("isa", "simd", "os", "python", "torch", "commit"), "x"),
-        rounds,
-        0.1,
-        1 << 20,
-    )
+    machine = {"cpu": "a", "date": "today", "caches": [], "cores": 1}
+    machine |= dict.fromkeys(("isa", "simd", "os", "python", "torch", "commit"), "x")
+    done = Run(machine, rounds, 0.1, 1 << 20)
     done.peaks, done.bandwidths, done.complete = {1: 1e11, 2: 2e11}, {1: 1e10, 2: 2e10}, True
     sizes = dict(lengths=(64, 128), widths=(16,), threads=(1, 2), br=(192,), bc=(256,)) | fields
     for cell in plan(names, **sizes):
@@ -116,14 +112,8 @@ class FakeGpu:
         self._free, self._peaks = free, list(peaks)
 
     def describe(self) -> dict:
-        return {
-            "name": "Fake GPU",
-            "capability": "9.0",
-            "multiprocessors": 132,
-            "memory": 80 << 30,
-            "l2": self.l2,
-            "cuda": "13.0",
-        }
+        sizes = {"multiprocessors": 132, "memory": 80 << 30, "l2": self.l2}
+        return {"name": "Fake GPU", "capability": "9.0"} | sizes | {"cuda": "13.0"}
 
     def free(self) -> int:
         return self._free

@@ -13,36 +13,11 @@ import threading
 import pytest
 from support import ROOT, copy_tree
 
+from shakespeare.attention_ext.build.recipes import CSRC
+
 pytestmark = pytest.mark.full
 
-KERNEL = """
-// Part 5, from a test: plain loops, one query at a time. Scratch: Nk floats. Threads: 1.
-#include "attention.h"
-#include "cpu/softmax.h"
-
-int64_t plain_scratch(const Attention& a) { return /* S, one row */ a.Nk; }
-
-void plain_attention(const Attention& a, float* S) {
-    for (int64_t b = 0; b < a.B; b++)
-        for (int64_t h = 0; h < a.H; h++)
-            for (int64_t i = 0; i < a.Nq; i++) {
-                const float *Q = a.q.at(b, h) + i * a.q.row_stride, *K = a.k.at(b, h), *V = a.v.at(b, h);
-                float* O = a.out_at(b, h) + i * a.d;
-                const int64_t n = a.seen(i);
-                for (int64_t j = 0; j < n; j++) {
-                    S[j] = 0;
-                    for (int64_t c = 0; c < a.d; c++) S[j] += Q[c] * K[j * a.k.row_stride + c];
-                    S[j] *= a.scale;
-                }
-                const float lse = softmax_row(S, n);
-                for (int64_t c = 0; c < a.d; c++) {
-                    O[c] = 0;
-                    for (int64_t j = 0; j < n; j++) O[c] += S[j] * V[j * a.v.row_stride + c];
-                }
-                if (a.lse) a.lse_at(b, h)[i] = lse;
-            }
-}
-"""
+KERNEL = (CSRC / "cpu" / "part1_naive.cpp").read_text().replace("naive_", "plain_")
 CPP_ROW = "    PART(part5, plain, none, none)"
 PYTHON_ROW = """\
         Part("part5", "PLAIN ATTENTION", "a part that a test adds", operator="part5_plain"),
@@ -83,9 +58,8 @@ def run(copy, env):
     """Run Python in the copy; return its stdout."""
 
     def run(*arguments):
-        done = subprocess.run(
-            [sys.executable, *map(str, arguments)], cwd=copy, env=env, capture_output=True, text=True
-        )
+        command = [sys.executable, *map(str, arguments)]
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
@@ -107,7 +81,7 @@ def test_every_save_is_tested_again(copy, env):
         hang.start()
         try:
             next(line for line in lines if line.startswith("right, ") and "before" not in line)
-            source.write_text(KERNEL.replace("S[j] *= a.scale;", "S[j] *= a.scale"))
+            source.write_text(KERNEL.replace("a.scale * s;", "a.scale * s"))
             next(line for line in lines if "part5_plain.cpp:" in line and "error: expected" in line)
             source.write_text(KERNEL + "// saved\n")
             next(line for line in lines if line.startswith("right, ") and line.endswith(" before\n"))
@@ -120,7 +94,7 @@ def test_bench_measures_it_and_explain_tells_what_it_takes(run, copy):
     sizes = ("-N", "32,64", "-d", 16, "-r", 2, "--min-time", 0)
     measured = json.loads(run("gpt.py", "bench", "part4,part5", *sizes, "-o", "json", "--save", "run.json"))
     rows = [row for row in measured["rows"] if row["contender"] == "part5"]
-    assert [(row["status"], row["N"], row["scratch"]) for row in rows] == [("ok", 32, 128), ("ok", 64, 256)]
+    assert [(row["status"], row["scratch"]) for row in rows] == [("ok", 32, 4096), ("ok", 64, 16384)]
     assert "part5" in run("gpt.py", "bench", "--dry-run")
     assert run("gpt.py", "explain", "part5", "-N", 64).startswith("part5, a part that a test adds: 4 heads")
     pytest.importorskip("matplotlib")

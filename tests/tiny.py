@@ -34,13 +34,7 @@ def nanogpt_file(path, *, prefix="", config=None, **change):
     args |= dict(vocab_size=model.config.vocab_size, dropout=0.2)
     state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
     state[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)  # nanoGPT's causal mask
-    values = dict(
-        model=state,
-        model_args=args,
-        optimizer={"state": {}},
-        iter_num=5,
-        best_val_loss=torch.tensor(1.5),
-        config=config or {"dataset": "letters"},
-    )
+    values = dict(model=state, model_args=args, optimizer={"state": {}}, iter_num=5)
+    values |= dict(best_val_loss=torch.tensor(1.5), config=config or {"dataset": "letters"})
     torch.save(values | change, path)
     return model

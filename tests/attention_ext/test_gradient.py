@@ -68,14 +68,11 @@ def test_awkward_shapes():
     check(*inputs(1, 2, 150, 9, 16))  # more queries than keys
 
 
+SIZES = dict(Nq=st.integers(1, 150), more=st.integers(0, 150), d=st.integers(1, 70))
+
+
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    Nq=st.integers(1, 150),
-    more=st.integers(0, 150),
-    d=st.integers(1, 70),
-    causal=st.booleans(),
-    scale=st.sampled_from([None, 0.0, 1.0, -0.5]),
-)
+@given(**SIZES, causal=st.booleans(), scale=st.sampled_from([None, 0.0, 1.0, -0.5]))
 def test_any_size(Nq, more, d, causal, scale):
     check(*inputs(1, 2, Nq, Nq + more, d), causal, scale)
 

@@ -182,15 +182,9 @@ def torchrun(P: int, *arguments) -> subprocess.Popen:
 
 def start(command: list) -> subprocess.Popen:
     """Start a command that runs torchrun."""
-    return subprocess.Popen(
-        list(map(str, command)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*map(str, command)], **pipes, cwd=ROOT, env=env)
 
 
 def finish(process: subprocess.Popen, seconds: float = 1200) -> Done:

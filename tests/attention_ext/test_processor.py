@@ -30,6 +30,12 @@ CPU variant\t: 0x3
 CPU part\t: 0xd0c
 CPU revision\t: 1
 """
+SAID = {
+    X86: "AMD EPYC, family 26, model 2; vendor_id: AuthenticAMD; cpu family: 26; model: 2; stepping: 1; "
+    "flags: fpu sse2 avx2",
+    ARM: "ARM implementer 0x41, part 0xd0c; Features: fp asimd asimddp; CPU implementer: 0x41; "
+    "CPU variant: 0x3; CPU part: 0xd0c",
+}
 FIELDS = "processor : 0\nvendor_id : {}\ncpu family : {}\nmodel : {}\nmodel name : {}\n\nprocessor : 1\n"
 
 
@@ -50,27 +56,10 @@ def cpuinfo(monkeypatch, tmp_path):
     return processor.CPUINFO.write_text
 
 
-def test_x86_as_linux_describes_it(cpuinfo):
-    cpuinfo(X86)
-    assert processor.name() == "AMD EPYC, family 26, model 2"
-    assert processor.capabilities().splitlines() == [
-        "vendor_id: AuthenticAMD",
-        "cpu family: 26",
-        "model: 2",
-        "stepping: 1",
-        "flags: fpu sse2 avx2",
-    ]
-
-
-def test_arm_as_linux_describes_it(cpuinfo):
-    cpuinfo(ARM)
-    assert processor.name() == "ARM implementer 0x41, part 0xd0c"
-    assert processor.capabilities().splitlines() == [
-        "Features: fp asimd asimddp",
-        "CPU implementer: 0x41",
-        "CPU variant: 0x3",
-        "CPU part: 0xd0c",
-    ]
+@pytest.mark.parametrize("text", SAID)
+def test_a_processor_as_linux_describes_it(cpuinfo, text):
+    cpuinfo(text)
+    assert [processor.name(), *processor.capabilities().splitlines()] == SAID[text].split("; ")
 
 
 def test_cores_are_those_of_the_process_and_of_its_share_of_time(monkeypatch, tmp_path):

@@ -59,9 +59,7 @@ def test_min_p_keeps_a_share_of_the_likeliest():
 
 
 def test_typical_p_keeps_the_tokens_of_typical_surprise():
-    logits = torch.log(
-        torch.tensor([0.1, 0.4, 0.3, 0.2])
-    )  # the entropy is 1.28, the surprises 2.3, 0.9, 1.2, 1.6
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.3, 0.2]))  # entropy 1.28, surprises 2.3, 0.9, 1.2, 1.6
     for p, kept in [(0.01, {2}), (0.29, {2}), (0.31, {2, 3}), (0.51, {1, 2, 3}), (0.91, {0, 1, 2, 3})]:
         assert drawn(logits, typical_p=p) == kept
     assert drawn(torch.zeros(3), typical_p=0.3) == {0, 1, 2}  # ties are kept
@@ -120,11 +118,7 @@ def test_wrong_settings_are_named():
     for change, error, message in (
         (dict(temperature=math.nan), ValueError, "temperature is nan"),
         (dict(temperature="1"), TypeError, "temperature is a str"),
-        (
-            dict(temperature=np.array([0.5])),
-            TypeError,
-            r"temperature is a ndarray of shape \(1,\); it must be",
-        ),
+        (dict(temperature=np.array([0.5])), TypeError, r"temperature is a ndarray of shape \(1,\); it"),
         (dict(top_p=np.float32("nan")), ValueError, "top_p is nan"),
         (dict(top_k=np.float64(3)), TypeError, "top_k is a float64; it must be a whole number or None"),
         (dict(top_k=np.True_), TypeError, "top_k is a bool; it must be a whole number or None"),
@@ -134,11 +128,7 @@ def test_wrong_settings_are_named():
         (dict(presence_penalty=2.1), ValueError, "presence_penalty is 2.1; it must be from -2 to 2"),
         (dict(frequency_penalty=math.nan), ValueError, "frequency_penalty is nan"),
         (dict(logit_bias={1: 2}), TypeError, "logit_bias must be a tuple of pairs"),
-        (
-            dict(logit_bias=(("1", 2),)),
-            TypeError,
-            "a token of logit_bias is a str; it must be a whole number",
-        ),
+        (dict(logit_bias=(("1", 2),)), TypeError, "a token of logit_bias is a str; it must be a whole"),
         (dict(logit_bias=((-1, 1),)), ValueError, "logit_bias has token -1; it must be at least 0"),
         (dict(logit_bias=((1, 101),)), ValueError, "logit_bias has 101 for token 1; it must be from -100"),
         (dict(logit_bias=((1, 1), (1, 2))), ValueError, "logit_bias has a token twice"),

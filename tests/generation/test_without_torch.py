@@ -69,8 +69,5 @@ def test_what_needs_it_is_refused_in_one_line(without_torch, tmp_path):
     ):
         code, shown, said = without_torch("gpt.py", *words)
         assert code == 2 and shown == "" and said.count("\n") == 1 and "needs PyTorch: pip install" in said
-    assert without_torch("gpt.py", "prepare") == (
-        2,
-        "",
-        "gpt.py: error: this command needs pooch: pip install pooch\n",
-    )
+    error = "gpt.py: error: this command needs pooch: pip install pooch\n"
+    assert without_torch("gpt.py", "prepare") == (2, "", error)

@@ -47,8 +47,7 @@ def test_the_scratch_is_what_is_allocated(part, extension, threads, threads_used
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "N, d, causal",
-    [(100, 24, False), (128, 64, False), (256, 32, False), (300, 40, False), (512, 32, True)],
+    "N, d, causal", [(100, 24, False), (128, 64, False), (256, 32, False), (300, 40, False), (512, 32, True)]
 )
 def test_the_count_is_what_a_simulated_cache_takes_in(block, N, d, causal):
     """Within a factor of two, for each part and for the ratio of parts 1 and 2. Cases and caches are small.

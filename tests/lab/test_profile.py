@@ -130,9 +130,7 @@ def test_the_command(cli, extension):
 
 
 def test_an_error_is_one_line(failed, monkeypatch):
-    monkeypatch.setattr(
-        "shakespeare.generation.texts.MOST_CACHE_BYTES", 2**25
-    )  # a token's keys and values take 4 KiB
+    monkeypatch.setattr("shakespeare.generation.texts.MOST_CACHE_BYTES", 2**25)  # a token takes 4 KiB
     for arguments, message in (
         (["part4", "--texts", "65"], "texts is 65; it must be from 1 to 64 with caches of 128 tokens"),
         (["part4", "--texts", "2", "--train"], "--texts does not go with --train"),

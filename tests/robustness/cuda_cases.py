@@ -55,13 +55,8 @@ def write(kind: str) -> int:
             engine = open_engine(checkpoint, name, device="cuda", slots=texts, draft=draft, **rounded)
             for chosen in settings[: 2 if kind == "drafts" else 3]:  # penalties have no drafts
                 requests = (
-                    Request(
-                        [i % 65 for i in range(1 + number % 4)],
-                        seed=number,
-                        sampling=chosen,
-                        max_new_tokens=4,
-                    )
-                    for number in range(2 * texts)
+                    Request([i % 65 for i in range(1 + n % 4)], seed=n, sampling=chosen, max_new_tokens=4)
+                    for n in range(2 * texts)
                 )
                 for completion, piece in complete(Writer(engine), checkpoint.tokenizer, requests):
                     count += 0 if piece else completion.new_tokens

@@ -256,17 +256,14 @@ def test_a_directory_that_others_can_write_is_refused(program, monkeypatch, plac
     directory = made.parent if place == "build" else made.parent.parent
     for mode in (0o777, 0o702):
         directory.chmod(mode)
-        assert refusal(program) == (
-            f"{directory} can be written by everybody, so its files are not trusted; chmod o-w {directory}"
-        )
+        who = f"{directory} can be written by everybody"
+        assert refusal(program) == f"{who}, so its files are not trusted; chmod o-w {directory}"
     directory.chmod(0o1777)
     assert refusal(program).endswith("TORCH_EXTENSIONS_DIR can name another directory")
     directory.chmod(0o770)
     monkeypatch.setattr(cache_of_builds, "is_private", lambda group: False)
-    assert refusal(program) == (
-        f"{directory} can be written by group {directory.stat().st_gid}, so its files are not trusted; "
-        f"chmod g-w {directory}"
-    )
+    who = f"{directory} can be written by group {directory.stat().st_gid}"
+    assert refusal(program) == f"{who}, so its files are not trusted; chmod g-w {directory}"
     monkeypatch.setattr(cache_of_builds, "is_private", lambda group: True)
     assert program() == (made, False)
 
@@ -288,10 +285,8 @@ def test_a_directory_of_another_user_is_refused(program, tmp_path, place):
     made, _ = program()
     directory = {"above": tmp_path / "new", "cache": made.parent.parent, "build": made.parent}[place]
     os.chown(directory, OTHER, -1)
-    assert refusal(program) == (
-        f"{directory} belongs to user {OTHER}, so its files are not trusted; "
-        "TORCH_EXTENSIONS_DIR can name another directory"
-    )
+    hint = "so its files are not trusted; TORCH_EXTENSIONS_DIR can name another directory"
+    assert refusal(program) == f"{directory} belongs to user {OTHER}, {hint}"
 
 
 def test_a_link_is_followed_and_its_target_is_checked(program, tmp_path, monkeypatch):

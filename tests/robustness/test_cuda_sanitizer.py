@@ -19,11 +19,7 @@ pytestmark = pytest.mark.full
 ROOT = Path(__file__).resolve().parents[2]
 # The order follows from what other blocks of a cluster have sent, which racecheck does not see.
 NOT_SEEN = ("cluster", "drafts")
-NEEDS = {
-    "grid": layouts.CAPABILITY,
-    "cluster": layouts.CLUSTER_CAPABILITY,
-    "drafts": layouts.CLUSTER_CAPABILITY,
-}
+NEEDS = {"grid": layouts.CAPABILITY, **dict.fromkeys(NOT_SEEN, layouts.CLUSTER_CAPABILITY)}
 # The Python code checks every call of the driver. A cluster has more barriers than are tracked by default.
 OPTIONS = {"memcheck": ("--report-api-errors", "no"), "synccheck": ("--num-cuda-barriers", "65536")}
 KERNELS = {"attention": "kernel_substring=attention_", "graph": "kernel_name=attend"}
@@ -41,17 +37,13 @@ def test_compute_sanitizer_finds_nothing(tool, cases):
         pytest.skip("racecheck does not see how blocks of a cluster wait for each other")
     if torch.cuda.get_device_capability() < NEEDS.get(cases, (7, 5)):
         pytest.skip(f"{torch.cuda.get_device_name()} has no kernel for {cases}")
-    done = subprocess.run(
-        [
-            *(sanitizer, "--tool", tool, "--error-exitcode", "9"),
-            *("--kernel-name", KERNELS.get(cases, "kernel_name=decode")),
-            *OPTIONS.get(tool, ()),
-            *(sys.executable, str(Path(__file__).with_name("cuda_cases.py")), cases),
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    command = [
+        *(sanitizer, "--tool", tool, "--error-exitcode", "9"),
+        *("--kernel-name", KERNELS.get(cases, "kernel_name=decode"), *OPTIONS.get(tool, ())),
+        *(sys.executable, str(Path(__file__).with_name("cuda_cases.py")), cases),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     results = re.search(r"(\d+) results", done.stdout)
     assert results and int(results[1]) > 20

@@ -41,16 +41,9 @@ WITHOUT_BINDINGS = {
 }
 TRAINING = [HERE / "training.cpp", *WITHOUT_BINDINGS["model"], *WITHOUT_BINDINGS["training"], *PARTS]
 # The float64 reference takes most of the time: it is optimised, and not sanitized.
-OF_A_SOURCE = {
-    HERE / "kernels.cpp": ("-O2", "-fno-sanitize=address,undefined"),
-    HERE / "backward.cpp": ("-O2", "-fno-sanitize=address,undefined"),
-}
-DECODER = [
-    HERE / "decoder.cpp",
-    *WITHOUT_BINDINGS["model"],
-    *WITHOUT_BINDINGS["generation"],
-    *PARTS,
-]
+OPTIMISED = ("-O2", "-fno-sanitize=address,undefined")
+OF_A_SOURCE = dict.fromkeys((HERE / "kernels.cpp", HERE / "backward.cpp"), OPTIMISED)
+DECODER = [HERE / "decoder.cpp", *WITHOUT_BINDINGS["model"], *WITHOUT_BINDINGS["generation"], *PARTS]
 
 
 def found(*command: str) -> list[str]:
@@ -153,8 +146,7 @@ def with_helpers(simd: str, link, command: list[str], tmp_path: Path, target: st
 
 
 @pytest.mark.parametrize(
-    "simd",
-    [pytest.param(simd, marks=[pytest.mark.full] * (simd != "portable")) for simd in recipes.HELPERS],
+    "simd", [pytest.param(simd, marks=[pytest.mark.full] * (simd != "portable")) for simd in recipes.HELPERS]
 )
 def test_generated_cases(simd, native, link, tmp_path):
     """Between guard pages, which detect accesses out of bounds; the tests below have sanitizers."""

@@ -45,12 +45,8 @@ class Client:
         return [str(environments / self.environment / "bin" / "python"), program]
 
 
-CLIENTS = [
-    Client("openai_sync.py", "openai"),
-    Client("openai_node.mjs", "node"),
-    Client("litellm_client.py", "litellm"),
-    Client("langchain_client.py", "langchain"),
-]
+CLIENTS = [Client("openai_sync.py", "openai"), Client("openai_node.mjs", "node")]
+CLIENTS += [Client(f"{name}_client.py", name) for name in ("litellm", "langchain")]
 
 
 def run(command: list[str], server: str, full: str) -> dict:

@@ -73,12 +73,7 @@ def visit(request: pytest.FixtureRequest, node_program: str, page_folder: Path, 
         pytest.skip("playwright-core is missing: npm install --prefix tests/web")
 
     def run(scenario: str, **argument: Any) -> Any:
-        given = {
-            "browser": request.param,
-            "program": program,
-            "folder": str(page_folder),
-            "scenario": scenario,
-        }
+        given = dict(browser=request.param, program=program, folder=str(page_folder), scenario=scenario)
         done = subprocess.run(
             [node_program, WEB_TESTS / "scenarios.mjs", json.dumps(given | {"argument": argument})],
             capture_output=True,

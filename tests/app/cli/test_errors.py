@@ -28,31 +28,19 @@ WRONG = [
     (["part4", "--kernel", "7", "--device", "cuda"], "'--kernel': '7' is not one of '1', "),
     (["part4", "--device", "webgpu", "--kernel", "7"], "not one of '1', '2', '3', '4', '5', '6'."),
     (["part1", "--device", "cuda"], "part1 has no CUDA kernel; --device cuda goes with part0 and part4 only"),
-    (
-        ["part4", "--device", "cuda", "-br", "64"],
-        "-br does not go with --device cuda: each kernel has its",
-    ),
+    (["part4", "--device", "cuda", "-br", "64"], "-br does not go with --device cuda: each kernel has its"),
     (["bulk", "--texts", "1", "--out", ""], "'--out': '' is no directory"),
     (["part1", "--device", "webgpu"], "part1 has no WebGPU kernel; --device webgpu goes with part4 only"),
-    (
-        ["part4", "--device", "webgpu", "-br", "64"],
-        "-br does not go with --device webgpu: each kernel has its",
-    ),
+    (["part4", "--device", "webgpu", "-br", "64"], "-br does not go with --device webgpu: each kernel"),
     (["explain", "part0", "--device", "webgpu"], "PART is part0; it must be part4 with --device webgpu"),
     (["explain", "part4", "--device", "webgpu", "--arch", "sm_90"], "--arch goes with --device cuda only"),
-    (
-        ["bench", "part0", "--device", "webgpu"],
-        "contender is 'part0'; on WebGPU it must be one of part4, webgpu1",
-    ),
+    (["bench", "part0", "--device", "webgpu"], "contender is 'part0'; on WebGPU it must be one of part4"),
     (["train", "shakes128", "--device", "webgpu"], "'--device': 'webgpu' is not one of 'cpu', 'cuda'"),
     (["parallel", "part4", "--device", "webgpu"], "'--device': 'webgpu' is not one of 'cpu', 'cuda'"),
     (["serve", "--device", "cuda", "--threads", "2"], "--threads does not go with --device cuda"),
     (["serve", "--device", "cuda", "--part", "part3"], "part3 has no CUDA kernel"),
     (["part0", "--inference", "-m", "shakes512"], "model 'shakes512' was not found"),
-    (
-        ["part0", "--inference", "--prompt", "naïve 日本"],
-        "not know 3 of the text's characters: 'ï' '日' '本'",
-    ),
+    (["part0", "--inference", "--prompt", "naïve 日本"], "not know 3 of the text's characters: 'ï' '日'"),
     (["part0", "--inference", "--prompt-file", "nowhere.txt"], "nowhere.txt: No such file"),
     (["part0", "--inference", "--prompt", "a", "--prompt-file", "b"], "exclude each other"),
     (["part0", "--inference", "--temperature", "nan"], "temperature is nan"),
@@ -65,10 +53,7 @@ WRONG = [
     (["train", "a/b", "--corpus", __file__], "NAME is 'a/b'; it must be letters, digits"),
     (["train", "shakes128", "--minutes", "3"], "--minutes does not go with shakes128"),
     (["train", "mine", "--resume", "--overwrite"], "--overwrite does not go with --resume"),
-    (
-        ["train", "mine", "--resume", "--corpus", __file__, "--part", "part0"],
-        "out/mine holds no run, so there",
-    ),
+    (["train", "mine", "--resume", "--corpus", __file__, "--part", "part0"], "out/mine holds no run"),
     (
         ["train", "mine", "--init", "shakes128", "--block-size", "256", "--corpus", __file__],
         "block_size is 256; it must be at most 128, that of the model",
@@ -80,17 +65,11 @@ WRONG = [
     (["--prompt", r"ROMEO:\nO"], r"characters: '\\'; in a shell $'\n' is a line end"),
     (["bulk", "--texts", "1", "--out", "o", "--prompt", r"a\n"], r"; in a shell $'\n' is a line end"),
     (["race", "part3,part4", "--prompt", "FILE:日 1"], "; --prompt-file '日 1' continues a file"),
-    (
-        ["--start=FILE:p"],
-        "No such option '--start', which is nanoGPT's; here: --prompt TEXT or --prompt-file",
-    ),
+    (["--start=FILE:p"], "No such option '--start', which is nanoGPT's; here: --prompt TEXT"),
     (["train", "mine", "--n_layer", "4"], "'--n_layer', which is nanoGPT's; here: leave it out"),
     (["train", "mine", "--max_iters=5"], "here: --minutes or --steps of train"),
     (["--compile=False"], "'--compile', which is nanoGPT's; here: leave it out"),
-    (
-        ["sample.py", "--out_dir=x"],
-        "No such command 'sample.py', which is nanoGPT's; here: part4 --inference",
-    ),
+    (["sample.py", "--out_dir=x"], "No such command 'sample.py', which is nanoGPT's; here: part4"),
     (["train", "config/x.py"], "NAME is 'config/x.py'; it must be"),
     (["-start", "A"], "No such option '--start', which is nanoGPT's; here: --prompt TEXT"),
     (["train", "mine", "--min_lr=1"], "'--min_lr', which is nanoGPT's; here: leave it out"),
@@ -182,14 +161,8 @@ def test_without_a_compiler_part0_works_and_the_others_say_what_to_install(tmp_p
     )
     here = str(tmp_path)
     bare = dict(PATH=here, CXX="", TORCH_EXTENSIONS_DIR=here, PYTHONPATH=f"{here}{os.pathsep}{ROOT}")
-    ran = subprocess.run(
-        [sys.executable, "-c", EVERY_PART],
-        env=os.environ | bare,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    asked = dict(env=os.environ | bare, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    ran = subprocess.run([sys.executable, "-c", EVERY_PART], **asked)
     assert ran.returncode == 0, ran.stderr
     for part, code, errors in json.loads(ran.stdout):
         if PARTS[part].operator:

@@ -31,11 +31,9 @@ def test_it_is_the_same_without_docstrings():
         "import inspect; from shakespeare.app.cli import COMMANDS, cli, command_of\n"
         "for command in (cli, *map(command_of, COMMANDS)): print(inspect.cleandoc(command.help))"
     )
-    shown = [
-        subprocess.check_output([sys.executable, *optimized, "-c", code], cwd=ROOT, text=True)
-        for optimized in ((), ("-OO",))
-    ]
-    assert shown[0] == shown[1]
+    runs = (sys.executable, "-c", code), (sys.executable, "-OO", "-c", code)
+    first, second = (subprocess.check_output(run, cwd=ROOT, text=True) for run in runs)
+    assert first == second
 
 
 def test_commands_are_listed_in_sections(cli):

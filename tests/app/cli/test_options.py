@@ -13,12 +13,8 @@ from shakespeare.generation.engines.table import ENGINES
 from shakespeare.generation.request import CONTEXTS
 from shakespeare.model.checkpoint import SHIPPED
 
-CHOICES = {
-    "engine": ["auto", *ENGINES],
-    "context": list(CONTEXTS),
-    "weights": list(Precision),
-    "kv_cache": list(CachePrecision),
-}
+CHOICES = {"engine": ["auto", *ENGINES], "context": list(CONTEXTS)}
+CHOICES |= {"weights": list(Precision), "kv_cache": list(CachePrecision)}
 
 
 def parameters(name: str) -> list[click.Parameter]:

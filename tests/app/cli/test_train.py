@@ -57,10 +57,8 @@ def test_a_text_of_ones_own_by_time(cli, extension):
 def test_a_checkpoint_is_replaced_only_if_that_is_asked_for(cli, failed):
     arguments = ("train", "mine", *SMALL, "--steps", 1, "--part", "part0")
     assert cli(*arguments).returncode == 0
-    assert failed(*arguments) == (
-        "gpt.py: error: out/mine holds a checkpoint; give --overwrite to replace it, or --out for another "
-        "directory\n"
-    )
+    hint = "give --overwrite to replace it, or --out for another directory"
+    assert failed(*arguments) == f"gpt.py: error: out/mine holds a checkpoint; {hint}\n"
     assert "out/mine holds a finished run, so there is nothing to resume" in failed(*arguments, "--resume")
     assert cli(*arguments, "--overwrite").returncode == 0
 

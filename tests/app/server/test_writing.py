@@ -124,10 +124,8 @@ def test_choices_are_numbered_by_prompt(client):
     together = client.complete(prompt=["ROMEO:", "JULIET:"], n=2, seed=10, max_tokens=20).json()
     assert [choice["index"] for choice in together["choices"]] == [0, 1, 2, 3]
     assert together["usage"] == {"prompt_tokens": 13, "completion_tokens": 80, "total_tokens": 93}
-    alone = [
-        client.complete(prompt=prompt, seed=10 + i, max_tokens=20).text()
-        for i, prompt in enumerate(["ROMEO:", "ROMEO:", "JULIET:", "JULIET:"])
-    ]
+    each = enumerate(["ROMEO:", "ROMEO:", "JULIET:", "JULIET:"])
+    alone = [client.complete(prompt=p, seed=10 + i, max_tokens=20).text() for i, p in each]
     assert [choice["text"] for choice in together["choices"]] == alone
     streamed = client.complete(prompt=["ROMEO:", "JULIET:"], n=2, seed=10, max_tokens=20, stream=True)
     assert [streamed.text(i) for i in range(4)] == alone

@@ -114,9 +114,7 @@ ptxas info    : Used 64 registers, used 1 barriers, 1024 bytes smem"""
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
-    with pytest.raises(
-        BuildError, match=r"^CUDA kernels need .* cuda.core is missing; pip install cuda-core .*$"
-    ):
+    with pytest.raises(BuildError, match=r"^CUDA kernels need .* cuda.core is missing; pip install"):
         nvrtc.versions()
 
 

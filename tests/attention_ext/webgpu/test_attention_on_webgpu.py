@@ -187,9 +187,7 @@ def test_the_table_has_the_workgroup_memory_of_the_source(name):
         declared = 0
         for kind, count in re.findall(r"^var<workgroup> \w+: array<(.+), ([^;]+)>;", text, re.M):
             declared += size[kind] * eval(count, {}, known)
-        declared += sum(
-            size[kind] for kind in re.findall(r"^var<workgroup> \w+: (u32|atomic<u32>);", text, re.M)
-        )
+        declared += sum(size[k] for k in re.findall(r"^var<workgroup> \w+: (u32|atomic<u32>);", text, re.M))
         assert declared == step.memory(tile, known["D4"])
         assert "// unroll" not in step.source(200, Dtype.FP32, tile).text()  # all marks are understood
 
@@ -244,16 +242,8 @@ WRONG = [
     (dict(q=Q[0]), ValueError, r"q has shape \(2, 4, 8\); it must be \(B, H, N, d\) with no empty dimension"),
     (dict(k=Q[:, :1]), ValueError, r"k has shape \(1, 1, 4, 8\); it must be \(1, 2, Nk, 8\)"),
     (dict(v=Q[:, :, :2]), ValueError, r"v has shape \(1, 2, 2, 8\); it must be k's, \(1, 2, 4, 8\)"),
-    (
-        dict(k=Q[:, :, :2], v=Q[:, :, :2], causal=True),
-        ValueError,
-        "q has Nq=4 rows; with causal=True it must",
-    ),
-    (
-        dict.fromkeys("qkv", np.ones((1, 1, 1, 257), np.float32)),
-        ValueError,
-        "q has d=257; it must be at most",
-    ),
+    (dict(k=Q[:, :, :2], v=Q[:, :, :2], causal=True), ValueError, "q has Nq=4 rows; with causal=True"),
+    (dict.fromkeys("qkv", np.ones((1, 1, 1, 257), np.float32)), ValueError, "q has d=257; it must"),
 ]
 
 
@@ -267,9 +257,7 @@ def test_a_wrong_tensor_is_named(gpu):
     q = torch.from_numpy(Q)
     with pytest.raises(ValueError, match="k is on meta; it must be on the CPU"):
         attention(q, q.to("meta"), q)
-    with pytest.raises(
-        ValueError, match="v requires a gradient; part4 computes none on WebGPU, only part0 does"
-    ):
+    with pytest.raises(ValueError, match="v requires a gradient; part4 computes none on WebGPU"):
         attention(q, q, q.clone().requires_grad_())
     with pytest.raises(TypeError, match="q is torch.bfloat16; it must be float32 or float16"):
         attention(*(q.bfloat16(),) * 3)

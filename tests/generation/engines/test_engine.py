@@ -83,13 +83,10 @@ def _over_bf16(attend, q, k, v):
     return attend(q, k.bfloat16().double(), v.bfloat16().double())
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(simd, marks=[] if simd == "portable" else pytest.mark.full)
-        for simd in SIMD
-        if simd != "auto"
-    ]
-)
+ALL_SIMD = {simd: [pytest.mark.full] * (simd != "portable") for simd in SIMD if simd != "auto"}
+
+
+@pytest.fixture(params=[pytest.param(simd, marks=marks) for simd, marks in ALL_SIMD.items()])
 def simd(request, extension):
     """Run the test over each SIMD helper, whose vectors may differ in width from the cache's."""
     try:

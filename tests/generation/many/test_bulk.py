@@ -323,9 +323,7 @@ def test_a_prompts_file_of_a_windows_editor_gives_the_same_texts(settings, tmp_p
 
 def test_a_row_is_a_line_whatever_its_strings_hold():
     hostile = ['}, {"index": ', "}, {", '"}, {"index": 1', "\n", "\u2028", "\\", '\\"}, {"index": ']
-    made = [
-        {"index": i, "id": text, "text": other} for i, (text, other) in enumerate(zip(hostile, hostile[1:]))
-    ]
+    made = [{"index": i, "id": a, "text": b} for i, (a, b) in enumerate(zip(hostile, hostile[1:]))]
     for some in ([], made[:1], made):
         assert shards.in_jsonl(some).decode() == "".join(
             json.dumps(r, ensure_ascii=False) + "\n" for r in some

@@ -31,10 +31,7 @@ def test_a_wrong_plan():
         (dict(names=["part1"], queries=5, masks=[True]), "queries is 5; with a causal mask it must be 1 or"),
         (dict(names=["kernel1"]), "contender is 'kernel1'; it must be one of part0,"),
         (dict(names=["part0"], device="tpu"), "device is 'tpu'; it must be one of cpu, cuda"),
-        (
-            dict(names=["part1"], device="cuda"),
-            "contender is 'part1'; on CUDA it must be one of part0, part4,",
-        ),
+        (dict(names=["part1"], device="cuda"), "contender is 'part1'; on CUDA it must be one of part0"),
         (dict(names=["kernel1"], device="cuda", l2s=["hot"]), "l2 is 'hot'; on CUDA it must be one of warm,"),
     ):
         with naming(arguments), pytest.raises(ValueError, match=message):

@@ -13,15 +13,11 @@ messages = [(ROLES[each["role"]], each["content"]) for each in CASE["messages"]]
 
 
 def texts(**fields) -> OpenAI:
-    return OpenAI(
-        **{"model": model, "seed": seed, "max_tokens": tokens, "temperature": 1, "max_retries": 0} | fields
-    )
+    return OpenAI(**dict(model=model, seed=seed, max_tokens=tokens, temperature=1, max_retries=0) | fields)
 
 
 def chats(**fields) -> ChatOpenAI:
-    return ChatOpenAI(
-        **{"model": model, "seed": seed, "max_completion_tokens": tokens, "max_retries": 0} | fields
-    )
+    return ChatOpenAI(**dict(model=model, seed=seed, max_completion_tokens=tokens, max_retries=0) | fields)
 
 
 def refused(**fields) -> dict:

@@ -7,11 +7,7 @@ import litellm
 
 CASE = json.loads(os.environ["CASE"])
 seed, tokens = CASE["seed"], CASE["tokens"]
-server = {
-    "api_base": os.environ["OPENAI_BASE_URL"],
-    "api_key": os.environ["OPENAI_API_KEY"],
-    "num_retries": 0,
-}
+server = dict(api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"], num_retries=0)
 text = {"model": f"text-completion-openai/{CASE['model']}", "prompt": CASE["prompt"], "max_tokens": tokens}
 text |= {"seed": seed, "max_retries": 0} | server
 chat = {"model": f"openai/{CASE['model']}", "messages": CASE["messages"], "seed": seed, "max_retries": 0}
