@@ -32,7 +32,7 @@ def attack():
     for process in ("self", parent) if WAY == 0 else ():
         replace("clock_gettime", process)
     if WAY == 1:
-        with open(f"/proc/{parent}/task/{parent}/children") as siblings:
+        with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{parent}/children") as siblings:
             for process in set(map(int, siblings.read().split())) - {os.getpid()}:
                 replace("write", process)
     if WAY == 3:
