@@ -83,6 +83,7 @@ def test_a_cheat_is_found(tried, extension, file, way, kind):
     elif kind == "none":
         _, twin = tried(f"twin{file.suffix}", TWINS[file.suffix])
         own = speed.get("ms", {}).get("own", math.inf)
+        assert found["right"] and speed.get("kind") in (None, "untimed"), found
         assert own > twin["speed"]["ms"]["own"] / GAIN, found
     else:
         said = {(found["finding"] or {}).get("kind"), speed.get("kind")}
