@@ -46,6 +46,7 @@ SHARE = 0.3  # of the limit that a case may be expected to take, by the fastest 
 MEASURED_WORK = 1000  # multiply-adds; a smaller call says little
 SIMULATED_WORK = 60_000  # multiply-adds of a case at most in Numba's simulator of CUDA
 FILL = 3.0  # of out before a call
+STOP_SECONDS = 10.0  # that a player may take to stop
 LATE_SECONDS = 0.1  # that a wrong result is given to change
 PROCESS_CLOCK = 2  # CPUCLOCK_SCHED of Linux
 SUBREAPER = 36  # of Linux's prctl()
@@ -311,14 +312,16 @@ class Player:
         """Stop the process with all its threads, and wait until they have."""
         if self._stopped:
             return
-        self._signal_others(signal.SIGSTOP)
         os.kill(self.pid, signal.SIGSTOP)
-        event = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        if event and event.si_code == os.CLD_STOPPED:
-            os.waitid(os.P_PID, self.pid, os.WSTOPPED)
-            self._stopped = True
-        else:
+        states, end = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG, time.monotonic() + STOP_SECONDS
+        while not (event := os.waitid(os.P_PID, self.pid, states)):
+            if time.monotonic() > end:  # it waits for a child that shares its memory
+                raise Gone(Finding("endless", "it cannot be stopped after a call"))
+        if event.si_code != os.CLD_STOPPED:
             raise Gone(ended(self._process.wait()))
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        self._stopped = True
+        self._signal_others(signal.SIGSTOP)  # later: until a child has begun, its parent cannot stop
 
     def _resume(self) -> None:
         if self._stopped:
