@@ -135,7 +135,7 @@ class Player:
         # Each result in the shared memory, and as it was when the call ended
         self._last = list[tuple[Array, Array]]()
         self._into = FORWARD.into
-        self._stopped = False
+        self._stopped, self._held = False, list[int]()
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         self._notes, notes = os.pipe()
@@ -321,16 +321,17 @@ class Player:
             raise Gone(ended(self._process.wait()))
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)
         self._stopped = True
-        self._signal_others(signal.SIGSTOP)  # later: until a child has begun, its parent cannot stop
+        self._held = descendants(self.pid)  # later: until a child has begun, its parent cannot stop
+        self._signal_held(signal.SIGSTOP)
 
     def _resume(self) -> None:
         if self._stopped:
             self._stopped = False
             os.kill(self.pid, signal.SIGCONT)
-            self._signal_others(signal.SIGCONT)
+            self._signal_held(signal.SIGCONT)
 
-    def _signal_others(self, signal: int) -> None:
-        for pid in descendants(self.pid):
+    def _signal_held(self, signal: int) -> None:
+        for pid in self._held:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal)
 
