@@ -161,7 +161,7 @@ D <- sum over c of dO[i][c] * O[i][c]
 P  <- exp(scale * sum over c of Q[i][c] * K[j][c] - lse[i])
 dP <- sum over c of dO[i][c] * V[j][c],  dS <- scale * P * (dP - D)
 for c:  dV[j][c] += P * dO[i][c],  dQ[i][c] += dS * K[j][c],  dK[j][c] += dS * Q[i][c]
-# 10-decoder model/gpt.py 5 decoder
+# 10-decoder model/gpt.py 3 decoder
 A step of the decoder: from a token to the logits of the next one, with the keys and values of earlier
 tokens in a cache.
 - docs/learn/attention.md, in the model
