@@ -46,7 +46,7 @@ SHARE = 0.3  # of the limit that a case may be expected to take, by the fastest 
 MEASURED_WORK = 1000  # multiply-adds; a smaller call says little
 SIMULATED_WORK = 60_000  # multiply-adds of a case at most in Numba's simulator of CUDA
 FILL = 3.0  # of out before a call
-STOP_SECONDS = 10.0  # that a player may take to stop
+STOP_SECONDS = 10.0  # that a player may take to stop, and what it leaves behind to end
 LATE_SECONDS = 0.1  # that a wrong result is given to change
 PROCESS_CLOCK = 2  # CPUCLOCK_SCHED of Linux
 SUBREAPER = 36  # of Linux's prctl()
@@ -103,7 +103,8 @@ def strangers() -> set[int]:
 
 def end_strangers(others: set[int]) -> None:
     """Kill the strangers but for `others`, which were there before a user's file ran."""
-    while left := strangers() - others:
+    end = time.monotonic() + STOP_SECONDS
+    while (left := strangers() - others) and time.monotonic() < end:
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
