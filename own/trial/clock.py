@@ -189,11 +189,18 @@ class Clock:
 
     def _check_threads(self) -> None:
         """Raise Wrong if the calls took more CPU time than their threads have."""
-        wall, total, main = (sum(column) for column in zip(*((wall, *cpu) for wall, cpu in self._taken)))
+        wall, total, main, others = (
+            sum(column) for column in zip(*((wall, *cpu) for wall, cpu in self._taken))
+        )
         calls = CALL_CPU * len(self._taken)
+        few = (
+            FEW_CPU * total + calls
+        )  # where others use the processors, two threads may take no more than one
         used = f"{total / wall:.1f} threads in its calls and around them"
-        if self.threads == 1 and min(main, total - main) > FEW_CPU * total + calls:
-            used = "several threads"  # where others use the processors, together they take no more than one
+        if self.threads == 1 and others > few:
+            used = "other processes"
+        elif self.threads == 1 and min(main, total - main) > few:
+            used = "several threads"
         elif total <= MUCH_CPU * self.threads * wall + calls:
             return
         what = f"not measured: it takes the CPU time of {used}, and {self.threads} may be used"

@@ -69,7 +69,7 @@ class GpuClock(Clock):
         timed.outs.append((seed, torch.cat([tensors[name] for name in self._into], 2)))
         end.record()
         end.synchronize()
-        return 1e-3 * begin.elapsed_time(end), Cpu(0.0, 0.0)
+        return 1e-3 * begin.elapsed_time(end), Cpu(0.0, 0.0, 0.0)
 
     def _inputs(self, seed: int, timed: Timed) -> dict[str, Tensor]:
         generator = torch.Generator("cuda").manual_seed(seed)

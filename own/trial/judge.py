@@ -113,14 +113,15 @@ def end_strangers(others: set[int]) -> None:
 
 
 class Cpu(NamedTuple):
-    """CPU seconds of a player: of all, and of its first thread; 0 where the system does not say it."""
+    """CPU seconds of a player: all, its first thread's, other processes'; 0 where the system does not say."""
 
     total: float
     main: float
+    others: float
 
     def since(self, before: Cpu) -> Cpu:
         """What was taken after `before`."""
-        return Cpu(self.total - before.total, self.main - before.main)
+        return Cpu(*(now - then for now, then in zip(self, before)))
 
 
 class Player:
@@ -344,14 +345,15 @@ class Player:
 
     def cpu_seconds(self) -> Cpu:
         """The CPU time so far, with that of the player's children, also of those that the judge got."""
-        total = main = 0.0
+        mine = main = others = 0.0
         with contextlib.suppress(OSError, ValueError):  # not Linux
-            for pid in (self.pid, *descendants(self.pid), *strangers()):
-                total += time.clock_gettime((~pid << 3) | PROCESS_CLOCK)
+            mine = time.clock_gettime((~self.pid << 3) | PROCESS_CLOCK)
+            for pid in (*descendants(self.pid), *strangers()):
+                others += time.clock_gettime((~pid << 3) | PROCESS_CLOCK)
             main = 1e-9 * int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0])
             ended_children = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[13:15]
-            total += sum(map(int, ended_children)) / os.sysconf("SC_CLK_TCK")
-        return Cpu(total, main)
+            others += sum(map(int, ended_children)) / os.sysconf("SC_CLK_TCK")
+        return Cpu(mine + others, main, others)
 
 
 MALFORMED = Finding("crash", "the kernel writes into the pipe through which it is called")
