@@ -41,6 +41,7 @@ from shakespeare.own.trial.judge import (
     end_strangers,
     strangers,
 )
+from shakespeare.own.trial.speed import Size
 
 ROUNDS, MIN_TIME = 6, 0.06  # bursts, and seconds of all calls of a size
 MOST_CALLS = 40  # of a burst
@@ -85,26 +86,14 @@ class Timed:
 
 
 class Clock:
-    """Times a file's kernel at several sizes (N, d), the first one the size that counts. Ends its players.
-
-    backward: its backward pass.
-    """
+    """Times a file's kernel at a size, and at `more` of its (N, d). Ends its players."""
 
     most_kept = 2**27  # bytes of outputs of a size
 
-    def __init__(
-        self,
-        file: Path,
-        heads: int,
-        sizes: Sequence[tuple[int, int]],
-        causal: bool,
-        threads: int,
-        backward: bool = False,
-    ) -> None:
-        self._file, self.heads, self.causal, self.threads = file, heads, causal, threads
-        self.backward = backward
-        self.sizes = [Timed(N, d) for N, d in sizes]
-        self._empty = Timed(*sizes[0])
+    def __init__(self, file: Path, size: Size, more: Sequence[tuple[int, int]] = ()) -> None:
+        self._file, self._size, backward = file, size, size.backward
+        self.sizes = [Timed(N, d) for N, d in ((size.N, size.d), *more)]
+        self._empty = Timed(size.N, size.d)
         self._others = strangers()
         self._taken = list[tuple[float, Cpu]]()
         self._rounds = 0
@@ -113,7 +102,7 @@ class Clock:
         with_torch = source.torch or source.device == "cuda"
         self._compiling = JIT_SECONDS * source.compiling
         kind = "torch" if source.ladder else EMPTY_OF.get(file.suffix, "torch" if with_torch else "numpy")
-        self._players = [Player(with_torch, threads) for _ in range(2)]
+        self._players = [Player(with_torch, size.threads) for _ in range(2)]
         self._player, self._peer = self._players
         with self._closing():
             name = f"empty{kind if kind.startswith('.') else '.py'}"
@@ -149,7 +138,7 @@ class Clock:
             return
         self._rounds += 1
         for timed in self.sizes:
-            bytes_kept = 4 * self.heads * timed.N * timed.d * (3 if self.backward else 1)
+            bytes_kept = 4 * self._size.heads * timed.N * timed.d * (3 if self._size.backward else 1)
             most = max(1, min(MOST_CALLS, self.most_kept // bytes_kept // ROUNDS))
             count = max(1, min(most, math.ceil(MIN_TIME / ROUNDS / timed.once)))
             before = self._load.sample(0, timing.PATIENCE)
@@ -197,13 +186,13 @@ class Clock:
             FEW_CPU * total + calls
         )  # where others use the processors, two threads may take no more than one
         used = f"{total / wall:.1f} threads in its calls and around them"
-        if self.threads == 1 and others > few:
+        if self._size.threads == 1 and others > few:
             used = "other processes"
-        elif self.threads == 1 and min(main, total - main) > few:
+        elif self._size.threads == 1 and min(main, total - main) > few:
             used = "several threads"
-        elif total <= MUCH_CPU * self.threads * wall + calls:
+        elif total <= MUCH_CPU * self._size.threads * wall + calls:
             return
-        what = f"not measured: it takes the CPU time of {used}, and {self.threads} may be used"
+        what = f"not measured: it takes the CPU time of {used}, and {self._size.threads} may be used"
         raise Wrong(Finding("threads", what))
 
     @property
@@ -222,12 +211,14 @@ class Clock:
     def scratch(self) -> int | None:
         """The floats of scratch that the file says."""
         timed = self.sizes[0]
-        return self._player.scratch(1, self.heads, timed.N, timed.N, timed.d, self.causal, self.threads)
+        return self._player.scratch(
+            1, self._size.heads, timed.N, timed.N, timed.d, self._size.causal, self._size.threads
+        )
 
     @contextlib.contextmanager
     def _one_processor(self) -> Iterator[None]:
         """With one thread, judge and player share a processor: it is awake, its cache has the inputs."""
-        if self.threads > 1 or not hasattr(os, "sched_setaffinity"):
+        if self._size.threads > 1 or not hasattr(os, "sched_setaffinity"):
             yield
             return
         allowed = os.sched_getaffinity(0)
@@ -247,9 +238,9 @@ class Clock:
         out, seconds, cpu = player.call(
             self._inputs(seed, timed),
             limit,
-            causal=self.causal,
+            causal=self._size.causal,
             scale=timed.d**-0.5,
-            threads=self.threads,
+            threads=self._size.threads,
             fill=math.nan,
             scratch_fill=None,
             place=places,
@@ -268,7 +259,7 @@ class Clock:
         if not wrong:
             return
         seed, got = timed.outs[wrong[0]]
-        where = f"in a timed call, {self.heads} heads of N = {timed.N}, d = {timed.d}"
+        where = f"in a timed call, {self._size.heads} heads of N = {timed.N}, d = {timed.d}"
         earlier = (n for n, (_, out) in enumerate(timed.outs[: wrong[0]]) if bool((out == got).all()))
         if bool((got != got).any()):  # NaN; also of a tensor
             what = f"numbers of the output are missing when the call ends, {where}"
@@ -282,22 +273,23 @@ class Clock:
 
     def _inputs(self, seed: int, timed: Timed) -> dict[str, Any]:
         """Those of a call, always the same for a seed."""
-        given = normal(seed, self.heads, timed.N, timed.d, "qkv")
-        if not self.backward:
+        given = normal(seed, self._size.heads, timed.N, timed.d, "qkv")
+        if not self._size.backward:
             return given
         out, lse = attention(
-            "part4", *map(torch.from_numpy, given.values()), causal=self.causal, return_lse=True
+            "part4", *map(torch.from_numpy, given.values()), causal=self._size.causal, return_lse=True
         )
-        dout = normal(seed + 1, self.heads, timed.N, timed.d, ["dout"])
+        dout = normal(seed + 1, self._size.heads, timed.N, timed.d, ["dout"])
         return given | {"out": out.numpy(), "lse": lse.numpy()} | dout
 
     def _is_right(self, timed: Timed, seed: int, got: Any, most: int) -> bool:
         return self._compared(self._inputs(seed, timed), got, most)
 
     def _compared(self, given: dict[str, Any], got: Array, most: int) -> bool:
-        of = gradients_of if self.backward else outputs_of
+        of = gradients_of if self._size.backward else outputs_of
         return all(
-            expected.allows(got[0, h, rows]) for h, rows, expected in sampled(given, self.causal, of, most)
+            expected.allows(got[0, h, rows])
+            for h, rows, expected in sampled(given, self._size.causal, of, most)
         )
 
 

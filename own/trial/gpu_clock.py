@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shakespeare.own.trial.clock import Clock, Timed
 from shakespeare.own.trial.diagnosis import FORWARD
 from shakespeare.own.trial.gradients import BACKWARD
 from shakespeare.own.trial.judge import PREPARE_SECONDS, Cpu, Player
+from shakespeare.own.trial.speed import Size
 
 SETS = 3  # of q, k, v and out
 KEPT_SHARE = 0.25  # of the free memory, for outputs
@@ -30,29 +31,21 @@ class GpuClock(Clock):
     L2 is cleared before each call.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        heads: int,
-        sizes: Sequence[tuple[int, int]],
-        causal: bool,
-        threads: int,
-        backward: bool = False,
-    ) -> None:
+    def __init__(self, file: Path, size: Size) -> None:
         self._gpu = Gpu()
-        (N, d), self._turn, of = sizes[0], 0, BACKWARD if backward else FORWARD
-        self._given, self._into, self._shape = of.names, [*of.into], (1, heads, N, d)
+        self._turn, of = 0, BACKWARD if size.backward else FORWARD
+        self._given, self._into, self._shape = of.names, [*of.into], (1, size.heads, size.N, size.d)
         shapes = {name: self._shape[: 3 if name == "lse" else 4] for name in (*self._given, *self._into)}
         self._memory = [{n: (Memory(4 * math.prod(s)), s) for n, s in shapes.items()} for _ in range(SETS)]
         self._sets = [{n: m.tensor(*s) for n, (m, s) in each.items()} for each in self._memory]
         self.most_kept = int(KEPT_SHARE * self._gpu.free())
-        super().__init__(file, heads, sizes, causal, threads, backward)
+        super().__init__(file, size)
 
     def _call(self, player: Player, timed: Timed, limit: float) -> tuple[float, Cpu]:
         self._turn = (self._turn + 1) % SETS
         tensors, seed = self._sets[self._turn], secrets.randbits(62)
         handles = {name: (m.handle().hex(), shape) for name, (m, shape) in self._memory[self._turn].items()}
-        request = {"gpu": handles, "into": self._into, "causal": self.causal, "scale": timed.d**-0.5}
+        request = {"gpu": handles, "into": self._into, "causal": self._size.causal, "scale": timed.d**-0.5}
         player.ask(request, PREPARE_SECONDS)
         player.stop()
         given = self._inputs(seed, timed)
@@ -74,9 +67,9 @@ class GpuClock(Clock):
     def _inputs(self, seed: int, timed: Timed) -> dict[str, Tensor]:
         generator = torch.Generator("cuda").manual_seed(seed)
         q, k, v, dout = (torch.randn(self._shape, device="cuda", generator=generator) for _ in range(4))
-        if not self.backward:
+        if not self._size.backward:
             return {"q": q, "k": k, "v": v}
-        out, lse = attention("part4", q, k, v, causal=self.causal, return_lse=True)
+        out, lse = attention("part4", q, k, v, causal=self._size.causal, return_lse=True)
         return {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
 
     def _is_right(self, timed: Timed, seed: int, got: Any, most: int) -> bool:

@@ -105,7 +105,7 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
     planned = cells(["part4"] if size.alone else [*LADDER["cpu"], "sdpa"], size)
     cell, load = replace(planned[0], contender=str(file)), machine.Load()
     flops = cell.flops * (FLOPS if size.backward else 1)
-    with Clock(file, size.heads, [(N, d), *alike], size.causal, threads, size.backward) as clock:
+    with Clock(file, size, alike) as clock:
         ms = beside(size, Bench(planned, ROUNDS, MIN_TIME), clock.round)
         clock.finish()
         seconds = [*map(clock.seconds, clock.sizes)]
@@ -154,7 +154,7 @@ def _on_gpu(file: Path, size: Size) -> Figures | Finding:
     cell = planned[0]
     bench = GpuBench(planned, ROUNDS, MIN_TIME)
     flops = cell.flops * (FLOPS if size.backward else 1)
-    with GpuClock(file, size.heads, [(size.N, size.d)], size.causal, 1, size.backward) as clock:
+    with GpuClock(file, size) as clock:
         ms = beside(size, bench, clock.round)
         clock.finish()
         seconds, library = clock.seconds(clock.sizes[0]), clock.library()
