@@ -175,7 +175,7 @@ x <- x + attention(LN(x))
 > positions = caches[0] ... if last_only:
 the positions, after those in the caches; x <- their embeddings + the tokens'
 x <- the blocks, each with its layer's cache
-# 11-triton own/trial/starts/start_triton.py 3 attention
+# 11-triton own/trial/starts/start_triton.py 6 attention
 In Triton, interpreted without a GPU: a program has a tile of queries, which Triton divides among threads.
 - docs/learn/attention.md, part 4
 - docs/use/try.md, Triton
@@ -184,7 +184,7 @@ In Triton, interpreted without a GPU: a program has a tile of queries, which Tri
 Sij <- scale * Qi Kj^T in float32, masked: -inf
 m_new <- max(m, rowmax(Sij)); Pij <- exp(Sij - m_new)
 l <- exp(m - m_new) * l + rowsum(Pij); Oi <- exp(m - m_new) * Oi + Pij Vj; m <- m_new
-# 12-triton-backward own/trial/starts/start_triton_backward.py 2 backward
+# 12-triton-backward own/trial/starts/start_triton_backward.py 6 backward
 The backward pass in Triton: a program has a tile of keys, and adds to dQ beside the others.
 - arXiv:2307.08691, Algorithm 2
 - docs/use/try.md, Triton

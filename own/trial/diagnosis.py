@@ -16,6 +16,7 @@ from shakespeare.own.trial.cases import Array, Case, Expected, Floats
 
 LIKE = 2e-3  # the largest difference, as a share of the largest number, of a result that a guess explains
 ROUNDED = 0.02  # of an imprecise one
+SUMMED = 1e-5  # of one that is summed in another order, as by a GPU's atomics
 TILES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512)  # keys of a tile, for guesses
 MOST_CASES = 4  # whose results are guessed
 MOST_GUESSED = 2**20  # multiply-adds of a call whose results are guessed
@@ -27,7 +28,6 @@ UNCORRECTED = (
     (-1, -1, "the correction is exp(m_new - m); it must be exp(m - m_new)"),
 )
 
-same = partial(np.array_equal, equal_nan=True)
 Run = Callable[..., Floats]  # calls the kernel, as judge's run() does
 Guesses = Iterator[tuple[str, str, Floats]]  # kind, sentence, result in float64
 
@@ -88,6 +88,12 @@ def of_memory(run: Run, case: Case, of: Subject) -> Finding | None:
     what = "it is right only for contiguous matrices: use row_stride, head_stride and batch_stride"
     strided = case.fused and right(run(case, inputs=[np.ascontiguousarray(t) for t in of.inputs(case)]))
     return Finding("strides", what) if strided else None
+
+
+def same(one: Floats, other: Floats) -> bool:
+    """Whether two results are equal, but for the order in which they were summed."""
+    most = np.abs(other[np.isfinite(other)]).max(initial=0.0)
+    return np.allclose(one, other, rtol=0, atol=SUMMED * most, equal_nan=True)
 
 
 def first_part(rows: dict[str, int], off: NDArray[np.bool_]) -> tuple[str, slice]:
