@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"  # one tensor: the head is tied to the embedding
+EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"  # one tensor, unless the head is untied
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class GPTConfig:
 
     block_size: the longest context, in tokens. vocab_size: V. n_layer: L. n_head: H. n_embd: C, a multiple of
     n_head. dropout: probability, used while training only. bias: whether Linear and LayerNorm layers have
-    one.
+    one. tanh_gelu: GELU's approximation by tanh, as in GPT-2, instead of the exact one. untied_head: the head
+    is a tensor of its own.
     """
 
     block_size: int = 1024
@@ -24,6 +25,8 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True
+    tanh_gelu: bool = False
+    untied_head: bool = False
 
     def __post_init__(self) -> None:
         for field in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -34,8 +37,9 @@ class GPTConfig:
             raise ValueError(f"n_embd is {self.n_embd}; it must be a multiple of n_head={self.n_head}")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout!r}; it must be at least 0 and less than 1")
-        if not isinstance(self.bias, bool):
-            raise ValueError(f"bias is {self.bias!r}; it must be true or false")
+        for field in ("bias", "tanh_gelu", "untied_head"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} is {getattr(self, field)!r}; it must be true or false")
 
     @property
     def head_dim(self) -> int:
@@ -48,7 +52,7 @@ class GPTConfig:
         return sum(map(math.prod, self.shapes().values())) - self.block_size * self.n_embd
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each parameter by nanoGPT's name. HEAD is left out: it is EMBEDDING."""
+        """The shape of each parameter by nanoGPT's name. HEAD is left out where it is EMBEDDING."""
         C = self.n_embd
         layer: dict[str, tuple[int, ...]] = {
             "ln_1": (C,),
@@ -67,4 +71,6 @@ class GPTConfig:
         shapes |= {f"{name}.weight": shape for name, shape in layers.items()}
         if self.bias:
             shapes |= {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+        if self.untied_head:
+            shapes[HEAD] = (self.vocab_size, C)
         return shapes
