@@ -1,8 +1,9 @@
 """Load and save checkpoints: a model with its vocabulary.
 
-A checkpoint is a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt. The files are not
-trusted: a pickle cannot call anything, and every tensor is checked against the configuration. Files that
-SHA256SUMS does not confirm are reported. Only ckpt.pt and Checkpoint.model need torch.
+A checkpoint is a directory with model.safetensors and config.json, this project's or that of a GPT-2 of
+Hugging Face's transformers, or a nanoGPT ckpt.pt. The files are not trusted: a pickle cannot call anything,
+and every tensor is checked against the configuration. Files that SHA256SUMS does not confirm are reported.
+Only ckpt.pt and Checkpoint.model need torch.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from numpy.typing import NDArray
 
 from shakespeare.checkpoints import DEFAULT, PRESENT
 from shakespeare.checkpoints import SHIPPED as SHIPPED
+from shakespeare.model import huggingface
 from shakespeare.model.config import EMBEDDING, HEAD, GPTConfig
 from shakespeare.model.draft import FILE as DRAFT
 from shakespeare.model.draft import Draft, DraftError
 from shakespeare.model.draft import load as load_draft
-from shakespeare.model.files import write_file
+from shakespeare.model.files import NO_FLOATS, Stored, tensors_of, write_file
 from shakespeare.model.tokenizer import NUMBERS, CharTokenizer, GPT2Tokenizer, Tokenizer, VocabularyError
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
 DATA = CHECKPOINTS.parent / "data" / "shakespeare_char"  # in a checkout: what the shipped models learned
 SUMS = "SHA256SUMS"  # in a checkpoint's directory, for sha256sum -c
-FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}  # safetensors' names
 SUMMED = ("config.json", "meta.json", "model.safetensors")  # all files that a model and its vocabulary need
 
 
@@ -51,11 +52,9 @@ class CheckpointError(ValueError):
 AROUND = re.compile(
     r"^.*?(?=transformer\.|lm_head\.)|\b(module|_orig_mod|_(fsdp|checkpoint)_wrapped_module)\."
 )
+INSIDE = ("wte.", "wpe.", "h.", "ln_f.")
 GPT2_TOKENS, GPT2_PADDED = 50257, 51200  # of GPT-2's vocabulary, and the most that a model pads it to
 Named = TypeVar("Named")
-NO_FLOATS = "must be a dense tensor of floats"
-# The tensors of a file by their names: the shape, and a function that makes the array; it raises ValueError.
-Stored = dict[str, tuple[tuple[int, ...], Callable[[], np.ndarray]]]
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 Weights = Mapping[str, NDArray[np.float32]]
 
@@ -64,7 +63,8 @@ Weights = Mapping[str, NDArray[np.float32]]
 class Checkpoint:
     """A model's configuration and its vocabulary, with its weights as arrays and as a PyTorch model.
 
-    weights: by nanoGPT's names, contiguous, without the tied lm_head.weight. draft: the model's, if any.
+    weights: by nanoGPT's names, without a tied lm_head.weight; each or its transpose is contiguous, and may
+    be a read-only view of the file. draft: the model's, if any.
     """
 
     config: GPTConfig
@@ -104,9 +104,9 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
     if path.is_dir() and not (path / "config.json").is_file() and (path / "ckpt.pt").is_file():
         path = path / "ckpt.pt"
     if path.is_dir():
-        args, stored, dataset = _read_directory(path)
+        args, stored, dataset, drop = _read_directory(path)
     elif path.is_file():
-        args, stored, dataset = _read_nanogpt(path)
+        args, stored, dataset, drop = _read_nanogpt(path)
         if damaged := _damaged_member(path):
             what = f"{damaged} does not match its checksum"
             warnings.warn(f"{path}: {what}; the text may be garbage", stacklevel=2)
@@ -120,7 +120,7 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
         config = _config(args)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
-    weights = _checked(str(name), config, stored)
+    weights = _checked(str(name), config, stored, drop)
     tokenizer = _find_vocabulary(path, dataset, config.vocab_size, to_train)
     if len(tokenizer) > config.vocab_size:
         raise CheckpointError(
@@ -128,7 +128,8 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
             f"it must have vocab_size={config.vocab_size}"
         )
     if len(tokenizer) < config.vocab_size:
-        weights = {**weights, EMBEDDING: weights[EMBEDDING][: len(tokenizer)]}
+        padded = {name: weights[name] for name in (EMBEDDING, HEAD) if name in weights}
+        weights = {**weights, **{name: rows[: len(tokenizer)] for name, rows in padded.items()}}
         config = replace(config, vocab_size=len(tokenizer))
     if changed := _changed(path):
         what = " and ".join(changed) + (" does" if len(changed) == 1 else " do")
@@ -216,10 +217,14 @@ def _sum_line(path: Path) -> str:
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
 
 
-def _read_directory(path: Path) -> tuple[dict, Stored, str | None]:
-    """A directory's configuration, weights and data set."""
-    config_file, weights_file = path / "config.json", path / "model.safetensors"
-    for file in (config_file, weights_file):
+def _read_directory(path: Path) -> tuple[dict, Stored, str | None, Callable[[], object]]:
+    """A directory's configuration, weights and data set, and what drops pages of the weights' files."""
+    config_file = path / "config.json"
+    try:
+        files = huggingface.files(path)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    for file in (config_file, *files):
         if not file.is_file():
             raise CheckpointError(f"{path} has no {file.name}; a checkpoint directory must have one")
     try:
@@ -228,13 +233,22 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None]:
         raise CheckpointError(f"{config_file} is not JSON: {error}") from None
     if not isinstance(args, dict):
         raise CheckpointError(f"{config_file} holds a {type(args).__name__}; it must be an object")
-    try:
-        stored = dict(safetensors.deserialize(weights_file.read_bytes()))
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{weights_file} cannot be read: {error}") from None
-    named = _named(weights_file, stored)
-    weights: Stored = {n: (tuple(t["shape"]), partial(_decoded, t)) for n, t in named.items()}
-    return args, weights, args.pop("dataset", None)
+    stored, drops = Stored(), []
+    for file in files:
+        try:
+            tensors, drop = tensors_of(file)
+        except (safetensors.SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+        stored |= tensors
+        drops.append(drop)
+    weights = _named(files[0], stored)
+    if huggingface.is_from(args):
+        try:
+            args = huggingface.configuration(args)
+            weights = huggingface.turned(weights, args)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+    return args, weights, args.pop("dataset", None), lambda: [drop() for drop in drops]
 
 
 def _named(file: Path, stored: Mapping[Any, Named]) -> dict[str, Named]:
@@ -242,6 +256,8 @@ def _named(file: Path, stored: Mapping[Any, Named]) -> dict[str, Named]:
     found: dict[str, Named] = {}
     for key, tensor in stored.items():
         name = AROUND.sub("", str(key))
+        if name.startswith(INSIDE):  # of transformers' GPT2Model, without the head
+            name = f"transformer.{name}"
         if name in found:
             raise CheckpointError(f"{file} has {name} twice, once as {key}; it must have each tensor once")
         if not name.endswith((".attn.bias", ".attn.masked_bias")):
@@ -271,20 +287,8 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _decoded(stored: dict[str, Any]) -> np.ndarray:
-    """The array of a tensor of a safetensors file. bfloat16, which NumPy lacks, becomes float32."""
-    kind, data = stored["dtype"], stored["data"]
-    if kind == "BF16":
-        flat = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    elif kind in FLOATS:
-        flat = np.frombuffer(data, FLOATS[kind])
-    else:
-        raise ValueError(NO_FLOATS)
-    return flat.reshape(stored["shape"])
-
-
-def _read_nanogpt(path: Path) -> tuple[dict, Stored, str | None]:
-    """A ckpt.pt's model_args, weights and data set."""
+def _read_nanogpt(path: Path) -> tuple[dict, Stored, str | None, Callable[[], object]]:
+    """A ckpt.pt's model_args, weights and data set, and what does nothing."""
     try:
         import torch
     except ImportError:
@@ -315,7 +319,8 @@ def _read_nanogpt(path: Path) -> tuple[dict, Stored, str | None]:
     named = _named(path, checkpoint["model"])
     weights: Stored = {n: (tuple(getattr(t, "shape", ())), partial(array, t)) for n, t in named.items()}
     config = checkpoint.get("config")
-    return checkpoint["model_args"], weights, config.get("dataset") if isinstance(config, dict) else None
+    dataset = config.get("dataset") if isinstance(config, dict) else None
+    return checkpoint["model_args"], weights, dataset, lambda: None
 
 
 def _damaged_member(path: Path) -> str | None:
@@ -331,10 +336,10 @@ def _damaged_member(path: Path) -> str | None:
             return "a part"
 
 
-def _checked(name: str, config: GPTConfig, stored: Stored) -> Weights:
-    """The weights in float32, without the tied head's. Raises CheckpointError unless they fit and are finite.
+def _checked(name: str, config: GPTConfig, stored: Stored, drop: Callable[[], object]) -> Weights:
+    """The weights in float32, without a tied head's. Raises CheckpointError unless they fit and are finite.
 
-    Nothing is allocated for a tensor that does not fit the configuration.
+    Nothing is allocated for a tensor that does not fit the configuration. drop: called after each was read.
     """
     if config.n_layer > len(stored):
         raise CheckpointError(f"{name}: n_layer is {config.n_layer}, but there are {len(stored)} tensors")
@@ -353,12 +358,18 @@ def _checked(name: str, config: GPTConfig, stored: Stored) -> Weights:
                 weights[tensor] = array().astype(np.float32, copy=False)
             if weights[tensor].shape != must:
                 raise ValueError(f"has shape {shape}; it must be {must}")
-            if not np.isfinite(weights[tensor]).all():
+            if not all(map(np.isfinite, (weights[tensor].max(), weights[tensor].min()))):  # both keep NaN
                 raise ValueError("holds NaN or infinity")
+            drop()
         except ValueError as error:
             raise CheckpointError(f"{name}: {tensor} {error}") from None
-    if not np.array_equal(weights.pop(HEAD, weights[EMBEDDING]), weights[EMBEDDING]):
+    if (
+        not config.untied_head
+        and HEAD in weights
+        and not np.array_equal(weights.pop(HEAD), weights[EMBEDDING])
+    ):
         raise CheckpointError(f"{name}: {HEAD} differs from {EMBEDDING}")
+    drop()
     return weights
 
 
@@ -379,13 +390,16 @@ def _find_vocabulary(
             return CharTokenizer.from_meta_json(place / "meta.json")
         if (place / "meta.pkl").is_file():
             return CharTokenizer.from_meta_pickle(place / "meta.pkl")
+        if found := huggingface.vocabulary(place):
+            return found
     if GPT2_TOKENS <= vocab_size <= GPT2_PADDED:
         if to_train:
-            what = f"the model's vocabulary is {GPT2Tokenizer.source}"
-            raise VocabularyError(f"{what}; it must be one of characters to train it")
-        return GPT2Tokenizer(GPT2_TOKENS)
+            raise VocabularyError(
+                "the model's vocabulary is GPT-2's; it must be one of characters to train it"
+            )
+        return GPT2Tokenizer.downloaded()
     looked = ", ".join(str(place) for place in places)
-    raise CheckpointError(f"no vocabulary (meta.json or meta.pkl) was found in {looked}")
+    raise CheckpointError(f"no vocabulary (meta.json, meta.pkl, tokenizer.json) was found in {looked}")
 
 
 def bf16_bits(x: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -1,11 +1,18 @@
-"""Files that are replaced atomically, and directories with one writer."""
+"""Files that are replaced atomically or mapped, and directories with one writer."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
 
 UNFINISHED = ".unfinished"  # the suffix of a file while it is written
 
@@ -30,6 +37,58 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+# The tensors of a file by their names: the shape, and a function that makes the array; it raises ValueError.
+Stored = dict[Any, tuple[tuple[int, ...], Callable[[], np.ndarray]]]
+FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}  # safetensors' names
+LEAST_MAPPED = 2**25  # bytes; a smaller file may be written over while its model is in use
+NO_FLOATS = "must be a dense tensor of floats"
+
+
+def tensors_of(path: Path) -> tuple[Stored, Callable[[], object]]:
+    """The tensors of a safetensors file. A large file is mapped: its float32 tensors are read-only views.
+
+    Also what drops the pages that were read so far from this process's memory; they are read again if need
+    be. Raises OSError, or safetensors.SafetensorError for a malformed file.
+    """
+    with safetensors.safe_open(path, "numpy"):  # type: ignore[no-untyped-call]  # it checks the header
+        pass
+    drop: Callable[[], object] = list
+    with open(path, "rb") as file:
+        data: mmap.mmap | bytearray
+        if os.fstat(file.fileno()).st_size < LEAST_MAPPED:
+            data = bytearray(file.read())
+        else:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if hasattr(mmap, "MADV_DONTNEED"):  # Windows has none
+                drop = partial(data.madvise, mmap.MADV_DONTNEED)
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    header.pop("__metadata__", None)
+    stored: Stored = {n: (tuple(t["shape"]), partial(_decoded, data, begin, t)) for n, t in header.items()}
+    return stored, drop
+
+
+def _decoded(data: mmap.mmap | bytearray, begin: int, stored: dict[str, Any]) -> np.ndarray:
+    """The array of a tensor of a safetensors file. bfloat16, which NumPy lacks, becomes float32."""
+    kind, (first, end) = stored["dtype"], stored["data_offsets"]
+    held = memoryview(data)[begin + first : begin + end]
+    if kind == "BF16":
+        flat = (np.frombuffer(held, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif kind in FLOATS:
+        flat = np.frombuffer(held, FLOATS[kind])
+        flat = flat if flat.flags.aligned else flat.copy()
+    else:
+        raise ValueError(NO_FLOATS)
+    return flat.reshape(stored["shape"])
+
+
+def is_mapped(array: np.ndarray) -> bool:
+    """Whether an array is a view of a file's map, which tensors_of() made."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return isinstance(array.base, memoryview) and isinstance(array.base.obj, mmap.mmap)
 
 
 @contextlib.contextmanager

@@ -45,16 +45,17 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers around an exact (erf) GELU, four times as wide inside."""
+    """Two linear layers around a GELU, four times as wide inside."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
+        self.approximate = "tanh" if config.tanh_gelu else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(F.gelu(self.c_fc(x))))
+        return self.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate)))
 
 
 class Block(nn.Module):
@@ -136,9 +137,12 @@ class GPT(nn.Module):
 
     @classmethod
     def of(cls, config: GPTConfig, weights: Mapping[str, NDArray[np.float32]]) -> GPT:
-        """A model in evaluation mode over these arrays, which it shares, with PyTorch's attention."""
-        tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
-        return cls._over(config, tensors | {HEAD: tensors[EMBEDDING]}, causal_attention)
+        """A model in evaluation mode over these arrays, which it shares if they can be written to."""
+        arrays = {
+            name: a if a.flags.writeable else a.copy() for name, a in weights.items()
+        }  # copied from a map
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return cls._over(config, {HEAD: tensors[EMBEDDING]} | tensors, causal_attention)
 
     def with_attention(self, attend: Attend) -> GPT:
         """A model with the same, shared parameters and another attention, in evaluation mode."""
@@ -152,13 +156,15 @@ class GPT(nn.Module):
         return model.eval()
 
     def tie_head(self) -> None:
-        """Make the head's weight the token embedding (Press & Wolf 2016, arXiv:1608.05859)."""
-        self.lm_head.weight = self.transformer.wte.weight
+        """Make the head's weight the token embedding unless it is untied (Press & Wolf, arXiv:1608.05859)."""
+        if not self.config.untied_head:
+            self.lm_head.weight = self.transformer.wte.weight
 
     @property
     def weights(self) -> dict[str, NDArray[np.float32]]:
-        """The parameters as arrays without the tied head's; on the CPU they share the memory."""
-        parameters = {name: t for name, t in self.state_dict().items() if name != HEAD}
+        """The parameters as arrays without a tied head's; on the CPU they share the memory."""
+        tied = () if self.config.untied_head else (HEAD,)
+        parameters = {name: t for name, t in self.state_dict().items() if name not in tied}
         return {name: t.detach().cpu().contiguous().numpy() for name, t in parameters.items()}
 
     def forward(

@@ -154,34 +154,48 @@ class _PlainUnpickler(pickle.Unpickler):
         raise VocabularyError(f"it names {module}.{name}; only built-in values are admitted")
 
 
-class GPT2Tokenizer:
-    """GPT-2's byte pair encoding, through tiktoken, which downloads it once and caches it.
+def _tiktoken() -> Any:
+    try:
+        import tiktoken
+    except ImportError:
+        what = "the model has GPT-2's vocabulary, which needs tiktoken: pip install tiktoken"
+        raise VocabularyError(what) from None
+    return tiktoken
 
-    vocab_size: the model's; nanoGPT pads the 50257 tokens to 50304. Raises VocabularyError without tiktoken,
-    or without the network on first use.
+
+# How GPT-2 splits a text before it joins bytes: https://github.com/openai/gpt-2, src/encoder.py.
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+class GPT2Tokenizer:
+    """Byte pairs as GPT-2 encodes text, through tiktoken. Raises VocabularyError without it.
+
+    ranks: the tokens' ids. special: those that only the text of the token itself gives.
     """
 
-    source = "GPT-2 encodings (tiktoken)"
+    def __init__(self, ranks: dict[bytes, int], special: dict[str, int], source: str) -> None:
+        self.source, tiktoken = source, _tiktoken()
+        self._encoding = tiktoken.Encoding(
+            source, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
+        )
 
-    def __init__(self, vocab_size: int) -> None:
+    @classmethod
+    def downloaded(cls) -> GPT2Tokenizer:
+        """GPT-2's own, which tiktoken downloads once and caches. Raises VocabularyError without network."""
+        found, tiktoken = cls.__new__(cls), _tiktoken()
         try:
-            import tiktoken
-        except ImportError:
-            raise VocabularyError(
-                "the model has GPT-2's vocabulary, which needs tiktoken: pip install tiktoken"
-            ) from None
-        try:
-            self._encoding = tiktoken.get_encoding("gpt2")
+            found._encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken's download can raise nearly anything
             reason = str(error) if len(str(error)) < 80 else type(error).__name__
             raise VocabularyError(
-                f"tiktoken could not load GPT-2's vocabulary: {reason}; let it download once, "
-                "or set TIKTOKEN_CACHE_DIR to a folder that has it"
+                f"tiktoken could not load GPT-2's vocabulary: {reason}; let it download once, put vocab.json "
+                "and merges.txt beside the model, or set TIKTOKEN_CACHE_DIR to a folder that has it"
             ) from None
-        self._vocab_size = vocab_size
+        found.source = "GPT-2 encodings (tiktoken)"
+        return found
 
     def __len__(self) -> int:
-        return self._vocab_size
+        return self._encoding.n_vocab
 
     def normal(self, text: str) -> str:
         """The text: byte pairs have every character."""
@@ -189,7 +203,7 @@ class GPT2Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text; '<|endoftext|>' is the special token, as in nanoGPT."""
-        return self._encoding.encode(text, allowed_special={"<|endoftext|>"})
+        return self._encoding.encode(text, allowed_special="all")
 
     def decode_all(self, ids: NDArray[Any]) -> list[str]:
         """The texts of ids (texts, tokens)."""
@@ -207,8 +221,10 @@ class _BytesDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, id: int) -> str:
-        known = id < self._encoding.n_vocab
-        return self._utf8.decode(self._encoding.decode_single_token_bytes(id) if known else b"\xff")
+        try:
+            return self._utf8.decode(self._encoding.decode_single_token_bytes(id))
+        except KeyError:  # an id that only pads the vocabulary
+            return self._utf8.decode(b"\xff")
 
     def feed_all(self, ids: Sequence[int] | NDArray[Any]) -> str:
         return "".join(map(self.feed, map(int, ids)))

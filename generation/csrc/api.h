@@ -31,8 +31,8 @@ int64_t uniforms_bytes();
 void uniforms_seed(void* state, uint64_t seed);
 void uniforms_next(void* state, int64_t count, double* numbers);
 
-// sizes: block_size, vocab_size, n_layer, n_head, n_embd, br, bc, slots, capacity, threads, cache_bytes. The
-// tensors have names, data and numbers of floats; they are copied. Null if it fails.
+// sizes: block_size, vocab_size, n_layer, n_head, n_embd, br, bc, slots, capacity, threads, cache_bytes,
+// tanh_gelu. The tensors have names, data and numbers of floats; they are copied. Null if it fails.
 Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
                      int64_t tensors, const char* const* names, const float* const* data,
                      const int64_t* floats);

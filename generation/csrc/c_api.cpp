@@ -89,11 +89,12 @@ Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv
                 throw std::invalid_argument("the size of " + name + " is " + std::to_string(floats[i]) +
                                             "; it must be " + std::to_string(wanted));
             }
-            if (name.size() > 5 && name.compare(name.size() - 5, 5, ".bias") == 0) return nullptr;
+            const bool bias = name.size() > 5 && name.compare(name.size() - 5, 5, ".bias") == 0;
+            if (bias || name == "lm_head.weight") return nullptr;
             throw std::invalid_argument("tensors has no " + name);
         };
-        decoder = new Handle(ModelShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]}, lookup,
-                             find("precision", precision, PRECISIONS).precision,
+        decoder = new Handle(ModelShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[11] != 0},
+                             lookup, find("precision", precision, PRECISIONS).precision,
                              find("kv_cache", kv_cache, CACHE_PRECISIONS).precision, find("part", part, PARTS),
                              DecoderSizes{sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]});
     });

@@ -38,6 +38,12 @@ class Unfit(ValueError):
     """A model, a precision or a GPU that an engine does not take; a sentence says why."""
 
 
+def check_plain(engine: str, config: GPTConfig) -> None:
+    """Raise Unfit for a model that only the engines on the CPU and PyTorch's take."""
+    if other := [name for name in ("tanh_gelu", "untied_head") if getattr(config, name)]:
+        raise Unfit(f"the {engine} engine takes no model with {' and '.join(other)}")
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """What an engine is opened with. None stands for each default.

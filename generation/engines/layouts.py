@@ -19,6 +19,7 @@ from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import gpu
 from shakespeare.attention_ext.cuda.launches import Gpu
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
+from shakespeare.generation.engines.engine import check_plain
 from shakespeare.generation.engines.slots import SETTINGS, Unfit
 from shakespeare.model.checkpoint import bf16_bits
 from shakespeare.model.config import EMBEDDING, GPTConfig
@@ -294,6 +295,7 @@ def layouts_for(
     Device.clusters() says whether the GPU takes a size. Raises Unfit if the cuda engine does not take the
     model.
     """
+    check_plain("cuda", config)
     if weights not in WEIGHT_BITS:
         raise Unfit(f"the cuda engine has weights in {' and '.join(WEIGHT_BITS)}, not {weights}")
     if on.capability < CAPABILITY:

@@ -109,13 +109,22 @@ class Decoder:
         self.description = extension.describe_helpers(self._c.simd_name().decode(), self.threads)
         self._settings = self._c.sampling_names().decode().split()
         shape = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)
-        sizes = (*shape, *tile, self.slots, self.capacity, self.threads, processor.caches()[-1].size)
-        tensors = model.weights
+        sizes = (
+            *shape,
+            *tile,
+            self.slots,
+            self.capacity,
+            self.threads,
+            processor.caches()[-1].size,
+            c.tanh_gelu,
+        )
+        tensors = dict(model.weights)
         for tensor, data in tensors.items():
             if data.dtype != "float32":
                 raise ValueError(f"{tensor} is {data.dtype}; it must be float32")
-            if not data.flags.c_contiguous:
-                raise ValueError(f"{tensor} has gaps; it must be contiguous")
+            if not data.flags.c_contiguous and not data.flags.f_contiguous:
+                raise ValueError(f"{tensor} has gaps; it or its transpose must be contiguous")
+            tensors[tensor] = np.ascontiguousarray(data)
         self._handle = self._c.open_decoder(
             integers(sizes),
             options.weights.encode(),

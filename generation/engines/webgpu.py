@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Source, opened
+from shakespeare.generation.engines.engine import check_plain
 from shakespeare.generation.engines.slots import SETTINGS, Slots, Unfit, numbers_only
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, GPTConfig
@@ -114,6 +115,7 @@ def source_for(
     config: GPTConfig, weights: Precision, kv_cache: CachePrecision, capacity: int, on: Adapter
 ) -> Source:
     """The shader for a model. Raises Unfit, in a sentence, if the engine or the adapter does not take it."""
+    check_plain("webgpu", config)
     shape, limits = Shape(config), on.limits
     if weights is not Precision.FP32:
         raise Unfit(f"the webgpu engine has weights in fp32, not {weights}")

@@ -55,8 +55,7 @@ class Block {
             normalize(w.ln_2, w.fc, begin, end);
             member.timed("MLP up", [&] { w.fc.multiply(rows.Y.from(begin), operand, end - begin, p, false); });
             member.timed("MLP GELU", [&] {
-                for (int64_t r = begin; r < end; r++)
-                    portable::gelu(rows.Y.row(r) + p * w.fc.width(), w.fc.columns(p));
+                for (int64_t r = begin; r < end; r++) w.gelu(rows.Y.row(r) + p * w.fc.width(), w.fc.columns(p));
             });
         });
         each(w.out, true, [&](int64_t p, int64_t begin, int64_t end) {

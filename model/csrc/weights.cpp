@@ -74,9 +74,11 @@ Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precisio
         layers[l].ln_2 = layer_norm(tensors, name + "ln_2", C);
         layers[l].fc = linear(name + "mlp.c_fc", 4 * C, C);
         layers[l].out = linear(name + "mlp.c_proj", C, 4 * C);
+        if (s.tanh_gelu) layers[l].gelu = portable::gelu_tanh;
     }
     ln_f = layer_norm(tensors, "transformer.ln_f", C);
-    head = Linear(wte, nullptr, V, C, panel_width(V, 1, row), precision);
+    const float* own = tensors("lm_head.weight", V * C);
+    head = Linear(own ? own : wte, nullptr, V, C, panel_width(V, 1, row), precision);
 }
 
 void Weights::embed(float* x, int64_t token, int64_t position) const {
@@ -93,7 +95,7 @@ std::vector<Linear*> Weights::matrices() {
 
 Weights Weights::shared_by(int members) {
     Weights shared;
-    for (const Layer& w : layers) shared.layers.push_back({w.ln_1, w.ln_2, {}, {}, {}, {}});
+    for (const Layer& w : layers) shared.layers.push_back({w.ln_1, w.ln_2, {}, {}, {}, {}, w.gelu});
     shared.ln_f = ln_f;
     const std::vector<Linear*> from = matrices(), to = shared.matrices();
     const auto width = [&](size_t i) {  // a panel of q, k and v stays a head's

@@ -9,12 +9,13 @@
 
 struct ModelShape {
     int64_t block_size, vocab_size, n_layer, n_head, n_embd;
+    bool tanh_gelu = false;
 
     void check() const;  // rejects a size that is out of range
 };
 
-// A checkpoint's tensor by nanoGPT's name; null for a bias that the model does not have. `floats` is the size
-// that the tensor must have.
+// A checkpoint's tensor by nanoGPT's name; null for a bias or a head that the model does not have. `floats` is
+// the size that the tensor must have.
 using Tensors = std::function<const float*(const std::string& name, int64_t floats)>;
 
 // Ba, Kiros & Hinton 2016 (arXiv:1607.06450), with PyTorch's epsilon.
@@ -30,6 +31,7 @@ struct Layer {
     LayerNorm ln_1, ln_2;
     Linear qkv;  // a panel is one head's q, k and v
     Linear proj, fc, out;
+    void (*gelu)(float* x, int64_t n) = portable::gelu;
 };
 
 struct Weights {

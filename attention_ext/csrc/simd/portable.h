@@ -118,6 +118,10 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
 // x[i] <- x[i] Phi(x[i]), the exact GELU; Phi is the normal distribution function.
 void gelu(float* x, int64_t n);
 
+// Hendrycks & Gimpel 2016 (arXiv:1606.08415): x[i] <- x[i] (1 + tanh(sqrt(2 / pi) (x[i] + 0.044715 x[i]^3))) /
+// 2
+void gelu_tanh(float* x, int64_t n);
+
 // y[i] <- gelu(x[i]); dx[i] <- dx[i] * gelu'(x[i]), where gelu'(x) = Phi(x) + x Phi'(x)
 void gelu_gradient(float* dx, float* y, const float* x, int64_t n);
 

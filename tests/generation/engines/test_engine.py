@@ -401,7 +401,7 @@ def test_the_decoder_checks_what_it_is_given(extension):
     for wrong, message in (
         (gpt.weights[name].astype("f8"), f"{name} is float64; it must be float32"),
         (gpt.weights[name].astype("f2"), f"{name} is float16; it must be float32"),
-        (gpt.weights[name].T, f"{name} has gaps; it must be contiguous"),
+        (gpt.weights[name][:, ::2], f"{name} has gaps; it or its transpose must be contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder_of(dataclasses.replace(checkpoint, weights=gpt.weights | {name: wrong}))

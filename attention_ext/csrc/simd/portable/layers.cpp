@@ -26,6 +26,14 @@ INLINE Vec normal(Vec x) {
 
 INLINE Vec gelu(Vec x) { return x * normal(x); }
 
+// x / (1 + 2^-y), by an exponent that is never positive
+INLINE Vec gelu_tanh(Vec x) {
+    constexpr float ROOT = 0.797884561f;  // sqrt(2 / pi)
+    const Vec y = x * (1.0f + 0.044715f * x * x) * (2 * ROOT * SIMD_LOG2E);
+    const Vec power = exp2_bounded(y > 0 ? -y : y);
+    return x * (y > 0 ? splat(1.0f) : power) / (1.0f + power);
+}
+
 }  // namespace
 
 void layer_norm(float* y, const float* x, const float* weight, const float* bias, int64_t n) {
@@ -47,6 +55,10 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
 
 void gelu(float* x, int64_t n) {
     map(x, x, n, 0.0f, [](Vec v) { return gelu(v); });
+}
+
+void gelu_tanh(float* x, int64_t n) {
+    map(x, x, n, 0.0f, [](Vec v) { return gelu_tanh(v); });
 }
 
 void gelu_gradient(float* dx, float* y, const float* x, int64_t n) {
