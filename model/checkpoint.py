@@ -54,6 +54,7 @@ AROUND = re.compile(
 )
 INSIDE = ("wte.", "wpe.", "h.", "ln_f.")
 GPT2_TOKENS, GPT2_PADDED = 50257, 51200  # of GPT-2's vocabulary, and the most that a model pads it to
+TO_TRAIN = "it must be one of characters to train it"
 Named = TypeVar("Named")
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 Weights = Mapping[str, NDArray[np.float32]]
@@ -391,12 +392,12 @@ def _find_vocabulary(
         if (place / "meta.pkl").is_file():
             return CharTokenizer.from_meta_pickle(place / "meta.pkl")
         if found := huggingface.vocabulary(place):
+            if to_train and not isinstance(found, CharTokenizer):
+                raise VocabularyError(f"{found.source} has byte pairs; {TO_TRAIN}")
             return found
     if GPT2_TOKENS <= vocab_size <= GPT2_PADDED:
         if to_train:
-            raise VocabularyError(
-                "the model's vocabulary is GPT-2's; it must be one of characters to train it"
-            )
+            raise VocabularyError(f"the model's vocabulary is GPT-2's; {TO_TRAIN}")
         return GPT2Tokenizer.downloaded()
     looked = ", ".join(str(place) for place in places)
     raise CheckpointError(f"no vocabulary (meta.json, meta.pkl, tokenizer.json) was found in {looked}")

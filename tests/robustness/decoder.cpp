@@ -73,8 +73,8 @@ class Trial {
     const int64_t H = any({1, 2, 3, 5}), d = any({1, 3, 8, 15, 16, 17, 24, 33, 64});
     const int64_t V = any({1, 2, 15, 65, 200});
     const int64_t T = any({1, 2, 3, 5, 17, 63, 64, 65, 129, 200, 600});
-    const ModelShape shape{T, V, from(1, 3), H, H * d};
-    const bool bias = from(0, 1), recorded = from(0, 1);
+    const ModelShape shape{T, V, from(1, 3), H, H * d, from(0, 1) != 0};
+    const bool bias = from(0, 1), untied = from(0, 1), recorded = from(0, 1);
     const PrecisionRow& precision = PRECISIONS[from(0, std::size(PRECISIONS) - 1)];
     const CachePrecisionRow& kv = CACHE_PRECISIONS[from(0, std::size(CACHE_PRECISIONS) - 1)];
     const Part& part = PARTS[from(0, std::size(PARTS) - 1)];
@@ -83,8 +83,9 @@ class Trial {
     const int64_t slots = any({1, 2, 3, 4, 7, 13}), capacity = from(0, 1) ? T : from(1, T);
     const bool described = [this] {
         set_running(seed, "H ", H, ", d ", d, ", V ", V, ", layers ", shape.n_layer, ", T ", T, ", bias ", bias,
-                    ", ", precision.name, ", cache ", kv.name, ", ", part.name, ", tile ", br, " x ", bc,
-                    ", slots ", slots, ", capacity ", capacity, ", threads ", threads);
+                    ", untied ", untied, ", GELU by tanh ", shape.tanh_gelu, ", ", precision.name, ", cache ",
+                    kv.name, ", ", part.name, ", tile ", br, " x ", bc, ", slots ", slots, ", capacity ",
+                    capacity, ", threads ", threads);
         return true;
     }();
     // With a cache in bf16, an error of float32 in a layer's input may round a key or value of it the other
@@ -94,6 +95,7 @@ class Trial {
     std::map<std::string, std::vector<float>> weights;
     const Tensors tensors = [this](const std::string& name, int64_t floats) -> const float* {
         if (!bias && name.size() > 5 && name.compare(name.size() - 5, 5, ".bias") == 0) return nullptr;
+        if (!untied && name == "lm_head.weight") return nullptr;
         std::uniform_real_distribution<float> noise(-0.5f, 0.5f);
         std::vector<float>& w = weights[name];
         if (w.empty())
