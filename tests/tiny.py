@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
+import numpy as np
+import safetensors.numpy
 import torch
 
 from shakespeare.attention_ext import attention
+from shakespeare.model import huggingface
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, Attend
 from shakespeare.model.tokenizer import CharTokenizer
@@ -38,3 +42,24 @@ def nanogpt_file(path, *, prefix="", config=None, **change):
     values |= dict(best_val_loss=torch.tensor(1.5), config=config or {"dataset": "letters"})
     torch.save(values | change, path)
     return model
+
+
+def huggingface_directory(directory, model, shards=1, prefix="transformer.", **change):
+    """A directory as transformers writes it, of a model with biases."""
+    c, tensors = model.config, {}
+    for name, tensor in model.weights.items():
+        tensor = tensor.T if huggingface.TRANSPOSED.search(name) else tensor
+        tensors[name.replace("transformer.", prefix)] = np.ascontiguousarray(tensor)
+    directory.mkdir(exist_ok=True)
+    index = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(tensors)}
+    for file in {*index.values()}:
+        held = {name: tensor for name, tensor in tensors.items() if index[name] == file}
+        safetensors.numpy.save_file(held, directory / (file if shards > 1 else huggingface.WEIGHTS))
+    if shards > 1:
+        (directory / huggingface.INDEX).write_text(json.dumps({"weight_map": index}))
+    config = dict(model_type="gpt2", n_positions=c.block_size, layer_norm_epsilon=1e-5, n_inner=None)
+    config |= dict(activation_function="gelu_new" if c.tanh_gelu else "gelu")
+    config |= dict(tie_word_embeddings=not c.untied_head, resid_pdrop=0.1)
+    config |= {name: getattr(c, name) for name in ("vocab_size", "n_embd", "n_layer", "n_head")} | change
+    (directory / "config.json").write_text(json.dumps(config))
+    VOCABULARY.write_meta_json(directory / "meta.json")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.config import EMBEDDING, HEAD
 from shakespeare.model.gpt import GPT
 from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.recipe import Recipe
@@ -31,7 +32,7 @@ def recipe_of(recipe: Recipe, model: GPT, block_size: int | None) -> Recipe:
 def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tuple[GPT, CharTokenizer, str]:
     """The model with the text's new characters and this block size, its vocabulary, and the new characters.
 
-    A new character's row of the embedding, which the head shares, is the mean of the others plus noise.
+    A new character's row of the embedding and of the head is the mean of the others plus noise.
     Raises ValueError if the vocabulary is not one of characters.
     """
     known = checkpoint.tokenizer
@@ -43,12 +44,11 @@ def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tup
     tokenizer = CharTokenizer([*known.characters, *new])
     config = dataclasses.replace(checkpoint.config, block_size=block_size, vocab_size=len(tokenizer))
     weights = dict(checkpoint.model.state_dict())
-    old = weights["transformer.wte.weight"]  # (V, C)
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(len(new), old.shape[1], generator=generator)
-    spread = old.std(0, unbiased=False)
-    rows = torch.cat([old, old.mean(0) + NOISE * spread * noise])
-    weights |= {"transformer.wte.weight": rows, "lm_head.weight": rows}
+    noise = torch.randn(len(new), config.n_embd, generator=generator)
+    for name in (EMBEDDING, HEAD):  # (V, C)
+        old = weights[name]
+        weights[name] = torch.cat([old, old.mean(0) + NOISE * old.std(0, unbiased=False) * noise])
     weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:block_size]
     with torch.random.fork_rng(devices=[]):
         model = GPT(config, checkpoint.model.attend)

@@ -9,6 +9,7 @@ for part4 without dropout.
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,8 +47,8 @@ class Trainer:
     recipe's dropout. start: the model with the initial weights and the recipe's sizes. Before a training
     step, lr is set to its share of the peak learning rate, decay to that of the average.
     native: the TrainingStep in C++ over the SIMD helpers `simd`, with torch.get_num_threads() threads: for
-    part4 on a CPU, without dropout and biases. None if the training step is PyTorch's. Raises BuildError as
-    load_training_step() does.
+    part4 on a CPU, for a model as the shipped ones are, without dropout. None if the training step is
+    PyTorch's. Raises BuildError as load_training_step() does.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Trainer:
         self.recipe, self.ids, self.device = recipe, ids.to(device), device
         self.batch = max(1, recipe.batch_chars // recipe.block_size)
         sizes: dict[str, Any] = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
-        config = GPTConfig(vocab_size=vocab_size, bias=start is not None and start.config.bias, **sizes)
+        fixed = GPTConfig(bias=False) if start is None else start.config
+        config = replace(fixed, vocab_size=vocab_size, **sizes)
         sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
         with_dropout = partial(sdpa, dropout_p=recipe.dropout)
         attend = with_dropout if part == "part0" else partial(attention, part, causal=True, simd=simd)
@@ -107,7 +109,8 @@ class Trainer:
             averages = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
             self.adam.state[other] = {"step": torch.zeros((), device=device), **averages}
         self.loss = torch.zeros((), device=device)
-        in_cpp = part == "part4" and device.type == "cpu" and recipe.dropout == 0 and not config.bias
+        usual = config == GPTConfig(vocab_size=vocab_size, bias=False, **sizes)
+        in_cpp = part == "part4" and device.type == "cpu" and recipe.dropout == 0 and usual
         self.native: Any = self._native_step(simd) if in_cpp else None
         self.step = self._captured_step() if on_gpu else self._step
 

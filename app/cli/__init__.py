@@ -59,8 +59,8 @@ NANOGPT = {
     **dict.fromkeys(("--wandb_log", "--wandb_project", "--wandb_run_name", "--backend"), "leave it out"),
     "--eval_only": "eval, a command",
     "config/": "options of train, config files are not read",
-    **dict.fromkeys(("--n_layer", "--n_head", "--n_embd"), f"{RECIPE}, or the model of its --init"),
-    **dict.fromkeys(("--dropout", "--bias", "--learning_rate", "--min_lr", "--decay_lr", "--beta1"), RECIPE),
+    **dict.fromkeys(("--n_layer", "--n_head", "--n_embd", "--dropout"), "a number, an option of train"),
+    **dict.fromkeys(("--bias", "--learning_rate", "--min_lr", "--decay_lr", "--beta1"), RECIPE),
     **dict.fromkeys(
         ("--beta2", "--weight_decay", "--grad_clip", "--warmup_iters", "--lr_decay_iters"), RECIPE
     ),

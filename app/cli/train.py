@@ -21,10 +21,12 @@ from shakespeare.attention_ext.parts import with_gradient
 from shakespeare.training.recipe import OWN_TEXT, RECIPES
 
 # Options that do not go with a shipped recipe.
-OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars")
+MODEL_SIZES = ("n_layer", "n_head", "n_embd")
+OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars", *MODEL_SIZES, "dropout")
 LONGEST = 100_000  # minutes
 TRAINED_SECONDS = 5.0  # in which a new model reads its text for a draft
 LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
+MOST_LAYERS, MOST_EMBEDDED = 1000, 2**14
 
 
 @click.command()
@@ -37,6 +39,10 @@ LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
 @options.size(
     "--block-size", "Characters that the model sees.", most=LARGEST_BLOCK, show_default="128, or --init's"
 )
+@options.size("--n-layer", "Layers.", most=MOST_LAYERS, show_default="4, or --init's")
+@options.size("--n-head", "Heads of a layer.", most=MOST_EMBEDDED, show_default="4, or --init's")
+@options.size("--n-embd", "Width of a layer.", most=MOST_EMBEDDED, show_default="128, or --init's")
+@options.number("--dropout", "Share of dropout, with part0.", most=0.9, show_default="0")
 @options.size("--batch-chars", "Characters of a step.", most=LARGEST_BATCH, show_default="2048")
 @options.whole(
     "--seed", "Seed of the random numbers.", least=0, most=options.LARGEST_SEED, show_default="1337"
@@ -47,7 +53,7 @@ LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
     "Attention to train with; part4 has no dropout, and gradients on the CPU only.",
     of=with_gradient(),
     default=None,
-    show_default="part4 where it compiles, part0 for shipped names and CUDA",
+    show_default="part4 where it compiles, part0 for shipped names, dropout and CUDA",
 )
 @options.folder("--out", "Directory of the checkpoint.", show_default="out/NAME")
 @options.flag("--resume", "Go on with a run that was stopped; give its options again.")
@@ -68,7 +74,8 @@ def train(
     if name in RECIPES:
         options.refuse(OWN_ONLY, f"does not go with {name}, which has a recipe of its own")
     options.refuse_combinations(
-        {"old_corpus": "init"}, not_with={"steps": ("minutes",), "resume": ("overwrite",)}
+        {"old_corpus": "init"},
+        not_with={"steps": ("minutes",), "resume": ("overwrite",), "init": MODEL_SIZES},
     )
     if device == "cuda" and part not in (None, "part0"):
         raise click.UsageError(f"{part} has no gradient on CUDA; --part {part} goes with --device cpu only")
@@ -79,6 +86,7 @@ def train(
 
     from shakespeare.app.cli.train_display import watch
     from shakespeare.model.checkpoint import load
+    from shakespeare.model.config import GPTConfig
     from shakespeare.training.run import train as run
     from shakespeare.training.start import recipe_of
     from shakespeare.training.state import FILE
@@ -90,7 +98,13 @@ def train(
     recipe = dataclasses.replace(RECIPES.get(name, OWN_TEXT), **changes)
     if start:
         recipe = recipe_of(recipe, start.model, changes.get("block_size"))
-    part = part or default_part(name, device)
+    config = GPTConfig(vocab_size=len(set(text)), **{name: getattr(recipe, name) for name in (*MODEL_SIZES, "block_size")})
+    if not set(MODEL_SIZES).isdisjoint(changes) and config.num_params > len(text):
+        notice(
+            f"the model has {config.num_params:,} parameters, more than the text's {len(text):,} characters: "
+            "in a long run it learns the text by heart; --dropout or a smaller model helps"
+        )
+    part = part or default_part(name, device, recipe.dropout)
     about = {} if name in RECIPES and part == "part0" else {"part": part}
     about |= {} if init is None else {"init": init}
     old_text = None if old_corpus is None else options.read_corpus(old_corpus)
@@ -125,9 +139,9 @@ def check_directory(directory: Path, replaces: bool) -> None:
         )
 
 
-def default_part(name: str, device: str) -> str:
+def default_part(name: str, device: str, dropout: float) -> str:
     """part4 if it has a gradient here and compiles, else part0. It compiles before the run's time begins."""
-    if name in RECIPES or device == "cuda":
+    if name in RECIPES or device == "cuda" or dropout:
         return "part0"
     from shakespeare.training.trainer import load_training_step
 

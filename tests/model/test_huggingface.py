@@ -7,7 +7,6 @@ import shutil
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import tiny
 import torch
 from support import naming
@@ -23,27 +22,6 @@ from shakespeare.model.tokenizer import CharTokenizer, VocabularyError
 KINDS = [dict(tanh_gelu=tanh, untied_head=untied) for tanh in (False, True) for untied in (False, True)]
 
 
-def write(directory, model, shards=1, prefix="transformer.", **change):
-    """A directory as transformers writes it, of a model with biases."""
-    c, tensors = model.config, {}
-    for name, tensor in model.weights.items():
-        tensor = tensor.T if huggingface.TRANSPOSED.search(name) else tensor
-        tensors[name.replace("transformer.", prefix)] = np.ascontiguousarray(tensor)
-    directory.mkdir(exist_ok=True)
-    index = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(tensors)}
-    for file in {*index.values()}:
-        held = {name: tensor for name, tensor in tensors.items() if index[name] == file}
-        safetensors.numpy.save_file(held, directory / (file if shards > 1 else huggingface.WEIGHTS))
-    if shards > 1:
-        (directory / huggingface.INDEX).write_text(json.dumps({"weight_map": index}))
-    config = dict(model_type="gpt2", n_positions=c.block_size, layer_norm_epsilon=1e-5, n_inner=None)
-    config |= dict(activation_function="gelu_new" if c.tanh_gelu else "gelu")
-    config |= dict(tie_word_embeddings=not c.untied_head, resid_pdrop=0.1)
-    config |= {name: getattr(c, name) for name in ("vocab_size", "n_embd", "n_layer", "n_head")} | change
-    (directory / "config.json").write_text(json.dumps(config))
-    tiny.VOCABULARY.write_meta_json(directory / "meta.json")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_gives_the_models_logits_and_texts(tmp_path, kind, monkeypatch):
     model, ids = tiny.gpt(**kind), torch.randint(11, (1, 16))
@@ -51,7 +29,7 @@ def test_each_kind_gives_the_models_logits_and_texts(tmp_path, kind, monkeypatch
         monkeypatch.setattr(files, "LEAST_MAPPED", size)
         with naming(layout):
             shutil.rmtree(tmp_path / "a", ignore_errors=True)
-            write(tmp_path / "a", model, **layout)
+            tiny.huggingface_directory(tmp_path / "a", model, **layout)
             loaded = load(tmp_path / "a")
             assert loaded.config == model.config and (HEAD in loaded.weights) == kind["untied_head"]
             assert all(files.is_mapped(array) != bool(size) for array in loaded.weights.values())
@@ -68,7 +46,7 @@ def test_each_kind_gives_the_models_logits_and_texts(tmp_path, kind, monkeypatch
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_are_those_of_transformers(tmp_path, kind):
     transformers = pytest.importorskip("transformers")
-    write(tmp_path, tiny.gpt(**kind))
+    tiny.huggingface_directory(tmp_path, tiny.gpt(**kind))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = theirs.generate(torch.tensor([[0]]), max_new_tokens=15, do_sample=False, eos_token_id=None)[0, 1:]
     text = "".join(tiny.CHARACTERS[i] for i in ids)
@@ -77,13 +55,13 @@ def test_greedy_texts_are_those_of_transformers(tmp_path, kind):
 
 def test_biases_that_are_said_not_to_be_there_are_zeros(tmp_path):
     model = tiny.gpt(bias=True)
-    write(tmp_path, model, bias=False)
+    tiny.huggingface_directory(tmp_path, model, bias=False)
     with pytest.raises(CheckpointError, match=r"bias is false, but transformer.*\.bias is not zero"):
         load(tmp_path)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter *= not name.endswith(".bias")
-    write(tmp_path, model, bias=False)
+    tiny.huggingface_directory(tmp_path, model, bias=False)
     assert not load(tmp_path).config.bias and len(load(tmp_path).weights) == 15
 
 
@@ -98,14 +76,14 @@ def test_biases_that_are_said_not_to_be_there_are_zeros(tmp_path):
     ],
 )
 def test_other_models_are_named(tmp_path, change, message):
-    write(tmp_path, tiny.gpt(), **change)
+    tiny.huggingface_directory(tmp_path, tiny.gpt(), **change)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("index", ["[]", '{"weight_map": {"a": "../b"}}', '{"weight_map": {"a": 1}}', "{"])
 def test_a_wrong_index_is_named(tmp_path, index):
-    write(tmp_path, tiny.gpt(), shards=2)
+    tiny.huggingface_directory(tmp_path, tiny.gpt(), shards=2)
     (tmp_path / huggingface.INDEX).write_text(index)
     with pytest.raises(CheckpointError, match="must have a weight_map of files in the same directory"):
         load(tmp_path)
@@ -131,7 +109,7 @@ def test_byte_pairs_from_files_without_a_network(tmp_path):
         ids = tokenizer.encode("the é\r\n<|endoftext|>")
         assert ids[0] == 257 and ids[-1] == 258 and len(ids) == 7 and len(tokenizer) == 259
         assert tokenizer.decode_all(np.array([ids])) == ["the é\r\n<|endoftext|>"]
-    write(tmp_path, tiny.gpt(vocab_size=259))
+    tiny.huggingface_directory(tmp_path, tiny.gpt(vocab_size=259))
     (tmp_path / "meta.json").unlink()
     with pytest.raises(VocabularyError, match=r"tokenizer.json has byte pairs; it must be one of characters"):
         load(tmp_path, to_train=True)

@@ -66,7 +66,7 @@ WRONG = [
     (["bulk", "--texts", "1", "--out", "o", "--prompt", r"a\n"], r"; in a shell $'\n' is a line end"),
     (["race", "part3,part4", "--prompt", "FILE:日 1"], "; --prompt-file '日 1' continues a file"),
     (["--start=FILE:p"], "No such option '--start', which is nanoGPT's; here: --prompt TEXT"),
-    (["train", "mine", "--n_layer", "4"], "'--n_layer', which is nanoGPT's; here: leave it out"),
+    (["part4", "--n_layer", "4"], "'--n_layer', which is nanoGPT's; here: a number, an option of train"),
     (["train", "mine", "--max_iters=5"], "here: --minutes or --steps of train"),
     (["--compile=False"], "'--compile', which is nanoGPT's; here: leave it out"),
     (["sample.py", "--out_dir=x"], "No such command 'sample.py', which is nanoGPT's; here: part4"),

@@ -113,6 +113,29 @@ def test_fine_tuning_reports_what_was_forgotten(cli, start, tmp_path):
     assert load("out/mine").tokenizer.characters == [*tiny.CHARACTERS, "x", "y", "z"]
 
 
+def test_a_model_of_another_size(cli, failed, extension):
+    Path("short.txt").write_text(words(2100))
+    sizes = ("--n-layer", 1, "--n_head=3", "--n-embd", 24)
+    for name, more, part in ("small", (), "part4"), ("large", ("--n_layer=2", "--dropout", 0.1), "part0"):
+        done = cli("train", name, *SMALL[:4], "--corpus", "short.txt", "--steps", 1, *sizes, *more)
+        record = json.loads(Path(f"out/{name}/training.json").read_text())
+        assert done.returncode == 0 and record["part"] == part and record["recipe"]["n_head"] == 3, done
+        config = load(f"out/{name}").config
+        assert (config.n_layer, config.n_head, config.n_embd) == (1 + (part == "part0"), 3, 24)
+        assert "parameters, more than the text's 2,100 characters: in a long run it learns" in done.stderr
+    assert len(cli("part4", "--inference", "-m", "out/small", "--max-new-tokens", 20).stdout) > 40
+    assert "n_embd is 25; it must be a multiple of n_head=3" in failed("train", "a", *SMALL, *sizes, "--n-embd", 25)
+    assert "--n-layer does not go with --init" in failed("train", "a", *SMALL, "--init", "shakes128", *sizes)
+
+
+@pytest.mark.parametrize("kind", [dict(), dict(tanh_gelu=True, untied_head=True)])
+def test_a_directory_of_transformers_is_fine_tuned(cli, tmp_path, kind):
+    tiny.huggingface_directory(tmp_path / "theirs", tiny.gpt(**kind))
+    done = cli("train", "mine", *SMALL[4:], "--init", "theirs", "--steps", 2, "--part", "part0")
+    assert done.returncode == 0, done.stderr
+    assert load("out/mine").config.untied_head == bool(kind)
+
+
 def test_a_nanogpt_file_is_fine_tuned(cli, tmp_path):
     (tmp_path / "nano").mkdir()
     tiny.nanogpt_file(tmp_path / "nano" / "ckpt.pt", bias=True)
