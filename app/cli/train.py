@@ -98,7 +98,8 @@ def train(
     recipe = dataclasses.replace(RECIPES.get(name, OWN_TEXT), **changes)
     if start:
         recipe = recipe_of(recipe, start.model, changes.get("block_size"))
-    config = GPTConfig(vocab_size=len(set(text)), **{name: getattr(recipe, name) for name in (*MODEL_SIZES, "block_size")})
+    shape = {name: getattr(recipe, name) for name in (*MODEL_SIZES, "block_size")}
+    config = GPTConfig(vocab_size=len(set(text)), **shape)
     if not set(MODEL_SIZES).isdisjoint(changes) and config.num_params > len(text):
         notice(
             f"the model has {config.num_params:,} parameters, more than the text's {len(text):,} characters: "

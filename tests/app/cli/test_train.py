@@ -124,7 +124,8 @@ def test_a_model_of_another_size(cli, failed, extension):
         assert (config.n_layer, config.n_head, config.n_embd) == (1 + (part == "part0"), 3, 24)
         assert "parameters, more than the text's 2,100 characters: in a long run it learns" in done.stderr
     assert len(cli("part4", "--inference", "-m", "out/small", "--max-new-tokens", 20).stdout) > 40
-    assert "n_embd is 25; it must be a multiple of n_head=3" in failed("train", "a", *SMALL, *sizes, "--n-embd", 25)
+    wrong = failed("train", "a", *SMALL, *sizes, "--n-embd", 25)
+    assert "n_embd is 25; it must be a multiple of n_head=3" in wrong
     assert "--n-layer does not go with --init" in failed("train", "a", *SMALL, "--init", "shakes128", *sizes)
 
 
