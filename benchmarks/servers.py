@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shakespeare.model import load
+from shakespeare.model.export import export
 
 OWN, LLAMA = "gpt.py serve", "llama-server"
 PROMPT = "ROMEO:"
@@ -34,12 +35,8 @@ def llama_command(model: str, port: int, streams: int, folder: Path) -> list[str
     The cache is F32, and flash attention is off, which is faster here (see benchmarks.peers). Its only
     sampler is the temperature, because gpt.py serve's defaults filter no tokens either.
     """
-    from benchmarks.peers.llama import write_gguf  # a package of its own
-
     checkpoint, file = load(model), folder / f"{Path(model).name}.gguf"
-    tokenizer = checkpoint.tokenizer
-    tokens = [tokenizer.decoder().feed(token) for token in range(checkpoint.config.vocab_size)]
-    write_gguf(file, checkpoint.model, tokens=tokens)
+    export(checkpoint, "gguf", file)
     command = [LLAMA, "--model", str(file), "--port", str(port)]
     command += ["--parallel", str(streams), "--ctx-size", str(streams * checkpoint.config.block_size)]
     command += ["--cont-batching", "--threads", "1", "--threads-batch", "1", "--log-disable"]

@@ -92,20 +92,26 @@ def loaded(model: Any) -> Checkpoint:
 
 
 def load(name: str | Path, to_train: bool = False) -> Checkpoint:
-    """Load a shipped checkpoint, a checkpoint directory, a nanoGPT ckpt.pt or a directory with one.
+    """Load a shipped checkpoint, a checkpoint directory, a nanoGPT ckpt.pt or its directory, or a GGUF file.
 
-    name: one of SHIPPED, or a path. A ckpt.pt needs torch. to_train: refuse a vocabulary that is not one of
-    characters. Rows of the embedding that only pad the vocabulary are left out. Raises CheckpointError or
-    tokenizer.VocabularyError, which name the file. Warns of a wrong checksum, and of a draft that does not
-    fit.
+    name: one of SHIPPED, or a path. A ckpt.pt needs torch, a GGUF file gguf. to_train: refuse a vocabulary
+    that is not one of characters. Rows of the embedding that only pad the vocabulary are left out. Raises
+    CheckpointError or tokenizer.VocabularyError, which name the file. Warns of a wrong checksum, and of a
+    draft that does not fit.
     """
     if not isinstance(name, (str, Path)):
         raise TypeError(f"model is a {type(name).__name__}; it must be a name, a path or what load() gives")
     path = _path_of(name)
     if path.is_dir() and not (path / "config.json").is_file() and (path / "ckpt.pt").is_file():
         path = path / "ckpt.pt"
+    tokenizer: Tokenizer | None = None
     if path.is_dir():
         args, stored, dataset, drop = _read_directory(path)
+    elif path.is_file() and path.suffix == ".gguf":
+        from shakespeare.model.export.gguf_file import read_gguf
+
+        args, stored, tokenizer = read_gguf(path)
+        dataset, drop, path = None, list, path.parent
     elif path.is_file():
         args, stored, dataset, drop = _read_nanogpt(path)
         if damaged := _damaged_member(path):
@@ -115,14 +121,16 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
     else:
         raise CheckpointError(
             f"model {name!r} was not found; it must be one of {', '.join(PRESENT)}, "
-            "a directory with model.safetensors and config.json, or a nanoGPT ckpt.pt"
+            "a directory with model.safetensors and config.json, a nanoGPT ckpt.pt or a file .gguf"
         )
     try:
         config = _config(args)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{name}: the configuration is wrong: {error}") from None
     weights = _checked(str(name), config, stored, drop)
-    tokenizer = _find_vocabulary(path, dataset, config.vocab_size, to_train)
+    tokenizer = tokenizer or _find_vocabulary(path, dataset, config.vocab_size, to_train)
+    if to_train and not isinstance(tokenizer, CharTokenizer):
+        raise VocabularyError(f"{tokenizer.source} has byte pairs; {TO_TRAIN}")
     if len(tokenizer) > config.vocab_size:
         raise CheckpointError(
             f"{name}: the vocabulary {tokenizer.source} has {len(tokenizer)} tokens; "
@@ -382,6 +390,7 @@ def _find_vocabulary(
     if directory.resolve().parent == CHECKPOINTS and not _changed(directory, (str(DATA / "meta.json"),)):
         places.insert(0, DATA)  # the same file; `prepare` may have replaced it
     if isinstance(dataset, str) and re.fullmatch(r"[\w-]{1,100}", dataset):
+        places.append(directory / "data" / dataset)  # as export writes it
         places.append(directory.resolve().parent / "data" / dataset)  # as in a nanoGPT checkout
         places.append(Path("data") / dataset)  # the folder of `prepare`
         if dataset == "shakespeare_char":  # nanoGPT's name of the text that the shipped models learned
@@ -392,8 +401,6 @@ def _find_vocabulary(
         if (place / "meta.pkl").is_file():
             return CharTokenizer.from_meta_pickle(place / "meta.pkl")
         if found := huggingface.vocabulary(place):
-            if to_train and not isinstance(found, CharTokenizer):
-                raise VocabularyError(f"{found.source} has byte pairs; {TO_TRAIN}")
             return found
     if GPT2_TOKENS <= vocab_size <= GPT2_PADDED:
         if to_train:

@@ -23,6 +23,13 @@ FIXED = {
     "add_cross_attention": False,
 }
 TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # transformers' Conv1D has (in, out)
+SHOWN = [
+    *range(33, 127),
+    *range(161, 173),
+    *range(174, 256),
+]  # the bytes that stand for themselves in a token
+OTHERS = [byte for byte in range(256) if byte not in SHOWN]
+BYTES = {chr(byte): byte for byte in SHOWN} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 def is_from(args: Mapping[str, Any]) -> bool:
@@ -99,7 +106,7 @@ def vocabulary(directory: Path) -> Tokenizer | None:
         if not whole:
             lines = (directory / "merges.txt").read_text("utf-8").splitlines()
             merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-            return _byte_pairs(held, merges, ["<|endoftext|>"], str(file))
+            return byte_pairs(held, merges, ["<|endoftext|>"], str(file))
         model = held["model"]
         special = {each["content"]: each["id"] for each in held.get("added_tokens") or ()}
         vocab, merges = model["vocab"], [_pair(merge) for merge in model.get("merges") or ()]
@@ -115,7 +122,7 @@ def vocabulary(directory: Path) -> Tokenizer | None:
             raise VocabularyError(
                 f"{file}: text is split by {splits}; it must be as GPT-2 does, by ByteLevel"
             )
-        return _byte_pairs(special | vocab, merges, list(special), str(file))
+        return byte_pairs(special | vocab, merges, list(special), str(file))
     except VocabularyError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -136,15 +143,12 @@ def _splits(step: Any) -> list[str]:
     return [step["type"], *(name for name, value in usual.items() if step.get(name, value) != value)]
 
 
-def _byte_pairs(
+def byte_pairs(
     vocab: dict[str, int], merges: list[tuple[str, ...]], special: list[str], source: str
 ) -> GPT2Tokenizer:
     """GPT-2's encoding by these tokens. Raises VocabularyError where tiktoken's would differ."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the bytes that stand for themselves
-    other = [byte for byte in range(256) if byte not in shown]
-    of = {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(other)}
     specials = {token: vocab[token] for token in special if token in vocab}
-    ranks = {bytes(map(of.__getitem__, t)): id for t, id in vocab.items() if t not in specials}
+    ranks = {bytes(map(BYTES.__getitem__, t)): id for t, id in vocab.items() if t not in specials}
     order = [vocab["".join(merge)] for merge in merges]
     if len(ranks) != 256 + len(merges) or any(a >= b for a, b in zip(order, order[1:])):
         raise VocabularyError(f"{source}: its tokens must be 256 bytes, and one a merge with rising ids")

@@ -78,6 +78,11 @@ class CharTokenizer:
         text = json.dumps({"characters": self.characters}, ensure_ascii=False)
         write_file(path, (text + "\n").encode())
 
+    def write_meta_pickle(self, path: Path) -> None:
+        """Write nanoGPT's file, which from_meta_pickle reads."""
+        itos = dict(enumerate(self.characters))
+        write_file(path, pickle.dumps({"vocab_size": len(itos), "itos": itos, "stoi": self._ids}))
+
     def __len__(self) -> int:
         return len(self.characters)
 

@@ -27,7 +27,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Lab test": (*PARTS, "4Daccess", "parallel"),
     "Your own attention": ("try", "course"),
     "Measure": ("bench", "explain", "profile", "race", "doctor"),
-    "Train": ("prepare", "train", "draft", "eval"),
+    "Train": ("prepare", "train", "draft", "eval", "export"),
     "Show": ("web",),
 }
 COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
@@ -37,6 +37,7 @@ NEEDED = {
     "torch": "PyTorch: pip install torch pybind11",
     "pooch": "pooch: pip install pooch",
     "rich": "rich: pip install rich",
+    "gguf": "gguf: pip install gguf",
 }
 APART = "ATTENTION_APART"  # set in the process that runs a user's kernel
 CTRL_C_SECONDS = 2  # until a process that does not end at Ctrl-C is killed

@@ -1,6 +1,5 @@
 """prepare: a text in nanoGPT's layout, which train and eval read by default."""
 
-import pickle
 from pathlib import Path
 
 import click
@@ -42,16 +41,11 @@ def prepare(corpus_file: Path | None, out: Path | None) -> None:
     click.echo(f"length of dataset in characters: {len(text):,}")
     click.echo(f"vocabulary: {len(tokenizer)} characters")
     click.echo(f"training: {len(training):,} characters, validation: {len(validation):,}")
-    meta = {
-        "vocab_size": len(characters),
-        "itos": dict(enumerate(characters)),
-        "stoi": {c: i for i, c in enumerate(characters)},
-    }
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / corpus.INPUT.name, text.encode())
     write_file(folder / "train.bin", np.array(training, np.uint16).tobytes())
     write_file(folder / "val.bin", np.array(validation, np.uint16).tobytes())
-    write_file(folder / "meta.pkl", pickle.dumps(meta))
+    tokenizer.write_meta_pickle(folder / "meta.pkl")
     tokenizer.write_meta_json(folder / "meta.json")
     click.echo(f"wrote {folder}; train and eval read {corpus.INPUT} by default")
 

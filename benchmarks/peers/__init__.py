@@ -4,7 +4,6 @@ Each engine is one class. Its docstring names the path taken through the engine,
 whose packages are not installed is left out.
 """
 
-import torch
 from torch import Tensor
 
 from shakespeare.model.gpt import GPT
@@ -50,8 +49,3 @@ def named_weights(model: GPT) -> dict[str, Tensor]:
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"  # tied to wte.weight
     }
-
-
-def bias_or_zeros(weights: dict[str, Tensor], layer: str) -> Tensor:
-    """A layer's bias, for the engines that must have one."""
-    return weights.get(f"{layer}.bias", torch.zeros(len(weights[f"{layer}.weight"])))

@@ -1,8 +1,7 @@
-"""llama.cpp through llama-cpp-python, and the GGUF file that it and llama-server read."""
+"""llama.cpp through llama-cpp-python."""
 
 import ctypes
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Peer, bias_or_zeros, named_weights
+from benchmarks.peers import Peer
+from shakespeare.model.export.gguf_file import write_gguf
 from shakespeare.model.gpt import GPT
 
 
@@ -38,7 +38,7 @@ class LlamaCpp(Peer):
         parameters.use_mmap = False  # the file is removed
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "model.gguf"
-            write_gguf(path, model, self.precision)
+            write_gguf(path, model.config, model.weights, self.precision)
             self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
         if not self.model:
             raise RuntimeError(f"{self.name} did not load the model")
@@ -111,42 +111,3 @@ class LlamaCppQ8(LlamaCpp):
     precision = "Q8_0"
     rounded = True
     most_error = 1.0
-
-
-def write_gguf(path: Path, model: GPT, precision: str = "F32", tokens: Sequence[str] = ()) -> None:
-    """Write the weights as llama.cpp's gpt2. precision: the matrices' gguf type. tokens: texts of the ids."""
-    import gguf
-
-    kind = gguf.GGMLQuantizationType[precision]
-    whole = gguf.LlamaFileType.ALL_F32 if precision == "F32" else gguf.LlamaFileType[f"MOSTLY_{precision}"]
-
-    c, weights = model.config, named_weights(model)
-    writer = gguf.GGUFWriter(path, "gpt2")
-    writer.add_context_length(c.block_size)
-    writer.add_embedding_length(c.n_embd)
-    writer.add_feed_forward_length(4 * c.n_embd)
-    writer.add_block_count(c.n_layer)
-    writer.add_head_count(c.n_head)
-    writer.add_layer_norm_eps(1e-5)
-    writer.add_file_type(whole)
-    writer.add_vocab_size(c.vocab_size)
-    # RWKV's tokenizer takes the longest matching token, without merges, and needs no id for the end.
-    writer.add_tokenizer_model("rwkv" if tokens else "none")
-    if tokens:
-        writer.add_token_list([token.replace("\\", "\\\\").replace("\n", "\\n") for token in tokens])
-        writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
-        writer.add_token_scores([0.0] * len(tokens))
-
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, c.n_layer)
-    for layer in dict.fromkeys(name.rpartition(".")[0] for name in weights):
-        name, weight = names.get_name(f"transformer.{layer}"), weights[f"{layer}.weight"]
-        if weight.dim() == 2 and layer != "wpe":
-            writer.add_tensor(f"{name}.weight", gguf.quantize(weight.numpy(), kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(f"{name}.weight", weight.numpy())
-        if layer not in ("wte", "wpe"):
-            writer.add_tensor(f"{name}.bias", bias_or_zeros(weights, layer).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

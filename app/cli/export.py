@@ -1,0 +1,27 @@
+"""export: a model for another program."""
+
+from pathlib import Path
+
+import click
+
+from shakespeare.app.cli import options
+from shakespeare.checkpoints import PRESENT
+
+
+@click.command()
+@options.option("-m", "--model", f"Model: {', '.join(PRESENT)}, a directory or a file.", required=True)
+@options.choice("--to", "Format of the result.", of=("hf", "gguf", "nanogpt"), default=None, required=True)
+@options.path("--out", "New directory; with gguf a new file.", required=True)
+@options.choice("--type", "Type of a GGUF file's matrices.", of=("f32", "f16", "q8_0"))
+def export(model: str, to: str, out: Path, type: str) -> None:
+    """Write a model for transformers, llama.cpp or nanoGPT.
+
+    hf: a directory that Hugging Face's AutoModelForCausalLM and AutoTokenizer load. gguf: a file of
+    llama.cpp's architecture gpt2, written by the package gguf. nanogpt: ckpt.pt and data/NAME/meta.pkl for
+    its sample.py and train.py. -m reads each of them again.
+    """
+    if to != "gguf":
+        options.refuse(("type",), "goes with --to gguf only")
+    from shakespeare.model import export as exports
+
+    click.echo(f"wrote {exports.export(model, to, out, type)}")
