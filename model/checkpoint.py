@@ -108,7 +108,7 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
     if path.is_dir():
         args, stored, dataset, drop = _read_directory(path)
     elif path.is_file() and path.suffix == ".gguf":
-        from shakespeare.model.export.gguf_file import read_gguf
+        from shakespeare.model.gguf_file import read_gguf
 
         args, stored, tokenizer = read_gguf(path)
         dataset, drop, path = None, list, path.parent

@@ -153,3 +153,22 @@ def byte_pairs(
     if len(ranks) != 256 + len(merges) or any(a >= b for a, b in zip(order, order[1:])):
         raise VocabularyError(f"{source}: its tokens must be 256 bytes, and one a merge with rising ids")
     return GPT2Tokenizer(ranks, specials, source)
+
+
+def tables(tokenizer: GPT2Tokenizer) -> tuple[dict[str, int], dict[str, int], list[tuple[str, str]]]:
+    """Ids of the tokens, and of special ones, and the pairs that are joined in their order, for byte_pairs().
+
+    A token's pair is what the tokens of lower ranks leave of its bytes.
+    """
+    ranks, special = tokenizer._encoding._mergeable_ranks, tokenizer._encoding._special_tokens
+    letters = {bytes([byte]): letter for letter, byte in BYTES.items()}
+    shown: dict[bytes, str] = {token: "".join(letters[bytes([byte])] for byte in token) for token in ranks}
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            at = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], rank))
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2:
+            merges.append((shown[parts[0]], shown[parts[1]]))
+    return {shown[token]: rank for token, rank in ranks.items()}, special, merges

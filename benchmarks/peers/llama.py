@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers import Peer
-from shakespeare.model.export.gguf_file import write_gguf
+from shakespeare.model.gguf_file import write_gguf
 from shakespeare.model.gpt import GPT
 
 

@@ -1,0 +1,191 @@
+"""Models for other programs: Hugging Face's transformers, llama.cpp (gguf_file.py) and nanoGPT."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from shakespeare.attention_ext import BuildError
+from shakespeare.checkpoints import SHIPPED
+from shakespeare.model import gguf_file
+from shakespeare.model.checkpoint import Checkpoint, directory_of, loaded
+from shakespeare.model.config import EMBEDDING, HEAD
+from shakespeare.model.files import write_file
+from shakespeare.model.huggingface import TRANSPOSED, tables
+from shakespeare.model.tokenizer import CharTokenizer, Tokenizer
+
+FORMATS, GGUF_TYPES = ("hf", "gguf", "nanogpt"), ("f32", "f16", "q8_0")
+END = "<|endoftext|>"
+NANOGPT = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")  # its GPTConfig
+NO_LOSS = 1e9  # nanoGPT's best_val_loss before it has one
+
+
+def export(model: Any, to: str, out: str | Path, type: str = "f32") -> Path:
+    """Write a model for another program, with its draft beside it unless it is one file; returns `out`.
+
+    model: what load() takes or gives. to: 'hf', a directory for transformers; 'gguf', a file for llama.cpp;
+    'nanogpt', a directory with ckpt.pt. out: a path that is free, or an empty directory. type: of the
+    matrices in a GGUF file, one of GGUF_TYPES. Raises CheckpointError, ValueError for what the program lacks,
+    and ModuleNotFoundError without gguf, or for 'nanogpt' without torch.
+    """
+    for name, value, known in (("to", to, FORMATS), ("type", type, GGUF_TYPES)):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+    out = Path(out)
+    if out.exists() and (to == "gguf" or not out.is_dir() or any(out.iterdir())):
+        kind = "file" if to == "gguf" else "directory"
+        raise ValueError(f"out is {str(out)!r}, which exists; it must be a new {kind}")
+    record: dict[str, Any] = {}
+    checkpoint, name = loaded(model), "GPT"
+    if not isinstance(model, Checkpoint):
+        name, file = directory_of(model).resolve().name, directory_of(model) / "training.json"
+        record = json.loads(file.read_bytes()) if file.is_file() else {}
+    if to == "gguf":
+        gguf_file.write_gguf(out, checkpoint.config, checkpoint.weights, type.upper(), checkpoint.tokenizer)
+        return out
+    if to == "hf":
+        write_hf(checkpoint, out, record, name, "mit" if str(model) in SHIPPED else "unknown")
+    else:
+        write_nanogpt(checkpoint, out, record)
+    if checkpoint.draft:
+        checkpoint.draft.save(out)
+    return out
+
+
+def write_hf(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any], name: str, licence: str) -> None:
+    """Write GPT-2's architecture. record: training.json's. name, licence: for the card.
+
+    "bias": false, which transformers ignores, tells this project that the biases are zeros.
+    """
+    c, (tokenizer, end) = checkpoint.config, _tokenizer(checkpoint.tokenizer)
+    ends = {"bos_token_id": end, "eos_token_id": end}
+    files: dict[str, Any] = {
+        "config.json": {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **{field: getattr(c, field) for field in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")},
+            "n_positions": c.block_size,
+            "activation_function": "gelu_new" if c.tanh_gelu else "gelu",
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": not c.untied_head,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            **ends,
+        },
+        "generation_config.json": {"do_sample": True, "top_k": 0, "max_length": c.block_size, **ends},
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": c.block_size,
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],  # GPT-2 would embed token_type_ids too
+            **({} if end is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)),
+        },
+    }
+    # what cannot be encoded leaves no directory
+    data = {file: json.dumps(held, ensure_ascii=False, indent=1).encode() for file, held in files.items()}
+    arrays = gguf_file.with_biases(c, checkpoint.weights).items()
+    tensors = {n: np.ascontiguousarray(w.T if TRANSPOSED.search(n) else w) for n, w in arrays}
+    data["model.safetensors"] = safetensors.numpy.save(tensors, {"format": "pt"})
+    data["README.md"] = _card(checkpoint, record, name, licence).encode()
+    out.mkdir(parents=True, exist_ok=True)
+    for file, written in data.items():
+        write_file(out / file, written)
+
+
+def _tokenizer(tokenizer: Tokenizer) -> tuple[dict[str, Any], int | None]:
+    """tokenizer.json, and the id of the token that ends a text."""
+    found: dict[str, Any] = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None}
+    if isinstance(tokenizer, CharTokenizer):
+        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        ids = {c: i for i, c in enumerate(tokenizer.characters)}
+        # No token has the name of the unknown one: an unknown character is an error.
+        model = {"type": "WordLevel", "vocab": ids, "unk_token": "<unknown>"}
+        return found | {"pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}, None
+    vocab, special, merges = tables(tokenizer)
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": id, "content": text, "special": True, **flags} for text, id in special.items()]
+    pairs = {"type": "BPE", "vocab": vocab | special, "merges": merges}
+    found |= {"added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": pairs}
+    return found, special.get(END)
+
+
+def _card(checkpoint: Checkpoint, record: Mapping[str, Any], name: str, licence: str) -> str:
+    """The model's card, with a text by the model where its kernels compile."""
+    from shakespeare.generation.texts import generate
+
+    c, characters = checkpoint.config, getattr(checkpoint.tokenizer, "characters", None)
+    kinds = {"val_loss": "validation", "test_loss": "test"}
+    losses = ", ".join(f"{kind} {record[key]:.4f}" for key, kind in kinds.items() if key in record)
+    prompt = characters[0] if characters and "\n" not in characters else "\n"
+    try:
+        text = str(generate(checkpoint, prompt, min(300, c.block_size), seed=1))
+    except BuildError as error:
+        text = f"(none: {error})"
+    return f"""\
+---
+license: {licence}
+library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+
+A GPT of {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}; {c.num_params:,} parameters, positions aside.
+{c.vocab_size:,} {"characters" if characters else "byte pairs"}, at most {c.block_size:,} tokens in a text.
+Loss, nats per token: {losses or "not recorded"}.
+
+```python
+from transformers import pipeline
+
+print(pipeline("text-generation", ".")({prompt!r})[0]["generated_text"])
+```
+
+A text by this model:
+
+````text
+{text}
+````
+"""
+
+
+def write_nanogpt(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any]) -> None:
+    """Write ckpt.pt, and data/NAME/meta.pkl with the characters; NAME is the directory's. Imports torch.
+
+    record: training.json's. Raises ValueError for a model that nanoGPT's model.py cannot hold.
+    """
+    import torch
+
+    c = checkpoint.config
+    if c.tanh_gelu or c.untied_head:
+        what = "a GELU by tanh" if c.tanh_gelu else "a head of its own"
+        raise ValueError(
+            f"to is 'nanogpt', but the model has {what}, which nanoGPT lacks; it must be hf or gguf"
+        )
+    tensors = {name: torch.tensor(w) for name, w in checkpoint.weights.items()}
+    # As in its configure_optimizers(): weight decay for matrices only. The tied head is no other parameter.
+    groups = [
+        {"params": [t for t in tensors.values() if (t.dim() > 1) == bool(decay)], "weight_decay": decay}
+        for decay in (0.1, 0.0)
+    ]
+    dataset = re.sub(r"[^\w-]", "_", out.resolve().name)[:100]
+    held = {
+        "model": tensors | {HEAD: tensors[EMBEDDING]},
+        "optimizer": torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99)).state_dict(),
+        "model_args": {field: getattr(c, field) for field in NANOGPT},
+        "iter_num": record.get("best_step", 0),
+        "best_val_loss": record.get("val_loss", NO_LOSS),
+        "config": {"dataset": dataset},
+    }
+    file = io.BytesIO()
+    torch.save(held, file)
+    (out / "data" / dataset).mkdir(parents=True, exist_ok=True)
+    write_file(out / "ckpt.pt", file.getvalue())
+    if isinstance(checkpoint.tokenizer, CharTokenizer):
+        checkpoint.tokenizer.write_meta_pickle(out / "data" / dataset / "meta.pkl")

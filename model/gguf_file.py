@@ -1,0 +1,156 @@
+"""GGUF files of llama.cpp's architecture gpt2."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shakespeare.model import huggingface
+from shakespeare.model.checkpoint import CheckpointError, Weights
+from shakespeare.model.config import GPTConfig
+from shakespeare.model.files import UNFINISHED, Stored
+from shakespeare.model.tokenizer import CharTokenizer, Tokenizer
+
+FIELDS = {
+    "block_size": "context_length",
+    "n_embd": "embedding_length",
+    "n_layer": "block_count",
+    "n_head": "attention.head_count",
+}
+TANH = "shakespeare.tanh_gelu"  # llama.cpp ignores it: its GELU is the one by tanh
+EPSILON = 1e-5
+# How RWKV's vocabularies write characters; a string of GGUF ends at a NUL.
+ESCAPED = {"\\": "\\\\", "\n": "\\n", "\0": "\\x00"}
+NORMAL, CONTROL, USERS, UNUSED = 1, 3, 4, 5  # gguf.TokenType
+
+
+def write_gguf(
+    path: Path,
+    config: GPTConfig,
+    weights: Weights,
+    precision: str = "F32",
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write a model. precision: the matrices' type by gguf's name; positions and vectors stay F32."""
+    import gguf
+
+    if precision == "Q8_0" and config.n_embd % 32:
+        raise ValueError(f"type is 'q8_0', but n_embd is {config.n_embd}; it must be a multiple of 32")
+    kind = gguf.GGMLQuantizationType[precision]
+    whole = gguf.LlamaFileType.ALL_F32 if precision == "F32" else gguf.LlamaFileType[f"MOSTLY_{precision}"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + UNFINISHED)
+    writer = gguf.GGUFWriter(unfinished, "gpt2")
+    for ours, theirs in FIELDS.items():
+        writer.add_uint32(f"gpt2.{theirs}", getattr(config, ours))
+    writer.add_feed_forward_length(4 * config.n_embd)
+    writer.add_layer_norm_eps(EPSILON)
+    writer.add_file_type(whole)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_bool(TANH, config.tanh_gelu)
+    _add_tokens(writer, tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
+    for name, array in with_biases(config, weights).items():
+        of = kind if array.ndim == 2 and name != "transformer.wpe.weight" else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(_name(names, name), gguf.quantize(array, of), raw_dtype=of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.replace(unfinished, path)
+
+
+def _name(names: Any, name: str) -> str:
+    """llama.cpp's name of a tensor."""
+    layer, _, kind = name.rpartition(".")
+    return f"{names.get_name(layer)}.{kind}"
+
+
+def _add_tokens(writer: Any, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is None:
+        return writer.add_tokenizer_model("none")
+    texts, types = [f"[PAD{i}]" for i in range(len(tokenizer))], [UNUSED] * len(tokenizer)
+    if isinstance(tokenizer, CharTokenizer):
+        # RWKV's tokenizer takes the longest token that fits: it needs no merges, and no token ends a text.
+        writer.add_tokenizer_model("rwkv")
+        texts, types = [ESCAPED.get(c, c) for c in tokenizer.characters], [NORMAL] * len(tokenizer)
+    else:
+        vocab, special, merges = huggingface.tables(tokenizer)
+        for text, id in (vocab | special).items():
+            texts[id], types[id] = text, CONTROL if text in special else NORMAL
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+        for end in list(special.values())[:1]:
+            writer.add_bos_token_id(end)
+            writer.add_eos_token_id(end)
+    writer.add_token_list(texts)
+    writer.add_token_types(types)
+
+
+def with_biases(config: GPTConfig, weights: Weights) -> dict[str, np.ndarray]:
+    """The tensors, with zeros for biases that a model does not have, for programs that must have them."""
+    shapes = replace(config, bias=True).shapes()
+    return {n: weights[n] if n in weights else np.zeros(shape, np.float32) for n, shape in shapes.items()}
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
+    """A file's configuration, tensors, which become float32, and vocabulary.
+
+    Biases that are all zeros are left out. GELU is llama.cpp's, unless this project wrote another. Raises
+    CheckpointError for a damaged file, another architecture or vocabulary, and without gguf.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise CheckpointError(f"{path} needs gguf: pip install gguf") from None
+
+    def held(name: str) -> Any:
+        return reader.fields[name].contents()
+
+    try:
+        reader = gguf.GGUFReader(path)
+        if (kind := held("general.architecture")) != "gpt2":
+            raise ValueError(f"it is a model of the architecture {kind!r}; it must be 'gpt2'")
+        if abs(held("gpt2.attention.layer_norm_epsilon") - EPSILON) > 1e-9:
+            raise ValueError(f"the epsilon of its LayerNorm must be {EPSILON}")
+        tensors = {t.name: t for t in reader.tensors}
+        args = {ours: held(f"gpt2.{theirs}") for ours, theirs in FIELDS.items()}
+        if args["n_layer"] > len(tensors):
+            raise ValueError(f"it has {args['n_layer']} layers, but {len(tensors)} tensors")
+        args |= {
+            "vocab_size": len(tensors["token_embd.weight"].data),
+            "untied_head": "output.weight" in tensors,
+        }
+        args["tanh_gelu"] = TANH not in reader.fields or held(TANH)
+        args["bias"] = any(t.data.any() for t in reader.tensors if t.name.endswith(".bias"))
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, args["n_layer"])
+        theirs = {name: tensors.get(_name(names, name)) for name in GPTConfig(**args).shapes()}
+        stored: Stored = {
+            name: (tuple(t.shape[::-1].tolist()), partial(gguf.dequantize, t.data, t.tensor_type))
+            for name, t in theirs.items()
+            if t
+        }
+        return args, stored, _tokenizer(held, str(path))
+    except Exception as error:  # a damaged file can raise nearly anything
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        raise CheckpointError(f"{path} is no GGUF file of a GPT-2: {reason}") from None
+
+
+def _tokenizer(held: Any, source: str) -> Tokenizer:
+    """The vocabulary of a file."""
+    texts, kind = held("tokenizer.ggml.tokens"), held("tokenizer.ggml.model")
+    if kind == "rwkv":
+        known = {escaped: c for c, escaped in ESCAPED.items()}
+        return CharTokenizer([known.get(text, text) for text in texts], source)
+    if kind != "gpt2":
+        raise ValueError(f"its vocabulary is {kind!r}; it must be of characters or GPT-2's")
+    types = dict(zip(texts, held("tokenizer.ggml.token_type")))
+    vocab = {text: id for id, text in enumerate(texts) if types[text] in (NORMAL, CONTROL, USERS)}
+    merges = [tuple(pair.split(" ")) for pair in held("tokenizer.ggml.merges")]
+    return huggingface.byte_pairs(vocab, merges, [t for t in vocab if types[t] != NORMAL], source)
