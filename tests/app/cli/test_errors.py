@@ -49,6 +49,7 @@ WRONG = [
     (["part0", "--inference", "--seed", str(2**63 - 1)], "seed is 9223372036854775807; the last sample's"),
     (["part0", "--inference", "--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
     (["part0", "--inference", "--interactive", "--json"], "--json does not go with --interactive"),
+    (["export", "-m", "a", "--to", "hf", "--out", "b", "--type", "f16"], "--type goes with --to gguf only"),
     (["eval", "--corpus", "nowhere.txt"], "nowhere.txt: No such file"),
     (["train", "a/b", "--corpus", __file__], "NAME is 'a/b'; it must be letters, digits"),
     (["train", "shakes128", "--minutes", "3"], "--minutes does not go with shakes128"),
