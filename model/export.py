@@ -60,75 +60,68 @@ def export(model: Any, to: str, out: str | Path, type: str = "f32") -> Path:
 
 
 def write_hf(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any], name: str, licence: str) -> None:
-    """Write GPT-2's architecture. record: training.json's. name, licence: for the card.
+    """Write what transformers' AutoModelForCausalLM and AutoTokenizer load. The rest is for the card.
 
     "bias": false, which transformers ignores, tells this project that the biases are zeros.
     """
     c, (tokenizer, end) = checkpoint.config, _tokenizer(checkpoint.tokenizer)
-    ends = {"bos_token_id": end, "eos_token_id": end}
-    files: dict[str, Any] = {
-        "config.json": {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            **{field: getattr(c, field) for field in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")},
-            "n_positions": c.block_size,
-            "activation_function": "gelu_new" if c.tanh_gelu else "gelu",
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": not c.untied_head,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-            **ends,
-        },
-        "generation_config.json": {"do_sample": True, "top_k": 0, "max_length": c.block_size, **ends},
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": c.block_size,
-            "clean_up_tokenization_spaces": False,
-            "model_input_names": ["input_ids", "attention_mask"],  # GPT-2 would embed token_type_ids too
-            **({} if end is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)),
-        },
+    config = {field: getattr(c, field) for field in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
+    config |= dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", n_positions=c.block_size)
+    config |= dict(activation_function="gelu_new" if c.tanh_gelu else "gelu", layer_norm_epsilon=1e-5)
+    config |= dict(tie_word_embeddings=not c.untied_head, bos_token_id=end, eos_token_id=end)
+    settings = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=c.block_size)
+    settings |= dict(clean_up_tokenization_spaces=False)
+    settings |= dict(
+        model_input_names=["input_ids", "attention_mask"]
+    )  # GPT-2 would embed token_type_ids too
+    settings |= {} if end is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)
+    generation = dict(do_sample=True, top_k=0, max_length=c.block_size, bos_token_id=end, eos_token_id=end)
+    held = {
+        "config": config,
+        "tokenizer": tokenizer,
+        "tokenizer_config": settings,
+        "generation_config": generation,
     }
     # what cannot be encoded leaves no directory
-    data = {file: json.dumps(held, ensure_ascii=False, indent=1).encode() for file, held in files.items()}
+    files = {f"{n}.json": json.dumps(v, ensure_ascii=False, indent=1).encode() for n, v in held.items()}
     arrays = gguf_file.with_biases(c, checkpoint.weights).items()
     tensors = {n: np.ascontiguousarray(w.T if TRANSPOSED.search(n) else w) for n, w in arrays}
-    data["model.safetensors"] = safetensors.numpy.save(tensors, {"format": "pt"})
-    data["README.md"] = _card(checkpoint, record, name, licence).encode()
+    files["model.safetensors"] = safetensors.numpy.save(tensors, {"format": "pt"})
+    files["README.md"] = _card(checkpoint, record, name, licence).encode()
     out.mkdir(parents=True, exist_ok=True)
-    for file, written in data.items():
-        write_file(out / file, written)
+    for file, data in files.items():
+        write_file(out / file, data)
 
 
 def _tokenizer(tokenizer: Tokenizer) -> tuple[dict[str, Any], int | None]:
     """tokenizer.json, and the id of the token that ends a text."""
-    found: dict[str, Any] = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None}
+    found: dict[str, Any] = dict(version="1.0", added_tokens=[], normalizer=None, post_processor=None)
     if isinstance(tokenizer, CharTokenizer):
-        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         ids = {c: i for i, c in enumerate(tokenizer.characters)}
         # No token has the name of the unknown one: an unknown character is an error.
-        model = {"type": "WordLevel", "vocab": ids, "unk_token": "<unknown>"}
-        return found | {"pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}, None
+        model: dict[str, Any] = dict(type="WordLevel", vocab=ids, unk_token="<unknown>")
+        split = dict(type="Split", pattern={"Regex": r"[\s\S]"}, behavior="Isolated", invert=False)
+        return found | dict(pre_tokenizer=split, decoder={"type": "Fuse"}, model=model), None
     vocab, special, merges = tables(tokenizer)
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": id, "content": text, "special": True, **flags} for text, id in special.items()]
-    pairs = {"type": "BPE", "vocab": vocab | special, "merges": merges}
-    found |= {"added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": pairs}
-    return found, special.get(END)
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    flags = dict(special=True, single_word=False, lstrip=False, rstrip=False, normalized=False)
+    found["added_tokens"] = [dict(id=id, content=text, **flags) for text, id in special.items()]
+    model = dict(type="BPE", vocab=vocab | special, merges=merges)
+    return found | dict(pre_tokenizer=level, decoder=level, model=model), special.get(END)
 
 
 def _card(checkpoint: Checkpoint, record: Mapping[str, Any], name: str, licence: str) -> str:
-    """The model's card, with a text by the model where its kernels compile."""
+    """The model's card, with a text by the model."""
     from shakespeare.generation.texts import generate
 
     c, characters = checkpoint.config, getattr(checkpoint.tokenizer, "characters", None)
-    kinds = {"val_loss": "validation", "test_loss": "test"}
-    losses = ", ".join(f"{kind} {record[key]:.4f}" for key, kind in kinds.items() if key in record)
+    kind = "characters" if characters else "byte pairs"
+    losses = ", ".join(f"{n} {record[f'{n}_loss']:.4f}" for n in ("val", "test") if f"{n}_loss" in record)
     prompt = characters[0] if characters and "\n" not in characters else "\n"
     try:
         text = str(generate(checkpoint, prompt, min(300, c.block_size), seed=1))
     except BuildError as error:
-        text = f"(none: {error})"
+        text = str(error)
     return f"""\
 ---
 license: {licence}
@@ -137,9 +130,8 @@ pipeline_tag: text-generation
 ---
 # {name}
 
-A GPT of {c.n_layer} layers, {c.n_head} heads, width {c.n_embd}; {c.num_params:,} parameters, positions aside.
-{c.vocab_size:,} {"characters" if characters else "byte pairs"}, at most {c.block_size:,} tokens in a text.
-Loss, nats per token: {losses or "not recorded"}.
+A GPT of {c.n_layer} layers, {c.n_head} heads and width {c.n_embd} that reads at most {c.block_size:,} tokens,
+each one of {c.vocab_size:,} {kind}. Loss in nats per token: {losses or "not recorded"}.
 
 ```python
 from transformers import pipeline
@@ -170,21 +162,18 @@ def write_nanogpt(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any]) 
         )
     tensors = {name: torch.tensor(w) for name, w in checkpoint.weights.items()}
     # As in its configure_optimizers(): weight decay for matrices only. The tied head is no other parameter.
-    groups = [
-        {"params": [t for t in tensors.values() if (t.dim() > 1) == bool(decay)], "weight_decay": decay}
-        for decay in (0.1, 0.0)
-    ]
+    split = [[t for t in tensors.values() if (t.dim() > 1) == matrices] for matrices in (True, False)]
+    groups = [dict(params=split[0], weight_decay=0.1), dict(params=split[1], weight_decay=0.0)]
     dataset = re.sub(r"[^\w-]", "_", out.resolve().name)[:100]
-    held = {
-        "model": tensors | {HEAD: tensors[EMBEDDING]},
-        "optimizer": torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99)).state_dict(),
-        "model_args": {field: getattr(c, field) for field in NANOGPT},
-        "iter_num": record.get("best_step", 0),
-        "best_val_loss": record.get("val_loss", NO_LOSS),
-        "config": {"dataset": dataset},
-    }
-    file = io.BytesIO()
-    torch.save(held, file)
+    held = dict(
+        model=tensors | {HEAD: tensors[EMBEDDING]},
+        optimizer=torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99)).state_dict(),
+        model_args={field: getattr(c, field) for field in NANOGPT},
+        iter_num=record.get("best_step", 0),
+        best_val_loss=record.get("val_loss", NO_LOSS),
+        config={"dataset": dataset},
+    )
+    torch.save(held, file := io.BytesIO())
     (out / "data" / dataset).mkdir(parents=True, exist_ok=True)
     write_file(out / "ckpt.pt", file.getvalue())
     if isinstance(checkpoint.tokenizer, CharTokenizer):

@@ -16,33 +16,24 @@ from shakespeare.model.config import GPTConfig
 from shakespeare.model.files import UNFINISHED, Stored
 from shakespeare.model.tokenizer import CharTokenizer, Tokenizer
 
-FIELDS = {
-    "block_size": "context_length",
-    "n_embd": "embedding_length",
-    "n_layer": "block_count",
-    "n_head": "attention.head_count",
-}
+FIELDS = dict(block_size="context_length", n_embd="embedding_length", n_layer="block_count")
+FIELDS["n_head"] = "attention.head_count"
 TANH = "shakespeare.tanh_gelu"  # llama.cpp ignores it: its GELU is the one by tanh
 EPSILON = 1e-5
-# How RWKV's vocabularies write characters; a string of GGUF ends at a NUL.
-ESCAPED = {"\\": "\\\\", "\n": "\\n", "\0": "\\x00"}
+ESCAPED = {"\\": "\\\\", "\0": "\\x00"}  # as in RWKV's vocabularies; a string of GGUF ends at a NUL
 NORMAL, CONTROL, USERS, UNUSED = 1, 3, 4, 5  # gguf.TokenType
 
 
 def write_gguf(
-    path: Path,
-    config: GPTConfig,
-    weights: Weights,
-    precision: str = "F32",
-    tokenizer: Tokenizer | None = None,
+    path: Path, config: GPTConfig, weights: Weights, type: str, tokenizer: Tokenizer | None
 ) -> None:
-    """Write a model. precision: the matrices' type by gguf's name; positions and vectors stay F32."""
+    """Write a model. type: of the matrices, by gguf's name; positions and vectors stay F32."""
     import gguf
 
-    if precision == "Q8_0" and config.n_embd % 32:
+    if type == "Q8_0" and config.n_embd % 32:
         raise ValueError(f"type is 'q8_0', but n_embd is {config.n_embd}; it must be a multiple of 32")
-    kind = gguf.GGMLQuantizationType[precision]
-    whole = gguf.LlamaFileType.ALL_F32 if precision == "F32" else gguf.LlamaFileType[f"MOSTLY_{precision}"]
+    kind = gguf.GGMLQuantizationType[type]
+    whole = gguf.LlamaFileType.ALL_F32 if type == "F32" else gguf.LlamaFileType[f"MOSTLY_{type}"]
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + UNFINISHED)
     writer = gguf.GGUFWriter(unfinished, "gpt2")
@@ -123,10 +114,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
         args = {ours: held(f"gpt2.{theirs}") for ours, theirs in FIELDS.items()}
         if args["n_layer"] > len(tensors):
             raise ValueError(f"it has {args['n_layer']} layers, but {len(tensors)} tensors")
-        args |= {
-            "vocab_size": len(tensors["token_embd.weight"].data),
-            "untied_head": "output.weight" in tensors,
-        }
+        args |= dict(
+            vocab_size=len(tensors["token_embd.weight"].data), untied_head="output.weight" in tensors
+        )
         args["tanh_gelu"] = TANH not in reader.fields or held(TANH)
         args["bias"] = any(t.data.any() for t in reader.tensors if t.name.endswith(".bias"))
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, args["n_layer"])

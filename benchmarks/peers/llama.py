@@ -38,7 +38,7 @@ class LlamaCpp(Peer):
         parameters.use_mmap = False  # the file is removed
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "model.gguf"
-            write_gguf(path, model.config, model.weights, self.precision)
+            write_gguf(path, model.config, model.weights, self.precision, None)
             self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
         if not self.model:
             raise RuntimeError(f"{self.name} did not load the model")
