@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from shakespeare.attention_ext import BuildError
 from shakespeare.checkpoints import SHIPPED
 from shakespeare.model import gguf_file
 from shakespeare.model.checkpoint import Checkpoint, directory_of, loaded
-from shakespeare.model.config import EMBEDDING, HEAD
+from shakespeare.model.config import EMBEDDING, HEAD, GPTConfig
 from shakespeare.model.files import write_file
 from shakespeare.model.huggingface import TRANSPOSED, tables
 from shakespeare.model.tokenizer import CharTokenizer, Tokenizer
@@ -27,13 +26,14 @@ NANOGPT = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "d
 NO_LOSS = 1e9  # nanoGPT's best_val_loss before it has one
 
 
-def export(model: Any, to: str, out: str | Path, type: str = "f32") -> Path:
+def export(model: Any, to: str, out: str | Path, type: str = "f32", text: str = "") -> Path:
     """Write a model for another program, with its draft beside it unless it is one file; returns `out`.
 
     model: what load() takes or gives. to: 'hf', a directory for transformers; 'gguf', a file for llama.cpp;
     'nanogpt', a directory with ckpt.pt. out: a path that is free, or an empty directory. type: of the
-    matrices in a GGUF file, one of GGUF_TYPES. Raises CheckpointError, ValueError for what the program lacks,
-    and ModuleNotFoundError without gguf, or for 'nanogpt' without torch.
+    matrices in a GGUF file, one of GGUF_TYPES. text: one by the model, for the card of 'hf'. Raises
+    CheckpointError, ValueError for what the program lacks, and ModuleNotFoundError without gguf, or for
+    'nanogpt' without torch.
     """
     for name, value, known in (("to", to, FORMATS), ("type", type, GGUF_TYPES)):
         if value not in known:
@@ -42,8 +42,8 @@ def export(model: Any, to: str, out: str | Path, type: str = "f32") -> Path:
     if out.exists() and (to == "gguf" or not out.is_dir() or any(out.iterdir())):
         kind = "file" if to == "gguf" else "directory"
         raise ValueError(f"out is {str(out)!r}, which exists; it must be a new {kind}")
-    record: dict[str, Any] = {}
     checkpoint, name = loaded(model), "GPT"
+    record: dict[str, Any] = {}
     if not isinstance(model, Checkpoint):
         name, file = directory_of(model).resolve().name, directory_of(model) / "training.json"
         record = json.loads(file.read_bytes()) if file.is_file() else {}
@@ -51,7 +51,8 @@ def export(model: Any, to: str, out: str | Path, type: str = "f32") -> Path:
         gguf_file.write_gguf(out, checkpoint.config, checkpoint.weights, type.upper(), checkpoint.tokenizer)
         return out
     if to == "hf":
-        write_hf(checkpoint, out, record, name, "mit" if str(model) in SHIPPED else "unknown")
+        licence = "mit" if str(model) in SHIPPED else "unknown"
+        write_hf(checkpoint, out, _card(checkpoint.config, record, name, licence, text))
     else:
         write_nanogpt(checkpoint, out, record)
     if checkpoint.draft:
@@ -59,8 +60,8 @@ def export(model: Any, to: str, out: str | Path, type: str = "f32") -> Path:
     return out
 
 
-def write_hf(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any], name: str, licence: str) -> None:
-    """Write what transformers' AutoModelForCausalLM and AutoTokenizer load. The rest is for the card.
+def write_hf(checkpoint: Checkpoint, out: Path, card: str) -> None:
+    """Write what transformers' AutoModelForCausalLM and AutoTokenizer load, and README.md.
 
     "bias": false, which transformers ignores, tells this project that the biases are zeros.
     """
@@ -87,7 +88,7 @@ def write_hf(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any], name:
     arrays = gguf_file.with_biases(c, checkpoint.weights).items()
     tensors = {n: np.ascontiguousarray(w.T if TRANSPOSED.search(n) else w) for n, w in arrays}
     files["model.safetensors"] = safetensors.numpy.save(tensors, {"format": "pt"})
-    files["README.md"] = _card(checkpoint, record, name, licence).encode()
+    files["README.md"] = card.encode()
     out.mkdir(parents=True, exist_ok=True)
     for file, data in files.items():
         write_file(out / file, data)
@@ -110,18 +111,10 @@ def _tokenizer(tokenizer: Tokenizer) -> tuple[dict[str, Any], int | None]:
     return found | dict(pre_tokenizer=level, decoder=level, model=model), special.get(END)
 
 
-def _card(checkpoint: Checkpoint, record: Mapping[str, Any], name: str, licence: str) -> str:
-    """The model's card, with a text by the model."""
-    from shakespeare.generation.texts import generate
-
-    c, characters = checkpoint.config, getattr(checkpoint.tokenizer, "characters", None)
-    kind = "characters" if characters else "byte pairs"
+def _card(config: GPTConfig, record: Mapping[str, Any], name: str, licence: str, text: str) -> str:
+    """The model's card."""
     losses = ", ".join(f"{n} {record[f'{n}_loss']:.4f}" for n in ("val", "test") if f"{n}_loss" in record)
-    prompt = characters[0] if characters and "\n" not in characters else "\n"
-    try:
-        text = str(generate(checkpoint, prompt, min(300, c.block_size), seed=1))
-    except BuildError as error:
-        text = str(error)
+    written = f"A text by this model:\n\n````text\n{text}\n````\n" if text else ""
     return f"""\
 ---
 license: {licence}
@@ -130,21 +123,16 @@ pipeline_tag: text-generation
 ---
 # {name}
 
-A GPT of {c.n_layer} layers, {c.n_head} heads and width {c.n_embd} that reads at most {c.block_size:,} tokens,
-each one of {c.vocab_size:,} {kind}. Loss in nats per token: {losses or "not recorded"}.
+A GPT of {config.n_layer} layers, {config.n_head} heads and width {config.n_embd}. It reads at most
+{config.block_size:,} tokens of {config.vocab_size:,}. Loss in nats per token: {losses or "not recorded"}.
 
 ```python
-from transformers import pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-print(pipeline("text-generation", ".")({prompt!r})[0]["generated_text"])
+tokenizer, model = AutoTokenizer.from_pretrained("."), AutoModelForCausalLM.from_pretrained(".")
 ```
 
-A text by this model:
-
-````text
-{text}
-````
-"""
+{written}"""
 
 
 def write_nanogpt(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any]) -> None:

@@ -49,11 +49,14 @@ def write_gguf(
     for name, array in with_biases(config, weights).items():
         of = kind if array.ndim == 2 and name != "transformer.wpe.weight" else gguf.GGMLQuantizationType.F32
         writer.add_tensor(_name(names, name), gguf.quantize(array, of), raw_dtype=of)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    os.replace(unfinished, path)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _name(names: Any, name: str) -> str:

@@ -1,10 +1,12 @@
 """export: a model for another program."""
 
+import contextlib
 from pathlib import Path
 
 import click
 
 from shakespeare.app.cli import options
+from shakespeare.attention_ext import BuildError
 from shakespeare.checkpoints import PRESENT
 
 
@@ -22,6 +24,14 @@ def export(model: str, to: str, out: Path, type: str) -> None:
     """
     if to != "gguf":
         options.refuse(("type",), "goes with --to gguf only")
+    from shakespeare.generation.texts import generate
     from shakespeare.model import export as exports
+    from shakespeare.model import load
 
-    click.echo(f"wrote {exports.export(model, to, out, type)}")
+    checkpoint, text = load(model), ""
+    if to == "hf":
+        known = getattr(checkpoint.tokenizer, "characters", "\n")
+        prompt = "\n" if "\n" in known else known[0]
+        with contextlib.suppress(BuildError):  # without a compiler the card has no text
+            text = str(generate(checkpoint, prompt, min(300, checkpoint.config.block_size), seed=1))
+    click.echo(f"wrote {exports.export(model, to, out, type, text)}")

@@ -70,8 +70,12 @@ def test_transformers_files_have_its_names_and_a_card(tmp_path):
         for name in file.keys():
             wanted = first.weights.get(name, np.zeros(1))
             assert (file.get_tensor(name) == (wanted.T if TRANSPOSED.search(name) else wanted)).all(), name
-    card = (export(PRESENT[0], "hf", tmp_path / "b") / "README.md").read_text()
-    assert card.startswith("---\nlicense: mit\n") and f"val {RECORD['val_loss']:.4f}.\n" in card
+    card = (export(PRESENT[0], "hf", tmp_path / "b", text="A text.") / "README.md").read_text()
+    assert (
+        card.startswith("---\nlicense: mit\n")
+        and f"val {RECORD['val_loss']:.4f}.\n" in card
+        and "A text." in card
+    )
 
 
 def test_transformers_writes_the_same_text(tmp_path):
