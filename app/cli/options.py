@@ -349,7 +349,7 @@ def check_device(part: str, device: str) -> None:
 model = option(
     "-m",
     "--model",
-    f"Model: {', '.join(PRESENT)}, a directory or ckpt.pt.",
+    f"Model: {', '.join(PRESENT)}, a directory, ckpt.pt or FILE.gguf.",
     default=DEFAULT,
 )
 engine = choice(
