@@ -104,11 +104,18 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
     except ImportError:
         raise CheckpointError(f"{path} needs gguf: pip install gguf") from None
 
+    class Reader(gguf.GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **orders: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **orders)
+            if len(found) < count:  # else an array would go on behind the end of the file
+                raise ValueError("it ends too early")
+            return found
+
     def held(name: str) -> Any:
         return reader.fields[name].contents()
 
     try:
-        reader = gguf.GGUFReader(path)
+        reader = Reader(path)
         if (kind := held("general.architecture")) != "gpt2":
             raise ValueError(f"it is a model of the architecture {kind!r}; it must be 'gpt2'")
         if abs(held("gpt2.attention.layer_norm_epsilon") - EPSILON) > 1e-9:

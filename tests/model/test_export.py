@@ -20,6 +20,7 @@ from shakespeare.model.export import FORMATS, GGUF_TYPES, export
 from shakespeare.model.huggingface import TRANSPOSED, byte_pairs, tables
 from shakespeare.model.tokenizer import CharTokenizer
 
+pytest.importorskip("gguf", reason="pip install gguf")
 # Some begin with the same bytes, some are written otherwise in one of the formats.
 OTHER = CharTokenizer("\n \r\t\\'\"nx0\0\u2028\ufeff\u00a0\u0301é你好😀абвاب가")
 RECORD = json.loads((shipped(PRESENT[0]) / "training.json").read_bytes())
@@ -35,20 +36,12 @@ def model(tokenizer=OTHER, scale=1.0, **change) -> Checkpoint:
     return Checkpoint(made.config, weights, tokenizer)
 
 
-def written(checkpoint, to, folder, type="f32"):
-    if to == "gguf":
-        pytest.importorskip("gguf", reason="pip install gguf")
-    return export(checkpoint, to, folder / f"{to}-{type}.gguf", type)
-
-
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_model_is_the_same_when_it_is_read_again(cli, tmp_path, to, extension):
-    made = [model(bias=False), model()]
-    if to != "nanogpt":
-        made += [model(tanh_gelu=True), model(untied_head=True), model(PAIRS)]
-    for i, case in enumerate([*PRESENT, *made]):
+    other = [model(tanh_gelu=True), model(untied_head=True), model(PAIRS)] if to != "nanogpt" else []
+    for i, case in enumerate([*PRESENT, model(bias=False), model(), *other]):
         first = case if isinstance(case, Checkpoint) else load(case)
-        again = load(written(case, to, tmp_path / str(i)))
+        again = load(export(case, to, tmp_path / f"{i}.gguf"))
         with naming(case, first.config):
             assert again.config == first.config and again.weights.keys() == first.weights.keys()
             assert all(np.array_equal(again.weights[name], w) for name, w in first.weights.items())
@@ -65,7 +58,7 @@ def test_a_model_is_the_same_when_it_is_read_again(cli, tmp_path, to, extension)
 
 def test_transformers_files_have_its_names_and_a_card(tmp_path):
     first = model(bias=False)
-    with safetensors.safe_open(written(first, "hf", tmp_path) / "model.safetensors", "numpy") as file:
+    with safetensors.safe_open(export(first, "hf", tmp_path / "a") / "model.safetensors", "numpy") as file:
         assert file.metadata() == {"format": "pt"} and len(file.keys()) == 2 + 2 * 12 + 2
         for name in file.keys():
             wanted = first.weights.get(name, np.zeros(1))
@@ -79,7 +72,7 @@ def test_transformers_writes_the_same_text(tmp_path):
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     cases = model(), model(tanh_gelu=True, untied_head=True), model(PAIRS, tanh_gelu=True)
     for i, (first, text) in enumerate(zip(cases, (TEXT, TEXT, f"hello  héllo{END}\n"))):
-        out = written(first, "hf", tmp_path / str(i))
+        out = export(first, "hf", tmp_path / str(i))
         tokenizer = transformers.AutoTokenizer.from_pretrained(out)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
         ids = tokenizer.encode(text)
@@ -90,7 +83,7 @@ def test_transformers_writes_the_same_text(tmp_path):
             assert (theirs(rows).logits[0, -1] - first.model(rows)[0, -1]).abs().max() < 1e-4
         assert tokenizer.decode(rows[0, len(ids) :]) == generate(first, text, 200, temperature=0)
     with pytest.raises(Exception, match="UNK"):  # no other character stands for one that is not known
-        transformers.AutoTokenizer.from_pretrained(tmp_path / "0" / "hf-f32.gguf").encode("Ω")
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "0").encode("Ω")
 
 
 def test_llama_cpp_writes_the_same_text(tmp_path):
@@ -98,7 +91,7 @@ def test_llama_cpp_writes_the_same_text(tmp_path):
     for tokenizer, text in (OTHER, TEXT), (PAIRS, f"hello  héllo{END}\n"):
         # Its GELU is a table in half precision: errors grow with the weights.
         first = model(tokenizer, scale=0.3, tanh_gelu=True)
-        out = written(first, "gguf", tmp_path / str(len(tokenizer)))
+        out = export(first, "gguf", tmp_path / f"{len(tokenizer)}.gguf")
         theirs = llama.Llama(str(out), n_ctx=256, type_k=0, type_v=0, verbose=False)
         ids = theirs.tokenize(text.encode(), add_bos=False, special=True)
         assert ids == tokenizer.encode(text) and theirs.detokenize(ids, special=True).decode() == text
@@ -115,7 +108,7 @@ def test_llama_cpp_writes_the_same_text(tmp_path):
 
 def test_smaller_types_round_the_matrices(tmp_path):
     for type, error in zip(GGUF_TYPES, (0, 2**-11, 1 / 127)):
-        again = load(written(model(), "gguf", tmp_path, type))
+        again = load(export(model(), "gguf", tmp_path / f"{type}.gguf", type))
         for name, w in model().weights.items():
             most = error * np.abs(w).max() if w.ndim == 2 and "wpe" not in name else 0
             assert np.abs(again.weights[name] - w).max() <= most, (type, name)
@@ -135,7 +128,6 @@ def test_nanogpt_resumes_with_the_files(tmp_path):
 
 
 def test_what_cannot_be_written_or_read_is_named(cli, tmp_path, monkeypatch):
-    pytest.importorskip("gguf", reason="pip install gguf")
     for to, change, said in (
         ("gguf", dict(n_embd=16), "type is 'q8_0', but n_embd is 16; it must be a multiple of 32"),
         ("nanogpt", dict(tanh_gelu=True), "has a GELU by tanh, which nanoGPT lacks"),
@@ -144,8 +136,11 @@ def test_what_cannot_be_written_or_read_is_named(cli, tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=said):
             export(model(**change), to, tmp_path / "a", "q8_0")
-    data, file = written(model(), "gguf", tmp_path).read_bytes(), tmp_path / "b.gguf"
-    for damaged in (data.replace(b"gpt2", b"gptx", 1), *(data[: len(data) * i // 20] for i in range(20))):
+    data, file = export(model(), "gguf", tmp_path / "a.gguf").read_bytes(), tmp_path / "b.gguf"
+    length = data.index(types := b"tokenizer.ggml.token_type") + len(types) + 8  # where that array's is
+    endless = data[:length] + b"\xff" * 7 + data[length + 7 :]
+    cut = (data[: len(data) * i // 20] for i in range(20))
+    for damaged in (data.replace(b"gpt2", b"gptx", 1), endless, *cut):
         file.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"b\.gguf is no GGUF file of a GPT-2"):
             load(file)
