@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 from shakespeare.attention_ext import parts, tiles
+from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.checks import check_gradient, check_tensors, finite, truth
 from shakespeare.attention_ext.parts import AUTO, PARTS, SIMD, BuildError, Part, check_part, resolve_simd
 
@@ -38,6 +39,12 @@ class Options(TypedDict, total=False):
     bc: int | None
     simd: str
     kernel: str | None
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    bias: Tensor | None
+    documents: Tensor | None
 
 
 @overload
@@ -75,7 +82,9 @@ def attention(
     any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50. part0 and part4 also take
     tensors on one CUDA device, float32, bfloat16 or float16; part4's d is then at most 256, and Nq and Nk
     below 2^31 - 1023.
-    causal: query i sees the keys j <= i + (Nk - Nq); Nq must be at most Nk. False by default.
+    k and v may have fewer heads, Hk: query head h then reads head h * Hk / H.
+    causal: query i sees the keys j <= i + (Nk - Nq), as in flash-attention; PyTorch's is_causal means j <= i.
+    Nq must be at most Nk. False by default.
     scale: multiplies the scores; 1/sqrt(d) by default.
     br, bc: part4's tile, in queries and keys, each at least 1. None takes the tile that `gpt.py bench --tune`
     found for this case on this machine, else a default. On CUDA they must be None; other parts ignore them.
@@ -83,6 +92,15 @@ def attention(
     and gradients ignore it.
     kernel: part4's kernel on CUDA, by its name in cuda.kernels.KERNELS; None takes the fastest that accepts
     the tensors. On the CPU it must be None; part0 ignores it on CUDA.
+    Rules, in part0 and for float32 on the CPU in parts 1 to 4, with flash-attention's names; p = i + Nk - Nq:
+    window: (left, right): query i sees the keys p - left to p + right; None is no limit on that side.
+    softcap: scores become softcap * tanh(s / softcap), before what follows.
+    alibi_slopes: (H,) or (B, H); alibi_slopes[h] * |p - j| is subtracted.
+    bias: (1 or B, 1 or H, Nq, Nk) is added; a boolean one hides the keys where it is False.
+    sinks: (H,), a logit that joins the softmax's sum and has no value.
+    documents: (B, Nk), whole numbers: query i sees keys of key p's document only.
+    A query that sees no key gives 0, with the logsumexp -inf or its sink, and no gradients.
+
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
     row, m + log(l), (B, H, Nq), float32, for reference.merge(). Sums and the softmax are float32. With AMX
     part4 truncates the softmax's weights to bfloat16, divides by the sum of the truncated weights, and copies
@@ -90,23 +108,29 @@ def attention(
 
     A NaN or infinity in q reaches its row only; in a key or value that is seen, the queries that see it; in a
     masked key or value it may reach the rows of the same tile, as in PyTorch. Denormal numbers count as 0.
-    part0 and, for float32 on the CPU, part4 compute gradients, also of the logsumexp. part4 uses
+    part0 and, for float32 on the CPU, part4 compute gradients, also of the logsumexp, bias and sinks. part4 uses
     FlashAttention-2, which stores no N x N numbers, and has no second gradients.
     A number may be NumPy's or a tensor (); None stands for each default.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
     """
+    given = {name: options.pop(name) for name in ruling.NAMES if name in options}  # type: ignore[misc]
     causal, scale, br, bc, helpers, kernel = _checked(**options)
     return_lse = return_lse is not None and truth("return_lse", return_lse)
     import torch
 
     row = check_part(part)
     if row.operator is None:
-        check_tensors(row, q, k, v, causal)
+        check_tensors(row, q, k, v, causal, grouped=True)
     try:
+        rules: ruling.Rules | None = None
+        if any(value is not None for value in given.values()):
+            check_tensors(row, q, k, v, causal, grouped=True)
+            rules = _rules_of(row, given, q, k)
         if kernel is not None and not q.is_cuda:
             raise ValueError(f"kernel is {kernel!r}; it must be None for tensors on {q.device}")
-        gradient = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
+        gradient = q.requires_grad or k.requires_grad or v.requires_grad or rules and rules.needs_gradient
+        gradient = bool(gradient) and torch.is_grad_enabled()
         if gradient and (row.operator or row.attend):
             check_gradient(row, q, k, v)
         if q.is_cuda and row.operator and "cuda" in row.dtypes:
@@ -114,18 +138,25 @@ def attention(
                 side = f"bc is {bc}" if br is None else f"br is {br}"
                 raise ValueError(f"{side}; it must be None on CUDA, where each kernel has its own tile")
             return operator(row.name, "cuda", False, return_lse)(q, k, v, causal, scale, kernel)
-        (B, H, Nq, d), Nk = q.shape, k.shape[2]
+        (B, H, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
         scale = 1 / math.sqrt(d) if scale is None else scale
         if row.attend:
             if return_lse:
                 raise ValueError(f"return_lse is True; it must be False with {row.name}, which has none")
-            return row.attend(q, k, v, causal, scale)
+            return row.attend(q, *_all_heads(q, k, v), causal, scale)
         if row.operator is None:
             from shakespeare.attention_ext import reference
 
-            return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse)
-        if (row.name, helpers, gradient, False) not in _operators:
-            check_tensors(row, q, k, v, causal)  # before it is compiled
+            return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse, rules=rules)
+        if Nq == 1 and Hk < H and rules is None:  # the queries of a group see the same keys
+            folded = q.reshape(B, Hk, H // Hk, d)
+            both = attention(
+                row, folded, k, v, scale=scale, br=br, bc=bc, simd=helpers, return_lse=True
+            )
+            out, lse = (t.reshape(B, H, 1, *t.shape[3:]) for t in both)
+            return (out, lse) if return_lse else out
+        if (row.name, helpers, gradient, False, bool(rules)) not in _operators:
+            check_tensors(row, q, k, v, causal, grouped=True)  # before it is compiled
         tile: tuple[int, ...] = ()
         if row.tiled:
             tuned = tiles.DEFAULT
@@ -133,10 +164,12 @@ def attention(
                 tuned = tiles.tile(helpers, torch.get_num_threads(), d, Nk, causal, B * H * Nq)
             tile = (br or tuned[0], bc or tuned[1])
         rest = tile if gradient else (return_lse, *tile)  # the backward pass needs the logsumexp
-        out, lse = operator(row.name, helpers, gradient)(q, k, v, causal, scale, *rest)
+        if rules:
+            rest = (*rest, *(() if tile else (1, 1)), *rules.arguments(q))
+        out, lse = operator(row.name, helpers, gradient, ruled=bool(rules))(q, k, v, causal, scale, *rest)
         return (out, lse) if return_lse else out
     except Exception as error:  # the operators in C++ check the tensors too, but raise RuntimeErrors
-        check_tensors(row, q, k, v, causal)
+        check_tensors(row, q, k, v, causal, grouped=not (q.is_cuda and row.operator))
         if type(error) is RuntimeError and q.is_cuda and row.operator:
             from shakespeare.attention_ext.cuda import operators
 
@@ -156,17 +189,37 @@ def _checked(causal=False, scale=None, br=None, bc=None, simd="auto", kernel=Non
     return causal, scale, br, bc, helpers, kernel
 
 
-_operators: dict[tuple[str, str, bool, bool], Callable] = {}
+def _all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with as many heads as q."""
+    group = q.shape[1] // k.shape[1]
+    return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
 
 
-def operator(part: str, simd: str = "auto", gradient: bool = False, lse: bool = False) -> Callable:
+def _rules_of(row: Part, given: dict, q: Tensor, k: Tensor) -> ruling.Rules:
+    """The checked rules of a call. Raises ValueError if the part has none for these tensors."""
+    name, value = next((name, value) for name, value in given.items() if value is not None)
+    if row.operator is None and row.attend is None or row.operator and str(q.dtype) == "torch.float32":
+        if row.operator is None or not q.is_cuda:
+            return ruling.checked(given, q, k.shape[2])
+    shown = f"a {type(value).__name__}" if hasattr(value, "shape") else repr(value)
+    where = f" on {q.device.type} in {q.dtype}" if row.operator else ""
+    raise ValueError(f"{name} is {shown}; it must be None in {row.name}{where}, which has no such rule")
+
+
+_operators: dict[tuple[str, str, bool, bool, bool], Callable] = {}
+
+
+def operator(
+    part: str, simd: str = "auto", gradient: bool = False, lse: bool = False, ruled: bool = False
+) -> Callable:
     """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use.
 
     simd: one of SIMD, or 'cuda' for part4's operator on CUDA. gradient: part4's with a gradient, on the CPU.
-    lse: on CUDA, the one that also gives the logsumexp; the others take it as an argument.
+    lse: on CUDA, the one that also gives the logsumexp; the others take it as an argument. ruled: the one
+    that takes rules.
     Raises ValueError for a part without such an operator, and errors as extension.load() does.
     """
-    key = part, simd, gradient, lse
+    key = part, simd, gradient, lse, ruled
     if key not in _operators:  # torch.compile can trace a look-up in a table but not a build
         from shakespeare.attention_ext import extension  # the command line starts without it
 
@@ -177,6 +230,8 @@ def operator(part: str, simd: str = "auto", gradient: bool = False, lse: bool = 
         else:
             row = check_part(part)
             name = row.gradient if gradient else row.operator
+            if ruled and name:
+                name = "part4_ruled_with_gradient" if gradient else f"{name}_ruled"
             if name is None:
                 what = "with a gradient" if gradient else "with an operator"
                 raise ValueError(f"part is {part!r}; it must be one {what}; {part} has none")

@@ -90,8 +90,11 @@ def set_whole(record: Any, *names: str) -> None:
             object.__setattr__(record, name, whole(name, value))
 
 
-def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:
-    """Raise TypeError or ValueError naming a tensor that the part does not take. least: rows it must have."""
+def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1, grouped: bool = False) -> None:
+    """Raise TypeError or ValueError naming a tensor that the part does not take. least: rows it must have.
+
+    grouped: heads of q may share one of k and v.
+    """
     import torch
 
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -109,17 +112,19 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1) -> None:
             raise TypeError(f"{name} is {t.dtype}; it must be {known} in {part.name}")
         if t.dtype != q.dtype:
             raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
-    check_shapes(q, k, v, causal, least)
+    check_shapes(q, k, v, causal, least, grouped)
 
 
-def check_shapes(q, k, v, causal: bool, least: int = 1) -> None:
+def check_shapes(q, k, v, causal: bool, least: int = 1, grouped: bool = False) -> None:
     """Raise ValueError, naming the argument, unless tensors or arrays have the shapes of a call."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if len(t.shape) != 4 or 0 in t.shape and (least or 0 in (*t.shape[:2], t.shape[3])):
             must = "it must be (B, H, N, d) with no empty dimension" + " but N" * (not least)
             raise ValueError(f"{name} has shape {tuple(t.shape)}; {must}")
     (B, H, Nq, d), Nk = q.shape, k.shape[2]
-    if k.shape != (B, H, Nk, d):
+    if grouped and H % k.shape[1]:
+        raise ValueError(f"q has H={H} heads; it must be a multiple of k's {k.shape[1]}")
+    if k.shape != (B, k.shape[1] if grouped else H, Nk, d):
         raise ValueError(
             f"k has shape {tuple(k.shape)}; it must be ({B}, {H}, Nk, {d}), as q is {tuple(q.shape)}"
         )

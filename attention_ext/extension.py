@@ -43,7 +43,7 @@ def _load(helpers: str) -> Any:
 
     recipe = recipes.operators(helpers)
     loaded = load_operators(recipe)
-    _register(recipe.name, loaded.part4_backward.default)
+    _register(recipe.name, loaded)
     return loaded
 
 
@@ -61,23 +61,34 @@ def load_operators(recipe: Recipe) -> Any:
     return getattr(torch.ops, recipe.name)
 
 
-def _register(name: str, backward: Callable) -> None:
+def _register(name: str, operators: Any) -> None:
     """Tell PyTorch of the operators' outputs, for torch.compile and opcheck, and of part4's gradient."""
     import torch
 
     def fake(part, q, k, v, causal, scale, return_lse, br=1, bc=1):
-        check_tensors(part, q, k, v, causal)
+        check_tensors(part, q, k, v, causal, grouped=True)
         lse = q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
         return q.new_empty(q.shape), lse
 
     def fake_with_gradient(q, k, v, causal, scale, br, bc):
         return fake(PARTS["part4"], q, k, v, causal, scale, True)
 
+    def fake_ruled(part, q, k, v, causal, scale, return_lse, br, bc, *rules):
+        return fake(part, q, k, v, causal, scale, return_lse)
+
+    def fake_ruled_with_gradient(q, k, v, causal, scale, br, bc, *rules):
+        return fake(PARTS["part4"], q, k, v, causal, scale, True)
+
     def fake_backward(dout, dlse, q, k, v, out, lse, causal, scale):
-        return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        of_keys = (*q.shape[:2], *k.shape[2:])
+        return q.new_empty(q.shape), q.new_empty(of_keys), q.new_empty(of_keys)
+
+    def fake_ruled_backward(dout, dlse, q, k, v, out, lse, causal, scale, *rules):
+        bias = (*q.shape[:3], k.shape[2]) if rules[-1] else (0,)
+        return *fake_backward(dout, dlse, q, k, v, out, lse, causal, scale), q.new_empty(bias)
 
     def save(ctx, inputs, output) -> None:
-        q, k, v, ctx.causal, ctx.scale, *_ = inputs
+        q, k, v, ctx.causal, ctx.scale, br, bc, *ctx.rules = inputs
         ctx.save_for_backward(q, k, v, *output)
         ctx.set_materialize_grads(False)
 
@@ -85,7 +96,26 @@ def _register(name: str, backward: Callable) -> None:
         q, k, v, out, lse = ctx.saved_tensors
         dout = out.new_zeros(1).expand_as(out) if dout is None else dout
         dlse = out.new_empty(0) if dlse is None else dlse
-        return *backward(dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale), None, None, None, None
+        call = (dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale)
+        if not ctx.rules:
+            dq, dk, dv = operators.part4_backward.default(*call)
+            return dq, summed(dk, k), summed(dv, v), None, None, None, None
+        *_, bias, sinks, _ = ctx.rules
+        of_bias = bias.requires_grad
+        dq, dk, dv, dbias = operators.part4_ruled_backward.default(*call, *ctx.rules, of_bias)
+        for side in (0, 1):
+            if of_bias and bias.shape[side] == 1:
+                dbias = dbias.sum(side, keepdim=True)
+        dsinks = None
+        if sinks.requires_grad:  # its weight is exp(sink - lse), and it has no value
+            D = (dout * out).sum(-1) - (dlse if dlse.numel() else 0)
+            dsinks = -(torch.exp(sinks[:, None] - lse) * D).sum((0, 2))
+        rest = (None,) * 8  # causal, scale, the tile and the first four of the rules
+        return dq, summed(dk, k), summed(dv, v), *rest, dbias if of_bias else None, dsinks, None
+
+    def summed(gradient: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        """The gradient of k or v from those of each of q's heads."""
+        return gradient if gradient.shape == of.shape else gradient.unflatten(1, (of.shape[1], -1)).sum(2)
 
     def refuse(ctx, *grads):
         raise RuntimeError("part4 has no second gradient; only part0 has")
@@ -95,9 +125,16 @@ def _register(name: str, backward: Callable) -> None:
     torch.library.register_fake(f"{name}::part4_backward", fake_backward)
     torch.library.register_autograd(forward, gradient, setup_context=save)
     torch.library.register_autograd(f"{name}::part4_backward", refuse)
+    ruled = f"{name}::part4_ruled"
+    torch.library.register_fake(f"{ruled}_with_gradient", fake_ruled_with_gradient)
+    torch.library.register_fake(f"{ruled}_backward", fake_ruled_backward)
+    torch.library.register_autograd(f"{ruled}_with_gradient", gradient, setup_context=save)
+    torch.library.register_autograd(f"{ruled}_backward", refuse)
     for part in PARTS.values():
         if part.operator:
             torch.library.register_fake(f"{name}::{part.operator}", functools.partial(fake, part))
+            by_rules = functools.partial(fake_ruled, part)
+            torch.library.register_fake(f"{name}::{part.operator}_ruled", by_rules)
 
 
 def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ctypes.CDLL:

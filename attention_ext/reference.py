@@ -3,25 +3,54 @@
 import torch
 from torch import Tensor
 
+from shakespeare.attention_ext.rules import Rules
+
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, return_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    return_lse: bool = False,
+    rules: Rules | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Part 0: softmax(scale * q k^T) v, all heads at once.
 
-    q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type; 16-bit types are computed in float32. causal: query
-    i sees the keys j <= i + (Nk - Nq). Returns (B, H, Nq, d) in q's type and, with return_lse, the rows'
+    q: (B, H, Nq, d). k, v: (B, Hk, Nk, d). Any float type; 16-bit types are computed in float32. causal: query
+    i sees the keys j <= i + (Nk - Nq). rules: further ones. Returns (B, H, Nq, d) in q's type and, with return_lse, the rows'
     logsumexp (B, H, Nq).
     """
     dtype = q.dtype
     if dtype.itemsize < torch.float32.itemsize:
         q, k, v = q.float(), k.float(), v.float()
+    if (group := q.shape[1] // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = (scale * q) @ k.mT  # (B, H, Nq, Nk)
+    if rules:
+        p, lse = _ruled(s, rules, causal)
+        out = (p @ v).to(dtype)
+        return (out, lse) if return_lse else out
     if causal:
         s = s.masked_fill(~seen(q.shape[2], k.shape[2], s.device), -torch.inf)
     p = torch.softmax(s, dim=-1)
     out = (p @ v).to(dtype)
     return (out, torch.logsumexp(s, dim=-1)) if return_lse else out
+
+
+def _ruled(s: Tensor, rules: Rules, causal: bool) -> tuple[Tensor, Tensor]:
+    """The softmax and the logsumexp of scores under rules. A query that sees no key has zeros, and -inf."""
+    s, seen = rules.change(s, causal)
+    s = s.masked_fill(~seen, -torch.inf)
+    if rules.sinks is not None:
+        sink = rules.sinks[:, None, None].expand(*s.shape[:3], 1)
+        s = torch.cat([s, sink], dim=-1)
+        return torch.softmax(s, dim=-1)[..., :-1], torch.logsumexp(s, dim=-1)
+    nothing = ~seen.expand(s.shape).any(-1, keepdim=True)
+    s = s.masked_fill(nothing, 0.0)  # their softmax would be NaN, also in gradients
+    lse = torch.logsumexp(s, dim=-1).masked_fill(nothing[..., 0], -torch.inf)
+    return torch.softmax(s, dim=-1).masked_fill(nothing, 0.0), lse
 
 
 def seen(Nq: int, Nk: int, device: torch.device | None = None) -> Tensor:

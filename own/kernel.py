@@ -187,6 +187,7 @@ class Matrices(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch_stride", "head_stride", "row_stride", "col_stride")),
+        ("group", ctypes.c_int64),
     ]
 
 
@@ -197,6 +198,7 @@ class Sizes(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("B", "H", "Nq", "Nk", "d")),
         *(("causal", ctypes.c_bool), ("scale", ctypes.c_float)),
         *(("br", ctypes.c_int64), ("bc", ctypes.c_int64), ("threads", ctypes.c_int)),
+        ("rules", ctypes.c_void_p),
     ]
 
 
@@ -220,7 +222,7 @@ class Gradient(Sizes):
 
 def matrices(t: Array) -> Matrices:
     """A matrix (B, H, N, d) with its columns beside each other, for a kernel in C++."""
-    return Matrices(t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1)
+    return Matrices(t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1, 1)
 
 
 class Native:

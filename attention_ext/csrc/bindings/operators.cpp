@@ -4,11 +4,15 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "bindings/boundary.h"
 #include "cpu/part4.h"
@@ -79,9 +83,10 @@ AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool cau
                      int64_t bc) {
     check<Element>(q, "q", {ANY, ANY, ANY, ANY});
     const int64_t B = q.size(0), H = q.size(1), Nq = q.size(2), d = q.size(3);
-    check<Element>(k, "k", {B, H, ANY, d});
-    const int64_t Nk = k.size(2);
-    check<Element>(v, "v", {B, H, Nk, d});
+    check<Element>(k, "k", {B, ANY, ANY, d});
+    const int64_t Hk = k.size(1), Nk = k.size(2);
+    REQUIRE(H % Hk == 0, "q has H=", H, " heads; it must be a multiple of k's ", Hk);
+    check<Element>(v, "v", {B, Hk, Nk, d});
     REQUIRE(!causal || Nq <= Nk, "q has Nq=", Nq, "; with causal it must be at most Nk=", Nk);
     REQUIRE(Nq <= (MOST_SCORES - 1) / Nk, "q has Nq=", Nq, " and k has Nk=", Nk,
             "; their product must be below 2^50");
@@ -90,16 +95,73 @@ AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool cau
     return {B, H, Nq, Nk, d, causal, scale, std::min(br, Nq), std::min(bc, Nk), threads};
 }
 
+// The rules of a call, of which Python has checked the numbers; an empty tensor stands for none.
+class Given : public Rules {
+  public:
+    Given(const AttentionSizes& a, int64_t left, int64_t right, double softcap, const Tensor& slopes,
+          const Tensor& bias, const Tensor& sinks, const Tensor& documents)
+        : Rules{left, a.causal ? std::min<int64_t>(right, 0) : right, static_cast<float>(softcap)} {
+        if (slopes.numel() > 0) Rules::slopes = of<float>(slopes, "alibi_slopes", {a.B, a.H});
+        if (sinks.numel() > 0) Rules::sinks = of<float>(sinks, "sinks", {a.H});
+        if (bias.numel() > 0) {
+            const int64_t B = bias.size(0) == 1 ? 1 : a.B, H = bias.size(1) == 1 ? 1 : a.H;
+            if (bias.scalar_type() == ScalarType::Bool)
+                mask = of<bool>(bias, "bias", {B, H, a.Nq, a.Nk});
+            else
+                Rules::bias = of<float>(bias, "bias", {B, H, a.Nq, a.Nk});
+            bias_row = a.Nk, bias_head = H == 1 ? 0 : a.Nq * a.Nk, bias_batch = B == 1 ? 0 : H * a.Nq * a.Nk;
+        }
+        if (documents.numel() == 0) return;
+        REQUIRE(a.Nq <= a.Nk, "q has Nq=", a.Nq, "; with documents it must be at most Nk=", a.Nk);
+        Rules::documents = of<int64_t>(documents, "documents", {a.B, a.Nk});
+        apart = true;
+        for (int64_t b = 0; b < a.B; b++) extend(Rules::documents + b * a.Nk, a.Nk);
+        extents = found.data();
+    }
+
+  private:
+    // The tensor's numbers, contiguous.
+    template <class Number>
+    const Number* of(const Tensor& t, const char* name, std::initializer_list<int64_t> must) {
+        const ScalarType type = std::is_same_v<Number, float>  ? ScalarType::Float
+                                : std::is_same_v<Number, bool> ? ScalarType::Bool
+                                                               : ScalarType::Long;
+        bool fits = t.is_cpu() && t.scalar_type() == type && t.dim() == static_cast<int64_t>(must.size());
+        for (size_t i = 0; fits && i < must.size(); i++) fits = t.size(i) == must.begin()[i];
+        REQUIRE(fits, name, " has another type or shape than the call's");
+        held.push_back(torch::stable::contiguous(t));
+        return data<const Number>(held.back());
+    }
+
+    // Adds the extents of a text's documents.
+    void extend(const int64_t* document, int64_t Nk) {
+        std::unordered_map<int64_t, Range> known;
+        for (int64_t j = 0; j < Nk; j++) {
+            const auto [at, fresh] = known.try_emplace(document[j], Range{j, j});
+            apart = apart && (fresh || at->second.end == j);
+            at->second.end = j + 1;
+        }
+        for (int64_t j = 0; j < Nk; j++) found.push_back(known[document[j]]);
+    }
+
+    std::vector<Tensor> held;
+    std::vector<Range> found;
+};
+
 template <class Element>
 std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
-                               bool causal, double scale, bool return_lse, int64_t br, int64_t bc) {
+                               bool causal, double scale, bool return_lse, int64_t br, int64_t bc,
+                               const std::function<Given(const AttentionSizes&)>& rules = {}) {
     AttentionOf<Element> a{sizes<Element>(q_, k_, v_, causal, static_cast<float>(scale), br, bc)};
+    std::optional<Given> given;
+    if (rules) a.rules = &given.emplace(rules(a));
     const bool transposed = !IS_BF16<Element> && a.Nq <= part.few.queries;
     const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
                  v = with_contiguous_rows(v_);
     const Tensor out = new_tensor({a.B, a.H, a.Nq, a.d}, TYPE<Element>);
     const Tensor lse = return_lse ? floats({a.B, a.H, a.Nq}) : floats({0});
     a.q = matrices<Element>(q), a.k = matrices<Element>(k), a.v = matrices<Element>(v);
+    a.k.group = a.v.group = a.H / k.size(1);
     a.out = data<Element>(out);
     a.lse = return_lse ? data<float>(lse) : nullptr;
     const Tensor scratch = floats({part.scratch(a)});
@@ -112,7 +174,17 @@ template <size_t part>
 std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
                                   bool return_lse, int64_t br, int64_t bc) {
     const bool bf16 = q.scalar_type() == ScalarType::BFloat16 && PARTS[part].takes_bf16();
-    return (bf16 ? run<Bf16> : run<float>)(PARTS[part], q, k, v, causal, scale, return_lse, br, bc);
+    return (bf16 ? run<Bf16> : run<float>)(PARTS[part], q, k, v, causal, scale, return_lse, br, bc, {});
+}
+
+template <size_t part>
+std::tuple<Tensor, Tensor> attend_ruled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                                        double scale, bool return_lse, int64_t br, int64_t bc, int64_t left,
+                                        int64_t right, double softcap, const Tensor& slopes, const Tensor& bias,
+                                        const Tensor& sinks, const Tensor& documents) {
+    return run<float>(PARTS[part], q, k, v, causal, scale, return_lse, br, bc, [&](const AttentionSizes& a) {
+        return Given(a, left, right, softcap, slopes, bias, sinks, documents);
+    });
 }
 
 const Part& named(const std::string& part) {
@@ -127,11 +199,26 @@ std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const
     return run<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc);
 }
 
-// The gradients of q, k and v from those of out and lse; an empty dlse stands for no gradient.
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout_, const Tensor& dlse_, const Tensor& q_,
-                                            const Tensor& k_, const Tensor& v_, const Tensor& out_,
-                                            const Tensor& lse_, bool causal, double scale) {
+std::tuple<Tensor, Tensor> ruled_with_gradient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                                               double scale, int64_t br, int64_t bc, int64_t left,
+                                               int64_t right, double softcap, const Tensor& slopes,
+                                               const Tensor& bias, const Tensor& sinks,
+                                               const Tensor& documents) {
+    return run<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc, [&](const AttentionSizes& a) {
+        return Given(a, left, right, softcap, slopes, bias, sinks, documents);
+    });
+}
+
+// The gradients of q, k and v, of the last two for each of q's heads, and of bias, from those of out and lse;
+// an empty dlse stands for no gradient.
+std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& dout_, const Tensor& dlse_, const Tensor& q_,
+                                                     const Tensor& k_, const Tensor& v_, const Tensor& out_,
+                                                     const Tensor& lse_, bool causal, double scale,
+                                                     const std::function<Given(const AttentionSizes&)>& rules,
+                                                     bool of_bias) {
     AttentionGradient a{sizes<float>(q_, k_, v_, causal, static_cast<float>(scale), 1, 1)};
+    std::optional<Given> given;
+    if (rules) a.rules = &given.emplace(rules(a));
     check<float>(out_, "out", {a.B, a.H, a.Nq, a.d});
     check<float>(dout_, "dout", {a.B, a.H, a.Nq, a.d});
     check<float>(lse_, "lse", {a.B, a.H, a.Nq});
@@ -142,13 +229,36 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout_, const Tensor& d
     const Tensor dq = floats({a.B, a.H, a.Nq, a.d}), dk = floats({a.B, a.H, a.Nk, a.d}),
                  dv = floats({a.B, a.H, a.Nk, a.d});
     a.q = matrices<float>(q), a.k = matrices<float>(k), a.v = matrices<float>(v);
+    a.k.group = a.v.group = a.H / k.size(1);
     a.dout = matrices<float>(dout);
     a.out = data<const float>(out), a.lse = data<const float>(lse);
     a.dlse = dlse.numel() > 0 ? data<const float>(dlse) : nullptr;
     a.dq = data<float>(dq), a.dk = data<float>(dk), a.dv = data<float>(dv);
+    const Tensor dbias = of_bias ? floats({a.B, a.H, a.Nq, a.Nk}) : floats({0});
+    if (of_bias) a.dbias = std::fill_n(data<float>(dbias), dbias.numel(), 0.0f) - dbias.numel();
     const Tensor scratch = floats({flash_backward_scratch(a)});
     flash_backward(a, data<float>(scratch));
+    return {dq, dk, dv, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout, const Tensor& dlse, const Tensor& q,
+                                            const Tensor& k, const Tensor& v, const Tensor& out,
+                                            const Tensor& lse, bool causal, double scale) {
+    const auto [dq, dk, dv, none] = gradients(dout, dlse, q, k, v, out, lse, causal, scale, {}, false);
     return {dq, dk, dv};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> ruled_backward(const Tensor& dout, const Tensor& dlse,
+                                                          const Tensor& q, const Tensor& k, const Tensor& v,
+                                                          const Tensor& out, const Tensor& lse, bool causal,
+                                                          double scale, int64_t left, int64_t right,
+                                                          double softcap, const Tensor& slopes,
+                                                          const Tensor& bias, const Tensor& sinks,
+                                                          const Tensor& documents, bool of_bias) {
+    const auto rules = [&](const AttentionSizes& a) {
+        return Given(a, left, right, softcap, slopes, bias, sinks, documents);
+    };
+    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, rules, of_bias);
 }
 
 // Floats of scratch that a part takes for a call of these sizes, in bfloat16 or in float32.
@@ -191,6 +301,7 @@ std::string simd_name() { return simd::name(); }
 template <size_t... part>
 void implement_all(torch::stable::detail::StableLibrary& m, std::index_sequence<part...>) {
     (m.impl(PARTS[part].name, BOX(&attend<part>)), ...);
+    (m.impl((PARTS[part].name + std::string("_ruled")).c_str(), BOX(&attend_ruled<part>)), ...);
 }
 
 }  // namespace
@@ -222,6 +333,21 @@ LIBRARY(ATTENTION_EXT, m) {
     m.def(
         "part4_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool "
         "causal, float scale) -> (Tensor, Tensor, Tensor)");
+    const std::string rules =
+        "SymInt left, SymInt right, float softcap, Tensor alibi_slopes, Tensor bias, Tensor sinks, "
+        "Tensor documents";
+    for (const Part& part : PARTS)
+        m.def((part.name + std::string("_ruled(Tensor q, Tensor k, Tensor v, bool causal, float scale, ") +
+               "bool return_lse, SymInt br, SymInt bc, " + rules + ") -> (Tensor, Tensor)")
+                  .c_str());
+    m.def(("part4_ruled_with_gradient(Tensor q, Tensor k, Tensor v, bool causal, float scale, SymInt br, "
+           "SymInt bc, " +
+           rules + ") -> (Tensor, Tensor)")
+              .c_str());
+    m.def(("part4_ruled_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
+           "Tensor lse, bool causal, float scale, " +
+           rules + ", bool of_bias) -> (Tensor, Tensor, Tensor, Tensor)")
+              .c_str());
     m.def("read_4d(Tensor t, SymInt i, SymInt j, SymInt k, SymInt l) -> float");
 #define DEFINE(name, signature) m.def(#name signature);
     EACH_FUNCTION(DEFINE)
@@ -231,6 +357,8 @@ LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
     implement_all(m, std::make_index_sequence<std::size(PARTS)>());
     m.impl("part4_with_gradient", BOX(&with_gradient));
     m.impl("part4_backward", BOX(&backward));
+    m.impl("part4_ruled_with_gradient", BOX(&ruled_with_gradient));
+    m.impl("part4_ruled_backward", BOX(&ruled_backward));
     m.impl("read_4d", BOX(&read_4d));
 }
 

@@ -37,7 +37,6 @@ constexpr bool SAME_BITS = false;
 #else
 constexpr bool SAME_BITS = !portable::SMALL;
 #endif
-constexpr float LOW = -std::numeric_limits<float>::infinity();
 
 // A head's keys and values, a struct for each layout. columns(): floats of a row of V. scores(): S <- Q K^T
 // of a query for keys j0 .. j0 + n - 1, S with room for whole vectors. add(): O <- O + P V for these keys.
@@ -318,7 +317,9 @@ template void split_attention(const AttentionOf<Bf16>&, float*);
 
 }  // namespace part4
 
-bool flash_decoding_takes(const Attention& a) { return a.Nq <= part4::FEW || part4::Splits(a).count > 1; }
+bool flash_decoding_takes(const Attention& a) {
+    return !a.rules && (a.Nq <= part4::FEW || part4::Splits(a).count > 1);
+}
 
 // The call of one of a head's queries.
 static Attention one_query(Attention a) {

@@ -19,26 +19,29 @@ void naive_attention(const Attention& a, float* S) {
         for (int64_t h = 0; h < a.H; h++) {
             const float *Q = a.q.at(b, h), *K = a.k.at(b, h), *V = a.v.at(b, h);
             float *O = a.out_at(b, h), *lse = a.lse_at(b, h);
+            const int64_t head = b * a.H + h;
 
             for (int64_t i = 0; i < Nq; i++) {
-                const int64_t n = a.seen(i);
-                for (int64_t j = 0; j < n; j++) {
+                const Range seen = a.keys(head, i);
+                for (int64_t j = seen.first; j < seen.end; j++) {
                     float s = 0;
                     for (int64_t c = 0; c < d; c++) s += Q[i * ldQ + c] * K[j * ldK + c];
                     S[i * Nk + j] = a.scale * s;
                 }
+                a.change_row(head, i, S + i * Nk + seen.first, seen);
             }
 
             for (int64_t i = 0; i < Nq; i++) {
-                const float log_sum = softmax_row(S + i * Nk, a.seen(i));
+                const Range seen = a.keys(head, i);
+                const float log_sum = softmax_row(S + i * Nk + seen.first, seen.count(), a.lowest(head));
                 if (lse) lse[i] = log_sum;
             }
 
             for (int64_t i = 0; i < Nq; i++) {
-                const int64_t n = a.seen(i);
+                const Range seen = a.keys(head, i);
                 for (int64_t c = 0; c < d; c++) {
                     float o = 0;
-                    for (int64_t j = 0; j < n; j++) o += S[i * Nk + j] * V[j * ldV + c];
+                    for (int64_t j = seen.first; j < seen.end; j++) o += S[i * Nk + j] * V[j * ldV + c];
                     O[i * d + c] = o;
                 }
             }

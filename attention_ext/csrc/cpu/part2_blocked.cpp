@@ -28,6 +28,7 @@ void blocked_attention(const Attention& a, float* S) {
         for (int64_t h = 0; h < a.H; h++) {
             const float *Q = a.q.at(b, h), *K = a.k.at(b, h), *V = a.v.at(b, h);
             float *O = a.out_at(b, h), *lse = a.lse_at(b, h);
+            const int64_t head = b * a.H + h;
 
             for (int64_t j0 = 0; j0 < Nk; j0 += T) {
                 const int64_t cols = std::min(T, Nk - j0);
@@ -36,7 +37,8 @@ void blocked_attention(const Attention& a, float* S) {
                     simd::transpose({Kt, T}, {K + j0 * ldK + c0, ldK}, cols, depth, a.scale);
                     for (int64_t i0 = 0; i0 < Nq; i0 += T) {
                         const int64_t rows = std::min(T, Nq - i0);
-                        if (j0 >= a.seen(i0 + rows - 1)) continue;  // the tile lies above the diagonal
+                        const Range seen = a.keys(head, i0, rows);
+                        if (j0 >= seen.end || j0 + cols <= seen.first) continue;  // above the diagonal, say
                         float* Sij = S + i0 * Nk + j0;
                         const float* Qi = Q + i0 * ldQ + c0;
                         if (c0 == 0)
@@ -48,21 +50,27 @@ void blocked_attention(const Attention& a, float* S) {
             }
 
             for (int64_t i = 0; i < Nq; i++) {
-                const float log_sum = softmax_row(S + i * Nk, a.seen(i));
+                const Range seen = a.keys(head, i);
+                a.change_row(head, i, S + i * Nk + seen.first, seen);
+                const float log_sum = softmax_row(S + i * Nk + seen.first, seen.count(), a.lowest(head));
                 if (lse) lse[i] = log_sum;
+                const Range tile = a.keys(head, i / T * T, std::min(T, Nq - i / T * T));
+                for (int64_t j = tile.first; a.rules && j < tile.end; j++)
+                    if (j < seen.first || j >= seen.end) S[i * Nk + j] = 0;
             }
 
             std::fill_n(O, Nq * d, 0.0f);
             for (int64_t i0 = 0; i0 < Nq; i0 += T) {
                 const int64_t rows = std::min(T, Nq - i0);
-                const int64_t all = a.seen(i0), some = a.seen(i0 + rows - 1);
-                for (int64_t j0 = 0; j0 < all; j0 += T) {
+                const Range some = a.keys(head, i0, rows);
+                const int64_t all = a.rules ? some.end : a.seen(i0);  // with rules the others' weights are 0
+                for (int64_t j0 = some.first; j0 < all; j0 += T) {
                     const int64_t keys = std::min(T, all - j0);
                     simd::multiply_add({O + i0 * d, d}, {S + i0 * Nk + j0, Nk, 1}, {V + j0 * ldV, ldV}, rows, d,
                                        keys, keys);
                 }
                 // Masked values are skipped, not multiplied by 0, so that NaN in them has no effect.
-                for (int64_t i = i0; all < some && i < i0 + rows; i++)
+                for (int64_t i = i0; all < some.end && i < i0 + rows; i++)
                     simd::add_weighted_rows(O + i * d, S + i * Nk + all, {V + all * ldV, ldV}, a.seen(i) - all,
                                             d);
             }

@@ -38,19 +38,22 @@ void fused_attention(const Attention& a, float* scratch) {
         float *O = a.out_at(b, h), *lse = a.lse_at(b, h), *S = scratch + thread * a.Nk;
 
         for (int64_t i = i0; i < std::min(i0 + QUERIES, Nq); i++) {
-            const int64_t n = a.seen(i);
-            simd::dot_rows(S, Q + i * ldQ, {K, ldK}, n, d, a.scale);
+            const Range seen = a.keys(head, i);
+            const int64_t n = seen.count();
+            simd::dot_rows(S, Q + i * ldQ, {K + seen.first * ldK, ldK}, n, d, a.scale);
+            a.change_row(head, i, S, seen);
 
-            const float m = simd::row_max(S, n, -std::numeric_limits<float>::infinity());
-            float l = 0;
+            const float m = simd::row_max(S, n, a.lowest(head));
+            float l = sink_weight(a.lowest(head), m);
             std::fill_n(O + i * d, d, 0.0f);
             for (int64_t j = 0; j < n; j += KEYS) {
                 const int64_t keys = std::min(KEYS, n - j);
                 l += simd::exp_sum(S + j, keys, finite_max(m));
-                simd::add_weighted_rows(O + i * d, S + j, {V + j * ldV, ldV}, keys, d);
+                simd::add_weighted_rows(O + i * d, S + j, {V + (seen.first + j) * ldV, ldV}, keys, d);
             }
-            simd::scale_row(O + i * d, d, 1 / l);
-            if (lse) lse[i] = m + std::log(l);
+            const Normalized end(m, l);
+            simd::scale_row(O + i * d, d, end.factor);
+            if (lse) lse[i] = end.lse;
         }
     });
 }

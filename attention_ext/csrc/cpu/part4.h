@@ -23,10 +23,11 @@ inline void staircase(int64_t keys, int64_t first, int64_t W, const Each& each) 
 class Tile {
   public:
     static int64_t floats(const AttentionSizes&);  // scratch
-    Tile(const AttentionSizes&, int64_t i0, Scratch scratch);
+    Tile(const AttentionSizes&, int64_t head, int64_t i0, Scratch scratch);
 
     int64_t rows() const { return n; }
-    int64_t keys() const { return a.seen(i0 + n - 1); }  // those that any of its queries sees
+    Range seen() const { return a.keys(head, i0, n); }  // the keys that any of its queries may see
+    int64_t keys() const { return seen().end; }
     // The end of the keys that attend(j0, ...) reads: a strip's diagonal may extend beyond the tile of keys.
     int64_t end_of_keys(int64_t j0) const;
 
@@ -40,11 +41,11 @@ class Tile {
 
   private:
     int64_t last_step(int64_t r0) const;
-    void strip(int64_t r0, const float* K, int64_t ldK, const float* V, int64_t ldV, int64_t keys,
+    void strip(int64_t r0, int64_t j, const float* K, int64_t ldK, const float* V, int64_t ldV, int64_t keys,
                int64_t first);
 
     const AttentionSizes& a;
-    int64_t i0, n, padded, R;
+    int64_t head, i0, n, padded, R;
     float *Qt, *Ot, *St, *m, *l, *correction;
     int64_t taken;  // of the scratch
 };

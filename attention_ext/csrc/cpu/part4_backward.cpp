@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <thread>
 #include <vector>
 
@@ -36,11 +37,11 @@ constexpr int64_t STEP = 64;  // keys of a strip, not counting its diagonal
 // One thread's scratch for a panel of R queries. D and dO are multiplied by the scale, and so is dS.
 struct Panel {
     int64_t R, d;
-    float *Qt, *dOt, *dQt, *St, *dPt, *lse, *rest, *D;
+    float *Qt, *dOt, *dQt, *St, *dPt, *slope, *lse, *rest, *D;
 
     Panel(int64_t d, Scratch& scratch) : R(portable::panel()), d(d) {
         for (float** each : {&Qt, &dOt, &dQt}) *each = scratch.take(d * R);
-        for (float** each : {&St, &dPt}) *each = scratch.take((STEP + R) * R);
+        for (float** each : {&St, &dPt, &slope}) *each = scratch.take((STEP + R) * R);
         for (float** each : {&lse, &rest, &D}) *each = scratch.take(R);
     }
     static int64_t floats(int64_t d) {
@@ -52,10 +53,12 @@ struct Panel {
 
 // Rows of a head's matrices, from the panel's first query or the step's first key on.
 struct Queries {
+    int64_t first;
     simd::ConstMatrix Q, dO;
     int64_t count, padded;
 };
 struct Keys {
+    int64_t first;
     simd::ConstMatrix K, V;
     simd::Matrix dK, dV;
 };
@@ -72,11 +75,12 @@ void load(const Panel& t, const Queries& i, const float* out, const float* lse, 
     for (float* each : {t.lse, t.rest, t.D}) std::fill_n(each, R, 0.0f);
     for (int64_t r = 0; r < i.count; r++) {
         // lse in units of log(2), with its rounding error kept: P is 2^ of a small difference.
+        if (lse[r] == -std::numeric_limits<float>::infinity()) continue;  // it sees no key
         const double exact = static_cast<double>(lse[r]) / static_cast<double>(SIMD_LN2);
         t.lse[r] = static_cast<float>(exact);
         t.rest[r] = static_cast<float>(exact - static_cast<double>(t.lse[r]));
-        t.D[r] = dlse ? -scale * dlse[r] : 0.0f;
     }
+    for (int64_t r = 0; dlse && r < i.count; r++) t.D[r] = -scale * dlse[r];
     for (int64_t e = 0; e < d; e++)
         for (int64_t r = 0; r < R; r++) t.D[r] += t.dOt[e * R + r] * Ot[e * R + r];
     std::fill_n(t.dQt, d * R, 0.0f);
@@ -91,8 +95,21 @@ void add_rows(simd::Matrix dC, const float* A, int64_t ldA, simd::ConstMatrix X,
     });
 }
 
+// The rules' part of dS^T: dbias <- P^T * (dP - D), and softcap's derivative.
+void add_rules(const AttentionGradient& a, int64_t head, const Panel& t, const Queries& i, const Keys& j,
+               int64_t keys) {
+    float* const dbias = a.dbias ? a.dbias + (head * a.Nq + i.first) * a.Nk + j.first : nullptr;
+    for (int64_t k = 0; k < keys; k++)
+        for (int64_t r = 0; r < i.count; r++) {
+            float& dS = t.dPt[k * t.R + r];
+            if (dbias) dbias[r * a.Nk + k] = dS / a.scale;
+            if (a.rules->softcap != 0) dS *= t.slope[k * t.R + r];
+        }
+}
+
 // Lines 10 to 16 for `keys` keys, of which query r sees the first `first + r`.
-void attend(const Panel& t, const Queries& i, const Keys& j, int64_t keys, int64_t first) {
+void attend(const AttentionGradient& a, int64_t head, const Panel& t, const Queries& i, const Keys& j,
+            int64_t keys, int64_t first) {
     const int64_t R = t.R, d = t.d;
     const auto scores = [&](float* to, simd::ConstMatrix rows, const float* columns) {
         part4::staircase(keys, first, portable::lanes(), [&](int64_t j, int64_t r, int64_t n) {
@@ -102,7 +119,11 @@ void attend(const Panel& t, const Queries& i, const Keys& j, int64_t keys, int64
     };
     scores(t.St, j.K, t.Qt);    // S^T <- K Q^T
     scores(t.dPt, j.V, t.dOt);  // dP^T <- V dO^T
+    if (a.rules)
+        a.rules->change(a, head, {t.St, 1, R, i.first, i.count, j.first, keys, SIMD_LOG2E},
+                        a.rules->softcap != 0 ? t.slope : nullptr);
     portable::softmax_gradient({t.St, R}, {t.dPt, R}, keys, i.padded, first, t.lse, t.rest, t.D);
+    if (a.rules) add_rules(a, head, t, i, j, keys);
     add_rows(j.dV, t.St, R, i.dO, i, d, keys, first);
     add_rows(j.dK, t.dPt, R, i.Q, i, d, keys, first);
     // dQ^T <- dQ^T + K^T dS^T
@@ -118,33 +139,36 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
     Scratch own(scratch);
     const Panel t(d, own);
     Queries i{};
-    i.count = std::min(R, a.Nq - i0), i.padded = round_up(i.count, portable::lanes());
+    i.first = i0, i.count = std::min(R, a.Nq - i0), i.padded = round_up(i.count, portable::lanes());
     i.Q = {a.q.at(b, h) + i0 * a.q.row_stride, a.q.row_stride};
     i.dO = {a.dout.at(b, h) + i0 * a.dout.row_stride, a.dout.row_stride};
     load(t, i, a.out + row * d, a.lse + row, a.dlse ? a.dlse + row : nullptr, a.scale);
 
     float *const dK = a.dk + head * a.Nk * d, *const dV = a.dv + head * a.Nk * d;
-    const auto step = [&](int64_t j, int64_t keys, int64_t first) {
+    const auto step = [&](int64_t j, int64_t keys, int64_t first, bool seen = true) {
         if (n == 0) {
             std::fill_n(dK + j * d, keys * d, 0.0f);
             std::fill_n(dV + j * d, keys * d, 0.0f);
         } else {
             while (done[-1].load(std::memory_order_acquire) < j + keys) std::this_thread::yield();
         }
-        const Keys rows{{a.k.at(b, h) + j * a.k.row_stride, a.k.row_stride},
+        const Keys rows{j,
+                        {a.k.at(b, h) + j * a.k.row_stride, a.k.row_stride},
                         {a.v.at(b, h) + j * a.v.row_stride, a.v.row_stride},
                         {dK + j * d, d},
                         {dV + j * d, d}};
-        attend(t, i, rows, keys, first);
+        if (seen) attend(a, head, t, i, rows, keys, first);
         done->store(j + keys, std::memory_order_release);
     };
+    const Range seen = a.keys(head, i0, i.count);
+    const bool staircase = a.causal && !a.rules;
     // The last step's first key, which all queries of the panel see.
-    const int64_t last = a.causal ? (a.seen(i0) - 1) / STEP * STEP : a.Nk;
+    const int64_t last = staircase ? (a.seen(i0) - 1) / STEP * STEP : a.Nk;
     for (int64_t j = 0; j < last; j += STEP) {
         const int64_t keys = std::min(STEP, last - j);
-        step(j, keys, keys);
+        step(j, keys, keys, j < seen.end && j + keys > seen.first);
     }
-    if (a.causal) step(last, a.seen(i0 + i.count - 1) - last, a.seen(i0) - last);
+    if (staircase) step(last, a.seen(i0 + i.count - 1) - last, a.seen(i0) - last);
     portable::transpose({a.dq + row * d, d}, {t.dQt, R}, d, i.count, 1.0f);
 }
 

@@ -35,7 +35,7 @@ template <class Out>
 void attend_tile(const AttentionOf<Bf16>& a, int64_t head, int64_t i0, float* scratch, Out* out, float* lse) {
     const int64_t d = a.d;
     float *Kj = scratch + Tile::floats(a), *Vj = Kj + most_keys(a) * d;
-    Tile tile(a, i0, Scratch(scratch));
+    Tile tile(a, head, i0, Scratch(scratch));
 
     tile.load(widened_rows(a.q, a.q_of(head), i0, i0 + tile.rows(), d, tile.room_for_Q()));
     for (int64_t j0 = 0; j0 < tile.keys(); j0 += a.Bc) {

@@ -22,6 +22,7 @@
 
 #include "attention.h"
 #include "cpu/part4.h"
+#include "cpu/softmax.h"
 #include "simd/constants.h"
 #include "simd/simd.h"
 #include "threads.h"
@@ -45,18 +46,24 @@ namespace part4 {
 void attend_tile(const Attention& a, int64_t head, int64_t i0, float* scratch, float* out, float* lse) {
     const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
     const float *Q = a.q_of(head), *K = a.k_of(head), *V = a.v_of(head);
-    Tile tile(a, i0, Scratch(scratch));
+    Tile tile(a, head, i0, Scratch(scratch));
 
-    tile.load({Q + i0 * ldQ, ldQ});                                 // lines 4, 5
-    for (int64_t j0 = 0; j0 < tile.keys(); j0 += a.Bc)              // line 6
+    tile.load({Q + i0 * ldQ, ldQ});  // lines 4, 5
+    const Range seen = tile.seen();
+    for (int64_t j0 = seen.first; j0 < seen.end; j0 += a.Bc)        // line 6
         tile.attend(j0, {K + j0 * ldK, ldK}, {V + j0 * ldV, ldV});  // lines 7 to 10
     tile.store(out, lse);                                           // lines 12 to 15
 }
 
-int64_t Tile::floats(const AttentionSizes& a) { return Tile(a, 0, Scratch()).taken; }
+int64_t Tile::floats(const AttentionSizes& a) { return Tile(a, 0, 0, Scratch()).taken; }
 
-Tile::Tile(const AttentionSizes& a, int64_t i0, Scratch scratch)
-    : a(a), i0(i0), n(std::min(a.Br, a.Nq - i0)), padded(round_up(n, simd::lanes())), R(row_stride(a.Br)) {
+Tile::Tile(const AttentionSizes& a, int64_t head, int64_t i0, Scratch scratch)
+    : a(a),
+      head(head),
+      i0(i0),
+      n(std::min(a.Br, a.Nq - i0)),
+      padded(round_up(n, simd::lanes())),
+      R(row_stride(a.Br)) {
     for (float** each : {&Qt, &Ot}) *each = scratch.take(a.d * R);
     St = scratch.take((STEP + simd::panel()) * simd::panel());
     for (float** each : {&m, &l, &correction}) *each = scratch.take(R);
@@ -71,8 +78,9 @@ void Tile::load(simd::ConstMatrix Qi) {
         simd::transpose({Qt + r0, R}, {Qi.data + r0 * Qi.ld, Qi.ld}, std::min(panel, n - r0), a.d,
                         a.scale * SIMD_LOG2E);
     std::fill_n(Ot, a.d * R, 0.0f);
-    std::fill_n(m, padded, -std::numeric_limits<float>::infinity());
-    std::fill_n(l, padded, 0.0f);
+    const float lowest = a.lowest(head), sink = lowest > HIDDEN;
+    std::fill_n(m, padded, sink ? lowest * SIMD_LOG2E : lowest);
+    std::fill_n(l, padded, sink);
 }
 
 // The key at which the last step of strip r0 begins. All of the strip's queries see it.
@@ -89,9 +97,16 @@ int64_t Tile::end_of_keys(int64_t j0) const {
 void Tile::attend(int64_t j0, simd::ConstMatrix Kj, simd::ConstMatrix Vj) {
     const int64_t panel = simd::panel(), step = std::min(STEP, a.Bc);
     const auto attend_step = [&](int64_t r0, int64_t j, int64_t keys, int64_t first) {
-        strip(r0, Kj.data + (j - j0) * Kj.ld, Kj.ld, Vj.data + (j - j0) * Vj.ld, Vj.ld, keys, first);
+        strip(r0, j, Kj.data + (j - j0) * Kj.ld, Kj.ld, Vj.data + (j - j0) * Vj.ld, Vj.ld, keys, first);
     };
     for (int64_t r0 = 0; r0 < padded; r0 += panel) {
+        if (a.rules) {
+            const Range seen = a.keys(head, i0 + r0, std::min(panel, n - r0));
+            const int64_t end = std::min(j0 + a.Bc, seen.end);
+            for (int64_t j = std::max(j0, seen.first); j < end; j += step)
+                attend_step(r0, j, std::min(step, end - j), step);
+            continue;
+        }
         const int64_t last = last_step(r0), end = std::min(j0 + a.Bc, last);
         for (int64_t j = j0; j < end; j += step) {
             const int64_t keys = std::min(step, end - j);
@@ -105,13 +120,14 @@ void Tile::attend(int64_t j0, simd::ConstMatrix Kj, simd::ConstMatrix Vj) {
 }
 
 // Lines 8 to 10 for a panel of queries, from r0 on, and some keys; query r0 + r sees the first `first + r`.
-void Tile::strip(int64_t r0, const float* K, int64_t ldK, const float* V, int64_t ldV, int64_t keys,
+void Tile::strip(int64_t r0, int64_t j0, const float* K, int64_t ldK, const float* V, int64_t ldV, int64_t keys,
                  int64_t first) {
     const int64_t d = a.d, ldS = simd::panel(), queries = std::min(ldS, padded - r0);
     float *Qi = Qt + r0, *Oi = Ot + r0;
     staircase(keys, first, simd::lanes(), [&](int64_t j, int64_t r, int64_t n) {  // S^T <- K Q^T
         simd::multiply({St + j * ldS + r, ldS}, {K + j * ldK, ldK, 1}, {Qi + r, R}, n, queries - r, d);
     });
+    a.change(head, {St, 1, ldS, i0 + r0, queries, j0, keys, SIMD_LOG2E});
     // m_new <- max(m, rowmax(S)), which may lag; P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
     if (simd::online_softmax({St, ldS}, keys, queries, first, m + r0, l + r0, correction + r0))
         // O^T <- O^T diag(2^(m - m_new))
@@ -123,8 +139,9 @@ void Tile::strip(int64_t r0, const float* K, int64_t ldK, const float* V, int64_
 void Tile::store(float* Oi, float* lse) {
     const int64_t panel = simd::panel();
     for (int64_t r = 0; r < n; r++) {
-        correction[r] = 1 / l[r];
-        if (lse) lse[r] = m[r] * SIMD_LN2 + std::log(l[r]);
+        const Normalized end(m[r] == HIDDEN ? HIDDEN : m[r] * SIMD_LN2, l[r]);
+        correction[r] = end.factor;
+        if (lse) lse[r] = end.lse;
     }
     simd::scale_columns({Ot, R}, a.d, n, correction);
     for (int64_t r0 = 0; r0 < n; r0 += panel)
