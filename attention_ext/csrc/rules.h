@@ -22,6 +22,7 @@ struct Strip {
     float* data;
     int64_t query_stride, key_stride, i0, queries, j0, keys;
     float unit;
+    bool right = true;  // whether the keys right of the window are to be hidden
 };
 
 // Arrays are null, and softcap is 0, for a rule that is not given.
@@ -40,6 +41,10 @@ struct Rules {
 
     // The keys that any of `count` queries from i on may see; may be empty.
     Range keys(const AttentionSizes&, int64_t head, int64_t i, int64_t count) const;
+
+    // The end of the keys of query i, of which each query after it sees one more; or seen.end if that is not
+    // so.
+    int64_t staircase(const AttentionSizes&, int64_t head, int64_t i, const Range& seen) const;
 
     // Changes and hides a strip's scores. slope <- softcap's derivative, in the strip's places; or null.
     void change(const AttentionSizes&, int64_t head, const Strip&, float* slope = nullptr) const;

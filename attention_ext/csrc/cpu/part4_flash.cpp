@@ -102,9 +102,13 @@ void Tile::attend(int64_t j0, simd::ConstMatrix Kj, simd::ConstMatrix Vj) {
     for (int64_t r0 = 0; r0 < padded; r0 += panel) {
         if (a.rules) {
             const Range seen = a.keys(head, i0 + r0, std::min(panel, n - r0));
-            const int64_t end = std::min(j0 + a.Bc, seen.end);
-            for (int64_t j = std::max(j0, seen.first); j < end; j += step)
-                attend_step(r0, j, std::min(step, end - j), step);
+            const int64_t all =
+                a.rules->staircase(a, head, i0 + r0, seen);  // the end of the first query's keys
+            int64_t j = seen.first + round_up(std::max<int64_t>(0, j0 - seen.first), step);
+            for (; j < std::min(j0 + a.Bc, all); j += step) {
+                const bool last = j + step >= all;
+                attend_step(r0, j, last ? seen.end - j : step, last ? all - j : step);
+            }
             continue;
         }
         const int64_t last = last_step(r0), end = std::min(j0 + a.Bc, last);
@@ -127,7 +131,7 @@ void Tile::strip(int64_t r0, int64_t j0, const float* K, int64_t ldK, const floa
     staircase(keys, first, simd::lanes(), [&](int64_t j, int64_t r, int64_t n) {  // S^T <- K Q^T
         simd::multiply({St + j * ldS + r, ldS}, {K + j * ldK, ldK, 1}, {Qi + r, R}, n, queries - r, d);
     });
-    a.change(head, {St, 1, ldS, i0 + r0, queries, j0, keys, SIMD_LOG2E});
+    a.change(head, {St, 1, ldS, i0 + r0, queries, j0, keys, SIMD_LOG2E, first >= keys});
     // m_new <- max(m, rowmax(S)), which may lag; P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
     if (simd::online_softmax({St, ldS}, keys, queries, first, m + r0, l + r0, correction + r0))
         // O^T <- O^T diag(2^(m - m_new))
