@@ -108,8 +108,8 @@ def attention(
 
     A NaN or infinity in q reaches its row only; in a key or value that is seen, the queries that see it; in a
     masked key or value it may reach the rows of the same tile, as in PyTorch. Denormal numbers count as 0.
-    part0 and, for float32 on the CPU, part4 compute gradients, also of the logsumexp, bias and sinks. part4 uses
-    FlashAttention-2, which stores no N x N numbers, and has no second gradients.
+    part0 and, for float32 on the CPU, part4 compute gradients, also of the logsumexp, bias and sinks. part4
+    uses FlashAttention-2, which stores no N x N numbers, and has no second gradients.
     A number may be NumPy's or a tensor (); None stands for each default.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
@@ -147,12 +147,12 @@ def attention(
         if row.operator is None:
             from shakespeare.attention_ext import reference
 
-            return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse, rules=rules)
+            return reference.attention(
+                q, k, v, causal=causal, scale=scale, return_lse=return_lse, rules=rules
+            )
         if Nq == 1 and Hk < H and rules is None:  # the queries of a group see the same keys
             folded = q.reshape(B, Hk, H // Hk, d)
-            both = attention(
-                row, folded, k, v, scale=scale, br=br, bc=bc, simd=helpers, return_lse=True
-            )
+            both = attention(row, folded, k, v, scale=scale, br=br, bc=bc, simd=helpers, return_lse=True)
             out, lse = (t.reshape(B, H, 1, *t.shape[3:]) for t in both)
             return (out, lse) if return_lse else out
         if (row.name, helpers, gradient, False, bool(rules)) not in _operators:
@@ -169,7 +169,7 @@ def attention(
         out, lse = operator(row.name, helpers, gradient, ruled=bool(rules))(q, k, v, causal, scale, *rest)
         return (out, lse) if return_lse else out
     except Exception as error:  # the operators in C++ check the tensors too, but raise RuntimeErrors
-        check_tensors(row, q, k, v, causal, grouped=not (q.is_cuda and row.operator))
+        check_tensors(row, q, k, v, causal, grouped=not (row.operator and getattr(q, "is_cuda", False)))
         if type(error) is RuntimeError and q.is_cuda and row.operator:
             from shakespeare.attention_ext.cuda import operators
 

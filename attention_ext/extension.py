@@ -9,7 +9,6 @@ import ctypes
 import functools
 import importlib.util
 import threading
-from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 

@@ -18,9 +18,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Part 0: softmax(scale * q k^T) v, all heads at once.
 
-    q: (B, H, Nq, d). k, v: (B, Hk, Nk, d). Any float type; 16-bit types are computed in float32. causal: query
-    i sees the keys j <= i + (Nk - Nq). rules: further ones. Returns (B, H, Nq, d) in q's type and, with return_lse, the rows'
-    logsumexp (B, H, Nq).
+    q: (B, H, Nq, d). k, v: (B, Hk, Nk, d). Any float type; 16-bit types are computed in float32. causal:
+    query i sees the keys j <= i + (Nk - Nq). rules: further ones. Returns (B, H, Nq, d) in q's type and,
+    with return_lse, the rows' logsumexp (B, H, Nq).
     """
     dtype = q.dtype
     if dtype.itemsize < torch.float32.itemsize:

@@ -62,7 +62,7 @@ class Rules:
 
 
 def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
-    """The rules of these arguments of attention(), for q and k with Nk rows. Raises TypeError or ValueError."""
+    """The rules of these arguments of attention(), for k with Nk rows. Raises TypeError or ValueError."""
     import torch
 
     (B, H, Nq, _), found = q.shape, dict[str, Any]()

@@ -183,7 +183,7 @@ WRONG_TENSORS = [
     (dict(v=Q.to("meta")), ValueError, "v is on meta; it must be on the CPU"),
     (dict(q=Q[0]), ValueError, r"q has shape \(2, 5, 8\); it must be \(B, H, N, d\)"),
     (dict(q=Q[:, :, :0]), ValueError, r"q has shape \(1, 2, 0, 8\)"),
-    (dict(k=Q[:, :1]), ValueError, r"k has shape \(1, 1, 5, 8\); it must be \(1, 2, Nk, 8\)"),
+    (dict(k=Q[:, :1]), ValueError, r"v has shape \(1, 2, 5, 8\); it must be k's, \(1, 1, 5, 8\)"),
     (dict(k=Q[..., :4], v=Q[..., :4]), ValueError, r"k has shape \(1, 2, 5, 4\)"),
     (dict(v=Q[:, :, :3]), ValueError, r"v has shape \(1, 2, 3, 8\); it must be k's, \(1, 2, 5, 8\)"),
     (dict(k=Q[:, :, :3], v=Q[:, :, :3], causal=True), ValueError, "q has Nq=5 rows; .* at most Nk=3"),

@@ -43,7 +43,7 @@ def test_an_operator_called_directly_checks_too(kernel):
         (dict(k=torch.zeros(1, 2, 30, 8).double()), "k must be float32 on the CPU"),
         (dict(v=torch.zeros(1, 2, 0, 8)), r"v has shape \(1, 2, 0, 8\); it must be \(1, 2, 30, 8\)"),
         (dict(v=torch.zeros(1, 2, 29, 8)), r"v has shape \(1, 2, 29, 8\); it must be \(1, 2, 30, 8\)"),
-        (dict(k=torch.zeros(1, 1, 30, 8)), r"k has shape \(1, 1, 30, 8\); it must be \(1, 2, any, 8\)"),
+        (dict(k=torch.zeros(1, 1, 30, 8)), r"v has shape \(1, 2, 30, 8\); it must be \(1, 1, 30, 8\)"),
         (dict(q=torch.zeros(1, 2, 31, 8)), "q has Nq=31; with causal it must be at most Nk=30"),
         (dict.fromkeys("qkv", torch.zeros(1).expand(1, 1, 2**32, 1)), r"their product must be below 2\^50"),
         (dict.fromkeys("qkv", torch.zeros(1).expand(1, 1, 2**59, 1)), r"their product must be below 2\^50"),

@@ -60,7 +60,7 @@ def test_a_broken_file_is_refused_and_does_no_harm():
 def test_part4_takes_the_tuned_tile(monkeypatch, threads):
     taken = []
 
-    def operator(part, simd, gradient):
+    def operator(part, simd, gradient, ruled):
         return lambda q, k, v, causal, scale, return_lse, *tile: (taken.append(tile), (q, None))[1]
 
     monkeypatch.setattr(attention_ext, "operator", operator)

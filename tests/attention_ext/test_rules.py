@@ -1,0 +1,196 @@
+"""Rules of attention against their definition in float64: any of them together, every part, gradients."""
+
+from __future__ import annotations
+
+import math
+
+import oracle
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support import naming
+from torch import library as torch_library
+
+from shakespeare.attention_ext import attention, rules
+from shakespeare.attention_ext.extension import load
+from shakespeare.attention_ext.parts import PARTS
+
+SLOW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+LEAVES = ("q", "k", "v", "bias", "sinks")
+
+
+def defined(
+    q,
+    k,
+    v,
+    causal,
+    window=(None, None),
+    softcap=None,
+    alibi_slopes=None,
+    sinks=None,
+    bias=None,
+    documents=None,
+):
+    """Output and logsumexp in the inputs' type, by the definition, one score at a time where it is short."""
+    (B, H, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
+    outs, lses = [], []
+    left, right = (Nk + Nq if side is None else side for side in window)
+    for b in range(B):
+        for h in range(H):
+            s = q[b, h] @ k[b, h * Hk // H].T / math.sqrt(d)
+            if softcap:
+                s = softcap * torch.tanh(s / softcap)
+            hidden = torch.zeros(Nq, Nk, dtype=torch.bool)
+            for i in range(Nq):
+                p = i + Nk - Nq
+                hidden[i, : max(0, p - left)] = True
+                hidden[i, max(0, p + 1 + (min(right, 0) if causal else right)) :] = True
+                if documents is not None:
+                    hidden[i] |= documents[b] != documents[b, p]
+            if alibi_slopes is not None:
+                slope = alibi_slopes.expand(B, H)[b, h]
+                s = s - slope * (torch.arange(Nk) - torch.arange(Nk - Nq, Nk)[:, None]).abs()
+            if bias is not None:
+                held = bias[min(b, bias.shape[0] - 1), min(h, bias.shape[1] - 1)]
+                hidden |= ~held if held.dtype == torch.bool else held == -torch.inf
+                s = s if held.dtype == torch.bool else s + held.masked_fill(hidden, 0)
+            weights = s.masked_fill(hidden, -1e300).sub(s.amax(1, keepdim=True)).exp() * ~hidden
+            m = s.amax(1, keepdim=True)
+            l = weights.sum(1) + (0 if sinks is None else torch.exp(sinks[h] - m[:, 0]))  # noqa: E741
+            nothing = l == 0
+            l = l.masked_fill(nothing, 1)  # noqa: E741
+            outs.append(weights @ v[b, h * Hk // H] / l[:, None])
+            lses.append((m[:, 0] + l.log()).masked_fill(nothing, -torch.inf))
+    return torch.stack(outs).view(B, H, Nq, d), torch.stack(lses).view(B, H, Nq)
+
+
+@st.composite
+def calls(draw):
+    """The tensors and the options of a call, in float64."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    number = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+    B, Hk, group, d = (draw(st.integers(1, most)) for most in (2, 2, 3, 40))
+    Nq, more, H = draw(st.integers(1, 150)), draw(st.integers(0, 150)), Hk * group
+    Nk = Nq + more
+    side = st.none() | st.integers(0, 70)
+    wide = (draw(st.sampled_from([1, B])), draw(st.sampled_from([1, H])), Nq, Nk)
+    biases = (number(*wide), number(*wide) > 0, number(*wide).masked_fill(number(*wide) > 0, -torch.inf))
+    documents = torch.stack([torch.arange(Nk) // draw(st.integers(1, 99)), torch.arange(Nk) * 7 % 3])
+    options = dict(
+        window=(draw(side), draw(side)),
+        softcap=draw(st.sampled_from([0.5, 3.0, 30.0])),
+        alibi_slopes=number(*draw(st.sampled_from([(H,), (B, H)]))).abs(),
+        sinks=number(H),
+        bias=draw(st.sampled_from(biases)),
+        documents=documents[[draw(st.integers(0, 1)) for _ in range(B)]],
+    )
+    chosen = draw(st.sets(st.sampled_from(sorted(options)), min_size=1))
+    options = {name: value for name, value in options.items() if name in chosen}
+    q, k, v, dout = number(B, H, Nq, d), number(B, Hk, Nk, d), number(B, Hk, Nk, d), number(B, H, Nq, d)
+    return dict(q=q, k=k, v=v) | options | dict(causal=draw(st.booleans())), (dout, number(B, H, Nq))
+
+
+def as_floats(call):
+    """The call in float32."""
+    return {n: t.float() if getattr(t, "dtype", None) == torch.float64 else t for n, t in call.items()}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(call=calls(), br=st.sampled_from([None, 1, 16, 33]), bc=st.sampled_from([None, 7, 64]))
+def test_any_rules_together(attend, call, br, bc):
+    (held, _), floats = call, as_floats(call[0])
+    exact, peer = defined(**held), attention("part0", **floats, return_lse=True)
+    got = attend(**floats, br=br, bc=bc, return_lse=True)
+    for mine, right, theirs in zip(got, exact, peer):
+        some = torch.isfinite(right)
+        assert torch.equal(torch.isfinite(mine), some)
+        oracle.assert_close(mine[some], right[some], theirs[some], 3e-6)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(call=calls())
+def test_gradients(extension, call):
+    (held, given), floats = call, as_floats(call[0])
+
+    def gradients(function, call):
+        leaves = [
+            call[n].requires_grad_()
+            for n in LEAVES
+            if call.get(n) is not None and call[n].is_floating_point()
+        ]
+        out, lse = function(**call)
+        seen = torch.isfinite(lse)
+        total = (out * given[0]).sum() + (lse.masked_fill(~seen, 0) * given[1]).sum()
+        return torch.autograd.grad(total, leaves)
+
+    exact = gradients(defined, held)
+    peers = gradients(lambda **call: attention("part0", **call, return_lse=True), floats)
+    got = gradients(lambda **call: attention("part4", **call, return_lse=True), floats)
+    for mine, right, theirs in zip(got, exact, peers):
+        oracle.assert_close(mine.contiguous(), right, theirs, 1e-5)
+
+
+def test_one_query_of_grouped_heads_and_a_long_cache(attend):
+    q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 3000, 16), torch.randn(2, 2, 3000, 16)
+    call = dict(q=q, k=k, v=v, causal=True)
+    exact = defined(**{n: t if n == "causal" else t.double() for n, t in call.items()})
+    for mine, right in zip(attend(**call, return_lse=True), exact):
+        oracle.assert_close(mine, right, right)
+
+
+def test_everything_hidden_gives_zeros(attend):
+    q = torch.randn(1, 2, 40, 16)
+    out, lse = attend(q, q, q, bias=torch.zeros(1, 1, 40, 40, dtype=torch.bool), return_lse=True)
+    assert not out.any() and torch.equal(lse, torch.full((1, 2, 40), -torch.inf))
+
+
+def test_operators_keep_pytorchs_contract(extension):
+    q, none = torch.randn(1, 2, 20, 8), torch.empty(0)
+    bias, sinks = torch.randn(1, 1, 20, 20), torch.randn(2)
+    for kernels in (load("auto"),):
+        for part in PARTS.values():
+            if part.operator:
+                call = (q, q, q, True, 0.3, True, 4, 8, 5, rules.NO_LIMIT, 2.0, none, bias, sinks, none)
+                torch_library.opcheck(getattr(kernels, f"{part.operator}_ruled").default, call)
+        leaves = [t.clone().requires_grad_() for t in (q, q, q, bias, sinks)]
+        call = (*leaves[:3], True, 0.3, 4, 8, 5, rules.NO_LIMIT, 2.0, none, *leaves[3:], none)
+        torch_library.opcheck(kernels.part4_ruled_with_gradient.default, call)
+
+
+@pytest.mark.parametrize(
+    "part, given, message",
+    [
+        ("part1", dict(window=5), "window is a int; it must be .left, right."),
+        ("part1", dict(window=(1, -1)), "its sides must be at least 0, or None for no limit"),
+        ("part2", dict(softcap=0), "softcap is 0; it must be above 0"),
+        ("part0", dict(softcap=math.nan), "softcap is nan; it must be finite"),
+        ("part3", dict(alibi_slopes=[1.0]), "alibi_slopes is a list; it must be a tensor of torch.float32"),
+        ("part4", dict(sinks=torch.zeros(3)), r"sinks has shape \(3,\); it must be \(4,\)"),
+        ("part4", dict(sinks=torch.full((4,), torch.inf)), "sinks holds NaN or infinity"),
+        ("part4", dict(bias=torch.zeros(9, 9)), r"bias has shape \(9, 9\); it must be \(2, 4, 9, 9\) or"),
+        (
+            "part4",
+            dict(documents=torch.zeros(2, 9)),
+            "documents is torch.float32; it must be a tensor of torch.int64",
+        ),
+        (
+            "part4",
+            dict(alibi_slopes=torch.zeros(4).requires_grad_()),
+            "only q, k, v, bias and sinks have one",
+        ),
+    ],
+)
+def test_wrong_rules_are_named(part, given, message):
+    q = torch.zeros(2, 4, 9, 8)
+    with pytest.raises((TypeError, ValueError), match=message):
+        attention(part, q, q, q, **given)
+
+
+def test_what_has_no_rules_says_so():
+    q = torch.zeros(1, 4, 9, 8)
+    for half, why in ((q.bfloat16(), r"must be None in part4 on cpu in torch.bfloat16"),):
+        with naming(why), pytest.raises(ValueError, match=why):
+            attention("part4", half, half, half, window=(1, None))
+    with pytest.raises(ValueError, match="q has H=4 heads; it must be a multiple of k's 3"):
+        attention("part0", q, q[:, :3], q[:, :3])
