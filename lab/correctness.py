@@ -7,7 +7,7 @@ the time is the call's, with the copies to the GPU and back, and the reference i
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -26,9 +26,11 @@ from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.attention_ext.webgpu.steps import choose as choose_step
 from shakespeare.lab import machine
 from shakespeare.lab.cuda import gpu
+from shakespeare.lab.rules import example
 from shakespeare.lab.text import counted
 
 B, H, D = 1, 4, 32  # the lab's sizes
+RULES = ("window", "softcap", "alibi", "sinks", "documents")
 # Relative and absolute tolerance. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7. Two
 # correct results may be rounded to neighbours, which are 1/128 apart in bfloat16 and 1/1024 in float16.
 TOLERANCES = {Dtype.FP32: (1e-4, 1e-5), Dtype.BF16: (1 / 64, 1e-4), Dtype.FP16: (1 / 512, 1e-4)}
@@ -162,7 +164,8 @@ class Test:
     """The lab's test of `part`: q, k and v of (batch, heads, N, d), at scale 1.
 
     br, bc: part4's tile; None takes tuned sizes, as a GPU must. simd: of SIMD, for parts 1 to 4. dtype: a
-    Dtype or its value. device: of parts.DEVICES. kernel: one of part4's on a GPU.
+    Dtype or its value. device: of parts.DEVICES. kernel: one of part4's on a GPU. RULES: as example() takes
+    them.
     """
 
     part: str
@@ -177,6 +180,19 @@ class Test:
     d: int = D
     device: str = "cpu"
     kernel: str | None = None
+    window: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    documents: int | None = None
+
+    @cached_property
+    def rules(self) -> dict[str, Any]:
+        """The options of attention() for its rules. Raises ValueError if the part has none there."""
+        found = example(self.batch, self.heads, self.N, **{name: getattr(self, name) for name in RULES})
+        if found and (self.device != "cpu" or self.dtype != Dtype.FP32):
+            raise ValueError(f"{next(iter(found))} goes with device 'cpu' and dtype 'fp32' only")
+        return found
 
     def describe(self, on: gpu.Gpu | None) -> list[str]:
         """What computes the part. Raises ValueError if it does not take the inputs, BuildError likewise."""
@@ -207,7 +223,7 @@ class Test:
 
     def attention(self, part: str, tensors: Sequence[Tensor], slices: int) -> Tensor:
         """The output (B, H, N, d) of a part; part0's in slices of heads."""
-        options: dict[str, Any] = dict(causal=self.causal, scale=1.0)
+        options: dict[str, Any] = dict(causal=self.causal, scale=1.0, **self.rules)
         ours = PARTS[part].operator is not None
         if self.device != "webgpu":
             options |= dict(br=self.br, bc=self.bc, simd=self.simd, kernel=self.kernel)
@@ -228,7 +244,7 @@ def run(part: str, N: int, echo: Callable[[str], None] = print, **settings: Any)
     heads, title, slices = test.batch * test.heads, PARTS[part].title, 1
     on = gpu.Gpu() if test.device == "cuda" else None
     timed: Callable[..., Run] = partial(measure_on_gpu, on) if on else measure
-    shown = test.describe(on)
+    shown = test.describe(on) + [f"with {', '.join(test.rules)}"] * bool(test.rules)
     if on:
         slices = -(-heads // heads_at_once(N, 1, FREE_SHARE * on.free()))
         if slices > 1:

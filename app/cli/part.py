@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
 WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
-TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again"}
-NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype"}
+RULES = {"window", "softcap", "alibi", "sinks", "documents"}
+TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again", *RULES}
+NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype", *RULES}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
@@ -43,6 +44,11 @@ test_options = options.all_of(
     options.device,
     options.kernel,
     options.flag("--causal", "Use a causal mask in the test; the model always uses one."),
+    options.size("--window", "Keys to each side of a query that it sees.", default=None),
+    options.number("--softcap", "Bound of the scores, by tanh.", most=1e6, above=True, default=None),
+    options.flag("--alibi", "Subtract a slope for each head times the distance of a key."),
+    options.flag("--sinks", "Add a logit of 0 for each head to the softmax."),
+    options.size("--documents", "Keys of a document; a query sees its own only.", default=None),
     options.flag("--backward", "Test the gradients, against float64 and PyTorch; part0 and part4."),
     options.dtype,
     options.flag("--watch", "again", "Run the test again at every save of a source, until Ctrl-C."),
