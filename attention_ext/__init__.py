@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from shakespeare.attention_ext import parts, tiles
 from shakespeare.attention_ext import rules as ruling
@@ -114,8 +114,12 @@ def attention(
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
     """
-    given = {name: options.pop(name) for name in ruling.NAMES if name in options}  # type: ignore[misc]
-    causal, scale, br, bc, helpers, kernel = _checked(**options)
+    call: dict[str, Any] = options  # type: ignore[assignment]
+    given: dict[str, Any] = {}
+    if not ruling.NAMES.isdisjoint(call):
+        given = {name: call.pop(name) for name in ruling.NAMES & call.keys()}
+        given = {name: value for name, value in given.items() if value is not None}
+    causal, scale, br, bc, helpers, kernel = _checked(**call)
     return_lse = return_lse is not None and truth("return_lse", return_lse)
     import torch
 
@@ -124,7 +128,7 @@ def attention(
         check_tensors(row, q, k, v, causal, grouped=True)
     try:
         rules: ruling.Rules | None = None
-        if any(value is not None for value in given.values()):
+        if given:
             check_tensors(row, q, k, v, causal, grouped=True)
             rules = _rules_of(row, given, q, k)
         if kernel is not None and not q.is_cuda:
@@ -197,7 +201,7 @@ def _all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rules_of(row: Part, given: dict, q: Tensor, k: Tensor) -> ruling.Rules:
     """The checked rules of a call. Raises ValueError if the part has none for these tensors."""
-    name, value = next((name, value) for name, value in given.items() if value is not None)
+    name, value = next(iter(given.items()))
     if row.operator is None and row.attend is None or row.operator and str(q.dtype) == "torch.float32":
         if row.operator is None or not q.is_cuda:
             return ruling.checked(given, q, k.shape[2])

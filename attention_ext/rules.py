@@ -13,7 +13,7 @@ from shakespeare.attention_ext.checks import finite, kind, whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAMES = ("window", "softcap", "alibi_slopes", "sinks", "bias", "documents")
+NAMES = frozenset(("window", "softcap", "alibi_slopes", "sinks", "bias", "documents"))
 NO_LIMIT = 2**50  # keys to a side: further than any
 
 

@@ -54,8 +54,9 @@ void blocked_attention(const Attention& a, float* S) {
                 a.change_row(head, i, S + i * Nk + seen.first, seen);
                 const float log_sum = softmax_row(S + i * Nk + seen.first, seen.count(), a.lowest(head));
                 if (lse) lse[i] = log_sum;
+                if (!a.rules) continue;
                 const Range tile = a.keys(head, i / T * T, std::min(T, Nq - i / T * T));
-                for (int64_t j = tile.first; a.rules && j < tile.end; j++)
+                for (int64_t j = tile.first; j < tile.end; j++)
                     if (j < seen.first || j >= seen.end) S[i * Nk + j] = 0;
             }
 
