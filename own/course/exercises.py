@@ -60,12 +60,12 @@ COURSE = """
 The textbook's three loops for each head.
 - docs/learn/attention.md, part 1
 - attention_ext/csrc/attention.h: what a call holds
-> for (int64_t j = 0; j < n; j++) {
-for j < n:  S[i][j] <- scale * sum over c of Q[i][c] * K[j][c]
+> for (int64_t j = seen.first; j < seen.end; j++) {
+for each key j that i sees:  S[i][j] <- scale * sum over c of Q[i][c] * K[j][c]
 > const float log_sum ... }
 S[i] <- softmax(S[i]) over the keys that i sees
 > for (int64_t c = 0; c < d; c++) {
-for c:  O[i][c] <- sum over j < n of S[i][j] * V[j][c]
+for c:  O[i][c] <- sum of S[i][j] * V[j][c] over the keys j that i sees
 # 2-blocked attention_ext/csrc/cpu/part2_blocked.cpp 15 attention
 Cut both products into tiles that stay in cache, and let all lanes of a vector work.
 - docs/learn/attention.md, part 2
@@ -84,7 +84,7 @@ Take one row of scores through the softmax and the product before the next: S be
 share the rows.
 - docs/learn/attention.md, part 3
 - attention_ext/csrc/threads.h: for_each_item
-> const int64_t n = a.seen(i); ... }
+> const Range seen = a.keys(head, i); ... }
 S[j] <- scale * Q[i] . K[j]        for the keys that i sees
 S    <- exp(S - max(S)), l <- sum(S)
 O[i] <- S V / l
