@@ -1,7 +1,5 @@
 """What the tests of bulk jobs share: pools without processes, and what a finished directory must hold."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import deque

@@ -1,7 +1,5 @@
 """Fixtures for all tests. Nothing here needs a network, a GPU or the corpus."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

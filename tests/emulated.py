@@ -1,7 +1,5 @@
 """A user's CUDA kernel on the CPU, in the emulator of cuda_on_cpu: a block at a time, a thread as a fiber."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import re

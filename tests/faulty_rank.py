@@ -3,8 +3,6 @@
 Prints a line of JSON: rank, error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ and for PyTorch's part for CUDA. Instead of a kernel, Python reads the arguments
 would, and computes attention from what they point at.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import math

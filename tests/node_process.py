@@ -1,7 +1,5 @@
 """The page's modules in a process of node."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

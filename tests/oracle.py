@@ -1,7 +1,5 @@
 """The float64 oracle for every kernel, and the error that a float32 result may have."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What the ranks of tests/attention_ext/test_parallel.py run: many cases in one start of the processes."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

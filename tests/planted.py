@@ -1,7 +1,5 @@
 """Right kernels, and mistakes that are planted in them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A server in a thread of this process, and a client that needs only the standard library."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

@@ -1,7 +1,5 @@
 """An engine, one call at a time, and settings that a GPU applies as the CPU does."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence

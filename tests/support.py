@@ -1,7 +1,5 @@
 """Helpers of several tests that are not fixtures."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The commands in a process that hides what macOS lacks. Linux cannot run macOS's own programs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

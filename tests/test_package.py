@@ -1,7 +1,5 @@
 """The package: `pip install .` gives a command that works in any folder and writes only there."""
 
-from __future__ import annotations
-
 import os
 import platform
 import runpy

@@ -1,7 +1,5 @@
 """A new part needs one file and one row per language: a sixth part in a copy of this repository."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A model small enough for tests. Its weights are large, so that its logits differ clearly."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

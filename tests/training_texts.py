@@ -1,7 +1,5 @@
 """Texts and a recipe small enough for tests."""
 
-from __future__ import annotations
-
 import random
 
 from shakespeare.training.recipe import Recipe

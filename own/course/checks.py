@@ -1,7 +1,5 @@
 """Checks the exercises of a folder, stage by stage, in processes that a student's file cannot end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

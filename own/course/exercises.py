@@ -1,7 +1,5 @@
 """The exercises of the course: the parts' own sources with gaps, and a page for each."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ python -m shakespeare.own.course.models FILE SHARE
 prints a line of JSON for each stage that passed, {"stage": ..., "note": ...}, then why the next one failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

@@ -1,7 +1,5 @@
 """The calls that a user's kernel is tried with: inputs, float64 results and allowed errors."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Which usual mistake explains a wrong result: probes call the kernel again, guesses compute results."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The clock for kernels on a GPU: memory and events are the judge's, in a process beside the kernel's."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import secrets

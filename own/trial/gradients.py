@@ -3,8 +3,6 @@
 csrc/attention.h has the formulas. A result is dq, dk and dv below each other, (B, H, Nq + 2 Nk, d).
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

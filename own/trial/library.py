@@ -3,8 +3,6 @@
 watch() runs in the player before the file is loaded; the rest is the judge's.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import shutil

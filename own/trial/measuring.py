@@ -5,8 +5,6 @@ python -m shakespeare.own.trial.measuring FILE SIZE
 prints speed.Figures or a Finding as JSON, as SIZE is.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

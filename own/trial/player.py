@@ -7,8 +7,6 @@ gets a line in ANSWERS: DONE, or JSON. NOTES has a line for each call of another
 decides nothing and has no clock: the kernel may do with it what it wants. judge.Player is its other side.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """What `gpt.py try` prints: the verdict, the first wrong case with a picture, the speed, and one hint."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Accesses out of bounds and races of a user's kernel, by builds with sanitizers, which name lines."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

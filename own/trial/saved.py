@@ -3,8 +3,6 @@
 A folder of such files is a leaderboard: each has the name of whom it belongs to.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

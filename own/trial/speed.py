@@ -1,7 +1,5 @@
 """How fast a user's kernel is, beside the parts and PyTorch, and what to do next."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

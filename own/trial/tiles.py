@@ -5,8 +5,6 @@ python -m shakespeare.own.trial.tiles FILE SIZE ARCH
 prints them as JSON. It runs the file, so they describe and prove nothing: the speed is not taken from here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What is known of a user's kernel after its trial."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of attention() share: each part, over each implementation of the SIMD helpers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Every part against the float64 oracle, and the rest of the contract of attention()."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What is particular to attention() in bfloat16. test_attention.py holds it to the contract of float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import naming

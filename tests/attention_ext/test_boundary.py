@@ -1,7 +1,5 @@
 """bindings/boundary.h: errors of an operator whose library has a C++ runtime of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

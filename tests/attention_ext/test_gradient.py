@@ -1,7 +1,5 @@
 """The gradients of part4 against the float64 oracle, and their contract in PyTorch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

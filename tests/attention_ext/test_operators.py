@@ -1,7 +1,5 @@
 """The operators in PyTorch: schemas, fake implementations, compilation, checks, memory, the GIL."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

@@ -1,7 +1,5 @@
 """Attention over processes: exact in every method, with the bytes and exchanges of the formula."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

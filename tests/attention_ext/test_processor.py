@@ -1,7 +1,5 @@
 """The processor's name, features and cores, on x86, on ARM and on macOS, and its name in files."""
 
-from __future__ import annotations
-
 import functools
 import os
 

@@ -1,7 +1,5 @@
 """FlashAttention-2 in plain PyTorch, and merging results over sets of keys."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Tuned tiles: their file, their use by part 4, and broken files, which do no harm."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

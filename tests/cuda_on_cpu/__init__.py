@@ -1,7 +1,5 @@
 """The cuda engine without a GPU: its driver and its kernel run on the CPU, emulator.cpp says how."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The documents are right: linked files exist, commands are valid, samples are reproduced."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

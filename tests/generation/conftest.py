@@ -1,7 +1,5 @@
 """The jobs that the tests of bulk and of its cluster write, and the bytes that they must give."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from functools import partial

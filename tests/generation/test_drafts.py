@@ -1,7 +1,5 @@
 """Drafts change no text: in every part, whatever they guess, for any settings, alone and among others."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

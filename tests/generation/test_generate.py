@@ -1,7 +1,5 @@
 """Generated strings: stop strings, streaming, and the same text alone or in a batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

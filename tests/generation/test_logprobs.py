@@ -1,7 +1,5 @@
 """Log-probabilities: those of the model, in every engine, and without an effect on the texts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Prompts and windows that are read in slices of time: no slice and no neighbour changes a text."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

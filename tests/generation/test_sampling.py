@@ -1,7 +1,5 @@
 """Sampling: the filters, then one uniform number that decides the token."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

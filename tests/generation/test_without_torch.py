@@ -1,7 +1,5 @@
 """Texts by parts 1 to 4 need no PyTorch. What needs it says so in one line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The texts of a batch: no part, engine or cache changes a text; prompts that are shared; wrong requests."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

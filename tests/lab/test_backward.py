@@ -1,7 +1,5 @@
 """The lab's test of gradients: it passes for right ones, detects wrong ones, and counts operations."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

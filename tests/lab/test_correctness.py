@@ -1,7 +1,5 @@
 """The lab's test: its numbers, its memory column, and wrong kernels, which it detects."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

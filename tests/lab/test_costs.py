@@ -1,7 +1,5 @@
 """The algorithms' counts of work and traffic, against simple sums and a cache simulator."""
 
-from __future__ import annotations
-
 import pytest
 
 from shakespeare.attention_ext import PARTS, attention

@@ -1,7 +1,5 @@
 """Counting cache misses: the tools' output, the difference of two runs, and a comparison of parts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

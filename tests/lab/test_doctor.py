@@ -1,7 +1,5 @@
 """doctor: each line and what breaks it. Nothing is compiled or left behind."""
 
-from __future__ import annotations
-
 import configparser
 import re
 import subprocess

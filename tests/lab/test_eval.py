@@ -1,7 +1,5 @@
 """The loss on held-out text: wrong arguments are named, and precisions differ."""
 
-from __future__ import annotations
-
 import pytest
 from support import naming
 

@@ -1,7 +1,5 @@
 """gpt.py explain: its figures are those of the count and of this machine."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

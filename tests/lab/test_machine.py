@@ -1,7 +1,5 @@
 """The machine: its limits, its memory, and the load by other programs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

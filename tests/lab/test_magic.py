@@ -1,7 +1,5 @@
 """lab.magic: cells of a notebook that run commands and try kernels."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Profiles: spans do not overlap and add up to the wall time. Recording changes no result."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

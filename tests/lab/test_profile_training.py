@@ -1,7 +1,5 @@
 """The lab's training step: its comparison with PyTorch's, its operations, its profile."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """race: the order of turns, the picture, the report of the texts, and Ctrl-C."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

@@ -1,7 +1,5 @@
 """Timing: what a round is, which rounds count, and the interval of a median."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

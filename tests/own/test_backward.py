@@ -1,7 +1,5 @@
 """gpt.py try --backward: right gradients are right, planted mistakes are found and named, and the command."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

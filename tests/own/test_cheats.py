@@ -1,7 +1,5 @@
 """gpt.py try: the kernels of tests/cheats, which deceive who measures them, are found or gain nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

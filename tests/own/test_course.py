@@ -1,7 +1,5 @@
 """gpt.py course: the parts pass every stage of their exercises, and an untouched exercise passes none."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

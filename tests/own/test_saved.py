@@ -1,7 +1,5 @@
 """Results that try saves: their places, their ranking, and lines that are refused."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

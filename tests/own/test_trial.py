@@ -1,7 +1,5 @@
 """gpt.py try: planted mistakes are found and named, right kernels are right, and the command's report."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

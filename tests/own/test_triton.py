@@ -1,7 +1,5 @@
 """A user's file in Triton: interpreted without a GPU and compiled for one; its tiles and its mistakes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

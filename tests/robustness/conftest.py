@@ -1,7 +1,5 @@
 """The size of the stress tests: a share that takes seconds, or with ROBUSTNESS=full all of them."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

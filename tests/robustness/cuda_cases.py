@@ -4,8 +4,6 @@ attention: every kernel in every dtype. The other kinds are kernels that decode:
 few, `drafts` few with guesses; `graph` is the attention of the torch engine.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -9,8 +9,6 @@ The cache directory is TORCH_EXTENSIONS_DIR. --kill makes a new one inside it fo
 print JSON.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import json

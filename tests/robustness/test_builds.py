@@ -3,8 +3,6 @@
 Most tests build sources of one line (small_build.py), in the same steps as the extension.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

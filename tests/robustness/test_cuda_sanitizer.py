@@ -1,7 +1,5 @@
 """compute-sanitizer watches every CUDA kernel: bad accesses, races in shared memory, wrong barriers."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

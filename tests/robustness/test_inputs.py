@@ -1,7 +1,5 @@
 """Prompts of every size and script, and every option of every command at its bounds and beyond."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Memory does not grow with texts of millions of characters or models loaded a thousand times."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

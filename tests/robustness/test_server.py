@@ -1,7 +1,5 @@
 """The server among thousands of clients that read slowly or not at all, leave, or send no request."""
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import json

@@ -1,7 +1,5 @@
 """scripts/make-docs.py: the help of the command line and the tables of benchmarks/results/."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """The notebooks: scripts/make-notebooks.py makes their text from the documents, and executes them."""
 
-from __future__ import annotations
-
 import re
 import runpy
 

@@ -1,7 +1,5 @@
 """docs/figures/race.svg: scripts/make-race-svg.py shows the text and the times of a race."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import xml.etree.ElementTree as ElementTree

@@ -1,7 +1,5 @@
 """scripts/simulate.sh: the inner loops on simulated processors."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A server's process with a key, and one whose queue is full."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -4,8 +4,6 @@ A client is a program in clients/ that runs in its own environment: it gets a ca
 its library made of the server's answers. What a library does not show is left out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

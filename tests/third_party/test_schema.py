@@ -1,7 +1,5 @@
 """schemathesis: requests made from the server's own OpenAPI document get what it says, and no 500."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

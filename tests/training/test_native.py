@@ -1,7 +1,5 @@
 """The training step in C++ against PyTorch's: gradients, both optimizers, their states, fallbacks."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Training on a text of a few characters: the model learns, and the recorded losses are right."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """A run by time ends on time, whatever the steps take."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

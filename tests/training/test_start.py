@@ -1,7 +1,5 @@
 """Fine-tuning: the model that a run starts from, its new characters and what it forgets."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

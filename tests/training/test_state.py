@@ -1,7 +1,5 @@
 """A run that is stopped or killed goes on as if it had not been."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

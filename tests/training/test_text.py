@@ -1,7 +1,5 @@
 """What an own text must be, and how it is divided."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The page's modules in node, and the page in browsers. Tests skip where one of them is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

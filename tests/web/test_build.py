@@ -1,7 +1,5 @@
 """Putting the page into a folder: over the page before, and a copy that ends in the middle."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """The WebAssembly kernels in node: the same texts, weights and numbers as Python's."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

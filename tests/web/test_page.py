@@ -1,7 +1,5 @@
 """The page in Chromium and Firefox: texts, branches, views, one file, no network, hostile files, access."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The page as `gpt.py serve` shows it: it also writes through the server."""
 
-from __future__ import annotations
-
 import pytest
 from serving import serving
 

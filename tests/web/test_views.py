@@ -1,7 +1,5 @@
 """What the views compute: the frames of Tiles, their caches and costs, the address, the command."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -1,7 +1,5 @@
 """Errors are one line on stderr and exit code 2. Ctrl-C and a closed pipe end the program quietly."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The commands prepare, train and eval."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """The help is complete and has sections. It is quick, as it does not import torch."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

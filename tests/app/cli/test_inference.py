@@ -1,7 +1,5 @@
 """--inference: what it writes to stdout and stderr, and that each option takes effect."""
 
-from __future__ import annotations
-
 import json
 import re
 

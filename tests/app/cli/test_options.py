@@ -1,7 +1,5 @@
 """Choices that the command line repeats, because their modules import torch, are those of the modules."""
 
-from __future__ import annotations
-
 import re
 
 import click

@@ -1,7 +1,5 @@
 """The lab's test of a part, and the command 4Daccess."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

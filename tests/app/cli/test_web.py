@@ -1,7 +1,5 @@
 """gpt.py web: makes the page once, shows it to this machine only, and refuses in one line."""
 
-from __future__ import annotations
-
 import http.client
 import importlib.util
 import re

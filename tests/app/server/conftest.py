@@ -1,7 +1,5 @@
 """The server that most tests call."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

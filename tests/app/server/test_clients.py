@@ -1,7 +1,5 @@
 """Clients that leave, read slowly, come in crowds, or do not send requests."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """gpt.py serve as a process: what it says, how it ends, and what it refuses to start with."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Each field of the requests: what is right, and that what is wrong gets 400 with its name in `param`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

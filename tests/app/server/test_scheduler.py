@@ -1,7 +1,5 @@
 """A failure ends one lane or one request only."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """Who is let in: the Host header, keys, browsers' origins."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The page of web/ on a server."""
 
-from __future__ import annotations
-
 import pytest
 from serving import MODEL, serving
 

@@ -1,7 +1,5 @@
 """Texts through the API: shapes, the command line's bytes, log-probabilities, choices, streams."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Incremental builds: what a change compiles, and what a mistake says."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

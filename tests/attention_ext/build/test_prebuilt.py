@@ -1,7 +1,5 @@
 """Which of a wheel's libraries is loaded."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

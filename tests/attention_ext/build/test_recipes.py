@@ -1,7 +1,5 @@
 """Build recipes: the sources, what decides the path of the result, and the program without Python."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The compilers: how they are found, and the errors if they are not."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """What the tests of the CUDA kernels share. Without a GPU or the packages they skip with a reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

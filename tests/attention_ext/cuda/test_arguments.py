@@ -1,7 +1,5 @@
 """What attention() checks and promises on CUDA. PyTorch's fake tensors need no GPU and no memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import naming

@@ -1,7 +1,5 @@
 """attention() on a GPU: each kernel in each dtype against the float64 oracle, and the contract."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

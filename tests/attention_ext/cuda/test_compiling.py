@@ -1,7 +1,5 @@
 """Every kernel compiles with NVRTC, without a GPU; its registers and spills are read."""
 
-from __future__ import annotations
-
 import functools
 import math
 

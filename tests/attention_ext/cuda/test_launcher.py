@@ -1,7 +1,5 @@
 """What the launcher gives to the kernels, without a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

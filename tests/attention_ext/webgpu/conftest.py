@@ -1,7 +1,5 @@
 """What the tests of WebGPU share. Without the package wgpu or an adapter they skip with a reason."""
 
-from __future__ import annotations
-
 import pytest
 
 from shakespeare.attention_ext.parts import BuildError

@@ -1,7 +1,5 @@
 """webgpu.attention(): each step of the ladder against the float64 oracle, and the contract."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

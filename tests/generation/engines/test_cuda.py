@@ -3,8 +3,6 @@
 The contract of every engine is tested on the cuda engine by the fixture `engine`.
 """
 
-from __future__ import annotations
-
 import runpy
 import threading
 import time

@@ -1,7 +1,5 @@
 """The torch engine's step as a graph: any texts at any lengths, with any number of rows, as without it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

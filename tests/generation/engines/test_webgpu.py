@@ -3,8 +3,6 @@
 The contract of every engine is tested on it by the fixture `engine`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Many texts in files: the same bytes for any number of workers, after kills, full disks and restarts."""
 
-from __future__ import annotations
-
 import codecs
 import errno
 import fcntl

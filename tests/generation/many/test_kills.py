@@ -3,8 +3,6 @@
 However a job is killed, no text is lost, none is written twice, and its files have the same bytes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Fixtures for the tests of bench: a quiet machine, and a run with known figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The cells of a sweep, and its contenders."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

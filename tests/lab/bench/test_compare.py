@@ -1,7 +1,5 @@
 """Comparing two runs: real differences are reported, and chance is not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

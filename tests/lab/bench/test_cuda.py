@@ -1,7 +1,5 @@
 """The sweep on a GPU: its plan, what it measures and reports, by a GPU that is made up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support import FakeGpu, gpu_run

@@ -1,7 +1,5 @@
 """The sweep: it verifies before it times, spreads its rounds over passes, and can be stopped."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

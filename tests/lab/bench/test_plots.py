@@ -1,7 +1,5 @@
 """The pictures of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from shakespeare.lab.bench import contenders, report

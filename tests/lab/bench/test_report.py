@@ -1,7 +1,5 @@
 """The output formats of a run, and the file that keeps it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

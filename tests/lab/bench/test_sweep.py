@@ -1,7 +1,5 @@
 """gpt.py bench in the terminal: its arguments, the plan and the progress bar."""
 
-from __future__ import annotations
-
 from support import naming
 
 from shakespeare.app.cli.options import Numbers

@@ -1,7 +1,5 @@
 """gpt.py bench --tune: it finds the best tile within the budget and keeps it."""
 
-from __future__ import annotations
-
 import pytest
 
 from shakespeare.attention_ext import tiles

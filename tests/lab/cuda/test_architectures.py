@@ -1,7 +1,5 @@
 """Occupancy: known values, and each resource as the limit."""
 
-from __future__ import annotations
-
 from shakespeare.attention_ext.cuda.kernels import Gpu
 from shakespeare.lab.cuda.architectures import ARCHITECTURES, KIB, architecture, occupancy
 

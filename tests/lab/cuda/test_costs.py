@@ -1,7 +1,5 @@
 """The counts of CUDA kernels: bank conflicts, meetings of tiles, and totals that can be reckoned by hand."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

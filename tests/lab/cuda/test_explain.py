@@ -1,7 +1,5 @@
 """gpt.py explain part4 --device cuda: by count for an architecture, and measured where there is a GPU."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A GPU's limits, and how calls on it are timed. Without a GPU nearly all of it is skipped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

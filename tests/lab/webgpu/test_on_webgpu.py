@@ -1,7 +1,5 @@
 """The lab on WebGPU: a part's test, bench, explain's counts. Without an adapter they skip with a reason."""
 
-from __future__ import annotations
-
 import pytest
 
 from shakespeare.attention_ext.parts import BuildError, Dtype
