@@ -22,7 +22,7 @@ from shakespeare.model import load
 from shakespeare.model.gpt import GPT
 from shakespeare.own.course.exercises import Failed
 from shakespeare.own.trial.cases import beside
-from shakespeare.own.trial.judge import Gone, Player, Wrong
+from shakespeare.own.trial.judge import LOAD_SECONDS, Gone, Player, Wrong
 
 MODEL = "shakes128"
 FLOOR = 5e-7  # of the error, a share of the largest number
@@ -128,7 +128,7 @@ def main(file: str, share: str) -> None:
     player = Player(with_torch=True, threads=1)
     with contextlib.closing(player), torch.inference_mode():
         try:
-            player.load_decoder(Path(file), MODEL)
+            player.ask({"load": str(Path(file).resolve()), "model": MODEL}, LOAD_SECONDS)
             for stage, note in stages(Decoder(player), float(share)):
                 print(json.dumps({"stage": stage, "note": note}), flush=True)
         except (Gone, Wrong) as error:

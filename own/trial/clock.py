@@ -5,8 +5,6 @@ over, and is subtracted. When the clock has stopped, a random tenth of the outpu
 and random rows of the others. The CPU time of the player must fit the wall time of the calls.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math
@@ -16,7 +14,6 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -27,20 +24,11 @@ from shakespeare.attention_ext import attention
 from shakespeare.lab import machine, timing
 from shakespeare.lab.bench.measure import MOST_FAULT_SHARE, MOST_TRIES, PAGE_FAULT_SECONDS
 from shakespeare.own import kernel as kernels
-from shakespeare.own.trial import cases
+from shakespeare.own.trial import cases, judge
 from shakespeare.own.trial.cases import Array, Expected
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.gradients import INPUTS
-from shakespeare.own.trial.judge import (
-    JIT_SECONDS,
-    PAGE,
-    PREPARE_SECONDS,
-    Cpu,
-    Player,
-    Wrong,
-    end_strangers,
-    strangers,
-)
+from shakespeare.own.trial.judge import Cpu, Player, Wrong
 from shakespeare.own.trial.speed import Size
 
 ROUNDS, MIN_TIME = 6, 0.06  # bursts, and seconds of all calls of a size
@@ -85,7 +73,7 @@ class Timed:
         return timing.Samples(self.seconds, self.paces).median
 
 
-class Clock:
+class Clock(contextlib.AbstractContextManager["Clock"]):
     """Times a file's kernel at a size, and at `more` of its (N, d). Ends its players."""
 
     most_kept = 2**27  # bytes of outputs of a size
@@ -94,20 +82,20 @@ class Clock:
         self._file, self._size, backward = file, size, size.backward
         self.sizes = [Timed(N, d) for N, d in ((size.N, size.d), *more)]
         self._empty = Timed(size.N, size.d)
-        self._others = strangers()
+        self._others = judge.strangers()
         self._taken = list[tuple[float, Cpu]]()
         self._rounds = 0
         self._load = machine.Load()
         source = kernels.read(file)
         with_torch = source.torch or source.device == "cuda"
-        self._compiling = JIT_SECONDS * source.compiling
+        self._compiling = judge.JIT_SECONDS * source.compiling
         kind = "torch" if source.ladder else EMPTY_OF.get(file.suffix, "torch" if with_torch else "numpy")
         self._players = [Player(with_torch, size.threads) for _ in range(2)]
         self._player, self._peer = self._players
-        with self._closing():
+        try:
             name = f"empty{kind if kind.startswith('.') else '.py'}"
             self._peer.load(kernels.kept(name, EMPTY[kind + " backward" * backward]), backward=backward)
-            self._peer.ask({"seal": True}, PREPARE_SECONDS)
+            self._peer.ask({"seal": True}, judge.PREPARE_SECONDS)
             for _ in range(timing.WARM_UP_SAMPLES):
                 self._load.sample()
             self._time_empty()  # before the file can do anything
@@ -115,22 +103,14 @@ class Clock:
             for timed in self.sizes:
                 self._call(self._player, timed, 600.0 + self._compiling)
                 timed.once = min(self._call(self._player, timed, 600.0)[0] for _ in range(2))
+        except BaseException:
+            self.__exit__()
+            raise
 
-    def __enter__(self) -> Clock:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for player in self._players:
             player.close()
-        end_strangers(self._others)
-
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+        judge.end_strangers(self._others)
 
     def round(self) -> None:
         """A burst of each size. Raises Wrong, Gone, RuntimeError as Player.call() does."""
@@ -182,9 +162,8 @@ class Clock:
             sum(column) for column in zip(*((wall, *cpu) for wall, cpu in self._taken))
         )
         calls = CALL_CPU * len(self._taken)
-        few = (
-            FEW_CPU * total + calls
-        )  # where others use the processors, two threads may take no more than one
+        # Where others use the processors, two threads may take no more than one.
+        few = FEW_CPU * total + calls
         used = f"{total / wall:.1f} threads in its calls and around them"
         if self._size.threads == 1 and others > few:
             used = "other processes"
@@ -235,16 +214,9 @@ class Clock:
     def _call(self, player: Player, timed: Timed, limit: float) -> tuple[float, Cpu]:
         """The seconds of a call with new inputs at a new place, and its CPU time; its output is kept."""
         seed = secrets.randbits(64)
-        out, seconds, cpu = player.call(
-            self._inputs(seed, timed),
-            limit,
-            causal=self._size.causal,
-            scale=timed.d**-0.5,
-            threads=self._size.threads,
-            fill=math.nan,
-            scratch_fill=None,
-            place=places,
-        )
+        asked: dict[str, Any] = {"causal": self._size.causal, "scale": timed.d**-0.5, "scratch_fill": None}
+        asked |= {"threads": self._size.threads, "fill": math.nan, "place": places}
+        out, seconds, cpu = player.call(self._inputs(seed, timed), limit, **asked)
         timed.outs.append((seed, out))
         return seconds, cpu
 
@@ -282,15 +254,13 @@ class Clock:
         dout = normal(seed + 1, self._size.heads, timed.N, timed.d, ["dout"])
         return given | {"out": out.numpy(), "lse": lse.numpy()} | dout
 
-    def _is_right(self, timed: Timed, seed: int, got: Any, most: int) -> bool:
-        return self._compared(self._inputs(seed, timed), got, most)
-
-    def _compared(self, given: dict[str, Any], got: Array, most: int) -> bool:
+    def _is_right(self, timed: Timed, seed: int, result: Any, most: int) -> bool:
+        """Whether random rows of a result are right; it and the inputs may be tensors on a GPU."""
+        given = {name: torch.as_tensor(t).cpu().numpy() for name, t in self._inputs(seed, timed).items()}
+        got = torch.as_tensor(result).cpu().numpy()
         of = gradients_of if self._size.backward else outputs_of
-        return all(
-            expected.allows(got[0, h, rows])
-            for h, rows, expected in sampled(given, self._size.causal, of, most)
-        )
+        checked = sampled(given, self._size.causal, of, most)
+        return all(expected.allows(got[0, h, rows]) for h, rows, expected in checked)
 
 
 def normal(seed: int, heads: int, N: int, d: int, names: Iterable[str]) -> dict[str, Array]:
@@ -344,7 +314,7 @@ def gradients_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Offsets in a random slot of the shared memory, each by some cache lines from the slot's own."""
-    room = [-(-n // PAGE) * PAGE + JITTER * LINE for n in sizes]
+    room = [-(-n // judge.PAGE) * judge.PAGE + JITTER * LINE for n in sizes]
     start, offsets = secrets.randbelow(SLOTS) * sum(room), []
     for n in room:
         offsets.append(start + LINE * secrets.randbelow(JITTER))

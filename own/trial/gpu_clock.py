@@ -5,7 +5,6 @@ import math
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,10 +68,6 @@ class GpuClock(Clock):
             return {"q": q, "k": k, "v": v}
         out, lse = attention("part4", q, k, v, causal=self._size.causal, return_lse=True)
         return {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
-
-    def _is_right(self, timed: Timed, seed: int, got: Any, most: int) -> bool:
-        given = {name: t.cpu().numpy() for name, t in self._inputs(seed, timed).items()}
-        return self._compared(given, got.cpu().numpy(), most)
 
     def _check_threads(self) -> None:
         pass

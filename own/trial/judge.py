@@ -145,13 +145,8 @@ class Player:
         self._poll = select.poll()
         self._poll.register(self._answers, select.POLLIN | select.POLLHUP)
         given = (commands, answers, notes, self._file)
-        command = [
-            sys.executable,
-            "-m",
-            "shakespeare.own.trial.player",
-            *map(str, given),
-            *["torch"] * with_torch,
-        ]
+        command = [sys.executable, "-m", "shakespeare.own.trial.player", *map(str, given)]
+        command += ["torch"] * with_torch
         libraries = ("OMP", "OPENBLAS", "MKL", "NUMBA") if threads else ()
         env = environment() | {f"{name}_NUM_THREADS": str(threads) for name in libraries}
         nothing: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -175,10 +170,6 @@ class Player:
     def alive(self) -> bool:
         """Whether the process has not ended."""
         return self._process.poll() is None
-
-    def load_decoder(self, file: Path, model: str) -> None:
-        """Load a file's GPT with a checkpoint's weights. Raises RuntimeError, Gone."""
-        self.ask({"load": str(file.resolve()), "model": model}, LOAD_SECONDS)
 
     def load(self, file: Path, most_memory: int | None = None, backward: bool = False) -> None:
         """Load a kernel, or its backward pass; C++ and ISPC are compiled here. Raises BuildError, Gone."""
@@ -455,12 +446,6 @@ class Checker:
 
         seconds: that a call may take before it is endless. seed: of the inputs.
         """
-        try:
-            return self._check(file, seconds, seed, backward)
-        finally:
-            self.close()
-
-    def _check(self, file: Path, seconds: float, seed: int, backward: bool) -> Verdict:
         self.warm(file)
         player, source, verdict, limits = self._player, kernels.read(file), Verdict(backward=backward), []
         assert player
@@ -494,6 +479,7 @@ class Checker:
             verdict.add(Finding("bounds" if beyond else "raised", said))
         finally:
             beside.join()
+            self.close()
         return verdict
 
 

@@ -91,17 +91,11 @@ def in_text(file: Path) -> set[str]:
         return set(NAMED.findall(re.sub(r"#.*|(\"\"\"|''')[\s\S]*?\1", "", text)))  # not in words
     if file.suffix == ".cu":
         return set()
-    undefined = ""
+    included = "\n".join(re.findall(r"^\s*#\s*include\s*(.*)", text, re.M))
     if nm := shutil.which("nm"):
         command = [nm, "--undefined-only", "--demangle", str(recipes.own(file).first_object())]
-        undefined = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    else:
-        undefined = text
-    return {f"{a}_attention" if a else b for a, b in OWN_PART.findall(undefined + _included(text))}
-
-
-def _included(text: str) -> str:
-    return "\n".join(re.findall(r"^\s*#\s*include\s*(.*)", text, re.M))
+        text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return {f"{a}_attention" if a else b for a, b in OWN_PART.findall(f"{text}\n{included}")}
 
 
 def in_memory(pid: int, with_torch: bool) -> set[str]:

@@ -8,7 +8,7 @@ prints speed.Figures or a Finding as JSON, as SIZE is.
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -49,10 +49,11 @@ def main(file: Path, size: Size) -> Figures | Finding:
         return Finding(UNTIMED, f"it was not timed: {str(error).splitlines()[0]}")
 
 
-def cells(names: Sequence[str], size: Size, **options: Any) -> list[Cell]:
-    """Those of the contenders at the timed size."""
+def cells(size: Size, device: str, **options: Any) -> list[Cell]:
+    """Those of the ladder and SDPA at the timed size, or of one contender."""
+    names = LADDER[device][-1:] if size.alone else (*LADDER[device], "sdpa")
     options |= {"heads": size.heads, "masks": [size.causal], "threads": [size.threads]}
-    return plan(names, lengths=[size.N], widths=[size.d], **options)
+    return plan(names, lengths=[size.N], widths=[size.d], device=device, **options)
 
 
 def timed(bench: Any, round: Callable[[], None]) -> dict[str, float]:
@@ -100,7 +101,7 @@ def backward_timed(size: Size, bench: Any, round: Callable[[], None]) -> dict[st
 def _on_cpu(file: Path, size: Size) -> Figures | Finding:
     N, d, threads = size.N, size.d, size.threads
     alike = [] if size.alone or size.backward else [(max(1, N // SMALLER), d), (N, WIDER * d)]
-    planned = cells(["part4"] if size.alone else [*LADDER["cpu"], "sdpa"], size)
+    planned = cells(size, "cpu")
     cell, load = replace(planned[0], contender=str(file)), machine.Load()
     flops = cell.flops * (FLOPS if size.backward else 1)
     with Clock(file, size, alike) as clock:
@@ -146,9 +147,7 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
 
 
 def _on_gpu(file: Path, size: Size) -> Figures | Finding:
-    planned = cells(
-        ["kernel4"] if size.alone else [*LADDER["cuda"], "sdpa"], size, device="cuda", l2s=["cold"]
-    )
+    planned = cells(size, "cuda", l2s=["cold"])
     cell = planned[0]
     bench = GpuBench(planned, ROUNDS, MIN_TIME)
     flops = cell.flops * (FLOPS if size.backward else 1)
@@ -164,13 +163,8 @@ def _on_gpu(file: Path, size: Size) -> Figures | Finding:
         return faster(flops / max(seconds, 1e-9), limit)
     return Figures(
         ms=ms | {"own": 1e3 * seconds},
-        small_ms=None,
-        wide_ms=None,
         flops=flops,
         peak=peak,
-        latency=0.0,
-        lanes=1,
-        scratch=None,
         l2=processor.caches()[:2][-1].size,
         cpu=torch.cuda.get_device_name(),
         device="cuda",

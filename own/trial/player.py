@@ -35,9 +35,8 @@ COMPILED_FOR = "sm_80"  # without a GPU
 ONCE = 13  # cases that compute-sanitizer watches
 GUARD = 1024  # floats of NaN after each matrix on a GPU
 DIES_WITH_PARENT, NOT_DUMPABLE, CAPBSET_DROP, NO_NEW_PRIVILEGES = 1, 4, 24, 38  # of Linux's prctl()
-KEPT_CAPABILITIES = (
-    0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: a container's root reads its user's files
-)
+# CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: a container's root reads its user's files
+KEPT_CAPABILITIES = 0b110
 LATER_CAPABILITIES = 64
 
 

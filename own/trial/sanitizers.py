@@ -76,19 +76,8 @@ def _thread(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | No
 def _said(file: Path, sanitizer: str, sizes: Sequence[int], backward: bool, stop: Stop) -> str:
     """What a sanitizer writes about a call."""
     Nq, Nk, d, heads, causal, threads = sizes
-    words = (
-        "backward" if backward else "own",
-        Nk,
-        d,
-        64,
-        64,
-        causal,
-        heads,
-        1,
-        0,
-        Nq,
-        threads,
-    )  # of tools/alone.cpp
+    # As tools/alone.cpp takes them
+    words = "backward" if backward else "own", Nk, d, 64, 64, causal, heads, 1, 0, Nq, threads
     command = [str(recipes.own(file.resolve(), sanitizer).make()), *map(str, words)]
     if os.geteuid() == 0:  # root's program could read the judge's memory
         command = [sys.executable, "-m", "shakespeare.own.trial.player", "run", *command]

@@ -93,16 +93,16 @@ class Figures:
     """
 
     ms: dict[str, float]
-    small_ms: float | None
-    wide_ms: float | None
     flops: float
     peak: float
-    latency: float
-    lanes: int
-    scratch: int | None
     l2: int
     cpu: str
     device: str
+    small_ms: float | None = None
+    wide_ms: float | None = None
+    latency: float = 0.0
+    lanes: int = 1
+    scratch: int | None = None
     busy: str | None = None
     handing_ms: float = 0.0
     library: str = ""

@@ -71,7 +71,7 @@ def test_a_solution_that_is_too_slow_lacks_the_last_stage(exercise, tmp_path, ex
 def test_the_last_stage_is_judged_by_the_share_of_the_limit(reached, tmp_path, extension, monkeypatch):
     (fused,) = (each for each in EXERCISES if each.name == "3-fused")
     flops, peak = reached * fused.share / 100 * 1e8, 1e11  # of a call of 1 ms
-    figures = Figures({"own": 1.0}, None, None, flops, peak, 0.0, 8, 0, 0, "a processor", "cpu")
+    figures = Figures({"own": 1.0}, flops, peak, 0, "a processor", "cpu")
     monkeypatch.setattr(checks.speed, "measure", lambda *_, **__: figures)
     found = result_of(fused, fused.solution(), tmp_path)
     assert found.points == (5 if reached > 1 else 4) and found.share == pytest.approx(flops / 1e8), found

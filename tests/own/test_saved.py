@@ -16,7 +16,7 @@ def keep(into: Path, ms: float, text: str = "", N: int = 64, cpu: str = "a CPU",
     """Save a result of a kernel with this text."""
     mine = into.parent / "mine.cpp"
     mine.write_text(text)
-    figures = Figures({"own": ms}, None, None, 1e6, 1e9, 0.0, 8, 0, 0, cpu, "cpu")
+    figures = Figures({"own": ms}, 1e6, 1e9, 0, cpu, "cpu")
     return saved.keep(mine, Verdict(library=library), figures, Size(N), into)
 
 

@@ -210,7 +210,7 @@ def test_the_ladder_and_the_hints():
     def timed(ms: float, device="cpu", small_ms=0.0, wide_ms=None, scratch=4 << 20) -> Figures:
         times = ladder | {"own": ms, "kernel1": 9.0, "kernel2": 1.0}
         small = small_ms or ms / 256
-        return Figures(times, small, wide_ms, 0.537e9, 120e9, 1e-9, 16, scratch, 1 << 20, "a CPU", device)
+        return Figures(times, 0.537e9, 120e9, 1 << 20, "a CPU", device, small, wide_ms, 1e-9, 16, scratch)
 
     for figures, place in (
         (timed(50), "between part1 and part3"),
