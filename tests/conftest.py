@@ -22,10 +22,10 @@ import cuda_on_cpu
 import pooch  # noqa: F401  (its log keeps the stream of its import, which a test would close)
 import pytest
 import torch
-from support import ROOT, Done
+from support import ROOT, Done, or_skip
 
 from shakespeare.app import cli as command_line
-from shakespeare.attention_ext import PARTS, BuildError, extension, tiles
+from shakespeare.attention_ext import PARTS, extension, tiles
 from shakespeare.attention_ext.build import nvrtc, toolchain
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import Gpu
@@ -65,10 +65,8 @@ def turn_on_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 @pytest.fixture(scope="session", name="extension")
 def compiled_extension() -> None:
     """Load the compiled extension; skip the test if there is no compiler."""
-    try:
+    with or_skip():
         toolchain.find_compiler()
-    except BuildError as error:
-        pytest.skip(str(error))
     extension.load()
 
 
@@ -190,17 +188,13 @@ def emulated(tmp_path_factory) -> Callable[..., None]:
 @pytest.fixture(scope="session", name="nvrtc")
 def nvrtc_here() -> None:
     """Skip the test if nothing can be compiled for a GPU here."""
-    try:
+    with or_skip():
         nvrtc.versions()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
 def gpu(nvrtc: None) -> Gpu:
     """The GPU; skip the test if there is none."""
-    try:
+    with or_skip():
         driver.check_gpu()
-    except BuildError as error:
-        pytest.skip(str(error))
     return driver.gpu(0)

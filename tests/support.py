@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
+from shakespeare.attention_ext import BuildError
 from shakespeare.lab.bench.cases import plan
 from shakespeare.lab.bench.cuda import smaller
 from shakespeare.lab.bench.results import Result, Run
@@ -35,6 +37,15 @@ def resident(process: int | str) -> int:
 
 
 @contextmanager
+def or_skip() -> Iterator[None]:
+    """Skip the test if what it needs is missing, such as a compiler, ispc or a GPU."""
+    try:
+        yield
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@contextmanager
 def naming(*case: object) -> Iterator[None]:
     """Name the case, one of a loop, in the message of an exception."""
     try:
@@ -42,6 +53,21 @@ def naming(*case: object) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"in the case {case}")
         raise
+
+
+def finished(*command: str | Path, cwd: Path = ROOT, **env: str | None) -> Done:
+    """Run a command to its end with these variables in its environment, or without one that is None."""
+    kept = {name: value for name, value in (os.environ | env).items() if value is not None}
+    pipes = dict(capture_output=True, text=True, timeout=3600)  # which ends what hangs
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=kept, **pipes)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def printed(*command: str | Path, **settings) -> str:
+    """What a command prints that must succeed. settings: as finished() takes them."""
+    done = finished(*command, **settings)
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-8000:]}{done.stderr[-8000:]}"
+    return done.stdout
 
 
 def script(path: Path, text: str) -> str:

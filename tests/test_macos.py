@@ -1,11 +1,9 @@
 """The commands in a process that hides what macOS lacks. Linux cannot run macOS's own programs."""
 
-import os
-import subprocess
 import sys
 
 import pytest
-from support import ROOT
+from support import finished
 
 from shakespeare.attention_ext import processor
 
@@ -52,12 +50,7 @@ main(sys.argv[1:])
     ],
 )
 def test_a_command_needs_nothing_of_linux(extension, command, shown, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, processor.capabilities(), *command.split()],
-        cwd=ROOT,
-        env=os.environ | {"ATTENTION_TILES": str(tmp_path / "tiles.json")},
-        capture_output=True,
-        text=True,
-    )
+    words = "-c", RUN, processor.capabilities(), *command.split()
+    done = finished(sys.executable, *words, ATTENTION_TILES=str(tmp_path / "tiles.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert shown in done.stdout and "Compiling" not in done.stderr

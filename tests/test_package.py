@@ -1,6 +1,5 @@
 """The package: `pip install .` gives a command that works in any folder and writes only there."""
 
-import os
 import platform
 import runpy
 import shutil
@@ -11,7 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from support import ROOT, copy_tree
+from support import ROOT, copy_tree, finished, printed
 
 from shakespeare.attention_ext.build import prebuilt
 
@@ -22,10 +21,7 @@ TEXT = ("part4", "--inference", "-m", "shakes256", "--num-samples", "1", "--max-
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
     """What a command prints; PYTHONPATH is not passed on."""
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=own | env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed(*command, cwd=cwd, **{"PYTHONPATH": None} | env)
 
 
 def files(folder: Path) -> set[str]:
@@ -63,14 +59,14 @@ def test_the_installed_command_writes_the_text_of_the_checkout(environment, tmp_
     shown = run(command, *TEXT, cwd=tmp_path)
     assert shown == run(sys.executable, ROOT / "gpt.py", *TEXT, cwd=tmp_path)
     assert run(command, "--version", cwd=tmp_path).startswith("shakespeare-attention ")
-    wrong = subprocess.run([command, "part9"], cwd=tmp_path, capture_output=True, text=True)
+    wrong = finished(command, "part9", cwd=tmp_path)
     assert wrong.returncode == 2 and wrong.stderr.startswith("shakespeare: error: ")
     (tmp_path / "mine.txt").write_text("To be, or not to be\n" * 20)
     run(command, "prepare", "--corpus", "mine.txt", cwd=tmp_path)
     assert files(packages(environment)) == before
     made = ("input.txt", "train.bin", "val.bin", "meta.pkl", "meta.json")
     assert files(tmp_path) == {"mine.txt", *(f"data/shakespeare_char/{name}" for name in made)}
-    done = subprocess.run([command, *TEXT], cwd=tmp_path, capture_output=True, text=True)
+    done = finished(command, *TEXT, cwd=tmp_path)
     vocabulary = packages(environment) / "shakespeare" / "checkpoints" / "shakes256" / "meta.json"
     assert done.stdout == shown and f"\nLoading meta from {vocabulary}...\n" in done.stderr
 

@@ -9,7 +9,7 @@ import sys
 import threading
 
 import pytest
-from support import ROOT, copy_tree
+from support import ROOT, copy_tree, printed
 
 from shakespeare.attention_ext.build.recipes import CSRC
 
@@ -47,21 +47,14 @@ def copy(tmp_path_factory, extension):
 @pytest.fixture
 def env(copy):
     """The environment of a process in the copy."""
-    own = {"TORCH_EXTENSIONS_DIR": str(copy.parent / "sixth-part-builds"), "OMP_NUM_THREADS": "1"}
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
+    builds = str(copy.parent / "sixth-part-builds")
+    return {"TORCH_EXTENSIONS_DIR": builds, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
 @pytest.fixture
 def run(copy, env):
     """Run Python in the copy; return its stdout."""
-
-    def run(*arguments):
-        command = [sys.executable, *map(str, arguments)]
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
-
-    return run
+    return lambda *arguments: printed(sys.executable, *arguments, cwd=copy, **env)
 
 
 def test_the_command_line_has_it(run):
@@ -73,7 +66,7 @@ def test_every_save_is_tested_again(copy, env):
     source = copy / "attention_ext" / "csrc" / "cpu" / "part5_plain.cpp"
     command = [sys.executable, "-u", "gpt.py", "part5", "--watch", "-N", "64"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=copy, env=env, **pipes) as watching:
+    with subprocess.Popen(command, cwd=copy, env=os.environ | env, **pipes) as watching:
         lines = iter(watching.stdout.readline, "")
         hang = threading.Timer(600, watching.kill)
         hang.start()

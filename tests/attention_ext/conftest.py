@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support import or_skip
 
-from shakespeare.attention_ext import PARTS, SIMD, BuildError, attention, extension
+from shakespeare.attention_ext import PARTS, SIMD, attention, extension
 from shakespeare.attention_ext.parts import Dtype, taking
 
 KERNELS = [name for name, part in PARTS.items() if part.operator]
@@ -47,8 +48,6 @@ def attend(request) -> Attend:
     """Run the test with each part, over each SIMD helper and in each dtype."""
     if request.param.part in KERNELS:
         request.getfixturevalue("extension")
-        try:
+        with or_skip():
             extension.load(request.param.simd)
-        except BuildError as error:  # no ispc
-            pytest.skip(str(error))
     return request.param

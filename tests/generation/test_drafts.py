@@ -11,10 +11,10 @@ import pytest
 import tiny
 import torch
 from steps import prefill, write, write_at_random
-from support import naming
+from support import naming, or_skip
 
 from shakespeare.attention_ext import extension as built
-from shakespeare.attention_ext.parts import PARTS, BuildError
+from shakespeare.attention_ext.parts import PARTS
 from shakespeare.generation import draft as drafts
 from shakespeare.generation.distributions import distributions
 from shakespeare.generation.engines.table import open_engine
@@ -228,10 +228,8 @@ def test_a_gpus_table_has_the_distributions_of_the_draft(model, kinds):
 @pytest.mark.parametrize("part", PARTS_HERE)
 def test_ten_thousand_texts_are_the_same(part, simd, kv_cache, model, kinds):
     """24 cases of 621 texts of the tiny model and 126 of a shipped one: 17,928 in all."""
-    try:
+    with or_skip():
         built.load_library("decoder", ("model", "generation"), simd)
-    except BuildError as error:  # no ispc
-        pytest.skip(str(error))
     for seed, weights in enumerate(("fp32", "bf16", "int8")):
         for draft in kinds.values():
             same(model, draft, MANY, seed, part=part, simd=simd, kv_cache=kv_cache, weights=weights)

@@ -1,11 +1,10 @@
 """Texts by parts 1 to 4 need no PyTorch. What needs it says so in one line."""
 
-import os
-import subprocess
 import sys
+from dataclasses import astuple
 
 import pytest
-from support import ROOT
+from support import finished
 from tiny import VOCABULARY, nanogpt_file
 
 MISSING = "raise ModuleNotFoundError(name={!r})\n"
@@ -18,12 +17,9 @@ def without_torch(tmp_path, extension):
     """Run Python with a plain install's packages only; returns (exit code, stdout, stderr)."""
     for name in EXTRA:
         (tmp_path / f"{name}.py").write_text(MISSING.format(name))
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
 
     def run(*words) -> tuple[int, str, str]:
-        command = [sys.executable, *map(str, words)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        return done.returncode, done.stdout, done.stderr
+        return astuple(finished(sys.executable, *words, PYTHONPATH=str(tmp_path)))
 
     return run
 

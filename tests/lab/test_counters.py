@@ -2,9 +2,10 @@
 
 import os
 import shutil
+from dataclasses import astuple
 
 import pytest
-from support import script
+from support import finished, script
 
 from shakespeare.attention_ext import PARTS, BuildError
 from shakespeare.attention_ext.build import recipes
@@ -88,12 +89,7 @@ def test_what_cannot_be_counted_is_named(cachegrind, monkeypatch):
 def alone(extension, tmp_path):
     """Run the program of the kernels; return its exit code, stdout (a sum) and stderr."""
     program = recipes.program("off").make()
-
-    def run(*words):
-        done = counters.subprocess.run([program, *map(str, words)], capture_output=True, text=True)
-        return done.returncode, done.stdout, done.stderr
-
-    return run
+    return lambda *words: astuple(finished(program, *words))
 
 
 @pytest.mark.full

@@ -2,14 +2,13 @@
 
 import configparser
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support import ROOT, copy_tree, script
+from support import ROOT, copy_tree, printed, script
 
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
@@ -61,8 +60,7 @@ def test_a_broken_compiler_exits_1_and_the_rest_is_still_checked(cli, monkeypatc
 
 def test_it_starts_without_torch():
     code = "import sys, shakespeare.lab.doctor; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
+    assert printed(sys.executable, "-c", code) == "False\n"
 
 
 def test_a_wrong_compiler(monkeypatch):

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support import script, start_python
+from support import or_skip, script, start_python
 
 from robustness import small_build
 from shakespeare.attention_ext import BuildError, processor
@@ -29,10 +29,8 @@ OTHER = 54321  # the number of a user who is neither this one nor root
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
-    try:
+    with or_skip():
         toolchain.find_compiler()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -1,20 +1,18 @@
 """compute-sanitizer watches every CUDA kernel: bad accesses, races in shared memory, wrong barriers."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support import ROOT, printed
 
 from shakespeare.generation.engines import layouts
 
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).resolve().parents[2]
 # The order follows from what other blocks of a cluster have sent, which racecheck does not see.
 NOT_SEEN = ("cluster", "drafts")
 NEEDS = {"grid": layouts.CAPABILITY, **dict.fromkeys(NOT_SEEN, layouts.CLUSTER_CAPABILITY)}
@@ -40,9 +38,7 @@ def test_compute_sanitizer_finds_nothing(tool, cases):
         *("--kernel-name", KERNELS.get(cases, "kernel_name=decode"), *OPTIONS.get(tool, ())),
         *(sys.executable, str(Path(__file__).with_name("cuda_cases.py")), cases),
     ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    results = re.search(r"(\d+) results", done.stdout)
+    shown = printed(*command, PYTHONPATH=str(ROOT))
+    results = re.search(r"(\d+) results", shown)
     assert results and int(results[1]) > 20
-    assert "0 errors" in done.stdout or "0 hazards" in done.stdout
+    assert "0 errors" in shown or "0 hazards" in shown

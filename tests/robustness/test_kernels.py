@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support import or_skip, printed
 
 from shakespeare.attention_ext.build import ninja, recipes, toolchain
 from shakespeare.attention_ext.build.recipes import CSRC, ROOT
-from shakespeare.attention_ext.parts import BuildError
 
 HERE = Path(__file__).parent
 ARM = platform.machine() in ("arm64", "aarch64")
@@ -51,16 +51,11 @@ def found(*command: str) -> list[str]:
     return list(command)
 
 
-def run(*command: str | Path, seconds: float = 3600) -> str:
-    """Run a command and return its stdout. If the command fails, the test fails and shows all output."""
-    options = {
-        "TSAN_OPTIONS": "halt_on_error=1",  # the racing case is then the last one printed
-        "ASAN_OPTIONS": "detect_stack_use_after_return=0",  # GCC 13 misaligns vectors on that stack
-    }
-    env = os.environ | options
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
-    assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{done.stdout}{done.stderr[-6000:]}"
-    return done.stdout
+def run(*command: str | Path) -> str:
+    """Run a command and return its stdout. If the command fails, the test fails and shows its output."""
+    race = "halt_on_error=1"  # the racing case is then the last one printed
+    stack = "detect_stack_use_after_return=0"  # GCC 13 misaligns vectors on that stack
+    return printed(*command, TSAN_OPTIONS=race, ASAN_OPTIONS=stack)
 
 
 def flags(compiler: str | Path) -> list[str]:
@@ -124,10 +119,8 @@ def processors() -> list[str]:
 @pytest.fixture
 def native() -> list[str]:
     """The extension's compiler, for this processor, with little optimisation."""
-    try:
+    with or_skip():
         return [*toolchain.find_compiler(), toolchain.NATIVE, "-O1"]
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def with_helpers(simd: str, link, command: list[str], tmp_path: Path, target: str = "host") -> Path:

@@ -1,13 +1,12 @@
 """Memory does not grow with texts of millions of characters or models loaded a thousand times."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tiny
-from support import ROOT, resident
+from support import printed, resident
 
 from shakespeare.model.checkpoint import save
 
@@ -72,14 +71,8 @@ print(early, resident(), len(text))
 def test_loading_writing_and_freeing_again_and_again_leaves_nothing(extension, model, full, engine, name):
     cycles = CYCLES[0 if full else 1]
     arguments = [str(model) if name == "tiny" else name, engine, str(cycles)]
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD_AND_FREE, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "2" if engine == "native" else "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    early, late, length = map(int, done.stdout.split())
+    threads = "2" if engine == "native" else "1"
+    said = printed(sys.executable, "-c", LOAD_AND_FREE, *arguments, OMP_NUM_THREADS=threads)
+    early, late, length = map(int, said.split())
     assert length == 5
     assert late - early < GROWTH

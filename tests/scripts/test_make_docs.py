@@ -2,11 +2,10 @@
 
 import json
 import runpy
-import subprocess
 import sys
 
 import pytest
-from support import ROOT, bench_run
+from support import ROOT, bench_run, printed
 
 from shakespeare.app.cli import COMMANDS
 from shakespeare.attention_ext import PARTS
@@ -34,8 +33,7 @@ GENERATION = {
 def test_the_documents_are_what_the_script_writes():
     """In a process of its own: click keeps the help's option in the form of the first call."""
     code = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['documents']()))"
-    done = subprocess.run([sys.executable, "-c", code, FILE], capture_output=True, text=True, check=True)
-    documents = json.loads(done.stdout)
+    documents = json.loads(printed(sys.executable, "-c", code, FILE))
     other = [name for name, text in documents.items() if (ROOT / name).read_text() != text]
     assert other == [], "run: python scripts/make-docs.py"
     results = {str(file.relative_to(ROOT)) for file in (ROOT / "docs" / "results").iterdir()}

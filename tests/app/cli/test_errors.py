@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from support import ROOT, naming
+from support import ROOT, naming, printed
 
 from shakespeare.attention_ext import PARTS, processor
 from shakespeare.attention_ext.build import nvrtc
@@ -160,10 +159,8 @@ def test_without_a_compiler_part0_works_and_the_others_say_what_to_install(tmp_p
     )
     here = str(tmp_path)
     bare = dict(PATH=here, CXX="", TORCH_EXTENSIONS_DIR=here, PYTHONPATH=f"{here}{os.pathsep}{ROOT}")
-    asked = dict(env=os.environ | bare, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    ran = subprocess.run([sys.executable, "-c", EVERY_PART], **asked)
-    assert ran.returncode == 0, ran.stderr
-    for part, code, errors in json.loads(ran.stdout):
+    ran = printed(sys.executable, "-c", EVERY_PART, cwd=tmp_path, **bare)
+    for part, code, errors in json.loads(ran):
         if PARTS[part].operator:
             assert code == 2 and errors.count("\n") == 1
             assert errors.startswith("gpt.py: error: parts 1 to 4 need a C++ compiler")

@@ -1,10 +1,9 @@
 """The help is complete and has sections. It is quick, as it does not import torch."""
 
 import re
-import subprocess
 import sys
 
-from support import ROOT
+from support import printed
 
 from shakespeare.app.cli import COMMANDS, command_of, first_sentence
 from shakespeare.attention_ext import PARTS
@@ -19,9 +18,9 @@ def test_help_does_not_import_torch():
         "print(*{'torch', 'starlette', 'pydantic', 'prometheus_client'} & sys.modules.keys(), 'imported')"
     )
     shown = ["gpt.py", "part4", "train", "bench", "race", "bulk", "serve"]
-    done = subprocess.run([sys.executable, "-c", code, *shown], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.count("Usage:") == len(shown), done.stderr
-    assert done.stdout.endswith("\nimported\n"), done.stdout[-200:]
+    said = printed(sys.executable, "-c", code, *shown)
+    assert said.count("Usage:") == len(shown)
+    assert said.endswith("\nimported\n"), said[-200:]
 
 
 def test_it_is_the_same_without_docstrings():
@@ -29,9 +28,7 @@ def test_it_is_the_same_without_docstrings():
         "import inspect; from shakespeare.app.cli import COMMANDS, cli, command_of\n"
         "for command in (cli, *map(command_of, COMMANDS)): print(inspect.cleandoc(command.help))"
     )
-    runs = (sys.executable, "-c", code), (sys.executable, "-OO", "-c", code)
-    first, second = (subprocess.check_output(run, cwd=ROOT, text=True) for run in runs)
-    assert first == second
+    assert printed(sys.executable, "-c", code) == printed(sys.executable, "-OO", "-c", code)
 
 
 def test_commands_are_listed_in_sections(cli):

@@ -3,13 +3,12 @@
 import math
 import os
 import random
-import subprocess
 import sys
 
 import oracle
 import pytest
 import torch
-from support import ROOT, naming
+from support import ROOT, naming, printed
 from torch import library as torch_library
 from torch.nn import functional as F
 
@@ -314,9 +313,7 @@ def as_a_t4(dtype):
 def test_what_a_t4_runs(gpu, dtype):
     """In a process of its own, which has no other kernels."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    command = [sys.executable, __file__, dtype]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed(sys.executable, __file__, dtype, PYTHONPATH=path)
 
 
 def test_the_default_step_and_part0(gpu):

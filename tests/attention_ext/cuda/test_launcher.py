@@ -1,12 +1,10 @@
 """What the launcher gives to the kernels, without a GPU."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from support import ROOT
+from support import ROOT, printed
 
 
 @pytest.mark.full
@@ -14,8 +12,5 @@ from support import ROOT
 def test_every_kernel_gets_its_arguments():
     if torch.cuda.is_available():
         pytest.skip("a driver is here, which the stand-in cannot replace; the other tests run the kernels")
-    path = str(ROOT / "tests" / "launcher_process.py")
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) > 3000
+    said = printed(sys.executable, ROOT / "tests" / "launcher_process.py", PYTHONPATH=str(ROOT))
+    assert int(said.split()[0]) > 3000

@@ -1,8 +1,8 @@
 """What the tests of WebGPU share. Without the package wgpu or an adapter they skip with a reason."""
 
 import pytest
+from support import or_skip
 
-from shakespeare.attention_ext.parts import BuildError
 from shakespeare.attention_ext.webgpu.gpu import Gpu, opened
 from shakespeare.attention_ext.webgpu.steps import STEPS
 
@@ -10,10 +10,8 @@ from shakespeare.attention_ext.webgpu.steps import STEPS
 @pytest.fixture  # a test may lose the device, and the next one has another
 def gpu() -> Gpu:
     """The device; skip the test if there is none."""
-    try:
+    with or_skip():
         return opened()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(params=STEPS)

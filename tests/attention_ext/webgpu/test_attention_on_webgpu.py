@@ -1,10 +1,8 @@
 """webgpu.attention(): each step of the ladder against the float64 oracle, and the contract."""
 
 import math
-import os
 import random
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from support import ROOT, naming
+from support import naming, printed
 
 from shakespeare.attention_ext import reference
 from shakespeare.attention_ext.parts import BuildError, Dtype
@@ -135,7 +133,7 @@ out, lse = attention(q, q, q, return_lse=True)
 assert isinstance(out, np.ndarray) and np.allclose(out, 1) and lse.shape == (1, 2, 3)
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=600)
+    printed(sys.executable, "-c", program)
 
 
 def test_more_workgroups_than_a_dimension_has(gpu, monkeypatch):
@@ -306,6 +304,5 @@ try:
 except BuildError as error:
     print(error)
 """
-        inherited = {name: text for name, text in os.environ.items() if name != "VK_ICD_FILENAMES"}
-        asked = dict(capture_output=True, text=True, cwd=ROOT, timeout=600, env=inherited | environment)
-        assert message in subprocess.run([sys.executable, "-c", program], **asked).stdout
+        said = printed(sys.executable, "-c", program, VK_ICD_FILENAMES=None, **environment)
+        assert message in said

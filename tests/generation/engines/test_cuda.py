@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from steps import SAMPLINGS, choose, forced, logits, prefill
-from support import ROOT, naming, resident
+from support import ROOT, naming, or_skip, resident
 
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache, nvrtc, prebuilt
@@ -40,12 +40,10 @@ H100 = 227 * 1024  # bytes of shared memory for a block
 @pytest.fixture
 def gpu() -> None:
     """Skip the test without a GPU and what compiles for it."""
-    try:
+    with or_skip():
         driver.check_gpu()
         torch.cuda.synchronize()  # makes the GPU's context current
         driver.compiled("1", 1, 16, 16, 16, Dtype.FP32, torch.cuda.current_device())
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import or_skip
 
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.cuda import gpu as driver
@@ -11,10 +12,8 @@ from shakespeare.lab.cuda import gpu
 
 @pytest.fixture(scope="module")
 def on():
-    try:
+    with or_skip():
         return gpu.Gpu()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def test_the_kernels_of_the_limits_compile():

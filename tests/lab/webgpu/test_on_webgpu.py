@@ -1,8 +1,9 @@
 """The lab on WebGPU: a part's test, bench, explain's counts. Without an adapter they skip with a reason."""
 
 import pytest
+from support import or_skip
 
-from shakespeare.attention_ext.parts import BuildError, Dtype
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.attention_ext.webgpu.steps import STEPS, Tile
 from shakespeare.lab import correctness
@@ -13,10 +14,8 @@ from shakespeare.lab.webgpu.explain import count, explain
 
 @pytest.fixture(scope="module", autouse=True)
 def adapter():
-    try:
+    with or_skip():
         return opened().adapter
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def cell(**changes) -> cases.Cell:
