@@ -1,15 +1,16 @@
-"""The commands prepare, train and eval."""
+"""The commands prepare, train and eval, and the loss on held-out text."""
 
-import os
 import pickle
 import shutil
-import subprocess
 import sys
 
 import numpy as np
-from support import ROOT
+import pytest
+from support import ROOT, naming, printed
 
 from shakespeare.attention_ext import PARTS
+from shakespeare.attention_ext.parts import CachePrecision, Precision
+from shakespeare.lab.eval import held_out_loss
 from shakespeare.model import corpus
 from shakespeare.model.tokenizer import CharTokenizer
 
@@ -28,8 +29,7 @@ def test_prepare_writes_what_nanogpt_reads(cli, failed, tmp_path, monkeypatch):
     # The script is the same command, from any folder, and writes beside itself.
     script = tmp_path / "nanoGPT" / "data" / "shakespeare_char" / "prepare.py"
     shutil.copytree(ROOT / "data", script.parents[1])
-    command, env = [sys.executable, script, "--corpus", "text.txt"], os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=tmp_path, env=env, check=True)
+    printed(sys.executable, script, "--corpus", "text.txt", cwd=tmp_path, PYTHONPATH=str(ROOT))
     characters, cut = sorted(set(TEXT)), int(len(TEXT) * 0.9)
     stoi = {c: i for i, c in enumerate(characters)}
     meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": stoi}
@@ -81,3 +81,19 @@ def test_eval_is_the_same_through_every_part(cli, extension, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     losses = {cli("eval", "--corpus", "text.txt", "--part", part).stdout for part in PARTS}
     assert len(losses) == 1 and "nats" in losses.pop()
+
+
+def test_an_unknown_precision_is_named():
+    for name, kinds in (("weights", Precision), ("kv_cache", CachePrecision)):
+        message = f"{name} is 'int4'; it must be one of {', '.join(kinds)}"
+        with naming(name), pytest.raises(ValueError, match=message):
+            held_out_loss("shakes128", TEXT, **{name: "int4"})
+
+
+def test_rounding_changes_the_loss_a_little(extension):
+    for part in ("part0", "part4"):
+        exact = held_out_loss("shakes128", TEXT, part).nats
+        for change in ({"weights": "bf16"}, {"weights": "int8"}, {"kv_cache": "bf16"}):
+            with naming(part, change):
+                rounded = held_out_loss("shakes128", TEXT, part, **change).nats
+                assert exact != rounded and exact == pytest.approx(rounded, abs=0.01)
