@@ -15,9 +15,8 @@ import torch
 from shakespeare.app.cli import options
 from shakespeare.own import kernel as kernels
 from shakespeare.own.course import checks, models, results
-from shakespeare.own.course.exercises import EXERCISES, STAGES, asked, write
+from shakespeare.own.course.exercises import EXERCISES, STAGES, write
 from shakespeare.own.trial import cases
-from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures
 
 SECONDS = 600  # after which a call is endless
@@ -91,11 +90,6 @@ def test_exercises_for_a_gpu_compile(nvrtc, tmp_path):
             assert isinstance(kernel, kernels.OnLadder)
             _, resources = kernel.source(32, "sm_80").compile()
             assert resources.registers > 0
-
-
-def test_each_stage_asks_for_more_cases():
-    counts = [sum(asked(stage, case) for case in CASES) for stage in ("plain", "causal", "awkward")]
-    assert min(counts[:2]) >= 2 and counts[2] == len(CASES)
 
 
 def test_stages_are_lost_one_by_one(tmp_path, extension):
