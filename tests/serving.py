@@ -67,6 +67,15 @@ class Client:
         finally:
             connection.close()
 
+    def connection(self, receive_buffer: int | None = None) -> socket.socket:
+        """A raw connection."""
+        made = socket.socket()
+        if receive_buffer:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        made.settimeout(WAIT_SECONDS)
+        made.connect(("127.0.0.1", self.port))
+        return made
+
     def get(self, path: str, **headers: str) -> Response:
         """GET."""
         return self.send("GET", path, **headers)
@@ -120,11 +129,7 @@ def raw(
     """A request for a text on a raw connection, which is closed at the end. sent: the end of what is sent."""
     body = json.dumps({"model": MODEL} | fields).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.socket() as connection:
-        if receive_buffer:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        connection.settimeout(WAIT_SECONDS)
-        connection.connect(("127.0.0.1", client.port))
+    with client.connection(receive_buffer) as connection:
         connection.sendall((f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)[:sent])
         yield connection
 

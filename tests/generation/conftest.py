@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
+from support import or_skip
 
 from shakespeare import load
 from shakespeare.attention_ext import PARTS
@@ -41,16 +42,6 @@ def no_cuda_engine() -> str | None:
     return None
 
 
-@pytest.fixture(scope="session")
-def no_webgpu() -> str | None:
-    """Why there is no adapter here, or None."""
-    try:
-        opened()
-    except BuildError as error:
-        return str(error)
-    return None
-
-
 @pytest.fixture(params=ENGINES)
 def engine(request):
     """Run the test for each part in each of its engines; opens an engine of a model."""
@@ -60,8 +51,8 @@ def engine(request):
             request.getfixturevalue("emulated")(request.getfixturevalue("monkeypatch"), 32, (2,))
         return partial(open_engine, engine=name, part=part, device="cuda")
     if name == "webgpu":
-        if reason := request.getfixturevalue("no_webgpu"):
-            pytest.skip(reason)
+        with or_skip():
+            opened()
         return partial(open_engine, engine=name, part=part, device="webgpu")
     if PARTS[part].operator:
         request.getfixturevalue("extension")

@@ -62,8 +62,7 @@ def test_a_place_is_given_when_none_can_overtake():
 
 def test_the_same_texts_are_shown_once_below_who_won():
     runners = [runner("part0", 2.0), runner("part1", 4.0), runner("part4", 1.0)]
-    for _ in race.race(runners):
-        pass
+    list(race.race(runners))
     same, lines = reported(runners, "a prompt: ")
     assert same
     rows = [ROW.match(line).groups() for line in lines[1:4]]
@@ -95,8 +94,7 @@ def test_the_picture_fits_the_terminal():
     for width, height in ((200, 60), (30, 8), (9, 3), (80, 24)):
         runners = [runner(part, cost, text) for cost, part in enumerate(PARTS, 1)]
         assert max(map(len, drawn(runners, "", width, height))) <= width  # before the first token
-        for _ in race.race(runners):
-            pass
+        list(race.race(runners))
         lines = drawn(runners, "", width, height)
         assert len(lines) <= max(height, 6) and max(map(len, lines)) <= width
     assert lines[0].split("│")[0].split() == ["part0", "torch"]

@@ -136,7 +136,7 @@ class Soak:
 
     def bad(self, draw: random.Random) -> str:
         if draw.random() < 0.2:
-            with socket.create_connection(("127.0.0.1", self.client.port), WAIT_SECONDS) as connection:
+            with self.client.connection() as connection:
                 connection.sendall(bytes(draw.randrange(128, 256) for _ in range(100)) + b"\r\n\r\n")
                 response, status = received(connection), 400
         else:

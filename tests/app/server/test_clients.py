@@ -1,6 +1,6 @@
 """Clients that leave, read slowly, come in crowds, or do not send requests."""
 
-import socket
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -99,14 +99,10 @@ def test_a_stalled_reader_is_dropped(extension, caplog):
             with raw(client, receive_buffer=4096, **LONG | fields):
                 until(lambda number=number: client.metric("attention_streams_dropped_total") == number)
             client.idle()
-        with socket.socket() as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.connect(("127.0.0.1", client.port))
-            try:
+        with client.connection(4096) as connection:
+            with suppress(OSError):  # dropped already
                 for _ in range(300):
                     connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            except OSError:  # dropped already
-                pass
             until(lambda: client.metric("attention_streams_dropped_total") == 3)
         assert len(client.server.server_state.connections) <= 1  # that of the metrics
     assert caplog.records == []
@@ -145,17 +141,12 @@ def test_what_is_no_request(small):
 def test_a_head_that_does_not_come(small, monkeypatch):
     monkeypatch.setattr("shakespeare.app.server.running.HEAD_SECONDS", 0.2)
     for data in (b"", b"POST /v1/comp", b"GET / HTTP/1.1\r\nHost: loc"):
-        with socket.create_connection(("127.0.0.1", small.port), WAIT_SECONDS) as connection:
+        with small.connection() as connection:
             connection.sendall(data)
-            try:
+            with suppress(ConnectionResetError):
                 assert connection.recv(1000) == b""
-            except ConnectionResetError:
-                pass
     monkeypatch.setattr("shakespeare.app.server.running.HEAD_SECONDS", WAIT_SECONDS)
-    with (
-        socket.create_connection(("127.0.0.1", small.port), WAIT_SECONDS) as connection,
-        pytest.raises(OSError),
-    ):
+    with small.connection() as connection, pytest.raises(OSError):
         connection.sendall(b"GET / HTTP/1.1\r\n")
         for _ in range(30_000):
             connection.sendall(b"X-Header: " + b"a" * 1000 + b"\r\n")
@@ -164,7 +155,7 @@ def test_a_head_that_does_not_come(small, monkeypatch):
 @pytest.mark.full
 def test_a_body_that_does_not_come(small, hasty):
     hasty(body_seconds=0.5)
-    with socket.create_connection(("127.0.0.1", small.port), WAIT_SECONDS) as connection:
+    with small.connection() as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert b" 408 " in connection.recv(10_000).partition(b"\r\n")[0]
@@ -190,23 +181,21 @@ def test_a_connection_does_not_stay_after_a_refusal(small, monkeypatch):
         (f"{get}\r\n", "\r\n"),  # a line end begins no request
         (f"{get}Content-Length: 9\r\n\r\n", "a" * 9),
     ):
-        with socket.create_connection(("127.0.0.1", small.port), WAIT_SECONDS) as connection:
+        with small.connection() as connection:
             connection.sendall(sent.encode())
             assert connection.recv(10_000).startswith(b"HTTP/1.1 ")
             connection.sendall(later.encode())
-            try:
+            with suppress(ConnectionResetError):
                 while connection.recv(10_000):
                     pass
-            except ConnectionResetError:
-                pass
 
 
 def test_connections_are_limited(extension):
     with serving(Settings((MODEL,), connections=4)) as client:
         until(lambda: not client.server.server_state.connections)
-        kept = [socket.create_connection(("127.0.0.1", client.port), WAIT_SECONDS) for _ in range(4)]
+        kept = [client.connection() for _ in range(4)]
         until(lambda: len(client.server.server_state.connections) == 4)
-        with socket.create_connection(("127.0.0.1", client.port), WAIT_SECONDS) as refused:
+        with client.connection() as refused:
             with pytest.raises(OSError):  # closed, whichever call sees it
                 refused.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 if not refused.recv(100):

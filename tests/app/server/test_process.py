@@ -38,7 +38,7 @@ def test_a_signal_lets_running_requests_finish(start, number):
 
     thread = threading.Thread(target=write)
     thread.start()
-    kept = socket.create_connection(("127.0.0.1", client.port), WAIT_SECONDS)
+    kept = client.connection()
     until(lambda: client.metric("attention_texts_running") == 1)
     child.send_signal(number)
     until(lambda: client.get("/health").status == 503)
@@ -59,7 +59,7 @@ def test_the_grace_period_or_a_second_signal_ends_what_runs(start, grace, signal
     child, client = start("--grace", grace)
     with (
         raw(client, prompt="a" * 128, max_tokens=60_000, stream=True) as connection,
-        socket.create_connection(("127.0.0.1", client.port), WAIT_SECONDS) as other,
+        client.connection() as other,
     ):
         other.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
         assert connection.recv(10)

@@ -54,7 +54,7 @@ def test_the_host_header_is_checked(client):
             refused = client.get(path, Host=host)
             assert refused.status == 403 and refused.json()["error"]["code"] == "host_not_allowed"
     for version, status in ((b"1.0", b" 200 "), (b"1.1", b" 403 ")):  # HTTP/1.0 needs no Host
-        with socket.create_connection(("127.0.0.1", client.port), 20) as connection:
+        with client.connection() as connection:
             connection.sendall(b"GET /health HTTP/%b\r\n\r\n" % version)
             assert status in connection.recv(12 + len(status)), version
 

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import random
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import torch
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
-from serving import MODEL, WAIT_SECONDS, Response
+from serving import MODEL, Response
 
 from shakespeare.app.server.app import stream
 from shakespeare.attention_ext import PARTS
@@ -197,7 +196,7 @@ def test_a_client_of_http_1_0_gets_no_chunks(client):
         more = "".join(f"{name}: {value}\r\n" for name, value in each.items())
         fields = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 60, "seed": 1, "stream": streamed}
         body = json.dumps(fields)
-        with socket.create_connection(("127.0.0.1", client.port), WAIT_SECONDS) as connection:
+        with client.connection() as connection:
             connection.sendall(f"{head}{more}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             shown, _, data = b"".join(iter(partial(connection.recv, 65_536), b"")).partition(b"\r\n\r\n")
         found = dict(line.split(": ", 1) for line in shown.decode().split("\r\n")[1:])

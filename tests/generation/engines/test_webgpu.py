@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from steps import SAMPLINGS, choose, counts_of, forced, logits, prefill
-from support import naming
+from support import naming, or_skip
 
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.attention_ext.webgpu import gpu as by_webgpu
@@ -29,10 +29,10 @@ NEAR = 1e-5  # of a probability: closer to a boundary, float32's rounding may de
 
 
 @pytest.fixture
-def adapter(no_webgpu) -> None:
+def adapter() -> None:
     """Skip the test without an adapter."""
-    if no_webgpu:
-        pytest.skip(no_webgpu)
+    with or_skip():
+        webgpu.opened()
 
 
 @pytest.fixture

@@ -44,8 +44,7 @@ def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
     bench = GpuBench(
         cases.plan(names, lengths=(24,), widths=(8,), heads=2, device="webgpu"), 2, 0.01, gpu=gpu.Gpu()
     )
-    for _ in bench.run():
-        pass
+    list(bench.run())
     assert [(each.cell.contender, each.status, len(each.seconds)) for each in bench.done.results] == [
         (name, "ok", 2) for name in names
     ]
