@@ -8,6 +8,7 @@ import safetensors.torch
 import tiny
 import torch
 from node_process import Node
+from serving import serving
 from tiny import VOCABULARY
 
 from shakespeare import generate
@@ -36,6 +37,22 @@ def test_texts_are_the_native_engines(visit, extension):
     last = {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "prompt": "To be"}
     expected = [native(queries[0]), native(queries[1], context="reset"), native(queries[2], **last)]
     assert visit("texts", queries=queries) == expected
+
+
+def test_the_server_and_the_browser_write_the_same_text(visit, page_folder, extension):
+    """On the page as `gpt.py serve` shows it."""
+    pytest.importorskip("starlette", reason="the packages of serve are missing")
+    if visit.browser == "firefox":
+        pytest.skip("Firefox is tested without the page's policy, which the server's page has")
+    query = {"model": "shakes256", "seed": "18446744073709", "length": 120, "weights": "fp32"}
+    from shakespeare.app.server import Settings
+
+    with serving(Settings(("shakes256",), page=page_folder)) as client:
+        made = visit("server", query=query, home=f"http://127.0.0.1:{client.port}/")
+    assert made["server"] == made["browser"] == native(query)
+    assert made["server status"].startswith("120 characters by the server") and not made["server bars"]
+    assert made["browser status"].startswith("120 characters with part4") and made["browser bars"]
+    assert made["choice"] == "server"
 
 
 SWIFTSHADER = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader")  # WebGPU on the CPU

@@ -1,10 +1,12 @@
-"""Every kernel compiles with NVRTC, without a GPU; its registers and spills are read."""
+"""Without a GPU: each kernel compiles, its registers and spills are read, and it gets its arguments."""
 
 import functools
 import math
+import sys
 
 import pytest
-from support import naming
+import torch
+from support import ROOT, naming, printed
 
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import gpu as driver
@@ -111,7 +113,7 @@ ptxas info    : Used 64 registers, used 1 barriers, 1024 bytes smem"""
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(BuildError, match=r"^CUDA kernels need .* cuda.core is missing; pip install"):
         nvrtc.versions()
 
@@ -134,3 +136,13 @@ def test_the_table():
             assert choose(None, d, dtype, GPUS[7, 5])[0].name == name, d
     with pytest.raises(ValueError, match="no kernel takes d = 64 on this GPU, of compute capability 7.0"):
         choose(None, 64, Dtype.FP32, Gpu("a GPU", (7, 0), 96 * 1024, 80))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("extension")
+def test_every_kernel_gets_its_arguments():
+    """What the launcher gives to the kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("a driver is here, which the stand-in cannot replace; the other tests run the kernels")
+    said = printed(sys.executable, ROOT / "tests" / "launcher_process.py", PYTHONPATH=str(ROOT))
+    assert int(said.split()[0]) > 3000
