@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from shakespeare.attention_ext import attention, operator, reference
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import Gpu
+from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
 from shakespeare.attention_ext.parts import Dtype
 
 # (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads, many strips
@@ -36,6 +36,9 @@ SHAPES = [
     (3, 2, 129, 129, 96),
     (1, 1, 1025, 1025, 16),
 ]
+ROWS = [(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.dtypes]
+if not torch.cuda.is_available():  # one is skipped for all
+    ROWS = ROWS[:1]
 TOLERANCES = {Dtype.FP32: 1e-5, Dtype.BF16: 2e-2, Dtype.FP16: 2e-3}
 TF32 = ("5", Dtype.FP32), ("split", Dtype.FP32)  # split from five queries on
 LARGEST_TILE = 256  # queries, of any kernel
@@ -43,6 +46,15 @@ LARGEST_TILE = 256  # queries, of any kernel
 # subtracts a row's largest score, so its largest weight is exactly 1. Steps 5 and 6 subtract an earlier
 # maximum, so that weight is rounded too, which shows where a row has one key or two.
 FLOORS = {Dtype.FP32: 1e-6, Dtype.BF16: 2**-8, Dtype.FP16: 2**-11}
+
+
+@pytest.fixture(params=ROWS, ids=lambda row: f"kernel{row[0]}-{row[1]}")
+def row(request: pytest.FixtureRequest, gpu: Gpu) -> tuple[str, Dtype]:
+    """Run the test for each kernel and each dtype that it takes."""
+    name, dtype = request.param
+    if not KERNELS[name].runs_on(gpu.capability, dtype):
+        pytest.skip(f"kernel {name} does not run on {gpu.name}")
+    return name, dtype
 
 
 def qkv(B, H, Nq, Nk, d, dtype=Dtype.FP32, seed=0):

@@ -1,4 +1,7 @@
-"""webgpu.attention(): each step of the ladder against the float64 oracle, and the contract."""
+"""webgpu.attention(): each step of the ladder against the float64 oracle, and the contract.
+
+Without the package wgpu or an adapter most of it is skipped with a reason.
+"""
 
 import math
 import random
@@ -11,11 +14,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from support import naming, printed
+from support import naming, or_skip, printed
 
 from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.attention_ext.webgpu import attention, calls
-from shakespeare.attention_ext.webgpu.gpu import SOURCES, opened, unrolled
+from shakespeare.attention_ext.webgpu.gpu import SOURCES, Gpu, opened, unrolled
 from shakespeare.attention_ext.webgpu.steps import STEPS, Tile, choose, up
 
 # (B, H, Nq, Nk, d): one row, tiles that are not full, widths that are padded, few queries, wide heads
@@ -31,6 +34,21 @@ MORE = [
 MORE += [(1, 2, 33, 97, 200), (1, 1, 1025, 1025, 64), (1, 1, 63, 123, 33)]
 WIDTHS = (1, 24, 32, 33, 64, 80, 100, 128, 256)
 HALF = 2.0**-11  # half a unit in the last place of 16 bits, by which step 6 rounds K, V and the weights
+
+
+@pytest.fixture  # a test may lose the device, and the next one has another
+def gpu() -> Gpu:
+    """The device; skip the test if there is none."""
+    with or_skip():
+        return opened()
+
+
+@pytest.fixture(params=STEPS)
+def step(request: pytest.FixtureRequest, gpu: Gpu) -> str:
+    """Run the test for each step that the adapter can run."""
+    if lacking := STEPS[request.param].lacks(gpu.adapter):
+        pytest.skip(f"{gpu.adapter.name} lacks {lacking}")
+    return request.param
 
 
 def qkv(B, H, Nq, Nk, d, dtype=torch.float32, seed=0):

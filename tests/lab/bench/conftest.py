@@ -9,16 +9,11 @@ from shakespeare.lab import machine
 
 
 @pytest.fixture
-def steady(quiet, monkeypatch):
-    """Make the machine look quiet and steady."""
+def run(quiet, cli, monkeypatch):
+    """Run `gpt.py bench`, as on a quiet, steady machine."""
     quiet(machine)
     monkeypatch.setattr(machine, "page_faults", lambda: 0)
     monkeypatch.setattr(machine, "read_bandwidth", lambda size, threads=1: 1e10)
-
-
-@pytest.fixture
-def run(steady, cli):
-    """Run `gpt.py bench`, as on a quiet, steady machine."""
     return lambda *arguments: cli("bench", *arguments)
 
 
