@@ -102,7 +102,6 @@ def test_a_text_shorter_than_a_block_is_refused(tmp_path):
         train(RECIPE, "abcdefgh", tmp_path)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_a_recipe_keeps_numbers_of_python_and_names_a_wrong_one():
     kept = Recipe(np.int64(8), torch.tensor(3), np.float32(0.5), warmup=None, minutes=np.array(2))
     assert repr(kept) == repr(Recipe(8, 3, 0.5, minutes=2.0))
@@ -118,6 +117,7 @@ def test_a_recipe_keeps_numbers_of_python_and_names_a_wrong_one():
             dataclasses.replace(OWN_TEXT, **change)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_a_missing_gpu_is_named(tmp_path):
     with pytest.raises(ValueError, match="device is 'cuda', but PyTorch finds no GPU"):
         train(RECIPE, TEXT, tmp_path, device="cuda")

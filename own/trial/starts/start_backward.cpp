@@ -3,12 +3,11 @@
 //   P = exp(scale * q k^T - lse)    dS = scale * P * (dout v^T - D), D = rowsum(dout * out)
 //   dq = dS k                       dk = dS^T q                      dv = P^T dout
 //
-// The loop nest, a query at a time, so that neither P nor dS is stored:
+// The loop nest, a query at a time, so that neither P nor dS is stored; at the right multiply-adds:
 //
 //     for each batch b, head h, query i:
 //         D <- sum over c of dO[i][c] * O[i][c]
 //         for j:     P    <- exp(scale * sum over c of Q[i][c] * K[j][c] - lse[i])     Nq x Nk x d
-//         multiply-adds
 //                    dP   <- sum over c of dO[i][c] * V[j][c]                          as many, and so are
 //                    dS   <- scale * P * (dP - D)
 //             for c: dV[j][c] += P * dO[i][c],  dQ[i][c] += dS * K[j][c],  dK[j][c] += dS * Q[i][c]
