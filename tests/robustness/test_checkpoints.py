@@ -1,14 +1,11 @@
 """Truncated and changed files: an error that names the file or a warning, never silent garbage."""
 
-from __future__ import annotations
-
 import collections
 import copyreg
 import itertools
 import json
 import pickle
 import random
-import subprocess
 import sys
 import warnings
 import zipfile
@@ -17,7 +14,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from support import ROOT, Hostile, bench_run, copy_tree
+from support import Hostile, bench_run, copy_tree, printed
 from tiny import VOCABULARY, nanogpt_file
 
 from shakespeare import generate
@@ -146,9 +143,7 @@ def test_a_trillion_parameters_are_refused_before_anything_is_allocated(tmp_path
         {"n_embd": 10**5, "vocab_size": 10**7, "n_layer": 2},
     ]
     arguments = [str(tmp_path / "tiny"), json.dumps(sizes)]
-    done = subprocess.run([sys.executable, "-c", TERA, *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    *errors, kibibytes = done.stdout.splitlines()
+    *errors, kibibytes = printed(sys.executable, "-c", TERA, *arguments).splitlines()
     assert len(errors) == len(sizes) and all("it must be" in e or "but there are" in e for e in errors)
     assert int(kibibytes) < 8 << 10
 

@@ -1,7 +1,5 @@
 """A checkpoint that Python refuses, the page refuses too, with a sentence."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
