@@ -7,8 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,8 +22,7 @@ from shakespeare.lab.traffic import COUNTS
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """The exit code and the output of a finished command."""
 
     returncode: int

@@ -1,7 +1,6 @@
 """Texts by parts 1 to 4 need no PyTorch. What needs it says so in one line."""
 
 import sys
-from dataclasses import astuple
 
 import pytest
 from support import finished
@@ -14,14 +13,10 @@ EXTRA = ("torch", "pooch", "requests", "rich", "tiktoken")
 
 @pytest.fixture
 def without_torch(tmp_path, extension):
-    """Run Python with a plain install's packages only; returns (exit code, stdout, stderr)."""
+    """Run Python with a plain install's packages only."""
     for name in EXTRA:
         (tmp_path / f"{name}.py").write_text(MISSING.format(name))
-
-    def run(*words) -> tuple[int, str, str]:
-        return astuple(finished(sys.executable, *words, PYTHONPATH=str(tmp_path)))
-
-    return run
+    return lambda *words: finished(sys.executable, *words, PYTHONPATH=str(tmp_path))
 
 
 TEXT = ("-m", "shakes256", "--max-new-tokens", "60")

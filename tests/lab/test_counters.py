@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from dataclasses import astuple
 
 import pytest
 from support import finished, script
@@ -89,7 +88,7 @@ def test_what_cannot_be_counted_is_named(cachegrind, monkeypatch):
 def alone(extension, tmp_path):
     """Run the program of the kernels; return its exit code, stdout (a sum) and stderr."""
     program = recipes.program("off").make()
-    return lambda *words: astuple(finished(program, *words))
+    return lambda *words: finished(program, *words)
 
 
 @pytest.mark.full
