@@ -189,7 +189,9 @@ class Test:
     @cached_property
     def rules(self) -> dict[str, Any]:
         """The options of attention() for its rules. Raises ValueError if the part has none there."""
-        found = example(self.batch, self.heads, self.N, **{name: getattr(self, name) for name in RULES})
+        found = example(self.heads, self.N, **{name: getattr(self, name) for name in RULES})
+        if "documents" in found:
+            found["documents"] = found["documents"].expand(self.batch, self.N)
         if found and (self.device != "cpu" or self.dtype != Dtype.FP32):
             raise ValueError(f"{next(iter(found))} goes with device 'cpu' and dtype 'fp32' only")
         return found

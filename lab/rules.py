@@ -1,4 +1,4 @@
-"""Rules of attention for tests and measurements, by numbers that a command line can hold."""
+"""Rules of attention for tests and measurements, by numbers and words that a command line can hold."""
 
 from __future__ import annotations
 
@@ -6,9 +6,29 @@ from typing import Any
 
 import torch
 
+from shakespeare.attention_ext import rules as ruling
+
+NUMBERS = {"window": int, "softcap": float, "documents": int}
+WORDS = ("alibi", "sinks", "bias")
+HOW = "window=KEYS, softcap=BOUND, documents=KEYS, alibi, sinks, bias or some of them joined by +"
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The arguments of example() in 'window=255+alibi'; {} in 'none'. Raises ValueError for another text."""
+    found: dict[str, Any] = {}
+    for rule in () if text == "none" else text.split("+"):
+        name, _, number = rule.partition("=")
+        try:
+            value = NUMBERS[name](number) if name in NUMBERS else name in WORDS and not number
+            if not value or value < 0 or name in found:
+                raise ValueError
+        except ValueError:
+            raise ValueError(f"rule is {text!r}; it must be none, {HOW}") from None
+        found[name] = value
+    return found
+
 
 def example(
-    B: int,
     H: int,
     N: int,
     window: int | None = None,
@@ -16,14 +36,52 @@ def example(
     alibi: bool = False,
     sinks: bool = False,
     documents: int | None = None,
+    bias: bool = False,
 ) -> dict[str, Any]:
-    """The options of attention() for N queries and keys; those of rules that are not given are left out.
+    """The options of attention() for a batch of N queries and keys; those that are not given are left out.
 
     window: keys to each side. alibi: slopes of Press et al. 2021 (arXiv:2108.12409), 2^(-8 h / H) for head h
-    from 1 on. sinks: a logit of 0 for each head. documents: keys of each, one after the other.
+    from 1 on. sinks: a logit of 0 for each head. documents: keys of each, one after the other. bias: normal
+    numbers, the same for each head.
     """
     found: dict[str, Any] = {"window": window and (window, window), "softcap": softcap}
     found["alibi_slopes"] = 2.0 ** (-8 / H * torch.arange(1.0, H + 1)) if alibi else None
     found["sinks"] = torch.zeros(H) if sinks else None
-    found["documents"] = documents and (torch.arange(N) // documents).expand(B, N)
+    found["documents"] = documents and (torch.arange(N) // documents)[None]
+    generator = torch.Generator().manual_seed(0)
+    found["bias"] = torch.randn(1, 1, N, N, generator=generator) if bias else None
     return {name: value for name, value in found.items() if value is not None}
+
+
+def pairs(N: int, causal: bool, window: int | None = None, documents: int | None = None, **_: Any) -> int:
+    """The pairs of a query and a key that it sees, of N each."""
+    i = torch.arange(N)
+    begin, end = torch.zeros(N, dtype=torch.int64), torch.full((N,), N)
+    if window is not None:
+        begin, end = i - window, i + window + 1
+    if documents is not None:
+        first = i // documents * documents
+        begin, end = torch.maximum(begin, first), torch.minimum(end, first + documents)
+    end = torch.minimum(end, i + 1) if causal else end
+    return int((end.clamp(max=N) - begin.clamp(min=0)).sum())
+
+
+def exact(tensors: list[torch.Tensor], text: str, causal: bool) -> torch.Tensor:
+    """The output (B, H, N, d) in float64, a head at a time."""
+    from shakespeare.attention_ext import reference
+
+    q, k, v = tensors
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            given = example(*q.shape[1:3], **parse(text))
+            for name in ("alibi_slopes", "sinks"):
+                if name in given:
+                    given[name] = given[name][h : h + 1]
+            head = [t[b : b + 1, h : h + 1] for t in tensors]
+            rules = ruling.checked(given, head[0], q.shape[2])
+            doubles = (t.double() for t in head)
+            out[b, h] = reference.attention(*doubles, causal=causal, scale=q.shape[3] ** -0.5, rules=rules)[
+                0, 0
+            ]  # type: ignore[index]
+    return out

@@ -24,7 +24,20 @@ MASKS = ("none", "causal")
 ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
 # For options.refuse_combinations().
 ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
-CASES = ("lengths", "widths", "br", "bc", "threads", "simds", "masks", "causal", "heads", "batch", "l2s")
+CASES = (
+    "lengths",
+    "widths",
+    "br",
+    "bc",
+    "threads",
+    "simds",
+    "masks",
+    "causal",
+    "heads",
+    "batch",
+    "l2s",
+    "rules",
+)
 MEASURING = ("contenders", "queries", "dtype", "device", "rounds", "min_time", "save")
 NOT_WITH = {
     "compare": ("form", "dry_run"),
@@ -35,6 +48,7 @@ NOT_WITH = {
 }
 
 L2 = "On CUDA, what the L2 cache holds before a call: what the last call left, or other data."
+RULES = "Rules, such as none,window=255,alibi+softcap=30; also documents=KEYS, sinks and bias; on the CPU."
 LOAD = "Show the run in this file instead of measuring, or rank what try saved: a file .jsonl, or a folder."
 
 sweep_options = options.all_of(
@@ -46,6 +60,7 @@ sweep_options = options.all_of(
     options.some_threads,
     options.simds,
     options.names("--mask", "masks", f"Masks, from {', '.join(MASKS)}.", of=MASKS, default="none"),
+    options.option("--rules", RULES, default="none"),
     options.flag("--causal", "The same as --mask causal."),
     options.size("--queries", "Number of queries.", show_default="as many as keys"),
     options.size("--heads", "Number of heads.", most=MOST, default=4, show_default="4; 1 on CUDA"),
@@ -78,7 +93,8 @@ tune_options = options.all_of(
 @run_options
 @tune_options
 def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
-    """Time CONTENDERS over a sweep: part0 to part4, sdpa (PyTorch's), onnx (ONNX Runtime's).
+    """Time CONTENDERS over a sweep: part0 to part4, sdpa (PyTorch's), onnx (ONNX Runtime's), flex
+    (PyTorch's FlexAttention, compiled).
 
     Lists are 32,64 and ranges 1:9+2 or 256:4096*2. Each result is checked against float64 before it is
     timed, and the exit code is 1 if one is wrong. A contender that fails is skipped, with the reason. The
@@ -205,7 +221,7 @@ def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int])
             click.echo(f"\nKept in {tiles.path()} for part4's auto tiles on this processor.")
 
 
-def plan_of(tune: bool, contenders, masks, causal: bool, **sizes) -> list:
+def plan_of(tune: bool, contenders, masks, causal: bool, rules: str, **sizes) -> list:
     """The cells of a sweep. With `tune`: those of the tiled parts, without tiles."""
     from shakespeare.lab.bench import cases
 
@@ -221,4 +237,5 @@ def plan_of(tune: bool, contenders, masks, causal: bool, **sizes) -> list:
         raise click.UsageError(f"-br and -bc go with {', '.join(tiled)} only, which has tiles")
     for name in filter(is_file, names):
         notice(f"{name} runs in the process that measures; {to_type()} try {name} has a judge.")
-    return cases.plan(names, masks=[True] if causal else [mask == "causal" for mask in masks], **sizes)
+    masked = [True] if causal else [mask == "causal" for mask in masks]
+    return cases.plan(names, masks=masked, rules=rules.split(","), **sizes)

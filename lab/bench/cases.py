@@ -9,7 +9,7 @@ from typing import Any
 from shakespeare.attention_ext import PARTS, SIMD, tiles
 from shakespeare.attention_ext.cuda.kernels import MOST_SPLIT
 from shakespeare.attention_ext.parts import DEVICES, Dtype, check_dtype, is_file, one_of, resolve_simd
-from shakespeare.lab import machine
+from shakespeare.lab import machine, rules
 from shakespeare.lab.bench.cell import L2, Cell
 from shakespeare.lab.bench.contenders import SPLIT, contenders
 
@@ -19,7 +19,8 @@ class Sweep:
     """The cases of a sweep: every length with every width, mask and number of threads.
 
     queries: by default as many as keys. br, bc: None for the tuned tile. simds: names from SIMD. A GPU has no
-    choice of tiles, threads and simds; on CUDA every contender is timed with each of l2s, from L2.
+    choice of tiles, threads and simds; on CUDA every contender is timed with each of l2s, from L2. rules: as
+    rules.parse() takes them, on the CPU in fp32 for as many queries as keys.
     """
 
     lengths: Sequence[int] = (1024,)
@@ -35,6 +36,7 @@ class Sweep:
     dtype: str = Dtype.FP32.value
     device: str = "cpu"
     l2s: Sequence[str] = L2
+    rules: Sequence[str] = ("none",)
 
 
 def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
@@ -43,10 +45,11 @@ def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
     check(names, sweep)
     on_cpu = sweep.device == "cpu"
     cells = []
-    for N, d, causal, threads, l2, name in itertools.product(
+    for N, d, causal, rule, threads, l2, name in itertools.product(
         sweep.lengths,
         sweep.widths,
         sweep.masks,
+        (None if rule == "none" else rule for rule in sweep.rules),
         sweep.threads if on_cpu else (1,),
         sweep.l2s if sweep.device == "cuda" else (None,),
         names,
@@ -66,7 +69,7 @@ def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
                 rows = sweep.batch * sweep.heads * queries
                 tuned = tiles.tile(resolve_simd(simd or "auto"), threads, d, N, causal, rows)
                 br, bc = br or tuned[0], bc or tuned[1]
-            cells.append(Cell(name, simd, *shape, br, bc, threads, sweep.dtype, sweep.device, l2))
+            cells.append(Cell(name, simd, *shape, br, bc, threads, sweep.dtype, sweep.device, l2, rule))
     return list(dict.fromkeys(cells))
 
 
@@ -85,6 +88,9 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
                 raise ValueError(f"{what} is {name!r}; {where}it must be one of {', '.join(known)}")
         if len(set(chosen)) < len(chosen) or not chosen:
             raise ValueError(f"{what} is {','.join(chosen)!r}; it must name one or more, each once")
+    ruled = [rule for rule in sweep.rules if rules.parse(rule)]
+    if ruled and (sweep.device, sweep.dtype, sweep.queries) != ("cpu", Dtype.FP32, None):
+        raise ValueError(f"rule is {ruled[0]!r}; it must be none but on the CPU in fp32, without queries")
     for name in names:
         taken = contenders()[name].dtypes.get(sweep.device, ())
         if name in PARTS or is_file(name):
@@ -105,7 +111,7 @@ def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[
     queries: as in plan(); SPLIT is for few. Raises ValueError if no contender takes the dtype.
     """
     # on a GPU part4 is one of the kernels, and sdpa one of the backends
-    without = {"onnx"} if device == "cpu" else {"part4", "sdpa"}
+    without = {"onnx", "flex"} if device == "cpu" else {"part4", "sdpa"}
     if queries is None or queries > MOST_SPLIT:
         without.add(SPLIT)
     taken = tuple(

@@ -1,9 +1,11 @@
 """A cell of a sweep: one contender at one size, tile, mask and number of threads."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from shakespeare.attention_ext import AUTO, extension
 from shakespeare.attention_ext.parts import Dtype, resolve_simd
+from shakespeare.lab import rules
 from shakespeare.lab.traffic import Case
 
 L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last call left, or other data
@@ -14,6 +16,7 @@ class Cell:
     """One contender at one case: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
 
     simd, br, bc: None if it has none. threads: of the CPU. device: of DEVICES. l2: of L2 on CUDA, else None.
+    rules: as rules.parse() takes them.
     """
 
     contender: str
@@ -30,6 +33,15 @@ class Cell:
     dtype: str = Dtype.FP32.value
     device: str = "cpu"
     l2: str | None = None
+    rules: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of attention() for the rules."""
+        found = rules.example(self.heads, self.N, **rules.parse(self.rules)) if self.rules else {}
+        if "documents" in found:
+            found["documents"] = found["documents"].expand(self.batch, self.N)
+        return found
 
     @property
     def by_amx(self) -> bool:
@@ -43,7 +55,17 @@ class Cell:
     @property
     def inputs(self) -> tuple:
         """Equal for cells that have the same q, k, v and mask."""
-        return self.N, self.queries, self.d, self.batch, self.heads, self.causal, self.dtype, self.device
+        return (
+            self.N,
+            self.queries,
+            self.d,
+            self.batch,
+            self.heads,
+            self.causal,
+            self.dtype,
+            self.device,
+            self.rules,
+        )
 
     @property
     def group(self) -> tuple:
@@ -53,7 +75,10 @@ class Cell:
     @property
     def flops(self) -> float:
         """Useful floating-point operations of one call."""
-        return self.case().flops
+        case = self.case()
+        if self.rules is None:
+            return case.flops
+        return 4 * case.heads * self.d * rules.pairs(self.N, self.causal, **rules.parse(self.rules))
 
     @property
     def memory(self) -> int:

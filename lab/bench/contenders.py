@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shakespeare.attention_ext import PARTS, attention
+from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.cuda.kernels import KERNELS
 from shakespeare.attention_ext.parts import Dtype, Part, check_part, is_file
 from shakespeare.attention_ext.webgpu.steps import STEPS
@@ -77,6 +78,7 @@ def contenders() -> dict[str, Contender]:
         takes = (Dtype.FP16,) if "shader-f16" in step.needs else (*fp32, Dtype.FP16)
         known[name] = Contender(f"step {step.name}", attention_call, {"webgpu": takes}, "wgpu", True)
     known["sdpa"] = Contender("PyTorch SDPA", sdpa_call, on_cuda | {"cpu": (*fp32, Dtype.BF16)})
+    known["flex"] = Contender("FlexAttention", flex_call, {"cpu": fp32}, own_allocator=True)
     known["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
     for name, (title, _, _) in SDPA.items():
         known[name] = Contender(f"SDPA, {title}", sdpa_backend_call, on_cuda)
@@ -93,12 +95,49 @@ def attention_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     kernel = OF_KERNEL.get(cell.contender)
     part, name = ("part4", kernel.name) if kernel else (cell.contender, None)
     chosen: dict[str, Any] = {"br": cell.br, "bc": cell.bc, "simd": cell.simd or "auto", "kernel": name}
-    return partial(attention, part, q, k, v, causal=cell.causal, **chosen)
+    return partial(attention, part, q, k, v, causal=cell.causal, **chosen, **cell.options)
 
 
 def sdpa_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """PyTorch's scaled_dot_product_attention on contiguous inputs."""
-    return partial(F.scaled_dot_product_attention, q, k, v, is_causal=cell.causal)
+    """PyTorch's scaled_dot_product_attention on contiguous inputs; with rules all of them are a mask."""
+    if not cell.rules:
+        return partial(F.scaled_dot_product_attention, q, k, v, is_causal=cell.causal)
+    if none := {"softcap", "sinks"} & cell.options.keys():
+        raise ValueError(f"scaled_dot_product_attention has no {' and no '.join(sorted(none))}")
+    changed, seen = ruling.checked(cell.options, q, cell.N).change(
+        torch.zeros(*q.shape[:3], cell.N), cell.causal
+    )
+    return partial(F.scaled_dot_product_attention, q, k, v, attn_mask=changed.masked_fill(~seen, -torch.inf))
+
+
+def flex_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """PyTorch's FlexAttention, compiled; its block mask is made beforehand, as its users do."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    given = cell.options
+    if "sinks" in given:
+        raise ValueError("FlexAttention has no sinks")
+    left, right = given.get("window", (cell.N, cell.N))
+    right, documents = 0 if cell.causal else right, given.get("documents")
+    slopes, bias, cap = (given.get(name) for name in ("alibi_slopes", "bias", "softcap"))
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        near = (j >= i - left) & (j <= i + right)
+        return near if documents is None else near & (documents[0, i] == documents[0, j])
+
+    def score(s: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        s = s if cap is None else cap * torch.tanh(s / cap)
+        s = s if slopes is None else s - slopes[h] * (i - j).abs()
+        return s if bias is None else s + bias[0, 0, i, j]
+
+    all_seen = left >= cell.N and right >= cell.N and documents is None
+    mask = None if all_seen else create_block_mask(seen, None, None, cell.N, cell.N, device="cpu")
+    change = score if slopes is not None or bias is not None or cap is not None else None
+    torch._dynamo.reset()  # each case is compiled for itself
+    compiled = torch.compile(flex_attention, dynamic=False)
+    call = partial(compiled, q, k, v, block_mask=mask, score_mod=change)
+    call()
+    return call
 
 
 def sdpa_backend_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -144,6 +183,8 @@ def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
         raise ValueError(
             "contender 'onnx' needs ONNX Runtime: pip install -c constraints.txt -e '.[bench]'"
         ) from None
+    if cell.rules:
+        raise ValueError("contender 'onnx' takes no rules")
     B, H, d = cell.batch, cell.heads, cell.d
     settings = {"num_heads": H, "scale": d**-0.5, "unidirectional": int(cell.causal)}
     node = helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["o"], domain="com.microsoft", **settings)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shakespeare.attention_ext import PARTS, extension, processor, reference
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.lab import machine, memory
+from shakespeare.lab import machine, memory, rules
 from shakespeare.lab.bench.cases import check_memory
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import Call, contenders, first_line
@@ -122,7 +122,7 @@ class Bench:
         torch.set_num_threads(group[0].threads)
         tensors = inputs(group[0])
         if self._exact is None or self._exact[0] != group[0].inputs:  # other numbers of threads share it
-            self._exact = group[0].inputs, exact_output(tensors, group[0].causal)
+            self._exact = group[0].inputs, exact_output(tensors, group[0].causal, group[0].rules)
         right = []
         for cell in group:
             result, call = verify(cell, tensors, self._exact[1])
@@ -228,8 +228,10 @@ def inputs(cell: Cell, device: torch.device | str = "cpu") -> list[Tensor]:
     ]
 
 
-def exact_output(tensors: Sequence[Tensor], causal: bool) -> Tensor:
+def exact_output(tensors: Sequence[Tensor], causal: bool, ruled: str | None = None) -> Tensor:
     """The output (B, H, Nq, d) in float64, in slices of heads and queries whose scores fit the memory."""
+    if ruled:
+        return rules.exact(list(tensors), ruled, causal)
     (B, H, Nq, d), Nk = tensors[0].shape, tensors[1].shape[2]
     rows = max(1, min(Nq, SLICE // Nk))
     heads = max(1, SLICE // (rows * Nk))
@@ -278,7 +280,7 @@ def compared(cell: Cell, out: Tensor, memory: int, exact: Tensor) -> Result:
 
 def traffic(cell: Cell, cache: int) -> float | None:
     """Bytes that come into a cache of `cache` bytes in one call; None if they are not counted."""
-    if cell.contender not in PARTS or cell.dtype != Dtype.FP32:
+    if cell.contender not in PARTS or cell.dtype != Dtype.FP32 or cell.rules:
         return None
     counted = streams(cell.contender, cell.case(), block_of(cell.simd))
     return None if counted is None else total(counted, cache)

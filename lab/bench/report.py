@@ -36,7 +36,7 @@ BASELINES: dict[str, tuple[str, ...]] = {
 MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
 
 # Columns that identify a cell. In Markdown the columns that are the same in all rows stand above the table.
-_CASE = "simd N queries d batch heads causal dtype br bc threads device l2".split()
+_CASE = "simd N queries d batch heads causal dtype br bc threads device l2 rules".split()
 CASE = dict(zip(_CASE, _CASE)) | {"simd": "SIMD", "causal": "mask", "br": "Br", "bc": "Bc", "l2": "L2"}
 # A row's figures, with titles and formats in Markdown ('' takes three digits); None if not shown there.
 FIGURES = {
@@ -254,6 +254,8 @@ def case_text(name: str, value: object) -> str:
     """A cell's field as a table shows it."""
     if name == "causal":
         return "causal" if value else "none"
+    if name == "rules":
+        return str(value or "none")
     return "" if value is None else str(value)
 
 

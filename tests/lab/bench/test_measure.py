@@ -37,6 +37,21 @@ def test_bfloat16(run, rows, monkeypatch):
         assert float(row["of peak"].split()[0]) == pytest.approx(float(row["GFLOP/s"]) / peak, abs=0.51)
 
 
+@pytest.mark.parametrize("names", ["part1,part4,sdpa", pytest.param("flex", marks=pytest.mark.full)])
+def test_rules(run, rows, names):
+    """Every contender computes them, or says which it lacks; GFLOP/s counts the scores that are seen."""
+    given = "none,window=5+documents=24,alibi+bias,softcap=3,sinks+bias"
+    table = rows(run(names, *SMALL, "--causal", "--rules", given, "-B", "2"))
+    assert len(table) == 5 * len(names.split(","))
+    for row in table:
+        lacks = {"sdpa": ("softcap=3", "sinks+bias"), "flex": ("sinks+bias",)}.get(row["contender"], ())
+        assert ("skipped" in row["ms"]) == (row["rules"] in lacks), row
+    seen = [row for row in table if row["rules"] == "window=5+documents=24"]
+    pairs = sum(min(i % 24, 5) + 1 for i in range(64))
+    for row in seen:
+        assert float(row["GFLOP/s"]) == pytest.approx(8 * 4 * pairs * 16 / float(row["ms"]) / 1e6, rel=0.02)
+
+
 def test_what_is_wrong_is_shown_and_not_timed(run, monkeypatch):
     right = contenders.attention
 

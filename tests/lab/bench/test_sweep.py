@@ -21,6 +21,8 @@ def test_wrong_arguments(failed):
         (["-N", "1:5000"], "more than 1000 numbers"),
         (["-br", "x"], "a range like 256:4096*2 or 1:9+2 or auto"),
         (["--mask", "both"], "'--mask': 'both' must be one of none, causal"),
+        (["--rules", "window"], "rule is 'window'; it must be none, window=KEYS, softcap=BOUND"),
+        (["--rules", "alibi", "--queries", "1"], "rule is 'alibi'; it must be none but on the CPU in fp32"),
         (["--show"], "--show goes with --tune only"),
         (["part1,sdpa", "-br", "64"], "-br and -bc go with part4 only"),
         (["sdpa", "--dry-run", "--save", "x.json"], "--save does not go with --dry-run"),
