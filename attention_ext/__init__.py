@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from shakespeare.attention_ext import parts, tiles
@@ -45,6 +46,7 @@ class Options(TypedDict, total=False):
     sinks: Tensor | None
     bias: Tensor | None
     documents: Tensor | None
+    score_mod: str | Path | None
 
 
 @overload
@@ -99,6 +101,9 @@ def attention(
     bias: (1 or B, 1 or H, Nq, Nk) is added; a boolean one hides the keys where it is False.
     sinks: (H,), a logit that joins the softmax's sum and has no value.
     documents: (B, Nk), whole numbers: query i sees keys of key p's document only.
+    score_mod: the path of a C++ header with `float score(float s, At at)`, which changes the score last
+    (at.b, at.h, at.i, at.j); perhaps `bool seen(At)`, and for gradients `float slope(float s, At)`, the
+    derivative by s.
     A query that sees no key gives 0, with the logsumexp -inf or its sink, and no gradients.
 
     Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
@@ -135,6 +140,10 @@ def attention(
             raise ValueError(f"kernel is {kernel!r}; it must be None for tensors on {q.device}")
         gradient = q.requires_grad or k.requires_grad or v.requires_grad or rules and rules.needs_gradient
         gradient = bool(gradient) and torch.is_grad_enabled()
+        if gradient and rules and rules.score_mod and not rules.score_mod.has_slope:
+            raise ValueError(
+                f"score_mod is {rules.score_mod.header}; its gradient needs slope(float s, At at)"
+            )
         if gradient and (row.operator or row.attend):
             check_gradient(row, q, k, v)
         if q.is_cuda and row.operator and "cuda" in row.dtypes:

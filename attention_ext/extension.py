@@ -109,7 +109,7 @@ def _register(name: str, operators: Any) -> None:
         if sinks.requires_grad:  # its weight is exp(sink - lse), and it has no value
             D = (dout * out).sum(-1) - (dlse if dlse.numel() else 0)
             dsinks = -(torch.exp(sinks[:, None] - lse) * D).sum((0, 2))
-        rest = (None,) * 8  # causal, scale, the tile and the first four of the rules
+        rest = (None,) * 9  # causal, scale, the tile and the first five of the rules
         return dq, summed(dk, k), summed(dv, v), *rest, dbias if of_bias else None, dsinks, None
 
     def summed(gradient: torch.Tensor, of: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,10 @@ Their C++ side is csrc/rules.h. The names are flash-attention's. torch is not im
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shakespeare.attention_ext.checks import finite, kind, whole
@@ -13,8 +16,48 @@ from shakespeare.attention_ext.checks import finite, kind, whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAMES = frozenset(("window", "softcap", "alibi_slopes", "sinks", "bias", "documents"))
+NAMES = frozenset(("window", "softcap", "alibi_slopes", "sinks", "bias", "documents", "score_mod"))
 NO_LIMIT = 2**50  # keys to a side: further than any
+HIDDEN = -3.4e38  # above HIDDEN of csrc/rules.h, below any score
+
+
+class Strip(ctypes.Structure):
+    """struct Strip of csrc/rules.h."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "i0", "queries", "j0", "keys")),
+        *(("unit", ctypes.c_float), ("right", ctypes.c_bool)),
+    ]
+
+
+class ScoreMod:
+    """A user's change of scores, compiled. Raises BuildError, with the compiler's output, if it is wrong."""
+
+    def __init__(self, header: Path) -> None:
+        from shakespeare.attention_ext.build import recipes
+
+        self.header, self._library = header, ctypes.CDLL(str(recipes.score_mod(header).make()))
+        self._library.has_slope.restype = ctypes.c_bool
+        self.has_slope = self._library.has_slope()
+        self.address = ctypes.cast(self._library.change, ctypes.c_void_p).value
+
+    def change(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores (B, H, Nq, Nk), float32 and contiguous, as it changes them, and its derivative there."""
+        import torch
+
+        s, slopes = s.clone(), torch.zeros_like(s)
+        for b, h in ((b, h) for b in range(s.shape[0]) for h in range(s.shape[1])):
+            strip = Strip(s[b, h].data_ptr(), s.shape[3], 1, 0, s.shape[2], 0, s.shape[3], 1.0, True)
+            address = ctypes.c_void_p(slopes[b, h].data_ptr())
+            self._library.change(ctypes.byref(strip), ctypes.c_int64(b), ctypes.c_int64(h), address)
+        return s, slopes
+
+
+@functools.cache
+def _score_mod(header: Path, changed: int) -> ScoreMod:
+    """The header as it was saved at a time in nanoseconds."""
+    return ScoreMod(header)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +71,7 @@ class Rules:
     sinks: Tensor | None = None
     bias: Tensor | None = None
     documents: Tensor | None = None
+    score_mod: ScoreMod | None = None
 
     @property
     def needs_gradient(self) -> bool:
@@ -38,7 +82,8 @@ class Rules:
         """What the operators of parts 1 to 4 take; an empty tensor stands for none."""
         none = q.new_empty(0)
         tensors = (self.alibi_slopes, self.bias, self.sinks, self.documents)
-        return self.left, self.right, self.softcap, *(none if t is None else t for t in tensors)
+        mod = self.score_mod.address if self.score_mod else 0
+        return self.left, self.right, self.softcap, mod, *(none if t is None else t for t in tensors)
 
     def change(self, s: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """Scores (B, H, Nq, Nk) as the rules change them, and where a query sees a key, of a like shape."""
@@ -56,9 +101,31 @@ class Rules:
             seen = seen & self.bias
         elif self.bias is not None:
             s, seen = s + self.bias, seen & (self.bias > -torch.inf)
+        if self.score_mod:
+            s = _modified()(s, self.score_mod)
+            seen = seen & (s.detach() > HIDDEN)
         if self.documents is not None:
             seen = seen & (self.documents[:, None, -Nq:, None] == self.documents[:, None, None])
         return s, seen
+
+
+@functools.cache
+def _modified() -> Any:
+    """ScoreMod.change() in PyTorch's graph: the derivative is the header's. torch is imported late."""
+    import torch
+
+    class Modified(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, s: Tensor, mod: ScoreMod) -> Tensor:
+            changed, slopes = mod.change(s.float().contiguous())
+            ctx.save_for_backward(slopes)
+            return changed.to(s.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            return gradient * ctx.saved_tensors[0], None
+
+    return Modified.apply
 
 
 def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
@@ -94,6 +161,15 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {must}")
         found[name] = t
 
+    if (header := given.get("score_mod")) is not None:
+        if not isinstance(header, str | Path):
+            raise TypeError(f"score_mod is a {kind(header)}; it must be the path of a C++ header")
+        if q.device.type != "cpu":
+            raise ValueError(f"score_mod is {str(header)!r}; it must be None on {q.device}")
+        path = Path(header).absolute()
+        if not path.is_file():
+            raise ValueError(f"score_mod is {str(header)!r}; it must be the path of a C++ header")
+        found["score_mod"] = _score_mod(path, path.stat().st_mtime_ns)
     tensor("alibi_slopes", (B, H), (H,))
     tensor("sinks", (H,))
     tensor("bias", *((b, h, Nq, Nk) for b in (B, 1) for h in (H, 1)), dtypes=(torch.float32, torch.bool))

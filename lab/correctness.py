@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -185,11 +186,13 @@ class Test:
     alibi: bool = False
     sinks: bool = False
     documents: int | None = None
+    score_mod: Path | None = None
 
     @cached_property
     def rules(self) -> dict[str, Any]:
         """The options of attention() for its rules. Raises ValueError if the part has none there."""
         found = example(self.heads, self.N, **{name: getattr(self, name) for name in RULES})
+        found |= {"score_mod": self.score_mod} if self.score_mod else {}
         if "documents" in found:
             found["documents"] = found["documents"].expand(self.batch, self.N)
         if found and (self.device != "cpu" or self.dtype != Dtype.FP32):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
 WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
-RULES = {"window", "softcap", "alibi", "sinks", "documents"}
+RULES = {"window", "softcap", "alibi", "sinks", "documents", "score_mod"}
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again", *RULES}
 NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype", *RULES}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
@@ -49,6 +49,9 @@ test_options = options.all_of(
     options.flag("--alibi", "Subtract a slope for each head times the distance of a key."),
     options.flag("--sinks", "Add a logit of 0 for each head to the softmax."),
     options.size("--documents", "Keys of a document; a query sees its own only.", default=None),
+    options.file(
+        "--score-mod", "C++ header with a change of the scores: float score(float s, At at).", exists=True
+    ),
     options.flag("--backward", "Test the gradients, against float64 and PyTorch; part0 and part4."),
     options.dtype,
     options.flag("--watch", "again", "Run the test again at every save of a source, until Ctrl-C."),

@@ -272,6 +272,14 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
     )
 
 
+def score_mod(header: Path) -> Recipe:
+    """The library of a user's change of scores. Raises BuildError without a compiler."""
+    over = kernels()
+    what, source = f"{header.name}", found(CSRC, "tools/score_mod.cpp")
+    mod = _library("attention_ext_score_mod", what, over, (CSRC,), source, f'-DSCORE_MOD="{header}"')
+    return replace(mod, beside=(header,), needs=None, loaded=False)
+
+
 def found(folder: Path, *patterns: str) -> tuple[Path, ...]:
     """The files below a folder that match these patterns, in their order."""
     return tuple(path for pattern in patterns for path in sorted(folder.glob(pattern)))

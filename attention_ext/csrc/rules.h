@@ -38,6 +38,7 @@ struct Rules {
     const int64_t* documents;  // (B, Nk): query i sees the keys of key p's document
     const Range* extents;      // (B, Nk), of each key's document; they hold other documents unless `apart`
     bool apart;
+    void (*mod)(const Strip&, int64_t b, int64_t h, float* slope);  // tools/score_mod.cpp
 
     // The keys that any of `count` queries from i on may see; may be empty.
     Range keys(const AttentionSizes&, int64_t head, int64_t i, int64_t count) const;
@@ -46,6 +47,8 @@ struct Rules {
     // so.
     int64_t staircase(const AttentionSizes&, int64_t head, int64_t i, const Range& seen) const;
 
-    // Changes and hides a strip's scores. slope <- softcap's derivative, in the strip's places; or null.
-    void change(const AttentionSizes&, int64_t head, const Strip&, float* slope = nullptr) const;
+    // Changes and hides a strip's scores. slope, of_mod <- the derivatives of softcap and of mod, in the
+    // strip's places; or null.
+    void change(const AttentionSizes&, int64_t head, const Strip&, float* slope = nullptr,
+                float* of_mod = nullptr) const;
 };

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import naming
 from torch import library as torch_library
 
-from shakespeare.attention_ext import attention, rules
+from shakespeare.attention_ext import BuildError, attention, rules
 from shakespeare.attention_ext.extension import load
 from shakespeare.attention_ext.parts import PARTS
 
@@ -151,11 +151,50 @@ def test_operators_keep_pytorchs_contract(extension):
     for kernels in (load("auto"),):
         for part in PARTS.values():
             if part.operator:
-                call = (q, q, q, True, 0.3, True, 4, 8, 5, rules.NO_LIMIT, 2.0, none, bias, sinks, none)
+                call = (q, q, q, True, 0.3, True, 4, 8, 5, rules.NO_LIMIT, 2.0, 0, none, bias, sinks, none)
                 torch_library.opcheck(getattr(kernels, f"{part.operator}_ruled").default, call)
         leaves = [t.clone().requires_grad_() for t in (q, q, q, bias, sinks)]
-        call = (*leaves[:3], True, 0.3, 4, 8, 5, rules.NO_LIMIT, 2.0, none, *leaves[3:], none)
+        call = (*leaves[:3], True, 0.3, 4, 8, 5, rules.NO_LIMIT, 2.0, 0, none, *leaves[3:], none)
         torch_library.opcheck(kernels.part4_ruled_with_gradient.default, call)
+
+
+HEADER = """
+inline bool seen(At at) { return (at.i + at.j + at.h + at.b) % 3 != 0; }
+inline float score(float s, At at) { return s * s * 0.3f + at.h - 0.01f * (at.i - at.j); }
+inline float slope(float s, At) { return 0.6f * s; }
+"""
+
+
+def test_a_users_change_of_scores(attend, tmp_path):
+    (tmp_path / "mine.h").write_text(HEADER)
+    q, k, v = (torch.randn(2, 2, 50, 16) for _ in range(3))
+    b, h, i, j = torch.meshgrid(*(torch.arange(n) for n in (2, 2, 50, 50)), indexing="ij")
+    s = (q.double() @ k.double().mT / 4) ** 2 * 0.3 + h - 0.01 * (i - j)
+    s = s.masked_fill((i + j + h + b) % 3 == 0, -torch.inf).masked_fill(j > i + 9, -torch.inf)
+    exact = torch.softmax(s, -1) @ v.double()
+    got = attend(q, k, v, score_mod=tmp_path / "mine.h", window=(None, 9))
+    oracle.assert_close(got, exact, exact.float(), 3e-6)
+
+
+def test_a_users_change_of_scores_has_gradients(extension, tmp_path):
+    """part4's are part0's, which are the header's slope in PyTorch's graph."""
+    (tmp_path / "mine.h").write_text(HEADER)
+    tensors = [torch.randn(1, 2, 40, 8).requires_grad_() for _ in range(3)]
+    bias = torch.randn(1, 1, 40, 40).requires_grad_()
+    given = dict(score_mod=str(tmp_path / "mine.h"), softcap=2.0, bias=bias, causal=True)
+    both = [
+        torch.autograd.grad(attention(part, *tensors, **given).square().sum(), [*tensors, bias])
+        for part in ("part0", "part4")
+    ]
+    for theirs, mine in zip(*both):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    (tmp_path / "mine.h").write_text("float score(float s, At) { return -s; }")
+    with pytest.raises(ValueError, match=r"mine.h; its gradient needs slope\(float s, At at\)"):
+        attention("part4", *tensors, score_mod=tmp_path / "mine.h")
+    (tmp_path / "mine.h").write_text("float score(float s) { return -s; }")
+    with pytest.raises(BuildError, match=r"score_mod.cpp.*error") as raised:
+        attention("part0", *tensors, score_mod=tmp_path / "mine.h")
+    assert "score" in raised.value.output
 
 
 @pytest.mark.parametrize(
@@ -166,6 +205,7 @@ def test_operators_keep_pytorchs_contract(extension):
         ("part2", dict(softcap=0), "softcap is 0; it must be above 0"),
         ("part0", dict(softcap=math.nan), "softcap is nan; it must be finite"),
         ("part3", dict(alibi_slopes=[1.0]), "alibi_slopes is a list; it must be a tensor of torch.float32"),
+        ("part0", dict(score_mod="none.h"), "score_mod is 'none.h'; it must be the path of a C.. header"),
         ("part4", dict(sinks=torch.zeros(3)), r"sinks has shape \(3,\); it must be \(4,\)"),
         ("part4", dict(sinks=torch.full((4,), torch.inf)), "sinks holds NaN or infinity"),
         ("part4", dict(bias=torch.zeros(9, 9)), r"bias has shape \(9, 9\); it must be \(2, 4, 9, 9\) or"),

@@ -98,9 +98,10 @@ AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool cau
 // The rules of a call, of which Python has checked the numbers; an empty tensor stands for none.
 class Given : public Rules {
   public:
-    Given(const AttentionSizes& a, int64_t left, int64_t right, double softcap, const Tensor& slopes,
-          const Tensor& bias, const Tensor& sinks, const Tensor& documents)
+    Given(const AttentionSizes& a, int64_t left, int64_t right, double softcap, int64_t mod,
+          const Tensor& slopes, const Tensor& bias, const Tensor& sinks, const Tensor& documents)
         : Rules{left, a.causal ? std::min<int64_t>(right, 0) : right, static_cast<float>(softcap)} {
+        Rules::mod = reinterpret_cast<decltype(Rules::mod)>(mod);
         if (slopes.numel() > 0) Rules::slopes = of<float>(slopes, "alibi_slopes", {a.B, a.H});
         if (sinks.numel() > 0) Rules::sinks = of<float>(sinks, "sinks", {a.H});
         if (bias.numel() > 0) {
@@ -180,10 +181,10 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor
 template <size_t part>
 std::tuple<Tensor, Tensor> attend_ruled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                         double scale, bool return_lse, int64_t br, int64_t bc, int64_t left,
-                                        int64_t right, double softcap, const Tensor& slopes, const Tensor& bias,
-                                        const Tensor& sinks, const Tensor& documents) {
+                                        int64_t right, double softcap, int64_t mod, const Tensor& slopes,
+                                        const Tensor& bias, const Tensor& sinks, const Tensor& documents) {
     return run<float>(PARTS[part], q, k, v, causal, scale, return_lse, br, bc, [&](const AttentionSizes& a) {
-        return Given(a, left, right, softcap, slopes, bias, sinks, documents);
+        return Given(a, left, right, softcap, mod, slopes, bias, sinks, documents);
     });
 }
 
@@ -201,11 +202,11 @@ std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const
 
 std::tuple<Tensor, Tensor> ruled_with_gradient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                                double scale, int64_t br, int64_t bc, int64_t left,
-                                               int64_t right, double softcap, const Tensor& slopes,
+                                               int64_t right, double softcap, int64_t mod, const Tensor& slopes,
                                                const Tensor& bias, const Tensor& sinks,
                                                const Tensor& documents) {
     return run<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc, [&](const AttentionSizes& a) {
-        return Given(a, left, right, softcap, slopes, bias, sinks, documents);
+        return Given(a, left, right, softcap, mod, slopes, bias, sinks, documents);
     });
 }
 
@@ -252,11 +253,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> ruled_backward(const Tensor& dout, co
                                                           const Tensor& q, const Tensor& k, const Tensor& v,
                                                           const Tensor& out, const Tensor& lse, bool causal,
                                                           double scale, int64_t left, int64_t right,
-                                                          double softcap, const Tensor& slopes,
+                                                          double softcap, int64_t mod, const Tensor& slopes,
                                                           const Tensor& bias, const Tensor& sinks,
                                                           const Tensor& documents, bool of_bias) {
     const auto rules = [&](const AttentionSizes& a) {
-        return Given(a, left, right, softcap, slopes, bias, sinks, documents);
+        return Given(a, left, right, softcap, mod, slopes, bias, sinks, documents);
     };
     return gradients(dout, dlse, q, k, v, out, lse, causal, scale, rules, of_bias);
 }
@@ -334,7 +335,7 @@ LIBRARY(ATTENTION_EXT, m) {
         "part4_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool "
         "causal, float scale) -> (Tensor, Tensor, Tensor)");
     const std::string rules =
-        "SymInt left, SymInt right, float softcap, Tensor alibi_slopes, Tensor bias, Tensor sinks, "
+        "SymInt left, SymInt right, float softcap, SymInt mod, Tensor alibi_slopes, Tensor bias, Tensor sinks, "
         "Tensor documents";
     for (const Part& part : PARTS)
         m.def((part.name + std::string("_ruled(Tensor q, Tensor k, Tensor v, bool causal, float scale, ") +

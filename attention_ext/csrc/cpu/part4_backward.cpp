@@ -37,11 +37,11 @@ constexpr int64_t STEP = 64;  // keys of a strip, not counting its diagonal
 // One thread's scratch for a panel of R queries. D and dO are multiplied by the scale, and so is dS.
 struct Panel {
     int64_t R, d;
-    float *Qt, *dOt, *dQt, *St, *dPt, *slope, *lse, *rest, *D;
+    float *Qt, *dOt, *dQt, *St, *dPt, *slope, *of_mod, *lse, *rest, *D;
 
     Panel(int64_t d, Scratch& scratch) : R(portable::panel()), d(d) {
         for (float** each : {&Qt, &dOt, &dQt}) *each = scratch.take(d * R);
-        for (float** each : {&St, &dPt, &slope}) *each = scratch.take((STEP + R) * R);
+        for (float** each : {&St, &dPt, &slope, &of_mod}) *each = scratch.take((STEP + R) * R);
         for (float** each : {&lse, &rest, &D}) *each = scratch.take(R);
     }
     static int64_t floats(int64_t d) {
@@ -95,13 +95,14 @@ void add_rows(simd::Matrix dC, const float* A, int64_t ldA, simd::ConstMatrix X,
     });
 }
 
-// The rules' part of dS^T: dbias <- P^T * (dP - D), and softcap's derivative.
+// The rules' part of dS^T: the derivatives of mod and softcap; dbias <- what lies between.
 void add_rules(const AttentionGradient& a, int64_t head, const Panel& t, const Queries& i, const Keys& j,
                int64_t keys) {
     float* const dbias = a.dbias ? a.dbias + (head * a.Nq + i.first) * a.Nk + j.first : nullptr;
     for (int64_t k = 0; k < keys; k++)
         for (int64_t r = 0; r < i.count; r++) {
             float& dS = t.dPt[k * t.R + r];
+            if (a.rules->mod) dS *= t.of_mod[k * t.R + r];
             if (dbias) dbias[r * a.Nk + k] = dS / a.scale;
             if (a.rules->softcap != 0) dS *= t.slope[k * t.R + r];
         }
@@ -121,7 +122,7 @@ void attend(const AttentionGradient& a, int64_t head, const Panel& t, const Quer
     scores(t.dPt, j.V, t.dOt);  // dP^T <- V dO^T
     if (a.rules)
         a.rules->change(a, head, {t.St, 1, R, i.first, i.count, j.first, keys, SIMD_LOG2E},
-                        a.rules->softcap != 0 ? t.slope : nullptr);
+                        a.rules->softcap != 0 ? t.slope : nullptr, t.of_mod);
     portable::softmax_gradient({t.St, R}, {t.dPt, R}, keys, i.padded, first, t.lse, t.rest, t.D);
     if (a.rules) add_rules(a, head, t, i, j, keys);
     add_rows(j.dV, t.St, R, i.dO, i, d, keys, first);

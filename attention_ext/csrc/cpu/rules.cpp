@@ -192,7 +192,8 @@ int64_t Rules::staircase(const AttentionSizes& a, int64_t head, int64_t i, const
     return documents || first.count() == 0 ? seen.end : first.end;
 }
 
-void Rules::change(const AttentionSizes& a, int64_t head, const Strip& strip, float* slope) const {
+void Rules::change(const AttentionSizes& a, int64_t head, const Strip& strip, float* slope,
+                   float* of_mod) const {
     Strip s = strip;
     s.queries = std::min(s.queries, a.Nq - s.i0);  // part 4's panels have more
     const Of o{*this, a, s, head / a.H, head % a.H};
@@ -207,6 +208,7 @@ void Rules::change(const AttentionSizes& a, int64_t head, const Strip& strip, fl
     apply_if<Alibi>(o);
     if (bias) add_beside(o, bias, [&](Vec score, Vec number) { return score + s.unit * number; });
     if (mask) add_beside(o, mask, [](Vec score, Vec number) { return number != 0.0f ? score : splat(HIDDEN); });
+    if (mod) mod(s, o.b, o.h, of_mod);
     Window::apply_to(o);
     if (!documents) return;
     if (const Documents rule(o); !rule.idle(o)) apply(s, rule);
