@@ -81,7 +81,6 @@ def exact(tensors: list[torch.Tensor], text: str, causal: bool) -> torch.Tensor:
             head = [t[b : b + 1, h : h + 1] for t in tensors]
             rules = ruling.checked(given, head[0], q.shape[2])
             doubles = (t.double() for t in head)
-            out[b, h] = reference.attention(*doubles, causal=causal, scale=q.shape[3] ** -0.5, rules=rules)[
-                0, 0
-            ]  # type: ignore[index]
+            result: Any = reference.attention(*doubles, causal=causal, scale=q.shape[3] ** -0.5, rules=rules)
+            out[b, h] = result[0, 0]
     return out

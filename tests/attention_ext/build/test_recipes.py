@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ def test_every_source_is_compiled_and_every_part_has_a_row():
     training = recipes.module("training_step", ("model", "training"), "portable")
     compiled = {*recipe.sources, *training.sources, *recipe.needs.sources, *recipes.program("off").sources}
     compiled |= {*recipes.operators("portable").sources, *recipes.kernels("off").sources}
-    compiled |= {*recipes.launcher().sources, *(recipes.CSRC / source for source in recipes.OWN)}
+    compiled |= {*recipes.score_mod(Path("mine.h")).sources, *recipes.launcher().sources}
+    compiled |= {*(recipes.CSRC / source for source in recipes.OWN)}
     assert on_disk == compiled | {recipes.CSRC / source for source in recipes.HELPERS["ispc"][0]}
     rows = re.findall(r"^ +PART\((\w+), (\w+), ", (recipes.CSRC / "parts.h").read_text(), re.M)
     assert {"_".join(row) for row in rows} == {part.operator for part in PARTS.values() if part.operator}
