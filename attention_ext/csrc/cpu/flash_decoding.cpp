@@ -30,6 +30,8 @@ namespace {
 constexpr int64_t BLOCK = 512;  // keys of a query at a time, if Bc is not larger: the scores stay in L1
 // Below MOST_STRIPS strips, more than MOST_KEYS keys are split. LEAST_RATIO bounds the results' memory.
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPLIT = 1024, LEAST_RATIO = 8;
+template <class Element>
+constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
 constexpr double MOST_NUMBERS = 0x1p40;  // numbers in the splits' results
 // Whether the helpers' products of several rows have the bits of each row's.
 #if defined(SIMD_ELSEWHERE)
@@ -214,6 +216,37 @@ void attend_together(const Attention& a, float* scratch) {
     }
 }
 
+// A few more queries than FEW, as those of grouped heads are. A block of K is transposed, so that the lanes
+// span keys in the scores and features in O, and no lane is idle.
+constexpr int64_t TURNED = 128;  // keys of a block
+
+int64_t turned_floats(const AttentionSizes& a) { return FEW_TOGETHER * (2 * a.d + TURNED) + a.d * TURNED; }
+
+void attend_turned(const Attention& a, int64_t head, float* scratch, float* out, float* lse) {
+    const int64_t d = a.d, rows = a.Nq;
+    const float *K = a.k_of(head), *V = a.v_of(head), *Qs = a.q_of(head);
+    const simd::Matrix Q{scratch, d}, O{Q.row(rows), d}, S{O.row(rows), TURNED}, Kt{S.row(rows), TURNED};
+    Sums sums[FEW_TOGETHER];
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t c = 0; c < d; c++) Q.row(i)[c] = Qs[i * a.q.row_stride + c] * a.scale;
+    std::fill_n(O.data, rows * d, 0.0f);
+    for (int64_t j0 = 0; j0 < a.seen(rows - 1); j0 += TURNED) {
+        const int64_t n = std::min(TURNED, a.seen(rows - 1) - j0);
+        simd::transpose(Kt, {K + j0 * a.k.row_stride, a.k.row_stride}, n, d, 1.0f);
+        simd::multiply(S, {Q.data, d, 1}, Kt, rows, n, d);
+        for (int64_t i = 0; i < rows; i++) {
+            const int64_t seen = std::clamp<int64_t>(a.seen(i) - j0, 0, n);
+            if (seen > 0) sums[i].step(S.row(i), seen, O.row(i), d, j0 == 0);
+            std::fill_n(S.row(i) + seen, n - seen, 0.0f);
+        }
+        simd::multiply_add(O, {S.data, TURNED, 1}, {V + j0 * a.v.row_stride, a.v.row_stride}, rows, d, n, n);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t c = 0; c < d; c++) out[i * d + c] = O.row(i)[c] / sums[i].l;
+        if (lse) lse[i] = sums[i].m + std::log(sums[i].l);
+    }
+}
+
 // The splits of a call. All but the last end before the first query's own key, so every query sees them whole.
 struct Splits {
     int64_t count, keys;
@@ -271,8 +304,11 @@ struct Splits {
     }
 };
 
+bool is_turned(const AttentionSizes& a) { return a.Nq > FEW && a.Nq <= FEW_TOGETHER; }
+
 template <class Element>
 int64_t thread_floats(const AttentionOf<Element>& a) {
+    if (!IS_BF16<Element> && is_turned(a)) return turned_floats(a);
     return a.Nq <= FEW ? query_floats(a) : tile_floats(a);
 }
 
@@ -290,8 +326,8 @@ void split_attention(const AttentionOf<Element>& a, float* scratch) {
         const NoDenormals flushed;
         return attend_query(a, 0, 0, scratch, a.out, a.lse);
     }
-    const bool few = a.Nq <= FEW;
-    const int64_t heads = a.B * a.H, tiles = few ? a.Nq : (a.Nq + a.Br - 1) / a.Br;
+    const bool few = a.Nq <= FEW, turned = !IS_BF16<Element> && is_turned(a);
+    const int64_t heads = a.B * a.H, tiles = few ? a.Nq : turned ? 1 : (a.Nq + a.Br - 1) / a.Br;
     float* results = scratch + a.threads * thread_floats(a);
 
     for_each_item(heads, splits.count * tiles, a.threads, [&](int64_t head, int64_t item, int thread) {
@@ -300,6 +336,8 @@ void split_attention(const AttentionOf<Element>& a, float* scratch) {
         const AttentionOf<Element> part = splits.at(a, s);
         float* own = scratch + thread * thread_floats(a);
         const auto attend = [&](auto* out, float* lse) {
+            if constexpr (!IS_BF16<Element>)
+                if (turned) return attend_turned(part, head, own, out, lse);
             few ? attend_query(part, head, i0, own, out, lse) : attend_tile(part, head, i0, own, out, lse);
         };
         if (splits.count == 1)
