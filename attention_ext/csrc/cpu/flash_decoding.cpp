@@ -232,6 +232,11 @@ void attend_turned(const Attention& a, int64_t head, float* scratch, float* out,
     std::fill_n(O.data, rows * d, 0.0f);
     for (int64_t j0 = 0; j0 < a.seen(rows - 1); j0 += TURNED) {
         const int64_t n = std::min(TURNED, a.seen(rows - 1) - j0);
+        for (int64_t j = 0; j < n; j++)  // V is read after K's softmax, and the next block of K after V
+            for (int64_t c = 0; c < d; c += LINE_FLOATS) {
+                __builtin_prefetch(V + (j0 + j) * a.v.row_stride + c);
+                __builtin_prefetch(K + std::min(j0 + TURNED + j, a.Nk - 1) * a.k.row_stride + c);
+            }
         simd::transpose(Kt, {K + j0 * a.k.row_stride, a.k.row_stride}, n, d, 1.0f);
         simd::multiply(S, {Q.data, d, 1}, Kt, rows, n, d);
         for (int64_t i = 0; i < rows; i++) {
