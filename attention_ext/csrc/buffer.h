@@ -20,11 +20,12 @@ constexpr int64_t LINE_FLOATS = 16;  // floats of a cache line
 // The stride of rows of n floats: an odd number of cache lines, so that rows do not share few sets of L1.
 constexpr int64_t row_stride(int64_t n) { return round_up(n, LINE_FLOATS) | LINE_FLOATS; }
 
-// Floats, initially 0, aligned to a cache line; large buffers use huge pages where Linux has them.
+// Floats, initially 0 unless they are `unset`, aligned to a cache line; large buffers use huge pages where
+// Linux has them.
 class Buffer {
   public:
     Buffer() = default;
-    explicit Buffer(int64_t size) {
+    explicit Buffer(int64_t size, bool unset = false) {
         const int64_t floats = sizeof(float) * size;
         const int64_t unit = floats >= HUGE_PAGE_BYTES / 2 ? HUGE_PAGE_BYTES : CACHE_LINE_BYTES;
         const int64_t bytes = round_up(floats, unit);
@@ -33,7 +34,7 @@ class Buffer {
 #ifdef MADV_HUGEPAGE
         if (unit == HUGE_PAGE_BYTES) madvise(data.get(), bytes, MADV_HUGEPAGE);
 #endif
-        std::fill_n(data.get(), size, 0.0f);
+        if (!unset) std::fill_n(data.get(), size, 0.0f);
     }
     operator float*() const { return data.get(); }
 

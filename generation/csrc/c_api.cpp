@@ -78,14 +78,14 @@ void uniforms_next(void* state, int64_t count, double* numbers) {
 }
 
 Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
-                     int64_t tensors, const char* const* names, const float* const* data,
-                     const int64_t* floats) {
+                     int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats,
+                     const int64_t* layouts) {
     Handle* decoder = nullptr;
     guarded([&] {
-        const Tensors lookup = [&](const std::string& name, int64_t wanted) -> const float* {
+        const Tensors lookup = [&](const std::string& name, int64_t wanted) -> Tensor {
             for (int64_t i = 0; i < tensors; i++) {
                 if (name != names[i]) continue;
-                if (floats[i] == wanted) return data[i];
+                if (floats[i] == wanted) return {data[i], (layouts[i] & 1) != 0, (layouts[i] & 2) != 0};
                 throw std::invalid_argument("the size of " + name + " is " + std::to_string(floats[i]) +
                                             "; it must be " + std::to_string(wanted));
             }

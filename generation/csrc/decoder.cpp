@@ -62,11 +62,14 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
       threads(static_cast<int>(sizes.threads)),
       cache_shape{s.n_layer, s.n_head, d, capacity, part.few.queries > 0, panel_keys(bc, capacity, kv), kv},
       scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
-      weights(s, tensors, precision),
       caches(sizes.slots * cache_shape.words()),
       slots(sizes.slots),
       trace(threads),
       team(new Team(threads, trace)) {
+    weights = Weights(s, tensors, precision, threads, [&](int64_t pieces, const auto& piece) {
+        Pieces left;
+        team->run(threads, [pieces, &left, &piece](Member& member) { member.run(pieces, &left, piece); });
+    });
     for (int64_t i = 0; i < sizes.slots; i++) {
         Slot& slot = slots[i];
         slot.cache = Cache(cache_shape, caches + i * cache_shape.words());

@@ -8,8 +8,7 @@
 
 namespace {
 
-constexpr int RARELY = 200;                     // at most 0.5 % of the time is spent packing for another team
-constexpr double MOST_PACKED_TWICE = 64 << 20;  // bytes of the matrices
+constexpr int RARELY = 200;  // at most 0.5 % of the time is spent packing for another team
 
 }  // namespace
 
@@ -78,7 +77,7 @@ void Decoder::finish_row(const Token& token, int64_t row) {
 }
 
 void Decoder::pack_for(int members) {
-    if (members == 1 || members == shared_by || weights.matrix_bytes > MOST_PACKED_TWICE) return;
+    if (members == 1 || members == shared_by || !weights.fit_twice()) return;
     const auto start = Pace::Clock::now();
     team->settle();
     shares = weights.shared_by(members);

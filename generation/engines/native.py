@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import mmap
 import re
 import struct
 import sys
@@ -124,7 +125,6 @@ class Decoder:
                 raise ValueError(f"{tensor} is {data.dtype}; it must be float32")
             if not data.flags.c_contiguous and not data.flags.f_contiguous:
                 raise ValueError(f"{tensor} has gaps; it or its transpose must be contiguous")
-            tensors[tensor] = np.ascontiguousarray(data)
         self._handle = self._c.open_decoder(
             integers(sizes),
             options.weights.encode(),
@@ -134,6 +134,7 @@ class Decoder:
             (c_char_p * len(tensors))(*(name.encode() for name in tensors)),
             (c_void_p * len(tensors))(*(tensor.ctypes.data for tensor in tensors.values())),
             integers([tensor.size for tensor in tensors.values()]),
+            integers([(not t.flags.c_contiguous) + 2 * is_mapped(t) for t in tensors.values()]),
         )
         if not self._handle:
             raise self._error()
@@ -254,6 +255,14 @@ class Decoder:
         kind = c_int()
         message = self._c.error(byref(kind)).decode()
         return FAILURES[kind.value](message)
+
+
+def is_mapped(tensor: Any) -> bool:
+    """Whether an array is a part of a mapped file that it cannot change."""
+    writable = tensor.flags.writeable
+    while isinstance(tensor, np.ndarray):
+        tensor = tensor.base
+    return not writable and isinstance(getattr(tensor, "obj", tensor), mmap.mmap)
 
 
 def integers(numbers: Sequence[int]) -> ctypes.Array[c_int64]:

@@ -6,26 +6,34 @@
 Linear::Linear(const Panels& shape, const PrecisionRow* precision)
     : shape(shape), precision(precision), count(shape.count()), last(round_up(shape.rows(count - 1), unit())) {}
 
-Linear::Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t width, Precision precision)
-    : Linear({out, in, width}, &row_of(precision)) {
-    weights = this->precision->pack(W, shape);
-    for (int64_t p = 0; p < panels(); p++) starts.push_back(weights + p * panel_words(width));
+Linear::Linear(const Panels& shape, const PrecisionRow& precision, const float* b, std::vector<float*> panels)
+    : Linear(shape, &precision) {
+    starts = std::move(panels);
     if (!b) return;
     bias = Buffer(columns());
-    std::copy_n(b, out, static_cast<float*>(bias));
+    std::copy_n(b, shape.out, static_cast<float*>(bias));
 }
 
 Linear::Linear(const Panels& shape, float* memory) : Linear(shape, &row_of(Precision::fp32)) {
-    for (int64_t p = 0; memory && p < panels(); p++) starts.push_back(memory + p * panel_words(shape.width));
+    for (int64_t p = 0; memory && p < panels(); p++) starts.push_back(memory + p * precision->words(shape));
+}
+
+void Linear::pack(int64_t p, const Source& from) const {
+    const int64_t width = shape.width, count = from.count(p);
+    const Buffer block(precision->pack ? PACKED_ROWS * width : 0);
+    for (int64_t k = 0; k < shape.in; k += PACKED_ROWS) {
+        const int64_t rows = std::min(PACKED_ROWS, shape.in - k);
+        float* const to = starts[p] + precision->words({shape.out, k, width});
+        float* const floats = precision->pack ? block : to;
+        if (from.runs * count < width) std::fill_n(floats, rows * width, 0.0f);
+        for (int64_t run = 0; run < from.runs; run++)
+            pack_rows(floats + run * count, width, from.from(p, run, k), count, rows);
+        if (precision->pack) precision->pack(to, floats, rows, width);
+    }
 }
 
 Linear Linear::with_width(int64_t width, std::vector<float*> panels) const {
-    Linear other({shape.out, shape.in, width}, precision);
-    other.starts = std::move(panels);
-    if (bias) {
-        other.bias = Buffer(columns());
-        std::copy_n(static_cast<const float*>(bias), columns(), static_cast<float*>(other.bias));
-    }
+    Linear other({shape.out, shape.in, width}, *precision, bias, std::move(panels));
     // In every precision a row of a panel is some units: vectors of 32 bits a lane.
     const int64_t lanes = portable::lanes();
     const auto row = [&](const Linear& w, int64_t u, int64_t k) {

@@ -1,20 +1,36 @@
 // A linear layer with packed weights.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "precision.h"
+
+// The rows of W that a panel holds: `rows` ones of each run, of which panel p has those from p * rows on. Runs
+// are `apart` rows long.
+struct Source {
+    simd::Strided W;
+    int64_t rows, apart, runs = 1;
+
+    int64_t count(int64_t p) const { return std::min(rows, apart - p * rows); }
+    simd::Strided from(int64_t p, int64_t run, int64_t k) const {
+        return {W.data + (run * apart + p * rows) * W.row_stride + k * W.depth_stride, W.row_stride,
+                W.depth_stride};
+    }
+};
 
 // y <- x W^T + b; W (out, in) in panels of `width` outputs. Every sum goes from first to last in one chain, so
 // a result does not depend on the number of rows or panels. The products take x as operand() gives it.
 class Linear {
   public:
     Linear() = default;
-    // b (out) may be null. width: a multiple of row_of(precision).vectors vectors.
-    Linear(const float* W, const float* b, int64_t out, int64_t in, int64_t width, Precision precision);
+    // With panels that pack() fills. b (out) may be null. The width is a multiple of the precision's vectors.
+    Linear(const Panels&, const PrecisionRow&, const float* b, std::vector<float*> panels);
 
-    // In float32 at `memory`, Panels::size() floats, which pack() fills: for weights that change.
+    // In float32 at `memory`, Panels::size() floats: for weights that change.
     Linear(const Panels&, float* memory);
+
+    void pack(int64_t p, const Source&) const;
 
     // Packs panel p of W (out, in), times `scale` (in) or null; or, if `transposed`, of the transpose of
     // W (in, out), times `scale` (out).
@@ -25,11 +41,6 @@ class Linear {
     // The same layer in panels of another width, at these places; no weight is rounded again.
     Linear with_width(int64_t width, std::vector<float*> panels) const;
 
-    // 32-bit words of a panel of this width.
-    int64_t panel_words(int64_t width) const {
-        return width * precision->panel_rows(shape.in) / precision->vectors;
-    }
-
     // Words of a row of x as the products take it; 0 if they take x itself.
     int64_t operand_words() const { return precision->operand_words ? precision->operand_words(shape.in) : 0; }
 
@@ -39,6 +50,11 @@ class Linear {
         if (words == 0) return x;
         for (int64_t r = 0; r < rows; r++) precision->operand(memory + r * words, x.data + r * x.ld, shape.in);
         return {memory, words};
+    }
+
+    // In float32: W's number for output o and input k.
+    float weight(int64_t o, int64_t k) const {
+        return starts[o / shape.width][k * shape.width + o % shape.width];
     }
 
     const PrecisionRow& kept_in() const { return *precision; }
@@ -61,6 +77,6 @@ class Linear {
     Panels shape{};
     const PrecisionRow* precision = nullptr;
     int64_t count = 0, last = 0;  // panels, and columns of the last one: divisions take part of a step's time
-    Buffer weights, bias;         // weights: empty if the panels lie elsewhere
-    std::vector<float*> starts;   // of the panels
+    Buffer bias;
+    std::vector<float*> starts;  // of the panels
 };

@@ -37,11 +37,9 @@ void fp32_pack_panel(float* panel, const float* W, const float* scale, const Pan
     }
 }
 
-Buffer fp32_pack(const float* W, const Panels& s) {
-    Buffer packed(s.size());
-    for (int64_t p = 0; p < s.count(); p++)
-        fp32_pack_panel(packed + p * s.width * s.in, W, nullptr, s, p, false);
-    return packed;
+void pack_rows(float* to, int64_t width, const simd::Strided& W, int64_t rows, int64_t terms) {
+    if (W.depth_stride == 1) return portable::transpose({to, width}, {W.data, W.row_stride}, rows, terms, 1.0f);
+    for (int64_t k = 0; k < terms; k++) std::copy_n(W.data + k * W.depth_stride, rows, to + k * width);
 }
 
 void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels& s, int64_t rows,
@@ -58,16 +56,13 @@ void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, cons
 // ---- bfloat16: rounded to its 8 significant bits, half the memory ----
 
 // Two weights share 32 bits, as portable::Bf16Pairs describes.
-Buffer bf16_pack(const float* W, const Panels& s) {
-    const Buffer floats = fp32_pack(W, s);
+void bf16_pack(float* to, const float* from, int64_t rows, int64_t width) {
     const int64_t lanes = portable::lanes();
-    Buffer packed(s.size() / 2);
-    for (int64_t i = 0; i < s.size() / 2; i++) {
-        const float* lower = floats + i / lanes * 2 * lanes + i % lanes;
-        const uint32_t pair = rounded(lower[0]).bits | uint32_t{rounded(lower[lanes]).bits} << 16;
-        std::memcpy(packed + i, &pair, sizeof pair);
-    }
-    return packed;
+    for (int64_t pairs = 0; pairs < rows * width / 2; pairs += lanes, from += 2 * lanes)
+        for (int64_t i = 0; i < lanes; i++) {
+            const uint32_t pair = rounded(from[i]).bits | uint32_t{rounded(from[lanes + i]).bits} << 16;
+            std::memcpy(to + pairs + i, &pair, sizeof pair);
+        }
 }
 
 // The columns before the first are computed too: a pair cannot be split.
@@ -83,39 +78,23 @@ void bf16_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, cons
 // Activations are integers too, so the sums within a group are exact; with 21 bits the logits of two parts
 // differ by less than 1e-4.
 
-static void set_word(float* word, int32_t x) { std::memcpy(word, &x, sizeof x); }
-
 int64_t int8_panel_rows(int64_t in) { return portable::int8_blocks(in) + 2 * portable::int8_groups(in); }
 
-// As portable::Int8Panel describes.
-Buffer int8_pack(const float* W, const Panels& s) {
-    const int64_t panel_words = int8_panel_rows(s.in) * s.width;
-    Buffer packed(s.count() * panel_words);
-    for (int64_t c = 0; c < s.out; c++) {
-        float* word = packed + c / s.width * panel_words + c % s.width;
-        for (int64_t k0 = 0; k0 < s.in; k0 += portable::INT8_GROUP) {
-            const float* w = W + c * s.in + k0;
-            const int64_t n = std::min(portable::INT8_GROUP, s.in - k0), blocks = portable::int8_blocks(n);
-            float largest = 0;
-            for (int64_t k = 0; k < n; k++) largest = std::max(largest, std::fabs(w[k]));
-            const float scale = largest / 127;
-            int32_t sum = 0;
-            for (int64_t block = 0; block < blocks; block++) {
-                uint32_t bytes = 0;
-                for (int64_t k = 4 * block; k < std::min(n, 4 * block + 4); k++) {
-                    const float rounded = scale > 0 ? std::nearbyint(w[k] / scale) : 0;
-                    const int32_t weight = static_cast<int32_t>(std::clamp(rounded, -127.0f, 127.0f));
-                    sum += weight;
-                    bytes |= (static_cast<uint32_t>(weight) & 255) << (8 * (k % 4));
-                }
-                set_word(word + (2 + block) * s.width, static_cast<int32_t>(bytes));
-            }
-            set_word(word, -64 * sum);
-            word[s.width] = scale;
-            word += (2 + blocks) * s.width;
+// As portable::Int8Panel describes. The columns are in the inner loops, which are vectors.
+void int8_pack(float* to, const float* from, int64_t rows, int64_t width) {
+    auto* const sums = reinterpret_cast<int32_t*>(to);
+    float* const scales = to + width;
+    std::fill_n(to, (2 + portable::int8_blocks(rows)) * width, 0.0f);
+    for (int64_t k = 0; k < rows; k++)
+        for (int64_t c = 0; c < width; c++) scales[c] = std::max(scales[c], std::fabs(from[k * width + c]));
+    for (int64_t c = 0; c < width; c++) scales[c] /= 127;
+    for (int64_t k = 0; k < rows; k++)
+        for (int64_t c = 0; c < width; c++) {
+            const float rounded = std::nearbyint(from[k * width + c] / (scales[c] > 0 ? scales[c] : 1));
+            const auto weight = static_cast<int32_t>(std::clamp(rounded, -127.0f, 127.0f));
+            sums[(2 + k / 4) * width + c] |= static_cast<int32_t>((weight & 255u) << (8 * (k % 4)));
+            sums[c] -= 64 * weight;
         }
-    }
-    return packed;
 }
 
 int64_t int8_operand_words(int64_t in) { return round_up(portable::fixed_words(in), portable::lanes()); }

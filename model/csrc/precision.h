@@ -19,16 +19,22 @@ struct Panels {
 
 enum class Precision { fp32, bf16, int8 };
 
+constexpr int64_t PACKED_ROWS = portable::INT8_GROUP;
+
 struct PrecisionRow {
     Precision precision;
     const char* name;
     int64_t bytes;    // of a weight
     int64_t vectors;  // the width of a panel is a multiple of this many vectors of portable::lanes()
-    Buffer (*pack)(const float* W, const Panels&);
+    // Packs rows of a panel in float32, (rows, width): at most PACKED_ROWS, a multiple of it but for the last
+    // ones. Null: they are packed as they are.
+    void (*pack)(float* to, const float* from, int64_t rows, int64_t width);
     // The columns first .. end - 1 of y (rows, width) <- x (rows, in) times a panel, or with `add` y + that.
     // `end` is a multiple of the vectors. Columns before `first` may be computed too.
     void (*multiply)(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels&, int64_t rows,
                      int64_t first, int64_t end, bool add);
+    // Words of a panel of 32 bits.
+    int64_t words(const Panels& s) const { return s.width * panel_rows(s.in) / vectors; }
     // Rows of a panel; each has a word of 32 bits for every `vectors` columns.
     int64_t (*panel_rows)(int64_t in);
     // Words of a row of x as multiply() takes it, and what makes them; null if it takes floats.
@@ -37,7 +43,7 @@ struct PrecisionRow {
 };
 
 #define DECLARE_PRECISION(name)                                                                                \
-    Buffer name##_pack(const float* W, const Panels&);                                                         \
+    void name##_pack(float* to, const float* from, int64_t rows, int64_t width);                               \
     void name##_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels&, int64_t rows, \
                          int64_t first, int64_t end, bool add);
 DECLARE_PRECISION(fp32)
@@ -51,12 +57,16 @@ int64_t int8_operand_words(int64_t in);
 void int8_operand(float* to, const float* x, int64_t in);
 
 inline constexpr PrecisionRow PRECISIONS[] = {
-    {Precision::fp32, "fp32", 4, 1, fp32_pack, fp32_multiply, a_row_each, nullptr, nullptr},
+    {Precision::fp32, "fp32", 4, 1, nullptr, fp32_multiply, a_row_each, nullptr, nullptr},
     {Precision::bf16, "bf16", 2, 2, bf16_pack, bf16_multiply, a_row_each, nullptr, nullptr},
     {Precision::int8, "int8", 1, 1, int8_pack, int8_multiply, int8_panel_rows, int8_operand_words,
      int8_operand}};
 
 inline const PrecisionRow& row_of(Precision precision) { return PRECISIONS[static_cast<int>(precision)]; }
+
+// to (terms, width), its first columns <- the transpose of W (rows, terms), whose rows or columns are
+// contiguous.
+void pack_rows(float* to, int64_t width, const simd::Strided& W, int64_t rows, int64_t terms);
 
 // A panel of W (out, in), times `scale` (in) or null; or, if `transposed`, of the transpose of W (in, out),
 // times `scale` (out).

@@ -1,5 +1,10 @@
 #include "weights.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 #include <utility>
 
@@ -10,29 +15,18 @@ namespace {
 
 constexpr int64_t MAX_PANEL_VECTORS = 8;
 
-Buffer copied(const float* data, int64_t floats) {
-    Buffer b(floats);
-    std::copy_n(data, floats, static_cast<float*>(b));
-    return b;
+// W (rows, columns), row by row.
+Buffer copied(const Tensor& W, int64_t rows, int64_t columns) {
+    Buffer copy(rows * columns, /* unset */ true);
+    const simd::Strided from = W.strided(rows, columns);
+    pack_rows(copy, columns, {from.data, from.depth_stride, from.row_stride}, columns, rows);
+    W.release(0, rows * columns);
+    return copy;
 }
 
 LayerNorm layer_norm(const Tensors& tensors, const std::string& name, int64_t n) {
-    const float *weight = tensors(name + ".weight", n), *bias = tensors(name + ".bias", n);
+    const float *weight = tensors(name + ".weight", n).data, *bias = tensors(name + ".bias", n).data;
     return {{weight, weight + n}, bias ? std::vector<float>(bias, bias + n) : std::vector<float>()};
-}
-
-// The rows of c_attn are all heads' q, then all k, then all v. Here a panel holds one head's q, k and v.
-Linear by_head(const float* W, const float* b, int64_t heads, int64_t C, Precision precision) {
-    const int64_t d = C / heads, width = round_up(3 * d, row_of(precision).vectors * portable::lanes());
-    Buffer rows(heads * width * C), bias(heads * width);
-    for (int64_t h = 0; h < heads; h++) {
-        for (int64_t which = 0; which < 3; which++) {
-            const int64_t from = which * C + h * d, to = h * width + which * d;
-            std::copy_n(W + from * C, d * C, rows + to * C);
-            if (b) std::copy_n(b + from, d, bias + to);
-        }
-    }
-    return Linear(rows, b ? static_cast<float*>(bias) : nullptr, heads * width, C, width, precision);
 }
 
 // The width of panels of `out` outputs when `members` share them.
@@ -53,37 +47,84 @@ void ModelShape::check() const {
     if (n_embd % n_head) refuse("n_embd", n_embd, "a multiple of n_head=" + std::to_string(n_head));
 }
 
-Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precision) : layers(s.n_layer) {
-    const int64_t C = s.n_embd, V = s.vocab_size;
+void Tensor::release(int64_t first, int64_t floats) const {
+#ifdef __linux__
+    if (!mapped) return;
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto begin = reinterpret_cast<uintptr_t>(data + first), end = begin + sizeof(float) * floats;
+    madvise(reinterpret_cast<void*>(begin / page * page), end - begin / page * page, MADV_DONTNEED);
+#endif
+}
+
+Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precision, int threads,
+                 const Parallel& parallel)
+    : layers(s.n_layer) {
+    const int64_t C = s.n_embd, V = s.vocab_size, d = C / s.n_head;
     const PrecisionRow& row = row_of(precision);
     matrix_bytes = (12.0 * s.n_layer * s.n_embd + s.vocab_size) * s.n_embd * row.bytes;
+    const int members = fit_twice() ? 1 : threads;
 
-    const auto linear = [&](const std::string& name, int64_t out, int64_t in) {
-        return Linear(tensors(name + ".weight", out * in), tensors(name + ".bias", out), out, in,
-                      panel_width(out, 1, row), precision);
+    const Tensor embedding = tensors("transformer.wte.weight", V * C);
+
+    // In the order of matrices().
+    struct Packing {
+        std::string name;
+        Panels shape;
+        Source from;
     };
-
-    wte = copied(tensors("transformer.wte.weight", V * C), V * C);
-    wpe = copied(tensors("transformer.wpe.weight", s.block_size * C), s.block_size * C);
+    std::vector<Packing> all;
+    const auto add = [&](const std::string& name, int64_t out, int64_t in) {
+        const int64_t width = panel_width(out, members, row);
+        all.push_back({name, {out, in, width}, {{}, width, out}});
+    };
     for (int64_t l = 0; l < s.n_layer; l++) {
         const std::string name = "transformer.h." + std::to_string(l) + ".";
         layers[l].ln_1 = layer_norm(tensors, name + "ln_1", C);
-        layers[l].qkv = by_head(tensors(name + "attn.c_attn.weight", 3 * C * C),
-                                tensors(name + "attn.c_attn.bias", 3 * C), s.n_head, C, precision);
-        layers[l].proj = linear(name + "attn.c_proj", C, C);
         layers[l].ln_2 = layer_norm(tensors, name + "ln_2", C);
-        layers[l].fc = linear(name + "mlp.c_fc", 4 * C, C);
-        layers[l].out = linear(name + "mlp.c_proj", C, 4 * C);
+        // c_attn has all heads' q, then all k, then all v. Here a panel holds one head's q, k and v.
+        const int64_t width = round_up(3 * d, row.vectors * portable::lanes());
+        all.push_back({name + "attn.c_attn", {s.n_head * width, C, width}, {{}, d, C, 3}});
+        add(name + "attn.c_proj", C, C);
+        add(name + "mlp.c_fc", 4 * C, C);
+        add(name + "mlp.c_proj", C, 4 * C);
         if (s.tanh_gelu) layers[l].gelu = portable::gelu_tanh;
     }
+    const bool tied = !tensors("lm_head.weight", V * C).data;
+    add(tied ? "transformer.wte" : "lm_head", V, C);
     ln_f = layer_norm(tensors, "transformer.ln_f", C);
-    const float* own = tensors("lm_head.weight", V * C);
-    head = Linear(own ? own : wte, nullptr, V, C, panel_width(V, 1, row), precision);
+    wpe = copied(tensors("transformer.wpe.weight", s.block_size * C), s.block_size, C);
+    if (fit_twice() || !tied || precision != Precision::fp32) wte = copied(embedding, V, C);
+
+    std::vector<Panels> shapes;
+    for (const Packing& m : all) shapes.push_back(m.shape);
+    std::vector<std::vector<float*>> panels = lay_out(shapes, row, members);
+    const std::vector<Linear*> linears = matrices();
+    for (size_t i = 0; i < all.size(); i++) {
+        auto& [name, shape, from] = all[i];
+        const int64_t rows = from.runs * from.apart;
+        const Tensor W = tensors(name + ".weight", rows * shape.in);
+        const float* const b = i + 1 < all.size() ? tensors(name + ".bias", rows).data : nullptr;
+        from.W = W.strided(rows, shape.in);
+        const Buffer bias(b ? shape.count() * shape.width : 0);
+        for (int64_t p = 0; b && p < shape.count(); p++)
+            for (int64_t run = 0; run < from.runs; run++)
+                std::copy_n(b + run * from.apart + p * from.rows, from.count(p),
+                            bias + p * shape.width + run * from.rows);
+        Linear& to = *linears[i] =
+            Linear(shape, row, b ? static_cast<float*>(bias) : nullptr, std::move(panels[i]));
+        parallel(to.panels(), [&](int64_t p) {
+            to.pack(p, from);
+            for (int64_t run = 0; !W.transposed && run < from.runs; run++)
+                W.release((run * from.apart + p * from.rows) * shape.in, from.count(p) * shape.in);
+        });
+        W.release(0, rows * shape.in);
+    }
 }
 
 void Weights::embed(float* x, int64_t token, int64_t position) const {
     const int64_t C = head.inputs();
-    for (int64_t i = 0; i < C; i++) x[i] = wte[token * C + i] + wpe[position * C + i];
+    for (int64_t i = 0; i < C; i++)
+        x[i] = (wte ? wte[token * C + i] : head.weight(token, i)) + wpe[position * C + i];
 }
 
 std::vector<Linear*> Weights::matrices() {
@@ -93,28 +134,38 @@ std::vector<Linear*> Weights::matrices() {
     return all;
 }
 
+std::vector<std::vector<float*>> Weights::lay_out(const std::vector<Panels>& shapes, const PrecisionRow& row,
+                                                  int members) {
+    std::vector<std::vector<float*>> panels(shapes.size());
+    const auto take = [&](Scratch at) {
+        for (int member = 0; member < members; member++)
+            for (size_t i = 0; i < shapes.size(); i++) {
+                const int64_t count = shapes[i].count();
+                panels[i].resize(count);
+                for (int64_t p = count * member / members; p < count * (member + 1) / members; p++)
+                    panels[i][p] = at.take(row.words(shapes[i]));
+            }
+        return at.taken();
+    };
+    memory = Buffer(take(Scratch()), /* unset */ true);
+    take(Scratch(memory));
+    return panels;
+}
+
 Weights Weights::shared_by(int members) {
     Weights shared;
     for (const Layer& w : layers) shared.layers.push_back({w.ln_1, w.ln_2, {}, {}, {}, {}, w.gelu});
     shared.ln_f = ln_f;
     const std::vector<Linear*> from = matrices(), to = shared.matrices();
-    const auto width = [&](size_t i) {  // a panel of q, k and v stays a head's
+    std::vector<Panels> shapes;
+    for (size_t i = 0; i < from.size(); i++) {  // a panel of q, k and v stays a head's
         const Linear& w = *from[i];
-        return i % 4 == 0 && i / 4 < layers.size() ? w.width() : panel_width(w.outputs(), members, w.kept_in());
-    };
-    std::vector<std::vector<float*>> panels(from.size());
-    const auto lay_out = [&](Scratch at) {
-        for (int member = 0; member < members; member++)
-            for (size_t i = 0; i < from.size(); i++) {
-                const int64_t count = (from[i]->outputs() + width(i) - 1) / width(i);
-                panels[i].resize(count);
-                for (int64_t p = count * member / members; p < count * (member + 1) / members; p++)
-                    panels[i][p] = at.take(from[i]->panel_words(width(i)));
-            }
-        return at.taken();
-    };
-    shared.memory = Buffer(lay_out(Scratch()));
-    lay_out(Scratch(shared.memory));
-    for (size_t i = 0; i < from.size(); i++) *to[i] = from[i]->with_width(width(i), std::move(panels[i]));
+        const bool is_qkv = i % 4 == 0 && i / 4 < layers.size();
+        shapes.push_back(
+            {w.outputs(), w.inputs(), is_qkv ? w.width() : panel_width(w.outputs(), members, w.kept_in())});
+    }
+    std::vector<std::vector<float*>> panels = shared.lay_out(shapes, head.kept_in(), members);
+    for (size_t i = 0; i < from.size(); i++)
+        *to[i] = from[i]->with_width(shapes[i].width, std::move(panels[i]));
     return shared;
 }

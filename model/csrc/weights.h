@@ -14,9 +14,26 @@ struct ModelShape {
     void check() const;  // rejects a size that is out of range
 };
 
-// A checkpoint's tensor by nanoGPT's name; null for a bias or a head that the model does not have. `floats` is
-// the size that the tensor must have.
-using Tensors = std::function<const float*(const std::string& name, int64_t floats)>;
+// A checkpoint's tensor. transposed: of a matrix, column by column. mapped: from a file, which nobody changes.
+struct Tensor {
+    const float* data;
+    bool transposed = false, mapped = false;
+
+    Tensor(const float* data, bool transposed = false, bool mapped = false)
+        : data(data), transposed(transposed), mapped(mapped) {}
+
+    simd::Strided strided(int64_t rows, int64_t columns) const {
+        return {data, transposed ? 1 : columns, transposed ? rows : 1};
+    }
+    void release(int64_t first, int64_t floats) const;  // the file's pages; they are read again when needed
+};
+
+// The tensor of nanoGPT's name; null for a bias or a head that the model does not have. `floats` is the size
+// that it must have.
+using Tensors = std::function<Tensor(const std::string& name, int64_t floats)>;
+
+// piece(i) for each i of 0 .. pieces - 1, perhaps at the same time.
+using Parallel = std::function<void(int64_t pieces, const std::function<void(int64_t)>& piece)>;
 
 // Ba, Kiros & Hinton 2016 (arXiv:1607.06450), with PyTorch's epsilon.
 struct LayerNorm {
@@ -35,24 +52,35 @@ struct Layer {
 };
 
 struct Weights {
-    Buffer wte, wpe;  // (vocab_size, n_embd), (block_size, n_embd)
+    Buffer wte, wpe;  // (vocab_size, n_embd), empty if the head has the same numbers; (block_size, n_embd)
     std::vector<Layer> layers;
     LayerNorm ln_f;
     Linear head;
     double matrix_bytes = 0;
 
     Weights() = default;
-    Weights(const ModelShape&, const Tensors&, Precision);
+    // threads: of the largest team, for whose members matrices that do not fit_twice() are laid out.
+    Weights(
+        const ModelShape&, const Tensors&, Precision, int threads = 1,
+        const Parallel& = [](int64_t pieces, const auto& piece) {
+            for (int64_t i = 0; i < pieces; i++) piece(i);
+        });
+
+    bool fit_twice() const { return matrix_bytes <= (64 << 20); }
 
     // x (n_embd) <- wte[token] + wpe[position]
     void embed(float* x, int64_t token, int64_t position) const;
 
-    // Only the layers and the head, for a step that `members` share: a large enough matrix has a panel for each
-    // member, and each member's panels are contiguous.
+    // Only the layers and the head, for a step that `members` share, if they fit_twice(): a large enough matrix
+    // has a panel for each member, and each member's panels are contiguous.
     Weights shared_by(int members);
 
   private:
     std::vector<Linear*> matrices();  // in the order in which a step reads them
 
-    Buffer memory;  // holds shared panels
+    // The places in `memory` of the panels of matrices with these shapes.
+    std::vector<std::vector<float*>> lay_out(const std::vector<Panels>& shapes, const PrecisionRow&,
+                                             int members);
+
+    Buffer memory;  // holds all panels
 };

@@ -8,12 +8,14 @@ import itertools
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -335,6 +337,33 @@ def test_the_weights_are_the_engines_own(extension):
             parameter.zero_()
     prefill(engine, 0, [1, 2, 3])
     assert torch.equal(logits(engine), before) and before.abs().max() > 0
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
+def test_weights_of_a_mapped_file_are_packed_in_either_order_and_released(extension, tmp_path, weights):
+    gpt = model(n_layer=1, n_head=4, n_embd=512, vocab_size=33_000)  # too large for two copies in fp32
+    tensors, file, at = dict(gpt.weights), tmp_path / "weights", 0
+    turned = {name: w.T if ".c_" in name else w for name, w in tensors.items()}
+    file.write_bytes(b"".join(w.tobytes() for w in turned.values()))
+    mapped = np.memmap(file, np.float32, "r")
+    for name, w in turned.items():
+        tensors[name] = mapped[at : at + w.size].reshape(w.shape)
+        tensors[name] = tensors[name].T if ".c_" in name else tensors[name]
+        at += w.size
+    engines = [
+        open_engine(Checkpoint(gpt.config, of, tiny.VOCABULARY), "native", weights=weights, threads=2)
+        for of in (gpt.weights, tensors)
+    ]
+    made = []
+    for engine in engines:
+        prefill(engine, 0, [1, 2])
+        made.append(list(forced(engine, 0, [32_999, 3]))[-1])
+    assert torch.equal(*made)
+    exact = expected(rounded(gpt, weights), [1, 2, 32_999, 3])[-1]
+    torch.testing.assert_close(made[0].double(), exact, atol=1e-4, rtol=0)
+    if sys.platform == "linux":
+        _, _, after = Path("/proc/self/smaps").read_text().partition(str(file))
+        assert int(re.search(r"Rss: +(\d+) kB", after)[1]) < 1024
 
 
 def test_threads_of_python_take_turns(extension):
