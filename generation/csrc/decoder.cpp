@@ -12,7 +12,8 @@
 
 namespace {
 
-// From this many texts per thread on, threads are fastest with separate texts (Zen 5 and Intel Xeon).
+// From this many texts per thread on, threads are fastest with separate texts (Zen 5 and Intel Xeon), but for
+// weights that come from memory: a team reads them once.
 constexpr int64_t LEAST_APART = 2;
 constexpr int64_t MAX_PANEL_KEYS = 128;  // in a transposed panel of the cache
 constexpr int64_t MAX_SLOTS = int64_t{1} << 31;
@@ -148,7 +149,7 @@ TokenRows Decoder::write(const std::vector<int64_t>& batch, const UniformRows& u
     const double patience = seconds.value_or(all == 1 ? ONE_TEXT_SECONDS : BATCH_SECONDS);
     TokenRows rows;
     const int64_t limit = std::min(most, room);
-    const bool apart = all >= LEAST_APART * threads;
+    const bool apart = all >= LEAST_APART * threads && weights.fit_twice();
     if (draft && limit > 0 && all > 0 && all <= MOST_DRAFTED_TEXTS && (threads == 1 || !apart))
         return write_drafted(batch, uniforms, limit, patience);
     if (most > 1 && apart) {

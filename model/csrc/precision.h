@@ -26,6 +26,7 @@ struct PrecisionRow {
     const char* name;
     int64_t bytes;    // of a weight
     int64_t vectors;  // the width of a panel is a multiple of this many vectors of portable::lanes()
+    int64_t widest;   // vectors of a panel: those that the product of one row reads together, as one stream
     // Packs rows of a panel in float32, (rows, width): at most PACKED_ROWS, a multiple of it but for the last
     // ones. Null: they are packed as they are.
     void (*pack)(float* to, const float* from, int64_t rows, int64_t width);
@@ -57,9 +58,9 @@ int64_t int8_operand_words(int64_t in);
 void int8_operand(float* to, const float* x, int64_t in);
 
 inline constexpr PrecisionRow PRECISIONS[] = {
-    {Precision::fp32, "fp32", 4, 1, nullptr, fp32_multiply, a_row_each, nullptr, nullptr},
-    {Precision::bf16, "bf16", 2, 2, bf16_pack, bf16_multiply, a_row_each, nullptr, nullptr},
-    {Precision::int8, "int8", 1, 1, int8_pack, int8_multiply, int8_panel_rows, int8_operand_words,
+    {Precision::fp32, "fp32", 4, 1, 8, nullptr, fp32_multiply, a_row_each, nullptr, nullptr},
+    {Precision::bf16, "bf16", 2, 2, 8, bf16_pack, bf16_multiply, a_row_each, nullptr, nullptr},
+    {Precision::int8, "int8", 1, 1, 4, int8_pack, int8_multiply, int8_panel_rows, int8_operand_words,
      int8_operand}};
 
 inline const PrecisionRow& row_of(Precision precision) { return PRECISIONS[static_cast<int>(precision)]; }

@@ -13,8 +13,6 @@
 
 namespace {
 
-constexpr int64_t MAX_PANEL_VECTORS = 8;
-
 // W (rows, columns), row by row.
 Buffer copied(const Tensor& W, int64_t rows, int64_t columns) {
     Buffer copy(rows * columns, /* unset */ true);
@@ -32,7 +30,7 @@ LayerNorm layer_norm(const Tensors& tensors, const std::string& name, int64_t n)
 // The width of panels of `out` outputs when `members` share them.
 int64_t panel_width(int64_t out, int members, const PrecisionRow& row) {
     const int64_t share = round_up((out + members - 1) / members, row.vectors * portable::lanes());
-    return std::min(MAX_PANEL_VECTORS * portable::lanes(), share);
+    return std::min(row.widest * portable::lanes(), share);
 }
 
 }  // namespace
