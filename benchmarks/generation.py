@@ -1,12 +1,13 @@
 """Generating text against other engines on the same weights: verified, in turns, medians.
 
     python -m benchmarks.generation [--cases batch1,long] [--peers CTranslate2] [--save [FILE]]
+    python -m benchmarks.generation --cases 124M,124Mx8,124M-2t,124Mx8-2t,355M,355Mx8,355M-2t,355Mx8-2t
     python -m benchmarks.generation --device cuda [--cases batch1024] [--dtypes bf16] [--peers GraphPyTorch]
 
 Before a contender is timed, its logits are compared with float64, and its greedy text with that of a loop in
 PyTorch. Equally likely tokens may be chosen differently, so a different text is only reported. A wrong
 contender is not timed, and the exit code is 1. One that fails or is not installed is a row with the reason.
-Times are of whole texts on one thread, with the prompt and each engine's Python loop. The loop without a
+Times are of whole texts, with the prompt and each engine's Python loop. The loop without a
 cache is left out where it takes longer than some 20 s.
 
 Where weights are rounded, the loss is measured too: over the first tokens of the last 10 % of the text that
@@ -23,7 +24,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ from shakespeare.lab import machine, saved
 from shakespeare.lab.cuda.gpu import Gpu
 from shakespeare.lab.timing import Samples, repeated
 from shakespeare.model import corpus, load
-from shakespeare.model.gpt import GPT
+from shakespeare.model.config import GPTConfig
+from shakespeare.model.gpt import GPT, causal_attention
 
 OURS = {"cpu": ("native", "torch"), "cuda": ("torch", "cuda", "webgpu")}
 TORCH = (CachedPyTorch, Transformers)
@@ -79,9 +81,11 @@ class Case:
     prompt: int
     count: int
     slow_without_cache: bool = False  # takes longer than some 20 s
+    threads: int = 1
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.prompt} + {self.count} tokens, batch {self.batch}"
+        threads = f", {self.threads} threads" * (self.threads > 1)
+        return f"{self.model}, {self.prompt} + {self.count} tokens, batch {self.batch}{threads}"
 
 
 CASES = {
@@ -92,12 +96,25 @@ CASES = {
     "batch1024": Case("shakes256", 1024, 1, 255),
     "batch8192": Case("shakes256", 8192, 1, 255),
 }
+# GPT-2's sizes, with random weights, on one thread and on two.
+GPT2 = {"124M": GPTConfig(), "355M": GPTConfig(n_layer=24, n_head=16, n_embd=1024)}
+for size, batch, threads in itertools.product(GPT2, (1, 8), (1, 2)):
+    CASES[size + f"x{batch}" * (batch > 1) + f"-{threads}t" * (threads > 1)] = Case(
+        size, batch, 4, 32, slow_without_cache=True, threads=threads
+    )
 ON_CPU = ("batch1", "batch32", "long", "prefill")  # the cases that are timed there by default
+
+
+@lru_cache(1)
+def model_of(name: str) -> GPT:
+    """A shipped model, or a random one of a size of GPT2."""
+    torch.manual_seed(0)
+    return GPT(GPT2[name], causal_attention).eval() if name in GPT2 else load(name).model
 
 
 def on_cpu(case: Case, engines: Iterable[str], peers: Iterable[str]) -> dict[str, Open]:
     """The contenders of a case on the CPU, by their names before they are opened."""
-    model = load(case.model).model
+    model = model_of(case.model)
     kinds = [(name, Precision.FP32, CachePrecision.FP32) for name in OURS["cpu"] if name in engines]
     if "native" in engines:
         kinds += [("native", weights, CachePrecision.FP32) for weights in (Precision.BF16, Precision.INT8)]
@@ -107,13 +124,13 @@ def on_cpu(case: Case, engines: Iterable[str], peers: Iterable[str]) -> dict[str
     }
     for name, kind in PEERS["cpu"].items():
         if name in peers and not (kind is UncachedPyTorch and case.slow_without_cache):
-            contenders[name] = partial(kind, model, 1)
+            contenders[name] = partial(kind, model, case.threads)
     return contenders
 
 
 def on_gpu(case: Case, dtype: str, engines: Iterable[str], peers: Iterable[str]) -> dict[str, Open]:
     """The contenders of a case on a GPU, with weights and cache in a dtype."""
-    model, precisions = load(case.model).model, (Precision(dtype), CachePrecision(dtype))
+    model, precisions = model_of(case.model), (Precision(dtype), CachePrecision(dtype))
 
     def opened(kind: Callable[..., Peer], *arguments: Any) -> Peer:
         peer = kind(model, *arguments)
@@ -161,7 +178,7 @@ def measure(
 
     others: it samples the machine's speed, with the bandwidth of the shared cache.
     """
-    model, failed = load(case.model).model, dict[str, str]()
+    model, failed = model_of(case.model), dict[str, str]()
     opened = [attempt(failed, name, contenders[name]) for name in contenders]
     peers = {peer.name: peer for peer in opened if peer}
     torch.manual_seed(0)
@@ -269,13 +286,13 @@ def row(name: str, f: Mapping[str, Any], limit: float | None) -> str:
 
 def cached(case: Case) -> float:
     """Numbers of keys and values that a token of a text reads, on average."""
-    c = load(case.model).config
+    c = model_of(case.model).config
     return 2 * c.n_layer * c.n_embd * (case.prompt + (case.count - 1) / 2)  # the last token sees all others
 
 
 def add_losses(case: Case, figures: Figures, right: Mapping[str, Peer]) -> str:
-    """Add the loss of rounded weights; a sentence on that of fp32, or '' without a text."""
-    if not corpus.INPUT.exists():
+    """Add the loss of rounded weights; a sentence on that of fp32, or '' without a text or a trained model."""
+    if case.model in GPT2 or not corpus.INPUT.exists():
         return ""
     checkpoint = load(case.model)
     ids = checkpoint.tokenizer.encode(corpus.split(corpus.read(corpus.INPUT))[1])
@@ -293,17 +310,18 @@ def add_losses(case: Case, figures: Figures, right: Mapping[str, Peer]) -> str:
 def time_on_cpu(
     cases: Iterable[str], engines: Iterable[str], peers: Iterable[str], rounds: int
 ) -> dict[str, Any]:
-    """Measure and print the cases on one thread; what --save keeps."""
+    """Measure and print the cases; what --save keeps."""
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
     others, peaks = machine.Load(), [machine.fma_peak()]  # from here: the compilers are done
     results: dict[str, Figures] = {}
     for title in cases:
         case = CASES[title]
         click.echo(f"\n{title}: {case}\n")
+        torch.set_num_threads(case.threads)
         figures, right = measure(case, on_cpu(case, engines, peers), rounds, others)
         limit, below = None, ""
         if case.batch == 1 and case.count > 1:
-            needed = 4 * (load(case.model).config.num_params + cached(case))
+            needed = 4 * (model_of(case.model).config.num_params + cached(case))
             bandwidth = machine.read_bandwidth(int(needed))
             limit, below = case.count * needed / bandwidth, add_losses(case, figures, right)
             below += f"A token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s"
@@ -319,7 +337,7 @@ def time_on_cpu(
 
 def limit_on_gpu(case: Case, dtype: str, gpu: Gpu) -> tuple[float, str]:
     """(seconds of a case that the GPU allows, the bound of it)."""
-    params, of_text = load(case.model).config.num_params, cached(case)
+    params, of_text = model_of(case.model).config.num_params, cached(case)
     steps, tokens = (case.count, case.batch) if case.count > 1 else (1, case.prompt)
     moved = Dtype(dtype).bytes * (params + case.batch * of_text)
     operations = 2 * tokens * (params + (of_text if case.count > 1 else of_text / 2))
