@@ -106,6 +106,7 @@ void weigh(const float* logits, const Occurrences& text, const Sampling& s, std:
 int64_t sample(const float* logits, const Occurrences& text, double uniform, const Sampling& s) {
     OF_THIS_THREAD std::vector<double> weight;
     weigh(logits, text, s, weight);
+    if (s.temperature == 0) return std::find(weight.begin(), weight.end(), 1) - weight.begin();
     double point = uniform * std::accumulate(weight.begin(), weight.end(), 0.0);
     int64_t chosen = 0;
     for (size_t i = 0; i < weight.size(); i++) {
