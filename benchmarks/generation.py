@@ -291,7 +291,7 @@ def cached(case: Case) -> float:
 
 
 def add_losses(case: Case, figures: Figures, right: Mapping[str, Peer]) -> str:
-    """Add the loss of rounded weights; a sentence on that of fp32, or '' without a text or a trained model."""
+    """Add the loss of rounded weights; a sentence on that of fp32, or '' without a text or training."""
     if case.model in GPT2 or not corpus.INPUT.exists():
         return ""
     checkpoint = load(case.model)

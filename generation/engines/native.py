@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import mmap
 import re
 import struct
 import sys
@@ -26,6 +25,7 @@ from shakespeare.generation.engines.engine import EngineOptions, rows_of
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.draft import Draft
+from shakespeare.model.files import is_mapped
 
 if TYPE_CHECKING:
     from shakespeare.model.gpt import GPT
@@ -255,14 +255,6 @@ class Decoder:
         kind = c_int()
         message = self._c.error(byref(kind)).decode()
         return FAILURES[kind.value](message)
-
-
-def is_mapped(tensor: Any) -> bool:
-    """Whether an array is a part of a mapped file that it cannot change."""
-    writable = tensor.flags.writeable
-    while isinstance(tensor, np.ndarray):
-        tensor = tensor.base
-    return not writable and isinstance(getattr(tensor, "obj", tensor), mmap.mmap)
 
 
 def integers(numbers: Sequence[int]) -> ctypes.Array[c_int64]:

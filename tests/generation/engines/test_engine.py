@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import safetensors.numpy
 import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -34,6 +34,7 @@ from shakespeare.generation.engines.pytorch import rounded
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.files import tensors_of
 
 GREEDY = Sampling(temperature=0)
 
@@ -342,14 +343,10 @@ def test_the_weights_are_the_engines_own(extension):
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
 def test_weights_of_a_mapped_file_are_packed_in_either_order_and_released(extension, tmp_path, weights):
     gpt = model(n_layer=1, n_head=4, n_embd=512, vocab_size=33_000)  # too large for two copies in fp32
-    tensors, file, at = dict(gpt.weights), tmp_path / "weights", 0
-    turned = {name: w.T if ".c_" in name else w for name, w in tensors.items()}
-    file.write_bytes(b"".join(w.tobytes() for w in turned.values()))
-    mapped = np.memmap(file, np.float32, "r")
-    for name, w in turned.items():
-        tensors[name] = mapped[at : at + w.size].reshape(w.shape)
-        tensors[name] = tensors[name].T if ".c_" in name else tensors[name]
-        at += w.size
+    turned = {name: w.T.copy() if ".c_" in name else w for name, w in gpt.weights.items()}
+    (file := tmp_path / "weights").write_bytes(safetensors.numpy.save(turned))
+    tensors = {name: array() for name, (_, array) in tensors_of(file)[0].items()}
+    tensors |= {name: w.T for name, w in tensors.items() if ".c_" in name}
     engines = [
         open_engine(Checkpoint(gpt.config, of, tiny.VOCABULARY), "native", weights=weights, threads=2)
         for of in (gpt.weights, tensors)
