@@ -17,7 +17,9 @@ namespace {
 // A register block has ROWS rows of VECS vectors, or one row of WIDE, each with three accumulators.
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr int ROWS = 2, VECS = 3, WIDE = 4;  // with the digits in lanes, 27 of 32 registers
-#elif defined(__AVX512F__) || defined(__aarch64__)
+#elif defined(__AVX512F__)  // 10 loads for 24 products, of whole rows of a panel of WIDE vectors
+constexpr int ROWS = 2, VECS = 4, WIDE = 4;
+#elif defined(__aarch64__)
 constexpr int ROWS = 4, VECS = 2, WIDE = 4;
 #else
 constexpr int ROWS = 2, VECS = 2, WIDE = 4;
