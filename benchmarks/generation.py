@@ -7,8 +7,9 @@
 Before a contender is timed, its logits are compared with float64, and its greedy text with that of a loop in
 PyTorch. Equally likely tokens may be chosen differently, so a different text is only reported. A wrong
 contender is not timed, and the exit code is 1. One that fails or is not installed is a row with the reason.
-Times are of whole texts, with the prompt and each engine's Python loop. The loop without a
-cache is left out where it takes longer than some 20 s.
+Times are of whole texts, with the prompt and each engine's Python loop. The loop without a cache is left out
+where it takes longer than some 20 s. GPT-2's sizes have random weights, one thread or two (2t), one text or
+eight (x8).
 
 Where weights are rounded, the loss is measured too: over the first tokens of the last 10 % of the text that
 `gpt.py prepare` gets, in windows of the block size. Our native engine reads them one at a time, as it writes.
@@ -96,13 +97,13 @@ CASES = {
     "batch1024": Case("shakes256", 1024, 1, 255),
     "batch8192": Case("shakes256", 8192, 1, 255),
 }
-# GPT-2's sizes, with random weights, on one thread and on two.
 GPT2 = {"124M": GPTConfig(), "355M": GPTConfig(n_layer=24, n_head=16, n_embd=1024)}
 for size, batch, threads in itertools.product(GPT2, (1, 8), (1, 2)):
     CASES[size + f"x{batch}" * (batch > 1) + f"-{threads}t" * (threads > 1)] = Case(
         size, batch, 4, 32, slow_without_cache=True, threads=threads
     )
 ON_CPU = ("batch1", "batch32", "long", "prefill")  # the cases that are timed there by default
+ON_GPU = [name for name, case in CASES.items() if case.model not in GPT2]
 
 
 @lru_cache(1)
@@ -372,7 +373,11 @@ def time_on_gpu(
 @options.cpu_or_cuda
 @options.names("--dtypes", "Formats of weights and cache on a GPU.", of=DTYPES, default="fp32,bf16")
 @options.names(
-    "--cases", "Cases to time.", of=CASES, show_default=f"{','.join(ON_CPU)}; on a GPU all", default=None
+    "--cases",
+    "Cases to time.",
+    of=CASES,
+    show_default=f"{','.join(ON_CPU)}; on a GPU all but GPT-2's sizes",
+    default=None,
 )
 @options.names(
     "--engines", "Our engines.", of=dict.fromkeys([*OURS["cpu"], *OURS["cuda"]]), show_default="all"
@@ -397,7 +402,7 @@ def main(
         if save:
             saved.check_file(save)
         if device == "cuda":
-            content = time_on_gpu(cases or CASES, dtypes, engines, chosen, rounds)
+            content = time_on_gpu(cases or ON_GPU, dtypes, engines, chosen, rounds)
         else:
             content = time_on_cpu(cases or ON_CPU, engines, chosen, rounds)
     except (ValueError, BuildError) as error:

@@ -46,7 +46,7 @@ SDPA = "PyTorch's `scaled_dot_product_attention`"
 
 # Figures that part 4's tables leave out.
 HIDDEN = ("iqr_ms", "margin", "quiet", "all_ms", "gbps", "bandwidth_share", "scratch", "error")
-# The cases of benchmarks.generation, as columns name them.
+# Cases of benchmarks.generation, as columns name them; others have their own names.
 CASES = {
     "batch1": "batch 1, block 256",
     "batch32": "batch 32, block 256",
@@ -106,11 +106,11 @@ def generation(file: Path) -> list[str]:
     content = json.loads(file.read_text())
     machine, busy = content["machine"], content.get("busy")
     facts = [f"{machine['cpu']}, PyTorch {machine['torch']}, {machine['date']} UTC", *[busy] * bool(busy)]
-    columns = [content["cases"].get(case, {}) for case in CASES]
+    titles, columns = [CASES.get(case, case) for case in content["cases"]], content["cases"].values()
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(figures_of(column.get(name)) for column in columns)] for name in names]
     rows.sort(key=lambda row: row[0] == "memory limit")  # it comes last
-    return ["  \n".join(facts), "", markdown(["", *CASES.values()], rows)]
+    return ["  \n".join(facts), "", markdown(["", *titles], rows)]
 
 
 def figures_of(figures: dict[str, float] | None) -> str:
@@ -134,6 +134,12 @@ KINDS = {
         part4,
     ),
     "generation": ("Text, against other engines", "-m benchmarks.generation", generation),
+    "generation_gpt2": (
+        "Text of models of GPT-2's sizes, against other engines",
+        "-m benchmarks.generation --cases 124M,124M-2t,124Mx8,124Mx8-2t,355M,355M-2t,355Mx8,355Mx8-2t"
+        " --engines native --peers CTranslate2,CTranslate2Int8,LlamaCpp,LlamaCppQ8 --rounds 3",
+        generation,
+    ),
     "bench_cuda": ("Attention on the GPU", "gpt.py bench --device cuda", bench),
 }
 
