@@ -61,10 +61,10 @@ def test_tables_of_results(results):
     assert documents["docs/results/amd-zen-3.md"].startswith("# Maker 0\n")
     text = documents["docs/results/amd-zen-5.md"]
     assert text.startswith("# Maker One\n") and text.count("| contender | ms |") == 2
-    assert "| native part4 | 19,033 (1.00) |  |  | 22.50 ms (1.00) |\n" in text
-    assert "| llama.cpp 1 | wrong |  |  |  |\n" in text
-    assert "| native part4 int8 | 50,000 (0.38), 1.2673 nats |  |  |  |\n" in text
-    assert text.endswith("| memory limit | 27,186 (0.70) |  |  |  |\n")
+    assert "| native part4 | 19,033 (1.00) | 22.50 ms (1.00) |\n" in text
+    assert "| llama.cpp 1 | wrong |  |\n" in text
+    assert "| native part4 int8 | 50,000 (0.38), 1.2673 nats |  |\n" in text
+    assert text.endswith("| memory limit | 27,186 (0.70) |  |\n")
     _, table, _ = SCRIPT["readme"]("<!-- results: parts -->\n<!-- end of results -->").split("results")[0:3]
     assert "| Zen 5, AVX-512, ms | over SDPA | Zen 3, AVX2, ms | over SDPA |\n" in table
     (results / "bench-maker-2.json").write_text('{"format": 99}')
