@@ -84,7 +84,8 @@ int64_t int8_panel_rows(int64_t in) { return portable::int8_blocks(in) + 2 * por
 void int8_pack(float* to, const float* from, int64_t rows, int64_t width) {
     auto* const sums = reinterpret_cast<int32_t*>(to);
     float* const scales = to + width;
-    std::fill_n(to, (2 + portable::int8_blocks(rows)) * width, 0.0f);
+    std::fill_n(sums, (2 + portable::int8_blocks(rows)) * width, 0);
+    std::fill_n(scales, width, 0.0f);
     for (int64_t k = 0; k < rows; k++)
         for (int64_t c = 0; c < width; c++) scales[c] = std::max(scales[c], std::fabs(from[k * width + c]));
     for (int64_t c = 0; c < width; c++) scales[c] /= 127;

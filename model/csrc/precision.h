@@ -44,13 +44,14 @@ struct PrecisionRow {
 };
 
 #define DECLARE_PRECISION(name)                                                                                \
-    void name##_pack(float* to, const float* from, int64_t rows, int64_t width);                               \
     void name##_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, const Panels&, int64_t rows, \
                          int64_t first, int64_t end, bool add);
 DECLARE_PRECISION(fp32)
 DECLARE_PRECISION(bf16)
 DECLARE_PRECISION(int8)
 #undef DECLARE_PRECISION
+void bf16_pack(float* to, const float* from, int64_t rows, int64_t width);
+void int8_pack(float* to, const float* from, int64_t rows, int64_t width);
 
 inline int64_t a_row_each(int64_t in) { return in; }
 int64_t int8_panel_rows(int64_t in);
