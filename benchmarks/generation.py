@@ -326,6 +326,7 @@ def time_on_cpu(
             bandwidth = machine.read_bandwidth(int(needed))
             limit, below = case.count * needed / bandwidth, add_losses(case, figures, right)
             below += f"A token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s"
+        del right  # frees the contenders
         results[title] = finished(case, figures, limit)
         show(case, results[title])
         click.echo(f"\n{below}" if below else "")

@@ -137,7 +137,7 @@ KINDS = {
     "generation_gpt2": (
         "Text of models of GPT-2's sizes, against other engines",
         "-m benchmarks.generation --cases 124M,124M-2t,124Mx8,124Mx8-2t,355M,355M-2t,355Mx8,355Mx8-2t"
-        " --engines native --peers CTranslate2,CTranslate2Int8,LlamaCpp,LlamaCppQ8 --rounds 3",
+        " --engines native --peers CTranslate2,CTranslate2Int8,LlamaCpp,LlamaCppQ8 --rounds 2",
         generation,
     ),
     "bench_cuda": ("Attention on the GPU", "gpt.py bench --device cuda", bench),

@@ -44,6 +44,13 @@ class LlamaCpp(Peer):
             raise RuntimeError(f"{self.name} did not load the model")
         self.contexts: dict[tuple[int, bool], tuple[Any, Any]] = {}
 
+    def __del__(self) -> None:
+        for context, batch in getattr(self, "contexts", {}).values():
+            self.api.llama_batch_free(batch)
+            self.api.llama_free(context)
+        if getattr(self, "model", None):
+            self.api.llama_model_free(self.model)
+
     def context(self, B: int, flash: bool) -> tuple[Any, Any]:
         """A context for B sequences, and a batch whose entry i belongs to sequence i % B."""
         if (B, flash) not in self.contexts:
