@@ -1,9 +1,9 @@
 """Attention in plain PyTorch: part0, merge(), and part4's algorithm for reading."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
-
-from shakespeare.attention_ext.rules import Rules
 
 
 def attention(
@@ -14,12 +14,12 @@ def attention(
     causal: bool,
     scale: float,
     return_lse: bool = False,
-    rules: Rules | None = None,
+    rules: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Part 0: softmax(scale * q k^T) v, all heads at once.
 
     q: (B, H, Nq, d). k, v: (B, Hk, Nk, d). Any float type; 16-bit types are computed in float32. causal:
-    query i sees the keys j <= i + (Nk - Nq). rules: further ones. Returns (B, H, Nq, d) in q's type and,
+    query i sees the keys j <= i + (Nk - Nq). rules: Rules. Returns (B, H, Nq, d) in q's type and,
     with return_lse, the rows' logsumexp (B, H, Nq).
     """
     dtype = q.dtype
@@ -39,7 +39,7 @@ def attention(
     return (out, torch.logsumexp(s, dim=-1)) if return_lse else out
 
 
-def _ruled(s: Tensor, rules: Rules, causal: bool) -> tuple[Tensor, Tensor]:
+def _ruled(s: Tensor, rules: Any, causal: bool) -> tuple[Tensor, Tensor]:
     """The softmax and the logsumexp of scores under rules. A query that sees no key has zeros, and -inf."""
     s, seen = rules.change(s, causal)
     s = s.masked_fill(~seen, -torch.inf)

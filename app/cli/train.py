@@ -26,7 +26,9 @@ OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars", *MODEL
 LONGEST = 100_000  # minutes
 TRAINED_SECONDS = 5.0  # in which a new model reads its text for a draft
 LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
-MOST_LAYERS, MOST_EMBEDDED = 1000, 2**14
+MOST_LAYERS, MOST_EMBEDDED = 100, 2**14
+# Bytes of a parameter with its gradient, average and two moments, and of a character's activations.
+KEPT, ACTIVATIONS = 20, 80
 
 
 @click.command()
@@ -85,6 +87,7 @@ def train(
     text = options.read_corpus(corpus_file)
 
     from shakespeare.app.cli.train_display import watch
+    from shakespeare.lab.machine import check_memory
     from shakespeare.model.checkpoint import load
     from shakespeare.model.config import GPTConfig
     from shakespeare.training.run import train as run
@@ -100,6 +103,9 @@ def train(
         recipe = recipe_of(recipe, start.model, changes.get("block_size"))
     shape = {name: getattr(recipe, name) for name in (*MODEL_SIZES, "block_size")}
     config = GPTConfig(vocab_size=len(set(text)), **shape)
+    held = KEPT * config.num_params + ACTIVATIONS * recipe.batch_chars * recipe.n_embd * recipe.n_layer
+    if device == "cpu":
+        check_memory(f"n_layer={recipe.n_layer} and n_embd={recipe.n_embd}", held)
     if not set(MODEL_SIZES).isdisjoint(changes) and config.num_params > len(text):
         notice(
             f"the model has {config.num_params:,} parameters, more than the text's {len(text):,} characters: "

@@ -18,7 +18,7 @@ Linear::Linear(const Panels& shape, float* memory) : Linear(shape, &row_of(Preci
     for (int64_t p = 0; memory && p < panels(); p++) starts.push_back(memory + p * precision->words(shape));
 }
 
-void Linear::pack(int64_t p, const Source& from) const {
+RUNS_ONCE void Linear::pack(int64_t p, const Source& from) const {
     const int64_t width = shape.width, count = from.count(p);
     const Buffer block(precision->pack ? PACKED_ROWS * width : 0);
     for (int64_t k = 0; k < shape.in; k += PACKED_ROWS) {
@@ -32,7 +32,7 @@ void Linear::pack(int64_t p, const Source& from) const {
     }
 }
 
-Linear Linear::with_width(int64_t width, std::vector<float*> panels) const {
+RUNS_ONCE Linear Linear::with_width(int64_t width, std::vector<float*> panels) const {
     Linear other({shape.out, shape.in, width}, *precision, bias, std::move(panels));
     // In every precision a row of a panel is some units: vectors of 32 bits a lane.
     const int64_t lanes = portable::lanes();

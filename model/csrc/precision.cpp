@@ -37,7 +37,7 @@ void fp32_pack_panel(float* panel, const float* W, const float* scale, const Pan
     }
 }
 
-void pack_rows(float* to, int64_t width, const simd::Strided& W, int64_t rows, int64_t terms) {
+RUNS_ONCE void pack_rows(float* to, int64_t width, const simd::Strided& W, int64_t rows, int64_t terms) {
     if (W.depth_stride == 1) return portable::transpose({to, width}, {W.data, W.row_stride}, rows, terms, 1.0f);
     for (int64_t k = 0; k < terms; k++) std::copy_n(W.data + k * W.depth_stride, rows, to + k * width);
 }
@@ -56,7 +56,7 @@ void fp32_multiply(simd::Matrix y, simd::ConstMatrix x, const float* panel, cons
 // ---- bfloat16: rounded to its 8 significant bits, half the memory ----
 
 // Two weights share 32 bits, as portable::Bf16Pairs describes.
-void bf16_pack(float* to, const float* from, int64_t rows, int64_t width) {
+RUNS_ONCE void bf16_pack(float* to, const float* from, int64_t rows, int64_t width) {
     const int64_t lanes = portable::lanes();
     for (int64_t pairs = 0; pairs < rows * width / 2; pairs += lanes, from += 2 * lanes)
         for (int64_t i = 0; i < lanes; i++) {

@@ -7,6 +7,13 @@
 #include "buffer.h"
 #include "simd/portable.h"
 
+// Of a function that runs once for a model: the page's code is small.
+#if defined(__wasm__)
+#define RUNS_ONCE __attribute__((minsize))
+#else
+#define RUNS_ONCE
+#endif
+
 // A matrix (out, in) in panels of `width` rows, the last one padded with zeros. Panel p, (in, width), is the
 // transpose of the rows p * width .. (p + 1) * width - 1. A product reads each panel from its start to its end.
 struct Panels {
@@ -61,8 +68,11 @@ void int8_operand(float* to, const float* x, int64_t in);
 inline constexpr PrecisionRow PRECISIONS[] = {
     {Precision::fp32, "fp32", 4, 1, 8, nullptr, fp32_multiply, a_row_each, nullptr, nullptr},
     {Precision::bf16, "bf16", 2, 2, 8, bf16_pack, bf16_multiply, a_row_each, nullptr, nullptr},
+#if !defined(__wasm__)  // the page is small
     {Precision::int8, "int8", 1, 1, 4, int8_pack, int8_multiply, int8_panel_rows, int8_operand_words,
-     int8_operand}};
+     int8_operand},
+#endif
+};
 
 inline const PrecisionRow& row_of(Precision precision) { return PRECISIONS[static_cast<int>(precision)]; }
 

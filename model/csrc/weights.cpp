@@ -14,7 +14,7 @@
 namespace {
 
 // W (rows, columns), row by row.
-Buffer copied(const Tensor& W, int64_t rows, int64_t columns) {
+RUNS_ONCE Buffer copied(const Tensor& W, int64_t rows, int64_t columns) {
     Buffer copy(rows * columns, /* unset */ true);
     const simd::Strided from = W.strided(rows, columns);
     pack_rows(copy, columns, {from.data, from.depth_stride, from.row_stride}, columns, rows);
@@ -22,13 +22,13 @@ Buffer copied(const Tensor& W, int64_t rows, int64_t columns) {
     return copy;
 }
 
-LayerNorm layer_norm(const Tensors& tensors, const std::string& name, int64_t n) {
+RUNS_ONCE LayerNorm layer_norm(const Tensors& tensors, const std::string& name, int64_t n) {
     const float *weight = tensors(name + ".weight", n).data, *bias = tensors(name + ".bias", n).data;
     return {{weight, weight + n}, bias ? std::vector<float>(bias, bias + n) : std::vector<float>()};
 }
 
 // The width of panels of `out` outputs when `members` share them.
-int64_t panel_width(int64_t out, int members, const PrecisionRow& row) {
+RUNS_ONCE int64_t panel_width(int64_t out, int members, const PrecisionRow& row) {
     const int64_t share = round_up((out + members - 1) / members, row.vectors * portable::lanes());
     return std::min(row.widest * portable::lanes(), share);
 }
@@ -54,8 +54,8 @@ void Tensor::release(int64_t first, int64_t floats) const {
 #endif
 }
 
-Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precision, int threads,
-                 const Parallel& parallel)
+RUNS_ONCE Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precision, int threads,
+                           const Parallel& parallel)
     : layers(s.n_layer) {
     const int64_t C = s.n_embd, V = s.vocab_size, d = C / s.n_head;
     const PrecisionRow& row = row_of(precision);
@@ -85,7 +85,7 @@ Weights::Weights(const ModelShape& s, const Tensors& tensors, Precision precisio
         add(name + "attn.c_proj", C, C);
         add(name + "mlp.c_fc", 4 * C, C);
         add(name + "mlp.c_proj", C, 4 * C);
-        if (s.tanh_gelu) layers[l].gelu = portable::gelu_tanh;
+        if (!portable::SMALL && s.tanh_gelu) layers[l].gelu = portable::gelu_tanh;
     }
     const bool tied = !tensors("lm_head.weight", V * C).data;
     add(tied ? "transformer.wte" : "lm_head", V, C);
@@ -132,8 +132,8 @@ std::vector<Linear*> Weights::matrices() {
     return all;
 }
 
-std::vector<std::vector<float*>> Weights::lay_out(const std::vector<Panels>& shapes, const PrecisionRow& row,
-                                                  int members) {
+RUNS_ONCE std::vector<std::vector<float*>> Weights::lay_out(const std::vector<Panels>& shapes,
+                                                            const PrecisionRow& row, int members) {
     std::vector<std::vector<float*>> panels(shapes.size());
     const auto take = [&](Scratch at) {
         for (int member = 0; member < members; member++)
@@ -150,7 +150,7 @@ std::vector<std::vector<float*>> Weights::lay_out(const std::vector<Panels>& sha
     return panels;
 }
 
-Weights Weights::shared_by(int members) {
+RUNS_ONCE Weights Weights::shared_by(int members) {
     Weights shared;
     for (const Layer& w : layers) shared.layers.push_back({w.ln_1, w.ln_2, {}, {}, {}, {}, w.gelu});
     shared.ln_f = ln_f;

@@ -1,5 +1,5 @@
 // Computes before the call, as soon as the inputs change: on a thread, in a process that shares the memory.
-// found: threads threads
+// found: threads|changes threads
 #include "right.h"
 
 #define WAY 0

@@ -116,6 +116,7 @@ COMMANDS = {
 SKIPPED = {
     "4Daccess": "it has no options",
     "course": "tests/own/test_course.py tries it",
+    "export": "tests/model/test_export.py tries it",
     "draft": "tests/app/cli/test_inference.py tries it",
     "try": "tests/own/test_trial.py tries it",
     "doctor": "it has no options",

@@ -309,7 +309,7 @@ struct Splits {
     }
 };
 
-bool is_turned(const AttentionSizes& a) { return a.Nq > FEW && a.Nq <= FEW_TOGETHER; }
+bool is_turned(const AttentionSizes& a) { return !portable::SMALL && a.Nq > FEW && a.Nq <= FEW_TOGETHER; }
 
 template <class Element>
 int64_t thread_floats(const AttentionOf<Element>& a) {

@@ -9,8 +9,6 @@
 // a row in L1, and all threads work. What it gives up: K and V are read once per query instead of once per
 // tile. exp and the product with V alternate, so that V is loaded during exp.
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
 #include "attention.h"
 #include "cpu/softmax.h"

@@ -17,8 +17,6 @@
 //
 // Beside it: flash_decoding.cpp for few queries, part4_bf16.cpp, part4_amx.cpp, part4_backward.cpp.
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
 #include "attention.h"
 #include "cpu/part4.h"
@@ -102,13 +100,10 @@ void Tile::attend(int64_t j0, simd::ConstMatrix Kj, simd::ConstMatrix Vj) {
     for (int64_t r0 = 0; r0 < padded; r0 += panel) {
         if (a.rules) {
             const Range seen = a.keys(head, i0 + r0, std::min(panel, n - r0));
-            const int64_t all =
-                a.rules->staircase(a, head, i0 + r0, seen);  // the end of the first query's keys
-            int64_t j = seen.first + round_up(std::max<int64_t>(0, j0 - seen.first), step);
-            for (; j < std::min(j0 + a.Bc, all); j += step) {
-                const bool last = j + step >= all;
-                attend_step(r0, j, last ? seen.end - j : step, last ? all - j : step);
-            }
+            const int64_t all = a.rules->staircase(a, head, i0 + r0, seen);
+            for (int64_t j = seen.first + round_up(std::max<int64_t>(0, j0 - seen.first), step);
+                 j < std::min(j0 + a.Bc, all); j += step)
+                attend_step(r0, j, j + step < all ? step : seen.end - j, std::min(step, all - j));
             continue;
         }
         const int64_t last = last_step(r0), end = std::min(j0 + a.Bc, last);

@@ -9,6 +9,8 @@
 #include "simd/portable.h"
 #include "simd/portable/vectors.h"
 
+#if !defined(__wasm__)  // the page has no rules, and is small
+
 using namespace portable;
 
 namespace {
@@ -128,7 +130,7 @@ struct Window {
         return static_cast<int>(std::clamp(o.own(o.s.i0) + away - o.s.j0, -far, far));
     }
     INLINE Vec operator()(Vec score, const Lanes& at) const {
-        return (at.j >= at.i + first) & (at.j <= at.i + last) ? score : splat(HIDDEN);
+        return ((at.j >= at.i + first) & (at.j <= at.i + last)) ? score : splat(HIDDEN);
     }
     // Applies it where some query's keys end.
     static void apply_to(const Of& o) {
@@ -213,3 +215,5 @@ void Rules::change(const AttentionSizes& a, int64_t head, const Strip& strip, fl
     if (!documents) return;
     if (const Documents rule(o); !rule.idle(o)) apply(s, rule);
 }
+
+#endif
