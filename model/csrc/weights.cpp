@@ -45,7 +45,7 @@ void ModelShape::check() const {
     if (n_embd % n_head) refuse("n_embd", n_embd, "a multiple of n_head=" + std::to_string(n_head));
 }
 
-void Tensor::release(int64_t first, int64_t floats) const {
+void Tensor::release([[maybe_unused]] int64_t first, [[maybe_unused]] int64_t floats) const {
 #ifdef __linux__
     if (!mapped) return;
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -98,7 +98,9 @@ RUNS_ONCE Weights::Weights(const ModelShape& s, const Tensors& tensors, Precisio
     std::vector<std::vector<float*>> panels = lay_out(shapes, row, members);
     const std::vector<Linear*> linears = matrices();
     for (size_t i = 0; i < all.size(); i++) {
-        auto& [name, shape, from] = all[i];
+        const std::string& name = all[i].name;
+        const Panels& shape = all[i].shape;
+        Source& from = all[i].from;
         const int64_t rows = from.runs * from.apart;
         const Tensor W = tensors(name + ".weight", rows * shape.in);
         const float* const b = i + 1 < all.size() ? tensors(name + ".bias", rows).data : nullptr;
