@@ -55,8 +55,8 @@ class ScoreMod:
 
 
 @functools.cache
-def _score_mod(header: Path, changed: int) -> ScoreMod:
-    """The header as it was saved at a time in nanoseconds."""
+def _score_mod(header: Path, *saved: int) -> ScoreMod:
+    """The header as it and those beside it were saved, in nanoseconds."""
     return ScoreMod(header)
 
 
@@ -169,7 +169,8 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
         path = Path(header).absolute()
         if not path.is_file():
             raise ValueError(f"score_mod is {str(header)!r}; it must be the path of a C++ header")
-        found["score_mod"] = _score_mod(path, path.stat().st_mtime_ns)
+        saved = (beside.stat().st_mtime_ns for beside in (path, *sorted(path.parent.glob("*.h"))))
+        found["score_mod"] = _score_mod(path, *saved)
     tensor("alibi_slopes", (B, H), (H,))
     tensor("sinks", (H,))
     tensor("bias", *((b, h, Nq, Nk) for b in (B, 1) for h in (H, 1)), dtypes=(torch.float32, torch.bool))

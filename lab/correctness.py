@@ -249,7 +249,8 @@ def run(part: str, N: int, echo: Callable[[str], None] = print, **settings: Any)
     heads, title, slices = test.batch * test.heads, PARTS[part].title, 1
     on = gpu.Gpu() if test.device == "cuda" else None
     timed: Callable[..., Run] = partial(measure_on_gpu, on) if on else measure
-    shown = test.describe(on) + [f"with {', '.join(test.rules)}"] * bool(test.rules)
+    ruled = [f"with {', '.join(test.rules)}"] * bool(test.rules)  # refused before anything is compiled
+    shown = test.describe(on) + ruled
     if on:
         slices = -(-heads // heads_at_once(N, 1, FREE_SHARE * on.free()))
         if slices > 1:

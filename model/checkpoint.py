@@ -1,9 +1,9 @@
 """Load and save checkpoints: a model with its vocabulary.
 
 A checkpoint is a directory with model.safetensors and config.json, this project's or that of a GPT-2 of
-Hugging Face's transformers, or a nanoGPT ckpt.pt. The files are not trusted: a pickle cannot call anything,
-and every tensor is checked against the configuration. Files that SHA256SUMS does not confirm are reported.
-Only ckpt.pt and Checkpoint.model need torch.
+Hugging Face's transformers, a nanoGPT ckpt.pt, or a GGUF file of a GPT-2. The files are not trusted: a pickle
+cannot call anything, and every tensor is checked against the configuration. Files that SHA256SUMS does not
+confirm are reported. Only ckpt.pt and Checkpoint.model need torch.
 """
 
 from __future__ import annotations

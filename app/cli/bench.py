@@ -24,27 +24,15 @@ MASKS = ("none", "causal")
 ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
 # For options.refuse_combinations().
 ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
-CASES = (
-    "lengths",
-    "widths",
-    "br",
-    "bc",
-    "threads",
-    "simds",
-    "masks",
-    "causal",
-    "heads",
-    "batch",
-    "l2s",
-    "rules",
-)
+SIZES = ("lengths", "widths", "br", "bc", "threads", "simds", "heads", "batch")
+CASES = (*SIZES, "masks", "causal", "l2s", "rules")
 MEASURING = ("contenders", "queries", "dtype", "device", "rounds", "min_time", "save")
 NOT_WITH = {
     "compare": ("form", "dry_run"),
     "dry_run": ("save", "plot", "form", "tune"),
     "causal": ("masks",),
     "load": (*CASES, *MEASURING, "dry_run", "tune"),
-    "tune": (*MEASURING, "form", "compare", "plot"),
+    "tune": (*MEASURING, "form", "compare", "plot", "rules"),
 }
 
 L2 = "On CUDA, what the L2 cache holds before a call: what the last call left, or other data."

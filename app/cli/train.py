@@ -20,8 +20,8 @@ from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.parts import with_gradient
 from shakespeare.training.recipe import OWN_TEXT, RECIPES
 
-# Options that do not go with a shipped recipe.
 MODEL_SIZES = ("n_layer", "n_head", "n_embd")
+# Options that do not go with a shipped recipe.
 OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars", *MODEL_SIZES, "dropout")
 LONGEST = 100_000  # minutes
 TRAINED_SECONDS = 5.0  # in which a new model reads its text for a draft

@@ -263,7 +263,7 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
         file="program" if program else "own.so",
         what=f"{file.name}{how}",
         sources=(file,),
-        beside=tuple(sorted(file.parent.glob("*.h"))),  # headers that the file may include
+        beside=headers_beside(file),
         includes=(str(CSRC), str(file.parent)),
         link=link,
         ispc=(ispc, f"--target={target}", *FLAGS_OF_ISPC, *debug) if ispc else (),
@@ -275,9 +275,14 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
 def score_mod(header: Path) -> Recipe:
     """The library of a user's change of scores. Raises BuildError without a compiler."""
     over = kernels()
-    what, source = f"{header.name}", found(CSRC, "tools/score_mod.cpp")
-    mod = _library("attention_ext_score_mod", what, over, (CSRC,), source, f'-DSCORE_MOD="{header}"')
-    return replace(mod, beside=(header,), needs=None, loaded=False)
+    source = found(CSRC, "tools/score_mod.cpp")
+    mod = _library("attention_ext_score_mod", header.name, over, (CSRC,), source, f'-DSCORE_MOD="{header}"')
+    return replace(mod, beside=headers_beside(header), needs=None, loaded=False)
+
+
+def headers_beside(file: Path) -> tuple[Path, ...]:
+    """The headers in a user's folder, which the file may include."""
+    return tuple(sorted(file.parent.glob("*.h")))
 
 
 def found(folder: Path, *patterns: str) -> tuple[Path, ...]:
