@@ -82,12 +82,13 @@ def held_out_loss(
 
 def native_loss(engine: Engine, ids: Sequence[int]) -> float:
     """What model.loss.evaluate() gives for two tokens or more, by the log-probabilities of prompts."""
-    T, total = engine.capacity, 0.0
+    config, total = engine.config, 0.0
+    T, before = config.block_size, (config.reach or 1) - 1  # tokens that a window sees ahead of its own
     for start in range(0, len(ids) - 1, T):
-        engine.begin(0, ids[start : start + T], top=0)
+        engine.begin(0, ids[max(0, start - before) : start + T], top=0)
         while not engine.read(0):
             pass
-        total -= sum(logprob for _, logprob, _ in engine.take_logprobs(0))
+        total -= sum(logprob for _, logprob, _ in engine.take_logprobs(0)[min(before, start) :])
         if start + T < len(ids):  # the token after the window
             logits = np.array(engine.logits(0))
             total += np.logaddexp.reduce(logits) - logits[ids[start + T]]

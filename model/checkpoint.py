@@ -162,6 +162,8 @@ def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) ->
     directory.mkdir(parents=True, exist_ok=True)
     write_file(directory / "model.safetensors", safetensors.numpy.save(model.weights))
     config = asdict(model.config) | {"dropout": 0.0}
+    if not model.config.endless:  # other readers know no such fields
+        del config["positions"], config["window"]
     write_file(directory / "config.json", (json.dumps(config, indent=1) + "\n").encode())
     tokenizer.write_meta_json(directory / "meta.json")
     (directory / DRAFT).unlink(missing_ok=True)  # of weights that are replaced

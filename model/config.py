@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"  # one tensor, unless the head is untied
+PLACES = "transformer.wpe.weight"
+POSITIONS = ("table", "alibi")
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,9 @@ class GPTConfig:
     block_size: the longest context, in tokens. vocab_size: V. n_layer: L. n_head: H. n_embd: C, a multiple of
     n_head. dropout: probability, used while training only. bias: whether Linear and LayerNorm layers have
     one. tanh_gelu: GELU's approximation by tanh, as in GPT-2, instead of the exact one. untied_head: the head
-    is a tensor of its own.
+    is a tensor of its own. positions: one of POSITIONS. With 'table' each has an embedding; with 'alibi' a head
+    attends less to what is farther away (Press, Smith & Lewis 2022, arXiv:2108.12409), and `window` is how many
+    tokens a query sees, itself among them: such a model has no end, and block_size is what it was trained on.
     """
 
     block_size: int = 1024
@@ -27,6 +31,8 @@ class GPTConfig:
     bias: bool = True
     tanh_gelu: bool = False
     untied_head: bool = False
+    positions: str = "table"
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -40,6 +46,13 @@ class GPTConfig:
         for field in ("bias", "tanh_gelu", "untied_head"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it must be true or false")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions is {self.positions!r}; it must be one of {', '.join(POSITIONS)}")
+        if self.endless:
+            if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
+                raise ValueError(f"window is {self.window!r}; it must be a whole number of at least 1 with 'alibi'")
+        elif self.window is not None:
+            raise ValueError(f"window is {self.window!r}; it must be None with positions 'table'")
 
     @property
     def head_dim(self) -> int:
@@ -49,7 +62,24 @@ class GPTConfig:
     @property
     def num_params(self) -> int:
         """Number of parameters without the position embeddings, as nanoGPT counts them."""
-        return sum(map(math.prod, self.shapes().values())) - self.block_size * self.n_embd
+        return sum(math.prod(shape) for name, shape in self.shapes().items() if name != PLACES)
+
+    @property
+    def endless(self) -> bool:
+        """Whether a text may have any length."""
+        return self.positions == "alibi"
+
+    @property
+    def reach(self) -> int | None:
+        """How many of a text's last tokens decide the next one's logits; None if all up to block_size do."""
+        return None if self.window is None else self.n_layer * (self.window - 1) + 1
+
+    @property
+    def alibi_slopes(self) -> list[float]:
+        """ALiBi's slope of each head: powers of 2, and for other numbers of heads those between, as published."""
+        power = 1 << (self.n_head.bit_length() - 1)
+        slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+        return slopes + [2 ** (-4 * (2 * h + 1) / power) for h in range(self.n_head - power)]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter by nanoGPT's name. HEAD is left out where it is EMBEDDING."""
@@ -64,10 +94,9 @@ class GPTConfig:
         }
         layers = {f"transformer.h.{i}.{name}": layer[name] for i in range(self.n_layer) for name in layer}
         layers["transformer.ln_f"] = (C,)
-        shapes: dict[str, tuple[int, ...]] = {
-            EMBEDDING: (self.vocab_size, C),
-            "transformer.wpe.weight": (self.block_size, C),
-        }
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, C)}
+        if not self.endless:
+            shapes[PLACES] = (self.block_size, C)
         shapes |= {f"{name}.weight": shape for name, shape in layers.items()}
         if self.bias:
             shapes |= {f"{name}.bias": shape[:1] for name, shape in layers.items()}

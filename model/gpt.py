@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from shakespeare.model.config import EMBEDDING, HEAD, GPTConfig
 from shakespeare.model.kv_cache import KVCache
 
-# (B, H, Nq, d), (B, H, Nk, d), (B, H, Nk, d) -> (B, H, Nq, d); causal and scaled by 1/sqrt(d)
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (B, H, Nq, d), (B, H, Nk, d), (B, H, Nk, d) -> (B, H, Nq, d); causal and scaled by 1/sqrt(d); that of an
+# endless model also takes attention()'s window and alibi_slopes
+Attend = Callable[..., Tensor]
 
 
 class CausalSelfAttention(nn.Module):
@@ -27,8 +29,11 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
         super().__init__()
-        self.n_head = config.n_head
+        self.n_head, self.window = config.n_head, config.window
         self.attend = attend
+        if config.endless:  # of no checkpoint; with memory also where parameters have none yet
+            slopes = torch.tensor(config.alibi_slopes, device="cpu")
+            self.register_buffer("slopes", slopes, persistent=False)
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -39,7 +44,10 @@ class CausalSelfAttention(nn.Module):
             part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, d)
             for part in self.c_attn(x).split(C, dim=2)
         )
-        y = self.attend(q, k, v) if cache is None else cache.attend(self.attend, q, k, v)  # (B, H, T, d)
+        attend = self.attend
+        if self.window is not None:
+            attend = partial(attend, window=(self.window - 1, 0), alibi_slopes=self.slopes)
+        y = attend(q, k, v) if cache is None else cache.attend(attend, q, k, v)  # (B, H, T, d)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y))
 
@@ -79,15 +87,27 @@ class Transformer(nn.Module):
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        if not config.endless:
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def alibi_bias(Nq: int, Nk: int, window: int, slopes: Tensor) -> Tensor:
+    """What is added to the scores (H, Nq, Nk) of queries that see `window` keys before their own."""
+    away = torch.arange(Nk - Nq, Nk, device=slopes.device)[:, None] - torch.arange(Nk, device=slopes.device)
+    return (-slopes[:, None, None] * away).masked_fill((away < 0) | (away > window), -torch.inf)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] = (0, 0), alibi_slopes: Tensor | None = None
+) -> Tensor:
     """PyTorch's own causal attention: q (B, H, Nq, d), k and v (B, H, Nk, d) -> (B, H, Nq, d)."""
     Nq, Nk = q.shape[2], k.shape[2]
+    if alibi_slopes is not None:
+        bias = alibi_bias(Nq, Nk, window[0], alibi_slopes).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     if Nq in (1, Nk):  # one query sees all keys
         return F.scaled_dot_product_attention(q, k, v, is_causal=Nq > 1)
     seen = torch.ones(Nq, Nk, dtype=torch.bool, device=q.device).tril(Nk - Nq)
@@ -108,7 +128,7 @@ class GPT(nn.Module):
     """A decoder-only transformer whose attention is the callable `attend`.
 
     attend takes q (B, H, Nq, d) and k, v (B, H, Nk, d) and returns (B, H, Nq, d), scaled by 1/sqrt(d) and
-    causal: query i sees keys j <= i + (Nk - Nq).
+    causal: query i sees keys j <= i + (Nk - Nq). An endless model's also takes window and alibi_slopes.
     """
 
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
@@ -173,18 +193,20 @@ class GPT(nn.Module):
         """Logits (B, T, V) of the token after each of `ids` (B, T).
 
         caches: one per layer; ids then continue the cached tokens. last_only: return only the last position's
-        logits, (B, 1, V). Raises ValueError if the context would exceed the block size.
+        logits, (B, 1, V). Raises ValueError if the context would exceed the block size of a model with an end.
         """
         T = ids.shape[1]
         start = caches[0].length if caches else 0
-        if start + T > self.config.block_size:
+        if start + T > self.config.block_size and not self.config.endless:
             raise ValueError(
                 f"ids has {T} tokens after {start} in the cache; "
                 f"together they must be at most block_size={self.config.block_size}"
             )
-        positions = caches[0].positions(T) if caches else torch.arange(T, device=ids.device)
         t = self.transformer
-        x = t.drop(t.wte(ids) + t.wpe(positions))  # (B, T, C)
+        x = t.wte(ids)  # (B, T, C)
+        if not self.config.endless:
+            x = x + t.wpe(caches[0].positions(T) if caches else torch.arange(T, device=ids.device))
+        x = t.drop(x)
         for layer, block in enumerate(t.h):
             x = block(x, caches[layer] if caches else None)
         if last_only:

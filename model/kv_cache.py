@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """One layer's keys and values in two preallocated buffers (B, H, T_max, d), rounded to `dtype`."""
+    """One layer's keys and values in two preallocated buffers (B, H, T_max, d), rounded to `dtype`.
+
+    endless: only the last T_max are kept, so that a text may have any length.
+    """
 
     def __init__(
         self,
@@ -20,7 +23,9 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        endless: bool = False,
     ) -> None:
+        self.endless = endless
         self.k = torch.zeros(batch, n_head, length_max, head_dim, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)
         self.length = 0
@@ -45,6 +50,15 @@ class KVCache:
         Views if the buffers have this type. Raises ValueError if the buffers are too short.
         """
         start, end = self.length, self.length + k.shape[2]
+        if self.endless:
+            held, most = min(start, self.k.shape[2]), min(end, self.k.shape[2])
+            self.length = end
+            found = []
+            for buffer, new in ((self.k, k), (self.v, v)):
+                every = torch.cat([buffer[:, :, :held], new.to(buffer.dtype)], 2)
+                buffer[:, :, :most] = every[:, :, every.shape[2] - most :]
+                found.append(every.to(new.dtype))
+            return found[0], found[1]
         if end > self.k.shape[2]:
             raise ValueError(
                 f"k has {k.shape[2]} positions after {start} in the cache; "

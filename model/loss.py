@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from shakespeare.model.gpt import GPT
+
+UNCOUNTED = -100  # cross_entropy's ignore_index
 
 
 @torch.no_grad()
@@ -14,8 +18,8 @@ def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int
     """Mean loss in nats per token, each predicted once from the earlier tokens of its window.
 
     ids, on any device: windows (n, T + 1), whose last T tokens are predicted, or a text (N,). A text's
-    windows of block_size tokens, by default the model's, do not overlap; the last may be shorter. Raises
-    ValueError if N < 2.
+    windows of block_size tokens, by default the model's, do not overlap; the last may be shorter. An endless
+    model sees all of the text that it can. Raises ValueError if N < 2.
     """
     if ids.shape[-1] < 2:
         raise ValueError(f"ids has {ids.shape[-1]} tokens; it must have at least 2")
@@ -25,16 +29,22 @@ def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int
         batches = [(windows[:, :-1], windows[:, 1:]) for windows in rows]
     else:
         T = block_size or model.config.block_size
-        inputs, targets = ids[:-1], ids[1:]
-        whole, count = len(inputs) // T * T, max(1, batch_chars // T)
-        batches = list(zip(inputs[:whole].view(-1, T).split(count), targets[:whole].view(-1, T).split(count)))
-        batches.append((inputs[None, whole:], targets[None, whole:]))
+        before = (model.config.reach or 1) - 1  # tokens that a window sees ahead of its own
+        windows = []
+        for start in range(0, len(ids) - 1, T):
+            seen = ids[max(0, start - before) : start + T + 1]
+            targets = seen[1:].clone()
+            targets[: min(before, start)] = UNCOUNTED
+            windows.append((seen[:-1], targets))
+        batches = []
+        for _, alike in itertools.groupby(windows, key=lambda window: len(window[0])):
+            inputs, targets = map(torch.stack, zip(*alike))
+            batches += zip(*(ids.split(max(1, batch_chars // ids.shape[1])) for ids in (inputs, targets)))
     was_training = model.training
     model.eval()
     total = sum(
         F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").double()
         for x, y in batches
-        if x.numel()
     )
     model.train(was_training)
-    return float(total) / sum(y.numel() for _, y in batches)
+    return float(total) / sum(int((y != UNCOUNTED).sum()) for _, y in batches)

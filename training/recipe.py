@@ -21,8 +21,8 @@ class Recipe:
     """All settings of a training run, except the corpus and the device.
 
     block_size in characters; batch_chars is batch size times block size. average: largest decay of the
-    exponential moving average of the weights, per training step; window: it covers at most this share of the
-    training steps done; 0 sets no limit. warmup: training steps of the linear warm-up. decay: one of DECAYS.
+    exponential moving average of the weights, per training step; covered: the most of the training steps done
+    that it covers, as a share; 0 sets no limit. positions, window: as in GPTConfig. warmup: training steps of the linear warm-up. decay: one of DECAYS.
     minutes: the length of the run, which replaces steps and eval_every; None takes `steps`. test_share: share
     of the text, at its end, that nothing selects on. The rest of the last tenth is the validation text.
     Raises TypeError or ValueError naming a number that is of another type, negative, infinite or NaN.
@@ -45,8 +45,10 @@ class Recipe:
     seed: int = 1337
     decay: str = "cosine"
     minutes: float | None = None
-    window: float = 0.0
+    covered: float = 0.0
     test_share: float = 0.0
+    positions: str = "table"
+    window: int | None = None
 
     def __post_init__(self) -> None:
         set_defaults(self)
@@ -54,7 +56,7 @@ class Recipe:
             value = getattr(self, each.name)
             if each.type is str or value is None and each.default is None:
                 continue
-            number = (whole if each.type is int else finite)(each.name, value)
+            number = (finite if "float" in str(each.type) else whole)(each.name, value)
             if number < 0:
                 raise ValueError(f"{each.name} is {number}; it must be at least 0")
             object.__setattr__(self, each.name, number)
@@ -62,7 +64,7 @@ class Recipe:
 
     def average_decay(self, done: int) -> float:
         """The decay of the average in the training step after `done` ones."""
-        return min(self.average, 1 - 1 / max(1.0, self.window * done)) if self.window else self.average
+        return min(self.average, 1 - 1 / max(1.0, self.covered * done)) if self.covered else self.average
 
 
 RECIPES = {
@@ -70,6 +72,9 @@ RECIPES = {
     "shakes256": Recipe(block_size=256, steps=60_000, dropout=0.08, muon_lr=0.04),
     "shakes1024": Recipe(block_size=1024, steps=40_000, dropout=0.08, muon_lr=0.02),
     "shakes2048": Recipe(block_size=2048, steps=20_000, dropout=0.06, muon_lr=0.04),
+    "shakes-endless": Recipe(
+        block_size=1024, steps=24_000, dropout=0.14, muon_lr=0.04, positions="alibi", window=256
+    ),
 }
 # A CPU learns more in a minute from many steps with small batches. In few passes dropout gains nothing.
 OWN_TEXT = Recipe(
@@ -83,6 +88,6 @@ OWN_TEXT = Recipe(
     warmup=50,
     decay="linear",
     minutes=3.0,
-    window=0.04,
+    covered=0.04,
     test_share=0.05,
 )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from shakespeare.model.checkpoint import Checkpoint
-from shakespeare.model.config import EMBEDDING, HEAD
+from shakespeare.model.config import EMBEDDING, HEAD, PLACES
 from shakespeare.model.gpt import GPT
 from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.recipe import Recipe
@@ -22,9 +22,9 @@ def recipe_of(recipe: Recipe, model: GPT, block_size: int | None) -> Recipe:
     Raises ValueError if it is larger than the model's, which has no position embeddings beyond its own.
     """
     c = model.config
-    if block_size is not None and block_size > c.block_size:
+    if block_size is not None and block_size > c.block_size and not c.endless:
         raise ValueError(f"block_size is {block_size}; it must be at most {c.block_size}, that of the model")
-    changes: dict[str, Any] = {name: getattr(c, name) for name in ("n_layer", "n_head", "n_embd")}
+    changes: dict[str, Any] = {name: getattr(c, name) for name in ("n_layer", "n_head", "n_embd", "positions", "window")}
     changes |= {name: SHARE * getattr(recipe, name) for name in RATES}
     return dataclasses.replace(recipe, block_size=block_size or c.block_size, **changes)
 
@@ -49,7 +49,8 @@ def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tup
     for name in (EMBEDDING, HEAD):  # (V, C)
         old = weights[name]
         weights[name] = torch.cat([old, old.mean(0) + NOISE * old.std(0, unbiased=False) * noise])
-    weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][:block_size]
+    if not config.endless:
+        weights[PLACES] = weights[PLACES][:block_size]
     with torch.random.fork_rng(devices=[]):
         model = GPT(config, checkpoint.model.attend)
     model.load_state_dict(weights)

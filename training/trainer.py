@@ -13,17 +13,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shakespeare.attention_ext import attention, extension, tiles
 from shakespeare.model.config import GPTConfig
-from shakespeare.model.gpt import GPT
+from shakespeare.model.gpt import GPT, alibi_bias, causal_attention
 from shakespeare.training.muon import Muon
 from shakespeare.training.recipe import Recipe
 
-SIZES = ("block_size", "n_layer", "n_head", "n_embd")
+SIZES = ("block_size", "n_layer", "n_head", "n_embd", "positions", "window")
 CLIP = 1.0  # the largest norm of all gradients
 
 
@@ -67,13 +68,23 @@ class Trainer:
         sizes: dict[str, Any] = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
         fixed = GPTConfig(bias=False) if start is None else start.config
         config = replace(fixed, vocab_size=vocab_size, **sizes)
-        sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+        sdpa: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
         with_dropout = partial(sdpa, dropout_p=recipe.dropout)
+        if config.window is not None:  # the blocks are alike, so the bias is made once
+            slopes = torch.tensor(config.alibi_slopes, device=device)
+            bias = alibi_bias(config.block_size, config.block_size, config.window - 1, slopes)
+
+            def with_dropout(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+                p = recipe.dropout if self.model.training else 0.0
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype), dropout_p=p)
+
+            sdpa = causal_attention
         attend = with_dropout if part == "part0" else partial(attention, part, causal=True, simd=simd)
         self.model = GPT(config, attend)
-        positions = self.model.transformer.wpe.weight
-        with torch.no_grad():
-            positions.copy_(0.1 * sinusoids(*positions.shape))
+        positions = None if config.endless else self.model.transformer.wpe.weight
+        if positions is not None:
+            with torch.no_grad():
+                positions.copy_(0.1 * sinusoids(*positions.shape))
         if start is not None:
             self.model.load_state_dict(start.state_dict())
         self.model.to(device)
@@ -90,6 +101,7 @@ class Trainer:
                 matrices.setdefault(shape, []).append(p)
             elif p is not positions:
                 others.append(p)
+        placed = [] if positions is None else [positions]
         self.lr = torch.ones((), device=device)  # fraction of the peak
         self.decay = torch.full((), recipe.average, device=device)  # the average's
         self.muon = Muon(
@@ -99,13 +111,13 @@ class Trainer:
         )
         on_gpu = device.type == "cuda"
         self.adam = torch.optim.AdamW(
-            [dict(params=ps, lr=torch.zeros((), device=device)) for ps in (others, [positions])],
+            [dict(params=ps, lr=torch.zeros((), device=device)) for ps in (others, placed)],
             betas=(0.9, 0.99),
             weight_decay=recipe.weight_decay,
             fused=on_gpu,
             capturable=on_gpu,
         )
-        for other in (*others, positions):
+        for other in (*others, *placed):
             averages = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
             self.adam.state[other] = {"step": torch.zeros((), device=device), **averages}
         self.loss = torch.zeros((), device=device)
@@ -124,11 +136,15 @@ class Trainer:
             p.grad = torch.zeros_like(p)
             tensors = {"value": p, "gradient": p.grad, "average": average, **states[p]}
             parameters.append({name: t.detach().numpy() for name, t in tensors.items()})
+        if config.endless:  # in the table's place
+            empty = np.empty(0, np.float32)
+            parameters.insert(1, dict.fromkeys(("value", "gradient", "average", "exp_avg", "exp_avg_sq"), empty))
+            parameters[1]["step"] = np.zeros(1, np.float32)
         return load_training_step(simd)(
             parameters,
             batch=self.batch,
             vocab_size=config.vocab_size,
-            **{name: getattr(config, name) for name in SIZES},
+            **{name: getattr(config, name) or 0 for name in SIZES},
             br=br,
             bc=bc,
             threads=torch.get_num_threads(),

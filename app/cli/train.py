@@ -18,11 +18,13 @@ from shakespeare.app.cli.draft import make_draft
 from shakespeare.app.cli.terminal import notice, program, to_type
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.parts import with_gradient
+from shakespeare.model.config import POSITIONS
 from shakespeare.training.recipe import OWN_TEXT, RECIPES
 
-MODEL_SIZES = ("n_layer", "n_head", "n_embd")
+MODEL_SIZES, ENDLESS = ("n_layer", "n_head", "n_embd"), ("positions", "window")
 # Options that do not go with a shipped recipe.
-OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars", *MODEL_SIZES, "dropout")
+OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars", *MODEL_SIZES, "dropout", *ENDLESS)
+WINDOW = 256  # of --positions alibi
 LONGEST = 100_000  # minutes
 TRAINED_SECONDS = 5.0  # in which a new model reads its text for a draft
 LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
@@ -45,6 +47,14 @@ KEPT, ACTIVATIONS = 20, 80
 @options.size("--n-head", "Heads of a layer.", most=MOST_EMBEDDED, show_default="4, or --init's")
 @options.size("--n-embd", "Width of a layer.", most=MOST_EMBEDDED, show_default="128, or --init's")
 @options.number("--dropout", "Share of dropout, with part0.", most=0.9, show_default="0")
+@options.choice(
+    "--positions",
+    "How the model tells positions apart: by a table as long as a block, or ALiBi, which has no end.",
+    of=POSITIONS,
+    default=None,
+    show_default="table, or --init's",
+)
+@options.size("--window", "Characters that it sees with --positions alibi.", most=LARGEST_BLOCK, show_default="256")
 @options.size("--batch-chars", "Characters of a step.", most=LARGEST_BATCH, show_default="2048")
 @options.whole(
     "--seed", "Seed of the random numbers.", least=0, most=options.LARGEST_SEED, show_default="1337"
@@ -67,8 +77,8 @@ def train(
 ) -> None:
     """Train a model called NAME on a text for some minutes.
 
-    A shipped NAME (shakes128, shakes256, shakes1024, shakes2048) takes that model's recipe, which takes
-    minutes on a GPU and a day on a CPU.
+    A shipped NAME (shakes128, shakes256, shakes1024, shakes2048, shakes-endless) takes that model's recipe,
+    which takes minutes on a GPU and a day on a CPU.
     """
     if not re.fullmatch(r"\w[\w.-]{0,99}", name):
         hint = "; nanoGPT's config files are not read" if name.endswith(".py") else ""
@@ -77,8 +87,12 @@ def train(
         options.refuse(OWN_ONLY, f"does not go with {name}, which has a recipe of its own")
     options.refuse_combinations(
         {"old_corpus": "init"},
-        not_with={"steps": ("minutes",), "resume": ("overwrite",), "init": MODEL_SIZES},
+        not_with={"steps": ("minutes",), "resume": ("overwrite",), "init": (*MODEL_SIZES, *ENDLESS)},
     )
+    if changes["positions"] == "alibi":
+        changes["window"] = changes["window"] or WINDOW
+    elif changes["window"] is not None:
+        raise click.UsageError("--window goes with --positions alibi only")
     if device == "cuda" and part not in (None, "part0"):
         raise click.UsageError(f"{part} has no gradient on CUDA; --part {part} goes with --device cpu only")
     options.set_threads(changes.pop("threads"))
@@ -101,7 +115,7 @@ def train(
     recipe = dataclasses.replace(RECIPES.get(name, OWN_TEXT), **changes)
     if start:
         recipe = recipe_of(recipe, start.model, changes.get("block_size"))
-    shape = {name: getattr(recipe, name) for name in (*MODEL_SIZES, "block_size")}
+    shape = {name: getattr(recipe, name) for name in (*MODEL_SIZES, *ENDLESS, "block_size")}
     config = GPTConfig(vocab_size=len(set(text)), **shape)
     held = KEPT * config.num_params + ACTIVATIONS * recipe.batch_chars * recipe.n_embd * recipe.n_layer
     if device == "cpu":

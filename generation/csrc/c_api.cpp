@@ -93,10 +93,11 @@ Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv
             if (bias || name == "lm_head.weight") return nullptr;
             throw std::invalid_argument("tensors has no " + name);
         };
-        decoder = new Handle(ModelShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[11] != 0},
-                             lookup, find("precision", precision, PRECISIONS).precision,
-                             find("kv_cache", kv_cache, CACHE_PRECISIONS).precision, find("part", part, PARTS),
-                             DecoderSizes{sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]});
+        decoder =
+            new Handle(ModelShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[11] != 0, sizes[12]},
+                       lookup, find("precision", precision, PRECISIONS).precision,
+                       find("kv_cache", kv_cache, CACHE_PRECISIONS).precision, find("part", part, PARTS),
+                       DecoderSizes{sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]});
     });
     return decoder;
 }

@@ -26,16 +26,19 @@ const ModelShape& checked(const ModelShape& shape, const DecoderSizes& s) {
     check("br", s.br, 1, INT64_MAX);
     check("bc", s.bc, 1, INT64_MAX);
     check("slots", s.slots, 1, MAX_SLOTS);
-    check("capacity", s.capacity, 1, shape.block_size);
+    check("capacity", s.capacity, 1, shape.window > 0 ? INT64_MAX : shape.block_size);
     check("threads", s.threads, 1, MOST_THREADS);
     check("cache_bytes", s.cache_bytes, 1, INT64_MAX);
     return shape;
 }
 
-// Keys of a transposed panel of the cache: whole vectors.
-int64_t panel_keys(int64_t bc, int64_t capacity, CachePrecision kv) {
-    return round_up(std::min({bc, capacity, MAX_PANEL_KEYS}),
-                    kv == CachePrecision::bf16 ? 2 * portable::lanes() : simd::lanes());
+CacheShape cache_of(const ModelShape& s, const DecoderSizes& sizes, CachePrecision kv, bool transposed) {
+    // Keys of a transposed panel: whole vectors.
+    const int64_t panel = round_up(std::min({sizes.bc, sizes.capacity, MAX_PANEL_KEYS}),
+                                   kv == CachePrecision::bf16 ? 2 * portable::lanes() : simd::lanes());
+    // Of an endless text two windows, so that the last one moves to the front once in a window's tokens.
+    const int64_t keys = s.window > 0 ? 2 * round_up(s.window, panel) + panel : sizes.capacity;
+    return {s.n_layer, s.n_head, s.n_embd / s.n_head, keys, transposed, panel, kv};
 }
 
 }  // namespace
@@ -61,8 +64,9 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
       capacity(sizes.capacity),
       d(s.n_embd / s.n_head),
       threads(static_cast<int>(sizes.threads)),
-      cache_shape{s.n_layer, s.n_head, d, capacity, part.few.queries > 0, panel_keys(bc, capacity, kv), kv},
+      cache_shape(cache_of(s, sizes, kv, part.few.queries > 0)),
       scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
+      endless(s.n_head, s.window),
       caches(sizes.slots * cache_shape.words()),
       slots(sizes.slots),
       trace(threads),
@@ -78,7 +82,7 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
         slot.text.seen.resize(s.vocab_size);
         slot.text.written.resize(s.vocab_size);
     }
-    Attention one = attention(1, capacity);
+    Attention one = attention(1, cache_shape.capacity, 0);
     if (cache_shape.transposed) one.Bc = cache_shape.panel, one.kv = kv;
     int64_t attended = part.scratch(one);
     if (cache_shape.transposed) attended = std::max(attended, MOST_ROWS * d + part.few.together.scratch(one));
@@ -183,6 +187,13 @@ void Decoder::copy(int64_t from, int64_t to) {
     b.cache.copy(a.cache, a.length);
     b.length = a.length, b.pending = a.pending, b.logits = a.logits, b.text = a.text, b.tail = a.tail;
     b.prompt.reset();
+}
+
+void Decoder::make_room(Slot& slot) {
+    if (shape.window == 0 || slot.length < cache_shape.capacity) return;
+    const int64_t unseen = (slot.length + 1 - shape.window) / cache_shape.panel * cache_shape.panel;
+    slot.cache.drop(unseen, slot.length);
+    slot.length -= unseen;
 }
 
 int64_t Decoder::length(int64_t slot) const { return slots[slot].length + (slots[slot].pending >= 0); }

@@ -14,6 +14,7 @@
 #include "draft.h"
 #include "model/csrc/block.h"
 #include "model/csrc/cache.h"
+#include "model/csrc/endless.h"
 #include "pace.h"
 #include "parts.h"
 #include "sampling.h"
@@ -72,6 +73,7 @@ struct Prompt {
     float* A = nullptr;           // attention's result of each head, (H, T, d)
     std::vector<Rows> rows;       // each thread's PREFILL_ROWS rows, but for X and Q
     std::vector<float*> scratch;  // each thread's, for attention
+    int64_t uncached = 0;         // tokens ahead of those that the cache holds
 
     // The rows of the tokens from t0 on, PREFILL_ROWS of them, at most to `end`.
     Rows rows_of(int64_t t0, int64_t end, int64_t thread) const {
@@ -84,7 +86,7 @@ struct Prompt {
 
 struct Slot {
     Cache cache;
-    int64_t length = 0;    // tokens in the cache; 0 while a prompt is being read
+    int64_t length = 0;    // tokens in the cache, an endless model's last ones; 0 while a prompt is read
     int64_t pending = -1;  // the token chosen last, if it is not in the cache yet
     std::vector<float> logits;
     Occurrences text;
@@ -101,7 +103,8 @@ struct Token {
     int64_t slot, id, position;
 };
 
-// br, bc: a tiled part's tile. slots: the number of texts, of up to `capacity` tokens each. cache_bytes: the
+// br, bc: a tiled part's tile. slots: the number of texts, of up to `capacity` tokens each; an endless model's
+// caches hold as many as its window, and a few more. cache_bytes: the
 // size of the processor's last-level cache.
 struct DecoderSizes {
     int64_t br, bc, slots, capacity, threads, cache_bytes;
@@ -165,6 +168,7 @@ class Decoder {
     int threads;
     CacheShape cache_shape;
     float scale;  // attention's
+    Endless endless;
     Weights weights;
     Weights shares;                          // a copy of the matrices in panels for a team of `shared_by`
     int shared_by = 1;                       // `shares` is empty if 1
@@ -205,13 +209,17 @@ class Decoder {
     int64_t choose(int64_t slot, double uniform);
 
     // A call of the part for a head, without its tensors. Inlined into a step: one for each head and text.
-    Attention attention(int64_t Nq, int64_t Nk) const {
-        return {
-            {1, 1, Nq, Nk, d, /* causal */ true, scale, std::min(br, Nq), std::min(bc, Nk), /* threads */ 1}};
+    Attention attention(int64_t Nq, int64_t Nk, int64_t head) const {
+        return {{1, 1, Nq, Nk, d, /* causal */ true, scale, std::min(br, Nq), std::min(bc, Nk),
+                 /* threads */ 1, endless.of(head)}};
     }
 
+    // Room for a token in the cache of an endless model's text: what no query will see is dropped. When it
+    // happens depends on the text's tokens only, so that drafts change no bit.
+    void make_room(Slot&);
+
     void prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread);
-    std::vector<Token> behind(const int64_t* begin, const int64_t* end) const;
+    std::vector<Token> behind(const int64_t* begin, const int64_t* end);
     void embed_rows(const std::vector<Token>& tokens, int64_t row);
     void finish_row(const Token& token, int64_t row);
     void step(const Weights& model, const Token* tokens, bool apart, const Rows& rows, Member& member);

@@ -102,6 +102,7 @@ class Decoder::Drafting {
         const size_t ahead = text.guesses.size();
         text.next = {}, text.probability = 0;
         if (text.written.size() + ahead + 1 >= most) return;
+        if (slot.length + 1 + static_cast<int64_t>(ahead) >= decoder.cache_shape.capacity) return;
         text.next = decoder.draft->guess(text.tail, number(text, ahead), slot.text, slot.sampling);
         if (text.next.token >= 0) text.probability = before * slot.confidence.of(text.next);
     }
@@ -110,6 +111,7 @@ class Decoder::Drafting {
     int64_t guess(int64_t rows) {
         for (Growing* text : active) {
             text->guesses.clear();
+            decoder.make_room(slot_of(*text));
             text->tail = slot_of(*text).tail;
             look_ahead(*text, 1);
         }

@@ -23,15 +23,19 @@ void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool contin
     for (const int64_t id : ids) slot.text.seen[id] = 1, slot.tail.push(id);
     slot.length = 0, slot.pending = -1;
     slot.prompt.reset();
-    const int64_t T = static_cast<int64_t>(ids.size()), C = shape.n_embd, chunk = std::min(br, T);
+    // What is far behind decides nothing; log-probabilities are wanted of all tokens.
+    const int64_t reach = shape.n_layer * (shape.window - 1) + 1, all = static_cast<int64_t>(ids.size());
+    const int64_t T = shape.window > 0 && top < 0 ? std::min(all, reach) : all;
+    const int64_t C = shape.n_embd, chunk = std::min(br, T);
     // A smaller last chunk may go through another kernel, which may need more: part 4 divides its keys.
     int64_t most = 0;
     for (const int64_t count : {chunk, T % chunk, (T - 1) % chunk, int64_t{1}})
-        if (count > 0) most = std::max(most, part.scratch(attention(count, T)));
+        if (count > 0) most = std::max(most, part.scratch(attention(count, T, 0)));
     auto begun = std::make_unique<Prompt>();
     Prompt& prompt = *begun;
     prompt.stages = {T, chunk, static_cast<int32_t>(shape.n_layer), top >= 0};
-    prompt.ids = ids;
+    prompt.ids.assign(ids.end() - T, ids.end());
+    prompt.uncached = shape.window > 0 ? std::max<int64_t>(0, T - shape.window) : 0;
     prompt.top = top;
     if (top >= 0) prompt.logprobs.resize(T - 1);
     const Layer& w = weights.layers[0];
@@ -51,7 +55,7 @@ void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool contin
     prompt.memory = Buffer(lay_out(Scratch()));
     lay_out(Scratch(prompt.memory));
     trace.timed("embedding", 0, [&] {
-        for (int64_t t = 0; t < T; t++) weights.embed(prompt.X.row(t), ids[t], t);
+        for (int64_t t = 0; t < T; t++) weights.embed(prompt.X.row(t), prompt.ids[t], t);
     });
     slot.prompt = std::move(begun);
 }
@@ -95,7 +99,7 @@ bool Decoder::read(int64_t number, double seconds) {
     Block<Member>(last, caller).logits(weights);
     std::copy_n(last.L.data, shape.vocab_size, slot.logits.begin());
     std::move(prompt.logprobs.begin(), prompt.logprobs.end(), std::back_inserter(slot.logprobs));
-    slot.length = stages.T;
+    slot.length = stages.T - prompt.uncached;
     slot.prompt.reset();
     return true;
 }
@@ -121,12 +125,14 @@ void Decoder::prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread)
         Block<Member>(rows, alone).qkv(w, skipped, true, [&](int64_t h, int64_t, int64_t) {
             float* k = rows.Q.data + h * w.qkv.width() + d;
             slot.cache.round(k, rows.Q.ld, rows.count);  // the prompt attends to the same K and V as steps
-            slot.cache.append(layer, h, t0, k, rows.Q.ld, rows.count);
+            const int64_t skip = std::clamp<int64_t>(prompt.uncached - t0, 0, rows.count);
+            slot.cache.append(layer, h, t0 + skip - prompt.uncached, k + skip * rows.Q.ld, rows.Q.ld,
+                              rows.count - skip);
         });
     } else if (stage % 3 == 1) {  // attention of a chunk of tokens in one head
         const int64_t h = i % H, ldQ = prompt.Q.ld;
         const auto [t0, count] = stages.queries(layer, i / H);
-        Attention a = attention(count, t0 + count);
+        Attention a = attention(count, t0 + count, h);
         const float* q = prompt.Q.data + h * w.qkv.width();
         a.q = {q + t0 * ldQ, 0, 0, ldQ, 1};
         a.k = {q + d, 0, 0, ldQ, 1};

@@ -23,7 +23,7 @@ inline void Decoder::attend(const Token& first, int64_t count, int64_t layer, in
                    thread);
         return;
     }
-    Attention a = attention(count, first.position + count);
+    Attention a = attention(count, first.position + count, head);
     a.q = {q, 0, 0, ldQ, 1}, a.k = cache.keys(layer, head), a.v = cache.values(layer, head);
     a.out = count > 1 ? own : to;
     if (cache_shape.transposed) a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
@@ -56,10 +56,14 @@ void Decoder::step(const Weights& model, const Token* tokens, bool apart, const 
 }
 
 // The pending tokens of these slots.
-std::vector<Token> Decoder::behind(const int64_t* begin, const int64_t* end) const {
+std::vector<Token> Decoder::behind(const int64_t* begin, const int64_t* end) {
     std::vector<Token> tokens;
-    for (const int64_t* slot = begin; slot < end; slot++)
-        if (slots[*slot].pending >= 0) tokens.push_back({*slot, slots[*slot].pending, slots[*slot].length});
+    for (const int64_t* at = begin; at < end; at++) {
+        Slot& slot = slots[*at];
+        if (slot.pending < 0) continue;
+        make_room(slot);
+        tokens.push_back({*at, slot.pending, slot.length});
+    }
     return tokens;
 }
 

@@ -32,6 +32,7 @@ from shakespeare.model.config import GPTConfig
 from shakespeare.model.draft import Draft
 
 Name = TypeVar("Name", Precision, CachePrecision)
+ENDLESS = 2**62  # the capacity of an endless model's texts, in tokens
 
 
 class Unfit(ValueError):
@@ -40,7 +41,7 @@ class Unfit(ValueError):
 
 def check_plain(engine: str, config: GPTConfig) -> None:
     """Raise Unfit for a model that only the engines on the CPU and PyTorch's take."""
-    if other := [name for name in ("tanh_gelu", "untied_head") if getattr(config, name)]:
+    if other := [name for name in ("tanh_gelu", "untied_head", "window") if getattr(config, name)]:
         raise Unfit(f"the {engine} engine takes no model with {' and '.join(other)}")
 
 
@@ -55,7 +56,7 @@ class EngineOptions:
     21 bits; it reads a quarter. Both change the logits.
     kv_cache: a CachePrecision or its name. 'bf16' rounds all keys and values to bfloat16, which changes the
     logits; the native engine then keeps and reads half as many bytes of them.
-    capacity: the longest context, in tokens; the model's block size by default.
+    capacity: the longest context, in tokens; the model's block size by default. An endless model has no limit.
     device: 'cpu', 'cuda' or 'webgpu'; the latter two without simd and tile. All arithmetic is float32.
     kernel: part4's kernel in the torch engine on CUDA, as in attention().
     threads: the most that it uses; the torch engine then sets PyTorch's. None takes PyTorch's number where
@@ -117,9 +118,9 @@ class EngineOptions:
     def context(self, config: GPTConfig) -> int:
         """The capacity for a model. Raises ValueError if it is more than the model's block size."""
         capacity, longest = self.capacity, config.block_size
-        if capacity is not None and not 1 <= capacity <= longest:
+        if capacity is not None and not 1 <= capacity <= (ENDLESS if config.endless else longest):
             raise ValueError(f"capacity is {capacity}; it must be from 1 to block_size={longest}")
-        return capacity or longest
+        return ENDLESS if config.endless else capacity or longest
 
     @functools.cached_property
     def row(self) -> Part:
@@ -137,7 +138,7 @@ class Engine(Protocol):
     device: str  # one of DEVICES
     config: GPTConfig
     slots: int  # the most texts that the engine holds
-    capacity: int  # tokens of context of each text, at most block_size
+    capacity: int  # tokens of context of each text, at most block_size, or ENDLESS
     fast_in_step: bool  # whether texts of equal length in neighbouring slots are written faster
     tokens_at_once: int  # the most of each text that are worth asking for in a call of write()
 

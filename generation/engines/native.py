@@ -118,6 +118,7 @@ class Decoder:
             self.threads,
             processor.caches()[-1].size,
             c.tanh_gelu,
+            c.window or 0,
         )
         tensors = dict(model.weights)
         for tensor, data in tensors.items():

@@ -51,8 +51,10 @@ class TorchEngine(Slots):
         self.description = f"Attention by {options.row.summary}"
         self._device = model.transformer.wte.weight.device
         self.device = self._device.type
-        sizes = (slots + (part is not None), c.n_head, self.capacity, c.head_dim)
-        self._caches = [KVCache(*sizes, DTYPES[options.kv_cache], self._device) for _ in range(c.n_layer)]
+        keys = self.capacity if c.window is None else c.window - 1
+        sizes = (slots + (part is not None), c.n_head, keys, c.head_dim)
+        kind = DTYPES[options.kv_cache], self._device, c.endless
+        self._caches = [KVCache(*sizes, *kind) for _ in range(c.n_layer)]
         self._graphs: Graphs | None = None
         if part is not None:
             self._graphs = Graphs(model, self._caches, part)
@@ -75,7 +77,7 @@ class TorchEngine(Slots):
         if every:  # a separate pass, so that the text's logits do not depend on it
             caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
             kept = self.model(torch.tensor([ids], device=self._device), caches)[0].cpu().numpy()
-        self._append(slot, [ids])
+        self._append(slot, [ids[-(self.config.reach or len(ids)) :]])  # what is before decides nothing
         if self.device == "cuda":
             torch.cuda.synchronize(self._device)  # its time counts for the prompt, not for the next token
         return len(ids), kept

@@ -32,7 +32,8 @@ class Slots:
         self.config, self.slots, self.capacity = config, slots, capacity
         V = config.vocab_size
         self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
-        self._lengths = np.zeros(slots, np.int32)  # tokens in the cache
+        # tokens in the cache; an endless text's own number
+        self._lengths = np.zeros(slots, np.int64 if config.endless else np.int32)
         self._pending = np.full(slots, -1, np.int32)  # the chosen token that is not yet read; -1 for none
         self._kept: list[NDArray[Any]] = [self._lengths, self._pending]  # what a copy of a slot has too
         self._samplings = [Sampling()] * slots

@@ -46,6 +46,8 @@ class Row:
             return f"engine is {self.name!r}; it must be 'torch' with {part.name}, {whose} attention"
         if not self.any_attention and kernel is not None:
             return f"kernel is {kernel!r}; it must be None with the {self.name} engine, which has its own"
+        if model.config.endless and part.file:
+            return f"model has positions 'alibi'; it must have 'table' with {part.name}, a user's attention"
         if device == "cuda" and part.operator and (d := model.config.head_dim) > WIDEST:
             return f"model has heads of d={d}; d must be at most {WIDEST} on CUDA in {part.name}"
         if not self.drafts and not (isinstance(draft, str) and draft in ("auto", "off")):

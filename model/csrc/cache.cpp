@@ -73,6 +73,13 @@ void Cache::copy(const Cache& other, int64_t length) const {
     }
 }
 
+void Cache::drop(int64_t keys, int64_t length) const {
+    for (int64_t i = 0; i < shape.layers * shape.heads; i++) {
+        std::copy(K(0, i) + shape.K_words(keys), K(0, i) + shape.K_words(length), K(0, i));
+        std::copy(V(0, i) + shape.V_words(keys), V(0, i) + shape.V_words(length), V(0, i));
+    }
+}
+
 void Cache::prefetch(int64_t layer, int64_t head, int64_t length) const {
     const float *keys = K(layer, head), *values = V(layer, head);
     const int64_t K_end = shape.K_words(length), V_end = shape.V_words(length);

@@ -42,6 +42,7 @@ void ModelShape::check() const {
     ::check("n_layer", n_layer, 1, MOST);
     ::check("n_head", n_head, 1, MOST);
     ::check("n_embd", n_embd, 1, MOST);
+    ::check("window", window, 0, MOST);
     if (n_embd % n_head) refuse("n_embd", n_embd, "a multiple of n_head=" + std::to_string(n_head));
 }
 
@@ -90,7 +91,7 @@ RUNS_ONCE Weights::Weights(const ModelShape& s, const Tensors& tensors, Precisio
     const bool tied = !tensors("lm_head.weight", V * C).data;
     add(tied ? "transformer.wte" : "lm_head", V, C);
     ln_f = layer_norm(tensors, "transformer.ln_f", C);
-    wpe = copied(tensors("transformer.wpe.weight", s.block_size * C), s.block_size, C);
+    if (s.window == 0) wpe = copied(tensors("transformer.wpe.weight", s.block_size * C), s.block_size, C);
     if (fit_twice() || !tied || precision != Precision::fp32) wte = copied(embedding, V, C);
 
     std::vector<Panels> shapes;
@@ -124,7 +125,7 @@ RUNS_ONCE Weights::Weights(const ModelShape& s, const Tensors& tensors, Precisio
 void Weights::embed(float* x, int64_t token, int64_t position) const {
     const int64_t C = head.inputs();
     for (int64_t i = 0; i < C; i++)
-        x[i] = (wte ? wte[token * C + i] : head.weight(token, i)) + wpe[position * C + i];
+        x[i] = (wte ? wte[token * C + i] : head.weight(token, i)) + (wpe ? wpe[position * C + i] : 0.0f);
 }
 
 std::vector<Linear*> Weights::matrices() {

@@ -10,6 +10,7 @@
 struct ModelShape {
     int64_t block_size, vocab_size, n_layer, n_head, n_embd;
     bool tanh_gelu = false;
+    int64_t window = 0;  // keys that a query sees in an endless model, whose positions have no table; else 0
 
     void check() const;  // rejects a size that is out of range
 };
@@ -68,7 +69,7 @@ struct Weights {
 
     bool fit_twice() const { return matrix_bytes <= (64 << 20); }
 
-    // x (n_embd) <- wte[token] + wpe[position]
+    // x (n_embd) <- wte[token] + wpe[position], if there is a table of positions
     void embed(float* x, int64_t token, int64_t position) const;
 
     // Only the layers and the head, for a step that `members` share, if they fit_twice(): a large enough matrix

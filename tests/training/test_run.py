@@ -20,7 +20,7 @@ from shakespeare.training.trainer import Trainer, sinusoids
 
 TEXT = "abcdefgh" * 100
 RECIPE = dataclasses.replace(
-    TINY, block_size=8, steps=80, eval_every=30, average=0.8, window=0.0, test_share=0.0
+    TINY, block_size=8, steps=80, eval_every=30, average=0.8, covered=0.0, test_share=0.0
 )
 
 

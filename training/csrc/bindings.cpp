@@ -56,9 +56,16 @@ class TrainingStep {
         const ModelShape s{size("block_size"), size("vocab_size"), size("n_layer"), size("n_head"),
                            size("n_embd")};
         s.check();
-        step.sizes = {size("batch"), s.block_size, s.vocab_size,
-                      s.n_embd,      s.n_head,     s.n_layer,
-                      size("br"),    size("bc"),   static_cast<int>(size("threads"))};
+        step.sizes = {size("batch"),
+                      s.block_size,
+                      s.vocab_size,
+                      s.n_embd,
+                      s.n_head,
+                      s.n_layer,
+                      size("br"),
+                      size("bc"),
+                      static_cast<int>(size("threads")),
+                      options["window"].cast<int64_t>()};
         const auto betas = options["betas"].cast<std::pair<double, double>>();
         step.settings = {
             number("clip"),         number("muon_rate"), number("adam_rate"), number("position_rate"),

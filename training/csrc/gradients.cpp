@@ -50,6 +50,7 @@ class Gradients {
           clip(step.settings.clip),
           tokens(tokens),
           memory(s, parameters, step.scratch),
+          endless(s.H, s.window),
           weights(memory.weights()) {
         const int64_t M = s.rows();
         block_rows = round_up(M / (BLOCKS_PER_THREAD * s.threads), 8);
@@ -117,6 +118,7 @@ class Gradients {
     const double clip;
     const int64_t* const tokens;
     const Memory memory;
+    const Endless endless;
     const std::vector<const Weight*> weights;
     int64_t block_rows, blocks;
     std::vector<Chunk> chunks;  // of all gradients
@@ -134,7 +136,7 @@ class Gradients {
             const float* const token = parameters[WTE].value + id(r) * s.C;
             const float* const place = parameters[WPE].value + r % s.T * s.C;
             float* const x = memory.x.row(r);
-            for (int64_t c = 0; c < s.C; c++) x[c] = token[c] + place[c];
+            for (int64_t c = 0; c < s.C; c++) x[c] = token[c] + (s.window > 0 ? 0.0f : place[c]);
         }
     }
 
@@ -176,6 +178,7 @@ class Gradients {
         Call a = call_of<Call>(s, i0, n);
         a.q = {q + i0 * ld, 0, 0, ld, 1}, a.k = {k, 0, 0, ld, 1}, a.v = {v, 0, 0, ld, 1};
         a.out = of.out + (head * s.T + i0) * d, a.lse = of.lse + head * s.T + i0;
+        a.rules = endless.of(head % s.H);
         return a;
     }
 
@@ -337,7 +340,7 @@ class Gradients {
     void finish(Member& m) {
         const std::vector<WeightGradient> ready{of_qkv(0)};
         const int64_t tiles = tiles_of(ready), columns = (s.C + WIDTH - 1) / WIDTH;
-        m.run(tiles + columns + s.T, [&](int64_t i) {
+        m.run(tiles + columns + (s.window > 0 ? 0 : s.T), [&](int64_t i) {
             if (i < tiles) return compute(m, ready, i);
             if (i < tiles + columns)
                 add_tokens(i - tiles);

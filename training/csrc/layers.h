@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "buffer.h"
+#include "model/csrc/endless.h"
 #include "model/csrc/linear.h"
 #include "parts.h"
 #include "simd/portable.h"

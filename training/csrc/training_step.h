@@ -14,17 +14,18 @@
 namespace training {
 
 // B sequences of T tokens; V characters, width C, H heads, L layers; attention's tile Br x Bc. All at least 1,
-// C a multiple of H.
+// C a multiple of H. window: that of an endless model, which has no table of positions; else 0.
 struct Sizes {
     int64_t B, T, V, C, H, L, Br, Bc;
     int threads;
+    int64_t window = 0;
 
     int64_t rows() const { return B * T; }
     int64_t d() const { return C / H; }
 };
 
-// The parameters in their order: wte (V, C), wpe (T, C), for each layer these, ln_f (C). Matrices are (out,
-// in): c_attn (3C, C), attn_proj (C, C), c_fc (4C, C), mlp_proj (C, 4C); ln_1, ln_2 (C).
+// The parameters in their order: wte (V, C), wpe (T, C) or empty, for each layer these, ln_f (C). Matrices are
+// (out, in): c_attn (3C, C), attn_proj (C, C), c_fc (4C, C), mlp_proj (C, 4C); ln_1, ln_2 (C).
 enum OfLayer { LN_1, C_ATTN, ATTN_PROJ, LN_2, C_FC, MLP_PROJ, OF_LAYER };
 constexpr int64_t WTE = 0, WPE = 1, FIRST_LAYER = 2;
 

@@ -185,7 +185,7 @@ int64_t thread_scratch(const Sizes& s) {
 
 std::vector<Shape> shapes(const Sizes& s) {
     const int64_t C = s.C;
-    std::vector<Shape> all{{s.V * C, 0, 0}, {s.T * C, 0, 0}};
+    std::vector<Shape> all{{s.V * C, 0, 0}, {s.window > 0 ? 0 : s.T * C, 0, 0}};
     const Shape norm{C, 0, 0}, c_attn{3 * C * C, C, C}, attn_proj{C * C, C, C}, c_fc{4 * C * C, 4 * C, C},
         mlp_proj{4 * C * C, C, 4 * C};
     for (int64_t l = 0; l < s.L; l++)

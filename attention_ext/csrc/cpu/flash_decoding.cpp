@@ -155,22 +155,35 @@ struct Sums {
     }
 };
 
+// The blocks of keys of a call, from the first panel with a key that is seen. They end at the same keys
+// wherever they begin, so that queries together have the bits of each one's own call.
+struct Blocks {
+    const AttentionSizes& a;
+    int64_t first, size;
+
+    Blocks(const AttentionSizes& a, const Range& seen, int64_t size)
+        : a(a), first(a.rules ? seen.first / a.Bc * a.Bc : 0), size(size) {}
+    int64_t from(int64_t j) const { return a.rules ? size - j % size : size; }
+};
+
 // Attention of query i of a head; its result goes to `out` and `lse`.
 template <class Keys, class Element, class Out>
 void attend_one(const AttentionOf<Element>& a, int64_t head, int64_t i, float* scratch, Out* out, float* lse) {
     Keys keys(a, head, scratch + one_floats(a));
-    const int64_t d = a.d, Nk = a.seen(i), columns = keys.columns();
-    const int64_t block = Nk <= a.Bc ? a.Bc : keys.block();
+    const int64_t d = a.d, columns = keys.columns();
+    const Range seen = a.keys(head, i);
+    const Blocks blocks(a, seen, seen.end <= a.Bc ? a.Bc : keys.block());
     float *const Q = scratch, *const O = Q + d, *const S = O + columns;
     Sums sums;
 
     convert(Q, a.q_of(head) + i * a.q.row_stride, d);
     for (int64_t c = 0; c < d; c++) Q[c] *= a.scale;
     std::fill_n(O, columns, 0.0f);
-    for (int64_t j0 = 0; j0 < Nk; j0 += block) {
-        const int64_t n = std::min(block, Nk - j0);
+    for (int64_t j0 = blocks.first, n; j0 < seen.end; j0 += n) {
+        n = std::min(blocks.from(j0), seen.end - j0);
         keys.scores(S, Q, j0, n);
-        sums.step(S, n, O, columns, j0 == 0);
+        a.change(head, {S, 0, 1, i, 1, j0, n, 1.0f});
+        sums.step(S, n, O, columns, j0 == blocks.first);
         keys.add(O, S, j0, n);
     }
     const float divisor = 1 / sums.l;
@@ -195,19 +208,23 @@ void attend_query(const AttentionOf<Bf16>& a, int64_t head, int64_t i, float* sc
 template <class Keys>
 void attend_together(const Attention& a, float* scratch) {
     Keys keys(a, 0, nullptr);
-    const int64_t d = a.d, rows = a.Nq, columns = keys.columns(), block = keys.block();
+    const int64_t d = a.d, rows = a.Nq, columns = keys.columns();
+    const Blocks blocks(a, a.keys(0, 0), keys.block());
     float* const Q = scratch;
     const simd::Matrix O{Q + rows * d, columns}, S{O.row(rows), round_up(std::max(a.Bc, BLOCK), simd::lanes())};
     Sums sums[FEW_TOGETHER];
     for (int64_t i = 0; i < rows; i++)
         for (int64_t c = 0; c < d; c++) Q[i * d + c] = a.q.data[i * a.q.row_stride + c] * a.scale;
     std::fill_n(O.data, rows * columns, 0.0f);
-    for (int64_t j0 = 0; j0 < a.Nk; j0 += block) {
-        const int64_t n = std::min(block, a.Nk - j0);
+    for (int64_t j0 = blocks.first, n; j0 < a.Nk; j0 += n) {
+        n = std::min(blocks.from(j0), a.Nk - j0);
         const int64_t from = std::max<int64_t>(0, j0 - a.seen(0) + 1);  // earlier queries see none of the block
         keys.all_scores(S.from(from), Q + from * d, rows - from, j0, n);
-        for (int64_t i = from; i < rows; i++)
-            sums[i].step(S.row(i), std::min(n, a.seen(i) - j0), O.row(i), columns, j0 == 0);
+        for (int64_t i = from; i < rows; i++) {
+            const int64_t own = std::min(n, a.seen(i) - j0);
+            a.change(0, {S.row(i), 0, 1, i, 1, j0, own, 1.0f});
+            sums[i].step(S.row(i), own, O.row(i), columns, j0 == blocks.first);
+        }
         keys.add_all(O.from(from), S.from(from), rows - from, j0, n, a.seen(from) - j0);
     }
     for (int64_t i = 0; i < rows; i++) {
@@ -258,7 +275,7 @@ struct Splits {
     int64_t rows, d;  // of each split's result
 
     explicit Splits(const AttentionSizes& a) : count(1), keys(a.Nk), rows(a.B * a.H * a.Nq), d(a.d) {
-        if (a.Nk <= MOST_KEYS || a.Nk < LEAST_RATIO * a.Nq) return;
+        if (a.rules || a.Nk <= MOST_KEYS || a.Nk < LEAST_RATIO * a.Nq) return;
         const int64_t strips = a.B * a.H * ((a.Nq + simd::panel() - 1) / simd::panel());
         if (strips >= MOST_STRIPS) return;
         keys = round_up(SPLIT, a.Bc);
@@ -361,7 +378,8 @@ template void split_attention(const AttentionOf<Bf16>&, float*);
 }  // namespace part4
 
 bool flash_decoding_takes(const Attention& a) {
-    return !a.rules && (a.Nq <= part4::FEW || part4::Splits(a).count > 1);
+    if (a.rules) return a.k.col_stride != 1;  // the decoder's panels, under a window and ALiBi
+    return a.Nq <= part4::FEW || part4::Splits(a).count > 1;
 }
 
 // The call of one of a head's queries.
