@@ -36,7 +36,8 @@ def slots_for(texts: int, config: GPTConfig, options: EngineOptions) -> tuple[in
     If not all texts fit at once, one more slot keeps the prompt. 'webgpu' is as 'cpu'. Raises BuildError
     without a GPU for 'cuda'.
     """
-    numbers = 2 * config.n_layer * config.n_embd * options.context(config)  # K and V of a text
+    tokens = 3 * config.window if config.window else options.context(config)  # of an endless text at most
+    numbers = 2 * config.n_layer * config.n_embd * tokens  # K and V of a text
     cache_bytes = options.kv_cache.bytes * numbers
     most = max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes)
     if options.device == "cuda":

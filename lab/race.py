@@ -116,7 +116,7 @@ def line_up(
 
 def _warm_up(engine: Engine, request: Request) -> None:
     """Write two tokens at the end of the longest context."""
-    longest = list(islice(cycle(request.ids), max(1, engine.capacity - 1)))
+    longest = list(islice(cycle(request.ids), max(1, min(engine.capacity, engine.config.block_size) - 1)))
     writer = Writer(engine)
     writer.join(replace(request, ids=longest, seed=0, max_new_tokens=2))
     for _ in range(2):

@@ -36,6 +36,31 @@ def sinusoids(length: int, width: int) -> Tensor:
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :width]
 
 
+def windowed(config: GPTConfig, dropout: float, device: torch.device) -> Callable[..., Tensor]:
+    """PyTorch's attention of an endless model in training, (B, H, T, d) each, for blocks of the model's size.
+
+    Queries see their window's worth of keys and the one before, if that divides a block, else all.
+    """
+    T = config.block_size
+    w = config.window if config.window and T % config.window == 0 else T
+    n = T // w
+    slopes = torch.tensor(config.alibi_slopes, device=device)
+    bias = alibi_bias(w, 2 * w, (config.window or w) - 1, slopes)[:, None].repeat(1, n, 1, 1)  # (H, n, w, 2 w)
+    bias[:, 0, :, :w] = -torch.inf  # before the block is nothing
+
+    def keys(t: Tensor) -> Tensor:
+        return F.pad(t, (0, 0, w, 0)).unfold(2, 2 * w, w).transpose(-1, -2).flatten(1, 2)  # (B, H n, 2 w, d)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
+        mask = bias.flatten(0, 1).to(q.dtype)
+        out = F.scaled_dot_product_attention(
+            q.reshape(q.shape[0], -1, w, q.shape[3]), keys(k), keys(v), attn_mask=mask, dropout_p=dropout
+        )
+        return out.view(q.shape)
+
+    return attend
+
+
 def load_training_step(simd: str = "auto") -> Any:
     """The class TrainingStep of training/csrc, compiled if need be; see extension.load_module()."""
     return extension.load_module("training_step", ("training", "model"), simd).TrainingStep
@@ -70,15 +95,8 @@ class Trainer:
         config = replace(fixed, vocab_size=vocab_size, **sizes)
         sdpa: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
         with_dropout = partial(sdpa, dropout_p=recipe.dropout)
-        if config.window is not None:  # the blocks are alike, so the bias is made once
-            slopes = torch.tensor(config.alibi_slopes, device=device)
-            bias = alibi_bias(config.block_size, config.block_size, config.window - 1, slopes)
-
-            def with_dropout(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-                p = recipe.dropout if self.model.training else 0.0
-                return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype), dropout_p=p)
-
-            sdpa = causal_attention
+        if config.endless:
+            with_dropout, sdpa = windowed(config, recipe.dropout, device), causal_attention
         attend = with_dropout if part == "part0" else partial(attention, part, causal=True, simd=simd)
         self.model = GPT(config, attend)
         positions = None if config.endless else self.model.transformer.wpe.weight
