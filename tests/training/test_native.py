@@ -12,6 +12,7 @@ import torch
 from support import naming
 from training_texts import TINY
 
+from shakespeare.model.gpt import causal_attention
 from shakespeare.training import trainer as trainers
 from shakespeare.training.muon import Muon
 from shakespeare.training.recipe import Recipe
@@ -24,7 +25,7 @@ RECIPE = Recipe(
 )
 CPU = torch.device("cpu")
 
-# Awkward sizes: batch, block, V, C, heads, layers
+# Awkward sizes: batch, block, V, C, heads, layers, and the window of an endless model
 SIZES = [
     (4, 16, 12, 32, 2, 2),
     (1, 9, 7, 24, 3, 2),
@@ -34,13 +35,16 @@ SIZES = [
     (1, 450, 5, 16, 2, 1),
     (2, 33, 130, 200, 5, 1),
     (1, 2, 1, 1, 1, 3),
+    (2, 70, 9, 24, 3, 2, 20),
+    (3, 8, 9, 16, 2, 1, 100),
 ]
 
 
 def trainer(part="part4", sizes=SIZES[0], factor=1.0, recipe=RECIPE) -> Trainer:
     """A trainer of a model of these sizes, whose first weights are multiplied by a factor."""
-    batch, block, V, C, heads, layers = sizes
-    change = dict(block_size=block, batch_chars=batch * block, n_embd=C, n_head=heads, n_layer=layers)
+    batch, block, V, C, heads, layers, *window = sizes
+    endless = dict(positions="alibi", window=window[0]) if window else {}
+    change = endless | dict(block_size=block, batch_chars=batch * block, n_embd=C, n_head=heads, n_layer=layers)
     ids = torch.randint(V, (500,), generator=torch.Generator().manual_seed(1))
     made = Trainer(dataclasses.replace(recipe, **change), V, ids, CPU, part)
     with torch.no_grad():
@@ -59,7 +63,7 @@ def exact(of: Trainer, tokens: torch.Tensor) -> tuple[float, float, list[torch.T
     """The loss, the norm and the clipped gradients in float64, by PyTorch."""
     model = copy.deepcopy(of.model).double()
     for block in model.transformer.h:
-        block.attn.attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+        block.attn.attend = causal_attention
     logits = model(tokens[:, :-1])
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()

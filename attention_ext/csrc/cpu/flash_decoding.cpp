@@ -378,7 +378,7 @@ template void split_attention(const AttentionOf<Bf16>&, float*);
 }  // namespace part4
 
 bool flash_decoding_takes(const Attention& a) {
-    if (a.rules) return a.k.col_stride != 1;  // the decoder's panels, under a window and ALiBi
+    if (a.rules) return a.k.col_stride > 1;  // the decoder's panels, under a window and ALiBi
     return a.Nq <= part4::FEW || part4::Splits(a).count > 1;
 }
 
