@@ -33,8 +33,9 @@ const ModelShape& checked(const ModelShape& shape, const DecoderSizes& s) {
 }
 
 CacheShape cache_of(const ModelShape& s, const DecoderSizes& sizes, CachePrecision kv, bool transposed) {
-    // Keys of a transposed panel: whole vectors.
-    const int64_t panel = round_up(std::min({sizes.bc, sizes.capacity, MAX_PANEL_KEYS}),
+    // Keys of a transposed panel: whole vectors. A window's first one is read whole: it should be short.
+    const int64_t most = s.window > 0 ? std::max<int64_t>(1, s.window / 8) : sizes.capacity;
+    const int64_t panel = round_up(std::min({sizes.bc, most, MAX_PANEL_KEYS}),
                                    kv == CachePrecision::bf16 ? 2 * portable::lanes() : simd::lanes());
     // Of an endless text two windows, so that the last one moves to the front once in a window's tokens.
     const int64_t keys = s.window > 0 ? 2 * round_up(s.window, panel) + panel : sizes.capacity;

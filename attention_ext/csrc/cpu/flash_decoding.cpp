@@ -32,6 +32,7 @@ constexpr int64_t BLOCK = 512;  // keys of a query at a time, if Bc is not large
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPLIT = 1024, LEAST_RATIO = 8;
 template <class Element>
 constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
+constexpr int64_t WHOLE = 16;            // rows of V that are added in the same groups wherever they begin
 constexpr double MOST_NUMBERS = 0x1p40;  // numbers in the splits' results
 // Whether the helpers' products of several rows have the bits of each row's.
 #if defined(SIMD_ELSEWHERE)
@@ -184,7 +185,8 @@ void attend_one(const AttentionOf<Element>& a, int64_t head, int64_t i, float* s
         keys.scores(S, Q, j0, n);
         a.change(head, {S, 0, 1, i, 1, j0, n, 1.0f});
         sums.step(S, n, O, columns, j0 == blocks.first);
-        keys.add(O, S, j0, n);
+        const int64_t hidden = std::max<int64_t>(0, seen.first - j0) / WHOLE * WHOLE;
+        keys.add(O, S + hidden, j0 + hidden, n - hidden);
     }
     const float divisor = 1 / sums.l;
     for (int64_t c = 0; c < d; c++) O[c] *= divisor;
