@@ -21,11 +21,11 @@ from shakespeare.model.checkpoint import load
 
 @dataclass(frozen=True)
 class Loss:
-    """A mean loss. nats: per character. characters: number of them. window: tokens that the model sees."""
+    """A mean loss. nats: per character. characters: number of them. window: tokens; None if it reads on."""
 
     nats: float
     characters: int
-    window: int
+    window: int | None
 
     @property
     def bits(self) -> float:
@@ -44,7 +44,7 @@ def held_out_loss(
     kernel: str | None = None,
     threads: int | None = None,
 ) -> Loss:
-    """The loss over contiguous windows of the block size, on the last 10 % of a text.
+    """The loss over contiguous windows of the block size, on the last 10 % of a text; an endless model has none.
 
     model: a name for load(). part: the attention. weights: a Precision or its name. kv_cache: a
     CachePrecision or its name, to which the keys and values that attention sees are rounded. device, kernel:
@@ -77,7 +77,9 @@ def held_out_loss(
         gpt = on_device(gpt, device, options.row, kernel)
         nats = evaluate(gpt, torch.tensor(ids, device=device))
     # Nothing predicts the first token, so neither it nor its characters count.
-    return Loss(nats * (len(ids) - 1) / (len(held_out) - 1), len(held_out), checkpoint.config.block_size)
+    config = checkpoint.config
+    window = None if config.endless else config.block_size
+    return Loss(nats * (len(ids) - 1) / (len(held_out) - 1), len(held_out), window)
 
 
 def native_loss(engine: Engine, ids: Sequence[int]) -> float:

@@ -20,7 +20,10 @@ from shakespeare.attention_ext import PARTS
 @options.kernel
 @options.threads
 def evaluate(model: str, corpus_file: Path | None, threads: int | None, **asked) -> None:
-    """Print the loss on the last 10 % of a text, over contiguous windows of the block size."""
+    """Print the loss on the last 10 % of a text, over contiguous windows of the block size.
+
+    An endless model reads the text from its beginning to its end.
+    """
     options.refuse_other_device()
     if PARTS[asked["part"]].operator and asked["device"] == "cpu":
         threads = options.threads_for(threads)
@@ -30,4 +33,5 @@ def evaluate(model: str, corpus_file: Path | None, threads: int | None, **asked)
 
     measured = held_out_loss(model, options.read_corpus(corpus_file), threads=threads, **asked)
     click.echo(f"{model}: {measured.nats:.4f} nats = {measured.bits:.4f} bits per character")
-    click.echo(f"({measured.characters:,} characters, windows of {measured.window} tokens)")
+    windows = f"windows of {measured.window} tokens" if measured.window else "one text without an end"
+    click.echo(f"({measured.characters:,} characters, {windows})")
