@@ -79,7 +79,7 @@ def run(echo: Callable[[str], None]) -> bool:
     """Echo a line for each check; False if something is broken."""
     states = set()
     for name, state, text in examine():
-        echo(f"{state:4}  {name:13} {text}")
+        echo(f"{state:4}  {name:14} {text}")
         states.add(state)
     return BROKEN not in states
 

@@ -44,7 +44,7 @@ def held_out_loss(
     kernel: str | None = None,
     threads: int | None = None,
 ) -> Loss:
-    """The loss over contiguous windows of the block size, on the last 10 % of a text; an endless model has none.
+    """The loss on the last 10 % of a text, over contiguous windows of the block size, or without an end.
 
     model: a name for load(). part: the attention. weights: a Precision or its name. kv_cache: a
     CachePrecision or its name, to which the keys and values that attention sees are rounded. device, kernel:

@@ -17,9 +17,9 @@ class GPTConfig:
     block_size: the longest context, in tokens. vocab_size: V. n_layer: L. n_head: H. n_embd: C, a multiple of
     n_head. dropout: probability, used while training only. bias: whether Linear and LayerNorm layers have
     one. tanh_gelu: GELU's approximation by tanh, as in GPT-2, instead of the exact one. untied_head: the head
-    is a tensor of its own. positions: one of POSITIONS. With 'table' each has an embedding; with 'alibi' a head
-    attends less to what is farther away (Press, Smith & Lewis 2022, arXiv:2108.12409), and `window` is how many
-    tokens a query sees, itself among them: such a model has no end, and block_size is what it was trained on.
+    is a tensor of its own. positions: one of POSITIONS. With 'table' each has an embedding. With 'alibi' a
+    head attends less to what is farther away (Press, Smith & Lewis 2022, arXiv:2108.12409), and `window` is
+    how many tokens a query sees, itself among them: the model is endless, and block_size is what it learned.
     """
 
     block_size: int = 1024
@@ -50,7 +50,9 @@ class GPTConfig:
             raise ValueError(f"positions is {self.positions!r}; it must be one of {', '.join(POSITIONS)}")
         if self.endless:
             if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
-                raise ValueError(f"window is {self.window!r}; it must be a whole number of at least 1 with 'alibi'")
+                raise ValueError(
+                    f"window is {self.window!r}; it must be a whole number of at least 1 with 'alibi'"
+                )
         elif self.window is not None:
             raise ValueError(f"window is {self.window!r}; it must be None with positions 'table'")
 
@@ -76,7 +78,7 @@ class GPTConfig:
 
     @property
     def alibi_slopes(self) -> list[float]:
-        """ALiBi's slope of each head: powers of 2, and for other numbers of heads those between, as published."""
+        """ALiBi's slope of each head: powers of 2; if H is no power of 2, some between them, as published."""
         power = 1 << (self.n_head.bit_length() - 1)
         slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
         return slopes + [2 ** (-4 * (2 * h + 1) / power) for h in range(self.n_head - power)]

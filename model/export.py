@@ -44,7 +44,9 @@ def export(model: Any, to: str, out: str | Path, type: str = "f32", text: str = 
         raise ValueError(f"out is {str(out)!r}, which exists; it must be a new {kind}")
     checkpoint, name = loaded(model), "GPT"
     if checkpoint.config.endless:
-        raise ValueError(f"model has positions 'alibi'; it must be 'table' for {to}: GPT-2's architecture has one")
+        raise ValueError(
+            f"model has positions 'alibi'; it must be 'table' for {to}: GPT-2's architecture has one"
+        )
     record: dict[str, Any] = {}
     if not isinstance(model, Checkpoint):
         name, file = directory_of(model).resolve().name, directory_of(model) / "training.json"

@@ -43,8 +43,7 @@ def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int
     was_training = model.training
     model.eval()
     total = sum(
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").double()
-        for x, y in batches
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").double() for x, y in batches
     )
     model.train(was_training)
     return float(total) / sum(int((y != UNCOUNTED).sum()) for _, y in batches)

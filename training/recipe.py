@@ -21,10 +21,11 @@ class Recipe:
     """All settings of a training run, except the corpus and the device.
 
     block_size in characters; batch_chars is batch size times block size. average: largest decay of the
-    exponential moving average of the weights, per training step; covered: the most of the training steps done
-    that it covers, as a share; 0 sets no limit. positions, window: as in GPTConfig. warmup: training steps of the linear warm-up. decay: one of DECAYS.
+    exponential moving average of the weights, per training step; covered: it covers at most this share of the
+    training steps done; 0 sets no limit. warmup: training steps of the linear warm-up. decay: one of DECAYS.
     minutes: the length of the run, which replaces steps and eval_every; None takes `steps`. test_share: share
     of the text, at its end, that nothing selects on. The rest of the last tenth is the validation text.
+    positions, window: as in GPTConfig.
     Raises TypeError or ValueError naming a number that is of another type, negative, infinite or NaN.
     """
 

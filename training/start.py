@@ -24,7 +24,9 @@ def recipe_of(recipe: Recipe, model: GPT, block_size: int | None) -> Recipe:
     c = model.config
     if block_size is not None and block_size > c.block_size and not c.endless:
         raise ValueError(f"block_size is {block_size}; it must be at most {c.block_size}, that of the model")
-    changes: dict[str, Any] = {name: getattr(c, name) for name in ("n_layer", "n_head", "n_embd", "positions", "window")}
+    changes: dict[str, Any] = {
+        name: getattr(c, name) for name in ("n_layer", "n_head", "n_embd", "positions", "window")
+    }
     changes |= {name: SHARE * getattr(recipe, name) for name in RATES}
     return dataclasses.replace(recipe, block_size=block_size or c.block_size, **changes)
 

@@ -45,7 +45,8 @@ def windowed(config: GPTConfig, dropout: float, device: torch.device) -> Callabl
     w = config.window if config.window and T % config.window == 0 else T
     n = T // w
     slopes = torch.tensor(config.alibi_slopes, device=device)
-    bias = alibi_bias(w, 2 * w, (config.window or w) - 1, slopes)[:, None].repeat(1, n, 1, 1)  # (H, n, w, 2 w)
+    bias = alibi_bias(w, 2 * w, (config.window or w) - 1, slopes)
+    bias = bias[:, None].repeat(1, n, 1, 1)  # (H, n, w, 2 w)
     bias[:, 0, :, :w] = -torch.inf  # before the block is nothing
 
     def keys(t: Tensor) -> Tensor:
@@ -155,9 +156,9 @@ class Trainer:
             tensors = {"value": p, "gradient": p.grad, "average": average, **states[p]}
             parameters.append({name: t.detach().numpy() for name, t in tensors.items()})
         if config.endless:  # in the table's place
-            empty = np.empty(0, np.float32)
-            parameters.insert(1, dict.fromkeys(("value", "gradient", "average", "exp_avg", "exp_avg_sq"), empty))
-            parameters[1]["step"] = np.zeros(1, np.float32)
+            names = ("value", "gradient", "average", "exp_avg", "exp_avg_sq")
+            none = dict.fromkeys(names, np.empty(0, np.float32)) | {"step": np.zeros(1, np.float32)}
+            parameters.insert(1, none)
         return load_training_step(simd)(
             parameters,
             batch=self.batch,

@@ -54,7 +54,9 @@ KEPT, ACTIVATIONS = 20, 80
     default=None,
     show_default="table, or --init's",
 )
-@options.size("--window", "Characters that it sees with --positions alibi.", most=LARGEST_BLOCK, show_default="256")
+@options.size(
+    "--window", "Characters that it sees with --positions alibi.", most=LARGEST_BLOCK, show_default="256"
+)
 @options.size("--batch-chars", "Characters of a step.", most=LARGEST_BATCH, show_default="2048")
 @options.whole(
     "--seed", "Seed of the random numbers.", least=0, most=options.LARGEST_SEED, show_default="1337"

@@ -56,7 +56,7 @@ class EngineOptions:
     21 bits; it reads a quarter. Both change the logits.
     kv_cache: a CachePrecision or its name. 'bf16' rounds all keys and values to bfloat16, which changes the
     logits; the native engine then keeps and reads half as many bytes of them.
-    capacity: the longest context, in tokens; the model's block size by default. An endless model has no limit.
+    capacity: the longest context, in tokens; the model's block size by default. An endless model has none.
     device: 'cpu', 'cuda' or 'webgpu'; the latter two without simd and tile. All arithmetic is float32.
     kernel: part4's kernel in the torch engine on CUDA, as in attention().
     threads: the most that it uses; the torch engine then sets PyTorch's. None takes PyTorch's number where

@@ -38,7 +38,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_this_machine_passes(cli, extension):
     done = cli("doctor")
-    lines = re.findall(r"^(ok  |--  |FAIL)  (.{13}) (.+)$", done.stdout, re.M)
+    lines = re.findall(r"^(ok  |--  |FAIL)  (.{14}) (.+)$", done.stdout, re.M)
     assert [name.strip() for _, name, _ in lines] == list(doctor.CHECKS)
     assert len(lines) == done.stdout.count("\n")
     states = {name.strip(): state.strip() for state, name, _ in lines}

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import itertools
 import math
-from functools import partial
 
 import pytest
 import tiny
@@ -44,7 +43,9 @@ def trainer(part="part4", sizes=SIZES[0], factor=1.0, recipe=RECIPE) -> Trainer:
     """A trainer of a model of these sizes, whose first weights are multiplied by a factor."""
     batch, block, V, C, heads, layers, *window = sizes
     endless = dict(positions="alibi", window=window[0]) if window else {}
-    change = endless | dict(block_size=block, batch_chars=batch * block, n_embd=C, n_head=heads, n_layer=layers)
+    change = endless | dict(
+        block_size=block, batch_chars=batch * block, n_embd=C, n_head=heads, n_layer=layers
+    )
     ids = torch.randint(V, (500,), generator=torch.Generator().manual_seed(1))
     made = Trainer(dataclasses.replace(recipe, **change), V, ids, CPU, part)
     with torch.no_grad():

@@ -79,4 +79,4 @@ def test_choices_are_those_of_the_modules(name):
 
 def test_the_help_of_model_names_the_shipped_models():
     for option in parameters("model"):
-        assert tuple(re.findall(r"shakes\d+", option.help)) == SHIPPED
+        assert tuple(re.findall(r"shakes[\w-]+", option.help)) == SHIPPED
