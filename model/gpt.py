@@ -193,7 +193,7 @@ class GPT(nn.Module):
         """Logits (B, T, V) of the token after each of `ids` (B, T).
 
         caches: one per layer; ids then continue the cached tokens. last_only: return only the last position's
-        logits, (B, 1, V). Raises ValueError if the context would exceed the block size, unless the model is endless.
+        logits, (B, 1, V). Raises ValueError if the context would exceed the block size of one with an end.
         """
         T = ids.shape[1]
         start = caches[0].length if caches else 0

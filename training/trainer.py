@@ -95,7 +95,7 @@ class Trainer:
         fixed = GPTConfig(bias=False) if start is None else start.config
         config = replace(fixed, vocab_size=vocab_size, **sizes)
         sdpa: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
-        with_dropout = partial(sdpa, dropout_p=recipe.dropout)
+        with_dropout: Callable[..., Tensor] = partial(sdpa, dropout_p=recipe.dropout)
         if config.endless:
             with_dropout, sdpa = windowed(config, recipe.dropout, device), causal_attention
         attend = with_dropout if part == "part0" else partial(attention, part, causal=True, simd=simd)

@@ -341,7 +341,9 @@ class Team {
         bool wake = false;
         for (int m = 1; m < members; m++) wake |= seats[m].asleep.load(std::memory_order_relaxed);
         if (wake) {
-            { const std::lock_guard<std::mutex> held(mutex); }
+            {
+                const std::lock_guard<std::mutex> held(mutex);
+            }
             woken.notify_all();
         }
         Member caller(trace, 0, members, {turn, seats.data(), &failure});

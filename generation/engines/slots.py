@@ -33,7 +33,7 @@ class Slots:
         V = config.vocab_size
         self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
         # tokens in the cache; an endless text's own number
-        self._lengths = np.zeros(slots, np.int64 if config.endless else np.int32)
+        self._lengths: NDArray[Any] = np.zeros(slots, np.int64 if config.endless else np.int32)
         self._pending = np.full(slots, -1, np.int32)  # the chosen token that is not yet read; -1 for none
         self._kept: list[NDArray[Any]] = [self._lengths, self._pending]  # what a copy of a slot has too
         self._samplings = [Sampling()] * slots
@@ -176,7 +176,7 @@ class Slots:
             raise ValueError(f"slots is {list(slots)}; each must be named once")
         return at, numbers
 
-    def _held_by(self, at: NDArray[np.int64]) -> NDArray[np.int32]:
+    def _held_by(self, at: NDArray[np.int64]) -> NDArray[Any]:
         """The tokens of these slots, with those that are not yet read; write() asks for 1 to capacity."""
         held = self._lengths[at] + (self._pending[at] >= 0)
         for wrong, state in ((held == 0, "first"), (held > self.capacity, "again: it is full")):

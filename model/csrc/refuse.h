@@ -12,8 +12,8 @@ __attribute__((import_module("page"), import_name("refuse"))) extern "C" [[noret
 [[noreturn]] inline void refuse(const char* why) { throw std::invalid_argument(why); }
 #endif
 
-[[noreturn]] __attribute__((noinline)) inline void refuse(const char* what, int64_t value,
-                                                          const std::string& must) {
+[[noreturn]]
+__attribute__((noinline)) inline void refuse(const char* what, int64_t value, const std::string& must) {
     refuse((std::string(what) + " is " + std::to_string(value) + "; it must be " + must).c_str());
 }
 
