@@ -23,9 +23,11 @@ void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool contin
     for (const int64_t id : ids) slot.text.seen[id] = 1, slot.tail.push(id);
     slot.length = 0, slot.pending = -1;
     slot.prompt.reset();
-    // What is far behind decides nothing; log-probabilities are wanted of all tokens.
-    const int64_t reach = shape.n_layer * (shape.window - 1) + 1, all = static_cast<int64_t>(ids.size());
-    const int64_t T = shape.window > 0 && top < 0 ? std::min(all, reach) : all;
+    // What is far behind decides nothing, unless log-probabilities are wanted; whole tiles of it are left out,
+    // so that the others' bits stay.
+    const int64_t all = static_cast<int64_t>(ids.size()), reach = shape.n_layer * (shape.window - 1) + 1;
+    const bool whole = shape.window == 0 || top >= 0;
+    const int64_t T = all - (whole ? 0 : std::max<int64_t>(0, all - reach) / br * br);
     const int64_t C = shape.n_embd, chunk = std::min(br, T);
     // A smaller last chunk may go through another kernel, which may need more: part 4 divides its keys.
     int64_t most = 0;

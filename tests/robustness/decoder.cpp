@@ -73,19 +73,20 @@ class Trial {
     const int64_t H = any({1, 2, 3, 5}), d = any({1, 3, 8, 15, 16, 17, 24, 33, 64});
     const int64_t V = any({1, 2, 15, 65, 200});
     const int64_t T = any({1, 2, 3, 5, 17, 63, 64, 65, 129, 200, 600});
-    const ModelShape shape{T, V, from(1, 3), H, H * d, from(0, 1) != 0};
+    const ModelShape shape{T, V, from(1, 3), H, H * d, from(0, 1) != 0, any({0, 0, 0, 1, 5, 20, 70})};
     const bool bias = from(0, 1), untied = from(0, 1), recorded = from(0, 1);
     const PrecisionRow& precision = PRECISIONS[from(0, std::size(PRECISIONS) - 1)];
     const CachePrecisionRow& kv = CACHE_PRECISIONS[from(0, std::size(CACHE_PRECISIONS) - 1)];
     const Part& part = PARTS[from(0, std::size(PARTS) - 1)];
     const int64_t threads = any({2, 3, 5, 16});
     const int64_t br = tile_side(), bc = from(0, 1) ? tile_side() : from(1, 2 * T);
-    const int64_t slots = any({1, 2, 3, 4, 7, 13}), capacity = from(0, 1) ? T : from(1, T);
+    const int64_t slots = any({1, 2, 3, 4, 7, 13}), longest = from(0, 1) ? T : from(1, T);
+    const int64_t capacity = shape.window > 0 ? int64_t{1} << 40 : longest;
     const bool described = [this] {
         set_running(seed, "H ", H, ", d ", d, ", V ", V, ", layers ", shape.n_layer, ", T ", T, ", bias ", bias,
-                    ", untied ", untied, ", GELU by tanh ", shape.tanh_gelu, ", ", precision.name, ", cache ",
-                    kv.name, ", ", part.name, ", tile ", br, " x ", bc, ", slots ", slots, ", capacity ",
-                    capacity, ", threads ", threads);
+                    ", untied ", untied, ", window ", shape.window, ", GELU by tanh ", shape.tanh_gelu, ", ",
+                    precision.name, ", cache ", kv.name, ", ", part.name, ", tile ", br, " x ", bc, ", slots ",
+                    slots, ", capacity ", capacity, ", threads ", threads);
         return true;
     }();
     // With a cache in bf16, an error of float32 in a layer's input may round a key or value of it the other
@@ -124,7 +125,7 @@ class Trial {
     }
 
     std::vector<int64_t> some_ids() {
-        std::vector<int64_t> ids(static_cast<size_t>(from(1, capacity)));
+        std::vector<int64_t> ids(static_cast<size_t>(from(1, longest)));
         for (int64_t& id : ids) id = from(0, V - 1);
         return ids;
     }
