@@ -39,8 +39,8 @@ def model(tokenizer=OTHER, scale=1.0, **change) -> Checkpoint:
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_model_is_the_same_when_it_is_read_again(cli, tmp_path, to, extension):
     other = [model(tanh_gelu=True), model(untied_head=True), model(PAIRS)] if to != "nanogpt" else []
-    tables = [name for name in PRESENT if not load(name).config.endless]
-    for i, case in enumerate([*tables, model(bias=False), model(), *other]):
+    with_tables = [name for name in PRESENT if not load(name).config.endless]
+    for i, case in enumerate([*with_tables, model(bias=False), model(), *other]):
         first = case if isinstance(case, Checkpoint) else load(case)
         again = load(export(case, to, tmp_path / f"{i}.gguf"))
         with naming(case, first.config):
