@@ -127,20 +127,24 @@ def quiet(monkeypatch: pytest.MonkeyPatch, extension: None, threads):
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, threads):
-    """Run gpt.py's main() in an empty directory. It runs in this process: importing torch takes seconds."""
+    """Run gpt.py's main() in an empty directory; it must end with the exit code `code`, if that is a number.
+
+    It runs in this process: importing torch takes seconds.
+    """
     monkeypatch.chdir(tmp_path)
 
-    def run(*args: str | int | Path, input: str | bytes = b"") -> Done:
+    def run(*args: str | int | Path, input: str | bytes = b"", code: int | None = 0) -> Done:
         data = input.encode() if isinstance(input, str) else input
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         capsys.readouterr()
         try:
             command_line.main([*map(str, args)])
-            code = 0
+            ended = 0
         except SystemExit as done:
-            code = int(done.code or 0)
+            ended = int(done.code or 0)
         out, err = capsys.readouterr()
-        return Done(code, out, err)
+        assert code in (ended, None), out + err
+        return Done(ended, out, err)
 
     return run
 
@@ -150,8 +154,7 @@ def failed(cli):
     """Run a wrong command; return its one line on stderr."""
 
     def run(*arguments, **settings) -> str:
-        done = cli(*arguments, **settings)
-        assert done.returncode == 2, done.stderr
+        done = cli(*arguments, **settings, code=2)
         assert done.stdout == ""
         assert done.stderr.count("\n") == 1 and done.stderr.startswith("gpt.py: error: ")
         return done.stderr

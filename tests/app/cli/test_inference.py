@@ -16,7 +16,6 @@ from shakespeare.model.tokenizer import CharTokenizer
 def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part, monkeypatch):
     monkeypatch.chdir(ROOT)
     done = cli(part, "--inference", "--prompt", "ROMEO:", "--max-new-tokens", 40, "--num-samples", 3)
-    assert done.returncode == 0, done.stderr
     notices = done.stderr.splitlines()
     assert notices[0] == "Running inference using dnn model shakes128"
     assert notices[1] == "number of parameters: 0.80M"
@@ -31,18 +30,11 @@ def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part, monkeypatc
 def test_the_samplings_options_reach_it_in_both_engines(cli, extension):
     hot = ("part4", "--inference", "--num-samples", 1, "--temperature", 30, "--max-new-tokens", 60)
     texts = {}
-    for more in [
-        (),
-        ("--top-k", 1),
-        ("--top-k", 3),
-        ("--top-p", 0.5),
-        ("--min-p", 0.9),
-        ("--typical-p", 0.1),
-        ("--repetition-penalty", 100),
-        ("--presence-penalty", -2),
-        ("--frequency-penalty", -2),
+    for more in (
+        *((), ("--top-k", 1), ("--top-k", 3), ("--top-p", 0.5), ("--min-p", 0.9), ("--typical-p", 0.1)),
+        *(("--repetition-penalty", 100), ("--presence-penalty", -2), ("--frequency-penalty", -2)),
         ("--seed", 3),
-    ]:
+    ):
         native, by_torch = (cli(*hot, *more, "--engine", name).stdout for name in ("native", "torch"))
         assert native == by_torch, more
         texts[native] = more
@@ -51,26 +43,12 @@ def test_the_samplings_options_reach_it_in_both_engines(cli, extension):
     assert texts[greedy] == ("--top-k", 1)
 
 
-def test_samples_end_before_a_stop_string(cli, extension):
-    common = ("part4", "--inference", "--max-new-tokens", 200, "--num-samples", 3)
-    whole = cli(*common).stdout.removesuffix("\n").split("\n---------------\n")
-    done = cli(*common, "--stop", "the", "--stop", "you")
-    ended = done.stdout.removesuffix("\n").split("\n---------------\n")
-    assert [re.split("the|you", text)[0] for text in whole] == ended
-    assert ended != whole
-
-
 def test_json_has_an_object_for_each_sample(cli, extension):
     common = [*"part4 --inference --prompt ROMEO: --max-new-tokens 50 --threads 1 --seed 4".split()]
     done = cli(*common, "--json", "--stop", "the")
     first, second = map(json.loads, done.stdout.splitlines())
-    assert (
-        list(first)
-        == (
-            "model part engine device simd threads seed prompt text prompt_tokens new_tokens prefill_seconds "
-            "decode_seconds tokens_per_second finish_reason"
-        ).split()
-    )
+    names = "model part engine device simd threads seed prompt text prompt_tokens new_tokens prefill_seconds"
+    assert list(first) == f"{names} decode_seconds tokens_per_second finish_reason".split()
     expected = dict(model="shakes128", part="part4", engine="native", simd="portable", threads=1, seed=4)
     expected |= dict(prompt="ROMEO:", prompt_tokens=6)
     assert {name: first[name] for name in expected} == expected
@@ -93,11 +71,9 @@ def test_writing_in_turns(cli, extension):
     first = cli(*common, "--num-samples", 1, "--prompt", "ROMEO:").stdout
     second = cli(*common, "--num-samples", 1, "--seed", 1338, "--prompt", first + "JULIET:").stdout
     done = cli(*common, "--interactive", input="ROMEO:\nJULIET:\n/fresh\nNURSE \u00fc\n")
-    assert done.returncode == 0
     assert done.stdout == first + second.removeprefix(first) + "\n"
     assert "/fresh forgets the text" in done.stderr and "1 of the text's characters: 'ü'" in done.stderr
-    done = cli(*common, "--interactive", input="/quit\nROMEO:\n")
-    assert done.stdout == ""
+    assert cli(*common, "--interactive", input="/quit\nROMEO:\n").stdout == ""
     done = cli(*common, "--interactive", "--prompt", "ROMEO:", input="\n")
     assert done.stdout == first.replace("ROMEO:", "ROMEO:\n", 1) + "\n"
     again = cli(*common, "--interactive", input="ROMEO:\n/fresh\nROMEO:\n").stdout
@@ -125,7 +101,7 @@ def test_a_stop_string_that_the_model_cannot_write_and_nanogpt_s_file_are_warned
     ):
         with naming(option):
             done = cli("--inference", *option, "--max-new-tokens", 1)
-            assert done.returncode == 0 and re.search(said, done.stderr, re.M)
+            assert re.search(said, done.stderr, re.M)
     assert "warning" not in cli("--inference", "--stop", "\n", "--max-new-tokens", 1).stderr
 
 
@@ -143,7 +119,7 @@ def test_prompts_of_files_and_windows_editors_give_the_same_text(cli, extension,
     turns = [cli(*common, "--interactive", input=text).stdout for text in (plain, marked)]
     assert turns[0] == turns[1] and "ROMEO" in turns[0]
     done = cli(*common, "--interactive", input=b"R\xf6\n" + plain.encode())  # the next line is answered
-    assert (done.returncode, done.stdout) == (0, turns[0]) and "does not know" in done.stderr
+    assert done.stdout == turns[0] and "does not know" in done.stderr
 
 
 def test_a_draft_is_made_and_changes_no_text(cli, extension, tmp_path):
@@ -154,11 +130,9 @@ def test_a_draft_is_made_and_changes_no_text(cli, extension, tmp_path):
     expected = cli(*write).stdout
     for more in (("--corpus", "text.txt"), ()):
         done = cli("draft", "-m", "mine", *more)
-        assert re.fullmatch(r"wrote mine/draft.safetensors: [\d,]+ bytes, \d+\.\d s\n", done.stdout), (
-            done.stderr
-        )
+        assert re.fullmatch(r"wrote mine/draft.safetensors: [\d,]+ bytes, \d+\.\d s\n", done.stdout)
         assert DRAFT in (tiny_model / "SHA256SUMS").read_text()
         for draft in ("auto", "off", "mine"):
             assert cli(*write, "--draft", draft).stdout == expected
-    done = cli(*write, "--draft", "shakes128")
-    assert done.returncode == 2 and done.stderr.endswith("it is for another vocabulary\n")
+    done = cli(*write, "--draft", "shakes128", code=2)
+    assert done.stderr.endswith("it is for another vocabulary\n")

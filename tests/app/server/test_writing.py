@@ -30,7 +30,6 @@ def written(cli, prompt: str, seed: int, tokens: int, *arguments: str, part: str
         part, "--inference", "-m", MODEL, "--prompt", prompt, "--seed", seed, "--num-samples", 1,
         "--max-new-tokens", tokens, "--json", *arguments,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["text"]
 
 
