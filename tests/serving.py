@@ -38,13 +38,10 @@ class Response:
 
     def text(self, index: int = 0) -> str:
         """A choice's text, streamed or not."""
-        objects = (
-            self.events if self.headers["content-type"].startswith("text/event-stream") else [self.json()]
-        )
+        streamed = self.headers["content-type"].startswith("text/event-stream")
+        objects = self.events if streamed else [self.json()]
         choices = [c for each in objects for c in each["choices"] if c["index"] == index]
-        return "".join(
-            c["text"] if "text" in c else (c.get("message") or c["delta"]).get("content", "") for c in choices
-        )
+        return "".join(c.get("text") or c.get("message", c.get("delta", {})).get("content", "") for c in choices)
 
 
 @dataclass
@@ -102,6 +99,12 @@ class Client:
     def idle(self) -> None:
         """Wait until nothing is written and nothing waits."""
         until(lambda: self.metric("attention_texts_running") + self.metric("attention_texts_queued") == 0)
+
+
+def written(cli, prompt: str, seed: int, tokens: int, *arguments: str | int, part: str = "part4") -> str:
+    """The command line's text, without the prompt."""
+    given = ("--prompt", prompt, "--seed", seed, "--num-samples", 1, "--max-new-tokens", tokens)
+    return json.loads(cli(part, "--inference", "-m", MODEL, *given, "--json", *arguments).stdout)["text"]
 
 
 def until(holds) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from serving import written
 
 from .conftest import KEY, MODEL
 
@@ -59,54 +60,39 @@ def run(command: list[str], server: str, full: str) -> dict:
 
 
 @pytest.fixture
-def written(cli):
+def write(cli):
     """The command line's texts, with the defaults of OpenAI's API."""
-
-    def write(prompt: str, seed: int, *arguments: str) -> dict:
-        done = cli(
-            "part4", "--inference", "-m", MODEL, "--prompt", prompt, "--seed", seed, "--num-samples", 1,
-            "--max-new-tokens", CASE["tokens"], "--temperature", 1, "--json", *arguments,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return write
+    return lambda prompt, *more: written(cli, prompt, CASE["seed"], CASE["tokens"], "--temperature", 1, *more)
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.program)
-def test_a_client(client, environments, server, full, written):
+def test_a_client(client, environments, server, full, write):
     found = run(client.command(environments), server, full)
-    text = written(CASE["prompt"], CASE["seed"])
-    chat = written(PLAY, CASE["seed"], "--stop", "\n\n")
+    text, chat = write(CASE["prompt"]), write(PLAY, "--stop", "\n\n")
     usage = [len(CASE["prompt"]), CASE["tokens"]]
 
-    assert found["text"] == text["text"] and len(text["text"]) == CASE["tokens"]
-    assert "".join(found["stream"]) == text["text"] and len(found["stream"]) > 1
-    assert found["chat"] == "".join(found["chat_stream"]) == chat["text"] != ""
-    second = written(f"{PLAY}{chat['text']}\n\n{PLAY}", CASE["seed"], "--stop", "\n\n")
-    assert found["second"] == second["text"]
+    assert found["text"] == text and len(text) == CASE["tokens"]
+    assert "".join(found["stream"]) == text and len(found["stream"]) > 1
+    assert found["chat"] == "".join(found["chat_stream"]) == chat != ""
+    assert found["second"] == write(f"{PLAY}{chat}\n\n{PLAY}", "--stop", "\n\n")
     assert found.get("usage", usage) == found.get("stream_usage", usage) == usage
     if "chat_stream_usage" in found:
         assert found["chat_stream_usage"][0] == len(PLAY)
         # the stop string was written too
-        assert 0 <= found["chat_stream_usage"][1] - len(chat["text"]) <= 2
+        assert 0 <= found["chat_stream_usage"][1] - len(chat) <= 2
     assert found.get("models", [MODEL]) == [MODEL] and found.get("model", MODEL) == MODEL
-    assert {status: error["status"] for status, error in found["errors"].items()} == {
-        status: int(status) for status in TYPES
-    }
-    assert {status: error["type"] for status, error in found["errors"].items()} == TYPES
+    errors = {status: (error["type"], error["status"]) for status, error in found["errors"].items()}
+    assert errors == {status: (kind, int(status)) for status, kind in TYPES.items()}
     if "param" in found["errors"]["400"]:
         assert found["errors"]["400"]["param"] == "temperature"
 
 
-def test_llm(environments, server, full, written):
+def test_llm(environments, server, full, write):
     """llm prints texts on stdout and errors in one line."""
     client = Client("llm_command.py", "llm")
     found = run(client.command(environments), server, full)
-    text = written(CASE["prompt"], CASE["seed"])["text"]
-    assert found["text"] == found["stream"][0] == text, found["stderr"]
-    chat = written(PLAY, CASE["seed"], "--stop", "\n\n")["text"]
-    assert found["chat"] == chat, found["chat_said"]
+    assert found["text"] == found["stream"][0] == write(CASE["prompt"]), found["stderr"]
+    assert found["chat"] == write(PLAY, "--stop", "\n\n"), found["chat_said"]
     errors = found["errors"]
     assert all(error["exit"] == 1 and "Traceback" not in error["said"] for error in errors.values())
     for status, word in {"400": "max_tokens", "401": "key", "404": "does not exist", "429": "full"}.items():

@@ -13,8 +13,6 @@ from shakespeare.app.server import Settings
 from shakespeare.app.server import running as running_
 
 LONG = {"prompt": "a" * 128, "max_tokens": 60_000}  # each token reads a window
-
-
 PATIENT = dict.fromkeys(("body_seconds", "behind_seconds", "stall_seconds"), WAIT_SECONDS)
 
 
@@ -22,8 +20,7 @@ PATIENT = dict.fromkeys(("body_seconds", "behind_seconds", "stall_seconds"), WAI
 def small(extension):
     """A server with one slot and a queue of two."""
     limits = {"body_bytes": 10_000, "buffer_bytes": 20_000, "most_scores": 10**6} | PATIENT
-    settings = Settings((MODEL,), slots=1, queue=2, **limits)
-    with serving(settings) as client:
+    with serving(Settings((MODEL,), slots=1, queue=2, **limits)) as client:
         yield client
 
 
@@ -36,38 +33,31 @@ def hasty(small, monkeypatch):
     )
 
 
-def running(client) -> float:
-    return client.metric("attention_texts_running")
-
-
-def queued(client) -> float:
-    return client.metric("attention_texts_queued")
+def texts(client, what: str, count: int) -> None:
+    """Wait until so many texts are `running` or `queued`."""
+    until(lambda: client.metric(f"attention_texts_{what}") == count)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot(small, stream):
+def test_a_client_that_leaves_frees_its_slot_or_its_place(small, stream):
     small.idle()
     cancelled = small.metric("attention_texts_cancelled_total")
     with raw(small, **LONG, stream=stream) as connection:
-        until(lambda: running(small) == 1)
+        texts(small, "running", 1)
+        with raw(small, **LONG) as waiting:
+            texts(small, "queued", 1)
+            waiting.close()
+            texts(small, "queued", 0)
+        texts(small, "running", 1)
         connection.close()
-        until(lambda: running(small) == 0)  # LONG would take minutes
-    assert small.metric("attention_texts_cancelled_total") == cancelled + 1
-
-
-def test_a_client_that_leaves_the_queue(small):
-    small.idle()
-    with raw(small, **LONG, stream=True), raw(small, **LONG) as waiting:
-        until(lambda: queued(small) == 1)
-        waiting.close()
-        until(lambda: queued(small) == 0)
-        assert running(small) == 1
+        texts(small, "running", 0)  # LONG would take minutes
+    assert small.metric("attention_texts_cancelled_total") == cancelled + 2
 
 
 def test_a_full_queue_answers_429(small):
     small.idle()
     with raw(small, **LONG), raw(small, **LONG), raw(small, **LONG):
-        until(lambda: queued(small) == 2)
+        texts(small, "queued", 2)
         refused = small.complete()
         assert refused.status == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
@@ -111,9 +101,8 @@ def test_a_stalled_reader_is_dropped(extension, caplog):
 @pytest.mark.full
 def test_a_fast_reader_is_not_dropped(extension):
     """It stays even if a piece is larger than the buffer."""
-    settings = Settings((MODEL,), buffer_bytes=2000, **PATIENT)
     echo = {"prompt": "a" * 30_000, "echo": True, "max_tokens": 10, "n": 8}
-    with serving(settings) as client:
+    with serving(Settings((MODEL,), buffer_bytes=2000, **PATIENT)) as client:
         for fields, characters in (
             ({"logprobs": 5, "max_tokens": 200}, 200),
             ({"logprobs": 5, "max_tokens": 100, "n": 8}, 100),

@@ -5,11 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from serving import MODEL, WAIT_SECONDS, Client, port_of, raw, until
-from support import ROOT
+from support import ROOT, finished
 
 from shakespeare.model.checkpoint import shipped
 
@@ -30,24 +30,16 @@ def start(process, extension):
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_lets_running_requests_finish(start, number):
     child, client = start("--grace", WAIT_SECONDS)
-    texts = []
     slow = {"prompt": "a" * 128, "max_tokens": 400, "part": "part1"}
-
-    def write() -> None:
-        texts.append(client.complete(**slow, stream=True).text())
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    kept = client.connection()
-    until(lambda: client.metric("attention_texts_running") == 1)
-    child.send_signal(number)
-    until(lambda: client.get("/health").status == 503)
-    refused = client.complete()
-    assert refused.status == 503 and refused.headers["retry-after"]
-    assert refused.json()["error"]["code"] == "shutting_down"
-    thread.join(WAIT_SECONDS)
-    kept.close()
-    assert len(texts[0]) == 400
+    with ThreadPoolExecutor() as threads, client.connection():
+        text = threads.submit(client.complete, **slow, stream=True)
+        until(lambda: client.metric("attention_texts_running") == 1)
+        child.send_signal(number)
+        until(lambda: client.get("/health").status == 503)
+        refused = client.complete()
+        assert refused.status == 503 and refused.headers["retry-after"]
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert len(text.result().text()) == 400
     assert child.wait(WAIT_SECONDS) == 0
 
 
@@ -102,15 +94,12 @@ def test_what_it_refuses_to_start_with(failed, tmp_path):
 @pytest.mark.full
 def test_memory_that_does_not_suffice(extension):
     code = (
-        "from shakespeare.app.server import scheduler\n"
-        "def fail(*arguments, **options): raise MemoryError('std::bad_alloc')\n"
-        "scheduler.open_engine = fail\n"
-        "from shakespeare.app.cli import main\n"
-        f"main(['serve', '-m', '{MODEL}', '--port', '0', '--slots', '7'])"
+        "import unittest.mock; from shakespeare.app.server import scheduler\n"
+        "scheduler.open_engine = unittest.mock.Mock(side_effect=MemoryError('std::bad_alloc'))\n"
+        f"from shakespeare.app.cli import main; main('serve -m {MODEL} --port 0 --slots 7'.split())"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "with --slots 7;" in done.stderr
-    assert done.stderr.count("\n") == 2 and done.stderr.startswith("Loading"), done.stderr
+    code, _, said = finished(sys.executable, "-c", code)
+    assert code == 2 and "with --slots 7;" in said and said.count("\n") == 2 and said.startswith("Loading")
 
 
 @pytest.mark.full
@@ -121,13 +110,10 @@ def test_a_signal_while_loading_does_not_wait():
         "scheduler.open_engine = lambda *arguments, **options: time.sleep(6000)\n"
         f"from shakespeare.app.cli import main; main(['serve', '-m', '{MODEL}', '--port', '0'])"
     )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True) as child:
         try:
-            assert child.stderr
-            port = re.search(r":(\d+)$", child.stderr.readline(), re.M)
-            assert port
-            until(lambda: Client(int(port[1])).get("/health").json()["status"] == "loading")
+            port = int(re.search(r":(\d+)$", child.stderr.readline(), re.M)[1])
+            until(lambda: Client(port).get("/health").json()["status"] == "loading")
             child.send_signal(signal.SIGTERM)
             assert child.wait(WAIT_SECONDS) == 0 and child.stderr.read() == ""
         finally:
@@ -136,6 +122,6 @@ def test_a_signal_while_loading_does_not_wait():
 
 def test_without_the_packages_it_says_what_to_install():
     code = "import sys; sys.modules['uvicorn'] = None\nfrom app.cli import main; main(['serve'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "serve needs uvicorn: pip install prometheus_client" in done.stderr
+    code, _, said = finished(sys.executable, "-c", code)
+    assert code == 2 and said.count("\n") == 1
+    assert "serve needs uvicorn: pip install prometheus_client" in said

@@ -1,6 +1,7 @@
 """A failure ends one lane or one request only."""
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,12 +20,8 @@ def test_an_engine_that_fails_ends_its_texts_only(extension, monkeypatch):
 
     with serving(Settings((MODEL,))) as client:
         before = client.complete(seed=1).text()
-
-        def fail(*arguments):
-            raise ValueError("logits hold NaN")
-
         with monkeypatch.context() as patch:
-            patch.setattr(Decoder, "write", fail)
+            patch.setattr(Decoder, "write", Mock(side_effect=ValueError("logits hold NaN")))
             failed = client.complete(seed=1)
             assert failed.status == 500 and "logits hold NaN" in failed.json()["error"]["message"]
             streamed = client.complete(seed=1, stream=True).data
@@ -56,13 +53,9 @@ def test_an_error_of_one_request_ends_that_request_only(extension, monkeypatch):
 
 def test_a_part_that_cannot_be_opened(extension, monkeypatch):
     with serving(Settings((MODEL,))) as client:
-        from shakespeare.app.server import scheduler
-
-        def fail(*arguments, **options):
-            raise MemoryError("no room")
-
         with monkeypatch.context() as patch:
-            patch.setattr(scheduler, "open_engine", fail)
+            full = Mock(side_effect=MemoryError("no room"))
+            patch.setattr("shakespeare.app.server.scheduler.open_engine", full)
             refused = client.complete(part="part2")
             assert refused.status == 500 and "no room" in refused.json()["error"]["message"]
             assert client.complete().status == 200

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
-from serving import MODEL, Response
+from serving import MODEL, Response, written
 
 from shakespeare.app.server.app import stream
 from shakespeare.attention_ext import PARTS
@@ -22,15 +22,6 @@ from shakespeare.model.loss import evaluate
 
 CLI_SAMPLING = {"temperature": 0.8, "top_k": 200}  # the command line's defaults
 USER = {"role": "user", "content": "Who is there?"}
-
-
-def written(cli, prompt: str, seed: int, tokens: int, *arguments: str, part: str = "part4") -> str:
-    """The command line's text, without the prompt."""
-    done = cli(
-        part, "--inference", "-m", MODEL, "--prompt", prompt, "--seed", seed, "--num-samples", 1,
-        "--max-new-tokens", tokens, "--json", *arguments,
-    )  # fmt: skip
-    return json.loads(done.stdout)["text"]
 
 
 def test_a_seed_gives_the_command_lines_text(client, cli):
