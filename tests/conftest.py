@@ -143,7 +143,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         except SystemExit as done:
             ended = int(done.code or 0)
         out, err = capsys.readouterr()
-        assert code in (ended, None), out + err
+        assert code in (ended, None), (args, out + err)
         return Done(ended, out, err)
 
     return run

@@ -76,6 +76,18 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
+def table(text: str) -> list[list[str]]:
+    """The rows of the Markdown tables in a text, each a list of cells; headings are rows, too."""
+    lines = (line.strip("|").split("|") for line in text.splitlines() if line.startswith("|"))
+    return [[cell.strip() for cell in line] for line in lines if set("".join(line)) != {"-"}]
+
+
+def records(done: Done) -> list[dict[str, str]]:
+    """The rows of the Markdown table that a command printed, by the headings."""
+    head, *lines = table(done.stdout)
+    return [dict(zip(head, line)) for line in lines]
+
+
 def start_python(
     cache: Path, *arguments: str | Path, prefix: Sequence[str] = (), **env: str
 ) -> subprocess.Popen:

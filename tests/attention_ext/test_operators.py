@@ -8,8 +8,6 @@ import torch
 from torch import library as torch_library
 
 from shakespeare.attention_ext import PARTS, attention, operator
-from shakespeare.attention_ext.extension import scratch
-from shakespeare.lab.correctness import allocated
 
 
 def arguments(kernel, **change):
@@ -88,11 +86,3 @@ def test_the_gil_is_released(extension, threads):
         sys.setswitchinterval(interval)
         stop.set()
         ticking.join()
-
-
-def test_scratch_is_what_a_call_takes(kernel, threads):
-    threads(3)
-    q = torch.randn(2, 3, 50, 8)
-    made = scratch(kernel, (2, 3, 50, 50, 8), br=16, bc=32, threads=3)
-    out, taken = allocated(lambda: attention(kernel, q, q, q, br=16, bc=32))
-    assert taken - 4 * out.numel() == made > 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
+from unittest.mock import Mock
 
 import pytest
 from click import ClickException
 from click.testing import CliRunner
-from support import FakeGpu
+from support import FakeGpu, table
 
 from benchmarks import generation as bench
 from benchmarks import measuring
@@ -80,8 +81,7 @@ def run(monkeypatch):
 
 def rows(output):
     """The table's rows: the first cell gives the others."""
-    lines = [line for line in output.splitlines() if line.startswith("| ")]
-    return {cells[0]: cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in lines)}
+    return {first: others for first, *others in table(output)}
 
 
 def test_the_figures_follow_from_the_times(capsys):
@@ -117,10 +117,7 @@ def test_the_native_engine_writes_the_same(run):
 
 def test_what_is_wrong_is_not_timed_and_what_fails_is_a_row(run):
     """Failures at the set-up, the check, the first text, and while it is timed."""
-
-    def timed(texts):
-        raise AssertionError("a wrong one was timed")
-
+    timed = Mock(side_effect=AssertionError("a wrong one was timed"))
     missing = ModuleNotFoundError("No module named 'nowhere.x'", name="nowhere")
     errors = missing, RuntimeError("a | b\nsecond\n\nthird"), AssertionError(), MemoryError(), OSError("x")
     failing = {f"P{at}": Fake(f"P{at}", fails=at, error=error) for at, error in enumerate(errors)}
@@ -139,11 +136,8 @@ def test_what_fails_in_other_benchmarks_is_a_row(capsys):
     def row(case):
         return f"{case} | {1 / case:g}"
 
-    def raises(error=ValueError("no")):
-        raise error
-
-    failed = {}
-    samples = measuring.take_turns({"right": lambda: 2.0, ("wrong", 1): raises}, 3, failed)
+    failed, wrong = {}, Mock(side_effect=ValueError("no"))
+    samples = measuring.take_turns({"right": lambda: 2.0, ("wrong", 1): wrong}, 3, failed)
     assert list(samples) == ["right"] and samples["right"].seconds == [2.0] * 3
     late = (text for text in measuring.rows(((2,), (0,), (4,)), row) if failed.setdefault("late", "too"))
     measuring.show_table("case | figure", late, failed)
@@ -153,7 +147,7 @@ def test_what_fails_in_other_benchmarks_is_a_row(capsys):
         "wrong": ["1", "failed: no"], "late": ["too"],
     }  # fmt: skip
     with pytest.raises(ClickException, match="wrong result"):
-        measuring.attempt({}, "", raises, ClickException("wrong result"))
+        measuring.attempt({}, "", Mock(side_effect=ClickException("wrong result")))
 
 
 def test_save_alone_keeps_the_figures_by_processor(run, results, monkeypatch):
@@ -173,13 +167,9 @@ def test_save_alone_keeps_the_figures_by_processor(run, results, monkeypatch):
 
 def test_a_gpus_contenders(monkeypatch, capsys):
     """Without a GPU: the steps that would be captured run one by one, and the limits are made up."""
-
-    def no_adapter():
-        raise BuildError("no adapter")
-
     monkeypatch.setattr(bench, "Gpu", FakeGpu)
     monkeypatch.setattr(bench, "DEVICE", "cpu")
-    monkeypatch.setattr(ours, "opened", no_adapter)
+    monkeypatch.setattr(ours, "opened", Mock(side_effect=BuildError("no adapter")))
     monkeypatch.setattr(GraphPyTorch, "captured", lambda self, run: run)
     peers, engines = ("CachedPyTorch", "GraphPyTorch"), ("native", "torch", "webgpu")
     content = bench.time_on_gpu(("pair", "read"), ("fp32", "bf16"), engines, peers, 2)

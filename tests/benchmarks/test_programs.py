@@ -7,12 +7,11 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 from node_process import WEB_TESTS
-from support import ROOT
+from support import finished, printed, table
 
 from benchmarks import attention
 from shakespeare.attention_ext import processor
@@ -22,26 +21,14 @@ from shakespeare.web import build
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("extension")]
 
 
-def run(name: str, arguments: str) -> subprocess.CompletedProcess:
+def shown(name: str, arguments: str) -> str:
     """In a process of its own: the server's benchmark pins itself to a core."""
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments.split()]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
-
-
-def printed(name: str, arguments: str) -> str:
-    done = run(name, arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def table(text: str) -> list[list[str]]:
-    """The rows of a Markdown table, the heading first."""
-    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return printed(sys.executable, "-m", f"benchmarks.{name}", *arguments.split())
 
 
 def test_attention_is_a_preset_of_bench():
     """The preset passes its arguments on. If an option is given twice, the last one counts."""
-    assert printed("attention", "part4,sdpa -N 64 --dry-run").startswith("12 cells, 15 rounds each\n")
+    assert shown("attention", "part4,sdpa -N 64 --dry-run").startswith("12 cells, 15 rounds each\n")
     _, contenders, *rest = attention.arguments(["--dtype", "bf16", "--save"])
     assert contenders == "part0,part4,sdpa"
     assert str(saved.RESULTS / f"attention_bf16-{processor.slug()}.json") in rest
@@ -55,7 +42,7 @@ def test_attention_is_a_preset_of_bench():
 
 
 def test_backward():
-    head, *rows = table(printed("backward", "-N 9,70 --threads 1,2 --mask none,causal --rounds 1"))
+    head, *rows = table(shown("backward", "-N 9,70 --threads 1,2 --mask none,causal --rounds 1"))
     sizes = [f"(1, 4, {N}, 32)" for N in (9, 70)] + ["(16, 4, 128, 32)"]
     cases = [[size, mask, count] for count in "12" for mask in ("none", "causal") for size in sizes]
     assert head[:3] == ["(B, H, N, d)", "mask", "threads"] and [row[:3] for row in rows] == cases
@@ -64,7 +51,7 @@ def test_backward():
 
 
 def test_bulk():
-    head, *rows = table(printed("bulk", "--workers 1,2 --shard-size 2 --shards 1 --rounds 1 -m shakes128"))
+    head, *rows = table(shown("bulk", "--workers 1,2 --shard-size 2 --shards 1 --rounds 1 -m shakes128"))
     assert head[:2] == ["workers", "tokens/s"]
     assert [row[0] for row in rows] == ["1", "2"] and rows[0][3] == "1.00"
     assert all(float(row[1].replace(",", "")) > 0 and 0 < float(row[6]) <= 1.1 for row in rows)
@@ -74,15 +61,15 @@ def test_serving():
     pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
     if not hasattr(os, "sched_getaffinity"):
         pytest.skip("processes cannot be pinned to cores here")
-    shown = printed("serving", "-m shakes128 --rounds 1 --streams 3 --tokens 12")
+    said = shown("serving", "-m shakes128 --rounds 1 --streams 3 --tokens 12")
     figures = r"[\d,]+ \| \d+% \| \d+% \| 1\.00 \(1\.00\) \| \d+%"
-    assert re.findall(rf"^\| gpt\.py serve \| (\d+) \| {figures} \|$", shown, re.M) == ["3", "1"], shown
-    assert re.search(r"median [\d.]+ ms, 99th of 100 [\d.]+ ms", shown)
-    assert "| llama-server |" in shown  # or why it takes no part
+    assert re.findall(rf"^\| gpt\.py serve \| (\d+) \| {figures} \|$", said, re.M) == ["3", "1"], said
+    assert re.search(r"median [\d.]+ ms, 99th of 100 [\d.]+ ms", said)
+    assert "| llama-server |" in said  # or why it takes no part
 
 
 def test_training():
-    head, *rows = table(printed("training", "--threads 1,2 --batch 1,3 --block-size 5 --rounds 1"))
+    head, *rows = table(shown("training", "--threads 1,2 --batch 1,3 --block-size 5 --rounds 1"))
     cases = [[f"{batch} x 5", threads] for threads in "12" for batch in (1, 3)]
     assert head[:2] == ["batch", "threads"] and [row[:2] for row in rows] == cases
     for row in rows:
@@ -101,7 +88,7 @@ def test_web():
         if missing:
             pytest.skip(reason)
     build.make()  # most of the time, which is not the benchmark's
-    text = printed("web", "-m shakes128 --rounds 2")
+    text = shown("web", "-m shakes128 --rounds 2")
     rows = dict(re.findall(r"^\| (page|native engine, \S+) \| ([\d,]+) \|", text, re.M))
     assert set(rows) == {"page", "native engine, x86-64-v2"}
     assert all(int(speed.replace(",", "")) > 0 for speed in rows.values())
@@ -109,5 +96,5 @@ def test_web():
 
 
 def test_a_wrong_argument_is_named():
-    done = run("drafts", "--temperatures 0.8,-1")
+    done = finished(sys.executable, "-m", "benchmarks.drafts", "--temperatures", "0.8,-1")
     assert done.returncode == 2 and "'--temperatures': '0.8,-1' must be numbers" in done.stderr

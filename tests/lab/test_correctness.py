@@ -18,11 +18,6 @@ def lines_of(part, **change):
     return passed, "\n".join(lines).splitlines()
 
 
-def memory_of(lines):
-    """Bytes that the reference and the part took."""
-    return [int(line.split()[2]) for line in lines if line.startswith("mem usage:")]
-
-
 def test_the_labs_inputs_and_first_row(part):
     q, k, v = correctness.synthetic_qkv(1024)
     assert q.shape == k.shape == v.shape == (1, 4, 1024, 32)
@@ -43,12 +38,6 @@ def test_the_test_imports_no_compiler():
     printed(sys.executable, "-c", code)
 
 
-def test_memory_is_what_the_algorithms_need(extension, threads):
-    threads(3)
-    for part, scratch in (("part1", 1024 * 1024 * 4), ("part2", 1024 * 1024 * 4), ("part3", 3 * 1024 * 4)):
-        assert memory_of(lines_of(part)[1])[1] == 4 * 1024 * 32 * 4 + scratch
-
-
 def test_a_wrong_kernel_is_caught_and_located(cli, extension, monkeypatch):
     def wrong(part, q, k, v, **options):
         out = attention("part0", q, k, v, causal=options["causal"], scale=options["scale"])
@@ -59,9 +48,7 @@ def test_a_wrong_kernel_is_caught_and_located(cli, extension, monkeypatch):
         return out
 
     monkeypatch.setattr(correctness, "attention", wrong)
-    done = cli("part4", "-N", 32)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 1
+    lines = cli("part4", "-N", 32, code=1).stdout.splitlines()
     assert "manual attention == pytorch attention False" in lines
     assert lines[-1].startswith("largest difference at index (0, 2, 5, 7): expected 0.0")
     assert lines[-1].endswith("2 of 4096 elements are off")
@@ -78,4 +65,5 @@ def test_the_fastest_kernel_passes(gpu, dtype):
     assert any(line.startswith("kernel ") for line in lines)
     assert sum(line.startswith("cuda time:  ") for line in lines) == 2
     assert any("CUDA total" in line for line in lines)
-    assert memory_of(lines)[1] >= 3 * 4 * 300 * 32 * dtype.bytes
+    taken = [int(line.split()[2]) for line in lines if line.startswith("mem usage:")]
+    assert taken[1] >= 3 * 4 * 300 * 32 * dtype.bytes

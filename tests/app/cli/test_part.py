@@ -6,6 +6,8 @@ import pytest
 
 from shakespeare.attention_ext import PARTS, attention
 from shakespeare.lab import backward
+from shakespeare.lab.costs import scratch
+from shakespeare.lab.traffic import Case
 
 CAUSAL = pytest.mark.parametrize("causal", [[], ["--causal"]], ids=["full", "causal"])
 
@@ -20,6 +22,9 @@ def test_the_labs_test(cli, part, causal):
     assert [line for line in lines if line.endswith("statistics")] == headings
     assert sum(line.startswith("cpu time:  ") for line in lines) == 2
     assert lines[-1].startswith("speed-up over PyTorch:  ")
+    _, taken = (int(line.split()[2]) for line in lines if line.startswith("mem usage:"))
+    case = Case(200, 200, 32, heads=4, causal=bool(causal), br=32, bc=64)
+    assert taken == 4 * 200 * 32 * 4 + scratch(part, case)
     assert any(line.strip().startswith("aten::") for line in lines)  # the profiler's table of operators
 
 

@@ -1,5 +1,7 @@
 """The sweep on a GPU: its plan, what it measures and reports, by a GPU that is made up."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from support import FakeGpu, gpu_run
@@ -55,10 +57,8 @@ def test_a_run_verifies_times_and_skips(monkeypatch):
 
 
 def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(monkeypatch):
-    def full(part, q, k, v, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot.")
-
-    monkeypatch.setattr(contenders, "attention", full)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot.")
+    monkeypatch.setattr(contenders, "attention", Mock(side_effect=full))
     done = measured(["part0"], gpu=FakeGpu(free=10**6))
     assert {r.note for r in done.results} == {"needs more memory than the GPU has free"}
     with pytest.raises(ValueError, match="N=64, queries=64, d=16, heads=2, batch=1 need 96 KiB, and 1000 B"):
@@ -101,7 +101,7 @@ def test_the_ladder(tmp_path, cli):
     assert speeds["kernel3"] == pytest.approx(3 * speeds["kernel1"])
     assert "2 heads): 2 s; scaled by work" in figure.get_suptitle()
     report.save(done, tmp_path / "run.json")
-    drawn = cli("bench", "--load", "run.json", "--plot", "pictures")
+    cli("bench", "--load", "run.json", "--plot", "pictures")
     assert {file.name for file in (tmp_path / "pictures").iterdir()} == {"ladder.svg", "ladder.png"}
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from support import records
 
 from shakespeare.lab import machine
 from shakespeare.lab.bench import contenders, report
@@ -11,8 +12,8 @@ from shakespeare.lab.bench import contenders, report
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 
 
-def test_a_table_of_figures_that_agree(run, rows):
-    table = rows(run("part0,part4,sdpa", *SMALL, "-r", "3", "-t", "1,2", "-br", "16,32", "-bc", "16"))
+def test_a_table_of_figures_that_agree(run):
+    table = records(run("part0,part4,sdpa", *SMALL, "-r", "3", "-t", "1,2", "-br", "16,32", "-bc", "16"))
     assert [row["contender"] for row in table] == ["part0", "part4", "part4", "sdpa"] * 2
     for row in table:
         ms, gflops = float(row["ms"]), float(row["GFLOP/s"])
@@ -25,11 +26,11 @@ def test_a_table_of_figures_that_agree(run, rows):
     assert {row["Br"] for row in table} == {"", "16", "32"}
 
 
-def test_bfloat16(run, rows, monkeypatch):
+def test_bfloat16(run, monkeypatch):
     monkeypatch.setattr(machine, "amx_peak", lambda threads=1: 4e11)
     done = run("--dtype", "bf16", *SMALL, "--save", "run.json")
     assert "AMX peak 400 GFLOP/s" in done.stdout and "dtype bf16" in done.stdout
-    table = rows(done)
+    table = records(done)
     assert [row["contender"] for row in table] == ["part0", "part4", "sdpa"]
     for row in table:
         assert 1e-5 < float(row["error"]) < 1e-2
@@ -38,10 +39,10 @@ def test_bfloat16(run, rows, monkeypatch):
 
 
 @pytest.mark.parametrize("names", ["part1,part4,sdpa", pytest.param("flex", marks=pytest.mark.full)])
-def test_rules(run, rows, names):
+def test_rules(run, names):
     """Every contender computes them, or says which it lacks; GFLOP/s counts the scores that are seen."""
     given = "none,window=5+documents=24,alibi+bias,softcap=3,sinks+bias"
-    table = rows(run(names, *SMALL, "--causal", "--rules", given, "-B", "2"))
+    table = records(run(names, *SMALL, "--causal", "--rules", given, "-B", "2"))
     assert len(table) == 5 * len(names.split(","))
     for row in table:
         lacks = {"sdpa": ("softcap=3", "sinks+bias"), "flex": ("sinks+bias",)}.get(row["contender"], ())
@@ -62,15 +63,15 @@ def test_what_is_wrong_is_shown_and_not_timed(run, monkeypatch):
         return out
 
     monkeypatch.setattr(contenders, "attention", wrong)
-    done = run("part0,part4", *SMALL, "-o", "json")
+    done = run("part0,part4", *SMALL, "-o", "json", code=1)
     part0, part4 = json.loads(done.stdout)["rows"]
     assert part0["status"] == "ok" and part4["status"] == "wrong" and part4["ms"] is None
     assert part4["error"] == pytest.approx(0.01, rel=1e-3)
-    assert part4["note"].startswith("at (0, 1, 2, 3): expected ") and done.returncode == 1
-    assert "| part4 | wrong: at (0, 1, 2, 3): expected" in run("part0,part4", *SMALL).stdout
+    assert part4["note"].startswith("at (0, 1, 2, 3): expected ")
+    assert "| part4 | wrong: at (0, 1, 2, 3): expected" in run("part0,part4", *SMALL, code=1).stdout
 
 
-def test_a_contender_that_fails_is_skipped(run, monkeypatch, rows):
+def test_a_contender_that_fails_is_skipped(run, monkeypatch):
     """At its check, and while it is timed."""
     right, calls = contenders.attention, []
 
@@ -83,28 +84,22 @@ def test_a_contender_that_fails_is_skipped(run, monkeypatch, rows):
     monkeypatch.setattr(contenders, "attention", fails)
     for allowed in (0, 1, 5):
         calls.clear()
-        part0, part4 = rows(run("part0,part4", *SMALL))
+        part0, part4 = records(run("part0,part4", *SMALL))
         assert part4["ms"] == "skipped: no more" and float(part0["ms"]) > 0, allowed
 
 
-def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(run, monkeypatch, rows):
+def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(run, monkeypatch):
     monkeypatch.setattr(machine, "available_memory", lambda: 10 << 20)
-    skipped, timed = rows(run("part0,sdpa", "-N", 1024, "-d", 16, *SMALL[4:]))
+    skipped, timed = records(run("part0,sdpa", "-N", 1024, "-d", 16, *SMALL[4:]))
     assert skipped["ms"].startswith("skipped: its matrices need 32 Mi") and timed["ms"]
     monkeypatch.setattr(machine, "available_memory", lambda: 1000)
     for arguments in (["part0", *SMALL], ["--tune", *SMALL[:4]]):
-        done = run(*arguments)
-        assert done.returncode == 2
+        done = run(*arguments, code=2)
         assert "N=64, queries=64, d=16, heads=4, batch=1 need 256 KiB, and 1000 B are free" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "calls, rounds",
-    [
-        (4 + 4 + 3, [1, 1]),  # in the second round
-        (24 + 8 + 1, [4, 4, 2, 2]),  # in the second pass, before the second group's round
-    ],
-)
+# In the second round; in the second pass, before the second group's round
+@pytest.mark.parametrize("calls, rounds", [(4 + 4 + 3, [1, 1]), (24 + 8 + 1, [4, 4, 2, 2])])
 def test_ctrl_c_keeps_what_was_measured(run, monkeypatch, tmp_path, calls, rounds):
     """Verifying a cell takes two calls, and so does a round. A pass has two rounds."""
     right, counted = contenders.attention, itertools.count(1)
@@ -115,8 +110,7 @@ def test_ctrl_c_keeps_what_was_measured(run, monkeypatch, tmp_path, calls, round
         return right(*arguments, **options)
 
     monkeypatch.setattr(contenders, "attention", interrupted)
-    done = run("part3,part4", "-N", "64,128", "-d", "16", "--min-time", "0", "--save", "run.json")
-    assert done.returncode == 130
+    done = run("part3,part4", "-N", "64,128", "-d", "16", "--min-time", "0", "--save", "run.json", code=130)
     assert "Stopped before the end." in done.stdout and "| part3 |" in done.stdout
     assert "Traceback" not in done.stderr
     kept = report.load(tmp_path / "run.json")

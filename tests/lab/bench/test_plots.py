@@ -1,15 +1,16 @@
 """The pictures of a run."""
 
 import pytest
+from support import bench_run
 
 from shakespeare.lab.bench import contenders, report
 
 plots = pytest.importorskip("shakespeare.lab.bench.plots", exc_type=ValueError)
 
 
-def test_pictures(tmp_path, cli, made):
+def test_pictures(tmp_path, cli):
     pytest.importorskip("matplotlib")
-    report.save(made(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
+    report.save(bench_run(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
     cli("bench", "--load", "run.json", "--plot", "pictures")
     names = {file.name for file in (tmp_path / "pictures").iterdir()}
     expected = ("time", "tiles", "roofline", "memory")
@@ -20,9 +21,9 @@ def test_pictures(tmp_path, cli, made):
     assert (tmp_path / "again" / "time.svg").read_text() == svg
 
 
-def test_pictures_show_the_runs_figures(made):
+def test_pictures_show_the_runs_figures():
     pytest.importorskip("matplotlib")
-    figure = plots.time(made())
+    figure = plots.time(bench_run())
     assert len(figure.axes) == 2  # 1 and 2 threads
     lines = {line.get_label(): line for line in figure.axes[0].lines}
     assert set(lines) == {"part0", "part4", "PyTorch SDPA"}
@@ -30,13 +31,13 @@ def test_pictures_show_the_runs_figures(made):
     assert lines["part4"].get_ydata() == pytest.approx([1.0045, 2.009])
     looks = {(line.get_marker(), line.get_linestyle()) for line in lines.values()}
     assert len(looks) == 3  # the lines can be told apart without colour
-    assert plots.tiles(made()) is None
+    assert plots.tiles(bench_run()) is None
     names = contenders.contenders()
     assert len({tuple(plots.look(name).values()) for name in names}) == len(names)
 
 
-def test_a_users_file_is_a_line(tmp_path, monkeypatch, made):
+def test_a_users_file_is_a_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def attention(q, k, v, causal, scale): ...")
-    figure = plots.time(made(names=("part4", "mine.py")))
+    figure = plots.time(bench_run(names=("part4", "mine.py")))
     assert [line.get_label() for line in figure.axes[0].lines] == ["part4", "mine.py"]

@@ -3,9 +3,11 @@
 import csv
 import io
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
+from support import bench_run, records
 
 from shakespeare.attention_ext import processor
 from shakespeare.lab.bench import contenders, report
@@ -13,25 +15,25 @@ from shakespeare.lab.bench import contenders, report
 SMALL = ["-N", "64", "-d", "16", "-r", "2", "--min-time", "0"]
 
 
-def test_slowed_rounds_are_left_out(tmp_path, cli, made, rows):
+def test_slowed_rounds_are_left_out(tmp_path, cli):
     """Three of ten rounds are slowed, then five. One of the five still counts: six rounds must remain."""
-    done = made(lengths=(64,), threads=(1,))
+    done = bench_run(lengths=(64,), threads=(1,))
     for result, slowed in zip(done.results, (0, 3, 5)):
         result.seconds[:slowed] = [1e-3 * (2 + i) for i in range(slowed)]
         result.every = [2e-3] * 10
         result.paces[:slowed] = [0.9 + 0.01 * i for i in range(slowed)]
     report.save(done, tmp_path / "run.json")
     assert report.load(tmp_path / "run.json") == done
-    table = rows(cli("bench", "--load", "run.json"))
+    table = records(cli("bench", "--load", "run.json"))
     assert [row["quiet"] for row in table] == ["10 of 10", "7 of 10", "5 of 10"]
     assert [float(row["all, ms"]) for row in table] == pytest.approx([2.0, 2.0, 2.0])
     assert [result.median for result in done.results] == pytest.approx([1.0045e-3, 1.006e-3, 1.0075e-3])
     assert max(done.results[2].counted) == 6e-3 and len(done.results[2].seconds) == 10
-    report.save(made(), tmp_path / "run.json")
-    assert "all, ms" not in rows(cli("bench", "--load", "run.json"))[0]  # as in files of older versions
+    report.save(bench_run(), tmp_path / "run.json")
+    assert "all, ms" not in records(cli("bench", "--load", "run.json"))[0]  # as in files of older versions
 
 
-def test_every_form_holds_the_same_figures(run, tmp_path, rows):
+def test_every_form_holds_the_same_figures(run, tmp_path):
     run("part0,part4", *SMALL, "--save", "run.json")
     whole = json.loads(run("--load", "run.json", "-o", "json").stdout)
     assert [result["cell"]["contender"] for result in whole["results"]] == ["part0", "part4"]
@@ -40,12 +42,12 @@ def test_every_form_holds_the_same_figures(run, tmp_path, rows):
     for row, line, record in zip(whole["rows"], map(json.loads, lines), table, strict=True):
         assert row.items() <= line.items() and line["torch"] == torch.__version__
         assert float(record["ms"]) == row["ms"] and record["contender"] == row["contender"]
-    assert len(rows(run("--load", "run.json"))) == 2
+    assert len(records(run("--load", "run.json"))) == 2
 
 
-def test_another_file_is_refused(tmp_path, failed, made):
+def test_another_file_is_refused(tmp_path, failed):
     file = tmp_path / "run.json"
-    report.save(made(), file)
+    report.save(bench_run(), file)
     right = file.read_text()
     wrong = ["", "[]", "{}", '{"format": 99}', '{"format": 3, "results": [1]}']
     for old, new in (
@@ -63,18 +65,16 @@ def test_another_file_is_refused(tmp_path, failed, made):
         assert "run.json is not a run that bench saved" in failed("bench", "--load", file), content[:80]
 
 
-def test_a_run_is_kept_in_files_alone(tmp_path, cli, run, monkeypatch, made):
-    assert cli("bench", "sdpa", "-N", "8", "--save", tmp_path).returncode == 2
-    done = cli("bench", "sdpa", "-N", "8", "--save", "/dev/null")
-    assert done.returncode == 2 and "save is '/dev/null'; it must be a file" in done.stderr
-    report.save(made(), tmp_path / "run.json")
+def test_a_run_is_kept_in_files_alone(tmp_path, failed, run, monkeypatch):
+    for place, said in (
+        (tmp_path, "is a directory"),
+        ("/dev/null", "save is '/dev/null'; it must be a file"),
+    ):
+        assert said in failed("bench", "sdpa", "-N", "8", "--save", place)
+    report.save(bench_run(), tmp_path / "run.json")
     kept = (tmp_path / "run.json").read_text()
-
-    def interrupted(*arguments, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(contenders, "attention", interrupted)
-    assert run("part4", *SMALL, "--save", "run.json").returncode == 130
+    monkeypatch.setattr(contenders, "attention", Mock(side_effect=KeyboardInterrupt))
+    run("part4", *SMALL, "--save", "run.json", code=130)
     assert (tmp_path / "run.json").read_text() == kept
 
 
@@ -89,9 +89,9 @@ def test_save_alone_keeps_the_run_by_processor(results, run, cli):
     assert [*results.iterdir()] == [file]
 
 
-def test_medians_that_are_not_firm_are_named(tmp_path, cli, made):
+def test_medians_that_are_not_firm_are_named(tmp_path, cli):
     """The least firm one comes first."""
-    done = made(lengths=(64,), br=(16, 32))
+    done = bench_run(lengths=(64,), br=(16, 32))
     for i, result in enumerate(done.results[:5]):
         result.seconds[:3] = [1e-3 * (0.89 - 0.05 * i)] * 3
     report.save(done, tmp_path / "run.json")
