@@ -2,7 +2,6 @@
 
 import io
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import cuda_on_cpu
 import pooch  # noqa: F401  (its log keeps the stream of its import, which a test would close)
 import pytest
 import torch
-from support import ROOT, Done, or_skip
+from support import ROOT, Done, found_program, or_skip
 
 from shakespeare.app import cli as command_line
 from shakespeare.attention_ext import PARTS, extension, tiles
@@ -183,8 +182,7 @@ def process(tmp_path: Path):
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory) -> Callable[..., None]:
     """Lets the cuda engine run on the CPU, where g++ is; see cuda_on_cpu.install()."""
-    if not shutil.which("g++"):
-        pytest.skip("g++ is missing, which compiles the cuda engine for the CPU")
+    found_program("g++")
     return partial(cuda_on_cpu.install, tmp_path_factory.mktemp("emulated"))
 
 

@@ -41,9 +41,8 @@ class Response:
         streamed = self.headers["content-type"].startswith("text/event-stream")
         objects = self.events if streamed else [self.json()]
         choices = [c for each in objects for c in each["choices"] if c["index"] == index]
-        return "".join(
-            c.get("text") or c.get("message", c.get("delta", {})).get("content", "") for c in choices
-        )
+        held = (c.get("message") or c.get("delta") or {"content": c.get("text", "")} for c in choices)
+        return "".join(each.get("content", "") for each in held)
 
 
 @dataclass

@@ -44,6 +44,11 @@ def or_skip() -> Iterator[None]:
         pytest.skip(str(error))
 
 
+def found_program(name: str) -> str:
+    """A program on PATH; skip the test if it is missing."""
+    return shutil.which(name) or pytest.skip(f"{name} is missing")
+
+
 @contextmanager
 def naming(*case: object) -> Iterator[None]:
     """Name the case, one of a loop, in the message of an exception."""

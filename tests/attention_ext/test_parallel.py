@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_ranks import RANKS
-from support import ROOT, Done, naming
+from support import ROOT, Done, found_program, naming
 
 from shakespeare.attention_ext import PARTS, layout, parallel
 from shakespeare.attention_ext.parallel import METHODS
@@ -267,8 +266,7 @@ done
 @pytest.fixture
 def network():
     """Two namespaces joined by a network of 1 Gbit/s: their names, which are their interfaces' too."""
-    if not shutil.which("ip") or not shutil.which("tc"):
-        pytest.skip("ip and tc are not installed (apt install iproute2)")
+    found_program("ip"), found_program("tc")  # of iproute2
     a, b = (f"att{side}{os.getpid() % 100000}" for side in "ab")
     try:
         command = ["sh", "-c", NETWORK.format(a=a, b=b)]

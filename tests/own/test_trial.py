@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from emulated import Emulated
 from planted import CUDA, FLASH, MISTAKES, NAIVE, NUMPY, ON_GPU_ONLY, RIGHT, TORCH, WITH_SANITIZER, Mistake
-from support import ROOT, naming
+from support import ROOT, found_program, naming
 
 from shakespeare import generate
 from shakespeare.app.server.requests import CompletionBody
@@ -76,8 +77,7 @@ def find(checker, folder: Path, mistakes: list[Mistake]) -> None:
 
 
 def test_some_mistakes_are_found(checker, tmp_path):
-    some = [m for m in MISTAKES if m.name in DEFAULT]
-    find(checker, tmp_path, some)
+    find(checker, tmp_path, [m for m in MISTAKES if m.name in DEFAULT])
 
 
 @pytest.mark.full
@@ -91,10 +91,7 @@ def test_all_mistakes_are_found(checker, tmp_path, suffix):
 @pytest.mark.full
 def test_mistakes_in_cuda_are_found_in_an_emulator(tmp_path, monkeypatch):
     """The worker's cases and diagnosis, without a GPU: the kernel's threads are fibers."""
-    if not shutil.which("g++"):
-        pytest.skip("g++ is missing, which compiles the kernels for the CPU")
-    from emulated import Emulated
-
+    found_program("g++")
     monkeypatch.setattr(kernels, "loaded", Emulated)
     chosen = {case: n for n, case in enumerate(CASES) if case.d in (8, 16)}
 
@@ -251,13 +248,12 @@ def test_the_command(cli, failed, extension, tmp_path):
     assert "python gpt.py try 'restart. 1.cpp'\n" in cli("try", "--new", "restart. 1.cpp").stderr
     assert "-N does not go with --inference" in failed("try", "mine.cpp", "-N", 3, "--inference")
     Path("mine.cpp").write_text(NAIVE.replace("a.scale * s", "s"))
-    done = cli("try", "mine.cpp")
-    assert done.returncode == 1
+    shown = cli("try", "mine.cpp", code=1).stdout
     for words in ("mine.cpp is wrong", "first at    1 head of N = 4, d = 8", "are not scaled", "####"):
-        assert words in done.stdout, words
+        assert words in shown, words
     Path("mine.py").write_text(TORCH)
-    done = cli("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", SECONDS, "--json")
-    found = json.loads(done.stdout)
+    call = ("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", SECONDS, "--json")
+    found = json.loads(cli(*call).stdout)
     assert found["right"] and found["tried"] == len(CASES)
     assert found["speed"]["share"] > 0 and found["hint"]["text"]
 

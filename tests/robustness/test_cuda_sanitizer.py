@@ -1,13 +1,12 @@
 """compute-sanitizer watches every CUDA kernel: bad accesses, races in shared memory, wrong barriers."""
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, printed
+from support import ROOT, found_program, printed
 
 from shakespeare.generation.engines import layouts
 
@@ -26,9 +25,7 @@ KERNELS = {"attention": "kernel_substring=attention_", "graph": "kernel_name=att
 def test_compute_sanitizer_finds_nothing(tool, cases):
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    sanitizer = found_program("compute-sanitizer")  # of the CUDA toolkit
     if tool == "racecheck" and cases in NOT_SEEN:
         pytest.skip("racecheck does not see how blocks of a cluster wait for each other")
     if torch.cuda.get_device_capability() < NEEDS.get(cases, (7, 5)):

@@ -6,7 +6,6 @@ A program prints the seed of a case that fails. `kernels SEED 1 THREADS`, `backw
 `training SEED 1 THREADS` or `decoder SEED 1` repeats the case.
 """
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -18,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support import or_skip, printed
+from support import found_program, or_skip, printed
 
 from shakespeare.attention_ext.build import ninja, recipes, toolchain
 from shakespeare.attention_ext.build.recipes import CSRC, ROOT
@@ -42,13 +41,6 @@ TRAINING = [HERE / "training.cpp", *WITHOUT_BINDINGS["model"], *WITHOUT_BINDINGS
 OPTIMISED = ("-O2", "-fno-sanitize=address,undefined")
 OF_A_SOURCE = dict.fromkeys((HERE / "kernels.cpp", HERE / "backward.cpp"), OPTIMISED)
 DECODER = [HERE / "decoder.cpp", *WITHOUT_BINDINGS["model"], *WITHOUT_BINDINGS["generation"], *PARTS]
-
-
-def found(*command: str) -> list[str]:
-    """The command as a list. Skips the test if its program is missing."""
-    if not shutil.which(command[0]):
-        pytest.skip(f"there is no {command[0]}")
-    return list(command)
 
 
 def run(*command: str | Path) -> str:
@@ -173,7 +165,7 @@ def test_the_code_that_is_shipped(compiler, march, link, full):
     """Without sanitizers the instructions are others. The guard pages still detect accesses out of bounds."""
     if not full:
         pytest.skip("only in the full set")
-    command = [*found(compiler), "-O3", f"-march={march}"]
+    command = [found_program(compiler), "-O3", f"-march={march}"]
     for sources in (PORTABLE, BACKWARD):
         run_cases(20000, link(command, sources), "200000", "20000")
 
@@ -206,16 +198,15 @@ def test_aarch64(compiler, link, full):
     if compiler.startswith("clang") and not full:
         pytest.skip("only in the full set")
     name = "qemu-aarch64" if shutil.which("qemu-aarch64") else "qemu-aarch64-static"
-    emulator = [*found(name), "-cpu", "max"]
+    emulator = [found_program(name), "-cpu", "max"]
     if compiler.startswith("zig"):
-        if importlib.util.find_spec("ziglang") is None:
-            pytest.skip("there is no ziglang")
+        pytest.importorskip("ziglang")
         command = [*ZIG, "-target", "aarch64-linux-musl", "-mcpu=apple_m1"]
     elif compiler == "gcc":
-        command = [*found("aarch64-linux-gnu-g++"), "-march=armv8-a", *TRAPS]
+        command = [found_program("aarch64-linux-gnu-g++"), "-march=armv8-a", *TRAPS]
     else:
-        found("aarch64-linux-gnu-g++")  # its package has the libraries that clang needs too
-        command = [*found("clang++"), "--target=aarch64-linux-gnu", "-mcpu=apple-m1"]
+        found_program("aarch64-linux-gnu-g++")  # its package has the libraries that clang needs too
+        command = [found_program("clang++"), "--target=aarch64-linux-gnu", "-mcpu=apple-m1"]
     command += ["-O3", "-static"]
     program = link(command, PORTABLE)
     count = 2000 if full else 60
@@ -233,8 +224,7 @@ def test_aarch64(compiler, link, full):
 @pytest.mark.parametrize("target, cpu", [("aarch64-macos", "apple_m1"), ("x86_64-macos", "haswell")])
 def test_programs_for_a_mac_compile_and_link(target, cpu, link, full):
     """With the headers and libraries of the package ziglang. Linux cannot run the programs."""
-    if importlib.util.find_spec("ziglang") is None:
-        pytest.skip("there is no ziglang")
+    pytest.importorskip("ziglang")
     if cpu != "apple_m1" and not full:
         pytest.skip("only in the full set")
     command = [*ZIG, "-target", target, f"-mcpu={cpu}"]
@@ -247,7 +237,7 @@ def test_programs_for_a_mac_compile_and_link(target, cpu, link, full):
 @pytest.mark.parametrize("compiler", ["g++", "clang++", "clang++ -stdlib=libc++"])
 def test_no_compiler_warns(compiler, full, tmp_path):
     """For all sources without torch and Python. libc++ is the library of macOS."""
-    command = found(*compiler.split())
+    command = [found_program(compiler.split()[0]), *compiler.split()[1:]]
     if compiler == "clang++" and not full:
         pytest.skip("only in the full set")
     probe = tmp_path / "probe.cpp"

@@ -1,6 +1,5 @@
 """The page's modules in node, and the page in browsers. Tests skip where one of them is missing."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from node_process import WEB_TESTS, Node
+from support import found_program
 
 from shakespeare.attention_ext.build import cache
 from shakespeare.web import build
@@ -20,10 +20,7 @@ BROWSERS = {"chromium": ("CHROMIUM", ("chromium",)), "firefox": ("FIREFOX", ("fi
 
 @pytest.fixture(scope="session")
 def node_program() -> str:
-    found = shutil.which("node")
-    if not found:
-        pytest.skip("node is missing")
-    return found
+    return found_program("node")
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +34,7 @@ def node(node_program: str) -> Iterator[Node]:
 @pytest.fixture(scope="session")
 def wasm(request: pytest.FixtureRequest) -> Iterator[None]:
     """The kernels in WebAssembly: both builds, or by default one in place of both, as each takes a minute."""
-    if not importlib.util.find_spec("ziglang"):
-        pytest.skip(build.NO_ZIG)
+    pytest.importorskip("ziglang", reason=build.NO_ZIG)
     compiled = build.compiled
     with pytest.MonkeyPatch.context() as patch:
         if not any(test.get_closest_marker("full") for test in request.session.items):
