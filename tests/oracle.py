@@ -21,6 +21,12 @@ SHAPES = [
 ]
 
 
+def qkv(B: int, H: int, Nq: int, Nk: int, d: int, dtype=torch.float32, seed: int = 0) -> list[Tensor]:
+    """Random q, k and v."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, H, n, d, generator=generator).to(dtype) for n in (Nq, Nk, Nk)]
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, Nq, d) and logsumexp (B, H, Nq) in float64, by the definition, one query at a time."""
     q, k, v = q.double(), k.double(), v.double()

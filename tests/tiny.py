@@ -9,6 +9,7 @@ import torch
 
 from shakespeare.attention_ext import attention
 from shakespeare.model import huggingface
+from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, Attend
 from shakespeare.model.tokenizer import CharTokenizer
@@ -27,6 +28,12 @@ def gpt(attend: Attend = attend, **change) -> GPT:
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape)
     return model.eval()
+
+
+def checkpoint(**change) -> Checkpoint:
+    """The checkpoint of gpt(), which has no file."""
+    model = gpt(**change)
+    return Checkpoint(model.config, model.weights, VOCABULARY)
 
 
 def nanogpt_file(path, *, prefix="", config=None, **change):

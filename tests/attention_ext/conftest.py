@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import oracle
 import pytest
 import torch
 from support import or_skip
@@ -23,9 +24,8 @@ class Attend:
     def __call__(self, q, k, v, **options):
         return attention(self.part, q, k, v, simd=self.simd, **options)
 
-    def qkv(self, B, H, Nq, Nk, d, seed=0) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return [torch.randn(B, H, n, d, generator=generator).to(self.dtype) for n in (Nq, Nk, Nk)]
+    def qkv(self, *shape: int) -> list[torch.Tensor]:
+        return oracle.qkv(*shape, self.dtype)
 
     def assert_same(self, got, expected) -> None:
         """Equal to the last bit for our kernels; PyTorch's sums may depend on shapes and alignment."""

@@ -1,5 +1,8 @@
 """What is particular to attention() in bfloat16. test_attention.py holds it to the contract of float32."""
 
+from functools import partial
+
+import oracle
 import pytest
 import torch
 from support import naming
@@ -9,11 +12,7 @@ from shakespeare.attention_ext import attention, extension, operator
 from shakespeare.attention_ext.parts import Dtype, check_dtype
 
 pytestmark = pytest.mark.usefixtures("extension")
-
-
-def qkv(*shape):
-    B, H, Nq, Nk, d = shape
-    return [torch.randn(B, H, n, d).bfloat16() for n in (Nq, Nk, Nk)]
+qkv = partial(oracle.qkv, dtype=torch.bfloat16)
 
 
 def test_other_parts_and_mixed_types_are_refused():

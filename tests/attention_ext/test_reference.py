@@ -11,8 +11,7 @@ from shakespeare.attention_ext import reference
 
 
 def qkv(Nq, Nk):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, 3, n, 24, generator=generator, dtype=torch.float64) for n in (Nq, Nk, Nk)]
+    return oracle.qkv(2, 3, Nq, Nk, 24, torch.float64)
 
 
 def assert_exact(got, expected):

@@ -32,8 +32,7 @@ FEW, MANY = 2, 23
 
 @pytest.fixture(scope="module")
 def model(extension) -> Checkpoint:
-    gpt = tiny.gpt(block_size=40)
-    return Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
+    return tiny.checkpoint(block_size=40)
 
 
 def text_of(model: Checkpoint, count: int = 400) -> list[int]:
@@ -63,10 +62,14 @@ def scrambled(draft: Draft, seed: int) -> Draft:
     return replace(draft, records=records, first=rng.integers(1, 256, V).astype(np.uint8))
 
 
-@pytest.fixture(scope="module")
-def kinds(model) -> dict[str, Draft]:
+def kinds_of(model: Checkpoint) -> dict[str, Draft]:
     own = drafts.make(model, text_of(model))
     return {"own": own, "scrambled": scrambled(own, 1), "certain": certain(3)}
+
+
+@pytest.fixture(scope="module")
+def kinds(model) -> dict[str, Draft]:
+    return kinds_of(model)
 
 
 def test_each_place_has_what_the_model_expects_there(extension):
@@ -74,17 +77,14 @@ def test_each_place_has_what_the_model_expects_there(extension):
     for block in (2, 3, 4, 5, 6, 7, 8, 12):
         gpt = tiny.gpt(block_size=block)
         text = np.random.default_rng(block).integers(11, size=29)
-        tokens, shares = drafts._expected(
-            Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY), text, math.inf
-        )
+        tokens, shares = drafts._expected(tiny.checkpoint(block_size=block), text, math.inf)
         for at in range(1, len(text)):
             firsts = range(max(0, at - block), max(0, at - max(1, block // 4)) + 1)
             possible = [gpt(torch.tensor(text[None, first:at]))[0, -1].softmax(0) for first in firsts]
             with naming(block, at):
                 assert any(np.allclose(p[tokens[at]].detach(), shares[at], atol=1e-4) for p in possible)
-    gpt = tiny.gpt(block_size=1)
     with pytest.raises(drafts.NoDraft, match="block size is 1; a draft needs one of at least 2"):
-        drafts.make(Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY), [1, 2, 3])
+        drafts.make(tiny.checkpoint(block_size=1), [1, 2, 3])
 
 
 def any_request(rng: random.Random, vocab: int, longest: int) -> Request:
@@ -148,10 +148,8 @@ def test_nor_in_other_precisions_and_over_threads(options, model, kinds):
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_nor_in_the_cuda_engine(emulated, monkeypatch, threads, blocks, kind, change, precision):
     """On the CPU; rows of guesses add in another order than a row alone."""
-    gpt = tiny.gpt(block_size=60, **change)
-    model = Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
-    own = drafts.make(model, text_of(model))
-    draft = {"own": own, "scrambled": scrambled(own, 1), "certain": certain(3)}[kind]
+    model = tiny.checkpoint(block_size=60, **change)
+    draft = kinds_of(model)[kind]
     emulated(monkeypatch, threads, (blocks,))
     rng, rounded = random.Random(0), dict(weights=precision, kv_cache=precision)
     plain = dict(repetition_penalty=1, presence_penalty=0, frequency_penalty=0, logit_bias=())
@@ -174,9 +172,8 @@ def test_nor_in_the_cuda_engine(emulated, monkeypatch, threads, blocks, kind, ch
 
 
 def test_when_the_cuda_engine_has_drafts(emulated, monkeypatch):
-    gpt = tiny.gpt(block_size=60)
     emulated(monkeypatch, 64, (4,))
-    checkpoint = Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
+    checkpoint = tiny.checkpoint(block_size=60)
     engine = open_engine(checkpoint, "cuda", device="cuda", draft=certain(3))
     expected = open_engine(checkpoint, draft="off")
     uniforms = np.random.default_rng(0).random((60, 1))

@@ -10,7 +10,6 @@ import torch
 from steps import prefill, write
 from torch.nn import functional as F
 
-from shakespeare.attention_ext import attention
 from shakespeare.generation.engines.pytorch import rounded
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.logprobs import of_logits
@@ -23,10 +22,6 @@ from shakespeare.model.loss import evaluate
 PENALTIES = dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5)
 SAMPLING = Sampling(1.3, 5, 0.9, 0.01, **PENALTIES, logit_bias=((3, 2.0),))
 PROMPT = [i * i % 11 for i in range(90)]  # more than are read together
-
-
-def model(**change):
-    return tiny.gpt(partial(attention, "part0", causal=True), **dict(block_size=150) | change)
 
 
 def expected(gpt, ids, top):
@@ -48,7 +43,7 @@ def close(given, right):
 
 @pytest.mark.parametrize("length, top", [(1, 0), (2, 5), (90, 1)])
 def test_they_are_the_models_before_any_setting(engine, length, top):
-    gpt, prompt = model(), PROMPT[:length]
+    gpt, prompt = tiny.gpt(block_size=150), PROMPT[:length]
     request = Request(
         prompt, seed=3, sampling=SAMPLING, max_new_tokens=40, logprobs=top, prompt_logprobs=True
     )
@@ -61,7 +56,7 @@ def test_they_are_the_models_before_any_setting(engine, length, top):
 
 
 def test_they_change_no_text_and_neighbours_without_them_have_none(engine):
-    gpt = model()
+    gpt = tiny.gpt(block_size=150)
     first = Request([0], sampling=SAMPLING, max_new_tokens=90, context="reset")
     plain = [replace(first, ids=PROMPT[: 30 + 20 * seed], seed=seed) for seed in range(4)]
     asking = [replace(each, logprobs=each.seed, prompt_logprobs=each.seed == 2) for each in plain]
@@ -92,7 +87,7 @@ def test_those_of_a_prompt_are_the_loss_that_eval_gives(extension, name, weights
 
 
 def test_equal_alternatives_are_in_the_order_of_their_ids(extension):
-    gpt = model()
+    gpt = tiny.gpt(block_size=150)
     with torch.no_grad():
         for row in (1, 4, 7):
             gpt.transformer.wte.weight[row] = gpt.transformer.wte.weight[2]

@@ -1,13 +1,11 @@
 """Prompts and windows that are read in slices of time: no slice and no neighbour changes a text."""
 
 import random
-from functools import partial
 
 import pytest
 import tiny
 from steps import write
 
-from shakespeare.attention_ext import attention
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
@@ -17,10 +15,6 @@ LONGEST = 200
 PENALTIES = dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.5)
 PENALISED = Sampling(2.0, 3, 0.9, 0.05, **PENALTIES, logit_bias=((2, 1.5),))
 SLICES = [0.0, 5e-4]
-
-
-def model(**change):
-    return tiny.gpt(partial(attention, "part0", causal=True), **dict(block_size=LONGEST) | change)
 
 
 def varied(count):
@@ -45,7 +39,7 @@ def varied(count):
 @pytest.mark.parametrize("slice_seconds", SLICES)
 def test_no_slice_and_no_neighbour_changes_a_text(engine, threads, slice_seconds):
     """Texts join in the middle of others' prompts, and some leave in the middle of theirs or later."""
-    requests, gpt = list(varied(24)), model()
+    requests, gpt = list(varied(24)), tiny.gpt(block_size=LONGEST)
     threads(1)
     whole = Writer(engine(gpt))
     alone = [item for request in requests for item in write(whole, request).items()]
@@ -88,7 +82,7 @@ def test_no_slice_and_no_neighbour_changes_a_text(engine, threads, slice_seconds
 def test_a_long_prompt_stops_no_other_text(extension, threads):
     """One piece for each step: the other text is written in all of them."""
     threads(1)
-    writer = Writer(open_engine(model(block_size=500), "native", slots=2), slice_seconds=0)
+    writer = Writer(open_engine(tiny.gpt(block_size=500), "native", slots=2), slice_seconds=0)
     short = writer.join(Request([1], seed=0))
     while short.is_new:
         writer.step()
@@ -103,7 +97,7 @@ def test_a_long_prompt_stops_no_other_text(extension, threads):
 def test_a_prompt_that_texts_share_is_read_once(extension, threads, monkeypatch, slice_seconds):
     """Also by texts that join while it is being read; after its reader has left, another one goes on."""
     threads(1)
-    engine = open_engine(model(), "native", slots=4)
+    engine = open_engine(tiny.gpt(block_size=LONGEST), "native", slots=4)
     reads, begin = [], engine.begin
     monkeypatch.setattr(engine, "begin", lambda *a, **k: reads.append(a[0]) or begin(*a, **k))
     writer = Writer(engine, slice_seconds=slice_seconds)

@@ -1,7 +1,5 @@
 """The texts of a batch: no part, engine or cache changes a text; prompts that are shared; wrong requests."""
 
-from functools import partial
-
 import pytest
 import tiny
 import torch
@@ -13,10 +11,6 @@ from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling, sample
 from shakespeare.generation.writer import Writer
-
-
-def model(part="part0", **change):
-    return tiny.gpt(partial(attention, part, causal=True, br=4, bc=8), **change)
 
 
 def tokens(engine, prompt, count, seed, **change):
@@ -44,12 +38,13 @@ def test_the_text_is_nanogpts_also_past_the_block_size(engine, context, keep):
     """A reset context starts again from the last half window."""
     for length in (1, 5, 16, 17, 40):
         prompt = [i % 11 for i in range(length)]
-        expected = oracle(model(), prompt, 40, seed=3, keep=keep)
+        expected = oracle(tiny.gpt(), prompt, 40, seed=3, keep=keep)
         assert len(set(expected)) > 3
         for use_cache in (True, False):
             with naming(length, use_cache):
                 assert (
-                    tokens(engine(model()), prompt, 40, 3, context=context, use_cache=use_cache) == expected
+                    tokens(engine(tiny.gpt()), prompt, 40, 3, context=context, use_cache=use_cache)
+                    == expected
                 )
 
 
@@ -61,7 +56,7 @@ def test_a_cached_token_costs_one_position(monkeypatch):
         return attention(part, q, k, v, **options)
 
     monkeypatch.setattr("shakespeare.generation.engines.pytorch.attention", counting)
-    gpt = model(n_layer=1)
+    gpt = tiny.gpt(n_layer=1)
     tokens(open_engine(gpt, part="part0"), [1, 2, 3], 4, 0)
     assert rows == [(3, 3), (1, 4), (1, 5), (1, 6)]
     rows.clear()
@@ -72,7 +67,7 @@ def test_a_cached_token_costs_one_position(monkeypatch):
 @pytest.mark.parametrize("kept", [False, True], ids=["all slots", "one keeps the prompt"])
 def test_a_prompt_that_texts_share_is_read_once(monkeypatch, kept):
     """Once for texts that join together; if a slot keeps the prompt, also for texts that join later."""
-    engine = open_engine(model(), part="part0", slots=3)
+    engine = open_engine(tiny.gpt(), part="part0", slots=3)
     reads = []
     monkeypatch.setattr(engine, "begin", lambda *a, f=engine.begin: reads.append(a[1]) or f(*a))
     writer = Writer(engine, 2 if kept else 3)
@@ -103,7 +98,7 @@ def test_a_wrong_request_is_named():
 
 
 def test_what_a_writer_cannot_take_is_named():
-    engine = open_engine(model(), part="part0", slots=2)
+    engine = open_engine(tiny.gpt(), part="part0", slots=2)
     writer = Writer(engine)
     with pytest.raises(ValueError, match="prompt has a token outside 0 .. 10"):
         writer.join(Request([11]))

@@ -14,6 +14,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from oracle import qkv
 from support import naming, or_skip, printed
 
 from shakespeare.attention_ext.parts import BuildError, Dtype
@@ -23,15 +24,8 @@ from shakespeare.attention_ext.webgpu.steps import STEPS, Tile, choose, up
 
 # (B, H, Nq, Nk, d): one row, tiles that are not full, widths that are padded, few queries, wide heads
 SHAPES = [(2, 3, 63, 63, 24), (1, 1, 1025, 1025, 24)]  # each width is another shader to compile
-MORE = [
-    (1, 1, 1, 1, 1),
-    (1, 2, 50, 123, 32),
-    (1, 1, 1, 300, 64),
-    (1, 2, 123, 123, 80),
-    (1, 1, 130, 257, 128),
-    (1, 1, 40, 64, 256),
-]
-MORE += [(1, 2, 33, 97, 200), (1, 1, 1025, 1025, 64), (1, 1, 63, 123, 33)]
+MORE = [(1, 1, 1, 1, 1), (1, 2, 50, 123, 32), (1, 1, 1, 300, 64), (1, 2, 123, 123, 80), (1, 1, 130, 257, 128)]
+MORE += [(1, 1, 40, 64, 256), (1, 2, 33, 97, 200), (1, 1, 1025, 1025, 64), (1, 1, 63, 123, 33)]
 WIDTHS = (1, 24, 32, 33, 64, 80, 100, 128, 256)
 HALF = 2.0**-11  # half a unit in the last place of 16 bits, by which step 6 rounds K, V and the weights
 
@@ -49,11 +43,6 @@ def step(request: pytest.FixtureRequest, gpu: Gpu) -> str:
     if lacking := STEPS[request.param].lacks(gpu.adapter):
         pytest.skip(f"{gpu.adapter.name} lacks {lacking}")
     return request.param
-
-
-def qkv(B, H, Nq, Nk, d, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(B, H, n, d, generator=generator).to(dtype) for n in (Nq, Nk, Nk)]
 
 
 def check(step, q, k, v, causal=False, scale=None):
@@ -80,7 +69,8 @@ def test_awkward_shapes(step, shape):
         check(step, *qkv(*shape), causal)
 
 
-def generated(step, count, widths):
+@pytest.mark.parametrize("count, widths", [(8, (24,)), pytest.param(1000, WIDTHS, marks=pytest.mark.full)])
+def test_generated_cases(step, count, widths):
     rng = random.Random(int(step))
     for seed in range(count):
         Nk, causal = rng.randint(1, 150), rng.random() < 0.5
@@ -89,15 +79,6 @@ def generated(step, count, widths):
         if rng.random() < 0.2:  # not contiguous
             q, k = q.mT.contiguous().mT, torch.cat((k, k), dim=3)[..., k.shape[3] :]
         check(step, q, k, v, causal, rng.choice((None, 0.3, -0.2, 0.0)))
-
-
-def test_generated_cases(step):
-    generated(step, 8, (24,))
-
-
-@pytest.mark.full
-def test_a_thousand_generated_cases(step):
-    generated(step, 1000, WIDTHS)
 
 
 @pytest.mark.parametrize("kernel", [None, "1", "6"])
@@ -167,14 +148,12 @@ def test_heads_that_do_not_fit_a_buffer_together(gpu, monkeypatch):
         attention(*tensors)
 
 
-@pytest.mark.parametrize("name", ["5", "6"])
-def test_rows_that_are_longer_than_a_subgroup(gpu, monkeypatch, name):
+@pytest.mark.parametrize("step", ["5", "6"], indirect=True)
+def test_rows_that_are_longer_than_a_subgroup(monkeypatch, step):
     """Subgroups have 4 to 128 lanes, so the maxima of a row must have another way."""
-    if lacking := STEPS[name].lacks(gpu.adapter):
-        pytest.skip(f"{gpu.adapter.name} lacks {lacking}")
     for lanes in (2, 32):
-        monkeypatch.setitem(STEPS, name, replace(STEPS[name], tiles=(Tile(lanes, 2, 4, 4),)))
-        check(name, *qkv(1, 1, 40, 150, 8), causal=True)
+        monkeypatch.setitem(STEPS, step, replace(STEPS[step], tiles=(Tile(lanes, 2, 4, 4),)))
+        check(step, *qkv(1, 1, 40, 150, 8), causal=True)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -197,18 +176,15 @@ def test_the_table_has_the_workgroup_memory_of_the_source(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["4", "5", "6"])
-def test_all_tiles_by_columns(gpu, monkeypatch, name):
+@pytest.mark.parametrize("step", ["4", "5", "6"], indirect=True)
+def test_all_tiles_by_columns(gpu, monkeypatch, step):
     """At d = 8 more of them fit: a CPU adapter has too little memory for the largest at usual widths."""
-    step = STEPS[name]
-    if lacking := step.lacks(gpu.adapter):
-        pytest.skip(f"{gpu.adapter.name} lacks {lacking}")
-    most = gpu.adapter.limits["max-compute-workgroup-storage-size"]
-    for tile in step.tiles:
+    row, most = STEPS[step], gpu.adapter.limits["max-compute-workgroup-storage-size"]
+    for tile in row.tiles:
         assert (tile.rows, tile.lines % 2, tile.keys % 4) == (4, 0, 0)  # what the source relies on
-        if step.memory(tile, 2) <= most:
-            monkeypatch.setitem(STEPS, name, replace(step, tiles=(tile,)))
-            check(name, *qkv(1, 1, 300, 300, 8), causal=True)
+        if row.memory(tile, 2) <= most:
+            monkeypatch.setitem(STEPS, step, replace(row, tiles=(tile,)))
+            check(step, *qkv(1, 1, 300, 300, 8), causal=True)
 
 
 def test_marked_loops_are_written_out():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Here, check, files, here, rows
-from support import ROOT, naming
+from support import ROOT
 
 from shakespeare import generate, load
 from shakespeare.generation.many import bulk, shards
@@ -25,14 +25,10 @@ from shakespeare.generation.many.shards import Loss, Stop, Task
 from shakespeare.model.files import UNFINISHED, locked
 
 
-def processes(workers):
-    return lambda settings, shards: local_pool(settings, workers)
-
-
 def test_two_processes_write_the_same_bytes(job, expected, model, tmp_path):
     """Text i has the seed plus i."""
     states = []
-    bulk.run(job, tmp_path, processes(2), progress=lambda state: states.append(state.texts))
+    bulk.run(job, tmp_path, lambda s, _: local_pool(s, 2), progress=lambda now: states.append(now.texts))
     manifest = check(tmp_path, expected)
     assert states[0] == 0 and states[-1] == TEXTS and manifest["workers_lost"] == []
     (machine,) = manifest["machines"].values()
@@ -350,5 +346,4 @@ def test_wrong_requests_are_one_line(failed, model):
         (["--texts", 3, "--device", "cuda", "--simd", "off"], "--simd does not go with --device cuda"),
         (["--texts", 3, "--device", "cuda", "--ray", "auto"], "--ray does not go with --device cuda"),
     ):
-        with naming(given):
-            assert line in failed("bulk", "-m", model, "--out", "o", *given)
+        assert line in failed("bulk", "-m", model, "--out", "o", *given)
