@@ -12,12 +12,12 @@ print JSON.
 import ctypes
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -52,27 +52,17 @@ def answer(sources: Path, variant: str = "portable") -> int:
 
 def in_child(act: Callable[[], int | str]) -> str | None:
     """Call act() in a fork with its own process group. Returns its result as text, None if it was killed."""
-    read, write = os.pipe()
+    read, write = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=lambda: (os.setsid(), write.send(str(act()))))
     with warnings.catch_warnings():  # Python 3.12 warns that idle threads are not copied
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            os.setsid()
-            os.write(write, str(act()).encode())
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(write)
-    _, status = os.waitpid(child, 0)
-    with open(read) as pipe:  # compilers that outlive the build do not hold it open
-        said = pipe.read()
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        child.start()
+    child.join()
+    if child.exitcode == -signal.SIGKILL:
         return None
-    if status or not said:
-        raise SystemExit(f"a build ended with status {status}")
-    return said
+    if child.exitcode or not read.poll():
+        raise SystemExit(f"a build ended with status {child.exitcode}")
+    return read.recv()
 
 
 def answer_or_error(sources: Path, variant: str) -> int | str:

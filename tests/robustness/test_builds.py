@@ -4,12 +4,15 @@ Most tests build sources of one line (small_build.py), in the same steps as the 
 """
 
 import dataclasses
+import grp
 import json
 import os
+import pwd
 import re
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import or_skip, script, start_python
@@ -313,19 +316,8 @@ def test_a_library_that_another_could_have_planted_is_not_run(tmp_path, sources)
 
 
 def test_a_private_group_is_the_users_or_roots(monkeypatch):
-    import grp
-    import pwd
-    from types import SimpleNamespace
-
     monkeypatch.setattr(pwd, "getpwuid", lambda user: SimpleNamespace(pw_name="will"))
-    groups = {
-        0: ("root", []),
-        1: ("will", []),
-        2: ("will", ["will"]),
-        3: ("will", ["will", "kit"]),
-        4: ("men", []),
-    }
-    monkeypatch.setattr(
-        grp, "getgrgid", lambda group: SimpleNamespace(gr_name=groups[group][0], gr_mem=groups[group][1])
-    )
+    rows = [("root", []), ("will", []), ("will", ["will"]), ("will", ["will", "kit"]), ("men", [])]
+    groups = {number: SimpleNamespace(gr_name=name, gr_mem=who) for number, (name, who) in enumerate(rows)}
+    monkeypatch.setattr(grp, "getgrgid", groups.__getitem__)
     assert [group for group in range(6) if cache_of_builds.is_private(group)] == [0, 1, 2]  # 5 is no group

@@ -31,19 +31,8 @@ LOGGED = "WARNING:  Invalid HTTP request received."  # of bytes that are no requ
 KINDS = {"whole": 25, "stream": 30, "leave": 20, "slow": 8, "deaf": 2, "bad": 15}
 JSON = {"Content_Type": "application/json"}
 REFUSED = [  # method, path, body, headers, status
-    *(
-        ("POST", "/v1/completions", body, JSON, 400)
-        for body in (
-            b"{",
-            b"\xff\xfe",
-            b"[]",
-            b'{"model": "shakes128", "prompt": ""}',
-            b'{"model": "shakes128", "max_tokens": -1}',
-            b'{"model": "shakes128", "prompt": "\\u20ac"}',
-            b'{"model": "shakes128", "no_such_field": 1}',
-            b'{"model": "shakes128", "n": 100000}',
-        )
-    ),
+    ("POST", "/v1/completions", b"\xff\xfe", JSON, 400),
+    ("POST", "/v1/completions", b'{"model": "shakes128", "n": 100000}', JSON, 400),
     ("POST", "/v1/completions", b'{"model": "nothing"}', JSON, 404),
     ("POST", "/v1/completions", b"{", JSON | {"Content_Length": "300000"}, 413),
     ("GET", "/v1/nothing", b"", {}, 404),
@@ -102,8 +91,7 @@ class Soak:
             assert response.text(number) == expected
         return "right, after 429" if attempt else "right"
 
-    def whole(self, draw: random.Random) -> str:
-        return self.answered(draw)
+    whole = answered
 
     def stream(self, draw: random.Random) -> str:
         return self.answered(draw, stream=True, stream_options={"interval_ms": draw.choice([0, 16, 100])})
