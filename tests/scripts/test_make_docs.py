@@ -40,13 +40,9 @@ def test_the_documents_are_what_the_script_writes():
     assert documents.keys() == results | {"README.md", "docs/use/cli.md"}
 
 
-def test_every_option_is_in_the_document(cli):
-    text = (ROOT / "docs" / "use" / "cli.md").read_text()
-    headings = {line[3:] for line in text.splitlines() if line.startswith("## ")}
-    assert headings >= set(COMMANDS) - PARTS.keys()
-    shown = cli("part4", "--help").stdout.split("Options:\n")[1]
-    options = {line.split()[0].strip(",") for line in shown.splitlines() if line.startswith("  -")} - {"-h"}
-    assert len(options) > 20 and [option for option in options if f"`{option}" not in text] == []
+def test_every_command_is_in_the_document():
+    headings = [line[3:] for line in (ROOT / "docs/use/cli.md").read_text().splitlines() if line[:3] == "## "]
+    assert {*headings} >= set(COMMANDS) - PARTS.keys()
 
 
 def test_tables_of_results(results):

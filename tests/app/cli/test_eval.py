@@ -53,29 +53,24 @@ def test_a_byte_order_mark_and_other_line_ends_change_nothing(cli, tmp_path, mon
         assert [cli(*command, "--corpus", "text.txt").stdout for command in commands] == expected
 
 
-def test_without_a_corpus_train_and_eval_say_how_to_get_one(failed, tmp_path, monkeypatch):
+def test_a_missing_corpus_and_a_failed_download_say_what_to_do(cli, failed, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "INPUT", tmp_path / "input.txt")
     for command in (["eval"], ["train", "shakes128"]):
         assert "give --corpus FILE or run `gpt.py prepare`" in failed(*command)
-
-
-def test_a_failed_download_says_what_to_do(cli, tmp_path, monkeypatch):
     monkeypatch.setattr("shakespeare.app.cli.prepare.URL", "http://localhost:1/input.txt")
-    monkeypatch.setattr(corpus, "INPUT", tmp_path / "input.txt")
     done = cli("prepare", code=2)
     assert "could not be downloaded (ConnectionError); --corpus takes a file" in done.stderr.splitlines()[-1]
 
 
-def test_a_text_too_short_to_evaluate_is_named(failed, cli, extension, tmp_path):
+def test_a_text_too_short_is_named_and_another_has_the_same_loss_in_every_part(
+    failed, cli, extension, tmp_path
+):
     for part in ("part0", "part4"):
         for text, said in (("", "0 characters"), ("a", "1 character"), (10 * "a", "10 characters")):
             (tmp_path / "text.txt").write_text(text)
             assert f"text has {said}; its last 10 %" in failed("eval", "--corpus", "text.txt", "--part", part)
         (tmp_path / "text.txt").write_text(11 * "a")  # shorter than a block
         cli("eval", "--corpus", "text.txt", "--part", part)
-
-
-def test_eval_is_the_same_through_every_part(cli, extension, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     losses = {cli("eval", "--corpus", "text.txt", "--part", part).stdout for part in PARTS}
     assert len(losses) == 1 and "nats" in losses.pop()

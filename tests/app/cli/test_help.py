@@ -7,7 +7,6 @@ import re
 import sys
 
 import click
-import pytest
 from support import printed
 
 from shakespeare.app.cli import COMMANDS, command_of, first_sentence
@@ -69,14 +68,8 @@ def parameters(name: str) -> list[click.Parameter]:
     return [p for command in map(command_of, COMMANDS) for p in command.params if p.name == name]
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_choices_are_those_of_the_modules(name):
-    found = parameters(name)
-    assert found
-    for parameter in found:
-        assert sorted(parameter.type.choices) == sorted(CHOICES[name])
-
-
-def test_the_help_of_model_names_the_shipped_models():
+def test_choices_and_the_shipped_models_are_those_of_the_modules():
+    for name, choices in CHOICES.items():
+        assert {tuple(sorted(each.type.choices)) for each in parameters(name)} == {tuple(sorted(choices))}
     for option in parameters("model"):
         assert tuple(re.findall(r"shakes[\w-]+", option.help)) == SHIPPED

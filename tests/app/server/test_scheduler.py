@@ -15,7 +15,7 @@ from shakespeare.model import load
 from shakespeare.model.checkpoint import save
 
 
-def test_an_engine_that_fails_ends_its_texts_only(extension, monkeypatch):
+def test_an_engine_that_fails_or_cannot_be_opened_ends_its_texts_only(extension, monkeypatch):
     from shakespeare.generation.engines.native import Decoder
 
     with serving(Settings((MODEL,))) as client:
@@ -27,6 +27,13 @@ def test_an_engine_that_fails_ends_its_texts_only(extension, monkeypatch):
             streamed = client.complete(seed=1, stream=True).data
             assert b'"type": "server_error"' in streamed and b"[DONE]" not in streamed
         assert client.complete(seed=1).text() == before
+        with monkeypatch.context() as patch:
+            full = Mock(side_effect=MemoryError("no room"))
+            patch.setattr("shakespeare.app.server.scheduler.open_engine", full)
+            refused = client.complete(part="part2")
+            assert refused.status == 500 and "no room" in refused.json()["error"]["message"]
+            assert client.complete().status == 200
+        assert client.complete(part="part2").status == 200
         client.idle()
 
 
@@ -49,17 +56,6 @@ def test_an_error_of_one_request_ends_that_request_only(extension, monkeypatch):
             assert b"no such token" in broken and b"[DONE]" not in broken
         assert {other.result().text() for other in others} == {before}
         client.idle()
-
-
-def test_a_part_that_cannot_be_opened(extension, monkeypatch):
-    with serving(Settings((MODEL,))) as client:
-        with monkeypatch.context() as patch:
-            full = Mock(side_effect=MemoryError("no room"))
-            patch.setattr("shakespeare.app.server.scheduler.open_engine", full)
-            refused = client.complete(part="part2")
-            assert refused.status == 500 and "no room" in refused.json()["error"]["message"]
-            assert client.complete().status == 200
-        assert client.complete(part="part2").status == 200
 
 
 def test_the_cuda_engine_serves_the_same_texts(emulated, extension, tmp_path, monkeypatch):

@@ -76,17 +76,13 @@ def test_keys_cover_all_but_health(guarded):
         assert guarded.get("/v1/models", Authorization=header).status == 200
 
 
-def test_there_is_no_cors_unless_asked_for(client):
+def test_a_page_of_an_admitted_origin_may_call_and_of_another_may_not(client, guarded):
     response = client.get("/v1/models", Origin=ORIGIN)
     assert not [name for name in response.headers if name.startswith("access-control")]
     assert client.send("OPTIONS", "/v1/completions", Origin=ORIGIN).status == 405
-
-
-def test_a_page_of_an_admitted_origin_may_call(guarded):
     preflight = {"Origin": ORIGIN, "Access_Control_Request_Method": "POST"}
-    asked = guarded.send(
-        "OPTIONS", "/v1/completions", Access_Control_Request_Headers="authorization", **preflight
-    )
+    headers = preflight | {"Access_Control_Request_Headers": "authorization"}
+    asked = guarded.send("OPTIONS", "/v1/completions", **headers)
     assert asked.status == 200 and asked.headers["access-control-allow-origin"] == ORIGIN
     assert "authorization" in asked.headers["access-control-allow-headers"]
     answer = guarded.get("/v1/models", Authorization="Bearer first", Origin=ORIGIN)

@@ -7,31 +7,22 @@ from shakespeare.app.server import Settings
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What stands for a page."""
+def paged(tmp_path_factory, extension):
+    """A server with what stands for a page."""
     made = tmp_path_factory.mktemp("page")
     (made / "js").mkdir()
     (made / "index.html").write_text("<head>\n<title>A page</title>\n</head>")
     (made / "js" / "main.js").write_text("// code")
     (made.parent / "secret").write_text("not the page's")
-    return made
+    with serving(Settings((MODEL,), page=made)) as client:
+        yield client
 
 
-@pytest.fixture(scope="module")
-def paged(folder, extension):
-    """A server with the page."""
-    with serving(Settings((MODEL,), page=folder)) as made:
-        yield made
-
-
-def test_the_page_knows_its_server(paged):
+def test_the_page_knows_its_server_the_files_have_their_types_and_the_api_its_paths(paged):
     page = paged.get("/")
     assert page.status == 200 and b"A page" in page.data
     assert b'<meta name="server" content="/v1">' in page.data
     assert page.headers["content-security-policy"] == "frame-ancestors 'none'"
-
-
-def test_the_files_have_their_types_and_the_api_its_paths(paged):
     code = paged.get("/js/main.js")
     assert (code.data, code.headers["content-type"]) == (b"// code", "text/javascript")
     assert code.headers["x-content-type-options"] == "nosniff"
