@@ -122,22 +122,20 @@ def test_threads_change_nothing(threads):
         right = gradients("part4", *tensors, True)
         for count in (2, 3, 16):
             threads(count)
-            with naming(shape, count):
-                assert all(map(torch.equal, gradients("part4", *tensors, True), right))
+            assert all(map(torch.equal, gradients("part4", *tensors, True), right)), (shape, count)
 
 
 def test_a_nan_reaches_what_depends_on_it():
-    for which in range(5):
+    for which, name in enumerate("q k v dout dlse".split()):
         tensors = inputs(1, 2, 100, 100, 8)
         clean = gradients("part4", *tensors, causal=True)
         tensors[which][(0, 1, 70, 3)[: tensors[which].dim()]] = math.nan
         got = gradients("part4", *tensors, causal=True)
         for mine, exact, before in zip(got, expected(*tensors, True, 8**-0.5), clean):
-            with naming("q k v dout dlse".split()[which]):
-                assert mine[exact.isnan()].isnan().all()
-                assert torch.equal(mine[0, 0], before[0, 0])  # the other head
-        with naming("q k v dout dlse".split()[which]):  # the first queries are of another tile than the NaN
-            assert torch.equal(got[0][0, 1, :6], clean[0][0, 1, :6])
+            assert mine[exact.isnan()].isnan().all(), name
+            assert torch.equal(mine[0, 0], before[0, 0]), name  # the other head
+        # the first queries are of another tile than the NaN
+        assert torch.equal(got[0][0, 1, :6], clean[0][0, 1, :6]), name
 
 
 def test_scratch_does_not_grow_with_the_length(threads):
@@ -198,8 +196,9 @@ def test_opcheck_and_compiling_without_a_graph_break():
     q, k, v, dout, dlse = inputs(1, 2, 20, 30, 8)
     out, lse = attention("part4", q, k, v, causal=True, return_lse=True)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    torch_library.opcheck(getattr(load(), PARTS["part4"].gradient).default, (*leaves, True, 0.3, 8, 16))
-    torch_library.opcheck(getattr(load(), PARTS["part4"].gradient).default, (q, k, v, True, 0.3, 8, 16))
+    for tensors in (leaves, (q, k, v)):
+        operator = getattr(load(), PARTS["part4"].gradient).default
+        torch_library.opcheck(operator, (*tensors, True, 0.3, 8, 16))
     backward = load().part4_backward.default
     for of_lse in (dlse, torch.empty(0)):
         torch_library.opcheck(backward, (dout, of_lse, q, k, v, out, lse, True, 0.3))
@@ -222,20 +221,19 @@ def test_opcheck_and_compiling_without_a_graph_break():
 def test_what_has_no_gradient_says_so():
     for part in ("part1", "part2", "part3"):
         q, k, v, _, _ = inputs(1, 1, 4, 4, 8)
-        message = f"^k requires a gradient; {part} computes none, only part0 and part4 do$"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^k requires a gradient; {part} computes none, only part0 and"):
             attention(part, q, k.requires_grad_(), v)
         with torch.no_grad():
             assert not attention(part, q, k, v).requires_grad
     q, k, v = (t.bfloat16().requires_grad_() for t in inputs(1, 1, 4, 4, 8)[:3])
-    message = "^q requires a gradient; part4 computes none in torch.bfloat16, only part0 does$"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="^q requires a gradient; part4 computes none in torch.bfloat16"):
         attention("part4", q, k, v)
     assert attention("part0", q, k, v).requires_grad
     with FakeTensorMode():  # needs no GPU
         q = torch.empty(1, 1, 4, 8, device="cuda", requires_grad=True)
-        message = "^q requires a gradient; part4 computes none on CUDA, only part0 does$"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(
+            ValueError, match="^q requires a gradient; part4 computes none on CUDA, only part0"
+        ):
             attention("part4", q, q, q)
 
 

@@ -3,6 +3,7 @@
 import sys
 import threading
 
+import oracle
 import pytest
 import torch
 from torch import library as torch_library
@@ -11,12 +12,8 @@ from shakespeare.attention_ext import PARTS, attention, operator
 
 
 def arguments(kernel, **change):
-    q = torch.randn(1, 2, 20, 8)
-    values = dict(
-        q=q, k=torch.randn(1, 2, 30, 8), v=torch.randn(1, 2, 30, 8), causal=True, scale=0.3, return_lse=True
-    )
-    if PARTS[kernel].tiled:
-        values |= dict(br=8, bc=16)
+    values = dict(zip("qkv", oracle.qkv(1, 2, 20, 30, 8)), causal=True, scale=0.3, return_lse=True)
+    values |= dict(br=8, bc=16) if PARTS[kernel].tiled else {}
     return tuple((values | change).values())
 
 

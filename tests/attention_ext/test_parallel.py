@@ -106,11 +106,8 @@ def check(case, results):
     for rank in range(P):
         out, sent, exchanges, waited = results[rank]
         assert str(out.dtype) == f"torch.{case['dtype']}"
-        width = out.element_size()
-        H = case["B"] * case["H"]
-        assert (sent, exchanges) == parallel.expected(
-            case["method"], queries, keys, rank, H, case["d"], width
-        )
+        sizes = case["B"] * case["H"], case["d"], out.element_size()
+        assert (sent, exchanges) == parallel.expected(case["method"], queries, keys, rank, *sizes)
         assert waited >= 0
         if not out.numel():
             assert not layout.length(queries[rank])
@@ -163,12 +160,13 @@ def test_wrong_arguments_are_named(alone):
     ):
         with pytest.raises(ValueError, match=message):
             parallel.attention(*arguments, **{"part": "part0"} | options)
-    with pytest.raises(TypeError, match="rank 0: k is torch.float64; it must be torch.float32"):
-        parallel.attention("ring", q, q.double(), q)
-    with pytest.raises(TypeError, match="k is a list; it must be a tensor"):
-        parallel.attention("ring", q, [1], q)
-    with pytest.raises(TypeError, match="rank 0: q is torch.float64; it must be .* in part4"):
-        parallel.attention("ring", q.double(), q.double(), q.double())
+    for message, tensors in (
+        ("rank 0: k is torch.float64; it must be torch.float32", (q, q.double(), q)),
+        ("k is a list; it must be a tensor", (q, [1], q)),
+        ("rank 0: q is torch.float64; it must be .* in part4", (q.double(),) * 3),
+    ):
+        with pytest.raises(TypeError, match=message):
+            parallel.attention("ring", *tensors)
     assert parallel.attention("ring", few, q, q, part="part0").shape == few.shape
 
 
@@ -217,8 +215,7 @@ def test_every_other_rank_ends_and_names_the_faulty_one():
         told = re.findall("gpt.py: error: (.*)", done[fault].stderr)
         for rank in (0, 2):
             error = message.format(rank=rank)
-            with naming(fault, rank, done[fault]):
-                assert said[rank]["error"] == error if rank in said else error in told
+            assert said[rank]["error"] == error if rank in said else error in told, (fault, done[fault])
         assert done[fault].returncode == 1
 
 

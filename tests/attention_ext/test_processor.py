@@ -40,11 +40,9 @@ FIELDS = "processor : 0\nvendor_id : {}\ncpu family : {}\nmodel : {}\nmodel name
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Forget this machine's processor, and the test's afterwards."""
-    processor.name.cache_clear()
-    processor.sysctl.cache_clear()
-    yield
-    processor.name.cache_clear()
-    processor.sysctl.cache_clear()
+    caches = processor.name.cache_clear, processor.sysctl.cache_clear
+    yield [clear() for clear in caches]
+    [clear() for clear in caches]
 
 
 @pytest.fixture
