@@ -3,14 +3,11 @@
 import ctypes
 import math
 import re
-import shutil
-import subprocess
 from functools import partial
 from pathlib import Path
 
 import cuda_on_cpu
 
-from shakespeare.attention_ext.build.nvrtc import SOURCES
 from shakespeare.own import kernel as kernels
 
 
@@ -29,16 +26,11 @@ class Emulated(kernels.Native):
     def _compiled(self, d: int):
         if d not in self._functions:
             work = self._file.parent / f"{self._file.stem}-{d}"
-            shutil.copytree(cuda_on_cpu.HERE, work)
-            shutil.copy(SOURCES / "call.h", work)
+            work.mkdir()
             text = re.sub(r"extern __shared__ float (\w+)\[\]", r"static float \1[1 << 14]", self._text)
             (work / "own.cu").write_text(text.replace("__shared__", "static"))
             macros = {"FORMAT": 0, "HEAD_DIM": d, "THREADS": self._threads, "BLOCKS": 1, "SHARED_BYTES": 1}
-            macros |= {"KERNEL": '"own.cu"', "Work": "Call", "decode": "attention"}
-            flags = ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
-            flags += [f"-D{name}={value}" for name, value in macros.items()]
-            command = ["g++", *flags, "emulator.cpp", "-o", "emulator.so"]
-            subprocess.run(command, cwd=work, check=True)
+            cuda_on_cpu.build(work, "own.cu", macros | {"Work": "Call", "decode": "attention"})
             self._functions[d] = ctypes.CDLL(work / "emulator.so")
         return self._functions[d]
 

@@ -20,6 +20,18 @@ from shakespeare.generation.engines import cuda, layouts
 HERE = Path(__file__).resolve().parent
 
 
+def build(work: Path, kernel: str, macros: dict[str, object]) -> None:
+    """Build emulator.so of a kernel's file in a folder, with the headers here in place of those with PTX."""
+    shutil.copytree(HERE, work, dirs_exist_ok=True)
+    shutil.copy(SOURCES / "call.h", work)
+    flags = "-std=c++17 -O1 -U_FORTIFY_SOURCE -fno-strict-aliasing -shared -fPIC -w".split()
+    flags += [f"-D{name}={value}" for name, value in (macros | {"KERNEL": f'"{kernel}"'}).items()]
+    command = ["g++", *flags, "emulator.cpp", "-o", "emulator.so"]
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(done.stderr[:2000])
+
+
 class Driver:
     """What the cuda engine calls of CUDA's driver, over the memory of this process."""
 
@@ -100,15 +112,7 @@ class Device:
         work = self._directory / named
         if not work.is_dir():
             shutil.copytree(layouts.SOURCES, work)
-            shutil.copytree(HERE, work, dirs_exist_ok=True)  # its headers in place of those with PTX
-            shutil.copy(SOURCES / "call.h", work)
-            macros = [f"-D{name}={value}" for name, value in ({"BLOCKS": 1} | source.macros).items()]
-            macros += [f'-DKERNEL="{source.file}"']
-            flags = "-std=c++17 -O1 -U_FORTIFY_SOURCE -fno-strict-aliasing -shared -fPIC -w".split()
-            command = ["g++", *flags, *macros, "emulator.cpp", "-o", "emulator.so"]
-            done = subprocess.run(command, cwd=work, capture_output=True, text=True)
-            if done.returncode:
-                raise BuildError(done.stderr[:2000])
+            build(work, source.file, {"BLOCKS": 1} | source.macros)
         library = ctypes.CDLL(work / "emulator.so")
         library.run.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
         return library.run, library

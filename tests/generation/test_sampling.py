@@ -33,34 +33,26 @@ def test_sampling_inverts_the_cumulative_distribution():
     assert sample(impossible.expand(3, -1), [0.0, 0.5, 1 - 2**-53], Sampling(**PLAIN)) == [1, 1, 1]
 
 
-def test_top_k_keeps_the_k_likeliest_and_ties():
-    logits = torch.tensor([1.0, 4.0, 3.0, 3.0, 0.0])
-    for k, kept in [(1, {1}), (2, {1, 2, 3}), (4, {0, 1, 2, 3}), (5, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})]:
-        assert drawn(logits, top_k=k) == kept
+TENTHS = torch.log(torch.tensor([0.1, 0.4, 0.3, 0.2]))  # entropy 1.28, surprises 2.3, 0.9, 1.2, 1.6
+KEPT = {  # by a filter's number: the tokens, the likeliest first but for typical_p
+    "top_k": {1: "1", 2: "12", 3: "123", 4: "1230", 99: "1230"},
+    "top_p": {0.01: "1", 0.39: "1", 0.41: "12", 0.69: "12", 0.71: "123", 1: "1230"},  # that add up to it
+    "min_p": {0: "1230", 0.24: "1230", 0.26: "123", 0.6: "12", 1: "1"},  # a share of the likeliest
+    "typical_p": {0.01: "2", 0.29: "2", 0.31: "23", 0.51: "231", 0.91: "2310"},  # of typical surprise
+}
 
 
-def test_top_p_keeps_the_likeliest_that_add_up_to_it():
-    logits = torch.log(torch.tensor([0.1, 0.4, 0.3, 0.2]))
-    cases = [(0.01, {1}), (0.39, {1}), (0.41, {1, 2}), (0.69, {1, 2}), (0.71, {1, 2, 3}), (1, {0, 1, 2, 3})]
-    for p, kept in cases:
-        assert drawn(logits, top_p=p) == kept
-    assert drawn(logits, top_p=0.5, top_k=2) == {1}  # after top-k its probability is 0.4 / 0.7
-    assert drawn(torch.zeros(3), top_p=0.3) == {0, 1, 2}  # ties are kept
+@pytest.mark.parametrize("name", KEPT)
+def test_a_filter_keeps_its_tokens_and_ties(name):
+    for number, kept in KEPT[name].items():
+        assert drawn(TENTHS, **{name: number}) == {*map(int, kept)}, number
+    assert drawn(torch.zeros(3), **{name: 1 if name == "top_k" else 0.3}) == {0, 1, 2}
 
 
-def test_min_p_keeps_a_share_of_the_likeliest():
-    logits = torch.log(torch.tensor([0.1, 0.4, 0.3, 0.2]))
-    for p, kept in [(0, {0, 1, 2, 3}), (0.24, {0, 1, 2, 3}), (0.26, {1, 2, 3}), (0.6, {1, 2}), (1, {1})]:
-        assert drawn(logits, min_p=p) == kept
+def test_filters_come_one_after_the_other():
+    assert drawn(TENTHS, top_p=0.5, top_k=2) == {1}  # after top-k its probability is 0.4 / 0.7
     hot = torch.tensor([0.0, 1.0])
     assert drawn(hot, min_p=0.5) == {1} and drawn(hot, min_p=0.5, temperature=2.0) == {0, 1}
-
-
-def test_typical_p_keeps_the_tokens_of_typical_surprise():
-    logits = torch.log(torch.tensor([0.1, 0.4, 0.3, 0.2]))  # entropy 1.28, surprises 2.3, 0.9, 1.2, 1.6
-    for p, kept in [(0.01, {2}), (0.29, {2}), (0.31, {2, 3}), (0.51, {1, 2, 3}), (0.91, {0, 1, 2, 3})]:
-        assert drawn(logits, typical_p=p) == kept
-    assert drawn(torch.zeros(3), typical_p=0.3) == {0, 1, 2}  # ties are kept
     likely = torch.log(torch.tensor([0.6, 0.2, 0.15, 0.05]))  # the likeliest may be left out
     assert drawn(likely, typical_p=0.01) == {1} == drawn(likely, typical_p=0.01, min_p=1, top_p=0.5)
     assert drawn(likely, typical_p=0.9, top_k=1) == {0}

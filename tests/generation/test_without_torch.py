@@ -6,16 +6,14 @@ import pytest
 from support import finished
 from tiny import VOCABULARY, nanogpt_file
 
-MISSING = "raise ModuleNotFoundError(name={!r})\n"
-# the extra torch of setup.cfg
-EXTRA = ("torch", "pooch", "requests", "rich", "tiktoken")
+EXTRA = ("torch", "pooch", "requests", "rich", "tiktoken")  # the extra torch of setup.cfg
 
 
 @pytest.fixture
 def without_torch(tmp_path, extension):
     """Run Python with a plain install's packages only."""
     for name in EXTRA:
-        (tmp_path / f"{name}.py").write_text(MISSING.format(name))
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})\n")
     return lambda *words: finished(sys.executable, *words, PYTHONPATH=str(tmp_path))
 
 

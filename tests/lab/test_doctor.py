@@ -80,10 +80,11 @@ def test_ispc_is_optional_but_not_a_wrong_one(monkeypatch, tmp_path):
     monkeypatch.delenv("ISPC", raising=False)
     state, text = look("ispc")
     assert state == "--" and "scripts/install-ispc.sh gets it" in text
-    monkeypatch.setenv("ISPC", "no-such-ispc")
-    assert look("ispc")[0] == "FAIL" and "ISPC is 'no-such-ispc'" in look("ispc")[1]
-    monkeypatch.setenv("ISPC", script(tmp_path / "ispc", "exit 1"))
-    assert look("ispc")[0] == "FAIL" and "unset it" in look("ispc")[1]
+    broken = script(tmp_path / "ispc", "exit 1")
+    for named, said in (("no-such-ispc", "ISPC is 'no-such-ispc'"), (broken, "unset it")):
+        monkeypatch.setenv("ISPC", named)
+        state, text = look("ispc")
+        assert state == "FAIL" and said in text
 
 
 def test_a_cache_that_cannot_be_used(monkeypatch, tmp_path, cache):

@@ -81,9 +81,11 @@ def test_other_lines_are_refused(failed, cli, tmp_path):
 
 def test_try_saves(failed, cli, extension, tmp_path):
     Path("mine.py").write_text(TORCH)
-    assert "save is 'a.json'; it must end with .jsonl" in failed("try", "mine.py", "--save", "a.json")
-    inference = failed("try", "mine.py", "--inference", "--save", "a.jsonl")
-    assert "--save does not go with --inference" in inference
+    for given, said in (
+        (["a.json"], "save is 'a.json'; it must end with .jsonl"),
+        (["a.jsonl", "--inference"], "--save does not go with --inference"),
+    ):
+        assert said in failed("try", "mine.py", "--save", *given)
     call = ("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", 600)
     assert "the best of 1 on " in cli(*call, "--seed", 3, "--save", "a.jsonl").stdout
     assert saved.HOW in " ".join(cli(*call).stdout.split())

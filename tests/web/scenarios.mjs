@@ -95,6 +95,19 @@ const open = async (query, count) => {
   await page.goto(`${home}#write?pace=0&${new URLSearchParams(query)}`);
   if (count) await written(count);
 };
+const fresh = async (query, count) => {
+  await page.goto("about:blank");
+  await open(query, count);
+};
+const says = (id, part) => until(part, ([name, text]) => document.getElementById(name).textContent.includes(text), [id, part]);
+const changes = (id, before) => until(`a change of ${id}`, ([name, text]) => document.getElementById(name).textContent !== text, [id, before]);
+const framesAreThere = () => until("the frames", () => document.getElementById("tiles-at").max > 0);
+const wallOf = async (count) => {
+  await until("the number", () => document.getElementById("wall-count").value !== "");
+  if (count) await set("wall-count", count);
+  await page.click("#wall-form button");
+  await says("wall-status", " texts by ");
+};
 const barsAreShown = () => until("the bars", () => document.getElementById("bars").ariaBusy === "false");
 const problem = () =>
   until("a problem", () => !document.getElementById("problem").hidden).then(() => textOf("problem"));
@@ -122,10 +135,10 @@ const scenarios = {
   async link({ query, other }) {
     await open(query, query.length);
     await show("attention");
-    await until("the map", () => document.getElementById("heat-status").textContent !== "");
+    await changes("heat-status", "");
     const said = await textOf("heat-status");
     await show("tiles");
-    await until("the frames", () => document.getElementById("tiles-at").max > 0);
+    await framesAreThere();
     const frame = await textOf("tiles-status");
     await page.click("#tiles-on");
     await until("the frame in the address", (now) => location.hash.includes(now), `frame=${query.frame + 1}`);
@@ -134,7 +147,7 @@ const scenarios = {
     await page.evaluate((hash) => {
       location.hash = hash;
     }, other);
-    await until("the other frame", (before) => document.getElementById("tiles-status").textContent !== before, next);
+    await changes("tiles-status", next);
     const title = await page.title();
     await until("the other text", () => document.documentElement.dataset.written === "60");
     return { said, frame, address, title, other: await textOf("tiles-status") };
@@ -163,7 +176,7 @@ const scenarios = {
     await show("race");
     await page.selectOption("#count", "64");
     await page.click("#race-form button");
-    await until("a part", () => document.getElementById("race-status").textContent.includes("writes"));
+    await says("race-status", "writes");
     await show("write");
     await until("the end", () => !document.querySelector("#race-form button").disabled);
     return textOf("race-status");
@@ -173,8 +186,7 @@ const scenarios = {
   async server({ query }) {
     const made = {};
     for (const where of ["server", "browser"]) {
-      await page.goto("about:blank");
-      await open({ ...query, where }, query.length);
+      await fresh({ ...query, where }, query.length);
       made[where] = await textOf("text-new");
       made[`${where} status`] = await textOf("write-status");
       made[`${where} bars`] = await page.isVisible("#bars");
@@ -192,22 +204,17 @@ const scenarios = {
     const made = { note: await textOf("gpu-note"), texts: [], by: [] };
     if (await page.evaluate(() => document.querySelector('#where option[value="gpu"]').disabled)) return made;
     for (const query of queries) {
-      await page.goto("about:blank");
-      await open({ ...query, where: "gpu" }, query.length);
+      await fresh({ ...query, where: "gpu" }, query.length);
       made.texts.push(await textOf("text-new"));
       made.by.push(await textOf("write-status"));
     }
-    await page.goto("about:blank");
-    await open({ ...lost, where: "gpu" });
-    await until("some text", () => document.getElementById("text-new").textContent.length > 0);
+    await fresh({ ...lost, where: "gpu" });
+    await changes("text-new", "");
     await page.workers().at(-1).evaluate(() => self.onmessage({ data: { id: -1, method: "loseGpu" } }));
     await written(lost.length);
     made.lost = { text: await textOf("text-new"), status: await textOf("write-status") };
     await show("wall");
-    await until("the number", () => document.getElementById("wall-count").value !== "");
-    await set("wall-count", wall);
-    await page.click("#wall-form button");
-    await until("the wall", () => / texts by /.test(document.getElementById("wall-status").textContent));
+    await wallOf(wall);
     const texts = () => [...document.querySelectorAll("#texts a")].map((a) => a.textContent);
     made.wall = { texts: await page.evaluate(texts), status: await textOf("wall-status") };
     await page.click("#texts a:nth-child(2)");
@@ -220,8 +227,7 @@ const scenarios = {
   async texts({ queries }) {
     const made = [];
     for (const query of queries) {
-      await page.goto("about:blank");
-      await open(query, query.length);
+      await fresh(query, query.length);
       made.push(await textOf("text-new"));
     }
     return made;
@@ -237,13 +243,8 @@ const scenarios = {
     const chosen = await bars.evaluateAll((all) => all.findIndex((bar) => bar.ariaCurrent !== "true"));
     await bars.nth(chosen).click();
     await until("the branch", () => location.hash.includes("branches"));
-    await until(
-      "its text",
-      (before) =>
-        !document.getElementById("halt").disabled === false &&
-        document.getElementById("text-new").textContent !== before,
-      plain,
-    );
+    await changes("text-new", plain);
+    await until("its end", () => document.getElementById("halt").disabled);
     const text = await textOf("text-new"),
       address = page.url();
     await page.goto("about:blank");
@@ -251,7 +252,7 @@ const scenarios = {
     await written(query.length);
     const again = await textOf("text-new");
     await page.click("#unbranch");
-    await until("the text before", (before) => document.getElementById("text-new").textContent === before, plain);
+    await says("text-new", plain);
     return { plain, text, address, again };
   },
 
@@ -259,9 +260,7 @@ const scenarios = {
     await open({ length: 5, window, count }, 5);
     await show("race");
     await page.click("#race-form button");
-    await until("the end of the race", () =>
-      document.getElementById("race-status").textContent.includes("Attention alone"),
-    );
+    await says("race-status", "Attention alone");
     return page.evaluate(() => ({
       texts: [...document.querySelectorAll(".lane .written")].map((e) => e.textContent),
       times: [...document.querySelectorAll(".lane > p")].map((e) => e.textContent),
@@ -275,7 +274,7 @@ const scenarios = {
     await open(query, query.length);
     await show("attention");
     await until("the maps", () => document.querySelectorAll("#maps button").length > 0);
-    await until("the map", () => document.getElementById("heat-status").textContent !== "");
+    await changes("heat-status", "");
     await set("query", i);
     await set("key", j);
     const bySliders = await textOf("heat-status");
@@ -287,7 +286,7 @@ const scenarios = {
       return { x: box.x, y: box.y, width: box.width, height: box.height, T: canvas.width };
     });
     await page.mouse.move(x + ((j + 0.5) / T) * width, y + ((i + 0.5) / T) * height);
-    await until("the pointer", (said) => document.getElementById("heat-status").textContent === said, bySliders);
+    await says("heat-status", bySliders);
     return { said: bySliders, maps: await page.evaluate(() => document.querySelectorAll("#maps canvas").length) };
   },
 
@@ -296,10 +295,10 @@ const scenarios = {
     await open({ length: 60 }, 60);
     await show("tiles");
     const made = {};
-    await until("the frames", () => document.getElementById("tiles-at").max > 0);
+    await framesAreThere();
     for (const part of await page.$$eval("#tiles-part option", (all) => all.map(({ value }) => value).slice(0, -1))) { // without the script
       await page.selectOption("#tiles-part", part);
-      await until(part, (name) => document.getElementById("source-title").textContent.includes(name), part);
+      await says("source-title", part);
       const titles = [];
       for (const share of [0, 0.4, 0.8, 1]) {
         await page.evaluate((s) => {
@@ -316,9 +315,7 @@ const scenarios = {
           lines: document.querySelectorAll("#source .now").length,
           nest: document.querySelectorAll("#nest .now").length,
           bytes: [...document.querySelectorAll("#bytes td")].map((cell) => cell.textContent),
-          online: document.getElementById("online").hidden
-            ? ""
-            : document.getElementById("ml-text").textContent,
+          online: document.getElementById("online").hidden ? "" : document.getElementById("ml-text").textContent,
         }),
         titles,
       );
@@ -337,20 +334,18 @@ const scenarios = {
       );
     const said = (start) =>
       until(start, (text) => document.getElementById("script-status").textContent.startsWith(text), start);
-    const source = (name) =>
-      until(name, (text) => document.getElementById("source-title").textContent.includes(text), name);
     await open({ length: 60, part }, 60);
     await show("tiles");
-    await source(part);
+    await says("source-title", part);
     const made = { part: await bytes() };
     await page.click("#as-script");
     await said("It computes");
     made.own = await bytes();
     made.first = await page.inputValue("#script");
     await page.selectOption("#tiles-part", other);
-    await source(other);
+    await says("source-title", other);
     await page.click("#as-script");
-    await source("Your loop nest");
+    await says("source-title", "Your loop nest");
     made.second = await page.inputValue("#script");
     await page.keyboard.press("Control+z");
     made.undone = await page.inputValue("#script");
@@ -373,7 +368,7 @@ const scenarios = {
     await open({ length: 5 }, 5);
     await show("measure");
     await page.click("#measure-go");
-    await until("the figures", () => /The GPU /.test(document.getElementById("measure-status").textContent));
+    await says("measure-status", "The GPU ");
     const rows = () => [...document.querySelectorAll("#figures tbody tr")].map((row) => row.innerText.split("\t"));
     const points = await page.evaluate(() => document.querySelectorAll("#roofline circle").length);
     return { points, rows: await page.evaluate(rows), status: await textOf("measure-status") };
@@ -387,7 +382,7 @@ const scenarios = {
     await written(query.length);
     const text = await textOf("text-new");
     await show("tiles");
-    await until("the frames", () => document.getElementById("tiles-at").max > 0);
+    await framesAreThere();
     return text;
   },
 
@@ -405,8 +400,7 @@ const scenarios = {
     }, other);
     server.closeAllConnections();
     await new Promise((done) => server.close(done));
-    await page.goto("about:blank");
-    await open(query, query.length);
+    await fresh(query, query.length);
     return { texts: [first, await textOf("text-new")], kept };
   },
 
@@ -424,11 +418,11 @@ const scenarios = {
       });
     }
     await page.setInputFiles("#file", fine);
-    await until("its text", () => document.getElementById("text-prompt").textContent === "abc");
+    await says("text-prompt", "abc");
     await written(5);
     const text = await textOf("text-new");
     await page.selectOption("#model", "shakes128");
-    await until("another text", (own) => document.getElementById("text-new").textContent !== own, text);
+    await changes("text-new", text);
     await written(5);
     return { said, text, other: await textOf("text-new") };
   },
@@ -442,17 +436,11 @@ const scenarios = {
       if (view === "script") {
         await page.click("#as-script");
       } else await show(view);
-      if (view === "wall") {
-        await until("the number", () => document.getElementById("wall-count").value !== "");
-        await page.click("#wall-form button");
-        await until("the wall", () => / texts by /.test(document.getElementById("wall-status").textContent));
-      }
+      if (view === "wall") await wallOf();
       await page.evaluate(source);
       const { violations } = await page.evaluate(() => globalThis.axe.run());
       found.push(...violations.map(({ id, nodes }) => `${view}: ${id}: ${nodes[0].html}`));
-      const wide = await page.evaluate(
-        () => document.documentElement.scrollWidth - document.documentElement.clientWidth,
-      );
+      const wide = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
       if (wide > 0) found.push(`${view}: ${wide} pixels too wide`);
     }
     return found;

@@ -1,6 +1,7 @@
 """Many texts in files: the same bytes for any number of workers, after kills, full disks and restarts."""
 
 import codecs
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -12,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Here, check, files, here, rows
@@ -76,13 +78,12 @@ def command(model, out, tokens=TOKENS) -> list[str]:
 def group_ends(process, seconds=600) -> bool:
     """Whether all processes of a killed driver's group end."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < end:
             os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
+            time.sleep(0.05)
+        return False
+    return True
 
 
 def started(model, out) -> subprocess.Popen:
@@ -203,15 +204,11 @@ def test_a_shard_that_fails_again_and_again_is_left_out(job, expected, tmp_path)
 def test_the_tile_and_the_engine_of_the_first_run_are_kept(job, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         bulk.run(job, tmp_path, here(None, KeyboardInterrupt()))
-    seen = []
-
-    def open_pool(settings, shards):
-        seen.append(settings)
-        return Here(settings, shards)
-
-    bulk.run(replace(job, resolved={"engine": "torch", "br": 1}), tmp_path, open_pool)
-    assert {name: getattr(seen[0], name) for name in job.resolved} == job.resolved
-    assert seen[0].engine in ("native", "torch") and seen[0].br > 1
+    opened = Mock(wraps=Here)
+    bulk.run(replace(job, resolved={"engine": "torch", "br": 1}), tmp_path, opened)
+    seen = opened.call_args.args[0]
+    assert {name: getattr(seen, name) for name in job.resolved} == job.resolved
+    assert seen.engine in ("native", "torch") and seen.br > 1
 
 
 @pytest.mark.parametrize("step", ["shard", "manifest"])
@@ -319,9 +316,8 @@ def test_a_row_is_a_line_whatever_its_strings_hold():
     hostile = ['}, {"index": ', "}, {", '"}, {"index": 1', "\n", "\u2028", "\\", '\\"}, {"index": ']
     made = [{"index": i, "id": a, "text": b} for i, (a, b) in enumerate(zip(hostile, hostile[1:]))]
     for some in ([], made[:1], made):
-        assert shards.in_jsonl(some).decode() == "".join(
-            json.dumps(r, ensure_ascii=False) + "\n" for r in some
-        )
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in some]
+        assert shards.in_jsonl(some).decode() == "".join(lines)
 
 
 def test_parquet(job, settings, model, tmp_path):

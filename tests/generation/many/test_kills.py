@@ -15,6 +15,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from bulk_jobs import Here, check, files, here
@@ -76,13 +77,16 @@ def kill_process(pids: list[int], chance) -> bool:
     return False
 
 
+def opened(pools: list[Pool], settings, shards) -> Pool:
+    """A pool of two workers, noted in `pools`."""
+    pools.append(local_pool(settings, 2))
+    return pools[-1]
+
+
 def test_killed_workers_cost_a_retry(long, long_expected, tmp_path):
     """While workers start, and while they write."""
     pools: list[Pool] = []
-
-    def open_pool(settings, shards):
-        pools.append(local_pool(settings, 2))
-        return pools[-1]
+    open_pool = partial(opened, pools)
 
     def kill(chance):
         return bool(pools) and kill_process([worker.pid for worker in pools[-1].all], chance)
@@ -138,10 +142,6 @@ def test_a_stalled_worker_is_killed_and_its_file_tried_again(slow, slow_expected
     """The driver names it in one line."""
     pools, stopped, lines = list[Pool](), list[int](), list[str]()
 
-    def open_pool(settings, shards):
-        pools.append(local_pool(settings, 2))
-        return pools[-1]
-
     def progress(state):
         if state.texts and not stopped:
             stopped.append(pools[0].all[0].pid)
@@ -152,7 +152,7 @@ def test_a_stalled_worker_is_killed_and_its_file_tried_again(slow, slow_expected
         lines.append(line)
         pools[0]._timeout = STALL_SECONDS  # the next worker starts in its own time
 
-    bulk.run(slow, tmp_path, open_pool, say, progress)
+    bulk.run(slow, tmp_path, partial(opened, pools), say, progress)
     reason = f"worker {stopped[0]} gave no sign of life for 2 s and was killed"
     (loss,) = [loss for loss in check(tmp_path, slow_expected)["workers_lost"] if loss["reason"] == reason]
     assert f"{reason}; it had {loss['shard']}" in lines
@@ -189,21 +189,16 @@ def worker_pids() -> list[int]:
 
 @with_ray
 def test_killed_ray_workers_cost_a_retry(nodes, long, long_expected, tmp_path):
-    def kill(chance):
-        return kill_process(worker_pids(), chance)
-
     open_pool = partial(cluster.open_pool, nodes.address, None)
-    kill_at_random_moments(long, *long_expected, tmp_path, open_pool, kill)
+    more = (tmp_path, open_pool, lambda chance: kill_process(worker_pids(), chance))
+    kill_at_random_moments(long, *long_expected, *more)
 
 
 @with_ray
 def test_no_cluster_is_one_line(failed, model, monkeypatch):
     ray = pytest.importorskip("ray", reason="Ray is not installed")
-
-    def init(**given):
-        raise ConnectionError(f"nobody at {given['address']}\nand more")
-
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "init", Mock(side_effect=ConnectionError("nobody there\nand more")))
     line = failed("bulk", "-m", model, "--texts", 1, "--out", "o", "--ray", "a:1")
-    assert "no Ray cluster at 'a:1': nobody at a:1\n" in line
+    assert "no Ray cluster at 'a:1': nobody there\n" in line
+    assert ray.init.call_args.kwargs["address"] == "a:1"
