@@ -34,13 +34,9 @@ class Node:
         build.write_scripts(modules)
         shutil.copy(build.WEB / "package.json", modules.parent)
         (above / "package.json").write_text('{"type": "commonjs"}')  # as a folder above a checkout may say
-        self.process = subprocess.Popen(
-            [program, RELAXED, WEB_TESTS / "session.mjs", modules.as_uri()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [program, RELAXED, WEB_TESTS / "session.mjs", modules.as_uri()]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process = subprocess.Popen(command, text=True, **pipes)
 
     def close(self) -> None:
         self.process.kill()
@@ -70,10 +66,5 @@ class Node:
         """
         if kernels == "relaxed" and self("build") != kernels:
             pytest.skip("this node has no relaxed SIMD")
-        directory = ROOT / "checkpoints" / name
-        self(
-            "load",
-            wasm=str(build.compiled(kernels)),
-            precision=precision,
-            **{"directory": str(directory), **files},
-        )
+        given = {"directory": str(ROOT / "checkpoints" / name)} | files
+        self("load", wasm=str(build.compiled(kernels)), precision=precision, **given)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shakespeare.attention_ext import BuildError
-from shakespeare.lab.bench.cases import plan
+from shakespeare.lab.bench.cases import Cell, plan
 from shakespeare.lab.bench.cuda import smaller
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.traffic import COUNTS
@@ -97,15 +97,9 @@ def start_python(
     cache: Path, *arguments: str | Path, prefix: Sequence[str] = (), **env: str
 ) -> subprocess.Popen:
     """Start Python, in its own process group, with `cache` as its cache directory of builds."""
-    return subprocess.Popen(
-        [*prefix, sys.executable, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"TORCH_EXTENSIONS_DIR": str(cache), "PYTHONPATH": str(ROOT)} | env,
-        start_new_session=True,
-    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    env = os.environ | {"TORCH_EXTENSIONS_DIR": str(cache), "PYTHONPATH": str(ROOT)} | env
+    return subprocess.Popen([*prefix, sys.executable, *map(str, arguments)], cwd=ROOT, env=env, **pipes)
 
 
 class Hostile:
@@ -120,19 +114,27 @@ class Hostile:
 
 def bench_run(change=1.0, rounds=10, names=("part0", "part4", "sdpa"), **fields) -> Run:
     """A run of bench with known figures: 1 ms with a little spread, times `change` for part4."""
-    machine = {"cpu": "a", "date": "today", "caches": [], "cores": 1}
-    machine |= dict.fromkeys(("isa", "simd", "os", "python", "torch", "commit"), "x")
-    done = Run(machine, rounds, 0.1, 1 << 20)
-    done.peaks, done.bandwidths, done.complete = {1: 1e11, 2: 2e11}, {1: 1e10, 2: 2e10}, True
+    done = Run(machine(), rounds, 0.1, 1 << 20, complete=True)
+    done.peaks, done.bandwidths = {1: 1e11, 2: 2e11}, {1: 1e10, 2: 2e10}
     sizes = dict(lengths=(64, 128), widths=(16,), threads=(1, 2), br=(192,), bc=(256,)) | fields
     for cell in plan(names, **sizes):
         factor = change if cell.contender == "part4" else 1
-        seconds = [1e-3 * cell.N / 64 * factor * (1 + 0.001 * i) for i in range(rounds)]
-        result = Result(cell, error=1e-7, error_at=(0, 0, 0, 0), scratch=1000, seconds=seconds)
-        result.paces = [1.0] * rounds
-        result.traffic = 1000.0 if cell.contender in COUNTS else None
-        done.results.append(result)
+        done.results.append(known(cell, 1e-3 * cell.N / 64 * factor, rounds))
+        done.results[-1].traffic = 1000.0 if cell.contender in COUNTS else None
     return done
+
+
+def machine(**fields) -> dict:
+    """A machine's fields in the file of a run."""
+    names = ("cpu", "date", "isa", "simd", "os", "python", "torch", "commit")
+    return {"caches": [], "cores": 1} | dict.fromkeys(names, "x") | fields
+
+
+def known(cell: Cell, seconds: float, rounds: int) -> Result:
+    """A result that takes these seconds, with a little spread."""
+    times = [seconds * (1 + 0.001 * i) for i in range(rounds)]
+    paces = [1.0] * rounds
+    return Result(cell, error=1e-7, error_at=(0, 0, 0, 0), scratch=1000, seconds=times, paces=paces)
 
 
 def copy_tree(source: Path, target: Path, **options) -> Path:
@@ -183,18 +185,14 @@ class FakeGpu:
 
 def gpu_run(change: float = 1.0, rounds: int = 10) -> Run:
     """A run on a GPU with known figures: kernel n takes 1/n ms with a little spread, kernel3 `change` / 3."""
-    machine = {"gpu": FakeGpu().describe() | {"bandwidths": FakeGpu().bandwidths()}, "caches": [], "cores": 1}
-    machine |= dict.fromkeys(("cpu", "date", "isa", "simd", "os", "python", "torch", "commit"), "x")
-    done = Run(machine, rounds, 0.1, FakeGpu.l2, complete=True)
+    gpu = FakeGpu().describe() | {"bandwidths": FakeGpu().bandwidths()}
+    done = Run(machine(gpu=gpu), rounds, 0.1, FakeGpu.l2, complete=True)
     done.peaks, done.bandwidths = {1: 5e13}, {1: 3e12}
     names = ("part0", "kernel1", "kernel2", "kernel3-spilled", "kernel3", "sdpa-math")
     for cell in plan(names, lengths=(4096,), heads=1, batch=100, device="cuda"):
         number = int(re.sub(r"\D", "", cell.contender.split("-")[0]) or 2)
         factor = change if cell.contender == "kernel3" else 1
-        seconds = [1e-3 / max(1, number) * factor * (1 + 0.001 * i) for i in range(rounds)]
-        result = Result(cell, error=1e-7, error_at=(0, 0, 0, 0), scratch=1000, seconds=seconds)
-        result.paces = [1.0] * rounds
-        done.results.append(result)
+        done.results.append(known(cell, 1e-3 / max(1, number) * factor, rounds))
     small = smaller(done.results[0].cell)
     done.sequential = [Result(small, error=1e-7, error_at=(0, 0, 0, 0), seconds=[2.0] * 3, paces=[1.0] * 3)]
     return done

@@ -39,13 +39,17 @@ def environment(tmp_path_factory) -> Path:
         copy_tree(ROOT / name, source / name, ignore=CACHES)
     for name in ("gpt.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, source / name)
+    install(made, "--no-build-isolation", source, cwd=work, PYTHONPATH=sysconfig.get_path("purelib"))
+    return made
+
+
+def install(made: Path, *what: str | Path, **settings) -> None:
+    """Install something into a new environment, beside the packages of this one."""
     venv.create(made, with_pip=False, symlinks=True)
-    python = made / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index")
-    run(*pip, "--no-build-isolation", source, cwd=work, PYTHONPATH=sysconfig.get_path("purelib"))
+    pip = (sys.executable, "-m", "pip", "--python", made / "bin" / "python", "install", "--quiet")
+    run(*pip, "--no-deps", "--no-index", *what, **settings)
     # The folder is added after the installation's own, and its .pth files, as of this checkout, are not read.
     (packages(made) / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return made
 
 
 def packages(environment: Path) -> Path:
@@ -115,10 +119,7 @@ def test_a_wheel_works_without_a_compiler_and_without_torch(tmp_path, monkeypatc
     make["wheel"]("manylinux_2_17_x86_64", tmp_path)
     (wheel,) = tmp_path.glob("*-py3-none-manylinux_2_17_x86_64.whl")
     made = tmp_path / "environment"
-    venv.create(made, with_pip=False, symlinks=True)
-    pip = (sys.executable, "-m", "pip", "--python", made / "bin" / "python", "install", "--quiet")
-    run(*pip, "--no-deps", "--no-index", wheel, cwd=tmp_path)
-    (packages(made) / "needed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install(made, wheel, cwd=tmp_path)
     (packages(made) / "torch.py").write_text('raise ModuleNotFoundError("no torch", name="torch")\n')
     command, own = made / "bin" / "shakespeare", {"PATH": "", "CXX": "none", "HOME": str(tmp_path)}
     expected = run(sys.executable, ROOT / "gpt.py", *TEXT, cwd=tmp_path)

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,23 +14,15 @@ from shakespeare.lab import magic
 pytest.importorskip("IPython", reason="pip install ipykernel")
 
 
-class Shell:
-    """What load_ipython_extension() uses of IPython's shell."""
-
-    def __init__(self) -> None:
-        self.magics: dict = {}
-
-    def register_magic_function(self, function, kind) -> None:
-        self.magics[kind, function.__name__] = function
-
-
 @pytest.fixture
 def magics(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shell = Shell()
+    shell = Mock()
     magic.load_ipython_extension(shell)
-    assert set(shell.magics) == {("line", "gpt"), ("cell", "attention")}
-    return shell.magics
+    calls = shell.register_magic_function.call_args_list
+    found = {(kind, function.__name__): function for function, kind in (call.args for call in calls)}
+    assert set(found) == {("line", "gpt"), ("cell", "attention")}
+    return found
 
 
 def test_a_cell_is_saved_and_tried(magics, capsys):

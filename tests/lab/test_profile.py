@@ -135,6 +135,5 @@ def test_an_error_is_one_line(failed, monkeypatch):
         ([], "Missing argument 'PART'"),
         (["part0", "--tokens", "65"], "prompt_tokens is 64 and tokens is 65; together they must be at most"),
         (["part0", "--prompt-tokens", "128"], "prompt_tokens is 128 and tokens is 1; together they"),
-        (["part0", "--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
     ):
         assert message in failed("profile", *arguments)

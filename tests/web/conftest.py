@@ -3,14 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from node_process import WEB_TESTS, Node
-from support import found_program
+from support import found_program, printed
 
 from shakespeare.attention_ext.build import cache
 from shakespeare.web import build
@@ -68,15 +67,9 @@ def visit(request: pytest.FixtureRequest, node_program: str, page_folder: Path, 
 
     def run(scenario: str, **argument: Any) -> Any:
         given = dict(browser=request.param, program=program, folder=str(page_folder), scenario=scenario)
-        done = subprocess.run(
-            [node_program, WEB_TESTS / "scenarios.mjs", json.dumps(given | {"argument": argument})],
-            capture_output=True,
-            text=True,
-            timeout=3600,
-            env=os.environ | {"HOME": str(tmp_path)},
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        asked = json.dumps(given | {"argument": argument})
+        said = printed(node_program, WEB_TESTS / "scenarios.mjs", asked, HOME=str(tmp_path))
+        return json.loads(said.splitlines()[-1])
 
     run.browser = request.param  # type: ignore[attr-defined]
     return run

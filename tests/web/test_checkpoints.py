@@ -1,5 +1,6 @@
 """A checkpoint that Python refuses, the page refuses too, with a sentence."""
 
+import contextlib
 import json
 import random
 import re
@@ -25,13 +26,11 @@ def directory(tmp_path: Path) -> Path:
 
 
 def refused_by_python(directory: Path) -> bool:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.suppress(CheckpointError, VocabularyError):
         warnings.simplefilter("ignore")
-        try:
-            load(str(directory))
-        except (CheckpointError, VocabularyError):
-            return True
-    return False
+        load(str(directory))
+        return False
+    return True
 
 
 def outcome(node, directory: Path) -> str:

@@ -37,13 +37,10 @@ def test_the_picture_has_the_figures_the_losses_and_the_sample():
 
 
 @pytest.mark.parametrize("part", ["part0", "part4"])
-def test_a_watched_run_is_the_same_run(tmp_path, monkeypatch, request, part):
+def test_a_watched_run_is_the_same_run(tmp_path, monkeypatch, extension, part):
     """Samples and pictures after every step change no random number and no weight."""
-    if part == "part4":
-        request.getfixturevalue("extension")
-    monkeypatch.setattr(display, "SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(display, "SAMPLE_SHARE", 1e9)
-    monkeypatch.setattr(display, "REDRAW_SECONDS", 0.0)
+    for name, value in (("SAMPLE_SECONDS", 0.0), ("SAMPLE_SHARE", 1e9), ("REDRAW_SECONDS", 0.0)):
+        monkeypatch.setattr(display, name, value)
     samples = []
 
     class Own(Picture):

@@ -9,7 +9,6 @@ plots = pytest.importorskip("shakespeare.lab.bench.plots", exc_type=ValueError)
 
 
 def test_pictures(tmp_path, cli):
-    pytest.importorskip("matplotlib")
     report.save(bench_run(br=(16, 32), bc=(16, 32)), tmp_path / "run.json")
     cli("bench", "--load", "run.json", "--plot", "pictures")
     names = {file.name for file in (tmp_path / "pictures").iterdir()}
@@ -22,7 +21,6 @@ def test_pictures(tmp_path, cli):
 
 
 def test_pictures_show_the_runs_figures():
-    pytest.importorskip("matplotlib")
     figure = plots.time(bench_run())
     assert len(figure.axes) == 2  # 1 and 2 threads
     lines = {line.get_label(): line for line in figure.axes[0].lines}
