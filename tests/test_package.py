@@ -14,6 +14,8 @@ from support import ROOT, copy_tree, finished, printed
 
 from shakespeare.attention_ext.build import prebuilt
 
+pytestmark = pytest.mark.full
+
 PACKAGES = ("app", "attention_ext", "checkpoints", "generation", "lab", "model", "own", "training", "web")
 CACHES = shutil.ignore_patterns("__pycache__")
 TEXT = ("part4", "--inference", "-m", "shakes256", "--num-samples", "1", "--max-new-tokens", "60")
@@ -57,7 +59,6 @@ def packages(environment: Path) -> Path:
     return found
 
 
-@pytest.mark.full
 def test_the_installed_command_writes_the_text_of_the_checkout(environment, tmp_path, extension):
     command, before = environment / "bin" / "shakespeare", files(packages(environment))
     shown = run(command, *TEXT, cwd=tmp_path)
@@ -75,7 +76,6 @@ def test_the_installed_command_writes_the_text_of_the_checkout(environment, tmp_
     assert done.stdout == shown and f"\nLoading meta from {vocabulary}...\n" in done.stderr
 
 
-@pytest.mark.full
 def test_it_works_beside_nanogpt_whose_files_are_model_py_and_data(environment, tmp_path, extension):
     """One import name is this project's: every other is the user's, whichever is found first."""
     nanogpt, folder = tmp_path / "nanoGPT", packages(environment)
@@ -99,7 +99,6 @@ def test_it_works_beside_nanogpt_whose_files_are_model_py_and_data(environment, 
     assert shown == run(sys.executable, "-c", code, ROOT, cwd=nanogpt, PYTHONPATH=str(ROOT))
 
 
-@pytest.mark.full
 def test_the_installation_has_every_file(environment):
     installed = packages(environment) / "shakespeare"
     for name in PACKAGES:
@@ -107,7 +106,6 @@ def test_the_installation_has_every_file(environment):
     assert files(ROOT / "shakespeare") <= files(installed)
 
 
-@pytest.mark.full
 def test_a_wheel_works_without_a_compiler_and_without_torch(tmp_path, monkeypatch, extension):
     """With the kernels for plain x86-64, as on a processor without AVX2."""
     pytest.importorskip("ziglang", reason="pip install ziglang")

@@ -11,23 +11,23 @@ from shakespeare.lab.costs import block_of
 from shakespeare.lab.text import size_text
 from shakespeare.lab.traffic import Case, streams, traffic
 
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("extension")]
 
-@pytest.mark.full
+
 @pytest.mark.parametrize("part", PARTS)
-def test_each_part_is_explained(cli, extension, part, monkeypatch):
+def test_each_part_is_explained(cli, part, monkeypatch):
     monkeypatch.setattr(machine, "fma_peak", lambda simd="auto", threads=1: 1e11)
     done = cli("explain", part, "-N", 96, "-d", 24, "-br", 32, "-bc", 48, "--causal")
     assert done.stdout.startswith(f"{part}, {PARTS[part].summary}: 4 heads of N = 96, d = 24")
     assert ("Br = 32, Bc = 48" in done.stdout) == (part == "part4")
     pairs = 96 * 97 / 2
     assert f"arithmetic  {4 * 4 * 24 * pairs / 1e6:.3g} MFLOP" in done.stdout
-    first = caches()[0]
     total = re.search(r"^  all +(\S+ \S+)", done.stdout, re.M)[1]
     case = Case(96, 96, 24, heads=4, causal=True, br=32, bc=48)
     counted = streams(part, case, block_of("auto"))
-    assert total == size_text(traffic(counted, first.size))
+    assert total == size_text(traffic(counted, caches()[0].size))
     limits = {name: float(ms) for ms, name in re.findall(r"([\d.e-]+) ms for (.+) \(", done.stdout)}
-    assert "the FMA peak" in limits and ("one lane of 16" in limits or "one lane of 8" in limits) == (
+    assert "the FMA peak" in limits and any(name.startswith("one lane of") for name in limits) == (
         part == "part1"
     )
     assert f"filling L{caches()[-1].level}" not in limits  # all data stays there
@@ -37,16 +37,13 @@ def test_each_part_is_explained(cli, extension, part, monkeypatch):
     assert ("misses " in done.stdout) == (PARTS[part].operator is not None)
 
 
-@pytest.mark.full
-def test_bfloat16_is_explained(cli, extension, failed):
+def test_bfloat16_is_explained(cli, failed):
     done = cli("explain", "part4", "-N", 96, "--dtype", "bf16")
     assert "moved       not counted for part4 in bf16" in done.stdout and "misses" not in done.stdout
-    message = failed("explain", "part4", "--dtype", "bf16", "--cachegrind")
-    assert "--cachegrind goes with --dtype fp32" in message
+    refused = failed("explain", "part4", "--dtype", "bf16", "--cachegrind")
+    assert "--cachegrind goes with --dtype fp32" in refused
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("extension")
 def test_amx_is_explained(cli, monkeypatch):
     monkeypatch.setattr(extension, "uses_amx", lambda queries, simd: True)
     monkeypatch.setattr(machine, "amx_peak", lambda threads=1: 1e15)
@@ -58,8 +55,6 @@ def test_amx_is_explained(cli, monkeypatch):
         assert "AMX" not in text and "for the FMA peak (" in text and "1000000 GFLOP/s" not in text
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("extension")
 def test_the_instructions_of_the_softmax(cli):
     text = cli("explain", "part4", "-N", 64, "-d", 24, "--simd", "portable").stdout
     found = r"^softmax     (\d+) instructions .*2 d = 48 multiply-adds: at most (\d+) %"
@@ -69,8 +64,7 @@ def test_the_instructions_of_the_softmax(cli):
         assert "softmax     " not in cli("explain", *other, "-N", 64, "-d", 24).stdout
 
 
-@pytest.mark.full
-def test_simulated_misses_stand_beside_the_count_or_the_reason(cli, extension, monkeypatch):
+def test_simulated_misses_stand_beside_the_count_or_the_reason(cli, monkeypatch):
     found = counters.Misses(3 << 20, 5 << 10)
     monkeypatch.setattr(counters, "misses", lambda *arguments, **options: found)
     done = cli("explain", "part2", "-N", 64, "--cachegrind")

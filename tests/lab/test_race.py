@@ -135,16 +135,6 @@ def test_a_part_that_errs_is_found_and_exits_1(cli, extension, monkeypatch):
     assert "\npart0:\nROMEO:\n" in done.stdout and "\npart4:\nROMEO:\n" in done.stdout
 
 
-def test_an_error_is_one_line(failed):
-    for arguments, message in (
-        (["part0,part9"], "'part9' must be one of part0, part1"),
-        (["part0,part0"], "parts is 'part0,part0'; it must name two or more, each once"),
-        (["part4"], "parts is 'part4'; it must name two or more, each once"),
-        (["--engine", "native"], "engine is 'native'; it must be 'torch' with part0"),
-    ):
-        assert message in failed("race", *arguments)
-
-
 def test_a_terminal_shows_the_race_as_it_runs(capsys, monkeypatch):
     """After Ctrl-C the results so far stand below the last picture."""
 

@@ -58,9 +58,8 @@ def test_a_text_is_the_native_engines(node, native, precision, kernels):
 def test_a_window_slides_as_nanogpts_does(node, native):
     node.load()
     for seed in (7, 2**64 - 1):
-        assert node("text", prompt=PROMPT, seed=str(seed), length=300) == native(
-            seed=seed, max_new_tokens=300
-        )
+        made = node("text", prompt=PROMPT, seed=str(seed), length=300)
+        assert made == native(seed=seed, max_new_tokens=300)
 
 
 def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
@@ -126,9 +125,8 @@ def test_weights_and_heads_are_pythons(node):
         q, k, v = (x[0, head] for x in seen[layer])
         for made, expected in zip(node("heads", layer=layer, head=head), (q, k, v)):
             assert torch.allclose(torch.tensor(made).view_as(expected), expected, atol=2e-5)
-        scores = (q.double() @ k.double().T / 32**0.5).masked_fill(
-            torch.ones(len(ids), len(ids)).triu(1) > 0, -torch.inf
-        )
+        hidden = torch.ones(len(ids), len(ids)).triu(1) > 0
+        scores = (q.double() @ k.double().T / 32**0.5).masked_fill(hidden, -torch.inf)
         expected = scores.softmax(-1).float()
         reach[layer, head] = expected.tril(-16).amax(-1).sum().item()
         made = torch.tensor(node("weights", layer=layer, head=head)).view_as(expected)

@@ -7,6 +7,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -198,18 +199,14 @@ def test_a_client_of_http_1_0_gets_no_chunks(client):
 
 def test_a_stream_is_whole_although_its_reader_was_waited_for():
     """The last text ends while a part before it is sent."""
-    call = SimpleNamespace(left=1, gone=False, begin=lambda: b"", end=lambda: b"[DONE]")
-    parts, bodies = [b"one", b"two"], []
-
-    async def news() -> bytes:
-        return parts.pop(0)
+    bodies, news = [], AsyncMock(side_effect=[b"one", b"two"])
+    call = SimpleNamespace(left=1, gone=False, begin=lambda: b"", end=lambda: b"[DONE]", news=news)
 
     async def send(message) -> None:
         bodies.append((message.get("body"), message.get("more_body")))
         if message.get("body") == b"one":
             call.left = 0
 
-    call.news = news
     asyncio.run(stream(call, send))
     assert bodies[1:] == [(b"", True), (b"one", True), (b"two[DONE]", False)]
 

@@ -28,12 +28,11 @@ def test_the_test_of_a_part(adapter, kernel, dtype):
     if "shader-f16" not in adapter.features and (kernel, dtype) != ("1", Dtype.FP32):
         pytest.skip(f"{adapter.name} lacks shader-f16")
     said: list[str] = []
-    assert correctness.run(
-        "part4", 24, causal=True, dtype=dtype, echo=said.append, d=8, device="webgpu", kernel=kernel
-    )
+    call = dict(causal=True, echo=said.append, device="webgpu")
+    assert correctness.run("part4", 24, dtype=dtype, d=8, kernel=kernel, **call)
     assert f"step {kernel}: {STEPS[kernel].summary}" in said[0] and adapter.name in said[0]
     with pytest.raises(ValueError, match="d is 257; it must be at most 256 on WebGPU"):
-        correctness.run("part4", 24, causal=True, echo=said.append, d=257, device="webgpu")
+        correctness.run("part4", 24, d=257, **call)
 
 
 def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
@@ -41,21 +40,17 @@ def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
 
     monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.001)
     names = ("webgpu1", "webgpu2", "part4")
-    bench = GpuBench(
-        cases.plan(names, lengths=(24,), widths=(8,), heads=2, device="webgpu"), 2, 0.01, gpu=gpu.Gpu()
-    )
+    cells = cases.plan(names, lengths=(24,), widths=(8,), heads=2, device="webgpu")
+    bench = GpuBench(cells, 2, 0.01, gpu=gpu.Gpu())
     list(bench.run())
-    assert [(each.cell.contender, each.status, len(each.seconds)) for each in bench.done.results] == [
-        (name, "ok", 2) for name in names
-    ]
+    found = [(each.cell.contender, each.status, len(each.seconds)) for each in bench.done.results]
+    assert found == [(name, "ok", 2) for name in names]
     report.save(bench.done, tmp_path / "run.json")
     assert report.text(report.load(tmp_path / "run.json"), "md") == report.text(bench.done, "md")
 
 
 def test_explain_has_a_row_for_a_step(adapter, monkeypatch):
-    from shakespeare.lab.webgpu import gpu
-
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.001)
+    monkeypatch.setattr("shakespeare.lab.webgpu.gpu.LEAST_SECONDS", 0.001)
     said: list[str] = []
     explain(cell(), said.append, "2")
     text = "\n".join(said)
