@@ -41,11 +41,8 @@ def test_the_text_is_nanogpts_also_past_the_block_size(engine, context, keep):
         expected = oracle(tiny.gpt(), prompt, 40, seed=3, keep=keep)
         assert len(set(expected)) > 3
         for use_cache in (True, False):
-            with naming(length, use_cache):
-                assert (
-                    tokens(engine(tiny.gpt()), prompt, 40, 3, context=context, use_cache=use_cache)
-                    == expected
-                )
+            found = tokens(engine(tiny.gpt()), prompt, 40, 3, context=context, use_cache=use_cache)
+            assert found == expected, (length, use_cache)
 
 
 def test_a_cached_token_costs_one_position(monkeypatch):

@@ -26,9 +26,7 @@ def test_the_picture_has_the_figures_the_losses_and_the_sample():
     console.print(picture("mine", run, "to [b]be\x1b[31m or\tnot", console))
     text = console.file.getvalue()
     head, bar, *_ = text.splitlines()
-    assert re.fullmatch(
-        r"mine  step 40 of 80  68 characters/s  learning rate 55%  0:01:15 left *", head.rstrip()
-    )
+    assert head.rstrip() == "mine  step 40 of 80  68 characters/s  learning rate 55%  0:01:15 left"
     assert bar.rstrip() == 34 * "━"
     assert re.search(r"^ *40 +1.0000 +1.5000 +█", text, re.M) and "to [b]be?[31m or not" in text
     many = losses([[step, None, 9 - step / 10] for step in range(81)], 60)

@@ -27,10 +27,8 @@ def small(extension):
 @pytest.fixture
 def hasty(small, monkeypatch):
     """Shortens limits of the server for one test."""
-    application = small.server.application
-    return lambda **limits: monkeypatch.setattr(
-        application, "settings", replace(application.settings, **limits)
-    )
+    server = small.server.application
+    return lambda **limits: monkeypatch.setattr(server, "settings", replace(server.settings, **limits))
 
 
 def texts(client, what: str, count: int) -> None:

@@ -16,8 +16,8 @@ CASE = dict(lengths=(64,), widths=(16,), heads=2, device="cuda")
 def on_cpu(monkeypatch):
     """Let part0 compute the kernels."""
 
-    def pretend(part, q, k, v, *, causal=False, kernel=None, **options):
-        return attention("part0", q, k, v, causal=causal)
+    def pretend(part, *qkv, causal=False, **options):
+        return attention("part0", *qkv, causal=causal)
 
     monkeypatch.setattr(contenders, "attention", pretend)
 
@@ -30,9 +30,8 @@ def measured(names, rounds=3, gpu=None, **case):
 
 def test_a_plan_is_every_contender_with_a_warm_and_a_cold_cache():
     cells = plan(["part4", "kernel1", "sdpa-math"], widths=(16, 32), device="cuda", dtype="bf16")
-    assert [(c.contender, c.d, c.l2) for c in cells[:6]] == [
-        (name, 16, l2) for l2 in ("warm", "cold") for name in ("part4", "kernel1", "sdpa-math")
-    ]
+    each = [(name, 16, l2) for l2 in ("warm", "cold") for name in ("part4", "kernel1", "sdpa-math")]
+    assert [(c.contender, c.d, c.l2) for c in cells[:6]] == each
     assert len(cells) == 12 and len({cell.group for cell in cells}) == 4
     assert {(c.simd, c.br, c.bc, c.threads, c.device) for c in cells} == {(None, None, None, 1, "cuda")}
     assert not any(cell.causal for cell in plan(["kernel1"], queries=1, masks=[True], device="cuda"))

@@ -66,10 +66,7 @@ def test_another_file_is_refused(tmp_path, failed):
 
 
 def test_a_run_is_kept_in_files_alone(tmp_path, failed, run, monkeypatch):
-    for place, said in (
-        (tmp_path, "is a directory"),
-        ("/dev/null", "save is '/dev/null'; it must be a file"),
-    ):
+    for place, said in ((tmp_path, "is a directory"), ("/dev/null", "'/dev/null'; it must be a file")):
         assert said in failed("bench", "sdpa", "-N", "8", "--save", place)
     report.save(bench_run(), tmp_path / "run.json")
     kept = (tmp_path / "run.json").read_text()

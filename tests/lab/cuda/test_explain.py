@@ -41,9 +41,8 @@ def test_each_kernel_is_explained_without_a_gpu(nvrtc, arch, kernel):
             explained(arch=arch, kernel=kernel, dtype=dtype)
         return
     text = explained(arch=arch, kernel=kernel, dtype=dtype)
-    assert text.startswith(
-        f"part4, kernel {kernel}, {row.summary}: 6 heads of N = 256, d = 32, {dtype}, no mask\n"
-    )
+    sizes = f"6 heads of N = 256, d = 32, {dtype}, no mask"
+    assert text.startswith(f"part4, kernel {kernel}, {row.summary}: {sizes}\n")
     assert f"{on.name}, {on.multiprocessors} multiprocessors" in text and "by its data sheet" in text
     assert re.search(r"^registers   \d+ a thread; spilled: (none|\d+ B stored, \d+ B loaded);", text, re.M)
     assert "counted from ptxas's report" in text and ", limited by " in text
