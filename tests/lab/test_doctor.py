@@ -55,7 +55,7 @@ def test_a_broken_compiler_exits_1_and_the_rest_is_still_checked(cli, monkeypatc
     monkeypatch.setenv("CXX", "/bin/false")
     done = cli("doctor", code=1)
     assert [line[:4] for line in done.stdout.splitlines()][:3] == ["FAIL", "--  ", "ok  "]
-    assert "operators     not checked without compiler\n" in done.stdout
+    assert "operators      not checked without compiler\n" in done.stdout
 
 
 def test_it_starts_without_torch():
