@@ -217,11 +217,6 @@ def measure(
     return figures, {name: peers[name] for name in right if name not in failed}
 
 
-def any_wrong(cases: Mapping[str, Figures]) -> bool:
-    """Whether the check refused a contender in a case."""
-    return any("error" in f and "seconds" not in f for case in cases.values() for f in case.values())
-
-
 def rate(case: Case, seconds: float) -> dict[str, float]:
     """Tokens per second, or milliseconds where a case only reads a prompt."""
     if case.count == 1:
@@ -410,7 +405,10 @@ def main(
         raise click.UsageError(str(error)) from None
     if save:
         saved.write(content | {"format": FORMAT, "rounds": rounds}, Path(save))
-    if content.get("busy") or any_wrong(content["cases"]):
+    refused = (
+        "error" in f and "seconds" not in f for case in content["cases"].values() for f in case.values()
+    )
+    if content.get("busy") or any(refused):
         sys.exit(BUSY_EXIT_CODE if content.get("busy") else WRONG_EXIT_CODE)
 
 

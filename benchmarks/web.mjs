@@ -24,15 +24,8 @@ const write = async (seed) => {
     { block_size } = engine.config,
     ids = [],
     start = performance.now();
-  await engine.call("begin", {
-    part: "part4",
-    ids: [0],
-    seed,
-    context: "slide",
-    useCache: true,
-    sampling: { temperature: 0.8 },
-    capacity: block_size,
-  });
+  const text = { part: "part4", ids: [0], seed, context: "slide", useCache: true, capacity: block_size };
+  await engine.call("begin", { ...text, sampling: { temperature: 0.8 } });
   while (ids.length < block_size - 1) {
     ids.push(...(await engine.call("more", { most: block_size - 1 - ids.length })).tokens);
   }

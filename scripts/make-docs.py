@@ -152,9 +152,8 @@ def results() -> dict[str, str]:
             section = [f"\n## {title}\n", f"`python {command}`, with `--save`:\n", *lines(file), ""]
             machine = json.loads(file.read_text())["machine"]
             cpu = machine.get("microarchitecture") or machine["cpu"]
-            head = (
-                f"# {machine.get('gpu', {}).get('name', cpu)}\n\nWritten by `python scripts/make-docs.py`.\n"
-            )
+            name = machine.get("gpu", {}).get("name", cpu)
+            head = f"# {name}\n\nWritten by `python scripts/make-docs.py`.\n"
             path = f"docs/results/{file.stem.removeprefix(f'{kind}-')}.md"
             documents[path] = documents.get(path, head) + "\n".join(section)
     return documents

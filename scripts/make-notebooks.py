@@ -176,15 +176,9 @@ def execute(notebook: nbformat.NotebookNode) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     metadata = copy.deepcopy(notebook.metadata)
     with tempfile.TemporaryDirectory() as folder:
-        client = NotebookClient(
-            notebook,
-            timeout=CELL_SECONDS,
-            kernel_name="python3",
-            coalesce_streams=True,
-            record_timing=False,
-            resources={"metadata": {"path": folder}},
-        )
-        client.execute()
+        settings: dict = {"timeout": CELL_SECONDS, "kernel_name": "python3", "coalesce_streams": True}
+        settings |= {"record_timing": False, "resources": {"metadata": {"path": folder}}}
+        NotebookClient(notebook, **settings).execute()
     notebook.metadata = metadata
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):

@@ -99,15 +99,11 @@ def drawn(loop: Loop, column: Column, x: float) -> str:
     """A column: its head, then the text, each line at its time; a full window scrolls."""
     hidden, shown = "opacity:0", "opacity:1"
     appears = loop.change(hidden, (column.seconds, shown))
+    small = [*textwrap.wrap(PARTS[column.part].title, CHARACTERS + 3), column.engine]
     head = [
         label(column.part, 0, HEAD_Y, 'class="big"'),
         label(column.result, WIDTH, HEAD_Y, f'class="place" {appears}'),
-        *(
-            label(line, 0, HEAD_Y + 15 + 13 * i, 'class="small"')
-            for i, line in enumerate(
-                [*textwrap.wrap(PARTS[column.part].title, CHARACTERS + 3), column.engine]
-            )
-        ),
+        *(label(line, 0, HEAD_Y + 15 + 13 * i, 'class="small"') for i, line in enumerate(small)),
     ]
     lines = [
         label(text, 0, (i + 1) * LINE - 3, loop.change(hidden, (seconds, shown)) if seconds else "")
@@ -150,18 +146,9 @@ def run(model: str, parts: Sequence[str], tokens: int) -> str:
         result = f"{race.ordinal(race.places(runners)[r.part])} in {r.seconds:.2f} s"
         columns.append(Column(r.part, r.engine.name, result, r.seconds, lines))
     described, *conditions = race.describe(runners, use_cache=False).split("\n")
-    names = [] if list(parts) == list(PARTS) else [",".join(parts)]
-    command = [
-        "$ python gpt.py race",
-        *names,
-        "-m",
-        model,
-        "--prompt",
-        PROMPT,
-        "--max-new-tokens",
-        str(tokens),
-    ]
-    foot = [" ".join([*command, "--no-kv-cache"]), processor.name(), *conditions]
+    names = "" if list(parts) == list(PARTS) else f"{','.join(parts)} "
+    command = f"race {names}-m {model} --prompt {PROMPT} --max-new-tokens {tokens} --no-kv-cache"
+    foot = [f"$ python gpt.py {command}", processor.name(), *conditions]
     return picture(columns, f"{model}: the same text, {described}, each part timed alone, in real time", foot)
 
 

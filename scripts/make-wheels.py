@@ -70,9 +70,7 @@ def sources() -> Iterator[nvrtc.Source]:
             few = [each.alone(drafts, on.shared) for each in clusters[:1] for drafts in (True, False)]
             found = {(reader, reader.most_texts(on.shared)), *(few or [(grid, layouts.GRID_TEXTS[0])])}
             if (weights, kv_cache) == (Precision.FP32, CachePrecision.FP32):
-                found |= {
-                    (grid, texts) for texts in layouts.GRID_TEXTS if texts <= grid.most_texts(on.shared)
-                }
+                found |= {(grid, n) for n in layouts.GRID_TEXTS if n <= grid.most_texts(on.shared)}
                 found |= {(c, n + 1) for c in clusters for n in range(c.most_texts(on.shared))}
             yield from (layout.source(texts, capability) for layout, texts in found)
         for few in (False, True):

@@ -22,9 +22,6 @@ class Peer:
     rounded = False
     most_error = 1e-3
 
-    def __init__(self, model: GPT, threads: int) -> None:
-        raise NotImplementedError
-
     def logits(self, ids: list[int]) -> Tensor:
         """Logits (V,) of the token after `ids`."""
         return self.every_logits(ids)[-1]

@@ -30,13 +30,8 @@ class CTranslate2(Peer):
             spec.validate()
             spec.optimize(quantization=self.precision)
             spec.save(directory)
-            self.generator = ctranslate2.Generator(
-                directory,
-                device="cpu",
-                compute_type=self.precision,
-                inter_threads=1,
-                intra_threads=threads,
-            )
+            settings = {"compute_type": self.precision, "inter_threads": 1, "intra_threads": threads}
+            self.generator = ctranslate2.Generator(directory, device="cpu", **settings)
 
     def specification(self, model: GPT) -> Any:
         """The library's description of transformers' model, without the biases that the checkpoint lacks."""
@@ -55,12 +50,9 @@ class CTranslate2(Peer):
         return torch.from_numpy(np.array(self.generator.forward_batch([ids])))[0]
 
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        results = self.generator.generate_batch(
-            [[str(token) for token in prompt] for prompt in prompts],
-            max_length=count,
-            end_token=[],
-            include_prompt_in_result=False,
-        )
+        named = [[str(token) for token in prompt] for prompt in prompts]
+        settings = {"max_length": count, "end_token": [], "include_prompt_in_result": False}
+        results = self.generator.generate_batch(named, **settings)
         return [result.sequences_ids[0] for result in results]
 
 

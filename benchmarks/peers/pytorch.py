@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.peers import Peer, named_weights
-from shakespeare.model.gpt import GPT
+from shakespeare.model.gpt import GPT, causal_attention
 
 
 class UncachedPyTorch(Peer):
@@ -20,11 +20,7 @@ class UncachedPyTorch(Peer):
 
     def __init__(self, model: GPT, threads: int) -> None:
         torch.set_num_threads(threads)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        self.gpt = GPT(model.config, attend).eval()
+        self.gpt = GPT(model.config, causal_attention).eval()
         self.gpt.load_state_dict(model.state_dict())
 
     @torch.inference_mode()
@@ -99,10 +95,8 @@ class CachedPyTorch(Peer):
         ids, start = torch.tensor(prompts, device=self.device), 0  # (B, T)
         tokens = []
         for _ in range(count):
-            token = self.forward(ids, start).argmax(-1, keepdim=True)  # (B, 1)
-            start += ids.shape[1]
-            ids = token
-            tokens.append(token)
+            tokens.append(self.forward(ids, start).argmax(-1, keepdim=True))  # (B, 1)
+            start, ids = start + ids.shape[1], tokens[-1]
         return torch.cat(tokens, dim=1).tolist()
 
 
@@ -131,9 +125,7 @@ class Transformers(Peer):
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         ids = torch.tensor(prompts, device=self.device)
         mask = torch.ones_like(ids)
-        out = self.gpt.generate(
-            ids, attention_mask=mask, max_new_tokens=count, do_sample=False, use_cache=True
-        )
+        out = self.gpt.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)
         return out[:, -count:].tolist()
 
 
@@ -141,19 +133,10 @@ def gpt2(model: GPT) -> Any:
     """The weights as transformers' GPT2LMHeadModel; biases that they lack are 0."""
     import transformers
 
-    c = model.config
-    config = transformers.GPT2Config(
-        vocab_size=c.vocab_size,
-        n_positions=c.block_size,
-        n_embd=c.n_embd,
-        n_layer=c.n_layer,
-        n_head=c.n_head,
-        activation_function="gelu",
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    gpt = transformers.GPT2LMHeadModel(config).eval()
+    settings: dict[str, Any] = {"n_positions": model.config.block_size, "activation_function": "gelu"}
+    settings |= {name: getattr(model.config, name) for name in ("vocab_size", "n_embd", "n_layer", "n_head")}
+    settings |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings)).eval()
     state = {
         f"transformer.{name}": w.T if ".c_" in name and w.dim() == 2 else w
         for name, w in named_weights(model).items()
