@@ -19,6 +19,8 @@ STALL_SECONDS = 120.0  # generation.many.processes.STALL_SECONDS
 SHARD_SIZE = 1024  # generation.many.jobs.SHARD_SIZE
 GPU_SHARD_SIZE = 8192  # which are written at once, if the GPU's memory suffices
 GPU_WORKERS = 2  # one prepares and packs texts while the GPU writes those of the other
+SIZES = f"{SHARD_SIZE}, on a GPU {GPU_SHARD_SIZE}"
+TIMEOUT = "Seconds of silence after which a worker is killed and its file tried again."
 
 bulk_options = options.all_of(
     options.model,
@@ -30,19 +32,8 @@ bulk_options = options.all_of(
     options.size("--workers", "Processes.", most=2**16, show_default=f"one a core, on a GPU {GPU_WORKERS}"),
     options.option("--ray", "Write on this Ray cluster; 'auto' finds a running one.", metavar="ADDRESS"),
     options.file("--prompts", 'File with a text in each line: {"id": ..., "prompt": ..., "options": {...}}.'),
-    options.number(
-        "--timeout",
-        "Seconds of silence after which a worker is killed and its file tried again.",
-        least=1,
-        most=86400,
-        default=STALL_SECONDS,
-    ),
-    options.size(
-        "--shard-size",
-        "Texts in a file.",
-        most=10**9,
-        show_default=f"{SHARD_SIZE}, on a GPU {GPU_SHARD_SIZE}",
-    ),
+    options.number("--timeout", TIMEOUT, least=1, most=86400, default=STALL_SECONDS),
+    options.size("--shard-size", "Texts in a file.", most=10**9, show_default=SIZES),
     options.prompt,
     options.sampling,
     options.text,
@@ -97,10 +88,8 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
             notice(f"\nstopped; the same command goes on ({out})", nl=False)
             raise
         except OSError as error:
-            where = error.filename or out
-            raise click.ClickException(
-                f"{where}: {error.strerror or error}; the same command goes on"
-            ) from None
+            reason = f"{error.filename or out}: {error.strerror or error}"
+            raise click.ClickException(f"{reason}; the same command goes on") from None
     shards = manifest.shards.values()
     rejected, left_out = sum(len(shard["rejected"]) for shard in shards), len(manifest.content["failed"])
     notice(

@@ -7,6 +7,7 @@ from shakespeare.lab.cuda.architectures import SHEETS
 
 DEFAULTS = {"cpu": {"batch": 1, "heads": 4, "N": 1024}, "cuda": {"batch": 100, "heads": 1, "N": 4096}}
 DEFAULTS["webgpu"] = DEFAULTS["cpu"]
+ARCH = "Explain the kernel for this architecture without measuring it; needs no GPU."
 
 
 @click.command()
@@ -23,12 +24,7 @@ DEFAULTS["webgpu"] = DEFAULTS["cpu"]
 @options.dtype
 @options.device
 @options.kernel
-@options.choice(
-    "--arch",
-    "Explain the kernel for this architecture without measuring it; needs no GPU.",
-    of=SHEETS,
-    default=None,
-)
+@options.choice("--arch", ARCH, of=SHEETS, default=None)
 @options.flag("--cachegrind", "Simulate the caches with valgrind; takes about fifty times as long.")
 def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> None:
     """Show what PART costs and why: arithmetic, scratch, bytes into each cache, the bound, the time.

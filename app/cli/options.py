@@ -1,5 +1,6 @@
 """What several commands share: types of values, options, and settings made before a command starts."""
 
+import importlib
 import math
 import os
 import re
@@ -221,15 +222,11 @@ def save(kind: str, what: str) -> Decorator:
     def default(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
         if value != "":
             return value
-        if context.params.get("device") == "cuda":
-            from shakespeare.lab.cuda import gpu
-
-            return str(saved.default_file(f"{kind}_cuda", gpu.slug()))
-        if context.params.get("device") == "webgpu":
-            from shakespeare.lab.webgpu import gpu as by_webgpu
-
-            return str(saved.default_file(f"{kind}_webgpu", by_webgpu.slug()))
-        return str(saved.default_file(kind))
+        device = context.params.get("device", "cpu")
+        if device == "cpu":
+            return str(saved.default_file(kind))
+        gpu = importlib.import_module(f"shakespeare.lab.{device}.gpu")
+        return str(saved.default_file(f"{kind}_{device}", gpu.slug()))
 
     return option(
         "--save",
@@ -277,12 +274,8 @@ def set_threads(threads: int | None, sleeping: bool = True) -> int:
 
 
 BOUNDED: dict[str, Any] = {"most": MOST_THREADS, "callback": warned_of_threads}
-threads = size(
-    "--threads",
-    "Most threads to use; a text takes the fastest number of them.",
-    show_default="all cores",
-    **BOUNDED,
-)
+MOST = "Most threads to use; a text takes the fastest number of them."
+threads = size("--threads", MOST, show_default="all cores", **BOUNDED)
 one_thread = size("-t", "--threads", "Threads to use.", default=1, **BOUNDED)
 some_threads = numbers("-t", "--threads", "Numbers of threads.", default="1", **BOUNDED)
 
@@ -291,13 +284,8 @@ part = click.argument("part", type=PartOrFile(), metavar="PART")
 simd = choice(
     "--simd", "SIMD helpers of attention's forward pass: auto is portable, off is scalar loops.", of=SIMD
 )
-simds = names(
-    "--simd",
-    "simds",
-    f"SIMD helpers of attention's forward pass, from {', '.join(SIMD)}.",
-    of=SIMD,
-    default="auto",
-)
+SIMDS = f"SIMD helpers of attention's forward pass, from {', '.join(SIMD)}."
+simds = names("--simd", "simds", SIMDS, of=SIMD, default="auto")
 dtype = choice("--dtype", "Format of the inputs and the output.", of=Dtype)
 _device: Callable = partial(choice, "--device", is_eager=True)  # the defaults of other options depend on it
 device = _device(
@@ -346,12 +334,8 @@ def check_device(part: str, device: str) -> None:
 
 
 # What runs the model.
-model = option(
-    "-m",
-    "--model",
-    f"Model: {', '.join(PRESENT)}, a directory, ckpt.pt or FILE.gguf.",
-    default=DEFAULT,
-)
+MODEL = f"Model: {', '.join(PRESENT)}, a directory, ckpt.pt or FILE.gguf."
+model = option("-m", "--model", MODEL, default=DEFAULT)
 engine = choice(
     "--engine",
     "Engine that runs the model; auto is native for parts 1 to 4, for part4 also cuda or webgpu, else torch.",
@@ -407,14 +391,11 @@ def sampling_option(name: str) -> Decorator:
 
 
 sampling = all_of(*map(sampling_option, NUMBERS))  # take_sampling() takes them
+CONTEXT = "Past the block size: slide the window, or restart it with its last half."
 text = all_of(
     option("--stop", "End a sample before this text; may be repeated.", multiple=True),
     seed,
-    choice(
-        "--context",
-        "Past the block size: slide the window, or restart it with its last half.",
-        of=("slide", "reset"),
-    ),
+    choice("--context", CONTEXT, of=("slide", "reset")),
     no_kv_cache,
 )
 

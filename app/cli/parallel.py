@@ -8,6 +8,7 @@ from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice, program
 from shakespeare.attention_ext import PARTS
 
+TIMEOUT = "Seconds to wait for another rank; must be more than a turn takes."
 METHODS = ("split", "gather", "ring", "zigzag", "ulysses")  # attention_ext.parallel.METHODS, which need torch
 
 
@@ -21,13 +22,7 @@ METHODS = ("split", "gather", "ring", "zigzag", "ulysses")  # attention_ext.para
 @options.choice("--part", "What computes.", of=PARTS, default="part4")
 @options.cpu_or_cuda
 @options.one_thread
-@options.number(
-    "--timeout",
-    "Seconds to wait for another rank; must be more than a turn takes.",
-    least=1,
-    most=86400,
-    default=30.0,
-)
+@options.number("--timeout", TIMEOUT, least=1, most=86400, default=30.0)
 def parallel(method: str, threads: int, queries: int | None, **asked) -> bool:
     """Test attention over processes by METHOD: its result, bytes, exchanges, waiting and time.
 

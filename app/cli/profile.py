@@ -9,6 +9,8 @@ from shakespeare.app.cli import options
 NOT_WITH_TRAIN = ("texts", "engine", "br", "bc", "weights", "kv_cache", "draft", "prompt_tokens", "tokens")
 ON_CPU = ("engine", "simd", "br", "bc", "draft", "threads", "train", "batch")
 MOST_BATCH, MOST_TEXTS = 256, 4096
+PROMPT, TOKENS = "Tokens of the prompt, which is the model's own text.", "200, or the rest of the block size"
+TRAIN = "Show where the time of a training step goes instead, for a new model of MODEL's sizes."
 
 
 @click.command()
@@ -20,18 +22,10 @@ MOST_BATCH, MOST_TEXTS = 256, 4096
 @options.weights
 @options.kv_cache
 @options.draft
-@options.whole(
-    "--prompt-tokens",
-    "Tokens of the prompt, which is the model's own text.",
-    show_default="half of the block size",
-)
-@options.whole(
-    "--tokens", "Tokens to write after the prompt.", show_default="200, or the rest of the block size"
-)
+@options.whole("--prompt-tokens", PROMPT, show_default="half of the block size")
+@options.whole("--tokens", "Tokens to write after the prompt.", show_default=TOKENS)
 @options.choice("-o", "--output", "form", "Format of the table.", of=("md", "json"))
-@options.flag(
-    "--train", "Show where the time of a training step goes instead, for a new model of MODEL's sizes."
-)
+@options.flag("--train", TRAIN)
 @options.cpu_or_cuda
 @options.size("--texts", "Texts that are written together, after one prompt.", most=MOST_TEXTS, default=1)
 @options.size("--batch", "Batch size of a training step.", most=MOST_BATCH, show_default="2048 characters")
@@ -55,9 +49,8 @@ def profile(model, form, threads, train, batch, device, **asked) -> None:
         figures = on_cuda.run(load(model), model=model, **{name: asked[name] for name in names})
         click.echo(on_cuda.table(figures) if form == "md" else json.dumps(figures))
         return
-    options.refuse(
-        NOT_WITH_TRAIN if train else ("batch",), f"{'does not go with' if train else 'needs'} --train"
-    )
+    useless, why = (NOT_WITH_TRAIN, "does not go with") if train else (("batch",), "needs")
+    options.refuse(useless, f"{why} --train")
     options.set_threads(threads)
     from shakespeare.lab import profile as profiling
     from shakespeare.lab import profile_training

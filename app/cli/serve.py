@@ -14,58 +14,37 @@ from shakespeare.attention_ext.build import prebuilt
 PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
 
 SLOTS, MOST_SLOTS = 32, 4096
+SHOWN = f"{SLOTS}; what an eighth of a GPU's memory holds, at most {MOST_SLOTS}"
+MODEL = (
+    "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; NAME=PATH gives it a "
+    "name in the API. May be repeated."
+)
+KEY_FILE = "File with a key in each line; other users cannot see it in a list of processes."
+ORIGIN = "Let pages of this origin call from a browser; may be repeated."
+HOST = "Admit this name in the Host header too, or * for any; may be repeated."
+GRACE = "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
+MANY = {"multiple": True}
 
 serve_options = options.all_of(
-    options.option(
-        "-m",
-        "--model",
-        "models",
-        "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; NAME=PATH gives it a "
-        "name in the API. May be repeated.",
-        default=["shakes256"],
-        multiple=True,
-        metavar="[NAME=]PATH",
-    ),
+    options.option("-m", "--model", "models", MODEL, default=["shakes256"], **MANY, metavar="[NAME=]PATH"),
     options.choice("--part", "Attention of requests that name no part.", of=PARTS, default="part4"),
     options.cpu_or_cuda,
     options.option("--host", "Address to listen at; localhost is 127.0.0.1 and ::1.", default="localhost"),
     options.whole("--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=8000),
     options.size(
-        "--slots",
-        "Texts written at once for each model and part.",
-        most=MOST_SLOTS,
-        show_default=f"{SLOTS}; what an eighth of a GPU's memory holds, at most {MOST_SLOTS}",
+        "--slots", "Texts written at once for each model and part.", most=MOST_SLOTS, show_default=SHOWN
     ),
     options.size("--queue", "Texts that may wait for each model and part.", most=10**6, default=256),
     options.threads,
     options.weights,
     options.kv_cache,
     options.draft,
-    options.option("--api-key", "api_keys", "A key that clients must send; may be repeated.", multiple=True),
-    options.file(
-        "--api-key-file", "File with a key in each line; other users cannot see it in a list of processes."
-    ),
-    options.option(
-        "--allow-origin",
-        "origins",
-        "Let pages of this origin call from a browser; may be repeated.",
-        multiple=True,
-        metavar="URL",
-    ),
-    options.option(
-        "--allow-host",
-        "hosts",
-        "Admit this name in the Host header too, or * for any; may be repeated.",
-        multiple=True,
-        metavar="NAME",
-    ),
+    options.option("--api-key", "api_keys", "A key that clients must send; may be repeated.", **MANY),
+    options.file("--api-key-file", KEY_FILE),
+    options.option("--allow-origin", "origins", ORIGIN, **MANY, metavar="URL"),
+    options.option("--allow-host", "hosts", HOST, **MANY, metavar="NAME"),
     options.flag("--insecure", "Listen beyond this machine without a key."),
-    options.number(
-        "--grace",
-        "Seconds that running requests have to finish after SIGTERM or Ctrl-C.",
-        most=86_400,
-        default=10.0,
-    ),
+    options.number("--grace", GRACE, most=86_400, default=10.0),
 )
 
 

@@ -114,16 +114,13 @@ class Application:
         return JSONResponse(self._shown(request.path_params["name"]))
 
     def _shown(self, name: str) -> dict[str, Any]:
+        able = running_on(self.settings.device)
         return {
             "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "shakespeare-attention",
-            "parts": [
-                name
-                for name in running_on(self.settings.device)
-                if PARTS[name].operator or find_spec("torch")
-            ],
+            "parts": [part for part in able if PARTS[part].operator or find_spec("torch")],
             "block_size": self.checkpoint(name).config.block_size,
         }
 

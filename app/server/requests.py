@@ -80,24 +80,16 @@ Tokens = Annotated[int, Field(ge=0), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_TOP), WHOLE]
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 TOKEN_ID = r"^[0-9]{1,9}$"
-Biases = Annotated[
-    dict[Annotated[str, Field(pattern=TOKEN_ID)], float],
-    WithJsonSchema(  # Sampling checks the numbers; pydantic's schema would admit other keys
-        {
-            "type": "object",
-            "patternProperties": {
-                TOKEN_ID: {"type": ["number", "null"], "minimum": -MOST_BIAS, "maximum": MOST_BIAS}
-            },
-            "additionalProperties": {"type": "null"},
-        }
-    ),
-]
-
-
-Labels = Annotated[
-    dict[str, str],
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "null"]}}),
-]
+BIAS = {"type": ["number", "null"], "minimum": -MOST_BIAS, "maximum": MOST_BIAS}
+BIASES: Any = {
+    "type": "object",
+    "patternProperties": {TOKEN_ID: BIAS},
+    "additionalProperties": {"type": "null"},
+}
+# Sampling checks the numbers; pydantic's schema would admit other keys.
+Biases = Annotated[dict[Annotated[str, Field(pattern=TOKEN_ID)], float], WithJsonSchema(BIASES)]
+LABELS: Any = {"type": "object", "additionalProperties": {"type": ["string", "null"]}}
+Labels = Annotated[dict[str, str], WithJsonSchema(LABELS)]
 # Fields of OpenAI's API without effect here: the values that ask for nothing, or the type of any value.
 IDLE_IN_REQUESTS = {
     "function_call": ["none", "auto"],
@@ -140,9 +132,8 @@ def one_of(values: list[Any]) -> Any:
 
     def check(value: Any) -> Any:
         if json.dumps(value) not in known:
-            raise PydanticCustomError(
-                "unsupported", "only {known} is supported", {"known": " or ".join(known)}
-            )
+            shown = {"known": " or ".join(known)}
+            raise PydanticCustomError("unsupported", "only {known} is supported", shown)
         return value
 
     return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": values})]

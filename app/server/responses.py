@@ -222,10 +222,8 @@ class Call:
         if self._chat:
             scored = [(token, known) for token, _, known in scores if known]
             likeliest = [{"top_logprobs": [self._token(*each) for each in known.top]} for _, known in scored]
-            content = [
-                self._token(token, known.logprob) | top for (token, known), top in zip(scored, likeliest)
-            ]
-            return {"content": content, "refusal": None}
+            tokens = (self._token(token, known.logprob) for token, known in scored)
+            return {"content": [token | top for token, top in zip(tokens, likeliest)], "refusal": None}
         tops = [
             {self._text_of(each): logprob for each, logprob in (*known.top, (token, known.logprob))}
             if known

@@ -177,9 +177,8 @@ def bind(settings: Settings) -> socket.socket:
     host = "127.0.0.1" if settings.host == LOCALHOST else settings.host
     family, *_ = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is also every IPv4 address
-    listener = socket.create_server(
-        (host, settings.port), family=family, backlog=BACKLOG, dualstack_ipv6=both
-    )
+    at = (host, settings.port)
+    listener = socket.create_server(at, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     # Accepted sockets inherit this. Otherwise Linux would buffer megabytes for a slow reader.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     return listener
