@@ -7,8 +7,6 @@
 Both run in a process of their own: a kernel that crashes does not end the notebook's.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

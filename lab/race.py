@@ -91,22 +91,14 @@ def line_up(
     if len(parts) < 2 or len(set(parts)) < len(parts):
         raise ValueError(f"parts is {','.join(parts)!r}; it must name two or more, each once")
     count = max_new_tokens or min(DEFAULT_TOKENS, checkpoint.config.block_size)
-    request = Request(
-        checkpoint.tokenizer.encode(prompt),
-        seed=seed,
-        sampling=sampling,
-        max_new_tokens=count,
-        use_cache=use_cache,
-    )
-    capacity = capacity_for(checkpoint, request)
+    ids = checkpoint.tokenizer.encode(prompt)
+    request = Request(ids, seed=seed, sampling=sampling, max_new_tokens=count, use_cache=use_cache)
+    engine |= {"capacity": capacity_for(checkpoint, request), "draft": "off"}
     runners = []
     for part in parts:
         own = kernel if check_part(part).operator else None
         where = "cpu" if device == "webgpu" and part not in running_on(device) else device
-        opened = open_engine(
-            checkpoint, part=part, capacity=capacity, kernel=own, device=where, draft="off", **engine
-        )
-        writer = Writer(opened)
+        writer = Writer(open_engine(checkpoint, part=part, kernel=own, device=where, **engine))
         writer.check(request)
         _warm_up(writer.engine, request)
         writer.join(request)

@@ -77,12 +77,8 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
     """Raise ValueError for an unknown or repeated name, or a contender that does not take the dtype."""
     one_of("device", sweep.device, DEVICES)
     where = "" if sweep.device == "cpu" else f"on {DEVICES[sweep.device]} "
-    choices = (
-        ("contender", names, known_on(sweep.device)),
-        ("simd", sweep.simds, SIMD),
-        ("l2", sweep.l2s, L2),
-    )
-    for what, chosen, known in choices:
+    named = ("contender", names, known_on(sweep.device))
+    for what, chosen, known in (named, ("simd", sweep.simds, SIMD), ("l2", sweep.l2s, L2)):
         for name in chosen:
             if name not in known and not is_file(name):
                 raise ValueError(f"{what} is {name!r}; {where}it must be one of {', '.join(known)}")

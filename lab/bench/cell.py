@@ -55,17 +55,8 @@ class Cell:
     @property
     def inputs(self) -> tuple:
         """Equal for cells that have the same q, k, v and mask."""
-        return (
-            self.N,
-            self.queries,
-            self.d,
-            self.batch,
-            self.heads,
-            self.causal,
-            self.dtype,
-            self.device,
-            self.rules,
-        )
+        shared = "N queries d batch heads causal dtype device rules"
+        return tuple(getattr(self, name) for name in shared.split())
 
     @property
     def group(self) -> tuple:
@@ -98,14 +89,6 @@ class Cell:
 
     def case(self, heads: int | None = None, threads: int | None = None) -> Case:
         """The call, for lab.traffic. heads: by default all of the batch. threads: by default the cell's."""
+        sizes = self.queries, self.N, self.d, heads or self.batch * self.heads, self.causal
         tile = {"br": self.br, "bc": self.bc} if self.br and self.bc else {}
-        return Case(
-            self.queries,
-            self.N,
-            self.d,
-            heads=heads or self.batch * self.heads,
-            causal=self.causal,
-            threads=threads or self.threads,
-            dtype=Dtype(self.dtype),
-            **tile,
-        )
+        return Case(*sizes, threads=threads or self.threads, dtype=Dtype(self.dtype), **tile)

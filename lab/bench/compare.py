@@ -112,14 +112,10 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     cells, real = counted(compared.cells, "cell"), compared.differences
     if not real:
         return "\n".join([*lines, f"No difference above {100 * threshold:g} % and above chance in {cells}."])
-    figures = [
-        [
-            *(f"{1e3 * seconds:.4g}" for seconds in (d.before, d.now)),
-            f"{100 * d.change:+.1f} % {'slower' if d.change > 0 else 'faster'}",
-            f"{d.p:.0e}",
-        ]
-        for d in real
-    ]
+    figures = []
+    for d in real:
+        change = f"{100 * d.change:+.1f} % {'slower' if d.change > 0 else 'faster'}"
+        figures.append((f"{1e3 * d.before:.4g}", f"{1e3 * d.now:.4g}", change, f"{d.p:.0e}"))
     lines.append(f"{len(real)} of {cells} differ by more than {100 * threshold:g} % and by more than chance:")
     titles = ("before, ms", "now, ms", "change", "by chance")
     return "\n".join([*lines, "", beside_cells([asdict(d.cell) for d in real], titles, figures)])

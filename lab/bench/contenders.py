@@ -104,9 +104,8 @@ def sdpa_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
         return partial(F.scaled_dot_product_attention, q, k, v, is_causal=cell.causal)
     if none := {"softcap", "sinks"} & cell.options.keys():
         raise ValueError(f"scaled_dot_product_attention has no {' and no '.join(sorted(none))}")
-    changed, seen = ruling.checked(cell.options, q, cell.N).change(
-        torch.zeros(*q.shape[:3], cell.N), cell.causal
-    )
+    scores = torch.zeros(*q.shape[:3], cell.N)
+    changed, seen = ruling.checked(cell.options, q, cell.N).change(scores, cell.causal)
     return partial(F.scaled_dot_product_attention, q, k, v, attn_mask=changed.masked_fill(~seen, -torch.inf))
 
 
@@ -180,18 +179,15 @@ def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
         import onnxruntime
         from onnx import TensorProto, helper
     except ImportError:
-        raise ValueError(
-            "contender 'onnx' needs ONNX Runtime: pip install -c constraints.txt -e '.[bench]'"
-        ) from None
+        install = "pip install -c constraints.txt -e '.[bench]'"
+        raise ValueError(f"contender 'onnx' needs ONNX Runtime: {install}") from None
     if cell.rules:
         raise ValueError("contender 'onnx' takes no rules")
     B, H, d = cell.batch, cell.heads, cell.d
     settings = {"num_heads": H, "scale": d**-0.5, "unidirectional": int(cell.causal)}
     node = helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["o"], domain="com.microsoft", **settings)
-    value = [
-        helper.make_tensor_value_info(n, TensorProto.FLOAT, [B, t.shape[2], H * d])
-        for n, t in (("q", q), ("k", k), ("v", v), ("o", q))
-    ]
+    lengths = {"q": q.shape[2], "k": cell.N, "v": cell.N, "o": q.shape[2]}
+    value = [helper.make_tensor_value_info(t, TensorProto.FLOAT, [B, n, H * d]) for t, n in lengths.items()]
     graph = helper.make_graph([node], "attention", value[:3], value[3:])
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)

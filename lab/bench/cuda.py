@@ -24,15 +24,7 @@ from shakespeare.lab import machine
 from shakespeare.lab.bench.cases import check_memory
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import Call
-from shakespeare.lab.bench.measure import (
-    MIN_TIME_SECONDS,
-    ROUNDS,
-    exact_output,
-    in_rounds,
-    inputs,
-    skipping,
-    verify,
-)
+from shakespeare.lab.bench.measure import exact_output, in_rounds, inputs, skipping, verify
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.cuda.gpu import Gpu
 from shakespeare.lab.text import counted
@@ -57,13 +49,7 @@ class GpuBench:
     again = False  # there are no further passes
 
     def __init__(
-        self,
-        cells: Sequence[Cell],
-        rounds: int = ROUNDS,
-        min_time: float = MIN_TIME_SECONDS,
-        *,
-        against_cpu: bool = False,
-        gpu: Any = None,
+        self, cells: Sequence[Cell], rounds: int, min_time: float, against_cpu: bool = False, gpu: Any = None
     ) -> None:
         self.gpu: Any = gpu or Gpu()
         check_memory(cells, self.gpu.free())

@@ -27,11 +27,7 @@ FORMAT = 4  # of as_json()
 READABLE = (2, 3, FORMAT)  # format 2 has no traffic, format 3 no device
 MOST_NAMED = 3  # cells that infirm() names
 # The baselines of "over ..." columns; the fastest one counts.
-BASELINES: dict[str, tuple[str, ...]] = {
-    "part0": ("part0",),
-    "sdpa": ("sdpa", *SDPA),
-    "onnx": ("onnx",),
-}
+BASELINES: dict[str, tuple[str, ...]] = {"part0": ("part0",), "sdpa": ("sdpa", *SDPA), "onnx": ("onnx",)}
 # Repeated in each row of CSV and JSON lines.
 MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
 
@@ -303,14 +299,8 @@ def load(file: Path) -> Run:
 def _result(entry: dict) -> Result:
     result = Result(**entry | {"cell": Cell(**entry["cell"])})
     cell, result.error_at = result.cell, result.error_at and tuple(result.error_at)
-    one_of = {
-        "contender": contenders(),
-        "simd": (None, *SIMD),
-        "dtype": list(Dtype),
-        "device": DEVICES,
-        "l2": (None, *L2),
-        "causal": (False, True),
-    }
+    one_of = {"contender": contenders(), "simd": (None, *SIMD), "dtype": list(Dtype), "device": DEVICES}
+    one_of |= {"l2": (None, *L2), "causal": (False, True)}
     for name, known in one_of.items():
         _check(cell, name, getattr(cell, name) in known)
     for name in ("N", "queries", "d", "batch", "heads", "threads", "br", "bc"):

@@ -128,15 +128,13 @@ def resources_text(answer: Answer) -> str:
     said = "by the driver" if answer.driver else "counted from ptxas's report"
     bounds = [name for name, number in fits.items() if number == min(fits.values())]
     bound = f", limited by {' and '.join(bounds)}" if answer.blocks == min(fits.values()) else ""
-    return "\n".join(
-        (
-            f"launch      {count.blocks:,} blocks{launches} of {tile.threads} threads; "
-            f"tiles of {tile.br} queries and {tile.bc} keys",
-            f"registers   {used.registers} a thread; spilled: {spilled}; stack {used.stack} B",
-            f"shared      {size_text(tile.shared + used.shared)} a block",
-            f"occupancy   {resident} ({said}), {share}{bound}",
-            f"            blocks that fit: {others}",
-        )
+    return (
+        f"launch      {count.blocks:,} blocks{launches} of {tile.threads} threads; "
+        f"tiles of {tile.br} queries and {tile.bc} keys\n"
+        f"registers   {used.registers} a thread; spilled: {spilled}; stack {used.stack} B\n"
+        f"shared      {size_text(tile.shared + used.shared)} a block\n"
+        f"occupancy   {resident} ({said}), {share}{bound}\n"
+        f"            blocks that fit: {others}"
     )
 
 
@@ -164,8 +162,7 @@ def moved_table(answer: Answer) -> str:
 def limits_of(answer: Answer) -> list[Limit]:
     """The limits; the arithmetic's peak is the first."""
     on, count = answer.on, answer.count
-    tensor = count.tensor
-    clock = architecture(on)
+    tensor, clock = count.tensor, architecture(on)
     peak = rate(on, clock.tensor / tensor if tensor else 2 * clock.fma)
     unit = "tensor" if tensor else "FMA"
     products = ", in three products of tf32" if tensor > 1 else ""

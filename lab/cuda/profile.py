@@ -1,7 +1,5 @@
 """gpt.py profile --device cuda: where a token's time goes in the cuda engine, by clocks in the kernel."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -58,15 +56,11 @@ def table(f: dict[str, Any]) -> str:
     """The figures as Markdown."""
     total = sum(f["us"].values())
     rows = [(name, f"{us:.2f}", f"{100 * us / total:.1f} %") for name, us in f["us"].items()]
-    return "\n".join(
-        (
-            f"{f['model']}: {f['engine']}, weights in {f['weights']}, cache in {f['kv_cache']}; {f['texts']} "
-            f"texts, a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more",
-            "",
-            markdown(("", "µs per step", "share"), [*rows, ("all, with clocks", f"{total:.2f}", "100 %")]),
-            "",
-            f"Without clocks, with the call: {f['step_us']:.2f} µs per step, "
-            f"{1e6 * f['texts'] / f['step_us']:,.0f} tokens/s",
-            f"The fastest of {REPETITIONS} calls; waiting is the time until other blocks' data are there",
-        )
+    shown = markdown(("", "µs per step", "share"), [*rows, ("all, with clocks", f"{total:.2f}", "100 %")])
+    return (
+        f"{f['model']}: {f['engine']}, weights in {f['weights']}, cache in {f['kv_cache']}; {f['texts']} "
+        f"texts, a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more\n\n{shown}\n\n"
+        f"Without clocks, with the call: {f['step_us']:.2f} µs per step, "
+        f"{1e6 * f['texts'] / f['step_us']:,.0f} tokens/s\n"
+        f"The fastest of {REPETITIONS} calls; waiting is the time until other blocks' data are there"
     )

@@ -96,19 +96,11 @@ def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) 
         call = prepared(q, k, v, cell.causal, step.name)
         on.time(call, 1)
         seconds = statistics.median(on.time(call, 1)[0] for _ in range(TIMED))
-        rows.append(
-            (
-                step.name,
-                f"{tile.br} x {tile.bc}, {tile.threads} threads",
-                scaled(counts.multiply_adds).strip(),
-                scaled(counts.exponentials).strip(),
-                size_text(counts.workgroup),
-                size_text(counts.storage),
-                f"{1e3 * bounds[bound]:.3g}",
-                bound,
-                f"{1e3 * seconds:.3g}",
-            )
-        )
+        operations = (scaled(count).strip() for count in (counts.multiply_adds, counts.exponentials))
+        moved = size_text(counts.workgroup), size_text(counts.storage)
+        times = f"{1e3 * bounds[bound]:.3g}", bound, f"{1e3 * seconds:.3g}"
+        tile_text = f"{tile.br} x {tile.bc}, {tile.threads} threads"
+        rows.append((step.name, tile_text, *operations, *moved, *times))
     echo(markdown(TITLES.split("|"), rows))
     for step, _ in steps:
         echo(f"\n{step.name}: {step.summary}. {step.why}")

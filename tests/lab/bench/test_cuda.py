@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(monkeyp
     done = measured(["part0"], gpu=FakeGpu(free=10**6))
     assert {r.note for r in done.results} == {"needs more memory than the GPU has free"}
     with pytest.raises(ValueError, match="N=64, queries=64, d=16, heads=2, batch=1 need 96 KiB, and 1000 B"):
-        cuda.GpuBench(plan(["part0"], **CASE), gpu=FakeGpu(free=1000))
+        cuda.GpuBench(plan(["part0"], **CASE), 2, 0.01, gpu=FakeGpu(free=1000))
 
 
 def test_bytes_are_counted_where_they_bound(monkeypatch):
