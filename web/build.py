@@ -109,6 +109,8 @@ def facts() -> str:
     """A module with what Python's tables say."""
     numbers = {name: known for name, known in NUMBERS.items() if known.slider}
     sliders = [{"name": name, "default": n.default, "slider": n.slider} for name, n in numbers.items()]
+    wgsl = (webgpu.SOURCES / "decoder.wgsl").read_text(encoding="utf-8")
+    constants = re.findall(r"^const (\w+) = (\d+)u;", wgsl, re.M)  # such as the flags of a text
     tables = {
         "MODEL": MODEL,
         "WEIGHTS": PRECISIONS,
@@ -117,16 +119,10 @@ def facts() -> str:
         "SLIDERS": sliders,
         "STEPS": [step.name for step in STEPS],
         "FASTEST": steps.FASTEST,
-        "DECODER": decoder_constants(),
+        "DECODER": {name: int(value) for name, value in constants},
         "NESTS": nests(),
     }
     return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
-
-
-def decoder_constants() -> dict[str, int]:
-    """The whole numbers that decoder.wgsl names, such as the flags of a text."""
-    wgsl = (webgpu.SOURCES / "decoder.wgsl").read_text(encoding="utf-8")
-    return {name: int(value) for name, value in re.findall(r"^const (\w+) = (\d+)u;", wgsl, re.M)}
 
 
 def shaders() -> dict[str, Any]:
@@ -215,11 +211,8 @@ def compiled(build: str) -> Path:
 
 def sources() -> dict[str, str]:
     """The C++ of each part that is a kernel, for the page."""
-    kernels = {name: part.operator for name, part in PARTS.items() if part.operator}
-    return {
-        name: (CSRC / "cpu" / f"{operator}.cpp").read_text(encoding="utf-8")
-        for name, operator in kernels.items()
-    }
+    paths = {name: CSRC / "cpu" / f"{part.operator}.cpp" for name, part in PARTS.items() if part.operator}
+    return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
 
 
 def nests() -> dict[str, str]:

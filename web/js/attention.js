@@ -107,13 +107,8 @@ export class AttentionView extends Reading {
     say("query-out", name(i));
     say("key-out", name(j));
     const where = `Layer ${this.layer + 1}, head ${this.head + 1}`,
-      weight = this.P[i * T + j].toFixed(5);
-    say(
-      "heat-status",
-      j > i
-        ? `${name(i)} does not see ${name(j)}, which comes later.`
-        : `${where}: ${name(i)} gives ${name(j)} the weight ${weight}.`,
-    );
+      weight = `${where}: ${name(i)} gives ${name(j)} the weight ${this.P[i * T + j].toFixed(5)}.`;
+    say("heat-status", j > i ? `${name(i)} does not see ${name(j)}, which comes later.` : weight);
     if (i !== this.shaded || this.P !== this.shadedOf) this.shade(i);
   }
 

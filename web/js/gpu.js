@@ -2,10 +2,8 @@
 
 const OPTIONAL = ["subgroups"]; // features that are asked for where they exist
 const LIMITS = [
-  "maxBufferSize",
-  "maxStorageBufferBindingSize",
-  "maxComputeWorkgroupStorageSize",
-  "maxComputeInvocationsPerWorkgroup",
+  ...["maxBufferSize", "maxStorageBufferBindingSize"],
+  ...["maxComputeWorkgroupStorageSize", "maxComputeInvocationsPerWorkgroup"],
 ];
 
 // A sentence: why there is no GPU, or why it does not take a model.

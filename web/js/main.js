@@ -14,12 +14,8 @@ import { WallView } from "./wall.js";
 import { WriteView } from "./write.js";
 
 const VIEWS = {
-  write: WriteView,
-  wall: WallView,
-  race: RaceView,
-  attention: AttentionView,
-  tiles: TilesView,
-  measure: MeasureView,
+  ...{ write: WriteView, wall: WallView, race: RaceView, attention: AttentionView },
+  ...{ tiles: TilesView, measure: MeasureView },
 };
 
 class Page {

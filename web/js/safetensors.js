@@ -19,11 +19,8 @@ const checkFile = (holds, why) => check(holds, `model.safetensors cannot be read
 // The tensors of a file by name: Map of {shape, data: Float32Array}.
 export function readSafetensors(buffer) {
   const { entries, start } = header(buffer);
-  return new Map(
-    entries.map(({ name, dtype, shape, begin, end }) => {
-      return [name, { shape, data: floats(buffer.slice(start + begin, start + end), dtype) }];
-    }),
-  );
+  const data = ({ begin, end, dtype }) => floats(buffer.slice(start + begin, start + end), dtype);
+  return new Map(entries.map((entry) => [entry.name, { shape: entry.shape, data: data(entry) }]));
 }
 
 // The header's tensors in the order of their bytes, and where the bytes start.

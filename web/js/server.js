@@ -25,16 +25,8 @@ export class Server {
   }
 
   async begin({ model, prompt, seed, length, context, stop, ...choices }) {
-    const body = {
-      model,
-      prompt: prompt || "\n",
-      seed: "SEED",
-      max_tokens: length,
-      context,
-      ...sampling(choices),
-      ...(stop && { stop }),
-      stream: true,
-    };
+    const text = { model, prompt: prompt || "\n", seed: "SEED", max_tokens: length, context, ...(stop && { stop }) },
+      body = { ...text, ...sampling(choices), stream: true };
     this.last = performance.now();
     const answer = await fetch(`${this.server.api}/completions`, {
       method: "POST",
