@@ -128,16 +128,11 @@ class Gpu:
         if adapter is None:
             raise BuildError(f"device is 'webgpu', and no adapter was found; it needs {DRIVER}")
         info, limits = adapter.info, dict(adapter.limits)
-        self.adapter = Adapter(
-            info["device"] or info["description"],
-            info["backend_type"],
-            info["adapter_type"],
-            frozenset(OPTIONAL) & adapter.features,
-            limits,
-        )
+        name, features = info["device"] or info["description"], frozenset(OPTIONAL) & adapter.features
+        self.adapter = Adapter(name, info["backend_type"], info["adapter_type"], features, limits)
         with _errors():
             self.device = adapter.request_device_sync(
-                required_features=sorted(self.adapter.features), required_limits=limits
+                required_features=sorted(features), required_limits=limits
             )
         self._pipelines: dict[tuple[Source, str], Any] = {}
 
@@ -259,14 +254,10 @@ def _errors() -> Iterator[None]:
 
 
 LOCK = threading.RLock()  # a Gpu's calls are of one thread at a time
+_opened = functools.cache(Gpu)
 
 
 def opened() -> Gpu:
     """The process's device, opened on first use. Raises BuildError if there is none."""
     with LOCK:
         return _opened()
-
-
-@functools.cache
-def _opened() -> Gpu:
-    return Gpu()

@@ -22,18 +22,14 @@ fn highest_by_memory(own: vec4f, x: u32, y: u32) -> vec4f {
     put(y * LANES + x, own);
     workgroupBarrier();  // K's tile has been read, too
     var top = own;
-    for (var other = 0u; other < LANES; other++) {
-        top = max(top, got(y * LANES + other));
-    }
+    for (var other = 0u; other < LANES; other++) { top = max(top, got(y * LANES + other)); }
     return top;
 }
 
 // A tile of queries. by_lanes: whether the threads of a row are neighbours in a subgroup.
 fn attend(group: vec3u, groups: vec3u, index: u32, by_lanes: bool) {
     let block = block_of(group, groups, BR);
-    if (!block.exists) {
-        return;
-    }
+    if (!block.exists) { return; }
     // A thread's keys are LANES apart. Threads 2 i and 2 i + 1 share keys: NVIDIA reads them once for both.
     let x = index / 2 % LANES;
     let y = index / (2 * LANES) * 2 + index % 2;
@@ -142,9 +138,7 @@ fn attend(group: vec3u, groups: vec3u, index: u32, by_lanes: bool) {
     put(y * LANES + x, l);
     workgroupBarrier();
     var sum = vec4f();
-    for (var other = 0u; other < LANES; other++) {
-        sum += got(y * LANES + other);
-    }
+    for (var other = 0u; other < LANES; other++) { sum += got(y * LANES + other); }
     for (var i = 0u; i < 4u; i++) {  // unroll
         if (first_row + i < call.Nq) {
             let at = block.head * call.Nq + first_row + i;
@@ -154,9 +148,7 @@ fn attend(group: vec3u, groups: vec3u, index: u32, by_lanes: bool) {
                     result[at * D4 + x + w * LANES] = Stored(row / sum[i]);
                 }
             }
-            if (x == 0) {
-                lse[at] = LN2 * m[i] + log(sum[i]);
-            }
+            if (x == 0) { lse[at] = LN2 * m[i] + log(sum[i]); }
         }
     }
 }

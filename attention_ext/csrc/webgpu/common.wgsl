@@ -53,23 +53,17 @@ fn keys_seen(query: u32) -> u32 {
 
 // Four numbers of a row of q, times the scale, of k and of v; rows past the end are 0.
 fn q_at(head: u32, query: u32, c: u32) -> vec4f {
-    if (query >= call.Nq) {
-        return vec4f();
-    }
+    if (query >= call.Nq) { return vec4f(); }
     return call.scale * vec4f(q[(head * call.Nq + query) * D4 + c]);
 }
 
 fn k_at(head: u32, key: u32, c: u32) -> vec4f {
-    if (key >= call.Nk) {
-        return vec4f();
-    }
+    if (key >= call.Nk) { return vec4f(); }
     return vec4f(k[(head * call.Nk + key) * D4 + c]);
 }
 
 fn v_at(head: u32, key: u32, c: u32) -> vec4f {
-    if (key >= call.Nk) {
-        return vec4f();
-    }
+    if (key >= call.Nk) { return vec4f(); }
     return vec4f(v[(head * call.Nk + key) * D4 + c]);
 }
 

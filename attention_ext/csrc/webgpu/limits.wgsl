@@ -9,9 +9,7 @@ const FOURS: u32 = 1024;  // of workgroup memory: 16 KiB
 var<workgroup> tile: array<vec4f, FOURS>;
 
 fn keep(sum: vec4f) {
-    if (sum.x + sum.y + sum.z + sum.w == -1.0) {
-        never[0] = sum;
-    }
+    if (sum.x + sum.y + sum.z + sum.w == -1.0) { never[0] = sum; }
 }
 
 // 256 multiply-adds in 16 chains for each loop
@@ -49,9 +47,7 @@ fn exponentials(@builtin(local_invocation_index) index: u32) {
 // 4 reads of 16 bytes for each loop
 @compute @workgroup_size(THREADS)
 fn workgroup_reads(@builtin(local_invocation_index) index: u32) {
-    for (var at = index; at < FOURS; at += THREADS) {
-        tile[at] = vec4f(f32(at));
-    }
+    for (var at = index; at < FOURS; at += THREADS) { tile[at] = vec4f(f32(at)); }
     workgroupBarrier();
     var sum = vec4f();
     for (var r = 0u; r < REPEATS; r++) {
@@ -66,8 +62,6 @@ fn workgroup_reads(@builtin(local_invocation_index) index: u32) {
 @compute @workgroup_size(THREADS)
 fn storage_reads(@builtin(global_invocation_id) id: vec3u, @builtin(num_workgroups) groups: vec3u) {
     var sum = vec4f();
-    for (var at = id.x; at < arrayLength(&data); at += THREADS * groups.x) {
-        sum += data[at];
-    }
+    for (var at = id.x; at < arrayLength(&data); at += THREADS * groups.x) { sum += data[at]; }
     keep(sum);
 }

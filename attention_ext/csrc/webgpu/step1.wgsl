@@ -18,9 +18,7 @@ var<workgroup> S: array<f32, BR * BC>;
 fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: vec3u,
         @builtin(local_invocation_index) index: u32) {
     let block = block_of(group, groups, BR);
-    if (!block.exists) {
-        return;
-    }
+    if (!block.exists) { return; }
     let x = index % LANES;
     let y = index / LANES;
     let query = block.first_query + y;
@@ -32,21 +30,15 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
     let keys = keys_seen(min(block.first_query + BR, call.Nq) - 1);
     for (var j0 = 0u; j0 < keys; j0 += BC) {
         var s = 0.0;
-        for (var c = 0u; c < D4; c++) {
-            s += dot(q_at(block.head, query, c), k_at(block.head, j0 + x, c));
-        }
+        for (var c = 0u; c < D4; c++) { s += dot(q_at(block.head, query, c), k_at(block.head, j0 + x, c)); }
         S[y * BC + x] = select(LOWEST, s, j0 + x < seen);
         workgroupBarrier();
 
         let old = m;
-        for (var j = 0u; j < BC; j++) {
-            m = max(m, S[y * BC + j]);
-        }
+        for (var j = 0u; j < BC; j++) { m = max(m, S[y * BC + j]); }
         let shrink = exp2(old - m);
         l *= shrink;
-        for (var w = 0u; w < WIDTH; w++) {
-            o[w] *= shrink;
-        }
+        for (var w = 0u; w < WIDTH; w++) { o[w] *= shrink; }
         for (var j = 0u; j < BC; j++) {
             let p = exp2(S[y * BC + j] - m);
             l += p;
@@ -57,16 +49,10 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
         workgroupBarrier();  // all threads have read S
     }
 
-    if (query >= call.Nq) {
-        return;
-    }
+    if (query >= call.Nq) { return; }
     let at = block.head * call.Nq + query;
     for (var w = 0u; w < WIDTH; w++) {
-        if (x + w * LANES < D4) {
-            result[at * D4 + x + w * LANES] = Stored(o[w] / l);
-        }
+        if (x + w * LANES < D4) { result[at * D4 + x + w * LANES] = Stored(o[w] / l); }
     }
-    if (x == 0) {
-        lse[at] = LN2 * m + log(l);
-    }
+    if (x == 0) { lse[at] = LN2 * m + log(l); }
 }

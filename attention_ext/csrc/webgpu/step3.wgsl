@@ -26,9 +26,7 @@ var<workgroup> M: array<vec4f, LINES * LANES>;  // maxima of a thread's scores
 fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: vec3u,
         @builtin(local_invocation_index) index: u32) {
     let block = block_of(group, groups, BR);
-    if (!block.exists) {
-        return;
-    }
+    if (!block.exists) { return; }
     // A thread's rows are LINES apart and its keys LANES, so neighbours read neighbouring banks.
     let x = index % LANES;
     let y = index / LANES;
@@ -73,9 +71,7 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
         M[y * LANES + x] = top;
         workgroupBarrier();
         let old = m;
-        for (var lane = 0u; lane < LANES; lane++) {
-            m = max(m, M[y * LANES + lane]);
-        }
+        for (var lane = 0u; lane < LANES; lane++) { m = max(m, M[y * LANES + lane]); }
         let shrink = exp2(old - m);
 
         // P <- 2^(S - m)
@@ -115,18 +111,12 @@ fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: ve
         let query = block.first_query + y + i * LINES;
         if (query < call.Nq) {
             var sum = 0.0;
-            for (var lane = 0u; lane < LANES; lane++) {
-                sum += P[(y + i * LINES) * P_PITCH + lane].x;
-            }
+            for (var lane = 0u; lane < LANES; lane++) { sum += P[(y + i * LINES) * P_PITCH + lane].x; }
             let at = block.head * call.Nq + query;
             for (var w = 0u; w < WIDTH; w++) {  // unroll
-                if (x + w * LANES < D4) {
-                    result[at * D4 + x + w * LANES] = Stored(o[i * WIDTH + w] / sum);
-                }
+                if (x + w * LANES < D4) { result[at * D4 + x + w * LANES] = Stored(o[i * WIDTH + w] / sum); }
             }
-            if (x == 0) {
-                lse[at] = LN2 * m[i] + log(sum);
-            }
+            if (x == 0) { lse[at] = LN2 * m[i] + log(sum); }
         }
     }
 }

@@ -13,13 +13,8 @@
 alias Held = vec4f;
 var<workgroup> M: array<vec4f, LANES * LINES>;  // maxima of a thread's scores; at the end its sums
 
-fn put(at: u32, value: vec4f) {
-    M[at] = value;
-}
-
-fn got(at: u32) -> vec4f {
-    return M[at];
-}
+fn put(at: u32, value: vec4f) { M[at] = value; }
+fn got(at: u32) -> vec4f { return M[at]; }
 
 fn highest(own: vec4f, x: u32, y: u32, by_lanes: bool) -> vec4f {
     return highest_by_memory(own, x, y);

@@ -8,10 +8,5 @@
 
 alias Held = vec4f;
 
-fn put(at: u32, value: vec4f) {
-    P[at] = value;
-}
-
-fn got(at: u32) -> vec4f {
-    return P[at];
-}
+fn put(at: u32, value: vec4f) { P[at] = value; }
+fn got(at: u32) -> vec4f { return P[at]; }

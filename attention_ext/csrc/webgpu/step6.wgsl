@@ -10,10 +10,5 @@
 alias Held = vec4<f16>;
 var<workgroup> sums: array<vec4f, LANES * LINES>;  // maxima of a thread; at the end its sums
 
-fn put(at: u32, value: vec4f) {
-    sums[at] = value;
-}
-
-fn got(at: u32) -> vec4f {
-    return sums[at];
-}
+fn put(at: u32, value: vec4f) { sums[at] = value; }
+fn got(at: u32) -> vec4f { return sums[at]; }

@@ -7,9 +7,7 @@ var<workgroup> together: u32;
 fn highest(own: vec4f, x: u32, y: u32, by_lanes: bool) -> vec4f {
     var top = own;
     if (by_lanes) {
-        for (var far = LANES; far > 1; far /= 2) {
-            top = max(top, subgroupShuffleXor(top, far));
-        }
+        for (var far = LANES; far > 1; far /= 2) { top = max(top, subgroupShuffleXor(top, far)); }
     } else {
         top = highest_by_memory(own, x, y);
     }
@@ -21,12 +19,8 @@ fn highest(own: vec4f, x: u32, y: u32, by_lanes: bool) -> vec4f {
 fn main(@builtin(workgroup_id) group: vec3u, @builtin(num_workgroups) groups: vec3u,
         @builtin(local_invocation_index) index: u32,
         @builtin(subgroup_invocation_id) lane: u32, @builtin(subgroup_size) size: u32) {
-    if (size < 2 * LANES || lane != index % size) {
-        atomicAdd(&scattered, 1u);
-    }
+    if (size < 2 * LANES || lane != index % size) { atomicAdd(&scattered, 1u); }
     workgroupBarrier();
-    if (index == 0) {
-        together = select(0u, 1u, atomicLoad(&scattered) == 0);
-    }
+    if (index == 0) { together = select(0u, 1u, atomicLoad(&scattered) == 0); }
     attend(group, groups, index, workgroupUniformLoad(&together) == 1);
 }
