@@ -37,9 +37,7 @@ rule link
   description = $out
 """
 # Signs of the line that says why a compiler failed, the most reliable first; the shell reports a crash.
-REASONS = "no space left on device|undefined reference|error:|segmentation fault|killed|aborted|fatal:".split(
-    "|"
-)
+REASONS = "no space left on device|undefined reference|error:|segmentation fault|killed|aborted|fatal:"
 IN_A_SOURCE = re.compile(r"^\S.*:\d+:\d+: (fatal )?error: ", re.I | re.M)
 ESCAPES = re.compile(r"\x1b\[[\d;]*[mK]|\x1b\].*?(?:\x1b\\|\x07)")  # colours and links
 
@@ -147,9 +145,7 @@ def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, 
     tool: Sequence[str] | None = None
     status = 0
     pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    with subprocess.Popen(
-        command, env=env, pass_fds=(lock,), text=True, errors="replace", **pipes
-    ) as process:
+    with subprocess.Popen(command, env=env, pass_fds=(lock,), errors="replace", **pipes) as process:
         assert process.stdout
         for line in process.stdout:
             text, mark, code = line.partition(MARK)
@@ -174,7 +170,7 @@ def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, 
         output += f"error: ended by a signal: {signal.strsignal(status - 128)}\n"
     plain = ESCAPES.sub("", output)
     log.write_text(plain)
-    told = ((sign, line) for sign in REASONS for line in plain.splitlines())
+    told = ((sign, line) for sign in REASONS.split("|") for line in plain.splitlines())
     reason = next((line for sign, line in told if sign in line.lower()), "no reason given")
     shown = output if IN_A_SOURCE.search(plain) else ""
     name = shlex.join(tool or command)

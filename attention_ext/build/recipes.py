@@ -146,16 +146,9 @@ def kernels(simd: str = "auto") -> Recipe:
     if helpers == "ispc" and ispc is None:
         raise BuildError("simd is 'ispc', but no ispc was found on PATH; scripts/install-ispc.sh gets it")
     own, flags = HELPERS[helpers]
-    compiler = toolchain.find_compiler()
-    return Recipe(
-        name=f"attention_ext_kernels_{helpers}",
-        file="",
-        what="the kernels",
-        compiler=tuple(compiler),
-        flags=(*toolchain.flags(compiler), *flags, "-fPIC"),
-        sources=found(CSRC, *KERNELS, *own, *([ISPC_SOURCE] if ispc else [])),
-        ispc=(ispc, *FLAGS_OF_ISPC, "--target=host") if ispc else (),
-    )
+    sources = found(CSRC, *KERNELS, *own, *([ISPC_SOURCE] if ispc else []))
+    recipe = _recipe(f"attention_ext_kernels_{helpers}", "", "the kernels", sources, *flags)
+    return replace(recipe, ispc=(ispc, *FLAGS_OF_ISPC, "--target=host") if ispc else ())
 
 
 def operators(simd: str = "auto") -> Recipe:
@@ -168,17 +161,8 @@ def operators(simd: str = "auto") -> Recipe:
 
 def launcher() -> Recipe:
     """Part 4's CUDA operator; it needs torch, but no CUDA headers. Raises BuildError without a compiler."""
-    compiler = toolchain.find_compiler()
-    recipe = Recipe(
-        name="attention_ext_cuda",
-        file="launcher.so",
-        what="the launcher of CUDA kernels",
-        compiler=tuple(compiler),
-        flags=(*toolchain.flags(compiler), "-fPIC"),
-        sources=found(CSRC, *LAUNCHER),
-        link=LINK,
-    )
-    return with_torch(recipe)
+    what, sources = "the launcher of CUDA kernels", found(CSRC, *LAUNCHER)
+    return with_torch(replace(_recipe("attention_ext_cuda", "launcher.so", what, sources), link=LINK))
 
 
 def library(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
@@ -290,21 +274,18 @@ def found(folder: Path, *patterns: str) -> tuple[Path, ...]:
     return tuple(path for pattern in patterns for path in sorted(folder.glob(pattern)))
 
 
+def _recipe(name: str, file: str, what: str, sources: tuple[Path, ...], *flags: str) -> Recipe:
+    """A file of these sources, by the compiler that is found."""
+    compiler = tuple(toolchain.find_compiler())
+    return Recipe(name, file, what, compiler, (*toolchain.flags(compiler), *flags, "-fPIC"), sources)
+
+
 def _library(
     name: str, what: str, over: Recipe, folders: tuple[Path, ...], sources: tuple[Path, ...], *flags: str
 ) -> Recipe:
     """A shared library of these sources and of the kernels."""
-    return Recipe(
-        name=name,
-        file=f"{name}.so",
-        what=what,
-        compiler=over.compiler,
-        flags=(*over.flags, *flags),
-        sources=sources,
-        folders=folders,
-        link=LINK,
-        needs=over,
-    )
+    flags = (*over.flags, *flags)
+    return Recipe(name, f"{name}.so", what, over.compiler, flags, sources, folders, link=LINK, needs=over)
 
 
 def with_torch(recipe: Recipe) -> Recipe:
