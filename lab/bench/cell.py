@@ -90,5 +90,5 @@ class Cell:
     def case(self, heads: int | None = None, threads: int | None = None) -> Case:
         """The call, for lab.traffic. heads: by default all of the batch. threads: by default the cell's."""
         sizes = self.queries, self.N, self.d, heads or self.batch * self.heads, self.causal
-        tile = {"br": self.br, "bc": self.bc} if self.br and self.bc else {}
+        tile: dict[str, Any] = {"br": self.br, "bc": self.bc} if self.br and self.bc else {}
         return Case(*sizes, threads=threads or self.threads, dtype=Dtype(self.dtype), **tile)

@@ -299,8 +299,8 @@ def load(file: Path) -> Run:
 def _result(entry: dict) -> Result:
     result = Result(**entry | {"cell": Cell(**entry["cell"])})
     cell, result.error_at = result.cell, result.error_at and tuple(result.error_at)
-    one_of = {"contender": contenders(), "simd": (None, *SIMD), "dtype": list(Dtype), "device": DEVICES}
-    one_of |= {"l2": (None, *L2), "causal": (False, True)}
+    one_of: dict[str, Any] = {"contender": contenders(), "simd": (None, *SIMD), "dtype": list(Dtype)}
+    one_of |= {"device": DEVICES, "l2": (None, *L2), "causal": (False, True)}
     for name, known in one_of.items():
         _check(cell, name, getattr(cell, name) in known)
     for name in ("N", "queries", "d", "batch", "heads", "threads", "br", "bc"):
