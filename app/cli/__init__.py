@@ -61,10 +61,8 @@ NANOGPT = {
     "--eval_only": "eval, a command",
     "config/": "options of train, config files are not read",
     **dict.fromkeys(("--n_layer", "--n_head", "--n_embd", "--dropout"), "a number, an option of train"),
-    **dict.fromkeys(("--bias", "--learning_rate", "--min_lr", "--decay_lr", "--beta1"), RECIPE),
-    **dict.fromkeys(
-        ("--beta2", "--weight_decay", "--grad_clip", "--warmup_iters", "--lr_decay_iters"), RECIPE
-    ),
+    **dict.fromkeys(("--bias", "--learning_rate", "--min_lr", "--decay_lr", "--warmup_iters"), RECIPE),
+    **dict.fromkeys(("--beta1", "--beta2", "--weight_decay", "--grad_clip", "--lr_decay_iters"), RECIPE),
     "--gradient_accumulation_steps": "--batch-chars of train, all characters of a step",
 }
 

@@ -228,15 +228,10 @@ def save(kind: str, what: str) -> Decorator:
         gpu = importlib.import_module(f"shakespeare.lab.{device}.gpu")
         return str(saved.default_file(f"{kind}_{device}", gpu.slug()))
 
-    return option(
-        "--save",
-        f"Save {what} to FILE; without FILE, to this processor's or GPU's in benchmarks/results/.",
-        is_flag=False,
-        flag_value="",  # the callback's value for --save without FILE
-        type=click.Path(dir_okay=False),
-        metavar="[FILE]",
-        callback=default,
-    )
+    help = f"Save {what} to FILE; without FILE, to this processor's or GPU's in benchmarks/results/."
+    alone = {"is_flag": False, "flag_value": ""}  # the callback's value for --save without FILE
+    file = click.Path(dir_okay=False)
+    return option("--save", help, type=file, metavar="[FILE]", callback=default, **alone)
 
 
 def warned_of_threads(context, parameter, value):
@@ -281,25 +276,17 @@ some_threads = numbers("-t", "--threads", "Numbers of threads.", default="1", **
 
 # Where and how attention is computed.
 part = click.argument("part", type=PartOrFile(), metavar="PART")
-simd = choice(
-    "--simd", "SIMD helpers of attention's forward pass: auto is portable, off is scalar loops.", of=SIMD
-)
-SIMDS = f"SIMD helpers of attention's forward pass, from {', '.join(SIMD)}."
-simds = names("--simd", "simds", SIMDS, of=SIMD, default="auto")
+HELPERS = "SIMD helpers of attention's forward pass"
+simd = choice("--simd", f"{HELPERS}: auto is portable, off is scalar loops.", of=SIMD)
+simds = names("--simd", "simds", f"{HELPERS}, from {', '.join(SIMD)}.", of=SIMD, default="auto")
 dtype = choice("--dtype", "Format of the inputs and the output.", of=Dtype)
 _device: Callable = partial(choice, "--device", is_eager=True)  # the defaults of other options depend on it
-device = _device(
-    "Device of the attention; cuda is an NVIDIA GPU, for part0 and part4; webgpu any GPU, for part4.",
-    of=DEVICES,
-)
-cpu_or_cuda = _device(
-    "Device of the attention; cuda is an NVIDIA GPU, for part0 and part4.", of=("cpu", "cuda")
-)
-kernel = option(
-    "--kernel",
-    "Part4's kernel on CUDA, or its step 1 to 6 on WebGPU; by default the fastest that accepts the inputs.",
-    type=Kernel(list(KERNELS)),
-)
+DEVICE = "Device of the attention; cuda is an NVIDIA GPU, for part0 and part4"
+device = _device(f"{DEVICE}; webgpu any GPU, for part4.", of=DEVICES)
+cpu_or_cuda = _device(f"{DEVICE}.", of=("cpu", "cuda"))
+FASTEST = "by default the fastest that accepts the inputs"
+KERNEL = f"Part4's kernel on CUDA, or its step 1 to 6 on WebGPU; {FASTEST}."
+kernel = option("--kernel", KERNEL, type=Kernel(list(KERNELS)))
 # Options of one device only, by the names of the commands' parameters.
 CPU_ONLY = ("threads", "simd", "simds", "cachegrind", "tune", "budget", "show")
 CUDA_ONLY = ("arch", "cuda_queries", "l2s")
@@ -342,22 +329,13 @@ engine = choice(
     of=("auto", "native", "torch", "cuda", "webgpu"),
     callback=lambda context, parameter, value: None if value == "auto" else value,
 )
-weights = choice(
-    "--weights",
-    "Precision of the matrices; bf16 halves the bytes of weights read for a token, int8 quarters them.",
-    of=Precision,
-)
-kv_cache = choice(
-    "--kv-cache", "Precision of the cached keys and values; bf16 halves part4's bytes.", of=CachePrecision
-)
-
-draft = option(
-    "--draft",
-    "What guesses the next tokens of few texts in the native and the cuda engine: the model's draft, "
-    "nothing, or the draft of a model or in a file. It changes no text.",
-    default="auto",
-    metavar="auto|off|NAME",
-)
+MATRICES = "Precision of the matrices; bf16 halves the bytes of weights read for a token"
+weights = choice("--weights", f"{MATRICES}, int8 quarters them.", of=Precision)
+CACHED = "Precision of the cached keys and values; bf16 halves part4's bytes."
+kv_cache = choice("--kv-cache", CACHED, of=CachePrecision)
+DRAFTS = "the model's draft, nothing, or the draft of a model or in a file. It changes no text."
+DRAFT = f"What guesses the next tokens of few texts in the native and the cuda engine: {DRAFTS}"
+draft = option("--draft", DRAFT, default="auto", metavar="auto|off|NAME")
 
 # What is written.
 prompt = all_of(
@@ -450,7 +428,6 @@ def read_corpus(file: Path | None) -> str:
     from shakespeare.model import corpus
 
     if file is None and not corpus.INPUT.exists():
-        raise click.UsageError(
-            f"there is no corpus yet; give --corpus FILE or run `{program()} prepare` first"
-        )
+        remedy = f"give --corpus FILE or run `{program()} prepare` first"
+        raise click.UsageError(f"there is no corpus yet; {remedy}")
     return corpus.read(file or corpus.INPUT)

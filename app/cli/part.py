@@ -228,28 +228,18 @@ def write(session: Session) -> None:
             if not as_json and shown < count:
                 click.echo(f"{SEPARATOR}\n{session.shown_prompt}", nl=False)
     rate = tokens / max(writer.seconds, 1e-9)
-    notice(
-        f"{tokens} tokens in {writer.seconds:.2f} s with {session.part}, {writer.engine.name} engine: "
-        f"{rate:,.0f} tokens/s"
-    )
+    done = f"{tokens} tokens in {writer.seconds:.2f} s with {session.part}, {writer.engine.name} engine"
+    notice(f"{done}: {rate:,.0f} tokens/s")
 
 
 def record(session: Session, engine: "Engine", completion: "Completion") -> dict[str, Any]:
     """What --json prints of a sample."""
-    simd = session.asked["simd"]
-    return {
-        "model": session.asked["model"],
-        "part": session.part,
-        "engine": engine.name,
-        "device": engine.device,
-        "simd": helpers_of(session.part, simd) if engine.device == "cpu" else None,
-        "threads": session.asked["threads"],
-        "seed": completion.request.seed,
-        "prompt": session.prompt,
-        "text": completion.text,
-        "prompt_tokens": len(completion.request.ids),
-        **{name: getattr(completion, name) for name in MEASURED},
-    }
+    asked, request = session.asked, completion.request
+    simd = helpers_of(session.part, asked["simd"]) if engine.device == "cpu" else None
+    shown = {"model": asked["model"], "part": session.part, "engine": engine.name, "device": engine.device}
+    shown |= {"simd": simd, "threads": asked["threads"], "seed": request.seed, "prompt": session.prompt}
+    shown |= {"text": completion.text, "prompt_tokens": len(request.ids)}
+    return shown | {name: getattr(completion, name) for name in MEASURED}
 
 
 def converse(session: Session) -> None:

@@ -32,9 +32,8 @@ def prepare(corpus_file: Path | None, out: Path | None) -> None:
     tokenizer = CharTokenizer.from_text(text)
     characters = tokenizer.characters
     if len(characters) > MOST_CHARACTERS:
-        raise ValueError(
-            f"{path} has {len(characters)} different characters; it must have at most 65536, for train.bin"
-        )
+        has = f"{path} has {len(characters)} different characters"
+        raise ValueError(f"{has}; it must have at most 65536, for train.bin")
     training, validation = corpus.split(tokenizer.encode(text))
     known = "Tiny Shakespeare" if corpus.is_tiny_shakespeare(text) else "not Tiny Shakespeare"
     click.echo(f"{path}: {known}")

@@ -15,6 +15,7 @@ PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "promethe
 
 SLOTS, MOST_SLOTS = 32, 4096
 SHOWN = f"{SLOTS}; what an eighth of a GPU's memory holds, at most {MOST_SLOTS}"
+TEXTS = "Texts written at once for each model and part."
 MODEL = (
     "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; NAME=PATH gives it a "
     "name in the API. May be repeated."
@@ -31,9 +32,7 @@ serve_options = options.all_of(
     options.cpu_or_cuda,
     options.option("--host", "Address to listen at; localhost is 127.0.0.1 and ::1.", default="localhost"),
     options.whole("--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=8000),
-    options.size(
-        "--slots", "Texts written at once for each model and part.", most=MOST_SLOTS, show_default=SHOWN
-    ),
+    options.size("--slots", TEXTS, most=MOST_SLOTS, show_default=SHOWN),
     options.size("--queue", "Texts that may wait for each model and part.", most=10**6, default=256),
     options.threads,
     options.weights,
@@ -99,9 +98,8 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
             raise ValueError(f"{option}: keys must be of printable ASCII characters, without spaces around")
     host = host.strip("[].").lower()
     if not (is_loopback(host) or api_keys or found or insecure):
-        raise ValueError(
-            f"--host {host} can be reached by others; give --api-key or --api-key-file, or --insecure"
-        )
+        remedy = "give --api-key or --api-key-file, or --insecure"
+        raise ValueError(f"--host {host} can be reached by others; {remedy}")
     for origin in origins:
         check_origin(origin)
     for name in hosts:
@@ -116,17 +114,9 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
         options_of_engines = EngineOptions.of(asked)
         configs = (checkpoint.config for checkpoint in checkpoints.values())
         slots = min(slots_for(MOST_SLOTS, config, options_of_engines)[0] for config in configs)
-    settings = Settings(
-        tuple(checkpoints),
-        host=host,
-        slots=slots or SLOTS,
-        threads=options.threads_for(threads),
-        api_keys=(*api_keys, *found),
-        origins=origins,
-        hosts=hosts,
-        page=page,
-        **asked,
-    )
+    asked |= {"host": host, "slots": slots or SLOTS, "threads": options.threads_for(threads), "page": page}
+    asked |= {"api_keys": (*api_keys, *found), "origins": origins, "hosts": hosts}
+    settings = Settings(tuple(checkpoints), **asked)
     shown = ", ".join(settings.models)
     try:
         server, listener = running.make(checkpoints, settings), running.bind(settings)
@@ -134,6 +124,5 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
         notice(f"Loading {shown}; http://{f'[{address}]' if ':' in address else address}:{port}")
         running.serve(server, listener, notice)
     except MemoryError:
-        raise ValueError(
-            f"memory does not suffice for {shown} with --slots {settings.slots}; fewer slots need less"
-        ) from None
+        asked_for = f"{shown} with --slots {settings.slots}"
+        raise ValueError(f"memory does not suffice for {asked_for}; fewer slots need less") from None

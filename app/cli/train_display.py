@@ -104,9 +104,8 @@ class Picture(Watcher):
             model = copy.deepcopy(model).cpu()
         checkpoint = Checkpoint(model.config, model.weights, self._tokenizer)
         try:
-            return str(
-                generate(checkpoint, self._prompt, self.tokens, part=self.part, seed=1, context="reset")
-            )
+            asked: dict = {"part": self.part, "seed": 1, "context": "reset"}
+            return str(generate(checkpoint, self._prompt, self.tokens, **asked))
         except BuildError:
             self.part, self.tokens = "part0", 100
             return ""
@@ -115,13 +114,9 @@ class Picture(Watcher):
 def picture(name: str, run: Schedule, sample: str, console: Console) -> Group:
     """The whole picture, fitted to the console."""
     head = Table.grid(padding=(0, 2))
-    head.add_row(
-        Text(name, style="bold"),
-        f"step {run.done:,} of {run.steps():,}",
-        f"{run.speed():,.0f} characters/s",
-        f"learning rate {run.rate():.0%}",
-        f"{timedelta(seconds=round(run.left()))} left",
-    )
+    done, speed = f"step {run.done:,} of {run.steps():,}", f"{run.speed():,.0f} characters/s"
+    rate, left = f"learning rate {run.rate():.0%}", f"{timedelta(seconds=round(run.left()))} left"
+    head.add_row(Text(name, style="bold"), done, speed, rate, left)
     width = min(WIDTH, console.width)
     parts: list = [head, Align.left(ProgressBar(1.0, run.progress(), width))]
     if run.curve:

@@ -115,14 +115,9 @@ class Application:
 
     def _shown(self, name: str) -> dict[str, Any]:
         able = running_on(self.settings.device)
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "shakespeare-attention",
-            "parts": [part for part in able if PARTS[part].operator or find_spec("torch")],
-            "block_size": self.checkpoint(name).config.block_size,
-        }
+        parts = [part for part in able if PARTS[part].operator or find_spec("torch")]
+        shown = {"id": name, "object": "model", "created": self.created, "owned_by": "shakespeare-attention"}
+        return shown | {"parts": parts, "block_size": self.checkpoint(name).config.block_size}
 
     def checkpoint(self, model: str) -> Checkpoint:
         """The model of this name. Raises ApiError 404."""

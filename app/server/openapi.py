@@ -12,6 +12,7 @@ Schema = dict[str, Any]
 REFERENCE = "#/components/schemas/"
 TEXT: Schema = {"schema": {"type": "string"}}
 NOTHING: Schema = {"type": "null"}
+KEY = {"type": "http", "scheme": "bearer"}
 JSON: Schema = {"application/json": {"schema": {"type": "object"}}}  # as in OpenAI's API
 ERROR = {"description": "An error in OpenAI's format.", "content": JSON}
 
@@ -49,10 +50,7 @@ def document(keys: bool) -> Schema:
             "/health": {"get": operation("Whether requests are answered.", JSON, security=[])},
             "/metrics": {"get": operation("Prometheus' metrics.", {"text/plain": TEXT})},
         },
-        "components": {
-            "schemas": bodies["$defs"],
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": bodies["$defs"], "securitySchemes": {"key": KEY}},
     }
 
 

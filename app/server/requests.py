@@ -76,6 +76,7 @@ Ids = list[Annotated[int, Field(ge=0, le=LARGEST_ID), WHOLE]]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=4)]
 Choices = Annotated[int, Field(ge=1, le=Settings.most_texts), WHOLE]
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED), WHOLE]
 Tokens = Annotated[int, Field(ge=0), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=MOST_TOP), WHOLE]
 Name = Annotated[str, Field(min_length=1, max_length=64)]
@@ -179,9 +180,7 @@ class Body(Settable):
 
     model: str
     n: Choices = 1
-    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), WHOLE] | None = Field(
-        None, description="Choice i has the seed SEED + i."
-    )
+    seed: Seed | None = Field(None, description="Choice i has the seed SEED + i.")
     stop: Stop = []
     logit_bias: Biases = {}
     stream: bool = False
@@ -237,19 +236,10 @@ class Body(Settable):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         try:
             sampling = Sampling(**{name: getattr(self, name) for name in NUMBERS}, logit_bias=bias)
-            return [
-                Request(
-                    prompts[i // candidates],
-                    seed=seed + i,
-                    sampling=sampling,
-                    max_new_tokens=tokens,
-                    stop=stop,
-                    context=self.context,
-                    logprobs=0 if self.ranked and alternatives is None else alternatives,
-                    prompt_logprobs=self.echo and alternatives is not None,
-                )
-                for i in range(texts)
-            ]
+            asked = {"sampling": sampling, "max_new_tokens": tokens, "stop": stop, "context": self.context}
+            asked["logprobs"] = 0 if self.ranked and alternatives is None else alternatives
+            asked["prompt_logprobs"] = self.echo and alternatives is not None
+            return [Request(prompts[i // candidates], seed=seed + i, **asked) for i in range(texts)]
         except (TypeError, ValueError) as error:  # its first word is the name of the field
             raise wrong(f"{error}.", str(error).split(" ")[0]) from None
 
