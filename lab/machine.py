@@ -169,21 +169,12 @@ def page_faults() -> int:
 
 def describe() -> dict:
     """The head of a table of figures: processor, caches, SIMD, versions, commit, date."""
-    return {
-        "cpu": processor.name(),
-        "microarchitecture": processor.microarchitecture(),
-        "cores": processor.cores(),
-        "caches": [asdict(cache) for cache in processor.caches()],
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "simd": AUTO,
-        "os": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "compiler": compiler(),
-        "version": __version__,
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
-    }
+    known: dict = {"cpu": processor.name(), "microarchitecture": processor.microarchitecture()}
+    known |= {"cores": processor.cores(), "caches": [asdict(cache) for cache in processor.caches()]}
+    known |= {"isa": torch.backends.cpu.get_cpu_capability(), "simd": AUTO}
+    known |= {"os": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
+    known |= {"torch": torch.__version__, "compiler": compiler(), "version": __version__, "commit": commit()}
+    return known | {"date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}
 
 
 def compiler() -> str | None:

@@ -158,10 +158,8 @@ def lengths(checkpoint: Checkpoint, prompt_tokens: int | None, tokens: int | Non
     if tokens is None:
         tokens = max(1, min(DEFAULT_TOKENS, longest - prompt_tokens))
     if not (prompt_tokens >= 1 and tokens >= 1 and prompt_tokens + tokens <= longest):
-        raise ValueError(
-            f"prompt_tokens is {prompt_tokens} and tokens is {tokens}; "
-            f"together they must be at most block_size={longest}, and each at least 1"
-        )
+        must = f"together they must be at most block_size={longest}, and each at least 1"
+        raise ValueError(f"prompt_tokens is {prompt_tokens} and tokens is {tokens}; {must}")
     return prompt_tokens, tokens
 
 
@@ -274,25 +272,16 @@ def figures(settings: dict[str, Any], prefill: Phase, decode: Phase, plain: Sequ
     tokens = steps * settings.get("texts", 1)
 
     def speeds(prefill: float, decode: float) -> dict[str, float]:
-        return {
-            "prefill_ms": 1e3 * prefill,
-            "decode_us_per_step": 1e6 * decode / steps,
-            "decode_us_per_token": 1e6 * decode / tokens,
-            "tokens_per_second": tokens / decode,
-        }
+        us = {"decode_us_per_step": 1e6 * decode / steps, "decode_us_per_token": 1e6 * decode / tokens}
+        return {"prefill_ms": 1e3 * prefill, **us, "tokens_per_second": tokens / decode}
 
     recorded = speeds(prefill.seconds, decode.seconds)
-    rows = [
-        {
-            "kind": kind,
-            "prefill_ms": recorded["prefill_ms"] * of_prefill,
-            "prefill_percent": 100 * of_prefill,
-            "decode_us_per_step": recorded["decode_us_per_step"] * of_decode,
-            "decode_us_per_token": recorded["decode_us_per_token"] * of_decode,
-            "decode_percent": 100 * of_decode,
-        }
-        for (kind, of_prefill), of_decode in zip(prefill.shares().items(), decode.shares().values())
-    ]
+    rows = []
+    for (kind, of_prefill), of_decode in zip(prefill.shares().items(), decode.shares().values()):
+        ms = recorded["prefill_ms"] * of_prefill
+        us = {name: recorded[name] * of_decode for name in ("decode_us_per_step", "decode_us_per_token")}
+        of_kind = {"kind": kind, "prefill_ms": ms, "prefill_percent": 100 * of_prefill}
+        rows.append(of_kind | us | {"decode_percent": 100 * of_decode})
     return settings | {"rows": rows, "recorded": recorded, "not_recorded": speeds(*plain)}
 
 

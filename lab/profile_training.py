@@ -79,18 +79,13 @@ def profile(part: str, config: GPTConfig, batch: int | None = None, simd: str = 
     plain = statistics.median(seconds_of(of.step) for _ in range(steps))
     seconds, kinds = (_native if of.native else _pytorchs)(of, steps)
     kinds["other"] = seconds - sum(kinds.values())
-    return {
-        "part": part,
-        "batch": batch,
-        **{name: getattr(config, name) for name in (*SIZES, "vocab_size")},
-        "threads": torch.get_num_threads(),
-        "steps": steps,
-        "rows": [{"kind": kind, "ms": 1e3 * spent} for kind, spent in kinds.items()],
-        "step_ms": 1e3 * seconds,
-        "not_profiled_ms": 1e3 * plain,
-        "gflops": operations(config, batch) / plain / 1e9,
-        "processors_taken_by_others": load.others(),
-    }
+    about: dict = {"part": part, "batch": batch}
+    about |= {name: getattr(config, name) for name in (*SIZES, "vocab_size")}
+    about |= {"threads": torch.get_num_threads(), "steps": steps}
+    about["rows"] = [{"kind": kind, "ms": 1e3 * spent} for kind, spent in kinds.items()]
+    about |= {"step_ms": 1e3 * seconds, "not_profiled_ms": 1e3 * plain}
+    about["gflops"] = operations(config, batch) / plain / 1e9
+    return about | {"processors_taken_by_others": load.others()}
 
 
 def _native(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:

@@ -45,23 +45,18 @@ def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
     check(names, sweep)
     on_cpu = sweep.device == "cpu"
     cells = []
-    for N, d, causal, rule, threads, l2, name in itertools.product(
-        sweep.lengths,
-        sweep.widths,
-        sweep.masks,
-        (None if rule == "none" else rule for rule in sweep.rules),
-        sweep.threads if on_cpu else (1,),
-        sweep.l2s if sweep.device == "cuda" else (None,),
-        names,
-    ):
+    rules = (None if rule == "none" else rule for rule in sweep.rules)
+    counts = sweep.threads if on_cpu else (1,)
+    l2s = sweep.l2s if sweep.device == "cuda" else (None,)
+    all_of = itertools.product(sweep.lengths, sweep.widths, sweep.masks, rules, counts, l2s, names)
+    for N, d, causal, rule, threads, l2, name in all_of:
         part = PARTS.get(name) if on_cpu else None
         tiled = part is not None and part.tiled
         queries = sweep.queries or N
         causal = causal and sweep.queries != 1  # one query sees all keys
         if causal and queries != N:
-            raise ValueError(
-                f"queries is {queries}; with a causal mask it must be 1 or N={N}: PyTorch's mask differs"
-            )
+            must = f"with a causal mask it must be 1 or N={N}: PyTorch's mask differs"
+            raise ValueError(f"queries is {queries}; {must}")
         shape = (N, queries, d, sweep.batch, sweep.heads, causal)
         sides = itertools.product(sweep.br, sweep.bc) if tiled else ((None, None),)
         for simd, (br, bc) in itertools.product(sweep.simds if part and part.operator else (None,), sides):

@@ -28,14 +28,8 @@ except ImportError:
 COLOURS = ("#000000", "#D55E00", "#E69F00", "#009E73", "#0072B2", "#CC79A7")
 MARKERS = ("s", "v", "^", "D", "o", "X", "P")
 LINES = ("-", "--", "-.", ":")
-SETTINGS = {
-    "font.size": 11,
-    "axes.grid": True,
-    "grid.color": "#d9d9d9",
-    "axes.axisbelow": True,
-    "svg.hashsalt": "shakespeare",
-    "legend.frameon": False,
-}
+SETTINGS = {"axes.grid": True, "grid.color": "#d9d9d9", "axes.axisbelow": True}
+SETTINGS |= {"font.size": 11, "svg.hashsalt": "shakespeare", "legend.frameon": False}
 
 
 def look(contender: str) -> dict[str, Any]:

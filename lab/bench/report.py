@@ -233,12 +233,8 @@ def infirm(run: Run) -> str | None:
 
 def _case(rows: Sequence[dict]) -> tuple[list[str], list[str]]:
     """The names of CASE that differ between rows, and the others. Usual values of some are left out."""
-    usual = {
-        "queries": lambda r: r["N"],
-        "dtype": lambda r: Dtype.FP32,
-        "device": lambda r: "cpu",
-        "threads": lambda r: r["threads"] if r["device"] != "cpu" else None,
-    }
+    usual = {"queries": lambda r: r["N"], "dtype": lambda r: Dtype.FP32, "device": lambda r: "cpu"}
+    usual["threads"] = lambda r: r["threads"] if r["device"] != "cpu" else None
     names = [
         name for name in CASE if name not in usual or any(r[name] not in (None, usual[name](r)) for r in rows)
     ]

@@ -62,14 +62,9 @@ class Gpu:
 
     def describe(self) -> dict:
         """The GPU's facts above a table of figures, besides machine.describe()."""
-        return {
-            "name": self._on.name,
-            "capability": ".".join(map(str, self._on.capability)),
-            "multiprocessors": self._on.multiprocessors,
-            "memory": self._on.memory,
-            "l2": self.l2,
-            "cuda": torch.version.cuda,
-        }
+        on, capability = self._on, ".".join(map(str, self._on.capability))
+        facts = {"name": on.name, "capability": capability, "multiprocessors": on.multiprocessors}
+        return facts | {"memory": on.memory, "l2": self.l2, "cuda": torch.version.cuda}
 
     def free(self) -> int:
         """Bytes that can still be allocated."""

@@ -89,9 +89,8 @@ def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) 
         bounds = {
             "multiply-adds": 2 * counts.multiply_adds / peak,
             "exp2": counts.exponentials / exponentials,
-            "workgroup memory": counts.workgroup / near,
-            "storage": counts.storage / far,
         }
+        bounds |= {"workgroup memory": counts.workgroup / near, "storage": counts.storage / far}
         bound = max(bounds, key=lambda name: bounds[name])
         call = prepared(q, k, v, cell.causal, step.name)
         on.time(call, 1)

@@ -61,13 +61,9 @@ class Gpu:
     def describe(self) -> dict:
         """The adapter's facts above a table of figures, besides machine.describe()."""
         adapter = self.gpu.adapter
-        return {
-            "name": adapter.name,
-            "backend": adapter.backend,
-            "kind": adapter.kind,
-            "features": " and ".join(sorted(adapter.features)) or "no optional features",
-            "wgpu": importlib.metadata.version("wgpu"),
-        }
+        features = " and ".join(sorted(adapter.features)) or "no optional features"
+        facts = {"name": adapter.name, "backend": adapter.backend, "kind": adapter.kind}
+        return facts | {"features": features, "wgpu": importlib.metadata.version("wgpu")}
 
     def free(self) -> None:
         """Bytes that can still be allocated: WebGPU does not say."""
