@@ -15,7 +15,6 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import click
@@ -35,6 +34,7 @@ from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.tokenizer import CharTokenizer
 
 PROMPT = 24  # characters
+TEMPERATURES = "Temperatures, separated by commas."
 ENGINES: dict[str, dict[str, Any]] = {
     "cpu": {"engine": "native", "threads": 1},
     "cuda": {"engine": "cuda", "device": "cuda"},
@@ -90,26 +90,13 @@ class Contender:
 @click.command(context_settings={"show_default": True})
 @options.model
 @options.path("--corpus", "corpus_file", "Text of the prompts.", show_default="what prepare got")
-@options.option(
-    "--temperatures",
-    "Temperatures, separated by commas.",
-    default="0,0.5,0.8,1,1.5",
-    callback=temperatures_of,
-)
+@options.option("--temperatures", TEMPERATURES, default="0,0.5,0.8,1,1.5", callback=temperatures_of)
 @options.weights
 @options.kv_cache
 @options.draft
 @options.cpu_or_cuda
 @options.whole("--rounds", "Rounds of each.", least=2, default=40)
-def main(
-    model: str,
-    corpus_file: Path | None,
-    temperatures: list[float],
-    rounds: int,
-    draft: str,
-    device: str,
-    **precisions: Any,
-) -> None:
+def main(model, corpus_file, temperatures, rounds, draft, device, **precisions) -> None:
     """Print how many times as fast one text is with drafts."""
     checkpoint, text = load(model), options.read_corpus(corpus_file)
     shown = ", ".join(f"{name} {value}" for name, value in precisions.items())

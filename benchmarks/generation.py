@@ -53,6 +53,7 @@ from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, causal_attention
 
 OURS = {"cpu": ("native", "torch"), "cuda": ("torch", "cuda", "webgpu")}
+ENGINES = dict.fromkeys([*OURS["cpu"], *OURS["cuda"]])
 TORCH = (CachedPyTorch, Transformers)
 LIBRARIES = (CTranslate2, CTranslate2Int8, LlamaCpp, LlamaCppQ8)
 ON_DEVICE = {"cpu": (UncachedPyTorch, *TORCH, *LIBRARIES), "cuda": (*TORCH, GraphPyTorch)}
@@ -104,6 +105,7 @@ for size, batch, threads in itertools.product(GPT2, (1, 8), (1, 2)):
     )
 ON_CPU = ("batch1", "batch32", "long", "prefill")  # the cases that are timed there by default
 ON_GPU = [name for name, case in CASES.items() if case.model not in GPT2]
+USUAL = f"{','.join(ON_CPU)}; on a GPU all but GPT-2's sizes"
 
 
 @lru_cache(1)
@@ -265,18 +267,10 @@ def row(name: str, f: Mapping[str, Any], limit: float | None) -> str:
     def cell(figure: str, form: Callable[[Any], str] = str) -> str:
         return form(f[figure]) if figure in f else ""
 
-    cells = [
-        name,
-        f"{f['ms']:.2f}" if "ms" in f else f"{f['tokens_per_second']:.0f}",
-        cell("spread", percent),
-        cell("quiet"),
-        cell("all", "{:.2f}".format),
-        percent(limit / f["relative"]) if limit else "",
-        f"{f['relative']:.2f}",
-        cell("error", "{:.0e}".format),
-        cell("loss", "{:.4f}".format),
-        cell("agreement"),
-    ]
+    speed = f"{f['ms']:.2f}" if "ms" in f else f"{f['tokens_per_second']:.0f}"
+    cells = [name, speed, cell("spread", percent), cell("quiet"), cell("all", "{:.2f}".format)]
+    cells += [percent(limit / f["relative"]) if limit else "", f"{f['relative']:.2f}"]
+    cells += [cell("error", "{:.0e}".format), cell("loss", "{:.4f}".format), cell("agreement")]
     return " | ".join(cells)
 
 
@@ -368,28 +362,12 @@ def time_on_gpu(
 @click.command(context_settings={"show_default": True})
 @options.cpu_or_cuda
 @options.names("--dtypes", "Formats of weights and cache on a GPU.", of=DTYPES, default="fp32,bf16")
-@options.names(
-    "--cases",
-    "Cases to time.",
-    of=CASES,
-    show_default=f"{','.join(ON_CPU)}; on a GPU all but GPT-2's sizes",
-    default=None,
-)
-@options.names(
-    "--engines", "Our engines.", of=dict.fromkeys([*OURS["cpu"], *OURS["cuda"]]), show_default="all"
-)
+@options.names("--cases", "Cases to time.", of=CASES, show_default=USUAL, default=None)
+@options.names("--engines", "Our engines.", of=ENGINES, show_default="all")
 @options.names("--peers", "Other engines.", of=PEERS["cpu"] | PEERS["cuda"], show_default="all installed")
 @options.whole("--rounds", "Rounds of each.", least=2, default=5)
 @options.save("generation", "the figures")
-def main(
-    device: str,
-    dtypes: tuple[str, ...],
-    cases: tuple[str, ...] | None,
-    engines: tuple[str, ...] | None,
-    peers: tuple[str, ...] | None,
-    rounds: int,
-    save: str | None,
-) -> None:
+def main(device, dtypes, cases, engines, peers, rounds, save) -> None:
     """Time text generation, our engines against others; print a Markdown table for each case."""
     torch.set_num_threads(1)
     engines = OURS[device] if engines is None else engines

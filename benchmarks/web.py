@@ -90,15 +90,12 @@ def main(model: str, weights: str, core: int, rounds: int) -> None:
     browser = f"{facts['browser']}, {facts['build']} build"
     click.echo(f"{processor.name()}; {browser}; {model}, {weights}, texts of {count} tokens, one core\n")
     medians = {name: times.median for name, times in seconds.items()}
-    show_table(
-        f"engine | tokens/s | spread | of the native engine | {QUIET}",
-        (
-            f"{name} | {count / median:,.0f} | {percent(seconds[name].spread)} "
-            f"| {percent(medians[native] / median) if native in medians else ''} | {quiet(seconds[name])}"
-            for name, median in medians.items()
-        ),
-        failed,
+    lines = (
+        f"{name} | {count / median:,.0f} | {percent(seconds[name].spread)} "
+        f"| {percent(medians[native] / median) if native in medians else ''} | {quiet(seconds[name])}"
+        for name, median in medians.items()
     )
+    show_table(f"engine | tokens/s | spread | of the native engine | {QUIET}", lines, failed)
 
 
 if __name__ == "__main__":

@@ -47,12 +47,8 @@ SDPA = "PyTorch's `scaled_dot_product_attention`"
 # Figures that part 4's tables leave out.
 HIDDEN = ("iqr_ms", "margin", "quiet", "all_ms", "gbps", "bandwidth_share", "scratch", "error")
 # Cases of benchmarks.generation, as columns name them; others have their own names.
-CASES = {
-    "batch1": "batch 1, block 256",
-    "batch32": "batch 32, block 256",
-    "long": "batch 1, block 2048",
-    "prefill": "prefill 1,024",
-}
+CASES = {"batch1": "batch 1, block 256", "batch32": "batch 32, block 256", "long": "batch 1, block 2048"}
+CASES |= {"prefill": "prefill 1,024"}
 
 
 def cli_document() -> str:
@@ -124,22 +120,16 @@ def figures_of(figures: dict[str, float] | None) -> str:
     return f"{rate} ({figures['relative']:.2f}){nats}"
 
 
+ATTENTION = "-m benchmarks.attention"
+GPT2 = "-m benchmarks.generation --cases 124M,124M-2t,124Mx8,124Mx8-2t,355M,355M-2t,355Mx8,355Mx8-2t"
+GPT2 += " --engines native --peers CTranslate2,CTranslate2Int8,LlamaCpp,LlamaCppQ8 --rounds 2"
 # The kinds of files of results: heading, the command that saves one, and what shows it.
 KINDS = {
     "bench": ("The five parts", "gpt.py bench part0,part1,part2,part3,part4,sdpa", bench),
-    "attention": ("Part 4", "-m benchmarks.attention part4,sdpa,onnx -N 128,1024,2048", part4),
-    "attention_bf16": (
-        "Part 4, bf16",
-        "-m benchmarks.attention part0,part4,sdpa --dtype bf16 -N 1024",
-        part4,
-    ),
+    "attention": ("Part 4", f"{ATTENTION} part4,sdpa,onnx -N 128,1024,2048", part4),
+    "attention_bf16": ("Part 4, bf16", f"{ATTENTION} part0,part4,sdpa --dtype bf16 -N 1024", part4),
     "generation": ("Text, against other engines", "-m benchmarks.generation", generation),
-    "generation_gpt2": (
-        "Text of models of GPT-2's sizes, against other engines",
-        "-m benchmarks.generation --cases 124M,124M-2t,124Mx8,124Mx8-2t,355M,355M-2t,355Mx8,355Mx8-2t"
-        " --engines native --peers CTranslate2,CTranslate2Int8,LlamaCpp,LlamaCppQ8 --rounds 2",
-        generation,
-    ),
+    "generation_gpt2": ("Text of models of GPT-2's sizes, against other engines", GPT2, generation),
     "bench_cuda": ("Attention on the GPU", "gpt.py bench --device cuda", bench),
 }
 

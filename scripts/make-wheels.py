@@ -112,15 +112,11 @@ def wheel(platform: str, out: Path) -> None:
         subprocess.run([sys.executable, "-m", "pip", "wheel", *options, named, work], check=True)
 
 
+ONLY = "Only for this one; may be repeated."
+
+
 @click.command()
-@options.choice(
-    "--platform",
-    "platforms",
-    "Only for this one; may be repeated.",
-    of=PLATFORMS,
-    default=None,
-    multiple=True,
-)
+@options.choice("--platform", "platforms", ONLY, of=PLATFORMS, default=None, multiple=True)
 @options.folder("--out", "Folder of the wheels.", default=ROOT / "dist")
 def main(platforms: tuple[str, ...], out: Path) -> None:
     """Write the wheels."""
