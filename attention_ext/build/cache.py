@@ -73,9 +73,8 @@ def check_owner(directory: Path) -> None:
             continue
         status = path.stat()
         if status.st_uid not in trusted:
-            raise BuildError(
-                f"{path} belongs to user {status.st_uid}, so its files are not trusted; {ELSEWHERE}"
-            )
+            whose = f"{path} belongs to user {status.st_uid}"
+            raise BuildError(f"{whose}, so its files are not trusted; {ELSEWHERE}")
         shared = bool(status.st_mode & stat.S_ISVTX)
         if shared and path != directory:
             continue
@@ -160,9 +159,8 @@ def make(target: Path, what: str, write: Callable[[Path], Path]) -> None:
             with tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as work:
                 write(Path(work)).replace(target)
     except OSError as error:
-        raise BuildError(
-            f"cannot write the build directory {directory}: {error.strerror}; {ELSEWHERE}"
-        ) from error
+        what = f"cannot write the build directory {directory}: {error.strerror}"
+        raise BuildError(f"{what}; {ELSEWHERE}") from error
 
 
 def prune(keep: Path) -> None:

@@ -24,6 +24,7 @@ HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 TORCH_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10, the oldest with all that is used
 ISPC_SOURCE = "simd/simd.ispc"
+GET_ISPC = "scripts/install-ispc.sh gets it"
 FLAGS_OF_ISPC = ("-O3", "--pic")
 KERNELS = ("cpu/*.cpp", "simd/portable/*.cpp")  # the latter: simd/portable.h, used over every helper
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
@@ -144,7 +145,7 @@ def kernels(simd: str = "auto") -> Recipe:
     helpers = resolve_simd(simd)
     ispc = toolchain.find_ispc() if helpers == "ispc" else None
     if helpers == "ispc" and ispc is None:
-        raise BuildError("simd is 'ispc', but no ispc was found on PATH; scripts/install-ispc.sh gets it")
+        raise BuildError(f"simd is 'ispc', but no ispc was found on PATH; {GET_ISPC}")
     own, flags = HELPERS[helpers]
     sources = found(CSRC, *KERNELS, *own, *([ISPC_SOURCE] if ispc else []))
     recipe = _recipe(f"attention_ext_kernels_{helpers}", "", "the kernels", sources, *flags)
@@ -178,20 +179,15 @@ def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
     """library() as a Python module of PYBIND11_MODULE(name, m). Raises BuildError without Python's header."""
     what, header = name.replace("_", " "), toolchain.python_header()
     if not header.is_file():
-        raise BuildError(
-            f"the {what} needs Python's header, and {header} is missing; install it "
-            "(Debian, Ubuntu: apt install python3-dev), or choose part0"
-        )
+        remedy = "install it (Debian, Ubuntu: apt install python3-dev), or choose part0"
+        raise BuildError(f"the {what} needs Python's header, and {header} is missing; {remedy}")
     try:
         import pybind11
     except ImportError:
         raise BuildError(f"the {what} needs pybind11: pip install pybind11") from None
     recipe = with_torch(library(name, packages, simd))
-    return replace(
-        recipe,
-        includes=(pybind11.get_include(), str(header.parent), *recipe.includes),
-        versions=(*recipe.versions, pybind11.__version__, sys.version),
-    )
+    includes = (pybind11.get_include(), str(header.parent), *recipe.includes)
+    return replace(recipe, includes=includes, versions=(*recipe.versions, pybind11.__version__, sys.version))
 
 
 def program(simd: str = "auto", march: str = "native") -> Recipe:
@@ -204,15 +200,10 @@ def program(simd: str = "auto", march: str = "native") -> Recipe:
         raise ValueError(f"simd is {simd!r}; the program's must be auto, portable or off")
     native = toolchain.NATIVE if march == "native" else f"-march={march}"
     over = kernels(simd)
-    return replace(
-        over,
-        name=over.name.replace("kernels", "alone"),
-        file="alone",
-        what="a standalone program of the kernels",
-        flags=("-g", *(native if flag == toolchain.NATIVE else flag for flag in over.flags)),
-        sources=(*over.sources, *found(CSRC, *PROGRAM)),
-        link=(),
-    )
+    flags = ("-g", *(native if flag == toolchain.NATIVE else flag for flag in over.flags))
+    over = replace(over, name=over.name.replace("kernels", "alone"), flags=flags)
+    sources = (*over.sources, *found(CSRC, *PROGRAM))
+    return replace(over, file="alone", what="a standalone program of the kernels", sources=sources)
 
 
 def own(file: Path, program: str = "", march: str = "native") -> Recipe:
@@ -223,9 +214,7 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
     in_ispc = file.suffix == ".ispc"
     ispc = toolchain.find_ispc() if in_ispc else None
     if in_ispc and ispc is None:
-        raise BuildError(
-            f"{file.name} needs ispc, and none was found on PATH; scripts/install-ispc.sh gets it"
-        )
+        raise BuildError(f"{file.name} needs ispc, and none was found on PATH; {GET_ISPC}")
     over, defines = kernels(), ("-DOWN", *(("-DOWN_ISPC",) if in_ispc else ()))
     flags = (*over.flags, *defines)
     if program == "simulated":
@@ -240,20 +229,11 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
         link = ("-Wl,--allow-multiple-definition", "-Wl,--no-undefined", *link)
     how = {"address": " with AddressSanitizer", "thread": " with ThreadSanitizer"}.get(program, "")
     target = "avx2-i32x8" if march == "haswell" else "host"
-    debug = ("-g",) * bool(program)
-    return replace(
-        base,
-        name="attention_ext_own",
-        file="program" if program else "own.so",
-        what=f"{file.name}{how}",
-        sources=(file,),
-        beside=headers_beside(file),
-        includes=(str(CSRC), str(file.parent)),
-        link=link,
-        ispc=(ispc, f"--target={target}", *FLAGS_OF_ISPC, *debug) if ispc else (),
-        needs=base,
-        loaded=False,
-    )
+    command = (ispc, f"--target={target}", *FLAGS_OF_ISPC, *(("-g",) if program else ())) if ispc else ()
+    made, includes = "program" if program else "own.so", (str(CSRC), str(file.parent))
+    base = replace(base, link=link, ispc=command, needs=base, loaded=False, includes=includes)
+    base = replace(base, name="attention_ext_own", file=made, what=f"{file.name}{how}")
+    return replace(base, sources=(file,), beside=headers_beside(file))
 
 
 def score_mod(header: Path) -> Recipe:
@@ -294,10 +274,7 @@ def with_torch(recipe: Recipe) -> Recipe:
 
     folder = Path(torch.__file__).parent
     libraries = (f"-L{folder / 'lib'}", "-Wl,--as-needed", "-ltorch_cpu", "-lc10")
-    return replace(
-        recipe,
-        flags=(*recipe.flags, TORCH_VERSION),
-        includes=(*recipe.includes, str(folder / "include")),
-        link=recipe.link if sys.platform == "darwin" else (*recipe.link, *libraries),
-        versions=(*recipe.versions, torch.__version__),
-    )
+    flags, includes = (*recipe.flags, TORCH_VERSION), (*recipe.includes, str(folder / "include"))
+    link = recipe.link if sys.platform == "darwin" else (*recipe.link, *libraries)
+    versions = (*recipe.versions, torch.__version__)
+    return replace(recipe, flags=flags, includes=includes, link=link, versions=versions)

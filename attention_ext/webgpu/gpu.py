@@ -131,9 +131,8 @@ class Gpu:
         name, features = info["device"] or info["description"], frozenset(OPTIONAL) & adapter.features
         self.adapter = Adapter(name, info["backend_type"], info["adapter_type"], features, limits)
         with _errors():
-            self.device = adapter.request_device_sync(
-                required_features=sorted(features), required_limits=limits
-            )
+            wanted = {"required_features": sorted(features), "required_limits": limits}
+            self.device = adapter.request_device_sync(**wanted)
         self._pipelines: dict[tuple[Source, str], Any] = {}
 
     def pipeline(self, source: Source, entry: str = "main") -> Any:
@@ -141,14 +140,11 @@ class Gpu:
         key = source, entry
         if key not in self._pipelines:
             if missing := sorted(set(source.needs) - self.adapter.features):
-                raise BuildError(
-                    f"{source.files[-1]} needs {' and '.join(missing)}, which {self.adapter.name} lacks"
-                )
+                needs = f"{source.files[-1]} needs {' and '.join(missing)}"
+                raise BuildError(f"{needs}, which {self.adapter.name} lacks")
             with _errors():
-                module = self._module(source.text())
-                self._pipelines[key] = self.device.create_compute_pipeline(
-                    layout="auto", compute={"module": module, "entry_point": entry}
-                )
+                stage = {"module": self._module(source.text()), "entry_point": entry}
+                self._pipelines[key] = self.device.create_compute_pipeline(layout="auto", compute=stage)
         return self._pipelines[key]
 
     def _module(self, code: str) -> Any:
@@ -176,11 +172,9 @@ class Gpu:
 
         size = content if isinstance(content, int) else content.nbytes
         size = max(16, (size + 3) // 4 * 4)
-        most = self.adapter.limits["max-storage-buffer-binding-size"]
+        name, most = self.adapter.name, self.adapter.limits["max-storage-buffer-binding-size"]
         if size > most:
-            raise BuildError(
-                f"{self.adapter.name} allows {most:,} bytes in a buffer, and {size:,} are needed"
-            )
+            raise BuildError(f"{name} allows {most:,} bytes in a buffer, and {size:,} are needed")
         usage = wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
         usage |= wgpu.BufferUsage.UNIFORM if uniform else wgpu.BufferUsage.STORAGE
         with _errors():

@@ -73,17 +73,13 @@ class Step:
         fit = [t for t in self.tiles if self.memory(t, fours) <= most and t.threads <= threads]
         if not fit:
             least = min(self.memory(tile, fours) for tile in self.tiles)
-            raise ValueError(
-                f"kernel is {self.name!r}; with d = {d} it needs {least} bytes of workgroup memory, and the "
-                f"adapter allows {most}"
-            )
+            needs = f"{least} bytes of workgroup memory, and the adapter allows {most}"
+            raise ValueError(f"kernel is {self.name!r}; with d = {d} it needs {needs}")
         return self.best(fit, fours)[0]
 
     def best(self, tiles: Sequence[Tile], fours: int) -> list[Tile]:
         """Tiles, first those whose lanes, if more than two, all have some of O in registers."""
-        return sorted(
-            tiles, key=lambda tile: tile.lanes > max(2, fours) or tile.rows * tile.width(fours) > MOST_FOURS
-        )
+        return sorted(tiles, key=lambda t: t.lanes > max(2, fours) or t.rows * t.width(fours) > MOST_FOURS)
 
     def constants(self, fours: int, tile: Tile) -> dict[str, int]:
         """What common.wgsl says that the host puts in front, for rows of so many fours."""
@@ -95,12 +91,9 @@ class Step:
         """The shader for rows of d numbers in a dtype."""
         half = dtype is Dtype.FP16
         sizes = self.constants(up(d, 4), tile)
-        return Source(
-            ("common.wgsl", *self.files),
-            tuple(sizes.items()),
-            (("Stored", "vec4<f16>" if half else "vec4<f32>"),),
-            tuple(sorted({*self.needs} | ({"shader-f16"} if half else set()))),
-        )
+        stored = (("Stored", "vec4<f16>" if half else "vec4<f32>"),)
+        needs = sorted({*self.needs} | ({"shader-f16"} if half else set()))
+        return Source(("common.wgsl", *self.files), tuple(sizes.items()), stored, tuple(needs))
 
 
 def up(n: int, by: int) -> int:
