@@ -67,9 +67,8 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
     try:
         counts = [count(tool, command, timeout=timeout) for command in commands]
     except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"N is {case.Nk}; {source} takes more than {timeout:g} s for it, so it must be smaller"
-        ) from None
+        takes = f"{source} takes more than {timeout:g} s for it"
+        raise ValueError(f"N is {case.Nk}; {takes}, so it must be smaller") from None
     except BuildError as error:
         if caches:
             raise

@@ -28,13 +28,8 @@ OLDEST_TORCH = (2, 10)
 # Other packages that the commands import: distribution names.
 PACKAGES = ("click", "ninja", "numpy", "safetensors")
 # A package of each of setup.cfg's extras, without those that have a line of their own.
-EXTRAS = {
-    "torch": "pybind11",
-    "serve": "starlette",
-    "web": "ziglang",
-    "lab": "matplotlib",
-    "bench": "ctranslate2",
-}
+EXTRAS = {"torch": "pybind11", "serve": "starlette", "web": "ziglang", "lab": "matplotlib"}
+EXTRAS["bench"] = "ctranslate2"
 INSTALL = "pip install -c constraints.txt -e ."
 
 VERSION_SECONDS, TORCH_SECONDS = 10, 120  # torch takes long to read from a cold disk
@@ -185,9 +180,8 @@ def _python_header() -> str:
 def _ispc() -> str:
     ispc = toolchain.find_ispc()
     if ispc is None:
-        raise Missing(
-            "not found (--simd auto works without it); scripts/install-ispc.sh gets it on Debian 12"
-        )
+        remedy = "scripts/install-ispc.sh gets it on Debian 12"
+        raise Missing(f"not found (--simd auto works without it); {remedy}")
     return _version([ispc], "let ISPC name an ISPC compiler that works, or unset it")
 
 

@@ -215,11 +215,9 @@ def describe(asked: Question, ranks: Ranks) -> str:
     mask = "causal" if asked.causal else "no mask"
     backend = "NCCL" if asked.device == "cuda" else f"gloo, {counted(torch.get_num_threads(), 'thread')} each"
     name = torch.cuda.get_device_name() if asked.device == "cuda" else processor.name()
-    return (
-        f"{asked.method}: {asked.heads} heads of N = {asked.N}, {asked.queries} queries, d = {asked.d}, "
-        f"{mask}, {asked.part}; "
-        f"{counted(ranks.count, 'rank')} over {backend}\n{name}, {processor.cores()} cores\n"
-    )
+    case = f"{asked.heads} heads of N = {asked.N}, {asked.queries} queries, d = {asked.d}, {mask}"
+    over = f"{counted(ranks.count, 'rank')} over {backend}\n{name}, {processor.cores()} cores\n"
+    return f"{asked.method}: {case}, {asked.part}; {over}"
 
 
 def conclusions(seconds: Sequence[float], alone: float | None, waiting: float) -> dict[str, str]:

@@ -310,9 +310,7 @@ def table(f: dict[str, Any]) -> str:
     if f["threads"] > 1 and f["engine"] == "native":
         lines.append(f"Rows are the means of {threads}, so they add up to the wall time.")
     for name, of in (("Recording", f["recorded"]), ("Not recording", f["not_recorded"])):
-        lines.append(
-            f"{name}: {of['prefill_ms']:.3f} ms, {of['decode_us_per_token']:.2f} µs per token, "
-            f"{of['tokens_per_second']:,.0f} tokens/s"
-        )
+        us, rate = f"{of['decode_us_per_token']:.2f} µs per token", f"{of['tokens_per_second']:,.0f} tokens/s"
+        lines.append(f"{name}: {of['prefill_ms']:.3f} ms, {us}, {rate}")
     lines.append(f"Medians of {REPETITIONS} repetitions of each, in turn")
     return "\n".join(lines + busy_text(f["processors_taken_by_others"], f["threads"]))

@@ -61,10 +61,8 @@ def check(before: Run, cells: list[Cell], rounds: int) -> None:
     fewest = min(old[cell] for cell in both)
     least_p = 2 / math.comb(fewest + rounds, rounds)  # if all rounds of one run are faster
     if least_p * len(both) > FALSE_DISCOVERY_RATE:
-        raise ValueError(
-            f"the runs have {fewest} and {rounds} rounds, too few to tell a difference in "
-            f"{counted(len(both), 'cell')} from chance; measure with -r 10 or more"
-        )
+        few = f"too few to tell a difference in {counted(len(both), 'cell')} from chance"
+        raise ValueError(f"the runs have {fewest} and {rounds} rounds, {few}; measure with -r 10 or more")
 
 
 def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
@@ -103,10 +101,8 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
             lines.append(f"The earlier run was on another {what}: {name}.")
     lines += [f"In the run of {run.machine.get('date')}: {run.busy}" for run in (before, now) if run.busy]
     if any(compared.alone):
-        lines.append(
-            f"Not compared: {compared.alone[0]} cells of the earlier run and {compared.alone[1]} of this, "
-            "as the other run lacks them."
-        )
+        alone = f"{compared.alone[0]} cells of the earlier run and {compared.alone[1]} of this"
+        lines.append(f"Not compared: {alone}, as the other run lacks them.")
     for result in compared.broken:
         lines.append(f"Right before, wrong now: {case(result.cell)}; {result.note}")
     cells, real = counted(compared.cells, "cell"), compared.differences

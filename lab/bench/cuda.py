@@ -67,10 +67,8 @@ class GpuBench:
             self.done.complete = True
             before, after = self.done.peaks[1], self.gpu.fma_peak()
             if abs(after / before - 1) > CHANGED_PEAK:
-                self.done.busy = (
-                    f"The GPU's speed changed: its FMA peak went from {before / 1e12:.3g} to "
-                    f"{after / 1e12:.3g} TFLOP/s; these figures are not firm."
-                )
+                what = f"its FMA peak went from {before / 1e12:.3g} to {after / 1e12:.3g} TFLOP/s"
+                self.done.busy = f"The GPU's speed changed: {what}; these figures are not firm."
 
     def _measure_limits(self) -> None:
         self.done.peaks[1] = self.gpu.fma_peak()
@@ -131,9 +129,8 @@ class GpuBench:
 def smaller(cell: Cell) -> Cell:
     """The cell that is timed on the CPU in place of one on a GPU: float32, few enough operations."""
     heads = cell.batch * cell.heads
-    small = replace(
-        cell, contender="part1", simd="auto", batch=1, heads=1, dtype=Dtype.FP32.value, device="cpu", l2=None
-    )
+    small = replace(cell, contender="part1", simd="auto", device="cpu", l2=None)
+    small = replace(small, batch=1, heads=1, dtype=Dtype.FP32.value)
     while small.flops > SEQUENTIAL_FLOPS and small.N > 1:
         small = replace(small, N=small.N // 2, queries=max(1, small.queries // 2))
     if small.N < cell.N:

@@ -222,10 +222,8 @@ def inputs(cell: Cell, device: torch.device | str = "cpu") -> list[Tensor]:
     """q (B, H, Nq, d), k and v (B, H, N, d): random, the same for all cells of a group."""
     generator = torch.Generator(device).manual_seed(0)
     kind = getattr(torch, Dtype(cell.dtype).torch_name)
-    return [
-        torch.randn(cell.batch, cell.heads, n, cell.d, generator=generator, device=device).to(kind)
-        for n in (cell.queries, cell.N, cell.N)
-    ]
+    shapes = ((cell.batch, cell.heads, n, cell.d) for n in (cell.queries, cell.N, cell.N))
+    return [torch.randn(shape, generator=generator, device=device).to(kind) for shape in shapes]
 
 
 def exact_output(tensors: Sequence[Tensor], causal: bool, ruled: str | None = None) -> Tensor:
@@ -240,10 +238,8 @@ def exact_output(tensors: Sequence[Tensor], causal: bool, ruled: str | None = No
     for h, i in itertools.product(range(0, B * H, heads), range(0, Nq, rows)):
         end = min(Nq, i + rows)
         seen = end + Nk - Nq if causal else Nk
-        slices = (
-            t[:, h : h + heads, first:last].double()
-            for t, first, last in ((q, i, end), (k, 0, seen), (v, 0, seen))
-        )
+        spans = ((q, i, end), (k, 0, seen), (v, 0, seen))
+        slices = (t[:, h : h + heads, first:last].double() for t, first, last in spans)
         o = reference.attention(*slices, causal=causal, scale=d**-0.5)
         out[:, h : h + heads, i:end] = o  # type: ignore[assignment]  # without return_lse a tensor
     return out.view(B, H, Nq, d)

@@ -159,12 +159,8 @@ def header(run: Run) -> str:
             what = f"compute capability {gpu['capability']}, {gpu['multiprocessors']} multiprocessors, "
             what += f"{size_text(gpu['memory'])}, L2 {size_text(gpu['l2'])}"
             by = f"CUDA {gpu['cuda']}"
-        lines = [
-            f"{gpu['name']}, {what}; host {m['cpu']}",
-            f"{software}, {by}, {when}",
-            ", ".join(limits),
-            *map(sequential_text, run.sequential),
-        ]
+        lines = [f"{gpu['name']}, {what}; host {m['cpu']}", f"{software}, {by}, {when}", ", ".join(limits)]
+        lines += map(sequential_text, run.sequential)
     else:
         caches = ", ".join(f"L{cache['level']} {size_text(cache['size'])}" for cache in m["caches"])
         simd = m.get("simd_name", m["simd"])
@@ -225,19 +221,15 @@ def infirm(run: Run) -> str | None:
         for r in loose[:MOST_NAMED]
     ]
     more = ["..."] * (len(loose) > MOST_NAMED)
-    return (
-        f"Not firm: in {len(loose)} of {len(rows)} cells the median's interval is wider than "
-        f"{100 * FIRM_MARGIN:g} % either way ({', '.join(names + more)})."
-    )
+    where = f"in {len(loose)} of {len(rows)} cells the median's interval is wider than"
+    return f"Not firm: {where} {100 * FIRM_MARGIN:g} % either way ({', '.join(names + more)})."
 
 
 def _case(rows: Sequence[dict]) -> tuple[list[str], list[str]]:
     """The names of CASE that differ between rows, and the others. Usual values of some are left out."""
     usual = {"queries": lambda r: r["N"], "dtype": lambda r: Dtype.FP32, "device": lambda r: "cpu"}
     usual["threads"] = lambda r: r["threads"] if r["device"] != "cpu" else None
-    names = [
-        name for name in CASE if name not in usual or any(r[name] not in (None, usual[name](r)) for r in rows)
-    ]
+    names = [n for n in CASE if n not in usual or any(r[n] not in (None, usual[n](r)) for r in rows)]
     varying = [name for name in names if len({r[name] for r in rows if r[name] is not None}) > 1]
     return varying, [name for name in names if name not in varying]
 

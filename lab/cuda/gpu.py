@@ -140,10 +140,8 @@ class Gpu:
         size = min(MOST_COPIED, self.free() // 4)
         a, b = (torch.zeros(size // 4, device=self.device) for _ in range(2))
         size = 4 * a.numel()
-        return {
-            "read": size / self._best(lambda: self._read(a)),
-            "copied": 2 * size / self._best(lambda: b.copy_(a)),
-        }
+        read, copy = self._best(lambda: self._read(a)), self._best(lambda: b.copy_(a))
+        return {"read": size / read, "copied": 2 * size / copy}
 
     def reading(self, size: float, cold: bool) -> float:
         """Seconds of a launch that only reads `size` bytes, timed like a call."""

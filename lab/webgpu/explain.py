@@ -86,11 +86,9 @@ def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) 
     rows = []
     for step, tile in steps:
         counts = count(step, tile, cell, 1 if adapter.is_cpu else SUBGROUP)
-        bounds = {
-            "multiply-adds": 2 * counts.multiply_adds / peak,
-            "exp2": counts.exponentials / exponentials,
-        }
-        bounds |= {"workgroup memory": counts.workgroup / near, "storage": counts.storage / far}
+        bounds = {"multiply-adds": 2 * counts.multiply_adds / peak}
+        bounds |= {"exp2": counts.exponentials / exponentials, "workgroup memory": counts.workgroup / near}
+        bounds["storage"] = counts.storage / far
         bound = max(bounds, key=lambda name: bounds[name])
         call = prepared(q, k, v, cell.causal, step.name)
         on.time(call, 1)
