@@ -21,10 +21,8 @@ from shakespeare.lab.machine import fma_peak
 from shakespeare.lab.timing import in_turns
 
 TRAINING = (16, 4, 128, 32)
-TITLES = (
-    "(B, H, N, d) | mask | threads | part4, ms | SDPA, ms | SDPA / part4 | GFLOP/s | of the FMA peak "
-    f"| {QUIET}"
-)
+TITLES = "(B, H, N, d) | mask | threads | part4, ms | SDPA, ms | SDPA / part4 | GFLOP/s | of the FMA peak "
+TITLES += f"| {QUIET}"
 
 
 def row(shape: backward.Shape, threads: int, rounds: int, peak: float) -> str:
@@ -52,11 +50,8 @@ def row(shape: backward.Shape, threads: int, rounds: int, peak: float) -> str:
 def main(lengths: tuple[int, ...], threads: tuple[int, ...], masks: tuple[str, ...], rounds: int) -> None:
     """Time part4's backward pass and SDPA's, after both were compared with float64."""
     click.echo(f"{processor.name()}; PyTorch {torch.__version__}; {extension.load().simd_name()}\n")
-    shapes = [
-        backward.Shape(*sizes, mask == "causal")
-        for mask in masks
-        for sizes in [(1, 4, N, 32) for N in lengths] + [TRAINING]
-    ]
+    sizes = [(1, 4, N, 32) for N in lengths] + [TRAINING]
+    shapes = [backward.Shape(*size, mask == "causal") for mask in masks for size in sizes]
 
     def every_row() -> Iterator[str]:
         for count in threads:

@@ -35,9 +35,8 @@ from shakespeare.generation.many.jobs import Job  # noqa: E402
 from shakespeare.generation.many.processes import Pool, local_pool  # noqa: E402
 from shakespeare.model import load  # noqa: E402
 
-TITLES = (
-    "workers | tokens/s | spread | times the first | with start | a file | share of a core | per core-second"
-)
+TITLES = "workers | tokens/s | spread | times the first | with start | a file | share of a core "
+TITLES += "| per core-second"
 
 
 def measure(job: Job, workers: int) -> tuple[float, float, list[dict]]:
@@ -118,9 +117,8 @@ def main(model: str, workers: tuple[int, ...], shard_size: int, files: int, roun
     name = processor.microarchitecture() or processor.name()
     if device == "cuda":
         name += f", {cuda.gpu().name}"
-    click.echo(
-        f"{name}, PyTorch {torch.__version__}; {model}, {shard_size} texts of {length} tokens in a file\n"
-    )
+    texts = f"{shard_size} texts of {length} tokens in a file"
+    click.echo(f"{name}, PyTorch {torch.__version__}; {model}, {texts}\n")
     first = 0.0
 
     def row(count: int) -> str:

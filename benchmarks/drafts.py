@@ -113,10 +113,8 @@ def main(model, corpus_file, temperatures, rounds, draft, device, **precisions) 
         drafted = opened(draft)
         if drafted.draft is None:
             raise click.ClickException(f"{model} has no draft; gpt.py draft makes one")
-        both = [
-            Contender(engine, prompts(kind, checkpoint, text), Sampling(temperature))
-            for engine in (opened("off"), drafted)
-        ]
+        engines, sampling = (opened("off"), drafted), Sampling(temperature)
+        both = [Contender(engine, prompts(kind, checkpoint, text), sampling) for engine in engines]
         without, with_ = timing.take_turns(both, rounds)
         if differ := sum(a != b for a, b in zip(*(contender.texts for contender in both))):
             if device == "cpu":

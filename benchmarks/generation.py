@@ -100,9 +100,8 @@ CASES = {
 }
 GPT2 = {"124M": GPTConfig(), "355M": GPTConfig(n_layer=24, n_head=16, n_embd=1024)}
 for size, batch, threads in itertools.product(GPT2, (1, 8), (1, 2)):
-    CASES[size + f"x{batch}" * (batch > 1) + f"-{threads}t" * (threads > 1)] = Case(
-        size, batch, 4, 32, slow_without_cache=True, threads=threads
-    )
+    name = size + f"x{batch}" * (batch > 1) + f"-{threads}t" * (threads > 1)
+    CASES[name] = Case(size, batch, 4, 32, slow_without_cache=True, threads=threads)
 ON_CPU = ("batch1", "batch32", "long", "prefill")  # the cases that are timed there by default
 ON_GPU = [name for name, case in CASES.items() if case.model not in GPT2]
 USUAL = f"{','.join(ON_CPU)}; on a GPU all but GPT-2's sizes"
@@ -250,11 +249,9 @@ def show(case: Case, figures: Figures) -> None:
     """Print the figures as a table."""
     first = next((name for name, f in figures.items() if "relative" in f), "none")
     limit = figures.get(MEMORY_LIMIT, {}).get("relative")
-    show_table(
-        f"contender | {'ms' if case.count == 1 else 'tokens/s'} | spread | {QUIET} | of memory limit "
-        f"| {first} = 1 | logit error | loss | greedy text",
-        (row(name, f, limit) for name, f in figures.items()),
-    )
+    titles = f"contender | {'ms' if case.count == 1 else 'tokens/s'} | spread | {QUIET} | of memory limit "
+    titles += f"| {first} = 1 | logit error | loss | greedy text"
+    show_table(titles, (row(name, f, limit) for name, f in figures.items()))
 
 
 def row(name: str, f: Mapping[str, Any], limit: float | None) -> str:
@@ -383,10 +380,8 @@ def main(device, dtypes, cases, engines, peers, rounds, save) -> None:
         raise click.UsageError(str(error)) from None
     if save:
         saved.write(content | {"format": FORMAT, "rounds": rounds}, Path(save))
-    refused = (
-        "error" in f and "seconds" not in f for case in content["cases"].values() for f in case.values()
-    )
-    if content.get("busy") or any(refused):
+    known = (figures for case in content["cases"].values() for figures in case.values())
+    if content.get("busy") or any("error" in figures and "seconds" not in figures for figures in known):
         sys.exit(BUSY_EXIT_CODE if content.get("busy") else WRONG_EXIT_CODE)
 
 

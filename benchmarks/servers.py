@@ -50,15 +50,10 @@ class Process:
     def __init__(self, command: Sequence[str], core: int, ready: str = "", port: int = 0) -> None:
         """Start it. Wait until it prints a line with `ready`, or until the server at the port is healthy."""
         self.port = port
-        self.child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if ready else subprocess.DEVNULL,
-            stderr=subprocess.STDOUT if ready else subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # see cpu_seconds()
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        )
+        out, error = (subprocess.PIPE, subprocess.STDOUT) if ready else [subprocess.DEVNULL] * 2
+        pipes: dict = {"stdin": subprocess.PIPE, "stdout": out, "stderr": error, "text": True}
+        pipes |= {"start_new_session": True}  # see cpu_seconds()
+        self.child = subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {core}), **pipes)
         self.said = self.read_until(ready) if ready else self._wait_for_health()
 
     def read_until(self, text: str) -> str:

@@ -54,9 +54,7 @@ def engine(model: str) -> None:
     print("Ready", flush=True)
     for line in sys.stdin:
         streams, texts, tokens = map(int, line.split())
-        requests = [
-            Request(ids, seed=seed, sampling=sampling, max_new_tokens=tokens) for seed in range(texts)
-        ]
+        requests = [Request(ids, seed=i, sampling=sampling, max_new_tokens=tokens) for i in range(texts)]
         start, used = time.perf_counter(), time.process_time()
         if streams == 1:  # as the command line writes one text
             for _ in complete(Writer(opened, 1), checkpoint.tokenizer, requests):
@@ -176,9 +174,8 @@ def main(streams: int, as_engine: bool, **settings: Any) -> None:
     core = CORES[0]  # the servers'
     os.sched_setaffinity(0, {CORES[-1]})
     name = processor.microarchitecture() or processor.name()
-    click.echo(
-        f"{name}; {asked.model}, texts of {asked.tokens} tokens, load average {os.getloadavg()[0]:.1f}"
-    )
+    load = f"load average {os.getloadavg()[0]:.1f}"
+    click.echo(f"{name}; {asked.model}, texts of {asked.tokens} tokens, {load}")
     with contextlib.ExitStack() as ends, tempfile.TemporaryDirectory() as folder:
         program = [sys.executable, "-m", "benchmarks.serving", "--engine", "-m", asked.model]
         own = Process(program, core, "Ready")
@@ -200,10 +197,8 @@ def main(streams: int, as_engine: bool, **settings: Any) -> None:
                 continue
             seconds, client = probed
             median, late = statistics.median(seconds), sorted(seconds)[int(0.99 * len(seconds)) - 1]
-            click.echo(
-                f"{name}: median {1e3 * median:.1f} ms, 99th of {PROBES} {1e3 * late:.1f} ms, "
-                f"client {client:.0%}"
-            )
+            times = f"median {1e3 * median:.1f} ms, 99th of {PROBES} {1e3 * late:.1f} ms"
+            click.echo(f"{name}: {times}, client {client:.0%}")
 
 
 if __name__ == "__main__":

@@ -27,10 +27,8 @@ from shakespeare.lab import profile_training as training  # noqa: E402
 from shakespeare.lab.machine import Load, busy_text, fma_peak  # noqa: E402
 from shakespeare.lab.timing import in_turns  # noqa: E402
 
-TITLES = (
-    "batch | threads | PyTorch, ms | native, ms | ratio | gradients differ by | characters/s | GFLOP/s "
-    f"| of the FMA peak | {QUIET}"
-)
+TITLES = "batch | threads | PyTorch, ms | native, ms | ratio | gradients differ by | characters/s | GFLOP/s "
+TITLES += f"| of the FMA peak | {QUIET}"
 
 
 def row(threads: int, block: int, batch: int, rounds: int) -> str:

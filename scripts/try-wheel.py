@@ -51,9 +51,8 @@ def main(readme: str, *command: str) -> None:
         check("serve", found is not None and server.poll() is None or print(begin))
         assert found
         headers = {"content-type": "application/json"}
-        request = urllib.request.Request(
-            f"{found[0]}/v1/completions", json.dumps({"model": MODEL} | SETTINGS).encode(), headers
-        )
+        body = json.dumps({"model": MODEL} | SETTINGS).encode()
+        request = urllib.request.Request(f"{found[0]}/v1/completions", body, headers)
         with urllib.request.urlopen(request) as answer:
             check("its text is the same", PROMPT + json.load(answer)["choices"][0]["text"] in text)
         with urllib.request.urlopen(found[0]) as answer:

@@ -79,9 +79,8 @@ class LlamaCpp(Peer):
         api, (B, T) = self.api, (len(prompts), len(prompts[0]))
         context, batch = self.context(B, flash)
         size = B * self.config.block_size
-        token, position, wanted = (
-            np.ctypeslib.as_array(field, (size,)) for field in (batch.token, batch.pos, batch.logits)
-        )
+        fields = batch.token, batch.pos, batch.logits
+        token, position, wanted = (np.ctypeslib.as_array(field, (size,)) for field in fields)
         api.llama_memory_clear(api.llama_get_memory(context), False)
         token[: T * B] = np.array(prompts).T.reshape(-1)  # position by position, so that i % B holds
         position[: T * B] = np.repeat(np.arange(T), B)
