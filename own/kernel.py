@@ -184,11 +184,8 @@ TILE = 64  # br and bc of a call, for a kernel that has tiles
 class Matrices(ctypes.Structure):
     """struct MatricesOf of csrc/attention.h; strides in floats."""
 
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch_stride", "head_stride", "row_stride", "col_stride")),
-        ("group", ctypes.c_int64),
-    ]
+    _strides = "batch_stride head_stride row_stride col_stride".split()
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in (*_strides, "group"))]
 
 
 class Sizes(ctypes.Structure):
@@ -269,11 +266,9 @@ class Native:
         (B, H, Nq, d), Nk = given["q"].shape, given["k"].shape[2]
         if scratch is None:
             scratch = np.empty(self.scratch(B, H, Nq, Nk, d, causal, threads), np.float32)
-        fields = {
-            name: matrices(t) if name in ("q", "k", "v", "dout") else t.ctypes.data
-            for name, t in {**given, **into}.items()
-        }
         sizes = B, H, Nq, Nk, d, causal, scale, min(TILE, Nq), min(TILE, Nk), threads
+        strided = ("q", "k", "v", "dout")
+        fields = {n: matrices(t) if n in strided else t.ctypes.data for n, t in {**given, **into}.items()}
         call = self._struct(*sizes, **fields)
         function, pointers = self._run, (ctypes.byref(call), scratch.ctypes.data)
 

@@ -158,9 +158,7 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
 
     def _check_threads(self) -> None:
         """Raise Wrong if the calls took more CPU time than their threads have."""
-        wall, total, main, others = (
-            sum(column) for column in zip(*((wall, *cpu) for wall, cpu in self._taken))
-        )
+        wall, total, main, others = map(sum, zip(*((wall, *cpu) for wall, cpu in self._taken)))
         calls = CALL_CPU * len(self._taken)
         # Where others use the processors, two threads may take no more than one.
         few = FEW_CPU * total + calls
@@ -189,10 +187,8 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
 
     def scratch(self) -> int | None:
         """The floats of scratch that the file says."""
-        timed = self.sizes[0]
-        return self._player.scratch(
-            1, self._size.heads, timed.N, timed.N, timed.d, self._size.causal, self._size.threads
-        )
+        size, timed = self._size, self.sizes[0]
+        return self._player.scratch(1, size.heads, timed.N, timed.N, timed.d, size.causal, size.threads)
 
     @contextlib.contextmanager
     def _one_processor(self) -> Iterator[None]:
@@ -225,9 +221,8 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
         count, random = len(timed.outs), secrets.SystemRandom()
         whole = {*random.sample(range(count), max(1, round(COMPARED * count))), count - 1}
         most = {n: MOST_SCORES if n in whole else FEW_SCORES for n in range(count)}
-        wrong = [
-            n for n, (seed, out) in enumerate(timed.outs) if not self._is_right(timed, seed, out, most[n])
-        ]
+        outs = enumerate(timed.outs)
+        wrong = [n for n, (seed, out) in outs if not self._is_right(timed, seed, out, most[n])]
         if not wrong:
             return
         seed, got = timed.outs[wrong[0]]
@@ -248,9 +243,8 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
         given = normal(seed, self._size.heads, timed.N, timed.d, "qkv")
         if not self._size.backward:
             return given
-        out, lse = attention(
-            "part4", *map(torch.from_numpy, given.values()), causal=self._size.causal, return_lse=True
-        )
+        tensors = map(torch.from_numpy, given.values())
+        out, lse = attention("part4", *tensors, causal=self._size.causal, return_lse=True)
         dout = normal(seed + 1, self._size.heads, timed.N, timed.d, ["dout"])
         return given | {"out": out.numpy(), "lse": lse.numpy()} | dout
 

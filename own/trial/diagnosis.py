@@ -133,9 +133,7 @@ def of_precision(wrong: Mapping[Case, Floats], of: Subject) -> Finding | None:
 def of_guesses(wrong: Mapping[Case, Floats], of: Subject) -> Finding | None:
     """The guess that is the result in most of the first small cases; the first one of several."""
     small = [case for case, got in wrong.items() if case.work <= MOST_GUESSED and np.isfinite(got).any()]
-    counts = Counter(
-        finding for case in small[:MOST_CASES] for finding in dict.fromkeys(matching(case, wrong[case], of))
-    )
+    counts = Counter(f for case in small[:MOST_CASES] for f in dict.fromkeys(matching(case, wrong[case], of)))
     return counts.most_common(1)[0][0] if counts else None
 
 

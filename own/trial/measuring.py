@@ -155,23 +155,14 @@ def _on_gpu(file: Path, size: Size) -> Figures | Finding:
         ms = beside(size, bench, clock.round)
         clock.finish()
         seconds, library = clock.seconds(clock.sizes[0]), clock.library()
-        handing = clock.handing
     peak = bench.gpu.fma_peak()
     limit = max(peak, bench.gpu.tensor_peak(Dtype.BF16) / 3)  # float32 as three products of bfloat16
     reading = cell.least_traffic * 3 / 4 / max(bench.gpu.bandwidths().values())
     if flops > limit * seconds or reading > seconds:
         return faster(flops / max(seconds, 1e-9), limit)
-    return Figures(
-        ms=ms | {"own": 1e3 * seconds},
-        flops=flops,
-        peak=peak,
-        l2=processor.caches()[:2][-1].size,
-        cpu=torch.cuda.get_device_name(),
-        device="cuda",
-        busy=bench.done.busy,
-        handing_ms=1e3 * handing,
-        library=library,
-    )
+    ms, l2, name = ms | {"own": 1e3 * seconds}, processor.caches()[:2][-1].size, torch.cuda.get_device_name()
+    figures = Figures(ms, flops, peak, l2, name, "cuda", busy=bench.done.busy, library=library)
+    return replace(figures, handing_ms=1e3 * clock.handing)
 
 
 def faster(rate: float, limit: float) -> Finding:

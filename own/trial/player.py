@@ -135,10 +135,9 @@ class Caller:
 
         from shakespeare.attention_ext.cuda import gpu
 
-        tensors = {
-            name: gpu.tensor_at(gpu.opened(bytes.fromhex(handle)), shape)
-            for name, (handle, shape) in handles.items()
-        }
+        tensors = {}
+        for name, (handle, shape) in handles.items():
+            tensors[name] = gpu.tensor_at(gpu.opened(bytes.fromhex(handle)), shape)
         into = [tensors.pop(name) for name in names]
         in_place = {"out": into[0]} if isinstance(self.kernel, kernels.OnCuda) else {}
 
@@ -267,9 +266,8 @@ class Desk:
             library = request["library"] and Path(request["library"])
             self._caller = Caller(Path(request["load"]), library, request["backward"])
         elif "gpu" in request:
-            self._call = self._caller.on_gpu_memory(
-                request["gpu"], request["into"], (request["causal"], request["scale"])
-            )
+            asked = request["causal"], request["scale"]
+            self._call = self._caller.on_gpu_memory(request["gpu"], request["into"], asked)
         elif "again" in request:
             self._caller.copy(self._into)
         elif "scratch" in request:
@@ -288,13 +286,11 @@ class Desk:
         protect(self._memory, self._guards, mmap.PROT_READ | mmap.PROT_WRITE)
         protect(self._memory, guards, 0)
         self._guards = guards
-        given, self._into = (
-            {
-                name: np.ndarray(shape, np.float32, self._memory, offset, strides)
-                for name, (offset, shape, strides) in some.items()
-            }
-            for some in (arrays, into)
-        )
+
+        def placed(offset: int, shape: Sequence[int], strides: Sequence[int]) -> Array:
+            return np.ndarray(shape, np.float32, self._memory, offset, strides)
+
+        given, self._into = ({name: placed(*at) for name, at in some.items()} for some in (arrays, into))
         self._call = self._caller.prepare(given, self._into, **asked)
 
     def go(self) -> None:

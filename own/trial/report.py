@@ -86,10 +86,8 @@ def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
         return line("speed", figures.sentence)
     mine = figures.ms["own"]
     rate = figures.flops / (1e-3 * mine) / 1e9
-    lines = [
-        line("speed", f"{mine:.3g} ms: {call(figures.device, size)}; {figures.cpu}"),
-        line("", f"{rate:.3g} GFLOP/s, {100 * figures.share:.2g} % of the FMA peak"),
-    ]
+    lines = [line("speed", f"{mine:.3g} ms: {call(figures.device, size)}; {figures.cpu}")]
+    lines.append(line("", f"{rate:.3g} GFLOP/s, {100 * figures.share:.2g} % of the FMA peak"))
     if mine < NEAR * figures.handing_ms:
         what = f"{figures.handing_ms:.2g} ms more were for handing each call over: larger calls are firmer"
         lines.append(line("", what))

@@ -100,10 +100,8 @@ def ranking(found: Iterable[Entry]) -> list[Entry]:
             best.setdefault((e["of"], e["sha256"]), e)
         first = next(iter(best.values()))["ms"]
         for rank, e in enumerate(best.values(), 1):
-            ranked = not e["library"]
-            rows.append(
-                {"rank": rank if ranked else None, "over_best": first / e["ms"] if ranked else None, **e}
-            )
+            place, over = (None, None) if e["library"] else (rank, first / e["ms"])
+            rows.append({"rank": place, "over_best": over, **e})
     return rows
 
 

@@ -61,20 +61,11 @@ def shown(case: Case, of: Subject, got: Floats) -> dict[str, Any]:
     b, h, i, c = (int(n) for n in np.unravel_index(ratio.argmax(), ratio.shape))
     off = ratio > 1
     first = max(0, min(c - 2, case.d - 5))
-    return {
-        "wrong": str(case),
-        "matrix": name,
-        "at": (b, h, i, c),
-        "off": int(off.sum()),
-        "of": off.size,
-        "heads": np.flatnonzero(off.any((2, 3))).tolist(),
-        "rows": np.flatnonzero(off[b, h].any(1)).tolist(),
-        "columns": np.flatnonzero(off[b, h].any(0)).tolist(),
-        "first": first,
-        "expected": out[b, h, i, first : first + 5].tolist(),
-        "got": got[b, h, i, first : first + 5].tolist(),
-        "picture": picture(ratio[b, h]),
-    }
+    found = {"heads": off.any((2, 3)), "rows": off[b, h].any(1), "columns": off[b, h].any(0)}
+    said: dict[str, Any] = {name: np.flatnonzero(some).tolist() for name, some in found.items()}
+    said |= {"wrong": str(case), "matrix": name, "at": (b, h, i, c), "off": int(off.sum()), "of": off.size}
+    expected, got = (t[b, h, i, first : first + 5].tolist() for t in (out, got))
+    return said | {"first": first, "expected": expected, "got": got, "picture": picture(ratio[b, h])}
 
 
 def picture(error: Floats) -> list[str]:
