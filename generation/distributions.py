@@ -1,7 +1,5 @@
 """A draft's contexts with whole distributions, for a GPU: one look-up gives all tokens' probabilities."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

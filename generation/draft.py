@@ -4,8 +4,6 @@ A text has each context a few times only. So the draft holds the mean of the mod
 of characters.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

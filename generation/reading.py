@@ -1,7 +1,5 @@
 """Reads prompts, and windows again, for texts that need it before their next token. In slices of time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Text from a model: generate() writes one text, complete() writes many through a Writer."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields

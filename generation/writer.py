@@ -3,8 +3,6 @@
 A text depends on weights, precision, prompt, sampling and seed only, not on its neighbours.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 It needs cuda-bindings and a GPU, but no PyTorch; cuda-core and NVRTC only for kernels that no wheel brings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -80,7 +78,7 @@ class CudaEngine(Slots):
 
     def __init__(
         self,
-        model: Checkpoint | GPT,
+        model: "Checkpoint | GPT",
         weights: Precision,
         kv_cache: CachePrecision,
         slots: int,
@@ -96,17 +94,15 @@ class CudaEngine(Slots):
         self._reader = Grid(c, weights, kv_cache, prompt=True, clocks=clocks)
         # Texts in a block of the grid, tokens of a prompt in one, and blocks of prompts at a time.
         self._many, self._read_together = self._grid.most_texts(shared), self._reader.most_texts(shared)
-        alone = (
-            clusters[0].alone(draft is not None, shared) if clusters else (self._grid, layouts.GRID_TEXTS[0])
-        )
+        of_grid = self._grid, layouts.GRID_TEXTS[0]
+        alone = clusters[0].alone(draft is not None, shared) if clusters else of_grid
         on.prepare([(self._reader, self._read_together), alone])
         takes = functools.partial(on.clusters, drafts=draft is not None)
         self._clusters = list(itertools.dropwhile(lambda layout: not takes(layout), clusters))
         self._read_blocks = on.resident(self._reader, self._read_together)
         self._at_once = self._read_together * self._read_blocks
-        self._weights: dict[Layout, Memory] = {
-            layout: Memory.of(layout.pack(tensors)) for layout in (*self._clusters, self._grid)
-        }
+        held: tuple[Layout, ...] = (*self._clusters, self._grid)
+        self._weights = {layout: Memory.of(layout.pack(tensors)) for layout in held}
         self._weights[self._reader] = self._weights[self._grid]
         for layout in self._clusters[:1]:
             self._weights[replace(layout, drafts=True)] = self._weights[layout]
@@ -121,15 +117,11 @@ class CudaEngine(Slots):
         self._given = {prompts: (Memory(1 << 16, host=True), Memory(1 << 16)) for prompts in (False, True)}
         self._chosen, self._cycles = Memory(1 << 12, host=True), Memory(8 * len(layouts.PHASES), host=True)
         self._every, self._arrived = Memory(4), Memory(4 * on.on.multiprocessors * layouts.RESIDENT)
-        self._work = Work(
-            **{name: memory.address for name, memory in self._held.items()},
-            tokens=self._tokens.address,
-            positions=self._positions.address,
-            cycles=self._cycles.address,
-            arrived=self._arrived.address,
-            capacity=capacity,
-            scale=1 / (math.sqrt(c.head_dim) * math.log(2)),
-        )
+        arrays = {"tokens": self._tokens, "positions": self._positions, "cycles": self._cycles}
+        arrays |= {"arrived": self._arrived, **self._held}
+        scale = 1 / (math.sqrt(c.head_dim) * math.log(2))
+        addresses = {name: memory.address for name, memory in arrays.items()}
+        self._work = Work(**addresses, capacity=capacity, scale=scale)
         self._work_at = (ctypes.c_void_p * 1)(ctypes.addressof(self._work))
         self._launches: dict[int, Launch] = {}  # of so many texts; to find one takes longer than a token
         self._row_seconds: dict[Launch, float] = {}
@@ -227,9 +219,8 @@ class CudaEngine(Slots):
             if launch.drafts:
                 tails = self._tails[at].astype(np.uint32)
                 before = np.where(self._pending[at, None] < 0, tails[:, 1:], tails[:, :-1])
-                texts["flags"] = (
-                    (before << np.array([24, 16, 8, 0], np.uint32)).sum(1, dtype=np.uint32).view(np.int32)
-                )
+                shifted = before << np.array([24, 16, 8, 0], np.uint32)
+                texts["flags"] = shifted.sum(1, dtype=np.uint32).view(np.int32)
             seconds = SECONDS if seconds is None else seconds
             guess = FIRST_ROW_SECONDS * max(1.0, len(at) / self._gpu.on.multiprocessors)
             fit = seconds / self._row_seconds.get(launch, guess)
@@ -244,8 +235,7 @@ class CudaEngine(Slots):
                 self._guessed[at, 0] += self._counted[:, 2]
                 self._guessed[at, 1] += rows - self._counted[:, 0]
             if scored:
-                every = self._every_logits(chosen.size).reshape(*chosen.shape, -1)
-                self._score(slots, chosen, every)
+                self._score(slots, chosen, self._every_logits(chosen.size).reshape(*chosen.shape, -1))
         return numbers_only(chosen)
 
     def _copy(self, source: int, at: NDArray[np.int64]) -> None:
@@ -336,9 +326,7 @@ class CudaEngine(Slots):
         if any(self._settings["sampling"][slot][ADJUSTED] for slot in slots):
             return plain
         guesses, hits = self._guessed[list(slots)].sum(0)
-        if guesses >= TRIED * count and hits < LEAST_HITS * guesses:
-            return plain
-        return self._drafted[plain]
+        return plain if guesses >= TRIED * count and hits < LEAST_HITS * guesses else self._drafted[plain]
 
     def _launch_of(self, count: int) -> Launch:
         """What writes so many texts: one pass of clusters, if they suffice, else the grid."""

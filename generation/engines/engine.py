@@ -3,8 +3,6 @@
 It imports no engine; the table of them is in table.py.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -14,19 +12,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shakespeare.attention_ext import tiles
+from shakespeare.attention_ext import parts, tiles
 from shakespeare.attention_ext.checks import set_defaults, set_whole
 from shakespeare.attention_ext.cuda.kernels import check_kernel
-from shakespeare.attention_ext.parts import (
-    DEVICES,
-    CachePrecision,
-    Part,
-    Precision,
-    check_part,
-    one_of,
-    resolve_simd,
-    running_on,
-)
+from shakespeare.attention_ext.parts import CachePrecision, Part, Precision
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.draft import Draft
@@ -90,18 +79,19 @@ class EngineOptions:
         br, bc = tiles.checked_sides(self.br, self.bc)
         set_field("br", br)
         set_field("bc", bc)
-        resolve_simd(self.simd)
+        parts.resolve_simd(self.simd)
         for name, number in (("slots", self.slots), ("threads", self.threads)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it must be at least 1")
-        one_of("device", self.device, DEVICES)
+        parts.one_of("device", self.device, parts.DEVICES)
         if self.device not in self.row.dtypes:
-            others = " and ".join(running_on(self.device))
+            others = " and ".join(parts.running_on(self.device))
             raise ValueError(f"device is {self.device!r}; {self.part} does not run there, only {others}")
         if self.device != "cpu":
+            where = parts.DEVICES[self.device]
             for name, value, only in (("simd", self.simd, "auto"), ("br", br, None), ("bc", bc, None)):
                 if value != only:
-                    raise ValueError(f"{name} is {value!r}; it must be {only!r} on {DEVICES[self.device]}")
+                    raise ValueError(f"{name} is {value!r}; it must be {only!r} on {where}")
         if self.kernel is not None and self.device != "webgpu":
             check_kernel(self.kernel)
             if self.device == "cpu":
@@ -110,7 +100,7 @@ class EngineOptions:
                 raise ValueError(f"kernel is {self.kernel!r}; it must be None with {self.part}, PyTorch's")
 
     @classmethod
-    def of(cls, named: Mapping[str, Any], **more: Any) -> EngineOptions:
+    def of(cls, named: Mapping[str, Any], **more: Any) -> "EngineOptions":
         """The options among these values, by their names; `more` comes first."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: named[name] for name in names if name in named} | more)
@@ -125,7 +115,7 @@ class EngineOptions:
     @functools.cached_property
     def row(self) -> Part:
         """The part's row."""
-        return check_part(self.part)
+        return parts.check_part(self.part)
 
 
 class Engine(Protocol):

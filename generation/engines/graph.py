@@ -3,8 +3,6 @@
 A graph launches all kernels of a token at once, so lengths, slots and uniform numbers are in GPU memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

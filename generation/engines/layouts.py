@@ -3,8 +3,6 @@
 Clusters of blocks, for few texts, need compute capability 9.0.
 """
 
-from __future__ import annotations
-
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -177,7 +175,7 @@ class Cluster(Layout):
         most = min(MOST_TEXTS, self.blocks) if rows <= LANES else 0
         return max((texts for texts in range(1, most + 1) if self.shared(texts) <= shared), default=0)
 
-    def alone(self, drafts: bool, shared: int) -> tuple[Cluster, int]:
+    def alone(self, drafts: bool, shared: int) -> "tuple[Cluster, int]":
         """(layout, rows) of a pass of one text; with drafts, if there is room for a guess."""
         drafted = replace(self, drafts=True)
         rows = min(DRAFT_ROWS, drafted.most_texts(shared))
@@ -283,8 +281,7 @@ class Launch(NamedTuple):
 
 def padded(fields: list[Any]) -> np.dtype:
     """A record of these fields that ends at a multiple of 16 bytes, the size of a vector load."""
-    size = np.dtype(fields).itemsize
-    return np.dtype([*fields, ("padding", np.uint8, -size % 16)])
+    return np.dtype([*fields, ("padding", np.uint8, -np.dtype(fields).itemsize % 16)])
 
 
 def layouts_for(
@@ -345,9 +342,8 @@ class Device:
         """The driver's description of a launch of so many blocks. shared: bytes, if not the layout's."""
         cluster = layout.blocks if isinstance(layout, Cluster) else 0
         waiting = isinstance(layout, Grid) and layout.prompt  # for each other, so all blocks must run
-        return gpu.prepared_launch(
-            blocks, THREADS, shared or layout.shared(texts), self.stream, cluster, waiting
-        )
+        shared = shared or layout.shared(texts)
+        return gpu.prepared_launch(blocks, THREADS, shared, self.stream, cluster, waiting)
 
     def clusters(self, layout: Cluster, drafts: bool = False) -> int:
         """The most clusters that run at a time, a block on a multiprocessor; 0 if none of this size runs.

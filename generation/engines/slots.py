@@ -1,7 +1,5 @@
 """What an engine in Python knows of its slots: settings, log-probabilities, checked arguments."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import threading

@@ -3,11 +3,9 @@
 It needs the package wgpu and no PyTorch. A text's bits do not depend on what else is written.
 """
 
-from __future__ import annotations
-
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -174,7 +172,7 @@ class Pieces(NamedTuple):
         """The logits of each text that are wanted."""
         return (len(self.numbers) or int(self.counts.max())) if self.every else 0
 
-    def of(self, places: NDArray[np.int64]) -> Pieces:
+    def of(self, places: NDArray[np.int64]) -> "Pieces":
         """Those of some of the texts."""
         chosen: dict[str, Any] = {name: getattr(self, name)[places] for name in self._fields[:5]}
         return self._replace(**chosen, numbers=self.numbers[:, places])
@@ -187,7 +185,7 @@ class WebGpuEngine(Slots):
 
     def __init__(
         self,
-        model: Checkpoint | GPT,
+        model: "Checkpoint | GPT",
         weights: Precision,
         kv_cache: CachePrecision,
         slots: int,
@@ -205,8 +203,7 @@ class WebGpuEngine(Slots):
         cached = Shape(c).cached(kv_cache, capacity)
         sizes = {"keys": cached, "values": cached, "logits": 4 * V, "counts": 8 * V}
         sizes |= {"settings": 4 * (SETTINGS + V)}
-        most = gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values())
-        most = min(most, MOST_GROUPS)
+        most = min(MOST_GROUPS, gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values()))
         self._chunks = []
         for first in range(0, slots, most):
             n = min(most, slots - first)
@@ -245,10 +242,8 @@ class WebGpuEngine(Slots):
             row[: len(piece)] = piece
         flags = PROMPT + FIRST * begins + LAST * (done + counts == lengths)
         none = np.empty((0, len(prompts)))
-        _, logits = self._run(
-            Pieces(np.array([*prompts]), 0 * counts + done, counts, flags, tokens, none, every)
-        )
-        return done + int(counts.max()), logits
+        pieces = Pieces(np.array([*prompts]), 0 * counts + done, counts, flags, tokens, none, every)
+        return done + int(counts.max()), self._run(pieces)[1]
 
     def _read_prompts(self) -> None:
         waiting, done = self._prompts, 0
@@ -269,8 +264,7 @@ class WebGpuEngine(Slots):
             chosen = np.empty((most, len(at)), np.int32)
             scored = self._are_scored(slots)
             while done < most:
-                left = min(DISPATCH_SECONDS, end - time.monotonic())
-                rows = min(most - done, self._steps(len(at), left))
+                rows = min(most - done, self._steps(len(at), min(DISPATCH_SECONDS, end - time.monotonic())))
                 if scored:
                     rows = min(rows, max(1, MOST_OUT // (4 * len(at) * self.config.vocab_size)))
                 cached, pending = self._lengths[at].astype(np.int64), self._pending[at, None]
@@ -308,12 +302,6 @@ class WebGpuEngine(Slots):
         buffer, size = chunk.held[name]
         return buffer, (slot - chunk.first) * size, size
 
-    def _by_chunk(self, at: NDArray[np.int64]) -> Iterator[tuple[Chunk, NDArray[np.int64]]]:
-        """The chunks that hold some of these slots, with the places of the slots in `at`."""
-        numbers = at // self._chunks[0].slots
-        for number in np.unique(numbers):
-            yield self._chunks[number], np.flatnonzero(numbers == number)
-
     def _steps(self, texts: int, seconds: float) -> int:
         """The tokens of each of so many texts that are worth a dispatch of so many seconds."""
         guess = FIRST_STEP_SECONDS * (1 + texts / 10)
@@ -332,7 +320,9 @@ class WebGpuEngine(Slots):
         logits = np.empty((pieces.kept, texts, self.config.vocab_size), np.float32)
         # Where a token of all texts takes too long, groups of texts write in turn.
         together = texts if steps > 1 else self._steps(texts, DISPATCH_SECONDS * texts)
-        for chunk, places in self._by_chunk(pieces.at):
+        numbers = pieces.at // self._chunks[0].slots  # of the slots' chunks
+        for number in np.unique(numbers):
+            chunk, places = self._chunks[number], np.flatnonzero(numbers == number)
             for first in range(0, len(places), together):
                 group = places[first : first + together]
                 chosen[:, group], logits[:, group] = self._dispatch(chunk, pieces.of(group), pieces.kept)
@@ -345,8 +335,8 @@ class WebGpuEngine(Slots):
         gpu, texts, rows, V = self._gpu, len(at), len(numbers), self.config.vocab_size
         self._upload_settings()
         words = np.zeros(texts, TEXT)
-        words["slot"], words["length"], words["count"] = at - chunk.first, cached, counts
-        words["flags"] = flags
+        words["slot"], words["length"] = at - chunk.first, cached
+        words["count"], words["flags"] = counts, flags
         words["at"] = texts * TEXT.itemsize // 4 + np.cumsum(counts) - counts
         ids = tokens[np.arange(tokens.shape[1]) < counts[:, None]]
         parts = [words, ids, halves(numbers).reshape(-1)]
@@ -372,7 +362,10 @@ class WebGpuEngine(Slots):
         for chunk in self._chunks if self._stale else ():
             buffer, _ = chunk.held["settings"]
             slots = slice(chunk.first, chunk.first + chunk.slots)
-            self._gpu.write(buffer, in_float32(self._settings["sampling"][slots]))
+            numbers = np.clip(self._settings["sampling"][slots], -1e30, 1e30)
+            temperature = numbers[:, 0]  # one above 0 stays above 0
+            numbers[:, 0] = np.where(temperature > 0, np.maximum(temperature, 1e-30), 0)
+            self._gpu.write(buffer, numbers.astype(np.float32))
             if "bias" in self._stale:
                 bias = self._settings["bias"][slots].astype(np.float32)
                 self._gpu.write(buffer, bias, 4 * SETTINGS * chunk.slots)
@@ -384,10 +377,3 @@ def halves(numbers: NDArray[np.float64]) -> Floats:
     upper = numbers.astype(np.float32)
     upper = np.where(upper > numbers, np.nextafter(upper, np.float32(-1)), upper)
     return np.stack([upper, (numbers - upper).astype(np.float32)], -1)
-
-
-def in_float32(settings: NDArray[np.float64]) -> Floats:
-    """Settings (slots, SETTINGS) as decoder.wgsl has them: a temperature above 0 stays above 0."""
-    bounded = np.clip(settings, -1e30, 1e30)
-    bounded[:, 0] = np.where(settings[:, 0] > 0, np.maximum(bounded[:, 0], 1e-30), 0)
-    return bounded.astype(np.float32)

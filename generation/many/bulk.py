@@ -5,8 +5,6 @@ when it is on the disk, then the manifest lists it. Other shards are written aga
 on the worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

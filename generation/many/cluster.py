@@ -4,8 +4,6 @@ Nodes need the same version of this package, and the model under the same name. 
 the driver writes files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

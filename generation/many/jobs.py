@@ -1,7 +1,5 @@
 """A request for many texts, its shards, and the manifest: the record of those that are complete."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -36,7 +34,7 @@ class Job:
     settings: Settings
     texts: int
     shard_size: int = SHARD_SIZE
-    prompts: Prompts | None = None
+    prompts: "Prompts | None" = None
     resolved: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,9 +61,7 @@ class Job:
 
     def with_lines(self, task: Task) -> Task:
         """The task with its lines of the prompts file, if there is one."""
-        if self.prompts is None:
-            return task
-        return replace(task, lines=self.prompts.read(task.first, task.count))
+        return replace(task, lines=self.prompts.read(task.first, task.count)) if self.prompts else task
 
 
 class Prompts:

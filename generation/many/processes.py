@@ -3,8 +3,6 @@
 A worker that dies or stalls is replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing
@@ -55,7 +53,7 @@ class Worker:
         """How a worker that has ended died."""
         raise NotImplementedError
 
-    def converse(self, said: queue.SimpleQueue[tuple[Worker, Any]]) -> None:
+    def converse(self, said: "queue.SimpleQueue[tuple[Worker, Any]]") -> None:
         """Pass on tasks and put the worker's messages into `said`, until it is gone or a task is None."""
         try:
             self.start()

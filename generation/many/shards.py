@@ -4,8 +4,6 @@ Text i depends only on the settings, its prompt and its seed. So a shard's bytes
 with the same kernels.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import io
@@ -153,22 +151,15 @@ def this_machine(device: str, kernels: str, *packages: str) -> dict[str, str]:
 
         gpu = {"gpu": cuda.gpu().name}
     features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
-    return gpu | {
-        "processor": processor.name(),
-        "instructions": processor.instructions(),
-        "features": features,
-        "kernels": kernels,
-        "python": platform.python_version(),
-        "shakespeare-attention": __version__,
-        **{name: metadata.version(name) for name in packages},
-    }
+    known = {"processor": processor.name(), "instructions": processor.instructions(), "features": features}
+    known |= {"kernels": kernels, "python": platform.python_version(), "shakespeare-attention": __version__}
+    return gpu | known | {name: metadata.version(name) for name in packages}
 
 
 def request_for(settings: Settings, tokenizer: Tokenizer, index: int) -> Request:
     """The request of text `index` with the prompt of the settings. Raises as Request does."""
     same = ("sampling", "max_new_tokens", "stop", "context", "use_cache")
-    prompt = "\n" if settings.prompt is None else settings.prompt
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode("\n" if settings.prompt is None else settings.prompt)
     return Request(ids, seed=settings.seed + index, **{name: getattr(settings, name) for name in same})
 
 
@@ -197,12 +188,9 @@ def request_of_line(
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
     endless = ("top_k", "max_new_tokens")  # for which null is a value
     given = {name: value for name, value in options.items() if value is not None or name in endless}
-    request = replace(
-        request_for(settings, tokenizer, index),
-        ids=tokenizer.encode(prompt),
-        sampling=replace(settings.sampling, **{name: given[name] for name in NUMBERS if name in given}),
-        **{name: given[name] for name in LINE_OPTIONS if name in given and name not in NUMBERS},
-    )
+    request = replace(request_for(settings, tokenizer, index), ids=tokenizer.encode(prompt))
+    sampling = replace(settings.sampling, **{name: given.pop(name) for name in NUMBERS if name in given})
+    request = replace(request, sampling=sampling, **given)
     most = request.max_new_tokens
     if most is None or most > max(MOST_NEW_TOKENS, settings.max_new_tokens):
         raise ValueError(f"max_new_tokens must be a whole number of at most {MOST_NEW_TOKENS}")
@@ -226,8 +214,7 @@ class Scribe:
             raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
         self.settings = settings
         self.texts = texts if settings.device == "cuda" else 2**31
-        capacity = capacity_of(settings, self.checkpoint)
-        options = EngineOptions.of(vars(settings), threads=1, capacity=capacity)
+        options = EngineOptions.of(vars(settings), threads=1, capacity=capacity_of(settings, self.checkpoint))
         self.at_once, slots = slots_for(self.texts, self.checkpoint.config, options)
         self.engine = open_engine(self.checkpoint, replace(options, slots=slots))
 
@@ -238,15 +225,11 @@ class Scribe:
         written = self._together(task, wanted) or self._each(task, wanted, rejected)
         parquet = self.settings.format == "parquet"
         packages = ["pyarrow"] * parquet + ["torch"] * (self.engine.name == "torch")
-        return Shard(
-            data=in_parquet(written, task.lines is not None) if parquet else in_jsonl(written),
-            texts=len(written),
-            tokens=sum(row["new_tokens"] for row in written),
-            seconds=time.perf_counter() - start,
-            cpu_seconds=time.process_time() - cpu_start,
-            rejected=rejected,
-            machine=this_machine(self.settings.device, prebuilt.level("decoder"), *packages),
-        )
+        data = in_parquet(written, task.lines is not None) if parquet else in_jsonl(written)
+        tokens = sum(row["new_tokens"] for row in written)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        machine = this_machine(self.settings.device, prebuilt.level("decoder"), *packages)
+        return Shard(data, len(written), tokens, seconds, cpu_seconds, rejected, machine)
 
     def _each(
         self, task: Task, wanted: Callable[[], bool], rejected: list[tuple[int, str]]
@@ -336,9 +319,8 @@ def check_parquet() -> None:
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
-        raise ValueError(
-            "format is 'parquet', which needs pyarrow; install it (pip install -e '.[cluster]')"
-        ) from None
+        needs = "which needs pyarrow; install it (pip install -e '.[cluster]')"
+        raise ValueError(f"format is 'parquet', {needs}") from None
 
 
 def in_parquet(rows: Sequence[dict], with_id: bool) -> bytes:
