@@ -33,12 +33,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
 MODULES = {"4Daccess": "four_d_access", "try": "try_"}  # of commands whose names no module can have
 # What a plain install lacks and some commands need.
-NEEDED = {
-    "torch": "PyTorch: pip install torch pybind11",
-    "pooch": "pooch: pip install pooch",
-    "rich": "rich: pip install rich",
-    "gguf": "gguf: pip install gguf",
-}
+NEEDED = {name: f"{name}: pip install {name}" for name in ("pooch", "rich", "gguf")}
+NEEDED["torch"] = "PyTorch: pip install torch pybind11"
 APART = "ATTENTION_APART"  # set in the process that runs a user's kernel
 CTRL_C_SECONDS = 2  # until a process that does not end at Ctrl-C is killed
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}

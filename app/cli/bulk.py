@@ -92,12 +92,10 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
             raise click.ClickException(f"{reason}; the same command goes on") from None
     shards = manifest.shards.values()
     rejected, left_out = sum(len(shard["rejected"]) for shard in shards), len(manifest.content["failed"])
-    notice(
-        f"{out}: {sum(shard['texts'] for shard in shards):,} texts, "
-        f"{sum(shard['tokens'] for shard in shards):,} tokens in {len(shards):,} files"
-        + f"; {rejected} lines were rejected" * bool(rejected)
-        + f"; {left_out} files were left out" * bool(left_out)
-    )
+    texts, tokens = (sum(shard[name] for shard in shards) for name in ("texts", "tokens"))
+    said = f"{out}: {texts:,} texts, {tokens:,} tokens in {len(shards):,} files"
+    said += f"; {rejected} lines were rejected" * bool(rejected)
+    notice(said + f"; {left_out} files were left out" * bool(left_out))
     return not left_out
 
 

@@ -7,12 +7,12 @@ import click
 from shakespeare.app.cli import options
 from shakespeare.attention_ext import PARTS
 
+TEXT = "Text; its last 10 % are evaluated."
+
 
 @click.command("eval")
 @options.model
-@options.path(
-    "--corpus", "corpus_file", "Text; its last 10 % are evaluated.", show_default="what prepare got"
-)
+@options.path("--corpus", "corpus_file", TEXT, show_default="what prepare got")
 @options.choice("--part", "Attention to evaluate with.", of=PARTS, default="part4")
 @options.weights
 @options.kv_cache

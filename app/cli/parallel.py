@@ -42,10 +42,8 @@ def parallel(method: str, threads: int, queries: int | None, **asked) -> bool:
         raise click.UsageError(f"--queries is {queries}; with --causal it must be at most N = {asked['N']}")
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         module = "-m shakespeare" if program() == "shakespeare" else "gpt.py"
-        raise click.UsageError(
-            "started without torchrun; the command is: "
-            f"python -m torch.distributed.run --nproc-per-node 2 {module} parallel {method}"
-        )
+        command = f"python -m torch.distributed.run --nproc-per-node 2 {module} parallel {method}"
+        raise click.UsageError(f"started without torchrun; the command is: {command}")
     options.set_threads(threads)
     from shakespeare.attention_ext.ranks import LostRank
     from shakespeare.lab import parallel as over_processes

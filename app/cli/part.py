@@ -29,9 +29,7 @@ NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("n
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
 SEPARATOR = "-" * 15
-HELP = (
-    "An empty line writes on, /fresh forgets the text, /quit or Ctrl-D ends, Ctrl-C stops the current text."
-)
+HELP = "An empty line writes on, /fresh forgets the text, /quit or Ctrl-D ends"
 
 test_options = options.all_of(
     options.size("-B", "--batch", "Batch size of the test.", most=options.MOST_HEADS, default=1),
@@ -150,22 +148,16 @@ class Session:
         self.part, self.asked = part, asked
         self.checkpoint = load(asked["model"])
         prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
-        normal = self.checkpoint.tokenizer.normal
-        prompt = None if prompt is None else normal(prompt)
+        prompt = None if prompt is None else self.checkpoint.tokenizer.normal(prompt)
         self.shown_prompt = prompt or ""
         # in turns the first typed line starts the text
         self.prompt = "\n" if prompt is None or asked["interactive"] and not prompt else prompt
         options.warn_of_stops(self.checkpoint.tokenizer, asked["stop"])
-        length = asked["max_new_tokens"]
-        self.request = Request(  # of the first sample
-            options.encoded(self.checkpoint.tokenizer, self.prompt),
-            seed=asked["seed"],
-            sampling=options.take_sampling(asked),
-            max_new_tokens=self.checkpoint.config.block_size if length is None else length,
-            stop=asked["stop"],
-            context=asked["context"],
-            use_cache=not asked["no_kv_cache"],
-        )
+        length, ids = asked["max_new_tokens"], options.encoded(self.checkpoint.tokenizer, self.prompt)
+        settings = {name: asked[name] for name in ("seed", "stop", "context")}
+        settings |= {"sampling": options.take_sampling(asked), "use_cache": not asked["no_kv_cache"]}
+        settings["max_new_tokens"] = self.checkpoint.config.block_size if length is None else length
+        self.request = Request(ids, **settings)  # of the first sample
         if self.request.seed + asked["num_samples"] - 1 > options.LARGEST_SEED:
             raise ValueError(f"seed is {self.request.seed}; the last sample's must be less than 2**63")
 
@@ -220,9 +212,8 @@ def write(session: Session) -> None:
                 current.pieces.clear()
             if not current.finish_reason:
                 break
-            click.echo(
-                json.dumps(record(session, writer.engine, current), ensure_ascii=ascii) if as_json else ""
-            )
+            known = record(session, writer.engine, current)
+            click.echo(json.dumps(known, ensure_ascii=ascii) if as_json else "")
             del waiting[shown]
             shown += 1
             if not as_json and shown < count:
@@ -248,7 +239,7 @@ def converse(session: Session) -> None:
     from shakespeare.generation.writer import Writer
 
     engine = session.writer(1, session.checkpoint.config.block_size).engine
-    notice(HELP)
+    notice(f"{HELP}, Ctrl-C stops the current text.")
     tokenizer, seed, text = session.checkpoint.tokenizer, session.request.seed, session.shown_prompt
     typed = sys.stdin.isatty()
     if text:

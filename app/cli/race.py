@@ -7,14 +7,14 @@ from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import PARTS
 from shakespeare.attention_ext.parts import running_on
 
+TOKENS = "200, or the block size if that is less"
+
 
 @click.command()
 @click.argument("parts", type=options.Names(PARTS, files=True), required=False)
 @options.model
 @options.option("--prompt", "Text to continue.", default="\n", show_default="a line end")
-@options.whole(
-    "--max-new-tokens", "Tokens that each part writes.", show_default="200, or the block size if that is less"
-)
+@options.whole("--max-new-tokens", "Tokens that each part writes.", show_default=TOKENS)
 @options.seed
 @options.sampling
 @options.no_kv_cache

@@ -16,10 +16,8 @@ PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "promethe
 SLOTS, MOST_SLOTS = 32, 4096
 SHOWN = f"{SLOTS}; what an eighth of a GPU's memory holds, at most {MOST_SLOTS}"
 TEXTS = "Texts written at once for each model and part."
-MODEL = (
-    "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; NAME=PATH gives it a "
-    "name in the API. May be repeated."
-)
+MODEL = "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; NAME=PATH gives it a "
+MODEL += "name in the API. May be repeated."
 KEY_FILE = "File with a key in each line; other users cannot see it in a list of processes."
 ORIGIN = "Let pages of this origin call from a browser; may be repeated."
 HOST = "Admit this name in the Host header too, or * for any; may be repeated."

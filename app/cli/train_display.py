@@ -61,10 +61,8 @@ class Lines(Watcher):
         if train is None:
             notice(f"before the first step: val {validation:.4f}")
             return
-        notice(
-            f"step {done}/{run.steps()}  train {train:.4f}  val {validation:.4f}  "
-            f"{run.speed():,.0f} characters/s  {run.seconds:.0f} s, {run.left():.0f} s left"
-        )
+        speed = f"{run.speed():,.0f} characters/s  {run.seconds:.0f} s, {run.left():.0f} s left"
+        notice(f"step {done}/{run.steps()}  train {train:.4f}  val {validation:.4f}  {speed}")
 
 
 class Picture(Watcher):

@@ -20,7 +20,7 @@ Stop = Callable[[], bool] | None
 FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
 # Options that do not go with --inference, and that go with it too.
 OWN = {"new", "backward", "triton", "again", "N", "d", "heads", "causal", "cachegrind", "seconds", "save"}
-DEFAULT_THREADS = "1; all cores with --inference"
+THREADS = {"show_default": "1; all cores with --inference", **options.BOUNDED}
 BOTH = {"file", "threads", "as_json", "seed"}
 
 
@@ -34,9 +34,7 @@ BOTH = {"file", "threads", "as_json", "seed"}
 @options.size("-d", "d", "Head width of the timed call.", most=options.WIDEST_HEAD, default=32)
 @options.size("--heads", "Heads of the timed call.", most=options.MOST_HEADS, show_default="4; 100 on CUDA")
 @options.flag("--causal", "Use a causal mask in the timed call.")
-@options.size(
-    "-t", "--threads", "Threads of the timed call.", show_default=DEFAULT_THREADS, **options.BOUNDED
-)
+@options.size("-t", "--threads", "Threads of the timed call.", **THREADS)
 @options.flag("--cachegrind", "Simulate the timed call's caches with valgrind.")
 @options.number("--seconds", "A call that takes longer is endless.", most=3600, above=True, default=10)
 @options.file("--save", "Append a right kernel's result to this file .jsonl; bench --load ranks it.")

@@ -18,16 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-    create_model,
-)
+import pydantic
+from pydantic import BaseModel, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError, from_json
 
 from shakespeare.app.server import Settings
@@ -71,7 +63,7 @@ def wrong(message: str, name: str) -> ApiError:
 
 
 # 2.0 is the same number in JSON as 2.
-WHOLE = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
+WHOLE = pydantic.BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
 Ids = list[Annotated[int, Field(ge=0, le=LARGEST_ID), WHOLE]]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=4)]
@@ -82,11 +74,8 @@ Alternatives = Annotated[int, Field(ge=0, le=MOST_TOP), WHOLE]
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 TOKEN_ID = r"^[0-9]{1,9}$"
 BIAS = {"type": ["number", "null"], "minimum": -MOST_BIAS, "maximum": MOST_BIAS}
-BIASES: Any = {
-    "type": "object",
-    "patternProperties": {TOKEN_ID: BIAS},
-    "additionalProperties": {"type": "null"},
-}
+BIASES: Any = {"type": "object", "patternProperties": {TOKEN_ID: BIAS}}
+BIASES["additionalProperties"] = {"type": "null"}
 # Sampling checks the numbers; pydantic's schema would admit other keys.
 Biases = Annotated[dict[Annotated[str, Field(pattern=TOKEN_ID)], float], WithJsonSchema(BIASES)]
 LABELS: Any = {"type": "object", "additionalProperties": {"type": ["string", "null"]}}
@@ -112,19 +101,15 @@ IDLE_IN_REQUESTS = {
     "user": str,
     "verbosity": ["medium"],
 }
-IDLE_IN_MESSAGES = {
-    "annotations": [[]],
-    "provider_specific_fields": [{}],  # LiteLLM's
-    "refusal": [""],
-    "tool_calls": [[]],
-}
+IDLE_IN_MESSAGES: dict[str, list] = {"annotations": [[]], "refusal": [""], "tool_calls": [[]]}
+IDLE_IN_MESSAGES["provider_specific_fields"] = [{}]  # LiteLLM's
 
 
 class Fields(BaseModel):
     """A strict object: no other fields, no other types."""
 
     # deferred: a server starts sooner, and the first request takes what it saves
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 def one_of(values: list[Any]) -> Any:
@@ -137,14 +122,14 @@ def one_of(values: list[Any]) -> Any:
             raise PydanticCustomError("unsupported", "only {known} is supported", shown)
         return value
 
-    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": values})]
+    return Annotated[Any, pydantic.AfterValidator(check), WithJsonSchema({"enum": values})]
 
 
 def idle(**known: Any) -> Any:
     """A base of objects with these fields, which have no effect."""
     note = Field(None, description="Accepted; nothing depends on it.")
     fields: Any = {name: (one_of(of) if isinstance(of, list) else of, note) for name, of in known.items()}
-    return create_model("Idle", __base__=Fields, **fields)
+    return pydantic.create_model("Idle", __base__=Fields, **fields)
 
 
 class StreamOptions(idle(include_obfuscation=[False])):  # type: ignore[misc]
@@ -164,7 +149,7 @@ def setting(name: str, known: Number) -> Any:
     return (kind | None if known.off is None else kind), Field(known.off, description=note)
 
 
-Settable: Any = create_model(
+Settable: Any = pydantic.create_model(
     "Settable",
     __base__=idle(**IDLE_IN_REQUESTS),
     **{name: setting(name, known) for name, known in NUMBERS.items()},
@@ -404,7 +389,7 @@ def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
         raise ApiError(400, f"The body is not JSON: {error}.") from None
     try:
         return kind.model_validate(without_nulls(body))
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
     name, message, value = path(first["loc"]), first["msg"], first.get("input")
     union = next((str(part) for part in first["loc"] if part in MUST_BE), None)

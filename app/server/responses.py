@@ -99,9 +99,7 @@ class Call:
         self._prompt_tokens = sum(map(len, prompts))
         shown = body.echo or body.alternatives is not None
         texts = [self._decoded(ids) if shown else "" for ids in prompts]
-        self.choices = [
-            Choice(self, i, request, texts[i // body.candidates]) for i, request in enumerate(requests)
-        ]
+        self.choices = [Choice(self, i, r, texts[i // body.candidates]) for i, r in enumerate(requests)]
         self.left = len(requests)
         self.gone = False
         self._buffer_bytes, self._behind_seconds = settings.buffer_bytes, settings.behind_seconds
@@ -114,13 +112,11 @@ class Call:
         play = body.play(self.tokenizer)
         self._chat = play is not None
         kind = "chat.completion" if self._chat else "text_completion"
-        self._common: dict[str, Any] = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": f"{kind}.chunk" if self._chat and body.stream else kind,
-            "created": int(time.time()),
-            "model": body.model,
-            "system_fingerprint": f"shakespeare-attention-{__version__}-{self.lane[1]}",
-        }
+        named = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
+        kind = f"{kind}.chunk" if self._chat and body.stream else kind
+        self._common: dict[str, Any] = {"id": named, "object": kind, "created": int(time.time())}
+        maker = f"shakespeare-attention-{__version__}-{self.lane[1]}"
+        self._common |= {"model": body.model, "system_fingerprint": maker}
         self._play = {"play": play} if self._chat else {}  # OpenAI's API lacks this field
         self._head = b"data: " + dumps(self._common).encode()[:-1]
         self.interval = body.options.interval_ms / 1000  # seconds between two chunks of a text
@@ -135,8 +131,7 @@ class Call:
             self._inbox += news
             # A single batch may be larger; a reader that is fast enough has it at once.
             if len(self._inbox) > self._buffer_bytes and not (self._behind or self.gone):
-                loop = asyncio.get_running_loop()
-                self._behind = loop.call_later(self._behind_seconds, self._overflowed)
+                self._behind = asyncio.get_running_loop().call_later(self._behind_seconds, self._overflowed)
         self._news.set()
 
     def leave(self) -> None:

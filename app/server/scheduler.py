@@ -69,9 +69,8 @@ class Metrics:
             for key, (kind, name, meaning) in LANE_METRICS.items()
         }
         self.dropped = Counter("attention_streams_dropped", "Readers dropped as too slow.", registry=registry)
-        self.refused = Counter(
-            "attention_requests_refused", "Requests answered by an error.", ("status",), registry=registry
-        )
+        refused = "attention_requests_refused", "Requests answered by an error.", ("status",)
+        self.refused = Counter(*refused, registry=registry)
 
     def of(self, model: str, part: str) -> SimpleNamespace:
         """The metrics of a model and part."""
@@ -300,8 +299,7 @@ class Scheduler:
 
     def _lane(self, model: str, part: str) -> Lane:
         if (model, part) not in self._lanes:
-            lane = Lane(model, part, self.settings, self.metrics, self._out.append)
-            self._lanes[model, part] = lane
+            self._lanes[model, part] = Lane(model, part, self.settings, self.metrics, self._out.append)
         return self._lanes[model, part]
 
     def _engine(self, lane: Lane) -> Engine:

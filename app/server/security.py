@@ -48,9 +48,9 @@ def check_origin(origin: str) -> None:
     """Raise ValueError if no browser sends this Origin header; '*' stands for any."""
     matched = ORIGIN.fullmatch(origin)
     if origin != "*" and (not matched or matched.groups() in DEFAULT_PORTS):
+        form = "in lower case, without a path or the scheme's own port, or *"
         raise ValueError(
-            f"--allow-origin is {origin!r}; it must be scheme://host or scheme://host:port in lower case,"
-            " without a path or the scheme's own port, or *"
+            f"--allow-origin is {origin!r}; it must be scheme://host or scheme://host:port {form}"
         )
 
 
@@ -78,9 +78,7 @@ def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send],
     if settings.api_keys:
         app = checked(app, partial(key_refusal, [key.encode() for key in settings.api_keys]))
     if settings.origins:
-        app = CORSMiddleware(
-            app, allow_origins=settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
-        )
+        app = CORSMiddleware(app, settings.origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     if "*" not in settings.hosts:
         hosts = (settings.host, *settings.hosts)
         app = checked(app, partial(host_refusal, frozenset(host.strip("[].").lower() for host in hosts)))
