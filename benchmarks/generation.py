@@ -290,8 +290,7 @@ def add_losses(case: Case, figures: Figures, right: Mapping[str, Peer]) -> str:
             figures[name]["loss"] = loss(peer.every_logits, texts)
     with torch.inference_mode():
         exact = loss(lambda ids: checkpoint.model(torch.tensor([ids]))[0], texts)
-    count = sum(len(ids) - 1 for ids in texts)
-    return f"The loss of fp32 over {count:,} tokens is {exact:.4f} nats\n\n"
+    return f"The loss of fp32 over {sum(len(ids) - 1 for ids in texts):,} tokens is {exact:.4f} nats\n\n"
 
 
 def time_on_cpu(

@@ -112,8 +112,7 @@ def start(name: str, model: str, streams: int, core: int, folder: Path) -> Proce
         port = listener.getsockname()[1]
     own = [sys.executable, str(ROOT / "gpt.py"), "serve", "-m", model, "--port", str(port), "--threads", "1"]
     own += ["--slots", str(streams)]
-    command = own if name == OWN else llama_command(model, port, streams, folder)
-    return Process(command, core, port=port)
+    return Process(own if name == OWN else llama_command(model, port, streams, folder), core, port=port)
 
 
 @dataclass

@@ -58,8 +58,7 @@ def main(threads: tuple[int, ...], batches: tuple[int, ...], blocks: tuple[int, 
     """Time a training step in C++ and in PyTorch, after their gradients were compared."""
     click.echo(f"{processor.name()}; PyTorch {torch.__version__}; {extension.load().simd_name()}\n")
     load = Load()
-    cases = itertools.product(threads, blocks, batches)
-    show_table(TITLES, rows(cases, partial(row, rounds=rounds)))
+    show_table(TITLES, rows(itertools.product(threads, blocks, batches), partial(row, rounds=rounds)))
     for line in busy_text(load.others(), max(threads)):
         click.echo(f"\n{line}")
 

@@ -36,8 +36,7 @@ MARCH = "x86-64-v2"  # of the native engine: SSE4.2, whose vectors are as wide a
 
 def compile_for(march: str) -> None:
     """Let this process compile its extension for the processor that -march names."""
-    native = toolchain.NATIVE
-    flags = (f"-march={march}" if flag == native else flag for flag in toolchain.FLAGS)
+    flags = (f"-march={march}" if flag == toolchain.NATIVE else flag for flag in toolchain.FLAGS)
     setattr(toolchain, "FLAGS", tuple(flags))
 
 
@@ -72,8 +71,7 @@ def main(model: str, weights: str, core: int, rounds: int) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         asked = {"program": program, "model": model, "weights": weights}
         asked["home"] = f"http://127.0.0.1:{server.server_address[1]}/"
-        script = str(Path(__file__).with_suffix(".mjs"))
-        page = Process(["node", script, json.dumps(asked)], core, ready="{")
+        page = Process(["node", str(Path(__file__).with_suffix(".mjs")), json.dumps(asked)], core, ready="{")
         facts = json.loads(page.said)
 
         def by_page(seed: int) -> tuple[float, list[int]]:

@@ -266,8 +266,7 @@ def _checkpoint(name: str) -> str:
         checkpoint = load(name)
     except ValueError as error:
         raise Broken(f"{error}; git restore checkpoints/{name}, or install the package again") from None
-    block = checkpoint.config.block_size
-    return f"block size {block}, {len(checkpoint.tokenizer)} characters"
+    return f"block size {checkpoint.config.block_size}, {len(checkpoint.tokenizer)} characters"
 
 
 def _extras() -> str:

@@ -86,8 +86,7 @@ def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
         k, v = rows_of("k", asked, keys).double(), rows_of("v", asked, keys).double()
         s = asked.scale * (q @ k.mT)
         if asked.causal:
-            masked = torch.arange(first, keys[0].stop) > position[:, None]
-            s = s.masked_fill(masked, -torch.inf)
+            s = s.masked_fill(torch.arange(first, keys[0].stop) > position[:, None], -torch.inf)
         of_block = s.logsumexp(-1)
         p = (s - of_block[..., None]).exp().nan_to_num()
         out, lse = reference.merge(out, lse, p @ v, of_block)
@@ -119,8 +118,7 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
 
     seconds: list[float] = []
     waited, total, traffic = 0.0, 0.0, Traffic()
-    counts = [length(rows) for rows in keys]
-    known = counts if asked.method == "split" or asked.queries == asked.N else None
+    known = [length(rows) for rows in keys] if asked.method == "split" or asked.queries == asked.N else None
     while len(seconds) < ROUNDS and sum(seconds) < LONG:
         traffic = Traffic()
         meet()

@@ -53,8 +53,7 @@ def largest_error(pytorchs: Trainer, native: Trainer) -> tuple[str, float]:
     for trainer in (pytorchs, native):
         trainer._gradients(window)
     named = zip(pytorchs.model.named_parameters(), native.model.parameters())
-    errors = {name: _error(p.grad, q.grad) for (name, p), q in named}
-    return max(errors.items(), key=lambda item: item[1])
+    return max({name: _error(p.grad, q.grad) for (name, p), q in named}.items(), key=lambda item: item[1])
 
 
 def _error(right: torch.Tensor | None, got: torch.Tensor | None) -> float:

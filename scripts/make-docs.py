@@ -86,8 +86,7 @@ def table(rows: Any) -> str:
 
 def bench(file: Path) -> list[str]:
     """All of `gpt.py bench`'s figures."""
-    run = report.load(file)
-    return [report.text(run, "md")]
+    return [report.text(report.load(file), "md")]
 
 
 def part4(file: Path) -> list[str]:
@@ -141,8 +140,7 @@ def results() -> dict[str, str]:
         for file in sorted(saved.RESULTS.glob(f"{kind}-*.json")):
             section = [f"\n## {title}\n", f"`python {command}`, with `--save`:\n", *lines(file), ""]
             machine = json.loads(file.read_text())["machine"]
-            cpu = machine.get("microarchitecture") or machine["cpu"]
-            name = machine.get("gpu", {}).get("name", cpu)
+            name = machine.get("gpu", {}).get("name", machine.get("microarchitecture") or machine["cpu"])
             head = f"# {name}\n\nWritten by `python scripts/make-docs.py`.\n"
             path = f"docs/results/{file.stem.removeprefix(f'{kind}-')}.md"
             documents[path] = documents.get(path, head) + "\n".join(section)

@@ -51,8 +51,7 @@ def compile_for(target: str, level: str, library: Path) -> None:
     flags = (*(flag for flag in toolchain.flags(ZIG) if flag != toolchain.NATIVE), "-fPIC", *machine)
     # Linking compiles the C++ library: without -mcpu once for all levels.
     others = {"compiler": ZIG, "flags": flags, "file": "decoder", "link": ("-shared", "-s", *machine[:2])}
-    made = replace(recipe, **others, needs=replace(recipe.needs, **others)).make()
-    shutil.copyfile(made, library)
+    shutil.copyfile(replace(recipe, **others, needs=replace(recipe.needs, **others)).make(), library)
 
 
 def sources() -> Iterator[nvrtc.Source]:

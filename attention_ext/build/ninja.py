@@ -173,5 +173,4 @@ def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, 
     told = ((sign, line) for sign in REASONS.split("|") for line in plain.splitlines())
     reason = next((line for sign, line in told if sign in line.lower()), "no reason given")
     shown = output if IN_A_SOURCE.search(plain) else ""
-    name = shlex.join(tool or command)
-    raise BuildError(f"{name} failed: {reason.strip()} (full output: {log})", shown)
+    raise BuildError(f"{shlex.join(tool or command)} failed: {reason.strip()} (full output: {log})", shown)

@@ -95,8 +95,7 @@ class Source:
         log = io.StringIO()
         text = ((self.folder or SOURCES) / self.file).read_text()
         try:
-            program = core.Program(text, "c++", options)
-            code = program.compile(kind, logs=log).code
+            code = core.Program(text, "c++", options).compile(kind, logs=log).code
         except Exception as error:  # cuda-core has types of its own for each compiler
             what = f"{self.file} for {self.arch}"
             raise BuildError(f"NVRTC failed to compile {what}: {_reason(error)}") from None

@@ -52,8 +52,7 @@ class CTranslate2(Peer):
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         named = [[str(token) for token in prompt] for prompt in prompts]
         settings = {"max_length": count, "end_token": [], "include_prompt_in_result": False}
-        results = self.generator.generate_batch(named, **settings)
-        return [result.sequences_ids[0] for result in results]
+        return [result.sequences_ids[0] for result in self.generator.generate_batch(named, **settings)]
 
 
 class CTranslate2Int8(CTranslate2):

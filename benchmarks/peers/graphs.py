@@ -49,8 +49,7 @@ class GraphPyTorch(CachedPyTorch):
             y = attend(qkv[0], cache[0], cache[1], seen)  # (B, H, 1, d)
             x = x + F.linear(y.transpose(1, 2).reshape(B, C), *c_proj)
             x = x + F.linear(F.gelu(F.linear(F.layer_norm(x, (C,), *ln_2), *c_fc)), *down)
-        likeliest = F.linear(F.layer_norm(x, (C,), *self.ln_f), self.wte).argmax(-1)
-        tokens.index_copy_(0, at + 1, likeliest[None])
+        tokens.index_copy_(0, at + 1, F.linear(F.layer_norm(x, (C,), *self.ln_f), self.wte).argmax(-1)[None])
         self.position += 1
 
     def captured(self, run: Callable[[], object]) -> Callable[[], object]:
@@ -75,8 +74,7 @@ class GraphPyTorch(CachedPyTorch):
         if B not in self.steps:
             self.tokens[B] = torch.zeros(self.config.block_size + 1, B, dtype=torch.int64, device=self.device)
             self.steps[B] = self.captured(partial(self.step, B))
-        ids = torch.tensor(prompts, device=self.device)
-        self.tokens[B][T] = self.forward(ids, 0).argmax(-1)
+        self.tokens[B][T] = self.forward(torch.tensor(prompts, device=self.device), 0).argmax(-1)
         self.position.fill_(T)
         for _ in range(count - 1):
             self.steps[B]()

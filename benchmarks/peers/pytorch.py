@@ -75,8 +75,7 @@ class CachedPyTorch(Peer):
             y = F.scaled_dot_product_attention(qkv[0], k, v, is_causal=T > 1)  # (B, H, T, d)
             x = x + F.linear(y.transpose(1, 2).reshape(B * T, C), *c_proj)
             x = x + F.linear(F.gelu(F.linear(F.layer_norm(x, (C,), *ln_2), *c_fc)), *down)
-        last = x.view(B, T, C)[:, -1]
-        return F.linear(F.layer_norm(last, (C,), *self.ln_f), self.wte)
+        return F.linear(F.layer_norm(x.view(B, T, C)[:, -1], (C,), *self.ln_f), self.wte)
 
     def cache(self, B: int) -> list[Tensor]:
         """Keys and values (2, B, H, block_size, d) of each layer, for every text of this batch size."""
@@ -118,8 +117,7 @@ class Transformers(Peer):
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
-        prompt = torch.tensor([ids], device=self.device)
-        return self.gpt(prompt, logits_to_keep=1).logits[0, -1].float().cpu()
+        return self.gpt(torch.tensor([ids], device=self.device), logits_to_keep=1).logits[0, -1].float().cpu()
 
     @torch.inference_mode()
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:

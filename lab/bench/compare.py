@@ -103,8 +103,7 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
     if any(compared.alone):
         alone = f"{compared.alone[0]} cells of the earlier run and {compared.alone[1]} of this"
         lines.append(f"Not compared: {alone}, as the other run lacks them.")
-    for result in compared.broken:
-        lines.append(f"Right before, wrong now: {case(result.cell)}; {result.note}")
+    lines += [f"Right before, wrong now: {case(r.cell)}; {r.note}" for r in compared.broken]
     cells, real = counted(compared.cells, "cell"), compared.differences
     if not real:
         return "\n".join([*lines, f"No difference above {100 * threshold:g} % and above chance in {cells}."])

@@ -133,8 +133,7 @@ def flex_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     mask = None if all_seen else create_block_mask(seen, None, None, cell.N, cell.N, device="cpu")
     change = score if slopes is not None or bias is not None or cap is not None else None
     torch._dynamo.reset()  # each case is compiled for itself
-    compiled = torch.compile(flex_attention, dynamic=False)
-    call = partial(compiled, q, k, v, block_mask=mask, score_mod=change)
+    call = partial(torch.compile(flex_attention, dynamic=False), q, k, v, block_mask=mask, score_mod=change)
     call()
     return call
 
@@ -198,7 +197,6 @@ def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     feed = {n: t.transpose(1, 2).reshape(B, -1, H * d).numpy() for n, t in (("q", q), ("k", k), ("v", v))}
 
     def call() -> Tensor:
-        out = torch.from_numpy(session.run(None, feed)[0])
-        return out.view(B, -1, H, d).transpose(1, 2)
+        return torch.from_numpy(session.run(None, feed)[0]).view(B, -1, H, d).transpose(1, 2)
 
     return call

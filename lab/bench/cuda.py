@@ -54,8 +54,7 @@ class GpuBench:
         self.gpu: Any = gpu or Gpu()
         check_memory(cells, self.gpu.free())
         self.cells = list(cells)
-        about = machine.describe() | {"gpu": self.gpu.describe()}
-        self.done = Run(about, rounds, min_time, self.gpu.l2)
+        self.done = Run(machine.describe() | {"gpu": self.gpu.describe()}, rounds, min_time, self.gpu.l2)
         self.against_cpu = against_cpu
 
     def run(self) -> Generator[Cell, None, None]:
@@ -120,8 +119,7 @@ class GpuBench:
         while len(seconds) < repeats:
             if not cold and once < SHORT_CALL_SECONDS:
                 call()
-            count = min(MOST_CALLS, repeats - len(seconds))
-            seconds += self.gpu.time(call, count, cold, launching)
+            seconds += self.gpu.time(call, min(MOST_CALLS, repeats - len(seconds)), cold, launching)
         result.seconds.append(statistics.median(seconds))
         result.paces.append(1.0)
 

@@ -38,8 +38,7 @@ def passed(got: Tensor, wanted: Tensor, peer: Tensor, what: str) -> None:
     mine, exact, other = (t.detach().numpy() for t in (got, wanted, peer))
     expected = beside(exact, other, FLOOR)
     if not expected.allows(mine):
-        error = expected.error(mine).max()
-        raise Failed(f"{what} is off by {error:.2g}; {expected.allowed:.2g} is allowed")
+        raise Failed(f"{what} is off by {expected.error(mine).max():.2g}; {expected.allowed:.2g} is allowed")
 
 
 class Decoder:

@@ -80,8 +80,7 @@ def backward_timed(size: Size, bench: Any, round: Callable[[], None]) -> dict[st
     sdpa = partial(scaled_dot_product_attention, is_causal=size.causal)
     calls = {"sdpa": backward.backward_of(sdpa, tensors, dout)}
     if on_cpu:
-        ours = partial(attention, "part4", causal=size.causal)
-        calls["part4"] = backward.backward_of(ours, tensors, dout)
+        calls["part4"] = backward.backward_of(partial(attention, "part4", causal=size.causal), tensors, dout)
     torch.set_num_threads(size.threads)
 
     def seconds(call: Callable[[], object]) -> Callable[[], float]:

@@ -119,8 +119,7 @@ class Figures:
         """Share of the time that does not grow with d: the softmax's, and 0 where it is not known."""
         if self.wide_ms is None:
             return 0.0
-        mine = self.ms["own"]
-        return min(1.0, max(0.0, (WIDER - self.wide_ms / mine) / (WIDER - 1)))
+        return min(1.0, max(0.0, (WIDER - self.wide_ms / self.ms["own"]) / (WIDER - 1)))
 
     @property
     def products(self) -> float:
