@@ -175,10 +175,8 @@ def check_replaceable(folder: Path) -> None:
     paths = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")))
     other = next((path for path in paths if path not in own), None)
     if other:
-        raise ValueError(
-            f"folder is {folder}; it must be empty, or hold a page that was made before and nothing else, "
-            f"but it has {other}; {remedy}"
-        )
+        must = "it must be empty, or hold a page that was made before and nothing else"
+        raise ValueError(f"folder is {folder}; {must}, but it has {other}; {remedy}")
 
 
 def fingerprint() -> str:
@@ -271,8 +269,8 @@ def hinted(html: str, folder: Path) -> str:
     early = (WEB / "early.js").read_text(encoding="utf-8").replace('"WEIGHTS"', json.dumps(weights))
     early = early.replace("MODEL", MODEL).replace("PRECISION", next(iter(PRECISIONS)))
     links = ['<link rel="preload" as="fetch" crossorigin href="models/models.json">']
-    for name in sorted(bundle.modules(folder / "js", "main.js")):
-        links.append(f'<link rel="modulepreload" href="js/{name}">')
+    names = sorted(bundle.modules(folder / "js", "main.js"))
+    links += [f'<link rel="modulepreload" href="js/{name}">' for name in names]
     html = bundle.replaced(html, "(?<=script-src 'self')", f" '{bundle.digest(early)}'")
     # A script behind a stylesheet waits for it.
     html = bundle.replaced(html, '(?=<link rel="stylesheet")', f"<script>{early}</script>\n")

@@ -21,9 +21,7 @@ class Cache {
     return wasThere;
   }
 
-  lines() {
-    return this.sets.flatMap((set) => [...set]);
-  }
+  lines() { return this.sets.flatMap((set) => [...set]); }
 }
 
 // Runs frames over matrices {name: [rows, columns]} behind caches of l1 and l2 bytes. Returns {first: each

@@ -11,9 +11,7 @@ export const onSubmit = (id, call) =>
     call(event.submitter);
   });
 
-export function say(id, text) {
-  $(id).textContent = text;
-}
+export function say(id, text) { $(id).textContent = text; }
 
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);

@@ -41,9 +41,7 @@ export class Closed extends Error {}
 export class Engine {
   isPaced = true;
 
-  static async open() {
-    return new Engine(await newWorker());
-  }
+  static async open() { return new Engine(await newWorker()); }
 
   constructor(worker) {
     this.worker = worker;

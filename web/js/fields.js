@@ -20,9 +20,7 @@ export function bind(changed) {
   }
 }
 
-export function fill(choices) {
-  for (const field of all()) field.value = choices[field.name];
-}
+export function fill(choices) { for (const field of all()) field.value = choices[field.name]; }
 
 // The label and the slider of a setting of sampling: top_k is "Top-k".
 function slider({ name, choice, slider: [, , step] }) {

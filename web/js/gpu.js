@@ -71,9 +71,7 @@ export class Gpu {
     return made;
   }
 
-  write(buffer, array) {
-    this.device.queue.writeBuffer(buffer, 0, array);
-  }
+  write(buffer, array) { this.device.queue.writeBuffer(buffer, 0, array); }
 
   // Dispatches `times` times; buffers are bindings 0, 1 ... Returns the first `bytes` of `from`. Raises Lost.
   async run(pipeline, buffers, groups, bytes, { times = 1, from = buffers.at(-1) } = {}) {
@@ -101,7 +99,5 @@ export class Gpu {
     return result;
   }
 
-  check() {
-    if (this.isLost) throw new Lost("the GPU was lost");
-  }
+  check() { if (this.isLost) throw new Lost("the GPU was lost"); }
 }

@@ -34,9 +34,7 @@ export class GpuModel {
   }
 
   // Bytes of a text's keys, and of its values.
-  cached(capacity) {
-    return 16 * this.config.n_layer * this.A * capacity;
-  }
+  cached(capacity) { return 16 * this.config.n_layer * this.A * capacity; }
 }
 
 // The weights in the decoder's order. bf16 rounds the head: files hold it in float32, as the tokens' table.
@@ -150,9 +148,7 @@ export class GpuDecoder {
     return { tokens, logits: keepsLogits ? new Float32Array(out.slice(4 * rows * count)) : null };
   }
 
-  close() {
-    for (const buffer of [this.params, ...this.buffers]) buffer.destroy();
-  }
+  close() { for (const buffer of [this.params, ...this.buffers]) buffer.destroy(); }
 }
 
 // A float32 as the nearest bfloat16, ties to even.

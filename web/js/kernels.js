@@ -19,9 +19,7 @@ export class Kernels {
     const kernels = new Kernels();
     const { exports } = await WebAssembly.instantiate(module, {
       page: {
-        refuse: (text) => {
-          throw new Refused(kernels.string(text));
-        },
+        refuse: (text) => { throw new Refused(kernels.string(text)); },
       },
       wasi_snapshot_preview1: {
         // The steady clock, in nanoseconds. The decoder reads it; no result depends on it.
@@ -59,9 +57,7 @@ export class Kernels {
   }
 
   // Numbers in memory, which moves when it grows: each use makes a new view.
-  view(Type, at, count) {
-    return new Type(this.c.memory.buffer, at, count);
-  }
+  view(Type, at, count) { return new Type(this.c.memory.buffer, at, count); }
 
   string(at) {
     const bytes = this.view(Uint8Array, at);

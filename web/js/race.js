@@ -31,9 +31,7 @@ export class RaceView {
     return { box, time, text };
   }
 
-  hide() {
-    this.cancelled = true;
-  }
+  hide() { this.cancelled = true; }
 
   async run(size, count) {
     this.cancelled = false;
@@ -57,9 +55,7 @@ export class RaceView {
     return this.alone();
   }
 
-  written(tokens) {
-    return tokens.map((id) => this.engine.characters[id]).join("");
-  }
+  written(tokens) { return tokens.map((id) => this.engine.characters[id]).join(""); }
 
   begin(ids, part, seed, capacity, useCache) {
     const sampling = { temperature: 0.8 };

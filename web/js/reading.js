@@ -29,9 +29,7 @@ export class Reading {
     }
   }
 
-  call(method, argument) {
-    return this.engine.call(method, { of: this.name, ...argument });
-  }
+  call(method, argument) { return this.engine.call(method, { of: this.name, ...argument }); }
 
   // Keeps `characters` and what the model computes for them: {T, layers, heads, d, maps, telling}; see Session.observe().
   async observe(characters, size = 1) {

@@ -3,9 +3,7 @@
 // The message says what is wrong with a checkpoint.
 export class CheckpointError extends Error {}
 
-export function check(holds, message) {
-  if (!holds) throw new CheckpointError(message);
-}
+export function check(holds, message) { if (!holds) throw new CheckpointError(message); }
 
 const MOST_HEADER_BYTES = 100_000_000;
 const BYTES = { F64: 8, F32: 4, F16: 2, BF16: 2 }; // bytes of the types that a model may have

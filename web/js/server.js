@@ -16,13 +16,9 @@ export class Server {
   isPaced = false;
   by = "by the server";
 
-  constructor(server) {
-    Object.assign(this, { server, stopped: new AbortController() });
-  }
+  constructor(server) { Object.assign(this, { server, stopped: new AbortController() }); }
 
-  halt() {
-    this.stopped.abort();
-  }
+  halt() { this.stopped.abort(); }
 
   async begin({ model, prompt, seed, length, context, stop, ...choices }) {
     const text = { model, prompt: prompt || "\n", seed: "SEED", max_tokens: length, context, ...(stop && { stop }) },

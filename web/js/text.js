@@ -14,12 +14,8 @@ export class Writing {
     this.running = true;
   }
 
-  get written() {
-    return this.text.length;
-  }
-  get speed() {
-    return this.written / (this.milliseconds / 1e3);
-  }
+  get written() { return this.text.length; }
+  get speed() { return this.written / (this.milliseconds / 1e3); }
 
   halt() {
     this.running = false;

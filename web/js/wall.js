@@ -21,9 +21,7 @@ export class WallView {
     say("wall-note", why ? `The CPU writes the texts one after the other, as the GPU cannot: ${why}.` : "");
   }
 
-  hide() {
-    this.cancelled = true;
-  }
+  hide() { this.cancelled = true; }
 
   async run(count) {
     this.cancelled = false;

@@ -28,6 +28,4 @@ async function answer({ id, method, argument }) {
 }
 
 let last = Promise.resolve(); // calls that wait for the GPU do not overlap
-self.onmessage = ({ data }) => {
-  last = last.then(() => answer(data));
-};
+self.onmessage = ({ data }) => { last = last.then(() => answer(data)); };

@@ -10,9 +10,7 @@ export class Writer {
     this.written = 0;
   }
 
-  get isFull() {
-    return this.held > this.capacity;
-  }
+  get isFull() { return this.held > this.capacity; }
 
   // Reads the prompt, or the window again.
   read() {
