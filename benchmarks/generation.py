@@ -211,8 +211,7 @@ def measure(
 
     calls = {name: attempt(failed, name, verified, name) for name in peers}
     right = {name: call for name, call in calls.items() if call}
-    size = SAMPLE_BYTES if others else 0
-    for name, samples in take_turns(right, rounds, failed, others, size).items():
+    for name, samples in take_turns(right, rounds, failed, others, SAMPLE_BYTES if others else 0).items():
         figures[name] |= samples._asdict()
     figures |= {name: {"failed": reason} for name, reason in failed.items()}
     return figures, {name: peers[name] for name in right if name not in failed}

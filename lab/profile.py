@@ -211,8 +211,7 @@ def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Pha
     spans_of = recorder(engine)
     phases: dict[bool, list[tuple[Phase, Phase]]] = {False: [], True: []}
     for repetition in range(-1, REPETITIONS):
-        order = (False, True) if repetition % 2 else (True, False)
-        for recorded in order:
+        for recorded in (False, True) if repetition % 2 else (True, False):
             pair = _repetition(engine, spans_of, recorded, ids, tokens)
             if repetition >= 0:  # the first one warms up
                 phases[recorded].append(pair)

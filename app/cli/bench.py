@@ -115,8 +115,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
         click.echo(kept if tuned else f"Nothing is kept for this processor in {file}.")
         return True
     if save and sizes["contenders"] is None:
-        known = {name for device in DEVICES for name in cases.known_on(device)}
-        if {*save.split(",")} <= known:
+        if {*save.split(",")} <= {name for device in DEVICES for name in cases.known_on(device)}:
             raise click.UsageError(f"--save is {save!r}; it must be a file; CONTENDERS come before --save")
     cells = [] if load else plan_of(tune, **sizes)
     if asked["dry_run"]:

@@ -20,8 +20,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """Attention of one query a head, (B, H, 1, d), over the keys that are `seen`, by the faster way."""
     if q.dtype is not torch.float32:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ v
+    return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
 class GraphPyTorch(CachedPyTorch):

@@ -204,8 +204,7 @@ class Graphs:
         texts.logits.copy_(self._model(texts.pending[:, None], caches)[:, 0])
         texts.lengths += 1
         if sampling is not None:
-            uniforms = texts.uniforms.index_select(0, texts.row)[0]
-            tokens = drawn(texts.logits.double(), uniforms, sampling)
+            tokens = drawn(texts.logits.double(), texts.uniforms.index_select(0, texts.row)[0], sampling)
             texts.chosen.index_copy_(0, texts.row, tokens[None])
             texts.pending.copy_(tokens.clamp(min=0))
             texts.row += 1

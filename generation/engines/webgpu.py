@@ -338,8 +338,7 @@ class WebGpuEngine(Slots):
         words["slot"], words["length"] = at - chunk.first, cached
         words["count"], words["flags"] = counts, flags
         words["at"] = texts * TEXT.itemsize // 4 + np.cumsum(counts) - counts
-        ids = tokens[np.arange(tokens.shape[1]) < counts[:, None]]
-        parts = [words, ids, halves(numbers).reshape(-1)]
+        parts = [words, tokens[np.arange(tokens.shape[1]) < counts[:, None]], halves(numbers).reshape(-1)]
         work = np.concatenate([part.view(np.uint32) for part in parts])
         if work.nbytes > chunk.work.size:
             chunk.work = gpu.buffer(2 * work.nbytes)

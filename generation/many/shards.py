@@ -111,8 +111,7 @@ class Loss:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """A hash of a model's configuration, weights and vocabulary."""
     digest = hashlib.sha256(json.dumps(asdict(checkpoint.config)).encode())
-    weights = {**checkpoint.weights, HEAD: checkpoint.weights[EMBEDDING]}
-    for name, array in sorted(weights.items()):
+    for name, array in sorted({**checkpoint.weights, HEAD: checkpoint.weights[EMBEDDING]}.items()):
         digest.update(name.encode() + array.tobytes())
     tokenizer = checkpoint.tokenizer
     digest.update(json.dumps(getattr(tokenizer, "characters", None) or len(tokenizer)).encode())

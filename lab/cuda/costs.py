@@ -284,8 +284,7 @@ def _kernel5(of: Launch, readers: int | None = None, blocks: int | None = None) 
         for name, wavefronts in moved.items():
             yield Shared(name, wavefronts, wavefronts)
 
-    tensor = 1 if of.bytes == 2 else 6
-    return _count(of, shared(), visited * float(br * bc), blocks=blocks, tensor=tensor)
+    return _count(of, shared(), visited * float(br * bc), blocks=blocks, tensor=1 if of.bytes == 2 else 6)
 
 
 def _kernel6(of: Launch) -> Count:

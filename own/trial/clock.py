@@ -138,8 +138,7 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
             before = self._player.page_faults()
             self._taken.append(self._call(self._player, timed, 600.0))
             seconds = self._taken[-1][0]
-            pages = self._player.page_faults() - before
-            if pages * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * seconds:
+            if (self._player.page_faults() - before) * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * seconds:
                 break
         return seconds
 

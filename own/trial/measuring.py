@@ -124,7 +124,6 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
             return Finding(UNTIMED, f"it was not timed: {what}; a larger -N takes longer")
         return faster(flops / seconds[0], limit)
     small, wide = [1e3 * s if s else None for s in seconds[1:]] or (None, None)
-    native = file.suffix != ".py"
     return Figures(
         ms=ms | {"own": 1e3 * seconds[0]},
         small_ms=small,
@@ -138,7 +137,7 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
         cpu=processor.name(),
         device="cpu",
         busy=machine.busy(load, [peak, machine.fma_peak(threads=threads)], threads),
-        moved=moved(cell) if size.cachegrind and native and not size.backward else None,
+        moved=moved(cell) if size.cachegrind and file.suffix != ".py" and not size.backward else None,
         least=cell.least_traffic / size.heads,
         handing_ms=1e3 * clock.handing,
         library=library,

@@ -92,8 +92,7 @@ def _cuda(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None
     words = [sys.executable, "-m", "shakespeare.own.trial.player", "once", str(file.resolve())]
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--print-limit", "3", *words]
-        said = "\n".join(run(command, SECONDS, stop, **env)[1:])
-        if finding := of_compute_sanitizer(said, file.name):
+        if finding := of_compute_sanitizer("\n".join(run(command, SECONDS, stop, **env)[1:]), file.name):
             return f"compute-sanitizer: {finding.sentence}", finding
     return "no access out of bounds and no race by compute-sanitizer", None
 

@@ -192,8 +192,7 @@ def bound(figures: Figures, size: Size, text: str) -> str:
     """What bounds a kernel, one of HINTS."""
     ms, rate, scratch = figures.ms, figures.products, figures.scratch or 0
     if figures.device == "cuda":
-        steps = (name for name in LADDER["cuda"][1:] if ms.get(name, 0) < 0.9 * ms["own"])
-        return next(steps, "float32")
+        return next((name for name in LADDER["cuda"][1:] if ms.get(name, 0) < 0.9 * ms["own"]), "float32")
     if figures.share >= NEAR:
         return "peak"
     helped = re.search(r"softmax_row|exp_sum|online_softmax", text)
