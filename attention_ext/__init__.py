@@ -94,7 +94,8 @@ def attention(
     and gradients ignore it.
     kernel: part4's kernel on CUDA, by its name in cuda.kernels.KERNELS; None takes the fastest that accepts
     the tensors. On the CPU it must be None; part0 ignores it on CUDA.
-    Rules, in part0 and for float32 on the CPU in parts 1 to 4, with flash-attention's names; p = i + Nk - Nq:
+    Rules, in part0, for float32 on the CPU in parts 1 to 4, and but for bias and score_mod on CUDA in part4,
+    with flash-attention's names; p = i + Nk - Nq:
     window: (left, right): query i sees the keys p - left to p + right; None is no limit on that side.
     softcap: scores become softcap * tanh(s / softcap), before what follows.
     alibi_slopes: (H,) or (B, H); alibi_slopes[h] * |p - j| is subtracted.
@@ -150,6 +151,10 @@ def attention(
             if br is not None or bc is not None:
                 side = f"bc is {bc}" if br is None else f"br is {br}"
                 raise ValueError(f"{side}; it must be None on CUDA, where each kernel has its own tile")
+            if rules or k.shape[1] < q.shape[1]:
+                ruled = (rules or ruling.Rules()).on_cuda(q.shape[2])
+                out, lse = operator(row.name, "cuda", ruled=True)(q, k, v, causal, scale, kernel, *ruled)
+                return (out, lse) if return_lse else out
             return operator(row.name, "cuda", False, return_lse)(q, k, v, causal, scale, kernel)
         (B, H, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
         scale = 1 / math.sqrt(d) if scale is None else scale
@@ -182,7 +187,7 @@ def attention(
         out, lse = operator(row.name, helpers, gradient, ruled=bool(rules))(q, k, v, causal, scale, *rest)
         return (out, lse) if return_lse else out
     except Exception as error:  # the operators in C++ check the tensors too, but raise RuntimeErrors
-        check_tensors(row, q, k, v, causal, grouped=not (row.operator and getattr(q, "is_cuda", False)))
+        check_tensors(row, q, k, v, causal, grouped=True)
         if type(error) is RuntimeError and q.is_cuda and row.operator:
             from shakespeare.attention_ext.cuda import operators
 
@@ -210,10 +215,14 @@ def _all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rules_of(row: Part, given: dict, q: Tensor, k: Tensor) -> ruling.Rules:
     """The checked rules of a call. Raises ValueError if the part has none for these tensors."""
-    name, value = next(iter(given.items()))
-    if row.operator is None and row.attend is None or row.operator and str(q.dtype) == "torch.float32":
-        if row.operator is None or not q.is_cuda:
-            return ruling.checked(given, q, k.shape[2])
+    if row.operator and q.is_cuda:
+        refused = [name for name in given if name in ("bias", "score_mod")]
+    else:
+        able = str(q.dtype) == "torch.float32" if row.operator else row.attend is None
+        refused = [] if able else [*given]
+    if not refused:
+        return ruling.checked(given, q, k.shape[2])
+    name, value = refused[0], given[refused[0]]
     shown = f"a {type(value).__name__}" if hasattr(value, "shape") else repr(value)
     where = f" on {q.device.type} in {q.dtype}" if row.operator else ""
     raise ValueError(f"{name} is {shown}; it must be None in {row.name}{where}, which has no such rule")
@@ -239,7 +248,8 @@ def operator(
         if simd == "cuda":
             from shakespeare.attention_ext.cuda import operators
 
-            _operators[key] = operators.flash_with_lse if lse else operators.flash
+            without = operators.flash_with_lse if lse else operators.flash
+            _operators[key] = operators.flash_ruled if ruled else without
         else:
             row = check_part(part)
             name = row.gradient if gradient else row.operator

@@ -85,6 +85,15 @@ class Rules:
         mod = self.score_mod.address if self.score_mod else 0
         return self.left, self.right, self.softcap, mod, *(none if t is None else t for t in tensors)
 
+    def on_cuda(self, Nq: int) -> tuple[Any, ...]:
+        """What part 4's operator takes on CUDA."""
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes.contiguous()
+        sinks = None if self.sinks is None else self.sinks.contiguous()
+        if self.documents is None:
+            return self.left, self.right, self.softcap, slopes, sinks, None, None
+        documents = self.documents.contiguous()
+        return self.left, self.right, self.softcap, slopes, sinks, documents, extents(documents, Nq)
+
     def change(self, s: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """Scores (B, H, Nq, Nk) as the rules change them, and where a query sees a key, of a like shape."""
         import torch
@@ -126,6 +135,23 @@ def _modified() -> Any:
             return gradient * ctx.saved_tensors[0], None
 
     return Modified.apply
+
+
+def extents(documents: Tensor, Nq: int) -> Tensor:
+    """The keys that 16 queries may see in documents (B, Nk): (B, ceil(Nq / 16), 4), int32.
+
+    The first and the end of those that some of them see, then of those that all of them see. Documents whose
+    numbers do not grow are not looked at: 0, Nk, and none that all see. Nothing waits for a GPU.
+    """
+    import torch
+
+    Nk = documents.shape[1]
+    grow = (documents[:, 1:] >= documents[:, :-1]).all(1)[:, None]
+    own = torch.arange(-(-Nq // 16) * 16, device=documents.device).clamp(max=Nq - 1) + Nk - Nq
+    ends = [torch.searchsorted(documents, documents[:, own], right=right) for right in (False, True)]
+    first, end = (t.view(len(t), -1, 16) for t in ends)
+    found = (first[..., 0], 0), (end[..., -1], Nk), (first[..., -1], Nk), (end[..., 0], 0)
+    return torch.stack([t.where(grow, otherwise) for t, otherwise in found], -1).int()
 
 
 def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
@@ -175,8 +201,8 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
     tensor("sinks", (H,))
     tensor("bias", *((b, h, Nq, Nk) for b in (B, 1) for h in (H, 1)), dtypes=(torch.float32, torch.bool))
     tensor("documents", (B, Nk), dtypes=(torch.int64, torch.int32))
-    for name, t in found.items():
-        if name in ("alibi_slopes", "sinks") and not torch.isfinite(t).all():
+    for name, t in found.items():  # on a GPU they would be waited for
+        if name in ("alibi_slopes", "sinks") and not t.is_cuda and not torch.isfinite(t).all():
             raise ValueError(f"{name} holds NaN or infinity; it must be finite")
     if "alibi_slopes" in found:
         if found["alibi_slopes"].requires_grad:

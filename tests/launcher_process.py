@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shakespeare.attention_ext import reference
+from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
@@ -65,6 +66,30 @@ class Config(ctypes.Structure):
     ]
 
 
+class RuledCall(ctypes.Structure):
+    """struct Call of csrc/cuda/call.h with RULES."""
+
+    _fields_ = [
+        ("call", CudaCall),
+        *((name, ctypes.c_void_p) for name in ("slopes", "sinks", "documents", "extents")),
+        *((name, ctypes.c_int) for name in ("left", "right", "group")),
+        *((name, ctypes.c_float) for name in ("softcap", "softcap_below")),
+    ]
+
+    def rules(self) -> ruling.Rules:
+        """The rules that a kernel would follow."""
+        B, H, Nq, Nk = (getattr(self.call, name) for name in ("batches", "heads", "Nq", "Nk"))
+        softcap = self.softcap * math.log(2)
+        assert math.isclose(self.softcap_below * self.softcap, 1, rel_tol=1e-6)
+        slopes = matrices(self.slopes, (H, 1), (B, H), torch.float32)
+        documents = matrices(self.documents, (Nk, 1), (B, Nk), torch.int64)
+        blocks = -(-Nq // 16)
+        extents = matrices(self.extents, (4 * blocks, 4, 1), (B, blocks, 4), torch.int32)
+        torch.testing.assert_close(extents, ruling.extents(documents, Nq))
+        sinks = matrices(self.sinks, (1,), (H,), torch.float32)
+        return ruling.Rules(self.left, self.right, softcap, slopes, sinks, None, documents)
+
+
 LAUNCHED = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
 )
@@ -72,7 +97,7 @@ ON = Gpu("A GPU", (9, 0), 227 * 1024, 132)
 running: driver.Compiled  # what the next launches must be of
 asked: list[str | None] = []  # the kernels that the launcher has asked Python for
 wrong: list[BaseException] = []  # what a launch raised
-launches, dtype_of_call = 0, torch.float32  # of this call
+launches, dtype_of_call, ruled = 0, torch.float32, False  # of this call
 
 
 def matrices(at: int, strides: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -87,8 +112,10 @@ def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) ->
     row, tile, width = running.row, running.tile, running.width
     name = row.functions[function - 1]
     maps = "BOX" in tile.sizes
-    call = CudaCall.from_address(arguments[3 if maps else 0])
-    tiles = call.batches * call.heads * -(-call.Nq // tile.br)
+    with_rules = RuledCall.from_address(arguments[3 if maps else 0])
+    call, group = with_rules.call, with_rules.group if ruled else 1
+    shared_heads = group if row.name == "split" else 1
+    tiles = call.batches * call.heads // shared_heads * -(-call.Nq * shared_heads // tile.br)
     block = (tile.threads // tile.threads_y, tile.threads_y, 1)
     shared, last, early = tile.shared, True, False
     if maps:
@@ -98,7 +125,8 @@ def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) ->
             strides = getattr(call, f"{name_of}_strides")
             n = call.Nq if name_of == "q" else call.Nk
             assert map[0] == getattr(call, name_of) and list(map[1:3]) == [width, n]
-            both = ((strides.head, call.heads), (strides.batch, call.batches))
+            heads = call.heads // (1 if name_of == "q" else group)
+            both = ((strides.head, heads), (strides.batch, call.batches))
             assert list(map[3:5]) == [entries if stride else 1 for stride, entries in both]
             for stride, entries, told in zip((strides.row, *(s for s, _ in both)), map[2:5], map[5:8]):
                 assert told == 2 * stride or entries == 1 and told % 16 == 0
@@ -127,19 +155,41 @@ def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) ->
     found = []
     for name_of, n in zip("qkv", (call.Nq, call.Nk, call.Nk)):
         s = getattr(call, f"{name_of}_strides")
-        strides, shape = (s.batch, s.head, s.row, 1), (call.batches, call.heads, n, width)
+        heads = call.heads // (1 if name_of == "q" else group)
+        strides, shape = (s.batch, s.head, s.row, 1), (call.batches, heads, n, width)
         address = getattr(call, name_of)
         if row.vectors:
             used = [stride for stride, entries in zip(strides, shape[:3]) if entries > 1]
             assert not any(each * dtype.itemsize % 16 for each in used) and address % 16 == 0
         found.append(matrices(address, strides, shape, dtype).float())
-    out, lse = reference.attention(
-        *found, causal=bool(call.causal), scale=call.scale * math.log(2), return_lse=True
-    )
+    rules = with_rules.rules() if ruled else None
+    causal = bool(call.causal) and not ruled  # a rule has it on its right
+    scale = call.scale * math.log(2)
+    out, lse = reference.attention(*found, causal=causal, scale=scale, return_lse=True, rules=rules)
     contiguous = torch.empty(out.shape).stride()
     matrices(call.out, contiguous, out.shape, dtype).copy_(out)
     if call.lse:
         matrices(call.lse, lse.contiguous().stride(), lse.shape, torch.float32).copy_(lse)
+
+
+def check_rules(operators: Any, kernel: Kernel, dtype: Dtype, Nq: int, causal: bool) -> int:
+    """As check(), with all rules."""
+    global running, launches, dtype_of_call, ruled
+    B, H, group, Nk, d = 2, 6, 3, 700, 33
+    dtype_of_call, ruled = getattr(torch, dtype.torch_name), True
+    running = chosen(kernel.name, d, dtype, Nq * group)
+    documents = torch.arange(B * Nk).view(B, Nk) // 150
+    given = dict(window=(300, 9), softcap=2.0, alibi_slopes=torch.rand(H), sinks=torch.randn(H))
+    cases = inputs(B, H, Nq, Nk, d, dtype_of_call, group)
+    for q, k, v in cases:
+        launches = 0
+        rules = ruling.checked(given | {"documents": documents}, q, Nk)
+        found = operators.flash_ruled(q, k, v, causal, None, kernel.name, *rules.on_cuda(Nq))
+        expected = reference.attention(q, k, v, causal=causal, scale=d**-0.5, return_lse=True, rules=rules)
+        close = dict(rtol=1e-4, atol=1e-4) if dtype is Dtype.FP32 else dict(rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(found, expected, **close)
+    ruled = False
+    return len(cases)
 
 
 def loaded() -> Any:
@@ -160,10 +210,19 @@ def loaded() -> Any:
 
 
 def compiled(
-    kernel: str | None, heads: int, Nq: int, Nk: int, d: int, dtype: Dtype, index: int
+    kernel: str | None,
+    heads: int,
+    Nq: int,
+    Nk: int,
+    d: int,
+    dtype: Dtype,
+    index: int,
+    rules: int = 0,
+    group: int = 1,
 ) -> driver.Compiled:
     asked.append(kernel)
-    return chosen(kernel, d, dtype, Nq)
+    assert rules == (15 if ruled else 0)
+    return chosen(kernel, d, dtype, Nq * group)
 
 
 def chosen(kernel: str | None, d: int, dtype: Dtype, Nq: int) -> driver.Compiled:
@@ -184,9 +243,11 @@ def on_launch(config, function, arguments) -> int:
         return 1
 
 
-def inputs(B: int, H: int, Nq: int, Nk: int, d: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+def inputs(
+    B: int, H: int, Nq: int, Nk: int, d: int, dtype: torch.dtype, group: int = 1
+) -> list[list[torch.Tensor]]:
     """Tensors of these shapes, with all kinds of strides."""
-    q, k, v = (torch.randn(B, H, n, d).to(dtype) for n in (Nq, Nk, Nk))
+    q, k, v = (torch.randn(B, h, n, d).to(dtype) for h, n in ((H, Nq), (H // group, Nk), (H // group, Nk)))
     pad = torch.nn.functional.pad
     return [
         [q, k, v],
@@ -230,6 +291,8 @@ def main() -> None:
                 for shape in ((2, 3, 70, 90, 32), (1, 2, 3, 700, 33), (1, 1, 1, 1, 64), (3, 1, 200, 200, 80)):
                     for causal in (False, True):
                         calls += check(operators, kernel, dtype, shape, causal)
+                        if kernel.ruled and shape[0] == 3:
+                            calls += check_rules(operators, kernel, dtype, 40 if causal else 1, causal)
     except RuntimeError as error:
         raise (wrong or [error])[-1] from None
     q, k, v = inputs(1, 2, 3, 700, 33, torch.float32)[0]

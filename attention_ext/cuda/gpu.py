@@ -271,9 +271,12 @@ def most_clusters(function: Any, config: Any) -> int:
     return 0 if error else count
 
 
-def source(row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int, int]) -> nvrtc.Source:
-    """The kernel to compile. d: as given, not yet padded."""
+def source(
+    row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int, int], rules: int = 0
+) -> nvrtc.Source:
+    """The kernel to compile. d: as given, not yet padded. rules: RULES of csrc/cuda/rules.h."""
     macros = {"FORMAT": FORMATS[dtype], "HEAD_DIM": row.padded(d), **tile.sizes}
+    macros |= {"RULES": rules} if rules else {}
     macros |= {"BR": tile.br, "BC": tile.bc, "THREADS": tile.threads}
     file = Path(row.sources[dtype])  # a path, if it is a user's
     folder = file.parent if file.is_absolute() else None
@@ -282,26 +285,40 @@ def source(row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int,
 
 
 @functools.cache
-def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int) -> Compiled:
+def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int, rules: int = 0) -> Compiled:
     """A kernel for heads of width d on a GPU, whose context must be current. Raises as Module."""
     on = gpu(index)
-    module = Module(source(row, tile, d, dtype, on.capability))
+    module = Module(source(row, tile, d, dtype, on.capability, rules))
     functions = {name: module.function(name, tile.shared) for name in row.functions}
     return Compiled(row, tile, row.padded(d), on, module, functions)
 
 
-def compiled(kernel: str | None, heads: int, Nq: int, Nk: int, d: int, dtype: Dtype, index: int) -> Compiled:
+def compiled(
+    kernel: str | None,
+    heads: int,
+    Nq: int,
+    Nk: int,
+    d: int,
+    dtype: Dtype,
+    index: int,
+    rules: int = 0,
+    group: int = 1,
+) -> Compiled:
     """The kernel with this name, the fastest one for None, for a call; heads: of all batches.
+
+    rules: as source() takes them. group: heads of q that share one of k and v.
 
     Raises ValueError and BuildError as kernels.choose() and load() do. The GPU's context must be current.
     """
-    few = few_queries(Nq, Nk, heads, gpu(index).multiprocessors, dtype)
-    return _compiled(kernel, d, dtype, index, few, min(Nq, MOST_SPLIT))
+    few = few_queries(Nq, Nk, heads // group, gpu(index).multiprocessors, dtype)
+    return _compiled(kernel, d, dtype, index, few, min(Nq * group, MOST_SPLIT), rules)
 
 
 @functools.cache
-def _compiled(kernel: str | None, d: int, dtype: Dtype, index: int, few: bool, queries: int) -> Compiled:
-    return load(*choose(kernel, d, dtype, gpu(index), few, queries), d, dtype, index)
+def _compiled(
+    kernel: str | None, d: int, dtype: Dtype, index: int, few: bool, queries: int, rules: int
+) -> Compiled:
+    return load(*choose(kernel, d, dtype, gpu(index), few, queries, rules > 0), d, dtype, index, rules)
 
 
 def resident(kernel: Compiled) -> int:

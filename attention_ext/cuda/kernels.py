@@ -79,6 +79,7 @@ KERNELS = {
             tiles.kernel4,
             multiple=4,
             vectors=True,
+            ruled=True,
         ),
         Kernel(
             "5",
@@ -91,6 +92,7 @@ KERNELS = {
             multiple=8,
             vectors=True,
             capability=(8, 0),
+            ruled=True,
             earlier={Dtype.FP16: (7, 5)},
         ),
         Kernel(
@@ -107,6 +109,7 @@ KERNELS = {
             vectors=True,
             capability=(9, 0),
             only=True,
+            ruled=True,
         ),
         Kernel(
             "split",
@@ -119,6 +122,7 @@ KERNELS = {
             launches.split,
             multiple=8,
             vectors=True,
+            ruled=True,
         ),
     )
 }
@@ -130,25 +134,44 @@ def check_kernel(kernel: str) -> Kernel:
     return KERNELS[kernel]
 
 
+def no_rules(kernel: str) -> ValueError:
+    """The error for a kernel without rules."""
+    able = [name for name, row in KERNELS.items() if row.ruled]
+    return ValueError(
+        f"kernel is {kernel!r}; with rules, or fewer heads of k and v than of q, it must be one of "
+        f"{', '.join(able)}"
+    )
+
+
 def choose(
-    kernel: str | None, d: int, dtype: Dtype, on: Gpu, few: bool = False, queries: int = 1024
+    kernel: str | None,
+    d: int,
+    dtype: Dtype,
+    on: Gpu,
+    few: bool = False,
+    queries: int = 1024,
+    ruled: bool = False,
 ) -> tuple[Kernel, Tile]:
     """The kernel with this name, or the fastest one for None, and its tile for so many queries of width d.
 
-    few: as few_queries() finds. Raises ValueError if the kernel, or no kernel, takes them on this GPU.
+    few: as few_queries() finds. ruled: with rules. Raises ValueError if the kernel, or no kernel, takes them
+    on this GPU.
     """
     if kernel is not None:
         row = check_kernel(kernel)
+        if ruled and not row.ruled:
+            raise no_rules(kernel)
         return row, row.tile(d, dtype, on, queries)
-    for name in ("split", *FASTEST) if few else FASTEST:
+    names = ("split", *FASTEST) if few else FASTEST
+    for name in (name for name in names if KERNELS[name].ruled or not ruled):
         try:
             return KERNELS[name], KERNELS[name].tile(d, dtype, on, queries)
         except ValueError:
             continue
     major, minor = on.capability
     raise ValueError(
-        f"no kernel takes d = {d} on this GPU, of compute capability {major}.{minor} with {on.shared} bytes "
-        "of shared memory for a block"
+        f"no kernel{' with rules' * ruled} takes d = {d} on this GPU, of compute capability {major}.{minor} "
+        f"with {on.shared} bytes of shared memory for a block"
     )
 
 

@@ -56,30 +56,33 @@ class Plan(ctypes.Structure):
     ]
 
 
-Planner = Callable[["Compiled", int, int, int], Plan]
+Planner = Callable[["Compiled", int, int, int, int], Plan]
 
 
-def once(kernel: Compiled, heads: int, Nq: int, Nk: int) -> Plan:
-    """A block for each tile of queries of each head; heads: of all batches."""
+def once(kernel: Compiled, heads: int, Nq: int, Nk: int, group: int = 1) -> Plan:
+    """A block for each tile of queries of each head; heads: of all batches. group: of q's that share k, v."""
     return _plan(kernel, _launch(kernel, _tiles(kernel, heads, Nq)))
 
 
-def for_each_tile_of_keys(kernel: Compiled, heads: int, Nq: int, Nk: int) -> Plan:
+def for_each_tile_of_keys(kernel: Compiled, heads: int, Nq: int, Nk: int, group: int = 1) -> Plan:
     """Kernel 1: as many launches as tiles of keys, with the state of all rows in global memory."""
     bc, d = kernel.tile.bc, kernel.width
     launch = _launch(kernel, _tiles(kernel, heads, Nq))
     return _plan(kernel, launch, scratch=heads * Nq * (d + 2), repeats=-(-Nk // bc), step=bc)
 
 
-def resident(kernel: Compiled, heads: int, Nq: int, Nk: int) -> Plan:
+def resident(kernel: Compiled, heads: int, Nq: int, Nk: int, group: int = 1) -> Plan:
     """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other."""
     blocks = min(_tiles(kernel, heads, Nq), kernel.on.multiprocessors)
     return _plan(kernel, _launch(kernel, blocks), box=kernel.tile.sizes["BOX"])
 
 
-def split(kernel: Compiled, heads: int, Nq: int, Nk: int) -> Plan:
-    """Few queries: a block for each split of the keys, then one for each row, which merges the results."""
-    rows, sizes = _tiles(kernel, heads, Nq), kernel.tile.sizes
+def split(kernel: Compiled, heads: int, Nq: int, Nk: int, group: int = 1) -> Plan:
+    """Few queries: a block for each split of the keys, then one for each row, which merges the results.
+
+    The queries of heads that share k and v are rows of the same tiles.
+    """
+    rows, sizes = _tiles(kernel, heads // group, Nq * group), kernel.tile.sizes
     count = splits(rows, Nk, kernel.tile.bc, kernel.on.multiprocessors * sizes["BLOCKS"])
     attend, merge = _launch(kernel, rows * count), _launch(kernel, heads * Nq, 1)
     merge.x, merge.shared, merge.early = sizes["MERGE_THREADS"], 0, kernel.on.capability >= EARLY_LAUNCH
@@ -124,7 +127,8 @@ class Kernel:
     that the files define. why: what it improves on, and what still limits it.
     tiles: the best first; the first that fits shared memory is taken. plan: of a call's launches. multiple: d
     is padded to a multiple of it. vectors: rows are read 16 bytes at a time; other inputs are copied first.
-    capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone.
+    capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone. ruled:
+    it takes rules, and fewer heads of k and v.
     """
 
     name: str
@@ -139,6 +143,7 @@ class Kernel:
     capability: Capability = (7, 5)
     earlier: Mapping[Dtype, Capability] = field(default_factory=dict)
     only: bool = False
+    ruled: bool = False
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:

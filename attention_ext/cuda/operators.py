@@ -10,7 +10,7 @@ from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.checks import check_size, check_tensors
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import MOST_ROWS, WIDEST, check_kernel
+from shakespeare.attention_ext.cuda.kernels import MOST_ROWS, WIDEST, check_kernel, no_rules
 from shakespeare.attention_ext.cuda.launches import Plan
 from shakespeare.attention_ext.parts import PARTS, Dtype
 
@@ -21,8 +21,8 @@ FULL = "CUDA out of memory"  # the beginning of the launcher's error
 PLANNER = ctypes.CFUNCTYPE(
     ctypes.c_bool,
     ctypes.c_char_p,
-    *[ctypes.c_int] * 2,
-    *[ctypes.c_int64] * 4,
+    *[ctypes.c_int] * 3,
+    *[ctypes.c_int64] * 6,
     ctypes.POINTER(Plan),
     ctypes.c_void_p,
 )
@@ -30,13 +30,13 @@ _failed = threading.local()  # `error`: what _planned() raised last in this thre
 
 
 @PLANNER
-def _planned(name, format, index, heads, Nq, Nk, d, plan, why) -> bool:
+def _planned(name, format, index, rules, heads, group, Nq, Nk, seen, d, plan, why) -> bool:
     """The launcher asks how to launch sizes that are new to it. The device is current."""
     try:
         kernel = name.decode() if name else None
         _check_sizes(kernel, Nq, Nk, d)
-        chosen = driver.compiled(kernel, heads, Nq, Nk, d, DTYPES[format], index)
-        plan[0] = chosen.row.plan(chosen, heads, Nq, Nk)
+        chosen = driver.compiled(kernel, heads, Nq, seen, d, DTYPES[format], index, rules, group)
+        plan[0] = chosen.row.plan(chosen, heads, Nq, seen, group)
     except BaseException as error:  # ctypes passes none on
         text = f"{error or type(error).__name__}".encode()[:MOST_TEXT].decode(errors="ignore")
         _failed.error = text, error
@@ -54,9 +54,9 @@ def raise_reason(error: Exception) -> None:
         raise torch.OutOfMemoryError(str(error)) from None
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, causal: bool, kernel: str | None) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, causal: bool, kernel: str | None, grouped: bool = False) -> None:
     """Raise TypeError or ValueError, naming the argument, unless the kernels take the arguments."""
-    check_tensors(PART, q, k, v, causal)
+    check_tensors(PART, q, k, v, causal, grouped=grouped)
     _check_sizes(kernel, q.shape[2], k.shape[2], q.shape[3])
 
 
@@ -80,8 +80,17 @@ def _fake_with_lse(q, k, v, causal, scale, name=None):
     return _fake(q, k, v, causal, scale, name), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
+def _fake_ruled(q, k, v, causal, scale, name, left, right, softcap, slopes, sinks, documents, extents):
+    check(q, k, v, causal, name, grouped=True)
+    if name is not None and not check_kernel(name).ruled:
+        raise no_rules(name)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
 _operators = extension.load_operators(recipes.launcher())  # BuildError if it cannot be compiled
 _operators.plan_by(ctypes.cast(_planned, ctypes.c_void_p).value)
 library.register_fake("attention_ext_cuda::flash", _fake)
 library.register_fake("attention_ext_cuda::flash_with_lse", _fake_with_lse)
+library.register_fake("attention_ext_cuda::flash_ruled", _fake_ruled)
 flash, flash_with_lse = _operators.flash.default, _operators.flash_with_lse.default
+flash_ruled = _operators.flash_ruled.default

@@ -1,4 +1,4 @@
-// Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash and flash_with_lse.
+// Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash, flash_with_lse and flash_ruled.
 //
 // Python chooses and compiles a Plan for new sizes, which is kept. Nothing waits for the GPU, and all memory
 // comes from PyTorch's allocator, so a CUDA graph can capture a call. The first call opens the driver and
@@ -120,9 +120,14 @@ class OnDevice {
     void* guard_ = nullptr;
 };
 
-// struct Strides and struct Call of cuda/call.h
+// struct Strides, struct Rules and struct Call of cuda/call.h; without rules a kernel's Call ends with `scale`
 struct Strides {
     long long batch, head, row;
+};
+struct Rules {
+    const void *slopes = nullptr, *sinks = nullptr, *documents = nullptr, *extents = nullptr;
+    int left = 0, right = 0, group = 1;
+    float softcap = 0, softcap_below = 0;
 };
 struct Call {
     const void *q, *k, *v;
@@ -131,6 +136,7 @@ struct Call {
     Strides q_strides{}, k_strides{}, v_strides{};
     int batches = 0, heads = 0, Nq = 0, Nk = 0, causal = 0;
     float scale = 0;
+    Rules rules{};
 };
 
 // How a call is launched. Its Python side is in attention_ext/cuda/launches.py.
@@ -150,18 +156,20 @@ struct Plan {
 };
 
 struct Sizes {
-    int device, format;  // FORMAT of cuda/call.h
-    int64_t B, H, Nq, Nk, d;
+    int device, format;              // FORMAT of cuda/call.h
+    int64_t B, H, Nq, Nk, d, group;  // group: heads of q for one of k and v
     std::string kernel;
+    int rules = 0;     // RULES of cuda/rules.h
+    int64_t seen = 0;  // keys that a head's queries may see
 
-    auto all() const { return std::tie(Nq, Nk, d, B, H, format, device, kernel); }
+    auto all() const { return std::tie(Nq, Nk, d, B, H, format, device, kernel, group, rules, seen); }
     bool operator<(const Sizes& other) const { return all() < other.all(); }
 };
 
 // Fills in the plan and returns true, or writes why there is none.
 constexpr size_t MOST_TEXT = 1024;
-using Planner = bool(const char* kernel, int format, int device, int64_t heads, int64_t Nq, int64_t Nk,
-                     int64_t d, Plan*, char* why);
+using Planner = bool(const char* kernel, int format, int device, int rules, int64_t heads, int64_t group,
+                     int64_t Nq, int64_t Nk, int64_t seen, int64_t d, Plan*, char* why);
 Planner* planner = nullptr;
 
 void plan_by(int64_t function) { planner = reinterpret_cast<Planner*>(function); }
@@ -179,9 +187,9 @@ Plan plan_for(const Sizes& sizes) {
     Plan plan{};
     char why[MOST_TEXT] = "";
     const char* kernel = sizes.kernel.empty() ? nullptr : sizes.kernel.c_str();
-    REQUIRE(
-        planner(kernel, sizes.format, sizes.device, sizes.B * sizes.H, sizes.Nq, sizes.Nk, sizes.d, &plan, why),
-        why);
+    REQUIRE(planner(kernel, sizes.format, sizes.device, sizes.rules, sizes.B * sizes.H, sizes.group, sizes.Nq,
+                    sizes.Nk, sizes.seen, sizes.d, &plan, why),
+            why);
     const std::lock_guard<std::mutex> held(mutex);
     if (known.size() >= MOST_PLANS) known.clear();
     known.emplace(sizes, plan);
@@ -243,8 +251,42 @@ void launch(const Launch& of, void** parameters, void* stream) {
     libraries().check(libraries().launch(&config, of.function, parameters, nullptr));
 }
 
+// The rules of a call, as flash_ruled() takes them.
+struct Given {
+    int64_t left, right;
+    double softcap;
+    std::optional<Tensor> slopes, sinks, documents, extents;
+
+    // A tensor's address; throws unless it has this type and shape, and is contiguous on q's device.
+    static const void* data(const std::optional<Tensor>& t, const Tensor& q, const char* name, ScalarType type,
+                            std::initializer_list<int64_t> shape) {
+        if (!t) return nullptr;
+        bool fits = t->is_cuda() == q.is_cuda() && t->get_device_index() == q.get_device_index() &&
+                    t->scalar_type() == type && t->is_contiguous() &&
+                    t->dim() == static_cast<int64_t>(shape.size());
+        for (size_t i = 0; fits && i < shape.size(); i++) fits = t->size(i) == shape.begin()[i];
+        REQUIRE(fits, name, " has another device, type, shape or strides than it must have");
+        return t->const_data_ptr();
+    }
+
+    Rules of(const Tensor& q, const Sizes& s, bool causal) const {
+        constexpr double LOG2E = 1.44269504088896340736;
+        const auto near = [](int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, INT_MAX)); };
+        REQUIRE(left >= 0 && right >= 0, "a window's sides must be at least 0");
+        REQUIRE(!documents || (s.Nq <= s.Nk && extents), "documents need extents, and as many keys as queries");
+        Rules rules{data(slopes, q, "alibi_slopes", ScalarType::Float, {s.B, s.H}),
+                    data(sinks, q, "sinks", ScalarType::Float, {s.H}),
+                    data(documents, q, "documents", ScalarType::Long, {s.B, s.Nk}),
+                    data(extents, q, "extents", ScalarType::Int, {s.B, (s.Nq + 15) / 16, 4})};
+        rules.left = near(left), rules.right = causal ? 0 : near(right), rules.group = near(s.group);
+        rules.softcap = static_cast<float>(softcap * LOG2E);
+        rules.softcap_below = static_cast<float>(1 / (softcap * LOG2E));
+        return rules;
+    }
+};
+
 // Throws unless the tensors fit each other. The planner checks the sizes.
-Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, bool grouped) {
     const ScalarType type = q.scalar_type();
     REQUIRE(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
             "q must be float32, bfloat16 or float16");
@@ -256,17 +298,26 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
         for (const int64_t n : t->sizes()) REQUIRE(n >= 1, "q, k and v must have no empty dimension");
     }
     const auto s = q.sizes(), of_k = k.sizes(), of_v = v.sizes();
+    const int64_t group = grouped ? s[1] / of_k[1] : 1;
     for (int i = 0; i < 4; i++)
-        REQUIRE(of_k[i] == of_v[i] && (i == 2 || of_k[i] == s[i]), "k and v must be (B, H, Nk, d), as q is");
+        REQUIRE(of_k[i] == of_v[i] && (i == 2 || of_k[i] * (i == 1 ? group : 1) == s[i]),
+                "k and v must be (B, H, Nk, d), as q is");
     REQUIRE(!causal || s[2] <= of_k[2], "q has more rows than k; with causal it must not");
     const int format = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
-    return {device, format, s[0], s[1], s[2], of_k[2], s[3], {}};
+    return {device, format, s[0], s[1], s[2], of_k[2], s[3], group};
 }
 
 // out (B, H, Nq, d), contiguous; with lse also (B, H, Nq). No kernel: the fastest. No scale: 1 / sqrt(d).
 Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal, std::optional<double> scale,
-              const std::optional<std::string>& kernel, std::optional<Tensor>* lse = nullptr) {
-    Sizes s = sizes_of(q_, k_, v_, causal);
+              const std::optional<std::string>& kernel, std::optional<Tensor>* lse = nullptr,
+              const Given* given = nullptr) {
+    Sizes s = sizes_of(q_, k_, v_, causal, given);
+    s.seen = s.Nk;
+    if (given) {
+        s.rules =
+            1 | 2 * (given->softcap != 0) | 4 * given->slopes.has_value() | 8 * given->documents.has_value();
+        s.seen = std::min(s.Nk, given->left + s.Nq + (causal ? 0 : given->right));
+    }
     REQUIRE(!kernel || !kernel->empty(), "kernel must be a name");
     if (kernel) s.kernel = *kernel;
     const OnDevice current(s.device);
@@ -286,6 +337,10 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
     call.batches = static_cast<int>(s.B), call.heads = static_cast<int>(s.H);
     call.Nq = static_cast<int>(s.Nq), call.Nk = static_cast<int>(s.Nk);
     call.causal = causal, call.scale = static_cast<float>(factor / LN2);
+    if (given) {
+        call.rules = given->of(q_, s, causal);
+        call.causal = call.rules.right < s.Nq && call.rules.left >= s.Nk;  // later queries see more
+    }
     void* scratch = held ? held->mutable_data_ptr() : nullptr;
     int number = plan.number;
     const Matrices* const inputs[] = {&q, &k, &v};
@@ -312,13 +367,28 @@ std::tuple<Tensor, Tensor> flash_with_lse(const Tensor& q, const Tensor& k, cons
     return {out, *lse};
 }
 
+// With rules, and perhaps fewer heads of k and v.
+std::tuple<Tensor, Tensor> flash_ruled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                                       std::optional<double> scale, std::optional<std::string> kernel,
+                                       int64_t left, int64_t right, double softcap,
+                                       std::optional<Tensor> slopes, std::optional<Tensor> sinks,
+                                       std::optional<Tensor> documents, std::optional<Tensor> extents) {
+    const Given given{left, right, softcap, slopes, sinks, documents, extents};
+    std::optional<Tensor> lse;
+    const Tensor out = attend(q, k, v, causal, scale, kernel, &lse, &given);
+    return {out, *lse};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
     // torch.compile's code has arguments `kernel` of its own
-    const std::string arguments = "(Tensor q, Tensor k, Tensor v, bool causal, float? scale, str? name=None)";
-    m.def(("flash" + arguments + " -> Tensor").c_str());
-    m.def(("flash_with_lse" + arguments + " -> (Tensor, Tensor)").c_str());
+    const std::string arguments = "(Tensor q, Tensor k, Tensor v, bool causal, float? scale, str? name";
+    m.def(("flash" + arguments + "=None) -> Tensor").c_str());
+    m.def(("flash_with_lse" + arguments + "=None) -> (Tensor, Tensor)").c_str());
+    const std::string rules = ", int left, int right, float softcap, Tensor? slopes, Tensor? sinks, ";
+    m.def(("flash_ruled" + arguments + rules + "Tensor? documents, Tensor? extents) -> (Tensor, Tensor)")
+              .c_str());
     m.def("plan_by(int function) -> ()");
 }
 
@@ -326,6 +396,7 @@ STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
 LIBRARY_IMPL(attention_ext_cuda, LAUNCHER_DEVICE, m) {
     m.impl("flash", BOX(&flash));
     m.impl("flash_with_lse", BOX(&flash_with_lse));
+    m.impl("flash_ruled", BOX(&flash_ruled));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attention_ext_cuda, CompositeExplicitAutograd, m) {

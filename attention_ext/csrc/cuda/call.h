@@ -4,7 +4,11 @@
 //   HEAD_DIM  d, a multiple of what the kernel's row in cuda/kernels.py asks for
 //   BR, BC    queries and keys of a tile
 //   THREADS   of a block
+//   RULES     the rules of attention_ext/rules.py that are compiled in, a sum of those in rules.h; 0 without it
 #pragma once
+#ifndef RULES
+#define RULES 0
+#endif
 
 #include "numbers.h"
 
@@ -12,6 +16,18 @@
 struct Strides {
     long long batch, head, row;
 };
+
+#if RULES
+// Arrays are null where a rule is not given.
+struct Rules {
+    const float *slopes, *sinks;   // (B, H), (H)
+    const long long* documents;    // (B, Nk)
+    const int4* extents;           // (B, ceil(Nq / 16)), as rules.py's extents() gives them
+    int left, right;               // query i sees the keys p - left .. p + right, p = i + Nk - Nq
+    int group;                     // heads of q that read one head of k and v
+    float softcap, softcap_below;  // times log2(e); 1 / softcap
+};
+#endif
 
 // softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is
 // (B, H, Nq, d), contiguous; lse, (B, H, Nq), gets the rows' logsumexp unless it is null.
@@ -26,6 +42,9 @@ struct Call {
     int batches, heads, Nq, Nk;
     int causal;
     float scale;
+#if RULES
+    Rules rules;
+#endif
 };
 
 // A loop that is unrolled, so that arrays which i indexes can be in registers.
@@ -58,11 +77,20 @@ struct Block {
     int first_query;
 };
 
+// How many heads of q read a head of k and v.
+__device__ inline unsigned heads_of_keys(const Call& call) {
+#if RULES
+    return call.rules.group;
+#else
+    return 1;
+#endif
+}
+
 __device__ inline Block block_at(const Call& call, unsigned head, int first_query) {
-    const unsigned b = head / call.heads, h = head % call.heads;
+    const unsigned b = head / call.heads, h = head % call.heads, shared = h / heads_of_keys(call);
     return {call.q + b * call.q_strides.batch + h * call.q_strides.head,
-            call.k + b * call.k_strides.batch + h * call.k_strides.head,
-            call.v + b * call.v_strides.batch + h * call.v_strides.head, head, first_query};
+            call.k + b * call.k_strides.batch + shared * call.k_strides.head,
+            call.v + b * call.v_strides.batch + shared * call.v_strides.head, head, first_query};
 }
 
 // The block's own. The grid is flat: its other dimensions are at most 65,535. A head's tiles are neighbours,
@@ -82,7 +110,12 @@ __device__ inline Block block_across_heads(const Call& call, int rows) {
     return block_at(call, blockIdx.x % all, (tiles - 1 - blockIdx.x / all) * rows);
 }
 
-// How many keys a query sees; they are the first ones.
+// The end of the keys that a query sees; without rules they are the first ones.
 __device__ inline int keys_seen(const Call& call, int query) {
+#if RULES
+    if (call.rules.right < call.Nq - 1 - query) return max(query + 1 + call.Nk - call.Nq + call.rules.right, 0);
+    return call.Nk;
+#else
     return call.causal ? min(query + 1 + call.Nk - call.Nq, call.Nk) : call.Nk;
+#endif
 }

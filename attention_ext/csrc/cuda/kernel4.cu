@@ -22,6 +22,7 @@
 //     1.49, 1.85 and 2.11 times kernel 3, and 1.85, 1.21 and 0.93 times SDPA's efficient backend.
 #include "call.h"
 #include "mma.h"
+#include "rules.h"
 
 // Macros of its own, by cuda/tiles.py:
 //   TX, TM                      threads of a warp that share a row; rows of a thread, a multiple of 4
@@ -224,7 +225,11 @@ struct State {                                // of a thread's rows
             l[i] = sum<NEIGHBOUR, NEIGHBOUR * TX>(l[i]);
             if (at.row(i) >= call.Nq) continue;
             const long long row = head * call.Nq + at.row(i);
+#if RULES
+            const float inverse = inverse_with_sink(call, head, m[i], l[i], scale);
+#else
             const float inverse = 1.0f / l[i];
+#endif
 #pragma unroll
             for (int c = 0; c < TD; c += 4)
                 if (c * TX + at.tx * 4 < d)
@@ -235,15 +240,15 @@ struct State {                                // of a thread's rows
     }
 };
 
-// Q, and -Q for a negative scale: the weights take |scale|. The first slab of keys begins to arrive.
-__device__ inline void load_queries(float* Q, const Call& call, const Block& block, Slabs& slabs) {
+// Q, and -Q for a negative scale: the weights take |scale|. The first slab of keys, from j0, begins to arrive.
+__device__ inline void load_queries(float* Q, const Call& call, const Block& block, Slabs& slabs, int j0) {
     constexpr int COLUMNS = K_SLABS * DIMS;
     const int i0 = block.first_query;
     copy_tile<BR, COLUMNS, Q_ROW>(copy16, Q, block.q + i0 * call.q_strides.row, call.q_strides.row,
                                   call.Nq - i0, d);
-    slabs.begin_keys(block.k, call.k_strides.row, call.Nk, 0);
+    slabs.begin_keys(block.k + j0 * call.k_strides.row, call.k_strides.row, call.Nk - j0, 0);
     wait_groups<0>();
-    if (call.scale >= 0) return;
+    if (CHANGES || call.scale >= 0) return;
 #pragma unroll 1
     for (int at = threadIdx.x; at < BR * COLUMNS / 4; at += THREADS) {  // by the thread that copied it
         float4* x = (float4*)(Q + at / (COLUMNS / 4) * Q_ROW + at % (COLUMNS / 4) * 4);
@@ -256,7 +261,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
     const int Nq = call.Nq, Nk = call.Nk;
     const Block block = block_across_heads(call, BR);
     const int i0 = block.first_query;
-    const int end = keys_seen(call, min(i0 + BR, Nq) - 1);  // the tile sees the keys below
+    const Range keys = range_of(call, block.head, i0, min(i0 + BR, Nq) - 1);
+    const int end = keys.end;
     const long long k_row = call.k_strides.row, v_row = call.v_strides.row;
 
     // data
@@ -271,13 +277,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
     float* P = memory + P_AT + warp * (KEYS * P_ROW);
     const float* q_at = Q + (warp * WARP_ROWS + rg * 4) * Q_ROW;
 
-    State state(fmaxf(fabsf(call.scale), 1e-30f));           // not 0: 0 * -inf is NaN
-    const int warp_first = keys_seen(call, place.warp_row);  // all rows of the warp see the keys below
-    const int warp_end = keys_seen(call, place.warp_row + WARP_ROWS - 1);  // none sees the keys from here on
-    if (end > 0) load_queries(Q, call, block, slabs);
+    State state(CHANGES ? 1.0f : fmaxf(fabsf(call.scale), 1e-30f));  // not 0: 0 * -inf is NaN
+    const Range of_warp = range_of(call, block.head, place.warp_row, place.warp_row + WARP_ROWS - 1);
+    if (end > keys.first) load_queries(Q, call, block, slabs, keys.first);
 
-    for (int j0 = 0; j0 < end; j0 += BC) {
-        const bool active = j0 < warp_end;
+    for (int j0 = keys.first; j0 < end; j0 += BC) {
+        const bool active = j0 < of_warp.end && (!RULES || j0 + BC > of_warp.first);
 
         // S <- Q K^T
         float s[TM][TN] = {};
@@ -291,11 +296,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel4(
             if (active) scores(s, q_at + slab * DIMS, memory + slabs.now + tx * K_ROW);
         }
         if (active) {
-            if (j0 + BC > warp_first) {
+            if (CHANGES || j0 + BC > of_warp.all_end || (RULES && j0 < of_warp.all_first)) {
                 UNROLLED(i, TM) {
+#if RULES
+                    const Row row(call, block.head, place.row(i), j0 + tx);
+                    UNROLLED(n, TN) s[i][n] = row(CHANGES ? s[i][n] * call.scale : s[i][n], TX * n);
+#else
                     const int seen = keys_seen(call, place.row(i)) - j0;
                     UNROLLED(n, TN)
                         if (tx + TX * n >= seen) s[i][n] = -INF;
+#endif
                 }
             }
             state.raise(s);

@@ -23,6 +23,7 @@
 #pragma once
 #include "call.h"
 #include "mma.h"
+#include "rules.h"
 
 constexpr int WARPS = THREADS / 32, ROWS = 16 * M_TILES;
 constexpr int D = HEAD_DIM, SIZE = sizeof(Element);
@@ -50,11 +51,13 @@ __device__ inline void add_values(Output& O, const Weights& P, unsigned v);
 // The tiles that a block visits, the last keys first. STAGES of them are in shared memory.
 struct Tiles {
     const Call& call;
-    const Element *k, *v;     // of the head
+    const Block& block;
     unsigned ring;            // address of the first stage
     unsigned k_lane, v_lane;  // where the lane reads a tile's K and V
+    int first;                // key
     int count;
-    int masked;  // the first ones, in which some row of the block does not see some key
+    int masked, clear;  // in those before `masked` and from `clear` on some row does not see some key, or all
+                        // scores change
 
 #if __CUDA_ARCH__ >= 800
     // The copies of tile n begin, of its keys, its values or both.
@@ -63,7 +66,8 @@ struct Tiles {
         if (n < count) {
             const int j0 = first_key(n);
             const unsigned to = ring + n % STAGES * STAGE;
-            const Element *k_tile = k + j0 * call.k_strides.row, *v_tile = v + j0 * call.v_strides.row;
+            const Element *k_tile = block.k + j0 * call.k_strides.row,
+                          *v_tile = block.v + j0 * call.v_strides.row;
             each_piece<BC, COPIES>([&](int, int row, int column) {
                 const bool inside = j0 + row < call.Nk;
                 const int source = inside ? row : 0;
@@ -110,8 +114,8 @@ struct Tiles {
         each_piece<BC, COPIES>([&](int i, int row, int column) {
             const bool inside = j0 + row < call.Nk;
             const long long at = j0 + row;
-            held[0][i] = inside ? *(const uint4*)(k + at * call.k_strides.row + column * COPY) : uint4{};
-            held[1][i] = inside ? *(const uint4*)(v + at * call.v_strides.row + column * COPY) : uint4{};
+            held[0][i] = inside ? *(const uint4*)(block.k + at * call.k_strides.row + column * COPY) : uint4{};
+            held[1][i] = inside ? *(const uint4*)(block.v + at * call.v_strides.row + column * COPY) : uint4{};
         });
     }
 
@@ -129,15 +133,21 @@ struct Tiles {
     __device__ inline void wait_for_values(int) {}
 #endif
 
-    __device__ inline int first_key(int n) const { return (count - 1 - n) * BC; }
+    __device__ inline int first_key(int n) const { return first + (count - 1 - n) * BC; }
 };
 
 // The tiles of this block; the first copies have begun.
 __device__ inline Tiles begin_tiles(const Call& call, const Block& block, unsigned ring, unsigned k_lane,
                                     unsigned v_lane) {
-    const int end = keys_seen(call, min(block.first_query + BR, call.Nq) - 1);  // some row sees those below
-    const int count = (end + BC - 1) / BC, unmasked = keys_seen(call, block.first_query) / BC;
-    Tiles tiles{call, block.k, block.v, ring, k_lane, v_lane, count, count - unmasked};
+    const int i0 = block.first_query;
+    const Range keys = range_of(call, block.head, i0, min(i0 + BR, call.Nq) - 1);
+    const int first = keys.first, count = (keys.end - first + BC - 1) / BC;
+    int unmasked = (keys.all_end - first) / BC, before = 0;  // the tiles before them have a mask, too
+    if (RULES) {
+        before = CHANGES ? count : min((keys.all_first - first + BC - 1) / BC, count);
+        unmasked = max(unmasked, before);
+    }
+    Tiles tiles{call, block, ring, k_lane, v_lane, first, count, count - unmasked, count - before};
     if (D != WIDTH) {
         constexpr int ADDED = D == WIDTH ? 1 : (WIDTH - D) / COPY;
         for (int c = threadIdx.x; c < STAGES * 2 * BC * ADDED; c += THREADS)
@@ -207,13 +217,20 @@ template <bool MASKED>
 __device__ inline void attend(State& s, const Queries& Q, Tiles& tiles, int from, int to, int warp_row) {
     const Call& call = tiles.call;
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#if RULES
+    const Range of_warp = range_of(call, tiles.block.head, warp_row, warp_row + ROWS - 1);
+    const auto unseen = [&](int key) { return key >= of_warp.end || key + CHUNK <= of_warp.first; };
+    const auto all_seen = [&](int key) { return key >= of_warp.all_first && key + CHUNK <= of_warp.all_end; };
+#else
+    const auto unseen = [&](int key) { return key >= keys_seen(call, warp_row + ROWS - 1); };
+#endif
     for (int tile = from; tile < to; ++tile) {
         const unsigned at = tiles.next(tile);
 #pragma unroll(MASKED ? 1 : CHUNKS)
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             const int c = MASKED ? CHUNKS - 1 - chunk : chunk;
             const int key = tiles.first_key(tile) + c * CHUNK;
-            if (MASKED && key >= keys_seen(call, warp_row + ROWS - 1)) {
+            if (MASKED && unseen(key)) {
                 tiles.wait_for_values(tile);
                 continue;
             }
@@ -223,10 +240,17 @@ __device__ inline void attend(State& s, const Queries& Q, Tiles& tiles, int from
             if (MASKED) {
                 UNROLLED(i, M_TILES)
                     UNROLLED(h, 2) {
+#if RULES
+                        const Row row(call, tiles.block.head, warp_row + 16 * i + 8 * h + g, key + 2 * t);
+                        const auto score = [&](int n) -> float& { return S[i][n / 2][2 * h + n % 2]; };
+                        UNROLLED(n, CHUNK / 4) score(n) *= s.scale;
+                        apply<CHUNK / 4>(row, score, all_seen(key));
+#else
                         const int seen = keys_seen(call, warp_row + 16 * i + 8 * h + g) - key - 2 * t;
                         UNROLLED(n, CHUNK / 8)
                             UNROLLED(e, 2)
                                 S[i][n][2 * h + e] = 8 * n + e < seen ? S[i][n][2 * h + e] * s.scale : -INF;
+#endif
                     }
             }
             Weights P;
@@ -239,14 +263,30 @@ __device__ inline void attend(State& s, const Queries& Q, Tiles& tiles, int from
     }
 }
 
-// O <- O / l, L <- m + log(l). row: the lane's first of a head's rows; first: the head's first of all rows.
-__device__ inline void finish(State& s, const Call& call, long long first, int row0) {
+// All tiles. unmasked(): those from tiles.masked on to tiles.clear.
+template <class Unmasked>
+__device__ inline void attend_all(State& s, const Queries& Q, Tiles& tiles, int warp_row,
+                                  const Unmasked& unmasked) {
+#pragma unroll 1
+    for (int part = 0; part < (RULES ? 2 : 1); part++) {
+        attend<true>(s, Q, tiles, part ? tiles.clear : 0, part ? tiles.count : tiles.masked, warp_row);
+        if (!CHANGES && part == 0) unmasked();
+    }
+}
+
+// O <- O / l, L <- m + log(l). row0: the lane's first of a head's rows; head: of all batches.
+__device__ inline void finish(State& s, const Call& call, long long head, int row0) {
     UNROLLED(i, M_TILES)
         UNROLLED(h, 2) {
+#if RULES
+            float l = sum<1, 4>(s.l[i][h]);
+            const float inverse = inverse_with_sink(call, head, s.m[i][h], l);
+#else
             const float l = sum<1, 4>(s.l[i][h]), inverse = 1.0f / l;
+#endif
             const int row = row0 + 16 * i + 8 * h;
             UNROLLED(n, WIDTH / 8) s.O[i][n][2 * h] *= inverse, s.O[i][n][2 * h + 1] *= inverse;
             if (call.lse && threadIdx.x % 4 == 0 && row < call.Nq)
-                call.lse[first + row] = (s.m[i][h] + log2f(l)) * LN2;
+                call.lse[head * call.Nq + row] = (s.m[i][h] + log2f(l)) * LN2;
         }
 }

@@ -73,9 +73,10 @@ __device__ inline void add_values(Output& O, const Weights& P, unsigned v) {
     UNROLLED(product, PV_PRODUCTS) pv_product(O, P, v, product);
 }
 
-// The tiles from n on, which have no mask: products of other chunks are interleaved with the exponentials.
-__device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& tiles, int n) {
-    if (n >= tiles.count) return;
+// The tiles without a mask: products of other chunks are interleaved with the exponentials.
+__device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& tiles) {
+    int n = tiles.masked;
+    if (n >= tiles.clear) return;
     wait_groups<STAGES - 2>();
     __syncthreads();
     unsigned tile = tiles.ring + n % STAGES * STAGE;
@@ -83,7 +84,7 @@ __device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& til
     scores(S, Q, tile + tiles.k_lane);
     Weights P_before = {};
     unsigned v_before = tile + tiles.v_lane;
-    for (; n < tiles.count; ++n) {
+    for (; n < tiles.clear; ++n) {
         unsigned next_tile = 0;
         UNROLLED(c, CHUNKS) {
             unsigned k_next = tile + tiles.k_lane + (c + 1) * (CHUNK * STRIDE);
@@ -93,7 +94,7 @@ __device__ inline void attend_interleaved(State& s, const Queries& Q, Tiles& til
                 __syncthreads();
                 tiles.load(n + STAGES - 1);
                 next_tile = tiles.ring + (n + 1) % STAGES * STAGE;
-                k_next = next_tile + tiles.k_lane;  // past the last tile: the scores are unused
+                k_next = next_tile + tiles.k_lane;  // past the last one: the scores are unused
             }
             Scores S_next = {};
             Weights P;
@@ -153,13 +154,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel5(
         }
 
     State s(call.scale);
-    attend<true>(s, Q, tiles, 0, tiles.masked, warp_row);
-    if constexpr (PIPE == 0)
-        attend<false>(s, Q, tiles, tiles.masked, tiles.count, warp_row);
-    else
-        attend_interleaved(s, Q, tiles, tiles.masked);
+    attend_all(s, Q, tiles, warp_row, [&] {
+        if constexpr (PIPE == 0)
+            attend<false>(s, Q, tiles, tiles.masked, tiles.clear, warp_row);
+        else
+            attend_interleaved(s, Q, tiles);
+    });
     const long long first = block.head * Nq;
-    finish(s, call, first, warp_row + g);
+    finish(s, call, block.head, warp_row + g);
 
     __syncthreads();  // the tiles are no longer read: their memory takes each warp's rows
     const unsigned rows = shared_address(shared) + warp * (ROWS * STRIDE);

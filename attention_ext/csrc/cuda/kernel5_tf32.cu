@@ -135,10 +135,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel5(
         }
 
     State s(call.scale);
-    attend<true>(s, Q, tiles, 0, tiles.masked, warp_row);
-    attend<false>(s, Q, tiles, tiles.masked, tiles.count, warp_row);
+    attend_all(s, Q, tiles, warp_row, [&] { attend<false>(s, Q, tiles, tiles.masked, tiles.clear, warp_row); });
     const long long first = block.head * Nq;
-    finish(s, call, first, warp_row + g);
+    finish(s, call, block.head, warp_row + g);
     UNROLLED(i, M_TILES)
         UNROLLED(h, 2) {
             const int row = warp_row + g + 16 * i + 8 * h;

@@ -19,7 +19,7 @@
 //          --mask none,causal --l2 warm -r 5
 // Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 306, 545, 694;
 //     1.03, 1.55 and 2.16 times kernel 5, and 1.26, 1.16 and 1.04 times cuDNN.
-#include "call.h"
+#include "rules.h"
 // Macros of its own, by cuda/tiles.py:
 //   WIDTH   columns of a tile
 //   BOX     columns of a box: a tile is boxes side by side, each as wide as a swizzled row
@@ -66,6 +66,11 @@ struct Ring {
 
 struct Tile {
     int i0, batch, head;
+
+    // The keys of `count` of its queries from i on.
+    __device__ inline Range keys(const Call& call, int i, int count) const {
+        return range_of(call, (long long)batch * call.heads + head, i, min(i + count, call.Nq) - 1);
+    }
 };
 
 // The index-th query tile. Under a mask, the tiles of the heads that fit L2_BYTES alternate, longest first.
@@ -88,9 +93,9 @@ __device__ inline int key_tiles(int keys) { return max(1, (keys + Bc - 1) / Bc);
 
 // Announces and starts the copies of `rows` rows. A dimension of stride 0 has one entry in the map.
 template <int rows>
-__device__ inline void copy_rows(unsigned to, const TensorMap& map, const Strides& strides, const Tile& tile,
+__device__ inline void copy_rows(unsigned to, const TensorMap& map, const Strides& strides, int batch, int head,
                                  int first, unsigned full) {
-    const int head = strides.head ? tile.head : 0, batch = strides.batch ? tile.batch : 0;
+    head = strides.head ? head : 0, batch = strides.batch ? batch : 0;
     barrier_expect(full, rows * width * 2);
     for (int b = 0; b < boxes; b++)
         copy_box(to + b * (rows * box_row), &map, b * BOX, first, head, batch, full);
@@ -103,16 +108,18 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
     unsigned q_phase = 0;
     for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = query_tile(call, index);
-        const int Tc = key_tiles(keys_seen(call, min(tile.i0 + Br, call.Nq) - 1));
+        const Range keys = tile.keys(call, tile.i0, Br);
+        const int Tc = key_tiles(keys.end - keys.first), head = tile.head / heads_of_keys(call);
         barrier_wait(shared + q_empty, q_phase ^ 1);
-        copy_rows<Br>(shared, q_map, call.q_strides, tile, tile.i0, shared + q_full);
+        copy_rows<Br>(shared, q_map, call.q_strides, tile.batch, tile.head, tile.i0, shared + q_full);
         q_phase ^= 1;
         for (int j = 0; j < Tc; j++) {
             const unsigned to = shared + ring.stage * tile_bytes, at = shared + 8 * ring.stage;
             barrier_wait(at + k_empty, ring.phase ^ 1);
-            copy_rows<Bc>(to + k_at, k_map, call.k_strides, tile, j * Bc, at + k_full);
+            const int j0 = keys.first + j * Bc;
+            copy_rows<Bc>(to + k_at, k_map, call.k_strides, tile.batch, head, j0, at + k_full);
             barrier_wait(at + v_empty, ring.phase ^ 1);
-            copy_rows<Bc>(to + v_at, v_map, call.v_strides, tile, j * Bc, at + v_full);
+            copy_rows<Bc>(to + v_at, v_map, call.v_strides, tile.batch, head, j0, at + v_full);
             ring.next();
         }
     }
@@ -190,7 +197,12 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
     const long long row0 = ((long long)tile.batch * call.heads + tile.head) * call.Nq;
     UNROLLED(h, 2) {
         const int i = row + 8 * h;
+#if RULES
+        float l = sum<1, 4>(softmax.l[h]);
+        const float inverse = inverse_with_sink(call, row0 / call.Nq, softmax.m[h], l, softmax.c);
+#else
         const float l = sum<1, 4>(softmax.l[h]), inverse = reciprocal_approx(l);
+#endif
         Element* out = call.out + (row0 + i) * d;
         UNROLLED(b, width / 32) {
             unsigned word[4];
@@ -208,18 +220,28 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
     }
 }
 
-// Masks S of tile j for rows from i0 on, of which all see the keys below `all_see`; handles scales <= 0.
-__device__ inline void mask(float (&S)[Bc / 2], const Call& call, int i0, int all_see, int j) {
+// Changes and masks S of the keys from j0 on for rows from i0 on, which see `keys`; handles scales <= 0.
+__device__ inline void mask(float (&S)[Bc / 2], const Call& call, const Tile& tile, int i0, const Range& keys,
+                            int j0) {
     const int lane = threadIdx.x % 32, row = i0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    if (!(call.scale > 0.0f)) {
+    if (CHANGES || !(call.scale > 0.0f)) {
         UNROLLED(i, Bc / 2) S[i] *= call.scale;
     }
-    if ((j + 1) * Bc <= all_see) return;
+    const bool all_seen = (!RULES || j0 >= keys.all_first) && j0 + Bc <= keys.all_end;
+    if (!CHANGES && all_seen) return;
+#if RULES
+    UNROLLED(h, 2) {
+        const long long head = (long long)tile.batch * call.heads + tile.head;
+        const Row of_row(call, head, row + 8 * h, j0 + lane % 4 * 2);
+        apply<Bc / 4>(of_row, [&](int i) -> float& { return S[i / 2 * 4 + 2 * h + i % 2]; }, all_seen);
+    }
+#else
     const int seen[2] = {keys_seen(call, row), keys_seen(call, row + 8)};
     UNROLLED(i, Bc / 2) {
-        const int column = j * Bc + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const int column = j0 + i / 4 * 8 + lane % 4 * 2 + i % 2;
         if (column >= seen[i / 2 % 2]) S[i] = -INF;
     }
+#endif
 }
 
 // The turns of the warpgroups that multiply.
@@ -245,28 +267,46 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
     for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
         const Tile tile = query_tile(call, index);
         const int i0 = tile.i0 + 64 * group;
-        const int Tc = key_tiles(keys_seen(call, min(tile.i0 + Br, call.Nq) - 1));
-        const int all_see = keys_seen(call, i0);
-        const int own = i0 < call.Nq ? key_tiles(keys_seen(call, min(i0 + 64, call.Nq) - 1)) : 0;
+        const Range all = tile.keys(call, tile.i0, Br), keys = tile.keys(call, i0, 64);
+        const int Tc = key_tiles(all.end - all.first);
+        int from = 0, own = i0 < call.Nq ? key_tiles(keys.end - all.first) : 0;  // its tiles: from .. own - 1
+        if (RULES && own > 0) own = min(own, Tc), from = min((keys.first - all.first) / Bc, own - 1);
+        // A tile that only other warpgroups see: this one just frees it and passes its turn.
+        const auto pass = [&](int j) {
+            k_ring.wait();
+            k_ring.release();
+            if (j > 0) {
+                turns.begin();
+                turns.end();
+            }
+            v_ring.wait();
+            v_ring.release();
+        };
 
         float S[Bc / 2], O[width / 2] = {};
         unsigned P[Bc / 4];
-        Softmax softmax{call.scale > 0.0f ? call.scale : 1.0f};
+        Softmax softmax{!CHANGES && call.scale > 0.0f ? call.scale : 1.0f};
         barrier_wait(shared + q_full, q_phase);
         q_phase ^= 1;
         if (own > 0) {
+            if (RULES) {
+#pragma unroll 1
+                for (int j = 0; j < from; j++) pass(j);
+            }
             k_ring.wait();
+            if (RULES && from > 0) turns.begin();
             hold(S);
             scores(S, q, k + (k_ring.stage * tile_bytes >> 4));
             products_commit();
+            if (RULES && from > 0) turns.end();
             products_wait<0>();
             hold(S);
             k_ring.release();
-            mask(S, call, i0, all_see, 0);
+            mask(S, call, tile, i0, keys, all.first + from * Bc);
             softmax(S);
             to_weights(P, S);
 #pragma unroll 1
-            for (int j = 1; j < own; j++) {  // P is that of tile j - 1
+            for (int j = from + 1; j < own; j++) {  // P is that of tile j - 1
                 k_ring.wait();
                 turns.begin();
                 hold(S);
@@ -281,7 +321,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
                 products_wait<1>();
                 hold(S);
                 k_ring.release();
-                mask(S, call, i0, all_see, j);
+                mask(S, call, tile, i0, keys, all.first + j * Bc);
                 softmax(S);
                 products_wait<0>();
                 hold(O);
@@ -305,18 +345,8 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
         } else if (lane == 0) {
             barrier_arrive(shared + q_empty);
         }
-        // Tiles that only other warpgroups see: this one just frees them and passes its turn.
 #pragma unroll 1
-        for (int j = own; j < Tc; j++) {
-            k_ring.wait();
-            k_ring.release();
-            if (j > 0) {
-                turns.begin();
-                turns.end();
-            }
-            v_ring.wait();
-            v_ring.release();
-        }
+        for (int j = own; j < Tc; j++) pass(j);
     }
     if (group == 0 && !turns.first) turn_wait(1, 256);  // takes the last turn that was passed on
 }

@@ -25,6 +25,11 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
+__device__ inline float tanh_approx(float x) {  // to 2^-11
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 __device__ inline float log2_approx(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

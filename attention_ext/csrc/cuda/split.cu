@@ -3,7 +3,7 @@
 // Shapes: every dtype; meant for Nq from 1 to 16; d is a multiple of 8 up to 256; pointers and strides are
 //     multiples of 16 bytes. Tiles of BR queries. Partial results in global memory, float32: O (B, H, Nq,
 //     splits, d), m and l (B, H, Nq, splits, 2).
-// Loop nest: attention_split: the grid goes over (batch, head), splits of keys and tiles of queries, a block's
+// Loop nest: attention_split: the grid goes over (batch, head), splits of keys and tiles of rows, a block's
 //     teams of SHARERS warps in turn over STRIP keys of the split: S <- scale q K^T; m, l and O as in every
 //     kernel. Then the O, m and l of the teams are merged. attention_merge: for each row, over the splits
 //         O <- sum 2^(m_s - m) O_s / sum 2^(m_s - m) l_s
@@ -16,7 +16,7 @@
 //          --queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128 --l2 cold -r 10
 // Measured: NVIDIA H200, one query of 32 heads, d = 64, share of 4.65 TB/s at Nk = 8192, 32768 and 131072: bf16
 //     56, 83 and 95 %, about as fast as cuDNN; fp32 75, 93 and 98 %, 2.95 to 4.49 times the best of SDPA.
-#include "call.h"
+#include "rules.h"
 
 // Macros of its own, by cuda/tiles.py:
 //   TENSOR         1: the tensor cores multiply, with the macros of split_mma.h
@@ -30,13 +30,34 @@
 constexpr int d = HEAD_DIM;
 constexpr int TEAMS = THREADS / 32 / SHARERS;
 
-// A block's queries from q on and its keys from `start` to below `end`; query i sees those below sees + i.
+// A block's rows and its keys from `start` to below `end`; row i sees those below sees + i. A row is a query;
+// with rules it is one of the heads that share k and v, whose queries follow each other.
 struct Span {
     const Call& call;
-    const Element *q, *k, *v;  // of the first query, and of a head
-    int queries, start, end, sees;
-    long long q_row = call.q_strides.row, k_row = call.k_strides.row, v_row = call.v_strides.row;
+    const Block& block;
+    const Element* q;                       // without rules of the first row
+    int rows, start, end, sees, all_first;  // with rules all rows see the keys all_first to sees - 1
+    long long k_row = call.k_strides.row, v_row = call.v_strides.row;
     float scale = call.scale;
+
+    // Whether some row does not see some of `count` keys from j on.
+    __device__ inline bool hides(int j, int count) const {
+        return j + count > min(end, sees) || (RULES && j < all_first);
+    }
+#if RULES
+    __device__ inline const Element* query(int i) const {
+        const int at = block.first_query + i;
+        return q + at / call.Nq * call.q_strides.head + at % call.Nq * call.q_strides.row;
+    }
+    __device__ inline Row row(int i, int j) const {  // what becomes of its scores from key j on
+        const int at = block.first_query + min(i, rows - 1);
+        Row row(call, block.head + at / call.Nq, at % call.Nq, j);
+        row.end = min(row.end, end - j);
+        return row;
+    }
+#else
+    __device__ inline const Element* query(int i) const { return q + i * call.q_strides.row; }
+#endif
 };
 
 // What a team found, in shared memory.
@@ -76,16 +97,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_split(const Call call, float* partial, int splits) {
     let_dependents_start();
     // sizes
-    const int Nq = call.Nq, Nk = call.Nk, groups = (Nq + BR - 1) / BR;
-    const int i0 = blockIdx.x % groups * BR, split = blockIdx.x / groups % splits;
-    const int sees = call.causal ? i0 + Nk - Nq + 1 : Nk;  // query i0 + i sees the keys below this + i
+    const int Nq = call.Nq, rows = Nq * heads_of_keys(call), tiles = (rows + BR - 1) / BR;
+    const int i0 = blockIdx.x % tiles * BR, split = blockIdx.x / tiles % splits;
+    const Block block = block_at(call, blockIdx.x / tiles / splits * heads_of_keys(call), i0);
+#if RULES
+    const Range keys = range_of(call, block.head, 0, Nq - 1);
+    const long long seen = keys.end - keys.first;
+    const int start = keys.first + seen * split / splits, end = keys.first + seen * (split + 1) / splits;
+    const Span span{call, block, block.q, rows - i0, start, end, keys.all_end, keys.all_first};
+#else
+    const int Nk = call.Nk, sees = call.causal ? i0 + Nk - Nq + 1 : Nk;
     const int start = (long long)Nk * split / splits;
     const int end = min((int)((long long)Nk * (split + 1) / splits), sees + BR - 1);
+    const Span span{call, block, block.q + i0 * call.q_strides.row, rows - i0, start, end, sees, 0};
+#endif
 
     // data
-    const Block block = block_at(call, blockIdx.x / groups / splits, i0);
-    const Element* q = block.q + i0 * call.q_strides.row;
-    const Span span{call, q, block.k, block.v, Nq - i0, start, end, sees};
     extern __shared__ __align__(16) float memory[];
     auto o_shared = (float (*)[BR][WIDTH])memory;                                    // (TEAMS, BR, WIDTH)
     auto m_shared = (float (*)[BR])(o_shared + TEAMS), l_shared = m_shared + TEAMS;  // (TEAMS, BR)
@@ -97,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const long long all = (long long)call.batches * call.heads * Nq;
     for (int n = threadIdx.x; n < BR * d / 4; n += THREADS) {
         const int i = n / (d / 4), c = n % (d / 4) * 4;
-        if (i0 + i >= Nq) break;
+        if (i0 + i >= rows) break;
         float top = m_shared[0][i];
         for (int w = 1; w < TEAMS; w++) top = fmaxf(top, m_shared[w][i]);
         float4 x = {0, 0, 0, 0};
@@ -150,7 +177,14 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
             const float weight = exp2_approx(stats_shared[n].x - subtrahend(m));
             x += weight * ((const float*)&o_shared[n][0])[c], total += weight * stats_shared[n].y;
         }
-        call.out[row * d + c] = to_element(x / total);
-        if (call.lse && c == 0) call.lse[row] = m * LN2 + logf(total);
+#if RULES
+        float top = m;
+        x *= inverse_with_sink(call, row / call.Nq, top, total);
+#else
+        const float top = m;
+        x /= total;
+#endif
+        call.out[row * d + c] = to_element(x);
+        if (call.lse && c == 0) call.lse[row] = top * LN2 + logf(total);
     }
 }

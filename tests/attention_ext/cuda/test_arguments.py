@@ -31,6 +31,25 @@ def test_the_operators_fake(dtype):
     assert attention("part4", q, k, v).shape == q.shape
 
 
+def test_rules_and_heads_that_share_keys():
+    q, k, v = (torch.empty(2, h, 5, 8, device="cuda", dtype=torch.float16) for h in (6, 2, 2))
+    given = dict(window=(3, None), softcap=2.0, sinks=torch.empty(6, device="cuda"))
+    for options in ({}, given):
+        out, lse = attention("part4", q, k, v, return_lse=True, **options)
+        assert out.shape == q.shape and (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    for options, message in (
+        (
+            dict(kernel="3"),
+            "kernel is '3'; with rules, or fewer heads of .* it must be one of 4, 5, 6, split",
+        ),
+        (dict(bias=torch.empty(1, 1, 5, 5, device="cuda")), "must be None in part4 on cuda in torch.float16"),
+        (dict(score_mod="mine.h"), "score_mod is 'mine.h'; it must be None in part4 on cuda"),
+        (dict(sinks=torch.empty(6, device="cpu")), "sinks is on cpu; it must be on q's cuda:0"),
+    ):
+        with naming(options), pytest.raises(ValueError, match=message):
+            attention("part4", q, k, v, **options)
+
+
 def test_parts_1_to_3_are_refused():
     for part in (name for name, row in PARTS.items() if "cuda" not in row.dtypes):
         with pytest.raises(ValueError, match=f"q is on cuda:0; it must be on the CPU in {part}"):

@@ -17,6 +17,7 @@ from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
 from shakespeare.attention_ext.parts import Dtype
+from shakespeare.attention_ext.rules import checked
 
 # (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads, many strips
 # of keys for warps that share them
@@ -104,6 +105,47 @@ def test_random_cases(row):
         scale, causal = choose.choice([None, None, 0.0, 1.0, -0.5]), choose.random() < 0.5
         with naming(B, H, Nq, Nk, d, scale, causal):
             check(row, *qkv(B, H, Nq, Nk, d, row[1], seed), causal, scale)
+
+
+def test_any_rules_together(row):
+    kernel, dtype = row
+    if not KERNELS[kernel].ruled:
+        pytest.skip(f"kernel {kernel} has no rules")
+    choose, side = random.Random(0), [None, 0, 1, 30, 100, 500]
+    for seed in range(60):
+        B, Hk, group, d = choose.randint(1, 2), choose.randint(1, 2), choose.choice([1, 2, 5]), 64
+        Nq = choose.choice([1, 2, 17, 64, 129, choose.randint(1, 400)])
+        Nk, H = Nq + choose.choice([0, 1, 63, 900]), Hk * group
+        documents = torch.stack([torch.arange(Nk) // choose.randint(1, 99), torch.arange(Nk) * 7 % 3])
+        options = dict(
+            window=(choose.choice(side), choose.choice(side)),
+            softcap=choose.choice([0.5, 3.0, 30.0]),
+            alibi_slopes=torch.rand(H, device="cuda"),
+            sinks=torch.randn(H, device="cuda"),
+            documents=documents[[choose.randint(0, 1) for _ in range(B)]].cuda(),
+        )
+        given = {name: options[name] for name in options if choose.random() < 0.4}
+        q, _, _ = qkv(B, H, Nq, Nk, d, dtype, seed)
+        _, k, v = qkv(B, Hk, Nq, Nk, d, dtype, seed + 1)
+        causal = choose.random() < 0.5
+        with naming(B, Hk, H, Nq, Nk, causal, given):
+            out, lse = attention("part4", q, k, v, causal=causal, kernel=kernel, return_lse=True, **given)
+            wide = [t.double() for t in (q, k, v)]
+            about = dict(causal=causal, scale=d**-0.5, return_lse=True, rules=checked(given, q, Nk))
+            (right, right_lse), (peer, _) = (
+                reference.attention(*tensors, **about) for tensors in (wide, (q, k, v))
+            )
+            some, far = right_lse.isfinite(), q.float().norm(dim=3).max() * k.float().norm(dim=3).max() / 8
+            assert torch.equal(lse.isfinite(), some)
+            if dtype is Dtype.FP32:
+                rounding = max(1e-6, oracle.score_rounding(q, k.repeat_interleave(group, 1), d**-0.5))
+                oracle.assert_close(out, right, peer, rounding)
+                oracle.assert_close(lse[some], right_lse[some], right_lse[some], 4 * rounding)
+                continue
+            # tanh.approx errs by 2^-11 of it
+            error = TOLERANCES[dtype] + 2**-11 * min(given.get("softcap", 0), far.item())
+            torch.testing.assert_close(out.double(), right, rtol=error, atol=error * v.abs().max().item())
+            torch.testing.assert_close(lse[some].double(), right_lse[some], rtol=error, atol=error)
 
 
 def test_strides(row):

@@ -12,28 +12,30 @@ from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import FASTEST, KERNELS, WIDEST, Gpu, choose
 from shakespeare.attention_ext.parts import BuildError, Dtype
+from shakespeare.attention_ext.rules import extents
 
 # KiB for a block, by NVIDIA's guide
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 GPUS = {capability: Gpu("a GPU", capability, shared * 1024, 132) for capability, shared in SHARED.items()}
 WIDTHS = (32, 64, 128)
-SPILLING = 64  # bytes that a kernel may spill and still keep its state in registers
+ALL_RULES = 15  # of csrc/cuda/rules.h
+SPILLING, WITH_RULES = 64, 256  # bytes that a kernel may spill and still keep its state in registers
 
 
-def source_of(name, d, dtype=Dtype.FP32, capability=(9, 0)):
-    return driver.source(*choose(name, d, dtype, GPUS[capability]), d, dtype, capability)
+def source_of(name, d, dtype=Dtype.FP32, capability=(9, 0), rules=0):
+    return driver.source(*choose(name, d, dtype, GPUS[capability]), d, dtype, capability, rules)
 
 
 @functools.cache
-def resources(name, d, dtype, capability):
-    return source_of(name, d, dtype, capability).compile()[1]
+def resources(name, d, dtype, capability, rules=0):
+    return source_of(name, d, dtype, capability, rules).compile()[1]
 
 
-def check(name, d, dtype, capability=(9, 0)):
+def check(name, d, dtype, capability=(9, 0), rules=0):
     """Compile a kernel; check that its state stays in registers and its products run beside the rest."""
-    found = resources(name, d, dtype, capability)
-    spilled = math.inf if name == "3-spilled" else 0 if name == "6" else SPILLING
-    with naming(d, dtype, capability):
+    found = resources(name, d, dtype, capability, rules)
+    spilled = math.inf if name == "3-spilled" else 0 if name == "6" else WITH_RULES if rules else SPILLING
+    with naming(d, dtype, capability, rules):
         assert 0 < found.registers <= 255 and found.spill_stores <= spilled and found.losses == (), found
 
 
@@ -42,7 +44,7 @@ def check(name, d, dtype, capability=(9, 0)):
 def test_each_source_compiles(name):
     kernel = KERNELS[name]
     for dtype in {file: dtype for dtype, file in kernel.sources.items()}.values():
-        check(name, 64, dtype)
+        check(name, 64, dtype, rules=ALL_RULES if kernel.ruled else 0)
 
 
 @pytest.mark.full
@@ -57,7 +59,8 @@ def test_each_step_compiles_for_each_architecture(name, capability):
     for dtype in dtypes:
         every = capability == (9, 0) and dtype is not Dtype.FP16 or capability == (7, 5) and name in "45"
         for d in WIDTHS if every else (64,):
-            check(name, d, dtype, capability)
+            for rules in (0, 1, ALL_RULES) if kernel.ruled else (0,):
+                check(name, d, dtype, capability, rules)
     if name == "6":  # wider tiles, and columns that are filled
         for d in (40, 192, 256):
             check(name, d, Dtype.BF16)
@@ -65,6 +68,23 @@ def test_each_step_compiles_for_each_architecture(name, capability):
         for dtype in (Dtype.FP32, Dtype.BF16):
             check(name, 192, dtype)
             check(name, 256, dtype)
+
+
+def test_extents_are_the_keys_of_16_queries_documents():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        Nk = int(torch.randint(1, 120, (), generator=generator))
+        Nq = int(torch.randint(1, Nk + 1, (), generator=generator))
+        documents = torch.randint(0, 6, (2, Nk), generator=generator)
+        documents[0] = documents[0].sort().values
+        grow = (documents[:, 1:] >= documents[:, :-1]).all(1)
+        for b, blocks in enumerate(extents(documents, Nq).tolist()):
+            for n, found in enumerate(blocks):
+                same = documents[b, -Nq:, None][16 * n : 16 * n + 16] == documents[b]
+                some, every = same.any(0).nonzero(), same.all(0).nonzero().flatten().tolist()
+                expected = [int(some.min()), int(some.max()) + 1] if grow[b] else [0, Nk]
+                assert found[:2] == expected
+                assert [*range(*found[2:])] == (every if grow[b] else [])
 
 
 @pytest.mark.full

@@ -1,0 +1,121 @@
+// The rules of attention_ext/rules.py in kernels 4, 5, 6 and split, compiled in by RULES: which keys the loops
+// visit, and what becomes of a query's scores there. Without RULES only range_of() is used, as for a causal
+// mask.
+#pragma once
+#include "call.h"
+
+// RULES is a sum of these.
+#define RULED 1  // always: a window, perhaps without limits, sinks, and heads of q that share those of k and v
+#define SOFTCAP 2
+#define ALIBI 4
+#define DOCUMENTS 8
+constexpr bool CHANGES = (RULES & (SOFTCAP | ALIBI)) != 0;  // scores, beside hiding some
+
+// The keys `first` to `end` - 1 hold all that some query sees; those within `all` are seen by each.
+struct Range {
+    int first, end, all_first, all_end;
+};
+
+#if RULES
+__device__ inline int first_seen(const Call& call, int query) {
+    const int own = query + call.Nk - call.Nq;
+    return call.rules.left >= own ? 0 : own - call.rules.left;
+}
+#endif
+
+// Of the queries i to `last` of a head of all batches; may be empty.
+__device__ inline Range range_of(const Call& call, long long head, int i, int last) {
+#if RULES
+    last = min(last, call.Nq - 1), i = min(i, last);
+    Range range{first_seen(call, i), keys_seen(call, last), first_seen(call, last), keys_seen(call, i)};
+#if RULES & DOCUMENTS
+    const int4* const extents = call.rules.extents + head / call.heads * ((call.Nq + 15) / 16);
+    int first = call.Nk, end = 0;
+    for (int n = i / 16; n <= last / 16; n++) {
+        const int4 of = extents[n];  // what some of 16 queries see, then what all see
+        first = min(first, of.x), end = max(end, of.y);
+        range.all_first = max(range.all_first, of.z), range.all_end = min(range.all_end, of.w);
+    }
+    range.first = max(range.first, first), range.end = min(range.end, end);
+#endif
+    range.end = max(range.first, range.end);
+    return range;
+#else
+    return {0, keys_seen(call, last), 0, keys_seen(call, i)};
+#endif
+}
+
+#if RULES
+constexpr float LOG2E = 1.44269504088896341f;
+
+__device__ inline float tanh_of(float x) {
+#if FORMAT == FP32
+    return tanhf(x);
+#else
+    return tanh_approx(x);
+#endif
+}
+
+// Query i of a head of all batches, and the keys from j0 on.
+struct Row {
+    int first, end;  // it sees the keys j0 + first to j0 + end - 1, or those of its document
+    float own, slope, cap, cap_below;
+    const long long* documents;
+    long long document;
+
+    __device__ inline Row(const Call& call, long long head, int i, int j0) {
+        i = min(i, call.Nq - 1);
+        first = first_seen(call, i) - j0, end = keys_seen(call, i) - j0;
+        cap = call.rules.softcap, cap_below = call.rules.softcap_below;
+        [[maybe_unused]] const int p = i + call.Nk - call.Nq - j0;
+#if RULES & ALIBI
+        own = (float)p, slope = call.rules.slopes[head] * LOG2E;
+#endif
+#if RULES & DOCUMENTS
+        documents = call.rules.documents + head / call.heads * call.Nk + j0;
+        document = documents[p];
+#endif
+    }
+    // The score of key j0 + c, in powers of two, as it changes, and whether it is seen; then both.
+    __device__ inline float changed(float s, int c) const {
+        if (RULES & SOFTCAP) s = cap * tanh_of(s * cap_below);
+        if (RULES & ALIBI) s -= slope * fabsf(own - (float)c);
+        return s;
+    }
+    __device__ inline bool sees(int c) const {
+        return c >= first && c < end && (!(RULES & DOCUMENTS) || documents[c] == document);
+    }
+    __device__ inline float operator()(float s, int c) const { return sees(c) ? changed(s, c) : -INF; }
+};
+
+// What becomes of a row's scores that a lane has after products of tensor cores: score(i) is that of column
+// i / 2 * 8 + i % 2.
+template <int count, class Score>
+__device__ inline void apply(const Row& row, const Score& score, bool all_seen) {
+    const auto column = [](int i) { return i / 2 * 8 + i % 2; };
+    if (CHANGES)
+        UNROLLED(i, count) score(i) = row.changed(score(i), column(i));
+    if (all_seen) return;
+    unsigned long long seen = 0;
+    if (RULES & DOCUMENTS) {  // a few loads at a time: all would spill
+#pragma unroll 4
+        for (int i = 0; i < count; i++) seen |= (unsigned long long)row.sees(column(i)) << i;
+    }
+    UNROLLED(i, count)
+        if (!(RULES & DOCUMENTS ? seen >> i & 1 : row.sees(column(i)))) score(i) = -INF;
+}
+
+// The sink joins a row's sum l; the maximum m times `scale` is in powers of two. Returns what O is multiplied
+// by.
+__device__ inline float inverse_with_sink(const Call& call, long long head, float& m, float& l,
+                                          float scale = 1.0f) {
+    float shrink = 1.0f;
+    if (call.rules.sinks) {
+        const float sink = call.rules.sinks[head % call.heads] * LOG2E / scale, top = fmaxf(m, sink);
+        shrink = exp2_approx((m - subtrahend(top)) * scale);
+        l = l * shrink + exp2_approx((sink - subtrahend(top)) * scale);
+        m = top;
+    }
+    return l == 0.0f ? 0.0f : shrink / l;
+}
+#endif
