@@ -57,7 +57,7 @@ def windowed(config: GPTConfig, dropout: float, device: torch.device) -> Callabl
         out = F.scaled_dot_product_attention(
             q.reshape(q.shape[0], -1, w, q.shape[3]), keys(k), keys(v), attn_mask=mask, dropout_p=dropout
         )
-        return out.view(q.shape)
+        return out.reshape(q.shape)
 
     return attend
 

@@ -271,14 +271,17 @@ struct Given {
 
     Rules of(const Tensor& q, const Sizes& s, bool causal) const {
         constexpr double LOG2E = 1.44269504088896340736;
-        const auto near = [](int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, INT_MAX)); };
         REQUIRE(left >= 0 && right >= 0, "a window's sides must be at least 0");
         REQUIRE(!documents || (s.Nq <= s.Nk && extents), "documents need extents, and as many keys as queries");
         Rules rules{data(slopes, q, "alibi_slopes", ScalarType::Float, {s.B, s.H}),
                     data(sinks, q, "sinks", ScalarType::Float, {s.H}),
                     data(documents, q, "documents", ScalarType::Long, {s.B, s.Nk}),
                     data(extents, q, "extents", ScalarType::Int, {s.B, (s.Nq + 15) / 16, 4})};
-        rules.left = near(left), rules.right = causal ? 0 : near(right), rules.group = near(s.group);
+        // No limit is as far as any key: NVRTC makes the kernels' comparison a difference, which must not
+        // overflow.
+        rules.left = static_cast<int>(std::min(left, s.Nk));
+        rules.right = causal ? 0 : static_cast<int>(std::min(right, s.Nq));
+        rules.group = static_cast<int>(s.group);
         rules.softcap = static_cast<float>(softcap * LOG2E);
         rules.softcap_below = static_cast<float>(1 / (softcap * LOG2E));
         return rules;
