@@ -74,7 +74,13 @@ RECIPES = {
     "shakes1024": Recipe(block_size=1024, steps=40_000, dropout=0.08, muon_lr=0.02),
     "shakes2048": Recipe(block_size=2048, steps=20_000, dropout=0.06, muon_lr=0.04),
     "shakes-endless": Recipe(
-        block_size=1024, steps=24_000, dropout=0.14, muon_lr=0.04, positions="alibi", window=256
+        block_size=1024,
+        steps=8_000,
+        dropout=0.12,
+        muon_lr=0.04,
+        eval_every=1500,
+        positions="alibi",
+        window=256,
     ),
 }
 # A CPU learns more in a minute from many steps with small batches. In few passes dropout gains nothing.
