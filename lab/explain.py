@@ -10,14 +10,14 @@ from typing import NamedTuple
 from shakespeare.attention_ext import extension, processor
 from shakespeare.attention_ext.parts import Dtype, check_part
 from shakespeare.attention_ext.processor import Cache
-from shakespeare.lab import counters, machine
+from shakespeare.lab import counters, machine, rules
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.measure import Bench
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.costs import block_of, scratch
 from shakespeare.lab.text import counted, scaled, size_text
 from shakespeare.lab.timing import quartiles
-from shakespeare.lab.traffic import Case, Stream, streams, traffic
+from shakespeare.lab.traffic import FLOAT_BYTES, Case, Stream, streams, traffic
 
 AMX_SOFTMAX_INSTRUCTIONS = 7.5  # instructions of part4_amx.cpp for a vector, without loads and stores
 SCALAR = ("part1",)  # parts that use one lane of a vector, and sum each output in one chain of additions
@@ -65,11 +65,15 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
         raise ValueError("--cachegrind goes with parts that are kernels; PyTorch's are not simulated")
     if cachegrind and cell.dtype != Dtype.FP32:
         raise ValueError(f"--cachegrind goes with --dtype fp32; {cell.dtype} is not simulated")
+    if cachegrind and cell.rules:
+        raise ValueError(f"--cachegrind does not go with rules; {cell.rules} is not simulated")
     echo(heading(cell) + "\n")
     if part.why:
         echo(textwrap.fill(part.why, 100) + "\n")
     case = cell.case(threads=cell.threads if part.threaded else 1)
     echo(arithmetic_text(case))
+    if cell.rules:
+        echo(skipped_text(cell))
     echo(f"scratch     {size_text(scratch(part.name, case, cell.simd))}")
     if line := softmax_text(cell):
         echo(line)
@@ -84,7 +88,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     peak = run.peak(cell) * case.threads / cell.threads
     echo("\n" + bound_text(limits(cell, case, bounds, peak)))
     echo(measured_text(case.flops, result, peak))
-    if compiled and cell.dtype == Dtype.FP32:
+    if compiled and cell.dtype == Dtype.FP32 and not cell.rules:
         echo(misses_text(cell, cachegrind))
     if run.busy:
         echo(run.busy)
@@ -123,6 +127,7 @@ def heading(cell: Cell) -> str:
     part, heads = check_part(cell.contender), counted(cell.batch * cell.heads, "head")
     tile = f", Br = {cell.br}, Bc = {cell.bc}" if part.tiled else ""
     mask, threads = "causal" if cell.causal else "no mask", counted(cell.threads, "thread")
+    mask += f", {cell.rules}" if cell.rules else ""
     what = f"{heads} of N = {cell.N}, d = {cell.d}{tile}, {mask}, {threads}"
     return f"{part.name}, {part.summary}: {what}\n{processor.name()}"
 
@@ -212,6 +217,39 @@ def limits(cell: Cell, case: Case, levels: list[Level], peak: float) -> list[Lim
 def arithmetic_text(case: Case) -> str:
     """The operations of a call."""
     return f"arithmetic  {scaled(case.flops)}FLOP: 2 d for each query and key, for scores and for output"
+
+
+def skipped_text(cell: Cell) -> str:
+    """What a part skips by the rules of a cell, and what that saves."""
+    part, seen, without = check_part(cell.contender), cell.seen, replace(cell, rules=None)
+    saved = f"{scaled(without.flops)}FLOP without rules"
+    if not part.operator:
+        return f"skipped     nothing: all scores are computed, and some are hidden; {saved}"
+    if not (cell.br and cell.bc):
+        pairs = 100 - 100 * sum(map(len, seen)) / sum(map(len, without.seen))
+        return f"skipped     {pairs:.3g} % of the pairs of a query and a key; {saved}"
+    ruled, all_keys = (list(map(len, rules.together(each.seen, cell.br))) for each in (cell, without))
+    tiles, all_tiles = (sum(-(-keys // cell.bc) for keys in each) for each in (ruled, all_keys))
+    row = cell.batch * cell.heads * 2 * FLOAT_BYTES * cell.d
+    return (
+        f"skipped     {all_tiles - tiles} of {all_tiles} tiles of {cell.br} x {cell.bc}; {saved}\n"
+        f"            {size_text(row * sum(ruled))} of K and V for the tiles that are read, "
+        f"{size_text(row * sum(all_keys))} without rules\n"
+        f"            {100 * sum(map(len, seen)) / computed(cell):.3g} % of the scores computed are seen"
+    )
+
+
+def computed(cell: Cell) -> int:
+    """The scores of a head that part 4 computes: a strip's queries begin together, and end by vectors."""
+    seen, block, count = cell.seen, block_of(cell.simd), 0
+    assert cell.br
+    for i in range(0, cell.N, cell.br):
+        for r in range(i, min(i + cell.br, cell.N), block.panel):
+            strip = seen[r : min(r + block.panel, i + cell.br)]
+            rows = len(strip) if "documents" in str(cell.rules) else block.lanes
+            begin, ends = min(keys.start for keys in strip), rules.together(strip, rows)
+            count += sum(ends[n // rows].stop - begin for n in range(len(strip)))
+    return count
 
 
 def bound_text(limits: Sequence[Limit]) -> str:

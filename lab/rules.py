@@ -53,8 +53,16 @@ def example(
     return {name: value for name, value in found.items() if value is not None}
 
 
-def pairs(N: int, causal: bool, window: int | None = None, documents: int | None = None, **_: Any) -> int:
-    """The pairs of a query and a key that it sees, of N each."""
+def text(given: dict[str, Any]) -> str:
+    """What parse() takes for these options of example()."""
+    rules = (name if value is True else f"{name}={value}" for name, value in given.items() if value)
+    return "+".join(rules) or "none"
+
+
+def seen(
+    N: int, causal: bool, window: int | None = None, documents: int | None = None, **_: Any
+) -> list[range]:
+    """The keys that each of N queries sees, of N."""
     i = torch.arange(N)
     begin, end = torch.zeros(N, dtype=torch.int64), torch.full((N,), N)
     if window is not None:
@@ -63,7 +71,15 @@ def pairs(N: int, causal: bool, window: int | None = None, documents: int | None
         first = i // documents * documents
         begin, end = torch.maximum(begin, first), torch.minimum(end, first + documents)
     end = torch.minimum(end, i + 1) if causal else end
-    return int((end.clamp(max=N) - begin.clamp(min=0)).sum())
+    return list(map(range, begin.clamp(min=0).tolist(), end.clamp(max=N).tolist()))
+
+
+def together(keys: list[range], rows: int) -> list[range]:
+    """The keys that any query of a tile sees, for tiles of so many queries."""
+    return [
+        range(min(k.start for k in keys[i : i + rows]), max(k.stop for k in keys[i : i + rows]))
+        for i in range(0, len(keys), rows)
+    ]
 
 
 def exact(tensors: list[torch.Tensor], text: str, causal: bool) -> torch.Tensor:

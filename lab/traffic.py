@@ -39,7 +39,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Case:
-    """One call: q is (heads, Nq, d), k and v are (heads, Nk, d), heads = B H. br, bc: the tile, if any."""
+    """One call: q is (heads, Nq, d), k and v are (heads, Nk, d), heads = B H. br, bc: the tile, if any.
+
+    keys: the mean number of keys that a query sees by rules; 0 without rules.
+    """
 
     Nq: int
     Nk: int
@@ -50,11 +53,22 @@ class Case:
     bc: int = 256
     threads: int = 1
     dtype: Dtype = Dtype.FP32
+    keys: float = 0
 
     @property
     def seen(self) -> float:
         """The mean number of keys that a query sees."""
-        return self.Nk - (self.Nq - 1) / 2 if self.causal else self.Nk
+        unruled = self.Nk - (self.Nq - 1) / 2 if self.causal else self.Nk
+        return self.keys if self.keys else unruled
+
+    @property
+    def span(self) -> float:
+        """The keys of neighbouring queries."""
+        return self.keys if self.keys else self.Nk
+
+    def reach(self, rows: int) -> float:
+        """The mean number of keys that a tile of so many queries sees, about."""
+        return min(self.Nk, self.keys + rows - 1) if self.keys else self.seen
 
     @property
     def flops(self) -> float:
@@ -152,19 +166,19 @@ def part0(case: Case, block: Block) -> Iterator[Stream]:
 def part1(case: Case, block: Block) -> Iterator[Stream]:
     """Each query reads all of K. Each number of the output reads a column of V and a row of S."""
     Nq, d, K = case.Nq, case.d, case.K
-    S, row, column = Nq * case.seen, case.Nk, walk(case.Nk, d)
+    S, row, column = Nq * case.seen, case.span, walk(case.span, d)
     moved = S * d
     yield Stream("Q", case.Q)
-    yield Stream("K", K, [(K, moved)])
+    yield Stream("K", K, [(row * d, moved)])
     # written, normalised, and read for V, one row for each of d columns
     yield Stream("S", S, [(S + K, 3 * S), (row + column, (2 + d) * S), (row, (4 + d) * S)], True)
-    yield Stream("V", K, [(K + row, moved), (row + column, moved * min(LINE, d))])
+    yield Stream("V", K, [(row * d + row, moved), (row + column, moved * min(LINE, d))])
     yield Stream("O", case.Q)
 
 
 def part2(case: Case, block: Block) -> Iterator[Stream]:
     """S in tiles of T keys, each tile of K transposed once; then O in tiles of T queries, each reading V."""
-    Nq, d, n, Q = case.Nq, case.d, case.seen, case.Q
+    Nq, d, n, Q = case.Nq, case.d, case.reach(block.part2_tile), case.Q
     T, depth, panel = block.part2_tile, min(d, block.part2_depth), block.panel
     V, S = n * d, Nq * n
     chunks = math.ceil(d / block.part2_depth)
@@ -187,9 +201,9 @@ def part2(case: Case, block: Block) -> Iterator[Stream]:
 
 def part3(case: Case, block: Block) -> Iterator[Stream]:
     """Each query reads all of K, then all of V; its row of S lies between them."""
-    K, row, S = case.K, case.Nk, case.Nq * case.seen
+    K, row, S = case.span * case.d, case.span, case.Nq * case.seen
     again = [(2 * K + row, S * case.d)]
-    least = case.threads * K  # each thread has its own cache
+    least = case.threads * case.K  # each thread has its own cache
     yield Stream("Q", case.Q)
     yield Stream("K", least, again)
     # written after K, read for the maximum, read with V
@@ -200,8 +214,9 @@ def part3(case: Case, block: Block) -> Iterator[Stream]:
 
 def part4(case: Case, block: Block) -> Iterator[Stream]:
     """Each tile of Br queries reads all of K and V, in tiles of Bc keys that all its strips share."""
-    d, n, Q, Br, Bc = case.d, case.seen, case.Q, case.Br, case.Bc
+    d, Q, Br, Bc = case.d, case.Q, case.Br, case.Bc
     panel, step = block.panel, block.part4_step
+    n = case.reach(min(panel, Br))
     K, S = n * d, case.Nq * n
     Tr, strips = math.ceil(case.Nq / Br), math.ceil(Br / panel)
     state = 2 * Br * d  # Qt and Ot
@@ -209,7 +224,8 @@ def part4(case: Case, block: Block) -> Iterator[Stream]:
     strip = 2 * min(Br, panel) * d + St  # Qt, Ot and St
     few = St + walk(min(step, Bc), d)
     # read by each tile, and in it by each strip; V by walks down a few columns, part of a line
-    tile, each_strip = (2 * K + state, Tr * K), (2 * Bc * d + strip, Tr * strips * K)
+    of_tile = case.reach(Br) * d
+    tile, each_strip = (2 * of_tile + state, Tr * of_tile), (2 * Bc * d + strip, Tr * strips * K)
     least = min(case.threads, Tr) * case.K  # each thread has its own cache
     yield Stream("Q", Q)
     yield Stream("K", least, [tile, each_strip])

@@ -18,6 +18,7 @@ ARCH = "Explain the kernel for this architecture without measuring it; needs no 
 @options.size("-d", "d", "Head width.", most=options.WIDEST_HEAD, default=32)
 @options.tiles(default="auto")
 @options.flag("--causal", "Use a causal mask.")
+@options.rules
 @options.size("--heads", "Number of heads.", most=options.MOST_HEADS, show_default="4; 1 on CUDA")
 @options.one_thread
 @options.simd
@@ -40,7 +41,9 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     from shakespeare.lab.bench.cell import Cell
 
     sizes |= {name: sizes[name] or size for name, size in DEFAULTS[device].items()}
+    given = {rule: sizes.pop(rule) for rule in options.RULES}
     if device != "cpu":
+        options.refuse(options.RULES, f"does not go with --device {device}")
         if part != "part4":
             raise click.UsageError(f"PART is {part}; it must be part4 with --device {device}")
         asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
@@ -55,10 +58,12 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
 
             on_cuda.explain(cell, click.echo, kernel, arch)
         return
+    from shakespeare.lab import rules
     from shakespeare.lab.explain import explain as explained
 
     lists = {"lengths": "N", "widths": "d", "masks": "causal", "simds": "simd"}
     lists |= {name: name for name in ("br", "bc", "threads")}
     sizes |= {name: [sizes.pop(size)] for name, size in lists.items()}
+    sizes["rules"] = [rules.text(given)]
     (cell,) = plan([part], **sizes)
     explained(cell, click.echo, cachegrind)

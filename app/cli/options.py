@@ -292,6 +292,16 @@ CPU_ONLY = ("threads", "simd", "simds", "cachegrind", "tune", "budget", "show")
 CUDA_ONLY = ("arch", "cuda_queries", "l2s")
 
 
+RULES = ("window", "softcap", "alibi", "sinks", "documents")
+rules = all_of(
+    size("--window", "Keys to each side of a query that it sees.", default=None),
+    number("--softcap", "Bound of the scores, by tanh.", most=1e6, above=True, default=None),
+    flag("--alibi", "Subtract a slope for each head times the distance of a key."),
+    flag("--sinks", "Add a logit of 0 for each head to the softmax."),
+    size("--documents", "Keys of a document; a query sees its own only.", default=None),
+)
+
+
 def tiles(**settings) -> Decorator:
     """-br and -bc; None stands for 'auto'."""
     return all_of(

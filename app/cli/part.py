@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
 WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
-RULES = {"window", "softcap", "alibi", "sinks", "documents", "score_mod"}
+RULES = {*options.RULES, "score_mod"}
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again", *RULES}
 NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype", *RULES}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
@@ -42,11 +42,7 @@ test_options = options.all_of(
     options.device,
     options.kernel,
     options.flag("--causal", "Use a causal mask in the test; the model always uses one."),
-    options.size("--window", "Keys to each side of a query that it sees.", default=None),
-    options.number("--softcap", "Bound of the scores, by tanh.", most=1e6, above=True, default=None),
-    options.flag("--alibi", "Subtract a slope for each head times the distance of a key."),
-    options.flag("--sinks", "Add a logit of 0 for each head to the softmax."),
-    options.size("--documents", "Keys of a document; a query sees its own only.", default=None),
+    options.rules,
     options.file(
         "--score-mod", "C++ header with a change of the scores: float score(float s, At at).", exists=True
     ),

@@ -1,6 +1,7 @@
 """A cell of a sweep: one contender at one size, tile, mask and number of threads."""
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from shakespeare.attention_ext import AUTO, extension
@@ -44,6 +45,11 @@ class Cell:
         return found
 
     @property
+    def seen(self) -> list[range]:
+        """The keys that each query sees, by the rules."""
+        return rules.seen(self.N, self.causal, **rules.parse(self.rules or "none"))
+
+    @property
     def by_amx(self) -> bool:
         """Whether AMX computes this on a processor that has it; assumed for PyTorch's SDPA."""
         if self.device != "cpu" or self.dtype != Dtype.BF16:
@@ -66,10 +72,7 @@ class Cell:
     @property
     def flops(self) -> float:
         """Useful floating-point operations of one call."""
-        case = self.case()
-        if self.rules is None:
-            return case.flops
-        return 4 * case.heads * self.d * rules.pairs(self.N, self.causal, **rules.parse(self.rules))
+        return self.case().flops
 
     @property
     def memory(self) -> int:
@@ -91,4 +94,6 @@ class Cell:
         """The call, for lab.traffic. heads: by default all of the batch. threads: by default the cell's."""
         sizes = self.queries, self.N, self.d, heads or self.batch * self.heads, self.causal
         tile: dict[str, Any] = {"br": self.br, "bc": self.bc} if self.br and self.bc else {}
+        if self.rules:
+            tile["keys"] = fmean(map(len, self.seen))
         return Case(*sizes, threads=threads or self.threads, dtype=Dtype(self.dtype), **tile)

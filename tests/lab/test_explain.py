@@ -3,11 +3,14 @@
 import re
 
 import pytest
+import torch
 
 from shakespeare.attention_ext import PARTS, extension
 from shakespeare.attention_ext.processor import caches
 from shakespeare.lab import counters, machine
+from shakespeare.lab.bench.cases import plan
 from shakespeare.lab.costs import block_of
+from shakespeare.lab.explain import computed, skipped_text
 from shakespeare.lab.text import size_text
 from shakespeare.lab.traffic import Case, streams, traffic
 
@@ -34,6 +37,37 @@ def test_each_part_is_explained(cli, part, monkeypatch):
     assert limits["the FMA peak"] == pytest.approx(4 * 4 * 24 * pairs / 1e8, rel=0.01)
     assert re.search(r"^measured    [\d.]+ ms", done.stdout, re.M)
     assert ("misses " in done.stdout) == (PARTS[part].operator is not None)
+
+
+@pytest.mark.parametrize("rule, causal", [("window=16", True), ("documents=20+alibi", False)])
+def test_what_rules_skip(rule, causal):
+    """Against the pairs of a query and a key that it sees, one by one; and alone no query computes more."""
+    i, j = torch.arange(96)[:, None], torch.arange(96)
+    shown = (i - j).abs() <= 16 if causal else i // 20 == j // 20
+    shown = shown & (j <= i) if causal else shown
+    sizes = {"masks": (causal,), "rules": (rule,), "lengths": (96,)}
+    cell, alone = (plan(["part4"], br=(side,), bc=(8,), **sizes)[0] for side in (32, 1))
+    assert cell.flops == pytest.approx(4 * 4 * 32 * shown.sum().item())
+    rows = [tile.any(0).nonzero().flatten() for tile in shown.split(32)]
+    read = sum(-(-int(keys[-1] + 1 - keys[0]) // 8) for keys in rows)
+    whole = (4 + 8 + 12) if causal else 3 * 12
+    assert f"skipped     {whole - read} of {whole} tiles of 32 x 8; " in skipped_text(cell)
+    assert "100 % of the scores computed are seen" in skipped_text(alone)
+    assert shown.sum() < computed(cell) < 96 * 96 and computed(alone) == shown.sum()
+    (third,) = plan(["part3"], **sizes)
+    share = 1 - shown.sum().item() / (96 * 97 / 2 if causal else 96 * 96)
+    assert f"skipped     {100 * share:.3g} % of the pairs" in skipped_text(third)
+
+
+def test_rules_are_explained(cli, failed):
+    text = cli("explain", "part4", "-N", 96, "--window", 5, "--softcap", 3).stdout
+    assert "no mask, window=5+softcap=3.0, 1 thread" in text and "skipped     " in text
+    text = cli("explain", "part0", "-N", 96, "--sinks").stdout
+    assert "skipped     nothing: " in text and "misses" not in text
+    assert "--cachegrind does not go with rules" in failed("explain", "part4", "--alibi", "--cachegrind")
+    assert "--window does not go with --device webgpu" in failed(
+        "explain", "part4", "--window", 5, "--device", "webgpu"
+    )
 
 
 def test_bfloat16_is_explained(cli, failed):
