@@ -320,6 +320,10 @@ const scenarios = {
         titles,
       );
     }
+    const before = await page.getAttribute("#tiles-at", "max");
+    await set("left", 4);
+    await until("the window", (max) => document.getElementById("tiles-at").max !== max, before);
+    made.part4.ruled = await page.$$eval("#bytes td", (cells) => cells.map((cell) => cell.textContent));
     await set("tiles-at", 0);
     await page.click("#tiles-play");
     await until("the next frames", () => document.getElementById("tiles-at").value > 1);

@@ -86,19 +86,19 @@ const calls = {
   lost({ part, sizes }) {
     const nest = new PartNest(part, sizes),
       frames = [...nest.frames()];
-    return frames.map(({ title, touched, makes, area }) => {
+    return frames.map(({ title, touched, makes, area, base }) => {
       const ofS = touched.filter(({ m }) => m === "S"),
         made = new Set(ofS.flatMap(({ i, c0, c1 }) => range(c0, c1).map((c) => `${i} ${c}`))),
         [i0, i1, j0, j1] = makes ? area : [0, 0, 0, 0];
-      const all = range(i0, i1).flatMap((i) => range(j0, Math.min(j1, i + 1)).map((j) => [i, j]));
-      const at = (i, j) => board.scoreAt(nest.matrices.S, nest.isTurned, i, j).join(" ");
+      const all = range(i0, i1).flatMap((i) => range(Math.max(j0, i - (sizes.left ?? i)), Math.min(j1, i + 1)).map((j) => [i, j]));
+      const at = (i, j) => board.scoreAt(nest.matrices.S, nest.isTurned, base, i, j).join(" ");
       const lost = all.filter(([i, j]) => !made.has(at(i, j)));
       return { title, lost: lost.length };
     });
   },
-  online({ layer, head, T, d, i, bc }) {
-    const { S, P, O } = formulas.results(session.heads({ layer, head }), T, d);
-    return { history: formulas.online(S, T, i, bc), S: Array.from(S), P: Array.from(P), O: Array.from(O) };
+  online({ layer, head, T, d, i, ...sizes }) {
+    const { S, P, O } = formulas.results(session.heads({ layer, head }), T, d, sizes.left);
+    return { history: formulas.online(S, i, { N: T, ...sizes }), S: Array.from(S), P: Array.from(P), O: Array.from(O) };
   },
   parse: ({ fragment }) => state.parse(fragment),
   command: ({ choices, own }) => state.commandFor({ ...state.parse("").choices, ...choices }, own),

@@ -172,6 +172,8 @@ def test_tiles_shows_every_part(visit):
         assert shown["bytes"][0] == shown["bytes"][2] and shown["bytes"][1] == shown["bytes"][3]  # at the end
         assert bool(shown["online"]) == (part == "part4")
     assert re.match(r"m = -?\d", made["part4"]["online"])
+    in_all, ruled = (made["part4"][name][2:4] for name in ("bytes", "ruled"))
+    assert all(a != b for a, b in zip(in_all, ruled))  # a window skips tiles
 
 
 def test_a_script_is_shown_as_a_part_is_and_shared_by_its_address(visit):

@@ -5,12 +5,14 @@ import random
 import re
 import shlex
 import sys
+from statistics import fmean
 
 import pytest
 import torch
 from support import naming, printed
 
 from shakespeare.generation.sampling import NUMBERS
+from shakespeare.lab import rules
 from shakespeare.web import build
 
 KERNELS = ("part1", "part2", "part3", "part4")
@@ -19,6 +21,7 @@ SIZES = [
     {"N": N, "d": 32, "Br": br, "Bc": bc, "rows": 4}
     for N, br, bc in ((1, 1, 1), (13, 4, 5), (32, 8, 8), (48, 48, 1))
 ]
+SIZES += [sizes | {"left": left} for sizes in SIZES[1:3] for left in (0, 5, 31)]
 PLENTY = 1 << 20
 
 
@@ -28,7 +31,8 @@ def test_the_frames_compute_every_score_and_every_output(node, part):
         walk, N = node("walk", part=part, sizes=sizes, l1=PLENTY, l2=PLENTY), sizes["N"]
         moved = [inner for inner, _ in walk["bytes"]]
         with naming(sizes):
-            assert walk["computed"] == [N * (N + 1) // 2] * 2 + [N, N]
+            seen = sum(min(i, sizes.get("left", i)) + 1 for i in range(N))
+            assert walk["computed"] == [seen, seen, N, N]
             assert moved == sorted(moved) and moved[-1] >= 4 * 64 * (N * 32 // 16)  # Q, K, V and O come in
             for frame in node("lost", part=part, sizes=sizes):
                 assert frame["lost"] == 0, frame["title"]
@@ -45,14 +49,18 @@ def test_the_anchors_are_in_the_source_once(node, part):
 def test_the_caches_take_in_about_what_explain_counts(node, part):
     """Equal where everything fits, but for what is counted as whole lines; else within a factor of 2.7."""
     for sizes, cache in itertools.product(
-        SIZES[2:3] + [{"N": 48, "d": 32, "Br": 16, "Bc": 8, "rows": 4}], (1024, 2048, 4096, 8192, PLENTY)
+        SIZES[2:3] + [{"N": 48, "d": 32, "Br": 16, "Bc": 8, "rows": 4, "left": n} for n in (20, 47)],
+        (1024, 2048, 4096, 8192, PLENTY),
     ):
         block = {"lanes": 4, "panel": sizes["Br"], "rows": 4}
         block |= {"part2_tile": sizes["Br"], "part2_depth": 64, "part4_step": sizes["Bc"]}
         call = (sizes["N"], sizes["N"], 32, 1, True, sizes["Br"], sizes["Bc"])
+        ruled = sizes.get("left") == 20  # its count knows no whole lines and no edges
+        if ruled:
+            call += (1, "fp32", fmean(map(len, rules.seen(48, True, 20))))
         counted = sum(node("traffic", part=part, of=call, block=block, cache=cache))
         came, _ = node("walk", part=part, sizes=sizes, l1=cache, l2=PLENTY)["bytes"][-1]
-        low, high = (0.99, 1.07) if cache == PLENTY else (1 / 2.7, 2.7)
+        low, high = (0.99, 1.07) if cache == PLENTY and not ruled else (1 / 2.7, 2.7)
         assert low <= came / counted <= high, (sizes, cache, came, counted)
 
 
@@ -137,13 +145,17 @@ def test_m_and_l_are_the_rows_maximum_and_sum(node):
     node.load("shakes128")
     text, T, bc = "GLOUCESTER:\nNow is the winter", 29, 4
     node("observe", text=text)
-    made = node("online", layer=1, head=2, T=T, d=32, i=20, bc=bc)
-    scores = torch.tensor(made["S"], dtype=torch.float64).view(T, T)[20, :21]
-    assert len(made["history"]) == 6
-    for tile, state in enumerate(made["history"]):
-        seen = scores[: (tile + 1) * bc]
-        assert state["m"] == pytest.approx(seen.max().item())
-        assert state["l"] == pytest.approx((seen - seen.max()).exp().sum().item())
+    for left, tiles, first in ((2, 2, 14), (T, 6, 0)):  # the first key of queries 16 to 23
+        made = node("online", layer=1, head=2, T=T, d=32, i=20, Br=8, Bc=bc, left=left)
+        scores = torch.tensor(made["S"], dtype=torch.float64).view(T, T)[20, :21]
+        assert len(made["history"]) == tiles
+        for tile, state in enumerate(made["history"]):
+            seen = scores[max(first, 20 - left) : first + (tile + 1) * bc]
+            if not len(seen):  # the row's window has not begun
+                assert (state["l"], state["correction"]) == (0, 1)
+                continue
+            assert state["m"] == pytest.approx(seen.max().item())
+            assert state["l"] == pytest.approx((seen - seen.max()).exp().sum().item())
     weights = torch.tensor(node("weights", layer=1, head=2)).view(T, T)
     P = torch.tensor(made["P"]).view(T, T)
     assert torch.allclose(P, weights, atol=1e-6)

@@ -21,13 +21,15 @@ function fit(canvas, isSquare) {
   return { pen, width, height };
 }
 
-// The cell of query i and key j in S (rows, columns). S may have keys as rows, and may hold one tile only.
-export function scoreAt([rows, columns], isTurned, i, j) {
-  return isTurned ? [j % rows, i % columns] : [i % rows, j % columns];
+// The cell of query i and key j in S (rows, columns), which begins with `base`. S may have keys as rows, and may hold one
+// tile only.
+export function scoreAt([rows, columns], isTurned, base, i, j) {
+  const [y, x] = [i, j].map((at, n) => Math.abs(at - base[n]));
+  return isTurned ? [x % rows, y % columns] : [y % rows, x % columns];
 }
 
-// view: {N, d, heads: {q, k, v}, results: {S, P, O}, boxes, matrices: {name: [rows, columns]}, isTurned,
-// kinds (N N): "", "scores" or "weights", progress (N): share of O, weightOf(i, j), place(m, i, c): 0-2}.
+// view: {N, d, left, heads: {q, k, v}, results: {S, P, O}, boxes, matrices: {name: [rows, columns]}, isTurned,
+// base: of S, kinds (N N): "", "scores" or "weights", progress (N): share of O, weightOf(i, j), place(m, i, c): 0-2}.
 export function draw(canvas, view) {
   const { N, d, heads, results, kinds } = view,
     scratch = Object.entries(view.matrices).filter(([m]) => !["Q", "K", "V", "O", "S"].includes(m));
@@ -79,9 +81,9 @@ export function draw(canvas, view) {
     if (kind) {
       const isScore = kind === "scores",
         share = isScore ? Math.abs(results.S[i * N + j]) / largest : view.weightOf(i, j);
-      const dark = shade("S", ...scoreAt(view.matrices.S, view.isTurned, i, j)) * (0.2 + 0.8 * Math.sqrt(share));
+      const dark = shade("S", ...scoreAt(view.matrices.S, view.isTurned, view.base, i, j)) * (0.2 + 0.8 * Math.sqrt(share));
       cell("S", i, j, css(isScore ? ink : red, dark));
-    } else if (j <= i) cell("S", i, j, css(rule, 0.35));
+    } else if (j <= i && i - j <= view.left) cell("S", i, j, css(rule, 0.35));
   });
   pen.lineWidth = Math.max(1.5, size / 3);
   for (const [m, { r, c, w }] of Object.entries(view.boxes)) {
@@ -114,7 +116,7 @@ export function drawRow(canvas, history, now) {
     each = (width - 2 * pad) / history.length;
   const [red, blue] = ["--red", "--blue"].map(colour);
   const ms = history.map(({ m }) => m),
-    low = Math.min(...ms),
+    low = Math.min(...ms.filter(Number.isFinite)),
     range = Math.max(...ms) - low,
     tall = Math.max(...history.map(({ l }) => l));
   const x = (j) => pad + (j + 0.5) * each,

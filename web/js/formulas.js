@@ -1,4 +1,4 @@
-// The formulas of attention for one head, with a causal mask and scaled scores.
+// The formulas of attention for one head, with a causal mask, a window and scaled scores.
 
 export function softmax(logits) {
   const m = Math.max(...logits),
@@ -8,32 +8,33 @@ export function softmax(logits) {
 }
 
 // S (N, N) scaled scores, P (N, N) weights, O (N, d).
-export function results({ q, k, v }, N, d) {
+export function results({ q, k, v }, N, d, left = N) {
   const S = new Float64Array(N * N),
     P = new Float64Array(N * N),
     O = new Float64Array(N * d),
     scale = 1 / Math.sqrt(d);
   for (let i = 0; i < N; i++) {
-    for (let j = 0; j <= i; j++) {
+    const from = Math.max(0, i - left);
+    for (let j = from; j <= i; j++) {
       for (let c = 0; c < d; c++) S[i * N + j] += scale * q[i * d + c] * k[j * d + c];
     }
-    P.set(softmax(S.subarray(i * N, i * N + i + 1)), i * N);
-    for (let j = 0; j <= i; j++) {
+    P.set(softmax(S.subarray(i * N + from, i * N + i + 1)), i * N + from);
+    for (let j = from; j <= i; j++) {
       for (let c = 0; c < d; c++) O[i * d + c] += P[i * N + j] * v[j * d + c];
     }
   }
   return { S, P, O };
 }
 
-// A row's running m and l after each visible tile of Bc keys: [{m, l, correction}].
-export function online(S, N, i, Bc) {
+// A row's running m and l after each of its tiles of Bc keys: [{m, l, correction}].
+export function online(S, i, { N, Br, Bc, left = N }) {
   const made = [];
   let m = -Infinity,
     l = 0;
-  for (let j0 = 0; j0 <= i; j0 += Bc) {
-    const tile = S.subarray(i * N + j0, i * N + Math.min(j0 + Bc, i + 1)),
+  for (let j0 = Math.max(0, i - (i % Br) - left); j0 <= i; j0 += Bc) {
+    const tile = S.subarray(i * N + Math.max(j0, i - left), i * N + Math.min(j0 + Bc, i + 1)),
       now = Math.max(m, ...tile);
-    const correction = Math.exp(m - now);
+    const correction = m === now ? 1 : Math.exp(m - now); // both are -Infinity before the row's window
     l = tile.reduce((sum, s) => sum + Math.exp(s - now), l * correction);
     m = now;
     made.push({ m, l, correction });

@@ -2,7 +2,7 @@
 // A script may come from a link: it calls only what this file defines, and its steps are limited.
 // A frame: {name, title: with the loops' queries and keys, text, anchors: pieces of C++ lines, lines: numbers
 // in the script, queries: of the loops, area: its scores, [i0, i1, j0, j1], makes: what they become, "scores"
-// or "weights", frees: whether it drops all earlier scores, touched: the accesses in the loops' order}.
+// or "weights", base: S's first query and key, frees: whether it drops all earlier scores, touched: the accesses in the loops' order}.
 // An access {m, i, c0, c1, w} is the columns [c0, c1) of row i of matrix m; w: written.
 
 const MOST = { steps: 1_000_000, frames: 5000, floats: 1 << 14 };
@@ -28,8 +28,14 @@ const FUNCTIONS = {
   first: (run, x) => run.span(x).a,
   end: (run, x) => run.span(x).b,
   size: (run, x) => size(run.span(x)),
-  seen: (run, i) => span(0, run.counted(i, "query").b, "key"),
-  seeing: (run, j) => span(run.counted(j, "key").a, run.N, "query"),
+  seen(run, i) {
+    const { a, b } = run.counted(i, "query");
+    return span(Math.max(0, a - run.left), b, "key");
+  },
+  seeing(run, j) {
+    const { a, b } = run.counted(j, "key");
+    return span(a, Math.min(run.N, b + run.left), "query");
+  },
   min: (run, x, y) => Math.min(run.number(x), run.number(y)),
   max: (run, x, y) => Math.max(run.number(x), run.number(y)),
 };
@@ -212,11 +218,11 @@ function parsed(lines, indent) {
 const range = ({ a, b }) => `${a}:${b}`;
 const named = (one, several, { a, b }) => (b - a === 1 ? `${one} ${b}` : `${several} ${a + 1} to ${b}`);
 
-// The walk of a script. Raises ScriptError. `matrices` is known from the start; computed() and `isTurned`,
+// The walk of a script. left: keys before its own that a query sees. Raises ScriptError. `matrices` is known from the start; computed() and `isTurned`,
 // whether S has keys as rows, after the last frame. rows: those of a product of the kernels at a time.
 export class Nest {
-  constructor(script, { N, d, Br, Bc, rows: R }, most = MOST) {
-    Object.assign(this, { N, d, most, steps: 0, count: 0, scope: {}, isTurned: false });
+  constructor(script, { N, d, Br, Bc, rows: R, left = N }, most = MOST) {
+    Object.assign(this, { N, d, left, most, steps: 0, count: 0, scope: {}, isTurned: false });
     this.matrices = Object.fromEntries(["Q", "K", "V", "O"].map((name) => [name, [N, d]]));
     this.names = new Map(Object.entries({ N, d, Br, Bc, R, Q: "Q", K: "K", V: "V", O: "O" })); // a text: a matrix
     this.given = new Set(this.names.keys());
@@ -392,17 +398,19 @@ export class Nest {
       [i, j] = isTurned ? [of(c, "query"), of(r, "key")] : [of(r, "query"), of(c, "key")];
     if (!i || !j) return;
     this.isTurned = isTurned;
+    frame.base = isTurned ? [c.base, r.base] : [r.base, c.base];
     const [i0, i1, j0, j1] = frame.area ?? [i.a, i.b, j.a, j.b];
     frame.area = [Math.min(i0, i.a), Math.max(i1, i.b), Math.min(j0, j.a), Math.max(j1, j.b)];
     if (makes) frame.makes = makes;
     if (makes !== "scores") return;
     frame.frees = !isWhole; // the tile before is overwritten
-    for (let n = i.a; n < i.b; n++) this.scores.fill(1, n * N + j.a, n * N + Math.max(j.a, Math.min(j.b, n + 1)));
+    for (let n = i.a; n < i.b; n++) this.scores.fill(1, n * N + Math.max(j.a, n - this.left), n * N + Math.min(j.b, n + 1));
   }
 
-  // [scores, those of the causal mask, rows of O that were written, all rows]
+  // [scores, those of the mask, rows of O that were written, all rows]
   computed() {
     const sum = (flags) => flags.reduce((all, flag) => all + flag, 0);
-    return [sum(this.scores), (this.N * (this.N + 1)) / 2, sum(this.outputs), this.N];
+    const seen = Array.from(this.outputs, (_, i) => Math.min(i, this.left) + 1);
+    return [sum(this.scores), sum(seen), sum(this.outputs), this.N];
   }
 }

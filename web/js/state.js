@@ -49,6 +49,7 @@ export const CHOICES = {
   n: oneOf([16, 32, 48], 32),
   br: number(8, 1, 48),
   bc: number(8, 1, 48),
+  left: number(47, 0, 47), // keys before its own that a query sees in Tiles
   l1: number(11, 9, 14), // log2 of the bytes
   l2: number(13, 11, 17),
   window: oneOf([256, 512, 1024], 1024),

@@ -83,7 +83,7 @@ export class TilesView extends Reading {
       heads = await this.call("heads", { layer, head });
     if (this.latest !== mine) return;
     const { T: N, d } = seen;
-    Object.assign(this, { N, d, heads, results: results(heads, N, d) });
+    Object.assign(this, { N, d, heads });
     $("tiles-head").value = `${layer},${head}`;
     this.make();
   }
@@ -101,16 +101,18 @@ export class TilesView extends Reading {
     const part = [...engine.parts.map(({ name }) => name), "script"].includes(choices.part) ? choices.part : "part4",
       Br = Math.min(choices.br, N),
       Bc = Math.min(choices.bc, N),
-      sizes = { N, d, Br, Bc, rows: block.rows },
+      left = Math.min(choices.left, N - 1),
+      sizes = { N, d, Br, Bc, left, rows: block.rows },
       l1 = 2 ** choices.l1,
       l2 = Math.max(l1, 2 ** choices.l2);
     $("br").max = $("bc").max = N;
+    $("left").max = N - 1;
     fill(choices);
     $("tiles-part").value = part;
     say("br-name", part === "part2" ? "T" : "Br");
     $("br").disabled = !["part2", "part4", "script"].includes(part);
     $("bc").disabled = !["part4", "script"].includes(part);
-    for (const [name, shown] of Object.entries({ br: Br, bc: Bc, l1: bytes(l1), l2: bytes(l2) })) say(`${name}-out`, shown);
+    for (const [name, shown] of Object.entries({ br: Br, bc: Bc, left: left < N - 1 ? `${left + 1} keys` : "all", l1: bytes(l1), l2: bytes(l2) })) say(`${name}-out`, shown);
     const mine = (this.made = {});
     await Promise.allSettled([this.making]);
     if (this.made !== mine) return;
@@ -118,12 +120,13 @@ export class TilesView extends Reading {
     const walk = await this.making;
     if (this.heads !== heads) return;
     const share = keep && this.frames ? this.at / this.frames.length : null;
-    Object.assign(this, { frames: null, part, script, sizes }, walk);
+    Object.assign(this, { frames: null, part, script, sizes, results: results(heads, N, d, left) }, walk);
     this.showCode();
     if (part === "script") this.judge(walk);
     if (!this.frames) return;
     const small = { ...block, part2_tile: Br, panel: Br, part4_step: Bc };
-    const counted = streams(part, new Case(N, N, d, 1, true, Br, Bc), small);
+    const keys = left < N - 1 ? walk.computed[1] / N : 0;
+    const counted = streams(part, new Case(N, N, d, 1, true, Br, Bc, 1, "fp32", keys), small);
     this.counted = counted && [l1, l2].map((cache) => traffic(counted, cache));
     $("online").hidden = part !== "part4";
     $("row").max = N - 1;
@@ -166,9 +169,9 @@ export class TilesView extends Reading {
     if (isChosen) this.page.choose({ frame: this.at });
     const now = this.frames[this.at],
       { places, bytes: moved, boxes } = now,
-      { N, d, heads, first, matrices, isTurned } = this;
+      { N, d, heads, first, matrices, isTurned, sizes: { left } } = this;
     draw($("board"), {
-      ...{ N, d, heads, matrices, isTurned, boxes, results: this.results },
+      ...{ N, d, left, heads, matrices, isTurned, boxes, results: this.results },
       ...this.stateAt(this.at),
       place: (m, i, c) => places[Math.floor((first[m] + i * matrices[m][1] + c) / LINE)],
       weightOf: (i, j) => this.weight(now, i, j),
@@ -190,26 +193,28 @@ export class TilesView extends Reading {
 
   // The kinds of S's cells and the progress of O's rows after a frame.
   stateAt(at) {
-    const { N } = this,
+    const { N, sizes: { left } } = this,
       kinds = Array(N * N).fill(""),
       progress = new Float32Array(N);
-    for (const { frees, makes, area, boxes } of this.frames.slice(0, at + 1)) {
+    let base = [0, 0];
+    for (const { frees, makes, area, boxes, base: begins = base } of this.frames.slice(0, at + 1)) {
+      base = begins;
       if (frees) kinds.fill("");
       if (makes) {
         const [i0, i1, j0, j1] = area;
-        for (let i = i0; i < i1; i++) kinds.fill(makes, i * N + j0, i * N + Math.max(j0, Math.min(j1, i + 1)));
+        for (let i = i0; i < i1; i++) kinds.fill(makes, i * N + Math.max(j0, i - left), i * N + Math.min(j1, i + 1));
       }
       const { O, V } = boxes; // a row of O is added up as far as V was read for it
       if (O?.w) progress.fill(Math.min(1, (V ? V.r[1] : N) / O.r[1]), ...O.r);
     }
-    return { kinds, progress };
+    return { kinds, progress, base };
   }
 
   // The weight of a cell: the final one, or in part 4 that with the current m.
   weight({ tile }, i, j) {
     const { N, results } = this;
     if (!tile) return results.P[i * N + j];
-    const history = online(results.S, N, i, this.sizes.Bc),
+    const history = online(results.S, i, this.sizes),
       now = Math.min(Math.max(0, tile[2]), history.length - 1);
     return Math.exp(results.S[i * N + j] - history[now].m);
   }
@@ -226,7 +231,7 @@ export class TilesView extends Reading {
     if (!this.frames?.[this.at].tile) return;
     const [i0, i1, tile] = this.frames[this.at].tile;
     const i = Number($("row").value);
-    const history = online(this.results.S, this.N, i, this.sizes.Bc);
+    const history = online(this.results.S, i, this.sizes);
     const now = i < i0 ? history.length - 1 : i >= i1 ? -1 : Math.min(tile, history.length - 1);
     say("row-out", `query ${i + 1}`);
     drawRow($("ml"), history, now);
