@@ -188,6 +188,16 @@ class Matrices(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in (*_strides, "group"))]
 
 
+class Window(ctypes.Structure):
+    """struct Rules of csrc/rules.h, of which a trial gives the window alone: left and right, 0 for causal."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("left", "right")),
+        *(("softcap", ctypes.c_float), ("tensors", ctypes.c_void_p * 3), ("strides", ctypes.c_int64 * 3)),
+        *(("more", ctypes.c_void_p * 3), ("apart", ctypes.c_bool), ("mod", ctypes.c_void_p)),
+    ]
+
+
 class Sizes(ctypes.Structure):
     """struct AttentionSizes of csrc/attention.h."""
 
@@ -257,8 +267,12 @@ class Native:
         *,
         threads: int = 1,
         scratch: Array | None = None,
+        window: int | None = None,
     ) -> Callable[[], None]:
-        """A call that writes into `into`, both by the struct's names. scratch: allocated by default."""
+        """A call that writes into `into`, both by the struct's names. scratch: allocated by default.
+
+        window: keys before its own that a query sees, of a causal call.
+        """
         given = {
             name: t if t.shape[-1] == 1 or t.strides[-1] == 4 else np.ascontiguousarray(t)
             for name, t in given.items()
@@ -269,10 +283,11 @@ class Native:
         sizes = B, H, Nq, Nk, d, causal, scale, min(TILE, Nq), min(TILE, Nk), threads
         strided = ("q", "k", "v", "dout")
         fields = {n: matrices(t) if n in strided else t.ctypes.data for n, t in {**given, **into}.items()}
-        call = self._struct(*sizes, **fields)
+        rules = window is not None and Window(left=window)
+        call = self._struct(*sizes, rules=ctypes.addressof(rules) if rules else None, **fields)
         function, pointers = self._run, (ctypes.byref(call), scratch.ctypes.data)
 
-        def run(kept: Any = (given, into, call, scratch)) -> None:
+        def run(kept: Any = (given, into, call, scratch, rules)) -> None:
             if why := function(*pointers):
                 raise RuntimeError(f"the kernel threw: {why.decode(errors='replace')}")
 

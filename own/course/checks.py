@@ -14,7 +14,6 @@ from shakespeare.lab.command import run
 from shakespeare.own import kernel as kernels
 from shakespeare.own.course.exercises import EXERCISES, Exercise, Failed, asked
 from shakespeare.own.trial import cases, judge, sanitizers, speed
-from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures, Size
 
 PYTHON_SECONDS = 120  # that the check of an exercise in PyTorch may take
@@ -104,12 +103,12 @@ def _attention(
     exercise: Exercise, file: Path, result: Result, checker: judge.Checker, seconds: float, seed: int
 ) -> Iterator[tuple[str, str]]:
     """Yield each stage that a kernel or its backward pass passes, with a note; raise Failed at another."""
-    backward = exercise.kind == "backward"
-    verdict = checker.check(file, seconds, seed, backward)
+    backward, windowed = exercise.kind == "backward", exercise.kind == "window"
+    verdict, every = checker.check(file, seconds, seed, backward, windowed), cases.seeded(0, windowed)
     checker.warm(file)
-    right = {case for i, case in enumerate(CASES) if i in verdict.passed or str(case) in verdict.skipped}
+    right = {case for i, case in enumerate(every) if i in verdict.passed or str(case) in verdict.skipped}
     for stage in ("plain", "causal", "awkward"):
-        wrong = [case for case in CASES if asked(stage, case) and case not in right]
+        wrong = [case for case in every if asked(stage, case, windowed) and case not in right]
         if wrong or not verdict.passed:
             raise Failed(verdict.why or f"wrong for {wrong[0]}")
         yield stage, ""

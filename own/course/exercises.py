@@ -22,6 +22,11 @@ OF_DECODER = {
     "memory": "no weight and no earlier key or value is changed",
     "fast": "as fast as {share:g} % of its matrix products alone",
 }
+OF_WINDOW = STAGES | {
+    "plain": "right without a window",
+    "causal": "right with a causal window, at even sizes",
+    "awkward": "right at awkward sizes too, where keys that no query sees hold NaN: they are not read",
+}
 PAGE = """\
 # {self.name}
 
@@ -99,6 +104,17 @@ then its O and lse
 S^T <- K Q^T for `queries` queries from r0 on
 m_new <- max(m, rowmax(S)), P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(P)
 O^T <- O^T diag(2^(m - m_new)) + V^T P^T, where query r sees the first `first + r` keys
+# 4-window attention_ext/csrc/cpu/part4_flash.cpp 20 window
+A window: query i sees the keys from i + Nk - Nq - left on, and no tile before them is read.
+- docs/learn/attention.md, Rules
+- attention_ext/csrc/rules.h: keys, staircase and change
+> const Range seen = tile.seen ... tile.store
+for key tiles j0, at most a.Bc keys, from the first key that any of the tile's queries sees to the last:
+    attend to K[j0..] and V[j0..]
+> const Range seen = a.keys(head, i0 + r0 ... continue;
+seen <- the keys that any query of the strip sees, which has its steps at seen.first, seen.first + step ...
+for the steps j that begin in [j0, j0 + a.Bc):  attend_step(r0, j, keys, first)
+query r of the strip sees the first `first + r` of them; if first is keys, a.change hides the others
 # 5-launches attention_ext/csrc/cuda/kernel1.cu 1 attention
 On a GPU: a launch for each tile of keys, with m, l and O in global memory in between.
 - docs/learn/gpu.md, kernel 1
@@ -239,7 +255,7 @@ class Exercise:
     @property
     def stages(self) -> dict[str, str]:
         """What each stage asks for, in order."""
-        texts = OF_DECODER if self.kind == "decoder" else STAGES
+        texts = {"decoder": OF_DECODER, "window": OF_WINDOW}.get(self.kind, STAGES)
         return {key: text.format(share=self.share) for key, text in texts.items()}
 
     def solution(self) -> str:
@@ -266,8 +282,10 @@ class Exercise:
         return PAGE.format(self=self, tools=tools, stages=stages)
 
 
-def asked(stage: str, case: Case) -> bool:
-    """Whether a stage of 'attention' or 'backward' asks for a case."""
+def asked(stage: str, case: Case, windowed: bool = False) -> bool:
+    """Whether a stage of 'attention' or 'backward', or of 'window', asks for a case."""
+    if stage == "plain" and windowed:
+        return case.window is None
     even = case.Nq == case.Nk in EVEN and case.threads == 1
     return {"plain": even and not case.causal, "causal": even and case.causal}.get(stage, True)
 

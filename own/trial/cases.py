@@ -23,6 +23,7 @@ class Case:
 
     scores: 'plain', 'large' (LARGE) or 'growing' (each key above those before it). fused: views of one matrix
     (B, N, 3 H d), as in the model. repeats: calls, each of which must be right. seed: of the inputs.
+    window: of a causal call, the keys before its own that a query sees; keys that no query sees hold NaN.
     """
 
     B: int
@@ -37,6 +38,7 @@ class Case:
     threads: int = 1
     repeats: int = 1
     seed: int = 0
+    window: int | None = None
 
     @property
     def applied(self) -> float:
@@ -51,12 +53,14 @@ class Case:
     def seen(self) -> NDArray[np.bool_]:
         """The mask (Nq, Nk): True where a query sees a key."""
         mask = np.ones((self.Nq, self.Nk), bool)
-        return np.tril(mask, self.Nk - self.Nq) if self.causal else mask
+        mask = np.tril(mask, self.Nk - self.Nq) if self.causal else mask
+        return mask if self.window is None else np.triu(mask, self.Nk - self.Nq - self.window)
 
     def __str__(self) -> str:
         heads = f"{self.B * self.H} head{'s' * (self.B * self.H > 1)}"
         rows = f"N = {self.Nk}" if self.Nq == self.Nk else f"Nq = {self.Nq}, Nk = {self.Nk}"
         words = [f"{heads} of {rows}, d = {self.d}", "causal" if self.causal else "no mask"]
+        words += [f"a window of {self.window}"] if self.window is not None else []
         words += [f"scale = {self.scale}"] if self.scale is not None else []
         words += [f"{self.scores} scores"] if self.scores != "plain" else []
         words += ["q, k and v strided as in the model"] if self.fused else []
@@ -98,9 +102,12 @@ CASES = (
 )
 
 
-def seeded(seed: int) -> list[Case]:
-    """The cases with inputs of a seed."""
-    return [replace(case, seed=seed) for case in CASES]
+WINDOWED = tuple(replace(case, window=case.Nq // 4) for case in CASES if case.causal)
+
+
+def seeded(seed: int, windowed: bool = False) -> list[Case]:
+    """The cases with inputs of a seed, also those with a window."""
+    return [replace(case, seed=seed) for case in CASES + WINDOWED * windowed]
 
 
 def seed_of(file: Path, secret: int | None) -> int:
@@ -156,6 +163,14 @@ def inputs(case: Case) -> list[Array]:
         k = np.ones_like(k) * rise[:, None] + np.float32(0.01) * k
         q *= np.float32(STEEP) / np.float32(np.abs(case.applied * q @ k.swapaxes(2, 3)).max())
     return [q, k, v]
+
+
+def given(case: Case) -> list[Array]:
+    """What a call is given: the inputs, with NaN for keys and values that no query sees."""
+    q, *kv = inputs(case)
+    if case.window is not None and (unseen := case.Nk - case.Nq - case.window) > 0:
+        kv = [np.concatenate([np.full_like(t[:, :, :unseen], np.nan), t[:, :, unseen:]], 2) for t in kv]
+    return [q, *kv]
 
 
 @functools.cache

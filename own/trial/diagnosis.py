@@ -61,6 +61,13 @@ class Subject(NamedTuple):
 
 def diagnose(run: Run, wrong: dict[Case, Floats], of: Subject) -> Finding | None:
     """The mistake that explains the wrong results, by case; None if none fits."""
+    for case, got in wrong.items():
+        if (
+            case.window is not None
+            and np.isnan(got).any()
+            and of.expected(case).allows(run(case, inputs=cases.inputs(case)))
+        ):
+            return Finding("mask", "keys that no query sees are read: they hold NaN")
     by_memory = (finding for case in reversed(wrong) if (finding := of_memory(run, case, of)))
     return next(by_memory, None) or of_precision(wrong, of) or of_guesses(wrong, of) or of_maximum(wrong)
 
@@ -188,6 +195,12 @@ def masks(case: Case) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
     i, j = np.indices((case.Nq, case.Nk))
     offset, rule = case.Nk - case.Nq, "query i sees the keys j <= i + (Nk - Nq)"
     first = "all rows of a tile see the keys of its first row: the last one sees most"
+    if case.window is not None:
+        yield (
+            "mask",
+            "the window is not applied: query i sees no key before i + Nk - Nq - left",
+            j <= i + offset,
+        )
     if case.causal:
         yield "mask", "the causal mask is not applied", j >= 0
         yield "mask", f"one key too few is seen: {rule}, its own too", j < i + offset
@@ -287,7 +300,7 @@ def guesses(case: Case) -> Guesses:
         yield from some(case, call)
 
 
-FORWARD = Subject("qkv", {"out": "q"}, cases.inputs, cases.expected, guesses)
+FORWARD = Subject("qkv", {"out": "q"}, cases.given, cases.expected, guesses)
 
 
 def of_maximum(wrong: Mapping[Case, Floats]) -> Finding | None:

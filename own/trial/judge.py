@@ -227,7 +227,7 @@ class Player:
         results = [t.copy() for t in shared]
         self._last = [*zip(shared, results)]
         for copy, (key, t) in zip(copies, whole.items()):
-            if not np.array_equal(copy, t):
+            if not np.array_equal(copy, t, equal_nan=True):
                 names = (name for name, view in inputs.items() if id(_base(view)) == key)
                 raise Wrong(Finding("inputs", f"the kernel writes into {' or '.join(names)}"))
         whole_result = results[0] if len(results) == 1 else np.concatenate(results, 2)
@@ -441,17 +441,19 @@ class Checker:
             self.close()
         self._player = self._player or Player(with_torch)
 
-    def check(self, file: Path, seconds: float, seed: int = 0, backward: bool = False) -> Verdict:
+    def check(
+        self, file: Path, seconds: float, seed: int = 0, backward: bool = False, windowed: bool = False
+    ) -> Verdict:
         """Try the kernel of a file, or its backward pass, with all cases.
 
-        seconds: that a call may take before it is endless. seed: of the inputs.
+        seconds: that a call may take before it is endless. seed: of the inputs. windowed: also with a window.
         """
         self.warm(file)
         player, source, verdict, limits = self._player, kernels.read(file), Verdict(backward=backward), []
         assert player
         of = BACKWARD if backward else FORWARD
         limits = [seconds + JIT_SECONDS * source.compiling]
-        every = enumerate(cases.seeded(seed))
+        every = enumerate(cases.seeded(seed, windowed))
         chosen = {case: n for n, case in every if source.simulated != "numba" or case.work <= SIMULATED_WORK}
         on_gpu = source.device == "cuda"
         seconds += JIT_SECONDS * (source.triton and on_gpu)  # it compiles for new sizes and tiles
@@ -461,6 +463,7 @@ class Checker:
         def run(case: Case, inputs: Sequence[Array] | None = None, **settings: Any) -> Floats:
             given = dict(zip(of.names, of.inputs(case) if inputs is None else inputs))
             asked: dict[str, Any] = {"causal": case.causal, "scale": case.applied, "threads": case.threads}
+            asked |= {"window": case.window} if windowed else {}
             limit = limits.pop() if limits else seconds
             return np.array(player.call(given, limit, **asked | settings)[0], np.float64)
 

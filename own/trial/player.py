@@ -61,8 +61,12 @@ class Caller:
         scale: float,
         threads: int = 1,
         scratch_fill: float | None = np.nan,
+        window: int | None = None,
     ) -> Callable[[], object]:
-        """What GO calls. scratch_fill: of new scratch, which ends where memory ends; None keeps the last."""
+        """What GO calls. scratch_fill: of new scratch, which ends where memory ends; None keeps the last.
+
+        window: in C++, as Native.prepared() takes it.
+        """
         kernel = self.kernel
         if isinstance(kernel, kernels.Native):
             (B, H, Nq, d), Nk = arrays["q"].shape, arrays["k"].shape[2]
@@ -71,7 +75,8 @@ class Caller:
                 self._scratch = guarded(floats, scratch_fill)
             elif len(self._scratch) != floats:
                 self._scratch = np.ones(floats, np.float32)
-            return kernel.prepared(arrays, into, causal, scale, threads=threads, scratch=self._scratch)
+            settings: Any = {"threads": threads, "scratch": self._scratch, "window": window}
+            return kernel.prepared(arrays, into, causal, scale, **settings)
         if self.source.device == "cuda":
             return self._on_gpu(arrays, into, (causal, scale))
         given: Sequence[Any] = [*arrays.values()]

@@ -11,7 +11,7 @@ from pathlib import Path
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab.command import run
-from shakespeare.own.trial.cases import CASES
+from shakespeare.own.trial.cases import CASES, WINDOWED
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.judge import environment
 from shakespeare.own.trial.verdict import Verdict
@@ -50,7 +50,7 @@ def sanitize(file: Path, verdict: Verdict, stop: Stop = None) -> None:
 def _address(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None]:
     calls = [*MEMORY]
     if verdict.wrong and verdict.case is not None:  # the case that crashed
-        case = CASES[verdict.case]
+        case = (CASES + WINDOWED)[verdict.case]
         calls.insert(0, (case.Nq, case.Nk, case.d, case.B * case.H, int(case.causal), case.threads))
     for sizes in calls:
         if finding := of_address_sanitizer(_said(file, "address", sizes, verdict.backward, stop), file.name):

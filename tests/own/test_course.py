@@ -89,11 +89,13 @@ def test_exercises_for_a_gpu_compile(nvrtc, tmp_path):
 def test_stages_are_lost_one_by_one(tmp_path, extension):
     """A mistake costs the stages from its own on; a crash and an endless loop are sentences."""
     named = {each.name: each for each in EXERCISES}
-    naive, backward = named["1-naive"], named["9-backward"]
+    naive, backward, window = named["1-naive"], named["9-backward"], named["4-window"]
     for exercise, old, new, passed, why in (
         (naive, "a.keys(head, i)", "Range{0, a.Nk}", 1, "mask"),
         (naive, "ldK = a.k.row_stride", "ldK = a.d", 2, "row_stride"),
         (naive, "float* S) {", "float* S) {\n    *(volatile int*)8 = 0;", 0, "crashed"),
+        (window, "a.change(", "if (0) a.change(", 1, "the window is not applied"),
+        (window, "a.change(", "St[0] += 0 * K[-j0 * ldK];\na.change(", 2, "no query sees are read"),
         (backward, "dq[:, :, i] += dSij @ Kj", "out += 0.5; dq[:, :, i] += dSij @ Kj", 0, "writes into out"),
         (backward, "Nq, d = q.shape[2:]", "import os; os._exit(0)", 0, "ended the program"),
     ):

@@ -57,7 +57,7 @@ def test_what_the_interpreter_takes_and_a_gpu_does_not(tmp_path):
 @with_triton
 def test_mistakes_are_found(tmp_path, monkeypatch):
     small = [case for case in CASES if case.work < MOST_WORK]
-    monkeypatch.setattr(judge.cases, "seeded", lambda seed: small)
+    monkeypatch.setattr(judge.cases, "seeded", lambda *_: small)
     with contextlib.closing(judge.Checker()) as checker:
         for old, new, kind in MISTAKES:
             backward = old not in START
