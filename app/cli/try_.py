@@ -22,6 +22,7 @@ FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
 OWN = {"new", "backward", "triton", "again", "N", "d", "heads", "causal", "cachegrind", "seconds", "save"}
 THREADS = {"show_default": "1; all cores with --inference", **options.BOUNDED}
 BOTH = {"file", "threads", "as_json", "seed"}
+HEADER = BOTH | {"N", "d", "heads", "causal", "seconds"}  # that go with a header
 
 
 @click.command("try")
@@ -40,7 +41,7 @@ BOTH = {"file", "threads", "as_json", "seed"}
 @options.file("--save", "Append a right kernel's result to this file .jsonl; bench --load ranks it.")
 @inference_options
 def attempt(file: Path | None, new: Path | None, again: bool, threads: int | None, **asked: Any) -> bool:
-    """Try the attention in FILE: C++ (.cpp), ISPC (.ispc), CUDA (.cu) or Python (.py).
+    """Try the attention in FILE: C++ (.cpp), ISPC (.ispc), CUDA (.cu) or Python (.py); or a score_mod (.h).
 
     It is compared with float64 over shapes that break kernels; the first wrong case is shown with a
     diagnosis. Sanitizers look for accesses out of bounds and for races. A right kernel is timed beside the
@@ -63,9 +64,12 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
         return True
     if file is None:
         raise click.UsageError("Missing argument 'FILE'.")
-    report.checked_name(file, asked["backward"])
+    if file.suffix != ".h":
+        report.checked_name(file, asked["backward"])
     if not file.is_file():
         raise click.UsageError(f"FILE is {str(file)!r}; there is no such file")
+    if file.suffix == ".h":
+        return try_header(file, threads or 1, asked)
     device = kernels.read(file).device
     if asked["inference"]:
         options.refuse(OWN, "does not go with --inference")
@@ -83,6 +87,33 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     N, heads = (4096, 100) if device == "cuda" else (1024, 4)
     size = Size(N=asked["N"] or N, heads=asked["heads"] or heads, threads=threads or 1, **given)
     return try_once(file, size, asked, again)
+
+
+def try_header(file: Path, threads: int, asked: dict[str, Any]) -> bool:
+    """Try a change of scores, for attention's score_mod, and print the report."""
+    from shakespeare.attention_ext.build import recipes
+    from shakespeare.attention_ext.parts import BuildError
+    from shakespeare.own.trial import cases, report, speed
+    from shakespeare.own.trial.diagnosis import Finding
+
+    options.refuse((asked.keys() | {"again"}) - HEADER, "does not go with a header")
+    size = speed.Size(asked["N"] or 1024, asked["d"], asked["heads"] or 4, asked["causal"], threads)
+    seed = cases.seed_of(file, options.secret_seed(asked["seed"] if options.given("seed") else None))
+    try:
+        recipes.score_mod(file.resolve()).make()
+    except BuildError as error:
+        notice(error.output)
+        told: Any = Finding("compile", str(error))
+    else:
+        words = map(str, (asked["seconds"], seed))
+        told = speed.told("score_mod", file, size, None, "it was not tried", *words)
+    is_right = isinstance(told, dict) and not told["wrong"]
+    if asked["as_json"]:
+        known = told if isinstance(told, dict) else {"wrong": told.sentence}
+        click.echo(json.dumps({"file": str(file), "right": is_right, **known}))
+    else:
+        click.echo(report.header(file, told, size))
+    return is_right
 
 
 def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:

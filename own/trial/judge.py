@@ -57,6 +57,7 @@ SIGNALS = {
     "SIGILL": "illegal instruction: this processor does not have it",
     "SIGABRT": "aborted: the C++ library found an error, or an exception left a thread",
     "SIGKILL": "killed, probably for its memory",
+    "SIGALRM": "it did not end in time",
 }
 LATE = Finding("late", "the output was not there when the call ended: it is written afterwards")
 

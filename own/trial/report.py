@@ -109,6 +109,27 @@ def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
     return "\n".join([*lines, figures.busy] if figures.busy else lines)
 
 
+def header(file: Path, said: Any, size: Size) -> str:
+    """What is known of a change of scores, score_mod.Tried's fields or a Finding, in lines."""
+    if isinstance(said, Finding):
+        return f"{file.name} is wrong\n{line('because', said.sentence)}"
+    if said["wrong"]:
+        return f"{file.name} is wrong\n{line('at', said['at'])}\n{line('because', said['wrong'])}"
+    ms = dict(said["ms"])
+    without, mine = ms.pop("without"), ms["part4"]
+    cost = f"part4 takes {mine:.3g} ms with it and {without:.3g} without: {call('cpu', size)}; {said['cpu']}"
+    lines = [
+        f"{file.name} is right in {counted(said['cases'], 'case')}, in part1 to part4",
+        line("slope", said["slope"]),
+        line(
+            "seen", f"{100 * said['seen']:.3g} % of the pairs; tiles are skipped by a window and by documents"
+        ),
+        line("speed", cost),
+        line("ladder", ", ".join(f"{name} {ms:.3g}" for name, ms in ms.items()) + " ms with it"),
+    ]
+    return "\n".join(lines)
+
+
 def tiles(rows: Tiles | Finding) -> str:
     """A row for each of Triton's tiles."""
     if isinstance(rows, Finding):

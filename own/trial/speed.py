@@ -148,7 +148,7 @@ def told(module: str, file: Path, size: Size, stop: Stop, failed: str, *asked: s
         code, out, err = run(command, SECONDS, stop, **environment() | settings)
     except subprocess.TimeoutExpired:
         return Finding(UNTIMED, f"{failed}: it takes too long at N = {size.N}")
-    if code:
+    if code or not out:
         why = signalled(code) if code < 0 else (err.splitlines() or ["no reason given"])[-1]
         return Finding(UNTIMED, f"{failed}: {why}")
     said = json.loads(out.splitlines()[-1])

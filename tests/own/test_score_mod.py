@@ -1,0 +1,76 @@
+"""gpt.py try FILE.h: right changes of scores are right, and mistakes are named."""
+
+import json
+
+import pytest
+
+from shakespeare.own.trial import score_mod
+from shakespeare.own.trial.cases import CASES
+from shakespeare.own.trial.speed import Size
+
+RIGHT = {
+    "seen": "bool seen(At at) { return at.j % 3 || at.i < 9; }\nfloat score(float s, At at) { return s + at.h; }",
+    "kink": "float score(float s, At) { return s > 0 ? s : s / 10; }\nfloat slope(float s, At) { return s > 0 ? 1 : 0.1f; }",
+    "cube": "float score(float s, At) { return s * s * s; }\nfloat slope(float s, At) { return 3 * s * s; }",
+}
+WRONG = {
+    "float score(float s, At) { return s * s; }\nfloat slope(float s, At) { return s; }": "score's differences there",
+    "float score(float s, At) { return s; }\nfloat slope(float, At at) { return at.j; }": "slope(",
+    "float score(float s, At) { static int n = 0; return s + n++ % 7; }": "depend on s and at alone",
+    "float score(float s, At at) { return at.i == at.j ? 1 / 0.0f : s; }": "At{0, 0, 0, 0}) is inf",
+    "#include <cmath>\nfloat score(float s, At at) { return at.b ? NAN : s; }": "At{1, 0, 0, 0}) is nan",
+}
+ENDED = {
+    "return *(volatile float*)8;": "segmentation fault",
+    "std::exit(0);": "it was not tried",
+    "for (volatile float x = s;; x = s) (void)x;": "did not end in time",
+}
+
+
+@pytest.fixture
+def tried(extension, tmp_path):
+    def call(text: str) -> score_mod.Tried:
+        (tmp_path / "mine.h").write_text(text)
+        return score_mod.tried(tmp_path / "mine.h", Size(N=64, d=8, heads=2), 600, 0)
+
+    return call
+
+
+def test_right_headers_are_right(tried):
+    for name, text in RIGHT.items():
+        found = tried(text)
+        assert (found.wrong, found.cases) == ("", len(CASES)), (name, found)
+        assert found.slope.startswith("none: ") == (name == "seen") and (found.seen < 1) == (name == "seen")
+        assert list(found.ms) == ["part1", "part2", "part3", "part4", "without"]
+
+
+def test_mistakes_are_named(tried):
+    for text, why in WRONG.items():
+        found = tried(text)
+        assert why in found.wrong and found.at and not found.ms, (text, found)
+
+
+def test_a_part_that_differs_is_named(tried, monkeypatch):
+    right = score_mod.attention
+    monkeypatch.setattr(
+        score_mod, "attention", lambda part, *t, **o: right(part, *t, **o) + 0.01 * (part == "part3")
+    )
+    assert tried(RIGHT["seen"]).wrong.startswith("part3 differs from the definition")
+
+
+def test_the_command(cli, failed, extension, tmp_path):
+    file = tmp_path / "mine.h"
+    for body, why in ENDED.items():
+        file.write_text(f"#include <cstdlib>\nfloat score(float s, At) {{ {body} }}")
+        done = cli("try", file, "--seconds", 5)
+        assert done.returncode == 1 and why in done.stdout, done
+    file.write_text(RIGHT["kink"])
+    done = cli("try", file, "-N", 64, "--causal", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["right"] and found["ms"]["part4"] > 0
+    done = cli("try", file, "-N", 64)
+    assert f"mine.h is right in {len(CASES)} cases" in done.stdout and "part4 takes" in done.stdout
+    file.write_text("float score(float s) { return s; }")
+    done = cli("try", file)
+    assert done.returncode == 1 and "error" in done.stdout and "too many arguments" in done.stderr
+    assert "--backward does not go with a header" in failed("try", file, "--backward")
