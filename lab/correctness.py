@@ -191,12 +191,14 @@ class Test:
     @cached_property
     def rules(self) -> dict[str, Any]:
         """The options of attention() for its rules. Raises ValueError if the part has none there."""
-        found = example(self.heads, self.N, **{name: getattr(self, name) for name in RULES})
+        where = "cuda" if self.device == "cuda" else "cpu"
+        found = example(self.heads, self.N, where, **{name: getattr(self, name) for name in RULES})
         found |= {"score_mod": self.score_mod} if self.score_mod else {}
         if "documents" in found:
             found["documents"] = found["documents"].expand(self.batch, self.N)
-        if found and (self.device != "cpu" or self.dtype != Dtype.FP32):
-            raise ValueError(f"{next(iter(found))} goes with device 'cpu' and dtype 'fp32' only")
+        if found and (self.device == "webgpu" or self.device == "cpu" and self.dtype != Dtype.FP32):
+            where = "device 'cpu' and dtype 'fp32', and with device 'cuda'"
+            raise ValueError(f"{next(iter(found))} goes with {where} only; shaders of WebGPU have no rules")
         return found
 
     def describe(self, on: gpu.Gpu | None) -> list[str]:
@@ -252,7 +254,7 @@ def run(part: str, N: int, echo: Callable[[str], None] = print, **settings: Any)
     ruled = [f"with {', '.join(test.rules)}"] * bool(test.rules)  # refused before anything is compiled
     shown = test.describe(on) + ruled
     if on:
-        slices = -(-heads // heads_at_once(N, 1, FREE_SHARE * on.free()))
+        slices = -(-heads // heads_at_once(N, heads if test.rules else 1, FREE_SHARE * on.free()))
         if slices > 1:
             shown.append(f"The reference's N x N matrices do not fit at once: {slices} slices of heads")
     else:

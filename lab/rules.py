@@ -31,6 +31,7 @@ def parse(text: str) -> dict[str, Any]:
 def example(
     H: int,
     N: int,
+    device: Any = "cpu",
     window: int | None = None,
     softcap: float | None = None,
     alibi: bool = False,
@@ -50,7 +51,8 @@ def example(
     found["documents"] = documents and (torch.arange(N) // documents)[None]
     generator = torch.Generator().manual_seed(0)
     found["bias"] = torch.randn(1, 1, N, N, generator=generator) if bias else None
-    return {name: value for name, value in found.items() if value is not None}
+    tensors = {name: t.to(device) for name, t in found.items() if isinstance(t, torch.Tensor)}
+    return {name: value for name, value in found.items() if value is not None} | tensors
 
 
 def text(given: dict[str, Any]) -> str:
@@ -87,10 +89,10 @@ def exact(tensors: list[torch.Tensor], text: str, causal: bool) -> torch.Tensor:
     from shakespeare.attention_ext import reference
 
     q, k, v = tensors
-    out = torch.empty(q.shape, dtype=torch.float64)
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
-            given = example(*q.shape[1:3], **parse(text))
+            given = example(*q.shape[1:3], q.device, **parse(text))
             for name in ("alibi_slopes", "sinks"):
                 if name in given:
                     given[name] = given[name][h : h + 1]

@@ -36,7 +36,7 @@ NOT_WITH = {
 }
 
 L2 = "On CUDA, what the L2 cache holds before a call: what the last call left, or other data."
-RULES = "Rules, such as none,window=255,alibi+softcap=30; also documents=KEYS, sinks and bias; on the CPU."
+RULES = "Rules, such as none,window=255,alibi+softcap=30; also documents=KEYS, sinks and bias."
 LOAD = "Show the run in this file instead of measuring, or rank what try saved: a file .jsonl, or a folder."
 
 sweep_options = options.all_of(
@@ -89,9 +89,10 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     contenders of a case are timed in turn. The default CONTENDERS are sdpa and all parts that take the dtype.
 
     With --device cuda they are part0, part4 (its fastest kernel), kernel1 and the other kernels
-    (kernel2-unpadded, ...), sdpa-math, sdpa-efficient, sdpa-flash and sdpa-cudnn (backends of PyTorch's); by
-    default all, each once. --plot then also times part1 on one core of the CPU. With --device webgpu they are
-    part4 and its steps in WGSL, webgpu1 to webgpu6.
+    (kernel2-unpadded, ...), sdpa-math, sdpa-efficient, sdpa-flash and sdpa-cudnn (backends of PyTorch's),
+    flash-attn and flash-attn-4 if installed, and flex; by default all but flex, each once. --plot then also
+    times part1 on one core of the CPU. With --device webgpu they are part4 and its steps in WGSL, webgpu1 to
+    webgpu6.
     """
     options.refuse_other_device()
     options.refuse_combinations(ONLY_WITH, NOT_WITH)

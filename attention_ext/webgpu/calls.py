@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.checks import check_gradient, check_shapes, finite, none_is_default, truth
 from shakespeare.attention_ext.parts import PARTS, Dtype
 from shakespeare.attention_ext.webgpu.gpu import LOCK, Gpu, Lost, grid, opened
@@ -105,14 +106,20 @@ def attention(
     scale: float | None = None,
     kernel: str | None = None,
     return_lse: bool = False,
+    **rules: Any,
 ) -> Any:
     """softmax(scale * q k^T) v by part 4 on any GPU, through the package wgpu and without PyTorch.
 
     q: (B, H, Nq, d). k, v: (B, H, Nk, d). NumPy arrays, or tensors on the CPU, in float32 or float16, with d
     at most 256. kernel: a step of webgpu.steps.STEPS by its name; None takes the adapter's fastest. The other
     arguments, the errors and the results, of q's kind, are attention_ext.attention()'s; also raises
-    BuildError without an adapter. It computes no gradients. After a lost device, another one computes.
+    BuildError without an adapter. It computes no gradients and has no rules: they must be None. After a lost device, another one computes.
     """
+    for name, value in rules.items():
+        if name not in ruling.NAMES:
+            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            raise ValueError(f"{name} is given; it must be None with WebGPU, whose shaders have no rules")
     causal, return_lse = truth("causal", causal), truth("return_lse", return_lse)
     arrays = arrays_of(q, k, v, causal)
     applied = 1 / math.sqrt(q.shape[3]) if scale is None else finite("scale", scale)

@@ -20,7 +20,7 @@ class Sweep:
 
     queries: by default as many as keys. br, bc: None for the tuned tile. simds: names from SIMD. A GPU has no
     choice of tiles, threads and simds; on CUDA every contender is timed with each of l2s, from L2. rules: as
-    rules.parse() takes them, on the CPU in fp32 for as many queries as keys.
+    rules.parse() takes them, on the CPU in fp32 and on CUDA, for as many queries as keys.
     """
 
     lengths: Sequence[int] = (1024,)
@@ -80,8 +80,10 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
         if len(set(chosen)) < len(chosen) or not chosen:
             raise ValueError(f"{what} is {','.join(chosen)!r}; it must name one or more, each once")
     ruled = [rule for rule in sweep.rules if rules.parse(rule)]
-    if ruled and (sweep.device, sweep.dtype, sweep.queries) != ("cpu", Dtype.FP32, None):
-        raise ValueError(f"rule is {ruled[0]!r}; it must be none but on the CPU in fp32, without queries")
+    takes = sweep.device == "cuda" or (sweep.device, sweep.dtype) == ("cpu", Dtype.FP32)
+    if ruled and not (takes and sweep.queries is None):
+        where = "on the CPU in fp32 and on CUDA, without queries"
+        raise ValueError(f"rule is {ruled[0]!r}; it must be none but {where}")
     for name in names:
         taken = contenders()[name].dtypes.get(sweep.device, ())
         if name in PARTS or is_file(name):
@@ -102,7 +104,7 @@ def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[
     queries: as in plan(); SPLIT is for few. Raises ValueError if no contender takes the dtype.
     """
     # on a GPU part4 is one of the kernels, and sdpa one of the backends
-    without = {"onnx", "flex"} if device == "cpu" else {"part4", "sdpa"}
+    without = {"onnx", "flex"} if device == "cpu" else {"part4", "sdpa", "flex"}
     if queries is None or queries > MOST_SPLIT:
         without.add(SPLIT)
     taken = tuple(

@@ -36,10 +36,9 @@ class Cell:
     l2: str | None = None
     rules: str | None = None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of attention() for the rules."""
-        found = rules.example(self.heads, self.N, **rules.parse(self.rules)) if self.rules else {}
+    def options(self, device: Any) -> dict[str, Any]:
+        """The options of attention() for the rules, with tensors on a device."""
+        found = rules.example(self.heads, self.N, device, **rules.parse(self.rules or "none"))
         if "documents" in found:
             found["documents"] = found["documents"].expand(self.batch, self.N)
         return found

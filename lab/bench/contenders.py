@@ -5,6 +5,7 @@ prepare() raises ValueError, in one line, for a case that a contender does not t
 the first call.
 """
 
+import importlib
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,12 @@ SDPA = {
     "sdpa-efficient": ("memory-efficient", SDPBackend.EFFICIENT_ATTENTION, "Memory efficient"),
     "sdpa-flash": ("FlashAttention-2", SDPBackend.FLASH_ATTENTION, "Flash attention"),
     "sdpa-cudnn": ("cuDNN", SDPBackend.CUDNN_ATTENTION, "CuDNN attention"),
+}
+_BOTH = {"window": "window_size", "softcap": "softcap"}
+# Versions of the flash_attn package: title, module, and its names of the rules that it has.
+FLASH_ATTN = {
+    "flash-attn": ("FlashAttention-2", "flash_attn", _BOTH | {"alibi_slopes": "alibi_slopes"}),
+    "flash-attn-4": ("FlashAttention-4", "flash_attn.cute", _BOTH | {"sinks": "learnable_sink"}),
 }
 
 
@@ -78,8 +85,10 @@ def contenders() -> dict[str, Contender]:
         takes = (Dtype.FP16,) if "shader-f16" in step.needs else (*fp32, Dtype.FP16)
         known[name] = Contender(f"step {step.name}", attention_call, {"webgpu": takes}, "wgpu", True)
     known["sdpa"] = Contender("PyTorch SDPA", sdpa_call, on_cuda | {"cpu": (*fp32, Dtype.BF16)})
-    known["flex"] = Contender("FlexAttention", flex_call, {"cpu": fp32}, own_allocator=True)
+    known["flex"] = Contender("FlexAttention", flex_call, on_cuda | {"cpu": fp32}, own_allocator=True)
     known["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
+    for name, (title, *_) in FLASH_ATTN.items():
+        known[name] = Contender(title, flash_attn_call, {"cuda": (Dtype.BF16, Dtype.FP16)}, "flash_attn")
     for name, (title, _, _) in SDPA.items():
         known[name] = Contender(f"SDPA, {title}", sdpa_backend_call, on_cuda)
     return known
@@ -95,25 +104,27 @@ def attention_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     kernel = OF_KERNEL.get(cell.contender)
     part, name = ("part4", kernel.name) if kernel else (cell.contender, None)
     chosen: dict[str, Any] = {"br": cell.br, "bc": cell.bc, "simd": cell.simd or "auto", "kernel": name}
-    return partial(attention, part, q, k, v, causal=cell.causal, **chosen, **cell.options)
+    return partial(attention, part, q, k, v, causal=cell.causal, **chosen, **cell.options(q.device))
 
 
 def sdpa_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """PyTorch's scaled_dot_product_attention on contiguous inputs; with rules all of them are a mask."""
     if not cell.rules:
         return partial(F.scaled_dot_product_attention, q, k, v, is_causal=cell.causal)
-    if none := {"softcap", "sinks"} & cell.options.keys():
+    given = cell.options(q.device)
+    if none := {"softcap", "sinks"} & given.keys():
         raise ValueError(f"scaled_dot_product_attention has no {' and no '.join(sorted(none))}")
-    scores = torch.zeros(*q.shape[:3], cell.N)
-    changed, seen = ruling.checked(cell.options, q, cell.N).change(scores, cell.causal)
-    return partial(F.scaled_dot_product_attention, q, k, v, attn_mask=changed.masked_fill(~seen, -torch.inf))
+    scores = torch.zeros(*q.shape[:3], cell.N, device=q.device)
+    changed, seen = ruling.checked(given, q, cell.N).change(scores, cell.causal)
+    mask = changed.masked_fill(~seen, -torch.inf).to(q.dtype)
+    return partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask)
 
 
 def flex_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """PyTorch's FlexAttention, compiled; its block mask is made beforehand, as its users do."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    given = cell.options
+    given = cell.options(q.device)
     if "sinks" in given:
         raise ValueError("FlexAttention has no sinks")
     left, right = given.get("window", (cell.N, cell.N))
@@ -130,7 +141,7 @@ def flex_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
         return s if bias is None else s + bias[0, 0, i, j]
 
     all_seen = left >= cell.N and right >= cell.N and documents is None
-    mask = None if all_seen else create_block_mask(seen, None, None, cell.N, cell.N, device="cpu")
+    mask = None if all_seen else create_block_mask(seen, None, None, cell.N, cell.N, device=q.device)
     change = score if slopes is not None or bias is not None or cap is not None else None
     torch._dynamo.reset()  # each case is compiled for itself
     call = partial(torch.compile(flex_attention, dynamic=False), q, k, v, block_mask=mask, score_mod=change)
@@ -138,9 +149,32 @@ def flex_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     return call
 
 
+def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    """The flash_attn package on views (B, N, H, d). Raises ValueError for rules that it lacks."""
+    _, module, its_names = FLASH_ATTN[cell.contender]
+    given = cell.options(q.device)
+    if none := given.keys() - its_names.keys():
+        raise ValueError(f"contender {cell.contender!r} has no {' and no '.join(sorted(none))}")
+    try:
+        function = importlib.import_module(module).flash_attn_func
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"contender {cell.contender!r} needs {module}: {first_line(error)}") from None
+    if "sinks" in given:
+        given["sinks"] = given["sinks"].bfloat16()
+    views, options = [t.transpose(1, 2) for t in (q, k, v)], {its_names[name]: x for name, x in given.items()}
+
+    def call() -> Tensor:
+        out = function(*views, causal=cell.causal, **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return call
+
+
 def sdpa_backend_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """SDPA by one backend. Raises ValueError, with PyTorch's reason, if it refuses the inputs."""
     _, kind, name = SDPA[cell.contender]
+    if cell.rules:
+        raise ValueError(f"contender {cell.contender!r} takes no rules")
 
     def call() -> Tensor:
         with sdpa_kernel(kind):

@@ -85,7 +85,7 @@ class GpuBench:
             if all(result.cell != small for result in self.done.sequential):
                 self.done.sequential.append(time_sequential(small))
         tensors = inputs(cells[0], self.gpu.device)
-        exact = exact_output(tensors, cells[0].causal)
+        exact = exact_output(tensors, cells[0].causal, cells[0].rules)
         verified: dict[str, Verified] = {}
         readings: dict[str | None, float] = {}  # by the cell's L2
         running: list[tuple[Result, Callable[[], None]]] = []
@@ -151,7 +151,7 @@ def time_sequential(small: Cell) -> Result:
     torch.set_num_threads(1)
     try:
         tensors = inputs(small)
-        result, call = verify(small, tensors, exact_output(tensors, small.causal))
+        result, call = verify(small, tensors, exact_output(tensors, small.causal, small.rules))
         if call:
             result.seconds = [seconds_of(call) for _ in range(SEQUENTIAL_CALLS)]
             result.paces = [1.0] * SEQUENTIAL_CALLS

@@ -209,6 +209,8 @@ def test_every_width_fits_the_least_that_webgpu_promises():
 Q, T = np.ones((1, 2, 4, 8), np.float32), torch.ones(1, 2, 4, 8)
 WRONG = [
     (dict(scale="1"), TypeError, "scale is a str; it must be a number"),
+    (dict(window=(5, 5), softcap=None), ValueError, "window is given; it must be None with WebGPU"),
+    (dict(windows=None), TypeError, "unexpected keyword argument 'windows'"),
     (dict(kernel=4), ValueError, "kernel is 4; it must be one of 1, 2"),
     (dict(kernel="7"), ValueError, "kernel is '7'; it must be one of 1, 2, 3, 4, 5, 6"),
     (dict(q=[1.0]), TypeError, "q is a list; it must be a NumPy array or a tensor"),

@@ -1,5 +1,7 @@
 """The sweep on a GPU: its plan, what it measures and reports, by a GPU that is made up."""
 
+import sys
+import types
 from unittest.mock import Mock
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from support import FakeGpu, gpu_run
 
 from shakespeare.attention_ext import attention
+from shakespeare.attention_ext.rules import NAMES
 from shakespeare.lab.bench import contenders, cuda, report
 from shakespeare.lab.bench.cases import plan
 
@@ -17,7 +20,8 @@ def on_cpu(monkeypatch):
     """Let part0 compute the kernels."""
 
     def pretend(part, *qkv, causal=False, **options):
-        return attention("part0", *qkv, causal=causal)
+        rules = {name: value for name, value in options.items() if name in NAMES}
+        return attention("part0", *qkv, causal=causal, **rules)
 
     monkeypatch.setattr(contenders, "attention", pretend)
 
@@ -53,6 +57,30 @@ def test_a_run_verifies_times_and_skips(monkeypatch):
     rows = [report.row(done, result) for result in done.results]
     assert rows[1]["peak_share"] == pytest.approx(4 * 2 * 64 * 64 * 16 / 1e-3 / 5e13)
     assert rows[1]["over_sdpa"] == 1.0 and rows[1]["tflops"] == pytest.approx(rows[1]["gflops"] / 1000)
+
+
+def test_rules_and_flash_attn(monkeypatch):
+    """Its packages are made up; version 4 gives a pair."""
+
+    def flash_attn_func(q, k, v, causal, window_size=None, softcap=None, alibi_slopes=None):
+        rules = dict(window=window_size, softcap=softcap, alibi_slopes=alibi_slopes)
+        by_head = (t.transpose(1, 2) for t in (q, k, v))
+        return attention("part0", *by_head, causal=causal, **rules).transpose(1, 2)
+
+    def flash_attn_4_func(*tensors, **options):
+        return flash_attn_func(*tensors, **options), None
+
+    on_cpu(monkeypatch)
+    names, rules = ["kernel6", "sdpa-math", "flash-attn", "flash-attn-4"], ("window=5+softcap=3", "alibi")
+    case = dict(names=names, masks=(True,), rules=rules, dtype="bf16", l2s=("cold",))
+    assert {r.status for r in measured(**case).results if "flash-attn" in r.cell.contender} == {"skipped"}
+    for module, function in (("flash_attn", flash_attn_func), ("flash_attn.cute", flash_attn_4_func)):
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(flash_attn_func=function))
+    found = {(r.cell.contender, r.cell.rules): (r.status, r.note) for r in measured(**case).results}
+    for (name, rule), (status, note) in found.items():
+        lacks = name == "sdpa-math" or (name, rule) == ("flash-attn-4", "alibi")
+        assert status == ("skipped" if lacks else "ok"), (name, rule, note)
+    assert found["flash-attn-4", "alibi"][1] == "contender 'flash-attn-4' has no alibi_slopes"
 
 
 def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(monkeypatch):
