@@ -91,29 +91,17 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
 
 def try_header(file: Path, threads: int, asked: dict[str, Any]) -> bool:
     """Try a change of scores, for attention's score_mod, and print the report."""
-    from shakespeare.attention_ext.build import recipes
-    from shakespeare.attention_ext.parts import BuildError
     from shakespeare.own.trial import cases, report, speed
-    from shakespeare.own.trial.diagnosis import Finding
 
     options.refuse((asked.keys() | {"again"}) - HEADER, "does not go with a header")
     size = speed.Size(asked["N"] or 1024, asked["d"], asked["heads"] or 4, asked["causal"], threads)
     seed = cases.seed_of(file, options.secret_seed(asked["seed"] if options.given("seed") else None))
-    try:
-        recipes.score_mod(file.resolve()).make()
-    except BuildError as error:
-        notice(error.output)
-        told: Any = Finding("compile", str(error))
-    else:
-        words = map(str, (asked["seconds"], seed))
-        told = speed.told("score_mod", file, size, None, "it was not tried", *words)
-    is_right = isinstance(told, dict) and not told["wrong"]
-    if asked["as_json"]:
-        known = told if isinstance(told, dict) else {"wrong": told.sentence}
-        click.echo(json.dumps({"file": str(file), "right": is_right, **known}))
-    else:
-        click.echo(report.header(file, told, size))
-    return is_right
+    words = map(str, (asked["seconds"], seed))
+    told: Any = speed.told("score_mod", file, size, None, "it was not tried", *words)
+    said = told if isinstance(told, dict) else {"wrong": told.sentence, "at": "a case"}
+    known = {"file": str(file), "right": not said["wrong"], **said}
+    click.echo(json.dumps(known) if asked["as_json"] else report.header(file, said, size))
+    return not said["wrong"]
 
 
 def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:

@@ -61,13 +61,6 @@ class Subject(NamedTuple):
 
 def diagnose(run: Run, wrong: dict[Case, Floats], of: Subject) -> Finding | None:
     """The mistake that explains the wrong results, by case; None if none fits."""
-    for case, got in wrong.items():
-        if (
-            case.window is not None
-            and np.isnan(got).any()
-            and of.expected(case).allows(run(case, inputs=cases.inputs(case)))
-        ):
-            return Finding("mask", "keys that no query sees are read: they hold NaN")
     by_memory = (finding for case in reversed(wrong) if (finding := of_memory(run, case, of)))
     return next(by_memory, None) or of_precision(wrong, of) or of_guesses(wrong, of) or of_maximum(wrong)
 

@@ -8,6 +8,7 @@ from typing import Any
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.lab.text import counted, size_text
 from shakespeare.own.kernel import BACKWARD, SIMULATORS, has_gpu, read
+from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.speed import LADDER, Figures, Size, hint, place
 from shakespeare.own.trial.tiles import Tiles
@@ -109,23 +110,18 @@ def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
     return "\n".join([*lines, figures.busy] if figures.busy else lines)
 
 
-def header(file: Path, said: Any, size: Size) -> str:
-    """What is known of a change of scores, score_mod.Tried's fields or a Finding, in lines."""
-    if isinstance(said, Finding):
-        return f"{file.name} is wrong\n{line('because', said.sentence)}"
+def header(file: Path, said: dict[str, Any], size: Size) -> str:
+    """What score_mod.tried() found, in lines."""
     if said["wrong"]:
-        return f"{file.name} is wrong\n{line('at', said['at'])}\n{line('because', said['wrong'])}"
+        return f"{file.name} is wrong\n{line('at', said['at'])}\nbecause     {said['wrong']}"
     ms = dict(said["ms"])
-    without, mine = ms.pop("without"), ms["part4"]
-    cost = f"part4 takes {mine:.3g} ms with it and {without:.3g} without: {call('cpu', size)}; {said['cpu']}"
+    cost = f"part4 takes {ms['part4']:.3g} ms with it, {ms.pop('without'):.3g} without"
+    none = "none, so no gradient: float slope(float s, At at) is score's derivative by s"
     lines = [
-        f"{file.name} is right in {counted(said['cases'], 'case')}, in part1 to part4",
-        line("slope", said["slope"]),
-        line(
-            "seen", f"{100 * said['seen']:.3g} % of the pairs; tiles are skipped by a window and by documents"
-        ),
-        line("speed", cost),
-        line("ladder", ", ".join(f"{name} {ms:.3g}" for name, ms in ms.items()) + " ms with it"),
+        f"{file.name} is right in {counted(len(CASES), 'case')}, in {', '.join(ms)}",
+        line("slope", "as score's differences say; part4's gradients are right" if said["slope"] else none),
+        line("speed", f"{cost}: {call('cpu', size)}; {said['cpu']}"),
+        line("ladder", ", ".join(f"{name} {each:.3g}" for name, each in ms.items()) + " ms with it"),
     ]
     return "\n".join(lines)
 

@@ -30,6 +30,8 @@ WRONG = [
     (["bulk", "--texts", "1", "--out", ""], "'--out': '' is no directory"),
     (["part1", "--device", "webgpu"], "part1 has no WebGPU kernel; --device webgpu goes with part4 only"),
     (["part4", "--device", "webgpu", "-br", "64"], "-br does not go with --device webgpu: each kernel"),
+    (["part4", "--device", "webgpu", "--window", "5"], "shaders of WebGPU have no rules"),
+    (["bench", "--device", "webgpu", "--rules", "alibi"], "rule is 'alibi'; it must be none but on the CPU"),
     (["explain", "part0", "--device", "webgpu"], "PART is part0; it must be part4 with --device webgpu"),
     (["explain", "part4", "--device", "webgpu", "--arch", "sm_90"], "--arch goes with --device cuda only"),
     (["bench", "part0", "--device", "webgpu"], "contender is 'part0'; on WebGPU it must be one of part4"),
