@@ -89,15 +89,16 @@ def exact(tensors: list[torch.Tensor], text: str, causal: bool) -> torch.Tensor:
     from shakespeare.attention_ext import reference
 
     q, k, v = tensors
+    H, N = q.shape[1:3]
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            given = example(*q.shape[1:3], q.device, **parse(text))
+        for h in range(H):
+            given = example(H, N, q.device, **parse(text))
             for name in ("alibi_slopes", "sinks"):
                 if name in given:
                     given[name] = given[name][h : h + 1]
             head = [t[b : b + 1, h : h + 1] for t in tensors]
-            rules = ruling.checked(given, head[0], q.shape[2])
+            rules = ruling.checked(given, head[0], N)
             doubles = (t.double() for t in head)
             result: Any = reference.attention(*doubles, causal=causal, scale=q.shape[3] ** -0.5, rules=rules)
             out[b, h] = result[0, 0]

@@ -188,16 +188,6 @@ class Matrices(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in (*_strides, "group"))]
 
 
-class Window(ctypes.Structure):
-    """struct Rules of csrc/rules.h, of which a trial gives the window alone: left and right, 0 for causal."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("left", "right")),
-        *(("softcap", ctypes.c_float), ("tensors", ctypes.c_void_p * 3), ("strides", ctypes.c_int64 * 3)),
-        *(("more", ctypes.c_void_p * 3), ("apart", ctypes.c_bool), ("mod", ctypes.c_void_p)),
-    ]
-
-
 class Sizes(ctypes.Structure):
     """struct AttentionSizes of csrc/attention.h."""
 
@@ -283,7 +273,8 @@ class Native:
         sizes = B, H, Nq, Nk, d, causal, scale, min(TILE, Nq), min(TILE, Nk), threads
         strided = ("q", "k", "v", "dout")
         fields = {n: matrices(t) if n in strided else t.ctypes.data for n, t in {**given, **into}.items()}
-        rules = window is not None and Window(left=window)
+        # struct Rules of csrc/rules.h: left, and zeros for right, as it is causal, and for what is not given
+        rules = window is not None and (ctypes.c_int64 * 32)(window)
         call = self._struct(*sizes, rules=ctypes.addressof(rules) if rules else None, **fields)
         function, pointers = self._run, (ctypes.byref(call), scratch.ctypes.data)
 

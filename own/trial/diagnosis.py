@@ -61,6 +61,8 @@ class Subject(NamedTuple):
 
 def diagnose(run: Run, wrong: dict[Case, Floats], of: Subject) -> Finding | None:
     """The mistake that explains the wrong results, by case; None if none fits."""
+    if any(case.window is not None and np.isnan(got).any() for case, got in wrong.items()):
+        return Finding("mask", "it gives NaN: are keys read that no query sees? They hold NaN")
     by_memory = (finding for case in reversed(wrong) if (finding := of_memory(run, case, of)))
     return next(by_memory, None) or of_precision(wrong, of) or of_guesses(wrong, of) or of_maximum(wrong)
 
