@@ -186,7 +186,7 @@ y <- attention, over the cache's keys and values too if there is a cache (cache.
 y <- (B, T, C) again
 > x = x + self.attn
 x <- x + attention(LN(x))
-> positions = caches[0] ... if last_only:
+> x = t.wte(ids) ... if last_only:
 the positions, after those in the caches; x <- their embeddings + the tokens'
 x <- the blocks, each with its layer's cache
 # 11-triton own/trial/starts/start_triton.py 6 attention
