@@ -113,7 +113,8 @@ def attention(
     q: (B, H, Nq, d). k, v: (B, H, Nk, d). NumPy arrays, or tensors on the CPU, in float32 or float16, with d
     at most 256. kernel: a step of webgpu.steps.STEPS by its name; None takes the adapter's fastest. The other
     arguments, the errors and the results, of q's kind, are attention_ext.attention()'s; also raises
-    BuildError without an adapter. It computes no gradients and has no rules: they must be None. After a lost device, another one computes.
+    BuildError without an adapter. It computes no gradients and takes no rules. After a lost device, another
+    one computes.
     """
     for name, value in rules.items():
         if name not in ruling.NAMES:
