@@ -37,6 +37,7 @@ FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "
 # Part 4's steps in WGSL that the page measures, with heads of this width: those in float32.
 STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs]
 STEPS_D = 32
+PIECE = 1 << 14  # bytes of a build: gzip finds what is the same in the last 32 KB
 PORTABLE = (16_384, 256)  # bytes of workgroup memory and invocations that WebGPU promises
 # Training's threads would wait for each other here, and the page has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
@@ -84,8 +85,8 @@ def write_page(work: Path) -> Path:
     """Write all files of the page into the new folder work/page, and the stamp that names them."""
     folder = work / "page"
     write_scripts(folder / "js")
-    for name in BUILDS:
-        (folder / f"kernels-{name}.wasm.gz").write_bytes(packed(compiled(name).read_bytes()))
+    kernels = mixed([compiled(name).read_bytes() for name in BUILDS])
+    (folder / "kernels.wasm.gz").write_bytes(packed(kernels))
     shutil.copyfile(WEB / "style.css", folder / "style.css")
     for name, content in (("sources", sources()), ("shaders", shaders())):
         (folder / f"{name}.json.gz").write_bytes(packed(json.dumps(content).encode()))
@@ -115,6 +116,8 @@ def facts() -> str:
         "MODEL": MODEL,
         "WEIGHTS": PRECISIONS,
         "PRECISIONS": list(Precision),
+        "BUILDS": list(BUILDS),
+        "PIECE": PIECE,
         "TILE": tiles.DEFAULT,
         "SLIDERS": sliders,
         "STEPS": [step.name for step in STEPS],
@@ -256,6 +259,20 @@ def planes(content: bytes) -> bytes:
     """
     whole = len(content) // 4 * 4
     return b"".join([*(content[first:whole:4] for first in range(4)), content[whole:]])
+
+
+def mixed(builds: list[bytes]) -> bytes:
+    """WebAssembly modules in pieces that take turns, so that gzip finds what they share; js/models.js takes one.
+
+    A custom section, which says nothing, makes each as long as the longest.
+    """
+    size = ((max(map(len, builds)) + 6) // PIECE + 1) * PIECE
+    filled = []
+    for build in builds:
+        rest = size - len(build) - 6
+        length = [rest >> 7 * n & 127 | (128 if n < 4 else 0) for n in range(5)]  # LEB128
+        filled.append(build + bytes([0, *length]) + bytes(rest))
+    return b"".join(build[at : at + PIECE] for at in range(0, size, PIECE) for build in filled)
 
 
 def packed(content: bytes) -> bytes:

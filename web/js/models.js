@@ -1,5 +1,6 @@
 // The page's checkpoints, and workers that have loaded one.
 import { asset, Engine, json } from "./engine.js";
+import { BUILDS, PIECE } from "./facts.js";
 import { build } from "./kernels.js";
 
 // {name: {config, characters, files: {precision: {path}}}}
@@ -8,7 +9,7 @@ export class Models {
     const models = new Models();
     models.index = await json("models/models.json");
     models.files = new Map(); // promises of bytes, by the path of weights
-    models.wasm = asset(`kernels-${build()}.wasm.gz`);
+    models.wasm = asset("kernels.wasm.gz").then(chosen);
     return models;
   }
 
@@ -57,6 +58,12 @@ async function parsed(file) {
   } catch (error) {
     throw new Error(`${file.name} is not JSON: ${error.message}`);
   }
+}
+
+// This browser's build of those that mixed() in web/build.py put together.
+function chosen(bytes) {
+  const mine = BUILDS.indexOf(build());
+  return new Uint8Array(bytes).filter((_, i) => Math.floor(i / PIECE) % BUILDS.length === mine).buffer;
 }
 
 // Restores the order of bytes that planes() in web/build.py changed.
