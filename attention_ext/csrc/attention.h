@@ -46,11 +46,7 @@ struct AttentionSizes {
     float scale;
     int64_t Br, Bc;  // part 4's tile, at most Nq and Nk
     int threads;
-#if defined(__wasm__)
-    static constexpr const Rules* rules = nullptr;  // the page has none, and is small
-#else
     const Rules* rules = nullptr;  // null if there are none; they include `causal`
-#endif
 
     // Query i sees the keys 0 .. seen(i) - 1.
     int64_t seen(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }

@@ -36,8 +36,8 @@ EXPORT(release) void release(void* memory) { std::free(memory); }
 
 EXPORT(open_checkpoint)
 Checkpoint* open_checkpoint(int32_t block_size, int32_t vocab_size, int32_t n_layer, int32_t n_head,
-                            int32_t n_embd) {
-    return new Checkpoint{{block_size, vocab_size, n_layer, n_head, n_embd}, {}};
+                            int32_t n_embd, int32_t window) {
+    return new Checkpoint{{block_size, vocab_size, n_layer, n_head, n_embd, /* tanh_gelu */ false, window}, {}};
 }
 
 // The memory into which the page writes the tensor's floats.

@@ -7,6 +7,7 @@
 #include "buffer.h"
 #include "generation/csrc/team.h"
 #include "model/csrc/block.h"
+#include "model/csrc/endless.h"
 #include "page.h"
 #include "parts.h"
 
@@ -17,6 +18,7 @@ constexpr int64_t BR = 64, BC = 128;
 
 struct Observation {
     int64_t T, H, d, width, ldQ;
+    Endless endless;
     std::vector<Buffer> qkv;  // each layer's (T, ldQ): q, k and v of a head together, `width` per head
 
     // q, k or v (which: 0, 1, 2) of a head; rows are ldQ apart.
@@ -26,7 +28,10 @@ struct Observation {
     Matrices matrix(int64_t layer, int64_t h, int64_t which) const {
         return {head(layer, h, which), 0, 0, ldQ, 1};
     }
-    float scale() const { return static_cast<float>(1 / std::sqrt(static_cast<double>(d))); }
+    AttentionSizes sizes(int64_t h) const {
+        const auto scale = static_cast<float>(1 / std::sqrt(static_cast<double>(d)));
+        return {1, 1, T, T, d, /* causal */ true, scale, std::min(BR, T), std::min(BC, T), /* threads */ 1, endless.of(h)};
+    }
 };
 
 }  // namespace
@@ -37,7 +42,7 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
     const Weights weights(s, checkpoint->lookup(), PRECISIONS[precision].precision);
     const int64_t T = count, C = s.n_embd;
     const Layer& first = weights.layers[0];
-    auto* o = new Observation{T, s.n_head, C / s.n_head, first.qkv.width(), first.qkv.columns(), {}};
+    auto* o = new Observation{T, s.n_head, C / s.n_head, first.qkv.width(), first.qkv.columns(), {s.n_head, s.window}, {}};
     Rows rows{T};
     const auto lay_out = [&](Scratch at) {
         rows.X = at.matrix(T, first.proj.columns()), rows.A = at.matrix(T, C);
@@ -48,8 +53,7 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
     const Buffer memory(lay_out(Scratch()));
     lay_out(Scratch(memory));
     for (int64_t t = 0; t < T; t++) weights.embed(rows.X.row(t), ids[t], t);
-    Attention a{
-        {1, 1, T, T, o->d, /* causal */ true, o->scale(), std::min(BR, T), std::min(BC, T), /* threads */ 1}};
+    Attention a{o->sizes(0)};
     const Buffer out(T * o->d), scratch(FLASH.scratch(a));
     a.out = out;
     Trace off(1);
@@ -59,6 +63,7 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
         rows.Q = {o->qkv[l], o->ldQ};
         Block<Member> block(rows, alone);
         block.qkv(weights.layers[l], 0, true, [&](int64_t h, int64_t, int64_t) {  // all rows: it is alone
+            a.rules = o->endless.of(h);
             a.q = o->matrix(l, h, 0), a.k = o->matrix(l, h, 1), a.v = o->matrix(l, h, 2);
             FLASH.attention(a, scratch);
             for (int64_t t = 0; t < T; t++) std::copy_n(out + t * o->d, o->d, rows.A.row(t) + h * o->d);
@@ -76,16 +81,20 @@ EXPORT(observed) void observed(const Observation* o, int32_t layer, int32_t head
         std::copy_n(o->head(layer, head, which) + t * o->ldQ, o->d, to + t * o->d);
 }
 
-// P (T, T) <- softmax(scale q k^T), causal; 0 where a key is masked. In double: the page shows the values.
+// P (T, T) <- the weights of attention; 0 where a key is masked. In double: the page shows the values.
 EXPORT(observed_weights) void observed_weights(const Observation* o, int32_t layer, int32_t head, float* P) {
-    const int64_t T = o->T, d = o->d;
+    const AttentionSizes a = o->sizes(head);
     const float *Q = o->head(layer, head, 0), *K = o->head(layer, head, 1);
-    std::vector<double> row(T);
-    for (int64_t i = 0; i < T; i++) {
-        portable::dot_rows(P + i * T, Q + i * o->ldQ, {K, o->ldQ}, i + 1, d, o->scale());
-        const float m = *std::max_element(P + i * T, P + i * T + i + 1);
+    std::vector<double> row(a.Nk);
+    std::fill_n(P, a.Nq * a.Nk, 0.0f);
+    for (int64_t i = 0; i < a.Nq; i++) {
+        const Range seen = a.keys(0, i);
+        float* const S = P + i * a.Nk + seen.first;
+        portable::dot_rows(S, Q + i * o->ldQ, {K + seen.first * o->ldQ, o->ldQ}, seen.count(), a.d, a.scale);
+        a.change_row(0, i, S, seen);
+        const float m = *std::max_element(S, S + seen.count());
         double l = 0;
-        for (int64_t j = 0; j <= i; j++) l += row[j] = std::exp(static_cast<double>(P[i * T + j] - m));
-        for (int64_t j = 0; j < T; j++) P[i * T + j] = j <= i ? static_cast<float>(row[j] / l) : 0;
+        for (int64_t j = 0; j < seen.count(); j++) l += row[j] = std::exp(static_cast<double>(S[j] - m));
+        for (int64_t j = 0; j < seen.count(); j++) S[j] = static_cast<float>(row[j] / l);
     }
 }

@@ -107,8 +107,10 @@ export class AttentionView extends Reading {
     say("query-out", name(i));
     say("key-out", name(j));
     const where = `Layer ${this.layer + 1}, head ${this.head + 1}`,
-      weight = `${where}: ${name(i)} gives ${name(j)} the weight ${this.P[i * T + j].toFixed(5)}.`;
-    say("heat-status", j > i ? `${name(i)} does not see ${name(j)}, which comes later.` : weight);
+      weight = `${where}: ${name(i)} gives ${name(j)} the weight ${this.P[i * T + j].toFixed(5)}.`,
+      { window = null } = this.engine.config,
+      unseen = j > i ? "comes later" : window && i - j >= window ? `is before its window of ${number(window)}` : "";
+    say("heat-status", unseen ? `${name(i)} does not see ${name(j)}, which ${unseen}.` : weight);
     if (i !== this.shaded || this.P !== this.shadedOf) this.shade(i);
   }
 

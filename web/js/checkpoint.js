@@ -2,7 +2,7 @@
 import { check, isObject, readSafetensors } from "./safetensors.js";
 
 const SIZES = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"];
-const KNOWN = [...SIZES, "dropout", "bias", "dataset"];
+const KNOWN = [...SIZES, "dropout", "bias", "dataset", "positions", "window"];
 const AROUND = /^.*?(?=transformer\.|lm_head\.)|\b(module|_orig_mod|_(fsdp|checkpoint)_wrapped_module)\./g;
 const [EMBEDDING, HEAD] = ["transformer.wte.weight", "lm_head.weight"];
 const MOST_PARAMETERS = 2 ** 28; // a gigabyte; WebAssembly has four
@@ -34,11 +34,14 @@ function named(stored) {
 
 function checkConfig(config) {
   check(isObject(config), "config.json must hold an object");
-  const { n_embd, n_head, bias = true } = config;
-  for (const name of SIZES) {
+  const { n_embd, n_head, bias = true, positions = "table", window = null } = config,
+    isEndless = positions === "alibi";
+  for (const name of isEndless ? [...SIZES, "window"] : SIZES) {
     const isSize = Number.isInteger(config[name]) && config[name] >= 1;
     check(isSize, `${name} is ${JSON.stringify(config[name])}; it must be a whole number of at least 1`);
   }
+  check(isEndless || positions === "table", `positions is ${JSON.stringify(positions)}; it must be "table" or "alibi"`);
+  check(isEndless || window === null, `window is ${JSON.stringify(window)}; it must be null with positions "table"`);
   check(n_embd % n_head === 0, `n_embd is ${n_embd}; it must be a multiple of n_head=${n_head}`);
   const isOn = (name) => config[name] && !["[]", "{}"].includes(JSON.stringify(config[name])),
     unknown = Object.keys(config).filter((name) => !KNOWN.includes(name) && isOn(name));
@@ -46,9 +49,9 @@ function checkConfig(config) {
   check([true, false, 1, 0, null].includes(bias), `bias is ${JSON.stringify(bias)}; it must be true or false`);
 }
 
-function* expectedTensors({ block_size, vocab_size, n_layer, n_embd: C, bias = true }) {
+function* expectedTensors({ block_size, vocab_size, n_layer, n_embd: C, bias = true, window }) {
   yield [EMBEDDING, [vocab_size, C]];
-  yield ["transformer.wpe.weight", [block_size, C]];
+  if (!window) yield ["transformer.wpe.weight", [block_size, C]];
   const layer = function* (name, ...shape) {
     yield [`${name}.weight`, shape];
     if (bias) yield [`${name}.bias`, [shape[0]]];
@@ -66,8 +69,8 @@ function* expectedTensors({ block_size, vocab_size, n_layer, n_embd: C, bias = t
 }
 
 function assemble(config, tensors) {
-  const { block_size, vocab_size, n_layer, n_embd } = config,
-    parameters = (block_size + vocab_size + 12 * n_layer * n_embd) * n_embd;
+  const { block_size, vocab_size, n_layer, n_embd, window } = config,
+    parameters = (block_size + (window ?? 0) + vocab_size + 12 * n_layer * n_embd) * n_embd;
   check(n_layer <= tensors.size, `n_layer is ${n_layer}, but there are ${tensors.size} tensors`);
   check(parameters <= MOST_PARAMETERS, "the model is too large for a page");
   const expected = new Map(expectedTensors(config)),

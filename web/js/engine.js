@@ -72,6 +72,7 @@ export class Engine {
 
   // The GPU for this model: {name, isCpu}, or {why}, a sentence.
   async openGpu() {
+    if (this.config.window) return { why: "it takes no model whose texts have no end" };
     const gpu = await this.callWithShaders("openGpu");
     this.gpuName = gpu.name;
     return gpu;

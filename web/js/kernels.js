@@ -89,8 +89,8 @@ export class Kernels {
 
   // A checkpoint's address; its tensors are copied.
   openCheckpoint({ config, tensors }) {
-    const { block_size, vocab_size, n_layer, n_head, n_embd } = config;
-    const made = this.c.open_checkpoint(block_size, vocab_size, n_layer, n_head, n_embd);
+    const { block_size, vocab_size, n_layer, n_head, n_embd, window } = config;
+    const made = this.c.open_checkpoint(block_size, vocab_size, n_layer, n_head, n_embd, window ?? 0);
     for (const [name, { data }] of tensors) {
       const at = this.call("add_tensor", made, new TextEncoder().encode(`${name}\0`), data.length);
       this.view(Float32Array, at, data.length).set(data);

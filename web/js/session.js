@@ -14,6 +14,7 @@ import { CpuDecoder, Writer } from "./writer.js";
 const AT_ONCE = 128; // most tokens of a call
 const LEAST_TICKS_MS = 10; // shortest time that is measured
 const FAR = 16; // characters
+const ENDLESS = 2 ** 31 - 1; // tokens of a text of a model with a window
 
 export class Session {
   // wasm: the bytes of a build.
@@ -51,9 +52,11 @@ export class Session {
   }
 
   // Begins a text. request: as Writer's, with `part`, a name, `forced` as pairs, seed, sampling {name: value}
-  // and onGpu, after an openGpu() without `why`. Returns {why} if the CPU writes it nevertheless.
+  // and onGpu, after an openGpu() without `why`. Returns {why} if the CPU writes it nevertheless. With a window,
+  // capacity has no effect.
   begin(request) {
-    this.request = { ...request, forced: new Map(request.forced) };
+    const capacity = this.checkpoint.config.window ? ENDLESS : request.capacity;
+    this.request = { ...request, capacity, forced: new Map(request.forced) };
     this.onGpu?.close();
     this.onGpu = null;
     if (!request.onGpu) return this.beginOnCpu();

@@ -83,10 +83,11 @@ export class WriteView {
     const engine = await page.ready();
     if (!engine || this.latest !== mine) return;
     // A text by the CPU does not wait for the GPU.
-    if (this.choices.where === "gpu") this.gpu = await engine.openGpu();
+    const { window } = engine.config;
+    if (window || this.choices.where === "gpu") this.gpu = await engine.openGpu();
     if (this.latest !== mine) return;
     page.offerWriters(this.gpu);
-    if (!this.gpu || this.gpu.why) findGpu().then((gpu) => page.offerWriters((this.gpu = gpu)));
+    if (!window && (!this.gpu || this.gpu.why)) findGpu().then((gpu) => page.offerWriters((this.gpu = gpu)));
     const byServer = this.choices.where === "server";
     if (byServer) page.choose({ branches: "" });
     this.fill();

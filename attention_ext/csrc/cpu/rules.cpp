@@ -9,8 +9,6 @@
 #include "simd/portable.h"
 #include "simd/portable/vectors.h"
 
-#if !defined(__wasm__)  // the page has no rules, and is small
-
 using namespace portable;
 
 namespace {
@@ -215,5 +213,3 @@ void Rules::change(const AttentionSizes& a, int64_t head, const Strip& strip, fl
     if (!documents) return;
     if (const Documents rule(o); !rule.idle(o)) apply(s, rule);
 }
-
-#endif
