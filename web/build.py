@@ -262,9 +262,9 @@ def planes(content: bytes) -> bytes:
 
 
 def mixed(builds: list[bytes]) -> bytes:
-    """WebAssembly modules in pieces that take turns, so that gzip finds what they share; js/models.js takes one.
+    """WebAssembly modules in pieces that take turns: gzip finds what they share. js/models.js takes one.
 
-    A custom section, which says nothing, makes each as long as the longest.
+    A custom section, which says nothing, makes all equally long.
     """
     size = ((max(map(len, builds)) + 6) // PIECE + 1) * PIECE
     filled = []

@@ -424,11 +424,12 @@ const scenarios = {
     await page.setInputFiles("#file", fine);
     await says("text-prompt", "abc");
     await written(5);
-    const text = await textOf("text-new");
+    const text = await textOf("text-new"),
+      note = await textOf("gpu-note");
     await page.selectOption("#model", "shakes128");
     await changes("text-new", text);
     await written(5);
-    return { said, text, other: await textOf("text-new") };
+    return { said, text, note, other: await textOf("text-new") };
   },
 
   // Findings of axe in each view.

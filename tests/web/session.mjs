@@ -6,7 +6,7 @@ const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
 const [{ Session }, { readCheckpoint, encode }, { PartNest }, formulas, board, traffic, state, writer] =
   await Promise.all(["session", "checkpoint", "tiling", "formulas", "board", "traffic", "state", "writer"].map(load));
-const { build } = await load("kernels");
+const [{ build }, { chosen }] = await Promise.all(["kernels", "models"].map(load));
 const session = new Session();
 const bytes = (path) => {
   const b = readFileSync(path);
@@ -61,6 +61,11 @@ const calls = {
     return [q, k, v].map((x) => Array.from(x));
   },
   build: () => build(),
+  // The browser's build in a file of mixed(), as characters; "" if it is no module.
+  chosen({ path }) {
+    const made = chosen(bytes(path));
+    return WebAssembly.validate(made) ? Buffer.from(made).toString("latin1") : "";
+  },
   block: () => session.block(),
   distribution: (a) => [formulas.softmax(a.logits), session.distribution(a)].map((p) => Array.from(p)),
   parts: () => session.kernels.parts,

@@ -7,6 +7,15 @@ import pytest
 from shakespeare.web import build
 
 
+def test_a_browser_gets_its_build_whole_from_those_that_are_mixed(node, tmp_path):
+    """Of lengths around a piece's; a build is a module of custom sections."""
+    for counts in ((1, 4100), (4100, 1), (8188, 8190), (4091, 4092)):
+        builds = [b"\0asm\1\0\0\0" + (b"\0\2\1" + name) * n for name, n in zip((b"s", b"r"), counts)]
+        (tmp_path / "mixed").write_bytes(build.mixed(builds))
+        made = node("chosen", path=str(tmp_path / "mixed"))
+        assert made.encode("latin1").startswith(dict(zip(build.BUILDS, builds))[node("build")])
+
+
 def test_a_folder_holds_the_page_before_until_it_holds_the_new_one(page_folder, tmp_path, monkeypatch):
     folder = tmp_path / "page"
     folder.mkdir()

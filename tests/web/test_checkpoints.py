@@ -128,6 +128,10 @@ def test_a_wrong_configuration_is_refused(node, directory):
         ({"n_head": 3}, "it must be a multiple of n_head=3"),
         ({"n_layer": 10**12}, "but there are"),
         ({"bias": "yes"}, "it must be true or false"),
+        ({"positions": "rope"}, 'positions is "rope"; it must be "table" or "alibi"'),
+        ({"positions": "alibi", "window": True}, "window is true; it must be a whole number of at least 1"),
+        ({"positions": "alibi", "window": 5}, "1 tensors are unexpected, the first is transformer.wpe"),
+        ({"window": 5}, 'window is 5; it must be null with positions "table"'),
     ):
         file.write_text(json.dumps(config | change))
         assert message in outcome(node, directory) and refused_by_python(directory)

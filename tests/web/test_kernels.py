@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+import tiny
 import torch
 from node_process import Refused
 from steps import choose, counts_of, prefill
@@ -13,8 +14,10 @@ from shakespeare import generate
 from shakespeare.attention_ext.parts import PARTS
 from shakespeare.generation.sampling import NUMBERS, Sampling, sample
 from shakespeare.lab.traffic import Block, Case, streams
-from shakespeare.model.checkpoint import load
+from shakespeare.model.checkpoint import load, save
+from shakespeare.model.gpt import alibi_bias, causal_attention
 
+WINDOW = 70  # of the model without an end
 KERNELS = ("part1", "part2", "part3", "part4")
 PROMPT = "ROMEO:"
 TEXT = (2 * (ROOT / "README.md").read_text().split("```text\n")[1].split("```")[0])[:200]
@@ -43,13 +46,22 @@ def test_the_page_takes_the_parts_from_the_kernels(node):
         node("text", prompt=PROMPT, part="part9", length=1)
 
 
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory) -> str:
+    """The directory of a model without an end."""
+    directory, tokenizer = tmp_path_factory.mktemp("endless"), load("shakes256").tokenizer
+    save(directory, tiny.gpt(vocab_size=65, n_head=4, positions="alibi", window=WINDOW), tokenizer, {})
+    return str(directory)
+
+
 @pytest.mark.parametrize("kernels", ["simd", pytest.param("relaxed", marks=pytest.mark.full)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_text_is_the_native_engines(node, native, precision, kernels):
-    """256 tokens in the window, and 1,000 with windows that restart."""
-    node.load(precision=precision, kernels=kernels)
-    for length, context in ((250, "slide"), (1000, "reset")):
-        expected = native(weights=precision, seed=7, max_new_tokens=length, context=context)
+def test_a_text_is_the_native_engines(node, native, endless, precision, kernels):
+    """256 tokens in the window, 1,000 with windows that restart, and 700 without an end."""
+    texts = ("shakes256", 250, "slide"), ("shakes256", 1000, "reset"), (endless, 700, "slide")
+    for name, length, context in texts:
+        node.load(name, precision, kernels)
+        expected = native(name, precision, seed=7, max_new_tokens=length, context=context)
         for part in KERNELS:
             made = node("text", prompt=PROMPT, part=part, seed=7, length=length, context=context)
             assert made == expected, part
@@ -60,6 +72,16 @@ def test_a_window_slides_as_nanogpts_does(node, native):
     for seed in (7, 2**64 - 1):
         made = node("text", prompt=PROMPT, seed=str(seed), length=300)
         assert made == native(seed=seed, max_new_tokens=300)
+
+
+def test_without_an_end_a_text_is_the_same_without_a_cache_and_read_again(node, native, endless):
+    node.load(endless)
+    expected = native(endless, seed=7, max_new_tokens=700)
+    for part in KERNELS:
+        made = node("text", prompt=PROMPT, part=part, seed=7, length=WINDOW + 20, useCache=False)
+        assert made == expected[: WINDOW + 20]
+    (same,) = load(endless).tokenizer.encode(expected[600])
+    assert node("text", prompt=PROMPT, seed=7, length=700, forced=[[600, same]]) == expected
 
 
 def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
@@ -105,33 +127,38 @@ def test_the_distribution_shown_is_the_one_drawn_from(node):
             assert below - 1e-9 <= u <= below + filtered[drawn] + 1e-9
 
 
-def test_weights_and_heads_are_pythons(node):
+@pytest.mark.parametrize("name", ["shakes256", None])
+def test_weights_and_heads_are_pythons(node, endless, name):
     """Every layer and head; the page's weights are in fp32."""
-    checkpoint, seen = load("shakes256"), []
+    checkpoint, seen = load(name or endless), []
+    c = checkpoint.config
 
-    def record(q, k, v):
+    def record(q, k, v, **rules):
         seen.append((q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return causal_attention(q, k, v, **rules)
 
     model = checkpoint.model.with_attention(record)
     ids = checkpoint.tokenizer.encode(TEXT)
     with torch.no_grad():
         model(torch.tensor([ids]))
-    node.load()
+    node.load(name or endless)
     seen_by_page = node("observe", text=TEXT, size=25)
     maps, telling, reach = seen_by_page.pop("maps"), seen_by_page.pop("telling"), {}
-    assert seen_by_page == {"T": len(TEXT), "layers": 4, "heads": 4, "d": 32}
-    for layer, head in itertools.product(range(4), range(4)):
+    assert seen_by_page == {"T": len(TEXT), "layers": c.n_layer, "heads": c.n_head, "d": c.head_dim}
+    slopes = torch.tensor(c.alibi_slopes) * c.endless
+    bias = alibi_bias(len(ids), len(ids), (c.window or len(ids)) - 1, slopes)
+    for layer, head in itertools.product(range(c.n_layer), range(c.n_head)):
         q, k, v = (x[0, head] for x in seen[layer])
         for made, expected in zip(node("heads", layer=layer, head=head), (q, k, v)):
             assert torch.allclose(torch.tensor(made).view_as(expected), expected, atol=2e-5)
-        hidden = torch.ones(len(ids), len(ids)).triu(1) > 0
-        scores = (q.double() @ k.double().T / 32**0.5).masked_fill(hidden, -torch.inf)
-        expected = scores.softmax(-1).float()
+        expected = (q.double() @ k.double().T / c.head_dim**0.5 + bias[head]).softmax(-1).float()
         reach[layer, head] = expected.tril(-16).amax(-1).sum().item()
         made = torch.tensor(node("weights", layer=layer, head=head)).view_as(expected)
         assert (made - expected).abs().max() < 1e-5
         cells = expected.unfold(0, 8, 8).unfold(1, 8, 8).amax((-1, -2))
+        shown = node("online", layer=layer, head=head, T=len(ids), d=c.head_dim, i=20, bc=4)["P"]
+        inside = torch.tensor(shown).view_as(expected)[:WINDOW]  # Tiles knows no window
+        assert (inside - expected[:WINDOW]).abs().max() < 1e-5
         assert torch.allclose(torch.tensor(maps[4 * layer + head]).view(25, 25), cells, atol=1e-5)
     assert (telling["layer"], telling["head"]) == max(reach, key=lambda head: reach[head])
 

@@ -30,7 +30,8 @@ struct Observation {
     }
     AttentionSizes sizes(int64_t h) const {
         const auto scale = static_cast<float>(1 / std::sqrt(static_cast<double>(d)));
-        return {1, 1, T, T, d, /* causal */ true, scale, std::min(BR, T), std::min(BC, T), /* threads */ 1, endless.of(h)};
+        const int64_t Br = std::min(BR, T), Bc = std::min(BC, T);
+        return {1, 1, T, T, d, /* causal */ true, scale, Br, Bc, /* threads */ 1, endless.of(h)};
     }
 };
 
@@ -42,7 +43,8 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
     const Weights weights(s, checkpoint->lookup(), PRECISIONS[precision].precision);
     const int64_t T = count, C = s.n_embd;
     const Layer& first = weights.layers[0];
-    auto* o = new Observation{T, s.n_head, C / s.n_head, first.qkv.width(), first.qkv.columns(), {s.n_head, s.window}, {}};
+    auto* o = new Observation{
+        T, s.n_head, C / s.n_head, first.qkv.width(), first.qkv.columns(), {s.n_head, s.window}, {}};
     Rows rows{T};
     const auto lay_out = [&](Scratch at) {
         rows.X = at.matrix(T, first.proj.columns()), rows.A = at.matrix(T, C);
@@ -79,6 +81,12 @@ EXPORT(close_observation) void close_observation(Observation* o) { delete o; }
 EXPORT(observed) void observed(const Observation* o, int32_t layer, int32_t head, int32_t which, float* to) {
     for (int64_t t = 0; t < o->T; t++)
         std::copy_n(o->head(layer, head, which) + t * o->ldQ, o->d, to + t * o->d);
+}
+
+// ALiBi's slope of a head, or 0.
+EXPORT(observed_slope) float observed_slope(const Observation* o, int32_t head) {
+    const Rules* rules = o->endless.of(head);
+    return rules ? *rules->slopes : 0;
 }
 
 // P (T, T) <- the weights of attention; 0 where a key is masked. In double: the page shows the values.

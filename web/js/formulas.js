@@ -8,7 +8,7 @@ export function softmax(logits) {
 }
 
 // S (N, N) scaled scores, P (N, N) weights, O (N, d).
-export function results({ q, k, v }, N, d, left = N) {
+export function results({ q, k, v, slope }, N, d, left = N) {
   const S = new Float64Array(N * N),
     P = new Float64Array(N * N),
     O = new Float64Array(N * d),
@@ -16,6 +16,7 @@ export function results({ q, k, v }, N, d, left = N) {
   for (let i = 0; i < N; i++) {
     const from = Math.max(0, i - left);
     for (let j = from; j <= i; j++) {
+      S[i * N + j] = slope * (j - i);
       for (let c = 0; c < d; c++) S[i * N + j] += scale * q[i * d + c] * k[j * d + c];
     }
     P.set(softmax(S.subarray(i * N + from, i * N + i + 1)), i * N + from);

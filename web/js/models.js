@@ -61,7 +61,7 @@ async function parsed(file) {
 }
 
 // This browser's build of those that mixed() in web/build.py put together.
-function chosen(bytes) {
+export function chosen(bytes) {
   const mine = BUILDS.indexOf(build());
   return new Uint8Array(bytes).filter((_, i) => Math.floor(i / PIECE) % BUILDS.length === mine).buffer;
 }

@@ -183,12 +183,12 @@ export class Session {
     return P;
   }
 
-  // q, k and v (T, d) of a head.
+  // q, k and v (T, d) of a head, and ALiBi's slope.
   heads({ of = "text", layer, head }) {
     const { at, T, d } = this.observations[of],
       [q, k, v] = [0, 1, 2].map(() => new Float32Array(T * d));
     for (const [which, to] of [q, k, v].entries()) this.kernels.call("observed", at, layer, head, which, to);
-    return { q, k, v, T, d };
+    return { q, k, v, T, d, slope: this.kernels.c.observed_slope(at, head) };
   }
 
   // The walk (nest.js) of a part, or of a script (part "script"), behind caches (caches.js): {frames, first,
