@@ -17,7 +17,7 @@ from shakespeare import generate, load
 from shakespeare.checkpoints import PRESENT
 from shakespeare.model.checkpoint import Checkpoint, CheckpointError, shipped
 from shakespeare.model.export import FORMATS, GGUF_TYPES, export
-from shakespeare.model.huggingface import TRANSPOSED, byte_pairs
+from shakespeare.model.huggingface import TRANSPOSED, byte_pairs, tables
 from shakespeare.model.tokenizer import CharTokenizer
 
 pytest.importorskip("gguf", reason="pip install gguf")
