@@ -103,9 +103,8 @@ struct Token {
     int64_t slot, id, position;
 };
 
-// br, bc: a tiled part's tile. slots: the number of texts, of up to `capacity` tokens each; an endless model's
-// caches hold as many as its window, and a few more. cache_bytes: the
-// size of the processor's last-level cache.
+// br, bc: a tiled part's tile. slots: the number of texts, of up to `capacity` tokens each, or without an end.
+// cache_bytes: the size of the processor's last-level cache.
 struct DecoderSizes {
     int64_t br, bc, slots, capacity, threads, cache_bytes;
 };
