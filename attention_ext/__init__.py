@@ -254,7 +254,7 @@ def operator(
             row = check_part(part)
             name = row.gradient if gradient else row.operator
             if ruled and name:
-                name = "part4_ruled_with_gradient" if gradient else f"{name}_ruled"
+                name = f"{name}_ruled"
             if name is None:
                 what = "with a gradient" if gradient else "with an operator"
                 raise ValueError(f"part is {part!r}; it must be one {what}; {part} has none")

@@ -64,27 +64,20 @@ def _register(name: str, operators: Any) -> None:
     """Tell PyTorch of the operators' outputs, for torch.compile and opcheck, and of part4's gradient."""
     import torch
 
-    def fake(part, q, k, v, causal, scale, return_lse, br=1, bc=1):
+    def fake(part, q, k, v, causal, scale, return_lse, *tile_and_rules):
         check_tensors(part, q, k, v, causal, grouped=True)
         lse = q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
         return q.new_empty(q.shape), lse
 
-    def fake_with_gradient(q, k, v, causal, scale, br, bc):
+    def fake_with_gradient(q, k, v, causal, scale, *tile_and_rules):
         return fake(PARTS["part4"], q, k, v, causal, scale, True)
 
-    def fake_ruled(part, q, k, v, causal, scale, return_lse, br, bc, *rules):
-        return fake(part, q, k, v, causal, scale, return_lse)
-
-    def fake_ruled_with_gradient(q, k, v, causal, scale, br, bc, *rules):
-        return fake(PARTS["part4"], q, k, v, causal, scale, True)
-
-    def fake_backward(dout, dlse, q, k, v, out, lse, causal, scale):
+    def fake_backward(dout, dlse, q, k, v, out, lse, causal, scale, *of_bias_and_rules):
         of_keys = (*q.shape[:2], *k.shape[2:])
-        return q.new_empty(q.shape), q.new_empty(of_keys), q.new_empty(of_keys)
-
-    def fake_ruled_backward(dout, dlse, q, k, v, out, lse, causal, scale, *rules):
-        bias = (*q.shape[:3], k.shape[2]) if rules[-1] else (0,)
-        return *fake_backward(dout, dlse, q, k, v, out, lse, causal, scale), q.new_empty(bias)
+        found = [q.new_empty(shape) for shape in (q.shape, of_keys, of_keys)]
+        if of_bias_and_rules:
+            found.append(q.new_empty((*q.shape[:3], k.shape[2]) if of_bias_and_rules[0] else (0,)))
+        return tuple(found)
 
     def save(ctx, inputs, output) -> None:
         q, k, v, ctx.causal, ctx.scale, br, bc, *ctx.rules = inputs
@@ -101,7 +94,7 @@ def _register(name: str, operators: Any) -> None:
             return dq, summed(dk, k), summed(dv, v), None, None, None, None
         *_, bias, sinks, _ = ctx.rules
         of_bias = bias.requires_grad
-        dq, dk, dv, dbias = operators.part4_ruled_backward.default(*call, *ctx.rules, of_bias)
+        dq, dk, dv, dbias = operators.part4_backward_ruled.default(*call, of_bias, *ctx.rules)
         for side in (0, 1):
             if of_bias and bias.shape[side] == 1:
                 dbias = dbias.sum(side, keepdim=True)
@@ -119,21 +112,16 @@ def _register(name: str, operators: Any) -> None:
     def refuse(ctx, *grads):
         raise RuntimeError("part4 has no second gradient; only part0 has")
 
-    forward = f"{name}::{PARTS['part4'].gradient}"
-    torch.library.register_fake(forward, fake_with_gradient)
-    torch.library.register_fake(f"{name}::part4_backward", fake_backward)
-    torch.library.register_autograd(forward, gradient, setup_context=save)
-    torch.library.register_autograd(f"{name}::part4_backward", refuse)
-    ruled = f"{name}::part4_ruled"
-    torch.library.register_fake(f"{ruled}_with_gradient", fake_ruled_with_gradient)
-    torch.library.register_fake(f"{ruled}_backward", fake_ruled_backward)
-    torch.library.register_autograd(f"{ruled}_with_gradient", gradient, setup_context=save)
-    torch.library.register_autograd(f"{ruled}_backward", refuse)
-    for part in PARTS.values():
-        if part.operator:
-            torch.library.register_fake(f"{name}::{part.operator}", functools.partial(fake, part))
-            by_rules = functools.partial(fake_ruled, part)
-            torch.library.register_fake(f"{name}::{part.operator}_ruled", by_rules)
+    for rules in ("", "_ruled"):
+        forward, backward = f"{name}::part4_with_gradient{rules}", f"{name}::part4_backward{rules}"
+        torch.library.register_fake(forward, fake_with_gradient)
+        torch.library.register_fake(backward, fake_backward)
+        torch.library.register_autograd(forward, gradient, setup_context=save)
+        torch.library.register_autograd(backward, refuse)
+        for part in PARTS.values():
+            if part.operator:
+                by_part = functools.partial(fake, part)
+                torch.library.register_fake(f"{name}::{part.operator}{rules}", by_part)
 
 
 def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ctypes.CDLL:

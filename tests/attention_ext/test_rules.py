@@ -154,7 +154,7 @@ def test_operators_keep_pytorchs_contract(extension):
             torch_library.opcheck(getattr(kernels, f"{part.operator}_ruled").default, call)
     leaves = [t.clone().requires_grad_() for t in (q, q, q, bias, sinks)]
     call = (*leaves[:3], True, 0.3, 4, 8, 5, rules.NO_LIMIT, 2.0, 0, none, *leaves[3:], none)
-    torch_library.opcheck(kernels.part4_ruled_with_gradient.default, call)
+    torch_library.opcheck(kernels.part4_with_gradient_ruled.default, call)
 
 
 HEADER = """

@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <functional>
 #include <iterator>
 #include <optional>
 #include <string>
@@ -70,6 +69,12 @@ Number* data(const Tensor& t) {
 template <class Element>
 MatricesOf<Element> matrices(const Tensor& t) {
     return {data<const Element>(t), t.stride(0), t.stride(1), t.stride(2), t.size(3) == 1 ? 1 : t.stride(3)};
+}
+
+template <class Element, class Call>
+void set_inputs(Call& a, const Tensor& q, const Tensor& k, const Tensor& v) {
+    a.q = matrices<Element>(q), a.k = matrices<Element>(k), a.v = matrices<Element>(v);
+    a.k.group = a.v.group = a.H / k.size(1);
 }
 
 template <size_t n>
@@ -149,117 +154,95 @@ class Given : public Rules {
     std::vector<Range> found;
 };
 
-template <class Element>
-std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q_, const Tensor& k_, const Tensor& v_,
-                               bool causal, double scale, bool return_lse, int64_t br, int64_t bc,
-                               const std::function<Given(const AttentionSizes&)>& rules = {}) {
-    AttentionOf<Element> a{sizes<Element>(q_, k_, v_, causal, static_cast<float>(scale), br, bc)};
-    std::optional<Given> given;
-    if (rules) a.rules = &given.emplace(rules(a));
-    const bool transposed = !IS_BF16<Element> && a.Nq <= part.few.queries;
-    const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
-                 v = with_contiguous_rows(v_);
-    const Tensor out = new_tensor({a.B, a.H, a.Nq, a.d}, TYPE<Element>);
-    const Tensor lse = return_lse ? floats({a.B, a.H, a.Nq}) : floats({0});
-    a.q = matrices<Element>(q), a.k = matrices<Element>(k), a.v = matrices<Element>(v);
-    a.k.group = a.v.group = a.H / k.size(1);
-    a.out = data<Element>(out);
-    a.lse = return_lse ? data<float>(lse) : nullptr;
-    const Tensor scratch = floats({part.scratch(a)});
-    const NoDenormals flushed;
-    part.attention(a, data<float>(scratch));
-    return {out, lse};
-}
-
-template <size_t part>
-std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale,
-                                  bool return_lse, int64_t br, int64_t bc) {
-    const bool bf16 = q.scalar_type() == ScalarType::BFloat16 && PARTS[part].takes_bf16();
-    return (bf16 ? run<Bf16> : run<float>)(PARTS[part], q, k, v, causal, scale, return_lse, br, bc, {});
-}
-
-template <size_t part>
-std::tuple<Tensor, Tensor> attend_ruled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                                        double scale, bool return_lse, int64_t br, int64_t bc, int64_t left,
-                                        int64_t right, double softcap, int64_t mod, const Tensor& slopes,
-                                        const Tensor& bias, const Tensor& sinks, const Tensor& documents) {
-    return run<float>(PARTS[part], q, k, v, causal, scale, return_lse, br, bc, [&](const AttentionSizes& a) {
-        return Given(a, left, right, softcap, mod, slopes, bias, sinks, documents);
-    });
-}
-
 const Part& named(const std::string& part) {
     const Part* found = find_part(part);
     REQUIRE(found, "part is ", part, "; it must be a part's operator");
     return *found;
 }
 
-// Part 4's forward pass with lse: its own operator, because PyTorch calls one with a gradient through Python.
-std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                                         double scale, int64_t br, int64_t bc) {
-    return run<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc);
-}
+// Operators whose last arguments, of types Rule, are those of Given; without rules there are none.
+template <class... Rule>
+struct Operators {
+    static constexpr bool RULED = sizeof...(Rule) > 0;
 
-std::tuple<Tensor, Tensor> ruled_with_gradient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                                               double scale, int64_t br, int64_t bc, int64_t left,
-                                               int64_t right, double softcap, int64_t mod, const Tensor& slopes,
-                                               const Tensor& bias, const Tensor& sinks,
-                                               const Tensor& documents) {
-    return run<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc, [&](const AttentionSizes& a) {
-        return Given(a, left, right, softcap, mod, slopes, bias, sinks, documents);
-    });
-}
+    template <class Element>
+    static std::tuple<Tensor, Tensor> run(const Part& part, const Tensor& q_, const Tensor& k_,
+                                          const Tensor& v_, bool causal, double scale, bool return_lse,
+                                          int64_t br, int64_t bc, Rule... rules) {
+        AttentionOf<Element> a{sizes<Element>(q_, k_, v_, causal, static_cast<float>(scale), br, bc)};
+        std::optional<Given> given;
+        if constexpr (RULED) a.rules = &given.emplace(a, rules...);
+        const bool transposed = !IS_BF16<Element> && a.Nq <= part.few.queries;
+        const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
+                     v = with_contiguous_rows(v_);
+        const Tensor out = new_tensor({a.B, a.H, a.Nq, a.d}, TYPE<Element>);
+        const Tensor lse = return_lse ? floats({a.B, a.H, a.Nq}) : floats({0});
+        set_inputs<Element>(a, q, k, v);
+        a.out = data<Element>(out);
+        a.lse = return_lse ? data<float>(lse) : nullptr;
+        const Tensor scratch = floats({part.scratch(a)});
+        const NoDenormals flushed;
+        part.attention(a, data<float>(scratch));
+        return {out, lse};
+    }
 
-// The gradients of q, k and v, of the last two for each of q's heads, and of bias, from those of out and lse;
-// an empty dlse stands for no gradient.
-std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& dout_, const Tensor& dlse_, const Tensor& q_,
-                                                     const Tensor& k_, const Tensor& v_, const Tensor& out_,
-                                                     const Tensor& lse_, bool causal, double scale,
-                                                     const std::function<Given(const AttentionSizes&)>& rules,
-                                                     bool of_bias) {
-    AttentionGradient a{sizes<float>(q_, k_, v_, causal, static_cast<float>(scale), 1, 1)};
-    std::optional<Given> given;
-    if (rules) a.rules = &given.emplace(rules(a));
-    check<float>(out_, "out", {a.B, a.H, a.Nq, a.d});
-    check<float>(dout_, "dout", {a.B, a.H, a.Nq, a.d});
-    check<float>(lse_, "lse", {a.B, a.H, a.Nq});
-    if (dlse_.numel() > 0) check<float>(dlse_, "dlse", {a.B, a.H, a.Nq});
-    const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_), v = with_contiguous_rows(v_),
-                 dout = with_contiguous_rows(dout_), out = torch::stable::contiguous(out_),
-                 lse = torch::stable::contiguous(lse_), dlse = torch::stable::contiguous(dlse_);
-    const Tensor dq = floats({a.B, a.H, a.Nq, a.d}), dk = floats({a.B, a.H, a.Nk, a.d}),
-                 dv = floats({a.B, a.H, a.Nk, a.d});
-    a.q = matrices<float>(q), a.k = matrices<float>(k), a.v = matrices<float>(v);
-    a.k.group = a.v.group = a.H / k.size(1);
-    a.dout = matrices<float>(dout);
-    a.out = data<const float>(out), a.lse = data<const float>(lse);
-    a.dlse = dlse.numel() > 0 ? data<const float>(dlse) : nullptr;
-    a.dq = data<float>(dq), a.dk = data<float>(dk), a.dv = data<float>(dv);
-    const Tensor dbias = of_bias ? floats({a.B, a.H, a.Nq, a.Nk}) : floats({0});
-    if (of_bias) a.dbias = std::fill_n(data<float>(dbias), dbias.numel(), 0.0f) - dbias.numel();
-    const Tensor scratch = floats({flash_backward_scratch(a)});
-    flash_backward(a, data<float>(scratch));
-    return {dq, dk, dv, dbias};
-}
+    template <size_t part>
+    static std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                                             double scale, bool return_lse, int64_t br, int64_t bc,
+                                             Rule... rules) {
+        const bool bf16 = !RULED && q.scalar_type() == ScalarType::BFloat16 && PARTS[part].takes_bf16();
+        return (bf16 ? run<Bf16> : run<float>)(PARTS[part], q, k, v, causal, scale, return_lse, br, bc,
+                                               rules...);
+    }
+
+    // Part 4's forward pass with lse: its own operator, because PyTorch calls one with a gradient through
+    // Python.
+    static std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                    bool causal, double scale, int64_t br, int64_t bc,
+                                                    Rule... rules) {
+        return run<float>(named("part4_flash"), q, k, v, causal, scale, true, br, bc, rules...);
+    }
+
+    // The gradients of q, k and v, of the last two for each of q's heads, and of bias, from those of out and
+    // lse; an empty dlse stands for no gradient.
+    static std::tuple<Tensor, Tensor, Tensor, Tensor> gradients(const Tensor& dout_, const Tensor& dlse_,
+                                                                const Tensor& q_, const Tensor& k_,
+                                                                const Tensor& v_, const Tensor& out_,
+                                                                const Tensor& lse_, bool causal, double scale,
+                                                                bool of_bias, Rule... rules) {
+        AttentionGradient a{sizes<float>(q_, k_, v_, causal, static_cast<float>(scale), 1, 1)};
+        std::optional<Given> given;
+        if constexpr (RULED) a.rules = &given.emplace(a, rules...);
+        check<float>(out_, "out", {a.B, a.H, a.Nq, a.d});
+        check<float>(dout_, "dout", {a.B, a.H, a.Nq, a.d});
+        check<float>(lse_, "lse", {a.B, a.H, a.Nq});
+        if (dlse_.numel() > 0) check<float>(dlse_, "dlse", {a.B, a.H, a.Nq});
+        const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_), v = with_contiguous_rows(v_),
+                     dout = with_contiguous_rows(dout_), out = torch::stable::contiguous(out_),
+                     lse = torch::stable::contiguous(lse_), dlse = torch::stable::contiguous(dlse_);
+        const Tensor dq = floats({a.B, a.H, a.Nq, a.d}), dk = floats({a.B, a.H, a.Nk, a.d}),
+                     dv = floats({a.B, a.H, a.Nk, a.d});
+        set_inputs<float>(a, q, k, v);
+        a.dout = matrices<float>(dout);
+        a.out = data<const float>(out), a.lse = data<const float>(lse);
+        a.dlse = dlse.numel() > 0 ? data<const float>(dlse) : nullptr;
+        a.dq = data<float>(dq), a.dk = data<float>(dk), a.dv = data<float>(dv);
+        const Tensor dbias = of_bias ? floats({a.B, a.H, a.Nq, a.Nk}) : floats({0});
+        if (of_bias) a.dbias = std::fill_n(data<float>(dbias), dbias.numel(), 0.0f) - dbias.numel();
+        const Tensor scratch = floats({flash_backward_scratch(a)});
+        flash_backward(a, data<float>(scratch));
+        return {dq, dk, dv, dbias};
+    }
+};
+using Plain = Operators<>;
+using Ruled =
+    Operators<int64_t, int64_t, double, int64_t, const Tensor&, const Tensor&, const Tensor&, const Tensor&>;
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout, const Tensor& dlse, const Tensor& q,
                                             const Tensor& k, const Tensor& v, const Tensor& out,
                                             const Tensor& lse, bool causal, double scale) {
-    const auto [dq, dk, dv, none] = gradients(dout, dlse, q, k, v, out, lse, causal, scale, {}, false);
+    const auto [dq, dk, dv, none] = Plain::gradients(dout, dlse, q, k, v, out, lse, causal, scale, false);
     return {dq, dk, dv};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> ruled_backward(const Tensor& dout, const Tensor& dlse,
-                                                          const Tensor& q, const Tensor& k, const Tensor& v,
-                                                          const Tensor& out, const Tensor& lse, bool causal,
-                                                          double scale, int64_t left, int64_t right,
-                                                          double softcap, int64_t mod, const Tensor& slopes,
-                                                          const Tensor& bias, const Tensor& sinks,
-                                                          const Tensor& documents, bool of_bias) {
-    const auto rules = [&](const AttentionSizes& a) {
-        return Given(a, left, right, softcap, mod, slopes, bias, sinks, documents);
-    };
-    return gradients(dout, dlse, q, k, v, out, lse, causal, scale, rules, of_bias);
 }
 
 // Floats of scratch that a part takes for a call of these sizes, in bfloat16 or in float32.
@@ -301,8 +284,8 @@ std::string simd_name() { return simd::name(); }
 
 template <size_t... part>
 void implement_all(torch::stable::detail::StableLibrary& m, std::index_sequence<part...>) {
-    (m.impl(PARTS[part].name, BOX(&attend<part>)), ...);
-    (m.impl((PARTS[part].name + std::string("_ruled")).c_str(), BOX(&attend_ruled<part>)), ...);
+    (m.impl(PARTS[part].name, BOX(&Plain::attend<part>)), ...);
+    (m.impl((PARTS[part].name + std::string("_ruled")).c_str(), BOX(&Ruled::attend<part>)), ...);
 }
 
 }  // namespace
@@ -325,29 +308,24 @@ void implement_all(torch::stable::detail::StableLibrary& m, std::index_sequence<
     F(read_bandwidth, "(SymInt bytes, float seconds) -> float")
 
 LIBRARY(ATTENTION_EXT, m) {
-    const std::string arguments =
-        "(Tensor q, Tensor k, Tensor v, bool causal, float scale, bool return_lse, SymInt br=1, SymInt bc=1)";
-    for (const Part& part : PARTS) m.def((part.name + arguments + " -> (Tensor, Tensor)").c_str());
-    m.def(
-        "part4_with_gradient(Tensor q, Tensor k, Tensor v, bool causal, float scale, SymInt br, SymInt bc) -> "
-        "(Tensor, Tensor)");
-    m.def(
-        "part4_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool "
-        "causal, float scale) -> (Tensor, Tensor, Tensor)");
+    const std::string call = "(Tensor q, Tensor k, Tensor v, bool causal, float scale, ";
     const std::string rules =
         "SymInt left, SymInt right, float softcap, SymInt mod, Tensor alibi_slopes, Tensor bias, Tensor sinks, "
         "Tensor documents";
-    for (const Part& part : PARTS)
-        m.def((part.name + std::string("_ruled(Tensor q, Tensor k, Tensor v, bool causal, float scale, ") +
-               "bool return_lse, SymInt br, SymInt bc, " + rules + ") -> (Tensor, Tensor)")
-                  .c_str());
-    m.def(("part4_ruled_with_gradient(Tensor q, Tensor k, Tensor v, bool causal, float scale, SymInt br, "
-           "SymInt bc, " +
-           rules + ") -> (Tensor, Tensor)")
-              .c_str());
-    m.def(("part4_ruled_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, "
-           "Tensor lse, bool causal, float scale, " +
-           rules + ", bool of_bias) -> (Tensor, Tensor, Tensor, Tensor)")
+    const std::string of_both = ") -> (Tensor, Tensor)";
+    for (const Part& part : PARTS) {
+        const std::string name = part.name;
+        m.def((name + call + "bool return_lse, SymInt br=1, SymInt bc=1" + of_both).c_str());
+        m.def((name + "_ruled" + call + "bool return_lse, SymInt br, SymInt bc, " + rules + of_both).c_str());
+    }
+    m.def(("part4_with_gradient" + call + "SymInt br, SymInt bc" + of_both).c_str());
+    m.def(("part4_with_gradient_ruled" + call + "SymInt br, SymInt bc, " + rules + of_both).c_str());
+    const std::string gradients =
+        "(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal, float "
+        "scale";
+    m.def(("part4_backward" + gradients + ") -> (Tensor, Tensor, Tensor)").c_str());
+    m.def(("part4_backward_ruled" + gradients + ", bool of_bias, " + rules +
+           ") -> (Tensor, Tensor, Tensor, Tensor)")
               .c_str());
     m.def("read_4d(Tensor t, SymInt i, SymInt j, SymInt k, SymInt l) -> float");
 #define DEFINE(name, signature) m.def(#name signature);
@@ -356,10 +334,10 @@ LIBRARY(ATTENTION_EXT, m) {
 
 LIBRARY_IMPL(ATTENTION_EXT, CPU, m) {
     implement_all(m, std::make_index_sequence<std::size(PARTS)>());
-    m.impl("part4_with_gradient", BOX(&with_gradient));
+    m.impl("part4_with_gradient", BOX(&Plain::with_gradient));
+    m.impl("part4_with_gradient_ruled", BOX(&Ruled::with_gradient));
     m.impl("part4_backward", BOX(&backward));
-    m.impl("part4_ruled_with_gradient", BOX(&ruled_with_gradient));
-    m.impl("part4_ruled_backward", BOX(&ruled_backward));
+    m.impl("part4_backward_ruled", BOX(&Ruled::gradients));
     m.impl("read_4d", BOX(&read_4d));
 }
 
