@@ -68,13 +68,7 @@ def attention(
 
 
 def attention(
-    part: str | Part,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: bool = False,
-    **options: Unpack[Options],
+    part: str | Part, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v by one of PARTS.
 
@@ -142,9 +136,8 @@ def attention(
         gradient = q.requires_grad or k.requires_grad or v.requires_grad or rules and rules.needs_gradient
         gradient = bool(gradient) and torch.is_grad_enabled()
         if gradient and rules and rules.score_mod and not rules.score_mod.has_slope:
-            raise ValueError(
-                f"score_mod is {rules.score_mod.header}; its gradient needs slope(float s, At at)"
-            )
+            header = rules.score_mod.header
+            raise ValueError(f"score_mod is {header}; its gradient needs slope(float s, At at)")
         if gradient and (row.operator or row.attend):
             check_gradient(row, q, k, v)
         if q.is_cuda and row.operator and "cuda" in row.dtypes:
@@ -163,11 +156,9 @@ def attention(
                 raise ValueError(f"return_lse is True; it must be False with {row.name}, which has none")
             return row.attend(q, *_all_heads(q, k, v), causal, scale)
         if row.operator is None:
-            from shakespeare.attention_ext import reference
+            from shakespeare.attention_ext.reference import attention as part0
 
-            return reference.attention(
-                q, k, v, causal=causal, scale=scale, return_lse=return_lse, rules=rules
-            )
+            return part0(q, k, v, causal=causal, scale=scale, return_lse=return_lse, rules=rules)
         if Nq == 1 and Hk < H and rules is None:  # the queries of a group see the same keys
             folded = q.reshape(B, Hk, H // Hk, d)
             both = attention(row, folded, k, v, scale=scale, br=br, bc=bc, simd=helpers, return_lse=True)

@@ -125,9 +125,8 @@ def check_shapes(q, k, v, causal: bool, least: int = 1, grouped: bool = False) -
     if grouped and H % k.shape[1]:
         raise ValueError(f"q has H={H} heads; it must be a multiple of k's {k.shape[1]}")
     if k.shape != (B, k.shape[1] if grouped else H, Nk, d):
-        raise ValueError(
-            f"k has shape {tuple(k.shape)}; it must be ({B}, {H}, Nk, {d}), as q is {tuple(q.shape)}"
-        )
+        must = f"it must be ({B}, {H}, Nk, {d}), as q is {tuple(q.shape)}"
+        raise ValueError(f"k has shape {tuple(k.shape)}; {must}")
     if v.shape != k.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}; it must be k's, {tuple(k.shape)}")
     if causal and Nq > Nk:

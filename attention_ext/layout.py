@@ -112,9 +112,8 @@ def agreed_rows(described: Sequence[dict | Exception]) -> tuple[Rows, Rows, int]
     method, P = everyone[0]["method"], len(everyone)
     n, m = ([mine[name][2] for mine in described] for name in "qk")  # type: ignore[index]
     Nq, Nk = (n[0] if method == "split" else sum(n)), sum(m)
-    queries, keys = (
-        zigzag_rows(N, P) if method == "zigzag" else contiguous(x) for N, x in ((Nq, n), (Nk, m))
-    )
+    of_both = (Nq, n), (Nk, m)
+    queries, keys = (zigzag_rows(N, P) if method == "zigzag" else contiguous(x) for N, x in of_both)
     if method == "split":
         queries = ((range(Nq),),) * P
     for name, layout, held in (("q", queries, n), ("k", keys, m)):

@@ -106,12 +106,11 @@ class Mixture:
         if not q.numel() or not k.numel():
             return
         for i, j, causal in kernel_calls(queries, keys, call.causal, call.offset):
+            tensors, before = (q[:, :, i], k[:, :, j], v[:, :, j]), (self.out[:, :, i], self.lse[:, :, i])
             out, lse = attention_ext.attention(
-                call.part, q[:, :, i], k[:, :, j], v[:, :, j], causal=causal, return_lse=True, **call.options
+                call.part, *tensors, causal=causal, return_lse=True, **call.options
             )
-            self.out[:, :, i], self.lse[:, :, i] = reference.merge(
-                self.out[:, :, i], self.lse[:, :, i], out.float(), lse
-            )
+            self.out[:, :, i], self.lse[:, :, i] = reference.merge(*before, out.float(), lse)
 
 
 def split(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -134,8 +133,7 @@ def gather(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Memory: all of K and V on every rank.
     """
-    longest = max(map(length, call.keys))
-    padded = k.new_zeros(2, *k.shape[:2], longest, k.shape[3])
+    padded = k.new_zeros(2, *k.shape[:2], max(map(length, call.keys)), k.shape[3])
     padded[0, :, :, : k.shape[2]], padded[1, :, :, : v.shape[2]] = k, v
     blocks = [block[..., : length(keys), :] for block, keys in zip(_all_gather(call, padded), call.keys)]
     k, v = torch.cat(blocks, dim=3)  # (2, B, H, N, d)
@@ -222,9 +220,8 @@ def _all_to_all(call: Call, sending: list[Tensor], shapes: Sequence[tuple[int, .
 
 
 # A zigzag is a ring with the rows of zigzag_rows(): equal causal work in each turn.
-METHODS: dict[str, Callable[[Call, Tensor, Tensor, Tensor], Tensor]] = {
-    **{"split": split, "gather": gather, "ring": ring, "zigzag": ring, "ulysses": ulysses}
-}
+METHODS: dict[str, Callable[[Call, Tensor, Tensor, Tensor], Tensor]]
+METHODS = {"split": split, "gather": gather, "ring": ring, "zigzag": ring, "ulysses": ulysses}
 
 
 def expected(

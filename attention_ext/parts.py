@@ -190,8 +190,7 @@ def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
     if row.file:
         takes = " and ".join(f"fp32 on {DEVICES[device]}" for device in row.dtypes)
         raise ValueError(f"dtype is {known.value!r} {where}; {part} takes {takes}")
-    who = taking(known, device)
-    if not who:
+    if not (who := taking(known, device)):
         raise ValueError(f"dtype is {known.value!r}; no part takes it {where}")
     where = "" if device == "cpu" else f" {where}"
     raise ValueError(f"dtype is {known.value!r}; {part} does not take it{where}, only {', '.join(who)}")

@@ -59,9 +59,8 @@ def capabilities() -> str:
     """The processor's features that decide what -march=native means, or on ARM -mcpu=native."""
     x86 = ("vendor_id", "cpu family", "model", "stepping", "flags")
     kept = (*x86, "Features", "CPU implementer", "CPU variant", "CPU part")
-    return (
-        "\n".join(f"{field}: {value}" for field, value in _fields().items() if field in kept) or _fallback()
-    )
+    known = (f"{field}: {value}" for field, value in _fields().items() if field in kept)
+    return "\n".join(known) or _fallback()
 
 
 def instructions() -> str:

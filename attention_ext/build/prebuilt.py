@@ -55,8 +55,7 @@ def in_wheel() -> bool:
 
 def checked(name: str) -> Path:
     """The library of find(). Raises BuildError if there is none or its checksum is wrong."""
-    library = find(name)
-    if library is None:
+    if (library := find(name)) is None:
         raise BuildError(f"{FOLDER} has no {name} for this processor, {platform.machine()}; {REMEDY}")
     return _verified(library)
 

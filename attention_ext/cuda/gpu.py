@@ -54,10 +54,8 @@ def check_gpu() -> None:
     import torch
 
     if torch.version.cuda is None:
-        raise BuildError(
-            f"device is 'cuda', and this PyTorch ({torch.__version__}) is built without CUDA; pytorch.org "
-            "has builds with it"
-        )
+        what = f"this PyTorch ({torch.__version__}) is built without CUDA"
+        raise BuildError(f"device is 'cuda', and {what}; pytorch.org has builds with it")
     if not torch.cuda.is_available():
         raise BuildError("device is 'cuda', and PyTorch finds no GPU and driver here (see nvidia-smi)")
 
@@ -73,9 +71,7 @@ def gpu(index: int = 0) -> Gpu:
         raise BuildError(f"device is 'cuda', and no GPU can be used: {str(error).splitlines()[0]}") from None
     name = checked(driver.cuDeviceGetName(128, device)).split(b"\0")[0].decode()
     major, minor = (attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR"))
-    memory_clock, bits = (
-        attribute(title, index) for title in ("MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
-    )
+    kilohertz, bits = attribute("MEMORY_CLOCK_RATE", index), attribute("GLOBAL_MEMORY_BUS_WIDTH", index)
     return Gpu(
         name,
         capability=(major, minor),
@@ -83,7 +79,7 @@ def gpu(index: int = 0) -> Gpu:
         multiprocessors=attribute("MULTIPROCESSOR_COUNT", index),
         l2=attribute("L2_CACHE_SIZE", index),
         hertz=1e3 * attribute("CLOCK_RATE", index),
-        bandwidth=2e3 * memory_clock * bits / 8,  # kHz, and two transfers in a clock
+        bandwidth=2e3 * kilohertz * bits / 8,  # two transfers in a clock
         memory=int(checked(driver.cuDeviceTotalMem(device))),
         identity=checked(driver.cuDeviceGetUuid(device)).bytes.hex(),
     )
@@ -124,9 +120,8 @@ def opened(handle: bytes) -> int:
     driver = bindings()
     known = driver.CUipcMemHandle()
     known.reserved = handle
-    return int(
-        checked(driver.cuIpcOpenMemHandle(known, driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS))
-    )
+    at_first_use = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    return int(checked(driver.cuIpcOpenMemHandle(known, at_first_use)))
 
 
 class Memory:
@@ -177,8 +172,7 @@ class Memory:
 
     def copy_later(self, to: int, origin: int, size: int, stream: Any) -> None:
         """Let a stream copy bytes from one offset to another."""
-        addresses = self.address + to, self.address + origin
-        checked(bindings().cuMemcpyDtoDAsync(*addresses, size, stream))
+        checked(bindings().cuMemcpyDtoDAsync(self.address + to, self.address + origin, size, stream))
 
     def __del__(self) -> None:
         if hasattr(self, "address") and not sys.is_finalizing():  # the process frees it then

@@ -136,11 +136,9 @@ def check_kernel(kernel: str) -> Kernel:
 
 def no_rules(kernel: str) -> ValueError:
     """The error for a kernel without rules."""
-    able = [name for name, row in KERNELS.items() if row.ruled]
-    return ValueError(
-        f"kernel is {kernel!r}; with rules, or fewer heads of k and v than of q, it must be one of "
-        f"{', '.join(able)}"
-    )
+    able = ", ".join(name for name, row in KERNELS.items() if row.ruled)
+    where = "with rules, or fewer heads of k and v than of q"
+    return ValueError(f"kernel is {kernel!r}; {where}, it must be one of {able}")
 
 
 def choose(

@@ -168,12 +168,10 @@ class Kernel:
             raise ValueError(f"kernel is {self.name!r}; it takes {', '.join(self.sources)}, not {dtype}")
         if not self.runs_on(on.capability, dtype):
             major, minor = self.least(dtype)
-            has = ".".join(map(str, on.capability))
             needs = f"{major}.x" if self.only else f"{major}.{minor} or more"
             needs += f" in {dtype}" * bool(self.earlier)
-            raise ValueError(
-                f"kernel is {self.name!r}; it needs compute capability {needs}; {on.name} has {has}"
-            )
+            needs += f"; {on.name} has {'.'.join(map(str, on.capability))}"
+            raise ValueError(f"kernel is {self.name!r}; it needs compute capability {needs}")
         least = 0
         for tile in self.tiles(self.padded(d), dtype, queries, on.capability):
             if tile.shared <= on.shared:

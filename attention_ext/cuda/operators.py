@@ -18,14 +18,8 @@ PART = PARTS["part4"]
 DTYPES = list(Dtype)
 MOST_TEXT = 1023  # bytes of an error that the launcher takes
 FULL = "CUDA out of memory"  # the beginning of the launcher's error
-PLANNER = ctypes.CFUNCTYPE(
-    ctypes.c_bool,
-    ctypes.c_char_p,
-    *[ctypes.c_int] * 3,
-    *[ctypes.c_int64] * 6,
-    ctypes.POINTER(Plan),
-    ctypes.c_void_p,
-)
+NUMBERS = (*[ctypes.c_int] * 3, *[ctypes.c_int64] * 6)
+PLANNER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *NUMBERS, ctypes.POINTER(Plan), ctypes.c_void_p)
 _failed = threading.local()  # `error`: what _planned() raised last in this thread, and its text
 
 

@@ -112,10 +112,8 @@ class Gpu:
             from wgpu.backends.wgpu_native import extras
         except ImportError as error:
             raise BuildError(f"device is 'webgpu', which needs wgpu: {INSTALL} ({error})") from None
-        try:
+        with contextlib.suppress(RuntimeError):
             extras.set_instance_extras(backends=BACKENDS)  # the first device of the process
-        except RuntimeError:
-            pass
         unset = "XDG_RUNTIME_DIR" not in os.environ  # without a screen Mesa complains on stderr
         try:
             os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())
