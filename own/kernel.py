@@ -146,8 +146,7 @@ def loaded(file: Path, backward: bool = False) -> Any:
 def check(file: Path, backward: bool = False) -> Source:
     """The source in a file. Raises BuildError unless it names the function."""
     source, name = read(file), "attention_backward" if backward else "attention"
-    must = (BACKWARD if backward else MISSING).get(file.suffix)
-    if must is None:
+    if (must := (BACKWARD if backward else MISSING).get(file.suffix)) is None:
         raise BuildError(f"{file.name} is not tried: a backward pass is in C++ (.cpp) or Python (.py)")
     called = "" if file.suffix == ".py" else r"\s*\("
     if (backward or not source.ladder) and not re.search(rf"\b{name}\b{called}", source.text):

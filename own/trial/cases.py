@@ -180,8 +180,7 @@ def expected(case: Case) -> Expected:
     wide = [t.astype(np.float64) for t in (q, k, v)]
     exact = attention(wide[0], wide[1], wide[2], case.seen(), case.applied)
     peer = attention(q, k, v, case.seen(), np.float32(case.applied))
-    largest = case.applied * np.abs(wide[0] @ wide[1].swapaxes(2, 3)).max()
-    return beside(exact, peer, floor(largest))
+    return beside(exact, peer, floor(case.applied * np.abs(wide[0] @ wide[1].swapaxes(2, 3)).max()))
 
 
 def attention(q: Floats, k: Floats, v: Floats, seen: NDArray[np.bool_], scale: float | np.float32) -> Floats:

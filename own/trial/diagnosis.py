@@ -191,11 +191,8 @@ def masks(case: Case) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
     offset, rule = case.Nk - case.Nq, "query i sees the keys j <= i + (Nk - Nq)"
     first = "all rows of a tile see the keys of its first row: the last one sees most"
     if case.window is not None:
-        yield (
-            "mask",
-            "the window is not applied: query i sees no key before i + Nk - Nq - left",
-            j <= i + offset,
-        )
+        what = "the window is not applied: query i sees no key before i + Nk - Nq - left"
+        yield "mask", what, j <= i + offset
     if case.causal:
         yield "mask", "the causal mask is not applied", j >= 0
         yield "mask", f"one key too few is seen: {rule}, its own too", j < i + offset

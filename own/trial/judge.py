@@ -266,9 +266,7 @@ class Player:
         if not kernels.read(file).ladder:  # which this project's launcher launches
             names |= library.in_memory(self.pid, self.with_torch)
         with contextlib.suppress(BlockingIOError):
-            names |= {
-                name for name in os.read(self._notes, 1 << 12).decode(errors="replace").split("\n") if name
-            }
+            names |= {*os.read(self._notes, 1 << 12).decode(errors="replace").split("\n")} - {""}
         return library.sentence(names)
 
     def scratch(self, *sizes: int) -> int | None:
@@ -450,7 +448,7 @@ class Checker:
         seconds: that a call may take before it is endless. seed: of the inputs. windowed: also with a window.
         """
         self.warm(file)
-        player, source, verdict, limits = self._player, kernels.read(file), Verdict(backward=backward), []
+        player, source, verdict = self._player, kernels.read(file), Verdict(backward=backward)
         assert player
         of = BACKWARD if backward else FORWARD
         limits = [seconds + JIT_SECONDS * source.compiling]

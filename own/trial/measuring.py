@@ -124,24 +124,14 @@ def _on_cpu(file: Path, size: Size) -> Figures | Finding:
             return Finding(UNTIMED, f"it was not timed: {what}; a larger -N takes longer")
         return faster(flops / seconds[0], limit)
     small, wide = [1e3 * s if s else None for s in seconds[1:]] or (None, None)
-    return Figures(
-        ms=ms | {"own": 1e3 * seconds[0]},
-        small_ms=small,
-        wide_ms=wide,
-        flops=flops,
-        peak=peak,
-        latency=machine.fma_latency(),
-        lanes=extension.size("lanes"),
-        scratch=scratch,
-        l2=processor.caches()[:2][-1].size,
-        cpu=processor.name(),
-        device="cpu",
-        busy=machine.busy(load, [peak, machine.fma_peak(threads=threads)], threads),
-        moved=moved(cell) if size.cachegrind and file.suffix != ".py" and not size.backward else None,
-        least=cell.least_traffic / size.heads,
-        handing_ms=1e3 * clock.handing,
-        library=library,
-    )
+    l2, ms = processor.caches()[:2][-1].size, ms | {"own": 1e3 * seconds[0]}
+    figures = Figures(ms, flops, peak, l2, processor.name(), "cpu", small, wide, library=library)
+    figures.latency, figures.lanes, figures.scratch = machine.fma_latency(), extension.size("lanes"), scratch
+    figures.busy = machine.busy(load, [peak, machine.fma_peak(threads=threads)], threads)
+    if size.cachegrind and file.suffix != ".py" and not size.backward:
+        figures.moved = moved(cell)
+    figures.least, figures.handing_ms = cell.least_traffic / size.heads, 1e3 * clock.handing
+    return figures
 
 
 def _on_gpu(file: Path, size: Size) -> Figures | Finding:

@@ -117,12 +117,12 @@ def header(file: Path, said: dict[str, Any], size: Size) -> str:
     ms = dict(said["ms"])
     cost = f"part4 takes {ms['part4']:.3g} ms with it, {ms.pop('without'):.3g} without"
     none = "none, so no gradient: float slope(float s, At at) is score's derivative by s"
-    lines = [
+    lines = (
         f"{file.name} is right in {counted(len(CASES), 'case')}, in {', '.join(ms)}",
         line("slope", "as score's differences say; part4's gradients are right" if said["slope"] else none),
         line("speed", f"{cost}: {call('cpu', size)}; {said['cpu']}"),
         line("ladder", ", ".join(f"{name} {each:.3g}" for name, each in ms.items()) + " ms with it"),
-    ]
+    )
     return "\n".join(lines)
 
 

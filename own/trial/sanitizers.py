@@ -85,8 +85,7 @@ def _said(file: Path, sanitizer: str, sizes: Sequence[int], backward: bool, stop
 
 
 def _cuda(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None]:
-    tool = shutil.which("compute-sanitizer")
-    if not tool:
+    if not (tool := shutil.which("compute-sanitizer")):
         return "not searched: compute-sanitizer was not found on PATH", None
     env = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each matrix has bounds
     words = [sys.executable, "-m", "shakespeare.own.trial.player", "once", str(file.resolve())]
@@ -104,8 +103,7 @@ def lines_in(said: str, name: str) -> list[str]:
 
 def of_address_sanitizer(said: str, name: str) -> Finding | None:
     """The access that AddressSanitizer found, with its line in the user's file; else None."""
-    error = re.search(r"ERROR: AddressSanitizer: ([\w-]+)", said)
-    if not error:
+    if not (error := re.search(r"ERROR: AddressSanitizer: ([\w-]+)", said)):
         return None
     kind, where = error[1], "".join(lines_in(said, name)[:1])
     access = re.search(r"(READ|WRITE) of size (\d+)", said)

@@ -68,9 +68,8 @@ def check(mod: rules.ScoreMod, header: Path, case: Case) -> None:
     grown = torch.cat([(near - score)[shown] / NEAR, score[shown], s.flatten()]).abs()
     floor = cases.floor(float(grown[grown.isfinite()].max()))
     call = partial(attention, causal=case.causal, scale=case.applied, score_mod=header)
-    doubles, *leaves = (
-        [t.to(kind, copy=True).requires_grad_() for t in given] for kind in (torch.double, q.dtype, q.dtype)
-    )
+    kinds = torch.double, q.dtype, q.dtype
+    doubles, *leaves = ([t.to(kind, copy=True).requires_grad_() for t in given] for kind in kinds)
     ruled: Any = {"rules": rules.checked({"score_mod": header}, q, case.Nk)}
     exact: Any = reference.attention(*doubles, causal=case.causal, scale=case.applied, **ruled)
     results: dict[str, list[Tensor]] = {part: [call(part, *given)] for part in ("part0", *LADDER["cpu"])}
