@@ -58,13 +58,10 @@ def synthetic_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The lab's inputs, each (batch, heads, N, d): planes over the position i and the feature j."""
     kind = getattr(torch, dtype.torch_name)
-    i = torch.arange(N)[:, None]
-    j = torch.arange(d)[None, :]
-    q = 0.0002 * i + 0.0001 * j
-    k = 0.0006 * i + 0.0003 * j
-    v = 0.00015 * i + 0.0008 * j
-    planes = (m.to(device, kind).expand(batch, heads, N, d).contiguous() for m in (q, k, v))
-    return tuple(planes)  # type: ignore[return-value]
+    i, j = torch.arange(N)[:, None], torch.arange(d)[None, :]
+    planes = (a * i + b * j for a, b in ((0.0002, 0.0001), (0.0006, 0.0003), (0.00015, 0.0008)))
+    q, k, v = (m.to(device, kind).expand(batch, heads, N, d).contiguous() for m in planes)
+    return q, k, v
 
 
 def allocated(function: Callable[[], Tensor]) -> tuple[Tensor, int]:
@@ -120,8 +117,7 @@ def table_by_cuda_time(rows: EventList) -> str:
         if not row.key.startswith("ProfilerStep")
         and not (row.is_user_annotation and row.device_type == DeviceType.CUDA)
     )
-    wanted = EventList(kept, use_device="cuda", profile_memory=True)
-    return wanted.table(sort_by="cuda_time_total", row_limit=10)
+    return EventList(kept, use_device="cuda", profile_memory=True).table("cuda_time_total", 10)
 
 
 def in_slices(function: Callable[..., Tensor], count: int, tensors: Sequence[Tensor]) -> Tensor:
@@ -215,11 +211,8 @@ class Test:
             operator("part4", "cuda")
             shape = self.batch * self.heads, self.N, self.N, self.d, Dtype(self.dtype)
             kernel = driver.compiled(self.kernel, *shape, on.device.index)
-            where, what, tile = (
-                on.describe()["name"],
-                f"kernel {kernel.row.name}: {kernel.row.summary}",
-                kernel.tile,
-            )
+            where, what = on.describe()["name"], f"kernel {kernel.row.name}: {kernel.row.summary}"
+            tile = kernel.tile
             threads = f"{tile.threads} threads and {tile.shared} bytes of shared memory for a block"
         else:
             adapter = opened().adapter

@@ -52,8 +52,7 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
     takes too long or too much memory, BuildError if the program or cachegrind fails.
     """
     source, name = ("perf", "perf") if caches is None else ("cachegrind", "valgrind")
-    tool = shutil.which(name)
-    if tool is None:
+    if (tool := shutil.which(name)) is None:
         return Misses(None, None, f"{name} was not found on PATH")
     swept = SWEPT_BYTES if caches is None else 2 * max(cache.size for cache in caches)
     need = 4 * FLOAT_BYTES * case.heads * case.K + scratch(part, case, simd) + swept

@@ -133,8 +133,7 @@ def _version(command: list[str], remedy: str) -> str:
 
 
 def _packages() -> str:
-    missing = [name for name in PACKAGES if _installed(name) is None]
-    if missing:
+    if missing := [name for name in PACKAGES if _installed(name) is None]:
         raise Broken(f"{', '.join(missing)} not installed; {INSTALL}")
     return ", ".join(f"{name} {_installed(name)}" for name in PACKAGES)
 
@@ -178,8 +177,7 @@ def _python_header() -> str:
 
 
 def _ispc() -> str:
-    ispc = toolchain.find_ispc()
-    if ispc is None:
+    if (ispc := toolchain.find_ispc()) is None:
         remedy = "scripts/install-ispc.sh gets it on Debian 12"
         raise Missing(f"not found (--simd auto works without it); {remedy}")
     return _version([ispc], "let ISPC name an ISPC compiler that works, or unset it")
@@ -190,20 +188,18 @@ def _cache() -> str:
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not there.is_dir():
         raise Broken(f"{there} is no directory; {cache.ELSEWHERE}")
-    exists = there == directory
     try:  # permissions do not tell what root can write
         tempfile.TemporaryDirectory(prefix="doctor", dir=there).cleanup()
     except OSError as error:
-        how = "written" if exists else "made"
+        how = "written" if there == directory else "made"
         raise Broken(f"{directory} cannot be {how}: {error.strerror}; {cache.ELSEWHERE}") from None
     cache.check_owner(directory)
     if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
         raise Broken(f"{directory} is mounted noexec, so nothing can be loaded from it; {cache.ELSEWHERE}")
-    free = shutil.disk_usage(there).free
-    if free < BUILD_BYTES:
+    if (free := shutil.disk_usage(there).free) < BUILD_BYTES:
         room = f"{directory} has room for {free >> 20} MiB; a build needs {BUILD_BYTES >> 20}"
         raise Broken(f"{room}; {cache.ELSEWHERE}")
-    return f"{directory}, {free / 2**30:.1f} GiB free" + ("" if exists else " (the first build makes it)")
+    return f"{directory}, {free / 2**30:.1f} GiB free" + " (the first build makes it)" * (there != directory)
 
 
 def _decoder() -> str:
@@ -244,8 +240,8 @@ def _gpu() -> str:
 def _nvrtc() -> str:
     packages = {name: _installed(name) for name in ("cuda-core", "cuda-bindings")}
     if missing := [name for name, version in packages.items() if version is None]:
-        lacking = " and ".join(missing)
-        raise Missing(f"{lacking} not installed (CUDA kernels, for part4 --device cuda); {nvrtc.INSTALL}")
+        what = "not installed (CUDA kernels, for part4 --device cuda)"
+        raise Missing(f"{' and '.join(missing)} {what}; {nvrtc.INSTALL}")
     core, version = nvrtc.versions()
     return f"NVRTC {version}, cuda-core {core}"
 
@@ -253,8 +249,7 @@ def _nvrtc() -> str:
 def _webgpu() -> str:
     if _installed("wgpu") is None:
         raise Missing(f"wgpu not installed (part4 --device webgpu on any GPU); {INSTALL[:-1]}'.[webgpu]'")
-    said = _python_says(WEBGPU)
-    if said.startswith("!"):
+    if (said := _python_says(WEBGPU)).startswith("!"):
         raise Missing(said[1:])
     return said
 
@@ -270,8 +265,7 @@ def _checkpoint(name: str) -> str:
 
 
 def _extras() -> str:
-    missing = [extra for extra, package in EXTRAS.items() if _installed(package) is None]
-    if missing:
+    if missing := [extra for extra, package in EXTRAS.items() if _installed(package) is None]:
         raise Missing(f"without {', '.join(missing)}; {INSTALL[:-1]}'.[{','.join(missing)}]'")
     return ", ".join(EXTRAS)
 

@@ -77,8 +77,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     echo(f"scratch     {size_text(scratch(part.name, case, cell.simd))}")
     if line := softmax_text(cell):
         echo(line)
-    bounds = levels(part.name, case, cell.simd)
-    if bounds:
+    if bounds := levels(part.name, case, cell.simd):
         echo("\n" + traffic_table(case.flops, bounds))
     else:
         where = "" if cell.dtype == Dtype.FP32 else f" in {cell.dtype}"
@@ -112,8 +111,7 @@ def softmax_text(cell: Cell) -> str | None:
             f"softmax     {counted}, beside\n"
             f"            d / 16 = {products:g} cycles of AMX: {share} of its peak where they do not overlap"
         )
-    size = extension.size("softmax", cell.simd or "auto")
-    if not size:
+    if not (size := extension.size("softmax", cell.simd or "auto")):
         return None
     products = 2 * cell.d
     return (
@@ -161,9 +159,8 @@ def misses_text(cell: Cell, cachegrind: bool) -> str:
     first, last = caches[0], caches[:2][-1] if cachegrind else caches[-1]
     simd = "auto" if cell.simd == "ispc" else cell.simd or "auto"
     case, block = cell.case(heads=1, threads=1), block_of(cell.simd)
-    missed = counters.misses(
-        cell.contender, case, simd, (first, last) if cachegrind else None, MISSES_SECONDS
-    )
+    simulated = (first, last) if cachegrind else None
+    missed = counters.misses(cell.contender, case, simd, simulated, MISSES_SECONDS)
     if missed.l1 is None and missed.last is None:
         return f"misses      not counted: {missed.note}" + "; --cachegrind simulates them" * (not cachegrind)
     for_avx2 = cachegrind and counters.SIMULATED == "haswell"
@@ -198,14 +195,13 @@ def limits(cell: Cell, case: Case, levels: list[Level], peak: float) -> list[Lim
     scalar = bool(levels) and cell.contender in SCALAR
     if scalar or cell.simd == "off":
         lanes = block_of("auto").lanes
-        rate = f"{peak / lanes / 1e9:.1f} GFLOP/s"
-        bounds.append((f"one lane of {lanes}", rate, case.flops / (peak / lanes)))
+        rate = peak / lanes
+        bounds.append((f"one lane of {lanes}", f"{rate / 1e9:.1f} GFLOP/s", case.flops / rate))
     if scalar and case.seen > OVERLAPPED_MULTIPLY_ADDS:
         # The sums over the keys; those of the scores are short, so several are in progress at a time.
         waiting = case.heads * case.Nq * (case.seen - OVERLAPPED_MULTIPLY_ADDS) * case.d
         latency = machine.fma_latency()
-        rate = f"{1e9 * latency:.2f} ns each"
-        bounds.append(("sums, one addition at a time", rate, waiting * latency))
+        bounds.append(("sums, one addition at a time", f"{1e9 * latency:.2f} ns each", waiting * latency))
     bounds += [
         (f"filling L{b.cache.level}", f"{b.bandwidth / 1e9:.0f} GB/s", b.traffic / b.bandwidth)
         for b in levels

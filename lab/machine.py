@@ -63,8 +63,7 @@ class Load:
 
     def others(self) -> float | None:
         """The mean number of processors that other programs took since this was made; None if unknown."""
-        now = processor_times()
-        if now is None or self._start is None:
+        if (now := processor_times()) is None or self._start is None:
             return None
         busy, own, wall = (b - a for a, b in zip(self._start, now))
         return max(0.0, busy - own) / wall

@@ -88,8 +88,7 @@ def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
         if asked.causal:
             s = s.masked_fill(torch.arange(first, keys[0].stop) > position[:, None], -torch.inf)
         of_block = s.logsumexp(-1)
-        p = (s - of_block[..., None]).exp().nan_to_num()
-        out, lse = reference.merge(out, lse, p @ v, of_block)
+        out, lse = reference.merge(out, lse, (s - of_block[..., None]).exp().nan_to_num() @ v, of_block)
     return checked, out
 
 

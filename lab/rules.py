@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -49,8 +50,7 @@ def example(
     found["alibi_slopes"] = 2.0 ** (-8 / H * torch.arange(1.0, H + 1)) if alibi else None
     found["sinks"] = torch.zeros(H) if sinks else None
     found["documents"] = documents and (torch.arange(N) // documents)[None]
-    generator = torch.Generator().manual_seed(0)
-    found["bias"] = torch.randn(1, 1, N, N, generator=generator) if bias else None
+    found["bias"] = torch.randn(1, 1, N, N, generator=torch.Generator().manual_seed(0)) if bias else None
     tensors = {name: t.to(device) for name, t in found.items() if isinstance(t, torch.Tensor)}
     return {name: value for name, value in found.items() if value is not None} | tensors
 
@@ -91,15 +91,12 @@ def exact(tensors: list[torch.Tensor], text: str, causal: bool) -> torch.Tensor:
     q, k, v = tensors
     H, N = q.shape[1:3]
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for b in range(q.shape[0]):
-        for h in range(H):
-            given = example(H, N, q.device, **parse(text))
-            for name in ("alibi_slopes", "sinks"):
-                if name in given:
-                    given[name] = given[name][h : h + 1]
-            head = [t[b : b + 1, h : h + 1] for t in tensors]
-            rules = ruling.checked(given, head[0], N)
-            doubles = (t.double() for t in head)
-            result: Any = reference.attention(*doubles, causal=causal, scale=q.shape[3] ** -0.5, rules=rules)
-            out[b, h] = result[0, 0]
+    for b, h in itertools.product(range(q.shape[0]), range(H)):
+        given = example(H, N, q.device, **parse(text))
+        given |= {name: given[name][h : h + 1] for name in ("alibi_slopes", "sinks") if name in given}
+        head = [t[b : b + 1, h : h + 1] for t in tensors]
+        rules = ruling.checked(given, head[0], N)
+        doubles = (t.double() for t in head)
+        result: Any = reference.attention(*doubles, causal=causal, scale=q.shape[3] ** -0.5, rules=rules)
+        out[b, h] = result[0, 0]
     return out

@@ -58,13 +58,12 @@ class Case:
     @property
     def seen(self) -> float:
         """The mean number of keys that a query sees."""
-        unruled = self.Nk - (self.Nq - 1) / 2 if self.causal else self.Nk
-        return self.keys if self.keys else unruled
+        return self.keys or (self.Nk - (self.Nq - 1) / 2 if self.causal else self.Nk)
 
     @property
     def span(self) -> float:
         """The keys of neighbouring queries."""
-        return self.keys if self.keys else self.Nk
+        return self.keys or self.Nk
 
     def reach(self, rows: int) -> float:
         """The mean number of keys that a tile of so many queries sees, about."""

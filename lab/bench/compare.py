@@ -55,8 +55,7 @@ def check(before: Run, cells: list[Cell], rounds: int) -> None:
     except ImportError:
         raise ValueError("--compare needs SciPy: pip install -c constraints.txt -e '.[lab]'") from None
     old = {result.cell: len(result.seconds) for result in before.results if result.seconds}
-    both = [cell for cell in cells if cell in old]
-    if not both:
+    if not (both := [cell for cell in cells if cell in old]):
         raise ValueError("no cell was timed in both runs, so there is nothing to compare")
     fewest = min(old[cell] for cell in both)
     least_p = 2 / math.comb(fewest + rounds, rounds)  # if all rounds of one run are faster

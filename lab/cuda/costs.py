@@ -9,6 +9,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -308,12 +309,5 @@ def _split(of: Launch) -> Count:
 
 
 # By the first function of a kernel.
-COUNTS: dict[str, Callable[[Launch], Count]] = {
-    "attention_kernel1": _kernel1,
-    "attention_kernel2": _kernel2,
-    "attention_kernel3": _kernel3,
-    "attention_kernel4": _kernel4,
-    "attention_kernel5": _kernel5,
-    "attention_kernel6": _kernel6,
-    "attention_split": _split,
-}
+EVERY: tuple[Any, ...] = (_kernel1, _kernel2, _kernel3, _kernel4, _kernel5, _kernel6, _split)
+COUNTS: dict[str, Callable[[Launch], Count]] = {f"attention{count.__name__}": count for count in EVERY}
