@@ -187,9 +187,8 @@ def _write_sums(directory: Path) -> None:
 def named_draft(name: str | Path, tokenizer: Tokenizer) -> Draft:
     """The draft of a shipped model, of a directory or in a file. Raises DraftError unless it fits."""
     if not isinstance(name, (str, Path)):
-        raise TypeError(
-            f"draft is a {type(name).__name__}; it must be 'auto', 'off', a name, a path or a Draft"
-        )
+        must = "it must be 'auto', 'off', a name, a path or a Draft"
+        raise TypeError(f"draft is a {type(name).__name__}; {must}")
     path = shipped(str(name)) if str(name) in SHIPPED else Path(name)
     return load_draft(path / DRAFT if path.is_dir() else path, tokenizer)
 

@@ -50,9 +50,8 @@ class GPTConfig:
             raise ValueError(f"positions is {self.positions!r}; it must be one of {', '.join(POSITIONS)}")
         if self.endless:
             if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
-                raise ValueError(
-                    f"window is {self.window!r}; it must be a whole number of at least 1 with 'alibi'"
-                )
+                must = "it must be a whole number of at least 1 with 'alibi'"
+                raise ValueError(f"window is {self.window!r}; {must}")
         elif self.window is not None:
             raise ValueError(f"window is {self.window!r}; it must be None with positions 'table'")
 

@@ -44,9 +44,8 @@ def export(model: Any, to: str, out: str | Path, type: str = "f32", text: str = 
         raise ValueError(f"out is {str(out)!r}, which exists; it must be a new {kind}")
     checkpoint, name = loaded(model), "GPT"
     if checkpoint.config.endless:
-        raise ValueError(
-            f"model has positions 'alibi'; it must be 'table' for {to}: GPT-2's architecture has one"
-        )
+        must = f"it must be 'table' for {to}: GPT-2's architecture has one"
+        raise ValueError(f"model has positions 'alibi'; {must}")
     record: dict[str, Any] = {}
     if not isinstance(model, Checkpoint):
         name, file = directory_of(model).resolve().name, directory_of(model) / "training.json"
@@ -76,17 +75,11 @@ def write_hf(checkpoint: Checkpoint, out: Path, card: str) -> None:
     config |= dict(tie_word_embeddings=not c.untied_head, bos_token_id=end, eos_token_id=end)
     settings = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=c.block_size)
     settings |= dict(clean_up_tokenization_spaces=False)
-    settings |= dict(
-        model_input_names=["input_ids", "attention_mask"]
-    )  # GPT-2 would embed token_type_ids too
+    # GPT-2 would embed token_type_ids too
+    settings |= dict(model_input_names=["input_ids", "attention_mask"])
     settings |= {} if end is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)
     generation = dict(do_sample=True, top_k=0, max_length=c.block_size, bos_token_id=end, eos_token_id=end)
-    held = {
-        "config": config,
-        "tokenizer": tokenizer,
-        "tokenizer_config": settings,
-        "generation_config": generation,
-    }
+    held = dict(config=config, tokenizer=tokenizer, tokenizer_config=settings, generation_config=generation)
     # what cannot be encoded leaves no directory
     files = {f"{n}.json": json.dumps(v, ensure_ascii=False, indent=1).encode() for n, v in held.items()}
     arrays = gguf_file.with_biases(c, checkpoint.weights).items()
@@ -148,10 +141,8 @@ def write_nanogpt(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any]) 
 
     c = checkpoint.config
     if c.tanh_gelu or c.untied_head:
-        what = "a GELU by tanh" if c.tanh_gelu else "a head of its own"
-        raise ValueError(
-            f"to is 'nanogpt', but the model has {what}, which nanoGPT lacks; it must be hf or gguf"
-        )
+        what = f"the model has {'a GELU by tanh' if c.tanh_gelu else 'a head of its own'}"
+        raise ValueError(f"to is 'nanogpt', but {what}, which nanoGPT lacks; it must be hf or gguf")
     tensors = {name: torch.tensor(w) for name, w in checkpoint.weights.items()}
     # As in its configure_optimizers(): weight decay for matrices only. The tied head is no other parameter.
     split = [[t for t in tensors.values() if (t.dim() > 1) == matrices] for matrices in (True, False)]

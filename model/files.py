@@ -106,9 +106,8 @@ def locked(file: Path, does: str) -> Iterator[None]:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(
-                    f"another process ({held.read() or 'new'}) {does} in {file.parent}"
-                ) from None
+                who = f"another process ({held.read() or 'new'})"
+                raise ValueError(f"{who} {does} in {file.parent}") from None
             if not _is_still(held.fileno(), file):  # its owner removed it between open() and flock()
                 continue
             held.truncate(0)

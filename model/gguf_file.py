@@ -124,9 +124,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
         args = {ours: held(f"gpt2.{theirs}") for ours, theirs in FIELDS.items()}
         if args["n_layer"] > len(tensors):
             raise ValueError(f"it has {args['n_layer']} layers, but {len(tensors)} tensors")
-        args |= dict(
-            vocab_size=len(tensors["token_embd.weight"].data), untied_head="output.weight" in tensors
-        )
+        args["vocab_size"] = len(tensors["token_embd.weight"].data)
+        args["untied_head"] = "output.weight" in tensors
         args["tanh_gelu"] = TANH not in reader.fields or held(TANH)
         args["bias"] = any(t.data.any() for t in reader.tensors if t.name.endswith(".bias"))
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, args["n_layer"])

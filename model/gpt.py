@@ -150,17 +150,10 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     @classmethod
-    def without_weights(cls, config: GPTConfig, attend: Attend) -> GPT:
-        """A model whose parameters have shapes but no memory, for weights that exist already."""
-        with torch.device("meta"), _Uninitialised():
-            return cls(config, attend)
-
-    @classmethod
     def of(cls, config: GPTConfig, weights: Mapping[str, NDArray[np.float32]]) -> GPT:
         """A model in evaluation mode over these arrays, which it shares if they can be written to."""
-        arrays = {
-            name: a if a.flags.writeable else a.copy() for name, a in weights.items()
-        }  # copied from a map
+        # those of a map are copied
+        arrays = {name: a if a.flags.writeable else a.copy() for name, a in weights.items()}
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return cls._over(config, {HEAD: tensors[EMBEDDING]} | tensors, causal_attention)
 
@@ -170,7 +163,8 @@ class GPT(nn.Module):
 
     @classmethod
     def _over(cls, config: GPTConfig, tensors: Mapping[str, Tensor], attend: Attend) -> GPT:
-        model = cls.without_weights(config, attend)
+        with torch.device("meta"), _Uninitialised():  # parameters have no memory before the weights
+            model = cls(config, attend)
         model.load_state_dict(tensors, assign=True)
         model.tie_head()
         return model.eval()

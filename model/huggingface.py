@@ -16,18 +16,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FIELDS = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
 TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}  # transformers' activations
 # What this model has; another value would change its results.
-FIXED = {
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}
+FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "add_cross_attention": False}
+FIXED["scale_attn_by_inverse_layer_idx"] = False
 TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # transformers' Conv1D has (in, out)
-SHOWN = [
-    *range(33, 127),
-    *range(161, 173),
-    *range(174, 256),
-]  # the bytes that stand for themselves in a token
+SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves in a token
 OTHERS = [byte for byte in range(256) if byte not in SHOWN]
 BYTES = {chr(byte): byte for byte in SHOWN} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
@@ -47,8 +39,7 @@ def configuration(args: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it is a model of the architecture {kind!r}; it must be 'gpt2'")
     found = {name: args.get(name, value) for name, value in FIELDS.items()}
     found["block_size"] = found.pop("n_positions")
-    activation = args.get("activation_function", "gelu_new")
-    if activation not in TANH:
+    if (activation := args.get("activation_function", "gelu_new")) not in TANH:
         raise ValueError(f"activation_function is {activation!r}; it must be one of {', '.join(TANH)}")
     inner = args.get("n_inner")
     if inner is not None and inner != 4 * found["n_embd"]:
@@ -119,9 +110,8 @@ def vocabulary(directory: Path) -> Tokenizer | None:
                 raise VocabularyError(f"{file}: the ids of the characters must be 0 to {len(ids) - 1}")
             return CharTokenizer(sorted(ids, key=ids.__getitem__), str(file))
         if splits != ["ByteLevel"]:
-            raise VocabularyError(
-                f"{file}: text is split by {splits}; it must be as GPT-2 does, by ByteLevel"
-            )
+            must = "it must be as GPT-2 does, by ByteLevel"
+            raise VocabularyError(f"{file}: text is split by {splits}; {must}")
         return byte_pairs(special | vocab, merges, list(special), str(file))
     except VocabularyError:
         raise

@@ -42,8 +42,7 @@ def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int
             batches += zip(*(ids.split(max(1, batch_chars // ids.shape[1])) for ids in (inputs, targets)))
     was_training = model.training
     model.eval()
-    total = sum(
-        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").double() for x, y in batches
-    )
+    losses = (F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") for x, y in batches)
+    total = sum(loss.double() for loss in losses)
     model.train(was_training)
     return float(total) / sum(int((y != UNCOUNTED).sum()) for _, y in batches)

@@ -17,9 +17,8 @@ from shakespeare.model.gpt import GPT
 
 HEADER = Path(__file__).resolve().parent.parent / "attention_ext/csrc/simd/portable.h"
 # As the header states them: no compiler is needed.
-GROUP, BITS = map(
-    int, re.findall(r"^constexpr \w+ INT8_(?:GROUP|BITS) = (\d+);", HEADER.read_text("utf-8"), re.M)
-)
+STATED = re.findall(r"^constexpr \w+ INT8_(?:GROUP|BITS) = (\d+);", HEADER.read_text("utf-8"), re.M)
+GROUP, BITS = map(int, STATED)
 LEAST_EXPONENT = -107  # least exponent of a row's largest number; smaller rows use the scale of this one
 
 

@@ -6,7 +6,7 @@ import codecs
 import json
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,7 @@ class CharTokenizer:
 
     def write_meta_json(self, path: Path) -> None:
         """Write the file that from_meta_json reads."""
-        text = json.dumps({"characters": self.characters}, ensure_ascii=False)
-        write_file(path, (text + "\n").encode())
+        write_file(path, f"{json.dumps({'characters': self.characters}, ensure_ascii=False)}\n".encode())
 
     def write_meta_pickle(self, path: Path) -> None:
         """Write nanoGPT's file, which from_meta_pickle reads."""
@@ -98,8 +97,7 @@ class CharTokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of the characters of normal(text). Raises ValueError naming unknown characters."""
         text = self.normal(text)
-        unknown = sorted(set(text) - self._ids.keys())
-        if unknown:
+        if unknown := sorted(set(text) - self._ids.keys()):
             shown = " ".join(map(repr, unknown[:10])) + (" ..." if len(unknown) > 10 else "")
             raise ValueError(f"the model does not know {len(unknown)} of the text's characters: {shown}")
         return [self._ids[c] for c in text]
@@ -144,9 +142,7 @@ def _number(dtype: _Dtype, data: bytes) -> float:
 
 
 # What is called for NumPy's numbers in a pickle, by the names of NumPy 1 and 2.
-NUMBERS: dict[str, Callable[..., Any]] = {
-    f"numpy.{core}.multiarray.scalar": _number for core in ("core", "_core")
-}
+NUMBERS: dict[str, Any] = {f"numpy.{core}.multiarray.scalar": _number for core in ("core", "_core")}
 NUMBERS["numpy.dtype"] = _Dtype
 
 
