@@ -154,8 +154,7 @@ class _Run:
             self.watcher.stepped(self.schedule)
             if self.watcher.stops():
                 self._save_state()  # as that of a continuing run, without a row for this evaluation
-                loss = self._loss(self.material.watched)
-                if loss < self.best_loss:
+                if (loss := self._loss(self.material.watched)) < self.best_loss:
                     self._save_best(self.record | self._best_at(loss))
                 raise KeyboardInterrupt
         self._save_state()
@@ -240,9 +239,8 @@ class _Run:
     def _save_state(self) -> None:
         start = time.monotonic()
         if not math.isfinite(total := self._loss_sum.item()):  # no run can continue from such weights
-            raise ValueError(
-                f"the training loss is {total} before step {self.schedule.done}: training diverged"
-            )
+            when = f"before step {self.schedule.done}"
+            raise ValueError(f"the training loss is {total} {when}: training diverged")
         tensors = self.trainer.state_dict() | {f"best.{name}": t for name, t in self.best.items()}
         progress = {
             "schedule": self.schedule.state(),

@@ -24,9 +24,8 @@ def recipe_of(recipe: Recipe, model: GPT, block_size: int | None) -> Recipe:
     c = model.config
     if block_size is not None and block_size > c.block_size and not c.endless:
         raise ValueError(f"block_size is {block_size}; it must be at most {c.block_size}, that of the model")
-    changes: dict[str, Any] = {
-        name: getattr(c, name) for name in ("n_layer", "n_head", "n_embd", "positions", "window")
-    }
+    names = ("n_layer", "n_head", "n_embd", "positions", "window")
+    changes: dict[str, Any] = {name: getattr(c, name) for name in names}
     changes |= {name: SHARE * getattr(recipe, name) for name in RATES}
     return dataclasses.replace(recipe, block_size=block_size or c.block_size, **changes)
 
@@ -39,15 +38,13 @@ def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tup
     """
     known = checkpoint.tokenizer
     if not isinstance(known, CharTokenizer):
-        raise ValueError(
-            f"the model's vocabulary is {known.source}; it must be one of characters to train it"
-        )
+        what = f"the model's vocabulary is {known.source}"
+        raise ValueError(f"{what}; it must be one of characters to train it")
     new = "".join(sorted(set(text) - set(known.characters)))
     tokenizer = CharTokenizer([*known.characters, *new])
     config = dataclasses.replace(checkpoint.config, block_size=block_size, vocab_size=len(tokenizer))
     weights = dict(checkpoint.model.state_dict())
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(len(new), config.n_embd, generator=generator)
+    noise = torch.randn(len(new), config.n_embd, generator=torch.Generator().manual_seed(seed))
     for name in (EMBEDDING, HEAD):  # (V, C)
         old = weights[name]
         weights[name] = torch.cat([old, old.mean(0) + NOISE * old.std(0, unbiased=False) * noise])

@@ -49,9 +49,7 @@ def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
             f"are also in the rest; it must be at most {REPEATED:.0%}"
         )
     if share > FLATTERED:
-        notes.append(
-            f"{share:.0%} of the text's last tenth is also in the rest; the losses flatter the model"
-        )
+        notes = [f"{share:.0%} of the text's last tenth is also in the rest; the losses flatter the model"]
     bounds = {
         "block_size": len(held_out) // 4 // 8 * 8,  # two windows in each half of the last tenth
         "batch_chars": len(training),
@@ -67,8 +65,7 @@ def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
 def repeated_share(training: str, held_out: str) -> float:
     """The share of some PASSAGES passages of WINDOW characters of `held_out` that are also in `training`."""
     last = len(held_out) - WINDOW
-    starts = range(0, last + 1, max(1, last // PASSAGES))
-    passages = {held_out[start : start + WINDOW] for start in starts}
+    passages = {held_out[at : at + WINDOW] for at in range(0, last + 1, max(1, last // PASSAGES))}
     return sum(passage in training for passage in passages) / max(1, len(passages))
 
 

@@ -30,9 +30,8 @@ CLIP = 1.0  # the largest norm of all gradients
 
 def sinusoids(length: int, width: int) -> Tensor:
     """Vaswani et al.'s position encoding, (length, width), values in [-1, 1]."""
-    position = torch.arange(length)[:, None]
     frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    angle = position * frequency
+    angle = torch.arange(length)[:, None] * frequency
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :width]
 
 
@@ -43,21 +42,16 @@ def windowed(config: GPTConfig, dropout: float, device: torch.device) -> Callabl
     """
     T = config.block_size
     w = config.window if config.window and T % config.window == 0 else T
-    n = T // w
-    slopes = torch.tensor(config.alibi_slopes, device=device)
-    bias = alibi_bias(w, 2 * w, (config.window or w) - 1, slopes)
-    bias = bias[:, None].repeat(1, n, 1, 1)  # (H, n, w, 2 w)
+    bias = alibi_bias(w, 2 * w, (config.window or w) - 1, torch.tensor(config.alibi_slopes, device=device))
+    bias = bias[:, None].repeat(1, T // w, 1, 1)  # (H, n, w, 2 w), n windows
     bias[:, 0, :, :w] = -torch.inf  # before the block is nothing
 
     def keys(t: Tensor) -> Tensor:
         return F.pad(t, (0, 0, w, 0)).unfold(2, 2 * w, w).transpose(-1, -2).flatten(1, 2)  # (B, H n, 2 w, d)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-        mask = bias.flatten(0, 1).to(q.dtype)
-        out = F.scaled_dot_product_attention(
-            q.reshape(q.shape[0], -1, w, q.shape[3]), keys(k), keys(v), attn_mask=mask, dropout_p=dropout
-        )
-        return out.reshape(q.shape)
+        mask, queries = bias.flatten(0, 1).to(q.dtype), q.reshape(q.shape[0], -1, w, q.shape[3])
+        return F.scaled_dot_product_attention(queries, keys(k), keys(v), mask, dropout).reshape(q.shape)
 
     return attend
 
@@ -129,12 +123,9 @@ class Trainer:
             weight_decay=recipe.weight_decay,
         )
         on_gpu = device.type == "cuda"
+        groups = [dict(params=ps, lr=torch.zeros((), device=device)) for ps in (others, placed)]
         self.adam = torch.optim.AdamW(
-            [dict(params=ps, lr=torch.zeros((), device=device)) for ps in (others, placed)],
-            betas=(0.9, 0.99),
-            weight_decay=recipe.weight_decay,
-            fused=on_gpu,
-            capturable=on_gpu,
+            groups, betas=(0.9, 0.99), weight_decay=recipe.weight_decay, fused=on_gpu, capturable=on_gpu
         )
         for other in (*others, *placed):
             averages = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
@@ -159,23 +150,12 @@ class Trainer:
             names = ("value", "gradient", "average", "exp_avg", "exp_avg_sq")
             none = dict.fromkeys(names, np.empty(0, np.float32)) | {"step": np.zeros(1, np.float32)}
             parameters.insert(1, none)
-        return load_training_step(simd)(
-            parameters,
-            batch=self.batch,
-            vocab_size=config.vocab_size,
-            **{name: getattr(config, name) or 0 for name in SIZES},
-            br=br,
-            bc=bc,
-            threads=torch.get_num_threads(),
-            clip=CLIP,
-            muon_rate=recipe.muon_lr,
-            adam_rate=recipe.adam_lr,
-            position_rate=recipe.position_lr,
-            weight_decay=recipe.weight_decay,
-            momentum=self.muon.defaults["momentum"],
-            betas=group["betas"],
-            epsilon=group["eps"],
-        )
+        options: dict[str, Any] = {name: getattr(config, name) or 0 for name in SIZES}
+        options |= dict(batch=self.batch, vocab_size=config.vocab_size, threads=torch.get_num_threads())
+        options |= dict(muon_rate=recipe.muon_lr, adam_rate=recipe.adam_lr, position_rate=recipe.position_lr)
+        options |= dict(weight_decay=recipe.weight_decay, momentum=self.muon.defaults["momentum"], clip=CLIP)
+        options |= dict(betas=group["betas"], epsilon=group["eps"])
+        return load_training_step(simd)(parameters, br=br, bc=bc, **options)
 
     def _batch_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean cross-entropy, a scalar, of the model on tokens x (B, T) and the next ones y (B, T)."""

@@ -56,16 +56,10 @@ class TrainingStep {
         const ModelShape s{size("block_size"), size("vocab_size"), size("n_layer"), size("n_head"),
                            size("n_embd")};
         s.check();
-        step.sizes = {size("batch"),
-                      s.block_size,
-                      s.vocab_size,
-                      s.n_embd,
-                      s.n_head,
-                      s.n_layer,
-                      size("br"),
-                      size("bc"),
-                      static_cast<int>(size("threads")),
-                      options["window"].cast<int64_t>()};
+        const int64_t B = size("batch"), br = size("br"), bc = size("bc");
+        const int threads = static_cast<int>(size("threads"));
+        const int64_t window = options["window"].cast<int64_t>();
+        step.sizes = {B, s.block_size, s.vocab_size, s.n_embd, s.n_head, s.n_layer, br, bc, threads, window};
         const auto betas = options["betas"].cast<std::pair<double, double>>();
         step.settings = {
             number("clip"),         number("muon_rate"), number("adam_rate"), number("position_rate"),
