@@ -18,20 +18,10 @@ from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.logprobs import MOST_TOP
 from shakespeare.generation.request import Request
 from shakespeare.generation.writer import Writer
+from shakespeare.model import draft as drafts
 from shakespeare.model.checkpoint import Checkpoint
-from shakespeare.model.draft import (
-    HEAD,
-    MOST_BYTES,
-    MOST_VOCABULARY,
-    ORDER,
-    PAIR,
-    Draft,
-    code_points,
-    extended,
-    first_hashes,
-    share,
-)
 
+Table = NDArray[Any]
 LEAST_COUNT = 3  # occurrences of a context; rarer ones could be passages of the text
 MOST_CONTEXTS = 60_000  # of a length; a file cannot hold more
 SMOOTHING = 0.5  # occurrences that the shorter context counts for
@@ -52,17 +42,17 @@ class NoDraft(ValueError):
     """The model's vocabulary is too large for a draft, or it sees one token only."""
 
 
-def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) -> Draft:
+def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) -> drafts.Draft:
     """The draft of a model from a text's tokens, at most MOST_BYTES.
 
     seconds: the limit of the model's reading; of the rest of the text only the tokens count. Raises NoDraft
     if the vocabulary is not of at most MOST_VOCABULARY characters, or the block size is 1; ValueError without
     a text.
     """
-    vocabulary = code_points(checkpoint.tokenizer)
-    if not 0 < len(vocabulary) <= MOST_VOCABULARY:
+    vocabulary = drafts.code_points(checkpoint.tokenizer)
+    if not 0 < len(vocabulary) <= drafts.MOST_VOCABULARY:
         has = f"the model's vocabulary has {checkpoint.config.vocab_size} tokens"
-        raise NoDraft(f"{has}; a draft needs one of at most {MOST_VOCABULARY} characters")
+        raise NoDraft(f"{has}; a draft needs one of at most {drafts.MOST_VOCABULARY} characters")
     if checkpoint.config.block_size < 2:
         raise NoDraft("the model's block size is 1; a draft needs one of at least 2")
     if len(ids) == 0:
@@ -75,11 +65,11 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
     for _ in range(TRIES):
         middle = math.sqrt(low * high)
         tables = _pruned(levels, middle)
-        if sum(table.nbytes for table in tables) + vocabulary.nbytes + HEADER <= MOST_BYTES:
+        if sum(table.nbytes for table in tables) + vocabulary.nbytes + HEADER <= drafts.MOST_BYTES:
             best, high = tables, middle
         else:
             low = middle
-    return Draft(vocabulary, *best)
+    return drafts.Draft(vocabulary, *best)
 
 
 def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
@@ -140,7 +130,7 @@ def _levels(
     text: NDArray[np.int64], tokens: NDArray[np.int64], shares: NDArray[np.float32], V: int
 ) -> list[_Level]:
     levels: list[_Level] = []
-    for n in range(ORDER + 1):
+    for n in range(drafts.ORDER + 1):
         keys = _context_keys(text, n, V)
         known, place, counts = np.unique(keys[n:], return_inverse=True, return_counts=True)
         if n:
@@ -170,15 +160,15 @@ def _context_keys(text: NDArray[np.int64], n: int, V: int) -> NDArray[np.int64]:
     return keys
 
 
-def _pruned(levels: list[_Level], least: float) -> tuple[NDArray[Any], ...]:
+def _pruned(levels: list[_Level], least: float) -> tuple[Table, ...]:
     """The tables `first`, `starts` and `records` of what changes at least so many of the text's tokens."""
     V = levels[0].sums.shape[1]
     uniform = SMOOTHING / V
     p = (levels[0].sums + uniform) / (levels[0].sums + uniform).sum()
     first = np.clip(np.rint(255 * np.sqrt(p)), 1, 255).astype(np.uint8)[0]
-    Q = share(first)[None]
+    Q = drafts.share(first)[None]
     Q /= Q.sum()
-    columns: list[tuple[NDArray[Any], ...]] = [NO_RECORDS]
+    columns: list[tuple[Table, ...]] = [NO_RECORDS]
     for n, level in enumerate(levels[1:], 1):
         lower = Q[level.shorter]
         counts = level.counts[:, None]
@@ -189,17 +179,16 @@ def _pruned(levels: list[_Level], least: float) -> tuple[NDArray[Any], ...]:
         listed = gain >= least
         crowded = listed.sum(1) > MOST_LISTED
         if crowded.any():
-            smallest = np.sort(gain[crowded], 1)[:, -MOST_LISTED][:, None]
-            listed[crowded] &= gain[crowded] > smallest
+            listed[crowded] &= gain[crowded] > np.sort(gain[crowded], 1)[:, -MOST_LISTED][:, None]
         amount = listed.sum(1)
-        kept = (gain * listed).sum(1) >= least * (amount + (HEAD + START / IN_BUCKET) / PAIR)
+        kept = (gain * listed).sum(1) >= least * (amount + (drafts.HEAD + START / IN_BUCKET) / drafts.PAIR)
         kept &= amount > 0
         listed &= kept[:, None]
         code = np.rint(255 * np.sqrt(np.clip(p, 0, 1))).astype(np.uint8)
         left = np.maximum(1 - (p * listed).sum(1), 1e-6)
         factor = np.clip(np.rint(128 * np.sqrt(left / np.maximum(1 - (lower * listed).sum(1), 1e-6))), 0, 255)
         factor[~kept] = 128
-        Q = np.where(listed, share(code), (factor[:, None] / 128) ** 2 * lower).astype(np.float32)
+        Q = np.where(listed, drafts.share(code), (factor[:, None] / 128) ** 2 * lower).astype(np.float32)
         Q /= Q.sum(1, keepdims=True)
         rows, tokens = np.nonzero(listed)
         heads = _hashes(level.keys[kept], n, V), listed[kept].sum(1), factor[kept].astype(np.uint8)
@@ -214,24 +203,20 @@ def _sharp(p: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def _hashes(keys: NDArray[np.int64], n: int, V: int) -> NDArray[np.uint64]:
     """The hashes of contexts: the latest token first."""
-    hashes = first_hashes(len(keys))
+    hashes = drafts.first_hashes(len(keys))
     for _ in range(n):
-        hashes, keys = extended(hashes, keys % V), keys // V
+        hashes, keys = drafts.extended(hashes, keys % V), keys // V
     return hashes
 
 
 def _packed(
-    hashes: NDArray[Any],
-    number: NDArray[Any],
-    factors: NDArray[Any],
-    tokens: NDArray[Any],
-    codes: NDArray[Any],
+    hashes: Table, number: Table, factors: Table, tokens: Table, codes: Table
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
     """The tables `starts` and `records`, from the parts of the records."""
     bits = max(1, math.ceil(math.log2(max(1, len(hashes) / IN_BUCKET))))
     bucket = (hashes >> np.uint64(64 - bits)).astype(np.int64)
     order = np.argsort(bucket, kind="stable")
-    size = HEAD + PAIR * number
+    size = drafts.HEAD + drafts.PAIR * number
     at = np.zeros(len(hashes), np.int64)
     at[order] = np.cumsum(size[order]) - size[order]
     records = np.zeros(int(size.sum()), np.uint8)
@@ -241,7 +226,7 @@ def _packed(
     records[at + 2] = factors
     # The place of each pair: its record's, and its number in the record.
     within = np.arange(int(number.sum())) - np.repeat(np.cumsum(number) - number, number)
-    pair = np.repeat(at + HEAD, number) + PAIR * within
+    pair = np.repeat(at + drafts.HEAD, number) + drafts.PAIR * within
     records[pair], records[pair + 1] = tokens, codes
     starts = np.zeros(2**bits + 1, np.uint32)
     starts[1:] = np.cumsum(np.bincount(bucket, size, 2**bits))

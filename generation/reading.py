@@ -85,8 +85,7 @@ class Reader:
         if not text.is_new:
             return None
         same = (other for other in self.waiting if other.is_new and other.prompt == text.prompt)
-        tops = (other.prompt_top for other in same)
-        return max((top for top in tops if top is not None), default=None)
+        return max((top for other in same if (top := other.prompt_top) is not None), default=None)
 
     def _finish(self, text: Text, top: int | None) -> None:
         """Record that a text's window is read. Copy a prompt to the other texts that wait for it."""

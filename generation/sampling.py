@@ -73,6 +73,9 @@ def number(default: float, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"number": Number(default, help, **{"off": default} | more)})
 
 
+OF_ALL: dict[str, Any] = {"most": 1, "above": True, "slider": (0.05, 1, 0.05)}  # a share of the probability
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Sampling settings, applied in this order.
@@ -105,21 +108,13 @@ class Sampling:
         200, "Choose among the k likeliest tokens.", least=1, most=2**63 - 1, off=None, slider=(1, None, 1)
     )
     top_p: float = number(
-        1.0,
-        "Choose among the likeliest tokens that together have this probability.",
-        most=1,
-        above=True,
-        slider=(0.05, 1, 0.05),
+        1.0, "Choose among the likeliest tokens that together have this probability.", **OF_ALL
     )
     min_p: float = number(
         0.0, "Choose among tokens with at least this share of the highest probability.", most=1
     )
     typical_p: float = number(
-        1.0,
-        "Choose among the tokens of typical surprise that together have this probability.",
-        most=1,
-        above=True,
-        slider=(0.05, 1, 0.05),
+        1.0, "Choose among the tokens of typical surprise that together have this probability.", **OF_ALL
     )
     repetition_penalty: float = number(
         1.0,
@@ -163,16 +158,11 @@ class Sampling:
 
 
 # The settings that are numbers, by their names.
-NUMBERS: dict[str, Number] = {
-    f.name: f.metadata["number"] for f in fields(Sampling) if "number" in f.metadata
-}
+NUMBERS: dict[str, Number] = {f.name: f.metadata["number"] for f in fields(Sampling) if f.metadata}
 
 
 def sample(
-    logits: Tensor,
-    uniforms: Sequence[float],
-    sampling: Sampling = Sampling(),
-    counts: Tensor | None = None,
+    logits: Tensor, uniforms: Sequence[float], sampling: Sampling = Sampling(), counts: Tensor | None = None
 ) -> list[int]:
     """A token id for each row of logits (B, V), by inverse transform sampling.
 

@@ -217,15 +217,8 @@ def generate(
     if max_new_tokens is None:
         max_new_tokens = checkpoint.config.block_size
     ids, stream = checkpoint.tokenizer.encode(prompt), truth("stream", stream)
-    request = Request(
-        ids,
-        seed=seed,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        context=context,
-        use_cache=use_cache,
-    )
+    asked: Any = {"seed": seed, "stop": stop, "context": context, "use_cache": use_cache}
+    request = Request(ids, sampling=sampling, max_new_tokens=max_new_tokens, **asked)
     if engine is None or isinstance(engine, str) or not hasattr(engine, "config"):
         capacity = capacity_for(checkpoint, request)
         engine = open_engine(checkpoint, engine, capacity=capacity, **chosen)  # type: ignore[arg-type]

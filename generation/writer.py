@@ -96,14 +96,12 @@ class Writer:
         texts whose prompt or window is not read yet are left out; if there are no others, returns [].
         """
         start = cache.clock()
-        unfinished = [text for text in self.texts if not text.ended]
-        if not unfinished:
+        if not (unfinished := [text for text in self.texts if not text.ended]):
             return []
         new = {text for text in unfinished if text.is_new}
         self._reader.read(unfinished)
         read = cache.clock()
-        waiting = self._reader.waiting
-        writing = [text for text in unfinished if text.remaining > 0 and text not in waiting]
+        writing = [text for text in unfinished if text.remaining > 0 and text not in self._reader.waiting]
         written: NDArray[Any] = np.empty((0, 0), int)  # (texts, tokens)
         if writing:
             count = int(min(most, self._worth, *(min(text.room, text.remaining) for text in writing)))

@@ -57,14 +57,8 @@ class DraftCounts(NamedTuple):
 DRAFT_COUNTS = "6q3d"  # its fields in memory
 HEADER = Path(__file__).parent.parent / "csrc" / "api.h"
 # How ctypes names the types of its signatures; pointers to anything else are addresses.
-TYPES = {
-    "void": None,
-    "bool": c_bool,
-    "double": c_double,
-    "int64_t": c_int64,
-    "uint64_t": c_uint64,
-    "const char*": c_char_p,
-}
+TYPES: dict[str, Any] = {"void": None, "bool": c_bool, "double": c_double, "const char*": c_char_p}
+TYPES |= {"int64_t": c_int64, "uint64_t": c_uint64}
 
 
 def signatures() -> dict[str, tuple[Any, list[Any]]]:
@@ -110,16 +104,8 @@ class Decoder:
         self.description = extension.describe_helpers(self._c.simd_name().decode(), self.threads)
         self._settings = self._c.sampling_names().decode().split()
         shape = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)
-        sizes = (
-            *shape,
-            *tile,
-            self.slots,
-            self.capacity,
-            self.threads,
-            processor.caches()[-1].size,
-            c.tanh_gelu,
-            c.window or 0,
-        )
+        room = self.slots, self.capacity, self.threads, processor.caches()[-1].size
+        sizes = (*shape, *tile, *room, c.tanh_gelu, c.window or 0)
         tensors = dict(model.weights)
         for tensor, data in tensors.items():
             if data.dtype != "float32":

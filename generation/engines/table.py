@@ -133,9 +133,8 @@ def open_engine(
     """
     if isinstance(model, (str, Path)) or not hasattr(model, "config"):
         model = loaded(model)
-    opened, unfit = choose(
-        model, engine if isinstance(engine, EngineOptions) else EngineOptions(engine=engine, **options)
-    )
+    asked = engine if isinstance(engine, EngineOptions) else EngineOptions(engine=engine, **options)
+    opened, unfit = choose(model, asked)
     for why in unfit:
         warnings.warn(why, stacklevel=2)
     return opened
@@ -149,6 +148,5 @@ def draft_of(model: Checkpoint | GPT, draft: Draft | str) -> Draft | None:
         return model.draft if draft == "auto" else named_draft(draft, model.tokenizer)
     if draft == "auto":
         return None
-    raise ValueError(
-        f"draft is {draft!r}; it must be 'auto', 'off' or a Draft for a model without a vocabulary"
-    )
+    must = "it must be 'auto', 'off' or a Draft for a model without a vocabulary"
+    raise ValueError(f"draft is {draft!r}; {must}")

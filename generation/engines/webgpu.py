@@ -123,8 +123,7 @@ def source_for(
     if limits["max-storage-buffers-per-shader-stage"] < BUFFERS:
         raise Unfit(f"the webgpu engine needs {BUFFERS} buffers in a shader; {on.name} has fewer")
     room, most = limits["max-compute-workgroup-storage-size"], limits["max-storage-buffer-binding-size"]
-    tiles = [tile for tile in TILES if shape.shared(tile) <= room]
-    if not tiles:
+    if not (tiles := [tile for tile in TILES if shape.shared(tile) <= room]):
         needed = shape.shared(TILES[-1])
         raise Unfit(f"the webgpu engine needs {needed:,} bytes of workgroup memory; {on.name} has {room:,}")
     if (size := shape.cached(kv_cache, capacity)) > most:

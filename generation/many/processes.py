@@ -170,8 +170,7 @@ class Process(Worker):
         self._process.join()
 
     def death(self) -> str:
-        code = self._process.exitcode or 0
-        if code < 0:
+        if (code := self._process.exitcode or 0) < 0:
             return f"{self.name} was killed by {signal.Signals(-code).name}"
         return f"{self.name} ended with exit code {code}"
 
