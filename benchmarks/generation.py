@@ -57,9 +57,8 @@ ENGINES = dict.fromkeys([*OURS["cpu"], *OURS["cuda"]])
 TORCH = (CachedPyTorch, Transformers)
 LIBRARIES = (CTranslate2, CTranslate2Int8, LlamaCpp, LlamaCppQ8)
 ON_DEVICE = {"cpu": (UncachedPyTorch, *TORCH, *LIBRARIES), "cuda": (*TORCH, GraphPyTorch)}
-PEERS: dict[str, dict[str, Callable[..., Peer]]] = {
-    device: {kind.__name__: kind for kind in kinds} for device, kinds in ON_DEVICE.items()
-}
+PEERS: dict[str, dict[str, Callable[..., Peer]]]
+PEERS = {device: {kind.__name__: kind for kind in kinds} for device, kinds in ON_DEVICE.items()}
 DEVICE = "cuda"  # PyTorch's name of the GPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_ERROR_ON_GPU = {"fp32": Peer.most_error, "bf16": 0.5}
@@ -121,9 +120,8 @@ def on_cpu(case: Case, engines: Iterable[str], peers: Iterable[str]) -> dict[str
     if "native" in engines:
         kinds += [("native", weights, CachePrecision.FP32) for weights in (Precision.BF16, Precision.INT8)]
         kinds.append(("native", Precision.FP32, CachePrecision.BF16))
-    contenders: dict[str, Open] = {
-        name_of(*kind): partial(Own, model, kind[0], case.batch, *kind[1:]) for kind in kinds
-    }
+    contenders: dict[str, Open]
+    contenders = {name_of(*kind): partial(Own, model, kind[0], case.batch, *kind[1:]) for kind in kinds}
     for name, kind in PEERS["cpu"].items():
         if name in peers and not (kind is UncachedPyTorch and case.slow_without_cache):
             contenders[name] = partial(kind, model, case.threads)

@@ -151,8 +151,7 @@ class Client:
         start, first, data, whole = time.perf_counter(), 0.0, bytearray(), False
         writer.write(request)
         while not whole:
-            piece = await reader.read(2**16)
-            if not piece:
+            if not (piece := await reader.read(2**16)):
                 raise ConnectionError("closed")
             if not first and any(text in piece for text in TEXT):
                 first = time.perf_counter() - start

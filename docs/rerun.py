@@ -11,11 +11,9 @@ BLOCK = re.compile(r"(?<=```text\n)\$ ([^\n]+)\n.*?(?=```)", re.DOTALL)
 
 def output(block: re.Match) -> str:
     """The command, by this Python, and what it prints now."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = os.environ | {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
     command = ["bash", "-o", "pipefail", "-c", block[1]]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     return f"$ {block[1]}\n{done.stdout.rstrip()}\n"
 
 

@@ -176,8 +176,7 @@ def check_replaceable(folder: Path) -> None:
         own = {STAMP, *stamp["files"]} if stamp["made by"] == MAKER else own
     own |= {parent.as_posix() for name in own for parent in Path(name).parents}
     paths = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")))
-    other = next((path for path in paths if path not in own), None)
-    if other:
+    if other := next((path for path in paths if path not in own), None):
         must = "it must be empty, or hold a page that was made before and nothing else"
         raise ValueError(f"folder is {folder}; {must}, but it has {other}; {remedy}")
 

@@ -128,8 +128,7 @@ class Names(click.ParamType):
     def convert(self, value, parameter, context) -> tuple[str, ...]:
         names = value if isinstance(value, tuple) else tuple(value.split(",") if value else ())
         known = [*self.of, *(name for name in names if self.files and is_file(name))]
-        wrong = [name for name in names if self.of and name not in known]
-        if wrong:
+        if wrong := [name for name in names if self.of and name not in known]:
             self.fail(f"{wrong[0]!r} must be one of {', '.join(self.of)}", parameter, context)
         return names
 
@@ -222,8 +221,7 @@ def save(kind: str, what: str) -> Decorator:
     def default(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
         if value != "":
             return value
-        device = context.params.get("device", "cpu")
-        if device == "cpu":
+        if (device := context.params.get("device", "cpu")) == "cpu":
             return str(saved.default_file(kind))
         gpu = importlib.import_module(f"shakespeare.lab.{device}.gpu")
         return str(saved.default_file(f"{kind}_{device}", gpu.slug()))
@@ -312,8 +310,7 @@ def tiles(**settings) -> Decorator:
 
 def refuse_other_device() -> None:
     """Raise UsageError if the current command was given an option that does not go with its --device."""
-    device = click.get_current_context().params["device"]
-    if device == "cpu":
+    if (device := click.get_current_context().params["device"]) == "cpu":
         refuse(("kernel",), "goes with --device cuda or webgpu only")
     else:
         refuse(("br", "bc"), f"does not go with --device {device}: each kernel has its own tile")

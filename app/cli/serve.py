@@ -88,8 +88,7 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
     found: list[str] = []
     if api_key_file:
         lines = corpus.decode(api_key_file.read_bytes(), str(api_key_file)).splitlines()
-        found = [line.strip() for line in lines if line.strip()]
-        if not found:
+        if not (found := [line.strip() for line in lines if line.strip()]):
             raise ValueError(f"--api-key-file {api_key_file} has no key; it must have one in a line")
     for option, keys in (("--api-key", api_keys), (f"--api-key-file {api_key_file}", found)):
         if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):

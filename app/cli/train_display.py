@@ -83,8 +83,7 @@ class Picture(Watcher):
         self.live.console.print(Text(sentence))
 
     def stepped(self, run: Schedule) -> None:
-        start = time.monotonic()
-        if start >= self._next_sample:
+        if (start := time.monotonic()) >= self._next_sample:
             self.sample = self.write()
             now = time.monotonic()
             self._next_sample = now + max(SAMPLE_SECONDS, (now - start) / SAMPLE_SHARE)

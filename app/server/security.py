@@ -48,10 +48,8 @@ def check_origin(origin: str) -> None:
     """Raise ValueError if no browser sends this Origin header; '*' stands for any."""
     matched = ORIGIN.fullmatch(origin)
     if origin != "*" and (not matched or matched.groups() in DEFAULT_PORTS):
-        form = "in lower case, without a path or the scheme's own port, or *"
-        raise ValueError(
-            f"--allow-origin is {origin!r}; it must be scheme://host or scheme://host:port {form}"
-        )
+        form = "scheme://host:port in lower case, without a path or the scheme's own port, or *"
+        raise ValueError(f"--allow-origin is {origin!r}; it must be scheme://host or {form}")
 
 
 def check_host(host: str) -> None:
