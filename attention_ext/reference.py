@@ -44,7 +44,8 @@ def _ruled(s: Tensor, rules: Any, causal: bool) -> tuple[Tensor, Tensor]:
     s, seen = rules.change(s, causal)
     s = s.masked_fill(~seen, -torch.inf)
     if rules.sinks is not None:
-        s = torch.cat([s, rules.sinks[:, None, None].expand(*s.shape[:3], 1)], dim=-1)
+        sink = rules.sinks[:, None, None].expand(*s.shape[:3], 1)
+        s = torch.cat([s, sink], dim=-1)
         return torch.softmax(s, dim=-1)[..., :-1], torch.logsumexp(s, dim=-1)
     nothing = ~seen.expand(s.shape).any(-1, keepdim=True)
     s = s.masked_fill(nothing, 0.0)  # their softmax would be NaN, also in gradients
@@ -91,7 +92,8 @@ def flash_attention(
     q: (B, H, Nq, d). k, v: (B, H, Nk, d). Any float type. scale: 1/sqrt(d) unless given. Dao 2023,
     arXiv:2307.08691, Algorithm 1, whose lines are named. part4_flash.cpp is this loop nest over threads.
     """
-    (B, H, Nq, d), Nk = q.shape, k.shape[2]
+    B, H, Nq, d = q.shape
+    Nk = k.shape[2]
     scale = d**-0.5 if scale is None else scale
     mask = seen(Nq, Nk, q.device) if causal else None
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -140,7 +142,8 @@ def flash_attention_backward(
     so dlse is subtracted from D. Dao 2023, arXiv:2307.08691, Algorithm 2, whose lines are named.
     part4_backward.cpp exchanges the two loops.
     """
-    (Nq, d), Nk = q.shape[2:], k.shape[2]
+    Nq, d = q.shape[2:]
+    Nk = k.shape[2]
     scale = d**-0.5 if scale is None else scale
     mask = seen(Nq, Nk, q.device) if causal else None
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)  # line 3
