@@ -171,8 +171,8 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
             found[name] = min(found[name], NO_LIMIT)
     if (softcap := given.get("softcap")) is not None:
         found["softcap"] = finite("softcap", softcap)
-        if found["softcap"] <= 0:
-            raise ValueError(f"softcap is {softcap}; it must be above 0")
+        if not 1e-30 <= found["softcap"] <= 1e30:  # it and its inverse are float32's
+            raise ValueError(f"softcap is {softcap}; it must be above 0, from 1e-30 to 1e30")
 
     def tensor(name: str, *shapes: tuple[int, ...], dtypes: tuple = (torch.float32,)) -> None:
         if (t := given.get(name)) is None:

@@ -30,6 +30,7 @@ def defined(
     sinks=None,
     bias=None,
     documents=None,
+    scale=None,
 ):
     """Output and logsumexp in the inputs' type, by the definition, one score at a time where it is short."""
     (B, H, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
@@ -37,7 +38,7 @@ def defined(
     left, right = (Nk + Nq if side is None else side for side in window)
     for b in range(B):
         for h in range(H):
-            s = q[b, h] @ k[b, h * Hk // H].T / math.sqrt(d)
+            s = q[b, h] @ k[b, h * Hk // H].T * (1 / math.sqrt(d) if scale is None else scale)
             if softcap:
                 s = softcap * torch.tanh(s / softcap)
             hidden = torch.zeros(Nq, Nk, dtype=torch.bool)
@@ -78,6 +79,7 @@ def calls(draw):
     documents = torch.stack([torch.arange(Nk) // draw(st.integers(1, 99)), torch.arange(Nk) * 7 % 3])
     options = dict(
         window=(draw(side), draw(side)),
+        scale=draw(st.sampled_from([0.0, -0.3])),  # the gradient of bias has no factor
         softcap=draw(st.sampled_from([0.5, 3.0, 30.0])),
         alibi_slopes=number(*draw(st.sampled_from([(H,), (B, H)]))).abs(),
         sinks=number(H),

@@ -34,7 +34,10 @@ namespace {
 
 constexpr int64_t STEP = 64;  // keys of a strip, not counting its diagonal
 
-// One thread's scratch for a panel of R queries. D and dO are multiplied by the scale, and so is dS.
+// What D, dO and so dS are multiplied by: the scale, unless dbias could not be told from dS then.
+float factor(const AttentionGradient& a) { return a.dbias && a.scale == 0 ? 1 : a.scale; }
+
+// One thread's scratch for a panel of R queries.
 struct Panel {
     int64_t R, d;
     float *Qt, *dOt, *dQt, *St, *dPt, *slope, *of_mod, *lse, *rest, *D;
@@ -65,12 +68,12 @@ struct Keys {
 
 // The panel's Q^T, dO^T, lse and D; all numbers of `padded` queries are set.
 void load(const Panel& t, const Queries& i, const float* out, const float* lse, const float* dlse,
-          float scale) {
+          float scale, float factor) {
     const int64_t R = t.R, d = t.d;
     float* const Ot = t.dQt;  // not in use yet
     for (float* each : {t.Qt, t.dOt, Ot}) std::fill_n(each, d * R, 0.0f);
     portable::transpose({t.Qt, R}, i.Q, i.count, d, scale * SIMD_LOG2E);  // scores are in units of log(2)
-    portable::transpose({t.dOt, R}, i.dO, i.count, d, scale);
+    portable::transpose({t.dOt, R}, i.dO, i.count, d, factor);
     portable::transpose({Ot, R}, {out, d}, i.count, d, 1.0f);
     for (float* each : {t.lse, t.rest, t.D}) std::fill_n(each, R, 0.0f);
     for (int64_t r = 0; r < i.count; r++) {
@@ -80,7 +83,7 @@ void load(const Panel& t, const Queries& i, const float* out, const float* lse, 
         t.lse[r] = static_cast<float>(exact);
         t.rest[r] = static_cast<float>(exact - static_cast<double>(t.lse[r]));
     }
-    for (int64_t r = 0; dlse && r < i.count; r++) t.D[r] = -scale * dlse[r];
+    for (int64_t r = 0; dlse && r < i.count; r++) t.D[r] = -factor * dlse[r];
     for (int64_t e = 0; e < d; e++)
         for (int64_t r = 0; r < R; r++) t.D[r] += t.dOt[e * R + r] * Ot[e * R + r];
     std::fill_n(t.dQt, d * R, 0.0f);
@@ -103,7 +106,7 @@ void add_rules(const AttentionGradient& a, int64_t head, const Panel& t, const Q
         for (int64_t r = 0; r < i.count; r++) {
             float& dS = t.dPt[k * t.R + r];
             if (a.rules->mod) dS *= t.of_mod[k * t.R + r];
-            if (dbias) dbias[r * a.Nk + k] = dS / a.scale;
+            if (dbias) dbias[r * a.Nk + k] = dS / factor(a), dS *= a.scale / factor(a);
             if (a.rules->softcap != 0) dS *= t.slope[k * t.R + r];
         }
 }
@@ -143,7 +146,7 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
     i.first = i0, i.count = std::min(R, a.Nq - i0), i.padded = round_up(i.count, portable::lanes());
     i.Q = {a.q.at(b, h) + i0 * a.q.row_stride, a.q.row_stride};
     i.dO = {a.dout.at(b, h) + i0 * a.dout.row_stride, a.dout.row_stride};
-    load(t, i, a.out + row * d, a.lse + row, a.dlse ? a.dlse + row : nullptr, a.scale);
+    load(t, i, a.out + row * d, a.lse + row, a.dlse ? a.dlse + row : nullptr, a.scale, factor(a));
 
     float *const dK = a.dk + head * a.Nk * d, *const dV = a.dv + head * a.Nk * d;
     const auto step = [&](int64_t j, int64_t keys, int64_t first, bool seen = true) {
