@@ -85,7 +85,8 @@ def held_out_loss(
 def native_loss(engine: Engine, ids: Sequence[int]) -> float:
     """What model.loss.evaluate() gives for two tokens or more, by the log-probabilities of prompts."""
     config, total = engine.config, 0.0
-    T, before = config.block_size, (config.reach or 1) - 1  # tokens that a window sees ahead of its own
+    reach = config.reach or 1
+    T, before = max(config.block_size, reach), reach - 1  # tokens that a window sees ahead of its own
     for start in range(0, len(ids) - 1, T):
         engine.begin(0, ids[max(0, start - before) : start + T], top=0)
         while not engine.read(0):

@@ -28,7 +28,7 @@ def evaluate(model: GPT, ids: Tensor, batch_chars: int = 16_384, block_size: int
         rows = ids.split(max(1, batch_chars // ids.shape[1]))
         batches = [(windows[:, :-1], windows[:, 1:]) for windows in rows]
     else:
-        T = block_size or model.config.block_size
+        T = max(block_size or model.config.block_size, model.config.reach or 0)  # shorter ones overlap more
         before = (model.config.reach or 1) - 1  # tokens that a window sees ahead of its own
         windows = []
         for start in range(0, len(ids) - 1, T):
