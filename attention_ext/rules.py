@@ -195,7 +195,9 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
         path = Path(header).absolute()
         if not path.is_file():
             raise ValueError(f"score_mod is {str(header)!r}; it must be the path of a C++ header")
-        saved = (beside.stat().st_mtime_ns for beside in (path, *sorted(path.parent.glob("*.h"))))
+        from shakespeare.attention_ext.build.recipes import headers_beside
+
+        saved = (beside.stat().st_mtime_ns for beside in (path, *headers_beside(path)))
         found["score_mod"] = _score_mod(path, *saved)
     tensor("alibi_slopes", (B, H), (H,))
     tensor("sinks", (H,))

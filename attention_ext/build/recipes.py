@@ -246,7 +246,7 @@ def score_mod(header: Path) -> Recipe:
 
 def headers_beside(file: Path) -> tuple[Path, ...]:
     """The headers in a user's folder, which the file may include."""
-    return tuple(sorted(file.parent.glob("*.h")))
+    return tuple(sorted(h for h in file.parent.glob("*.h") if h.is_file()))  # editors leave dangling links
 
 
 def found(folder: Path, *patterns: str) -> tuple[Path, ...]:
