@@ -8,6 +8,7 @@ from dataclasses import dataclass
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"  # one tensor, unless the head is untied
 PLACES = "transformer.wpe.weight"
 POSITIONS = ("table", "alibi")
+MOST_WINDOW = 2**20  # a cache has room for it, and no tensor of the checkpoint shows its size
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,10 @@ class GPTConfig:
         if self.positions not in POSITIONS:
             raise ValueError(f"positions is {self.positions!r}; it must be one of {', '.join(POSITIONS)}")
         if self.endless:
-            if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 1:
-                must = "it must be a whole number of at least 1 with 'alibi'"
-                raise ValueError(f"window is {self.window!r}; {must}")
+            whole = self.window if isinstance(self.window, int) and not isinstance(self.window, bool) else 0
+            if not 1 <= whole <= MOST_WINDOW:
+                must = f"a whole number of at least 1 and at most {MOST_WINDOW} with 'alibi'"
+                raise ValueError(f"window is {self.window!r}; it must be {must}")
         elif self.window is not None:
             raise ValueError(f"window is {self.window!r}; it must be None with positions 'table'")
 

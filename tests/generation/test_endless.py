@@ -114,6 +114,7 @@ def test_it_is_saved_and_loaded_and_other_programs_do_not_take_it(tmp_path):
     [
         (dict(positions="rope"), "positions is 'rope'; it must be one of table, alibi"),
         (dict(positions="alibi"), "window is None; it must be a whole number of at least 1"),
+        (dict(positions="alibi", window=9999999), "window is 9999999; it must be a whole number"),
         (dict(window=5), "window is 5; it must be None with positions 'table'"),
     ],
 )
