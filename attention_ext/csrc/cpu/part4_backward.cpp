@@ -67,8 +67,8 @@ struct Keys {
 };
 
 // The panel's Q^T, dO^T, lse and D; all numbers of `padded` queries are set.
-void load(const Panel& t, const Queries& i, const float* out, const float* lse, const float* dlse,
-          float scale, float factor) {
+void load(const Panel& t, const Queries& i, const float* out, const float* lse, const float* dlse, float scale,
+          float factor) {
     const int64_t R = t.R, d = t.d;
     float* const Ot = t.dQt;  // not in use yet
     for (float* each : {t.Qt, t.dOt, Ot}) std::fill_n(each, d * R, 0.0f);
