@@ -34,10 +34,12 @@ constexpr int TEAMS = THREADS / 32 / SHARERS;
 // with rules it is one of the heads that share k and v, whose queries follow each other.
 struct Span {
     const Call& call;
-    const Block& block;
-    const Element* q;                       // without rules of the first row
+    const Element *q, *k, *v;               // without rules of the first row, and of a head
     int rows, start, end, sees, all_first;  // with rules all rows see the keys all_first to sees - 1
-    long long k_row = call.k_strides.row, v_row = call.v_strides.row;
+#if RULES
+    const Block& block;
+#endif
+    long long q_row = call.q_strides.row, k_row = call.k_strides.row, v_row = call.v_strides.row;
     float scale = call.scale;
 
     // Whether some row does not see some of `count` keys from j on.
@@ -56,7 +58,7 @@ struct Span {
         return row;
     }
 #else
-    __device__ inline const Element* query(int i) const { return q + i * call.q_strides.row; }
+    __device__ inline const Element* query(int i) const { return q + i * q_row; }
 #endif
 };
 
@@ -97,19 +99,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_split(const Call call, float* partial, int splits) {
     let_dependents_start();
     // sizes
-    const int Nq = call.Nq, rows = Nq * heads_of_keys(call), tiles = (rows + BR - 1) / BR;
+    const int Nq = call.Nq, Nk = call.Nk;  // both first: in another order d = 192 spills half as much again
+    const int rows = Nq * (int)heads_of_keys(call), tiles = (rows + BR - 1) / BR;
     const int i0 = blockIdx.x % tiles * BR, split = blockIdx.x / tiles % splits;
-    const Block block = block_at(call, blockIdx.x / tiles / splits * heads_of_keys(call), i0);
 #if RULES
+    const Block block = block_at(call, blockIdx.x / tiles / splits * heads_of_keys(call), i0);
     const Range keys = range_of(call, block.head, 0, Nq - 1);
     const long long seen = keys.end - keys.first;
     const int start = keys.first + seen * split / splits, end = keys.first + seen * (split + 1) / splits;
-    const Span span{call, block, block.q, rows - i0, start, end, keys.all_end, keys.all_first};
+    const Span span{call,  block.q, block.k,      block.v,        rows - i0,
+                    start, end,     keys.all_end, keys.all_first, block};
 #else
-    const int Nk = call.Nk, sees = call.causal ? i0 + Nk - Nq + 1 : Nk;
+    const int sees = call.causal ? i0 + Nk - Nq + 1 : Nk;
     const int start = (long long)Nk * split / splits;
     const int end = min((int)((long long)Nk * (split + 1) / splits), sees + BR - 1);
-    const Span span{call, block, block.q + i0 * call.q_strides.row, rows - i0, start, end, sees, 0};
+    const Block block = block_at(call, blockIdx.x / tiles / splits, i0);
+    const Span span{call, block.q + i0 * call.q_strides.row, block.k, block.v, rows - i0, start, end, sees, 0};
 #endif
 
     // data

@@ -85,9 +85,9 @@ __device__ inline void attend_strips(const Span& span, int team, const Result& r
         numbers[e] = exists ? to_float(span.query(i)[c]) * span.scale : 0;
     }
     const Lane lane;
-    const int end = span.end;
+    const int end = span.end, sees = span.sees;
     int j = span.start + team * STRIP + lane.group;  // the lane's first key of the strip
-    const Element *k_at = span.block.k + j * span.k_row, *v_at = span.block.v + j * span.v_row;
+    const Element *k_at = span.k + j * span.k_row, *v_at = span.v + j * span.v_row;
     Piece K[LOADS], V[LOADS];
     UNROLLED(u, LOADS) load(K[u], k_at + u * ROWS * span.k_row, lane.place, j + u * ROWS < end);
     UNROLLED(u, LOADS) load(V[u], v_at + u * ROWS * span.v_row, lane.place, j + u * ROWS < end);
@@ -107,7 +107,7 @@ __device__ inline void attend_strips(const Span& span, int team, const Result& r
         UNROLLED(u, LOADS) load(K[u], k_at + u * ROWS * span.k_row, lane.place, next + u * ROWS < end);
 
         // P <- 2^(S - m), l and O as m grows
-        const bool masked = CHANGES || span.hides(j0, STRIP);
+        const bool masked = RULES ? CHANGES || span.hides(j0, STRIP) : j0 + STRIP > min(end, sees);
         UNROLLED(i, BR) {
 #pragma unroll
             for (int far = 1; far < LANES; far *= 2)
@@ -118,7 +118,7 @@ __device__ inline void attend_strips(const Span& span, int team, const Result& r
                 UNROLLED(u, LOADS) s[i][u] = row(s[i][u], u * ROWS);
 #else
                 UNROLLED(u, LOADS)
-                    if (j + u * ROWS >= min(end, span.sees + i)) s[i][u] = -INF;
+                    if (j + u * ROWS >= min(end, sees + i)) s[i][u] = -INF;
 #endif
             }
             float top = m[i];

@@ -45,7 +45,7 @@ struct Strip {
                 const int j = j0 + UNIT * u + 8 * n + g;
                 UNROLLED(b, K_LOADS) {
                     const int c = first + (4 * b + t) * K_WIDE;
-                    load_words(K[u][n][b], span.block.k + j * span.k_row + c, j < span.end && c < d);
+                    load_words(K[u][n][b], span.k + j * span.k_row + c, j < span.end && c < d);
                 }
             }
     }
@@ -56,7 +56,7 @@ struct Strip {
                 const int j = j0 + UNIT * u + 2 * t + n % 2 + n / 2 * 8;
                 UNROLLED(b, V_LOADS) {
                     const int c = first + (8 * b + g) * V_WIDE;
-                    load_words(V[u][n][b], span.block.v + j * span.v_row + c, j < span.end && c < d);
+                    load_words(V[u][n][b], span.v + j * span.v_row + c, j < span.end && c < d);
                 }
             }
     }
@@ -152,7 +152,7 @@ __device__ inline void add_values(Output& O, const Scores& S, const Strip& strip
 // The strips of a team. queries: memory for rows of Q_ROW bytes.
 __device__ inline void attend_strips(const Span& span, int team, const Result& result, float* queries) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int start = span.start + team * STRIP, end = span.end;
+    const int start = span.start + team * STRIP, end = span.end, sees = span.sees;
     constexpr int APART = TEAMS * STRIP;  // the next strip
     const unsigned q_shared = shared_address(queries);
     Strip strip;
@@ -183,7 +183,7 @@ __device__ inline void attend_strips(const Span& span, int team, const Result& r
         if (SHARERS > 1) add_sharer(S, *(Exchange*)result.o, turn ^= 1);
 
         // m <- max(m, rowmax(S)); l and O follow
-        const bool masked = span.hides(j0, STRIP);
+        const bool masked = RULES ? span.hides(j0, STRIP) : j0 + STRIP > min(end, sees);
         float top[2];
         UNROLLED(h, 2) {
             top[h] = m[h];
@@ -198,7 +198,7 @@ __device__ inline void attend_strips(const Span& span, int team, const Result& r
                         float& s = S[u][n][2 * h + e];
 #if !RULES
                         const int j = j0 + UNIT * u + 8 * n + 2 * t + e;
-                        s = masked && j >= min(end, span.sees + g + 8 * h) ? -INF : s * span.scale;
+                        s = masked && j >= min(end, sees + g + 8 * h) ? -INF : s * span.scale;
 #endif
                         top[h] = fmaxf(top[h], s);
                     }
