@@ -34,7 +34,7 @@ class Emulated(kernels.Native):
             self._functions[d] = ctypes.CDLL(work / "emulator.so")
         return self._functions[d]
 
-    def prepared(self, given, into, causal, scale, *, threads, scratch):
+    def prepared(self, given, into, causal, scale, *, threads, scratch, window):
         return partial(self._run, *given.values(), causal, scale, into["out"])
 
     def _run(self, q, k, v, causal, scale, out):
