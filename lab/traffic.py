@@ -58,12 +58,13 @@ class Case:
     @property
     def seen(self) -> float:
         """The mean number of keys that a query sees."""
-        return self.keys or (self.Nk - (self.Nq - 1) / 2 if self.causal else self.Nk)
+        unruled = self.Nk - (self.Nq - 1) / 2 if self.causal else self.Nk
+        return self.keys if self.keys else unruled
 
     @property
     def span(self) -> float:
         """The keys of neighbouring queries."""
-        return self.keys or self.Nk
+        return self.keys if self.keys else self.Nk
 
     def reach(self, rows: int) -> float:
         """The mean number of keys that a tile of so many queries sees, about."""
