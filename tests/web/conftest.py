@@ -44,10 +44,10 @@ def wasm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def page_folder(wasm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's files, made by one of the workers for all."""
+def page_folder(wasm: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's files, made by one of the workers for all; anew for a run that a test of a worker starts."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made" / "page"
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "made" / "page"
     cache.make(folder, "the page", build.write_page)
     return folder
 
