@@ -126,7 +126,7 @@ class RollCall:
         self._store: dist.Store | None = None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else rank 0 opens its port later
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self._store = dist.TCPStore(address, port, None, False, timedelta(seconds=patience))
+            self._store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
 
     def _key(self, rank: int) -> str:
         return f"attention/roll/{self._run}/{rank}"

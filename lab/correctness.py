@@ -117,7 +117,8 @@ def table_by_cuda_time(rows: EventList) -> str:
         if not row.key.startswith("ProfilerStep")
         and not (row.is_user_annotation and row.device_type == DeviceType.CUDA)
     )
-    return EventList(kept, use_device="cuda", profile_memory=True).table("cuda_time_total", 10)
+    wanted = EventList(kept, use_device="cuda", profile_memory=True)
+    return wanted.table(sort_by="cuda_time_total", row_limit=10)
 
 
 def in_slices(function: Callable[..., Tensor], count: int, tensors: Sequence[Tensor]) -> Tensor:

@@ -94,16 +94,19 @@ class Transformer(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
 
 
-def alibi_bias(Nq: int, Nk: int, window: int, slopes: Tensor) -> Tensor:
-    """What is added to the scores (H, Nq, Nk) of queries that see `window` keys before their own."""
+def alibi_bias(Nq: int, Nk: int, left: int, slopes: Tensor) -> Tensor:
+    """What slopes (H,) add to scores (H, Nq, Nk): -inf but for a query's own key and `left` before it."""
     away = torch.arange(Nk - Nq, Nk, device=slopes.device)[:, None] - torch.arange(Nk, device=slopes.device)
-    return (-slopes[:, None, None] * away).masked_fill((away < 0) | (away > window), -torch.inf)
+    return (-slopes[:, None, None] * away).masked_fill((away < 0) | (away > left), -torch.inf)
 
 
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] = (0, 0), alibi_slopes: Tensor | None = None
 ) -> Tensor:
-    """PyTorch's own causal attention: q (B, H, Nq, d), k and v (B, H, Nk, d) -> (B, H, Nq, d)."""
+    """PyTorch's own causal attention: q (B, H, Nq, d), k and v (B, H, Nk, d) -> (B, H, Nq, d).
+
+    window, alibi_slopes: an endless model's, as in attention().
+    """
     Nq, Nk = q.shape[2], k.shape[2]
     if alibi_slopes is not None:
         bias = alibi_bias(Nq, Nk, window[0], alibi_slopes).to(q.dtype)

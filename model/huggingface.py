@@ -16,8 +16,12 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FIELDS = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
 TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}  # transformers' activations
 # What this model has; another value would change its results.
-FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "add_cross_attention": False}
-FIXED["scale_attn_by_inverse_layer_idx"] = False
+FIXED = {
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
 TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # transformers' Conv1D has (in, out)
 SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves in a token
 OTHERS = [byte for byte in range(256) if byte not in SHOWN]

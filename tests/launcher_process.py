@@ -209,17 +209,7 @@ def loaded() -> Any:
     return operators
 
 
-def compiled(
-    kernel: str | None,
-    heads: int,
-    Nq: int,
-    Nk: int,
-    d: int,
-    dtype: Dtype,
-    index: int,
-    rules: int = 0,
-    group: int = 1,
-) -> driver.Compiled:
+def compiled(kernel, heads, Nq, Nk, d, dtype, index, rules=0, group=1) -> driver.Compiled:
     asked.append(kernel)
     assert rules == (15 if ruled else 0)
     return chosen(kernel, d, dtype, Nq * group)

@@ -38,7 +38,8 @@ def sinusoids(length: int, width: int) -> Tensor:
 def windowed(config: GPTConfig, dropout: float, device: torch.device) -> Callable[..., Tensor]:
     """PyTorch's attention of an endless model in training, (B, H, T, d) each, for blocks of the model's size.
 
-    Queries see their window's worth of keys and the one before, if that divides a block, else all.
+    A piece of `window` queries reads its own keys and those of the piece before, if the window divides the
+    block; else all queries read all keys.
     """
     T = config.block_size
     w = config.window if config.window and T % config.window == 0 else T

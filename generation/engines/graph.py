@@ -109,8 +109,10 @@ def by_pytorch(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, te
 
 def serves(config: Any, part: Part, named: str | None) -> bool:
     """Whether Graphs can run a part: PyTorch's, or part 4 without a kernel by name, if attend.cu takes it."""
-    if part.operator is None or config.endless:
-        return part.file is None and not config.endless
+    if config.endless:
+        return False
+    if part.operator is None:
+        return part.file is None
     return named is None and config.head_dim % 4 == 0 and config.head_dim <= WIDEST
 
 

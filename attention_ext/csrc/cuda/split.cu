@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_split(const Call call, float* partial, int splits) {
     let_dependents_start();
     // sizes
-    const int Nq = call.Nq, Nk = call.Nk;  // both first: in another order d = 192 spills half as much again
+    const int Nq = call.Nq, Nk = call.Nk;  // both first: else d = 192 spills half as much again (sm_90)
     const int rows = Nq * (int)heads_of_keys(call), tiles = (rows + BR - 1) / BR;
     const int i0 = blockIdx.x % tiles * BR, split = blockIdx.x / tiles % splits;
 #if RULES
