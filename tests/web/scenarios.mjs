@@ -320,6 +320,9 @@ const scenarios = {
         titles,
       );
     }
+    await page.selectOption("#tiles-part", "part4"); // others need no window
+    await says("source-title", "part4");
+    await framesAreThere();
     const before = await page.getAttribute("#tiles-at", "max");
     await set("left", 4);
     await until("the window", (max) => document.getElementById("tiles-at").max !== max, before);
