@@ -22,6 +22,7 @@ from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
+from shakespeare.attention_ext.cuda.tiles import Queries
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.own.kernel import CudaCall
 
@@ -47,6 +48,10 @@ int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, uint64_t addr
 }
 int cuLaunchKernelEx(const void* config, void* function, void** arguments, void** extra) {
     return current ? launched(config, function, arguments) : 201;
+}
+int cuMemsetD32Async(unsigned* at, unsigned value, size_t count, void* stream) {
+    while (count--) *at++ = value;
+    return stream == (void*)STREAM ? 0 : 1;
 }
 int aoti_torch_get_current_cuda_stream(int index, void** stream) { return *stream = (void*)STREAM, 0; }
 int aoti_torch_create_cuda_guard(int index, void** guard) { return *guard = 0, 0; }
@@ -93,7 +98,7 @@ class RuledCall(ctypes.Structure):
 LAUNCHED = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
 )
-ON = Gpu("A GPU", (9, 0), 227 * 1024, 132)
+ON = Gpu("A GPU", (9, 0), 227 * 1024, 4)
 running: driver.Compiled  # what the next launches must be of
 asked: list[str | None] = []  # the kernels that the launcher has asked Python for
 wrong: list[BaseException] = []  # what a launch raised
@@ -119,8 +124,11 @@ def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) ->
     block = (tile.threads // tile.threads_y, tile.threads_y, 1)
     shared, last, early = tile.shared, True, False
     if maps:
+        counter = ctypes.POINTER(ctypes.c_uint).from_address(arguments[4])
+        counted = tiles > ON.multiprocessors and (ruled or call.causal or call.Nq % tile.br > 0)
+        assert bool(counter) == counted and not (counter and counter[0])
         tiles = min(tiles, ON.multiprocessors)
-        for at, name_of, rows in zip(range(3), "qkv", (tile.br, tile.bc, tile.bc)):
+        for at, name_of, rows in zip(range(3), "qkv", (64, tile.bc, tile.bc)):
             map = (ctypes.c_uint64 * 12).from_address(arguments[at])
             strides = getattr(call, f"{name_of}_strides")
             n = call.Nq if name_of == "q" else call.Nk
@@ -216,7 +224,7 @@ def compiled(kernel, heads, Nq, Nk, d, dtype, index, rules=0, group=1) -> driver
 
 
 def chosen(kernel: str | None, d: int, dtype: Dtype, Nq: int) -> driver.Compiled:
-    row, tile = choose(kernel, d, dtype, ON, queries=min(Nq, 16))
+    row, tile = choose(kernel, d, dtype, ON, queries=Queries(Nq))
     functions = {name: number + 1 for number, name in enumerate(row.functions)}
     return driver.Compiled(row, tile, row.padded(d), ON, None, functions)
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.cuda.kernels import MOST_SPLIT, choose, few_queries
+from shakespeare.attention_ext.cuda.kernels import choose, few_queries
 from shakespeare.attention_ext.cuda.launches import Compiled, Gpu, Kernel
-from shakespeare.attention_ext.cuda.tiles import Tile
+from shakespeare.attention_ext.cuda.tiles import Queries, Tile
 from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype
 
 if TYPE_CHECKING:
@@ -304,15 +304,10 @@ def compiled(
 
     Raises ValueError and BuildError as kernels.choose() and load() do. The GPU's context must be current.
     """
-    few = few_queries(Nq, Nk, heads // group, gpu(index).multiprocessors, dtype)
-    return _compiled(kernel, d, dtype, index, few, min(Nq * group, MOST_SPLIT), rules)
-
-
-@functools.cache
-def _compiled(
-    kernel: str | None, d: int, dtype: Dtype, index: int, few: bool, queries: int, rules: int
-) -> Compiled:
-    return load(*choose(kernel, d, dtype, gpu(index), few, queries, rules > 0), d, dtype, index, rules)
+    on = gpu(index)
+    few = few_queries(Nq, Nk, heads // group, on.multiprocessors, dtype)
+    queries = Queries(Nq * group, heads * Nq // on.multiprocessors)
+    return load(*choose(kernel, d, dtype, on, few, queries, rules > 0), d, dtype, index, rules)
 
 
 def resident(kernel: Compiled) -> int:

@@ -5,7 +5,7 @@ Neither torch nor CUDA is imported here.
 
 from shakespeare.attention_ext.cuda import launches, tiles
 from shakespeare.attention_ext.cuda.launches import Gpu, Kernel
-from shakespeare.attention_ext.cuda.tiles import Tile
+from shakespeare.attention_ext.cuda.tiles import LARGE, Queries, Tile
 from shakespeare.attention_ext.parts import Dtype, one_of
 
 HALVES = (Dtype.BF16, Dtype.FP16)
@@ -147,7 +147,7 @@ def choose(
     dtype: Dtype,
     on: Gpu,
     few: bool = False,
-    queries: int = 1024,
+    queries: Queries = LARGE,
     ruled: bool = False,
 ) -> tuple[Kernel, Tile]:
     """The kernel with this name, or the fastest one for None, and its tile for so many queries of width d.
@@ -160,7 +160,8 @@ def choose(
         if ruled and not row.ruled:
             raise no_rules(kernel)
         return row, row.tile(d, dtype, on, queries)
-    names = ("split", *FASTEST) if few else FASTEST
+    first = ("split",) if few else ("5",) if d <= 32 and queries.share <= 64 else ()
+    names = (*first, *FASTEST)
     for name in (name for name in names if KERNELS[name].ruled or not ruled):
         try:
             return KERNELS[name], KERNELS[name].tile(d, dtype, on, queries)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shakespeare.attention_ext.cuda import tiles
-from shakespeare.attention_ext.cuda.tiles import Capability, Tile, Tiles
+from shakespeare.attention_ext.cuda.tiles import LARGE, Capability, Queries, Tile, Tiles
 from shakespeare.attention_ext.parts import Dtype
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
+WARPGROUP_ROWS = 64  # of Q, which kernel 6 copies at a time
 MOST_WAVES, WAVE_COST = 8, 0.02  # of blocks, by which splits() chooses
 
 
@@ -56,37 +57,53 @@ class Plan(ctypes.Structure):
     ]
 
 
-Planner = Callable[["Compiled", int, int, int, int], Plan]
+@dataclass(frozen=True)
+class Sizes:
+    """A call's. heads: of all batches; group: that share k and v. uneven: queries see different keys."""
+
+    heads: int
+    Nq: int
+    Nk: int
+    group: int = 1
+    uneven: bool = False
 
 
-def once(kernel: Compiled, heads: int, Nq: int, Nk: int, group: int = 1) -> Plan:
-    """A block for each tile of queries of each head; heads: of all batches. group: of q's that share k, v."""
-    return _plan(kernel, _launch(kernel, _tiles(kernel, heads, Nq)))
+Planner = Callable[["Compiled", Sizes], Plan]
 
 
-def for_each_tile_of_keys(kernel: Compiled, heads: int, Nq: int, Nk: int, group: int = 1) -> Plan:
+def once(kernel: Compiled, of: Sizes) -> Plan:
+    """A block for each tile of queries of each head."""
+    return _plan(kernel, _launch(kernel, _tiles(kernel, of.heads, of.Nq)))
+
+
+def for_each_tile_of_keys(kernel: Compiled, of: Sizes) -> Plan:
     """Kernel 1: as many launches as tiles of keys, with the state of all rows in global memory."""
     bc, d = kernel.tile.bc, kernel.width
-    launch = _launch(kernel, _tiles(kernel, heads, Nq))
-    return _plan(kernel, launch, scratch=heads * Nq * (d + 2), repeats=-(-Nk // bc), step=bc)
+    launch = _launch(kernel, _tiles(kernel, of.heads, of.Nq))
+    return _plan(kernel, launch, scratch=of.heads * of.Nq * (d + 2), repeats=-(-of.Nk // bc), step=bc)
 
 
-def resident(kernel: Compiled, heads: int, Nq: int, Nk: int, group: int = 1) -> Plan:
-    """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other."""
-    blocks = min(_tiles(kernel, heads, Nq), kernel.on.multiprocessors)
-    return _plan(kernel, _launch(kernel, blocks), box=kernel.tile.sizes["BOX"])
+def resident(kernel: Compiled, of: Sizes) -> Plan:
+    """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other.
+
+    Where tiles differ, a counter in the scratch gives the next one to the block that is done first.
+    """
+    tiles = _tiles(kernel, of.heads, of.Nq)
+    blocks, uneven = min(tiles, kernel.on.multiprocessors), of.uneven or of.Nq % kernel.tile.br > 0
+    scratch, box = int(uneven and blocks < tiles), kernel.tile.sizes["BOX"]
+    return _plan(kernel, _launch(kernel, blocks), br=WARPGROUP_ROWS, box=box, scratch=scratch)
 
 
-def split(kernel: Compiled, heads: int, Nq: int, Nk: int, group: int = 1) -> Plan:
+def split(kernel: Compiled, of: Sizes) -> Plan:
     """Few queries: a block for each split of the keys, then one for each row, which merges the results.
 
     The queries of heads that share k and v are rows of the same tiles.
     """
-    rows, sizes = _tiles(kernel, heads // group, Nq * group), kernel.tile.sizes
-    count = splits(rows, Nk, kernel.tile.bc, kernel.on.multiprocessors * sizes["BLOCKS"])
-    attend, merge = _launch(kernel, rows * count), _launch(kernel, heads * Nq, 1)
+    rows, sizes = _tiles(kernel, of.heads // of.group, of.Nq * of.group), kernel.tile.sizes
+    count = splits(rows, of.Nk, kernel.tile.bc, kernel.on.multiprocessors * sizes["BLOCKS"])
+    attend, merge = _launch(kernel, rows * count), _launch(kernel, of.heads * of.Nq, 1)
     merge.x, merge.shared, merge.early = sizes["MERGE_THREADS"], 0, kernel.on.capability >= EARLY_LAUNCH
-    return _plan(kernel, attend, merge, scratch=heads * Nq * count * (kernel.width + 2), number=count)
+    return _plan(kernel, attend, merge, scratch=of.heads * of.Nq * count * (kernel.width + 2), number=count)
 
 
 def _tiles(kernel: Compiled, heads: int, Nq: int) -> int:
@@ -162,7 +179,7 @@ class Kernel:
         """The width of the heads that the kernel is compiled for."""
         return tiles.up(d, self.multiple)
 
-    def tile(self, d: int, dtype: Dtype, on: Gpu, queries: int = 1024) -> Tile:
+    def tile(self, d: int, dtype: Dtype, on: Gpu, queries: Queries = LARGE) -> Tile:
         """The tile for queries of width d. Raises ValueError, naming the argument, if there is none."""
         if dtype not in self.sources:
             raise ValueError(f"kernel is {self.name!r}; it takes {', '.join(self.sources)}, not {dtype}")

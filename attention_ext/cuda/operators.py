@@ -11,26 +11,26 @@ from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.checks import check_size, check_tensors
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import MOST_ROWS, WIDEST, check_kernel, no_rules
-from shakespeare.attention_ext.cuda.launches import Plan
+from shakespeare.attention_ext.cuda.launches import Plan, Sizes
 from shakespeare.attention_ext.parts import PARTS, Dtype
 
 PART = PARTS["part4"]
 DTYPES = list(Dtype)
 MOST_TEXT = 1023  # bytes of an error that the launcher takes
 FULL = "CUDA out of memory"  # the beginning of the launcher's error
-NUMBERS = (*[ctypes.c_int] * 3, *[ctypes.c_int64] * 6)
+NUMBERS = (*[ctypes.c_int] * 4, *[ctypes.c_int64] * 6)
 PLANNER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *NUMBERS, ctypes.POINTER(Plan), ctypes.c_void_p)
 _failed = threading.local()  # `error`: what _planned() raised last in this thread, and its text
 
 
 @PLANNER
-def _planned(name, format, index, rules, heads, group, Nq, Nk, seen, d, plan, why) -> bool:
+def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, plan, why) -> bool:
     """The launcher asks how to launch sizes that are new to it. The device is current."""
     try:
         kernel = name.decode() if name else None
         _check_sizes(kernel, Nq, Nk, d)
         chosen = driver.compiled(kernel, heads, Nq, seen, d, DTYPES[format], index, rules, group)
-        plan[0] = chosen.row.plan(chosen, heads, Nq, seen, group)
+        plan[0] = chosen.row.plan(chosen, Sizes(heads, Nq, seen, group, bool(causal or rules)))
     except BaseException as error:  # ctypes passes none on
         text = f"{error or type(error).__name__}".encode()[:MOST_TEXT].decode(errors="ignore")
         _failed.error = text, error

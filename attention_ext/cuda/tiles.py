@@ -25,8 +25,17 @@ class Tile:
     threads_y: int = 1
 
 
+@dataclass(frozen=True)
+class Queries:
+    """A call's: of a head, or of those that share k and v; and of all heads for each multiprocessor."""
+
+    of_head: int
+    share: int = 1024
+
+
+LARGE = Queries(1024)
 Capability = tuple[int, int]
-Tiles = Callable[[int, Dtype, int, Capability], Iterator[Tile]]
+Tiles = Callable[[int, Dtype, Queries, Capability], Iterator[Tile]]
 ASYNCHRONOUS = (8, 0)  # the least capability with cp.async, which needs no registers; a T4 is before it
 
 
@@ -40,13 +49,13 @@ def odd(number: int, vector: int) -> int:
     return (number // vector | 1) * vector
 
 
-def kernel1(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
+def kernel1(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     side = 32
     yield Tile(side, side, side * side, 4 * (3 * side * d + side * side), threads_y=side)
 
 
 def kernel2(padding: int) -> Tiles:
-    def tiles(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
+    def tiles(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
         for side in (64, 32):
             numbers = 3 * side * (d + padding) + side * (side + padding)
             yield Tile(side, side, side * side // 16, 4 * numbers, {"PADDING": padding})
@@ -55,7 +64,7 @@ def kernel2(padding: int) -> Tiles:
 
 
 def kernel3(state: str) -> Tiles:
-    def tiles(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
+    def tiles(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
         threads, in_shared = 128, state == "shared"
         share = 1 if d <= 64 else 2 if d <= 128 else 4
         pitch = up(d, 4 * share)
@@ -68,7 +77,7 @@ def kernel3(state: str) -> Tiles:
     return tiles
 
 
-def kernel4(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
+def kernel4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     """The fastest on an H200, or before 8.0 those that fit; a row begins with the widest heads it is for."""
     rows_of_thread = 8
     rows: tuple[tuple, ...] = (
@@ -99,7 +108,7 @@ def kernel4(d: int, dtype: Dtype, queries: int, capability: Capability) -> Itera
         yield Tile(warps * warp_rows, bc, 32 * warps, 4 * numbers, sizes)
 
 
-def kernel5(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
+def kernel5(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     """As kernel4()."""
     names: tuple[str, ...] = ("M_TILES", "CHUNK", "STAGES", "BLOCKS")
     rows: tuple[tuple, ...]
@@ -134,6 +143,12 @@ def kernel5(d: int, dtype: Dtype, queries: int, capability: Capability) -> Itera
             (192, (4, 32, 1, 32, 3, 2, 1, 1)),
             (256, (8, 48, 1, 48, 2, 1, 0, 1), (4, 32, 1, 32, 2, 2, 0, 1)),
         )
+        if queries.share <= 64:  # smaller tiles, for fewer multiprocessors would be idle
+            rows = (
+                (32, (4, 128, 1, 64, 3, 2, 2, 0)),
+                (128, (4, 64, 1, 32, 3, 2, 2, 0), (4, 32, 2, 32, 3, 2, 1, 1)),
+                *rows[3:],
+            )
     width = up(d, 32 if dtype is Dtype.FP32 else 16)  # as the products see it
     stride = odd(width * dtype.bytes, 16)
     for warps, bc, *others in next(row[1:] for row in rows if d <= row[0]):
@@ -144,20 +159,26 @@ def kernel5(d: int, dtype: Dtype, queries: int, capability: Capability) -> Itera
         yield Tile(br, bc, 32 * warps, shared, sizes)
 
 
-def kernel6(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
-    """The fastest of a sweep on an H200. 128 threads copy; as many for each 64 queries multiply."""
+def kernel6(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
+    """The fastest of a sweep on an H100. 128 threads copy; as many for each 64 queries multiply.
+
+    Three times 64 queries share tiles of K and V, unless that leaves multiprocessors idle. Small tiles waste
+    less of short rows.
+    """
     width = 32 if d <= 32 else up(d, 64)
-    consumers, stages = (3 if d <= 64 else 2), 2
-    bc = {32: 128, 64: 128, 128: 176, 192: 112, 256: 80}[width]
-    shared = dtype.bytes * width * (64 * consumers + 2 * stages * bc) + 16 + 32 * stages + 1024
+    wide = width <= 128 and queries.share >= 192 and (width < 128 or queries.of_head >= 2048)
+    widest = 80 if queries.of_head >= 4096 else 64
+    bc = {32: 128, 64: 128, 128: 80 if wide else 128, 192: 112, 256: widest}[width]
+    groups, stages = 3 if wide else 2, 3 if wide or width <= 64 else 2
+    shared = dtype.bytes * width * (64 * groups + 2 * stages * bc) + 24 * groups + 32 * stages + 1024
     sizes = {"WIDTH": width, "BOX": min(64, width), "STAGES": stages, "SHARED": shared}
-    yield Tile(64 * consumers, bc, 128 * (consumers + 1), shared, sizes)
+    yield Tile(64 * groups, bc, 128 * (groups + 1), shared, sizes)
 
 
-def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterator[Tile]:
+def split(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     """bc: keys that a block takes at a time. A row begins with the most queries that it is for."""
     merge = {"MERGE_THREADS": 128, "MERGE_LANES": 1 << (d // 4 - 1).bit_length()}
-    if _multiplies_16(dtype, queries, capability):
+    if _multiplies_16(dtype, queries.of_head, capability):
         sharers = 2 if d > 160 else 1
         strip, width = 8 if dtype is Dtype.FP32 and d > 32 else 16, up(d, 32 * sharers)
         q_row = odd(width * dtype.bytes, 64)
@@ -169,7 +190,7 @@ def split(d: int, dtype: Dtype, queries: int, capability: Capability) -> Iterato
         return
     one = (1, 8, 2, 8 if d <= 128 and dtype is Dtype.FP32 else 4)
     rows = ((1, one), (2, (2, 8, 2, 4)), (4, (4, 8, 2, 4) if d <= 128 else (4, 4, 3, 4)))
-    br, warps, blocks, loads = next((row[1] for row in rows if queries <= row[0]), (8, 8, 1, 4))
+    br, warps, blocks, loads = next((row[1] for row in rows if queries.of_head <= row[0]), (8, 8, 1, 4))
     vector = 16 // dtype.bytes
     lanes = min(32, 1 << (d // vector - 1).bit_length())
     width = up(d, lanes * vector)

@@ -78,6 +78,7 @@ struct Libraries {
                   int swizzle, int l2, int fill) = Found(driver, "cuTensorMapEncodeTiled");
     int (*launch)(const LaunchConfig*, void* function, void** parameters,
                   void** extra) = Found(driver, "cuLaunchKernelEx");
+    int (*fill)(void* at, unsigned value, size_t count, void* stream) = Found(driver, "cuMemsetD32Async");
 
     void* const pytorch = opened("libtorch_cuda.so");
     int32_t (*current_stream)(int32_t index, void**) = Found(pytorch, "aoti_torch_get_current_cuda_stream");
@@ -150,7 +151,7 @@ struct Plan {
     Launch launches[2];
     int32_t count, repeats;  // launches; how often all of them are repeated
     int32_t number, step;    // an argument, and what it grows by in a repetition
-    int64_t scratch;         // floats
+    int64_t scratch;         // floats; with tensor maps they are cleared
     int32_t width, vectors;  // numbers of a row with its padding; whether rows begin at multiples of 16 bytes
     int32_t br, bc, box;     // box: columns that the copy engine takes at once; 0: no tensor maps
 };
@@ -159,17 +160,17 @@ struct Sizes {
     int device, format;              // FORMAT of cuda/call.h
     int64_t B, H, Nq, Nk, d, group;  // group: heads of q for one of k and v
     std::string kernel;
-    int rules = 0;     // RULES of cuda/rules.h
-    int64_t seen = 0;  // keys that a head's queries may see
+    int causal = 0, rules = 0;  // RULES of cuda/rules.h
+    int64_t seen = 0;           // keys that a head's queries may see
 
-    auto all() const { return std::tie(Nq, Nk, d, B, H, format, device, kernel, group, rules, seen); }
+    auto all() const { return std::tie(Nq, Nk, d, B, H, format, device, kernel, group, causal, rules, seen); }
     bool operator<(const Sizes& other) const { return all() < other.all(); }
 };
 
 // Fills in the plan and returns true, or writes why there is none.
 constexpr size_t MOST_TEXT = 1024;
-using Planner = bool(const char* kernel, int format, int device, int rules, int64_t heads, int64_t group,
-                     int64_t Nq, int64_t Nk, int64_t seen, int64_t d, Plan*, char* why);
+using Planner = bool(const char* kernel, int format, int device, int causal, int rules, int64_t heads,
+                     int64_t group, int64_t Nq, int64_t Nk, int64_t seen, int64_t d, Plan*, char* why);
 Planner* planner = nullptr;
 
 void plan_by(int64_t function) { planner = reinterpret_cast<Planner*>(function); }
@@ -187,8 +188,8 @@ Plan plan_for(const Sizes& sizes) {
     Plan plan{};
     char why[MOST_TEXT] = "";
     const char* kernel = sizes.kernel.empty() ? nullptr : sizes.kernel.c_str();
-    REQUIRE(planner(kernel, sizes.format, sizes.device, sizes.rules, sizes.B * sizes.H, sizes.group, sizes.Nq,
-                    sizes.Nk, sizes.seen, sizes.d, &plan, why),
+    REQUIRE(planner(kernel, sizes.format, sizes.device, sizes.causal, sizes.rules, sizes.B * sizes.H,
+                    sizes.group, sizes.Nq, sizes.Nk, sizes.seen, sizes.d, &plan, why),
             why);
     const std::lock_guard<std::mutex> held(mutex);
     if (known.size() >= MOST_PLANS) known.clear();
@@ -315,7 +316,7 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
               const std::optional<std::string>& kernel, std::optional<Tensor>* lse = nullptr,
               const Given* given = nullptr) {
     Sizes s = sizes_of(q_, k_, v_, causal, given);
-    s.seen = s.Nk;
+    s.seen = s.Nk, s.causal = causal;
     if (given) {
         s.rules =
             1 | 2 * (given->softcap != 0) | 4 * given->slopes.has_value() | 8 * given->documents.has_value();
@@ -348,11 +349,13 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
     int number = plan.number;
     const Matrices* const inputs[] = {&q, &k, &v};
     TensorMap maps[3];
-    void *with_maps[] = {&maps[0], &maps[1], &maps[2], &call}, *without[] = {&call, &scratch, &number};
+    void *with_maps[] = {&maps[0], &maps[1], &maps[2], &call, &scratch},
+         *without[] = {&call, &scratch, &number};
     for (int i = 0; plan.box && i < 3; i++)
         encode(&maps[i], *inputs[i], s.format == 1 ? BFLOAT16 : FLOAT16, i == 0 ? plan.br : plan.bc, plan);
     void* stream = nullptr;
     REQUIRE(libraries().current_stream(s.device, &stream) == 0, "PyTorch has no current stream");
+    if (plan.box && plan.scratch) libraries().check(libraries().fill(scratch, 0, plan.scratch, stream));
     for (int i = 0; i < plan.repeats; i++, number += plan.step)
         for (int j = 0; j < plan.count; j++) launch(plan.launches[j], plan.box ? with_maps : without, stream);
     return plan.width == s.d ? out : torch::stable::contiguous(torch::stable::narrow(out, 3, 0, s.d));

@@ -36,6 +36,16 @@ __device__ inline void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
+// A number in shared memory, at an address of shared_address(), which takes one register.
+__device__ inline void put(unsigned to, unsigned number) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(number) : "memory");
+}
+__device__ inline unsigned get(unsigned from) {
+    unsigned number;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(number) : "r"(from) : "memory");
+    return number;
+}
+
 // Named barriers (bar): `threads` threads must arrive, waiting or not. Number 0 is that of __syncthreads().
 __device__ inline void turn_wait(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -73,6 +83,7 @@ template <int n>
 __device__ inline void hold(unsigned (&x)[n]) {
     UNROLLED(i, n) asm volatile("" : "+r"(x[i])::"memory");
 }
+__device__ inline void hold(int& x) { asm volatile("" : "+r"(x)); }
 
 // Inline assembly names its operands %0, %1, ...: TEN() is %0 to %9, TEN(1) is %10 to %19, and TWO(t) to
 // EIGHT(t) are the first of a ten. F4(i) to F64(i) are the operands themselves, from sum[i] on.

@@ -3,22 +3,27 @@
 //
 // Shapes: bf16 and fp16; d is a multiple of 8 up to 256; rows, heads and batches start at multiples of 16
 //     bytes. Tiles of Br queries and Bc keys, 32, 64, 128, 192 or 256 columns wide, padded with zeros.
-// Loop nest: a block goes over its tiles of queries, every gridDim-th one, and for each over tiles of keys:
+// Loop nest: a block goes over tiles of queries, and for each over tiles of keys:
 //         S <- Qi Kj^T, P <- 2^(c S - c m), O <- O + P Vj
 // Launch: min(query tiles, multiprocessors) blocks: 128 threads copy, a warpgroup multiplies 64 rows.
-// Shared memory: 2 Br width (Q) + stages * 4 Bc width (K, V) + 16 + 32 stages (mbarriers) + 1,024 (to align).
+// Shared memory: 2 Br width (Q) + stages * 4 Bc width (K, V) + 24 a warpgroup and 32 a stage (mbarriers,
+// numbers)
+//     + 1,024 (to align).
 // Registers: Bc / 2 (S) + Bc / 4 (P) + width / 2 (O) and about 30 more for a thread that multiplies.
 // Improves on kernel 5:
 //   - One thread copies, by TMA; mbarriers tell when a tile is full or free.
 //   - wgmma reads Q, K and V from shared memory and runs while its warps go on. S = Qi Kj^T and O += P V(j-1)
 //     begin together, and the softmax needs only S.
+//   - A block that is done takes the next tile of queries, by a counter, and its keys are copied before the
+//   last
+//     tile ends. Each tile is computed alone, so two runs give the same bits.
 //   - The warpgroups take turns to begin products, so that one has its softmax while another multiplies.
 //   - m follows the largest score only when that is 2^8 times above it. Few tiles shuffle or rescale O.
 // Bound: the exponentials at d = 32 and 64, so at d = 32 the gain is small; the tensor cores from d = 128 on.
 // Command: python gpt.py bench kernel5,kernel6,sdpa-flash,sdpa-cudnn --device cuda --dtype bf16 -d 32,64,128
 //          --mask none,causal --l2 warm -r 5
-// Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 306, 545, 694;
-//     1.03, 1.55 and 2.16 times kernel 5, and 1.26, 1.16 and 1.04 times cuDNN.
+// Measured: NVIDIA H100, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 310, 559, 759;
+//     1.05, 1.57 and 2.35 times kernel 5, and 1.28, 1.17 and 1.14 times cuDNN.
 #include "rules.h"
 // Macros of its own, by cuda/tiles.py:
 //   WIDTH   columns of a tile
@@ -28,7 +33,6 @@
 constexpr int box_row = 2 * BOX;  // bytes
 #include "hopper.h"
 
-constexpr int L2_BYTES = 20 << 20;  // of K and V that blocks share under a mask: a third of an H200's L2 cache
 constexpr int d = HEAD_DIM, width = WIDTH, boxes = WIDTH / BOX;
 constexpr int Br = BR, Bc = BC, stages = STAGES;
 constexpr int CONSUMERS = THREADS / 128 - 1;  // warpgroups that multiply
@@ -36,16 +40,19 @@ static_assert(d % 8 == 0 && d <= 256, "d");
 static_assert(Bc % 16 == 0 && CONSUMERS > 1, "tiles");
 
 // Shared memory in bytes, from a multiple of 1,024: the 128-byte swizzle repeats every 8 rows of 128 bytes.
-constexpr int q_bytes = Br * width * 2, tile_bytes = Bc * width * 2;
-constexpr int k_at = q_bytes, v_at = k_at + stages * tile_bytes, barriers_at = v_at + stages * tile_bytes;
-constexpr int q_full = barriers_at, q_empty = q_full + 8;
-constexpr int k_full = q_empty + 8, k_empty = k_full + 8 * stages;
+// Each warpgroup has its 64 rows of Q to itself, and their query tile's number.
+constexpr int q_bytes = 64 * width * 2, tile_bytes = Bc * width * 2;
+constexpr int k_at = CONSUMERS * q_bytes, v_at = k_at + stages * tile_bytes;
+constexpr int q_full = v_at + stages * tile_bytes, q_empty = q_full + 8 * CONSUMERS;
+constexpr int k_full = q_empty + 8 * CONSUMERS, k_empty = k_full + 8 * stages;
 constexpr int v_full = k_empty + 8 * stages, v_empty = v_full + 8 * stages;
-static_assert(v_empty + 8 * stages + 1024 == SHARED, "shared memory");
+constexpr int numbers_at = v_empty + 8 * stages;
+static_assert(numbers_at + 8 * CONSUMERS + 1024 == SHARED, "shared memory");
 
 // Registers of a thread that copies and of one that multiplies: multiples of 8, at most 65,536 in a block.
-constexpr int producer_registers = CONSUMERS == 3 ? 32 : 24;
-constexpr int consumer_registers = CONSUMERS == 3 ? 160 : 240;
+constexpr bool most = width == 64 || RULES & DOCUMENTS;  // for three warpgroups
+constexpr int producer_registers = CONSUMERS < 3 ? 40 : most ? 32 : 56;
+constexpr int consumer_registers = CONSUMERS < 3 ? 232 : most ? 160 : 152;
 
 // The stages of K or V: their mbarriers, the next stage, and the parity of its mbarriers' phase.
 struct Ring {
@@ -73,15 +80,19 @@ struct Tile {
     }
 };
 
-// The index-th query tile. Under a mask, the tiles of the heads that fit L2_BYTES alternate, longest first.
+// The index-th query tile. Head by head, blocks share K and V in the L2 cache and wait for memory at all times
+// alike. Under a causal mask the longest come first, and the last heads are taken together, so that blocks end
+// together: two long tiles for each block, and if a tile is long, some eight blocks a head, which go at one
+// pace.
 __device__ inline Tile query_tile(const Call& call, unsigned index) {
     const unsigned Tr = (call.Nq + Br - 1) / Br, all = call.batches * call.heads;
-    const long long head_bytes = (long long)call.Nk * (4 * width);
-    const long long fit = min(L2_BYTES / head_bytes, (long long)all);
-    const unsigned together = call.causal && fit > 1 ? fit : 1;
-    const unsigned group = index / (together * Tr), rest = index - group * together * Tr;
-    const unsigned heads = min(together, all - group * together);
-    const unsigned row = rest / heads, head = group * together + rest - row * heads;
+    const unsigned last = min(all, max(2 * gridDim.x / (Tr + 1) + 1, gridDim.x / 8));
+    const unsigned before = (all - last) * Tr;
+    unsigned head = index / Tr, row = index - head * Tr;
+    if (call.causal && index >= before) {
+        row = (index - before) / last;
+        head = all - last + (index - before - row * last);
+    }
     Tile tile;
     tile.i0 = (call.causal ? Tr - 1 - row : row) * Br;
     tile.batch = head / call.heads;
@@ -95,34 +106,55 @@ __device__ inline int key_tiles(int keys) { return max(1, (keys + Bc - 1) / Bc);
 template <int rows>
 __device__ inline void copy_rows(unsigned to, const TensorMap& map, const Strides& strides, int batch, int head,
                                  int first, unsigned full) {
+    hold(head), hold(batch);  // what follows is not kept from one copy to the next: registers are few
     head = strides.head ? head : 0, batch = strides.batch ? batch : 0;
     barrier_expect(full, rows * width * 2);
     for (int b = 0; b < boxes; b++)
         copy_box(to + b * (rows * box_row), &map, b * BOX, first, head, batch, full);
 }
 
-// The thread that copies: Q once, then K and V tile by tile into the stages as they become free.
+// The thread that copies, for each query tile: K as soon as a stage is free, then Q, then V and the next keys.
+// It gives the tile's number with Q; the number `tiles` ends the block. The next tile is that of the counter,
+// so that a block that is done early takes more, or without a counter the gridDim.x-th from here.
 __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
-                        const Call& call, unsigned shared, unsigned tiles) {
-    Ring ring{shared + k_full, shared + k_empty};
-    unsigned q_phase = 0;
-    for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
+                        const Call& call, unsigned* counter, unsigned shared, unsigned tiles) {
+    Ring ring{shared + k_full, shared + k_empty};  // V's turns with it
+    unsigned q_phase = 0, next;
+    // For each warpgroup, once its rows of Q are free: the number, and what `copy` does.
+    const auto give = [&](unsigned index, auto copy) {
+#pragma unroll 1
+        for (int group = 0; group < CONSUMERS; group++) {
+            barrier_wait(shared + q_empty + 8 * group, q_phase ^ 1);
+            put(shared + numbers_at + 4 * group, index);
+            copy(group, shared + q_full + 8 * group);
+        }
+        q_phase ^= 1;
+    };
+    for (unsigned index = blockIdx.x; index < tiles; index = next) {
+        next = gridDim.x + (counter ? atomicAdd(counter, 1u) : index);
         const Tile tile = query_tile(call, index);
         const Range keys = tile.keys(call, tile.i0, Br);
-        const int Tc = key_tiles(keys.end - keys.first), head = tile.head / heads_of_keys(call);
-        barrier_wait(shared + q_empty, q_phase ^ 1);
-        copy_rows<Br>(shared, q_map, call.q_strides, tile.batch, tile.head, tile.i0, shared + q_full);
-        q_phase ^= 1;
-        for (int j = 0; j < Tc; j++) {
+        const int head = tile.head / heads_of_keys(call);
+        int j0 = keys.first, end = keys.end;
+        hold(j0), hold(end);
+        bool first = true;
+#pragma unroll 1
+        do {
             const unsigned to = shared + ring.stage * tile_bytes, at = shared + 8 * ring.stage;
             barrier_wait(at + k_empty, ring.phase ^ 1);
-            const int j0 = keys.first + j * Bc;
             copy_rows<Bc>(to + k_at, k_map, call.k_strides, tile.batch, head, j0, at + k_full);
+            if (first)
+                give(index, [&](int group, unsigned full) {
+                    copy_rows<64>(shared + group * q_bytes, q_map, call.q_strides, tile.batch, tile.head,
+                                  tile.i0 + 64 * group, full);
+                });
             barrier_wait(at + v_empty, ring.phase ^ 1);
             copy_rows<Bc>(to + v_at, v_map, call.v_strides, tile.batch, head, j0, at + v_full);
             ring.next();
-        }
+            first = false, j0 += Bc;
+        } while (j0 < end);
     }
+    give(tiles, [](int, unsigned full) { barrier_arrive(full); });
 }
 
 // S <- Qi Kj^T, 64 rows of Q
@@ -130,7 +162,7 @@ __device__ inline void scores(float (&S)[Bc / 2], unsigned q, unsigned k) {
     products_begin();
     UNROLLED(c, width / 16) {
         const int b = c / (BOX / 16), in_box = c % (BOX / 16) * 32;
-        multiply(S, q + ((b * (Br * box_row) + in_box) >> 4), k + ((b * (Bc * box_row) + in_box) >> 4), c > 0);
+        multiply(S, q + ((b * (64 * box_row) + in_box) >> 4), k + ((b * (Bc * box_row) + in_box) >> 4), c > 0);
     }
 }
 
@@ -257,14 +289,20 @@ struct Turns {
 
 // A warpgroup that multiplies: rows 64 group to 64 group + 63 of each query tile.
 __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int group) {
-    const int lane = threadIdx.x % 32;
-    const unsigned q = tile_at(shared + group * 64 * box_row, 0);
     const unsigned k = tile_at(shared + k_at, 0);
     const unsigned v = tile_at(shared + v_at, Bc * box_row);
+    const unsigned q = tile_at(shared + group * q_bytes, 0);
     Ring k_ring{shared + k_full, shared + k_empty}, v_ring{shared + v_full, shared + v_empty};
-    unsigned q_phase = 0;
     Turns turns{group};
-    for (unsigned index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const auto q_release = [&] {
+        if (threadIdx.x % 32 == 0) barrier_arrive(shared + q_empty + 8 * group);
+    };
+    for (unsigned q_phase = 0;; q_phase ^= 1) {
+        barrier_wait(shared + q_full + 8 * group, q_phase);
+        // One lane reads it, which also gives the place back: the others may be behind.
+        unsigned index = threadIdx.x % 32 ? 0 : get(shared + numbers_at + 4 * group);
+        index = __shfl_sync(~0u, index, 0);
+        if (index >= tiles) break;
         const Tile tile = query_tile(call, index);
         const int i0 = tile.i0 + 64 * group;
         const Range all = tile.keys(call, tile.i0, Br), keys = tile.keys(call, i0, 64);
@@ -286,8 +324,6 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
         float S[Bc / 2], O[width / 2] = {};
         unsigned P[Bc / 4];
         Softmax softmax{!CHANGES && call.scale > 0.0f ? call.scale : 1.0f};
-        barrier_wait(shared + q_full, q_phase);
-        q_phase ^= 1;
         if (own > 0) {
             if (RULES) {
 #pragma unroll 1
@@ -302,6 +338,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
             products_wait<0>();
             hold(S);
             k_ring.release();
+            if (from + 1 == own) q_release();
             mask(S, call, tile, i0, keys, all.first + from * Bc);
             softmax(S);
             to_weights(P, S);
@@ -321,6 +358,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
                 products_wait<1>();
                 hold(S);
                 k_ring.release();
+                if (j + 1 == own) q_release();  // the next tile's Q arrives during the rest of this one
                 mask(S, call, tile, i0, keys, all.first + j * Bc);
                 softmax(S);
                 products_wait<0>();
@@ -332,7 +370,6 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
                     UNROLLED(i, width / 2) O[i] *= softmax.factor[i / 2 % 2];
                 }
             }
-            if (lane == 0) barrier_arrive(shared + q_empty);
             v_ring.wait();
             hold(O);
             hold(P);
@@ -342,8 +379,8 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
             hold(O);
             v_ring.release();
             write(call, tile, i0, O, softmax);
-        } else if (lane == 0) {
-            barrier_arrive(shared + q_empty);
+        } else {
+            q_release();
         }
 #pragma unroll 1
         for (int j = own; j < Tc; j++) pass(j);
@@ -353,7 +390,8 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_kernel6(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-                      const __grid_constant__ TensorMap v_map, const __grid_constant__ Call call) {
+                      const __grid_constant__ TensorMap v_map, const __grid_constant__ Call call,
+                      unsigned* counter) {
     extern __shared__ unsigned char raw[];
     const unsigned shared = (shared_address(raw) + 1023) & ~1023u;
     const unsigned tiles = (unsigned)((call.Nq + Br - 1) / Br) * (unsigned)(call.batches * call.heads);
@@ -361,21 +399,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch_map(&q_map);
         prefetch_map(&k_map);
         prefetch_map(&v_map);
-        barrier_init(shared + q_full, 1);
-        barrier_init(shared + q_empty, 4 * CONSUMERS);  // one arrival for each warp that multiplies
-        for (int stage = 0; stage < stages; stage++) {
-            barrier_init(shared + k_full + 8 * stage, 1);
-            barrier_init(shared + v_full + 8 * stage, 1);
-            barrier_init(shared + k_empty + 8 * stage, 4 * CONSUMERS);
-            barrier_init(shared + v_empty + 8 * stage, 4 * CONSUMERS);
-        }
+        const auto init = [&](int full, int empty, int count, int readers) {
+            for (int i = 0; i < count; i++) {
+                barrier_init(shared + full + 8 * i, 1);
+                barrier_init(shared + empty + 8 * i, 4 * readers);  // an arrival of each warp of a reader
+            }
+        };
+        init(q_full, q_empty, CONSUMERS, 1);
+        init(k_full, k_empty, stages, CONSUMERS);
+        init(v_full, v_empty, stages, CONSUMERS);
         barrier_init_done();
     }
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         registers_give<producer_registers>();
-        if (threadIdx.x == 0) produce(q_map, k_map, v_map, call, shared, tiles);
+        if (threadIdx.x == 0) produce(q_map, k_map, v_map, call, counter, shared, tiles);
     } else {
         registers_take<consumer_registers>();
         consume(call, shared, tiles, warpgroup - 1);

@@ -31,6 +31,7 @@ __device__ inline Range range_of(const Call& call, long long head, int i, int la
 #if RULES & DOCUMENTS
     const int4* const extents = call.rules.extents + head / call.heads * ((call.Nq + 15) / 16);
     int first = call.Nk, end = 0;
+#pragma unroll 1
     for (int n = i / 16; n <= last / 16; n++) {
         const int4 of = extents[n];  // what some of 16 queries see, then what all see
         first = min(first, of.x), end = max(end, of.y);

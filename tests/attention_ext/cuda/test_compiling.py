@@ -1,6 +1,7 @@
 """Without a GPU: each kernel compiles, its registers and spills are read, and it gets its arguments."""
 
 import functools
+import itertools
 import math
 import sys
 
@@ -11,6 +12,7 @@ from support import ROOT, naming, printed
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import FASTEST, KERNELS, WIDEST, Gpu, choose
+from shakespeare.attention_ext.cuda.tiles import LARGE, Queries
 from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.attention_ext.rules import extents
 
@@ -22,18 +24,19 @@ ALL_RULES = 15  # of csrc/cuda/rules.h
 SPILLING, WITH_RULES = 64, 256  # bytes that a kernel may spill and still keep its state in registers
 
 
-def source_of(name, d, dtype=Dtype.FP32, capability=(9, 0), rules=0):
-    return driver.source(*choose(name, d, dtype, GPUS[capability]), d, dtype, capability, rules)
+def source_of(name, d, dtype=Dtype.FP32, capability=(9, 0), rules=0, queries=LARGE):
+    tile = choose(name, d, dtype, GPUS[capability], queries=queries)
+    return driver.source(*tile, d, dtype, capability, rules)
 
 
 @functools.cache
-def resources(name, d, dtype, capability, rules=0):
-    return source_of(name, d, dtype, capability, rules).compile()[1]
+def resources(name, d, dtype, capability, rules=0, queries=LARGE):
+    return source_of(name, d, dtype, capability, rules, queries).compile()[1]
 
 
-def check(name, d, dtype, capability=(9, 0), rules=0):
+def check(name, d, dtype, capability=(9, 0), rules=0, queries=LARGE):
     """Compile a kernel; check that its state stays in registers and its products run beside the rest."""
-    found = resources(name, d, dtype, capability, rules)
+    found = resources(name, d, dtype, capability, rules, queries)
     spilled = math.inf if name == "3-spilled" else 0 if name == "6" else WITH_RULES if rules else SPILLING
     with naming(d, dtype, capability, rules):
         assert 0 < found.registers <= 255 and found.spill_stores <= spilled and found.losses == (), found
@@ -62,8 +65,10 @@ def test_each_step_compiles_for_each_architecture(name, capability):
             for rules in (0, 1, ALL_RULES) if kernel.ruled else (0,):
                 check(name, d, dtype, capability, rules)
     if name == "6":  # wider tiles, and columns that are filled
-        for d in (40, 192, 256):
-            check(name, d, Dtype.BF16)
+        for d, queries in itertools.product(
+            (40, 64, 128, 192, 256), (Queries(700, 100), Queries(4096, 4096))
+        ):
+            check(name, d, Dtype.BF16, queries=queries)
     if name == "split" and capability == (9, 0):  # warps that share keys
         for dtype in (Dtype.FP32, Dtype.BF16):
             check(name, 192, dtype)
@@ -145,7 +150,8 @@ def test_the_table():
         for d in range(1, WIDEST + 1):
             assert d <= kernel.padded(d) < d + kernel.multiple
             for dtype in kernel.dtypes:
-                tiles = [tile for n in (1, 3, 9) for tile in kernel.tiles(kernel.padded(d), dtype, n, (9, 0))]
+                queries = (Queries(1), Queries(3), Queries(9), Queries(700, 30), Queries(4096, 4096))
+                tiles = [tile for n in queries for tile in kernel.tiles(kernel.padded(d), dtype, n, (9, 0))]
                 assert tiles and all(tile.shared > 0 < tile.br for tile in tiles)
     for dtype in Dtype:
         fastest = next(name for name in FASTEST if dtype in KERNELS[name].dtypes)
