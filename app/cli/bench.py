@@ -24,13 +24,15 @@ MASKS = ("none", "causal")
 ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
 # For options.refuse_combinations().
 ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
-SIZES = ("lengths", "widths", "br", "bc", "threads", "simds", "heads", "batch")
+SIZES = ("lengths", "widths", "br", "bc", "threads", "simds", "heads", "batch", "tokens", "columns")
 CASES = (*SIZES, "masks", "causal", "l2s", "rules")
 MEASURING = ("contenders", "queries", "dtype", "device", "rounds", "min_time", "save")
 NOT_WITH = {
     "compare": ("form", "dry_run"),
     "dry_run": ("save", "plot", "form", "tune"),
     "causal": ("masks",),
+    "tokens": ("batch",),
+    "columns": ("heads",),
     "load": (*CASES, *MEASURING, "dry_run", "tune"),
     "tune": (*MEASURING, "form", "compare", "plot", "rules"),
 }
@@ -53,6 +55,8 @@ sweep_options = options.all_of(
     options.size("--queries", "Number of queries.", show_default="as many as keys"),
     options.size("--heads", "Number of heads.", most=MOST, default=4, show_default="4; 1 on CUDA"),
     options.size("-B", "--batch", "Batch size.", most=MOST, default=1, show_default="1; 100 on CUDA"),
+    options.size("--tokens", "Keys of a batch: its size is TOKENS / N.", show_default="by --batch"),
+    options.size("--columns", "Columns of all heads: there are COLUMNS / d.", show_default="by --heads"),
     options.dtype,
     options.device,
     options.names("--l2", "l2s", L2, default="warm,cold"),
@@ -90,7 +94,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
 
     With --device cuda they are part0, part4 (its fastest kernel), kernel1 and the other kernels
     (kernel2-unpadded, ...), sdpa-math, sdpa-efficient, sdpa-flash and sdpa-cudnn (backends of PyTorch's),
-    flash-attn and flash-attn-4 if installed, and flex; by default all but flex, each once. --plot then also
+    flash-attn, -3 and -4 if installed, and flex; by default all but flex, each once. --plot then also
     times part1 on one core of the CPU. With --device webgpu they are part4 and its steps in WGSL, webgpu1 to
     webgpu6.
     """

@@ -18,9 +18,10 @@ from shakespeare.lab.bench.contenders import SPLIT, contenders
 class Sweep:
     """The cases of a sweep: every length with every width, mask and number of threads.
 
-    queries: by default as many as keys. br, bc: None for the tuned tile. simds: names from SIMD. A GPU has no
-    choice of tiles, threads and simds; on CUDA every contender is timed with each of l2s, from L2. rules: as
-    rules.parse() takes them, on the CPU in fp32 and on CUDA, for as many queries as keys.
+    tokens, columns: for a batch of tokens / N and columns / d heads. queries: by default as many as keys. br,
+    bc: None for the tuned tile. simds: names from SIMD. A GPU has no choice of tiles, threads and simds; on
+    CUDA every contender is timed with each of l2s, from L2. rules: as rules.parse() takes them, on the CPU in
+    fp32 and on CUDA, for as many queries as keys.
     """
 
     lengths: Sequence[int] = (1024,)
@@ -28,6 +29,8 @@ class Sweep:
     queries: int | None = None
     batch: int = 1
     heads: int = 4
+    tokens: int | None = None
+    columns: int | None = None
     masks: Sequence[bool] = (False,)
     br: Sequence[int | None] = (None,)
     bc: Sequence[int | None] = (None,)
@@ -57,11 +60,13 @@ def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
         if causal and queries != N:
             must = f"with a causal mask it must be 1 or N={N}: PyTorch's mask differs"
             raise ValueError(f"queries is {queries}; {must}")
-        shape = (N, queries, d, sweep.batch, sweep.heads, causal)
+        batch = max(1, sweep.tokens // N) if sweep.tokens else sweep.batch
+        heads = max(1, sweep.columns // d) if sweep.columns else sweep.heads
+        shape = (N, queries, d, batch, heads, causal)
         sides = itertools.product(sweep.br, sweep.bc) if tiled else ((None, None),)
         for simd, (br, bc) in itertools.product(sweep.simds if part and part.operator else (None,), sides):
             if tiled:
-                rows = sweep.batch * sweep.heads * queries
+                rows = batch * heads * queries
                 tuned = tiles.tile(resolve_simd(simd or "auto"), threads, d, N, causal, rows)
                 br, bc = br or tuned[0], bc or tuned[1]
             cells.append(Cell(name, simd, *shape, br, bc, threads, sweep.dtype, sweep.device, l2, rule))

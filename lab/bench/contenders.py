@@ -7,6 +7,7 @@ the first call.
 
 import importlib
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,9 +38,10 @@ SDPA = {
     "sdpa-cudnn": ("cuDNN", SDPBackend.CUDNN_ATTENTION, "CuDNN attention"),
 }
 _BOTH = {"window": "window_size", "softcap": "softcap"}
-# Versions of the flash_attn package: title, module, and its names of the rules that it has.
+# Versions of FlashAttention: title, module, and its names of the rules that it has.
 FLASH_ATTN = {
     "flash-attn": ("FlashAttention-2", "flash_attn", _BOTH | {"alibi_slopes": "alibi_slopes"}),
+    "flash-attn-3": ("FlashAttention-3", "flash_attn_interface", _BOTH),
     "flash-attn-4": ("FlashAttention-4", "flash_attn.cute", _BOTH | {"sinks": "learnable_sink"}),
 }
 
@@ -87,8 +89,9 @@ def contenders() -> dict[str, Contender]:
     known["sdpa"] = Contender("PyTorch SDPA", sdpa_call, on_cuda | {"cpu": (*fp32, Dtype.BF16)})
     known["flex"] = Contender("FlexAttention", flex_call, on_cuda | {"cpu": fp32}, own_allocator=True)
     known["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
-    for name, (title, *_) in FLASH_ATTN.items():
-        known[name] = Contender(title, flash_attn_call, {"cuda": (Dtype.BF16, Dtype.FP16)}, "flash_attn")
+    for name, (title, module, _) in FLASH_ATTN.items():
+        package = module.partition(".")[0]
+        known[name] = Contender(title, flash_attn_call, {"cuda": (Dtype.BF16, Dtype.FP16)}, package)
     for name, (title, _, _) in SDPA.items():
         known[name] = Contender(f"SDPA, {title}", sdpa_backend_call, on_cuda)
     return known
@@ -150,23 +153,28 @@ def flex_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 
 def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-    """The flash_attn package on views (B, N, H, d). Raises ValueError for rules that it lacks."""
+    """FlashAttention on views (B, N, H, d). Raises ValueError for rules that it lacks."""
     _, module, its_names = FLASH_ATTN[cell.contender]
     given = cell.options(q.device)
     if none := given.keys() - its_names.keys():
         raise ValueError(f"contender {cell.contender!r} has no {' and no '.join(sorted(none))}")
-    try:
-        function = importlib.import_module(module).flash_attn_func
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"contender {cell.contender!r} needs {module}: {first_line(error)}") from None
     if "sinks" in given:
         given["sinks"] = given["sinks"].bfloat16()
     views, options = [t.transpose(1, 2) for t in (q, k, v)], {its_names[name]: x for name, x in given.items()}
+    arguments, sys.argv = sys.argv, sys.argv[:1]  # version 4's compiler would parse them at its first call
 
     def call() -> Tensor:
         out = function(*views, causal=cell.causal, **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
+    try:
+        function = importlib.import_module(module).flash_attn_func
+        with warnings.catch_warnings(action="ignore"):
+            call()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"contender {cell.contender!r} needs {module}: {first_line(error)}") from None
+    finally:
+        sys.argv = arguments
     return call
 
 

@@ -6,6 +6,7 @@ Global memory is counted as what the kernel asks for, and by lab.traffic.Stream 
 """
 
 import functools
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,22 @@ def seen(case: Case, br: int) -> np.ndarray:
     """The keys that each tile of br queries of a head sees."""
     queries = np.minimum(np.arange(br, case.Nq + br, br, dtype=np.int64), case.Nq)  # up to the tile's last
     return queries + case.Nk - case.Nq if case.causal else np.full_like(queries, case.Nk)
+
+
+def balance(of: Launch) -> float | None:
+    """Kernel 6: the mean over the most work of a block, in tiles of keys; None for too many tiles.
+
+    Blocks take tiles of queries in the order of query_tile() in csrc/cuda/kernel6.cu, whoever is done first.
+    """
+    heads, Tr, work = of.case.heads, of.tiles, -(-seen(of.case, of.tile.br) // of.tile.bc)
+    if heads * Tr > 10**6:
+        return None
+    last = min(heads, max(2 * of.resident // (Tr + 1) + 1, of.resident // 8)) if of.case.causal else 0
+    work = work[::-1] if of.case.causal else work
+    blocks = [0] * min(of.resident, heads * Tr)
+    for tiles in (*np.tile(work, heads - last), *np.repeat(work, last)):
+        heapq.heapreplace(blocks, blocks[0] + tiles)
+    return float(np.mean(blocks) / max(blocks))
 
 
 def access(name: str, times: float, addresses: Sequence[int], width: int = 1) -> Shared:

@@ -12,7 +12,7 @@ from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.build.nvrtc import Resources
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import WIDEST, Gpu, Kernel, choose, few_queries
-from shakespeare.attention_ext.cuda.tiles import Tile
+from shakespeare.attention_ext.cuda.tiles import Queries, Tile
 from shakespeare.attention_ext.parts import BuildError, check_dtype
 from shakespeare.lab.bench.cases import Cell, check_memory
 from shakespeare.lab.bench.measure import inputs
@@ -34,6 +34,7 @@ class Answer:
     """A kernel for a cell, compiled.
 
     fits: blocks that each resource of a multiprocessor allows. blocks: those resident; driver: by the driver.
+    balance: as costs.balance() gives it.
     """
 
     case: Case
@@ -45,6 +46,7 @@ class Answer:
     blocks: int
     driver: bool
     count: Count
+    balance: float | None = None
 
 
 def explain(
@@ -89,8 +91,9 @@ def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> An
         on = driver.gpu(index)
     else:
         on = SHEETS[arch]
-    few = few_queries(Nq, Nk, cell.batch * cell.heads, on.multiprocessors, dtype)
-    kernel, tile = choose(name, d, dtype, on, few, Nq)
+    heads = cell.batch * cell.heads
+    few = few_queries(Nq, Nk, heads, on.multiprocessors, dtype)
+    kernel, tile = choose(name, d, dtype, on, few, Queries(Nq, heads * Nq // on.multiprocessors))
     _, resources = driver.source(kernel, tile, d, dtype, on.capability).compile()
     fits = occupancy(architecture(on), tile.threads, resources.registers, tile.shared + resources.shared)
     blocks = min(fits.values())
@@ -98,8 +101,10 @@ def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> An
         torch.cuda.synchronize(index)  # makes the GPU's context current
         blocks = driver.resident(driver.load(kernel, tile, d, dtype, index))
     case = replace(cell.case(), br=tile.br, bc=tile.bc)
-    count = costs.counted(Launch(case, kernel, tile, blocks * on.multiprocessors))
-    return Answer(case, kernel, tile, on, resources, fits, blocks, arch is None, count)
+    launch = Launch(case, kernel, tile, blocks * on.multiprocessors)
+    balance = costs.balance(launch) if kernel.name == "6" else None
+    count = costs.counted(launch)
+    return Answer(case, kernel, tile, on, resources, fits, blocks, arch is None, count, balance)
 
 
 def heading(cell: Cell, answer: Answer) -> str:
@@ -127,6 +132,9 @@ def resources_text(answer: Answer) -> str:
     others = ", ".join(f"{number} by {name}" for name, number in fits.items())
     said = "by the driver" if answer.driver else "counted from ptxas's report"
     bounds = [name for name, number in fits.items() if number == min(fits.values())]
+    balance = ""
+    if answer.balance:
+        balance = f"\nbalance     the mean of the blocks' work is {100 * answer.balance:.0f} % of the most"
     bound = f", limited by {' and '.join(bounds)}" if answer.blocks == min(fits.values()) else ""
     return (
         f"launch      {count.blocks:,} blocks{launches} of {tile.threads} threads; "
@@ -134,7 +142,7 @@ def resources_text(answer: Answer) -> str:
         f"registers   {used.registers} a thread; spilled: {spilled}; stack {used.stack} B\n"
         f"shared      {size_text(tile.shared + used.shared)} a block\n"
         f"occupancy   {resident} ({said}), {share}{bound}\n"
-        f"            blocks that fit: {others}"
+        f"            blocks that fit: {others}{balance}"
     )
 
 
