@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -198,7 +199,7 @@ def open_torch(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
 
 
 def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
-    """The model moved to a device; the part's kernel is compiled first.
+    """The model moved to a device; the part's kernels are compiled meanwhile.
 
     Raises ValueError if the GPU cannot run the kernel, BuildError if there is no GPU or no compiler for it.
     """
@@ -207,12 +208,15 @@ def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
     from shakespeare.attention_ext.cuda import gpu as driver
 
     driver.check_gpu()
-    model = model.to(device)
-    if part.operator:
-        operator(part.name, "cuda")
-        c, index = model.config, torch.cuda.current_device()
-        for queries in (c.block_size, 1):  # a prompt, and each new token
-            driver.compiled(kernel, c.n_head, queries, c.block_size, c.head_dim, Dtype.FP32, index)
+    c, index = model.config, torch.cuda.current_device()
+    with ThreadPoolExecutor(initializer=driver.activate, initargs=(index,)) as pool:
+        asked = ((kernel, c.n_head, queries, c.block_size, c.head_dim) for queries in (c.block_size, 1))
+        made = [pool.submit(driver.compiled, *each, Dtype.FP32, index) for each in asked if part.operator]
+        model = model.to(device)
+        if part.operator:
+            operator(part.name, "cuda")
+        for kernel_of in made:  # of a prompt, and of each new token
+            kernel_of.result()
     return model
 
 
