@@ -18,10 +18,6 @@ class TokenLogprob(NamedTuple):
     logprob: float
     top: Sequence[tuple[int, float]]
 
-    def with_top(self, count: int) -> TokenLogprob:
-        """The same with at most `count` alternatives."""
-        return self._replace(top=self.top[:count])
-
 
 def of_logits(logits: NDArray[np.float32], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
     """The log-probability of a token in each row of logits (B, V), each with `top` alternatives.

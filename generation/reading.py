@@ -28,7 +28,7 @@ class Read:
         """Record that a text's slot holds this prompt."""
         text.held = len(self.prompt)
         if (top := text.prompt_top) is not None:
-            text.prompt_logprobs = [None, *(logprob.with_top(top) for logprob in self.logprobs)]
+            text.prompt_logprobs = [None, *(each._replace(top=each.top[:top]) for each in self.logprobs)]
 
 
 class Reader:

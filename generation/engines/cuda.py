@@ -23,9 +23,10 @@ from shakespeare.attention_ext.cuda.gpu import gpu as gpu
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.generation.distributions import distributions
 from shakespeare.generation.engines import layouts
+from shakespeare.generation.engines.engine import Tokens
 from shakespeare.generation.engines.layouts import Floats, Grid, Launch, Layout
 from shakespeare.generation.engines.native import DraftCounts
-from shakespeare.generation.engines.slots import ADJUSTED, SETTINGS, Slots, numbers_only
+from shakespeare.generation.engines.slots import ADJUSTED, SETTINGS, Prompt, Slots, numbers_only
 from shakespeare.generation.engines.slots import Unfit as Unfit
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING
@@ -156,10 +157,9 @@ class CudaEngine(Slots):
             if not continues:
                 self._guessed[slot] = 0
 
-    def _read_piece(
-        self, slot: int, ids: list[int], done: int, continues: bool, every: bool
-    ) -> tuple[int, Floats | None]:
-        piece = ids[done : done + self._at_once]
+    def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, Floats | None]:
+        ids, continues, top, done = prompt
+        every, piece = top is not None, ids[done : done + self._at_once]
         texts = np.zeros(len(piece), TEXT)
         texts["slot"], texts["token"], texts["length"] = slot, piece, np.arange(done, done + len(piece))
         texts["flags"][0] = FIRST * (done == 0 and not continues)
@@ -171,16 +171,16 @@ class CudaEngine(Slots):
     def _read_prompts(self) -> None:
         """Read the prompts that wait, as many as possible in a launch; a block has tokens of one prompt."""
         if len(self._prompts) < 2:  # faster than below
-            for slot, (prompt, continues) in self._prompts.items():
-                self._read_piece(slot, prompt, 0, continues, False)
+            for slot, prompt in self._prompts.items():
+                self._read_piece(slot, prompt)
             self._prompts.clear()
             return
         of_block = self._read_together
         waiting, self._prompts = self._prompts, {}
         slots = np.fromiter(waiting, np.int32)
-        tokens = np.fromiter((len(ids) for ids, _ in waiting.values()), np.int64)
-        continued = np.fromiter((continues for _, continues in waiting.values()), bool)
-        ids = itertools.chain.from_iterable(ids for ids, _ in waiting.values())
+        tokens = np.fromiter((len(prompt.ids) for prompt in waiting.values()), np.int64)
+        continued = np.fromiter((prompt.continues for prompt in waiting.values()), bool)
+        ids = itertools.chain.from_iterable(prompt.ids for prompt in waiting.values())
         ends = np.cumsum(-(-tokens // of_block))  # in blocks
         first = 0
         while first < len(slots):
@@ -205,9 +205,7 @@ class CudaEngine(Slots):
         blocks = -(-len(texts) // self._read_together)
         self._launch(Launch(self._reader, self._read_together, blocks, blocks), texts, None, every)
 
-    def write(
-        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
-    ) -> NDArray[np.int32]:
+    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
         at, numbers = self._asked(slots, uniforms, seconds)
         with self._lock:
             self._gpu.activate()
@@ -240,11 +238,11 @@ class CudaEngine(Slots):
 
     def _copy(self, source: int, at: NDArray[np.int64]) -> None:
         self._gpu.activate()
-        prompt, continues = self._prompts.get(source, ([], True))
-        blocks = -(-len(prompt) // self._read_together)
+        prompt = self._prompts.get(source, Prompt([], True))
+        blocks = -(-len(prompt.ids) // self._read_together)
         # Prompts that fit a launch are read in the time of one, and a slot's copy takes several calls.
-        if not continues and blocks * (1 + len(at)) <= self._read_blocks:
-            self._prompts.update(dict.fromkeys(at.tolist(), (prompt, False)))
+        if not prompt.continues and blocks * (1 + len(at)) <= self._read_blocks:
+            self._prompts.update(dict.fromkeys(at.tolist(), prompt))
             return
         self._read_prompts()
         for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):

@@ -22,6 +22,7 @@ from shakespeare.model.draft import Draft
 
 Name = TypeVar("Name", Precision, CachePrecision)
 ENDLESS = 2**62  # the capacity of an endless model's texts, in tokens
+Tokens = NDArray[Any]  # whole numbers, (rows, slots)
 
 
 class Unfit(ValueError):
@@ -162,13 +163,13 @@ class Engine(Protocol):
     def drop(self, slot: int) -> None:
         """Cancel a begin() and free its memory."""
 
-    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> NDArray[Any]:
+    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
         """Choose a token for each of these slots and append it, for each row of uniforms.
 
         uniforms: (rows, slots) in [0, 1). They decide the choices. seconds: no further row begins after about
         this long; by default so soon that Ctrl-C takes effect. It writes at least one row, and stops when a
         slot is full. A slot with capacity + 1 tokens, whose last one is not yet read, must be read again
-        first. Returns the tokens, whole numbers: (rows that were written, slots).
+        first. Returns the tokens of the rows that were written.
         """
 
     def copy(self, source: int, *targets: int) -> None:
@@ -180,8 +181,7 @@ class Engine(Protocol):
 
 def member(kind: type[Name], name: str, value: str) -> Name:
     """The member of an enum with this name. Raises ValueError naming the argument if there is none."""
-    if value not in list(kind):
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(kind)}")
+    parts.one_of(name, value, list(kind))
     return kind(value)
 
 

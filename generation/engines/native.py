@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.attention_ext import extension, processor, tiles
 from shakespeare.attention_ext.parts import resolve_simd
-from shakespeare.generation.engines.engine import EngineOptions, rows_of
+from shakespeare.generation.engines.engine import EngineOptions, Tokens, rows_of
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.draft import Draft
@@ -174,9 +174,7 @@ class Decoder:
         with self._lock:
             self._do("drop", slot)
 
-    def write(
-        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
-    ) -> NDArray[np.int64]:
+    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
         numbers, written = rows_of(uniforms, len(slots)), c_int64()
         rows, count = numbers.shape
         tokens = np.empty((rows, count), np.int64)

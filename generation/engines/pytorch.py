@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from shakespeare.attention_ext import attention, extension, operator
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Part, Precision
 from shakespeare.generation import sampling
-from shakespeare.generation.engines.engine import Engine, EngineOptions, member
+from shakespeare.generation.engines.engine import Engine, EngineOptions, Tokens, member
 from shakespeare.generation.engines.graph import ROWS, SECONDS, Graphs, serves
-from shakespeare.generation.engines.slots import Slots, numbers_only
+from shakespeare.generation.engines.slots import Prompt, Slots, numbers_only
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.gpt import GPT, Attend
@@ -67,15 +67,14 @@ class TorchEngine(Slots):
         self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
 
     @torch.inference_mode()
-    def _read_piece(
-        self, slot: int, ids: list[int], done: int, continues: bool, every: bool
-    ) -> tuple[int, NDArray[np.float32] | None]:
+    def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, NDArray[np.float32] | None]:
+        ids = prompt.ids
         self._count(slot)
-        if not continues:
+        if not prompt.continues:
             self._counts[slot] = 0
         np.add.at(self._counts[slot, 0], ids, 1)
         kept = None
-        if every:  # a separate pass, so that the text's logits do not depend on it
+        if prompt.top is not None:  # a separate pass, so that the text's logits do not depend on it
             caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
             kept = self.model(torch.tensor([ids], device=self._device), caches)[0].cpu().numpy()
         self._append(slot, [ids[-(self.config.reach or len(ids)) :]])  # what is before decides nothing
@@ -84,9 +83,7 @@ class TorchEngine(Slots):
         return len(ids), kept
 
     @torch.inference_mode()
-    def write(
-        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
-    ) -> NDArray[np.int64]:
+    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
         places, numbers = self._asked(slots, uniforms, seconds)
         with self._lock:
             self._held_by(places)

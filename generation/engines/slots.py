@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,6 +19,15 @@ from shakespeare.model.config import GPTConfig
 
 SETTINGS = len(NUMBERS) + 2  # a text's settings and what follows from them
 ADJUSTED = len(NUMBERS)  # whether logits are changed before the choice
+
+
+class Prompt(NamedTuple):
+    """Tokens of a begin(), of which `done` are read."""
+
+    ids: list[int]
+    continues: bool
+    top: int | None = None
+    done: int = 0
 
 
 class Slots:
@@ -39,9 +48,8 @@ class Slots:
         self._stale = set(self._settings)  # those that the GPU has not got
         self._tops: dict[int, int] = {}  # of the slots that want logprobs
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(slots)]  # not taken yet
-        # Prompts to be read, how many of their tokens are; then as in begin().
-        self._begun: dict[int, tuple[list[int], int, bool, int | None]] = {}
-        self._prompts: dict[int, tuple[list[int], bool]] = {}  # that wait to be read together
+        self._begun: dict[int, Prompt] = {}  # to be read
+        self._prompts: dict[int, Prompt] = {}  # that wait to be read together
         self._at_once = 0  # tokens of a prompt that waits, at most
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
@@ -82,16 +90,7 @@ class Slots:
                 self._read_prompts()
             self._prompts.pop(slot, None)
             self._lengths[slot], self._pending[slot] = 0, -1
-            self._begun[slot] = (list(ids), 0, continues, top)
-
-    def _next_prompt(self, slot: int) -> tuple[list[int], int, bool, int | None]:
-        """The prompt that read() goes on with, as in _begun. A new one ends the slot's log-probabilities."""
-        if slot not in self._begun:
-            raise ValueError(f"slot is {slot}; it must be one that was begun")
-        _, done, continues, _ = prompt = self._begun[slot]
-        if done == 0 and not continues:
-            self._logprobs[slot] = []
-        return prompt
+            self._begun[slot] = Prompt(list(ids), continues, top)
 
     def drop(self, slot: int) -> None:
         with self._lock:
@@ -100,18 +99,23 @@ class Slots:
     def read(self, slot: int, seconds: float = math.inf) -> bool:
         end = time.monotonic() + seconds
         with self._lock:
-            ids, done, continues, top = self._next_prompt(slot)
+            if slot not in self._begun:
+                raise ValueError(f"slot is {slot}; it must be one that was begun")
+            ids, continues, top, done = prompt = self._begun[slot]
+            if done == 0 and not continues:  # a new text
+                self._logprobs[slot] = []
             if top is None and len(ids) <= self._at_once:
-                self._prompts[slot] = ids, continues
+                self._prompts[slot] = prompt
                 done = len(ids)
             while done < len(ids):
                 first = done + 1
-                done, every = self._read_piece(slot, ids, done, continues, top is not None)
+                done, every = self._read_piece(slot, prompt)
+                prompt = prompt._replace(done=done)
                 if top is not None and every is not None:
                     following = ids[first : done + 1]
                     self._logprobs[slot] += logprobs.of_logits(every[: len(following)], following, top)
                 if done < len(ids) and time.monotonic() >= end:
-                    self._begun[slot] = (ids, done, continues, top)
+                    self._begun[slot] = prompt
                     return False
             del self._begun[slot]
             self._lengths[slot] = len(ids)
@@ -141,12 +145,10 @@ class Slots:
         """Read the prompts that wait."""
         raise NotImplementedError
 
-    def _read_piece(
-        self, slot: int, ids: list[int], done: int, continues: bool, every: bool
-    ) -> tuple[int, NDArray[np.float32] | None]:
-        """Read tokens of a prompt, of which `done` are read; returns how many are then.
+    def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, NDArray[np.float32] | None]:
+        """Read more tokens of a prompt; returns how many are read then.
 
-        every: also return the logits after each of them, (tokens, V).
+        With a `top` it also returns the logits after each of them, (tokens, V).
         """
         raise NotImplementedError
 

@@ -66,8 +66,7 @@ def _cuda(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
 def _webgpu(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
     from shakespeare.generation.engines import webgpu
 
-    o = options
-    return webgpu.WebGpuEngine(model, o.weights, o.kv_cache, o.slots, o.context(model.config))
+    return webgpu.WebGpuEngine(model, options)
 
 
 def _native(model: Checkpoint | GPT, options: EngineOptions) -> Engine:

@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Source, opened
-from shakespeare.generation.engines.engine import check_plain
-from shakespeare.generation.engines.slots import SETTINGS, Slots, Unfit, numbers_only
+from shakespeare.generation.engines.engine import EngineOptions, Tokens, check_plain
+from shakespeare.generation.engines.slots import SETTINGS, Prompt, Slots, Unfit, numbers_only
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, GPTConfig
 
@@ -182,17 +182,11 @@ class WebGpuEngine(Slots):
 
     name = device = "webgpu"
 
-    def __init__(
-        self,
-        model: "Checkpoint | GPT",
-        weights: Precision,
-        kv_cache: CachePrecision,
-        slots: int,
-        capacity: int,
-    ) -> None:
-        gpu = self._gpu = opened()
-        c, V = model.config, model.config.vocab_size
-        self._pipeline = gpu.pipeline(source_for(c, weights, kv_cache, capacity, gpu.adapter), "decode")
+    def __init__(self, model: "Checkpoint | GPT", options: EngineOptions) -> None:
+        gpu, c, V = opened(), model.config, model.config.vocab_size
+        slots, capacity, kv_cache = options.slots, options.context(c), options.kv_cache
+        source = source_for(c, options.weights, kv_cache, capacity, gpu.adapter)
+        self._gpu, self._pipeline = gpu, gpu.pipeline(source, "decode")
         super().__init__(c, slots, capacity)
         self._lock = LOCK  # all engines share the device
         self._at_once = SHORT
@@ -216,28 +210,25 @@ class WebGpuEngine(Slots):
         adapter = self._gpu.adapter
         return f"A text a workgroup, part 4's attention, on {adapter.name} by {adapter.backend}"
 
-    def _read_piece(
-        self, slot: int, ids: list[int], done: int, continues: bool, every: bool
-    ) -> tuple[int, Floats | None]:
-        done, logits = self._read_on({slot: (ids, continues)}, done, every)
+    def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, Floats | None]:
+        every = prompt.top is not None
+        done, logits = self._read_on({slot: prompt}, prompt.done, every)
         return done, logits[:, 0] if every else None
 
-    def _read_on(
-        self, prompts: dict[int, tuple[list[int], bool]], done: int, every: bool = False
-    ) -> tuple[int, Floats]:
+    def _read_on(self, prompts: dict[int, Prompt], done: int, every: bool = False) -> tuple[int, Floats]:
         """Read a piece of these prompts, of each of which `done` tokens are read, or all if it has fewer.
 
-        prompts: as in _prompts. Returns the tokens that are read then, and the logits as _run().
+        Returns the tokens that are read then, and the logits as _run().
         """
         count = self._steps(len(prompts), DISPATCH_SECONDS)
         if every:
             count = min(count, max(1, MOST_OUT // (4 * self.config.vocab_size)))
-        lengths = np.array([len(ids) for ids, _ in prompts.values()], np.int64)
-        begins = np.array([done == 0 and not continues for _, continues in prompts.values()])
+        lengths = np.array([len(prompt.ids) for prompt in prompts.values()], np.int64)
+        begins = np.array([done == 0 and not prompt.continues for prompt in prompts.values()])
         counts = np.minimum(lengths - done, count)
         tokens = np.zeros((len(prompts), counts.max()), np.int32)
-        for row, (ids, _) in zip(tokens, prompts.values()):
-            piece = ids[done : done + count]
+        for row, prompt in zip(tokens, prompts.values()):
+            piece = prompt.ids[done : done + count]
             row[: len(piece)] = piece
         flags = PROMPT + FIRST * begins + LAST * (done + counts == lengths)
         none = np.empty((0, len(prompts)))
@@ -249,11 +240,9 @@ class WebGpuEngine(Slots):
         self._prompts = {}
         while waiting:
             done, _ = self._read_on(waiting, done)
-            waiting = {slot: prompt for slot, prompt in waiting.items() if len(prompt[0]) > done}
+            waiting = {slot: prompt for slot, prompt in waiting.items() if len(prompt.ids) > done}
 
-    def write(
-        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None
-    ) -> NDArray[np.int32]:
+    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
         at, numbers = self._asked(slots, uniforms, seconds)
         end = time.monotonic() + (DISPATCH_SECONDS if seconds is None else seconds)
         with self._lock:
