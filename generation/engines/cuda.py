@@ -23,7 +23,7 @@ from shakespeare.attention_ext.cuda.gpu import gpu as gpu
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.generation.distributions import distributions
 from shakespeare.generation.engines import layouts
-from shakespeare.generation.engines.engine import Tokens
+from shakespeare.generation.engines.engine import EngineOptions, Tokens
 from shakespeare.generation.engines.layouts import Floats, Grid, Launch, Layout
 from shakespeare.generation.engines.native import DraftCounts
 from shakespeare.generation.engines.slots import ADJUSTED, SETTINGS, Prompt, Slots, numbers_only
@@ -400,3 +400,8 @@ class CudaEngine(Slots):
         if launch.drafts:
             self._counted = self._chosen.bytes[size : size + counts].view(np.int32).reshape(count, 3).copy()
         return self._chosen.bytes[:size].view(np.int32).reshape(rows, count).copy()
+
+
+def open_cuda(model: "Checkpoint | GPT", o: EngineOptions, draft: Draft | None) -> CudaEngine:
+    """The cuda engine of a model."""
+    return CudaEngine(model, o.weights, o.kv_cache, o.slots, o.context(model.config), draft=draft)

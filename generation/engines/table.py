@@ -5,11 +5,11 @@ An engine is imported when it is opened, and with it torch, CUDA or wgpu.
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shakespeare.attention_ext.cuda.kernels import WIDEST
 from shakespeare.attention_ext.parts import DEVICES, BuildError, one_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """An engine. open: raises Unfit for a model that it does not take, BuildError without its device.
+    """An engine. opens: the module here and what makes one there, of a model, options and a draft if drafts.
 
     devices: where it runs. any_attention: also PyTorch's, a user's file's and CUDA's kernels by name. drafts:
     whether it takes a draft that is named.
@@ -31,9 +31,16 @@ class Row:
 
     name: str
     devices: tuple[str, ...]
-    open: Callable[[Checkpoint | GPT, EngineOptions], Engine]
+    opens: tuple[str, str]
     any_attention: bool = False
     drafts: bool = False
+
+    def open(self, model: Checkpoint | GPT, options: EngineOptions) -> Engine:
+        """Raises Unfit for a model that it does not take, BuildError without its device."""
+        file, make = self.opens
+        module = importlib.import_module(f"shakespeare.generation.engines.{file}")
+        draft = [draft_of(model, options.draft)] * self.drafts
+        return cast(Engine, getattr(module, make)(model, options, *draft))
 
     def refuses(self, model: Checkpoint | GPT, options: EngineOptions) -> str | None:
         """Why it does not take these options, or None."""
@@ -56,39 +63,14 @@ class Row:
         return None
 
 
-def _cuda(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
-    from shakespeare.generation.engines import cuda
-
-    o, draft = options, draft_of(model, options.draft)
-    return cuda.CudaEngine(model, o.weights, o.kv_cache, o.slots, o.context(model.config), draft=draft)
-
-
-def _webgpu(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
-    from shakespeare.generation.engines import webgpu
-
-    return webgpu.WebGpuEngine(model, options)
-
-
-def _native(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
-    from shakespeare.generation.engines import native
-
-    return native.Decoder(model, options, draft_of(model, options.draft))
-
-
-def _torch(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
-    from shakespeare.generation.engines import pytorch
-
-    return pytorch.open_torch(model, options)
-
-
 # In the order in which they are tried.
 ENGINES = {
     row.name: row
     for row in (
-        Row("native", ("cpu",), _native, drafts=True),
-        Row("cuda", ("cuda",), _cuda, drafts=True),
-        Row("webgpu", ("webgpu",), _webgpu),
-        Row("torch", ("cpu", "cuda"), _torch, any_attention=True),
+        Row("native", ("cpu",), ("native", "Decoder"), drafts=True),
+        Row("cuda", ("cuda",), ("cuda", "open_cuda"), drafts=True),
+        Row("webgpu", ("webgpu",), ("webgpu", "WebGpuEngine")),
+        Row("torch", ("cpu", "cuda"), ("pytorch", "open_torch"), any_attention=True),
     )
 }
 

@@ -204,7 +204,10 @@ class Player:
         shapes = shapes or {name: inputs[like].shape for name, like in self._into.items()}
         sizes = [*(t.nbytes for t in whole.values()), *(4 * math.prod(shape) for shape in shapes.values())]
         offsets, size = (place or at_ends)(sizes)
-        self._grow(size)
+        if size > len(self._memory):
+            self._last = []
+            os.ftruncate(self._file, size)
+            self._memory = mmap.mmap(self._file, size)
         begins = dict(zip(whole, offsets))
         arrays: dict[str, Any] = {
             name: (begins[id(base := _base(t))] + _address(t) - _address(base), t.shape, t.strides)
@@ -289,13 +292,6 @@ class Player:
         if not answer.endswith(b"\n"):
             raise Gone(ended(self._process.wait()) if not answer else MALFORMED)
         return answer
-
-    def _grow(self, size: int) -> None:
-        """Let the shared memory have at least so many bytes."""
-        if size > len(self._memory):
-            self._last = []
-            os.ftruncate(self._file, size)
-            self._memory = mmap.mmap(self._file, size)
 
     def _at(self, offset: int, shape: Sequence[int]) -> Array:
         return np.ndarray(shape, np.float32, self._memory, offset)
@@ -404,9 +400,8 @@ def environment() -> dict[str, str]:
 
 def ended(code: int) -> Finding:
     """How a process ended before it was asked to. code: its exit code, negative for a signal."""
-    if code >= 0:
-        return Finding("crash", f"it ended the program with exit({code})")
-    return Finding("crash", f"it crashed, {signalled(code)}")
+    how = f"it crashed, {signalled(code)}" if code < 0 else f"it ended the program with exit({code})"
+    return Finding("crash", how)
 
 
 def signalled(code: int) -> str:
@@ -506,12 +501,8 @@ def tried(
         if not wrong:
             verdict.at, verdict.case = str(case), number
         start = time.perf_counter()
-        bad = None
-        for _ in range(case.repeats):
-            got = run(case)
-            if not of.expected(case).allows(got):
-                bad = got
-                break
+        results = (run(case) for _ in range(case.repeats))
+        bad = next((got for got in results if not of.expected(case).allows(got)), None)
         spent = time.perf_counter() - start
         verdict.tried += 1
         if bad is None:

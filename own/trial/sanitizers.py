@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from shakespeare.attention_ext.build import recipes
@@ -14,6 +14,7 @@ from shakespeare.lab.command import run
 from shakespeare.own.trial.cases import CASES, WINDOWED
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.judge import environment
+from shakespeare.own.trial.speed import Stop
 from shakespeare.own.trial.verdict import Verdict
 
 SECONDS = 60  # that a program under a sanitizer may take
@@ -25,8 +26,6 @@ MEMORY = (
 RACES = ((200, 200, 16, 4, 1, 4), (257, 257, 32, 1, 0, 3))  # the same under ThreadSanitizer
 THREADS = re.compile(r"\b(threads?|for_each_item|on_threads|async|future|atomic|parallel)\b")
 ERRORS = {"SEGV": "it reads or writes where no memory is", "FPE": "it divides a whole number by 0"}
-
-Stop = Callable[[], bool] | None
 
 
 def sanitize(file: Path, verdict: Verdict, stop: Stop = None) -> None:
