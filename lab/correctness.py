@@ -150,10 +150,8 @@ def heads_at_once(N: int, least: int, free: float | None) -> int:
     bytes_of_head = MATRICES * 4 * N * N
     if free is not None and least * bytes_of_head > free:
         most = int((free / (MATRICES * 4 * least)) ** 0.5)
-        raise ValueError(
-            f"N is {N}; the reference would need {least * bytes_of_head / 2**30:.0f} GiB, "
-            f"so it must be at most {most} here with {counted(least, 'head')}"
-        )
+        need = f"the reference would need {least * bytes_of_head / 2**30:.0f} GiB"
+        raise ValueError(f"N is {N}; {need}, so it must be at most {most} here with {counted(least, 'head')}")
     return least if free is None else int(free) // bytes_of_head
 
 

@@ -119,10 +119,9 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
             warnings.warn(f"{path}: {what}; the text may be garbage", stacklevel=2)
         path = path.parent
     else:
-        raise CheckpointError(
-            f"model {name!r} was not found; it must be one of {', '.join(PRESENT)}, "
-            "a directory with model.safetensors and config.json, a nanoGPT ckpt.pt or a file .gguf"
-        )
+        kinds = "a directory with model.safetensors and config.json, a nanoGPT ckpt.pt or a file .gguf"
+        must = f"it must be one of {', '.join(PRESENT)}, {kinds}"
+        raise CheckpointError(f"model {name!r} was not found; {must}")
     try:
         config = _config(args)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -132,10 +131,8 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
     if to_train and not isinstance(tokenizer, CharTokenizer):
         raise VocabularyError(f"{tokenizer.source} has byte pairs; {TO_TRAIN}")
     if len(tokenizer) > config.vocab_size:
-        raise CheckpointError(
-            f"{name}: the vocabulary {tokenizer.source} has {len(tokenizer)} tokens; "
-            f"it must have vocab_size={config.vocab_size}"
-        )
+        has = f"the vocabulary {tokenizer.source} has {len(tokenizer)} tokens"
+        raise CheckpointError(f"{name}: {has}; it must have vocab_size={config.vocab_size}")
     if len(tokenizer) < config.vocab_size:
         padded = {name: weights[name] for name in (EMBEDDING, HEAD) if name in weights}
         weights = {**weights, **{name: rows[: len(tokenizer)] for name, rows in padded.items()}}
@@ -252,7 +249,7 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None, Callable[[], 
         stored |= tensors
         drops.append(drop)
     weights = _named(files[0], stored)
-    if huggingface.is_from(args):
+    if "model_type" in args or "architectures" in args:  # of transformers
         try:
             args = huggingface.configuration(args)
             weights = huggingface.turned(weights, args)
@@ -373,11 +370,8 @@ def _checked(name: str, config: GPTConfig, stored: Stored, drop: Callable[[], ob
             drop()
         except ValueError as error:
             raise CheckpointError(f"{name}: {tensor} {error}") from None
-    if (
-        not config.untied_head
-        and HEAD in weights
-        and not np.array_equal(weights.pop(HEAD), weights[EMBEDDING])
-    ):
+    tied = HEAD in weights and not config.untied_head
+    if tied and not np.array_equal(weights.pop(HEAD), weights[EMBEDDING]):
         raise CheckpointError(f"{name}: {HEAD} differs from {EMBEDDING}")
     drop()
     return weights

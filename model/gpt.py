@@ -195,10 +195,8 @@ class GPT(nn.Module):
         T = ids.shape[1]
         start = caches[0].length if caches else 0
         if start + T > self.config.block_size and not self.config.endless:
-            raise ValueError(
-                f"ids has {T} tokens after {start} in the cache; "
-                f"together they must be at most block_size={self.config.block_size}"
-            )
+            must = f"together they must be at most block_size={self.config.block_size}"
+            raise ValueError(f"ids has {T} tokens after {start} in the cache; {must}")
         t = self.transformer
         x = t.wte(ids)  # (B, T, C)
         if not self.config.endless:

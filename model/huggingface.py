@@ -28,11 +28,6 @@ OTHERS = [byte for byte in range(256) if byte not in SHOWN]
 BYTES = {chr(byte): byte for byte in SHOWN} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
-def is_from(args: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of transformers."""
-    return "model_type" in args or "architectures" in args
-
-
 def configuration(args: Mapping[str, Any]) -> dict[str, Any]:
     """GPTConfig's fields. Raises ValueError for another architecture, or for an unusual GPT-2.
 
@@ -104,7 +99,8 @@ def vocabulary(directory: Path) -> Tokenizer | None:
             return byte_pairs(held, merges, ["<|endoftext|>"], str(file))
         model = held["model"]
         special = {each["content"]: each["id"] for each in held.get("added_tokens") or ()}
-        vocab, merges = model["vocab"], [_pair(merge) for merge in model.get("merges") or ()]
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ())
+        vocab, merges = model["vocab"], [*map(tuple, pairs)]
         if model.get("type", "BPE") not in ("BPE", "WordLevel"):
             raise VocabularyError(f"{file}: the model is {model['type']}; it must be BPE or WordLevel")
         splits = _splits(held.get("pre_tokenizer"))
@@ -121,10 +117,6 @@ def vocabulary(directory: Path) -> Tokenizer | None:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise VocabularyError(f"{file}: it must be a vocabulary of transformers ({error!r})") from None
-
-
-def _pair(merge: Any) -> tuple[str, ...]:
-    return tuple(merge.split(" ") if isinstance(merge, str) else merge)
 
 
 def _splits(step: Any) -> list[str]:

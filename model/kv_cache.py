@@ -60,10 +60,8 @@ class KVCache:
                 found.append(every.to(new.dtype))
             return found[0], found[1]
         if end > self.k.shape[2]:
-            raise ValueError(
-                f"k has {k.shape[2]} positions after {start} in the cache; "
-                f"together they must be at most {self.k.shape[2]}"
-            )
+            must = f"together they must be at most {self.k.shape[2]}"
+            raise ValueError(f"k has {k.shape[2]} positions after {start} in the cache; {must}")
         self.k[:, :, start:end] = k
         self.v[:, :, start:end] = v
         self.length = end

@@ -44,10 +44,8 @@ def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
     training, held_out = corpus.split(text)
     share, notes = repeated_share(training, held_out), []
     if share > REPEATED:
-        raise ValueError(
-            f"text is too repetitive: {share:.0%} of the passages of {WINDOW} characters in its last tenth "
-            f"are also in the rest; it must be at most {REPEATED:.0%}"
-        )
+        of = f"{share:.0%} of the passages of {WINDOW} characters in its last tenth are also in the rest"
+        raise ValueError(f"text is too repetitive: {of}; it must be at most {REPEATED:.0%}")
     if share > FLATTERED:
         notes = [f"{share:.0%} of the text's last tenth is also in the rest; the losses flatter the model"]
     bounds = {
@@ -77,10 +75,8 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
     tokenizer = tokenizer or CharTokenizer.from_text(text)
     training, held_out = map(torch.tensor, corpus.split(tokenizer.encode(text)))
     if len(training) <= recipe.block_size:
-        raise ValueError(
-            f"text has {len(training)} characters for training; "
-            f"it must have more than block_size={recipe.block_size}"
-        )
+        has = f"text has {len(training)} characters for training"
+        raise ValueError(f"{has}; it must have more than block_size={recipe.block_size}")
     end, size = len(held_out) - int(recipe.test_share * len(text)), recipe.block_size
     validation, test = held_out[:end], held_out[end:]
     if not recipe.test_share:

@@ -156,10 +156,9 @@ def check_directory(directory: Path, replaces: bool) -> None:
     stopped = (directory / FILE).is_file()
     if stopped or any((directory / name).is_file() for name in ("model.safetensors", "ckpt.pt")):
         go_on = "--resume to go on, " if stopped else ""
-        raise click.UsageError(
-            f"{directory} holds a {'run that was stopped' if stopped else 'checkpoint'}; "
-            f"give {go_on}--overwrite to replace it, or --out for another directory"
-        )
+        held = "run that was stopped" if stopped else "checkpoint"
+        give = f"give {go_on}--overwrite to replace it, or --out for another directory"
+        raise click.UsageError(f"{directory} holds a {held}; {give}")
 
 
 def default_part(name: str, device: str, dropout: float) -> str:
