@@ -30,6 +30,16 @@ def gpt(attend: Attend = attend, **change) -> GPT:
     return model.eval()
 
 
+def scaled(**change) -> GPT:
+    """gpt() with logits a few units large, like those of trained models."""
+    model = gpt(**change)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter *= min(1, 4 / parameter.shape[1] ** 0.5)
+    return model
+
+
 def checkpoint(**change) -> Checkpoint:
     """The checkpoint of gpt(), which has no file."""
     model = gpt(**change)

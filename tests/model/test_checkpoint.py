@@ -6,6 +6,7 @@ import codecs
 import fractions
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,13 +71,16 @@ def test_nanogpts_checkpoint_with_meta_pickle(tmp_path, prefix, bias):
     assert loaded.config.dropout == 0
 
 
-def test_the_vocabulary_of_a_data_set_in_the_current_folder_is_found(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "mine").mkdir(parents=True)
-    VOCABULARY.write_meta_json(tmp_path / "data" / "mine" / "meta.json")
-    (tmp_path / "far" / "out").mkdir(parents=True)
-    nanogpt_file(tmp_path / "far" / "out" / "ckpt.pt", config={"dataset": "mine"})
-    assert len(load("far/out/ckpt.pt").tokenizer) == 11
+def test_the_users_data_set_is_found_and_comes_before_this_projects(tmp_path, monkeypatch):
+    """Beside the checkpoint's folder, and in the current one."""
+    vocabulary = tmp_path / "data" / "shakespeare_char" / "meta.json"
+    vocabulary.parent.mkdir(parents=True)
+    VOCABULARY.write_meta_json(vocabulary)
+    for out in (tmp_path / "out", tmp_path / "far" / "out"):
+        out.mkdir(parents=True)
+        nanogpt_file(out / "ckpt.pt", config={"dataset": "shakespeare_char"})
+        assert Path(load(str(out / "ckpt.pt")).tokenizer.source).samefile(vocabulary)
+        monkeypatch.chdir(tmp_path)
 
 
 def test_a_vocabulary_beside_the_checkpoint_comes_first(tmp_path):
@@ -145,15 +149,6 @@ def test_a_nanogpt_directory_and_a_weights_file_load_too(tmp_path, directory):
     VOCABULARY.write_meta_json(tmp_path / "meta.json")
     assert load(str(tmp_path)).model.config.n_embd == 16
     assert load(str(directory / "model.safetensors")).model.config.n_embd == 16
-
-
-def test_the_users_data_set_comes_before_this_projects(tmp_path):
-    data = tmp_path / "data" / "shakespeare_char"
-    data.mkdir(parents=True)
-    VOCABULARY.write_meta_json(data / "meta.json")
-    (tmp_path / "out").mkdir()
-    nanogpt_file(tmp_path / "out" / "ckpt.pt", config={"dataset": "shakespeare_char"})
-    assert load(str(tmp_path / "out" / "ckpt.pt")).tokenizer.source == str(data / "meta.json")
 
 
 def test_the_shipped_models_share_the_vocabulary_of_their_text(tmp_path, monkeypatch):

@@ -50,16 +50,6 @@ CONFIGS = [
 ]
 
 
-def model(**change):
-    """A model whose logits are a few units large, like those of trained models."""
-    made = tiny.gpt(**change)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if parameter.dim() == 2:
-                parameter *= min(1, 4 / parameter.shape[1] ** 0.5)
-    return made
-
-
 def ids(gpt, length, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(gpt.config.vocab_size, (length,), generator=generator).tolist()
@@ -101,7 +91,7 @@ def simd(request, extension):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_logits_are_the_models(kernel, simd, config):
-    gpt = model(**config)
+    gpt = tiny.scaled(**config)
     tokens = ids(gpt, gpt.config.block_size)
     exact = expected(gpt, tokens)
     engine = open_engine(gpt, "native", part=kernel, simd=simd, bc=16)
@@ -114,7 +104,7 @@ def test_the_logits_are_the_models(kernel, simd, config):
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_rounded_weights_are_those_of_the_rounded_model(extension, config, weights):
-    gpt = model(**config)
+    gpt = tiny.scaled(**config)
     tokens = ids(gpt, gpt.config.block_size)
     exact = expected(rounded(gpt, weights), tokens)[-1]
     native, by_torch = (open_engine(gpt, name, weights=weights, slots=3) for name in ("native", "torch"))
@@ -134,7 +124,7 @@ def test_rounded_weights_are_those_of_the_rounded_model(extension, config, weigh
 
 
 def test_a_prompt_with_tiles_of_any_size(extension):
-    gpt = model(block_size=4000, n_embd=64, n_head=1, n_layer=1)
+    gpt = tiny.scaled(block_size=4000, n_embd=64, n_head=1, n_layer=1)
     tokens = ids(gpt, 4000)
     made = []
     # br=512: only the last chunk is small enough for its keys to be divided.
@@ -150,7 +140,7 @@ def test_a_prompt_with_tiles_of_any_size(extension):
 def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, simd, name):
     """An error of float32 may round a number the other way: that is a small part of what rounding changes."""
     for config in CONFIGS:
-        gpt = model(**config)
+        gpt = tiny.scaled(**config)
         tokens = ids(gpt, gpt.config.block_size)
         exact, right = (expected(gpt, tokens, kv_cache) for kv_cache in ("fp32", "bf16"))
         allowed = 1e-4 + 0.3 * (exact - right).abs().max()
@@ -169,7 +159,7 @@ def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, simd, name):
 @pytest.mark.parametrize("count", [1, 3])
 def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights, kv_cache):
     precisions = {"weights": weights, "kv_cache": kv_cache}
-    gpt = model(block_size=250, n_embd=48, n_head=3, vocab_size=150)
+    gpt = tiny.scaled(block_size=250, n_embd=48, n_head=3, vocab_size=150)
     prompts = [ids(gpt, 1 + 53 * i, seed=i) for i in range(5)]  # up to 213 tokens, read 64 at a time
     uniforms = torch.rand(5, 20, generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -213,7 +203,7 @@ def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights,
     seed=st.integers(0, 2**32),
 )
 def test_both_engines_choose_the_same_tokens(extension, seed, **chosen):
-    gpt, sampling = model(vocab_size=50), Sampling(**chosen)
+    gpt, sampling = tiny.scaled(vocab_size=50), Sampling(**chosen)
     native, by_torch = (open_engine(gpt, name) for name in ("native", "torch"))
     uniforms = torch.rand(10, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()
     prompt = ids(gpt, 5, seed)
@@ -231,7 +221,7 @@ def test_both_engines_choose_the_same_tokens(extension, seed, **chosen):
 
 def test_a_penalty_that_overflows_is_refused(extension):
     for name, temperature in itertools.product(("native", "torch"), (0, 0.8)):
-        engine = open_engine(model(), name)
+        engine = open_engine(tiny.scaled(), name)
         engine.set_sampling(0, Sampling(temperature, repetition_penalty=1e-320))
         prefill(engine, 0, list(range(11)))
         with naming(name, temperature), pytest.raises(ValueError, match="the largest is infinite"):
@@ -242,7 +232,7 @@ def test_a_penalty_that_overflows_is_refused(extension):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_can_use_and_drop_the_engine(extension, threads):
     threads(2)
-    engine = open_engine(model(block_size=300), "native")
+    engine = open_engine(tiny.scaled(block_size=300), "native")
     prefill(engine, 0, [1] * 100)
     expected = [choose(engine, [0], [i / 50]) for i in range(50)]
     child = os.fork()
@@ -263,7 +253,7 @@ def test_a_fork_can_use_and_drop_the_engine(extension, threads):
 
 
 def test_several_tokens_at_once_are_those_of_one_at_a_time(engine):
-    gpt = model(block_size=50)
+    gpt = tiny.scaled(block_size=50)
     rows = torch.rand(60, 2, generator=torch.Generator().manual_seed(0)).tolist()
     sampling = Sampling(repetition_penalty=1.2)
     alone, together = (engine(gpt, slots=2) for _ in range(2))
@@ -287,7 +277,7 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(engine):
 
 def test_a_text_is_copied_to_any_slots(engine):
     """To none, to neighbours and others, and to itself; what is not named keeps its text."""
-    opened = engine(model(), slots=9)
+    opened = engine(tiny.scaled(), slots=9)
     for slot in range(9):
         prefill(opened, slot, [slot] * (1 + slot % 3))
     kept = [opened.logits(slot) for slot in range(9)]
@@ -314,7 +304,7 @@ def test_a_batch_in_groups_of_any_size_is_written_as_each_text_alone(
     monkeypatch.setattr(
         "shakespeare.attention_ext.processor.caches", lambda: (Cache(3, cache_bytes, 16, 64),)
     )
-    gpt = model(n_embd=64, block_size=500)
+    gpt = tiny.scaled(n_embd=64, block_size=500)
     texts, steps = 25, 6
     rows = torch.rand(steps, texts, generator=torch.Generator().manual_seed(0)).tolist()
     batch, alone = open_engine(gpt, "native", slots=texts), open_engine(gpt, "native")
@@ -329,7 +319,7 @@ def test_a_batch_in_groups_of_any_size_is_written_as_each_text_alone(
 
 
 def test_the_weights_are_the_engines_own(extension):
-    gpt = model()
+    gpt = tiny.scaled()
     engine = open_engine(gpt, "native")
     prefill(engine, 0, [1, 2, 3])
     before = logits(engine)
@@ -342,7 +332,7 @@ def test_the_weights_are_the_engines_own(extension):
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
 def test_weights_of_a_mapped_file_are_packed_in_either_order_and_released(extension, tmp_path, weights):
-    gpt = model(n_layer=1, n_head=4, n_embd=512, vocab_size=33_000)  # too large for two copies in fp32
+    gpt = tiny.scaled(n_layer=1, n_head=4, n_embd=512, vocab_size=33_000)  # too large for two copies in fp32
     turned = {name: w.T.copy() if ".c_" in name else w for name, w in gpt.weights.items()}
     (file := tmp_path / "weights").write_bytes(safetensors.numpy.save(turned))
     tensors = {name: array() for name, (_, array) in tensors_of(file)[0].items()}
@@ -364,7 +354,7 @@ def test_weights_of_a_mapped_file_are_packed_in_either_order_and_released(extens
 
 
 def test_threads_of_python_take_turns(extension):
-    gpt = model(block_size=400)
+    gpt = tiny.scaled(block_size=400)
     engine = open_engine(gpt, "native", slots=2)
     texts = [[], []]
 
@@ -392,14 +382,14 @@ def test_wrong_arguments_are_named(extension):
         (dict(kv_cache="int8"), "kv_cache is 'int8'; it must be one of fp32, bf16"),
     ):
         with naming(change), pytest.raises(ValueError, match=message):
-            open_engine(model(), **change)
+            open_engine(tiny.scaled(), **change)
     with pytest.raises(TypeError, match="slots is a float; it must be a whole number"):
-        open_engine(model(), slots=1.0)
+        open_engine(tiny.scaled(), slots=1.0)
 
 
 def test_the_decoder_checks_what_it_is_given(extension):
     """Wrong calls from Python."""
-    gpt = model()
+    gpt = tiny.scaled()
     checkpoint = Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
     right = vars(EngineOptions(br=16, bc=16, slots=2, threads=1)) | {
         "row": PARTS["part4"],
