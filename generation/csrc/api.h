@@ -10,8 +10,6 @@
 
 struct Handle;
 
-constexpr int64_t NOT_GIVEN = INT64_MIN;  // for `logprobs` and `top`: none are kept
-
 #pragma GCC visibility push(default)
 extern "C" {
 
@@ -40,7 +38,8 @@ Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv
                      const int64_t* layouts);
 void close_decoder(Handle* decoder);
 
-// numbers: all of SAMPLING_NUMBERS, in their order; NaN for one that changes nothing.
+// numbers: all of SAMPLING_NUMBERS, in their order; NaN for one that changes nothing. logprobs, and top of
+// begin(): NO_LOGPROB, or how many alternatives each has.
 bool set_sampling(Handle* decoder, int64_t slot, const double* numbers, int64_t biases, const int64_t* tokens,
                   const double* values, int64_t logprobs);
 

@@ -2,7 +2,6 @@
 #include "decoder.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <utility>
 
@@ -165,11 +164,9 @@ TokenRows Decoder::write(const std::vector<int64_t>& batch, const UniformRows& u
         write_groups(batch, uniforms, fit, rows);
         return rows;
     }
-    using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
     for (int64_t i = 0; i < most; i++) {
-        const std::chrono::duration<double> spent = Clock::now() - start;
-        if (i > 0 && (i >= room || spent.count() > patience)) break;
+        if (i > 0 && (i >= room || seconds_since(start) > patience)) break;
         const std::vector<Token> tokens = behind(batch.data(), batch.data() + all);
         if (!tokens.empty()) pass(tokens);
         for (size_t r = 0; r < tokens.size(); r++) finish_row(tokens[r], static_cast<int64_t>(r));

@@ -169,9 +169,9 @@ class Decoder {
     float scale;  // attention's
     Endless endless;
     Weights weights;
-    Weights shares;                          // a copy of the matrices in panels for a team of `shared_by`
-    int shared_by = 1;                       // `shares` is empty if 1
-    Pace::Clock::time_point packed_until{};  // no packing before this time
+    Weights shares;                    // a copy of the matrices in panels for a team of `shared_by`
+    int shared_by = 1;                 // `shares` is empty if 1
+    Clock::time_point packed_until{};  // no packing before this time
     Buffer caches;
     std::vector<Slot> slots;
 

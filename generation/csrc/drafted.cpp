@@ -5,17 +5,10 @@
 //   for each text, row by row: choose the next token by the row's logits and its own number;
 //       stop at the first one that is no guess; the rows behind it are forgotten
 #include <algorithm>
-#include <chrono>
 
 #include "decoder.h"
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-    return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 // A text in such a step. column: of its uniform numbers.
 struct Growing {

@@ -5,12 +5,16 @@
 #include <chrono>
 #include <cstdint>
 
+using Clock = std::chrono::steady_clock;
+
+inline double seconds_since(Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 // Decides whether the team shares a step. If a lost helper costs more than the team has saved since the last
 // time, the caller works alone for as long, and four times as long each time that it recurs within a second.
 class Pace {
   public:
-    using Clock = std::chrono::steady_clock;
-
     bool together(int64_t rows, Clock::time_point now) const { return rows == measured && now >= alone_until; }
 
     void took(int64_t rows, bool together, Clock::duration elapsed, Clock::time_point now) {
@@ -42,8 +46,6 @@ class Pace {
 // varies.
 class TeamSize {
   public:
-    using Clock = std::chrono::steady_clock;
-
     bool on_trial() const { return trial > 0; }
 
     // The members for the next step.

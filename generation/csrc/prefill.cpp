@@ -1,6 +1,5 @@
 // Prefill: all tokens of a prompt at once, layer by layer, in pieces that the threads share.
 #include <algorithm>
-#include <chrono>
 #include <iterator>
 #include <limits>
 #include <utility>
@@ -66,9 +65,8 @@ bool Decoder::read(int64_t number, double seconds) {
     Slot& slot = slot_of("slot", number);
     if (!slot.prompt) refuse("slot", number, "given ids by begin() first");
     if (!(seconds >= 0)) refuse("seconds must be at least 0");
-    using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
-    const auto is_over = [&] { return std::chrono::duration<double>(Clock::now() - start).count() >= seconds; };
+    const auto is_over = [&] { return seconds_since(start) >= seconds; };
     Prompt& prompt = *slot.prompt;
     const PromptStages stages = prompt.stages;
     const int64_t count = stages.count(), H = shape.n_head;

@@ -82,11 +82,11 @@ void Decoder::finish_row(const Token& token, int64_t row) {
 
 void Decoder::pack_for(int members) {
     if (members == 1 || members == shared_by || !weights.fit_twice()) return;
-    const auto start = Pace::Clock::now();
+    const auto start = Clock::now();
     team->settle();
     shares = weights.shared_by(members);
     shared_by = members;
-    const auto packed = Pace::Clock::now();
+    const auto packed = Clock::now();
     packed_until = packed + RARELY * (packed - start);
 }
 
@@ -98,17 +98,17 @@ void Decoder::pass(const std::vector<Token>& tokens) {
     while (count >> (logarithm + 1)) logarithm++;
     TeamSize& size = sizes[logarithm];
     const bool helped = threads > 1 && team->helps();
-    int members = helped ? size.next(Pace::Clock::now()) : 1;
+    int members = helped ? size.next(Clock::now()) : 1;
     // Panels packed for another team are correct, only slower.
-    if (helped && (size.on_trial() || Pace::Clock::now() >= packed_until)) pack_for(members);
-    const auto start = Pace::Clock::now();
+    if (helped && (size.on_trial() || Clock::now() >= packed_until)) pack_for(members);
+    const auto start = Clock::now();
     if (!pace.together(count, start)) members = 1;
     trace.timed("embedding", 0, [&] { embed_rows(tokens, 0); });
     team->run(members, [this, of = tokens.data(), count, apart](Member& member) {
         const bool shared = member.members > 1 && shared_by > 1;
         step(shared ? shares : weights, of, apart, rows[member.thread].from(0, count), member);
     });
-    const auto end = Pace::Clock::now();
+    const auto end = Clock::now();
     if (helped) pace.took(count, members > 1, end - start, end);
     if (helped) size.took(members, threads, (end - start) / count, end);
 }
@@ -136,7 +136,7 @@ void Decoder::write_groups(const std::vector<int64_t>& batch, const UniformRows&
     if (begin == end) return;
     tokens.resize(end, std::vector<int64_t>(batch.size()));
     const std::vector<int64_t> starts = groups(batch);
-    std::vector<Pace::Clock::duration> spent(starts.size() - 1);
+    std::vector<Clock::duration> spent(starts.size() - 1);
     // A token for each slot of group g.
     const auto write = [&](int64_t g, int64_t thread, const double* uniform, int64_t* chosen) {
         const std::vector<Token> texts = behind(batch.data() + starts[g], batch.data() + starts[g + 1]);
@@ -152,9 +152,9 @@ void Decoder::write_groups(const std::vector<int64_t>& batch, const UniformRows&
         });
     };
     const auto write_all = [&](int64_t g, int64_t thread) {
-        const auto start = Pace::Clock::now();
+        const auto start = Clock::now();
         for (size_t i = begin; i < end; i++) write(g, thread, uniforms[i].data(), tokens[i].data());
-        spent[g] = Pace::Clock::now() - start;
+        spent[g] = Clock::now() - start;
     };
     Pieces left;
     team->run(threads, [parts = static_cast<int64_t>(spent.size()), &left, &write_all](Member& member) {

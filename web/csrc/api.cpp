@@ -19,7 +19,6 @@ void on_threads(int threads, const std::function<void(int)>& body) {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds HALF_A_FRAME{8};
 constexpr int64_t CACHE_BYTES = 8 << 20;  // the processor's; a single text does not depend on it
 

@@ -170,7 +170,7 @@ class Line {
     if (this.takes("frame")) {
       this.next = this.tokens.length;
       const title = this.code.slice("frame".length).trim();
-      return { isFrame: true, run: (run) => run.begin(title, this) };
+      return { run: (run) => run.begin(title, this) };
     }
     const isWrite = this.token === "write";
     if (this.takes("read") || this.takes("write")) {
