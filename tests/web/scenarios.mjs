@@ -77,6 +77,8 @@ async function until(what, condition, given) {
 const written = (count) =>
   until("the text", (n) => document.documentElement.dataset.written === String(n), count);
 const textOf = (id) => page.evaluate((name) => document.getElementById(name).textContent, id);
+const textsOf = (selector) => page.$$eval(selector, (all) => all.map(({ textContent }) => textContent));
+const numberOf = (selector) => page.locator(selector).count();
 const set = (id, value) =>
   page.evaluate(
     ([name, to]) => {
@@ -215,8 +217,7 @@ const scenarios = {
     made.lost = { text: await textOf("text-new"), status: await textOf("write-status") };
     await show("wall");
     await wallOf(wall);
-    const texts = () => [...document.querySelectorAll("#texts a")].map((a) => a.textContent);
-    made.wall = { texts: await page.evaluate(texts), status: await textOf("wall-status") };
+    made.wall = { texts: await textsOf("#texts a") };
     await page.click("#texts a:nth-child(2)");
     await written(100);
     made.wall.opened = await textOf("text-new");
@@ -261,12 +262,8 @@ const scenarios = {
     await show("race");
     await page.click("#race-form button");
     await says("race-status", "Attention alone");
-    return page.evaluate(() => ({
-      texts: [...document.querySelectorAll(".lane .written")].map((e) => e.textContent),
-      times: [...document.querySelectorAll(".lane > p")].map((e) => e.textContent),
-      bars: document.querySelectorAll("#alone tr").length,
-      status: document.getElementById("race-status").textContent,
-    }));
+    const [texts, times] = [await textsOf(".lane .written"), await textsOf(".lane > p")];
+    return { texts, times, bars: await numberOf("#alone tr"), status: await textOf("race-status") };
   },
 
   // The sentences on a query and a key, chosen by sliders and by the pointer.
@@ -287,7 +284,7 @@ const scenarios = {
     });
     await page.mouse.move(x + ((j + 0.5) / T) * width, y + ((i + 0.5) / T) * height);
     await says("heat-status", bySliders);
-    return { said: bySliders, maps: await page.evaluate(() => document.querySelectorAll("#maps canvas").length) };
+    return { said: bySliders, maps: await numberOf("#maps canvas") };
   },
 
   // Every part's frames, to the end; where the canvas is drawn.
@@ -299,26 +296,15 @@ const scenarios = {
     for (const part of await page.$$eval("#tiles-part option", (all) => all.map(({ value }) => value).slice(0, -1))) { // without the script
       await page.selectOption("#tiles-part", part);
       await says("source-title", part);
-      const titles = [];
+      const titles = [],
+        last = await page.getAttribute("#tiles-at", "max");
       for (const share of [0, 0.4, 0.8, 1]) {
-        await page.evaluate((s) => {
-          const at = document.getElementById("tiles-at");
-          at.value = Math.round(s * at.max);
-          at.dispatchEvent(new Event("input"));
-        }, share);
+        await set("tiles-at", Math.round(share * last));
         titles.push(await textOf("frame-title"));
       }
       await until("the nest's line", () => document.querySelector("#nest .now"));
-      made[part] = await page.evaluate(
-        (t) => ({
-          titles: t,
-          lines: document.querySelectorAll("#source .now").length,
-          nest: document.querySelectorAll("#nest .now").length,
-          bytes: [...document.querySelectorAll("#bytes td")].map((cell) => cell.textContent),
-          online: document.getElementById("online").hidden ? "" : document.getElementById("ml-text").textContent,
-        }),
-        titles,
-      );
+      const online = (await page.isVisible("#online")) ? await textOf("ml-text") : "";
+      made[part] = { titles, online, lines: await numberOf("#source .now"), bytes: await textsOf("#bytes td") };
     }
     await page.selectOption("#tiles-part", "part4"); // others need no window
     await says("source-title", "part4");
@@ -326,7 +312,7 @@ const scenarios = {
     const before = await page.getAttribute("#tiles-at", "max");
     await set("left", 4);
     await until("the window", (max) => document.getElementById("tiles-at").max !== max, before);
-    made.part4.ruled = await page.$$eval("#bytes td", (cells) => cells.map((cell) => cell.textContent));
+    made.part4.ruled = await textsOf("#bytes td");
     await set("tiles-at", 0);
     await page.click("#tiles-play");
     await until("the next frames", () => document.getElementById("tiles-at").value > 1);
@@ -376,9 +362,8 @@ const scenarios = {
     await show("measure");
     await page.click("#measure-go");
     await says("measure-status", "The GPU ");
-    const rows = () => [...document.querySelectorAll("#figures tbody tr")].map((row) => row.innerText.split("\t"));
-    const points = await page.evaluate(() => document.querySelectorAll("#roofline circle").length);
-    return { points, rows: await page.evaluate(rows), status: await textOf("measure-status") };
+    const rows = await page.$$eval("#figures tbody tr", (all) => all.map((row) => row.innerText.split("\t")));
+    return { points: await numberOf("#roofline circle"), rows, status: await textOf("measure-status") };
   },
 
   // The one file, from the disk.
