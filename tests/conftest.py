@@ -28,6 +28,7 @@ from shakespeare.attention_ext import PARTS, extension, tiles
 from shakespeare.attention_ext.build import nvrtc, toolchain
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import Gpu
+from shakespeare.attention_ext.webgpu.gpu import Adapter, opened
 from shakespeare.lab import saved
 
 
@@ -199,3 +200,10 @@ def gpu(nvrtc: None) -> Gpu:
     with or_skip():
         driver.check_gpu()
     return driver.gpu(0)
+
+
+@pytest.fixture
+def adapter() -> Adapter:
+    """The adapter of WebGPU; skip the test if there is none."""
+    with or_skip():
+        return opened().adapter

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import tiny
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
-from support import or_skip
 
 from shakespeare import load
 from shakespeare.attention_ext import PARTS
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
-from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.generation.engines import cuda, layouts
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.many import bulk, shards
@@ -51,8 +49,7 @@ def engine(request):
             request.getfixturevalue("emulated")(request.getfixturevalue("monkeypatch"), 32, (2,))
         return partial(open_engine, engine=name, part=part, device="cuda")
     if name == "webgpu":
-        with or_skip():
-            opened()
+        request.getfixturevalue("adapter")
         return partial(open_engine, engine=name, part=part, device="webgpu")
     if PARTS[part].operator:
         request.getfixturevalue("extension")

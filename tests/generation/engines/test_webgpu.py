@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from steps import SAMPLINGS, choose, counts_of, forced, logits, prefill
-from support import naming, or_skip
+from support import naming
 
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.attention_ext.webgpu import gpu as by_webgpu
@@ -26,13 +26,6 @@ from shakespeare.model.config import GPTConfig
 
 FP32, CACHE = Precision.FP32, CachePrecision.FP32
 NEAR = 1e-5  # of a probability: closer to a boundary, float32's rounding may decide
-
-
-@pytest.fixture
-def adapter() -> None:
-    """Skip the test without an adapter."""
-    with or_skip():
-        webgpu.opened()
 
 
 @pytest.fixture

@@ -1,21 +1,15 @@
 """The lab on WebGPU: a part's test, bench, explain's counts. Without an adapter they skip with a reason."""
 
 import pytest
-from support import or_skip
 
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.attention_ext.webgpu.steps import STEPS, Tile
 from shakespeare.lab import correctness
 from shakespeare.lab.bench import cases, report
 from shakespeare.lab.bench.cuda import GpuBench
 from shakespeare.lab.webgpu.explain import count, explain
 
-
-@pytest.fixture(scope="module", autouse=True)
-def adapter():
-    with or_skip():
-        return opened().adapter
+pytestmark = pytest.mark.usefixtures("adapter")
 
 
 def cell(**changes) -> cases.Cell:
