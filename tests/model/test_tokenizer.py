@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import types
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -116,11 +117,8 @@ def test_byte_pairs_without_tiktoken_or_without_a_network(monkeypatch):
         GPT2Tokenizer.downloaded()
 
     for said, shown in (("no route to host", "no route to host"), ("long " * 70, "OSError")):
-
-        def fail(name):
-            raise OSError(said)
-
-        monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding=fail))
+        fails = Mock(side_effect=OSError(said))
+        monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding=fails))
         with pytest.raises(VocabularyError, match="TIKTOKEN_CACHE_DIR") as raised:
             GPT2Tokenizer.downloaded()
         assert f"could not load GPT-2's vocabulary: {shown};" in str(raised.value)

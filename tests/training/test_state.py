@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -135,10 +136,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 def test_a_failed_write_leaves_the_old_state(tmp_path):
     save_state(tmp_path, tensors(1.0), {"recipe": {}}, {"n": 1})
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+    full = Mock(side_effect=OSError(28, "No space left on device"))
     for call in ("fsync", "replace"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(files.os, call, full)

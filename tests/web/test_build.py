@@ -1,6 +1,7 @@
 """Putting the page into a folder: over the page before, and a copy that ends in the middle."""
 
 import shutil
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,12 +23,8 @@ def test_a_folder_holds_the_page_before_until_it_holds_the_new_one(page_folder, 
     (folder / "index.html").write_text("the page before")
     build.write_stamp(folder)
     monkeypatch.setattr(build, "make", lambda: page_folder)
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shutil, "copytree", fail)
+        patch.setattr(shutil, "copytree", Mock(side_effect=KeyboardInterrupt))
         build.put(folder)
     assert (folder / "index.html").read_text() == "the page before"
     for _ in range(2):

@@ -6,6 +6,7 @@ The contract of every engine is tested on it by the fixture `engine`.
 import dataclasses
 import json
 import re
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,12 +33,8 @@ NEAR = 1e-5  # of a probability: closer to a boundary, float32's rounding may de
 def no_adapter(monkeypatch) -> str:
     """A machine without an adapter; the error that says so."""
     message = "device is 'webgpu', and no adapter was found"
-
-    def opened() -> None:
-        raise BuildError(message)
-
-    monkeypatch.setattr(webgpu, "opened", opened)
-    monkeypatch.setattr(by_webgpu, "opened", opened)
+    for module in (webgpu, by_webgpu):
+        monkeypatch.setattr(module, "opened", Mock(side_effect=BuildError(message)))
     return message
 
 
