@@ -1,5 +1,7 @@
 """The texts of a batch: no part, engine or cache changes a text; prompts that are shared; wrong requests."""
 
+from unittest.mock import Mock
+
 import pytest
 import tiny
 import torch
@@ -46,19 +48,13 @@ def test_the_text_is_nanogpts_also_past_the_block_size(engine, context, keep):
 
 
 def test_a_cached_token_costs_one_position(monkeypatch):
-    rows = []
-
-    def counting(part, q, k, v, **options):
-        rows.append((q.shape[2], k.shape[2]))
-        return attention(part, q, k, v, **options)
-
-    monkeypatch.setattr("shakespeare.generation.engines.pytorch.attention", counting)
-    gpt = tiny.gpt(n_layer=1)
-    tokens(open_engine(gpt, part="part0"), [1, 2, 3], 4, 0)
-    assert rows == [(3, 3), (1, 4), (1, 5), (1, 6)]
-    rows.clear()
-    tokens(open_engine(gpt, part="part0"), [1, 2, 3], 4, 0, use_cache=False)
-    assert rows == [(3, 3), (4, 4), (5, 5), (6, 6)]
+    cached, whole = [(3, 3), (1, 4), (1, 5), (1, 6)], [(3, 3), (4, 4), (5, 5), (6, 6)]
+    for use_cache, expected in ((True, cached), (False, whole)):
+        counted = Mock(wraps=attention)
+        monkeypatch.setattr("shakespeare.generation.engines.pytorch.attention", counted)
+        tokens(open_engine(tiny.gpt(n_layer=1), part="part0"), [1, 2, 3], 4, 0, use_cache=use_cache)
+        calls = [call.args for call in counted.call_args_list]
+        assert [(q.shape[2], k.shape[2]) for _, q, k, _ in calls] == expected
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["all slots", "one keeps the prompt"])

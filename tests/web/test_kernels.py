@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -130,14 +131,8 @@ def test_the_distribution_shown_is_the_one_drawn_from(node):
 @pytest.mark.parametrize("name", ["shakes256", None])
 def test_weights_and_heads_are_pythons(node, endless, name):
     """Every layer and head; the page's weights are in fp32."""
-    checkpoint, seen = load(name or endless), []
-    c = checkpoint.config
-
-    def record(q, k, v, **rules):
-        seen.append((q, k, v))
-        return causal_attention(q, k, v, **rules)
-
-    model = checkpoint.model.with_attention(record)
+    checkpoint, attend = load(name or endless), Mock(wraps=causal_attention)
+    c, model = checkpoint.config, checkpoint.model.with_attention(attend)
     ids = checkpoint.tokenizer.encode(TEXT)
     with torch.no_grad():
         model(torch.tensor([ids]))
@@ -148,7 +143,7 @@ def test_weights_and_heads_are_pythons(node, endless, name):
     slopes = torch.tensor(c.alibi_slopes) * c.endless
     bias = alibi_bias(len(ids), len(ids), (c.window or len(ids)) - 1, slopes)
     for layer, head in itertools.product(range(c.n_layer), range(c.n_head)):
-        q, k, v = (x[0, head] for x in seen[layer])
+        q, k, v = (x[0, head] for x in attend.call_args_list[layer].args)
         for made, expected in zip(node("heads", layer=layer, head=head), (q, k, v)):
             assert torch.allclose(torch.tensor(made).view_as(expected), expected, atol=2e-5)
         expected = (q.double() @ k.double().T / c.head_dim**0.5 + bias[head]).softmax(-1).float()
