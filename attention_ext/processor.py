@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import sys
+import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,12 @@ CPUINFO = Path("/proc/cpuinfo")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 CPUS = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of each period, or "max"
+IDENTIFIER = os.environ.get("PROCESSOR_IDENTIFIER", "")  # Windows' 'AMD64 Family 25 Model 97 Stepping 2, ...'
+AVX2 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}  # and what comes with it
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# Windows' numbers of features, and what those of Linux come with each. It has none for AVX-512's extensions:
+# AVX512F alone tells of no more than AVX2, but each design of MICROARCHITECTURES that has it has VNNI too.
+FEATURES_OF_WINDOWS = {40: AVX2, 41: AVX512 | {"avx512_vnni"}, 43: {"asimddp"}}
 VENDORS = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
 # (vendor, family, ranges of models, name), as Linux names them; in a cloud the model's name is often only
 # 'AMD EPYC'. The last number of a range is included.
@@ -73,7 +80,13 @@ def instructions() -> str:
 def features() -> set[str]:
     """The processor's features by Linux' names; of a Mac only those that come with AVX2."""
     if sysctl("hw.optional.avx2_0") == "1":
-        return {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+        return AVX2
+    if sys.platform == "win32":
+        import ctypes
+
+        has = ctypes.windll.kernel32.IsProcessorFeaturePresent
+        told = {40, 41, 43} if microarchitecture() else {40, 43}
+        return set().union(*(FEATURES_OF_WINDOWS[number] for number in told if has(number)))
     return set(f"{_fields().get('flags', '')} {_fields().get('Features', '')}".split())
 
 
@@ -83,7 +96,7 @@ def threads() -> int:
     if wanted.isdecimal() and int(wanted):
         return min(int(wanted), cores())
     siblings = {path.read_text() for path in CPUS.glob("cpu[0-9]*/topology/thread_siblings_list")}
-    return min(len(siblings) or cores(), cores())
+    return min(len(siblings) or _cores_of_windows() or cores(), cores())
 
 
 def cores() -> int:
@@ -106,7 +119,7 @@ class Cache:
     line: int
 
 
-# The caches of a common processor, for systems that report none.
+# The caches of a common processor, for systems that report none, or are not asked, as Windows.
 ASSUMED = (Cache(1, 32 << 10, 8, 64), Cache(2, 1 << 20, 16, 64), Cache(3, 32 << 20, 16, 64))
 
 
@@ -140,6 +153,23 @@ def _caches_of_macos() -> tuple[Cache, ...]:
     return tuple(reported)
 
 
+def _cores_of_windows() -> int:
+    """Windows' number of physical cores; 0 on other systems."""
+    if sys.platform != "win32":
+        return 0
+    import ctypes
+
+    ask, size = ctypes.windll.kernel32.GetLogicalProcessorInformation, ctypes.c_uint32()
+    ask(None, ctypes.byref(size))
+    records = ctypes.create_string_buffer(size.value)  # of 32 bytes: a mask of 8, then 0 for a core
+    return records.raw[8::32].count(0) if ask(records, ctypes.byref(size)) else 0
+
+
+def machine() -> str:
+    """This process's architecture by Linux' name. On Windows platform.machine() may name an emulator's."""
+    return {"win-amd64": "x86_64", "win-arm64": "aarch64"}.get(sysconfig.get_platform()) or platform.machine()
+
+
 @functools.cache
 def sysctl(name: str) -> str:
     """What macOS reports under this name; '' if nothing, and on other systems."""
@@ -160,7 +190,9 @@ def let_waiting_threads_sleep() -> None:
 
 
 def _fields() -> dict[str, str]:
-    """The fields of the first core in Linux's /proc/cpuinfo; none on other systems."""
+    """The fields of the first core in Linux's /proc/cpuinfo; on Windows four; none on other systems."""
+    if words := re.match(r".* Family (\d+) Model (\d+) Stepping (\d+), (\w+)", IDENTIFIER):
+        return dict(zip(("cpu family", "model", "stepping", "vendor_id"), words.groups()))
     try:
         lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -178,5 +210,7 @@ def _vendor_family_model() -> tuple[str, str, str] | None:
 
 def _fallback() -> str:
     """The architecture and, if the system reports it, the processor's name: 'arm64 Apple M1'."""
+    if IDENTIFIER:
+        return IDENTIFIER
     # platform.processor() is 'arm' for all of Apple's
     return f"{platform.machine()} {sysctl('machdep.cpu.brand_string') or platform.processor()}".strip()

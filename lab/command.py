@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ def run(
             code = process.wait(max(0.0, end - time.monotonic()))
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                process.kill() if sys.platform == "win32" else os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         for file in (out, err):
             file.seek(0)

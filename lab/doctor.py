@@ -26,7 +26,7 @@ OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 
 OLDEST_TORCH = (2, 10)
 # Other packages that the commands import: distribution names.
-PACKAGES = ("click", "ninja", "numpy", "safetensors")
+PACKAGES = ("click", "numpy", "safetensors", *["ninja"] * (sys.platform != "win32"))
 # A package of each of setup.cfg's extras, without those that have a line of their own.
 EXTRAS = {"torch": "pybind11", "serve": "starlette", "web": "ziglang", "lab": "matplotlib"}
 EXTRAS["bench"] = "ctranslate2"
@@ -165,6 +165,8 @@ def _threads() -> str:
 
 
 def _compiler() -> str:
+    if sys.platform == "win32":
+        raise Missing(f"{toolchain.WSL} (a text needs none: the decoder is compiled already)")
     if BROUGHT and not any(map(shutil.which, ("c++", "g++", "clang++"))) and "CXX" not in os.environ:
         raise Missing("none, and none is needed for a text: the decoder is compiled already")
     return _version(toolchain.find_compiler(), "let CXX name a C++ compiler that works")
@@ -194,7 +196,7 @@ def _cache() -> str:
         how = "written" if there == directory else "made"
         raise Broken(f"{directory} cannot be {how}: {error.strerror}; {cache.ELSEWHERE}") from None
     cache.check_owner(directory)
-    if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
+    if hasattr(os, "statvfs") and os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
         raise Broken(f"{directory} is mounted noexec, so nothing can be loaded from it; {cache.ELSEWHERE}")
     if (free := shutil.disk_usage(there).free) < BUILD_BYTES:
         room = f"{directory} has room for {free >> 20} MiB; a build needs {BUILD_BYTES >> 20}"
@@ -279,8 +281,8 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "instructions": (lambda: f"{processor.instructions()}, {platform.machine()}",),
     "threads": (_threads,),
     "compiler": (_compiler,),
-    "Python header": (_python_header,),
-    "ispc": (_ispc,),
+    "Python header": (_python_header, "compiler"),
+    "ispc": (_ispc, "compiler"),
     "cache": (_cache,),
     "decoder": (_decoder, *(() if BROUGHT else ("compiler", "cache"))),
     "operators": (

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import resource
 import subprocess
 import time
 from collections.abc import Callable
@@ -163,6 +162,8 @@ def check_memory(what: str, need: float, available: float | None = None) -> None
 
 def page_faults() -> int:
     """The number of memory pages that the system has given to this process so far."""
+    import resource
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import safetensors
+
+from shakespeare.attention_ext.build.cache import lock
 
 UNFINISHED = ".unfinished"  # the suffix of a file while it is written
 
@@ -32,6 +35,8 @@ def write_file(path: Path, data: bytes) -> None:
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None
         raise
+    if sys.platform == "win32":
+        return  # it opens no directory
     folder = os.open(path.parent, os.O_RDONLY)  # the rename is on the disk when the directory is
     try:
         os.fsync(folder)
@@ -98,17 +103,13 @@ def locked(file: Path, does: str) -> Iterator[None]:
     The file is removed at the end; that of a killed process stays until the next one ends. Raises ValueError
     if another process holds it: 'another process (PID) DOES in DIRECTORY'.
     """
-    import fcntl
-
     while True:
         with open(file, "a+") as held:
             held.seek(0)
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                who = f"another process ({held.read() or 'new'})"
-                raise ValueError(f"{who} {does} in {file.parent}") from None
-            if not _is_still(held.fileno(), file):  # its owner removed it between open() and flock()
+            who = f"another process ({held.read() or 'new'})"
+            if not lock(held.fileno(), wait=False):
+                raise ValueError(f"{who} {does} in {file.parent}")
+            if not _is_still(held.fileno(), file):  # its owner removed it between open() and lock()
                 continue
             held.truncate(0)
             held.write(str(os.getpid()))
@@ -116,6 +117,8 @@ def locked(file: Path, does: str) -> Iterator[None]:
             try:
                 yield
             finally:
+                if sys.platform == "win32":
+                    held.close()  # it removes no open file, whoever has opened it
                 with contextlib.suppress(OSError):
                     file.unlink()  # while it is locked, so that it is no other process's
             return

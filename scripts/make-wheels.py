@@ -1,4 +1,4 @@
-"""Write wheels that need no compiler: dist/*.whl for Linux and macOS, on x86-64 and ARM.
+"""Write wheels that need no compiler: dist/*.whl for Linux, macOS and Windows, on x86-64 and ARM.
 
     python scripts/make-wheels.py [--platform manylinux_2_17_x86_64] [--out dist]
 
@@ -32,12 +32,14 @@ from shakespeare.generation.engines import layouts  # noqa: E402
 from shakespeare.model import load  # noqa: E402
 from shakespeare.web import build  # noqa: E402
 
-# pip's name of each platform: Clang's target, and the key of prebuilt.LEVELS.
+# pip's name of each platform: Python's and Clang's names of it, and the key of prebuilt.LEVELS.
 PLATFORMS = {
-    "manylinux_2_17_x86_64": ("x86_64-linux-gnu.2.17", "x86_64"),
-    "manylinux_2_17_aarch64": ("aarch64-linux-gnu.2.17", "aarch64"),
-    "macosx_11_0_arm64": ("aarch64-macos.11.0", "arm64"),
-    "macosx_11_0_x86_64": ("x86_64-macos.11.0", "x86_64"),
+    "manylinux_2_17_x86_64": ("linux", "x86_64-linux-gnu.2.17", "x86_64"),
+    "manylinux_2_17_aarch64": ("linux", "aarch64-linux-gnu.2.17", "aarch64"),
+    "macosx_11_0_arm64": ("darwin", "aarch64-macos.11.0", "arm64"),
+    "macosx_11_0_x86_64": ("darwin", "x86_64-macos.11.0", "x86_64"),
+    "win_amd64": ("win32", "x86_64-windows-gnu", "x86_64"),
+    "win_arm64": ("win32", "aarch64-windows-gnu", "aarch64"),
 }
 MODELS = ("shakes256", "shakes1024")
 ZIG = (sys.executable, "-m", "ziglang", "c++")
@@ -85,7 +87,7 @@ def write_sums(folder: Path) -> None:
 
 def wheel(platform: str, out: Path) -> None:
     """Write the wheel of a platform to a folder."""
-    target, machine = PLATFORMS[platform]
+    system, target, machine = PLATFORMS[platform]
     tracked = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
     with tempfile.TemporaryDirectory() as work:
         for name in filter(None, tracked.split("\0")):
@@ -96,11 +98,10 @@ def wheel(platform: str, out: Path) -> None:
         folder = Path(work, prebuilt.FOLDER.relative_to(ROOT))
         folder.mkdir()
         for level in prebuilt.LEVELS[machine]:
-            if "macos" in target and "v4" in level:
+            if system == "darwin" and "v4" in level:
                 continue  # no Mac says that it has AVX-512
-            suffix = ".dylib" if "macos" in target else ".so"
-            compile_for(target, level, folder / f"decoder-{level}{suffix}")
-        if "linux" in target:
+            compile_for(target, level, folder / f"decoder-{level}{prebuilt.SUFFIXES[system]}")
+        if system == "linux":
             for source, code in zip(needed := [*sources()], nvrtc.make_all(needed)):
                 (folder / source.name()).write_bytes(code)
         write_sums(folder)

@@ -44,7 +44,8 @@ def main(readme: str, *command: str) -> None:
         check("the page is one file too", Path(folder, "page", "shakespeare.html").stat().st_size > 1 << 20)
     check("race has one text", "identical" in run("race", "part1,part2,part3,part4", "-m", MODEL))
     serve = [*command, "serve", "-m", MODEL, "--port", "0"]
-    with subprocess.Popen(serve, stderr=subprocess.PIPE, text=True) as server:
+    apart = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # Windows', for its signal
+    with subprocess.Popen(serve, stderr=subprocess.PIPE, text=True, creationflags=apart) as server:
         assert server.stderr
         begin = "".join(takewhile(lambda line: not line.startswith("Ready"), server.stderr))
         found = re.search(r"http://\S+", begin)
@@ -57,7 +58,7 @@ def main(readme: str, *command: str) -> None:
             check("its text is the same", PROMPT + json.load(answer)["choices"][0]["text"] in text)
         with urllib.request.urlopen(found[0]) as answer:
             check("it shows the page", b'<meta name="server"' in answer.read())
-        server.send_signal(signal.SIGTERM)
+        server.send_signal(getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM))
     check("it ends", server.returncode == 0)
 
 

@@ -35,6 +35,7 @@ MODULES = {"4Daccess": "four_d_access", "try": "try_"}  # of commands whose name
 # What a plain install lacks and some commands need.
 NEEDED = {name: f"{name}: pip install {name}" for name in ("pooch", "rich", "gguf")}
 NEEDED["torch"] = "PyTorch: pip install torch pybind11"
+NEEDED |= dict.fromkeys(("fcntl", "grp", "pwd", "resource"), "Linux or a Mac; on Windows use WSL")
 APART = "ATTENTION_APART"  # set in the process that runs a user's kernel
 CTRL_C_SECONDS = 2  # until a process that does not end at Ctrl-C is killed
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}

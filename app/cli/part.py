@@ -29,7 +29,8 @@ NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("n
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
 SEPARATOR = "-" * 15
-HELP = "An empty line writes on, /fresh forgets the text, /quit or Ctrl-D ends"
+END = "Ctrl-Z" if sys.platform == "win32" else "Ctrl-D"
+HELP = f"An empty line writes on, /fresh forgets the text, /quit or {END} ends"
 
 test_options = options.all_of(
     options.size("-B", "--batch", "Batch size of the test.", most=options.MOST_HEADS, default=1),
@@ -240,7 +241,7 @@ def converse(session: Session) -> None:
     typed = sys.stdin.isatty()
     if text:
         click.echo(text)
-    if typed:
+    if typed and sys.platform != "win32":  # whose console has its own
         import readline  # noqa: F401  gives input() its history and line editing
     while True:
         try:

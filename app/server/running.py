@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import resource
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -187,9 +186,12 @@ def bind(settings: Settings) -> socket.socket:
 def make(checkpoints: Mapping[str, Checkpoint], settings: Settings) -> Server:
     """A server that does not run yet."""
     application, most = Application(checkpoints, settings), settings.connections
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY:
-        most = min(most, max(files - OWN_FILES, 1))
+    if sys.platform != "win32":  # which has no such limit
+        import resource
+
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if files != resource.RLIM_INFINITY:
+            most = min(most, max(files - OWN_FILES, 1))
     config = uvicorn.Config(
         application.asgi,
         http=Protocol,

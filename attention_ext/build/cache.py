@@ -66,6 +66,8 @@ def directory() -> Path:
 
 def check_owner(directory: Path) -> None:
     """Raise BuildError if others could write to a directory or replace it; /tmp's sticky bit is accepted."""
+    if sys.platform == "win32":  # it has no such bits: the user's own folder is trusted
+        return
     directory = real(directory)
     trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another id in a container
     for path in (directory, *directory.parents):
@@ -108,31 +110,40 @@ def real(directory: Path) -> Path:
 
 def running() -> list[Path]:
     """The build directories in which a process is compiling."""
-    import fcntl
-
     folders = []
     for path in sorted(directory().glob(f"attention_ext_*/{LOCK}")):
-        try:
-            with open(path) as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            folders.append(path.parent)
-        except OSError:  # it is another user's, or was removed meanwhile
-            continue
+        with contextlib.suppress(OSError), open(path) as file:  # another user's, or removed meanwhile
+            if not lock(file.fileno(), wait=False):
+                folders.append(path.parent)
     return folders
+
+
+def lock(descriptor: int, wait: bool = True) -> bool:
+    """Lock an open file until it is closed; False if another process has it and this one does not wait."""
+    while True:
+        try:
+            if sys.platform == "win32":
+                import msvcrt
+
+                os.lseek(descriptor, 1 << 30, os.SEEK_SET)  # nobody else reads a byte that is locked
+                msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return True
+        except OSError if sys.platform == "win32" else BlockingIOError:
+            if not wait:  # LK_LOCK gives up after ten seconds
+                return False
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
     """Hold an exclusive lock on path, after a notice if another process has it. Yields its descriptor."""
-    import fcntl
-
     with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(file.fileno(), wait=False):
             print("Waiting for another build...", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file.fileno())
         yield file.fileno()
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import platform
 import sys
 from pathlib import Path
 
@@ -13,14 +12,13 @@ SUMS = "SHA256SUMS"  # beside the libraries, for sha256sum -c
 FOLDER = Path(__file__).resolve().parent.parent / "prebuilt"
 REMEDY = "install the package again, or give --compile"
 COMPILE = "ATTENTION_COMPILE"  # 1: compile for this processor although a wheel brings libraries
-V3 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
-V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+SUFFIXES = {"linux": ".so", "darwin": ".dylib", "win32": ".dll"}  # by sys.platform
 # Clang's name of each kind of processor, the best first, and its features as Linux names them.
 LEVELS: dict[str, dict[str, set[str]]] = {
     "x86_64": {
-        "x86_64_v4+avx512vnni": V4 | {"avx512_vnni"},
-        "x86_64_v4": V4,
-        "x86_64_v3": V3,
+        "x86_64_v4+avx512vnni": processor.AVX512 | {"avx512_vnni"},
+        "x86_64_v4": processor.AVX512,
+        "x86_64_v3": processor.AVX2,
         "x86_64": set(),
     },
     "aarch64": {"generic+dotprod": {"asimddp"}, "generic": set()},
@@ -41,8 +39,8 @@ def find(name: str) -> Path | None:
     if not in_wheel():
         return None
     features = processor.features()
-    for kind, needed in LEVELS.get(platform.machine(), {}).items():
-        library = FOLDER / f"{name}-{kind}{'.dylib' if sys.platform == 'darwin' else '.so'}"
+    for kind, needed in LEVELS.get(processor.machine(), {}).items():
+        library = FOLDER / f"{name}-{kind}{SUFFIXES.get(sys.platform, '.so')}"
         if needed <= features and library.is_file():
             return library
     return None
@@ -56,7 +54,7 @@ def in_wheel() -> bool:
 def checked(name: str) -> Path:
     """The library of find(). Raises BuildError if there is none or its checksum is wrong."""
     if (library := find(name)) is None:
-        raise BuildError(f"{FOLDER} has no {name} for this processor, {platform.machine()}; {REMEDY}")
+        raise BuildError(f"{FOLDER} has no {name} for this processor, {processor.machine()}; {REMEDY}")
     return _verified(library)
 
 

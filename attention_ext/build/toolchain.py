@@ -20,13 +20,16 @@ NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-mar
 FLAGS = ("-std=c++17", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden")
 # GCC 13 splits multiply-adds for some processors; the bits of a row would then depend on its place in a tile.
 FLAGS_OF_GCC = ("--param=avoid-fma-max-bits=0",)
+WSL = "compiling needs Linux or a Mac; on Windows use WSL"
 NO_COMPILER = "parts 1 to 4 need a C++ compiler and none was found; install one "
 NO_COMPILER += "(Debian, Ubuntu: apt install g++; macOS: xcode-select --install; or pip install ziglang)"
 _C_COMPILER = re.compile(r"(.*-)?(gcc|cc|clang)(-[\d.]+)?")  # not g++, c++ or clang++
 
 
 def find_compiler() -> list[str]:
-    """$CXX, else c++, g++ or clang++ on PATH, else ziglang's. Raises BuildError if there is none."""
+    """$CXX, else c++, g++ or clang++ on PATH, else ziglang's. Raises BuildError without one or on Windows."""
+    if sys.platform == "win32":
+        raise BuildError(WSL)
     try:
         chosen = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:

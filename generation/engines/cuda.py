@@ -59,10 +59,8 @@ class Work(ctypes.Structure):
 @contextlib.contextmanager
 def turn(identity: str) -> Iterator[None]:
     """Have a GPU alone among the launches of all processes that take turns: two at a time both end late."""
-    import fcntl
-
     with open(cache.directory() / f"gpu_{identity}", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        cache.lock(file.fileno())
         yield
 
 

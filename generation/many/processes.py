@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -147,14 +148,17 @@ class Process(Worker):
         super().__init__()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        # Ctrl-C reaches all processes of a terminal; only the driver handles it.
-        resource_tracker.ensure_running()  # its start would unblock the signal
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process = context.Process(target=work, args=(settings, theirs), daemon=True)
+        self._process = context.Process(target=work, args=(settings, theirs), daemon=True)
+        if sys.platform == "win32":  # it blocks no signals
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        else:
+            # Ctrl-C reaches all processes of a terminal; only the driver handles it.
+            resource_tracker.ensure_running()  # its start would unblock the signal
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                self._process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.pid = self._process.pid
         self.name = f"worker {self.pid}"
