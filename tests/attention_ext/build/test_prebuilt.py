@@ -12,7 +12,7 @@ from shakespeare.attention_ext.build import prebuilt
 def wheel(monkeypatch, tmp_path):
     """A wheel with libraries for x86-64, but not for AVX-512 without VNNI, and for ARM."""
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
-    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(processor, "machine", lambda: "x86_64")
     monkeypatch.setattr(prebuilt.sys, "platform", "linux")
     monkeypatch.delenv(prebuilt.COMPILE, raising=False)
     for level in ("x86_64", "x86_64_v3", "x86_64_v4+avx512vnni", *prebuilt.LEVELS["aarch64"]):
@@ -20,7 +20,7 @@ def wheel(monkeypatch, tmp_path):
 
 
 def test_the_best_library_that_the_processor_can_run_is_taken(wheel, monkeypatch):
-    v3, v4 = prebuilt.V3, prebuilt.V4
+    v3, v4 = processor.AVX2, processor.AVX512
     for machine, features, level in (
         ("x86_64", set(), "x86_64"),
         ("x86_64", v3 - {"fma"}, "x86_64"),
@@ -31,7 +31,7 @@ def test_the_best_library_that_the_processor_can_run_is_taken(wheel, monkeypatch
         ("aarch64", {"asimd", "asimddp"}, "generic+dotprod"),
         ("riscv64", set(), "this processor"),
     ):
-        monkeypatch.setattr(prebuilt.platform, "machine", lambda: machine)
+        monkeypatch.setattr(processor, "machine", lambda: machine)
         monkeypatch.setattr(processor, "features", lambda: features)
         assert prebuilt.level("decoder") == level
 

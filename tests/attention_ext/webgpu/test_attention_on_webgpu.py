@@ -199,11 +199,13 @@ for (var i = 0u; i < KEYS; i++) {
     assert unrolled(text.split("\n"), {"KEYS": 4}) == "\n".join(["", *expected, *kept]).split("\n")
 
 
-def test_every_width_fits_the_least_that_webgpu_promises():
-    limits = {"max-compute-workgroup-storage-size": 16384, "max-compute-invocations-per-workgroup": 256}
+@pytest.mark.parametrize("memory, threads", [(16384, 256), (32768, 1024)], ids=["least", "Metal"])
+def test_every_width_fits_the_least_that_webgpu_promises_and_what_metal_has(memory, threads):
+    limits = {"max-compute-workgroup-storage-size": memory, "max-compute-invocations-per-workgroup": threads}
     for step in STEPS.values():
         for d in range(1, 257):
-            assert step.memory(step.tile(d, limits), up(d, 4)) <= 16384
+            tile = step.tile(d, limits)
+            assert step.memory(tile, up(d, 4)) <= memory and tile.threads <= threads
 
 
 Q, T = np.ones((1, 2, 4, 8), np.float32), torch.ones(1, 2, 4, 8)
