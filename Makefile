@@ -56,8 +56,9 @@ notebooks:  ## Execute the first notebook; scripts/make-notebooks.py --run 2 nee
 web:  ## Make the page in out/page
 	$(python) gpt.py web --build --out out/page
 
-wheels:  ## Write wheels for Linux and macOS, which need no compiler
+wheels:  ## Write wheels, which need no compiler, and the source distribution to dist
 	$(python) scripts/make-wheels.py
+	$(python) -c "from setuptools import build_meta; build_meta.build_sdist('dist')"
 
 ci:  ## Run the checks that a change must pass, in a fresh clone of the last commit
 	bash .ci/run
