@@ -31,9 +31,8 @@ def load(simd: str = "auto") -> Any:
     Raises ValueError if simd is not one of SIMD; BuildError if the compiler is missing or fails, or the cache
     directory cannot be used or other users can write to it.
     """
-    helpers = resolve_simd(simd)
     with _loading:
-        return _load(helpers)
+        return _load(resolve_simd(simd))
 
 
 @functools.cache
@@ -141,9 +140,8 @@ def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ct
 
 def load_module(name: str, packages: tuple[str, ...], simd: str = "auto") -> ModuleType:
     """The same as a Python module, which may use PyTorch; it also needs Python's header."""
-    helpers = resolve_simd(simd)
     with _loading:
-        return _load_module(name, packages, helpers)
+        return _load_module(name, packages, resolve_simd(simd))
 
 
 @functools.cache

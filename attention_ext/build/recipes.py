@@ -24,7 +24,6 @@ HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 TORCH_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10, the oldest with all that is used
 ISPC_SOURCE = "simd/simd.ispc"
-GET_ISPC = "scripts/install-ispc.sh gets it"
 FLAGS_OF_ISPC = ("-O3", "--pic")
 KERNELS = ("cpu/*.cpp", "simd/portable/*.cpp")  # the latter: simd/portable.h, used over every helper
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
@@ -143,9 +142,7 @@ def _named(path: Path) -> str:
 def kernels(simd: str = "auto") -> Recipe:
     """The kernels' objects. Raises ValueError unless simd is one of SIMD, BuildError without a compiler."""
     helpers = resolve_simd(simd)
-    ispc = toolchain.find_ispc() if helpers == "ispc" else None
-    if helpers == "ispc" and ispc is None:
-        raise BuildError(f"simd is 'ispc', but no ispc was found on PATH; {GET_ISPC}")
+    ispc = _ispc("simd is 'ispc'") if helpers == "ispc" else None
     own, flags = HELPERS[helpers]
     sources = found(CSRC, *KERNELS, *own, *([ISPC_SOURCE] if ispc else []))
     recipe = _recipe(f"attention_ext_kernels_{helpers}", "", "the kernels", sources, *flags)
@@ -211,11 +208,8 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
 
     march: as in program(), for 'simulated'. Raises BuildError if a compiler is missing.
     """
-    in_ispc = file.suffix == ".ispc"
-    ispc = toolchain.find_ispc() if in_ispc else None
-    if in_ispc and ispc is None:
-        raise BuildError(f"{file.name} needs ispc, and none was found on PATH; {GET_ISPC}")
-    over, defines = kernels(), ("-DOWN", *(("-DOWN_ISPC",) if in_ispc else ()))
+    ispc = _ispc(f"{file.name} is in ISPC") if file.suffix == ".ispc" else None
+    over, defines = kernels(), ("-DOWN", *(("-DOWN_ISPC",) if ispc else ()))
     flags = (*over.flags, *defines)
     if program == "simulated":
         flags = (*(f"-march={march}" if flag == toolchain.NATIVE else flag for flag in flags), "-g")
@@ -252,6 +246,13 @@ def headers_beside(file: Path) -> tuple[Path, ...]:
 def found(folder: Path, *patterns: str) -> tuple[Path, ...]:
     """The files below a folder that match these patterns, in their order."""
     return tuple(path for pattern in patterns for path in sorted(folder.glob(pattern)))
+
+
+def _ispc(why: str) -> str:
+    """The ISPC compiler. Raises BuildError, which says why it is needed, without one."""
+    if (ispc := toolchain.find_ispc()) is None:
+        raise BuildError(f"{why}, but no ispc was found on PATH; scripts/install-ispc.sh gets it")
+    return ispc
 
 
 def _recipe(name: str, file: str, what: str, sources: tuple[Path, ...], *flags: str) -> Recipe:

@@ -29,6 +29,7 @@ def test_the_commands_that_write_texts(without_torch, cli, tmp_path):
     out = tmp_path / "texts"
     code, _, said = without_torch("gpt.py", "bulk", "--texts", 2, "--out", out, "--workers", 1, *TEXT)
     assert code == 0 and "2 texts" in said
+    assert without_torch("-c", "import shakespeare.lab.doctor")[0] == 0
 
 
 def test_the_loss_is_that_with_torch(without_torch, cli, tmp_path):

@@ -1,12 +1,9 @@
 """A build that takes a second: the extension's recipe over sources of one line each, in its own process.
 
-    small_build.py SOURCES [VARIANT]        print the library's answer, or the error like gpt.py
+    small_build.py SOURCES                  print the library's answer, or the error like gpt.py
     small_build.py SOURCES --kill COUNT     kill a build at COUNT points; build again after each
-    small_build.py SOURCES --try VARIANT NAME PATH...
-                                            build with each compiler PATH in the variable NAME, CXX or ISPC
 
-The cache directory is TORCH_EXTENSIONS_DIR. --kill makes a new one inside it for each point. --kill and --try
-print JSON.
+The cache directory is TORCH_EXTENSIONS_DIR. --kill makes a new one inside it for each point, and prints JSON.
 """
 
 import ctypes
@@ -33,24 +30,22 @@ STEPS = ("os.", "shutil.", "tempfile.", "open", "subprocess.Popen", "fcntl.flock
 
 def write_sources(directory: Path) -> Path:
     """Write the sources of the library that answer() builds."""
-    (directory / "simd").mkdir(parents=True)
+    directory.mkdir()
     (directory / "answer.cpp").write_text(ANSWER)
     (directory / "other.cpp").write_text("int other = 1;\n")
-    (directory / recipes.ISPC_SOURCE).write_text("export uniform int answer_of_ispc() { return 42; }\n")
     return directory
 
 
-def answer(sources: Path, variant: str = "portable") -> int:
+def answer(sources: Path) -> int:
     """Build these sources by the library's recipe, and return the built library's answer."""
-    compiled = [sources / "other.cpp", *([sources / recipes.ISPC_SOURCE] if variant == "ispc" else [])]
-    kernels = dataclasses.replace(recipes.kernels(variant), folders=(sources,), sources=tuple(compiled))
-    recipe = dataclasses.replace(
-        recipes.operators(variant), folders=(sources,), sources=(sources / "answer.cpp",), needs=kernels
-    )
+    own = {"folders": (sources,), "sources": (sources / "other.cpp",)}
+    kernels = dataclasses.replace(recipes.kernels("portable"), **own)
+    own |= {"sources": (sources / "answer.cpp",), "needs": kernels}
+    recipe = dataclasses.replace(recipes.operators("portable"), **own)
     return ctypes.CDLL(str(recipe.make())).answer()
 
 
-def in_child(act: Callable[[], int | str]) -> str | None:
+def in_child(act: Callable[[], int]) -> str | None:
     """Call act() in a fork with its own process group. Returns its result as text, None if it was killed."""
     read, write = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=lambda: (os.setsid(), write.send(str(act()))))
@@ -63,13 +58,6 @@ def in_child(act: Callable[[], int | str]) -> str | None:
     if child.exitcode or not read.poll():
         raise SystemExit(f"a build ended with status {child.exitcode}")
     return read.recv()
-
-
-def answer_or_error(sources: Path, variant: str) -> int | str:
-    try:
-        return answer(sources, variant)
-    except BuildError as error:
-        return f"Error: {error}"
 
 
 def watched(sources: Path, at: int | None, after: float | None, group: bool) -> int:
@@ -129,15 +117,8 @@ if __name__ == "__main__":
         if "--kill" in sys.argv:
             cache = Path(os.environ["TORCH_EXTENSIONS_DIR"])
             print(json.dumps(kill_everywhere(Path(sys.argv[1]), cache, int(sys.argv[3]))))
-        elif "--try" in sys.argv:
-            variant, name, *paths = sys.argv[3:]
-            tried = {}
-            for path in paths:
-                os.environ[name] = path
-                tried[path] = in_child(lambda: answer_or_error(Path(sys.argv[1]), variant))
-            print(json.dumps(tried))
         else:
-            print(answer(Path(sys.argv[1]), *sys.argv[2:]))
+            print(answer(Path(sys.argv[1])))
     except BuildError as error:
         print(f"Error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
