@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from shakespeare.attention_ext import PARTS, attention, extension, operator, webgpu
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import WIDEST
+from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.parts import DEVICES, Dtype, check_dtype
 from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.attention_ext.webgpu.steps import choose as choose_step
@@ -208,8 +209,8 @@ class Test:
         tile: Any
         if on:
             operator("part4", "cuda")
-            shape = self.batch * self.heads, self.N, self.N, self.d, Dtype(self.dtype)
-            kernel = driver.compiled(self.kernel, *shape, on.device.index)
+            call = Sizes(self.batch * self.heads, self.N, self.N)
+            kernel = driver.compiled(self.kernel, call, self.d, Dtype(self.dtype), on.device.index)
             where, what = on.describe()["name"], f"kernel {kernel.row.name}: {kernel.row.summary}"
             tile = kernel.tile
             threads = f"{tile.threads} threads and {tile.shared} bytes of shared memory for a block"

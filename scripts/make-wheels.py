@@ -27,6 +27,7 @@ from shakespeare.app.cli import options  # noqa: E402
 from shakespeare.attention_ext.build import nvrtc, prebuilt, recipes, toolchain  # noqa: E402
 from shakespeare.attention_ext.cuda import gpu as driver  # noqa: E402
 from shakespeare.attention_ext.cuda import kernels  # noqa: E402
+from shakespeare.attention_ext.cuda.tiles import LARGE, Queries  # noqa: E402
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision  # noqa: E402
 from shakespeare.generation.engines import layouts  # noqa: E402
 from shakespeare.model import load  # noqa: E402
@@ -74,8 +75,8 @@ def sources() -> Iterator[nvrtc.Source]:
                 found |= {(grid, n) for n in layouts.GRID_TEXTS if n <= grid.most_texts(on.shared)}
                 found |= {(c, n + 1) for c in clusters for n in range(c.most_texts(on.shared))}
             yield from (layout.source(texts, capability) for layout, texts in found)
-        for few in (False, True):
-            row, tile = kernels.choose(None, config.head_dim, Dtype.FP32, on, few)
+        for queries in (LARGE, Queries(1, few=True)):
+            row, tile = kernels.choose(None, config.head_dim, Dtype.FP32, on, queries)
             yield driver.source(row, tile, config.head_dim, Dtype.FP32, capability)
 
 

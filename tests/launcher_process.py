@@ -217,10 +217,10 @@ def loaded() -> Any:
     return operators
 
 
-def compiled(kernel, heads, Nq, Nk, d, dtype, index, rules=0, group=1) -> driver.Compiled:
+def compiled(kernel, call, d, dtype, index, rules=0) -> driver.Compiled:
     asked.append(kernel)
     assert rules == (15 if ruled else 0)
-    return chosen(kernel, d, dtype, Nq * group)
+    return chosen(kernel, d, dtype, call.Nq * call.group)
 
 
 def chosen(kernel: str | None, d: int, dtype: Dtype, Nq: int) -> driver.Compiled:

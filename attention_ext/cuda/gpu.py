@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.cuda.kernels import choose, few_queries
-from shakespeare.attention_ext.cuda.launches import Compiled, Gpu, Kernel
-from shakespeare.attention_ext.cuda.tiles import Queries, Tile
+from shakespeare.attention_ext.cuda.kernels import choose, queries_of
+from shakespeare.attention_ext.cuda.launches import Compiled, Gpu, Kernel, Sizes
+from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype
 
 if TYPE_CHECKING:
@@ -287,27 +287,13 @@ def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int, rules: int =
     return Compiled(row, tile, row.padded(d), on, module, functions)
 
 
-def compiled(
-    kernel: str | None,
-    heads: int,
-    Nq: int,
-    Nk: int,
-    d: int,
-    dtype: Dtype,
-    index: int,
-    rules: int = 0,
-    group: int = 1,
-) -> Compiled:
-    """The kernel with this name, the fastest one for None, for a call; heads: of all batches.
-
-    rules: as source() takes them. group: heads of q that share one of k and v.
+def compiled(kernel: str | None, call: Sizes, d: int, dtype: Dtype, index: int, rules: int = 0) -> Compiled:
+    """The kernel with this name, the fastest one for None, for a call. rules: as source() takes them.
 
     Raises ValueError and BuildError as kernels.choose() and load() do. The GPU's context must be current.
     """
-    on = gpu(index)
-    few = few_queries(Nq, Nk, heads // group, on.multiprocessors, dtype)
-    queries = Queries(Nq * group, heads * Nq // on.multiprocessors)
-    return load(*choose(kernel, d, dtype, on, few, queries, rules > 0), d, dtype, index, rules)
+    queries = queries_of(call, dtype, gpu(index))
+    return load(*choose(kernel, d, dtype, gpu(index), queries, rules > 0), d, dtype, index, rules)
 
 
 def resident(kernel: Compiled) -> int:

@@ -4,7 +4,7 @@ Neither torch nor CUDA is imported here.
 """
 
 from shakespeare.attention_ext.cuda import launches, tiles
-from shakespeare.attention_ext.cuda.launches import Gpu, Kernel
+from shakespeare.attention_ext.cuda.launches import Gpu, Kernel, Sizes
 from shakespeare.attention_ext.cuda.tiles import LARGE, Queries, Tile
 from shakespeare.attention_ext.parts import Dtype, one_of
 
@@ -142,25 +142,18 @@ def no_rules(kernel: str) -> ValueError:
 
 
 def choose(
-    kernel: str | None,
-    d: int,
-    dtype: Dtype,
-    on: Gpu,
-    few: bool = False,
-    queries: Queries = LARGE,
-    ruled: bool = False,
+    kernel: str | None, d: int, dtype: Dtype, on: Gpu, queries: Queries = LARGE, ruled: bool = False
 ) -> tuple[Kernel, Tile]:
     """The kernel with this name, or the fastest one for None, and its tile for so many queries of width d.
 
-    few: as few_queries() finds. ruled: with rules. Raises ValueError if the kernel, or no kernel, takes them
-    on this GPU.
+    ruled: with rules. Raises ValueError if the kernel, or no kernel, takes them on this GPU.
     """
     if kernel is not None:
         row = check_kernel(kernel)
         if ruled and not row.ruled:
             raise no_rules(kernel)
         return row, row.tile(d, dtype, on, queries)
-    first = ("split",) if few else ("5",) if d <= 32 and queries.share <= 64 else ()
+    first = ("split",) if queries.few else ("5",) if d <= 32 and queries.share <= 64 else ()
     names = (*first, *FASTEST)
     for name in (name for name in names if KERNELS[name].ruled or not ruled):
         try:
@@ -174,13 +167,16 @@ def choose(
     )
 
 
-def few_queries(queries: int, keys: int, heads: int, multiprocessors: int, dtype: Dtype) -> bool:
-    """Whether splitting the keys is faster: tiles of queries would be nearly empty, or too few.
+def queries_of(call: Sizes, dtype: Dtype, on: Gpu) -> Queries:
+    """What decides a call's kernel and tile. Splitting the keys is for tiles nearly empty, or too few.
 
-    heads: of all batches. Above half of an H100's multiprocessors, kernel 6 is as fast for 5 to 16 queries.
+    Above half of an H100's multiprocessors, kernel 6 is as fast for 5 to 16 queries.
     """
-    most = 4 if 2 * heads > multiprocessors and dtype is not Dtype.FP32 else MOST_SPLIT
-    return queries <= most and keys >= FEWEST_KEYS
+    most = (
+        4 if 2 * (call.heads // call.group) > on.multiprocessors and dtype is not Dtype.FP32 else MOST_SPLIT
+    )
+    few = call.Nq <= most and call.Nk >= FEWEST_KEYS
+    return Queries(call.Nq * call.group, call.heads * call.Nq // on.multiprocessors, few)
 
 
 # The fastest first, in every dtype at (100, 1, 4096, 32) on an H200 (gpt.py bench --device cuda).

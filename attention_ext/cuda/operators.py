@@ -29,8 +29,9 @@ def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, 
     try:
         kernel = name.decode() if name else None
         _check_sizes(kernel, Nq, Nk, d)
-        chosen = driver.compiled(kernel, heads, Nq, seen, d, DTYPES[format], index, rules, group)
-        plan[0] = chosen.row.plan(chosen, Sizes(heads, Nq, seen, group, bool(causal or rules)))
+        call = Sizes(heads, Nq, seen, group, bool(causal or rules))
+        chosen = driver.compiled(kernel, call, d, DTYPES[format], index, rules)
+        plan[0] = chosen.row.plan(chosen, call)
     except BaseException as error:  # ctypes passes none on
         text = f"{error or type(error).__name__}".encode()[:MOST_TEXT].decode(errors="ignore")
         _failed.error = text, error

@@ -27,10 +27,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Queries:
-    """A call's: of a head, or of those that share k and v; and of all heads for each multiprocessor."""
+    """A call's: of a head, or of those that share k and v; and of all heads for each multiprocessor.
+
+    few: splitting the keys is faster.
+    """
 
     of_head: int
     share: int = 1024
+    few: bool = False
 
 
 LARGE = Queries(1024)

@@ -203,12 +203,13 @@ def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
     if device == "cpu":
         return model
     from shakespeare.attention_ext.cuda import gpu as driver
+    from shakespeare.attention_ext.cuda.launches import Sizes
 
     driver.check_gpu()
     c, index = model.config, torch.cuda.current_device()
     with ThreadPoolExecutor(initializer=driver.activate, initargs=(index,)) as pool:
-        asked = ((kernel, c.n_head, queries, c.block_size, c.head_dim) for queries in (c.block_size, 1))
-        made = [pool.submit(driver.compiled, *each, Dtype.FP32, index) for each in asked if part.operator]
+        calls = [Sizes(c.n_head, queries, c.block_size) for queries in (c.block_size, 1) if part.operator]
+        made = [pool.submit(driver.compiled, kernel, call, c.head_dim, Dtype.FP32, index) for call in calls]
         model = model.to(device)
         if part.operator:
             operator(part.name, "cuda")

@@ -11,8 +11,9 @@ import torch
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.build.nvrtc import Resources
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import WIDEST, Gpu, Kernel, choose, few_queries
-from shakespeare.attention_ext.cuda.tiles import Queries, Tile
+from shakespeare.attention_ext.cuda.kernels import WIDEST, Gpu, Kernel, choose, queries_of
+from shakespeare.attention_ext.cuda.launches import Sizes
+from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import BuildError, check_dtype
 from shakespeare.lab.bench.cases import Cell, check_memory
 from shakespeare.lab.bench.measure import inputs
@@ -91,9 +92,8 @@ def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> An
         on = driver.gpu(index)
     else:
         on = SHEETS[arch]
-    heads = cell.batch * cell.heads
-    few = few_queries(Nq, Nk, heads, on.multiprocessors, dtype)
-    kernel, tile = choose(name, d, dtype, on, few, Queries(Nq, heads * Nq // on.multiprocessors))
+    queries = queries_of(Sizes(cell.batch * cell.heads, Nq, Nk), dtype, on)
+    kernel, tile = choose(name, d, dtype, on, queries)
     _, resources = driver.source(kernel, tile, d, dtype, on.capability).compile()
     fits = occupancy(architecture(on), tile.threads, resources.registers, tile.shared + resources.shared)
     blocks = min(fits.values())

@@ -156,7 +156,7 @@ def test_the_table():
     for dtype in Dtype:
         fastest = next(name for name in FASTEST if dtype in KERNELS[name].dtypes)
         assert choose(None, 64, dtype, GPUS[9, 0])[0].name == fastest
-        assert choose(None, 64, dtype, GPUS[7, 5], few=True)[0].name == "split"
+        assert choose(None, 64, dtype, GPUS[7, 5], Queries(1, few=True))[0].name == "split"
     for dtype, name in ((Dtype.FP32, "4"), (Dtype.FP16, "5"), (Dtype.BF16, "3")):
         for d in range(1, WIDEST + 1):
             assert choose(None, d, dtype, GPUS[7, 5])[0].name == name, d

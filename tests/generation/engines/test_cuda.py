@@ -19,6 +19,7 @@ from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache, nvrtc, prebuilt
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
+from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
 from shakespeare.generation.engines import cuda, layouts, pytorch
 from shakespeare.generation.engines.engine import EngineOptions
@@ -43,7 +44,7 @@ def gpu() -> None:
     with or_skip():
         driver.check_gpu()
         torch.cuda.synchronize()  # makes the GPU's context current
-        driver.compiled("1", 1, 16, 16, 16, Dtype.FP32, torch.cuda.current_device())
+        driver.compiled("1", Sizes(1, 16, 16), 16, Dtype.FP32, torch.cuda.current_device())
 
 
 @pytest.fixture
