@@ -66,15 +66,6 @@ def kernel_calls(
                 yield rows, slice(first_key, first_key + len(k)), False
 
 
-def pairs(queries: Sequence[range], keys: Sequence[range], causal: bool, offset: int) -> int:
-    """The number of pairs of a query and a key that it sees: the work, in dot products."""
-    total = 0
-    for i, j, diagonal in kernel_calls(queries, keys, causal, offset):
-        rows = i.stop - i.start
-        total += rows * (j.stop - j.start) - (rows * (rows - 1) // 2 if diagonal else 0)
-    return total
-
-
 def describe(
     method: str, part: str, causal: bool, scale: float | None, q: Tensor, k: Tensor, v: Tensor
 ) -> dict | Exception:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -48,8 +47,3 @@ def decode(data: bytes, name: str, hint: str = "") -> str:
         at = "" if data.startswith(UTF_16) else f" at byte {error.start}"
         raise ValueError(f"{name} is {what}{at}; it must be text in UTF-8{hint}") from None
     return text.removeprefix(MARK) or text  # a mark alone is a character
-
-
-def is_tiny_shakespeare(text: str) -> bool:
-    """Whether this is the text that the shipped checkpoints were trained on."""
-    return hashlib.sha256(text.encode()).hexdigest() == SHA256

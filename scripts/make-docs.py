@@ -130,11 +130,7 @@ KINDS = {
     "generation": ("Text, against other engines", "-m benchmarks.generation", generation),
     "generation_gpt2": ("Text of models of GPT-2's sizes, against other engines", GPT2, generation),
     "bench_cuda": ("Attention on the GPU", "gpt.py bench --device cuda", bench),
-    "bench_flash": (
-        "FlashAttention's shapes",
-        "gpt.py bench kernel6,... --tokens 16384 --columns 2048",
-        bench,
-    ),
+    "bench_flash": ("FlashAttention's shapes", "gpt.py bench --tokens 16384 --columns 2048", bench),
 }
 
 

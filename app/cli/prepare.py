@@ -1,5 +1,6 @@
 """prepare: a text in nanoGPT's layout, which train and eval read by default."""
 
+from hashlib import sha256
 from pathlib import Path
 
 import click
@@ -35,8 +36,8 @@ def prepare(corpus_file: Path | None, out: Path | None) -> None:
         has = f"{path} has {len(characters)} different characters"
         raise ValueError(f"{has}; it must have at most 65536, for train.bin")
     training, validation = corpus.split(tokenizer.encode(text))
-    known = "Tiny Shakespeare" if corpus.is_tiny_shakespeare(text) else "not Tiny Shakespeare"
-    click.echo(f"{path}: {known}")
+    known = sha256(text.encode()).hexdigest() == corpus.SHA256
+    click.echo(f"{path}: {'' if known else 'not '}Tiny Shakespeare")
     click.echo(f"length of dataset in characters: {len(text):,}")
     click.echo(f"vocabulary: {len(tokenizer)} characters")
     click.echo(f"training: {len(training):,} characters, validation: {len(validation):,}")

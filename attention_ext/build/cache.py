@@ -5,6 +5,7 @@ releases the lock of a killed build. Only a finished file gets the name that is 
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import shlex
@@ -132,8 +133,10 @@ def lock(descriptor: int, wait: bool = True) -> bool:
 
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             return True
-        except OSError if sys.platform == "win32" else BlockingIOError:
-            if not wait:  # LK_LOCK gives up after ten seconds
+        except OSError as error:  # LK_LOCK gives up after ten seconds
+            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+                raise
+            if not wait:
                 return False
 
 

@@ -3,6 +3,8 @@
 Neither torch nor CUDA is imported here.
 """
 
+from dataclasses import replace
+
 from shakespeare.attention_ext.cuda import launches, tiles
 from shakespeare.attention_ext.cuda.launches import Gpu, Kernel, Sizes
 from shakespeare.attention_ext.cuda.tiles import LARGE, Queries, Tile
@@ -14,12 +16,11 @@ MOST_ROWS = 2**31 - 1024  # of queries or keys; the kernels count them in 32 bit
 
 
 KERNELS = {
-    kernel.name: kernel
+    kernel.name: replace(kernel, functions=kernel.functions or (f"attention_kernel{kernel.name[0]}",))
     for kernel in (
         Kernel(
             "1",
             dict.fromkeys(Dtype, "kernel1.cu"),
-            ("attention_kernel1",),
             "one launch for each tile of keys, the state in global memory",
             "Every launch reads and writes the state of all rows, and loads the queries again; at d = 32 a "
             "warp's reads of K are all in one bank of shared memory.",
@@ -29,7 +30,6 @@ KERNELS = {
         Kernel(
             "2-unpadded",
             dict.fromkeys(Dtype, "kernel2.cu"),
-            ("attention_kernel2",),
             "kernel 2 without padding",
             "Rows of a tile are d numbers apart, so a column of 32 rows is in few banks of shared memory, "
             "which serve one row after the other.",
@@ -38,7 +38,6 @@ KERNELS = {
         Kernel(
             "2",
             dict.fromkeys(Dtype, "kernel2.cu"),
-            ("attention_kernel2",),
             "one launch, tiles in shared memory, 4 x 4 scores a thread",
             "The state stays in the block, and each number from shared memory serves four products. Shared "
             "memory still delivers less than the arithmetic needs.",
@@ -47,7 +46,6 @@ KERNELS = {
         Kernel(
             "3-shared",
             dict.fromkeys(Dtype, "kernel3.cu"),
-            ("attention_kernel3",),
             "a row for each thread, the state in shared memory",
             "Each strip of keys reads and writes the row of O in shared memory.",
             tiles.kernel3("shared"),
@@ -55,7 +53,6 @@ KERNELS = {
         Kernel(
             "3-spilled",
             dict.fromkeys(Dtype, "kernel3.cu"),
-            ("attention_kernel3",),
             "a row for each thread, the state in local arrays that spill",
             "The source is kernel 3's; with few registers allowed, the arrays go to local memory, which is "
             "global memory behind the L1 cache. More blocks are resident, and they are slower.",
@@ -64,7 +61,6 @@ KERNELS = {
         Kernel(
             "3",
             dict.fromkeys(Dtype, "kernel3.cu"),
-            ("attention_kernel3",),
             "a row for each thread, the state in registers",
             "A warp reads each number of K and V once for 32 rows, and no weights pass between threads.",
             tiles.kernel3("registers"),
@@ -72,7 +68,6 @@ KERNELS = {
         Kernel(
             "4",
             {Dtype.FP32: "kernel4.cu"},
-            ("attention_kernel4",),
             "float32 by register tiles, vector loads and asynchronous copies",
             "A thread has 8 x 8 scores, so a number from shared memory serves eight products, and the next "
             "tiles arrive meanwhile. Most instructions are multiply-adds.",
@@ -84,7 +79,6 @@ KERNELS = {
         Kernel(
             "5",
             {Dtype.FP32: "kernel5_tf32.cu", **dict.fromkeys(HALVES, "kernel5_16bit.cu")},
-            ("attention_kernel5",),
             "tensor cores with mma.sync, float32 as three products of tf32",
             "The tensor cores compute the products. The softmax, most of which runs beside them, and shared "
             "memory are what is left.",
@@ -98,7 +92,6 @@ KERNELS = {
         Kernel(
             "6",
             dict.fromkeys(HALVES, "kernel6.cu"),
-            ("attention_kernel6",),
             "Hopper: the copy engine, asynchronous products, warps of two roles",
             "One thread starts the copies of tiles while other warps multiply, and the softmax of one tile "
             "runs beside the products of another. The tensor cores bound wide heads, the exponentials narrow "
@@ -114,12 +107,12 @@ KERNELS = {
         Kernel(
             "split",
             dict.fromkeys(Dtype, "split.cu"),
-            ("attention_split", "attention_merge"),
             "few queries: the keys are split among blocks and the results merged by logsumexp",
             "A block for each tile of queries would leave most of the GPU idle. Blocks for splits of the "
             "keys use all of it and read K and V once. The memory's bandwidth is the bound.",
             tiles.split,
             launches.split,
+            functions=("attention_split", "attention_merge"),
             multiple=8,
             vectors=True,
             ruled=True,

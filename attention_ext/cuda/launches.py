@@ -12,7 +12,6 @@ from shakespeare.attention_ext.cuda.tiles import LARGE, Capability, Queries, Til
 from shakespeare.attention_ext.parts import Dtype
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
-WARPGROUP_ROWS = 64  # of Q, which kernel 6 copies at a time
 MOST_WAVES, WAVE_COST = 8, 0.02  # of blocks, by which splits() chooses
 
 
@@ -86,12 +85,13 @@ def for_each_tile_of_keys(kernel: Compiled, of: Sizes) -> Plan:
 def resident(kernel: Compiled, of: Sizes) -> Plan:
     """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other.
 
-    Where tiles differ, a counter in the scratch gives the next one to the block that is done first.
+    Where tiles differ, a counter in the scratch gives the next one to the block that is done first. Q is copied
+    for each warpgroup alone, 64 rows.
     """
     tiles = _tiles(kernel, of.heads, of.Nq)
     blocks, uneven = min(tiles, kernel.on.multiprocessors), of.uneven or of.Nq % kernel.tile.br > 0
     scratch, box = int(uneven and blocks < tiles), kernel.tile.sizes["BOX"]
-    return _plan(kernel, _launch(kernel, blocks), br=WARPGROUP_ROWS, box=box, scratch=scratch)
+    return _plan(kernel, _launch(kernel, blocks), br=64, box=box, scratch=scratch)
 
 
 def split(kernel: Compiled, of: Sizes) -> Plan:
@@ -141,7 +141,7 @@ class Kernel:
     """A row of kernels.KERNELS.
 
     name: what --kernel takes. sources: its file in csrc/cuda/ for each dtype that it takes. functions: those
-    that the files define. why: what it improves on, and what still limits it.
+    that the files define; by default attention_kernel and its number. why: what it improves on; its limit.
     tiles: the best first; the first that fits shared memory is taken. plan: of a call's launches. multiple: d
     is padded to a multiple of it. vectors: rows are read 16 bytes at a time; other inputs are copied first.
     capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone. ruled:
@@ -150,11 +150,11 @@ class Kernel:
 
     name: str
     sources: Mapping[Dtype, str]
-    functions: tuple[str, ...]
     summary: str
     why: str
     tiles: Tiles
     plan: Planner = once
+    functions: tuple[str, ...] = ()
     multiple: int = 1
     vectors: bool = False
     capability: Capability = (7, 5)

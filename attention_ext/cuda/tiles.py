@@ -27,10 +27,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Queries:
-    """A call's: of a head, or of those that share k and v; and of all heads for each multiprocessor.
-
-    few: splitting the keys is faster.
-    """
+    """Of a head, or of those that share k and v; of all, for a multiprocessor; whether the keys are split."""
 
     of_head: int
     share: int = 1024
@@ -164,13 +161,10 @@ def kernel5(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
 
 
 def kernel6(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
-    """The fastest of a sweep on an H100. 128 threads copy; as many for each 64 queries multiply.
-
-    Three times 64 queries share tiles of K and V, unless that leaves multiprocessors idle. Small tiles waste
-    less of short rows.
-    """
+    """The fastest of a sweep on an H100. 128 threads copy; as many for each 64 queries multiply."""
     width = 32 if d <= 32 else up(d, 64)
     wide = width <= 128 and queries.share >= 192 and (width < 128 or queries.of_head >= 2048)
+    # more queries share K and V, if no multiprocessor idles; small tiles waste less of short rows
     widest = 80 if queries.of_head >= 4096 else 64
     bc = {32: 128, 64: 128, 128: 80 if wide else 128, 192: 112, 256: widest}[width]
     groups, stages = 3 if wide else 2, 3 if wide or width <= 64 else 2
