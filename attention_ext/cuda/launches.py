@@ -85,8 +85,8 @@ def for_each_tile_of_keys(kernel: Compiled, of: Sizes) -> Plan:
 def resident(kernel: Compiled, of: Sizes) -> Plan:
     """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other.
 
-    Where tiles differ, a counter in the scratch gives the next one to the block that is done first. Q is copied
-    for each warpgroup alone, 64 rows.
+    Where tiles differ, a counter in the scratch gives the next one to whoever is done. Each warpgroup's 64 rows of
+    Q are copied alone.
     """
     tiles = _tiles(kernel, of.heads, of.Nq)
     blocks, uneven = min(tiles, kernel.on.multiprocessors), of.uneven or of.Nq % kernel.tile.br > 0
