@@ -85,8 +85,8 @@ def for_each_tile_of_keys(kernel: Compiled, of: Sizes) -> Plan:
 def resident(kernel: Compiled, of: Sizes) -> Plan:
     """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other.
 
-    Where tiles differ, a counter in the scratch gives the next one to whoever is done. Each warpgroup's 64 rows of
-    Q are copied alone.
+    Where tiles differ, a counter in the scratch gives the next one to whoever is done. Q is copied by 64
+    rows, those of a warpgroup.
     """
     tiles = _tiles(kernel, of.heads, of.Nq)
     blocks, uneven = min(tiles, kernel.on.multiprocessors), of.uneven or of.Nq % kernel.tile.br > 0

@@ -168,7 +168,7 @@ def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     try:
-        function = importlib.import_module(module).flash_attn_func
+        function: Callable[..., Any] = importlib.import_module(module).flash_attn_func
         with warnings.catch_warnings(action="ignore"):
             call()
     except (ImportError, AttributeError) as error:

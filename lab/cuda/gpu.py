@@ -35,10 +35,10 @@ LIMITS_TILE = Tile(1, 1, 256, 0, {"CHAINS": CHAINS, "LINKS": LINKS})
 LIMITS = Kernel(
     "limits",
     {Dtype.FP32: "limits.cu"},
-    ("fma_chains", "read_all", "pause"),
     "multiply-adds in registers; reading; a pause",
     "",
     lambda d, dtype, queries, capability: iter([LIMITS_TILE]),
+    functions=("fma_chains", "read_all", "pause"),
 )
 
 
