@@ -161,14 +161,15 @@ def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     if "sinks" in given:
         given["sinks"] = given["sinks"].bfloat16()
     views, options = [t.transpose(1, 2) for t in (q, k, v)], {its_names[name]: x for name, x in given.items()}
+    attend: Callable[..., Any]
     arguments, sys.argv = sys.argv, sys.argv[:1]  # version 4's compiler would parse them at its first call
 
     def call() -> Tensor:
-        out = function(*views, causal=cell.causal, **options)
+        out = attend(*views, causal=cell.causal, **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     try:
-        function: Callable[..., Any] = importlib.import_module(module).flash_attn_func
+        attend = importlib.import_module(module).flash_attn_func
         with warnings.catch_warnings(action="ignore"):
             call()
     except (ImportError, AttributeError) as error:
