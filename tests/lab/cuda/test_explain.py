@@ -8,7 +8,6 @@ import pytest
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS
-from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab.bench.cases import Cell
 from shakespeare.lab.cuda.architectures import SHEETS, architecture, occupancy
 from shakespeare.lab.cuda.explain import compiled, explain
@@ -93,7 +92,7 @@ def test_the_driver_counts_the_same_blocks(gpu, kernel, d):
         pytest.skip(f"{on.name} cannot run kernel {kernel}")
     answer = compiled(cell(d=d, dtype=dtype), kernel)
     assert answer.driver and answer.blocks == min(answer.fits.values())
-    tile = row.tile(d, Dtype(dtype), on)
+    tile = answer.tile
     own = occupancy(architecture(answer.on), tile.threads, answer.resources.registers, tile.shared)
     assert min(own.values()) == answer.blocks
 
