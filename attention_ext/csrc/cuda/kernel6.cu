@@ -6,16 +6,14 @@
 // Loop nest: a block goes over tiles of queries, and for each over tiles of keys:
 //         S <- Qi Kj^T, P <- 2^(c S - c m), O <- O + P Vj
 // Launch: min(query tiles, multiprocessors) blocks: 128 threads copy, a warpgroup multiplies 64 rows.
-// Shared memory: 2 Br width (Q) + stages * 4 Bc width (K, V) + 24 a warpgroup and 32 a stage (mbarriers,
-// numbers)
-//     + 1,024 (to align).
+// Shared memory: 2 Br width (Q) + stages * 4 Bc width (K, V) + 24 a warpgroup that multiplies and 32 a stage
+//     (mbarriers, numbers of tiles) + 1,024 (to align).
 // Registers: Bc / 2 (S) + Bc / 4 (P) + width / 2 (O) and about 30 more for a thread that multiplies.
 // Improves on kernel 5:
 //   - One thread copies, by TMA; mbarriers tell when a tile is full or free.
 //   - wgmma reads Q, K and V from shared memory and runs while its warps go on. S = Qi Kj^T and O += P V(j-1)
 //     begin together, and the softmax needs only S.
-//   - A block that is done takes the next tile of queries, by a counter, and its keys are copied before the
-//   last
+//   - A block that is done takes the next tile of queries, by a counter, and its keys arrive before the last
 //     tile ends. Each tile is computed alone, so two runs give the same bits.
 //   - The warpgroups take turns to begin products, so that one has its softmax while another multiplies.
 //   - m follows the largest score only when that is 2^8 times above it. Few tiles shuffle or rescale O.
@@ -80,10 +78,9 @@ struct Tile {
     }
 };
 
-// The index-th query tile. Head by head, blocks share K and V in the L2 cache and wait for memory at all times
+// The index-th query tile. Head by head, blocks share K and V in the L2 cache, and read memory at all times
 // alike. Under a causal mask the longest come first, and the last heads are taken together, so that blocks end
-// together: two long tiles for each block, and if a tile is long, some eight blocks a head, which go at one
-// pace.
+// together: two tiles for each block at least, and heads for an eighth of the blocks, which go at one pace.
 __device__ inline Tile query_tile(const Call& call, unsigned index) {
     const unsigned Tr = (call.Nq + Br - 1) / Br, all = call.batches * call.heads;
     const unsigned last = min(all, max(2 * gridDim.x / (Tr + 1) + 1, gridDim.x / 8));
