@@ -206,15 +206,17 @@ def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
     from shakespeare.attention_ext.cuda.launches import Sizes
 
     driver.check_gpu()
+    if not part.operator:
+        return model.to(device)
     c, index = model.config, torch.cuda.current_device()
+    driver.activate(index)  # here first, for its errors
     with ThreadPoolExecutor(initializer=driver.activate, initargs=(index,)) as pool:
-        calls = [Sizes(c.n_head, queries, c.block_size) for queries in (c.block_size, 1) if part.operator]
+        calls = (Sizes(c.n_head, queries, c.block_size) for queries in (c.block_size, 1))  # a prompt, a token
         made = [pool.submit(driver.compiled, kernel, call, c.head_dim, Dtype.FP32, index) for call in calls]
         model = model.to(device)
-        if part.operator:
-            operator(part.name, "cuda")
-        for kernel_of in made:  # of a prompt, and of each new token
-            kernel_of.result()
+        operator(part.name, "cuda")
+        for each in made:
+            each.result()
     return model
 
 
