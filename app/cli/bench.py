@@ -94,9 +94,9 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
 
     With --device cuda they are part0, part4 (its fastest kernel), kernel1 and the other kernels
     (kernel2-unpadded, ...), sdpa-math, sdpa-efficient, sdpa-flash and sdpa-cudnn (backends of PyTorch's),
-    flash-attn, -3 and -4 if installed, and flex; by default all but flex, each once. --plot then also
-    times part1 on one core of the CPU. With --device webgpu they are part4 and its steps in WGSL, webgpu1 to
-    webgpu6.
+    flash-attn, flash-attn-3 and flash-attn-4 if installed, and flex; by default all but flex, each once.
+    --plot then also times part1 on one core of the CPU. With --device webgpu they are part4 and its steps in
+    WGSL, webgpu1 to webgpu6.
     """
     options.refuse_other_device()
     options.refuse_combinations(ONLY_WITH, NOT_WITH)

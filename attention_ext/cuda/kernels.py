@@ -146,9 +146,8 @@ def choose(
         if ruled and not row.ruled:
             raise no_rules(kernel)
         return row, row.tile(d, dtype, on, queries)
-    first = ("split",) if queries.few else ("5",) if d <= 32 and queries.share <= 64 else ()
-    names = (*first, *FASTEST)
-    for name in (name for name in names if KERNELS[name].ruled or not ruled):
+    first = ("split",) if queries.few else ("5",) if d <= 32 and queries.share <= tiles.SMALL else ()
+    for name in (name for name in (*first, *FASTEST) if KERNELS[name].ruled or not ruled):
         try:
             return KERNELS[name], KERNELS[name].tile(d, dtype, on, queries)
         except ValueError:
@@ -165,10 +164,8 @@ def queries_of(call: Sizes, dtype: Dtype, on: Gpu) -> Queries:
 
     Above half of an H100's multiprocessors, kernel 6 is as fast for 5 to 16 queries.
     """
-    most = (
-        4 if 2 * (call.heads // call.group) > on.multiprocessors and dtype is not Dtype.FP32 else MOST_SPLIT
-    )
-    few = call.Nq <= most and call.Nk >= FEWEST_KEYS
+    many = 2 * (call.heads // call.group) > on.multiprocessors and dtype is not Dtype.FP32
+    few = call.Nq <= (4 if many else MOST_SPLIT) and call.Nk >= FEWEST_KEYS
     return Queries(call.Nq * call.group, call.heads * call.Nq // on.multiprocessors, few)
 
 

@@ -27,14 +27,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Queries:
-    """Of a head, or of those that share k and v; of all, for a multiprocessor; whether the keys are split."""
+    """A call's. of_head: of all heads that share k and v. few: splitting the keys is faster."""
 
     of_head: int
-    share: int = 1024
+    share: int = 1024  # of all heads, for each multiprocessor
     few: bool = False
 
 
 LARGE = Queries(1024)
+SMALL = 64  # with no larger share, tiles of 64 queries are at most as many as the multiprocessors
 Capability = tuple[int, int]
 Tiles = Callable[[int, Dtype, Queries, Capability], Iterator[Tile]]
 ASYNCHRONOUS = (8, 0)  # the least capability with cp.async, which needs no registers; a T4 is before it
@@ -144,7 +145,7 @@ def kernel5(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
             (192, (4, 32, 1, 32, 3, 2, 1, 1)),
             (256, (8, 48, 1, 48, 2, 1, 0, 1), (4, 32, 1, 32, 2, 2, 0, 1)),
         )
-        if queries.share <= 64:  # smaller tiles, for fewer multiprocessors would be idle
+        if queries.share <= SMALL:
             rows = (
                 (32, (4, 128, 1, 64, 3, 2, 2, 0)),
                 (128, (4, 64, 1, 32, 3, 2, 2, 0), (4, 32, 2, 32, 3, 2, 1, 1)),

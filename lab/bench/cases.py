@@ -60,8 +60,8 @@ def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
         if causal and queries != N:
             must = f"with a causal mask it must be 1 or N={N}: PyTorch's mask differs"
             raise ValueError(f"queries is {queries}; {must}")
-        batch = max(1, sweep.tokens // N) if sweep.tokens else sweep.batch
-        heads = max(1, sweep.columns // d) if sweep.columns else sweep.heads
+        batch = sweep.tokens // N if sweep.tokens else sweep.batch
+        heads = sweep.columns // d if sweep.columns else sweep.heads
         shape = (N, queries, d, batch, heads, causal)
         sides = itertools.product(sweep.br, sweep.bc) if tiled else ((None, None),)
         for simd, (br, bc) in itertools.product(sweep.simds if part and part.operator else (None,), sides):
@@ -74,7 +74,7 @@ def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
 
 
 def check(names: Sequence[str], sweep: Sweep) -> None:
-    """Raise ValueError for an unknown or repeated name, or a contender that does not take the dtype."""
+    """Raise ValueError for an unknown or repeated name, a dtype that a contender lacks, or too few tokens."""
     one_of("device", sweep.device, DEVICES)
     where = "" if sweep.device == "cpu" else f"on {DEVICES[sweep.device]} "
     named = ("contender", names, known_on(sweep.device))
@@ -84,6 +84,10 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
                 raise ValueError(f"{what} is {name!r}; {where}it must be one of {', '.join(known)}")
         if len(set(chosen)) < len(chosen) or not chosen:
             raise ValueError(f"{what} is {','.join(chosen)!r}; it must name one or more, each once")
+    totals = ("tokens", sweep.tokens, "N", sweep.lengths), ("columns", sweep.columns, "d", sweep.widths)
+    for what, total, of, each in totals:
+        if total and total < max(each):
+            raise ValueError(f"{what} is {total}; it must be at least {of}={max(each)}")
     ruled = [rule for rule in sweep.rules if rules.parse(rule)]
     takes = sweep.device == "cuda" or (sweep.device, sweep.dtype) == ("cpu", Dtype.FP32)
     if ruled and not (takes and sweep.queries is None):

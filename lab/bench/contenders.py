@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shakespeare.attention_ext import PARTS, attention
 from shakespeare.attention_ext import rules as ruling
-from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.cuda.kernels import HALVES, KERNELS
 from shakespeare.attention_ext.parts import Dtype, Part, check_part, is_file
 from shakespeare.attention_ext.webgpu.steps import STEPS
 from shakespeare.lab.bench.cell import Cell
@@ -90,8 +90,7 @@ def contenders() -> dict[str, Contender]:
     known["flex"] = Contender("FlexAttention", flex_call, on_cuda | {"cpu": fp32}, own_allocator=True)
     known["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
     for name, (title, module, _) in FLASH_ATTN.items():
-        package = module.partition(".")[0]
-        known[name] = Contender(title, flash_attn_call, {"cuda": (Dtype.BF16, Dtype.FP16)}, package)
+        known[name] = Contender(title, flash_attn_call, {"cuda": HALVES}, module.partition(".")[0])
     for name, (title, _, _) in SDPA.items():
         known[name] = Contender(f"SDPA, {title}", sdpa_backend_call, on_cuda)
     return known

@@ -105,15 +105,14 @@ def seen(case: Case, br: int) -> np.ndarray:
 
 
 def balance(of: Launch) -> float | None:
-    """Kernel 6: the mean over the most work of a block, in tiles of keys; None for too many tiles.
+    """Kernel 6: the mean over the most work of a block, in tiles of keys; None for another or many tiles.
 
     Blocks take tiles of queries in the order of query_tile() in csrc/cuda/kernel6.cu, whoever is done first.
     """
-    heads, Tr, work = of.case.heads, of.tiles, -(-seen(of.case, of.tile.br) // of.tile.bc)
-    if heads * Tr > 10**6:
+    heads, Tr, work = of.case.heads, of.tiles, -(-seen(of.case, of.tile.br)[::-1] // of.tile.bc)
+    if heads * Tr > 10**6 or of.kernel.functions[0] != "attention_kernel6":
         return None
     last = min(heads, max(2 * of.resident // (Tr + 1) + 1, of.resident // 8)) if of.case.causal else 0
-    work = work[::-1] if of.case.causal else work
     blocks = [0] * min(of.resident, heads * Tr)
     for tiles in (*np.tile(work, heads - last), *np.repeat(work, last)):
         heapq.heapreplace(blocks, blocks[0] + tiles)

@@ -102,9 +102,8 @@ def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> An
         blocks = driver.resident(driver.load(kernel, tile, d, dtype, index))
     case = replace(cell.case(), br=tile.br, bc=tile.bc)
     launch = Launch(case, kernel, tile, blocks * on.multiprocessors)
-    balance = costs.balance(launch) if kernel.name == "6" else None
-    count = costs.counted(launch)
-    return Answer(case, kernel, tile, on, resources, fits, blocks, arch is None, count, balance)
+    counts = costs.counted(launch), costs.balance(launch)
+    return Answer(case, kernel, tile, on, resources, fits, blocks, arch is None, *counts)
 
 
 def heading(cell: Cell, answer: Answer) -> str:
@@ -132,9 +131,7 @@ def resources_text(answer: Answer) -> str:
     others = ", ".join(f"{number} by {name}" for name, number in fits.items())
     said = "by the driver" if answer.driver else "counted from ptxas's report"
     bounds = [name for name, number in fits.items() if number == min(fits.values())]
-    balance = ""
-    if answer.balance:
-        balance = f"\nbalance     the mean of the blocks' work is {100 * answer.balance:.0f} % of the most"
+    mean = answer.balance and f"\nbalance     the mean block has {answer.balance:.2f} of the most work"
     bound = f", limited by {' and '.join(bounds)}" if answer.blocks == min(fits.values()) else ""
     return (
         f"launch      {count.blocks:,} blocks{launches} of {tile.threads} threads; "
@@ -142,7 +139,7 @@ def resources_text(answer: Answer) -> str:
         f"registers   {used.registers} a thread; spilled: {spilled}; stack {used.stack} B\n"
         f"shared      {size_text(tile.shared + used.shared)} a block\n"
         f"occupancy   {resident} ({said}), {share}{bound}\n"
-        f"            blocks that fit: {others}{balance}"
+        f"            blocks that fit: {others}{mean or ''}"
     )
 
 

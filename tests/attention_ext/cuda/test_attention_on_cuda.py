@@ -20,7 +20,7 @@ from shakespeare.attention_ext.parts import Dtype
 from shakespeare.attention_ext.rules import checked
 
 # (B, H, Nq, Nk, d): one row, odd widths, tiles that are not full, few queries, wide heads, many strips
-# of keys for warps that share them
+# of keys for warps that share them, many tiles for blocks that take one after the other
 SHAPES = [
     (1, 1, 1, 1, 1),
     (1, 2, 1, 300, 32),
@@ -36,6 +36,7 @@ SHAPES = [
     (1, 1, 65, 129, 200),
     (3, 2, 129, 129, 96),
     (1, 1, 1025, 1025, 16),
+    (2, 140, 300, 300, 32),
 ]
 ROWS = [(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.dtypes]
 if not torch.cuda.is_available():  # one is skipped for all

@@ -11,7 +11,8 @@ from support import ROOT, naming, printed
 
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import FASTEST, KERNELS, WIDEST, Gpu, choose
+from shakespeare.attention_ext.cuda.kernels import FASTEST, KERNELS, WIDEST, Gpu, choose, queries_of
+from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.cuda.tiles import LARGE, Queries
 from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.attention_ext.rules import extents
@@ -160,6 +161,14 @@ def test_the_table():
     for dtype, name in ((Dtype.FP32, "4"), (Dtype.FP16, "5"), (Dtype.BF16, "3")):
         for d in range(1, WIDEST + 1):
             assert choose(None, d, dtype, GPUS[7, 5])[0].name == name, d
+    for heads, N, d, name, br in (
+        (4, 1024, 32, "5", 64),
+        (4, 1024, 64, "6", 128),
+        (512, 2048, 128, "6", 192),
+    ):
+        queries = queries_of(Sizes(heads, N, N), Dtype.BF16, GPUS[9, 0])  # few, some, many tiles
+        row, tile = choose(None, d, Dtype.BF16, GPUS[9, 0], queries)
+        assert (row.name, tile.br) == (name, br)
     with pytest.raises(ValueError, match="no kernel takes d = 64 on this GPU, of compute capability 7.0"):
         choose(None, 64, Dtype.FP32, Gpu("a GPU", (7, 0), 96 * 1024, 80))
 

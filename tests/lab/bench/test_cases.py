@@ -21,6 +21,13 @@ def test_a_plan_is_every_contender_at_every_case(extension):
     assert {cell.simd for cell in cells if cell.contender != "part4"} == {None}
 
 
+def test_a_plan_with_as_many_tokens_and_columns_at_every_size():
+    cells = plan(["part0"], lengths=(8, 24), widths=(4, 16), tokens=64, columns=32)
+    assert {(cell.N, cell.d, cell.batch, cell.heads) for cell in cells} == {
+        *((8, 4, 8, 8), (8, 16, 8, 2), (24, 4, 2, 8), (24, 16, 2, 2))
+    }
+
+
 def test_a_wrong_plan():
     for arguments, message in (
         (dict(names=["part7"]), "contender is 'part7'; it must be one of part0,"),
@@ -30,6 +37,8 @@ def test_a_wrong_plan():
         (dict(names=["kernel1"]), "contender is 'kernel1'; it must be one of part0,"),
         (dict(names=["part0"], device="tpu"), "device is 'tpu'; it must be one of cpu, cuda"),
         (dict(names=["part1"], device="cuda"), "contender is 'part1'; on CUDA it must be one of part0"),
+        (dict(names=["part0"], tokens=63, lengths=[32, 64]), "tokens is 63; it must be at least N=64"),
+        (dict(names=["part0"], columns=31), "columns is 31; it must be at least d=32"),
         (dict(names=["kernel1"], device="cuda", l2s=["hot"]), "l2 is 'hot'; on CUDA it must be one of warm,"),
     ):
         with naming(arguments), pytest.raises(ValueError, match=message):

@@ -68,19 +68,25 @@ def test_rules_and_flash_attn(monkeypatch):
         return attention("part0", *by_head, causal=causal, **rules).transpose(1, 2)
 
     def flash_attn_4_func(*tensors, **options):
+        arguments.append(sys.argv)
         return flash_attn_func(*tensors, **options), None
 
+    arguments = []
+    monkeypatch.setattr(sys, "argv", ["gpt.py", "-d", "8"])  # which version 4's compiler would parse
+
     on_cpu(monkeypatch)
-    names, rules = ["kernel6", "sdpa-math", "flash-attn", "flash-attn-4"], ("window=5+softcap=3", "alibi")
+    names, rules = ["kernel6", "sdpa-math", *contenders.FLASH_ATTN], ("window=5+softcap=3", "alibi")
     case = dict(names=names, masks=(True,), rules=rules, dtype="bf16", l2s=("cold",))
     assert {r.status for r in measured(**case).results if "flash-attn" in r.cell.contender} == {"skipped"}
-    for module, function in (("flash_attn", flash_attn_func), ("flash_attn.cute", flash_attn_4_func)):
+    modules = {module: flash_attn_func for _, module, _ in contenders.FLASH_ATTN.values()}
+    for module, function in (modules | {"flash_attn.cute": flash_attn_4_func}).items():
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(flash_attn_func=function))
     found = {(r.cell.contender, r.cell.rules): (r.status, r.note) for r in measured(**case).results}
     for (name, rule), (status, note) in found.items():
-        lacks = name == "sdpa-math" or (name, rule) == ("flash-attn-4", "alibi")
+        lacks = name == "sdpa-math" or (name, rule) in (("flash-attn-3", "alibi"), ("flash-attn-4", "alibi"))
         assert status == ("skipped" if lacks else "ok"), (name, rule, note)
     assert found["flash-attn-4", "alibi"][1] == "contender 'flash-attn-4' has no alibi_slopes"
+    assert arguments[0] == ["gpt.py"] and sys.argv == ["gpt.py", "-d", "8"]
 
 
 def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(monkeypatch):
