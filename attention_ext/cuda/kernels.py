@@ -120,6 +120,64 @@ KERNELS = {
     )
 }
 
+OF_BACKWARD = ("attention_backward_rows", "attention_backward_keys", "attention_backward_queries")
+# The backward pass's, which gradients take whatever kernel the output is of; the best first.
+BACKWARD = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            "backward3",
+            dict.fromkeys(HALVES, "backward3.cu"),
+            OF_BACKWARD,
+            "tensor cores with mma.sync, P and dS in registers as the products' left operands",
+            "The tensor cores compute all seven products. They and shared memory are the bound.",
+            tiles.on_tensor_cores,
+            launches.backward,
+            multiple=8,
+            vectors=True,
+            capability=(8, 0),
+            ruled=True,
+        ),
+        Kernel(
+            "backward2",
+            {Dtype.FP32: "backward2.cu"},
+            OF_BACKWARD,
+            "tensor cores with mma.sync, three products of tf32",
+            "Each of the seven products is three of tf32. They and the splitting are the bound.",
+            tiles.on_tensor_cores,
+            launches.backward,
+            multiple=8,
+            vectors=True,
+            capability=(8, 0),
+            ruled=True,
+        ),
+        Kernel(
+            "backward1",
+            dict.fromkeys(Dtype, "backward1.cu"),
+            OF_BACKWARD,
+            "tiles in shared memory, float32 arithmetic",
+            "A number from shared memory serves up to four products, and shared memory is the bound.",
+            tiles.backward1,
+            launches.backward,
+            ruled=True,
+        ),
+    )
+}
+
+
+def choose_backward(kernel: str | None, d: int, dtype: Dtype, on: Gpu) -> tuple[Kernel, Tile]:
+    """As choose(), of the kernels of the backward pass."""
+    if kernel is not None:
+        one_of("kernel", kernel, BACKWARD)
+        return BACKWARD[kernel], BACKWARD[kernel].tile(d, dtype, on)
+    *others, last = BACKWARD.values()
+    for row in others:
+        try:
+            return row, row.tile(d, dtype, on)
+        except ValueError:
+            continue
+    return last, last.tile(d, dtype, on)
+
 
 def check_kernel(kernel: str) -> Kernel:
     """The row with this name. Raises ValueError if there is none."""

@@ -12,6 +12,7 @@ from shakespeare.attention_ext.cuda.tiles import LARGE, Capability, Queries, Til
 from shakespeare.attention_ext.parts import Dtype
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
+PADDING_OF_ROWS = 256  # of csrc/cuda/backward.h
 MOST_WAVES, WAVE_COST = 8, 0.02  # of blocks, by which splits() chooses
 
 
@@ -49,7 +50,7 @@ class Plan(ctypes.Structure):
     """struct Plan of csrc/bindings/launcher.cpp, which has a function's arguments."""
 
     _fields_ = [
-        ("launches", Launch * 2),
+        ("launches", Launch * 3),
         *((name, ctypes.c_int32) for name in ("count", "repeats", "number", "step")),
         ("scratch", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("width", "vectors", "br", "bc", "box")),
@@ -106,6 +107,18 @@ def split(kernel: Compiled, of: Sizes) -> Plan:
     return _plan(kernel, attend, merge, scratch=of.heads * of.Nq * count * (kernel.width + 2), number=count)
 
 
+def backward(kernel: Compiled, of: Sizes) -> Plan:
+    """The gradients: a warp for each row, then a block for each tile of keys, then for each of queries."""
+    rows, keys = (
+        of.heads * tiles.up(of.Nq, PADDING_OF_ROWS),
+        of.heads // of.group * -(-of.Nk // kernel.tile.bc),
+    )
+    blocks = -(-32 * rows // kernel.tile.threads), keys, _tiles(kernel, of.heads, of.Nq)
+    launches = [_launch(kernel, count, number) for number, count in enumerate(blocks)]
+    launches[0].shared = 0
+    return _plan(kernel, *launches, scratch=2 * rows)
+
+
 def _tiles(kernel: Compiled, heads: int, Nq: int) -> int:
     return heads * -(-Nq // kernel.tile.br)
 
@@ -118,7 +131,7 @@ def _launch(kernel: Compiled, blocks: int, function: int = 0) -> Launch:
 def _plan(kernel: Compiled, *launches: Launch, repeats: int = 1, **others: int) -> Plan:
     row, tile = kernel.row, kernel.tile
     sizes = {"width": kernel.width, "vectors": row.vectors, "br": tile.br, "bc": tile.bc, **others}
-    return Plan((Launch * 2)(*launches), len(launches), repeats, **sizes)
+    return Plan((Launch * 3)(*launches), len(launches), repeats, **sizes)
 
 
 def splits(rows: int, keys: int, together: int, slots: int) -> int:

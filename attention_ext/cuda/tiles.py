@@ -203,3 +203,46 @@ def _multiplies_16(dtype: Dtype, queries: int, capability: Capability) -> bool:
     if dtype is not Dtype.FP16 and capability < ASYNCHRONOUS:
         return False
     return queries > (4 if dtype is Dtype.FP32 else 2)
+
+
+def backward1(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
+    """The widest that fits is the best: a number from shared memory serves more products."""
+    pitch = up(d, 16) | 1
+    for side, each in ((64, 4), (32, 2), (16, 1), (8, 1)):
+        numbers = 4 * side * pitch + 2 * side * (side + 1)
+        yield Tile(side, side, (side // each) ** 2, 4 * numbers, {"EACH": each, "PITCH": pitch})
+
+
+def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
+    """backward2 and 3, as kernel4(). Above d = 128 a warp's registers hold one gradient's sums, not two's."""
+    names: tuple[str, ...] = ("K_M", "K_CHUNK", "K_HELD", "K_BLOCKS", "K_PAIRED")
+    names += ("Q_M", "Q_CHUNK", "Q_HELD", "Q_BLOCKS", "TILE", "STAGES")
+    rows: tuple[tuple, ...] = (
+        (32, (4, 2, 32, 1, 2, 0, 2, 64, 1, 2, 64, 3)),
+        (64, (4, 2, 32, 0, 2, 0, 2, 32, 1, 2, 64, 2)),
+        (128, (8, 1, 32, 1, 1, 0, 1, 64, 1, 1, 64, 2)),
+        (256, (8, 1, 32, 1, 1, 1, 1, 32, 0, 1, 32, 2)),
+    )
+    if dtype is Dtype.FP32:
+        rows = (
+            (32, (4, 2, 32, 0, 2, 0, 2, 32, 0, 2, 32, 2)),
+            (64, (4, 1, 32, 0, 2, 0, 1, 32, 0, 2, 32, 2)),
+            (128, (4, 1, 16, 0, 2, 0, 1, 16, 0, 2, 16, 2)),
+            (256, (4, 1, 16, 0, 1, 1, 1, 16, 0, 1, 16, 2)),
+        )
+    width = up(d, 32 if dtype is Dtype.FP32 else 16)
+    for warps, *others in next((row[1:] for row in rows if d <= row[0]), ()):
+        yield of_passes(warps, width, dtype, dict(zip(names, others)))
+
+
+def of_passes(warps: int, width: int, dtype: Dtype, sizes: dict[str, int]) -> Tile:
+    """The tile of the backward pass with these macros; width: d as the products see it."""
+    stride, half = odd(width * dtype.bytes, 16), 1 + sizes["K_PAIRED"]
+    row = 16 * warps * width * dtype.bytes  # of one of X and Y
+    keys = row * sizes["K_M"] * (1 - sizes["K_HELD"]) * 2 // half
+    if sizes["K_PAIRED"]:
+        keys += warps // 2 * sizes["K_M"] * 16 * sizes["K_CHUNK"] * dtype.bytes
+    in_shared = max(keys, row * sizes["Q_M"] * (1 - sizes["Q_HELD"]) * 2)
+    shared = sizes["STAGES"] * sizes["TILE"] * (2 * stride + 8) + in_shared
+    br, bc = 16 * warps * sizes["Q_M"], 16 * warps * sizes["K_M"] // half
+    return Tile(br, bc, 32 * warps, shared, sizes | {"WIDTH": width, "STRIDE": stride})

@@ -1,4 +1,5 @@
-// Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash, flash_with_lse and flash_ruled.
+// Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash, flash_with_lse, flash_ruled and
+// flash_backward.
 //
 // Python chooses and compiles a Plan for new sizes, which is kept. Nothing waits for the GPU, and all memory
 // comes from PyTorch's allocator, so a CUDA graph can capture a call. The first call opens the driver and
@@ -140,6 +141,14 @@ struct Call {
     Rules rules{};
 };
 
+// struct Gradients of cuda/backward.h
+struct Gradients {
+    const void* dout;
+    Strides dout_strides;
+    const void *dlse, *rows;
+    void *dq, *dk, *dv;
+};
+
 // How a call is launched. Its Python side is in attention_ext/cuda/launches.py.
 struct Launch {
     void* function;  // the driver's
@@ -148,7 +157,7 @@ struct Launch {
     int32_t early;          // once the launch before allows it (programmatic dependent launch)
 };
 struct Plan {
-    Launch launches[2];
+    Launch launches[3];
     int32_t count, repeats;  // launches; how often all of them are repeated
     int32_t number, step;    // an argument, and what it grows by in a repetition
     int64_t scratch;         // floats; with tensor maps they are cleared
@@ -290,7 +299,7 @@ struct Given {
 };
 
 // Throws unless the tensors fit each other. The planner checks the sizes.
-Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, bool grouped) {
+Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, const Given* given) {
     const ScalarType type = q.scalar_type();
     REQUIRE(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
             "q must be float32, bfloat16 or float16");
@@ -302,13 +311,47 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, b
         for (const int64_t n : t->sizes()) REQUIRE(n >= 1, "q, k and v must have no empty dimension");
     }
     const auto s = q.sizes(), of_k = k.sizes(), of_v = v.sizes();
-    const int64_t group = grouped ? s[1] / of_k[1] : 1;
+    const int64_t group = given ? s[1] / of_k[1] : 1;
     for (int i = 0; i < 4; i++)
         REQUIRE(of_k[i] == of_v[i] && (i == 2 || of_k[i] * (i == 1 ? group : 1) == s[i]),
                 "k and v must be (B, H, Nk, d), as q is");
     REQUIRE(!causal || s[2] <= of_k[2], "q has more rows than k; with causal it must not");
     const int format = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
-    return {device, format, s[0], s[1], s[2], of_k[2], s[3], group};
+    Sizes sizes{device, format, s[0], s[1], s[2], of_k[2], s[3], group};
+    sizes.seen = sizes.Nk, sizes.causal = causal;
+    if (given) {
+        sizes.rules =
+            1 | 2 * (given->softcap != 0) | 4 * given->slopes.has_value() | 8 * given->documents.has_value();
+        sizes.seen = std::min(sizes.Nk, given->left + sizes.Nq + (causal ? 0 : given->right));
+    }
+    return sizes;
+}
+
+Call call_of(const Sizes& s, const Matrices& q, const Matrices& k, const Matrices& v, void* out,
+             std::optional<double> scale, const Given* given) {
+    constexpr double LN2 = 0.693147180559945309417;
+    const double factor = scale ? *scale : 1 / std::sqrt(static_cast<double>(s.d));
+    Call call{q.data, k.data, v.data, out};
+    call.q_strides = q.strides, call.k_strides = k.strides, call.v_strides = v.strides;
+    call.batches = static_cast<int>(s.B), call.heads = static_cast<int>(s.H);
+    call.Nq = static_cast<int>(s.Nq), call.Nk = static_cast<int>(s.Nk);
+    call.causal = s.causal, call.scale = static_cast<float>(factor / LN2);
+    if (given) {
+        call.rules = given->of(q.tensor, s, s.causal);
+        call.causal = call.rules.right < s.Nq && call.rules.left >= s.Nk;  // later queries see more
+    }
+    return call;
+}
+
+// Without the padding of its rows.
+Tensor narrowed(Tensor t, const Sizes& s) {
+    return t.size(3) == s.d ? t : torch::stable::contiguous(torch::stable::narrow(t, 3, 0, s.d));
+}
+
+void* stream_of(const Sizes& s) {
+    void* stream = nullptr;
+    REQUIRE(libraries().current_stream(s.device, &stream) == 0, "PyTorch has no current stream");
+    return stream;
 }
 
 // out (B, H, Nq, d), contiguous; with lse also (B, H, Nq). No kernel: the fastest. No scale: 1 / sqrt(d).
@@ -316,12 +359,6 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
               const std::optional<std::string>& kernel, std::optional<Tensor>* lse = nullptr,
               const Given* given = nullptr) {
     Sizes s = sizes_of(q_, k_, v_, causal, given);
-    s.seen = s.Nk, s.causal = causal;
-    if (given) {
-        s.rules =
-            1 | 2 * (given->softcap != 0) | 4 * given->slopes.has_value() | 8 * given->documents.has_value();
-        s.seen = std::min(s.Nk, given->left + s.Nq + (causal ? 0 : given->right));
-    }
     REQUIRE(!kernel || !kernel->empty(), "kernel must be a name");
     if (kernel) s.kernel = *kernel;
     const OnDevice current(s.device);
@@ -333,18 +370,8 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
     std::optional<Tensor> held;
     if (plan.scratch) held = new_tensor({plan.scratch}, ScalarType::Float, &q_);
 
-    constexpr double LN2 = 0.693147180559945309417;
-    const double factor = scale ? *scale : 1 / std::sqrt(static_cast<double>(s.d));
-    Call call{q.data, k.data, v.data, out.mutable_data_ptr()};
+    Call call = call_of(s, q, k, v, out.mutable_data_ptr(), scale, given);
     call.lse = lse ? static_cast<float*>((*lse)->mutable_data_ptr()) : nullptr;
-    call.q_strides = q.strides, call.k_strides = k.strides, call.v_strides = v.strides;
-    call.batches = static_cast<int>(s.B), call.heads = static_cast<int>(s.H);
-    call.Nq = static_cast<int>(s.Nq), call.Nk = static_cast<int>(s.Nk);
-    call.causal = causal, call.scale = static_cast<float>(factor / LN2);
-    if (given) {
-        call.rules = given->of(q_, s, causal);
-        call.causal = call.rules.right < s.Nq && call.rules.left >= s.Nk;  // later queries see more
-    }
     void* scratch = held ? held->mutable_data_ptr() : nullptr;
     int number = plan.number;
     const Matrices* const inputs[] = {&q, &k, &v};
@@ -353,12 +380,11 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
          *without[] = {&call, &scratch, &number};
     for (int i = 0; plan.box && i < 3; i++)
         encode(&maps[i], *inputs[i], s.format == 1 ? BFLOAT16 : FLOAT16, i == 0 ? plan.br : plan.bc, plan);
-    void* stream = nullptr;
-    REQUIRE(libraries().current_stream(s.device, &stream) == 0, "PyTorch has no current stream");
+    void* const stream = stream_of(s);
     if (plan.box && plan.scratch) libraries().check(libraries().fill(scratch, 0, plan.scratch, stream));
     for (int i = 0; i < plan.repeats; i++, number += plan.step)
         for (int j = 0; j < plan.count; j++) launch(plan.launches[j], plan.box ? with_maps : without, stream);
-    return plan.width == s.d ? out : torch::stable::contiguous(torch::stable::narrow(out, 3, 0, s.d));
+    return narrowed(out, s);
 }
 
 Tensor flash(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, std::optional<double> scale,
@@ -385,15 +411,65 @@ std::tuple<Tensor, Tensor> flash_ruled(const Tensor& q, const Tensor& k, const T
     return {out, *lse};
 }
 
+// The gradients of q, k and v. out, lse: what the forward pass gave; left: of a window, -1 without rules. No
+// kernel: the fastest.
+std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::optional<Tensor> dlse,
+                                                  const Tensor& q_, const Tensor& k_, const Tensor& v_,
+                                                  const Tensor& out_, const Tensor& lse, bool causal,
+                                                  std::optional<double> scale,
+                                                  std::optional<std::string> kernel, int64_t left,
+                                                  int64_t right, double softcap, std::optional<Tensor> slopes,
+                                                  std::optional<Tensor> sinks, std::optional<Tensor> documents,
+                                                  std::optional<Tensor> extents) {
+    const Given rules{left, right, softcap, slopes, sinks, documents, extents};
+    const Given* const given = left < 0 ? nullptr : &rules;
+    Sizes s = sizes_of(q_, k_, v_, causal, given);
+    s.seen = s.Nk, s.kernel = "backward " + kernel.value_or("");
+    for (const Tensor* t : {&dout_, &out_}) {
+        bool fits = t->is_cuda() == q_.is_cuda() && t->get_device_index() == s.device && t->dim() == 4 &&
+                    t->scalar_type() == q_.scalar_type();
+        for (int i = 0; fits && i < 4; i++) fits = t->size(i) == q_.size(i);
+        REQUIRE(fits, "dout and out must be as q is");
+    }
+    if (dlse) dlse = torch::stable::contiguous(*dlse);
+    const OnDevice current(s.device);
+    const Plan plan = plan_for(s);
+    const auto laid = [&](const Tensor& t) { return laid_out(t, plan, s.format == 0 ? 4 : 2); };
+    const Matrices q = laid(q_), k = laid(k_), v = laid(v_), dout = laid(dout_);
+    const Matrices out = laid(torch::stable::contiguous(out_));
+    const auto like = [&](const Matrices& m) {
+        return new_tensor({s.B, m.tensor.size(1), m.tensor.size(2), plan.width}, q_.scalar_type(), &q_);
+    };
+    Tensor dq = like(q), dk = like(k), dv = like(v), rows = new_tensor({plan.scratch}, ScalarType::Float, &q_);
+
+    Call call = call_of(s, q, k, v, const_cast<void*>(out.data), scale, given);
+    const auto data = [&](const std::optional<Tensor>& t, const char* name) {
+        return Given::data(t, q_, name, ScalarType::Float, {s.B, s.H, s.Nq});
+    };
+    call.lse = static_cast<float*>(const_cast<void*>(data(lse, "lse")));
+    Gradients to{dout.data, dout.strides, data(dlse, "dlse"), rows.mutable_data_ptr()};
+    to.dq = dq.mutable_data_ptr(), to.dk = dk.mutable_data_ptr(), to.dv = dv.mutable_data_ptr();
+    void *parameters[] = {&call, &to}, *const stream = stream_of(s);
+    for (int i = 0; i < plan.count; i++) launch(plan.launches[i], parameters, stream);
+    return {narrowed(dq, s), narrowed(dk, s), narrowed(dv, s)};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
     // torch.compile's code has arguments `kernel` of its own
     const std::string arguments = "(Tensor q, Tensor k, Tensor v, bool causal, float? scale, str? name";
+    const std::string rules =
+        ", int left, int right, float softcap, Tensor? slopes, Tensor? sinks, Tensor? documents, Tensor? "
+        "extents)";
     m.def(("flash" + arguments + "=None) -> Tensor").c_str());
-    m.def(("flash_with_lse" + arguments + "=None) -> (Tensor, Tensor)").c_str());
-    const std::string rules = ", int left, int right, float softcap, Tensor? slopes, Tensor? sinks, ";
-    m.def(("flash_ruled" + arguments + rules + "Tensor? documents, Tensor? extents) -> (Tensor, Tensor)")
+    for (const char* name : {"flash_with_lse", "flash_with_gradient"})
+        m.def((name + arguments + "=None) -> (Tensor, Tensor)").c_str());
+    for (const char* name : {"flash_ruled", "flash_ruled_with_gradient"})
+        m.def((name + arguments + rules + " -> (Tensor, Tensor)").c_str());
+    m.def(("flash_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+           "bool causal, float? scale, str? name" +
+           rules + " -> (Tensor, Tensor, Tensor)")
               .c_str());
     m.def("plan_by(int function) -> ()");
 }
@@ -402,7 +478,10 @@ STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
 LIBRARY_IMPL(attention_ext_cuda, LAUNCHER_DEVICE, m) {
     m.impl("flash", BOX(&flash));
     m.impl("flash_with_lse", BOX(&flash_with_lse));
+    m.impl("flash_with_gradient", BOX(&flash_with_lse));
     m.impl("flash_ruled", BOX(&flash_ruled));
+    m.impl("flash_ruled_with_gradient", BOX(&flash_ruled));
+    m.impl("flash_backward", BOX(&flash_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attention_ext_cuda, CompositeExplicitAutograd, m) {

@@ -48,6 +48,12 @@ template <int OPEN>
 __device__ inline void wait_groups() {}
 #endif
 
+// bar: a barrier of two warps, which one may pass without waiting.
+__device__ inline void meet_pair(int barrier) { asm volatile("bar.sync %0, 64;" ::"r"(barrier) : "memory"); }
+__device__ inline void arrive_at_pair(int barrier) {
+    asm volatile("bar.arrive %0, 64;" ::"r"(barrier) : "memory");
+}
+
 __device__ inline void load_shared(unsigned (&x)[4], unsigned from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -83,6 +83,11 @@ struct Row {
         if (RULES & ALIBI) s -= slope * fabsf(own - (float)c);
         return s;
     }
+    // The derivative of changed() by the score.
+    __device__ inline float derivative(float s) const {
+        const float x = RULES & SOFTCAP ? tanh_of(s * cap_below) : 0.0f;
+        return 1.0f - x * x;
+    }
     __device__ inline bool sees(int c) const {
         return c >= first && c < end && (!(RULES & DOCUMENTS) || documents[c] == document);
     }

@@ -1,0 +1,92 @@
+// What the kernels of the backward pass share: their arguments, the sums of rows, and which queries see a key.
+//
+// FlashAttention-2 (Dao 2023, arXiv:2307.08691), Algorithm 2, as three launches without atomics, so that two
+// runs give the same bits. S and P are computed again in both of the last two:
+//   attention_backward_rows      D <- rowsum(dO * O) - dlse                                        line 4
+//   attention_backward_keys      a block for each tile of keys, over the queries that see some:
+//       P <- exp(S - lse);  dS <- P * (dO V^T - D);  dV <- dV + P^T dO;  dK <- dK + dS^T Q         lines 10-16
+//   attention_backward_queries   a block for each tile of queries, over their keys:  dQ <- dQ + dS K
+// Seven products instead of five are what no atomics cost. Heads of q that share one of k and v are one loop.
+#pragma once
+#include "rules.h"
+
+// Beside Call, whose `out` and `lse` are the forward pass's.
+struct Gradients {
+    const Element* dout;
+    Strides dout_strides;
+    const float* dlse;      // (B, H, Nq), or null: 0
+    float2* rows;           // (B H, padded_rows()): a query's logsumexp in powers of two, and its D
+    Element *dq, *dk, *dv;  // (B, H, Nq, d), (B, Hk, Nk, d) twice, contiguous
+};
+
+// A head's rows and those of the last tile that are none: their logsumexp is infinite, so P is 0.
+constexpr int PADDING_OF_ROWS = 256;
+__device__ inline long long padded_rows(const Call& call) {
+    return (call.Nq + PADDING_OF_ROWS - 1LL) / PADDING_OF_ROWS * PADDING_OF_ROWS;
+}
+
+__device__ inline const Element* dout_of(const Call& call, const Gradients& to, unsigned head) {
+    return to.dout + head / call.heads * to.dout_strides.batch + head % call.heads * to.dout_strides.head;
+}
+
+// A warp for each row.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_backward_rows(const Call call, const Gradients to) {
+    const int lane = threadIdx.x % 32;
+    const long long padded = padded_rows(call), row = blockIdx.x * (THREADS / 32LL) + threadIdx.x / 32;
+    const long long head = row / padded, i = row % padded;
+    if (head >= (long long)call.batches * call.heads) return;
+    float lse = INF, D = 0;
+    if (i < call.Nq) {
+        const long long at = head * call.Nq + i;
+        const Element* const dout = dout_of(call, to, head) + i * to.dout_strides.row;
+        for (int c = lane; c < HEAD_DIM; c += 32)
+            D += to_float(dout[c]) * to_float(call.out[at * HEAD_DIM + c]);
+        D = sum<1, 32>(D) - (to.dlse ? to.dlse[at] : 0.0f);
+        lse = call.lse[at] / LN2;
+        if (lse == -INF) lse = INF, D = 0;  // it sees no key
+    }
+    if (lane == 0) to.rows[row] = {lse, D};
+}
+
+// A tile of keys of a head of k and v, whose gradients are sums over `group` heads of q from `head` on.
+struct KeyBlock {
+    unsigned head, group;
+    long long of_keys;  // the head among those of k and v
+    int first_key;
+};
+
+// The block's own. A head's tiles are neighbours, as in block_of(); under a causal mask the first have most
+// queries.
+__device__ inline KeyBlock key_block_of(const Call& call, int rows) {
+    const unsigned tiles = (call.Nk + rows - 1) / rows, group = heads_of_keys(call);
+    const unsigned head = blockIdx.x / tiles;
+    return {head * group, group, head, (int)(blockIdx.x % tiles * rows)};
+}
+
+// The queries `first` to `end` - 1 hold all that see some of the keys j to `last`; may be empty.
+struct QueryRange {
+    int first, end;
+};
+__device__ inline QueryRange queries_of(const Call& call, int j, int last) {
+#if RULES
+    const long long end = (long long)last + 1 - call.Nk + call.Nq + call.rules.left;
+    return {max(j - call.Nk + (call.Nq - call.rules.right), 0), (int)min((long long)call.Nq, max(end, 0LL))};
+#else
+    return {call.causal ? max(j - call.Nk + call.Nq, 0) : 0, call.Nq};
+#endif
+}
+
+// Whether query i sees key j0 + c, its score there, times log2(e), and the derivative of that by `score`.
+struct Pair {
+    bool seen;
+    float score, slope;
+};
+__device__ inline Pair pair_of(const Call& call, long long head, int i, int j0, int c, float score) {
+#if RULES
+    const Row row(call, head, i, j0);
+    return {row.sees(c), row.changed(score, c), row.derivative(score)};
+#else
+    return {j0 + c < keys_seen(call, i), score, 1.0f};
+#endif
+}
