@@ -108,8 +108,8 @@ def attention(
 
     A NaN or infinity in q reaches its row only; in a key or value that is seen, the queries that see it; in a
     masked key or value it may reach the rows of the same tile, as in PyTorch. Denormal numbers count as 0.
-    part0 and, for float32 on the CPU, part4 compute gradients, also of the logsumexp, bias and sinks. part4
-    uses FlashAttention-2, which stores no N x N numbers, and has no second gradients.
+    part0 and, for float32 on the CPU and on CUDA, part4 compute gradients, also of the logsumexp, bias and
+    sinks. part4 uses FlashAttention-2, which stores no N x N numbers, and has no second gradients.
     A number may be NumPy's or a tensor (); None stands for each default.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
@@ -146,7 +146,11 @@ def attention(
                 raise ValueError(f"{side}; it must be None on CUDA, where each kernel has its own tile")
             if rules or k.shape[1] < q.shape[1]:
                 ruled = (rules or ruling.Rules()).on_cuda(q.shape[2])
-                out, lse = operator(row.name, "cuda", ruled=True)(q, k, v, causal, scale, kernel, *ruled)
+                with_rules = operator(row.name, "cuda", gradient, ruled=True)
+                out, lse = with_rules(q, k, v, causal, scale, kernel, *ruled)
+                return (out, lse) if return_lse else out
+            if gradient:
+                out, lse = operator(row.name, "cuda", True)(q, k, v, causal, scale, kernel)
                 return (out, lse) if return_lse else out
             return operator(row.name, "cuda", False, return_lse)(q, k, v, causal, scale, kernel)
         (B, H, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
@@ -227,7 +231,7 @@ def operator(
 ) -> Callable:
     """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use.
 
-    simd: one of SIMD, or 'cuda' for part4's operator on CUDA. gradient: part4's with a gradient, on the CPU.
+    simd: one of SIMD, or 'cuda' for part4's operator on CUDA. gradient: part4's with a gradient.
     lse: on CUDA, the one that also gives the logsumexp; the others take it as an argument. ruled: the one
     that takes rules.
     Raises ValueError for a part without such an operator, and errors as extension.load() does.
@@ -239,8 +243,8 @@ def operator(
         if simd == "cuda":
             from shakespeare.attention_ext.cuda import operators
 
-            without = operators.flash_with_lse if lse else operators.flash
-            _operators[key] = operators.flash_ruled if ruled else without
+            kind = "_with_gradient" if gradient else "_with_lse" if lse and not ruled else ""
+            _operators[key] = getattr(operators, f"flash{'_ruled' * ruled}{kind}")
         else:
             row = check_part(part)
             name = row.gradient if gradient else row.operator

@@ -98,9 +98,8 @@ def _register(name: str, operators: Any) -> None:
             if of_bias and bias.shape[side] == 1:
                 dbias = dbias.sum(side, keepdim=True)
         dsinks = None
-        if sinks.requires_grad:  # its weight is exp(sink - lse), and it has no value
-            D = (dout * out).sum(-1) - (dlse if dlse.numel() else 0)
-            dsinks = -(torch.exp(sinks[:, None] - lse) * D).sum((0, 2))
+        if sinks.requires_grad:
+            dsinks = of_sinks(dout, dlse if dlse.numel() else None, out, lse, sinks)
         rest = (None,) * 9  # causal, scale, the tile and the first five of the rules
         return dq, summed(dk, k), summed(dv, v), *rest, dbias if of_bias else None, dsinks, None
 
@@ -108,19 +107,29 @@ def _register(name: str, operators: Any) -> None:
         """The gradient of k or v from those of each of q's heads."""
         return gradient if gradient.shape == of.shape else gradient.unflatten(1, (of.shape[1], -1)).sum(2)
 
-    def refuse(ctx, *grads):
-        raise RuntimeError("part4 has no second gradient; only part0 has")
-
     for rules in ("", "_ruled"):
         forward, backward = f"{name}::part4_with_gradient{rules}", f"{name}::part4_backward{rules}"
         torch.library.register_fake(forward, fake_with_gradient)
         torch.library.register_fake(backward, fake_backward)
         torch.library.register_autograd(forward, gradient, setup_context=save)
-        torch.library.register_autograd(backward, refuse)
+        torch.library.register_autograd(backward, refuse_second)
         for part in PARTS.values():
             if part.operator:
                 by_part = functools.partial(fake, part)
                 torch.library.register_fake(f"{name}::{part.operator}{rules}", by_part)
+
+
+def of_sinks(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of sinks (H,): a sink's weight is exp(sink - lse), and it has no value."""
+    D = (dout * out).sum(-1) - (0 if dlse is None else dlse)
+    return -((sinks[:, None] - lse).exp() * D).sum((0, 2))
+
+
+def refuse_second(ctx, *grads):
+    """The gradient of part4's backward pass."""
+    raise RuntimeError("part4 has no second gradient; only part0 has")
 
 
 def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ctypes.CDLL:

@@ -21,10 +21,10 @@ from shakespeare.attention_ext import reference
 from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
+from shakespeare.attention_ext.cuda.kernels import BACKWARD, KERNELS, Gpu, Kernel, choose, choose_backward
 from shakespeare.attention_ext.cuda.tiles import Queries
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.own.kernel import CudaCall
+from shakespeare.own.kernel import CudaCall, Strides
 
 STREAM = 7
 STAND_IN = """
@@ -95,6 +95,16 @@ class RuledCall(ctypes.Structure):
         return ruling.Rules(self.left, self.right, softcap, slopes, sinks, None, documents)
 
 
+class Gradients(ctypes.Structure):
+    """struct Gradients of csrc/cuda/backward.h."""
+
+    _fields_ = [
+        ("dout", ctypes.c_void_p),
+        ("dout_strides", Strides),
+        *((name, ctypes.c_void_p) for name in ("dlse", "rows", "dq", "dk", "dv")),
+    ]
+
+
 LAUNCHED = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
 )
@@ -160,16 +170,7 @@ def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) ->
     assert not early or (config.attributes[0], config.attributes[2]) == (6, 1)
     if not last:
         return
-    found = []
-    for name_of, n in zip("qkv", (call.Nq, call.Nk, call.Nk)):
-        s = getattr(call, f"{name_of}_strides")
-        heads = call.heads // (1 if name_of == "q" else group)
-        strides, shape = (s.batch, s.head, s.row, 1), (call.batches, heads, n, width)
-        address = getattr(call, name_of)
-        if row.vectors:
-            used = [stride for stride, entries in zip(strides, shape[:3]) if entries > 1]
-            assert not any(each * dtype.itemsize % 16 for each in used) and address % 16 == 0
-        found.append(matrices(address, strides, shape, dtype).float())
+    found = read(call, call, "qkv", group, dtype)
     rules = with_rules.rules() if ruled else None
     causal = bool(call.causal) and not ruled  # a rule has it on its right
     scale = call.scale * math.log(2)
@@ -178,6 +179,79 @@ def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) ->
     matrices(call.out, contiguous, out.shape, dtype).copy_(out)
     if call.lse:
         matrices(call.lse, lse.contiguous().stride(), lse.shape, torch.float32).copy_(lse)
+
+
+def read(of: Any, call: CudaCall, names: Any, group: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Matrices of a call's or of its gradients', as a kernel would read them."""
+    found, row = [], running.row
+    for name_of in names:
+        s = getattr(of, f"{name_of}_strides")
+        n, heads = (call.Nk, call.heads // group) if name_of in "kv" else (call.Nq, call.heads)
+        strides, shape = (s.batch, s.head, s.row, 1), (call.batches, heads, n, running.width)
+        address = getattr(of, name_of)
+        if row.vectors:
+            used = [stride for stride, entries in zip(strides, shape[:3]) if entries > 1]
+            assert not any(each * dtype.itemsize % 16 for each in used) and address % 16 == 0
+        found.append(matrices(address, strides, shape, dtype).float())
+    return found
+
+
+def follow_backward(config: Config, arguments: Any, dtype: torch.dtype) -> None:
+    """Check a launch of the backward pass, and compute the gradients at the last one."""
+    tile, with_rules = running.tile, RuledCall.from_address(arguments[0])
+    call, group, to = with_rules.call, with_rules.group if ruled else 1, Gradients.from_address(arguments[1])
+    B, H, Nq = call.batches, call.heads, call.Nq
+    rows = B * H * -(-Nq // 256) * 256
+    ctypes.memset(to.rows, 255, 8 * rows)
+    blocks = -(-32 * rows // tile.threads), B * H // group * -(-call.Nk // tile.bc), B * H * -(-Nq // tile.br)
+    expected = [[blocks[launches], 1, 1], [tile.threads, 1, 1], tile.shared * (launches > 0), STREAM]
+    assert [config.grid[:], config.block[:], config.shared, config.stream] == expected
+    if launches < 2:
+        return
+    q, k, v = (t.requires_grad_() for t in read(call, call, "qkv", group, dtype))
+    rules, scale = with_rules.rules() if ruled else None, call.scale * math.log(2)
+    causal = bool(call.causal) and not ruled
+    out, lse = reference.attention(q, k, v, causal=causal, scale=scale, return_lse=True, rules=rules)
+    contiguous = lse.contiguous().stride()
+    of_lse, dlse = (
+        matrices(at, contiguous, lse.shape, torch.float32) for at in (call.lse, to.dlse or call.lse)
+    )
+    torch.testing.assert_close(
+        (of_lse, matrices(call.out, torch.empty(out.shape).stride(), out.shape, dtype).float()),
+        (lse, out),
+        rtol=2e-2,
+        atol=2e-2,
+    )
+    douts = read(to, call, ["dout"], 1, dtype)[0], dlse if to.dlse else torch.zeros_like(lse)
+    for address, gradient in zip((to.dq, to.dk, to.dv), torch.autograd.grad((out, lse), (q, k, v), douts)):
+        matrices(address, torch.empty(gradient.shape).stride(), gradient.shape, dtype).copy_(gradient)
+
+
+def check_backward(operators: Any, dtype: Dtype, group: int, causal: bool) -> int:
+    """The gradients of attention, with all kinds of strides and, for a group, with all rules."""
+    global running, launches, dtype_of_call, ruled
+    B, H, Nq, Nk, d = 2, 6, 70, 300, 130 if causal else 33
+    dtype_of_call, ruled = getattr(torch, dtype.torch_name), group > 1
+    cases, rules, more = inputs(B, H, Nq, Nk, d, dtype_of_call, group), None, []
+    for number, tensors in enumerate(cases):
+        leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
+        if ruled:
+            more = [torch.randn(H, requires_grad=True)]
+            given = dict(window=(200, 9), softcap=2.0, alibi_slopes=torch.rand(H), sinks=more[0])
+            documents = torch.arange(B * Nk).view(B, Nk) // 150
+            rules = ruling.checked(given | {"documents": documents}, leaves[0], Nk)
+        exact = reference.attention(*leaves, causal=causal, scale=d**-0.5, return_lse=True, rules=rules)
+        douts = [torch.randn(B, H, Nq, d).to(dtype_of_call), torch.randn(B, Nq, H).mT][: 1 + number % 2]
+        expected = torch.autograd.grad(exact[: len(douts)], leaves + more, douts)
+        launches, running = 0, chosen(None, d, dtype, Nq)
+        forward = operators.flash_ruled_with_gradient if ruled else operators.flash_with_gradient
+        both = forward(*leaves, causal, None, None, *(rules.on_cuda(Nq) if rules else ()))
+        launches, running = 0, chosen(None, d, dtype, Nq, backward=True)
+        found = torch.autograd.grad(both[: len(douts)], leaves + more, douts)
+        close = dict(rtol=1e-4, atol=1e-4) if dtype is Dtype.FP32 else dict(rtol=4e-2, atol=4e-2)
+        torch.testing.assert_close(found, expected, **close)
+    ruled = False
+    return len(cases)
 
 
 def check_rules(operators: Any, kernel: Kernel, dtype: Dtype, Nq: int, causal: bool) -> int:
@@ -217,14 +291,19 @@ def loaded() -> Any:
     return operators
 
 
-def compiled(kernel, call, d, dtype, index, rules=0) -> driver.Compiled:
+def compiled(kernel, call, d, dtype, index, rules=0, backward=False) -> driver.Compiled:
     asked.append(kernel)
     assert rules == (15 if ruled else 0)
-    return chosen(kernel, d, dtype, call.Nq * call.group)
+    return running if backward else chosen(kernel, d, dtype, call.Nq * call.group)
 
 
-def chosen(kernel: str | None, d: int, dtype: Dtype, Nq: int) -> driver.Compiled:
-    row, tile = choose(kernel, d, dtype, ON, queries=Queries(Nq))
+def chosen(kernel: str | None, d: int, dtype: Dtype, Nq: int, backward: bool = False) -> driver.Compiled:
+    choice = (
+        choose_backward(kernel, d, dtype, ON)
+        if backward
+        else choose(kernel, d, dtype, ON, queries=Queries(Nq))
+    )
+    row, tile = choice
     functions = {name: number + 1 for number, name in enumerate(row.functions)}
     return driver.Compiled(row, tile, row.padded(d), ON, None, functions)
 
@@ -233,7 +312,11 @@ def chosen(kernel: str | None, d: int, dtype: Dtype, Nq: int) -> driver.Compiled
 def on_launch(config, function, arguments) -> int:
     global launches
     try:
-        follow(config.contents, function, arguments, dtype_of_call)
+        if running.row.name in BACKWARD:
+            with ThreadPoolExecutor(1) as new:  # this thread is inside PyTorch's autograd
+                new.submit(follow_backward, config.contents, arguments, dtype_of_call).result()
+        else:
+            follow(config.contents, function, arguments, dtype_of_call)
         launches += 1
         return 0
     except BaseException as error:
@@ -291,6 +374,9 @@ def main() -> None:
                         calls += check(operators, kernel, dtype, shape, causal)
                         if kernel.ruled and shape[0] == 3:
                             calls += check_rules(operators, kernel, dtype, 40 if causal else 1, causal)
+        for dtype in Dtype:
+            for group, causal in ((1, False), (1, True), (3, False)):
+                calls += check_backward(operators, dtype, group, causal)
     except RuntimeError as error:
         raise (wrong or [error])[-1] from None
     q, k, v = inputs(1, 2, 3, 700, 33, torch.float32)[0]

@@ -17,6 +17,8 @@ from shakespeare.attention_ext.parts import PARTS, Dtype
 PART = PARTS["part4"]
 DTYPES = list(Dtype)
 MOST_TEXT = 1023  # bytes of an error that the launcher takes
+BACKWARD = "backward "  # before the kernel's name, as the launcher asks for one that computes gradients
+NO_RULES = (-1, 0, 0.0, None, None, None, None)  # of flash_backward
 FULL = "CUDA out of memory"  # the beginning of the launcher's error
 NUMBERS = (*[ctypes.c_int] * 4, *[ctypes.c_int64] * 6)
 PLANNER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *NUMBERS, ctypes.POINTER(Plan), ctypes.c_void_p)
@@ -28,9 +30,11 @@ def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, 
     """The launcher asks how to launch sizes that are new to it. The device is current."""
     try:
         kernel = name.decode() if name else None
-        _check_sizes(kernel, Nq, Nk, d)
+        backward = kernel is not None and kernel.startswith(BACKWARD)
+        kernel = kernel[len(BACKWARD) :] or None if kernel and backward else kernel
+        _check_sizes(None if backward else kernel, Nq, Nk, d)
         call = Sizes(heads, Nq, seen, group, bool(causal or rules))
-        chosen = driver.compiled(kernel, call, d, DTYPES[format], index, rules)
+        chosen = driver.compiled(kernel, call, d, DTYPES[format], index, rules, backward)
         plan[0] = chosen.row.plan(chosen, call)
     except BaseException as error:  # ctypes passes none on
         text = f"{error or type(error).__name__}".encode()[:MOST_TEXT].decode(errors="ignore")
@@ -82,10 +86,41 @@ def _fake_ruled(q, k, v, causal, scale, name, left, right, softcap, slopes, sink
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
+def _fake_backward(dout, dlse, q, k, v, *rest):
+    return tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, ctx.causal, ctx.scale, _, *ctx.rules = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    dout = out.new_zeros(1).expand_as(out) if dout is None else dout
+    call = (dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale, None)
+    found = flash_backward(*call, *(ctx.rules or NO_RULES))
+    if not ctx.rules:
+        return *found, None, None, None
+    sinks = ctx.rules[4]
+    dsinks = None
+    if sinks is not None and sinks.requires_grad:
+        dsinks = extension.of_sinks(dout.float(), dlse, out.float(), lse, sinks)
+    return *found, *[None] * 7, dsinks, None, None
+
+
 _operators = extension.load_operators(recipes.launcher())  # BuildError if it cannot be compiled
 _operators.plan_by(ctypes.cast(_planned, ctypes.c_void_p).value)
+for _name, _of in (("flash_with_lse", _fake_with_lse), ("flash_ruled", _fake_ruled)):
+    _with_gradient = f"attention_ext_cuda::{_name.removesuffix('_with_lse')}_with_gradient"
+    library.register_fake(f"attention_ext_cuda::{_name}", _of)
+    library.register_fake(_with_gradient, _of)
+    library.register_autograd(_with_gradient, _gradient, setup_context=_save)
 library.register_fake("attention_ext_cuda::flash", _fake)
-library.register_fake("attention_ext_cuda::flash_with_lse", _fake_with_lse)
-library.register_fake("attention_ext_cuda::flash_ruled", _fake_ruled)
+library.register_fake("attention_ext_cuda::flash_backward", _fake_backward)
+library.register_autograd("attention_ext_cuda::flash_backward", extension.refuse_second)
 flash, flash_with_lse = _operators.flash.default, _operators.flash_with_lse.default
-flash_ruled = _operators.flash_ruled.default
+flash_ruled, flash_backward = _operators.flash_ruled.default, _operators.flash_backward.default
+flash_with_gradient = _operators.flash_with_gradient.default
+flash_ruled_with_gradient = _operators.flash_ruled_with_gradient.default

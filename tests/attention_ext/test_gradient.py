@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import naming
 from torch import library as torch_library
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shakespeare.attention_ext import attention, reference
 from shakespeare.attention_ext.extension import load
@@ -229,12 +228,6 @@ def test_what_has_no_gradient_says_so():
     with pytest.raises(ValueError, match="^q requires a gradient; part4 computes none in torch.bfloat16"):
         attention("part4", q, k, v)
     assert attention("part0", q, k, v).requires_grad
-    with FakeTensorMode():  # needs no GPU
-        q = torch.empty(1, 1, 4, 8, device="cuda", requires_grad=True)
-        with pytest.raises(
-            ValueError, match="^q requires a gradient; part4 computes none on CUDA, only part0"
-        ):
-            attention("part4", q, q, q)
 
 
 def test_wrong_tensors_are_named_by_the_operator():

@@ -1,7 +1,7 @@
 """Calls CUDA kernels on small cases, for compute-sanitizer: python cuda_cases.py KIND
 
-attention: every kernel in every dtype. The other kinds are kernels that decode: `grid` many texts, `cluster`
-few, `drafts` few with guesses; `graph` is the attention of the torch engine.
+attention: every kernel in every dtype, and gradients. The other kinds are kernels that decode: `grid` many
+texts, `cluster` few, `drafts` few with guesses; `graph` is the attention of the torch engine.
 """
 
 import sys
@@ -10,7 +10,7 @@ import torch
 
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.cuda.kernels import BACKWARD, KERNELS
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
@@ -26,17 +26,24 @@ TEXTS = {"grid": (100,), "cluster": (1, 3, 20), "drafts": (1, 3), "graph": (1, 3
 
 def call_attention() -> int:
     """Call every kernel; the number of calls."""
+    from shakespeare.attention_ext.cuda import operators  # which are compiled
+
     capability, count = driver.gpu(0).capability, 0
-    for name, kernel in KERNELS.items():
+    for name, kernel in (KERNELS | BACKWARD).items():
         for dtype in kernel.dtypes:
             if not kernel.runs_on(capability, dtype):
                 continue
-            for (B, H, Nq, Nk, d), causal in (*CASES, SHARED) if name == "split" else CASES:
+            for (B, H, Nq, Nk, d), causal in (
+                (*CASES, SHARED) if name == "split" or name in BACKWARD else CASES
+            ):
                 kind = getattr(torch, dtype.torch_name)
                 q, k, v = (torch.randn(B, H, n, d).to(kind).cuda() for n in (Nq, Nk, Nk))
-                out = attention("part4", q, k, v, causal=causal, kernel=name)
+                forward = None if name in BACKWARD else name
+                out, lse = attention("part4", q, k, v, causal=causal, kernel=forward, return_lse=True)
+                call = q, None, q, k, v, out, lse, causal, None, name, *operators.NO_RULES
+                outs = operators.flash_backward(*call) if name in BACKWARD else (out,)
                 torch.cuda.synchronize()
-                assert out.isfinite().all()
+                assert all(t.isfinite().all() for t in outs)
                 count += 1
     return count
 
