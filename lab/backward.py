@@ -1,6 +1,10 @@
-"""The lab's test of a part's gradients: their error beside PyTorch's and their time beside SDPA's."""
+"""The lab's test of a part's gradients: their error beside PyTorch's and their time beside SDPA's.
+
+On CUDA the time is the GPU's.
+"""
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,27 +15,34 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shakespeare.attention_ext import PARTS, attention, extension, reference
-from shakespeare.attention_ext.parts import check_part, resolve_simd, with_gradient
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import choose_backward
+from shakespeare.attention_ext.parts import Dtype, check_dtype, check_part, resolve_simd, with_gradient
 from shakespeare.lab import correctness, machine
+from shakespeare.lab.cuda import gpu
 from shakespeare.lab.timing import in_turns
 
 PRODUCTS = 5  # S, dP, dV, dK and dQ, each of 2 d operations for a query and a key
 FLOOR = 1e-6  # allowed error of any float32 result, as a share of the largest gradient
 ROUNDING = 2.0**-23  # the same for a sum of one term; for d terms it grows with the root of d
 LEAST_SECONDS = 0.02  # least time of a measurement
+# Two results may be rounded to neighbours in 16 bits, which are so far apart, as a share of the largest.
+NEIGHBOURS = {Dtype.FP32: 0.0, Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11}
 
 Backward = Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a test: B batches of H heads, N queries and keys of width d."""
+    """The sizes of a test: B batches of H heads, N queries and keys of width d; device: cpu or cuda."""
 
     B: int
     H: int
     N: int
     d: int
     causal: bool
+    device: str = "cpu"
+    dtype: str = Dtype.FP32
 
     @property
     def operations(self) -> int:
@@ -58,7 +69,9 @@ def normal(shape: Shape) -> list[Tensor]:
     """q, k, v and dout, each (B, H, N, d): normal numbers in the layout (B, N, H, d)."""
     generator = torch.Generator().manual_seed(0)
     size = (shape.B, shape.N, shape.H, shape.d)
-    return [torch.randn(size, generator=generator).transpose(1, 2) for _ in range(4)]
+    kind = getattr(torch, Dtype(shape.dtype).torch_name)
+    numbers = (torch.randn(size, generator=generator) for _ in range(4))
+    return [t.to(shape.device, kind).transpose(1, 2) for t in numbers]
 
 
 def backward_of(forward: Callable[..., Tensor], tensors: Sequence[Tensor], dout: Tensor) -> Backward:
@@ -83,7 +96,7 @@ def errors(both: Sequence[Backward], shape: Shape, tensors: Sequence[Tensor], do
     options: dict = dict(causal=shape.causal, scale=shape.d**-0.5, br=256, bc=256)
     out, lse = reference.flash_attention(q, k, v, **options)
     exact = reference.flash_attention_backward(q, k, v, out, lse, dout.double(), **options)
-    floor, compared = max(FLOOR, ROUNDING * math.sqrt(shape.d)), []
+    floor, compared = max(FLOOR, ROUNDING * math.sqrt(shape.d)) + NEIGHBOURS[Dtype(shape.dtype)], []
     for name, right, *got in zip(("dq", "dk", "dv"), exact, *(backward() for backward in both)):
         of_part, of_pytorch = (float((gradient - right).abs().max()) for gradient in got)
         allowed = 2 * of_pytorch + floor * float(right.abs().max())
@@ -96,13 +109,21 @@ def run(
 ) -> bool:
     """Test a part's gradients on normal numbers and time them; False if one is wrong.
 
-    Raises ValueError if the part has no gradient, or part0's N x N matrices would not fit the memory.
+    Raises ValueError if the part has no gradient there, or part0's N x N matrices would not fit the memory,
+    BuildError without a GPU for device cuda.
     """
     if check_part(part).name not in with_gradient():
         raise ValueError(f"part is {part!r}; it must be one with a gradient: {', '.join(with_gradient())}")
-    correctness.heads_at_once(shape.N, shape.B * shape.H, machine.available_memory())
+    check_dtype(part, shape.dtype, shape.device)
+    if shape.device == "cpu" and shape.dtype != Dtype.FP32:
+        raise ValueError(f"dtype is {shape.dtype!r}; with gradients on the CPU it must be 'fp32'")
+    on = gpu.Gpu() if shape.device == "cuda" else None
+    correctness.heads_at_once(shape.N, shape.B * shape.H, on.free() if on else machine.available_memory())
     echo(f"Running {part} backward test: {PARTS[part].title}\n")
-    if PARTS[part].operator:
+    if on and PARTS[part].operator:
+        row, _ = choose_backward(None, shape.d, Dtype(shape.dtype), driver.gpu(on.device.index))
+        echo(f"{on.describe()['name']}\nkernel {row.name}: {row.summary}\n")
+    elif PARTS[part].operator:
         forward_only = " in the forward pass; portable in the backward pass"
         echo(extension.describe(simd) + forward_only * (resolve_simd(simd) != "portable") + "\n")
     *tensors, dout = normal(shape)
@@ -114,6 +135,14 @@ def run(
     echo(f"manual gradients == float64 gradients {passed}\n")
     if not passed:
         return False
+    if on:
+        for backward in both:
+            on.time(backward, 1)
+        ours, sdpa = (statistics.median(on.time(backward, rounds, launching=1e-3)) for backward in both)
+        echo(f"{part} backward time:  {1e3 * ours:.3f}ms, {shape.operations / ours / 1e12:.1f} TFLOP/s")
+        echo(f"SDPA backward time:  {1e3 * sdpa:.3f}ms")
+        echo(f"speed-up over SDPA:  {sdpa / ours:.2f}x")
+        return True
     samples = in_turns(both, rounds, LEAST_SECONDS)
     ours, sdpa = (of.median for of in samples)
     rate = shape.operations / ours

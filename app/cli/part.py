@@ -24,7 +24,7 @@ LAB_TILE = 256  # the lab's tile, in queries and in keys
 WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
 RULES = {*options.RULES, "score_mod"}
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again", *RULES}
-NOT_BACKWARD = {"br", "bc", "device", "kernel", "dtype", *RULES}
+NOT_BACKWARD = {"br", "bc", "kernel", *RULES}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
@@ -110,6 +110,8 @@ def check(part: str, asked: dict[str, Any]) -> None:
     if part not in WITH_KERNELS:
         options.refuse(("kernel",), f"goes with {' and '.join(WITH_KERNELS)} only")
     options.check_device(part, asked["device"])
+    if asked["backward"] and asked["device"] == "webgpu":
+        raise click.UsageError("--backward does not go with --device webgpu, which computes no gradients")
     options.refuse_other_device()
 
 
@@ -119,10 +121,14 @@ def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
     from shakespeare.lab import backward, correctness
 
     if asked["backward"]:
-        shape = backward.Shape(*(asked[name] for name in ("batch", "heads", "N", "d", "causal")))
+        sizes = ("batch", "heads", "N", "d", "causal", "device", "dtype")
+        shape = backward.Shape(*(asked[name] for name in sizes))
         passed = backward.run(part, shape, asked["simd"], echo=click.echo)
     else:
-        settings = {name: asked[name] for name in TEST_ONLY - {"backward", "again"} | {"simd"} | NOT_BACKWARD}
+        settings = {
+            name: asked[name]
+            for name in TEST_ONLY - {"backward", "again"} | {"simd", "device"} | NOT_BACKWARD
+        }
         # Python's own handler of Ctrl-C would wait until a kernel returns.
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
