@@ -4,6 +4,8 @@ Neither torch nor CUDA is imported here.
 """
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from shakespeare.attention_ext.cuda import launches, tiles
 from shakespeare.attention_ext.cuda.launches import Gpu, Kernel, Sizes
@@ -120,46 +122,38 @@ KERNELS = {
     )
 }
 
-OF_BACKWARD = ("attention_backward_rows", "attention_backward_keys", "attention_backward_queries")
 # The backward pass's, which gradients take whatever kernel the output is of; the best first.
+OF_BACKWARD = ("attention_backward_rows", "attention_backward_keys", "attention_backward_queries")
+_backward = partial(Kernel, plan=launches.backward, functions=OF_BACKWARD, ruled=True)
+_with_mma: dict[str, Any] = {
+    "tiles": tiles.on_tensor_cores,
+    "multiple": 8,
+    "vectors": True,
+    "capability": (8, 0),
+}
 BACKWARD = {
     kernel.name: kernel
     for kernel in (
-        Kernel(
+        _backward(
             "backward3",
             dict.fromkeys(HALVES, "backward3.cu"),
-            OF_BACKWARD,
             "tensor cores with mma.sync, P and dS in registers as the products' left operands",
             "The tensor cores compute all seven products. They and shared memory are the bound.",
-            tiles.on_tensor_cores,
-            launches.backward,
-            multiple=8,
-            vectors=True,
-            capability=(8, 0),
-            ruled=True,
+            **_with_mma,
         ),
-        Kernel(
+        _backward(
             "backward2",
             {Dtype.FP32: "backward2.cu"},
-            OF_BACKWARD,
             "tensor cores with mma.sync, three products of tf32",
             "Each of the seven products is three of tf32. They and the splitting are the bound.",
-            tiles.on_tensor_cores,
-            launches.backward,
-            multiple=8,
-            vectors=True,
-            capability=(8, 0),
-            ruled=True,
+            **_with_mma,
         ),
-        Kernel(
+        _backward(
             "backward1",
             dict.fromkeys(Dtype, "backward1.cu"),
-            OF_BACKWARD,
             "tiles in shared memory, float32 arithmetic",
             "A number from shared memory serves up to four products, and shared memory is the bound.",
-            tiles.backward1,
-            launches.backward,
-            ruled=True,
+            tiles=tiles.backward1,
         ),
     )
 }

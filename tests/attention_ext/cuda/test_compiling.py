@@ -22,3 +22,174 @@ from shakespeare.attention_ext.cuda.kernels import (
     queries_of,
 )
 from shakespeare.attention_ext.cuda.launches import Sizes
+from shakespeare.attention_ext.cuda.tiles import LARGE, Queries
+from shakespeare.attention_ext.parts import BuildError, Dtype
+from shakespeare.attention_ext.rules import extents
+
+# KiB for a block, by NVIDIA's guide
+SHARED = {(7, 5): 64, (8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
+GPUS = {capability: Gpu("a GPU", capability, shared * 1024, 132) for capability, shared in SHARED.items()}
+WIDTHS = (32, 64, 128)
+EVERY = KERNELS | BACKWARD
+ALL_RULES = 15  # of csrc/cuda/rules.h
+SPILLING, WITH_RULES = 64, 256  # bytes that a kernel may spill and still keep its state in registers
+
+
+def source_of(name, d, dtype=Dtype.FP32, capability=(9, 0), rules=0, queries=LARGE):
+    on = GPUS[capability]
+    backward = name in BACKWARD
+    tile = choose_backward(name, d, dtype, on) if backward else choose(name, d, dtype, on, queries=queries)
+    return driver.source(*tile, d, dtype, capability, rules)
+
+
+@functools.cache
+def resources(name, d, dtype, capability, rules=0, queries=LARGE):
+    return source_of(name, d, dtype, capability, rules, queries).compile()[1]
+
+
+def check(name, d, dtype, capability=(9, 0), rules=0, queries=LARGE):
+    """Compile a kernel; check that its state stays in registers and its products run beside the rest."""
+    found = resources(name, d, dtype, capability, rules, queries)
+    spilled = math.inf if name == "3-spilled" else 0 if name == "6" else WITH_RULES if rules else SPILLING
+    with naming(d, dtype, capability, rules):
+        assert 0 < found.registers <= 255 and found.spill_stores <= spilled and found.losses == (), found
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("name", EVERY)
+def test_each_source_compiles(name):
+    kernel = EVERY[name]
+    for dtype in {file: dtype for dtype, file in kernel.sources.items()}.values():
+        check(name, 64, dtype, rules=ALL_RULES if kernel.ruled else 0)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("capability", GPUS, ids=lambda c: f"sm_{c[0]}{c[1]}")
+@pytest.mark.parametrize("name", EVERY)
+def test_each_step_compiles_for_each_architecture(name, capability):
+    kernel = EVERY[name]
+    dtypes = [dtype for dtype in kernel.dtypes if kernel.runs_on(capability, dtype)]
+    if not dtypes:
+        pytest.skip(f"kernel {name} is not for compute capability {capability[0]}.{capability[1]}")
+    for dtype in dtypes:
+        every = capability == (9, 0) and dtype is not Dtype.FP16 or capability == (7, 5) and name in "45"
+        for d in WIDTHS if every else (64,):
+            for rules in (0, 1, ALL_RULES) if kernel.ruled else (0,):
+                check(name, d, dtype, capability, rules)
+    if name == "6":  # wider tiles, and columns that are filled
+        for d, queries in itertools.product(
+            (40, 64, 128, 192, 256), (Queries(700, 100), Queries(4096, 4096))
+        ):
+            check(name, d, Dtype.BF16, queries=queries)
+    if name in ("split", "backward2", "backward3") and capability == (9, 0):  # warps that share keys
+        for dtype in {Dtype.FP32, Dtype.BF16} & {*dtypes}:
+            check(name, 192, dtype)
+            check(name, 256, dtype)
+
+
+def test_extents_are_the_keys_of_16_queries_documents():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        Nk = int(torch.randint(1, 120, (), generator=generator))
+        Nq = int(torch.randint(1, Nk + 1, (), generator=generator))
+        documents = torch.randint(0, 6, (2, Nk), generator=generator)
+        documents[0] = documents[0].sort().values
+        grow = (documents[:, 1:] >= documents[:, :-1]).all(1)
+        for b, blocks in enumerate(extents(documents, Nq).tolist()):
+            for n, found in enumerate(blocks):
+                same = documents[b, -Nq:, None][16 * n : 16 * n + 16] == documents[b]
+                some, every = same.any(0).nonzero(), same.all(0).nonzero().flatten().tolist()
+                expected = [int(some.min()), int(some.max()) + 1] if grow[b] else [0, Nk]
+                assert found[:2] == expected
+                assert [*range(*found[2:])] == (every if grow[b] else [])
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("nvrtc")
+def test_only_the_spilling_state_spills():
+    for d in WIDTHS:
+        spilled, kept = (resources(name, d, Dtype.FP32, (9, 0)) for name in ("3-spilled", "3"))
+        assert spilled.spill_stores > 4 * d > 0 == kept.spill_stores, d
+        assert spilled.registers < kept.registers, d
+
+
+def test_the_source_is_kept_and_found(nvrtc, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    source = source_of("2", 32)
+    code = source.make()
+    assert code[:4] == b"\x7fELF"
+    told = capsys.readouterr().err
+    assert "Compiling kernel2.cu for sm_90..." in told and "Compiled in" in told
+    assert source.make() == code and capsys.readouterr().err == ""
+    assert source_of("2", 33).path() != source.path()
+
+
+def test_a_directory_that_others_can_write_to_is_refused(nvrtc, tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(BuildError, match="can be written by everybody"):
+        source_of("1", 32).make()
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_an_error_of_the_compiler_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("shakespeare.attention_ext.build.nvrtc.SOURCES", tmp_path)
+    (tmp_path / "wrong.cu").write_text("not C++\n")
+    message = r"\ANVRTC failed to compile wrong.cu for sm_90: .*error.*\Z"  # `.` matches no line end
+    with pytest.raises(BuildError, match=message):
+        nvrtc.Source("wrong.cu", "sm_90", {}).compile()
+
+
+def test_ptxas_report():
+    log = """ptxas info    : Compiling entry function 'f' for 'sm_90'
+    32 bytes stack frame, 52 bytes spill stores, 44 bytes spill loads
+ptxas info    : Used 64 registers, used 1 barriers, 1024 bytes smem"""
+    assert nvrtc.parse(log) == nvrtc.Resources(64, 32, 52, 44, 1024)
+    waits = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    assert nvrtc.parse(f"{log}\n{waits}").losses == (waits,)
+
+
+def test_a_missing_package_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(BuildError, match=r"^CUDA kernels need .* cuda.core is missing; pip install"):
+        nvrtc.versions()
+
+
+def test_the_table():
+    for name, kernel in EVERY.items():
+        assert name == kernel.name
+        assert all((nvrtc.SOURCES / file).is_file() for file in kernel.sources.values())
+        for d in range(1, WIDEST + 1):
+            assert d <= kernel.padded(d) < d + kernel.multiple
+            for dtype in kernel.dtypes:
+                queries = (Queries(1), Queries(3), Queries(9), Queries(700, 30), Queries(4096, 4096))
+                tiles = [tile for n in queries for tile in kernel.tiles(kernel.padded(d), dtype, n, (9, 0))]
+                assert tiles and all(tile.shared > 0 < tile.br for tile in tiles)
+    for dtype in Dtype:
+        fastest = next(name for name in FASTEST if dtype in KERNELS[name].dtypes)
+        assert choose(None, 64, dtype, GPUS[9, 0])[0].name == fastest
+        assert choose(None, 64, dtype, GPUS[7, 5], Queries(1, few=True))[0].name == "split"
+    for dtype, name in ((Dtype.FP32, "4"), (Dtype.FP16, "5"), (Dtype.BF16, "3")):
+        for d in range(1, WIDEST + 1):
+            assert choose(None, d, dtype, GPUS[7, 5])[0].name == name, d
+    for heads, N, d, name, br in (
+        (4, 1024, 32, "5", 64),
+        (4, 1024, 64, "6", 128),
+        (512, 2048, 128, "6", 192),
+    ):
+        queries = queries_of(Sizes(heads, N, N), Dtype.BF16, GPUS[9, 0])  # few, some, many tiles
+        row, tile = choose(None, d, Dtype.BF16, GPUS[9, 0], queries)
+        assert (row.name, tile.br) == (name, br)
+    with pytest.raises(ValueError, match="no kernel takes d = 64 on this GPU, of compute capability 7.0"):
+        choose(None, 64, Dtype.FP32, Gpu("a GPU", (7, 0), 96 * 1024, 80))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("extension")
+def test_every_kernel_gets_its_arguments():
+    """What the launcher gives to the kernels."""
+    if torch.cuda.is_available():
+        pytest.skip("a driver is here, which the stand-in cannot replace; the other tests run the kernels")
+    said = printed(sys.executable, ROOT / "tests" / "launcher_process.py", PYTHONPATH=str(ROOT))
+    assert int(said.split()[0]) > 3000
