@@ -86,8 +86,9 @@ def attention(
     found for this case on this machine, else a default. On CUDA they must be None; other parts ignore them.
     simd: one of SIMD, the helpers under the kernels, 'auto' by default; 'off' uses scalar loops. part0, CUDA
     and gradients ignore it.
-    kernel: part4's kernel on CUDA, by its name in cuda.kernels.KERNELS; None takes the fastest that accepts
-    the tensors. On the CPU it must be None; part0 ignores it on CUDA.
+    kernel: part4's kernel on CUDA, by its name in cuda.kernels: one of KERNELS, or one of BACKWARD, for the
+    gradients. What is not named is the fastest that accepts the tensors. On the CPU it must be None; part0
+    ignores it on CUDA.
     Rules, in part0, for float32 on the CPU in parts 1 to 4, and but for bias and score_mod on CUDA in part4,
     with flash-attention's names; p = i + Nk - Nq:
     window: (left, right): query i sees the keys p - left to p + right; None is no limit on that side.

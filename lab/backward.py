@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shakespeare.attention_ext import PARTS, attention, extension, reference
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import choose_backward
+from shakespeare.attention_ext.cuda.kernels import GRADIENT, choose
 from shakespeare.attention_ext.parts import Dtype, check_dtype, check_part, resolve_simd, with_gradient
 from shakespeare.lab import correctness, machine
 from shakespeare.lab.cuda import gpu
@@ -82,22 +82,32 @@ def backward_of(forward: Callable[..., Tensor], tensors: Sequence[Tensor], dout:
 
 
 def contenders(
-    part: str, shape: Shape, tensors: Sequence[Tensor], dout: Tensor, simd: str = "auto"
+    part: str,
+    shape: Shape,
+    tensors: Sequence[Tensor],
+    dout: Tensor,
+    simd: str = "auto",
+    kernel: str | None = None,
 ) -> tuple[Backward, Backward]:
     """The backward passes of a part and of PyTorch's scaled_dot_product_attention."""
-    ours = partial(attention, part, causal=shape.causal, simd=simd)
+    ours = partial(attention, part, causal=shape.causal, simd=simd, kernel=kernel)
     sdpa = partial(F.scaled_dot_product_attention, is_causal=shape.causal)
     return backward_of(ours, tensors, dout), backward_of(sdpa, tensors, dout)
 
 
+def exact(tensors: Sequence[Tensor], causal: bool) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v in float64. tensors: these, and dout."""
+    q, k, v, dout = (t.double() for t in tensors)
+    options: dict = dict(causal=causal, scale=q.shape[3] ** -0.5, br=256, bc=256)
+    out, lse = reference.flash_attention(q, k, v, **options)
+    return reference.flash_attention_backward(q, k, v, out, lse, dout, **options)
+
+
 def errors(both: Sequence[Backward], shape: Shape, tensors: Sequence[Tensor], dout: Tensor) -> list[Error]:
     """The errors of dq, dk and dv. Allowed: twice PyTorch's, and a share that grows with sqrt(d)."""
-    q, k, v = (t.double() for t in tensors)
-    options: dict = dict(causal=shape.causal, scale=shape.d**-0.5, br=256, bc=256)
-    out, lse = reference.flash_attention(q, k, v, **options)
-    exact = reference.flash_attention_backward(q, k, v, out, lse, dout.double(), **options)
+    right = exact([*tensors, dout], shape.causal)
     floor, compared = max(FLOOR, ROUNDING * math.sqrt(shape.d)) + NEIGHBOURS[Dtype(shape.dtype)], []
-    for name, right, *got in zip(("dq", "dk", "dv"), exact, *(backward() for backward in both)):
+    for name, right, *got in zip(("dq", "dk", "dv"), right, *(backward() for backward in both)):
         of_part, of_pytorch = (float((gradient - right).abs().max()) for gradient in got)
         allowed = 2 * of_pytorch + floor * float(right.abs().max())
         compared.append(Error(name, of_part, of_pytorch, allowed))
@@ -105,7 +115,12 @@ def errors(both: Sequence[Backward], shape: Shape, tensors: Sequence[Tensor], do
 
 
 def run(
-    part: str, shape: Shape, simd: str = "auto", echo: Callable[[str], None] = print, rounds: int = 9
+    part: str,
+    shape: Shape,
+    simd: str = "auto",
+    kernel: str | None = None,
+    echo: Callable[[str], None] = print,
+    rounds: int = 9,
 ) -> bool:
     """Test a part's gradients on normal numbers and time them; False if one is wrong.
 
@@ -121,13 +136,13 @@ def run(
     correctness.heads_at_once(shape.N, shape.B * shape.H, on.free() if on else machine.available_memory())
     echo(f"Running {part} backward test: {PARTS[part].title}\n")
     if on and PARTS[part].operator:
-        row, _ = choose_backward(None, shape.d, Dtype(shape.dtype), driver.gpu(on.device.index))
+        row, _ = choose(kernel or GRADIENT, shape.d, Dtype(shape.dtype), driver.gpu(on.device.index))
         echo(f"{on.describe()['name']}\nkernel {row.name}: {row.summary}\n")
     elif PARTS[part].operator:
         forward_only = " in the forward pass; portable in the backward pass"
         echo(extension.describe(simd) + forward_only * (resolve_simd(simd) != "portable") + "\n")
     *tensors, dout = normal(shape)
-    both = contenders(part, shape, tensors, dout, simd)
+    both = contenders(part, shape, tensors, dout, simd, kernel)
     compared = errors(both, shape, tensors, dout)
     for name, ours, pytorchs, allowed in compared:
         echo(f"{name}: largest error {ours:.2e}, PyTorch's {pytorchs:.2e}, allowed {allowed:.2e}")

@@ -21,7 +21,7 @@ from shakespeare.attention_ext import reference
 from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import BACKWARD, KERNELS, Gpu, Kernel, choose, choose_backward
+from shakespeare.attention_ext.cuda.kernels import BACKWARD, GRADIENT, KERNELS, Gpu, Kernel, choose
 from shakespeare.attention_ext.cuda.tiles import Queries
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.own.kernel import CudaCall, Strides
@@ -245,8 +245,9 @@ def check_backward(operators: Any, dtype: Dtype, group: int, causal: bool) -> in
         expected = torch.autograd.grad(exact[: len(douts)], leaves + more, douts)
         launches, running = 0, chosen(None, d, dtype, Nq)
         forward = operators.flash_ruled_with_gradient if ruled else operators.flash_with_gradient
-        both = forward(*leaves, causal, None, None, *(rules.on_cuda(Nq) if rules else ()))
-        launches, running = 0, chosen(None, d, dtype, Nq, backward=True)
+        name = "backward1" if number % 2 else None
+        both = forward(*leaves, causal, None, name, *(rules.on_cuda(Nq) if rules else ()))
+        launches, running = 0, chosen(name or GRADIENT, d, dtype, Nq)
         found = torch.autograd.grad(both[: len(douts)], leaves + more, douts)
         close = dict(rtol=1e-4, atol=1e-4) if dtype is Dtype.FP32 else dict(rtol=4e-2, atol=4e-2)
         torch.testing.assert_close(found, expected, **close)
@@ -291,19 +292,14 @@ def loaded() -> Any:
     return operators
 
 
-def compiled(kernel, call, d, dtype, index, rules=0, backward=False) -> driver.Compiled:
+def compiled(kernel, call, d, dtype, index, rules=0) -> driver.Compiled:
     asked.append(kernel)
     assert rules == (15 if ruled else 0)
-    return running if backward else chosen(kernel, d, dtype, call.Nq * call.group)
+    return chosen(kernel, d, dtype, call.Nq * call.group)
 
 
-def chosen(kernel: str | None, d: int, dtype: Dtype, Nq: int, backward: bool = False) -> driver.Compiled:
-    choice = (
-        choose_backward(kernel, d, dtype, ON)
-        if backward
-        else choose(kernel, d, dtype, ON, queries=Queries(Nq))
-    )
-    row, tile = choice
+def chosen(kernel: str | None, d: int, dtype: Dtype, Nq: int) -> driver.Compiled:
+    row, tile = choose(kernel, d, dtype, ON, queries=Queries(Nq))
     functions = {name: number + 1 for number, name in enumerate(row.functions)}
     return driver.Compiled(row, tile, row.padded(d), ON, None, functions)
 

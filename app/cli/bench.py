@@ -25,7 +25,7 @@ ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
 # For options.refuse_combinations().
 ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
 SIZES = ("lengths", "widths", "br", "bc", "threads", "simds", "heads", "batch", "tokens", "columns")
-CASES = (*SIZES, "masks", "causal", "l2s", "rules")
+CASES = (*SIZES, "masks", "causal", "l2s", "rules", "backward")
 MEASURING = ("contenders", "queries", "dtype", "device", "rounds", "min_time", "save")
 NOT_WITH = {
     "compare": ("form", "dry_run"),
@@ -33,6 +33,7 @@ NOT_WITH = {
     "causal": ("masks",),
     "tokens": ("batch",),
     "columns": ("heads",),
+    "backward": ("rules", "queries", "plot", "tune"),
     "load": (*CASES, *MEASURING, "dry_run", "tune"),
     "tune": (*MEASURING, "form", "compare", "plot", "rules"),
 }
@@ -52,6 +53,7 @@ sweep_options = options.all_of(
     options.names("--mask", "masks", f"Masks, from {', '.join(MASKS)}.", of=MASKS, default="none"),
     options.option("--rules", RULES, default="none"),
     options.flag("--causal", "The same as --mask causal."),
+    options.flag("--backward", "Time the gradients, which part0, part4 and others' attention have."),
     options.size("--queries", "Number of queries.", show_default="as many as keys"),
     options.size("--heads", "Number of heads.", most=MOST, default=4, show_default="4; 1 on CUDA"),
     options.size("-B", "--batch", "Batch size.", most=MOST, default=1, show_default="1; 100 on CUDA"),
@@ -222,7 +224,7 @@ def plan_of(tune: bool, contenders, masks, causal: bool, rules: str, **sizes) ->
         sizes |= {name: size for name, size in ON_CUDA.items() if not options.given(name)}
     names = tiled if tune else contenders
     if names is None:
-        names = cases.default_names(sizes["dtype"], sizes["device"], sizes["queries"])
+        names = cases.default_names(*(sizes[name] for name in ("dtype", "device", "queries", "backward")))
     if tune:
         sizes |= {"br": (None,), "bc": (None,)}
     if not {*tiled} & {*names} and (*sizes["br"], *sizes["bc"]) != (None, None):

@@ -15,7 +15,7 @@ import click
 
 from shakespeare.app.cli.terminal import notice, one_line, program
 from shakespeare.attention_ext import PARTS, SIMD
-from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS
 from shakespeare.attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, is_file, running_on
 from shakespeare.checkpoints import DEFAULT, PRESENT
 from shakespeare.generation.sampling import LARGEST_SEED, NUMBERS, Sampling
@@ -285,6 +285,7 @@ cpu_or_cuda = _device(f"{DEVICE}.", of=("cpu", "cuda"))
 FASTEST = "by default the fastest that accepts the inputs"
 KERNEL = f"Part4's kernel on CUDA, or its step 1 to 6 on WebGPU; {FASTEST}."
 kernel = option("--kernel", KERNEL, type=Kernel(list(KERNELS)))
+with_backward = option("--kernel", KERNEL, type=Kernel(list(EVERY)))
 # Options of one device only, by the names of the commands' parameters.
 CPU_ONLY = ("threads", "simd", "simds", "cachegrind", "tune", "budget", "show")
 CUDA_ONLY = ("arch", "cuda_queries", "l2s")

@@ -13,6 +13,7 @@ import click
 from shakespeare.app.cli import options, watch
 from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import PARTS
+from shakespeare.attention_ext.cuda.kernels import BACKWARD
 from shakespeare.attention_ext.parts import helpers_of, running_on, with_gradient
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ LAB_TILE = 256  # the lab's tile, in queries and in keys
 WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
 RULES = {*options.RULES, "score_mod"}
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again", *RULES}
-NOT_BACKWARD = {"br", "bc", "kernel", *RULES}
+NOT_BACKWARD = {"br", "bc", *RULES}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
@@ -41,7 +42,7 @@ test_options = options.all_of(
     options.threads,
     options.simd,
     options.device,
-    options.kernel,
+    options.with_backward,
     options.flag("--causal", "Use a causal mask in the test; the model always uses one."),
     options.rules,
     options.file(
@@ -107,6 +108,10 @@ def check(part: str, asked: dict[str, Any]) -> None:
         raise click.UsageError(f"{part} computes no gradients; --backward goes with {who} only")
     if asked["interactive"] and str(asked["prompt_file"]) == "-":
         raise click.UsageError("--prompt-file - does not go with --interactive, which reads standard input")
+    if (kernel := asked["kernel"]) and asked["backward"] != (kernel in BACKWARD):
+        names = BACKWARD if asked["backward"] else ("--backward",)
+        of = "--backward" if asked["backward"] else f"--kernel {kernel}"
+        raise click.UsageError(f"{of} goes with {' or '.join(names)} only")
     if part not in WITH_KERNELS:
         options.refuse(("kernel",), f"goes with {' and '.join(WITH_KERNELS)} only")
     options.check_device(part, asked["device"])
@@ -123,11 +128,11 @@ def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
     if asked["backward"]:
         sizes = ("batch", "heads", "N", "d", "causal", "device", "dtype")
         shape = backward.Shape(*(asked[name] for name in sizes))
-        passed = backward.run(part, shape, asked["simd"], echo=click.echo)
+        passed = backward.run(part, shape, asked["simd"], asked["kernel"], click.echo)
     else:
         settings = {
             name: asked[name]
-            for name in TEST_ONLY - {"backward", "again"} | {"simd", "device"} | NOT_BACKWARD
+            for name in TEST_ONLY - {"backward", "again"} | {"simd", "device", "kernel"} | NOT_BACKWARD
         }
         # Python's own handler of Ctrl-C would wait until a kernel returns.
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)

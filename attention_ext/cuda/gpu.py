@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.cuda.kernels import choose, choose_backward, queries_of
+from shakespeare.attention_ext.cuda.kernels import choose, queries_of
 from shakespeare.attention_ext.cuda.launches import Compiled, Gpu, Kernel, Sizes
 from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype
@@ -287,24 +287,13 @@ def load(row: Kernel, tile: Tile, d: int, dtype: Dtype, index: int, rules: int =
     return Compiled(row, tile, row.padded(d), on, module, functions)
 
 
-def compiled(
-    kernel: str | None,
-    call: Sizes,
-    d: int,
-    dtype: Dtype,
-    index: int,
-    rules: int = 0,
-    backward: bool = False,
-) -> Compiled:
+def compiled(kernel: str | None, call: Sizes, d: int, dtype: Dtype, index: int, rules: int = 0) -> Compiled:
     """The kernel with this name, the fastest one for None, for a call. rules: as source() takes them.
 
-    backward: one of kernels.BACKWARD. Raises ValueError and BuildError as kernels.choose() and load() do. The
-    GPU's context must be current.
+    Raises ValueError and BuildError as kernels.choose() and load() do. The GPU's context must be current.
     """
-    on = gpu(index)
-    if backward:
-        return load(*choose_backward(kernel, d, dtype, on), d, dtype, index, rules)
-    return load(*choose(kernel, d, dtype, on, queries_of(call, dtype, on), rules > 0), d, dtype, index, rules)
+    queries = queries_of(call, dtype, gpu(index))
+    return load(*choose(kernel, d, dtype, gpu(index), queries, rules > 0), d, dtype, index, rules)
 
 
 def resident(kernel: Compiled) -> int:

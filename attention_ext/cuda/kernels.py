@@ -122,7 +122,7 @@ KERNELS = {
     )
 }
 
-# The backward pass's, which gradients take whatever kernel the output is of; the best first.
+# The backward pass's; the best first.
 OF_BACKWARD = ("attention_backward_rows", "attention_backward_keys", "attention_backward_queries")
 _backward = partial(Kernel, plan=launches.backward, functions=OF_BACKWARD, ruled=True)
 _with_mma: dict[str, Any] = {
@@ -159,24 +159,14 @@ BACKWARD = {
 }
 
 
-def choose_backward(kernel: str | None, d: int, dtype: Dtype, on: Gpu) -> tuple[Kernel, Tile]:
-    """As choose(), of the kernels of the backward pass."""
-    if kernel is not None:
-        one_of("kernel", kernel, BACKWARD)
-        return BACKWARD[kernel], BACKWARD[kernel].tile(d, dtype, on)
-    *others, last = BACKWARD.values()
-    for row in others:
-        try:
-            return row, row.tile(d, dtype, on)
-        except ValueError:
-            continue
-    return last, last.tile(d, dtype, on)
+EVERY = KERNELS | BACKWARD
+GRADIENT = "backward"  # in place of a name: the best of BACKWARD
 
 
 def check_kernel(kernel: str) -> Kernel:
     """The row with this name. Raises ValueError if there is none."""
-    one_of("kernel", kernel, KERNELS)
-    return KERNELS[kernel]
+    one_of("kernel", kernel, EVERY)
+    return EVERY[kernel]
 
 
 def no_rules(kernel: str) -> ValueError:
@@ -191,17 +181,19 @@ def choose(
 ) -> tuple[Kernel, Tile]:
     """The kernel with this name, or the fastest one for None, and its tile for so many queries of width d.
 
-    ruled: with rules. Raises ValueError if the kernel, or no kernel, takes them on this GPU.
+    kernel: may be GRADIENT. ruled: with rules. Raises ValueError if the kernel, or no kernel, takes them on
+    this GPU.
     """
-    if kernel is not None:
+    if kernel not in (None, GRADIENT):
         row = check_kernel(kernel)
         if ruled and not row.ruled:
             raise no_rules(kernel)
         return row, row.tile(d, dtype, on, queries)
     first = ("split",) if queries.few else ("5",) if d <= 32 and queries.share <= tiles.SMALL else ()
-    for name in (name for name in (*first, *FASTEST) if KERNELS[name].ruled or not ruled):
+    for row in BACKWARD.values() if kernel else (KERNELS[name] for name in (*first, *FASTEST)):
         try:
-            return KERNELS[name], KERNELS[name].tile(d, dtype, on, queries)
+            if row.ruled or not ruled:
+                return row, row.tile(d, dtype, on, queries)
         except ValueError:
             continue
     major, minor = on.capability

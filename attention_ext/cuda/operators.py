@@ -10,14 +10,20 @@ from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.checks import check_size, check_tensors
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import MOST_ROWS, WIDEST, check_kernel, no_rules
+from shakespeare.attention_ext.cuda.kernels import (
+    BACKWARD,
+    GRADIENT,
+    MOST_ROWS,
+    WIDEST,
+    check_kernel,
+    no_rules,
+)
 from shakespeare.attention_ext.cuda.launches import Plan, Sizes
 from shakespeare.attention_ext.parts import PARTS, Dtype
 
 PART = PARTS["part4"]
 DTYPES = list(Dtype)
 MOST_TEXT = 1023  # bytes of an error that the launcher takes
-BACKWARD = "backward "  # before the kernel's name, as the launcher asks for one that computes gradients
 NO_RULES = (-1, 0, 0.0, None, None, None, None)  # of flash_backward
 FULL = "CUDA out of memory"  # the beginning of the launcher's error
 NUMBERS = (*[ctypes.c_int] * 4, *[ctypes.c_int64] * 6)
@@ -30,11 +36,9 @@ def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, 
     """The launcher asks how to launch sizes that are new to it. The device is current."""
     try:
         kernel = name.decode() if name else None
-        backward = kernel is not None and kernel.startswith(BACKWARD)
-        kernel = kernel[len(BACKWARD) :] or None if kernel and backward else kernel
-        _check_sizes(None if backward else kernel, Nq, Nk, d)
+        _check_sizes(kernel, Nq, Nk, d)
         call = Sizes(heads, Nq, seen, group, bool(causal or rules))
-        chosen = driver.compiled(kernel, call, d, DTYPES[format], index, rules, backward)
+        chosen = driver.compiled(kernel, call, d, DTYPES[format], index, rules)
         plan[0] = chosen.row.plan(chosen, call)
     except BaseException as error:  # ctypes passes none on
         text = f"{error or type(error).__name__}".encode()[:MOST_TEXT].decode(errors="ignore")
@@ -61,7 +65,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, causal: bool, kernel: str | None, gro
 
 def _check_sizes(kernel: str | None, Nq: int, Nk: int, d: int) -> None:
     check_size(Nq, Nk)
-    if kernel is not None:
+    if kernel not in (None, GRADIENT):
         check_kernel(kernel)
     if d > WIDEST:
         raise ValueError(f"q has d={d}; it must be at most {WIDEST} on CUDA in {PART.name}")
@@ -91,7 +95,8 @@ def _fake_backward(dout, dlse, q, k, v, *rest):
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, ctx.causal, ctx.scale, _, *ctx.rules = inputs
+    q, k, v, ctx.causal, ctx.scale, name, *ctx.rules = inputs
+    ctx.kernel = name if name in BACKWARD else None  # else the forward pass's
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
@@ -99,7 +104,7 @@ def _save(ctx, inputs, output) -> None:
 def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse = ctx.saved_tensors
     dout = out.new_zeros(1).expand_as(out) if dout is None else dout
-    call = (dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale, None)
+    call = (dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.kernel)
     found = flash_backward(*call, *(ctx.rules or NO_RULES))
     if not ctx.rules:
         return *found, None, None, None

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.attention_ext import parts, tiles
 from shakespeare.attention_ext.checks import set_defaults, set_whole
-from shakespeare.attention_ext.cuda.kernels import check_kernel
+from shakespeare.attention_ext.cuda.kernels import KERNELS
 from shakespeare.attention_ext.parts import CachePrecision, Part, Precision
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model.config import GPTConfig
@@ -94,7 +94,7 @@ class EngineOptions:
                 if value != only:
                     raise ValueError(f"{name} is {value!r}; it must be {only!r} on {where}")
         if self.kernel is not None and self.device != "webgpu":
-            check_kernel(self.kernel)
+            parts.one_of("kernel", self.kernel, KERNELS)
             if self.device == "cpu":
                 raise ValueError(f"kernel is {self.kernel!r}; it must be None on the CPU")
             if self.row.operator is None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shakespeare.attention_ext import PARTS, SIMD, tiles
-from shakespeare.attention_ext.cuda.kernels import MOST_SPLIT
+from shakespeare.attention_ext.cuda.kernels import BACKWARD, MOST_SPLIT
 from shakespeare.attention_ext.parts import DEVICES, Dtype, check_dtype, is_file, one_of, resolve_simd
 from shakespeare.lab import machine, rules
 from shakespeare.lab.bench.cell import L2, Cell
-from shakespeare.lab.bench.contenders import SPLIT, contenders
+from shakespeare.lab.bench.contenders import GRADIENTS, SPLIT, contenders
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Sweep:
     tokens, columns: for a batch of tokens / N and columns / d heads. queries: by default as many as keys. br,
     bc: None for the tuned tile. simds: names from SIMD. A GPU has no choice of tiles, threads and simds; on
     CUDA every contender is timed with each of l2s, from L2. rules: as rules.parse() takes them, on the CPU in
-    fp32 and on CUDA, for as many queries as keys.
+    fp32 and on CUDA, for as many queries as keys. backward: of gradients, for as many queries as keys.
     """
 
     lengths: Sequence[int] = (1024,)
@@ -40,6 +40,7 @@ class Sweep:
     device: str = "cpu"
     l2s: Sequence[str] = L2
     rules: Sequence[str] = ("none",)
+    backward: bool = False
 
 
 def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
@@ -69,7 +70,8 @@ def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
                 rows = batch * heads * queries
                 tuned = tiles.tile(resolve_simd(simd or "auto"), threads, d, N, causal, rows)
                 br, bc = br or tuned[0], bc or tuned[1]
-            cells.append(Cell(name, simd, *shape, br, bc, threads, sweep.dtype, sweep.device, l2, rule))
+            where = sweep.dtype, sweep.device, l2, rule, sweep.backward
+            cells.append(Cell(name, simd, *shape, br, bc, threads, *where))
     return list(dict.fromkeys(cells))
 
 
@@ -77,7 +79,8 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
     """Raise ValueError for an unknown or repeated name, a dtype that a contender lacks, or too few tokens."""
     one_of("device", sweep.device, DEVICES)
     where = "" if sweep.device == "cpu" else f"on {DEVICES[sweep.device]} "
-    named = ("contender", names, known_on(sweep.device))
+    where = "with backward " * sweep.backward + where
+    named = ("contender", names, known_on(sweep.device, sweep.backward))
     for what, chosen, known in (named, ("simd", sweep.simds, SIMD), ("l2", sweep.l2s, L2)):
         for name in chosen:
             if name not in known and not is_file(name):
@@ -102,12 +105,15 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
             raise ValueError(f"dtype is {sweep.dtype!r}; {who}")
 
 
-def known_on(device: str) -> tuple[str, ...]:
-    """The contenders on a device of DEVICES."""
-    return tuple(name for name, contender in contenders().items() if device in contender.dtypes)
+def known_on(device: str, backward: bool = False) -> tuple[str, ...]:
+    """The contenders on a device of DEVICES. backward: those with gradients."""
+    able = (name for name in contenders() if (name in GRADIENTS if backward else name not in BACKWARD))
+    return tuple(name for name in able if device in contenders()[name].dtypes)
 
 
-def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[str, ...]:
+def default_names(
+    dtype: str, device: str, queries: int | None = None, backward: bool = False
+) -> tuple[str, ...]:
     """The contenders by default; on CUDA all that are installed, each once.
 
     queries: as in plan(); SPLIT is for few. Raises ValueError if no contender takes the dtype.
@@ -120,7 +126,8 @@ def default_names(dtype: str, device: str, queries: int | None = None) -> tuple[
         name
         for name, contender in contenders().items()
         if name not in without
-        and dtype in contender.dtypes.get(device, ())
+        and name in known_on(device, backward)
+        and dtype in contender.dtypes[device]
         and (contender.package is None or importlib.util.find_spec(contender.package))
     )
     if not taken:

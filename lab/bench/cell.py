@@ -17,7 +17,7 @@ class Cell:
     """One contender at one case: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
 
     simd, br, bc: None if it has none. threads: of the CPU. device: of DEVICES. l2: of L2 on CUDA, else None.
-    rules: as rules.parse() takes them.
+    rules: as rules.parse() takes them. backward: the gradients of q, k and v are computed.
     """
 
     contender: str
@@ -35,6 +35,7 @@ class Cell:
     device: str = "cpu"
     l2: str | None = None
     rules: str | None = None
+    backward: bool = False
 
     def options(self, device: Any) -> dict[str, Any]:
         """The options of attention() for the rules, with tensors on a device."""
@@ -60,7 +61,7 @@ class Cell:
     @property
     def inputs(self) -> tuple:
         """Equal for cells that have the same q, k, v and mask."""
-        shared = "N queries d batch heads causal dtype device rules"
+        shared = "N queries d batch heads causal dtype device rules backward"
         return tuple(getattr(self, name) for name in shared.split())
 
     @property
@@ -70,23 +71,23 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Useful floating-point operations of one call."""
-        return self.case().flops
+        """Useful floating-point operations of one call; those of gradients as FlashAttention counts them."""
+        return self.case().flops * (2.5 if self.backward else 1)
 
     @property
     def memory(self) -> int:
         """Bytes of q, k, v and the output, and of their float64 copies that verify the output.
 
-        On CUDA the copies of k and v are slices.
+        On CUDA the copies of k and v are slices. Gradients take up to four times as much.
         """
         B, H, Nq, Nk, d = self.batch, self.heads, self.queries, self.N, self.d
         copies = 2 * 8 if self.device == "cpu" else 0
-        return B * H * d * (Nq * (2 * 4 + 4 * 8) + Nk * (2 * 4 + copies))
+        return (4 if self.backward else 1) * B * H * d * (Nq * (2 * 4 + 4 * 8) + Nk * (2 * 4 + copies))
 
     @property
     def least_traffic(self) -> float:
-        """Bytes of q, k, v and the output, which each move through memory once."""
-        rows = 2 * self.queries + 2 * self.N
+        """Bytes of q, k, v and the output, and of their gradients, which each move through memory once."""
+        rows = (2 * self.queries + 2 * self.N) * (1 + self.backward)
         return float(self.batch * self.heads * self.d * rows * Dtype(self.dtype).bytes)
 
     def case(self, heads: int | None = None, threads: int | None = None) -> Case:

@@ -21,14 +21,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shakespeare.attention_ext import PARTS, attention
 from shakespeare.attention_ext import rules as ruling
-from shakespeare.attention_ext.cuda.kernels import HALVES, KERNELS
-from shakespeare.attention_ext.parts import Dtype, Part, check_part, is_file
+from shakespeare.attention_ext.cuda.kernels import BACKWARD, HALVES, KERNELS
+from shakespeare.attention_ext.parts import Dtype, Part, check_part, is_file, with_gradient
 from shakespeare.attention_ext.webgpu.steps import STEPS
 from shakespeare.lab.bench.cell import Cell
 
-Call = Callable[[], Tensor]
+Call = Callable[[], Any]  # gives the output, or the gradients of q, k and v
 SPLIT = "split"  # the kernel for few queries, which has no number
-OF_KERNEL = {name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()}
+OF_KERNEL = {
+    name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()
+} | BACKWARD
 OF_STEP = {f"webgpu{name}": step for name, step in STEPS.items()}
 # Backends of PyTorch's SDPA: the title, the kind and the name in warnings.
 SDPA = {
@@ -44,6 +46,8 @@ FLASH_ATTN = {
     "flash-attn-3": ("FlashAttention-3", "flash_attn_interface", _BOTH),
     "flash-attn-4": ("FlashAttention-4", "flash_attn.cute", _BOTH | {"sinks": "learnable_sink"}),
 }
+
+GRADIENTS = (*with_gradient(), "sdpa", "flex", *SDPA, *FLASH_ATTN, *BACKWARD)  # those that have them
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,24 @@ def contenders() -> dict[str, Contender]:
     for name, (title, _, _) in SDPA.items():
         known[name] = Contender(f"SDPA, {title}", sdpa_backend_call, on_cuda)
     return known
+
+
+def prepared(cell: Cell, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> Call:
+    """The contender's call to time, with dout that of its gradients."""
+    prepare = contenders()[cell.contender].prepare
+    arguments, sys.argv = (
+        sys.argv,
+        sys.argv[:1],
+    )  # flash-attn-4's compiler would parse them at its first calls
+    try:
+        if dout is None:
+            return prepare(cell, q, k, v)
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        call = partial(torch.autograd.grad, prepare(cell, *leaves)(), leaves, dout, retain_graph=True)
+        call()
+        return call
+    finally:
+        sys.argv = arguments
 
 
 def attention_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
@@ -161,7 +183,6 @@ def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
         given["sinks"] = given["sinks"].bfloat16()
     views, options = [t.transpose(1, 2) for t in (q, k, v)], {its_names[name]: x for name, x in given.items()}
     attend: Callable[..., Any]
-    arguments, sys.argv = sys.argv, sys.argv[:1]  # version 4's compiler would parse them at its first call
 
     def call() -> Tensor:
         out = attend(*views, causal=cell.causal, **options)
@@ -173,8 +194,6 @@ def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
             call()
     except (ImportError, AttributeError) as error:
         raise ValueError(f"contender {cell.contender!r} needs {module}: {first_line(error)}") from None
-    finally:
-        sys.argv = arguments
     return call
 
 

@@ -24,7 +24,7 @@ from shakespeare.lab import machine
 from shakespeare.lab.bench.cases import check_memory
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import Call
-from shakespeare.lab.bench.measure import exact_output, in_rounds, inputs, skipping, verify
+from shakespeare.lab.bench.measure import exact_of, in_rounds, inputs, skipping, verify
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.cuda.gpu import Gpu
 from shakespeare.lab.text import counted
@@ -59,7 +59,7 @@ class GpuBench:
 
     def run(self) -> Generator[Cell, None, None]:
         """Measure; yield each cell when it is verified and after each round. Ctrl-C keeps complete rounds."""
-        with torch.inference_mode():
+        with torch.inference_mode(not self.cells[0].backward):
             self._measure_limits()
             for _, case in itertools.groupby(self.cells, key=lambda cell: cell.inputs):
                 yield from self._case(list(case))
@@ -85,7 +85,7 @@ class GpuBench:
             if all(result.cell != small for result in self.done.sequential):
                 self.done.sequential.append(time_sequential(small))
         tensors = inputs(cells[0], self.gpu.device)
-        exact = exact_output(tensors, cells[0].causal, cells[0].rules)
+        exact = exact_of(cells[0], tensors)
         verified: dict[str, Verified] = {}
         readings: dict[str | None, float] = {}  # by the cell's L2
         running: list[tuple[Result, Callable[[], None]]] = []
@@ -106,7 +106,7 @@ class GpuBench:
         del exact  # its memory is free again
         yield from in_rounds(running, self.done.rounds)
 
-    def _verify(self, cell: Cell, tensors: Sequence[Tensor], exact: Tensor) -> Verified:
+    def _verify(self, cell: Cell, tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> Verified:
         result, call = verify(cell, tensors, exact, self.gpu.allocated)
         with skipping(result):
             return result, (call, *self.gpu.once(call)) if call else None
@@ -151,7 +151,7 @@ def time_sequential(small: Cell) -> Result:
     torch.set_num_threads(1)
     try:
         tensors = inputs(small)
-        result, call = verify(small, tensors, exact_output(tensors, small.causal, small.rules))
+        result, call = verify(small, tensors, exact_of(small, tensors))
         if call:
             result.seconds = [seconds_of(call) for _ in range(SEQUENTIAL_CALLS)]
             result.paces = [1.0] * SEQUENTIAL_CALLS

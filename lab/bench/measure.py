@@ -14,16 +14,17 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shakespeare.attention_ext import PARTS, extension, processor, reference
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.lab import machine, memory, rules
+from shakespeare.lab import backward, machine, memory, rules
 from shakespeare.lab.bench.cases import check_memory
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.bench.contenders import Call, contenders, first_line
+from shakespeare.lab.bench.contenders import Call, contenders, first_line, prepared
 from shakespeare.lab.bench.results import FEWEST_COUNTED_ROUNDS, FIRM_MARGIN, Result, Run
 from shakespeare.lab.correctness import allocated
 from shakespeare.lab.costs import block_of, scratch
@@ -46,7 +47,7 @@ PASSES, FURTHER_PASSES = 5, 8  # through the sweep, and at most through the cell
 FURTHER_SHARE = 0.25  # share of the time so far that further passes may take
 WAIT_SHARE = 0.1  # of the time, for all waits for a fast sample
 
-Allocated = Callable[[Call], tuple[Tensor, int]]
+Allocated = Callable[[Call], tuple[Any, int]]
 Verified = tuple[Result, float]  # a correct result with the seconds of a call
 
 
@@ -64,14 +65,14 @@ class Bench:
         core = processor.caches()[:2][-1]  # the second level belongs to one core nearly everywhere
         self.done = Run(machine.describe(), rounds, min_time, core.size)
         self.again = False
-        self._exact: tuple[tuple, Tensor] | None = None
+        self._exact: tuple[tuple, tuple[Tensor, ...]] | None = None
 
     def run(self) -> Generator[Cell, None, None]:
         """Measure; yield each cell when it is verified and after each round. Ctrl-C keeps complete rounds."""
         before = torch.get_num_threads()
         memory.keep_freed_memory()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(not any(cell.backward for cell in self.cells)):
                 yield from self._run()
         finally:
             torch.set_num_threads(before)
@@ -122,7 +123,7 @@ class Bench:
         torch.set_num_threads(group[0].threads)
         tensors = inputs(group[0])
         if self._exact is None or self._exact[0] != group[0].inputs:  # other numbers of threads share it
-            self._exact = group[0].inputs, exact_output(tensors, group[0].causal, group[0].rules)
+            self._exact = group[0].inputs, exact_of(group[0], tensors)
         right = []
         for cell in group:
             result, call = verify(cell, tensors, self._exact[1])
@@ -162,12 +163,12 @@ class Bench:
         """Time the results of _verify() for `rounds` rounds on new inputs."""
         cell = group[0][0].cell
         torch.set_num_threads(cell.threads)
-        q, k, v = inputs(cell)
+        tensors = inputs(cell)
         running: list[tuple[Result, Callable[[], None]]] = []
         faulting = set[Cell]()  # cells that get new pages in every call
         for result, once in group:
             with skipping(result):
-                call = contenders()[result.cell.contender].prepare(result.cell, q, k, v)
+                call = prepared(result.cell, *tensors)
                 running.append((result, partial(self._round, result, call, once, faulting)))
         yield from in_rounds(running, rounds)
 
@@ -219,10 +220,11 @@ def in_rounds(running: Sequence[tuple[Result, Callable[[], None]]], rounds: int)
 
 
 def inputs(cell: Cell, device: torch.device | str = "cpu") -> list[Tensor]:
-    """q (B, H, Nq, d), k and v (B, H, N, d): random, the same for all cells of a group."""
+    """q (B, H, Nq, d), k and v (B, H, N, d), and for gradients dout: random, the same for all of a group."""
     generator = torch.Generator(device).manual_seed(0)
     kind = getattr(torch, Dtype(cell.dtype).torch_name)
-    shapes = ((cell.batch, cell.heads, n, cell.d) for n in (cell.queries, cell.N, cell.N))
+    rows = (cell.queries, cell.N, cell.N, cell.queries)[: 3 + cell.backward]
+    shapes = ((cell.batch, cell.heads, n, cell.d) for n in rows)
     return [torch.randn(shape, generator=generator, device=device).to(kind) for shape in shapes]
 
 
@@ -245,10 +247,17 @@ def exact_output(tensors: Sequence[Tensor], causal: bool, ruled: str | None = No
     return out.view(B, H, Nq, d)
 
 
+def exact_of(cell: Cell, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a cell computes, in float64: its output, or the gradients of q, k and v."""
+    if cell.backward:
+        return backward.exact(tensors, cell.causal)
+    return (exact_output(tensors, cell.causal, cell.rules),)
+
+
 def verify(
-    cell: Cell, tensors: Sequence[Tensor], exact: Tensor, allocated: Allocated = allocated
+    cell: Cell, tensors: Sequence[Tensor], exact: Sequence[Tensor], allocated: Allocated = allocated
 ) -> tuple[Result, Call | None]:
-    """Compare a cell with the exact output (B, H, Nq, d); also return the call to time, or None.
+    """Compare a cell with exact_of(); also return the call to time, or None.
 
     allocated: gives a call's output, and the bytes that were allocated for it.
     """
@@ -256,27 +265,34 @@ def verify(
     with skipping(result):
         if cell.contender in PARTS and cell.device == "cpu":
             machine.check_memory("its matrices", scratch(cell.contender, cell.case(), cell.simd))
-        call = contenders()[cell.contender].prepare(cell, *tensors)
+        call = prepared(cell, *tensors)
         result = compared(cell, *allocated(call), exact)
     return result, call if result.status == "ok" else None
 
 
-def compared(cell: Cell, out: Tensor, memory: int, exact: Tensor) -> Result:
-    """The result, 'ok' or 'wrong', for an output (B, H, Nq, d) and the bytes that were allocated for it."""
-    error = (out - exact).abs().nan_to_num(nan=torch.inf)  # (B, H, Nq, d)
-    worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-    result = Result(cell, error=float(error[worst]), error_at=worst)
+def compared(cell: Cell, found: Any, memory: int, exact: Sequence[Tensor]) -> Result:
+    """The result, 'ok' or 'wrong', for what was computed and the bytes that were allocated for it.
+
+    The largest error of all gradients is compared with the largest number in any.
+    """
+    outs, errors = found if cell.backward else (found,), []
+    for out, right in zip(outs, exact):
+        error = (out - right).abs().nan_to_num(nan=torch.inf)  # (B, H, Nq, d)
+        worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+        note = f"at {worst}: expected {float(right[worst]):.6g}, got {float(out[worst]):.6g}"
+        errors.append((float(error[worst]), worst, note))
+    largest, worst, note = max(errors)
+    result = Result(cell, error=largest, error_at=worst)
     if not contenders()[cell.contender].own_allocator and cell.device != "webgpu":
-        result.scratch = max(0, memory - out.numel() * out.element_size())
-    if not error[worst] <= WRONG_ERROR[Dtype(cell.dtype)] * float(exact.abs().max()):
-        result.status = "wrong"
-        result.note = f"at {worst}: expected {float(exact[worst]):.6g}, got {float(out[worst]):.6g}"
+        result.scratch = max(0, memory - sum(out.numel() * out.element_size() for out in outs))
+    if not largest <= WRONG_ERROR[Dtype(cell.dtype)] * max(float(right.abs().max()) for right in exact):
+        result.status, result.note = "wrong", note
     return result
 
 
 def traffic(cell: Cell, cache: int) -> float | None:
     """Bytes that come into a cache of `cache` bytes in one call; None if they are not counted."""
-    if cell.contender not in PARTS or cell.dtype != Dtype.FP32 or cell.rules:
+    if cell.contender not in PARTS or cell.dtype != Dtype.FP32 or cell.rules or cell.backward:
         return None
     counted = streams(cell.contender, cell.case(), block_of(cell.simd))
     return None if counted is None else total(counted, cache)

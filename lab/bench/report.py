@@ -32,8 +32,15 @@ BASELINES: dict[str, tuple[str, ...]] = {"part0": ("part0",), "sdpa": ("sdpa", *
 MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
 
 # Columns that identify a cell. In Markdown the columns that are the same in all rows stand above the table.
-_CASE = "simd N queries d batch heads causal dtype br bc threads device l2 rules".split()
-CASE = dict(zip(_CASE, _CASE)) | {"simd": "SIMD", "causal": "mask", "br": "Br", "bc": "Bc", "l2": "L2"}
+_CASE = "simd N queries d batch heads causal dtype br bc threads device l2 rules backward".split()
+CASE = dict(zip(_CASE, _CASE)) | {
+    "simd": "SIMD",
+    "causal": "mask",
+    "br": "Br",
+    "bc": "Bc",
+    "l2": "L2",
+    "backward": "pass",
+}
 # A row's figures, with titles and formats in Markdown ('' takes three digits); None if not shown there.
 FIGURES = {
     "ms": ("ms", ""),
@@ -93,7 +100,7 @@ def row(run: Run, result: Result) -> dict:
         figures["bandwidth_share"] = result.traffic / median / run.bandwidths[cell.threads]
     others = {name: _least_median(run, names, cell.group) for name, names in BASELINES.items()}
     # kernel3 is before kernel4 and its variants kernel4-x
-    if kernel := re.fullmatch(r"(kernel|webgpu)(\d+)(-.*)?", cell.contender):
+    if kernel := re.fullmatch(r"(kernel|webgpu|backward)(\d+)(-.*)?", cell.contender):
         others["kernel_before"] = _least_median(run, (f"{kernel[1]}{int(kernel[2]) - 1}",), cell.group)
     others["sequential"] = sequential_seconds(cell, run.sequential)
     return named | figures | {f"over_{name}": other and other / median for name, other in others.items()}
@@ -112,8 +119,8 @@ def plan_text(cells: Sequence[Cell], rounds: int) -> str:
 
 def case(cell: Cell) -> str:
     """A cell in one line."""
-    unsaid = "device" if cell.device == "cpu" else "threads"
-    names = [name for name in CASE if getattr(cell, name) is not None and name != unsaid]
+    unsaid = ("device" if cell.device == "cpu" else "threads", None if cell.backward else "backward")
+    names = [name for name in CASE if getattr(cell, name) is not None and name not in unsaid]
     return ", ".join([cell.contender, *(f"{CASE[n]} {case_text(n, getattr(cell, n))}" for n in names)])
 
 
@@ -228,6 +235,7 @@ def infirm(run: Run) -> str | None:
 def _case(rows: Sequence[dict]) -> tuple[list[str], list[str]]:
     """The names of CASE that differ between rows, and the others. Usual values of some are left out."""
     usual = {"queries": lambda r: r["N"], "dtype": lambda r: Dtype.FP32, "device": lambda r: "cpu"}
+    usual["backward"] = lambda r: False
     usual["threads"] = lambda r: r["threads"] if r["device"] != "cpu" else None
     names = [n for n in CASE if n not in usual or any(r[n] not in (None, usual[n](r)) for r in rows)]
     varying = [name for name in names if len({r[name] for r in rows if r[name] is not None}) > 1]
@@ -238,6 +246,8 @@ def case_text(name: str, value: object) -> str:
     """A cell's field as a table shows it."""
     if name == "causal":
         return "causal" if value else "none"
+    if name == "backward":
+        return "backward" if value else "forward"
     if name == "rules":
         return str(value or "none")
     return "" if value is None else str(value)
@@ -288,7 +298,7 @@ def _result(entry: dict) -> Result:
     result = Result(**entry | {"cell": Cell(**entry["cell"])})
     cell, result.error_at = result.cell, result.error_at and tuple(result.error_at)
     one_of: dict[str, Any] = {"contender": contenders(), "simd": (None, *SIMD), "dtype": list(Dtype)}
-    one_of |= {"device": DEVICES, "l2": (None, *L2), "causal": (False, True)}
+    one_of |= {"device": DEVICES, "l2": (None, *L2), "causal": (False, True), "backward": (False, True)}
     for name, known in one_of.items():
         _check(cell, name, getattr(cell, name) in known)
     for name in ("N", "queries", "d", "batch", "heads", "threads", "br", "bc"):

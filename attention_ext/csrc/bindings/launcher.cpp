@@ -165,6 +165,8 @@ struct Plan {
     int32_t br, bc, box;     // box: columns that the copy engine takes at once; 0: no tensor maps
 };
 
+constexpr char GRADIENT[] = "backward";  // of cuda/kernels.py
+
 struct Sizes {
     int device, format;              // FORMAT of cuda/call.h
     int64_t B, H, Nq, Nk, d, group;  // group: heads of q for one of k and v
@@ -360,7 +362,7 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
               const Given* given = nullptr) {
     Sizes s = sizes_of(q_, k_, v_, causal, given);
     REQUIRE(!kernel || !kernel->empty(), "kernel must be a name");
-    if (kernel) s.kernel = *kernel;
+    if (kernel && kernel->rfind(GRADIENT, 0) != 0) s.kernel = *kernel;  // or the backward pass's
     const OnDevice current(s.device);
     const Plan plan = plan_for(s);
     const int bytes = s.format == 0 ? 4 : 2;
@@ -424,7 +426,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
     const Given rules{left, right, softcap, slopes, sinks, documents, extents};
     const Given* const given = left < 0 ? nullptr : &rules;
     Sizes s = sizes_of(q_, k_, v_, causal, given);
-    s.seen = s.Nk, s.kernel = "backward " + kernel.value_or("");
+    s.seen = s.Nk, s.kernel = kernel.value_or(GRADIENT);
     for (const Tensor* t : {&dout_, &out_}) {
         bool fits = t->is_cuda() == q_.is_cuda() && t->get_device_index() == s.device && t->dim() == 4 &&
                     t->scalar_type() == q_.scalar_type();

@@ -11,16 +11,7 @@ from support import ROOT, naming, printed
 
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import (
-    BACKWARD,
-    FASTEST,
-    KERNELS,
-    WIDEST,
-    Gpu,
-    choose,
-    choose_backward,
-    queries_of,
-)
+from shakespeare.attention_ext.cuda.kernels import EVERY, FASTEST, KERNELS, WIDEST, Gpu, choose, queries_of
 from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.cuda.tiles import LARGE, Queries
 from shakespeare.attention_ext.parts import BuildError, Dtype
@@ -30,15 +21,12 @@ from shakespeare.attention_ext.rules import extents
 SHARED = {(7, 5): 64, (8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 GPUS = {capability: Gpu("a GPU", capability, shared * 1024, 132) for capability, shared in SHARED.items()}
 WIDTHS = (32, 64, 128)
-EVERY = KERNELS | BACKWARD
 ALL_RULES = 15  # of csrc/cuda/rules.h
 SPILLING, WITH_RULES = 64, 256  # bytes that a kernel may spill and still keep its state in registers
 
 
 def source_of(name, d, dtype=Dtype.FP32, capability=(9, 0), rules=0, queries=LARGE):
-    on = GPUS[capability]
-    backward = name in BACKWARD
-    tile = choose_backward(name, d, dtype, on) if backward else choose(name, d, dtype, on, queries=queries)
+    tile = choose(name, d, dtype, GPUS[capability], queries=queries)
     return driver.source(*tile, d, dtype, capability, rules)
 
 
@@ -170,6 +158,8 @@ def test_the_table():
         fastest = next(name for name in FASTEST if dtype in KERNELS[name].dtypes)
         assert choose(None, 64, dtype, GPUS[9, 0])[0].name == fastest
         assert choose(None, 64, dtype, GPUS[7, 5], Queries(1, few=True))[0].name == "split"
+        assert choose("backward", 64, dtype, GPUS[7, 5])[0].name == "backward1"
+        assert choose("backward", 64, dtype, GPUS[8, 0])[0].name == f"backward{2 + (dtype != Dtype.FP32)}"
     for dtype, name in ((Dtype.FP32, "4"), (Dtype.FP16, "5"), (Dtype.BF16, "3")):
         for d in range(1, WIDEST + 1):
             assert choose(None, d, dtype, GPUS[7, 5])[0].name == name, d
