@@ -36,13 +36,18 @@ __device__ inline void scores(const Call& call, const Gradients& to, const Share
     // A thread's rows are T apart and its columns too, so neighbours read neighbouring banks.
     const int x = threadIdx.x % T, y = threadIdx.x / T;
     float S[EACH][EACH] = {}, dP[EACH][EACH] = {};
-    for (int c = 0; c < d; ++c) {
-        float k[EACH], v[EACH];
-        UNROLLED(j, EACH) k[j] = s.K[(x + j * T) * PITCH + c], v[j] = s.V[(x + j * T) * PITCH + c];
-        UNROLLED(i, EACH) {
-            const float q = s.Q[(y + i * T) * PITCH + c], dout = s.dO[(y + i * T) * PITCH + c];
-            UNROLLED(j, EACH) S[i][j] += q * k[j], dP[i][j] += dout * v[j];
+    for (int first = 0; first < d; first += 16) {  // of short sums: one of all columns is rounded more
+        float of_S[EACH][EACH] = {}, of_dP[EACH][EACH] = {};
+        for (int c = first; c < min(first + 16, d); ++c) {
+            float k[EACH], v[EACH];
+            UNROLLED(j, EACH) k[j] = s.K[(x + j * T) * PITCH + c], v[j] = s.V[(x + j * T) * PITCH + c];
+            UNROLLED(i, EACH) {
+                const float q = s.Q[(y + i * T) * PITCH + c], dout = s.dO[(y + i * T) * PITCH + c];
+                UNROLLED(j, EACH) of_S[i][j] += q * k[j], of_dP[i][j] += dout * v[j];
+            }
         }
+        UNROLLED(i, EACH)
+            UNROLLED(j, EACH) S[i][j] += of_S[i][j], dP[i][j] += of_dP[i][j];
     }
     UNROLLED(i, EACH) {
         const int row = y + i * T;
