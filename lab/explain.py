@@ -71,7 +71,7 @@ def explain(cell: Cell, echo: Callable[[str], None], cachegrind: bool = False) -
     if part.why:
         echo(textwrap.fill(part.why, 100) + "\n")
     case = cell.case(threads=cell.threads if part.threaded else 1)
-    echo(arithmetic_text(case))
+    echo(arithmetic_text(case, case.flops))
     if cell.rules:
         echo(skipped_text(cell))
     echo(f"scratch     {size_text(scratch(part.name, case, cell.simd))}")
@@ -210,9 +210,10 @@ def limits(cell: Cell, case: Case, levels: list[Level], peak: float) -> list[Lim
     return bounds
 
 
-def arithmetic_text(case: Case) -> str:
-    """The operations of a call."""
-    return f"arithmetic  {scaled(case.flops)}FLOP: 2 d for each query and key, for scores and for output"
+def arithmetic_text(case: Case, flops: float) -> str:
+    """The operations of a call, perhaps of its gradients."""
+    what = "scores and for output" if flops == case.flops else "five products"
+    return f"arithmetic  {scaled(flops)}FLOP: 2 d for each query and key, for {what}"
 
 
 def skipped_text(cell: Cell) -> str:

@@ -24,7 +24,7 @@ ARCH = "Explain the kernel for this architecture without measuring it; needs no 
 @options.simd
 @options.dtype
 @options.device
-@options.kernel
+@options.with_backward
 @options.choice("--arch", ARCH, of=SHEETS, default=None)
 @options.flag("--cachegrind", "Simulate the caches with valgrind; takes about fifty times as long.")
 def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> None:

@@ -297,9 +297,9 @@ def compiled(kernel: str | None, call: Sizes, d: int, dtype: Dtype, index: int, 
 
 
 def resident(kernel: Compiled) -> int:
-    """The most blocks of a kernel's first function that a multiprocessor holds at a time."""
-    most, function = bindings().cuOccupancyMaxActiveBlocksPerMultiprocessor, [*kernel.functions.values()][0]
-    return checked(most(function, kernel.tile.threads, kernel.tile.shared))
+    """The most blocks of each of a kernel's functions that a multiprocessor holds at a time."""
+    most, tile = bindings().cuOccupancyMaxActiveBlocksPerMultiprocessor, kernel.tile
+    return min(checked(most(function, tile.threads, tile.shared)) for function in kernel.functions.values())
 
 
 def describe(part: str, kernel: str | None, d: int, dtype: Dtype = Dtype.FP32) -> str:

@@ -96,6 +96,8 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
     if ruled and not (takes and sweep.queries is None):
         where = "on the CPU in fp32 and on CUDA, without queries"
         raise ValueError(f"rule is {ruled[0]!r}; it must be none but {where}")
+    if sweep.backward and (ruled or sweep.queries is not None):
+        raise ValueError("backward is True; it must be False with rules and with queries")
     for name in names:
         taken = contenders()[name].dtypes.get(sweep.device, ())
         if name in PARTS or is_file(name):
@@ -131,7 +133,7 @@ def default_names(
         and (contender.package is None or importlib.util.find_spec(contender.package))
     )
     if not taken:
-        raise ValueError(f"dtype is {dtype!r}; no part takes it on {DEVICES[device]}")
+        raise ValueError(f"dtype is {dtype!r}; no part takes it{' backward' * backward} on {DEVICES[device]}")
     return taken
 
 

@@ -284,7 +284,7 @@ def compared(cell: Cell, found: Any, memory: int, exact: Sequence[Tensor]) -> Re
     largest, worst, note = max(errors)
     result = Result(cell, error=largest, error_at=worst)
     if not contenders()[cell.contender].own_allocator and cell.device != "webgpu":
-        result.scratch = max(0, memory - sum(out.numel() * out.element_size() for out in outs))
+        result.scratch = max(0, memory - sum(out.nbytes for out in outs))
     if not largest <= WRONG_ERROR[Dtype(cell.dtype)] * max(float(right.abs().max()) for right in exact):
         result.status, result.note = "wrong", note
     return result

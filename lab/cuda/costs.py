@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shakespeare.attention_ext.cuda.kernels import Kernel
-from shakespeare.attention_ext.cuda.launches import splits
+from shakespeare.attention_ext.cuda.launches import PADDING_OF_ROWS, splits
 from shakespeare.attention_ext.cuda.tiles import Tile, up
 from shakespeare.lab.traffic import Case, Stream
 
@@ -35,7 +35,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class Count:
-    """A call's counts, over all launches. tensor: products of bfloat16 for each useful operation, or 0."""
+    """A call's counts, over all launches. tensor: products of bfloat16 for each useful operation, or 0.
+
+    flops: useful operations. products: those computed for each useful one.
+    """
 
     launches: int
     blocks: int
@@ -43,6 +46,8 @@ class Count:
     shared: tuple[Shared, ...]
     streams: tuple[Stream, ...]
     tensor: float = 0
+    flops: float = 0
+    products: float = 1
 
     @property
     def wavefronts(self) -> float:
@@ -155,6 +160,7 @@ def _count(
     blocks: int | None = None,
     launches: int = 1,
     tensor: int = 0,
+    backward: bool = False,
 ) -> Count:
     """The counts of all heads from those of one; by default with a block for each tile of queries."""
     heads, wavefronts, fewest = of.case.heads, defaultdict[str, float](float), defaultdict[str, float](float)
@@ -163,7 +169,9 @@ def _count(
         fewest[one.name] += heads * one.fewest
     blocks = heads * of.tiles if blocks is None else blocks
     shared = tuple(Shared(name, wavefronts[name], fewest[name]) for name in wavefronts)
-    return Count(launches, blocks, heads * exponentials, shared, streams or _once(of), tensor)
+    flops, products = of.case.flops * (2.5 if backward else 1), 7 / 5 if backward else 1
+    exponentials *= heads
+    return Count(launches, blocks, exponentials, shared, streams or _once(of), tensor, flops, products)
 
 
 def _vector(*strides: int) -> int:
@@ -324,6 +332,53 @@ def _split(of: Launch) -> Count:
     return _count(of, iter(()), exponentials, streams, blocks, launches=2, tensor=tensor)
 
 
+def _backward_rows(of: Launch) -> Count:
+    """All three launches of backward.h: over tiles of queries for each block of keys, and the other way."""
+    case, sizes, d, br, bc, warps = (
+        of.case,
+        of.tile.sizes,
+        of.d,
+        of.tile.br,
+        of.tile.bc,
+        of.tile.threads // 32,
+    )
+    tile, size = sizes.get("TILE", br), float(of.bytes * case.heads * d)
+    keys, queries = of.visits(tile, bc), of.visits(br, tile)  # tiles that the two launches meet in a head
+    moved: dict[str, float] = {}
+    if "EACH" in sizes:  # a number of each row for each column of a thread, and one for the sum that it joins
+        each, width = sizes["EACH"], -(-d // (br // sizes["EACH"]))
+        moved = dict.fromkeys(("Q", "dO", "K", "V"), (keys + queries) * warps * d * each)
+        sums = br * width * warps
+        moved |= {
+            "Q": moved["Q"] + keys * sums,
+            "dO": moved["dO"] + keys * sums,
+            "K": moved["K"] + queries * sums,
+        }
+        moved["P"] = (2 * keys + queries) * warps * each * (br + each)
+    else:
+        row, paired = sizes["WIDTH"] * of.bytes / WAVEFRONT, 1 + sizes["K_PAIRED"]
+        for name in ("Q", "dO"):  # a tile is written, and read as rows and as columns; X and Y for each chunk
+            again = queries * tile / sizes["Q_CHUNK"] * br * (1 - sizes["Q_HELD"])
+            moved[name] = row * (keys * tile * (1 + 2 * warps / paired) + again)
+        for name, reads in (("K", 2), ("V", 1)):
+            again = keys * tile / sizes["K_CHUNK"] * bc * (1 - sizes["K_HELD"])
+            moved[name] = row * (queries * tile * (1 + reads * warps) + again)
+        moved["P"] = (paired - 1) * keys * 2.0 * tile * bc * of.bytes / WAVEFRONT
+    rows = (
+        min(keys * tile, -(-case.Nk // bc) * case.Nq) + case.Nq,
+        min(queries * tile, of.tiles * case.Nk) + case.Nk,
+    )
+    streams = [Stream("O", size * case.Nq), Stream("dQ, dK, dV", size * (case.Nq + 2 * case.Nk))]
+    for names, length, passed in (("Q", "dO"), case.Nq, rows[0]), (("K", "V"), case.Nk, rows[1]):
+        loop = ((2 * size / case.heads * length * of.together, size * passed),)
+        streams += [Stream(name, size * length, loop) for name in names]
+    accesses = (Shared(name, wavefronts, wavefronts) for name, wavefronts in moved.items() if wavefronts)
+    exponentials = tile * float(keys * bc + queries * br)
+    blocks = case.heads * (of.tiles + -(-case.Nk // bc) + -(-up(case.Nq, PADDING_OF_ROWS) // warps))
+    tensor = 0 if "EACH" in sizes else 1 if of.bytes == 2 else 6
+    return _count(of, accesses, exponentials, tuple(streams), blocks, 3, tensor, backward=True)
+
+
 # By the first function of a kernel.
-EVERY: tuple[Any, ...] = (_kernel1, _kernel2, _kernel3, _kernel4, _kernel5, _kernel6, _split)
+EVERY: tuple[Any, ...] = (_kernel1, _kernel2, _kernel3, _kernel4, _kernel5, _kernel6, _split, _backward_rows)
 COUNTS: dict[str, Callable[[Launch], Count]] = {f"attention{count.__name__}": count for count in EVERY}

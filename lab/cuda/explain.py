@@ -1,6 +1,5 @@
 """gpt.py explain part4 --device cuda: a kernel's resources, its own counts, its bound and its time."""
 
-import functools
 import statistics
 import textwrap
 from collections.abc import Callable
@@ -8,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.build.nvrtc import Resources
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import WIDEST, Gpu, Kernel, choose, queries_of
+from shakespeare.attention_ext.cuda.kernels import BACKWARD, WIDEST, Gpu, Kernel, choose, queries_of
 from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import BuildError, check_dtype
 from shakespeare.lab.bench.cases import Cell, check_memory
+from shakespeare.lab.bench.contenders import OF_KERNEL, prepared
 from shakespeare.lab.bench.measure import inputs
 from shakespeare.lab.cuda import architectures, costs, gpu
 from shakespeare.lab.cuda.architectures import SHEETS, WARP, architecture, occupancy, rate
@@ -27,7 +26,7 @@ from shakespeare.lab.traffic import Case, Stream
 
 LONGEST = 2**24  # N; counting goes over the tiles
 WARM_UPS, REPEATS = 3, 20
-ORDER = ("Q", "K", "S", "P", "V", "m, l, O", "O")  # order of a table's rows
+ORDER = ("Q", "dO", "K", "S", "P", "V", "m, l, O", "O", "dQ, dK, dV")  # order of a table's rows
 
 
 @dataclass(frozen=True)
@@ -62,15 +61,14 @@ def explain(
     limits = limits_of(answer)
     echo(heading(cell, answer) + "\n")
     echo(textwrap.fill(answer.kernel.why, 100) + "\n")
-    echo(arithmetic_text(answer.case))
+    echo(arithmetic_text(answer.case, answer.count.flops))
     echo(resources_text(answer) + "\n\n" + moved_table(answer) + "\n\n" + bound_text(limits))
     if arch is not None:
         echo("measured    not: this is counted for an architecture, without a GPU")
         return
-    case, name = answer.case, answer.kernel.name
-    seconds, error = measured(cell, name)
+    seconds, error = measured(cell, answer.kernel.name)
     peak, _, least = limits[0]
-    share = f"{case.flops / seconds / 1e12:.3g} TFLOP/s = {100 * least / seconds:.0f} % of {peak}"
+    share = f"{answer.count.flops / seconds / 1e12:.3g} TFLOP/s = {100 * least / seconds:.0f} % of {peak}"
     echo(f"measured    {1e3 * seconds:.3g} ms (IQR {1e3 * error:.2g}), {share}")
 
 
@@ -168,10 +166,12 @@ def limits_of(answer: Answer) -> list[Limit]:
     """The limits; the arithmetic's peak is the first."""
     on, count = answer.on, answer.count
     tensor, clock = count.tensor, architecture(on)
-    peak = rate(on, clock.tensor / tensor if tensor else 2 * clock.fma)
+    peak = rate(on, clock.tensor / tensor if tensor else 2 * clock.fma) / count.products
     unit = "tensor" if tensor else "FMA"
-    products = ", in three products of tf32" if tensor > 1 else ""
-    limits = [(f"the {unit} peak", f"{peak / 1e12:.4g} TFLOP/s{products}", answer.case.flops / peak)]
+    products = ", in three products of tf32" * (tensor > 1) + ", seven products for five" * (
+        count.products > 1
+    )
+    limits = [(f"the {unit} peak", f"{peak / 1e12:.4g} TFLOP/s{products}", count.flops / peak)]
     if count.wavefronts:
         shared = rate(on, architectures.SHARED_BYTES)
         limits.append(("shared memory", f"{shared / 1e12:.3g} TB/s", WAVEFRONT * count.wavefronts / shared))
@@ -190,8 +190,9 @@ def measured(cell: Cell, kernel: str) -> tuple[float, float]:
     """
     on = gpu.Gpu()
     check_memory([cell], on.free())
-    q, k, v = inputs(cell, on.device)
-    call = functools.partial(attention, "part4", q, k, v, causal=cell.causal, kernel=kernel)
+    name = next(name for name, row in OF_KERNEL.items() if row.name == kernel)
+    cell = replace(cell, contender=name, backward=kernel in BACKWARD)
+    call = prepared(cell, *inputs(cell, on.device))
     on.time(call, WARM_UPS)
     _, launching = on.once(call)
     seconds = on.time(call, REPEATS, launching=launching)

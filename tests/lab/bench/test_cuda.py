@@ -59,6 +59,23 @@ def test_a_run_verifies_times_and_skips(monkeypatch):
     assert rows[1]["over_sdpa"] == 1.0 and rows[1]["tflops"] == pytest.approx(rows[1]["gflops"] / 1000)
 
 
+def test_gradients_are_verified_and_timed(monkeypatch):
+    def pretend(part, q, k, v, causal, kernel, **_):
+        if kernel == "backward2":  # dq is 2 % too large
+            q = 1.02 * q - 0.02 * q.detach()
+        return attention("part0", q, k, v, causal=causal)
+
+    monkeypatch.setattr(contenders, "attention", pretend)
+    done = measured(
+        ["part0", "backward1", "backward2", "sdpa-math"], backward=True, masks=[True], l2s=["warm"]
+    )
+    assert {r.cell.contender for r in done.results if r.status == "wrong"} == {"backward2"}
+    first = report.row(done, done.results[1])
+    assert first["status"] == "ok" and first["error"] < 1e-5
+    assert first["peak_share"] == pytest.approx(2.5 * 4 * 2 * (64 * 65 // 2) * 16 / 1e-3 / 5e13)
+    assert ", pass backward" in report.text(done, "md")
+
+
 def test_rules_and_flash_attn(monkeypatch):
     """Its packages are made up; version 4 gives a pair."""
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from support import naming
 
-from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.cuda.kernels import EVERY
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab.cuda.architectures import SHEETS
 from shakespeare.lab.cuda.costs import BANKS, LANES, SAME, Launch, balance, banked, counted
@@ -16,7 +16,7 @@ GPU = SHEETS["sm_90"]
 
 
 def count(name, N=4096, d=32, heads=100, causal=False, dtype=None):
-    kernel = KERNELS[name]
+    kernel = EVERY[name]
     dtype = dtype or kernel.dtypes[0]
     tile = kernel.tile(d, dtype, GPU)
     case = Case(N, N, d, heads, causal, tile.br, tile.bc, 1, dtype)
@@ -47,13 +47,13 @@ def test_meetings_of_tiles(causal):
             last = min(i0 + br, Nq) - 1
             keys = last + 1 + Nk - Nq if causal else Nk
             met += -(-keys // bc)
-        case, kernel = Case(Nq, Nk, 8, causal=causal), KERNELS["1"]
+        case, kernel = Case(Nq, Nk, 8, causal=causal), EVERY["1"]
         launch = Launch(case, kernel, kernel.tile(8, case.dtype, GPU), 1)
         assert launch.visits(br, bc) == met, (Nq, Nk, br, bc)
 
 
 def test_the_balance_of_kernel_6():
-    kernel = KERNELS["6"]
+    kernel = EVERY["6"]
     tile = kernel.tile(64, Dtype.BF16, GPU)
     for Nq, heads, causal, blocks, expected in (
         (2 * tile.br, 3, False, 2, 1.0),
@@ -66,13 +66,13 @@ def test_the_balance_of_kernel_6():
         assert balance(Launch(case, kernel, tile, blocks)) == expected, (Nq, heads, causal, blocks)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_kernel_counts_at_least_what_it_must(name):
     for d, causal in itertools.product((8, 32, 80, 256), (False, True)):
         with naming(d, causal):
             found = count(name, N=300, d=d, heads=3, causal=causal)
             assert all(each.wavefronts >= each.fewest > 0 for each in found.shared)
-            tensors = 4 * 300 * 3 * d * KERNELS[name].dtypes[0].bytes
+            tensors = 4 * 300 * 3 * d * EVERY[name].dtypes[0].bytes
             assert found.asked >= found.from_memory(L2) >= tensors
             assert found.exponentials >= 3 * 300 * (301 / 2 if causal else 300)
             assert found.blocks >= 3

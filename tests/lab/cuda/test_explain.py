@@ -7,7 +7,7 @@ import pytest
 
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.cuda.kernels import EVERY
 from shakespeare.lab.bench.cases import Cell
 from shakespeare.lab.cuda.architectures import SHEETS, architecture, occupancy
 from shakespeare.lab.cuda.explain import compiled, explain
@@ -26,14 +26,14 @@ def explained(kernel=None, arch=None, **change) -> str:
 
 CASES = [  # one of them is compiled by default
     pytest.param(kernel, arch, marks=[pytest.mark.full] * ((kernel, arch) != ("2", "sm_90")))
-    for kernel in KERNELS
+    for kernel in EVERY
     for arch in SHEETS
 ]
 
 
 @pytest.mark.parametrize("kernel, arch", CASES)
 def test_each_kernel_is_explained_without_a_gpu(nvrtc, arch, kernel):
-    row, on = KERNELS[kernel], SHEETS[arch]
+    row, on = EVERY[kernel], SHEETS[arch]
     dtype = row.dtypes[0]
     if not row.runs_on(on.capability, dtype):
         with pytest.raises(ValueError, match=f"kernel is '{kernel}'; it needs compute capability"):
@@ -83,10 +83,10 @@ def test_wrong_options(failed, monkeypatch):
         assert message in failed("explain", *arguments.split())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", EVERY)
 @pytest.mark.parametrize("d", [32, 128])
 def test_the_driver_counts_the_same_blocks(gpu, kernel, d):
-    row, on = KERNELS[kernel], gpu
+    row, on = EVERY[kernel], gpu
     dtype = row.dtypes[0]
     if not row.runs_on(on.capability, dtype):
         pytest.skip(f"{on.name} cannot run kernel {kernel}")
