@@ -119,14 +119,14 @@ def figures_of(figures: dict[str, float] | None) -> str:
     return f"{rate} ({figures['relative']:.2f}){nats}"
 
 
-ATTENTION = "-m benchmarks.attention"
+PART4 = "-d 32,64,128 --mask none,causal --rounds 15"
 GPT2 = "-m benchmarks.generation --cases 124M,124M-2t,124Mx8,124Mx8-2t,355M,355M-2t,355Mx8,355Mx8-2t"
 GPT2 += " --engines native --peers CTranslate2,CTranslate2Int8,LlamaCpp,LlamaCppQ8 --rounds 2"
 # The kinds of files of results: heading, the command that saves one, and what shows it.
 KINDS = {
     "bench": ("The five parts", "gpt.py bench part0,part1,part2,part3,part4,sdpa", bench),
-    "attention": ("Part 4", f"{ATTENTION} part4,sdpa,onnx -N 128,1024,2048", part4),
-    "attention_bf16": ("Part 4, bf16", f"{ATTENTION} part0,part4,sdpa --dtype bf16 -N 1024", part4),
+    "attention": ("Part 4", f"gpt.py bench part4,sdpa,onnx -N 128,1024,2048 {PART4}", part4),
+    "attention_bf16": ("Part 4, bf16", f"gpt.py bench part0,part4,sdpa --dtype bf16 -N 1024 {PART4}", part4),
     "generation": ("Text, against other engines", "-m benchmarks.generation", generation),
     "generation_gpt2": ("Text of models of GPT-2's sizes, against other engines", GPT2, generation),
     "bench_cuda": ("Attention on the GPU", "gpt.py bench --device cuda", bench),
@@ -139,7 +139,8 @@ def results() -> dict[str, str]:
     documents: dict[str, str] = {}
     for kind, (title, command, lines) in KINDS.items():
         for file in sorted(saved.RESULTS.glob(f"{kind}-*.json")):
-            section = [f"\n## {title}\n", f"`python {command}`, with `--save`:\n", *lines(file), ""]
+            how = f"`python {command} --save benchmarks/results/{file.name}`:"
+            section = [f"\n## {title}\n", f"{how}\n", *lines(file), ""]
             machine = json.loads(file.read_text())["machine"]
             name = machine.get("gpu", {}).get("name", machine.get("microarchitecture") or machine["cpu"])
             head = f"# {name}\n\nWritten by `python scripts/make-docs.py`.\n"

@@ -13,9 +13,6 @@ import pytest
 from node_process import WEB_TESTS
 from support import finished, printed, table
 
-from benchmarks import attention
-from shakespeare.attention_ext import processor
-from shakespeare.lab import saved
 from shakespeare.web import build
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("extension")]
@@ -24,21 +21,6 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("extension")]
 def shown(name: str, arguments: str) -> str:
     """In a process of its own: the server's benchmark pins itself to a core."""
     return printed(sys.executable, "-m", f"benchmarks.{name}", *arguments.split())
-
-
-def test_attention_is_a_preset_of_bench():
-    """The preset passes its arguments on. If an option is given twice, the last one counts."""
-    assert shown("attention", "part4,sdpa -N 64 --dry-run").startswith("12 cells, 15 rounds each\n")
-    _, contenders, *rest = attention.arguments(["--dtype", "bf16", "--save"])
-    assert contenders == "part0,part4,sdpa"
-    assert str(saved.RESULTS / f"attention_bf16-{processor.slug()}.json") in rest
-    file = str(saved.RESULTS / f"attention-{processor.slug()}.json")  # bench's own has the README's cases
-    for given, passed in (
-        (["part4", "--save", "-N", "64"], ["part4", "--save", file, "-N", "64"]),
-        (["part4", "--save", "x.json"], ["part4", "--save", "x.json"]),
-        (["part4", "--save=x.json"], ["part4", "--save=x.json"]),
-    ):
-        assert attention.with_file(given, "attention") == passed
 
 
 def test_backward():
