@@ -24,11 +24,6 @@ const char* sampling_names();
 // The most alternatives of a token's log-probability.
 int64_t most_top();
 
-// The generator of a seed in `state`, which has uniforms_bytes() bytes.
-int64_t uniforms_bytes();
-void uniforms_seed(void* state, uint64_t seed);
-void uniforms_next(void* state, int64_t count, double* numbers);
-
 // sizes: block_size, vocab_size, n_layer, n_head, n_embd, br, bc, slots, capacity, threads, cache_bytes,
 // tanh_gelu, window. The tensors have names, data, numbers of floats and layouts; they are copied. A layout is
 // the sum of 1 for a matrix that is transposed, and 2 for a mapped file, whose pages are released. Null if it

@@ -71,12 +71,6 @@ const char* simd_name() { return simd::name(); }
 const char* sampling_names() { return SAMPLING_NAMES; }
 int64_t most_top() { return MOST_TOP; }
 
-int64_t uniforms_bytes() { return sizeof(Uniforms); }
-void uniforms_seed(void* state, uint64_t seed) { new (state) Uniforms(seed); }
-void uniforms_next(void* state, int64_t count, double* numbers) {
-    for (int64_t i = 0; i < count; i++) numbers[i] = static_cast<Uniforms*>(state)->next();
-}
-
 Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
                      int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats,
                      const int64_t* layouts) {

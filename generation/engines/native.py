@@ -12,7 +12,7 @@ import threading
 import warnings
 from array import array
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,8 +57,8 @@ class DraftCounts(NamedTuple):
 DRAFT_COUNTS = "6q3d"  # its fields in memory
 HEADER = Path(__file__).parent.parent / "csrc" / "api.h"
 # How ctypes names the types of its signatures; pointers to anything else are addresses.
-TYPES: dict[str, Any] = {"void": None, "bool": c_bool, "double": c_double, "const char*": c_char_p}
-TYPES |= {"int64_t": c_int64, "uint64_t": c_uint64}
+TYPES: dict[str, Any] = {"void": None, "bool": c_bool, "double": c_double, "int64_t": c_int64}
+TYPES["const char*"] = c_char_p
 
 
 def signatures() -> dict[str, tuple[Any, list[Any]]]:
