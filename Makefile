@@ -44,7 +44,6 @@ bench:  ## Time the parts against PyTorch, as the README shows them
 
 figures:  ## Remake the figures and the blocks of output in docs/, some six minutes
 	docs/make_figures.sh $(python)
-	$(python) scripts/make-race-svg.py
 
 docs:  ## Rewrite docs/use/cli.md, the tables of results and the notebooks' text
 	$(python) scripts/make-docs.py

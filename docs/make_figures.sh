@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # Remakes every figure and every block of output of docs/learn/attention.md, in some six minutes on an idle machine.
-# docs/figures/race.svg is made by scripts/make-race-svg.py.
 #
 #     docs/make_figures.sh [PYTHON]
 set -euo pipefail
