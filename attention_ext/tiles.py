@@ -46,8 +46,7 @@ def tile(
 ) -> tuple[int, int]:
     """(br, bc) for N keys: tuned at the nearest length between N/2 and 2N, else DEFAULT.
 
-    A tuned tile is for this simd, threads, d and mask. queries: B H Nq; DEFAULT shrinks where threads would
-    have too few tiles.
+    A tuned tile is for this simd, threads, d and mask. queries: B H Nq; for few of them DEFAULT shrinks.
     """
     fitting = [tuned for tuned in _fitting(simd, threads, d, causal) if N <= 2 * tuned.N <= 4 * N]
     if fitting:

@@ -1,7 +1,6 @@
 """The speed of writing one text with drafts, relative to the same engine without them.
 
-    python -m benchmarks.drafts [-m shakes2048] [--weights bf16] [--temperatures 0,0.8] [--corpus FILE]
-        [--device cuda]
+    python -m benchmarks.drafts [-m shakes2048] [--weights bf16] [--temperatures 0,0.8] [--device cuda]
 
 The native engine with one thread, or the cuda engine. Each round writes the text of another seed and prompt,
 with and without drafts in turns. Both must be the same text; on a GPU the rows of guesses add in another

@@ -8,8 +8,7 @@ Before a contender is timed, its logits are compared with float64, and its greed
 PyTorch. Equally likely tokens may be chosen differently, so a different text is only reported. A wrong
 contender is not timed, and the exit code is 1. One that fails or is not installed is a row with the reason.
 Times are of whole texts, with the prompt and each engine's Python loop. The loop without a cache is left out
-where it takes longer than some 20 s. GPT-2's sizes have random weights, one thread or two (2t), one text or
-eight (x8).
+where it takes some 20 s. GPT-2's sizes have random weights, one thread or two (2t), one text or eight (x8).
 
 Where weights are rounded, the loss is measured too: over the first tokens of the last 10 % of the text that
 `gpt.py prepare` gets, in windows of the block size. Our native engine reads them one at a time, as it writes.

@@ -29,8 +29,7 @@ class Distributions(NamedTuple):
 def distributions(draft: Draft) -> Distributions:
     """All contexts of a draft that follow from shorter ones. Raises ValueError if the tables are damaged.
 
-    A record does not tell its context, so all contexts with one more token in front are tried. A full bucket
-    takes no more.
+    A record does not tell its context, so all with one more token in front are tried, in buckets with room.
     """
     records, V = draft.unpacked(), len(draft.first)
     names, record = np.unique(records.bucket * TAGS + records.tag, return_index=True)

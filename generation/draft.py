@@ -1,7 +1,6 @@
 """Makes a model's draft from a text: what the model itself expects after each context of the text.
 
-A text has each context a few times only. So the draft holds the mean of the model's probabilities, not counts
-of characters.
+A text has each context a few times only, so the draft holds the model's mean probabilities, not counts.
 """
 
 import math

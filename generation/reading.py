@@ -34,8 +34,7 @@ class Read:
 class Reader:
     """Reads for the texts of a Writer. A prompt that several texts wait for is read once and copied.
 
-    keeper: the slot that keeps the last prompt for texts that join later, or None. slice_seconds: the time of
-    a call of read().
+    keeper: the slot that keeps the last prompt for later texts, or None. slice_seconds: the time of a read().
     """
 
     def __init__(self, engine: Engine, keeper: int | None, slice_seconds: float) -> None:

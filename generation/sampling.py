@@ -194,8 +194,7 @@ def sample(
 def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
     """The token ids (B,) of sample() after penalties and bias, on the tensors' device, without waiting.
 
-    logits: (B, V) in float64. uniforms: (B,) in float64. -1 where logits hold NaN, or the largest is
-    infinite.
+    logits: (B, V), uniforms: (B,), in float64. -1 where logits hold NaN, or the largest is infinite.
     """
     import torch
 

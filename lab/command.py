@@ -26,8 +26,7 @@ def run(
     """The exit code, the standard output and the standard error of a command that runs in IMPORTS.
 
     Its output goes through files, because a pipe stays open as long as any child of the program has it.
-    Raises TimeoutExpired after `seconds`, and Stopped when stop() is true; then the program and its children
-    are killed.
+    Raises TimeoutExpired after `seconds`, Stopped when stop() is true; the program's children are killed too.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         settings: dict = {"cwd": IMPORTS, "env": os.environ | env, "start_new_session": True}

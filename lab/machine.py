@@ -70,8 +70,7 @@ class Load:
     def sample(self, size: int = 0, patience: float = 0.0) -> float:
         """The lower speed of NOPs or of reading `size` bytes on this thread, over the fastest so far.
 
-        size: more than private caches hold; 0 reads none. patience: the longest wait. Only a call's first is
-        kept.
+        size: more than private caches hold; 0 reads none. patience: the longest wait. A call's first is kept.
         """
 
         def measure() -> tuple[float, float]:

@@ -167,10 +167,7 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
 def compare_with_one_process(
     asked: Question, ranks: Ranks, queries: Rows, out: Tensor, seconds: float, wrong: list[str]
 ) -> float | None:
-    """Compute everything on rank 0 and compare. Returns its seconds, None if too much. Adds to `wrong`.
-
-    seconds: of all ranks together.
-    """
+    """Compare with rank 0 alone; its seconds, or None if too much. seconds: of all ranks. Adds to `wrong`."""
     need = 8 * asked.heads * asked.d * (asked.N + asked.queries)
     if PARTS[asked.part].name in ("part0", "part1", "part2"):
         need += 12 * asked.heads * asked.N * asked.queries

@@ -155,8 +155,7 @@ def interval(seconds: Sequence[float]) -> tuple[float, float]:
 
     Its bounds are the k-th number from below and from above. A number is as likely below the median as above
     it, so the median is out of bounds with probability 2 P(Binomial(n, 1/2) < k) for any distribution. k is
-    the largest with this confidence. For fewer than six numbers the bounds are the least and the greatest,
-    with less confidence.
+    the largest with this confidence. Of fewer than six numbers they are the least and the greatest.
     """
     n = len(seconds)
     below = itertools.accumulate(math.comb(n, i) for i in range(n // 2))

@@ -59,10 +59,7 @@ class CharTokenizer:
 
     @classmethod
     def from_meta_pickle(cls, path: Path) -> CharTokenizer:
-        """Read nanoGPT's meta.pkl, {'itos': {0: '\\n', ...}, ...}; only numbers and strings are unpickled.
-
-        Raises VocabularyError.
-        """
+        """Read nanoGPT's meta.pkl, {'itos': {0: '\\n', ...}}: numbers and strings. Raises VocabularyError."""
         try:
             with open(path, "rb") as file:
                 itos = _PlainUnpickler(file).load()["itos"]

@@ -63,9 +63,8 @@ class Source(NamedTuple):
     """A file's text and what it asks for.
 
     device: 'cuda' for .cu, and on a GPU for Python with Triton or Numba's CUDA; else 'cpu'. torch: it
-    imports torch or Triton. simulated: which of SIMULATORS runs it, '' for none. compiling: Python that is
-    compiled at its first call. ladder: '1' for CUDA C++ that defines attention_kernel1; '' for none of the
-    ladder.
+    imports torch or Triton. simulated: which of SIMULATORS runs it, or ''. compiling: Python that is compiled
+    at its first call. ladder: '1' for CUDA C++ that defines attention_kernel1, or ''.
     """
 
     text: str

@@ -80,9 +80,8 @@ class Metrics:
 class Lane:
     """The running and waiting texts of one model and part, and their Writer, in the scheduler's thread only.
 
-    Texts join in the order of arrival, as soon as a slot is free. admitted: the texts that came, counted by
-    the event loop. left: those that ended. credit: seconds left in this round. deliver: sends news to the
-    event loop.
+    Texts join in the order of arrival, as soon as a slot is free. admitted: the texts that came, by the event
+    loop's count. left: those that ended. credit: seconds left in this round. deliver: tells the event loop.
     """
 
     def __init__(

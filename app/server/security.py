@@ -1,7 +1,4 @@
-"""Who may call: the Host header, browsers' origins, and keys.
-
-Plain ASGI: the queue of Starlette's BaseHTTPMiddleware has no bound.
-"""
+"""Who may call: Host, origins and keys. Plain ASGI, as BaseHTTPMiddleware's queue has no bound."""
 
 import hmac
 import ipaddress
@@ -96,10 +93,7 @@ def host_refusal(hosts: frozenset[str], scope: Scope) -> ApiError | None:
 
 
 def key_refusal(keys: Sequence[bytes], scope: Scope) -> ApiError | None:
-    """The refusal of a request without a key, `Authorization: Bearer KEY`, on every path but /health.
-
-    The time reveals nothing about the keys.
-    """
+    """The refusal of a request without a key, on every path but OPEN; its time tells nothing of the keys."""
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, key = given.partition(b" ")
     matches = [hmac.compare_digest(key.strip(), each) for each in keys]

@@ -20,8 +20,7 @@ constexpr int64_t LINE_FLOATS = 16;  // floats of a cache line
 // The stride of rows of n floats: an odd number of cache lines, so that rows do not share few sets of L1.
 constexpr int64_t row_stride(int64_t n) { return round_up(n, LINE_FLOATS) | LINE_FLOATS; }
 
-// Floats, initially 0 unless they are `unset`, aligned to a cache line; large buffers use huge pages where
-// Linux has them.
+// Floats, initially 0 unless they are `unset`, aligned to a cache line; large buffers use Linux's huge pages.
 class Buffer {
   public:
     Buffer() = default;

@@ -43,12 +43,10 @@ struct Rules {
     // The keys that any of `count` queries from i on may see; may be empty.
     Range keys(const AttentionSizes&, int64_t head, int64_t i, int64_t count) const;
 
-    // The end of the keys of query i, of which each query after it sees one more; or seen.end if that is not
-    // so.
+    // The end of the keys of query i if each query after it sees one more, else seen.end.
     int64_t staircase(const AttentionSizes&, int64_t head, int64_t i, const Range& seen) const;
 
-    // Changes and hides a strip's scores. slope, of_mod <- the derivatives of softcap and of mod, in the
-    // strip's places; or null.
+    // Changes and hides a strip's scores. slope, of_mod <- the derivatives of softcap and mod there; or null.
     void change(const AttentionSizes&, int64_t head, const Strip&, float* slope = nullptr,
                 float* of_mod = nullptr) const;
 };

@@ -14,8 +14,7 @@ class Peer:
 
     name: the engine and its version. rounded: whether its weights are, so that its loss is measured too.
     most_error: the largest error of its logits; with a larger one it is wrong and not timed.
-    Prompts have at least one token, and prompt and count together at most block_size + 1: the last token is
-    returned but not read.
+    Prompts have at least one token, prompt and count at most block_size + 1: the last token is not read.
     """
 
     name: str

@@ -26,8 +26,7 @@ int64_t most_top();
 
 // sizes: block_size, vocab_size, n_layer, n_head, n_embd, br, bc, slots, capacity, threads, cache_bytes,
 // tanh_gelu, window. The tensors have names, data, numbers of floats and layouts; they are copied. A layout is
-// the sum of 1 for a matrix that is transposed, and 2 for a mapped file, whose pages are released. Null if it
-// fails.
+// the sum of 1 if it is transposed, and 2 if its file is mapped, whose pages are released. Null if it fails.
 Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
                      int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats,
                      const int64_t* layouts);

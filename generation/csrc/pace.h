@@ -42,8 +42,7 @@ class Pace {
     int patience = 1;
 };
 
-// Finds the fastest team: 1, 2, 4 ... are tried on real steps, because the time of a cache line between cores
-// varies.
+// Finds the fastest team: 1, 2, 4 ... are tried on real steps, as a cache line's time between cores varies.
 class TeamSize {
   public:
     bool on_trial() const { return trial > 0; }

@@ -140,8 +140,7 @@ class Engine(Protocol):
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         """Set how the slot's tokens are chosen from now on; at first it is by Sampling().
 
-        logprobs: keep these tokens' log-probabilities with 0 to 5 alternatives each; None keeps none. Untaken
-        ones are dropped.
+        logprobs: keep these tokens' log-probabilities with 0 to 5 alternatives, None none; drop untaken ones.
         """
 
     def take_logprobs(self, slot: int) -> Sequence[tuple[int, float, Sequence[tuple[int, float]]]]:

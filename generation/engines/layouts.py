@@ -289,8 +289,7 @@ def layouts_for(
 ) -> tuple[list[Cluster], Grid]:
     """How a GPU may hold a model for few texts, the best for one text first, and for many.
 
-    Device.clusters() says whether the GPU takes a size. Raises Unfit if the cuda engine does not take the
-    model.
+    Device.clusters() says whether the GPU takes a size. Raises Unfit for a model that the engine refuses.
     """
     check_plain("cuda", config)
     if weights not in WEIGHT_BITS:

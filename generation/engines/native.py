@@ -222,10 +222,7 @@ class Decoder:
             self._do("record", on)
 
     def spans(self) -> list[tuple[str, int, int, int]]:
-        """(kind, thread, begin, end) of each span since the last call, thread by thread; 0 is the caller.
-
-        In nanoseconds of time.monotonic_ns().
-        """
+        """(kind, thread, begin, end) of each span since the last call, in nanoseconds; 0: the caller."""
         count, spans = c_int64(), POINTER(Span)()
         with self._lock:
             self._do("take_spans", byref(count), byref(spans))

@@ -146,10 +146,7 @@ class Slots:
         raise NotImplementedError
 
     def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, NDArray[np.float32] | None]:
-        """Read more tokens of a prompt; returns how many are read then.
-
-        With a `top` it also returns the logits after each of them, (tokens, V).
-        """
+        """Read more of a prompt; how much is read, with a `top` also the logits after each (tokens, V)."""
         raise NotImplementedError
 
     def _copy(self, source: int, at: NDArray[np.int64]) -> None:

@@ -1,8 +1,7 @@
 """Many texts in files: shards over processes, a manifest, and a job that can be killed and run again.
 
 A shard is (first index, count). Workers return its bytes; only the driver writes files. A file is renamed
-when it is on the disk, then the manifest lists it. Other shards are written again: their bytes do not depend
-on the worker.
+when it is on the disk, then the manifest lists it. Other shards are written again, with the same bytes.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """Shards over a Ray cluster: a Pool whose workers are Ray actors.
 
-Nodes need the same version of this package, and the model under the same name. They need no shared disk: only
-the driver writes files.
+Nodes need this version of the package and the model's name, but no shared disk: only the driver writes files.
 """
 
 import contextlib
@@ -45,8 +44,7 @@ def open_pool(
 ) -> Pool:
     """Actors on the cluster at an address: `workers`, or one for each CPU; at most one for each shard.
 
-    timeout: seconds without progress after which an actor is killed. Raises BulkError without Ray or a
-    cluster.
+    timeout: seconds without progress until an actor is killed. Raises BulkError without Ray or a cluster.
     """
     try:
         import ray

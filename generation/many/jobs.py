@@ -27,8 +27,7 @@ class BulkError(ValueError):
 class Job:
     """A request for many texts. texts: their number, or the number of lines of a prompts file.
 
-    resolved: what shards.resolved() chose for 'auto' in the directory's first run. Raises BulkError for a
-    wrong request.
+    resolved: what shards.resolved() chose in the directory's first run. Raises BulkError for a wrong request.
     """
 
     settings: Settings

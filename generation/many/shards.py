@@ -1,7 +1,6 @@
 """A shard of many texts: the settings that decide its bytes, and the Scribe that writes it.
 
-Text i depends only on the settings, its prompt and its seed. So a shard's bytes are the same on every worker
-with the same kernels.
+Text i depends only on settings, prompt and seed: a shard's bytes are the same wherever the kernels are.
 """
 
 import codecs

@@ -1,8 +1,6 @@
-"""The contenders of a benchmark: this repository's parts and CUDA kernels, PyTorch's SDPA, and others'
-attention.
+"""The contenders of a benchmark: this repository's parts and kernels, PyTorch's SDPA, others' attention.
 
-prepare() raises ValueError, in one line, for a case that a contender does not take, if this is known before
-the first call.
+prepare() raises ValueError, in one line, for a case that a contender is known not to take.
 """
 
 import importlib

@@ -6,8 +6,7 @@
 
 #include "precision.h"
 
-// The rows of W that a panel holds: `rows` ones of each run, of which panel p has those from p * rows on. Runs
-// are `apart` rows long.
+// The rows of W that a panel holds: panel p has `rows` of each run of `apart` ones, from p * rows on.
 struct Source {
     simd::Strided W;
     int64_t rows, apart, runs = 1;

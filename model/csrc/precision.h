@@ -76,12 +76,10 @@ inline constexpr PrecisionRow PRECISIONS[] = {
 
 inline const PrecisionRow& row_of(Precision precision) { return PRECISIONS[static_cast<int>(precision)]; }
 
-// to (terms, width), its first columns <- the transpose of W (rows, terms), whose rows or columns are
-// contiguous.
+// to (terms, width), its first columns <- the transpose of W (rows, terms) with contiguous rows or columns.
 void pack_rows(float* to, int64_t width, const simd::Strided& W, int64_t rows, int64_t terms);
 
-// A panel of W (out, in), times `scale` (in) or null; or, if `transposed`, of the transpose of W (in, out),
-// times `scale` (out).
+// A panel of W (out, in) times `scale` (in) or null; if `transposed`, of W (in, out)^T times `scale` (out).
 void fp32_pack_panel(float* panel, const float* W, const float* scale, const Panels&, int64_t p,
                      bool transposed);
 

@@ -29,8 +29,7 @@ struct Tensor {
     void release(int64_t first, int64_t floats) const;  // the file's pages; they are read again when needed
 };
 
-// The tensor of nanoGPT's name; null for a bias or a head that the model does not have. `floats` is the size
-// that it must have.
+// The tensor of nanoGPT's name, which must have so many floats; null for a bias or a head that there is not.
 using Tensors = std::function<Tensor(const std::string& name, int64_t floats)>;
 
 // piece(i) for each i of 0 .. pieces - 1, perhaps at the same time.

@@ -303,10 +303,7 @@ EXERCISES = tuple(map(parsed, COURSE.split("\n# ")[1:]))
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the exercises and their pages into a folder, which may exist; return their files.
-
-    Raises ValueError if one of the files exists.
-    """
+    """Write the exercises and their pages into a folder; their files. Raises ValueError if one exists."""
     texts = {row.file: row.text() for row in EXERCISES} | {f"{row.name}.md": row.page() for row in EXERCISES}
     for name in texts:
         if (folder / name).exists():

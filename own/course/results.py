@@ -1,7 +1,4 @@
-"""Points as other programs read them: Gradescope's results.json and JUnit's XML.
-
-https://gradescope-autograders.readthedocs.io/en/latest/specs/
-"""
+"""Points as Gradescope's results.json (gradescope-autograders.readthedocs.io) and JUnit's XML."""
 
 import json
 import re

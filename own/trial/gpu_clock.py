@@ -23,10 +23,7 @@ KEPT_SHARE = 0.25  # of the free memory, for outputs
 
 
 class GpuClock(Clock):
-    """Times one size. A call ends when the judge has copied the output, whatever the kernel's streams do.
-
-    L2 is cleared before each call.
-    """
+    """Times one size. A call begins with L2 cleared and ends when the judge has copied the output."""
 
     def __init__(self, file: Path, size: Size) -> None:
         self._gpu = Gpu()

@@ -132,10 +132,7 @@ class Caller:
     def on_gpu_memory(
         self, handles: dict[str, Any], names: list[str], asked: tuple[bool, float]
     ) -> Callable[[], object]:
-        """A call with the judge's memory on the GPU, (handle, shape) by name; it ends when the GPU has.
-
-        names: of the results.
-        """
+        """A call with the judge's memory on the GPU, (handle, shape) by name. names: of the results."""
         import torch
 
         from shakespeare.attention_ext.cuda import gpu

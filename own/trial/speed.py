@@ -68,9 +68,7 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Size:
-    """The timed call: matrices of N rows, d columns. cachegrind: its bytes too. alone: without the ladder.
-    backward: of the gradients.
-    """
+    """The timed call, of gradients if backward. cachegrind: count its bytes. alone: without the ladder."""
 
     N: int = 1024
     d: int = 32

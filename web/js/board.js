@@ -21,8 +21,7 @@ function fit(canvas, isSquare) {
   return { pen, width, height };
 }
 
-// The cell of query i and key j in S (rows, columns), which begins with `base`. S may have keys as rows, and may hold one
-// tile only.
+// The cell of query i and key j in S (rows, columns), which begins with `base`, may have keys as rows, and may be a tile.
 export function scoreAt([rows, columns], isTurned, base, i, j) {
   const [y, x] = [i, j].map((at, n) => Math.abs(at - base[n]));
   return isTurned ? [x % rows, y % columns] : [y % rows, x % columns];

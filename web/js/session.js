@@ -52,8 +52,7 @@ export class Session {
   }
 
   // Begins a text. request: as Writer's, with `part`, a name, `forced` as pairs, seed, sampling {name: value}
-  // and onGpu, after an openGpu() without `why`. Returns {why} if the CPU writes it nevertheless. With a window,
-  // capacity has no effect.
+  // and onGpu, after an openGpu() without `why`. {why}: the CPU writes it. With a window, capacity has no effect.
   begin(request) {
     const capacity = this.checkpoint.config.window ? ENDLESS : request.capacity;
     this.request = { ...request, capacity, forced: new Map(request.forced) };

@@ -195,8 +195,7 @@ struct Operators {
                                                rules...);
     }
 
-    // Part 4's forward pass with lse: its own operator, because PyTorch calls one with a gradient through
-    // Python.
+    // Part 4's forward pass with lse, its own operator: PyTorch calls one with a gradient through Python.
     static std::tuple<Tensor, Tensor> with_gradient(const Tensor& q, const Tensor& k, const Tensor& v,
                                                     bool causal, double scale, int64_t br, int64_t bc,
                                                     Rule... rules) {

@@ -5,8 +5,7 @@
 
 namespace simd {  // matrices are row-major, float32, with any alignment
 
-// The first element of a matrix, and the distance between its rows in elements. from(): its part from a row,
-// and a column, on.
+// The first element of a matrix, and the distance between its rows. from(): its part from a row and column on.
 struct ConstMatrix {
     const float* data;
     int64_t ld;
@@ -118,8 +117,7 @@ void layer_norm(float* y, const float* x, const float* weight, const float* bias
 // x[i] <- x[i] Phi(x[i]), the exact GELU; Phi is the normal distribution function.
 void gelu(float* x, int64_t n);
 
-// Hendrycks & Gimpel 2016 (arXiv:1606.08415): x[i] <- x[i] (1 + tanh(sqrt(2 / pi) (x[i] + 0.044715 x[i]^3))) /
-// 2
+// x[i] <- x[i] (1 + tanh(sqrt(2 / pi) (x[i] + 0.044715 x[i]^3))) / 2, as in arXiv:1606.08415
 void gelu_tanh(float* x, int64_t n);
 
 // y[i] <- gelu(x[i]); dx[i] <- dx[i] * gelu'(x[i]), where gelu'(x) = Phi(x) + x Phi'(x)

@@ -1,5 +1,4 @@
-// The SIMD helpers of attention's forward pass: portable.h's, or with -DSIMD_ELSEWHERE ispc.cpp's or
-// off.cpp's.
+// The SIMD helpers of attention's forward pass: portable.h's; with -DSIMD_ELSEWHERE ispc.cpp's or off.cpp's.
 #pragma once
 
 #include <cmath>

@@ -4,10 +4,7 @@ from pathlib import Path
 
 
 def write(file: Path, backward: bool = False, triton: bool = False) -> None:
-    """Write the start for a file's suffix, which report.checked_name() has checked.
-
-    Raises ValueError if the file exists.
-    """
+    """Write the start for a file's suffix, which is one of report's. Raises ValueError if the file exists."""
     name = "start" + "_triton" * triton + "_backward" * backward + file.suffix
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     try:
