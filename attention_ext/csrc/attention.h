@@ -29,8 +29,7 @@ struct CachePrecisionRow {
 inline constexpr CachePrecisionRow CACHE_PRECISIONS[] = {{CachePrecision::fp32, "fp32"},
                                                          {CachePrecision::bf16, "bf16"}};
 
-template <class Element>
-struct MatricesOf {  // one (N, d) matrix per batch and head; strides in elements
+template <class Element> struct MatricesOf {  // one (N, d) matrix per batch and head; strides in elements
     const Element* data;
     int64_t batch_stride, head_stride, row_stride, col_stride;
     int64_t group = 1;  // heads of q that share a matrix of k or v
@@ -69,8 +68,7 @@ struct AttentionSizes {
     }
 };
 
-template <class Element>
-struct AttentionOf : AttentionSizes {
+template <class Element> struct AttentionOf : AttentionSizes {
     MatricesOf<Element> q{}, k{}, v{};
     Element* out = nullptr;
     float* lse = nullptr;

@@ -32,8 +32,7 @@ constexpr int64_t BLOCK = 32;  // queries of a strip, the fewest of a call; keys
     PART(part3, fused, none, none)   \
     PART(part4, flash, flash_decoding, flash_bf16)
 
-template <class Element>
-struct Kernel {
+template <class Element> struct Kernel {
     int64_t (*scratch)(const AttentionOf<Element>&);  // in floats
     void (*attention)(const AttentionOf<Element>&, float* scratch);
 };
@@ -57,12 +56,10 @@ struct Part {
     }
     const Kernel<Bf16>& kernel(const AttentionOf<Bf16>&) const { return bf16; }
 
-    template <class Element>
-    int64_t scratch(const AttentionOf<Element>& a) const {
+    template <class Element> int64_t scratch(const AttentionOf<Element>& a) const {
         return kernel(a).scratch(a);
     }
-    template <class Element>
-    void attention(const AttentionOf<Element>& a, float* scratch) const {
+    template <class Element> void attention(const AttentionOf<Element>& a, float* scratch) const {
         kernel(a).attention(a, scratch);
     }
     bool takes_bf16() const { return bf16.attention != nullptr; }
@@ -83,10 +80,7 @@ int64_t flash_bf16_scratch(const AttentionOf<Bf16>&);
 void flash_bf16_attention(const AttentionOf<Bf16>&, float* scratch);
 
 struct None {
-    template <class Functions>
-    constexpr operator Functions() const {
-        return {};
-    }
+    template <class Functions> constexpr operator Functions() const { return {}; }
 };
 inline constexpr None none{};
 inline constexpr FewQueries flash_decoding{{flash_decoding_scratch, flash_decoding_attention},

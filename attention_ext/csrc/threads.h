@@ -50,8 +50,7 @@ void on_threads(int threads, const std::function<void(int)>& body);
 
 // body(head, item, thread) for each of `heads` heads and each item of 0 .. items - 1, a head's in order.
 // Threads begin with different heads, so that a head's K and V go to few cores, and then help with the others.
-template <class Body>
-void for_each_item(int64_t heads, int64_t items, int threads, const Body& body) {
+template <class Body> void for_each_item(int64_t heads, int64_t items, int threads, const Body& body) {
     const NoDenormals flushed;
     const int64_t all = heads * items;
     if (all == 1 || threads == 1) {

@@ -32,8 +32,7 @@ namespace {
 thread_local std::string failure;
 thread_local int failure_kind = 0;
 
-template <class Body>
-bool guarded(const Body& body) {
+template <class Body> bool guarded(const Body& body) {
     try {
         body();
         return true;

@@ -52,16 +52,14 @@ class Trace {
     }
 
     // Runs body(), with a span if recording. Helpers call it inside a piece only, before the caller reads.
-    template <class Body>
-    void timed(const char* kind, int64_t thread, const Body& body) {
+    template <class Body> void timed(const char* kind, int64_t thread, const Body& body) {
         const int64_t begin = recording ? now() : 0;
         body();
         if (recording) tracks[thread].spans.push_back({kind, static_cast<int>(thread), begin, now()});
     }
 
     // Runs body(), with a span of the caller's wait from its last piece on; a helper's may outlast the call.
-    template <class Body>
-    void timed_waiting(int thread, const Body& body) {
+    template <class Body> void timed_waiting(int thread, const Body& body) {
         if (thread > 0 || !recording) return body();
         int64_t begin = now();
         body();
@@ -125,16 +123,12 @@ struct Seat {
 // The first error of run()'s pieces. In another thread it would end the program, so the caller throws it.
 struct Failure {
 #if defined(__wasm__)
-    template <class Body>
-    void keep(const Body& body) {
-        body();
-    }
+    template <class Body> void keep(const Body& body) { body(); }
 #else
     std::exception_ptr error;
     std::mutex mutex;
 
-    template <class Body>
-    void keep(const Body& body) {
+    template <class Body> void keep(const Body& body) {
         try {
             body();
         } catch (...) {
@@ -161,15 +155,11 @@ class Member {
         : thread(thread), members(members), trace(trace), turn(turn) {}
 
     // body(), as a span of this kind.
-    template <class Body>
-    void timed(const char* kind, const Body& body) {
-        trace.timed(kind, thread, body);
-    }
+    template <class Body> void timed(const char* kind, const Body& body) { trace.timed(kind, thread, body); }
 
     // A stage: piece(i) for each i of 0 .. pieces - 1. A member's share is the same in every turn, for its
     // caches; a late member's is taken by another. Waits until all are done, unless the turn is over.
-    template <class Piece>
-    void share(int64_t pieces, const Piece& piece) {
+    template <class Piece> void share(int64_t pieces, const Piece& piece) {
         for (int64_t i = 0; members == 1 && i < pieces; i++) piece(i);
         if (members == 1) return;
         trace.timed_waiting(thread, [&] { take_shares(pieces, piece); });
@@ -177,8 +167,7 @@ class Member {
     }
 
     // The same by whichever member is free. `left` lives for the turn; the caller throws what a piece throws.
-    template <class Piece>
-    void run(int64_t pieces, Pieces* left, const Piece& piece) {
+    template <class Piece> void run(int64_t pieces, Pieces* left, const Piece& piece) {
         if (members == 1) return share(pieces, piece);
         share(members, [&](int64_t) {
             for (int64_t i = left->next++; i < pieces; i = left->next++) turn.failure->keep([&] { piece(i); });
@@ -188,8 +177,7 @@ class Member {
   private:
     static constexpr int SPINS = 2000;  // about a stage's time; a member that takes longer lost its core
 
-    template <class Piece>
-    void take_shares(int64_t pieces, const Piece& piece) {
+    template <class Piece> void take_shares(int64_t pieces, const Piece& piece) {
         take_share(thread, pieces, piece);
         for (int i = 0; i < members; i++) {
             const int other = (thread + i) % members;  // its own share too may have gone to another
@@ -209,8 +197,7 @@ class Member {
     }
 
     // The share of member m, unless it is taken.
-    template <class Piece>
-    void take_share(int m, int64_t pieces, const Piece& piece) {
+    template <class Piece> void take_share(int m, int64_t pieces, const Piece& piece) {
         Seat& seat = turn.seats[m];
         Count taken = seat.taken.load(std::memory_order_acquire);
         if (taken.turns_after(turn.number) > 0 || taken.in(turn.number) != stage) return;
@@ -238,8 +225,7 @@ class Team {
     };
     bool helps() const { return false; }
     void settle() const {}
-    template <class Work>
-    void run(int, const Work& work) {
+    template <class Work> void run(int, const Work& work) {
         Member caller(trace, 0);
         work(caller);
     }
@@ -263,8 +249,7 @@ class alignas(APART) Job {
     };
 
     // Only the caller writes.
-    template <class Work>
-    void write(uint32_t turn, int members_of_turn, const Work& work) {
+    template <class Work> void write(uint32_t turn, int members_of_turn, const Work& work) {
         static_assert(std::is_trivially_copyable_v<Work> && sizeof(Work) <= sizeof(uint64_t[WORDS]));
         begun.store(turn, std::memory_order_relaxed);
         std::atomic_thread_fence(std::memory_order_release);
@@ -327,8 +312,7 @@ class Team {
 
     // Runs work(member) here and on those of members - 1 helpers that join in time. A late helper runs it too:
     // what `work` reads outside of its pieces, other than its own members, must outlive the call.
-    template <class Work>
-    void run(int members, const Work& work) {
+    template <class Work> void run(int members, const Work& work) {
         members = helps() ? std::min(members, 1 + static_cast<int>(helpers.size())) : 1;
         if (members == 1) {
             Member caller(trace, 0);

@@ -29,15 +29,13 @@ struct Rows {
 };
 
 // Member: as in generation/csrc/team.h. All members of a team call the same functions in the same order.
-template <class Member>
-class Block {
+template <class Member> class Block {
   public:
     Block(const Rows& rows, Member& member) : rows(rows), member(member) {}
 
     // q, k and v of each head h; then attend(h, begin, end) for these rows. The first `skipped` columns are
     // optional. divisible: attend() may take some rows before the others' k and v.
-    template <class Attend>
-    void qkv(const Layer& w, int64_t skipped, bool divisible, const Attend& attend) {
+    template <class Attend> void qkv(const Layer& w, int64_t skipped, bool divisible, const Attend& attend) {
         each(w.qkv, divisible, [&](int64_t h, int64_t begin, int64_t end) {
             normalize(w.ln_1, w.qkv, begin, end);
             member.timed("QKV",
@@ -72,8 +70,7 @@ class Block {
 
   private:
     // body(p, begin, end) for each panel p of w; with fewer panels than members the rows may be divided too.
-    template <class Body>
-    void each(const Linear& w, bool divisible, const Body& body) {
+    template <class Body> void each(const Linear& w, bool divisible, const Body& body) {
         const int64_t panels = w.panels(), most = divisible ? rows.count : 1;
         const int64_t blocks = std::clamp<int64_t>((member.members + panels - 1) / panels, 1, most);
         made_from = -1;

@@ -97,8 +97,7 @@ Block& block() { return blocks[current->block]; }
 Warp& warp() { return block().warps[current->thread / 32]; }
 
 // All lanes' numbers.
-template <class T>
-const uint64_t* exchange(T x) {
+template <class T> const uint64_t* exchange(T x) {
     Warp& w = warp();
     uint64_t* values = w.values[w.meeting.turn % 2];
     values[current->thread % 32] = 0;
@@ -107,15 +106,13 @@ const uint64_t* exchange(T x) {
     return values;
 }
 
-template <class T>
-T from_lane(T x, int lane) {
+template <class T> T from_lane(T x, int lane) {
     const uint64_t* values = exchange(x);
     std::memcpy(&x, &values[lane], sizeof x);
     return x;
 }
 
-template <class T, class Merge>
-T reduce(T x, const Merge& merge) {
+template <class T, class Merge> T reduce(T x, const Merge& merge) {
     const uint64_t* values = exchange(x);
     for (int lane = 0; lane < 32; lane++) {
         T other;
@@ -132,8 +129,7 @@ struct Bits {
     int16_t parity;
 };
 
-template <class Change>
-void change(unsigned char* barrier, const Change& how) {
+template <class Change> void change(unsigned char* barrier, const Change& how) {
     Bits bits;
     std::memcpy(&bits, barrier, sizeof bits);
     how(bits);
@@ -159,20 +155,14 @@ void deliver() {
 
 inline void __syncthreads() { emulated::meet(emulated::block().meeting); }
 inline void __syncwarp() { emulated::exchange(0); }
-template <class T>
-T __shfl_sync(unsigned, T x, int lane) {
-    return emulated::from_lane(x, lane);
-}
-template <class T>
-T __shfl_xor_sync(unsigned, T x, int far) {
+template <class T> T __shfl_sync(unsigned, T x, int lane) { return emulated::from_lane(x, lane); }
+template <class T> T __shfl_xor_sync(unsigned, T x, int far) {
     return emulated::from_lane(x, (emulated::current->thread % 32) ^ far);
 }
-template <class T>
-T __reduce_min_sync(unsigned, T x) {
+template <class T> T __reduce_min_sync(unsigned, T x) {
     return emulated::reduce(x, [](T a, T b) { return std::min(a, b); });
 }
-template <class T>
-T __reduce_max_sync(unsigned, T x) {
+template <class T> T __reduce_max_sync(unsigned, T x) {
     return emulated::reduce(x, [](T a, T b) { return std::max(a, b); });
 }
 inline unsigned __ballot_sync(unsigned, bool x) {
@@ -186,8 +176,7 @@ inline long long clock64() { return emulated::rounds; }
 inline void atomicAdd(int* p, int x) { *p += x; }
 inline float __log2f(float x) { return std::log2(x); }
 inline int __ldcg(const int* p) { return *p; }
-template <class To, class From>
-To bits_of(From x) {
+template <class To, class From> To bits_of(From x) {
     To y;
     std::memcpy(&y, &x, sizeof y);
     return y;

@@ -40,8 +40,7 @@ inline long long some_time_later() {
     return emulated::rounds + emulated::chance() % (emulated::chance() % 8 == 0 ? 60 : 4);
 }
 
-template <int n>
-void store_async(const void* p, unsigned block, const float (&x)[n], const Barrier& barrier) {
+template <int n> void store_async(const void* p, unsigned block, const float (&x)[n], const Barrier& barrier) {
     emulated::Store store{in_block(p, block), in_block(&barrier, block), nullptr, {}, 4 * n, some_time_later()};
     std::memcpy(store.bytes, x, sizeof x);
     emulated::stores.push_back(store);

@@ -33,8 +33,7 @@ Case draw(uint64_t seed, Random& random, int threads) {
 
 void describe(const Case& c) { c.tell("backward", c.dlse ? ", dlse" : "", ", dout: ", c.layouts[DOUT].name); }
 
-template <class T>
-struct Gradients {
+template <class T> struct Gradients {
     std::vector<T> dq, dk, dv;
     double largest_score = 0;  // the largest magnitude of the finite scores
     double largest_sum = 0;    // of the magnitudes of the terms of a number of dq, dk or dv

@@ -53,10 +53,7 @@ class Random {  // splitmix64: the same numbers with every compiler and library
         return least + static_cast<int64_t>(bits() % static_cast<uint64_t>(most - least + 1));
     }
     bool one_in(int64_t n) { return from(1, n) == 1; }
-    template <class T, size_t N>
-    T any(const T (&of)[N]) {
-        return of[bits() % N];
-    }
+    template <class T, size_t N> T any(const T (&of)[N]) { return of[bits() % N]; }
     double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
     float normal() {
         double sum = -6;
@@ -186,14 +183,12 @@ struct AttentionCase {
     AttentionSizes sizes(int64_t Br, int64_t Bc) const {
         return {B, H, Nq, Nk, d, causal, scale, std::min(Br, Nq), Bc, threads};
     }
-    template <class Element>
-    MatricesOf<Element> matrices(int which, const Element* data) const {
+    template <class Element> MatricesOf<Element> matrices(int which, const Element* data) const {
         const Layout& l = layouts[which];
         return {data, l.batch, l.head, l.row, l.column};
     }
     // Calls visit(number, b, h, i, e) for each number of an input.
-    template <class Visit>
-    void each(int which, Guarded& input, Visit visit) const {
+    template <class Visit> void each(int which, Guarded& input, Visit visit) const {
         for (int64_t b = 0; b < B; b++)
             for (int64_t h = 0; h < H; h++)
                 for (int64_t i = 0; i < rows(which); i++)
@@ -201,8 +196,7 @@ struct AttentionCase {
                         visit(input.data[layouts[which].at(b, h, i, e)], b, h, i, e);
     }
 
-    template <size_t N>
-    void draw_rest(Random& random, int most_threads, int inputs, const Kind (&kinds)[N]) {
+    template <size_t N> void draw_rest(Random& random, int most_threads, int inputs, const Kind (&kinds)[N]) {
         threads = most_threads == 1 ? 1 : static_cast<int>(random.from(1, most_threads));
         kind = random.one_in(2) ? PLAIN : random.any(kinds);
         const float usual = 1 / std::sqrt(static_cast<float>(d)), scales[] = {usual, usual, usual, 0, -usual};
@@ -225,8 +219,7 @@ struct AttentionCase {
         const int64_t i = random.from(0, rows(which) - 1), e = random.from(0, d - 1);
         input.data[layouts[which].at(b, h, i, e)] = random.any(BAD_VALUES);
     }
-    template <class... Words>
-    void tell(const Words&... words) const {
+    template <class... Words> void tell(const Words&... words) const {
         set_running(seed, words..., ", B ", B, ", H ", H, ", Nq ", Nq, ", Nk ", Nk, ", d ", d,
                     causal ? ", causal" : ", full", ", threads ", threads, ", ", KINDS[kind], ", scale ", scale,
                     "; q: ", layouts[Q].name, ", k: ", layouts[K].name, ", v: ", layouts[V].name);
@@ -246,8 +239,7 @@ class Inputs {
     const float* row(int which, int64_t head, int64_t i) const {
         return (*this)[which].data + c.layouts[which].at(head / c.H, head % c.H, i, 0);
     }
-    template <class Change>
-    void each(int which, const Change& change) const {
+    template <class Change> void each(int which, const Change& change) const {
         c.each(which, (*this)[which], [&](float& x, int64_t, int64_t, int64_t, int64_t) { change(x); });
     }
     void let(int access) const {

@@ -72,16 +72,14 @@ void describe(const Case& c) {
            c.Br, " x ", c.Bc);
 }
 
-template <class T>
-struct Result {
+template <class T> struct Result {
     std::vector<T> out, lse;
     double largest_score = 0;  // the largest magnitude of the finite scores
 };
 
 // Attention by its definition, one query at a time, in T: double gives the reference, float the error that is
 // normal for float32. Sums run in the order of their terms, or in a random order if `random` is given.
-template <class T>
-Result<T> attend(const Case& c, const Inputs& in, Random* random = nullptr) {
+template <class T> Result<T> attend(const Case& c, const Inputs& in, Random* random = nullptr) {
     Result<T> result;
     std::vector<T> p(static_cast<size_t>(c.Nk));
     const std::vector<int64_t> elements = order(c.d, random), keys = order(c.Nk, random);
@@ -150,8 +148,7 @@ struct Pairs {
 };
 
 // Elements between guard pages, the last one directly before a gap or a page.
-template <class Element>
-struct GuardedArray {
+template <class Element> struct GuardedArray {
     static constexpr int64_t OF_A_FLOAT = sizeof(float) / sizeof(Element);
     Guarded memory;
     Element* data;

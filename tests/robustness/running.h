@@ -41,8 +41,7 @@ inline void print_at_the_end() {
 }
 
 // Sets `running` to the seed and these words and numbers.
-template <class... Words>
-void set_running(uint64_t seed, const Words&... words) {
+template <class... Words> void set_running(uint64_t seed, const Words&... words) {
     std::ostringstream text;
     text << "seed " << seed << ": ";
     (text << ... << words) << '\n';

@@ -28,8 +28,7 @@ std::string text_of(Number number) {
         if (!(condition)) throw std::invalid_argument(joined(__VA_ARGS__)); \
     } while (false)
 
-template <class... Parts>
-std::string joined(const Parts&... parts) {
+template <class... Parts> std::string joined(const Parts&... parts) {
     return (std::string() + ... + text_of(parts));
 }
 
@@ -53,8 +52,7 @@ inline const char* error_of(Boxed* kernel, StableIValue* stack, uint64_t inputs,
 
 // libtorch throws the error itself, through this frame. The frame has nothing to destroy, so no code of this
 // library's runtime runs during the unwinding.
-template <Boxed* kernel>
-void guarded(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
+template <Boxed* kernel> void guarded(StableIValue* stack, uint64_t inputs, uint64_t outputs) {
     if (const char* why = error_of(kernel, stack, inputs, outputs)) aoti_torch_check(false, "", "", 0, why);
 }
 

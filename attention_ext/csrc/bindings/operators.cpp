@@ -23,16 +23,14 @@ using torch::stable::Tensor;
 
 namespace {
 
-template <class Element>
-constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
+template <class Element> constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
 
 template <class Element>
 constexpr ScalarType TYPE = IS_BF16<Element> ? ScalarType::BFloat16 : ScalarType::Float;
 
 constexpr int64_t ANY = -1;  // in a shape: any size from 1 on
 
-template <class Size>
-std::string shape(int64_t dimensions, const Size& size) {
+template <class Size> std::string shape(int64_t dimensions, const Size& size) {
     std::string text = "(";
     for (int64_t i = 0; i < dimensions; i++)
         text += (i ? ", " : "") + (size(i) == ANY ? "any" : std::to_string(size(i)));
@@ -58,16 +56,14 @@ Tensor with_contiguous_rows(const Tensor& t, bool or_columns = false) {
     return rows || (or_columns && columns) ? t : torch::stable::contiguous(t);
 }
 
-template <class Number>
-Number* data(const Tensor& t) {
+template <class Number> Number* data(const Tensor& t) {
     if constexpr (std::is_const_v<Number>)
         return static_cast<Number*>(t.const_data_ptr());
     else
         return static_cast<Number*>(t.mutable_data_ptr());
 }
 
-template <class Element>
-MatricesOf<Element> matrices(const Tensor& t) {
+template <class Element> MatricesOf<Element> matrices(const Tensor& t) {
     return {data<const Element>(t), t.stride(0), t.stride(1), t.stride(2), t.size(3) == 1 ? 1 : t.stride(3)};
 }
 
@@ -77,10 +73,7 @@ void set_inputs(Call& a, const Tensor& q, const Tensor& k, const Tensor& v) {
     a.k.group = a.v.group = a.H / k.size(1);
 }
 
-template <size_t n>
-Tensor floats(const int64_t (&size)[n]) {
-    return new_tensor(size, ScalarType::Float);
-}
+template <size_t n> Tensor floats(const int64_t (&size)[n]) { return new_tensor(size, ScalarType::Float); }
 
 // The sizes of a call. Nq * Nk is below the build's MOST_SCORES, so that scratch fits 63 bits.
 template <class Element>
@@ -161,8 +154,7 @@ const Part& named(const std::string& part) {
 }
 
 // Operators whose last arguments, of types Rule, are those of Given; without rules there are none.
-template <class... Rule>
-struct Operators {
+template <class... Rule> struct Operators {
     static constexpr bool RULED = sizeof...(Rule) > 0;
 
     template <class Element>

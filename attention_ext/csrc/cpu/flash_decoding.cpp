@@ -30,8 +30,7 @@ namespace {
 constexpr int64_t BLOCK = 512;  // keys of a query at a time, if Bc is not larger: the scores stay in L1
 // Below MOST_STRIPS strips, more than MOST_KEYS keys are split. LEAST_RATIO bounds the results' memory.
 constexpr int64_t MOST_STRIPS = 64, MOST_KEYS = 2048, SPLIT = 1024, LEAST_RATIO = 8;
-template <class Element>
-constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
+template <class Element> constexpr bool IS_BF16 = std::is_same_v<Element, Bf16>;
 constexpr int64_t WHOLE = 16;            // rows of V that are added in the same groups wherever they begin
 constexpr double MOST_NUMBERS = 0x1p40;  // numbers in the splits' results
 // Whether the helpers' products of several rows have the bits of each row's.
@@ -61,8 +60,7 @@ struct Rows {
 };
 
 // K^T (d, Nk), or panels of it, and V; with Matrix = portable::Bf16Pairs in bfloat16.
-template <class Matrix>
-struct Panels : Rows {
+template <class Matrix> struct Panels : Rows {
     using Rows::Rows;
     static constexpr bool BF16 = std::is_same_v<Matrix, portable::Bf16Pairs>;
 
@@ -207,8 +205,7 @@ void attend_query(const AttentionOf<Bf16>& a, int64_t head, int64_t i, float* sc
 }
 
 // attend_one() of all queries of a head, over panels of K; they read K and V once.
-template <class Keys>
-void attend_together(const Attention& a, float* scratch) {
+template <class Keys> void attend_together(const Attention& a, float* scratch) {
     Keys keys(a, 0, nullptr);
     const int64_t d = a.d, rows = a.Nq, columns = keys.columns();
     const Blocks blocks(a, a.keys(0, 0), keys.block());
@@ -292,8 +289,7 @@ struct Splits {
     float* lse(int64_t s, float* results) const { return out(count, results) + s * rows; }
 
     // A call for split s alone.
-    template <class Element>
-    AttentionOf<Element> at(const AttentionOf<Element>& a, int64_t s) const {
+    template <class Element> AttentionOf<Element> at(const AttentionOf<Element>& a, int64_t s) const {
         AttentionOf<Element> part = a;
         const int64_t begin = s * keys, words = a.kv == CachePrecision::bf16 ? 2 : 1;  // numbers in a word of K
         part.k.data += begin * a.k.row_stride / words;
@@ -304,8 +300,7 @@ struct Splits {
     }
 
     // out <- sum(exp(lse_s - m) out_s) / sum(exp(lse_s - m)) for a row, in split 0's place
-    template <class Element>
-    void merge(const AttentionOf<Element>& a, int64_t r, float* results) const {
+    template <class Element> void merge(const AttentionOf<Element>& a, int64_t r, float* results) const {
         float m = LOW, l = 0;
         for (int64_t s = 0; s < count; s++) {
             const float lse_s = lse(s, results)[r];
@@ -330,21 +325,18 @@ struct Splits {
 
 bool is_turned(const AttentionSizes& a) { return !portable::SMALL && a.Nq > FEW && a.Nq <= FEW_TOGETHER; }
 
-template <class Element>
-int64_t thread_floats(const AttentionOf<Element>& a) {
+template <class Element> int64_t thread_floats(const AttentionOf<Element>& a) {
     if (!IS_BF16<Element> && is_turned(a)) return turned_floats(a);
     return a.Nq <= FEW ? query_floats(a) : tile_floats(a);
 }
 
 }  // namespace
 
-template <class Element>
-int64_t split_scratch(const AttentionOf<Element>& a) {
+template <class Element> int64_t split_scratch(const AttentionOf<Element>& a) {
     return a.threads * thread_floats(a) + Splits(a).floats();
 }
 
-template <class Element>
-void split_attention(const AttentionOf<Element>& a, float* scratch) {
+template <class Element> void split_attention(const AttentionOf<Element>& a, float* scratch) {
     const Splits splits(a);
     if (a.B * a.H * a.Nq * splits.count == 1) {  // a decoder's step: what follows costs as much as 30 keys
         const NoDenormals flushed;

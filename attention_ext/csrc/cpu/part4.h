@@ -13,8 +13,7 @@ namespace part4 {
 
 // each(j, r, n) for the keys j .. j + n - 1 and the queries from r on, of which query r sees the first `first +
 // r` keys: all queries for the keys before the staircase, then fewer queries with every W keys.
-template <class Each>
-inline void staircase(int64_t keys, int64_t first, int64_t W, const Each& each) {
+template <class Each> inline void staircase(int64_t keys, int64_t first, int64_t W, const Each& each) {
     each(0, 0, std::min(keys, first + W));
     for (int64_t r = W; first + r < keys; r += W) each(first + r, r, std::min(W, keys - first - r));
 }
@@ -58,10 +57,8 @@ template <class Out>
 void attend_tile(const AttentionOf<Bf16>&, int64_t head, int64_t i0, float* scratch, Out* out, float* lse);
 
 // flash_decoding.cpp in either format: queries one at a time or in tiles, keys whole or in splits.
-template <class Element>
-int64_t split_scratch(const AttentionOf<Element>&);
-template <class Element>
-void split_attention(const AttentionOf<Element>&, float* scratch);
+template <class Element> int64_t split_scratch(const AttentionOf<Element>&);
+template <class Element> void split_attention(const AttentionOf<Element>&, float* scratch);
 
 }  // namespace part4
 

@@ -156,8 +156,7 @@ struct Keys {
 };
 
 // LSE: whether the logsumexp is computed.
-template <bool LSE>
-class Strip : TileScratch {
+template <bool LSE> class Strip : TileScratch {
   public:
     // The strip from query r0 of a tile on, which is query i0 of its head.
     Strip(const AttentionOf<Bf16>& a, const Sizes& n, const Keys& keys, const TileScratch& tile, int64_t r0,
@@ -207,10 +206,7 @@ class Strip : TileScratch {
         Both m, l, all;
     };
 
-    template <class Half>
-    static INLINE Both both(const Half& half) {
-        return {half(0), half(1)};
-    }
+    template <class Half> static INLINE Both both(const Half& half) { return {half(0), half(1)}; }
     static INLINE Both loaded(const float* x) {
         return both([&](int h) { return _mm512_loadu_ps(x + h * PAIRS); });
     }
@@ -253,8 +249,7 @@ class Strip : TileScratch {
     bool whole(int64_t block) const { return (block + 1) * BLOCK <= seen(i0); }
 
     // x, but -inf for the queries that do not see key j of a block.
-    template <bool MASKED>
-    INLINE __m512 masked(__m512 x, int64_t block, int64_t j, int64_t lane) const {
+    template <bool MASKED> INLINE __m512 masked(__m512 x, int64_t block, int64_t j, int64_t lane) const {
         if (!MASKED) return x;
         const int64_t key = block * BLOCK + j;
         // query i0 + lane + n sees it if n >= the first that does

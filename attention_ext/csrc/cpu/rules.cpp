@@ -31,8 +31,7 @@ struct Of {  // a head's strip
 };
 
 // rule(score, lanes) for all scores of the strip, W neighbours at a time.
-template <class Rule>
-void apply(const Strip& s, const Rule& rule) {
+template <class Rule> void apply(const Strip& s, const Rule& rule) {
     const bool queries_span = s.query_stride == 1;
     const int64_t outer = queries_span ? s.keys : s.queries, inner = queries_span ? s.queries : s.keys;
     const int64_t stride = queries_span ? s.key_stride : s.query_stride;
@@ -89,8 +88,7 @@ struct Alibi {
 };
 
 // score <- sum(score, the number beside it) for an array (Nq, Nk) of numbers; -inf hides.
-template <class Number, class Sum>
-void add_beside(const Of& o, const Number* array, const Sum& sum) {
+template <class Number, class Sum> void add_beside(const Of& o, const Number* array, const Sum& sum) {
     constexpr int64_t MOST = 128;  // queries at a time
     const Strip& s = o.s;
     const Number* const start =
@@ -164,8 +162,7 @@ struct Documents {
     }
 };
 
-template <class Rule>
-void apply_if(const Of& o) {
+template <class Rule> void apply_if(const Of& o) {
     if (Rule::given(o.rules)) apply(o.s, Rule(o));
 }
 

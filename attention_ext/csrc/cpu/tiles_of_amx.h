@@ -31,25 +31,19 @@ inline bool available() { return true; }
 inline void configure() {}
 inline void release() {}
 
-template <int t>
-void zero() {
-    std::memset(&registers[t], 0, sizeof(Register));
-}
+template <int t> void zero() { std::memset(&registers[t], 0, sizeof(Register)); }
 
-template <int t>
-void load(const void* from, int64_t stride) {
+template <int t> void load(const void* from, int64_t stride) {
     for (int64_t r = 0; r < ROWS; r++)
         std::memcpy(registers[t].row[r], static_cast<const char*>(from) + r * stride, ROW_BYTES);
 }
 
-template <int t>
-void store(void* to, int64_t stride) {
+template <int t> void store(void* to, int64_t stride) {
     for (int64_t r = 0; r < ROWS; r++)
         std::memcpy(static_cast<char*>(to) + r * stride, registers[t].row[r], ROW_BYTES);
 }
 
-template <int c, int a, int b>
-void multiply_add() {
+template <int c, int a, int b> void multiply_add() {
     float sums[ROWS][ROWS];
     Bf16 A[ROWS][2 * ROWS], B[ROWS][ROWS][2];
     std::memcpy(sums, &registers[c], sizeof sums);
@@ -89,24 +83,20 @@ inline void configure() {
 
 inline void release() { asm volatile("tilerelease"); }
 
-template <int t>
-inline __attribute__((always_inline)) void zero() {
+template <int t> inline __attribute__((always_inline)) void zero() {
     asm volatile("tilezero %%tmm%c0" : : "i"(t));
 }
 
-template <int t>
-inline __attribute__((always_inline)) void load(const void* from, int64_t stride) {
+template <int t> inline __attribute__((always_inline)) void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(t) : "memory");
 }
 
-template <int t>
-inline __attribute__((always_inline)) void store(void* to, int64_t stride) {
+template <int t> inline __attribute__((always_inline)) void store(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(t) : "memory");
 }
 
 // c <- c + a b, where row k of b holds the rows 2 k and 2 k + 1 of a matrix in pairs.
-template <int c, int a, int b>
-inline __attribute__((always_inline)) void multiply_add() {
+template <int c, int a, int b> inline __attribute__((always_inline)) void multiply_add() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
 }
 

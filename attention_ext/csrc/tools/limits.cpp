@@ -36,8 +36,7 @@ static double since(Clock::time_point start) {
 }
 
 // Seconds of the fastest run(), repeated for `seconds`; at least once, even if the thread loses its core.
-template <class Run>
-static double fastest(double seconds, const Run& run) {
+template <class Run> static double fastest(double seconds, const Run& run) {
     const auto begin = Clock::now();
     double best = std::numeric_limits<double>::infinity();
     do {

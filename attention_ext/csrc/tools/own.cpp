@@ -8,8 +8,7 @@
 namespace {
 
 // Runs it. Returns what it threw, valid until the next call, or null.
-template <class Call>
-const char* caught(void (*kernel)(const Call&, float*), const Call& call, float* floats) {
+template <class Call> const char* caught(void (*kernel)(const Call&, float*), const Call& call, float* floats) {
     static std::string why;
     const NoDenormals flushed;
     try {

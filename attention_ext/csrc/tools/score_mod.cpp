@@ -21,25 +21,13 @@ static float score(float s, At) { return s; }
 namespace {
 
 // The functions that the header leaves out: of two that fit, the one that takes an int is chosen.
-template <class Where>
-auto seen_of(Where at, int) -> decltype(seen(at)) {
-    return seen(at);
-}
-template <class Where>
-bool seen_of(Where, long) {
-    return true;
-}
-template <class Where>
-auto slope_of(float s, Where at, int) -> decltype(slope(s, at)) {
-    return slope(s, at);
-}
+template <class Where> auto seen_of(Where at, int) -> decltype(seen(at)) { return seen(at); }
+template <class Where> bool seen_of(Where, long) { return true; }
+template <class Where> auto slope_of(float s, Where at, int) -> decltype(slope(s, at)) { return slope(s, at); }
 struct None {
     operator float() const { return 0; }
 };
-template <class Where>
-None slope_of(float, Where, long) {
-    return {};
-}
+template <class Where> None slope_of(float, Where, long) { return {}; }
 
 }  // namespace
 

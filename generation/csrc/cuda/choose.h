@@ -9,8 +9,7 @@ __device__ inline double from_lane(double x, int lane) {
                             __shfl_sync(~0u, __double2loint(x), lane));
 }
 
-template <class Merge>
-__device__ inline double over_warp(double x, const Merge& merge) {
+template <class Merge> __device__ inline double over_warp(double x, const Merge& merge) {
 #pragma unroll
     for (int far = LANES / 2; far > 0; far /= 2) x = merge(x, from_lane(x, (threadIdx.x % LANES) ^ far));
     return x;
@@ -182,8 +181,7 @@ __device__ inline int choose(const Work& work, long long at, const float* logits
 }
 
 // Begins a row with the tokens chosen in the row before; returns whether any is to be read. By all threads.
-template <class Shared>
-__device__ inline bool begin_row(Shared& s, int row, int texts) {
+template <class Shared> __device__ inline bool begin_row(Shared& s, int row, int texts) {
     const int thread = threadIdx.x;
     if (row > 0 && thread < texts) {
         s.length[thread] += s.token[thread] >= 0;

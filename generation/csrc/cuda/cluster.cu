@@ -46,8 +46,7 @@ struct Pass {
     }
 
     // Keeps the numbers of rows that follow each other; one of the lanes that have them does.
-    template <class Numbers>
-    __device__ static void collect(float* to, const Numbers& y, int holder) {
+    template <class Numbers> __device__ static void collect(float* to, const Numbers& y, int holder) {
         for (int n = 0; n < int(sizeof(y) / sizeof(float)); n++)
             if (holder == 0) to[n] = y[n];
     }

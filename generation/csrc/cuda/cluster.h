@@ -84,8 +84,7 @@ struct Exchange {
     }
 
     // Stores numbers at the place of `p`, which is in the own shared memory, in another block's.
-    template <int n>
-    __device__ void store(const void* p, unsigned block, const float (&x)[n]) const {
+    template <int n> __device__ void store(const void* p, unsigned block, const float (&x)[n]) const {
         store_async(p, block, x, barrier());
     }
     __device__ void store(const void* p, unsigned block, float x) const {

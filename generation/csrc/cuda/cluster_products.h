@@ -72,8 +72,7 @@ __device__ inline void products(const Weight (&matrix)[rows][K], int texts, cons
 
 // LayerNorm of x[t], not divided by the standard deviation. squares: the lane's share of the variance. By whole
 // warps.
-template <class Of>
-__device__ inline Deviations<Of> centred(const Norm& norm, int t, float& squares) {
+template <class Of> __device__ inline Deviations<Of> centred(const Norm& norm, int t, float& squares) {
     Deviations<Of> row(own().x[t]);
     squares = 0;
     UNROLLED(i, Of::pieces) {

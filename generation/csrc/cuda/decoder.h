@@ -36,8 +36,7 @@ struct Biases {
 __device__ inline float biased(float y, const float* bias, int output) { return BIAS ? y + bias[output] : y; }
 
 // What a layer holds beside its matrices, of which a block has `share` of WIDTH outputs.
-template <int share>
-struct __align__(16) Vectors {
+template <int share> struct __align__(16) Vectors {
     Norm ln_1, ln_2;
 #if BIAS
     float qkv[3 * share], proj[share], fc[4 * share], out[share];
@@ -48,8 +47,7 @@ struct __align__(16) Vectors {
 };
 
 // The weights, as engines/cuda.py lays them out for a block.
-template <class Layer, class Head, int share>
-struct __align__(16) Model {
+template <class Layer, class Head, int share> struct __align__(16) Model {
     Layer layers[LAYERS];
     Head head;
     Vectors<share> vectors[LAYERS];
@@ -96,8 +94,7 @@ struct Work {
 };
 
 // Counts the cycles since the last call for a phase, in the memory of a block.
-template <class Shared>
-__device__ inline void count(Shared& s, Phase phase) {
+template <class Shared> __device__ inline void count(Shared& s, Phase phase) {
     if constexpr (CLOCKS) {
         if (threadIdx.x > 0) return;
         const long long now = clock64();
@@ -106,16 +103,14 @@ __device__ inline void count(Shared& s, Phase phase) {
     }
 }
 
-template <class Shared>
-__device__ inline void start_counting(Shared& s) {
+template <class Shared> __device__ inline void start_counting(Shared& s) {
     if constexpr (CLOCKS) {
         if (threadIdx.x < PHASES) s.cycles[threadIdx.x] = 0;
         if (threadIdx.x == 0) s.last = clock64();
     }
 }
 
-template <class Shared>
-__device__ inline void report(const Shared& s, const Work& work) {
+template <class Shared> __device__ inline void report(const Shared& s, const Work& work) {
     if constexpr (CLOCKS)
         if (threadIdx.x < PHASES && blockIdx.x == 0) work.cycles[threadIdx.x] = s.cycles[threadIdx.x];
 }
@@ -133,8 +128,7 @@ __device__ inline float inverse_deviation(float squares) { return rsqrtf(squares
 // How a warp multiplies: `per_warp` rows of a matrix, which follow each other, by `lanes` lanes each. A lane
 // has four inputs at 4 lane, then at 4 lanes + 4 lane ... Rows of 16 bits that are loaded together take these
 // pieces in another order: the same piece of each would be in the same banks.
-template <int rows, int K>
-struct Split {
+template <int rows, int K> struct Split {
     static constexpr int per_warp = (rows + WARPS - 1) / WARPS, lanes = LANES / power_of_two(per_warp);
     static constexpr int pieces = (K + 4 * lanes - 1) / (4 * lanes);
     static constexpr int together = sizeof(Weight) == 2 && lanes < LANES / 2 ? LANES / 2 / lanes : 1;
@@ -148,8 +142,7 @@ struct Split {
 using WholeWarp = Split<WARPS, WIDTH>;  // all lanes for a row
 
 // A lane's numbers of a row for a Split, less the row's mean. By whole warps.
-template <class Of>
-struct Deviations {
+template <class Of> struct Deviations {
     float4 at[Of::pieces];
 
     __device__ explicit Deviations(const float* x) {

@@ -21,8 +21,7 @@ struct Matrix {  // tiles of 16 outputs and 16 inputs, of which each lane has it
     uint4 tile[tiles(N)][tiles(K)][LANES];
 };
 #else
-template <int K, int N>
-using Matrix = Weight[K][N];  // so that the lanes of a warp read neighbours
+template <int K, int N> using Matrix = Weight[K][N];  // so that the lanes of a warp read neighbours
 #endif
 
 struct Layer {

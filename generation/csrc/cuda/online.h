@@ -37,8 +37,7 @@ __device__ inline float rounded(float x) { return to_float(to_element(x)); }
 __device__ inline float4 rounded(float4 x) { return {rounded(x.x), rounded(x.y), rounded(x.z), rounded(x.w)}; }
 
 // A row's state in a lane, which has 4 * quads columns of O.
-template <int quads>
-struct State {
+template <int quads> struct State {
     float m = -INF, l = 0;
     float4 o[quads] = {};
 
@@ -57,8 +56,7 @@ struct State {
     }
 
     // Merges the lanes that have the same columns, which every `lanes`-th lane has, and stores the result.
-    template <int lanes>
-    __device__ inline void store(float* output, float* state) {
+    template <int lanes> __device__ inline void store(float* output, float* state) {
         const int lane = threadIdx.x % LANES;
         const float top = largest<lanes, LANES>(m), factor = exp2_approx(m - subtrahend(top));
         UNROLLED(c, quads) {
@@ -74,8 +72,7 @@ struct State {
 
 // A quad of a row's O, m and l of `count` partial results: of each the quad is at `output`, and m and l at
 // `state`; those of the next are `pitch` numbers further.
-template <int count>
-__device__ inline State<1> merged(const float* output, const float* state, int pitch) {
+template <int count> __device__ inline State<1> merged(const float* output, const float* state, int pitch) {
     State<1> row;
     UNROLLED(n, count) row.m = fmaxf(row.m, state[n * pitch]);
     UNROLLED(n, count) {

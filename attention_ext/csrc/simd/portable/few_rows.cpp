@@ -21,24 +21,20 @@ constexpr int64_t CHUNK = 4 * REGISTERS;  // rows of B: a panel's are a fraction
 constexpr int UNROLL = REGISTERS / 8;     // of the sums
 constexpr int64_t MOST = REGISTERS / 4;   // rows of a block, so that registers hold three vectors of each
 
-template <class Element>
-constexpr bool IS_BF16 = !std::is_same_v<Element, float>;
+template <class Element> constexpr bool IS_BF16 = !std::is_same_v<Element, float>;
 
 // Whether registers hold a block of R rows of VS vectors, with its operands and the bfloat16 mask.
-template <class Element>
-constexpr bool fits(int R, int VS) {
+template <class Element> constexpr bool fits(int R, int VS) {
     return R * VS + std::min(R, VS) + 1 + (IS_BF16<Element> ? 2 : 0) <= REGISTERS;
 }
 
 // Whether they hold it if each pair of vectors loads the numbers of A again, one by one.
-template <class Element>
-constexpr bool fits_by_pairs(int R, int VS) {
+template <class Element> constexpr bool fits_by_pairs(int R, int VS) {
     return IS_BF16<Element> && R * VS + /* pair */ 2 + /* mask */ 1 + /* A */ 1 <= REGISTERS;
 }
 
 // Vectors in a block of R rows, if the panel has `of`: all of them, or as many as give few blocks.
-template <class Element>
-constexpr int vectors_beside(int R, int of) {
+template <class Element> constexpr int vectors_beside(int R, int of) {
     for (const int VS : {of, 4, 3})
         if ((fits<Element>(R, VS) || fits_by_pairs<Element>(R, VS)) && !(IS_BF16<Element> && VS % 2)) return VS;
     return 2;

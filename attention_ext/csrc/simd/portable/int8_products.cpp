@@ -52,8 +52,7 @@ INLINE IntVec dot4(IntVec acc, IntVec a, IntVec b) {
 }
 
 // The same with lane I of a. ARM takes it as it lies; a load that broadcasts takes the place of a product.
-template <int I>
-INLINE IntVec dot4_lane(IntVec acc, IntVec a, IntVec b) {
+template <int I> INLINE IntVec dot4_lane(IntVec acc, IntVec a, IntVec b) {
 #if defined(__ARM_FEATURE_DOTPROD)
     return bit_cast<IntVec>(
         vdotq_laneq_s32(bit_cast<int32x4_t>(acc), bit_cast<int8x16_t>(b), bit_cast<int8x16_t>(a), I));

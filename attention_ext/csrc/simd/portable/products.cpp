@@ -31,8 +31,7 @@ constexpr int NARROW =
 constexpr int WIDE = 8;                    // vectors of one row, likewise
 
 // C <- A B, or C + A B: A(i, k) is A[i * row_stride + k * depth_stride]. All functions with it are inlined.
-template <class Element>
-struct Operands {
+template <class Element> struct Operands {
     float* C;
     int64_t ldC;
     const float* A;
@@ -196,8 +195,7 @@ INLINE void product(const Operands<float>& o, int64_t rows, int64_t cols, int64_
 }
 
 // The first and the second half of a0 b0 a1 b1 ...
-template <size_t... I>
-INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high, std::index_sequence<I...>) {
+template <size_t... I> INLINE void interleave(Vec a, Vec b, Vec& low, Vec& high, std::index_sequence<I...>) {
     low = __builtin_shufflevector(a, b, (I / 2 + I % 2 * W)...);
     high = __builtin_shufflevector(a, b, (W / 2 + I / 2 + I % 2 * W)...);
 }

@@ -9,8 +9,7 @@ namespace {
 
 // One step of sums(): adds neighbouring chunks of C lanes. Of each block of lanes the sums of a fill the first
 // half, those of b the second.
-template <int C, int BLOCK, size_t... I>
-INLINE Vec pairwise(Vec a, Vec b, std::index_sequence<I...>) {
+template <int C, int BLOCK, size_t... I> INLINE Vec pairwise(Vec a, Vec b, std::index_sequence<I...>) {
     constexpr auto source = [](int lane, int odd) {
         const int of_b = lane % BLOCK / (BLOCK / 2), i = lane % (BLOCK / 2);
         return of_b * W + lane / BLOCK * BLOCK + (2 * (i / C) + odd) * C + i % C;
@@ -19,8 +18,7 @@ INLINE Vec pairwise(Vec a, Vec b, std::index_sequence<I...>) {
 }
 
 // Lane i <- sum(v[i]), each in the same order: first within 128 bits, then of these.
-template <int N = W>
-INLINE Vec sums(Vec* v) {
+template <int N = W> INLINE Vec sums(Vec* v) {
     if constexpr (N == 1) {
         return v[0];
     } else {

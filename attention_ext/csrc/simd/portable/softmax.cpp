@@ -17,8 +17,7 @@ struct Powers {
     explicit Powers(Vec m) : m(m) {}
     static INLINE Vec reference(Vec most) { return most; }
     INLINE bool near() const { return false; }
-    template <bool NEAR>
-    INLINE Vec of(Vec x) {
+    template <bool NEAR> INLINE Vec of(Vec x) {
         const Vec y = x - m;
         if (!KEEPS_NAN) witness += y;
         return exp2_bounded(y);
@@ -39,8 +38,7 @@ struct Powers {
         least = in_constant - 127.0f;
     }
     INLINE bool near() const { return !any(far != 0.0f); }
-    template <bool NEAR>
-    INLINE Vec of(Vec x) const {
+    template <bool NEAR> INLINE Vec of(Vec x) const {
         const Vec y = max(NEAR ? x : x - far, least), z = y + round;
         return exp2_near_0(y - (z - round)) * bit_cast<Vec>(bit_cast<UintVec>(z) << 23);
     }

@@ -45,8 +45,7 @@ INLINE Vec load(const float* p) {
 }
 
 // Keeps a vector in a register: GCC would load it again for each of its uses.
-template <class V>
-INLINE V kept(V v) {
+template <class V> INLINE V kept(V v) {
 #if defined(__x86_64__)
     __asm__("" : "+v"(v));
 #endif
@@ -73,8 +72,7 @@ INLINE Vec column(const uint32_t* b, int v) {
 
 INLINE const float* columns(const float* b, int64_t c) { return b + c; }
 INLINE const uint32_t* columns(const uint32_t* b, int64_t c) { return b + c / 2; }
-template <class Operand>
-INLINE Operand from_column(const Operand& b, int64_t c) {
+template <class Operand> INLINE Operand from_column(const Operand& b, int64_t c) {
     return {columns(b.data, c), b.ld};
 }
 
@@ -127,8 +125,7 @@ INLINE IntVec lane_numbers() {
     return n;
 }
 
-template <class To, class From>
-INLINE To bit_cast(From from) {
+template <class To, class From> INLINE To bit_cast(From from) {
     To to;
     std::memcpy(&to, &from, sizeof to);
     return to;
@@ -164,8 +161,7 @@ INLINE void map(float* to, const float* x, int64_t n, float rest, const Change& 
 }
 
 // take(even or odd, vector) for the vectors of x (n) in turn: two independent chains. `rest` pads x.
-template <class Take>
-INLINE void fold(const float* x, int64_t n, float rest, const Take& take) {
+template <class Take> INLINE void fold(const float* x, int64_t n, float rest, const Take& take) {
     constexpr int EVEN = 0, ODD = 1;
     int64_t i = 0;
     for (; i + 2 * W <= n; i += 2 * W) take(EVEN, load(x + i)), take(ODD, load(x + i + W));
@@ -180,8 +176,7 @@ INLINE float largest(Vec v) { return reduce(v, max, std::make_index_sequence<W>(
 // vreduceps, x - floor(x), and vscalefps, times 2^floor(x): 8 instructions, not 11, and no test for NaN.
 
 // 2^f for 0 <= f < 1: polynomials that are minimax in relative error, with constant term 1.
-template <int degree>
-constexpr float EXP2_FLOOR[] = {0};
+template <int degree> constexpr float EXP2_FLOOR[] = {0};
 template <>  // 8e-8
 inline constexpr float EXP2_FLOOR<5>[] = {1.0f,           6.93151312e-1f, 2.40164450e-1f,
                                           5.57999133e-2f, 9.01703002e-3f, 1.86713021e-3f};
@@ -189,8 +184,7 @@ template <>  // 9e-5
 inline constexpr float EXP2_FLOOR<3>[] = {1.0f, 6.95116789e-1f, 2.27644981e-1f, 7.70670512e-2f};
 
 // 2^x, NaN for NaN; denormal, or 0 where the processor flushes those, below SIMD_EXP2_LEAST.
-template <int degree>
-INLINE __m512 exp2_denormal(__m512 x) {
+template <int degree> INLINE __m512 exp2_denormal(__m512 x) {
     constexpr int FLOOR = 1;  // of whole numbers
     const __m512 f = _mm512_reduce_ps(x, FLOOR);
     __m512 p = _mm512_set1_ps(EXP2_FLOOR<degree>[degree]);
