@@ -1,7 +1,4 @@
-"""Which rows of a sequence a rank holds, which keys its queries see, and whether the ranks agree.
-
-A chunk is a range of rows; a rank holds one or, in a zigzag, two.
-"""
+"""Which rows, in chunks (ranges), a rank holds, which keys its queries see, and whether the ranks agree."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

@@ -127,10 +127,7 @@ async def first_tokens(port: int, asked: Asked) -> tuple[list[float], float]:
 def compare(
     own: Process, servers: dict[str, Process], asked: Asked, count: int, failed: dict[str, str]
 ) -> Iterator[str]:
-    """A row for each server: `count` texts at once, relative to the engine's batch of as many.
-
-    failed: servers that take no part, see attempt(); it gets more.
-    """
+    """A row for each server: `count` texts at once over an engine's batch of them. failed: see attempt()."""
     texts = EACH if count > 1 else 4 * EACH
     alone: list[dict] = []
     served: dict[str, list[dict]] = {name: [] for name in servers}

@@ -20,10 +20,7 @@ class TokenLogprob(NamedTuple):
 
 
 def of_logits(logits: NDArray[np.float32], tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """The log-probability of a token in each row of logits (B, V), each with `top` alternatives.
-
-    The softmax is in float64, as in the native engine's token_logprob().
-    """
+    """The log-probability, in float64, of a token in each row of logits (B, V), and `top` alternatives."""
     rows = logits.astype(np.float64)
     rows -= rows.max(-1, keepdims=True)
     rows -= np.log(np.exp(rows).sum(-1, keepdims=True))

@@ -56,10 +56,7 @@ def gpt(line: str) -> None:
 
 
 def attention(line: str, cell: str) -> None:
-    """Save the cell as a file and try it: %%attention FILE OPTIONS, with the options of gpt.py try.
-
-    The file's suffix is its language: .cpp, .ispc, .cu or .py.
-    """
+    """Save the cell as a file and try it: %%attention FILE OPTIONS; its suffix is .cpp, .ispc, .cu or .py."""
     from IPython.core.error import UsageError
 
     file = Path(next(iter(shlex.split(line)), "nothing"))

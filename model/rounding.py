@@ -31,10 +31,7 @@ def round_weights(weight: Tensor) -> Tensor:
 
 
 def round_activations(x: Tensor) -> Tensor:
-    """Round each row of (..., in) to multiples of a power of 2; the largest has BITS - 2 bits or more.
-
-    A row with NaN or infinity becomes NaN.
-    """
+    """Round rows (..., in) to at least BITS - 2 bits, by a power of 2; with NaN or infinity they are NaN."""
     largest = x.abs().amax(-1, keepdim=True)
     mantissa, exponent = torch.frexp(largest)  # mantissa in [1/2, 1)
     # A largest number just below a power of 2 would be rounded up to it and have one bit too many.

@@ -135,10 +135,7 @@ def _row(part: str, path: str, *version: int) -> Part:
 
 
 def loaded(file: Path, backward: bool = False) -> Any:
-    """The kernel of a file, loaded again after a save; `backward`: its backward pass, in C++ or Python.
-
-    Raises BuildError if it is missing or fails.
-    """
+    """A file's kernel, or backward pass, loaded again after a save. Raises BuildError if it is wrong."""
     return _load(os.path.abspath(file), backward, *_version(file))
 
 

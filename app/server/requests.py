@@ -307,10 +307,7 @@ class ChatBody(Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def play(self, tokenizer: Tokenizer) -> str:
-        """The messages as speeches, then a line with the name of the next speaker.
-
-        That is `speaker`, else the name in the assistant's last message with a name.
-        """
+        """The speeches, then a line with `speaker`, else the assistant's last name, else SPEAKER."""
         named = (m.name for m in reversed(self.messages) if m.role == "assistant" and m.name)
         speeches = "".join(message.speech(tokenizer) for message in self.messages)
         line = speaker_line(self.speaker or next(named, None), SPEAKER, tokenizer)

@@ -1,7 +1,4 @@
-"""A GPU through WebGPU: the adapter, its device, buffers, shaders and dispatches.
-
-It needs the package wgpu, which finds Vulkan, Metal or Direct3D 12, and no PyTorch.
-"""
+"""A GPU through WebGPU, by the package wgpu and without PyTorch: adapter, buffers, shaders, dispatches."""
 
 import contextlib
 import functools

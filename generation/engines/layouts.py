@@ -1,7 +1,4 @@
-"""How blocks of a GPU hold a model: the sizes, weights and launches of csrc/cuda/cluster.cu and grid.cu.
-
-Clusters of blocks, for few texts, need compute capability 9.0.
-"""
+"""How blocks of a GPU, or clusters of them from 9.0 on, hold a model: csrc/cuda/cluster.cu and grid.cu."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -128,10 +125,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class Cluster(Layout):
-    """A cluster of `blocks` holds the model in its shared memory, each block a share: cluster.cu.
-
-    drafts: whether the texts of a pass are rows of one text.
-    """
+    """A cluster's `blocks` share the model in shared memory: cluster.cu. drafts: rows are of one text."""
 
     blocks: int
     drafts: bool = False

@@ -137,10 +137,7 @@ def source_for(
 
 @dataclass
 class Chunk:
-    """Buffers of neighbouring slots; a binding's bytes are limited.
-
-    held: those of bindings 2 to 6, with the bytes of a slot. work, out: bindings 7 and 8, which grow.
-    """
+    """Buffers of neighbouring slots. held: 2 to 6, with a slot's bytes. work, out: 7 and 8, which grow."""
 
     first: int
     slots: int

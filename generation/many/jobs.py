@@ -88,10 +88,7 @@ class Prompts:
 
 
 class Manifest:
-    """The record of a job in its directory, replaced as a whole at each change.
-
-    Raises BulkError if the directory holds another request, or an unreadable manifest.
-    """
+    """A job's record in its directory, replaced as a whole. Raises BulkError for another's or if damaged."""
 
     content: dict[str, Any]
 

@@ -1,7 +1,4 @@
-"""Workers that write shards, and the pool of them; here each worker is a process of this machine.
-
-A worker that dies or stalls is replaced.
-"""
+"""Workers that write shards, here each a process, and the pool of them, which replaces lost ones."""
 
 import contextlib
 import gc

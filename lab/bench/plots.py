@@ -158,10 +158,7 @@ def roofline(run: Run) -> Figure | None:
 
 
 def ladder(run: Run) -> Figure | None:
-    """The speed-up of each CUDA kernel over sequential C++, on a logarithmic axis.
-
-    It shows the first case with kernels and, of a warm and a cold L2 cache, the first.
-    """
+    """The speed-up of each CUDA kernel over C++, in the first case with kernels and the first state of L2."""
     kernels = [r for r in run.results if r.cell.contender in OF_KERNEL and r.median]
     rows = [report.row(run, r) for r in kernels if r.cell.group == kernels[0].cell.group]
     if len(rows) < 2 or not rows[0]["over_sequential"]:

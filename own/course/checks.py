@@ -58,10 +58,7 @@ def weighted(texts: Iterable[str]) -> dict[str, float]:
 
 
 def named(path: Path, weights: Mapping[str, float] = {}) -> Files:
-    """The exercises of a folder, or the one of a file, with their files; one with a weight may be missing.
-
-    Raises ValueError if there is none.
-    """
+    """A path's exercises and their files; those with weights may be missing. Raises ValueError for none."""
     folder = path if path.is_dir() else path.parent
     files = [(row, folder / row.file) for row in EXERCISES if path in (folder, folder / row.file)]
     if existing := [(row, file) for row, file in files if file.is_file() or row.name in weights]:

@@ -63,10 +63,7 @@ class Caller:
         scratch_fill: float | None = np.nan,
         window: int | None = None,
     ) -> Callable[[], object]:
-        """What GO calls. scratch_fill: of new scratch, which ends where memory ends; None keeps the last.
-
-        window: in C++, as Native.prepared() takes it.
-        """
+        """What GO calls. scratch_fill: of new scratch, which ends where memory does; None keeps the last."""
         kernel = self.kernel
         if isinstance(kernel, kernels.Native):
             (B, H, Nq, d), Nk = arrays["q"].shape, arrays["k"].shape[2]

@@ -1,7 +1,4 @@
-"""Results that `try --save` appends to a file, a line of JSON each, and their ranking.
-
-A folder of such files is a leaderboard: each has the name of whom it belongs to.
-"""
+"""Results that `try --save` appends to files, a line of JSON each, and the ranking of a folder of them."""
 
 import hashlib
 import json
