@@ -1,7 +1,4 @@
-"""A rank, started by torchrun, of which rank 1 has a fault: python tests/faulty_rank.py FAULT.
-
-Prints a line of JSON: rank, error.
-"""
+"""A rank by torchrun: python tests/faulty_rank.py FAULT, which rank 1 has. Prints rank and error as JSON."""
 
 import json
 import os

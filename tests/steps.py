@@ -42,10 +42,7 @@ def write(writer: Writer, *requests: Request) -> dict[Text, list[int]]:
 def write_at_random(
     engine: Engine, requests: Sequence[Request], seed: int, seconds: float | None = None
 ) -> list[tuple]:
-    """The tokens and log-probabilities of all requests, which join and leave at random steps.
-
-    seconds: as in Engine.write().
-    """
+    """The tokens and log-probabilities of requests, which join and leave at random. seconds: of write()."""
     rng, writer = random.Random(seed), Writer(engine, seconds=seconds)
     waiting, done = list(enumerate(requests)), {}
     growing: dict[Text, tuple[int, list[int]]] = {}

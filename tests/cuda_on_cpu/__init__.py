@@ -119,10 +119,7 @@ class Device:
 
 
 def install(directory: Path, monkeypatch, threads: int, clusters: tuple[int, ...]) -> None:
-    """Let the cuda engine run here, with so many threads a block and these sizes of clusters.
-
-    directory: where its kernels are built.
-    """
+    """Let the cuda engine run here, with threads a block and sizes of clusters, built in a directory."""
     driver, device = Driver(), Device(directory)
     monkeypatch.setattr(gpu, "bindings", lambda: driver)
     monkeypatch.setattr(cuda, "gpu", lambda: device.on)

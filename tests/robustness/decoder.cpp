@@ -89,8 +89,7 @@ class Trial {
                     slots, ", capacity ", capacity, ", threads ", threads);
         return true;
     }();
-    // With a cache in bf16, an error of float32 in a layer's input may round a key or value of it the other
-    // way.
+    // In bf16 an error of float32 in a layer's input may round a cached key or value the other way.
     const float allowed = kv.precision == CachePrecision::fp32 || shape.n_layer == 1 ? 2e-4f : 2e-2f;
 
     std::map<std::string, std::vector<float>> weights;

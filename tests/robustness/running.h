@@ -1,5 +1,4 @@
-// The case that a program of generated cases is running. It is printed if a sanitizer or a guard page ends the
-// program.
+// The generated case that a program is running. It is printed if a sanitizer or a guard page ends the program.
 #pragma once
 
 #include <unistd.h>

@@ -33,9 +33,7 @@ def model(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("engine, context", LENGTHS)
-def test_a_long_text_takes_no_more_memory_than_its_first_tenth(
-    process, extension, model, full, engine, context
-):
+def test_a_long_text_takes_the_memory_of_its_first_tenth(process, extension, model, full, engine, context):
     texts, length = LENGTHS[engine, context][0 if full else 1]
     options = ("-m", model, "--engine", engine, "--context", context, "--threads", 1)
     amounts = ("--num-samples", texts, "--max-new-tokens", length)

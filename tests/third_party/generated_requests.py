@@ -1,7 +1,4 @@
-"""Hooks of schemathesis: what the schemas cannot say, so that most requests reach the engine.
-
-A body stays as valid or invalid as it was.
-"""
+"""Hooks of schemathesis: what schemas cannot say. A body stays as valid or invalid as it was."""
 
 import os
 

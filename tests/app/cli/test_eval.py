@@ -62,9 +62,7 @@ def test_a_missing_corpus_and_a_failed_download_say_what_to_do(cli, failed, tmp_
     assert "could not be downloaded (ConnectionError); --corpus takes a file" in done.stderr.splitlines()[-1]
 
 
-def test_a_text_too_short_is_named_and_another_has_the_same_loss_in_every_part(
-    failed, cli, extension, tmp_path
-):
+def test_a_short_text_is_named_and_another_has_the_same_loss_in_every_part(failed, cli, extension, tmp_path):
     for part in ("part0", "part4"):
         for text, said in (("", "0 characters"), ("a", "1 character"), (10 * "a", "10 characters")):
             (tmp_path / "text.txt").write_text(text)

@@ -1,7 +1,4 @@
-"""The help is complete and has sections. It is quick, as it does not import torch.
-
-Choices that it repeats therefore are those of the modules.
-"""
+"""The help is complete, in sections, quick without torch, and its choices are those of the modules."""
 
 import re
 import sys

@@ -224,9 +224,7 @@ def test_what_does_not_fit_is_written_by_the_torch_engine(monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
-def test_no_order_of_the_blocks_changes_a_text(
-    emulated, monkeypatch, threads, blocks, count, change, precision
-):
+def test_no_order_of_blocks_changes_a_text(emulated, monkeypatch, threads, blocks, count, change, precision):
     emulated(monkeypatch, threads, (blocks,))
     model, rounded = tiny.gpt(**change), dict(weights=precision, kv_cache=precision)
     vocab_size = model.config.vocab_size
