@@ -14,9 +14,7 @@ const TOKEN = /[A-Za-z]\w*|\d+|\+=|\S/g;
 // A sentence for the reader.
 export class ScriptError extends Error {}
 
-function fail(at, text) {
-  throw new ScriptError(`Line ${at}: ${text}.`);
-}
+function fail(at, text) { throw new ScriptError(`Line ${at}: ${text}.`); }
 
 // The numbers [a, b). kind: "query" or "key" if they count such; base: which of them 0 is.
 const span = (a, b, kind = null, base = 0) => ({ a, b, kind, base });
@@ -59,9 +57,7 @@ class Line {
     this.next = this.depth = 0;
   }
 
-  get token() {
-    return this.tokens[this.next] ?? "";
-  }
+  get token() { return this.tokens[this.next] ?? ""; }
 
   expected(what) {
     fail(this.at, `${what} was expected, not ${this.token ? `“${this.token}”` : "the end of the line"}`);
@@ -73,9 +69,7 @@ class Line {
     return isHere;
   }
 
-  must(token) {
-    if (!this.takes(token)) this.expected(`“${token}”`);
-  }
+  must(token) { if (!this.takes(token)) this.expected(`“${token}”`); }
 
   name(what) {
     const { token } = this;
@@ -151,9 +145,7 @@ class Line {
     return (run) => run.span(from(run));
   }
 
-  factor() {
-    return [this.place(), this.takes("'")];
-  }
+  factor() { return [this.place(), this.takes("'")]; }
 
   // {run(run, body): what the line does, an iterable of the frames that end; isLoop: whether lines belong to it}
   statement() {
@@ -256,9 +248,7 @@ export class Nest {
       fail(this.at, `a nest of at most ${this.most.steps.toLocaleString("en")} steps was expected, and this one goes on`);
   }
 
-  get(name) {
-    return this.names.get(name) ?? fail(this.at, `a known name was expected, not “${name}”`);
-  }
+  get(name) { return this.names.get(name) ?? fail(this.at, `a known name was expected, not “${name}”`); }
 
   name(name, value) {
     if (this.given.has(name)) fail(this.at, `a new name was expected, not “${name}”`);

@@ -77,9 +77,7 @@ export class Session {
   }
 
   // Destroys the GPU's device, as a reset of its driver does.
-  loseGpu() {
-    this.gpu?.gpu.device.destroy();
-  }
+  loseGpu() { this.gpu?.gpu.device.destroy(); }
 
   // Begins texts of the same prompt and settings on the GPU, after openGpu(). {why} if it does not take them.
   async beginWall({ ids, seeds, sampling, capacity }) {

@@ -54,13 +54,9 @@ export class TilesView extends Reading {
     addEventListener("resize", () => $("tiles").hidden || this.redraw());
   }
 
-  hide() {
-    this.playing = false;
-  }
+  hide() { this.playing = false; }
 
-  redraw() {
-    this.go(this.at, false);
-  }
+  redraw() { this.go(this.at, false); }
 
   async read() {
     const { engine } = this;
@@ -88,9 +84,7 @@ export class TilesView extends Reading {
     this.make();
   }
 
-  nest() {
-    return NESTS[this.part] ?? NESTS.part1;
-  }
+  nest() { return NESTS[this.part] ?? NESTS.part1; }
 
   // Makes the frames, in the worker. keep: stay at about the same place. Of several calls the last counts.
   async make(keep = false) {

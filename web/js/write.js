@@ -44,15 +44,9 @@ export class WriteView {
     });
   }
 
-  get text() {
-    return this.page.text;
-  }
-  get vocabulary() {
-    return this.page.engine?.config.vocab_size ?? 65;
-  }
-  get branches() {
-    return parseBranches(this.choices.branches);
-  }
+  get text() { return this.page.text; }
+  get vocabulary() { return this.page.engine?.config.vocab_size ?? 65; }
+  get branches() { return parseBranches(this.choices.branches); }
 
   showSettings() {
     for (const { choice, whole, slider } of SETTINGS) {
@@ -69,9 +63,7 @@ export class WriteView {
     this.showSettings();
   }
 
-  restart() {
-    return this.write({ prompt: $("prompt").value, branches: "", query: -1, key: -1, frame: 0 });
-  }
+  restart() { return this.write({ prompt: $("prompt").value, branches: "", query: -1, key: -1, frame: 0 }); }
 
   async write(changes = {}) {
     const { page } = this,
