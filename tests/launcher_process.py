@@ -139,17 +139,7 @@ def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) ->
         assert bool(counter) == counted and not (counter and counter[0])
         tiles = min(tiles, ON.multiprocessors)
         for at, name_of, rows in zip(range(3), "qkv", (64, tile.bc, tile.bc)):
-            map = (ctypes.c_uint64 * 12).from_address(arguments[at])
-            strides = getattr(call, f"{name_of}_strides")
-            n = call.Nq if name_of == "q" else call.Nk
-            assert map[0] == getattr(call, name_of) and list(map[1:3]) == [width, n]
-            heads = call.heads // (1 if name_of == "q" else group)
-            both = ((strides.head, heads), (strides.batch, call.batches))
-            assert list(map[3:5]) == [entries if stride else 1 for stride, entries in both]
-            for stride, entries, told in zip((strides.row, *(s for s, _ in both)), map[2:5], map[5:8]):
-                assert told == 2 * stride or entries == 1 and told % 16 == 0
-            box = tile.sizes["BOX"]
-            assert list(map[8:]) == [9 if dtype is torch.bfloat16 else 6, box, rows, 3 if box == 64 else 2]
+            check_map(arguments[at], call, call, name_of, group, rows, dtype)
     else:
         number = ctypes.c_int.from_address(arguments[2]).value
         if row.name in ("1", "split"):
@@ -181,6 +171,19 @@ def follow(config: Config, function: int, arguments: Any, dtype: torch.dtype) ->
         matrices(call.lse, lse.contiguous().stride(), lse.shape, torch.float32).copy_(lse)
 
 
+def check_map(at: int, of: Any, call: CudaCall, name: str, group: int, rows: int, dtype: torch.dtype) -> None:
+    """Check the tensor map, at an address, of a matrix of `of`."""
+    map, strides = (ctypes.c_uint64 * 12).from_address(at), getattr(of, f"{name}_strides")
+    n, heads = (call.Nk, call.heads // group) if name in "kv" else (call.Nq, call.heads)
+    assert map[0] == getattr(of, name) and list(map[1:3]) == [running.width, n]
+    both = ((strides.head, heads), (strides.batch, call.batches))
+    assert list(map[3:5]) == [entries if stride else 1 for stride, entries in both]
+    for stride, entries, told in zip((strides.row, *(s for s, _ in both)), map[2:5], map[5:8]):
+        assert told == 2 * stride or entries == 1 and told % 16 == 0
+    box = running.tile.sizes["BOX"]
+    assert list(map[8:]) == [9 if dtype is torch.bfloat16 else 6, box, rows, 3 if box == 64 else 2]
+
+
 def read(of: Any, call: CudaCall, names: Any, group: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Matrices of a call's or of its gradients', as a kernel would read them."""
     found, row = [], running.row
@@ -202,8 +205,13 @@ def follow_backward(config: Config, arguments: Any, dtype: torch.dtype) -> None:
     call, group, to = with_rules.call, with_rules.group if ruled else 1, Gradients.from_address(arguments[1])
     B, H, Nq = call.batches, call.heads, call.Nq
     rows = B * H * -(-Nq // 256) * 256
-    ctypes.memset(to.rows, 255, 8 * rows)
-    blocks = -(-32 * rows // tile.threads), B * H // group * -(-call.Nk // tile.bc), B * H * -(-Nq // tile.br)
+    ctypes.memset(to.rows, 255, 8 * rows + 8)
+    lanes = rows * tile.sizes.get("ROW_LANES", 32)
+    blocks = -(-lanes // tile.threads), B * H // group * -(-call.Nk // tile.bc), B * H * -(-Nq // tile.br)
+    if "BOX" in tile.sizes:
+        blocks = blocks[0], *(min(count, ON.multiprocessors) for count in blocks[1:])
+        for at, name in enumerate(("q", "k", "v", "dout"), start=2):
+            check_map(arguments[at], to if name == "dout" else call, call, name, group, 64, dtype)
     expected = [[blocks[launches], 1, 1], [tile.threads, 1, 1], tile.shared * (launches > 0), STREAM]
     assert [config.grid[:], config.block[:], config.shared, config.stream] == expected
     if launches < 2:
@@ -299,7 +307,7 @@ def compiled(kernel, call, d, dtype, index, rules=0) -> driver.Compiled:
 
 
 def chosen(kernel: str | None, d: int, dtype: Dtype, Nq: int) -> driver.Compiled:
-    row, tile = choose(kernel, d, dtype, ON, queries=Queries(Nq))
+    row, tile = choose(kernel, d, dtype, ON, Queries(Nq), 15 if ruled else 0)
     functions = {name: number + 1 for number, name in enumerate(row.functions)}
     return driver.Compiled(row, tile, row.padded(d), ON, None, functions)
 

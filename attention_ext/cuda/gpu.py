@@ -293,7 +293,7 @@ def compiled(kernel: str | None, call: Sizes, d: int, dtype: Dtype, index: int, 
     Raises ValueError and BuildError as kernels.choose() and load() do. The GPU's context must be current.
     """
     queries = queries_of(call, dtype, gpu(index))
-    return load(*choose(kernel, d, dtype, gpu(index), queries, rules > 0), d, dtype, index, rules)
+    return load(*choose(kernel, d, dtype, gpu(index), queries, rules), d, dtype, index, rules)
 
 
 def resident(kernel: Compiled) -> int:

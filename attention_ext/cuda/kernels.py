@@ -135,6 +135,19 @@ BACKWARD = {
     kernel.name: kernel
     for kernel in (
         _backward(
+            "backward4",
+            dict.fromkeys(HALVES, "backward4.cu"),
+            "Hopper: the copy engine, asynchronous products, warps of two roles",
+            "Products of one warpgroup run beside the exponentials of another. They are the bound.",
+            tiles=tiles.backward4,
+            multiple=8,
+            vectors=True,
+            capability=(9, 0),
+            only=True,
+            ruled=False,
+            windowed=True,
+        ),
+        _backward(
             "backward3",
             dict.fromkeys(HALVES, "backward3.cu"),
             "tensor cores with mma.sync, P and dS in registers as the products' left operands",
@@ -177,28 +190,29 @@ def no_rules(kernel: str) -> ValueError:
 
 
 def choose(
-    kernel: str | None, d: int, dtype: Dtype, on: Gpu, queries: Queries = LARGE, ruled: bool = False
+    kernel: str | None, d: int, dtype: Dtype, on: Gpu, queries: Queries = LARGE, rules: int = 0
 ) -> tuple[Kernel, Tile]:
     """The kernel with this name, or the fastest one for None, and its tile for so many queries of width d.
 
-    kernel: may be GRADIENT. ruled: with rules. Raises ValueError if the kernel, or no kernel, takes them on
-    this GPU.
+    kernel: may be GRADIENT. rules: RULES of csrc/cuda/rules.h. Raises ValueError if the kernel, or no kernel,
+    takes them on this GPU.
     """
     if kernel not in (None, GRADIENT):
         row = check_kernel(kernel)
-        if ruled and not row.ruled:
+        if not row.takes(rules):
             raise no_rules(kernel)
         return row, row.tile(d, dtype, on, queries)
     first = ("split",) if queries.few else ("5",) if d <= 32 and queries.share <= tiles.SMALL else ()
     for row in BACKWARD.values() if kernel else (KERNELS[name] for name in (*first, *FASTEST)):
         try:
-            if row.ruled or not ruled:
+            if row.takes(rules):
                 return row, row.tile(d, dtype, on, queries)
         except ValueError:
             continue
     major, minor = on.capability
+    ruled = " with rules" * (rules > 0)
     raise ValueError(
-        f"no kernel{' with rules' * ruled} takes d = {d} on this GPU, of compute capability {major}.{minor} "
+        f"no kernel{ruled} takes d = {d} on this GPU, of compute capability {major}.{minor} "
         f"with {on.shared} bytes of shared memory for a block"
     )
 

@@ -108,15 +108,20 @@ def split(kernel: Compiled, of: Sizes) -> Plan:
 
 
 def backward(kernel: Compiled, of: Sizes) -> Plan:
-    """The gradients: a warp for each row, then a block for each tile of keys, then for each of queries."""
+    """The gradients: lanes for each row, then a block for each tile of keys, then for each of queries."""
     rows, keys = (
         of.heads * tiles.up(of.Nq, PADDING_OF_ROWS),
         of.heads // of.group * -(-of.Nk // kernel.tile.bc),
     )
-    blocks = -(-32 * rows // kernel.tile.threads), keys, _tiles(kernel, of.heads, of.Nq)
+    lanes = kernel.tile.sizes.get("ROW_LANES", 32)
+    blocks = -(-lanes * rows // kernel.tile.threads), keys, _tiles(kernel, of.heads, of.Nq)
     launches = [_launch(kernel, count, number) for number, count in enumerate(blocks)]
-    launches[0].shared = 0
-    return _plan(kernel, *launches, scratch=2 * rows)
+    launches[0].shared, boxes = 0, {}
+    if "BOX" in kernel.tile.sizes:
+        boxes = {"br": 64, "bc": 64, "box": kernel.tile.sizes["BOX"]}
+        for launch in launches[1:]:  # a block takes one tile after the other
+            launch.blocks = min(launch.blocks, kernel.on.multiprocessors)
+    return _plan(kernel, *launches, scratch=2 * rows + 2, **boxes)
 
 
 def _tiles(kernel: Compiled, heads: int, Nq: int) -> int:
@@ -158,7 +163,7 @@ class Kernel:
     tiles: the best first; the first that fits shared memory is taken. plan: of a call's launches. multiple: d
     is padded to a multiple of it. vectors: rows are read 16 bytes at a time; other inputs are copied first.
     capability: the least; earlier: that of some dtypes. only: it runs on this major capability alone. ruled:
-    it takes rules, and fewer heads of k and v.
+    it takes rules, and fewer heads of k and v. windowed: of the rules, windows and sinks alone.
     """
 
     name: str
@@ -174,6 +179,7 @@ class Kernel:
     earlier: Mapping[Dtype, Capability] = field(default_factory=dict)
     only: bool = False
     ruled: bool = False
+    windowed: bool = False
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
@@ -183,6 +189,10 @@ class Kernel:
     def least(self, dtype: Dtype) -> Capability:
         """The least compute capability for a dtype."""
         return self.earlier.get(dtype, self.capability)
+
+    def takes(self, rules: int) -> bool:
+        """Whether the kernel takes these rules, RULES of csrc/cuda/rules.h."""
+        return self.ruled or rules <= self.windowed
 
     def runs_on(self, capability: Capability, dtype: Dtype) -> bool:
         """Whether a GPU of this compute capability can run the kernel in a dtype."""
@@ -207,6 +217,8 @@ class Kernel:
             if tile.shared <= on.shared:
                 return tile
             least = tile.shared
+        if not least:
+            raise ValueError(f"kernel is {self.name!r}; it takes no heads of d = {d}; choose another kernel")
         raise ValueError(
             f"kernel is {self.name!r}; with d = {d} it needs {least} bytes of shared memory, and this GPU "
             f"gives a block {on.shared}; choose another kernel"

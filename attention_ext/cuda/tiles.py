@@ -235,6 +235,21 @@ def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capabili
         yield of_passes(warps, width, dtype, dict(zip(names, others)))
 
 
+def backward4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
+    """As kernel6(). Above d = 128 a thread has no registers for the sums of two gradients."""
+    for width, *others in ((32, 128, 4, 128, 4), (64, 128, 3, 128, 3), (128, 64, 4, 128, 2)):
+        if d <= width:
+            sizes = dict(zip(("K_TILE", "K_STAGES", "Q_TILE", "Q_STAGES"), others))
+            stages = (
+                sizes["K_STAGES"] * (sizes["K_TILE"] * (4 * width + 8) + 16),
+                sizes["Q_STAGES"] * (sizes["Q_TILE"] * 4 * width + 16),
+            )
+            shared = 4 * width * 128 + max(stages) + 20 + 1024
+            sizes |= {"WIDTH": width, "BOX": min(64, width), "ROW_LANES": width // 8}
+            yield Tile(128, 128, 384, shared, sizes)
+            return
+
+
 def of_passes(warps: int, width: int, dtype: Dtype, sizes: dict[str, int]) -> Tile:
     """The tile of the backward pass with these macros; width: d as the products see it."""
     stride, half = odd(width * dtype.bytes, 16), 1 + sizes["K_PAIRED"]
@@ -245,4 +260,5 @@ def of_passes(warps: int, width: int, dtype: Dtype, sizes: dict[str, int]) -> Ti
     in_shared = max(keys, row * sizes["Q_M"] * (1 - sizes["Q_HELD"]) * 2)
     shared = sizes["STAGES"] * sizes["TILE"] * (2 * stride + 8) + in_shared
     br, bc = 16 * warps * sizes["Q_M"], 16 * warps * sizes["K_M"] // half
-    return Tile(br, bc, 32 * warps, shared, sizes | {"WIDTH": width, "STRIDE": stride})
+    lanes = min(32, 1 << (width * dtype.bytes // 16 - 1).bit_length())
+    return Tile(br, bc, 32 * warps, shared, sizes | {"WIDTH": width, "STRIDE": stride, "ROW_LANES": lanes})

@@ -342,8 +342,9 @@ def _backward_rows(of: Launch) -> Count:
         of.tile.bc,
         of.tile.threads // 32,
     )
-    tile, size = sizes.get("TILE", br), float(of.bytes * case.heads * d)
-    keys, queries = of.visits(tile, bc), of.visits(br, tile)  # tiles that the two launches meet in a head
+    tile, size, boxes = sizes.get("TILE", br), float(of.bytes * case.heads * d), "BOX" in sizes
+    k_tile, q_tile = sizes.get("K_TILE", tile), sizes.get("Q_TILE", tile)
+    keys, queries = of.visits(k_tile, bc), of.visits(br, q_tile)  # tiles that the two launches meet in a head
     moved: dict[str, float] = {}
     if "EACH" in sizes:  # a number of each row for each column of a thread, and one for the sum that it joins
         each, width = sizes["EACH"], -(-d // (br // sizes["EACH"]))
@@ -356,25 +357,28 @@ def _backward_rows(of: Launch) -> Count:
         }
         moved["P"] = (2 * keys + queries) * warps * each * (br + each)
     else:
-        row, paired = sizes["WIDTH"] * of.bytes / WAVEFRONT, 1 + sizes["K_PAIRED"]
+        row, paired = sizes["WIDTH"] * of.bytes / WAVEFRONT, 1 + sizes.get("K_PAIRED", 0)
+        readers = br // 64 if boxes else warps
         for name in ("Q", "dO"):  # a tile is written, and read as rows and as columns; X and Y for each chunk
-            again = queries * tile / sizes["Q_CHUNK"] * br * (1 - sizes["Q_HELD"])
-            moved[name] = row * (keys * tile * (1 + 2 * warps / paired) + again)
+            again = queries * q_tile / sizes.get("Q_CHUNK", q_tile) * br * (1 - sizes.get("Q_HELD", 0))
+            moved[name] = row * (keys * k_tile * (1 + 2 * readers / paired) + again)
         for name, reads in (("K", 2), ("V", 1)):
-            again = keys * tile / sizes["K_CHUNK"] * bc * (1 - sizes["K_HELD"])
-            moved[name] = row * (queries * tile * (1 + reads * warps) + again)
-        moved["P"] = (paired - 1) * keys * 2.0 * tile * bc * of.bytes / WAVEFRONT
+            again = keys * k_tile / sizes.get("K_CHUNK", k_tile) * bc * (1 - sizes.get("K_HELD", 0))
+            moved[name] = row * (queries * q_tile * (1 + reads * readers) + again)
+        moved["P"] = (paired - 1) * keys * 2.0 * k_tile * bc * of.bytes / WAVEFRONT
     rows = (
-        min(keys * tile, -(-case.Nk // bc) * case.Nq) + case.Nq,
-        min(queries * tile, of.tiles * case.Nk) + case.Nk,
+        min(keys * k_tile, -(-case.Nk // bc) * case.Nq) + case.Nq,
+        min(queries * q_tile, of.tiles * case.Nk) + case.Nk,
     )
     streams = [Stream("O", size * case.Nq), Stream("dQ, dK, dV", size * (case.Nq + 2 * case.Nk))]
     for names, length, passed in (("Q", "dO"), case.Nq, rows[0]), (("K", "V"), case.Nk, rows[1]):
         loop = ((2 * size / case.heads * length * of.together, size * passed),)
         streams += [Stream(name, size * length, loop) for name in names]
     accesses = (Shared(name, wavefronts, wavefronts) for name, wavefronts in moved.items() if wavefronts)
-    exponentials = tile * float(keys * bc + queries * br)
-    blocks = case.heads * (of.tiles + -(-case.Nk // bc) + -(-up(case.Nq, PADDING_OF_ROWS) // warps))
+    exponentials = float(keys * k_tile * bc + queries * q_tile * br)
+    lanes, most = sizes.get("ROW_LANES", 32), of.resident if boxes else 2**63  # blocks take tile after tile
+    blocks = case.heads * -(-up(case.Nq, PADDING_OF_ROWS) * lanes // of.tile.threads)
+    blocks += min(most, case.heads * of.tiles) + min(most, case.heads * -(-case.Nk // bc))
     tensor = 0 if "EACH" in sizes else 1 if of.bytes == 2 else 6
     return _count(of, accesses, exponentials, tuple(streams), blocks, 3, tensor, backward=True)
 

@@ -11,6 +11,7 @@ import torch
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, KERNELS
+from shakespeare.attention_ext.cuda.tiles import LARGE
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
@@ -36,6 +37,8 @@ def call_attention() -> int:
             for (B, H, Nq, Nk, d), causal in (
                 (*CASES, SHARED) if name == "split" or name in BACKWARD else CASES
             ):
+                if not any(kernel.tiles(kernel.padded(d), dtype, LARGE, capability)):
+                    continue
                 kind = getattr(torch, dtype.torch_name)
                 q, k, v = (torch.randn(B, H, n, d).to(kind).cuda() for n in (Nq, Nk, Nk))
                 forward = None if name in BACKWARD else name

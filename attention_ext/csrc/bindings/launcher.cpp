@@ -451,7 +451,11 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
     call.lse = static_cast<float*>(const_cast<void*>(data(lse, "lse")));
     Gradients to{dout.data, dout.strides, data(dlse, "dlse"), rows.mutable_data_ptr()};
     to.dq = dq.mutable_data_ptr(), to.dk = dk.mutable_data_ptr(), to.dv = dv.mutable_data_ptr();
-    void *parameters[] = {&call, &to}, *const stream = stream_of(s);
+    const Matrices* const inputs[] = {&q, &k, &v, &dout};
+    TensorMap maps[4];
+    void *parameters[] = {&call, &to, &maps[0], &maps[1], &maps[2], &maps[3]}, *const stream = stream_of(s);
+    for (int i = 0; plan.box && i < 4; i++)
+        encode(&maps[i], *inputs[i], s.format == 1 ? BFLOAT16 : FLOAT16, plan.br, plan);
     for (int i = 0; i < plan.count; i++) launch(plan.launches[i], parameters, stream);
     return {narrowed(dq, s), narrowed(dk, s), narrowed(dv, s)};
 }

@@ -29,24 +29,42 @@ __device__ inline const Element* dout_of(const Call& call, const Gradients& to, 
     return to.dout + head / call.heads * to.dout_strides.batch + head % call.heads * to.dout_strides.head;
 }
 
-// A warp for each row.
+// After the rows: how many tiles of keys, and of queries, blocks that take one after the other have taken.
+__device__ inline unsigned* counters_of(const Call& call, const Gradients& to) {
+    return (unsigned*)(to.rows + (long long)call.batches * call.heads * padded_rows(call));
+}
+
+// ROW_LANES lanes for each row, which read 16 bytes at a time; without it a warp, as rows may begin anywhere.
+#ifdef ROW_LANES
+constexpr int LANES = ROW_LANES, VECTOR = 16 / sizeof(Element);
+#else
+constexpr int LANES = 32, VECTOR = 1;
+#endif
+struct alignas(VECTOR * sizeof(Element)) Piece {
+    Element numbers[VECTOR];
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_rows(const Call call, const Gradients to) {
-    const int lane = threadIdx.x % 32;
-    const long long padded = padded_rows(call), row = blockIdx.x * (THREADS / 32LL) + threadIdx.x / 32;
-    const long long head = row / padded, i = row % padded;
-    if (head >= (long long)call.batches * call.heads) return;
-    float lse = INF, D = 0;
-    if (i < call.Nq) {
-        const long long at = head * call.Nq + i;
+    const int lane = threadIdx.x % LANES;
+    const long long padded = padded_rows(call), row = (blockIdx.x * (long long)THREADS + threadIdx.x) / LANES;
+    const unsigned head = (unsigned)(row / PADDING_OF_ROWS) / (unsigned)(padded / PADDING_OF_ROWS);
+    if (row < 2 && lane == 0) counters_of(call, to)[row] = 0;
+    const bool exists = head < (unsigned)(call.batches * call.heads);
+    const long long i = row - head * padded, at = head * (long long)call.Nq + i;
+    float lse = -INF, D = 0;
+    if (exists && i < call.Nq) {
         const Element* const dout = dout_of(call, to, head) + i * to.dout_strides.row;
-        for (int c = lane; c < HEAD_DIM; c += 32)
-            D += to_float(dout[c]) * to_float(call.out[at * HEAD_DIM + c]);
-        D = sum<1, 32>(D) - (to.dlse ? to.dlse[at] : 0.0f);
+        for (int c = lane * VECTOR; c < HEAD_DIM; c += LANES * VECTOR) {
+            const Piece x = *(const Piece*)(dout + c), y = *(const Piece*)(call.out + at * HEAD_DIM + c);
+            UNROLLED(e, VECTOR) D += to_float(x.numbers[e]) * to_float(y.numbers[e]);
+        }
+        if (to.dlse && lane == 0) D -= to.dlse[at];
         lse = call.lse[at] / LN2;
-        if (lse == -INF) lse = INF, D = 0;  // it sees no key
     }
-    if (lane == 0) to.rows[row] = {lse, D};
+    D = sum<1, LANES>(D);
+    // -inf: there is no such query, or it sees no key
+    if (exists && lane == 0) to.rows[row] = {lse == -INF ? INF : lse, lse == -INF ? 0.0f : D};
 }
 
 // A tile of keys of a head of k and v, whose gradients are sums over `group` heads of q from `head` on.
@@ -56,12 +74,12 @@ struct KeyBlock {
     int first_key;
 };
 
-// The block's own. A head's tiles are neighbours, as in block_of(); under a causal mask the first have most
-// queries.
-__device__ inline KeyBlock key_block_of(const Call& call, int rows) {
+// The block's own, or the index-th. A head's tiles are neighbours, as in block_of(); under a causal mask the
+// first have most queries.
+__device__ inline KeyBlock key_block_of(const Call& call, int rows, unsigned index = blockIdx.x) {
     const unsigned tiles = (call.Nk + rows - 1) / rows, group = heads_of_keys(call);
-    const unsigned head = blockIdx.x / tiles;
-    return {head * group, group, head, (int)(blockIdx.x % tiles * rows)};
+    const unsigned head = index / tiles;
+    return {head * group, group, head, (int)(index % tiles * rows)};
 }
 
 // The queries `first` to `end` - 1 hold all that see some of the keys j to `last`; may be empty.

@@ -54,6 +54,22 @@ __device__ inline void turn_pass(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// The turns in which warpgroups begin products: each as often as the others.
+template <int GROUPS>
+struct Turns {
+    const int group;
+    bool first = group == 0;
+    __device__ inline void begin() {
+        if (!first) turn_wait(1 + group, 256);  // 256: the threads of this warpgroup and of the one before
+        first = false;
+    }
+    __device__ inline void end() const { turn_pass(1 + (group + 1) % GROUPS, 256); }
+    // Takes the last turn that was passed on.
+    __device__ inline void finish() const {
+        if (group == 0 && !first) turn_wait(1, 256);
+    }
+};
+
 // The lower half of wgmma's descriptor of a tile in shared memory, in units of 16 bytes: bits 0 to 13 the
 // address, bits 16 to 29 `next`, the distance of the next columns of a wider B.
 __device__ inline unsigned tile_at(unsigned address, int next) {
@@ -145,3 +161,31 @@ PRODUCT(128, TENS_4 "," TEN(4) "," TEN(5) "," FOUR(6), 64, 65, 66, 67, 68, 69, F
 PRODUCT(192, TENS_7 "," TEN(7) "," TEN(8) "," SIX(9), 96, 97, 98, 99, 100, 101, F64(0), F32(64))
 PRODUCT(256, TENS_7 "," TEN(7) "," TEN(8) "," TEN(9) "," TEN(10) "," TEN(11) "," EIGHT(12), 128, 129, 130, 131,
         132, 133, F64(0), F64(64))
+
+// Transposes 4 x 4 words in the four threads of a quad. Before, word n of a thread is its piece of group n of 8
+// columns. After, thread t has the four pieces of group t, 16 bytes side by side.
+__device__ inline void transpose_quad(unsigned (&word)[4]) {
+    const auto swap = [&](int a, int b, int far) {  // word[b] with the word[a] of the next thread
+        const bool upper = threadIdx.x & far;
+        const unsigned other = __shfl_xor_sync(~0u, upper ? word[a] : word[b], far);
+        (upper ? word[a] : word[b]) = other;
+    };
+    swap(0, 1, 1), swap(2, 3, 1);
+    swap(0, 2, 2), swap(1, 3, 2);
+}
+
+// Rounds and stores `columns` sums times `factor` of the row r + 8 h, at `to`, which all threads of a quad
+// call.
+template <int columns, int n>
+__device__ inline void store_row(Element* to, const float (&sum)[n], int h, float factor, bool inside) {
+    UNROLLED(b, n / 16) {
+        unsigned word[4];
+        UNROLLED(i, 4) {
+            const int c = 16 * b + 4 * i + 2 * h;
+            word[i] = pack(sum[c] * factor, sum[c + 1] * factor);
+        }
+        transpose_quad(word);
+        const int column = 32 * b + threadIdx.x % 4 * 8;
+        if (inside && column < columns) *(uint4*)(to + column) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+}

@@ -207,18 +207,6 @@ __device__ inline void to_weights(unsigned (&P)[Bc / 4], const float (&S)[Bc / 2
     UNROLLED(i, Bc / 4) P[i] = pack(S[2 * i], S[2 * i + 1]);
 }
 
-// Transposes 4 x 4 words in the four threads of a quad. Before, word n of a thread is its piece of group n of 8
-// columns. After, thread t has the four pieces of group t, 16 bytes side by side.
-__device__ inline void transpose_quad(unsigned (&word)[4]) {
-    const auto swap = [&](int a, int b, int far) {  // word[b] with the word[a] of the next thread
-        const bool upper = threadIdx.x & far;
-        const unsigned other = __shfl_xor_sync(~0u, upper ? word[a] : word[b], far);
-        (upper ? word[a] : word[b]) = other;
-    };
-    swap(0, 1, 1), swap(2, 3, 1);
-    swap(0, 2, 2), swap(1, 3, 2);
-}
-
 // O / l and the logsumexp of 64 rows.
 __device__ inline void write(const Call& call, const Tile& tile, int i0, float (&O)[width / 2],
                              Softmax& softmax) {
@@ -232,18 +220,7 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
 #else
         const float l = sum<1, 4>(softmax.l[h]), inverse = reciprocal_approx(l);
 #endif
-        Element* out = call.out + (row0 + i) * d;
-        UNROLLED(b, width / 32) {
-            unsigned word[4];
-            UNROLLED(n, 4) {
-                const int c = 16 * b + 4 * n + 2 * h;
-                word[n] = pack(O[c] * inverse, O[c + 1] * inverse);
-            }
-            transpose_quad(word);
-            const int column = 32 * b + 8 * (lane % 4);
-            if (i < call.Nq && column < d)
-                *(uint4*)(out + column) = make_uint4(word[0], word[1], word[2], word[3]);
-        }
+        store_row<d>(call.out + (row0 + i) * d, O, h, inverse, i < call.Nq);
         if (call.lse && i < call.Nq && lane % 4 == 0)
             call.lse[row0 + i] = (softmax.m[h] * softmax.c + log2_approx(l)) * LN2;
     }
@@ -273,24 +250,13 @@ __device__ inline void mask(float (&S)[Bc / 2], const Call& call, const Tile& ti
 #endif
 }
 
-// The turns of the warpgroups that multiply.
-struct Turns {
-    const int group;
-    bool first = group == 0;
-    __device__ inline void begin() {
-        if (!first) turn_wait(1 + group, 256);  // 256: the threads of this warpgroup and of the one before
-        first = false;
-    }
-    __device__ inline void end() const { turn_pass(1 + (group + 1) % CONSUMERS, 256); }
-};
-
 // A warpgroup that multiplies: rows 64 group to 64 group + 63 of each query tile.
 __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int group) {
     const unsigned k = tile_at(shared + k_at, 0);
     const unsigned v = tile_at(shared + v_at, Bc * box_row);
     const unsigned q = tile_at(shared + group * q_bytes, 0);
     Ring k_ring{shared + k_full, shared + k_empty}, v_ring{shared + v_full, shared + v_empty};
-    Turns turns{group};
+    Turns<CONSUMERS> turns{group};
     const auto q_release = [&] {
         if (threadIdx.x % 32 == 0) barrier_arrive(shared + q_empty + 8 * group);
     };
@@ -382,7 +348,7 @@ __device__ void consume(const Call& call, unsigned shared, unsigned tiles, int g
 #pragma unroll 1
         for (int j = own; j < Tc; j++) pass(j);
     }
-    if (group == 0 && !turns.first) turn_wait(1, 256);  // takes the last turn that was passed on
+    turns.finish();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
