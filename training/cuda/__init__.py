@@ -1,0 +1,1 @@
+"""The training step on a GPU. Not imported without one."""
