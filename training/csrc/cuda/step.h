@@ -1,7 +1,7 @@
 // What passes.cu and update.cu share: how weights are packed for mma.sync.
 //
-// A packed matrix W (n, k), n a multiple of 8 and k of BLOCK_K, is blocks of 8 rows and BLOCK_K columns. A block is
-// 32 lanes x 16 bytes: a lane reads its B of mma.sync for a whole block with one load.
+// A packed matrix W (n, k), n a multiple of 8 and k of BLOCK_K, is blocks of 8 rows and BLOCK_K columns. A
+// block is 32 lanes x 16 bytes: a lane reads its B of mma.sync for a whole block with one load.
 #pragma once
 #include "call.h"
 #include "mma.h"
@@ -10,10 +10,12 @@ constexpr int BLOCK_K = FORMAT == FP32 ? 16 : 32;
 constexpr int OF_LANE = 16 / sizeof(Element);  // numbers of a lane in a block
 
 // The block with W[n][k], of `columns` in all.
-__device__ inline int packed_block(int n, int k, int columns) { return n / 8 * (columns / BLOCK_K) + k / BLOCK_K; }
+__device__ inline int packed_block(int n, int k, int columns) {
+    return n / 8 * (columns / BLOCK_K) + k / BLOCK_K;
+}
 
-// The column, in a block, of a lane's j-th number; its row is lane / 4. Of 16-bit numbers, j = 4 slice + 2 half + e,
-// of float32 2 slice + half: b0 and b1 of each product's slice.
+// The column, in a block, of a lane's j-th number; its row is lane / 4. Of 16-bit numbers, j = 4 slice + 2 half
+// + e, of float32 2 slice + half: b0 and b1 of each product's slice.
 __device__ inline int packed_column(int lane, int j) {
     const int t = lane % 4;
     return FORMAT == FP32 ? j * 4 + t : j / 2 * 8 + 2 * t + j % 2;
