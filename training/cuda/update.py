@@ -1,8 +1,8 @@
-"""The training step on a GPU after the backward pass: the tables of jobs and the launches of csrc/cuda/update.cu."""
+"""The training step on a GPU after the backward pass: launches of csrc/cuda/update.cu, and their jobs."""
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +20,11 @@ from shakespeare.training.recipe import Recipe
 
 FOLDER = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 THREADS = 256  # of a block
-PIECE, CHUNK = (THREADS // 4, 32), 2048  # Muon's rows and columns of a block, AdamW's numbers
-STRIP = THREADS // 2, 8  # rows that a block of reduce_gradients takes at a time, and its columns
 RESIDENT = 2  # blocks of weight_gradients on a multiprocessor
 SLICE_COST = 64  # rows whose products take about as long as writing and reading a slice's sums
 ITERATIONS = 5
 FLAT = ("value", "gradient", "average", "first", "second")
-KERNELS = (
-    *("weight_gradients", "reduce_gradients", "momentum", "gram", "polynomial", "apply", "update"),
-    "pack_weights",
-)
+LAYER = {"attn.c_attn": "ln_1", "attn.c_proj": "", "mlp.c_fc": "ln_2", "mlp.c_proj": ""}  # the norm before
 
 
 def _struct(**fields: str) -> np.dtype:
@@ -38,8 +33,8 @@ def _struct(**fields: str) -> np.dtype:
 
 # The structs of update.cu; u8 are addresses
 TILE = _struct(u8="a b out squares", i4="count a_stride b_stride out_stride row column rows columns depth")
-STRIPS = _struct(u8="sums added", i8="slice at gamma", i4="slices rows width")
-PIECES = _struct(i8="at x", i4="rows width x_row x_column count", f4="rate scale")
+STRIP = _struct(u8="sums added", i8="slice at gamma", i4="slices rows width")
+PIECE = _struct(i8="at x", i4="rows width x_row x_column muon", f4="rate scale")
 PACKING = _struct(i8="at gamma out", i4="rows width n k transposed first")
 
 
@@ -47,8 +42,8 @@ PACKING = _struct(i8="at gamma out", i4="rows width n k transposed first")
 class Flat:
     """A model's parameters, gradients, averages and the optimizers' states, each one float32 tensor.
 
-    Parameters are in the order of GPTConfig.shapes(), and begin at `offsets`. first and second: Muon's momentum and
-    nothing, AdamW's exp_avg and exp_avg_sq. updates: a scalar, how many there were.
+    Parameters are in the order of GPTConfig.shapes() and begin at `offsets`. first and second: Muon's
+    momentum and nothing, AdamW's exp_avg and exp_avg_sq. updates: a scalar, how many there were.
     """
 
     value: Tensor
@@ -65,8 +60,8 @@ class Flat:
         """Zeros for a model's parameters."""
         shapes = tuple(config.shapes().values())
         ends = np.cumsum([up(math.prod(shape), 64) for shape in shapes]).tolist()
-        tensors = (torch.zeros(ends[-1], device=device) for _ in FLAT)
-        return cls(*tensors, torch.zeros((), device=device), (0, *ends[:-1]), shapes)
+        tensors = {name: torch.zeros(ends[-1], device=device) for name in FLAT}
+        return cls(**tensors, updates=torch.zeros((), device=device), offsets=(0, *ends[:-1]), shapes=shapes)
 
     def views(self, i: int) -> dict[str, Tensor]:
         """Parameter i, in its shape, in each of the five tensors."""
@@ -75,9 +70,9 @@ class Flat:
 
 
 class Weight(NamedTuple):
-    """A weight (rows, width), of so many `matrices` of Muon's, and where it is in the flat tensors and in partial sums.
+    """Where a weight (rows, width), its norm's (or -1) and its gradient's partial sums begin.
 
-    gamma: where its norm's weight is, or -1.
+    matrices: of Muon's; 0 in the head.
     """
 
     at: int
@@ -88,26 +83,23 @@ class Weight(NamedTuple):
     matrices: int
 
 
-class Operand(NamedTuple):
-    """An operand's address, and elements from row to row, and from one of a tile's rows or columns to the next."""
-
-    address: int
-    stride: int
-    step: int
-
-
 def _cut(length: int, most: int) -> list[tuple[int, int]]:
     """Where pieces begin, and their lengths."""
     return [(begin, min(most, length - begin)) for begin in range(0, length, most)]
 
 
+def _grid(rows: int, height: int, columns: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Row, column, rows and columns of the tiles of a matrix."""
+    return ((i, j, h, w) for i, h in _cut(rows, height) for j, w in _cut(columns, width))
+
+
 class Update:
     """What follows the backward pass, for the parameters in `flat`.
 
-    operands: (dY, X) of the head, the embedding, and in each layer c_attn, attn_proj, c_fc and mlp_proj. Both are
-    (padded rows, width), V rounded up to 32; gradients are dY^T X. dx0: (rows, C) float32, the embeddings'
-    gradient. losses: (rows,) float32, whose mean is written to the scalar `loss`. packed: the weights as
-    csrc/cuda/step.h says: of the head and of each layer in that order for y = x W^T, then for dx = dy W.
+    operands: (dY, X) of the head, the embedding, and in each layer c_attn, attn_proj, c_fc and mlp_proj. They
+    are (padded rows, width), V rounded up to 32; gradients are dY^T X. dx0: (rows, C) float32, the gradient of
+    the embeddings. losses: (rows,) float32, whose mean is written to the scalar `loss`. packed: the weights as
+    csrc/cuda/step.h says, of the head and of each layer in that order, for y = x W^T, then for dx = dy W.
     Raises BuildError as driver.Module does.
     """
 
@@ -123,62 +115,50 @@ class Update:
         dtype: Dtype,
         index: int,
     ) -> None:
-        on, kind = driver.gpu(index), getattr(torch, dtype.torch_name)
-        self.config, self.recipe, self.flat, self.size, self.kind = config, recipe, flat, dtype.bytes, kind
-        macros = {"FORMAT": driver.FORMATS[dtype], "THREADS": THREADS}
-        arch = f"sm_{on.capability[0]}{on.capability[1]}"
-        module = driver.Module(nvrtc.Source("update.cu", arch, macros, FOLDER))
-        sizes = module.ints("products", 9)
-        self.shared = dict(weight_gradients=sizes[2], gram=sizes[5], polynomial=sizes[5], apply=sizes[8])
-        self.tile = dict(weight_gradients=sizes[:2], gram=sizes[3:5], polynomial=sizes[3:5], apply=sizes[6:8])
-        self.functions = {name: module.function(name, self.shared.get(name, 0)) for name in KERNELS}
-        self.losses, self.loss = losses, loss
+        on, self.kind, self.size = driver.gpu(index), getattr(torch, dtype.torch_name), dtype.bytes
+        self.config, self.recipe, self.flat, self.losses, self.loss = config, recipe, flat, losses, loss
+        arch, macros = "sm_{}{}".format(*on.capability), {"FORMAT": driver.FORMATS[dtype], "THREADS": THREADS}
+        self.module = driver.Module(nvrtc.Source("update.cu", arch, macros, FOLDER))
+        sizes = [self.module.ints("products", 9)[3 * i : 3 * i + 3] for i in range(3)]
+        # rows and columns of a tile, bytes of shared memory
+        self.products = dict(zip(("weight_gradients", "gram", "polynomial", "apply"), sizes[:2] + sizes[1:]))
 
-        self.at = dict(zip(config.shapes(), flat.offsets))
-        shapes = [(dy.shape[1], x.shape[1]) for dy, x in operands]
-        self.sums = np.cumsum([0, *(n * k for n, k in shapes)]).tolist()  # where products begin in a slice
-        names = (
-            ("attn.c_attn", "ln_1", 3),
-            ("attn.c_proj", "", 1),
-            ("mlp.c_fc", "ln_2", 1),
-            ("mlp.c_proj", "", 1),
+        self.at, shapes = (
+            dict(zip(config.shapes(), flat.offsets)),
+            [[t.shape[1] for t in pair] for pair in operands],
         )
-        V, C = config.vocab_size, config.n_embd
-        self.weights = [Weight(self.at[EMBEDDING], V, C, self.at["transformer.ln_f.weight"], 0, 0)]
-        for i, (n, k) in enumerate(shapes[2:]):
-            name, norm, matrices = names[i % 4]
-            at, gamma = (self.at.get(f"transformer.h.{i // 4}.{each}.weight", -1) for each in (name, norm))
-            self.weights.append(Weight(at, n, k, gamma, self.sums[i + 2], matrices))
-        slices = self._slices(shapes, len(operands[0][0]), RESIDENT * on.multiprocessors)
-        self.partials = self._zeros(len(slices) * self.sums[-1])
-        self.products = self._products(operands, slices)
-        self.strips = self._strips(len(slices), dx0)
-        self.squares = self._zeros(len(self.strips))
+        self.sums = np.cumsum([0, *map(math.prod, shapes)]).tolist()
+        head = self.at[EMBEDDING], config.vocab_size, config.n_embd, self.at["transformer.ln_f.weight"]
+        self.weights = [Weight(*head, sums=0, matrices=0)]
+        for i, ((n, k), sums) in enumerate(zip(shapes[2:], self.sums[2:])):
+            names = [
+                f"transformer.h.{i // len(LAYER)}.{each}.weight" for each in [*LAYER.items()][i % len(LAYER)]
+            ]
+            at, gamma = (self.at.get(name, -1) for name in names)
+            self.weights.append(Weight(at, n, k, gamma, sums, matrices=3 if n == 3 * k else 1))
+        self._gradients(operands, dx0, RESIDENT * on.multiprocessors)
         self._optimizers()
         self._packings()
 
     def gradients(self) -> None:
         """Write the gradients, which are not clipped, and the mean loss."""
-        self._launch("weight_gradients", self.products)
-        written = (self.flat.value, self.flat.gradient, self.squares)
+        self._launch("weight_gradients", self.tiles)
+        written = self.flat.value, self.flat.gradient, self.squares
         self._launch(
             "reduce_gradients", self.strips, *written, self.losses, len(self.losses), self.loss, more=1
         )
 
     def step(self, fraction: Tensor, decay: Tensor) -> None:
-        """Clip, and step both optimizers by a fraction of the peak rates and the average by its decay, both scalars."""
+        """Clip; step both optimizers by a fraction of the peak rates and the average by its decay, scalars."""
         flat = (ctypes.c_void_p * len(FLAT))(*(getattr(self.flat, name).data_ptr() for name in FLAT))
-        clip, updates, decayed = (
-            (self.squares, len(self.squares)),
-            self.flat.updates,
-            self.recipe.weight_decay,
-        )
+        clip, updates = (self.squares, len(self.squares)), self.flat.updates
         self._launch("momentum", self.muon, flat, self.x[0], *clip, self.squares_of_x, updates)
-        for i in range(ITERATIONS):
-            self._launch("gram", self.grams[i % 2], int(i == 0))
+        for i in range(ITERATIONS):  # the first one divides X by its norm, and X X^T by its square
+            self._launch("gram", self.grams[i % 2], 0 if i else 2)
             self._launch("polynomial", self.polynomials)
-            self._launch("apply", self.applies[i % 2], int(i == 0))
-        self._launch("update", self.pieces, flat, self.x[1], *clip, updates, fraction, decay, decayed)
+            self._launch("apply", self.applies[i % 2], 0 if i else 1)
+        given = fraction, decay, float(self.recipe.weight_decay)
+        self._launch("update", self.pieces, flat, self.x[ITERATIONS % 2], *clip, updates, *given)
 
     def pack(self) -> None:
         """Pack the weights for the next passes."""
@@ -186,131 +166,116 @@ class Update:
 
     def _launch(self, name: str, table: Tensor, *arguments: Any, more: int = 0) -> None:
         """A block for each job, and `more`."""
-        given: list[Any] = [ctypes.c_void_p(table.data_ptr())]
-        for each in arguments:
-            address = ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else each
-            number = {int: ctypes.c_int, float: ctypes.c_float}.get(type(each))
-            given.append(number(each) if number else address)
-        shared = self.shared.get(name, 0)
-        driver.launch(self.functions[name], len(table) + more, THREADS, *given, shared=shared)
+        numbers, shared = {int: ctypes.c_int, float: ctypes.c_float}, self.products.get(name, [0])[-1]
+        given = [
+            ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else each
+            for each in (table, *arguments)
+        ]
+        given = [numbers[type(each)](each) if type(each) in numbers else each for each in given]
+        driver.launch(self.module.function(name, shared), len(table) + more, THREADS, *given, shared=shared)
 
     def _zeros(self, count: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(count, dtype=kind, device=self.flat.value.device)
 
     def _table(self, kind: np.dtype, jobs: list[tuple]) -> Tensor:
-        data = torch.from_numpy(np.array(jobs, kind).view(np.uint8).reshape(len(jobs), -1))
-        return data.to(self.flat.value.device)
+        data = np.array(jobs, kind).view(np.uint8).reshape(len(jobs), -1)
+        return torch.from_numpy(data).to(self.flat.value.device)
 
     def _tiles(
-        self, name: str, a: Operand, b: Operand, out: int, shape: tuple[int, int, int], *norm: int
+        self, name: str, a: tuple, b: tuple, out: int, shape: tuple, norm: tuple = (0, 0)
     ) -> list[tuple]:
-        """The jobs for a product (n, k) of sums of `depth` terms. norm: address and count of X's squares."""
-        (n, k, depth), (rows, columns) = shape, self.tile[name]
+        """The jobs for a product (n, k) of sums of `depth` terms; shape: these.
+
+        a, b: the address, elements from row to row, and those from one of a tile's rows or columns to the next.
+        norm: the address of the sums of X's squares, and their count.
+        """
+        (n, k, depth), (height, width, _) = shape, self.products[name]
         size = 4 if name == "weight_gradients" else self.size
         return [
-            (
-                *(a.address + i * a.step * self.size, b.address + j * b.step * self.size),
-                *(out + (i * k + j) * size, *(norm or (0, 0))),
-                *(a.stride, b.stride, k, i, j, height, width, depth),
-            )
-            for i, height in _cut(n, rows)
-            for j, width in _cut(k, columns)
+            (a[0] + i * a[2] * self.size, b[0] + j * b[2] * self.size, out + (i * k + j) * size, *norm)
+            + (a[1], b[1], k, i, j, h, w, depth)
+            for i, j, h, w in _grid(n, height, k, width)
         ]
 
-    def _slices(self, shapes: list[tuple[int, int]], rows: int, slots: int) -> list[tuple[int, int]]:
-        """Of the rows, so many that blocks fill the GPU, which holds `slots` at a time."""
-        height, width = self.tile["weight_gradients"]
-        tiles = sum(-(-n // height) * -(-k // width) for n, k in shapes)
+    def _gradients(self, operands: Sequence[tuple[Tensor, Tensor]], dx0: Tensor, slots: int) -> None:
+        """The tables of gradients(). slots: blocks that the GPU holds at a time."""
+        (height, width, _), rows = self.products["weight_gradients"], len(operands[0][0])
+        count = sum(-(-dy.shape[1] // height) * -(-x.shape[1] // width) for dy, x in operands)
 
         def cost(slices: int) -> float:  # in rows
-            return -(-tiles * slices // slots) * rows / slices + SLICE_COST * slices
+            return -(-count * slices // slots) * rows / slices + SLICE_COST * slices
 
-        return _cut(rows, up(-(-rows // min(range(1, slots + 1), key=cost)), 32))
-
-    def _products(self, operands: Sequence[tuple[Tensor, Tensor]], slices: list[tuple[int, int]]) -> Tensor:
-        jobs = []
+        slices = _cut(rows, up(-(-rows // min(range(1, slots + 1), key=cost)), 32))
+        self.partials = self._zeros(len(slices) * self.sums[-1])
+        partials, tiles, strips = self.partials.data_ptr(), [], []
         for number, (first, depth) in enumerate(slices):
             for pair, sums in zip(operands, self.sums):
-                a, b = (Operand(t[first].data_ptr(), t.shape[1], 1) for t in pair)
-                out = self.partials.data_ptr() + (number * self.sums[-1] + sums) * 4
-                jobs += self._tiles("weight_gradients", a, b, out, (a.stride, b.stride, depth))
-        return self._table(TILE, jobs)
+                a, b = ((t[first].data_ptr(), t.shape[1], 1) for t in pair)
+                out = partials + (number * self.sums[-1] + sums) * 4
+                tiles += self._tiles("weight_gradients", a, b, out, (a[1], b[1], depth))
+        self.tiles = self._table(TILE, tiles)
 
-    def _strips(self, slices: int, dx0: Tensor) -> Tensor:
-        jobs: list[tuple] = []
-
-        def add(weight: Weight, sums: int, added: int, *slices: int) -> None:
-            at, rows, width, gamma, *_ = weight
-            for i, height in _cut(rows, rows if gamma >= 0 else STRIP[0]):
-                for j in range(0, width, STRIP[1]):
-                    place = i * width + j
-                    more = added and added + place * 4
-                    of = (at + place, gamma + j if gamma >= 0 else -1)
-                    jobs.append((sums + place * 4, more, slices[0], *of, slices[1], height, width))
-
-        partials = self.partials.data_ptr()
-        for weight in self.weights:
-            added = 0 if weight.matrices else partials + self.sums[1] * 4
-            add(weight, partials + weight.sums * 4, added, self.sums[-1], slices)
+        every = [(w, partials, self.sums[-1], len(slices)) for w in self.weights]
         if PLACES in self.at:
             T, C = self.config.block_size, self.config.n_embd
-            add(Weight(self.at[PLACES], T, C, -1, 0, 0), dx0.data_ptr(), 0, T * C, len(dx0) // T)
-        return self._table(STRIPS, jobs)
+            places = Weight(self.at[PLACES], T, C, gamma=-1, sums=0, matrices=1)
+            every.append((places, dx0.data_ptr(), T * C, len(dx0) // T))
+        for w, sums, slice, count in every:
+            embedding = 0 if w.matrices else sums + self.sums[1] * 4
+            for i, j, h, _ in _grid(w.rows, THREADS // 2 if w.gamma < 0 else w.rows, w.width, 8):
+                place, gamma = i * w.width + j, -1 if w.gamma < 0 else w.gamma + j
+                addresses = sums + (w.sums + place) * 4, embedding and embedding + place * 4
+                strips.append((*addresses, slice, w.at + place, gamma, count, h, w.width))
+        self.strips, self.squares = self._table(STRIP, strips), self._zeros(len(strips))
 
     def _optimizers(self) -> None:
-        """Muon's X twice, S, P, and the tables of step()."""
-        size, muon, x, s = self.size, [], 0, 0
-        matrices = []  # rows and columns of X, where it and its S begin, where its squares begin and their count
+        """The tables of step(), and Muon's X, twice, S and P of all matrices."""
+        pieces: list[tuple] = []
+        matrices, x, s = [], 0, 0  # X's rows, columns and beginning, that of S, the squares' and their count
         for w in self.weights:
             for number in range(w.matrices):
-                rows, cols = w.rows // w.matrices, w.width
-                at, scale = w.at + number * rows * cols, math.sqrt(max(1, rows / cols))
-                to_row, to_column = (1, rows) if rows > cols else (cols, 1)
-                begin = len(muon)
-                for i, height in _cut(rows, PIECE[0]):
-                    for j, _ in _cut(cols, PIECE[1]):
-                        place = (at + i * cols + j, x + i * to_row + j * to_column)
-                        muon.append((*place, height, cols, to_row, to_column, 0, self.recipe.muon_lr, scale))
+                rows, cols, begin = w.rows // w.matrices, w.width, len(pieces)
+                to = (1, rows) if rows > cols else (cols, 1)  # the next row, column
+                for i, j, h, _ in _grid(rows, THREADS // 4, cols, 32):
+                    at, scale = w.at + (number * rows + i) * cols + j, math.sqrt(max(1, rows / cols))
+                    muon = x + i * to[0] + j * to[1], h, cols, *to, 1, self.recipe.muon_lr, scale
+                    pieces.append((at, *muon))
                 n, m = sorted((rows, cols))
-                matrices.append((n, m, x, s, begin, len(muon) - begin))
+                matrices.append((n, m, x, s, begin, len(pieces) - begin))
                 x, s = x + n * m, s + n * n
-        self.x = self._zeros(x, self.kind), self._zeros(x, self.kind)
-        self.S, self.P, self.squares_of_x = (
-            self._zeros(s, self.kind),
-            self._zeros(s, self.kind),
-            self._zeros(len(muon)),
-        )
-        grams, polynomials, applies = ([], []), [], ([], [])  # of iterations with even and odd numbers
-        for n, m, x, s, begin, count in matrices:
-            norm = (self.squares_of_x.data_ptr() + begin * 4, count)
-            S, P = (Operand(t[s:].data_ptr(), n, n) for t in (self.S, self.P))
+        self.x, self.square = [self._zeros(x, self.kind) for _ in range(2)], self._zeros(2 * s, self.kind)
+        self.squares_of_x, self.muon = self._zeros(len(pieces)), self._table(PIECE, pieces)
+        grams, polynomials, applies = [[], []], [], [[], []]  # of even and odd iterations
+        for n, m, x, at, begin, count in matrices:
+            norm = self.squares_of_x[begin:].data_ptr(), count
+            S, P = ((self.square[place:].data_ptr(), n, n) for place in (at, s + at))
+            X = [each[x:].data_ptr() for each in self.x]
             for odd in range(2):
-                X, to = self.x[odd][x:].data_ptr(), self.x[1 - odd][x:].data_ptr()
-                rows_of = Operand(X, m, m)
-                grams[odd].extend(self._tiles("gram", rows_of, rows_of, S.address, (n, n, m), *norm))
-                applies[odd].extend(self._tiles("apply", P, Operand(X, m, 1), to, (n, m, n), *norm))
-            polynomials += self._tiles("polynomial", S, S, P.address, (n, n, n))
-        for each in grams:
-            each.sort(key=lambda tile: -tile[-1])  # the longest sums first
-        self.grams = [self._table(TILE, each) for each in grams]
-        self.polynomials, self.applies = (
-            self._table(TILE, polynomials),
-            [self._table(TILE, each) for each in applies],
+                rows, columns = (X[odd], m, m), (X[odd], m, 1)
+                grams[odd] += self._tiles("gram", rows, rows, S[0], (n, n, m), norm)
+                applies[odd] += self._tiles("apply", P, columns, X[1 - odd], (n, m, n), norm)
+            polynomials += self._tiles("polynomial", S, S, P[0], (n, n, n))
+        self.polynomials = self._table(TILE, polynomials)
+        self.grams, self.applies = (
+            [
+                self._table(TILE, sorted(jobs, key=lambda tile: -tile[-1])) for jobs in both
+            ]  # the longest first
+            for both in (grams, applies)
         )
-        self.muon = self._table(PIECES, muon)
         for name, shape in self.config.shapes().items():
             if ".h." not in name or len(shape) == 1:
                 rate = self.recipe.position_lr if name == PLACES else self.recipe.adam_lr
-                for begin, count in _cut(math.prod(shape), CHUNK):
-                    muon.append((self.at[name] + begin, 0, 0, 0, 0, 0, count, rate, 0.0))
-        self.pieces = self._table(PIECES, muon)
+                rows, cols = shape if len(shape) == 2 else (1, *shape)
+                for i, j, h, _ in _grid(rows, THREADS // 4, cols, 32):
+                    pieces.append((self.at[name] + i * cols + j, 0, h, cols, 0, 0, 0, rate, 0))
+        self.pieces = self._table(PIECE, pieces)
 
     def _packings(self) -> None:
         jobs, out, columns = [], 0, 64 // self.size  # of a packed matrix's block
         for w in self.weights:
             rows = up(w.rows, 32)
             for transposed, (n, k) in enumerate(((rows, w.width), (w.width, rows))):
-                of = (w.at, w.gamma, out, w.rows, w.width, n, k, transposed)
+                of = w.at, w.gamma, out, w.rows, w.width, n, k, transposed
                 jobs += [(*of, first) for first, _ in _cut(n // 8 * (k // columns), THREADS // 32)]
                 out += n * k
         self.packed, self.packings = self._zeros(out, self.kind), self._table(PACKING, jobs)

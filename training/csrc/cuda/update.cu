@@ -33,8 +33,8 @@ __device__ inline float block_sum(float x) {
 }
 __device__ inline float total(const float* x, int count) {
     float mine = 0.0f;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < count; i += THREADS) mine += x[i];
+    for (int i = threadIdx.x; i < count; i += 4 * THREADS)
+        UNROLLED(n, 4) mine += i + n * THREADS < count ? x[i + n * THREADS] : 0.0f;
     return block_sum(mine);
 }
 __device__ inline float clip_factor(const float* squares, int count) {
@@ -102,13 +102,14 @@ struct Product {
     __device__ inline void each_pair(const Tile& tile, const F& f) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         UNROLLED(i, M)
-            UNROLLED(h, 2)
+            UNROLLED(h, 2) {
+                const int row = (warp / WARP_COLUMNS * M + i) * 16 + h * 8 + lane / 4;
+                if (row >= tile.rows) continue;
                 UNROLLED(n, N) {
-                    const int row = (warp / WARP_COLUMNS * M + i) * 16 + h * 8 + lane / 4;
                     const int column = (warp % WARP_COLUMNS * N + n) * 8 + lane % 4 * 2;
-                    if (row < tile.rows && column < tile.columns)
-                        f(row, column, sums[i][n][2 * h], sums[i][n][2 * h + 1]);
+                    if (column < tile.columns) f(row, column, sums[i][n][2 * h], sums[i][n][2 * h + 1]);
                 }
+            }
     }
 
     // sums <- sums + A B
@@ -173,7 +174,7 @@ struct Product {
 
     __device__ inline void store(const Tile& tile, float factor) {
         each_pair(tile, [&](int row, int column, float x, float y) {
-            Element* const to = (Element*)tile.out + (long long)row * tile.out_stride + column;
+            Element* const to = (Element*)tile.out + row * tile.out_stride + column;
 #if FORMAT == FP32
             *(float2*)to = float2{x * factor, y * factor};
 #else
@@ -194,45 +195,42 @@ extern "C" __device__ int products[9] = {OfWeights::ROWS, OfWeights::COLUMNS, Of
                                          OfX::ROWS,       OfX::COLUMNS,       OfX::SHARED};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) weight_gradients(const Tile* tiles) {
-    const Tile& tile = tiles[blockIdx.x];  // is read again after the product, for want of registers
     OfWeights product;
-    product.add(tile);
+    product.add(tiles[blockIdx.x]);
+    const Tile tile = tiles[blockIdx.x];  // again, for want of registers
     product.each_pair(tile, [&](int row, int column, float x, float y) {
-        *(float2*)((float*)tile.out + (long long)row * tile.out_stride + column) = float2{x, y};
+        *(float2*)((float*)tile.out + row * tile.out_stride + column) = float2{x, y};
     });
 }
 
-__device__ inline float inverse_norm(const Tile& tile) {
-    return 1.0f / (sqrtf(total(tile.squares, tile.count)) + LEAST_NORM);
+// The product over the power 0, 1 or 2 of X's norm.
+template <class Of>
+__device__ inline void multiply(const Tile tile, int power) {
+    const float norm = power ? sqrtf(total(tile.squares, tile.count)) + LEAST_NORM : 1.0f;
+    Of product;
+    product.add(tile);
+    product.store(tile, 1.0f / (power == 2 ? norm * norm : norm));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) gram(const Tile* tiles, int first) {
-    const Tile tile = tiles[blockIdx.x];
-    const float factor = first ? inverse_norm(tile) : 1.0f;
-    OfRows product;
-    product.add(tile);
-    product.store(tile, factor * factor);
+extern "C" __global__ void __launch_bounds__(THREADS, 2) gram(const Tile* tiles, int power) {
+    multiply<OfRows>(tiles[blockIdx.x], power);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) apply(const Tile* tiles, int power) {
+    multiply<OfX>(tiles[blockIdx.x], power);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) polynomial(const Tile* tiles) {
     const Tile tile = tiles[blockIdx.x];
     OfRows product;
     product.each_pair(tile, [&](int row, int column, float& x, float& y) {
-        const Element* const S = tile.a + (long long)row * tile.a_stride + tile.column + column;
+        const Element* const S = tile.a + row * tile.a_stride + tile.column + column;
         const int right = tile.column + column - tile.row - row;  // of the diagonal
         x = A3 / A5 * to_float(S[0]) + (right == 0 ? A1 / A5 : 0.0f);
         y = A3 / A5 * to_float(S[1]) + (right == -1 ? A1 / A5 : 0.0f);
     });
     product.add(tile);
     product.store(tile, A5);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 2) apply(const Tile* tiles, int first) {
-    const Tile tile = tiles[blockIdx.x];
-    const float factor = first ? inverse_norm(tile) : 1.0f;
-    OfX product;
-    product.add(tile);
-    product.store(tile, factor);
 }
 
 // ---- gradients ----
@@ -245,16 +243,19 @@ struct Strip {
     int slices, rows, width;
 };
 
-__device__ inline void add_slices(float (&x)[4], const float* from, const Strip& strip) {
-#pragma unroll 4
-    for (int s = 0; s < strip.slices; ++s) {
-        const float4 y = *(const float4*)(from + s * strip.slice);
-        x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
+__device__ inline void add_slices(float4& x, const float* from, const Strip& strip) {
+    constexpr int AT_A_TIME = 8;  // loads under way
+#pragma unroll 1
+    for (int first = 0; first < strip.slices; first += AT_A_TIME) {
+        float4 y[AT_A_TIME];
+        UNROLLED(n, AT_A_TIME)
+            y[n] = first + n < strip.slices ? *(const float4*)(from + (first + n) * strip.slice) : float4{};
+        UNROLLED(n, AT_A_TIME) x.x += y[n].x, x.y += y[n].y, x.z += y[n].z, x.w += y[n].w;
     }
 }
 
 // The last block computes the mean loss.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     reduce_gradients(const Strip* strips, const float* value, float* gradient, float* squares,
                      const float* losses, int rows, float* loss) {
     __shared__ float parts[WARPS][8];
@@ -266,24 +267,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Strip strip = strips[blockIdx.x];
     const bool scaled = strip.gamma >= 0;
     const int column = threadIdx.x % 2 * 4;
-    float of_gamma[4] = {}, square = 0.0f;
+    const float4 gamma =
+        scaled ? *(const float4*)(value + strip.gamma + column) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+    float4 of_gamma = {};
+    float square = 0.0f;
 #pragma unroll 1
     for (int row = threadIdx.x / 2; row < strip.rows; row += THREADS / 2) {
         const long long place = (long long)row * strip.width + column;
-        float x[4] = {};
+        const float4 w = scaled ? *(const float4*)(value + strip.at + place) : float4{};
+        float4 x = {};
         add_slices(x, strip.sums + place, strip);
-        if (scaled)
-            UNROLLED(e, 4) {
-                of_gamma[e] += x[e] * value[strip.at + place + e];
-                x[e] *= value[strip.gamma + column + e];
-            }
+        of_gamma.x += x.x * w.x, of_gamma.y += x.y * w.y, of_gamma.z += x.z * w.z, of_gamma.w += x.w * w.w;
+        x.x *= gamma.x, x.y *= gamma.y, x.z *= gamma.z, x.w *= gamma.w;
         if (strip.added) add_slices(x, strip.added + place, strip);
-        UNROLLED(e, 4) square += x[e] * x[e];
-        *(float4*)(gradient + strip.at + place) = make_float4(x[0], x[1], x[2], x[3]);
+        square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+        ((float4*)gradient)[(strip.at + place) / 4] = x;
     }
+    const float each[4] = {of_gamma.x, of_gamma.y, of_gamma.z, of_gamma.w};
     UNROLLED(e, 4) {
-        of_gamma[e] = sum<2, 32>(of_gamma[e]);
-        if (threadIdx.x % 32 < 2) parts[threadIdx.x / 32][column + e] = of_gamma[e];
+        const float of_warp = sum<2, 32>(each[e]);
+        if (threadIdx.x % 32 < 2) parts[threadIdx.x / 32][column + e] = of_warp;
     }
     __syncthreads();
     if (scaled && threadIdx.x < 8) {
@@ -302,26 +305,22 @@ struct Flat {
     float *value, *gradient, *average, *first, *second;
 };
 
-constexpr int HEIGHT = 8;  // a thread has so many numbers below each other, a warp 32 columns of them
-// `rows` rows of 32 columns of one of Muon's matrices, or `count` numbers of AdamW's in a row.
+constexpr int HEIGHT = 8;  // numbers of a thread, below each other in 32 columns of a warp
+// At most 8 HEIGHT rows of 32 columns of a parameter.
 struct Piece {
-    long long at, x;      // the first number in the flat tensors, and in X
-    int rows, width;      // Muon's; width: of the matrix
-    int x_row, x_column;  // from a row and a column to the next in X; one of them is 1
-    int count;            // AdamW's; 0 in Muon's
-    float rate, scale;    // the rate's peak; what X is multiplied with beside it
-};
+    long long at, x;            // the first number in the flat tensors, and in X
+    int rows, width;            // of the piece, of the parameter
+    int x_row, x_column, muon;  // from a row and a column to the next in X: one is 1; 0: AdamW updates it
+    float rate, scale;          // the rate's peak; what X is multiplied with beside it
 
-// A thread's numbers of a matrix.
-struct Column {
-    long long at, x;  // as a piece's
-    bool inside;
-
-    __device__ inline Column(const Piece& piece) {
-        const int row = threadIdx.x / 32 * HEIGHT, column = threadIdx.x % 32;
-        at = piece.at + (long long)row * piece.width + column;
-        x = piece.x + (long long)row * piece.x_row + (long long)column * piece.x_column;
-        inside = row < piece.rows;
+    __device__ inline int first_row() const { return threadIdx.x / 32 * HEIGHT; }
+    // Of the thread's number i: whether there is one, and where
+    __device__ inline bool inside(int i) const { return first_row() + i < rows; }
+    __device__ inline long long in_flat(int i) const {
+        return at + (long long)(first_row() + i) * width + threadIdx.x % 32;
+    }
+    __device__ inline long long in_X(int i) const {
+        return x + (long long)(first_row() + i) * x_row + (long long)(threadIdx.x % 32) * x_column;
     }
 };
 
@@ -330,64 +329,71 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     momentum(const Piece* pieces, const Flat flat, Element* X, const float* squares, int count,
              float* squares_of_x, float* updates) {
     const Piece piece = pieces[blockIdx.x];
-    const Column column(piece);
     float g[HEIGHT] = {}, m[HEIGHT] = {}, square = 0.0f;
-    if (column.inside)
-        UNROLLED(i, HEIGHT) {
-            const long long at = column.at + (long long)i * piece.width;
-            g[i] = flat.gradient[at], m[i] = flat.first[at];
-        }
-    const float clip = clip_factor(squares, count);
     __align__(16) Element x[HEIGHT];
+    UNROLLED(i, HEIGHT)
+        if (piece.inside(i)) g[i] = flat.gradient[piece.in_flat(i)], m[i] = flat.first[piece.in_flat(i)];
+    const float clip = clip_factor(squares, count);
     UNROLLED(i, HEIGHT) {
         m[i] += (1.0f - MOMENTUM) * (g[i] * clip - m[i]);
         const float nesterov = g[i] * clip + MOMENTUM * (m[i] - g[i] * clip);
         square += nesterov * nesterov;
         x[i] = to_element(nesterov);
     }
-    if (column.inside) {
-        UNROLLED(i, HEIGHT) flat.first[column.at + (long long)i * piece.width] = m[i];
+    if (piece.inside(0)) {
+        UNROLLED(i, HEIGHT) flat.first[piece.in_flat(i)] = m[i];
         if (piece.x_row == 1)
-            UNROLLED(i, HEIGHT / OF_LANE) ((uint4*)(X + column.x))[i] = ((const uint4*)x)[i];
+            UNROLLED(i, HEIGHT / OF_LANE) ((uint4*)X)[piece.in_X(0) / OF_LANE + i] = ((const uint4*)x)[i];
         else
-            UNROLLED(i, HEIGHT) X[column.x + (long long)i * piece.x_row] = x[i];
+            UNROLLED(i, HEIGHT) X[piece.in_X(i)] = x[i];
     }
     square = block_sum(square);
     if (threadIdx.x == 0) squares_of_x[blockIdx.x] = square;
     if (threadIdx.x == 0 && blockIdx.x == 0) *updates += 1.0f;
 }
 
+// All is read before something is written, so that the latencies overlap.
 extern "C" __global__ void __launch_bounds__(THREADS)
     update(const Piece* pieces, const Flat flat, const Element* X, const float* squares, int count,
            const float* updates, const float* fraction, const float* decay, float weight_decay) {
     const Piece piece = pieces[blockIdx.x];
     const float rate = piece.rate * *fraction, decayed = 1.0f - rate * weight_decay, toward = 1.0f - *decay;
-    const auto step = [&](long long at, float by) {
-        const float value = flat.value[at] * decayed - by, average = flat.average[at];
-        flat.value[at] = value, flat.average[at] = average + toward * (value - average);
-    };
-    if (piece.count == 0) {
-        const Column column(piece);
+    float value[HEIGHT] = {}, average[HEIGHT] = {}, by[HEIGHT];
+    UNROLLED(i, HEIGHT)
+        if (piece.inside(i))
+            value[i] = flat.value[piece.in_flat(i)], average[i] = flat.average[piece.in_flat(i)];
+    if (piece.muon) {
         __align__(16) Element x[HEIGHT];
-        if (!column.inside) return;
+        if (!piece.inside(0)) return;
         if (piece.x_row == 1)
-            UNROLLED(i, HEIGHT / OF_LANE) ((uint4*)x)[i] = ((const uint4*)(X + column.x))[i];
+            UNROLLED(i, HEIGHT / OF_LANE) ((uint4*)x)[i] = ((const uint4*)X)[piece.in_X(0) / OF_LANE + i];
         else
-            UNROLLED(i, HEIGHT) x[i] = X[column.x + (long long)i * piece.x_row];
-        UNROLLED(i, HEIGHT) step(column.at + (long long)i * piece.width, rate * piece.scale * to_float(x[i]));
-        return;
+            UNROLLED(i, HEIGHT) x[i] = X[piece.in_X(i)];
+        UNROLLED(i, HEIGHT) by[i] = rate * piece.scale * to_float(x[i]);
+    } else {
+        float g[HEIGHT] = {}, first[HEIGHT] = {}, second[HEIGHT] = {};
+        UNROLLED(i, HEIGHT)
+            if (piece.inside(i)) {
+                const long long at = piece.in_flat(i);
+                g[i] = flat.gradient[at], first[i] = flat.first[at], second[i] = flat.second[at];
+            }
+        const float clip = clip_factor(squares, count);
+        const float length = rate / -expm1f(*updates * LOG_BETA_1);  // over 1 - beta_1^updates
+        const float root = 1.0f / sqrtf(-expm1f(*updates * LOG_BETA_2));
+        UNROLLED(i, HEIGHT) {
+            first[i] += BLEND_1 * (g[i] * clip - first[i]);
+            second[i] += BLEND_2 * (g[i] * clip * g[i] * clip - second[i]);
+            by[i] = length * first[i] / (sqrtf(second[i]) * root + EPSILON);
+            if (piece.inside(i))
+                flat.first[piece.in_flat(i)] = first[i], flat.second[piece.in_flat(i)] = second[i];
+        }
     }
-    const float clip = clip_factor(squares, count);
-    const float length = rate / -expm1f(*updates * LOG_BETA_1);  // over 1 - beta_1^updates
-    const float root = 1.0f / sqrtf(-expm1f(*updates * LOG_BETA_2));
-    for (int i = threadIdx.x; i < piece.count; i += THREADS) {
-        const long long at = piece.at + i;
-        const float g = flat.gradient[at] * clip;
-        const float first = flat.first[at] + BLEND_1 * (g - flat.first[at]);
-        const float second = flat.second[at] + BLEND_2 * (g * g - flat.second[at]);
-        flat.first[at] = first, flat.second[at] = second;
-        step(at, length * first / (sqrtf(second) * root + EPSILON));
-    }
+    UNROLLED(i, HEIGHT)
+        if (piece.inside(i)) {
+            const float now = value[i] * decayed - by[i];
+            flat.value[piece.in_flat(i)] = now;
+            flat.average[piece.in_flat(i)] = average[i] + toward * (now - average[i]);
+        }
 }
 
 // ---- packed weights ----
