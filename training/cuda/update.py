@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,10 @@ THREADS = 256  # of a block
 RESIDENT = 2  # blocks of weight_gradients on a multiprocessor
 SLICE_COST = 64  # rows whose products take about as long as writing and reading a slice's sums
 ITERATIONS = 5
+ARGUMENTS: dict[type, Callable[[Any], Any]] = {
+    **{int: ctypes.c_int, float: ctypes.c_float},
+    Tensor: lambda tensor: ctypes.c_void_p(tensor.data_ptr()),
+}
 FLAT = ("value", "gradient", "average", "first", "second")
 LAYER = {"attn.c_attn": "ln_1", "attn.c_proj": "", "mlp.c_fc": "ln_2", "mlp.c_proj": ""}  # the norm before
 
@@ -96,9 +100,9 @@ def _grid(rows: int, height: int, columns: int, width: int) -> Iterator[tuple[in
 class Update:
     """What follows the backward pass, for the parameters in `flat`.
 
-    operands: (dY, X) of the head, the embedding, and in each layer c_attn, attn_proj, c_fc and mlp_proj. They
-    are (padded rows, width), V rounded up to 32; gradients are dY^T X. dx0: (rows, C) float32, the gradient of
-    the embeddings. losses: (rows,) float32, whose mean is written to the scalar `loss`. packed: the weights as
+    operands: (dY, X) of the head, the embedding, and of each layer c_attn, attn_proj, c_fc and mlp_proj, each
+    (padded rows, width), V rounded up to 32; gradients are dY^T X. dx0: (rows, C) float32, that of the
+    embeddings. losses: (rows,) float32, whose mean is written to the scalar `loss`. packed: the weights as
     csrc/cuda/step.h says, of the head and of each layer in that order, for y = x W^T, then for dx = dy W.
     Raises BuildError as driver.Module does.
     """
@@ -149,14 +153,15 @@ class Update:
         )
 
     def step(self, fraction: Tensor, decay: Tensor) -> None:
-        """Clip; step both optimizers by a fraction of the peak rates and the average by its decay, scalars."""
+        """Clip; step the optimizers by a share of the peak rates, and the average by its decay; scalars."""
         flat = (ctypes.c_void_p * len(FLAT))(*(getattr(self.flat, name).data_ptr() for name in FLAT))
         clip, updates = (self.squares, len(self.squares)), self.flat.updates
         self._launch("momentum", self.muon, flat, self.x[0], *clip, self.squares_of_x, updates)
         for i in range(ITERATIONS):  # the first one divides X by its norm, and X X^T by its square
-            self._launch("gram", self.grams[i % 2], 0 if i else 2)
-            self._launch("polynomial", self.polynomials)
-            self._launch("apply", self.applies[i % 2], 0 if i else 1)
+            tiles = self.iterations[i % 2]
+            self._launch("gram", tiles["gram"], 0 if i else 2)
+            self._launch("polynomial", tiles["polynomial"])
+            self._launch("apply", tiles["apply"], 0 if i else 1)
         given = fraction, decay, float(self.recipe.weight_decay)
         self._launch("update", self.pieces, flat, self.x[ITERATIONS % 2], *clip, updates, *given)
 
@@ -166,27 +171,27 @@ class Update:
 
     def _launch(self, name: str, table: Tensor, *arguments: Any, more: int = 0) -> None:
         """A block for each job, and `more`."""
-        numbers, shared = {int: ctypes.c_int, float: ctypes.c_float}, self.products.get(name, [0])[-1]
         given = [
-            ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else each
-            for each in (table, *arguments)
+            ARGUMENTS[type(each)](each) if type(each) in ARGUMENTS else each for each in (table, *arguments)
         ]
-        given = [numbers[type(each)](each) if type(each) in numbers else each for each in given]
+        shared = self.products.get(name, [0])[-1]
         driver.launch(self.module.function(name, shared), len(table) + more, THREADS, *given, shared=shared)
 
     def _zeros(self, count: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(count, dtype=kind, device=self.flat.value.device)
 
     def _table(self, kind: np.dtype, jobs: list[tuple]) -> Tensor:
+        if kind is TILE:
+            jobs = sorted(jobs, key=lambda tile: -tile[-1])  # the longest sums first
         data = np.array(jobs, kind).view(np.uint8).reshape(len(jobs), -1)
         return torch.from_numpy(data).to(self.flat.value.device)
 
     def _tiles(
         self, name: str, a: tuple, b: tuple, out: int, shape: tuple, norm: tuple = (0, 0)
     ) -> list[tuple]:
-        """The jobs for a product (n, k) of sums of `depth` terms; shape: these.
+        """The jobs for a product; shape: its (n, k) and the terms of a sum.
 
-        a, b: the address, elements from row to row, and those from one of a tile's rows or columns to the next.
+        a, b: the address, elements from row to row, and from one row or column of the product to the next.
         norm: the address of the sums of X's squares, and their count.
         """
         (n, k, depth), (height, width, _) = shape, self.products[name]
@@ -245,23 +250,16 @@ class Update:
                 x, s = x + n * m, s + n * n
         self.x, self.square = [self._zeros(x, self.kind) for _ in range(2)], self._zeros(2 * s, self.kind)
         self.squares_of_x, self.muon = self._zeros(len(pieces)), self._table(PIECE, pieces)
-        grams, polynomials, applies = [[], []], [], [[], []]  # of even and odd iterations
-        for n, m, x, at, begin, count in matrices:
-            norm = self.squares_of_x[begin:].data_ptr(), count
-            S, P = ((self.square[place:].data_ptr(), n, n) for place in (at, s + at))
-            X = [each[x:].data_ptr() for each in self.x]
-            for odd in range(2):
-                rows, columns = (X[odd], m, m), (X[odd], m, 1)
-                grams[odd] += self._tiles("gram", rows, rows, S[0], (n, n, m), norm)
-                applies[odd] += self._tiles("apply", P, columns, X[1 - odd], (n, m, n), norm)
-            polynomials += self._tiles("polynomial", S, S, P[0], (n, n, n))
-        self.polynomials = self._table(TILE, polynomials)
-        self.grams, self.applies = (
-            [
-                self._table(TILE, sorted(jobs, key=lambda tile: -tile[-1])) for jobs in both
-            ]  # the longest first
-            for both in (grams, applies)
-        )
+        self.iterations = []  # with even and with odd numbers
+        for x_now, x_next in (self.x, self.x[::-1]):
+            jobs: dict[str, list[tuple]] = {"gram": [], "polynomial": [], "apply": []}
+            for n, m, x, at, begin, count in matrices:
+                norm, X = (self.squares_of_x[begin:].data_ptr(), count), x_now[x:].data_ptr()
+                S, P = ((self.square[place:].data_ptr(), n, n) for place in (at, s + at))
+                jobs["gram"] += self._tiles("gram", (X, m, m), (X, m, m), S[0], (n, n, m), norm)
+                jobs["polynomial"] += self._tiles("polynomial", S, S, P[0], (n, n, n))
+                jobs["apply"] += self._tiles("apply", P, (X, m, 1), x_next[x:].data_ptr(), (n, m, n), norm)
+            self.iterations.append({name: self._table(TILE, tiles) for name, tiles in jobs.items()})
         for name, shape in self.config.shapes().items():
             if ".h." not in name or len(shape) == 1:
                 rate = self.recipe.position_lr if name == PLACES else self.recipe.adam_lr
