@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shakespeare.attention_ext.checks import none_is_default
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.checkpoint import Checkpoint, save, save_record
 from shakespeare.model.config import HEAD
 from shakespeare.model.corpus import split
@@ -39,6 +40,7 @@ def train(
     *,
     watcher: Watcher = Watcher(),
     part: str = "part0",
+    dtype: Dtype = Dtype.BF16,
     start: Checkpoint | None = None,
     old_text: str | None = None,
     resume: bool = False,
@@ -46,7 +48,7 @@ def train(
 ) -> dict:
     """Train on the first 90 % of `text` and keep the average with the best loss on the validation text.
 
-    part: see Trainer. start: the model to fine-tune; the recipe has its sizes (training.start.recipe_of).
+    part, dtype: see Trainer. start: the model to fine-tune; the recipe has its sizes (training.start.recipe_of).
     old_text: the loss on its last 10 % is measured before and after fine-tuning.
     resume: continue the run whose state is in `out`; the other arguments must be those of that run.
     about: further settings to record.
@@ -76,7 +78,7 @@ def train(
         watcher.note(note)
     out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of training steps
     size, on = len(material.tokenizer), torch.device(device)
-    trainer = Trainer(recipe, size, material.training, on, part, start=model)
+    trainer = Trainer(recipe, size, material.training, on, part, start=model, dtype=dtype)
     identity = {
         "corpus_sha256": _sha256(text.encode()),
         "characters": len(text),
@@ -127,6 +129,7 @@ class _Run:
         self.record: dict[str, Any] = identity | {"curve": self.schedule.curve}
         self.best: dict[str, Tensor] = {}
         self.best_loss = math.inf
+        self._launched = torch.cuda.Event() if trainer.device.type == "cuda" else None
         self._loss_sum = torch.zeros((), device=trainer.device, dtype=torch.float64)
         self._losses = 0
         self._saved_at, self._save_seconds = time.monotonic(), 0.0
@@ -183,7 +186,9 @@ class _Run:
         self._loss_sum += trainer.loss
         self._losses += 1
         if trainer.device.type == "cuda" and trainer.recipe.minutes is not None:
-            torch.cuda.synchronize(trainer.device)  # else only the launch is timed
+            before, self._launched = self._launched, torch.cuda.Event()
+            self._launched.record()
+            before.synchronize()  # else only launches are timed; this step runs while the next one is prepared
         schedule.stepped(time.monotonic() - start)
         if self._evaluated_at < 0:  # a forward pass is a third of a training step
             self._reserve(schedule.step_seconds / 2 / schedule.characters)

@@ -1,9 +1,9 @@
 """A training step: Muon, AdamW and an average of the weights.
 
 Muon trains hidden matrices, AdamW embeddings and norms. An exponential moving average of the weights is
-evaluated and saved. On a GPU the whole training step is one CUDA graph around a compiled model, which kernel
-launches would bound. On a CPU the code is the same without a graph; TrainingStep of training/csrc replaces it
-for part4 without dropout.
+evaluated and saved. On a GPU the whole training step is one CUDA graph, which kernel launches would bound. For
+part4 it is native: TrainingStep of training/csrc on a CPU, of training/cuda on a GPU. Else it is PyTorch's, on a
+GPU around a compiled model.
 """
 
 import copy
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shakespeare.attention_ext import attention, extension, tiles
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, alibi_bias, causal_attention
 from shakespeare.training.muon import Muon
@@ -66,11 +67,12 @@ class Trainer:
     """A model, its average, and one training step over a corpus held on the device.
 
     ids: (N,) int64 training tokens. part: the attention, with a gradient; only part0, PyTorch's, has the
-    recipe's dropout. start: the model with the initial weights and the recipe's sizes. Before a training
-    step, lr is set to its share of the peak learning rate, decay to that of the average.
-    native: the TrainingStep in C++ over the SIMD helpers `simd`, with torch.get_num_threads() threads: for
-    part4 on a CPU, for a model as the shipped ones are, without dropout. None if the training step is
-    PyTorch's. Raises BuildError as load_training_step() does.
+    recipe's dropout of attention's weights. start: the model with the initial weights and the recipe's sizes.
+    dtype: of the products on a GPU. Before a training step, lr is set to its share of the peak learning rate,
+    decay to that of the average.
+    native: the TrainingStep for part4, for a model as the shipped ones are: on a CPU in C++ over the SIMD
+    helpers `simd`, with torch.get_num_threads() threads, without dropout; on a GPU that of training/cuda. None
+    if the training step is PyTorch's. Raises BuildError as load_training_step() and gpu.load() do.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class Trainer:
         part: str = "part0",
         simd: str = "auto",
         start: GPT | None = None,
+        dtype: Dtype = Dtype.BF16,
     ) -> None:
         torch.manual_seed(recipe.seed)
+        self.dtype = dtype
         self.recipe, self.ids, self.device = recipe, ids.to(device), device
         self.batch = max(1, recipe.batch_chars // recipe.block_size)
         sizes: dict[str, Any] = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
@@ -133,9 +137,33 @@ class Trainer:
             self.adam.state[other] = {"step": torch.zeros((), device=device), **averages}
         self.loss = torch.zeros((), device=device)
         usual = config == GPTConfig(vocab_size=vocab_size, bias=False, **sizes)
-        in_cpp = part == "part4" and device.type == "cpu" and recipe.dropout == 0 and usual
-        self.native: Any = self._native_step(simd) if in_cpp else None
+        self.native: Any = None
+        if part == "part4" and usual and on_gpu:
+            self.native = self._step_on_gpu()
+        elif part == "part4" and usual and recipe.dropout == 0:
+            self.native = self._native_step(simd)
         self.step = self._captured_step() if on_gpu else self._step
+
+    def _step_on_gpu(self) -> Any:
+        """The TrainingStep of training/cuda, in whose memory all tensors then lie; None if it refuses."""
+        from shakespeare.attention_ext.cuda import gpu as driver
+        from shakespeare.training.cuda import step
+
+        config, dtype = self.model.config, self.dtype
+        if step.refusal(config, dtype, driver.gpu(torch.cuda.current_device())):
+            return None
+        flat = step.Flat.of(config, self.device)
+        parameters = [*zip(self.model.parameters(), self.averaged.parameters())]
+        for views, (p, average) in zip(flat.views, parameters, strict=True):
+            for tensor, view in ((p, views.value), (average, views.average)):
+                view.copy_(tensor.detach())
+                tensor.data = view
+            p.grad = views.gradient
+            if "momentum" in self.muon.state[p]:
+                self.muon.state[p]["momentum"] = views.first
+            else:
+                self.adam.state[p] = {"step": flat.updates, "exp_avg": views.first, "exp_avg_sq": views.second}
+        return step.TrainingStep(config, self.recipe, self.batch, dtype, flat, self.loss)
 
     def _native_step(self, simd: str) -> Any:
         """The TrainingStep on the tensors of the model, its average and its optimizers."""
@@ -160,7 +188,8 @@ class Trainer:
 
     def _batch_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean cross-entropy, a scalar, of the model on tokens x (B, T) and the next ones y (B, T)."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        rounded = self.device.type == "cuda" and self.dtype is not Dtype.FP32
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=rounded):
             logits = self.model(x)
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
@@ -172,7 +201,12 @@ class Trainer:
         self._update()
 
     def _gradients(self, tokens: Tensor) -> None:
-        """Set the clipped gradients and the loss for tokens (B, T + 1): T tokens and the one after each."""
+        """Set the clipped gradients and the loss for tokens (B, T + 1): T tokens and the one after each.
+
+        A GPU's native step clips them in its update.
+        """
+        if self.native and self.device.type == "cuda":
+            return self.native.gradients(tokens)
         if self.native:
             loss, _ = self.native.gradients(tokens.numpy())
             self.loss.fill_(loss)
@@ -187,7 +221,8 @@ class Trainer:
     def _update(self) -> None:
         """Step both optimizers and update the average; the gradients are set."""
         if self.native:
-            self.native.update(self.lr.item(), self.decay.item())
+            on_gpu = self.device.type == "cuda"
+            self.native.update(*((self.lr, self.decay) if on_gpu else (self.lr.item(), self.decay.item())))
             return
         recipe = self.recipe
         peaks = [recipe.muon_lr] * len(self.muon.param_groups) + [recipe.adam_lr, recipe.position_lr]
@@ -202,8 +237,9 @@ class Trainer:
     def _captured_step(self) -> Callable[[], None]:
         """The training step as a CUDA graph; model, optimizers and average are reset after the warm-up."""
         start = copy.deepcopy(self.model.state_dict())
-        self._batch_loss = torch.compile(self._batch_loss)  # type: ignore[method-assign]
-        self.muon.step = torch.compile(self.muon.step)  # type: ignore[method-assign]
+        if not self.native:
+            self._batch_loss = torch.compile(self._batch_loss)  # type: ignore[method-assign]
+            self.muon.step = torch.compile(self.muon.step)  # type: ignore[method-assign]
         self.lr.zero_()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

@@ -8,6 +8,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shakespeare.app.cli import options
 from shakespeare.app.cli.draft import make_draft
 from shakespeare.app.cli.terminal import notice, program, to_type
 from shakespeare.attention_ext import BuildError
-from shakespeare.attention_ext.parts import with_gradient
+from shakespeare.attention_ext.parts import Dtype, with_gradient
 from shakespeare.model.config import POSITIONS
 from shakespeare.training.recipe import OWN_TEXT, RECIPES
 
@@ -46,7 +47,7 @@ KEPT, ACTIVATIONS = 20, 80
 @options.size("--n-layer", "Layers.", most=MOST_LAYERS, show_default="4, or --init's")
 @options.size("--n-head", "Heads of a layer.", most=MOST_EMBEDDED, show_default="4, or --init's")
 @options.size("--n-embd", "Width of a layer.", most=MOST_EMBEDDED, show_default="128, or --init's")
-@options.number("--dropout", "Share of dropout, with part0.", most=0.9, show_default="0")
+@options.number("--dropout", "Share of dropout; on the CPU with part0 only.", most=0.9, show_default="0")
 @options.choice(
     "--positions",
     "How the model tells positions apart: by a table as long as a block, or ALiBi, which has no end.",
@@ -64,10 +65,13 @@ KEPT, ACTIVATIONS = 20, 80
 @options.choice("--device", "Device to train on.", of=("cpu", "cuda"))
 @options.choice(
     "--part",
-    "Attention to train with; part4 has no dropout, and gradients on the CPU only.",
+    "Attention to train with; part4 does not drop its weights.",
     of=with_gradient(),
     default=None,
-    show_default="part4 where it compiles, part0 for shipped names, dropout and CUDA",
+    show_default="part4 where it compiles, part0 for dropout on the CPU",
+)
+@options.choice(
+    "--dtype", "Numbers of the products with --device cuda.", of=("bf16", "fp32"), show_default="bf16"
 )
 @options.folder("--out", "Directory of the checkpoint.", show_default="out/NAME")
 @options.flag("--resume", "Go on with a run that was stopped; give its options again.")
@@ -75,7 +79,7 @@ KEPT, ACTIVATIONS = 20, 80
 @options.flag("--quiet", "Print the end and warnings only.")
 @options.threads
 def train(
-    name, corpus_file, init, old_corpus, device, part, out, resume, overwrite, quiet, **changes
+    name, corpus_file, init, old_corpus, device, part, dtype, out, resume, overwrite, quiet, **changes
 ) -> None:
     """Train a model called NAME on a text for some minutes.
 
@@ -95,8 +99,8 @@ def train(
         changes["window"] = changes["window"] or WINDOW
     elif changes["window"] is not None:
         raise click.UsageError("--window goes with --positions alibi only")
-    if device == "cuda" and part not in (None, "part0"):
-        raise click.UsageError(f"{part} has no gradient on CUDA; --part {part} goes with --device cpu only")
+    if device == "cpu" and dtype not in (None, "fp32"):
+        raise click.UsageError(f"--dtype {dtype} goes with --device cuda only")
     options.set_threads(changes.pop("threads"))
     directory = out or Path("out") / name
     check_directory(directory, replaces=resume or overwrite)
@@ -127,11 +131,12 @@ def train(
             f"the model has {config.num_params:,} parameters, more than the text's {len(text):,} characters: "
             "in a long run it learns the text by heart; --dropout or a smaller model helps"
         )
-    part = part or default_part(name, device, recipe.dropout)
+    part = part or default_part(device, recipe.dropout)
     about = {} if name in RECIPES and part == "part0" else {"part": part}
+    about |= {} if dtype is None else {"dtype": dtype}
     about |= {} if init is None else {"init": init}
     old_text = None if old_corpus is None else options.read_corpus(old_corpus)
-    settings: Any = dict(part=part, start=start, old_text=old_text, resume=resume, about=about)
+    settings: Any = dict(part=part, dtype=Dtype(dtype or "bf16"), start=start, old_text=old_text, resume=resume, about=about)
     try:
         with stoppable() as stops, watch(name, quiet, stops) as watcher:
             record = run(recipe, text, directory, device, **settings, watcher=watcher)
@@ -161,14 +166,17 @@ def check_directory(directory: Path, replaces: bool) -> None:
         raise click.UsageError(f"{directory} holds a {held}; {give}")
 
 
-def default_part(name: str, device: str, dropout: float) -> str:
+def default_part(device: str, dropout: float) -> str:
     """part4 if it has a gradient here and compiles, else part0. It compiles before the run's time begins."""
-    if name in RECIPES or device == "cuda" or dropout:
+    if dropout and device == "cpu":
         return "part0"
-    from shakespeare.training.trainer import load_training_step
-
     try:
-        load_training_step()
+        if device == "cuda":
+            import_module("shakespeare.attention_ext.cuda.operators")  # compiles the launcher
+        else:
+            from shakespeare.training.trainer import load_training_step
+
+            load_training_step()
     except BuildError as error:
         notice(f"{program()}: warning: {error}; training with part0")
         return "part0"

@@ -1,0 +1,162 @@
+"""The training step on a GPU: csrc/cuda/passes.cu, part 4's kernels between its launches, and update.cu.
+
+Launches only, on PyTorch's current stream, so that a CUDA graph can hold a whole step.
+"""
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shakespeare.attention_ext import rules
+from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.cuda.tiles import up
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.parts import Dtype
+from shakespeare.model.config import GPTConfig
+from shakespeare.training.cuda.update import FOLDER, Flat, Update
+from shakespeare.training.recipe import Recipe
+
+THREADS = 256
+LEAST = (8, 0)  # compute capability
+MOST_TILES = 4  # of 16 rows of a block
+
+
+class Arguments(ctypes.Structure):
+    """Step of passes.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tokens", "wte", "wpe", "updates", "packed")),
+        *((name, ctypes.c_void_p) for name in ("out", "dq", "dk", "dv", "x", "dx", "losses", "factors")),
+        *((name, ctypes.c_void_p) for name in ("normals", "qkv", "joined", "h", "g")),
+        *((name, ctypes.c_void_p) for name in ("dqkv", "dh", "down", "projected", "dout")),
+        *((name, ctypes.c_void_p) for name in ("dlogits", "onehot", "dx0", "dx0_float")),
+        *((name, ctypes.c_int) for name in ("rows", "padded", "T", "layers")),
+        ("seed", ctypes.c_uint),
+        ("dropout", ctypes.c_float),
+    ]
+
+
+def shared_bytes(config: GPTConfig, dtype: Dtype, tiles: int) -> int:
+    """Shared of passes.cu."""
+    C, vocabulary, piece = config.n_embd, up(config.vocab_size, 32), 16 // dtype.bytes
+    elements = C + piece + max(4 * C, vocabulary) + piece
+    return 16 * tiles * (4 * (C + max(C, vocabulary)) + dtype.bytes * elements)
+
+
+def refusal(config: GPTConfig, dtype: Dtype, on: driver.Gpu) -> str | None:
+    """Why a model has no training step on this GPU, or None."""
+    if on.capability < LEAST:
+        return f"the GPU has compute capability {on.capability[0]}.{on.capability[1]}; it must be at least 8.0"
+    if config.n_embd % 32:
+        return f"n_embd is {config.n_embd}; it must be a multiple of 32"
+    if config.head_dim % 8 or config.head_dim > 256:
+        return f"n_embd / n_head is {config.head_dim}; it must be a multiple of 8 up to 256"
+    if shared_bytes(config, dtype, 1) > on.shared:
+        return "n_embd or the vocabulary is too large for a multiprocessor's shared memory"
+    return None
+
+
+class TrainingStep:
+    """A model's training step on the current GPU, over parameters that lie in `flat`.
+
+    batch: sequences of a step. dtype: of the products' factors and of what attention reads; sums, parameters
+    and averages are float32. Dropout is that of nanoGPT without attention's weights. loss: a scalar to write.
+    """
+
+    def __init__(
+        self, config: GPTConfig, recipe: Recipe, batch: int, dtype: Dtype, flat: Flat, loss: Tensor
+    ) -> None:
+        from shakespeare.attention_ext.cuda import operators  # which compiles the launcher
+
+        index, kind, device = torch.cuda.current_device(), getattr(torch, dtype.torch_name), flat.value.device
+        driver.activate(index)
+        on = driver.gpu(index)
+        C, L, T = config.n_embd, config.n_layer, config.block_size
+        self.operators, self.config, self.batch, self.rows = operators, config, batch, batch * T
+        blocks = [-(-self.rows // (16 * tiles)) for tiles in range(1, MOST_TILES + 1)]
+        fitting = [n for n in (1, 2, 4) if shared_bytes(config, dtype, n) <= on.shared]
+        enough = [n for n in fitting if blocks[n - 1] <= on.multiprocessors]  # all blocks at once
+        tiles = (enough or fitting[-1:])[0]
+        self.blocks, padded = blocks[tiles - 1], blocks[tiles - 1] * 16 * tiles
+        self.shared = shared_bytes(config, dtype, tiles)
+        macros = {"FORMAT": driver.FORMATS[dtype], "EMBD": C, "VOCAB": config.vocab_size, "TILES": tiles}
+        macros |= {"HEAD_SIZE": config.head_dim, "THREADS": THREADS, "DROPOUT": int(recipe.dropout > 0)}
+        arch = f"sm_{on.capability[0]}{on.capability[1]}"
+        module = driver.Module(nvrtc.Source("passes.cu", arch, macros, FOLDER))
+        self.functions = {
+            name: module.function(name, self.shared) for name in ("begin", "forward", "backward")
+        }
+        vocabulary = up(config.vocab_size, 32)
+
+        def kept(layers: int, width: int, dtype: torch.dtype = kind) -> Tensor:
+            return torch.zeros(layers, padded, width, dtype=dtype, device=device)
+
+        widths = {"joined": C, "g": 4 * C, "h": 4 * C, "qkv": 3 * C}
+        widths |= {"dqkv": 3 * C, "dh": 4 * C, "down": C, "projected": C}
+        self.kept = {name: kept(L, width) for name, width in widths.items()}
+        self.kept |= {"normals": kept(2 * L + 1, C), "factors": kept(2 * L + 1, 1, torch.float32)}
+        self.kept |= {"dlogits": kept(1, vocabulary), "onehot": kept(1, vocabulary), "dout": kept(1, C)}
+        self.kept |= {name: kept(1, C, torch.float32) for name in ("x", "dx", "dx0_float")}
+        self.kept |= {"losses": kept(1, 1, torch.float32), "dx0": kept(1, C)}
+        self.tokens = torch.zeros(batch, T + 1, dtype=torch.int64, device=device)
+        k = self.kept
+        operands = [(k["dlogits"][0], k["normals"][2 * L]), (k["onehot"][0], k["dx0"][0])]
+        for layer in range(L):
+            inputs = k["normals"][2 * layer], k["joined"][layer], k["normals"][2 * layer + 1], k["g"][layer]
+            outputs = (k[name][layer] for name in ("dqkv", "projected", "dh", "down"))
+            operands += zip(outputs, inputs)
+        exact, losses = k["dx0_float"][0][: self.rows], k["losses"].flatten()[: self.rows]
+        self._update = Update(config, recipe, flat, operands, exact, losses, loss, dtype, index)
+        pointers = {name: t.data_ptr() for name, t in self.kept.items()}
+        pointers |= {"tokens": self.tokens.data_ptr(), "packed": self._update.packed.data_ptr()}
+        pointers |= {"wte": flat.views(0)["value"].data_ptr(), "updates": flat.updates.data_ptr()}
+        if not config.endless:
+            pointers["wpe"] = flat.views(1)["value"].data_ptr()
+        sizes: dict[str, Any] = dict(rows=self.rows, padded=padded, T=T, layers=L)
+        self.arguments = Arguments(**pointers, **sizes, seed=recipe.seed % 2**32, dropout=recipe.dropout)
+
+        heads = (batch, T, -1, config.n_head, config.head_dim)
+        self.qkv = [t[: self.rows].view(heads).unbind(2) for t in k["qkv"]]
+        self.dout = k["dout"][0][: self.rows].view(*heads[:2], *heads[3:]).transpose(1, 2)
+        self.scale, self.rules = 1 / math.sqrt(config.head_dim), operators.NO_RULES
+        if config.window is not None:
+            slopes = torch.tensor(config.alibi_slopes, device=device)
+            given = {"window": (config.window - 1, 0), "alibi_slopes": slopes}
+            self.rules = rules.checked(given, self._heads(0)[0], T).on_cuda(T)
+
+    def _heads(self, layer: int) -> list[Tensor]:
+        """q, k and v of a layer, (B, H, T, d) each."""
+        return [t.transpose(1, 2) for t in self.qkv[layer]]
+
+    def gradients(self, tokens: Tensor) -> None:
+        """Write the gradients, before they are clipped, and the loss for tokens (B, T + 1)."""
+        ops, last, results = self.operators, self.config.n_layer - 1, []
+        self.tokens.copy_(tokens)
+        self._update.pack()
+        self._launch("begin")
+        for layer in range(last + 1):
+            q, k, v = self._heads(layer)
+            if self.config.window is None:
+                out, lse = ops.flash_with_lse(q, k, v, True, self.scale, None)
+            else:
+                out, lse = ops.flash_ruled(q, k, v, True, self.scale, None, *self.rules)
+            self._launch("forward", layer, out=out)
+            results.append((q, k, v, out, lse))
+        for layer in range(last, -1, -1):
+            call = (self.dout, None, *results[layer], True, self.scale, None)
+            dq, dk, dv = ops.flash_backward(*call, *self.rules)
+            self._launch("backward", layer, dq=dq, dk=dk, dv=dv)
+        self._update.gradients()
+
+    def update(self, fraction: Tensor, decay: Tensor) -> None:
+        """Step both optimizers by a fraction of the peak rates, and the average by its decay; both scalars."""
+        self._update.step(fraction, decay)
+
+    def _launch(self, name: str, *layer: int, **tensors: Tensor) -> None:
+        for field, tensor in tensors.items():
+            setattr(self.arguments, field, tensor.data_ptr())
+        arguments = (self.arguments, *map(ctypes.c_int, layer))
+        driver.launch(self.functions[name], self.blocks, THREADS, *arguments, shared=self.shared)
