@@ -148,21 +148,23 @@ class Trainer:
         """The TrainingStep of training/cuda, in whose memory all tensors then lie; None if it refuses."""
         from shakespeare.attention_ext.cuda import gpu as driver
         from shakespeare.training.cuda import step
+        from shakespeare.training.cuda.update import Flat
 
         config, dtype = self.model.config, self.dtype
         if step.refusal(config, dtype, driver.gpu(torch.cuda.current_device())):
             return None
-        flat = step.Flat.of(config, self.device)
-        parameters = [*zip(self.model.parameters(), self.averaged.parameters())]
-        for views, (p, average) in zip(flat.views, parameters, strict=True):
-            for tensor, view in ((p, views.value), (average, views.average)):
-                view.copy_(tensor.detach())
-                tensor.data = view
-            p.grad = views.gradient
-            if "momentum" in self.muon.state[p]:
-                self.muon.state[p]["momentum"] = views.first
+        flat = Flat.zeros(config, self.device)
+        for i, (p, average) in enumerate(zip(self.model.parameters(), self.averaged.parameters())):
+            views = flat.views(i)
+            for tensor, name in ((p, "value"), (average, "average")):
+                views[name].copy_(tensor.detach())
+                tensor.data = views[name]
+            p.grad = views["gradient"]
+            moments = {"exp_avg": views["first"], "exp_avg_sq": views["second"]}
+            if p in self.muon.state:
+                self.muon.state[p]["momentum"] = views["first"]
             else:
-                self.adam.state[p] = {"step": flat.updates, "exp_avg": views.first, "exp_avg_sq": views.second}
+                self.adam.state[p] = {"step": flat.updates, **moments}
         return step.TrainingStep(config, self.recipe, self.batch, dtype, flat, self.loss)
 
     def _native_step(self, simd: str) -> Any:

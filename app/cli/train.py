@@ -136,7 +136,9 @@ def train(
     about |= {} if dtype is None else {"dtype": dtype}
     about |= {} if init is None else {"init": init}
     old_text = None if old_corpus is None else options.read_corpus(old_corpus)
-    settings: Any = dict(part=part, dtype=Dtype(dtype or "bf16"), start=start, old_text=old_text, resume=resume, about=about)
+    settings: Any = dict(
+        part=part, dtype=Dtype(dtype or "bf16"), start=start, old_text=old_text, resume=resume, about=about
+    )
     try:
         with stoppable() as stops, watch(name, quiet, stops) as watcher:
             record = run(recipe, text, directory, device, **settings, watcher=watcher)

@@ -49,7 +49,9 @@ def shared_bytes(config: GPTConfig, dtype: Dtype, tiles: int) -> int:
 def refusal(config: GPTConfig, dtype: Dtype, on: driver.Gpu) -> str | None:
     """Why a model has no training step on this GPU, or None."""
     if on.capability < LEAST:
-        return f"the GPU has compute capability {on.capability[0]}.{on.capability[1]}; it must be at least 8.0"
+        return (
+            f"the GPU has compute capability {on.capability[0]}.{on.capability[1]}; it must be at least 8.0"
+        )
     if config.n_embd % 32:
         return f"n_embd is {config.n_embd}; it must be a multiple of 32"
     if config.head_dim % 8 or config.head_dim > 256:

@@ -1,17 +1,18 @@
-// Forward and backward pass of the GPT but for its attention, in 2 L + 1 launches; training/cuda/step.py puts the
-// attention's kernels between them.
+// Forward and backward pass of the GPT but for its attention, in 2 L + 1 launches; training/cuda/step.py puts
+// the attention's kernels between them.
 //
 //   begin        x <- wte[id] + wpe[t];  qkv <- LN(x) W of the first layer
 //   forward(l)   x <- x + out W;  x <- x + GELU(LN(x) W) W;  qkv <- LN(x) W of the next layer, or the last one:
 //                logits <- LN(x) wte^T, loss, and back to the gradient of the last attention's output
-//   backward(l)  from dq, dk, dv to dx;  then back through the MLP of the layer before, to its attention's output
+//   backward(l)  from dq, dk, dv to dx;  then back through the MLP of the layer before, to its attention's
+//   output
 //
-// A block takes ROWS rows through all of a launch: its left operands stay in shared memory, and only weights are
-// read, packed as a lane of mma.sync takes them. The gradients of weights are sums over rows, which update.cu adds
-// up from the operands that are kept here. Least architecture: sm_80.
+// A block takes ROWS rows through all of a launch: its left operands stay in shared memory, and only weights
+// are read, packed as a lane of mma.sync takes them. The gradients of weights are sums over rows, which
+// update.cu adds up from the operands that are kept here. Least architecture: sm_80.
 //
-// Macros, by training/cuda/step.py: FORMAT of the operands, sums are float32; EMBD (C), VOCAB (V), HEAD_SIZE (d),
-// TILES of 16 rows of a block, THREADS, DROPOUT 1 where numbers are dropped.
+// Macros, by training/cuda/step.py: FORMAT of the operands, sums are float32; EMBD (C), VOCAB (V), HEAD_SIZE
+// (d), TILES of 16 rows of a block, THREADS, DROPOUT 1 where numbers are dropped.
 #include "step.h"
 
 constexpr int C = EMBD, D = HEAD_SIZE, ROWS = 16 * TILES, WARPS = THREADS / 32, PIECE = 16 / sizeof(Element);
@@ -20,15 +21,15 @@ constexpr int PITCH = C + PIECE, LONG = (4 * C > VP ? 4 * C : VP) + PIECE;  // o
 constexpr float EPSILON = 1e-5f;
 static_assert(C % 32 == 0 && D % PIECE == 0 && C % D == 0, "width");
 
-// Rows are those of all sequences, padded to a multiple of ROWS; the gradients of padding are 0. What is kept of
-// each layer or norm lies one after another. Shapes are (rows, width).
+// Rows are those of all sequences, padded to a multiple of ROWS; the gradients of padding are 0. What is kept
+// of each layer or norm lies one after another. Shapes are (rows, width).
 struct Step {
-    const long long* tokens;           // (B, T + 1)
-    const float *wte, *wpe, *updates;  // updates: how many there were
-    const Element* packed;             // the weights, as step.h says
+    const long long* tokens;            // (B, T + 1)
+    const float *wte, *wpe, *updates;   // updates: how many there were
+    const Element* packed;              // the weights, as step.h says
     const Element *out, *dq, *dk, *dv;  // of a layer's attention, (B, H, T, d)
     float *x, *dx, *losses;
-    float* factors;                          // of the norms: 1 / standard deviation
+    float* factors;                           // of the norms: 1 / standard deviation
     Element *normals, *qkv, *joined, *h, *g;  // a norm's result; out's heads in a row; GELU's input and result
     Element *dqkv, *dh, *down, *projected, *dout;  // down, projected: gradients of what the products give
     Element *dlogits, *onehot, *dx0;
@@ -68,7 +69,9 @@ __device__ inline void each(const F& f) {
 template <int K, int N, class F>
 __device__ inline void product(const Element* x, int pitch, const Element* packed, const F& f) {
     constexpr int COLUMNS = N / 8, BLOCKS = K / BLOCK_K;
-    constexpr int J = COLUMNS % (4 * WARPS) == 0 ? 4 : COLUMNS % (2 * WARPS) == 0 ? 2 : 1;  // tiles of 8 columns
+    constexpr int J = COLUMNS % (4 * WARPS) == 0   ? 4
+                      : COLUMNS % (2 * WARPS) == 0 ? 2
+                                                   : 1;                   // tiles of 8 columns
     constexpr int AHEAD = BLOCKS % 4 == 0 ? 4 : BLOCKS % 2 == 0 ? 2 : 1;  // blocks whose loads are under way
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint4* const from = (const uint4*)packed + lane;
@@ -114,7 +117,8 @@ __device__ inline void product(const Element* x, int pitch, const Element* packe
         }
         UNROLLED(i, TILES)
             UNROLLED(j, J)
-                UNROLLED(h, 2) f(16 * i + 8 * h + g, (n + j) * 8 + 2 * t, sums[i][j][2 * h], sums[i][j][2 * h + 1]);
+                UNROLLED(h, 2)
+                    f(16 * i + 8 * h + g, (n + j) * 8 + 2 * t, sums[i][j][2 * h], sums[i][j][2 * h + 1]);
     }
 }
 
@@ -216,7 +220,8 @@ __device__ inline void join(const Step& s, const Element* heads, Element* to, in
     each<C, PIECE>([&](int r, int c) {
         const int row = blockIdx.x * ROWS + r, b = row / s.T, t = row % s.T;
         uint4 piece{};
-        if (row < s.rows) piece = *(const uint4*)(heads + (((long long)b * (C / D) + c / D) * s.T + t) * D + c % D);
+        if (row < s.rows)
+            piece = *(const uint4*)(heads + (((long long)b * (C / D) + c / D) * s.T + t) * D + c % D);
         *(uint4*)(to + r * pitch + c) = *(uint4*)(copy + (long long)r * copy_pitch + c) = piece;
     });
 }
@@ -237,14 +242,16 @@ __device__ inline void mlp_backward(const Step& s, int layer) {
     keep_x(Dropout(s, 2 * layer + 2), kept(s, s.down, layer, C));
     const Element* const h = kept(s, s.h, layer, 4 * C);
     Element* const dh = kept(s, s.dh, layer, 4 * C);
-    product<C, 4 * C>(m.narrow[0], PITCH, weight(s, layer, DOWN) + 4 * C * C, [&](int r, int c, float a, float b) {
-        float d[2] = {a, b};
-        UNROLLED(e, 2) {
-            const float x = to_float(h[r * 4 * C + c + e]);
-            d[e] *= 0.5f * (1 + erff(x * 0.70710678f)) + x * 0.39894228f * exp2_approx(x * x * -0.72134752f);
-        }
-        put(&m.wide[r][c], d[0], d[1]), put(dh + r * 4 * C + c, d[0], d[1]);
-    });
+    product<C, 4 * C>(
+        m.narrow[0], PITCH, weight(s, layer, DOWN) + 4 * C * C, [&](int r, int c, float a, float b) {
+            float d[2] = {a, b};
+            UNROLLED(e, 2) {
+                const float x = to_float(h[r * 4 * C + c + e]);
+                d[e] *=
+                    0.5f * (1 + erff(x * 0.70710678f)) + x * 0.39894228f * exp2_approx(x * x * -0.72134752f);
+            }
+            put(&m.wide[r][c], d[0], d[1]), put(dh + r * 4 * C + c, d[0], d[1]);
+        });
     __syncthreads();
     product<4 * C, C>(m.wide[0], LONG, weight(s, layer, UP) + 4 * C * C,
                       [&](int r, int c, float a, float b) { m.y[r][c] = a, m.y[r][c + 1] = b; });
