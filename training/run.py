@@ -48,7 +48,7 @@ def train(
 ) -> dict:
     """Train on the first 90 % of `text` and keep the average with the best loss on the validation text.
 
-    part, dtype: see Trainer. start: the model to fine-tune; the recipe has its sizes (training.start.recipe_of).
+    part, dtype: see Trainer. start: the model to fine-tune; the recipe has its sizes (start.recipe_of()).
     old_text: the loss on its last 10 % is measured before and after fine-tuning.
     resume: continue the run whose state is in `out`; the other arguments must be those of that run.
     about: further settings to record.
@@ -129,7 +129,7 @@ class _Run:
         self.record: dict[str, Any] = identity | {"curve": self.schedule.curve}
         self.best: dict[str, Tensor] = {}
         self.best_loss = math.inf
-        self._launched = torch.cuda.Event() if trainer.device.type == "cuda" else None
+        self._launched: Any = torch.cuda.Event() if trainer.device.type == "cuda" else None
         self._loss_sum = torch.zeros((), device=trainer.device, dtype=torch.float64)
         self._losses = 0
         self._saved_at, self._save_seconds = time.monotonic(), 0.0
@@ -188,7 +188,7 @@ class _Run:
         if trainer.device.type == "cuda" and trainer.recipe.minutes is not None:
             before, self._launched = self._launched, torch.cuda.Event()
             self._launched.record()
-            before.synchronize()  # else only launches are timed; this step runs while the next one is prepared
+            before.synchronize()  # else launches are timed; this step runs while the next one is prepared
         schedule.stepped(time.monotonic() - start)
         if self._evaluated_at < 0:  # a forward pass is a third of a training step
             self._reserve(schedule.step_seconds / 2 / schedule.characters)

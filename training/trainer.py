@@ -1,9 +1,9 @@
 """A training step: Muon, AdamW and an average of the weights.
 
 Muon trains hidden matrices, AdamW embeddings and norms. An exponential moving average of the weights is
-evaluated and saved. On a GPU the whole training step is one CUDA graph, which kernel launches would bound. For
-part4 it is native: TrainingStep of training/csrc on a CPU, of training/cuda on a GPU. Else it is PyTorch's, on a
-GPU around a compiled model.
+evaluated and saved. On a GPU the whole training step is one CUDA graph, which launches would bound. For part4
+it is native: TrainingStep of training/csrc on a CPU, of training/cuda on a GPU. Else it is PyTorch's,
+on a GPU around a compiled model.
 """
 
 import copy
@@ -71,8 +71,8 @@ class Trainer:
     dtype: of the products on a GPU. Before a training step, lr is set to its share of the peak learning rate,
     decay to that of the average.
     native: the TrainingStep for part4, for a model as the shipped ones are: on a CPU in C++ over the SIMD
-    helpers `simd`, with torch.get_num_threads() threads, without dropout; on a GPU that of training/cuda. None
-    if the training step is PyTorch's. Raises BuildError as load_training_step() and gpu.load() do.
+    helpers `simd`, with torch.get_num_threads() threads, without dropout; on a GPU by training/cuda. None if
+    the training step is PyTorch's. Raises BuildError as load_training_step() and gpu.load() do.
     """
 
     def __init__(
@@ -145,13 +145,13 @@ class Trainer:
         self.step = self._captured_step() if on_gpu else self._step
 
     def _step_on_gpu(self) -> Any:
-        """The TrainingStep of training/cuda, in whose memory all tensors then lie; None if it refuses."""
+        """The TrainingStep of training/cuda, in whose memory all tensors then lie, if it takes the model."""
         from shakespeare.attention_ext.cuda import gpu as driver
         from shakespeare.training.cuda import step
         from shakespeare.training.cuda.update import Flat
 
         config, dtype = self.model.config, self.dtype
-        if step.refusal(config, dtype, driver.gpu(torch.cuda.current_device())):
+        if not step.takes(config, dtype, driver.gpu(torch.cuda.current_device())):
             return None
         flat = Flat.zeros(config, self.device)
         for i, (p, average) in enumerate(zip(self.model.parameters(), self.averaged.parameters())):

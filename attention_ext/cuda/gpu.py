@@ -220,35 +220,55 @@ class Module:
 
 
 def launch(
-    function: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0, stream: Any = None
+    function: Any,
+    blocks: int,
+    threads: int,
+    *arguments: Any,
+    shared: int = 0,
+    stream: Any = None,
+    early: bool = False,
 ) -> None:
-    """Launch a kernel. arguments: ctypes objects. shared: bytes of a block. stream: PyTorch's by default."""
+    """Launch a kernel. arguments: ctypes objects. shared: bytes of a block. stream: PyTorch's by default.
+
+    early: before the launch before it ends; the kernel waits for that itself.
+    """
     if stream is None:
         import torch
 
         stream = torch.cuda.current_stream().cuda_stream
     pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    sizes = (blocks, 1, 1, threads, 1, 1, shared)
-    checked(bindings().cuLaunchKernel(function, *sizes, stream, ctypes.addressof(pointers), 0))
+    launch_prepared(prepared_launch(blocks, threads, shared, stream, early=early), function, pointers)
 
 
 def prepared_launch(
-    blocks: int, threads: int, shared: int, stream: Any, cluster: int = 0, cooperative: bool = False
+    blocks: int,
+    threads: int,
+    shared: int,
+    stream: Any,
+    cluster: int = 0,
+    cooperative: bool = False,
+    early: bool = False,
 ) -> Any:
-    """The driver's description of a launch. cluster: blocks of each. cooperative: all blocks run at once."""
+    """The driver's description of a launch. cluster: blocks of each. cooperative: all blocks run at once.
+
+    early: see launch().
+    """
     driver = bindings()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes, config.hStream = shared, stream
-    attribute = driver.CUlaunchAttribute()
+    attribute, kinds = driver.CUlaunchAttribute(), driver.CUlaunchAttributeID
     if cluster:
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size = attribute.value.clusterDim
         size.x, size.y, size.z = cluster, 1, 1
         attribute.value.clusterDim = size
+    elif early:
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
     else:
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         attribute.value.cooperative = int(cooperative)
     config.attrs, config.numAttrs = [attribute], 1
     return config

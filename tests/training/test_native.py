@@ -1,4 +1,7 @@
-"""The training step in C++ against PyTorch's: gradients, both optimizers, their states, fallbacks."""
+"""The native training step against PyTorch's: gradients, both optimizers, their states, fallbacks.
+
+In C++, and in float32 on a GPU.
+"""
 
 import copy
 import dataclasses
@@ -11,8 +14,12 @@ import torch
 from support import naming
 from training_texts import TINY
 
+from shakespeare.attention_ext.build.nvrtc import Source
+from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.gpt import causal_attention
 from shakespeare.training import trainer as trainers
+from shakespeare.training.cuda.update import FOLDER
 from shakespeare.training.muon import Muon
 from shakespeare.training.recipe import Recipe
 from shakespeare.training.start import recipe_of
@@ -22,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("extension")
 RECIPE = Recipe(
     block_size=16, steps=1, dropout=0.0, batch_chars=64, n_layer=2, n_head=2, n_embd=32, average=0.8
 )
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 # Awkward sizes: batch, block, V, C, heads, layers, and the window of an endless model
 SIZES = [
@@ -37,9 +44,24 @@ SIZES = [
     (2, 70, 9, 24, 3, 2, 20),
     (3, 8, 9, 16, 2, 1, 100),
 ]
+SIZES_ON_GPU = [
+    (4, 16, 12, 32, 2, 2),
+    (33, 5, 65, 64, 4, 3),
+    (2, 200, 130, 96, 3, 1),
+    (300, 9, 7, 32, 1, 1),
+    (2, 70, 9, 64, 2, 2, 20),
+]
 
 
-def trainer(part="part4", sizes=SIZES[0], factor=1.0, recipe=RECIPE) -> Trainer:
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request) -> torch.device:
+    """Those that have a native step here."""
+    if request.param == "cuda":
+        request.getfixturevalue("gpu")
+    return torch.device(request.param)
+
+
+def trainer(part="part4", sizes=SIZES[0], factor=1.0, recipe=RECIPE, device=CPU) -> Trainer:
     """A trainer of a model of these sizes, whose first weights are multiplied by a factor."""
     batch, block, V, C, heads, layers, *window = sizes
     endless = dict(positions="alibi", window=window[0]) if window else {}
@@ -47,7 +69,7 @@ def trainer(part="part4", sizes=SIZES[0], factor=1.0, recipe=RECIPE) -> Trainer:
         block_size=block, batch_chars=batch * block, n_embd=C, n_head=heads, n_layer=layers
     )
     ids = torch.randint(V, (500,), generator=torch.Generator().manual_seed(1))
-    made = Trainer(dataclasses.replace(recipe, **change), V, ids, CPU, part)
+    made = Trainer(dataclasses.replace(recipe, **change), V, ids, device, part, dtype=Dtype.FP32)
     with torch.no_grad():
         for p in made.model.parameters():
             p.mul_(factor)
@@ -55,9 +77,9 @@ def trainer(part="part4", sizes=SIZES[0], factor=1.0, recipe=RECIPE) -> Trainer:
     return made
 
 
-def tokens_of(sizes, seed=0) -> torch.Tensor:
+def tokens_of(sizes, seed=0, device=CPU) -> torch.Tensor:
     batch, block, V, *_ = sizes
-    return torch.randint(V, (batch, block + 1), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(V, (batch, block + 1), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def exact(of: Trainer, tokens: torch.Tensor) -> tuple[float, float, list[torch.Tensor]]:
@@ -72,13 +94,21 @@ def exact(of: Trainer, tokens: torch.Tensor) -> tuple[float, float, list[torch.T
     return loss.item(), norm.item(), [p.grad for p in model.parameters()]  # type: ignore[misc]
 
 
-def test_loss_norm_and_gradients(threads):
+def clipped(native: Trainer, tokens: torch.Tensor) -> tuple[float, float]:
+    """The loss and the norm; the gradients are clipped, which a GPU's update does."""
+    if native.device == CPU:
+        return native.native.gradients(tokens.numpy())
+    native._gradients(tokens)
+    return float(native.loss), float(torch.nn.utils.clip_grad_norm_(native.model.parameters(), 1.0))
+
+
+def test_loss_norm_and_gradients(threads, device):
     threads(2)
-    for sizes, factor in itertools.product(SIZES, (1.0, 5.0)):
-        native, tokens = trainer("part4", sizes, factor), tokens_of(sizes)
+    for sizes, factor in itertools.product(SIZES if device == CPU else SIZES_ON_GPU, (1.0, 5.0)):
+        native, tokens = trainer("part4", sizes, factor, device=device), tokens_of(sizes, device=device)
         loss, norm, gradients = exact(native, tokens)
         with naming(sizes, factor):
-            got_loss, got_norm = native.native.gradients(tokens.numpy())
+            got_loss, got_norm = clipped(native, tokens)
             assert got_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
             assert got_norm == pytest.approx(norm, rel=1e-4, abs=1e-6)
             for (name, p), right in zip(native.model.named_parameters(), gradients):
@@ -106,17 +136,17 @@ def test_no_bit_depends_on_the_threads(threads):
                 assert all(map(torch.equal, found, seen[0]))
 
 
-def test_the_training_step_follows_pytorchs(threads):
+def test_the_training_step_follows_pytorchs(threads, device):
     """Weights, averages and the optimizers' states after some steps, from the same gradients each time."""
     threads(2)
-    pytorchs, native = trainer("part0"), trainer("part4")
+    pytorchs, native = trainer("part0"), trainer("part4", device=device)
     assert pytorchs.native is None and native.native is not None
-    start = [p.detach().clone() for p in native.model.parameters()]
+    start = [p.detach().clone() for p in pytorchs.model.parameters()]
     for step in range(6):
         for each in (pytorchs, native):
             each.lr.fill_((step + 1) / 6)
-            each._gradients(tokens_of(SIZES[0], step))
-        torch.testing.assert_close(native.loss, pytorchs.loss, rtol=1e-4, atol=0)
+            each._gradients(tokens_of(SIZES[0], step, each.device))
+        torch.testing.assert_close(native.loss.cpu(), pytorchs.loss, rtol=1e-4, atol=0)
         for p, q in zip(pytorchs.model.parameters(), native.model.parameters()):
             q.grad.copy_(p.grad)
         for each in (pytorchs, native):
@@ -128,12 +158,12 @@ def test_the_training_step_follows_pytorchs(threads):
     for p, q, of_p, of_q, before in pairs:
         moved = float((p.detach() - before).abs().max())
         assert moved > 0
-        torch.testing.assert_close(q, p, rtol=0, atol=1e-3 * moved)
-        torch.testing.assert_close(of_q, of_p, rtol=0, atol=1e-3 * moved)
+        torch.testing.assert_close(q.cpu(), p, rtol=0, atol=1e-3 * moved)
+        torch.testing.assert_close(of_q.cpu(), of_p, rtol=0, atol=1e-3 * moved)
         for one, other in ((pytorchs.muon, native.muon), (pytorchs.adam, native.adam)):
             assert one.state[p].keys() == other.state[q].keys()
             for key, value in one.state[p].items():
-                torch.testing.assert_close(other.state[q][key], value, rtol=1e-4, atol=1e-7)
+                torch.testing.assert_close(other.state[q][key].cpu(), value, rtol=1e-4, atol=1e-7)
 
 
 def pytorchs_direction(gradient: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -175,6 +205,36 @@ def test_the_direction_of_muon(threads):
     ):
         if p.ndim == 2:
             torch.testing.assert_close(average, p / 2)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_kernels_compile_without_spills(nvrtc, dtype):
+    macros = {"FORMAT": driver.FORMATS[Dtype(dtype)], "EMBD": 128, "VOCAB": 65, "HEAD_SIZE": 32, "DROPOUT": 1}
+    for file, threads in (("passes.cu", 512), ("update.cu", 256)):
+        for arch in ("sm_80", "sm_90", "sm_100"):
+            _, resources = Source(file, arch, macros | {"THREADS": threads}, FOLDER).compile()
+            with naming(file, arch, resources):
+                assert resources.spill_stores == 0 and resources.registers * threads <= 2**16
+
+
+def test_a_gpu_gives_equal_bits_and_resumes(gpu):
+    """Two runs in bf16, with dropout; one is a captured graph that continues from a state."""
+    recipe = dataclasses.replace(RECIPE, dropout=0.2)
+    ids = torch.randint(12, (500,), generator=torch.Generator().manual_seed(1))
+    seen = []
+    for resumed in (False, True):
+        native = Trainer(recipe, 12, ids, GPU, "part4")
+        assert native.native is not None
+        torch.cuda.manual_seed(3)
+        for step in range(8):
+            if resumed and step == 5:
+                state = native.state_dict()
+                native = Trainer(recipe, 12, ids, GPU, "part4")
+                native.load_state_dict(state)
+            native.step()
+        seen.append([p.detach().clone() for p in native.model.parameters()])
+        seen[-1] += [p.detach().clone() for p in native.averaged.parameters()]
+    assert all(map(torch.equal, *seen)) and all(bool(p.isfinite().all()) for p in seen[0])
 
 
 def test_training_steps_learn_and_measure_their_time(threads):

@@ -12,16 +12,17 @@ from torch import Tensor
 
 from shakespeare.attention_ext import rules
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.cuda.tiles import up
 from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.kernels import WIDEST
+from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
+from shakespeare.attention_ext.cuda.tiles import up
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import GPTConfig
 from shakespeare.training.cuda.update import FOLDER, Flat, Update
 from shakespeare.training.recipe import Recipe
 
-THREADS = 256
 LEAST = (8, 0)  # compute capability
-MOST_TILES = 4  # of 16 rows of a block
+ROWS = 16  # of a block of passes.cu
 
 
 class Arguments(ctypes.Structure):
@@ -39,26 +40,17 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def shared_bytes(config: GPTConfig, dtype: Dtype, tiles: int) -> int:
+def shared_bytes(config: GPTConfig, dtype: Dtype) -> int:
     """Shared of passes.cu."""
     C, vocabulary, piece = config.n_embd, up(config.vocab_size, 32), 16 // dtype.bytes
     elements = C + piece + max(4 * C, vocabulary) + piece
-    return 16 * tiles * (4 * (C + max(C, vocabulary)) + dtype.bytes * elements)
+    return ROWS * (4 * (C + max(C, vocabulary)) + dtype.bytes * elements)
 
 
-def refusal(config: GPTConfig, dtype: Dtype, on: driver.Gpu) -> str | None:
-    """Why a model has no training step on this GPU, or None."""
-    if on.capability < LEAST:
-        return (
-            f"the GPU has compute capability {on.capability[0]}.{on.capability[1]}; it must be at least 8.0"
-        )
-    if config.n_embd % 32:
-        return f"n_embd is {config.n_embd}; it must be a multiple of 32"
-    if config.head_dim % 8 or config.head_dim > 256:
-        return f"n_embd / n_head is {config.head_dim}; it must be a multiple of 8 up to 256"
-    if shared_bytes(config, dtype, 1) > on.shared:
-        return "n_embd or the vocabulary is too large for a multiprocessor's shared memory"
-    return None
+def takes(config: GPTConfig, dtype: Dtype, on: driver.Gpu) -> bool:
+    """Whether a model without biases has this training step on a GPU."""
+    widths = config.n_embd % 32 == 0 and config.head_dim % 8 == 0 and config.head_dim <= WIDEST
+    return widths and on.capability >= LEAST and shared_bytes(config, dtype) <= on.shared
 
 
 class TrainingStep:
@@ -78,14 +70,13 @@ class TrainingStep:
         on = driver.gpu(index)
         C, L, T = config.n_embd, config.n_layer, config.block_size
         self.operators, self.config, self.batch, self.rows = operators, config, batch, batch * T
-        blocks = [-(-self.rows // (16 * tiles)) for tiles in range(1, MOST_TILES + 1)]
-        fitting = [n for n in (1, 2, 4) if shared_bytes(config, dtype, n) <= on.shared]
-        enough = [n for n in fitting if blocks[n - 1] <= on.multiprocessors]  # all blocks at once
-        tiles = (enough or fitting[-1:])[0]
-        self.blocks, padded = blocks[tiles - 1], blocks[tiles - 1] * 16 * tiles
-        self.shared = shared_bytes(config, dtype, tiles)
-        macros = {"FORMAT": driver.FORMATS[dtype], "EMBD": C, "VOCAB": config.vocab_size, "TILES": tiles}
-        macros |= {"HEAD_SIZE": config.head_dim, "THREADS": THREADS, "DROPOUT": int(recipe.dropout > 0)}
+        self.blocks, self.shared = -(-self.rows // ROWS), shared_bytes(config, dtype)
+        padded = self.blocks * ROWS
+        # many threads where a block has a multiprocessor for itself
+        self.threads = 512 if self.blocks <= on.multiprocessors else 256
+        macros = {"FORMAT": driver.FORMATS[dtype], "EMBD": C, "VOCAB": config.vocab_size}
+        macros |= {"HEAD_SIZE": config.head_dim, "THREADS": self.threads, "DROPOUT": int(recipe.dropout > 0)}
+        self.early = on.capability >= EARLY_LAUNCH
         arch = f"sm_{on.capability[0]}{on.capability[1]}"
         module = driver.Module(nvrtc.Source("passes.cu", arch, macros, FOLDER))
         self.functions = {
@@ -154,11 +145,13 @@ class TrainingStep:
         self._update.gradients()
 
     def update(self, fraction: Tensor, decay: Tensor) -> None:
-        """Step both optimizers by a fraction of the peak rates, and the average by its decay; both scalars."""
+        """Step both optimizers by a fraction of the peak rates, the average by its decay: scalars."""
         self._update.step(fraction, decay)
 
     def _launch(self, name: str, *layer: int, **tensors: Tensor) -> None:
         for field, tensor in tensors.items():
             setattr(self.arguments, field, tensor.data_ptr())
         arguments = (self.arguments, *map(ctypes.c_int, layer))
-        driver.launch(self.functions[name], self.blocks, THREADS, *arguments, shared=self.shared)
+        driver.launch(
+            self.functions[name], self.blocks, self.threads, *arguments, shared=self.shared, early=self.early
+        )

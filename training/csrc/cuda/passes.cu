@@ -12,12 +12,13 @@
 // update.cu adds up from the operands that are kept here. Least architecture: sm_80.
 //
 // Macros, by training/cuda/step.py: FORMAT of the operands, sums are float32; EMBD (C), VOCAB (V), HEAD_SIZE
-// (d), TILES of 16 rows of a block, THREADS, DROPOUT 1 where numbers are dropped.
+// (d), THREADS, DROPOUT 1 where numbers are dropped.
 #include "step.h"
 
-constexpr int C = EMBD, D = HEAD_SIZE, ROWS = 16 * TILES, WARPS = THREADS / 32, PIECE = 16 / sizeof(Element);
+constexpr int C = EMBD, D = HEAD_SIZE, ROWS = 16, WARPS = THREADS / 32, PIECE = 16 / sizeof(Element);
 constexpr int VP = (VOCAB + 31) / 32 * 32, WIDE = C > VP ? C : VP;
 constexpr int PITCH = C + PIECE, LONG = (4 * C > VP ? 4 * C : VP) + PIECE;  // of left operands' rows
+constexpr int UNDER_WAY = 8;  // 16-byte loads of weights: two such sets are in registers
 constexpr float EPSILON = 1e-5f;
 static_assert(C % 32 == 0 && D % PIECE == 0 && C % D == 0, "width");
 
@@ -65,60 +66,68 @@ __device__ inline void each(const F& f) {
         f(i / (width / step), i % (width / step) * step);
 }
 
+// sums <- sums + x W^T of 16 rows, BLOCK_K columns of x and J tiles of W.
+template <int J>
+__device__ inline void add_block(float (&sums)[J][4], const Element* x, int pitch, const uint4 (&w)[J]) {
+    const int lane = threadIdx.x % 32;
+#if FORMAT == FP32
+    float exact[J][4] = {};  // the tensor cores round long sums towards zero
+    UNROLLED(half, 2) {
+        const float* const at = x + lane / 4 * pitch + 8 * half + lane % 4;
+        const unsigned rows[4] = {__float_as_uint(at[0]), __float_as_uint(at[8 * pitch]),
+                                  __float_as_uint(at[4]), __float_as_uint(at[8 * pitch + 4])};
+        unsigned high[4], low[4], b[2], rest[2];
+        split(rows, high, low);
+        UNROLLED(j, J) {
+            split(__uint_as_float(half ? w[j].z : w[j].x), b[0], rest[0]);
+            split(__uint_as_float(half ? w[j].w : w[j].y), b[1], rest[1]);
+            multiply_tf32(exact[j], low, b[0], b[1]);
+            multiply_tf32(exact[j], high, rest[0], rest[1]);
+            multiply_tf32(exact[j], high, b[0], b[1]);
+        }
+    }
+    UNROLLED(j, J)
+        UNROLLED(e, 4) sums[j][e] += exact[j][e];
+#else
+    UNROLLED(half, 2) {
+        unsigned rows[4];
+        load_matrices(rows, shared_address(x + lane % 16 * pitch + 16 * half + lane / 16 * 8));
+        UNROLLED(j, J) multiply_16bit(sums[j], rows, half ? w[j].z : w[j].x, half ? w[j].w : w[j].y);
+    }
+#endif
+}
+
+// The largest of some numbers that divides n.
+constexpr int divisor(int n, int most) {
+    while (n % most != 0) --most;
+    return most;
+}
+
 // y <- x W^T of the block's rows: x has K columns in shared memory, W is packed. f(row, column, two of y).
 template <int K, int N, class F>
 __device__ inline void product(const Element* x, int pitch, const Element* packed, const F& f) {
     constexpr int COLUMNS = N / 8, BLOCKS = K / BLOCK_K;
-    constexpr int J = COLUMNS % (4 * WARPS) == 0   ? 4
-                      : COLUMNS % (2 * WARPS) == 0 ? 2
-                                                   : 1;                   // tiles of 8 columns
-    constexpr int AHEAD = BLOCKS % 4 == 0 ? 4 : BLOCKS % 2 == 0 ? 2 : 1;  // blocks whose loads are under way
+    constexpr int J = COLUMNS % WARPS == 0 ? divisor(COLUMNS / WARPS, 4) : 1;  // tiles of 8 columns of a warp
+    constexpr int AHEAD = divisor(BLOCKS, UNDER_WAY / J);  // blocks that are loaded together
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint4* const from = (const uint4*)packed + lane;
     for (int n = threadIdx.x / 32 * J; n < COLUMNS; n += WARPS * J) {
-        float sums[TILES][J][4] = {};
+        float sums[J][4] = {};
+        uint4 w[AHEAD][J], next[AHEAD][J];
+        const auto load = [&](int first) {
+            UNROLLED(a, AHEAD)
+                UNROLLED(j, J) next[a][j] = from[((n + j) * BLOCKS + first + a) * 32];
+        };
+        load(0);
 #pragma unroll 1
         for (int first = 0; first < BLOCKS; first += AHEAD) {
-            uint4 w[AHEAD][J];
             UNROLLED(a, AHEAD)
-                UNROLLED(j, J) w[a][j] = from[((n + j) * BLOCKS + first + a) * 32];
-            UNROLLED(a, AHEAD)
-                UNROLLED(i, TILES) {
-                    const int k = (first + a) * BLOCK_K;
-#if FORMAT == FP32
-                    float exact[J][4] = {};  // the tensor cores round long sums towards zero
-                    UNROLLED(half, 2) {
-                        const float* const at = x + (16 * i + g) * pitch + k + 8 * half + t;
-                        const unsigned a4[4] = {__float_as_uint(at[0]), __float_as_uint(at[8 * pitch]),
-                                                __float_as_uint(at[4]), __float_as_uint(at[8 * pitch + 4])};
-                        unsigned high[4], low[4], b[2], c[2];
-                        split(a4, high, low);
-                        UNROLLED(j, J) {
-                            split(__uint_as_float(half ? w[a][j].z : w[a][j].x), b[0], c[0]);
-                            split(__uint_as_float(half ? w[a][j].w : w[a][j].y), b[1], c[1]);
-                            multiply_tf32(exact[j], low, b[0], b[1]);
-                            multiply_tf32(exact[j], high, c[0], c[1]);
-                            multiply_tf32(exact[j], high, b[0], b[1]);
-                        }
-                    }
-                    UNROLLED(j, J)
-                        UNROLLED(e, 4) sums[i][j][e] += exact[j][e];
-#else
-                    UNROLLED(half, 2) {
-                        unsigned rows[4];
-                        load_matrices(rows, shared_address(x + (16 * i + lane % 16) * pitch + k + 16 * half +
-                                                           lane / 16 * 8));
-                        UNROLLED(j, J)
-                            multiply_16bit(sums[i][j], rows, half ? w[a][j].z : w[a][j].x,
-                                           half ? w[a][j].w : w[a][j].y);
-                    }
-#endif
-                }
+                UNROLLED(j, J) w[a][j] = next[a][j];
+            if (first + AHEAD < BLOCKS) load(first + AHEAD);
+            UNROLLED(a, AHEAD) add_block<J>(sums, x + (first + a) * BLOCK_K, pitch, w[a]);
         }
-        UNROLLED(i, TILES)
-            UNROLLED(j, J)
-                UNROLLED(h, 2)
-                    f(16 * i + 8 * h + g, (n + j) * 8 + 2 * t, sums[i][j][2 * h], sums[i][j][2 * h + 1]);
+        UNROLLED(j, J)
+            UNROLLED(h, 2) f(8 * h + g, (n + j) * 8 + 2 * t, sums[j][2 * h], sums[j][2 * h + 1]);
     }
 }
 
@@ -295,6 +304,7 @@ __device__ inline void predict(const Step& s) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) begin(const Step s) {
+    wait_for_launches();
     const Dropout dropped(s, 0);
     Element* const onehot = kept(s, s.onehot, 0, VP);
     const auto token = [&](int r) {
@@ -313,6 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) begin(const Step s) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) forward(const Step s, int layer) {
+    wait_for_launches();
     Shared& m = memory();
     load_x(kept(s, s.x, 0, C));
     join(s, s.out, m.narrow[0], PITCH, kept(s, s.joined, layer, C), C);
@@ -344,6 +355,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Step s, int 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) backward(const Step s, int layer) {
+    wait_for_launches();
     Shared& m = memory();
     load_x(kept(s, s.dx, 0, C));
     Element* const dqkv = kept(s, s.dqkv, layer, 3 * C);

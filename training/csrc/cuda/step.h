@@ -6,6 +6,14 @@
 #include "call.h"
 #include "mma.h"
 
+// A launch may begin while the ones before it end (PTX ISA, griddepcontrol); each kernel first waits for them.
+__device__ inline void wait_for_launches() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 constexpr int BLOCK_K = FORMAT == FP32 ? 16 : 32;
 constexpr int OF_LANE = 16 / sizeof(Element);  // numbers of a lane in a block
 
