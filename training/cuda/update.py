@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
 from shakespeare.attention_ext.cuda.tiles import up
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import EMBEDDING, PLACES, GPTConfig
@@ -121,6 +122,7 @@ class Update:
     ) -> None:
         on, self.kind, self.size = driver.gpu(index), getattr(torch, dtype.torch_name), dtype.bytes
         self.config, self.recipe, self.flat, self.losses, self.loss = config, recipe, flat, losses, loss
+        self.early = on.capability >= EARLY_LAUNCH
         arch, macros = "sm_{}{}".format(*on.capability), {"FORMAT": driver.FORMATS[dtype], "THREADS": THREADS}
         self.module = driver.Module(nvrtc.Source("update.cu", arch, macros, FOLDER))
         sizes = [self.module.ints("products", 9)[3 * i : 3 * i + 3] for i in range(3)]
@@ -175,7 +177,8 @@ class Update:
             ARGUMENTS[type(each)](each) if type(each) in ARGUMENTS else each for each in (table, *arguments)
         ]
         shared = self.products.get(name, [0])[-1]
-        driver.launch(self.module.function(name, shared), len(table) + more, THREADS, *given, shared=shared)
+        function, how = self.module.function(name, shared), dict[str, Any](shared=shared, early=self.early)
+        driver.launch(function, len(table) + more, THREADS, *given, **how)
 
     def _zeros(self, count: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(count, dtype=kind, device=self.flat.value.device)

@@ -18,7 +18,7 @@
 constexpr int C = EMBD, D = HEAD_SIZE, ROWS = 16, WARPS = THREADS / 32, PIECE = 16 / sizeof(Element);
 constexpr int VP = (VOCAB + 31) / 32 * 32, WIDE = C > VP ? C : VP;
 constexpr int PITCH = C + PIECE, LONG = (4 * C > VP ? 4 * C : VP) + PIECE;  // of left operands' rows
-constexpr int UNDER_WAY = 8;  // 16-byte loads of weights: two such sets are in registers
+constexpr int UNDER_WAY = FORMAT == FP32 ? 4 : 8;  // 16-byte loads of weights: two such sets are in registers
 constexpr float EPSILON = 1e-5f;
 static_assert(C % 32 == 0 && D % PIECE == 0 && C % D == 0, "width");
 

@@ -195,6 +195,7 @@ extern "C" __device__ int products[9] = {OfWeights::ROWS, OfWeights::COLUMNS, Of
                                          OfX::ROWS,       OfX::COLUMNS,       OfX::SHARED};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) weight_gradients(const Tile* tiles) {
+    wait_for_launches();
     OfWeights product;
     product.add(tiles[blockIdx.x]);
     const Tile tile = tiles[blockIdx.x];  // again, for want of registers
@@ -213,15 +214,18 @@ __device__ inline void multiply(const Tile tile, int power) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gram(const Tile* tiles, int power) {
+    wait_for_launches();
     multiply<OfRows>(tiles[blockIdx.x], power);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) apply(const Tile* tiles, int power) {
+    wait_for_launches();
     multiply<OfX>(tiles[blockIdx.x], power);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) polynomial(const Tile* tiles) {
     const Tile tile = tiles[blockIdx.x];
+    wait_for_launches();
     OfRows product;
     product.each_pair(tile, [&](int row, int column, float& x, float& y) {
         const Element* const S = tile.a + row * tile.a_stride + tile.column + column;
@@ -258,6 +262,7 @@ __device__ inline void add_slices(float4& x, const float* from, const Strip& str
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     reduce_gradients(const Strip* strips, const float* value, float* gradient, float* squares,
                      const float* losses, int rows, float* loss) {
+    wait_for_launches();
     __shared__ float parts[WARPS][8];
     if (blockIdx.x == gridDim.x - 1) {
         const float all = total(losses, rows);
@@ -329,6 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     momentum(const Piece* pieces, const Flat flat, Element* X, const float* squares, int count,
              float* squares_of_x, float* updates) {
     const Piece piece = pieces[blockIdx.x];
+    wait_for_launches();
     float g[HEIGHT] = {}, m[HEIGHT] = {}, square = 0.0f;
     __align__(16) Element x[HEIGHT];
     UNROLLED(i, HEIGHT)
@@ -357,6 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     update(const Piece* pieces, const Flat flat, const Element* X, const float* squares, int count,
            const float* updates, const float* fraction, const float* decay, float weight_decay) {
     const Piece piece = pieces[blockIdx.x];
+    wait_for_launches();
     const float rate = piece.rate * *fraction, decayed = 1.0f - rate * weight_decay, toward = 1.0f - *decay;
     float value[HEIGHT] = {}, average[HEIGHT] = {}, by[HEIGHT];
     UNROLLED(i, HEIGHT)
@@ -407,6 +414,7 @@ struct Packing {
 extern "C" __global__ void __launch_bounds__(THREADS)
     pack_weights(const Packing* packings, const float* value, Element* packed) {
     const Packing p = packings[blockIdx.x];
+    wait_for_launches();
     const int block = p.first + threadIdx.x / 32, lane = threadIdx.x % 32, blocks = p.k / BLOCK_K;
     const int n = block / blocks * 8 + lane / 4, k = block % blocks * BLOCK_K;
     __align__(16) Element x[OF_LANE];
