@@ -1,9 +1,21 @@
 """Muon, the optimizer of the hidden matrices (K. Jordan et al. 2024, kellerjordan.github.io/posts/muon)."""
 
 import math
+from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
+
+MOMENTUM = 0.95
+
+
+class States:
+    """An optimizer's parameter groups and states, without its step: PyTorch's class imports its compiler."""
+
+    def __init__(self, groups: list[dict], **defaults: Any) -> None:
+        self.param_groups = [defaults | group for group in groups]
+        self.state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
 
 
 class Muon(torch.optim.Optimizer):
@@ -15,7 +27,7 @@ class Muon(torch.optim.Optimizer):
     (torch.optim.Muon takes a number and treats a fused QKV weight as one matrix.)
     """
 
-    def __init__(self, groups: list[dict], lr: Tensor, weight_decay: float, momentum: float = 0.95):
+    def __init__(self, groups: list[dict], lr: Tensor, weight_decay: float, momentum: float = MOMENTUM):
         super().__init__(groups, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
         for p in (p for group in self.param_groups for p in group["params"]):
             self.state[p]["momentum"] = torch.zeros_like(p)

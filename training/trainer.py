@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shakespeare.attention_ext import attention, extension, tiles
+from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, alibi_bias, causal_attention
-from shakespeare.training.muon import Muon
+from shakespeare.training.cuda import step
+from shakespeare.training.cuda.update import Flat
+from shakespeare.training.muon import MOMENTUM, Muon, States
 from shakespeare.training.recipe import Recipe
 
 SIZES = ("block_size", "n_layer", "n_head", "n_embd", "positions", "window")
@@ -122,38 +125,34 @@ class Trainer:
         placed = [] if positions is None else [positions]
         self.lr = torch.ones((), device=device)  # fraction of the peak
         self.decay = torch.full((), recipe.average, device=device)  # the average's
-        self.muon = Muon(
-            [dict(params=ps, shape=shape) for shape, ps in matrices.items()],
-            lr=torch.zeros((), device=device),
-            weight_decay=recipe.weight_decay,
-        )
         on_gpu = device.type == "cuda"
+        native = part == "part4" and config == GPTConfig(vocab_size=vocab_size, bias=False, **sizes)
+        if on_gpu and native:
+            native = step.takes(config, dtype, driver.gpu(torch.cuda.current_device()))
+        elif recipe.dropout:
+            native = False
+        every: dict[str, Any] = dict(lr=torch.zeros((), device=device), weight_decay=recipe.weight_decay)
         groups = [dict(params=ps, lr=torch.zeros((), device=device)) for ps in (others, placed)]
-        self.adam = torch.optim.AdamW(
-            groups, betas=(0.9, 0.99), weight_decay=recipe.weight_decay, fused=on_gpu, capturable=on_gpu
-        )
+        of_matrices = [dict(params=ps, shape=shape) for shape, ps in matrices.items()]
+        self.muon: Any = (States if native else Muon)(of_matrices, **every, momentum=MOMENTUM)
+        every |= dict(betas=(0.9, 0.99), eps=1e-8)
+        if not native:
+            every |= dict(fused=on_gpu, capturable=on_gpu)
+        self.adam: Any = (States if native else torch.optim.AdamW)(groups, **every)
         for other in (*others, *placed):
             averages = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
             self.adam.state[other] = {"step": torch.zeros((), device=device), **averages}
+        for p in (p for ps in matrices.values() for p in ps):
+            self.muon.state[p] = {"momentum": torch.zeros_like(p)}
         self.loss = torch.zeros((), device=device)
-        usual = config == GPTConfig(vocab_size=vocab_size, bias=False, **sizes)
         self.native: Any = None
-        if part == "part4" and usual and on_gpu:
-            self.native = self._step_on_gpu()
-        elif part == "part4" and usual and recipe.dropout == 0:
-            self.native = self._native_step(simd)
+        if native:
+            self.native = self._step_on_gpu() if on_gpu else self._native_step(simd)
         self.step = self._captured_step() if on_gpu else self._step
 
     def _step_on_gpu(self) -> Any:
-        """The TrainingStep of training/cuda, in whose memory all tensors then lie, if it takes the model."""
-        from shakespeare.attention_ext.cuda import gpu as driver
-        from shakespeare.training.cuda import step
-        from shakespeare.training.cuda.update import Flat
-
-        config, dtype = self.model.config, self.dtype
-        if not step.takes(config, dtype, driver.gpu(torch.cuda.current_device())):
-            return None
-        flat = Flat.zeros(config, self.device)
+        """The TrainingStep of training/cuda, in whose memory all tensors then lie."""
+        flat = Flat.zeros(self.model.config, self.device)
         for i, (p, average) in enumerate(zip(self.model.parameters(), self.averaged.parameters())):
             views = flat.views(i)
             for tensor, name in ((p, "value"), (average, "average")):
@@ -165,7 +164,7 @@ class Trainer:
                 self.muon.state[p]["momentum"] = views["first"]
             else:
                 self.adam.state[p] = {"step": flat.updates, **moments}
-        return step.TrainingStep(config, self.recipe, self.batch, dtype, flat, self.loss)
+        return step.TrainingStep(self.model.config, self.recipe, self.batch, self.dtype, flat, self.loss)
 
     def _native_step(self, simd: str) -> Any:
         """The TrainingStep on the tensors of the model, its average and its optimizers."""
@@ -184,7 +183,7 @@ class Trainer:
         options: dict[str, Any] = {name: getattr(config, name) or 0 for name in SIZES}
         options |= dict(batch=self.batch, vocab_size=config.vocab_size, threads=torch.get_num_threads())
         options |= dict(muon_rate=recipe.muon_lr, adam_rate=recipe.adam_lr, position_rate=recipe.position_lr)
-        options |= dict(weight_decay=recipe.weight_decay, momentum=self.muon.defaults["momentum"], clip=CLIP)
+        options |= dict(weight_decay=recipe.weight_decay, momentum=MOMENTUM, clip=CLIP)
         options |= dict(betas=group["betas"], epsilon=group["eps"])
         return load_training_step(simd)(parameters, br=br, bc=bc, **options)
 
@@ -241,7 +240,7 @@ class Trainer:
         start = copy.deepcopy(self.model.state_dict())
         if not self.native:
             self._batch_loss = torch.compile(self._batch_loss)  # type: ignore[method-assign]
-            self.muon.step = torch.compile(self.muon.step)  # type: ignore[method-assign]
+            self.muon.step = torch.compile(self.muon.step)
         self.lr.zero_()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -292,6 +291,6 @@ class Trainer:
             weights = model.state_dict().items()
             named |= {f"{kind}.{name}": t for name, t in weights if name != "lm_head.weight"}
         for kind, optimizer in (("muon", self.muon), ("adam", self.adam)):
-            for index, values in optimizer.state_dict()["state"].items():
+            for index, values in enumerate(optimizer.state.values()):
                 named |= {f"{kind}.{index}.{name}": t for name, t in values.items()}
         return named

@@ -71,7 +71,7 @@ KEPT, ACTIVATIONS = 20, 80
     show_default="part4 where it compiles, part0 for dropout on the CPU",
 )
 @options.choice(
-    "--dtype", "Numbers of the products with --device cuda.", of=("bf16", "fp32"), show_default="bf16"
+    "--dtype", "Numbers of products on CUDA.", of=("bf16", "fp32"), default=None, show_default="bf16"
 )
 @options.folder("--out", "Directory of the checkpoint.", show_default="out/NAME")
 @options.flag("--resume", "Go on with a run that was stopped; give its options again.")
