@@ -214,20 +214,20 @@ def backward1(d: int, dtype: Dtype, queries: Queries, capability: Capability) ->
 
 
 def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
-    """backward2 and 3, as kernel4(). Above d = 128 a warp's registers hold one gradient's sums, not two's."""
+    """backward2 and 3, as kernel4(), of a sweep on an H100: wide heads leave registers for one sum a warp."""
     names: tuple[str, ...] = ("K_M", "K_CHUNK", "K_HELD", "K_BLOCKS", "K_PAIRED")
     names += ("Q_M", "Q_CHUNK", "Q_HELD", "Q_BLOCKS", "TILE", "STAGES")
     rows: tuple[tuple, ...] = (
-        (32, (4, 2, 32, 1, 2, 0, 2, 64, 1, 2, 64, 3)),
+        (32, (4, 2, 32, 0, 3, 0, 2, 32, 1, 3, 64, 3)),
         (64, (4, 2, 32, 0, 2, 0, 2, 32, 1, 2, 64, 2)),
-        (128, (8, 1, 32, 1, 1, 0, 1, 64, 1, 1, 64, 2)),
+        (128, (8, 2, 32, 0, 1, 1, 2, 32, 0, 1, 64, 2), (8, 1, 32, 1, 1, 0, 1, 64, 1, 1, 64, 2)),
         (256, (8, 1, 32, 1, 1, 1, 1, 32, 0, 1, 32, 2)),
     )
     if dtype is Dtype.FP32:
         rows = (
-            (32, (4, 2, 32, 0, 2, 0, 2, 32, 0, 2, 32, 2)),
-            (64, (4, 1, 32, 0, 2, 0, 1, 32, 0, 2, 32, 2)),
-            (128, (4, 1, 16, 0, 2, 0, 1, 16, 0, 2, 16, 2)),
+            (32, (4, 2, 32, 0, 2, 0, 2, 32, 0, 2, 64, 2)),
+            (64, (8, 2, 32, 0, 1, 1, 2, 32, 0, 1, 64, 2), (4, 1, 32, 0, 2, 0, 1, 32, 0, 2, 32, 2)),
+            (128, (8, 2, 16, 0, 1, 1, 1, 32, 0, 1, 32, 2), (4, 1, 16, 0, 2, 0, 1, 16, 0, 2, 16, 2)),
             (256, (4, 1, 16, 0, 1, 1, 1, 16, 0, 1, 16, 2)),
         )
     width = up(d, 32 if dtype is Dtype.FP32 else 16)

@@ -82,6 +82,12 @@ __device__ inline KeyBlock key_block_of(const Call& call, int rows, unsigned ind
     return {head * group, group, head, (int)(index % tiles * rows)};
 }
 
+// The index of a block's tile for key_block_of() in the order of block_across_heads().
+__device__ inline unsigned index_across_heads(const Call& call, int rows) {
+    const unsigned tiles = (call.Nk + rows - 1) / rows, all = call.batches * call.heads / heads_of_keys(call);
+    return call.causal ? blockIdx.x % all * tiles + blockIdx.x / all : blockIdx.x;
+}
+
 // The queries `first` to `end` - 1 hold all that see some of the keys j to `last`; may be empty.
 struct QueryRange {
     int first, end;

@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_keys(const Call call, const Gradients to) {
     extern __shared__ float memory[];
     const Shared s(memory);
-    const KeyBlock block = key_block_of(call, SIDE);
+    const KeyBlock block = key_block_of(call, SIDE, index_across_heads(call, SIDE));
     const int j0 = block.first_key;
     const Block first = block_at(call, block.head, 0);
     load(s.K, first.k, call.k_strides.row, j0, call.Nk);
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_queries(const Call call, const Gradients to) {
     extern __shared__ float memory[];
     const Shared s(memory);
-    const Block block = block_of(call, SIDE);
+    const Block block = block_across_heads(call, SIDE);
     const int i0 = block.first_query;
     load(s.Q, block.q, call.q_strides.row, i0, call.Nq);
     load(s.dO, dout_of(call, to, block.head), to.dout_strides.row, i0, call.Nq);

@@ -40,7 +40,10 @@ __device__ inline void scores(float (&S)[M][N][4], const Rows& X, unsigned z) {
             }
             UNROLLED(n, GROUP)
                 UNROLLED(i, M)
-                    UNROLLED(e, 4) S[i][group * GROUP + n][e] += T[i][n][e];
+                    UNROLLED(e, 4) {
+                        float& s = S[i][group * GROUP + n][e];
+                        s = block ? s + T[i][n][e] : T[i][n][e];
+                    }
         }
 }
 

@@ -105,8 +105,8 @@ struct Pass {
     using Sums = float[M][WIDTH / 8][4];
 
     const Call& call;
-    int first_row;                      // of the warp's
-    float2 of_row[OF_KEYS ? 1 : M][2];  // a query's logsumexp and D
+    int first_row;         // of the warp's
+    const float2* of_row;  // if they are queries, their logsumexp and D, from the lane's first on
     Rows<M, HELD> X, Y;
     Sums dX = {}, dY = {};
 
@@ -153,7 +153,7 @@ struct Pass {
     template <bool MASKED, bool HALF = false>
     __device__ inline static void weigh(const Call& call, int first_row, Weights& P, Weights& dS,
                                         const Scores& S, const Scores& dP, long long head, int first,
-                                        unsigned rows, const float2 (*of_row)[2]) {
+                                        unsigned rows, const float2* of_row) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         UNROLLED(n, CHUNK / 8) {
             unsigned of_column[4];  // two queries' logsumexp and D
@@ -161,13 +161,12 @@ struct Pass {
             UNROLLED(i, M)
                 UNROLLED(h, 2) {
                     float p[2], ds[2];
+                    const float2 own = OF_KEYS ? float2{} : of_row[16 * i + 8 * h];
                     UNROLLED(e, 2) {
-                        float score = S[i][n][2 * h + e] * call.scale, slope = 1.0f, lse, d;
+                        float score = S[i][n][2 * h + e] * call.scale, slope = 1.0f;
+                        const float lse = OF_KEYS ? __uint_as_float(of_column[2 * e]) : own.x;
+                        const float d = OF_KEYS ? __uint_as_float(of_column[2 * e + 1]) : own.y;
                         bool seen = true;
-                        if (OF_KEYS)
-                            lse = __uint_as_float(of_column[2 * e]), d = __uint_as_float(of_column[2 * e + 1]);
-                        else
-                            lse = of_row[i][h].x, d = of_row[i][h].y;
                         if (MASKED) {
                             const int row = 16 * i + 8 * h + g, column = 8 * n + 2 * t + e;
                             const Pair pair = OF_KEYS
@@ -372,7 +371,7 @@ struct Half {
 
 extern "C" __global__ void __launch_bounds__(THREADS, K_BLOCKS)
     attention_backward_keys(const Call call, const Gradients to) {
-    const KeyBlock block = key_block_of(call, BC);
+    const KeyBlock block = key_block_of(call, BC, index_across_heads(call, BC));
     const Block of_keys = block_at(call, block.head, 0);
     const Matrix k{of_keys.k, call.k_strides.row, call.Nk}, v{of_keys.v, call.v_strides.row, call.Nk};
     const int warp = threadIdx.x / 32, j0 = block.first_key;
@@ -395,18 +394,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, K_BLOCKS)
 
 extern "C" __global__ void __launch_bounds__(THREADS, Q_BLOCKS)
     attention_backward_queries(const Call call, const Gradients to) {
-    const Block block = block_of(call, BR);
+    const Block block = block_across_heads(call, BR);
     const Matrix k{block.k, call.k_strides.row, call.Nk}, v{block.v, call.v_strides.row, call.Nk};
     const int i0 = block.first_query, warp = threadIdx.x / 32;
-    Pass<false> pass{call, i0 + warp * Pass<false>::ROWS};
+    const long long first_row = i0 + warp * Pass<false>::ROWS, head = block.head * padded_rows(call);
+    Pass<false> pass{call, (int)first_row, to.rows + head + first_row + threadIdx.x % 32 / 4};
     const unsigned ring = begin();
     pass.load(ring, {block.q, call.q_strides.row, call.Nq},
               {dout_of(call, to, block.head), to.dout_strides.row, call.Nq});
-    UNROLLED(i, Q_M)
-        UNROLLED(h, 2)
-            pass.of_row[i][h] = to.rows[block.head * padded_rows(call) + pass.first_row + 16 * i + 8 * h +
-                                        threadIdx.x % 32 / 4];
-
     const Range keys = range_of(call, block.head, i0, min(i0 + BR, call.Nq) - 1);
     each_tile((keys.end - keys.first + TILE - 1) / TILE, ring,
               [&](int n, unsigned at) { pass.copy(at, k, v, nullptr, keys.first + n * TILE); },
