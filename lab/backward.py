@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ ROUNDING = 2.0**-23  # the same for a sum of one term; for d terms it grows with
 LEAST_SECONDS = 0.02  # least time of a measurement
 # Two results may be rounded to neighbours in 16 bits, which are so far apart, as a share of the largest.
 NEIGHBOURS = {Dtype.FP32: 0.0, Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11}
-
-Backward = Callable[[], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -74,25 +72,11 @@ def normal(shape: Shape) -> list[Tensor]:
     return [t.to(shape.device, kind).transpose(1, 2) for t in numbers]
 
 
-def backward_of(forward: Callable[..., Tensor], tensors: Sequence[Tensor], dout: Tensor) -> Backward:
+def backward_of(forward: Callable[..., Tensor], tensors: Sequence[Tensor], dout: Tensor) -> Callable[[], Any]:
     """A function that computes the gradients of q, k and v from dout at each call."""
     leaves = [t.detach().requires_grad_() for t in tensors]
     out = forward(*leaves)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-
-def contenders(
-    part: str,
-    shape: Shape,
-    tensors: Sequence[Tensor],
-    dout: Tensor,
-    simd: str = "auto",
-    kernel: str | None = None,
-) -> tuple[Backward, Backward]:
-    """The backward passes of a part and of PyTorch's scaled_dot_product_attention."""
-    ours = partial(attention, part, causal=shape.causal, simd=simd, kernel=kernel)
-    sdpa = partial(F.scaled_dot_product_attention, is_causal=shape.causal)
-    return backward_of(ours, tensors, dout), backward_of(sdpa, tensors, dout)
 
 
 def exact(tensors: Sequence[Tensor], causal: bool) -> tuple[Tensor, ...]:
@@ -103,7 +87,9 @@ def exact(tensors: Sequence[Tensor], causal: bool) -> tuple[Tensor, ...]:
     return reference.flash_attention_backward(q, k, v, out, lse, dout, **options)
 
 
-def errors(both: Sequence[Backward], shape: Shape, tensors: Sequence[Tensor], dout: Tensor) -> list[Error]:
+def errors(
+    both: Sequence[Callable[[], Any]], shape: Shape, tensors: Sequence[Tensor], dout: Tensor
+) -> list[Error]:
     """The errors of dq, dk and dv. Allowed: twice PyTorch's, and a share that grows with sqrt(d)."""
     right = exact([*tensors, dout], shape.causal)
     floor, compared = max(FLOOR, ROUNDING * math.sqrt(shape.d)) + NEIGHBOURS[Dtype(shape.dtype)], []
@@ -142,7 +128,9 @@ def run(
         forward_only = " in the forward pass; portable in the backward pass"
         echo(extension.describe(simd) + forward_only * (resolve_simd(simd) != "portable") + "\n")
     *tensors, dout = normal(shape)
-    both = contenders(part, shape, tensors, dout, simd, kernel)
+    forward = partial(attention, part, causal=shape.causal, simd=simd, kernel=kernel)
+    forwards = forward, partial(F.scaled_dot_product_attention, is_causal=shape.causal)
+    both = [backward_of(each, tensors, dout) for each in forwards]
     compared = errors(both, shape, tensors, dout)
     for name, ours, pytorchs, allowed in compared:
         echo(f"{name}: largest error {ours:.2e}, PyTorch's {pytorchs:.2e}, allowed {allowed:.2e}")

@@ -22,6 +22,7 @@ from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, HALVES, KERNELS
 from shakespeare.attention_ext.parts import Dtype, Part, check_part, is_file, with_gradient
 from shakespeare.attention_ext.webgpu.steps import STEPS
+from shakespeare.lab.backward import backward_of
 from shakespeare.lab.bench.cell import Cell
 
 Call = Callable[[], Any]  # gives the output, or the gradients of q, k and v
@@ -108,8 +109,7 @@ def prepared(cell: Cell, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = 
     try:
         if dout is None:
             return prepare(cell, q, k, v)
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        call = partial(torch.autograd.grad, prepare(cell, *leaves)(), leaves, dout, retain_graph=True)
+        call = backward_of(lambda *leaves: prepare(cell, *leaves)(), (q, k, v), dout)
         call()
         return call
     finally:

@@ -426,13 +426,9 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
     const Given rules{left, right, softcap, slopes, sinks, documents, extents};
     const Given* const given = left < 0 ? nullptr : &rules;
     Sizes s = sizes_of(q_, k_, v_, causal, given);
+    for (const Tensor* t : {&dout_, &out_})
+        REQUIRE(sizes_of(*t, k_, v_, causal, given).all() == s.all(), "dout and out must be as q is");
     s.seen = s.Nk, s.kernel = kernel.value_or(GRADIENT);
-    for (const Tensor* t : {&dout_, &out_}) {
-        bool fits = t->is_cuda() == q_.is_cuda() && t->get_device_index() == s.device && t->dim() == 4 &&
-                    t->scalar_type() == q_.scalar_type();
-        for (int i = 0; fits && i < 4; i++) fits = t->size(i) == q_.size(i);
-        REQUIRE(fits, "dout and out must be as q is");
-    }
     if (dlse) dlse = torch::stable::contiguous(*dlse);
     const OnDevice current(s.device);
     const Plan plan = plan_for(s);
