@@ -56,8 +56,7 @@ struct Matrix {
 
 // Left operands of 16 M rows: a lane's four registers for 16 rows and SLICE columns. In float32 a lane has of
 // each 32 columns 8 t to 8 t + 7: the products' sum may take any order.
-template <int M, bool HELD>
-struct Rows {
+template <int M, bool HELD> struct Rows {
     unsigned at, registers[HELD ? M : 1][HELD ? SLICES : 1][4];  // at: the lane's address in shared memory
 
     __device__ inline void load(const Matrix& from, int first) {
@@ -96,8 +95,7 @@ __device__ inline unsigned lane_of_columns() {
     return FORMAT == FP32 ? 2 * t * STRIDE + g * 16 : lane % 16 * STRIDE + lane / 16 * 16;
 }
 
-template <bool OF_KEYS>
-struct Pass {
+template <bool OF_KEYS> struct Pass {
     static constexpr int M = OF_KEYS ? K_M : Q_M, CHUNK = OF_KEYS ? K_CHUNK : Q_CHUNK, ROWS = 16 * M;
     static constexpr bool HELD = OF_KEYS ? K_HELD : Q_HELD;
     using Scores = float[M][CHUNK / 8][4];
@@ -287,8 +285,7 @@ __device__ inline void over_queries(Worker& worker, const Call& call, const Grad
 // Two warps share 16 M keys, for sums that one has no registers for. The one with K computes P and dV; the
 // other, VALUES, dP and dK. P, with the derivative of changed scores, goes from one to the other through shared
 // memory, a lane's registers as they lie.
-template <bool VALUES>
-struct Half {
+template <bool VALUES> struct Half {
     using Of = Pass<true>;
     static constexpr int M = Of::M, CHUNK = Of::CHUNK;
 
