@@ -334,27 +334,15 @@ def _split(of: Launch) -> Count:
 
 def _backward_rows(of: Launch) -> Count:
     """All three launches of backward.h: over tiles of queries for each block of keys, and the other way."""
-    case, sizes, d, br, bc, warps = (
-        of.case,
-        of.tile.sizes,
-        of.d,
-        of.tile.br,
-        of.tile.bc,
-        of.tile.threads // 32,
-    )
-    tile, size, boxes = sizes.get("TILE", br), float(of.bytes * case.heads * d), "BOX" in sizes
-    k_tile, q_tile = sizes.get("K_TILE", tile), sizes.get("Q_TILE", tile)
+    case, sizes, d, br, bc = of.case, of.tile.sizes, of.d, of.tile.br, of.tile.bc
+    warps, tile, size = of.tile.threads // 32, sizes.get("TILE", br), float(of.bytes * case.heads * d)
+    k_tile, q_tile, boxes = sizes.get("K_TILE", tile), sizes.get("Q_TILE", tile), "BOX" in sizes
     keys, queries = of.visits(k_tile, bc), of.visits(br, q_tile)  # tiles that the two launches meet in a head
     moved: dict[str, float] = {}
     if "EACH" in sizes:  # a number of each row for each column of a thread, and one for the sum that it joins
         each, width = sizes["EACH"], -(-d // (br // sizes["EACH"]))
-        moved = dict.fromkeys(("Q", "dO", "K", "V"), (keys + queries) * warps * d * each)
-        sums = br * width * warps
-        moved |= {
-            "Q": moved["Q"] + keys * sums,
-            "dO": moved["dO"] + keys * sums,
-            "K": moved["K"] + queries * sums,
-        }
+        for name, summed in (("Q", keys), ("dO", keys), ("K", queries), ("V", 0)):
+            moved[name] = warps * ((keys + queries) * d * each + summed * br * width)
         moved["P"] = (2 * keys + queries) * warps * each * (br + each)
     else:
         row, paired = sizes["WIDTH"] * of.bytes / WAVEFRONT, 1 + sizes.get("K_PAIRED", 0)
@@ -366,14 +354,11 @@ def _backward_rows(of: Launch) -> Count:
             again = keys * k_tile / sizes.get("K_CHUNK", k_tile) * bc * (1 - sizes.get("K_HELD", 0))
             moved[name] = row * (queries * q_tile * (1 + reads * readers) + again)
         moved["P"] = (paired - 1) * keys * 2.0 * k_tile * bc * of.bytes / WAVEFRONT
-    rows = (
-        min(keys * k_tile, -(-case.Nk // bc) * case.Nq) + case.Nq,
-        min(queries * q_tile, of.tiles * case.Nk) + case.Nk,
-    )
     streams = [Stream("O", size * case.Nq), Stream("dQ, dK, dV", size * (case.Nq + 2 * case.Nk))]
-    for names, length, passed in (("Q", "dO"), case.Nq, rows[0]), (("K", "V"), case.Nk, rows[1]):
-        loop = ((2 * size / case.heads * length * of.together, size * passed),)
-        streams += [Stream(name, size * length, loop) for name in names]
+    passed = min(keys * k_tile, -(-case.Nk // bc) * case.Nq), min(queries * q_tile, of.tiles * case.Nk)
+    for names, length, rows in (("Q", "dO"), case.Nq, passed[0]), (("K", "V"), case.Nk, passed[1]):
+        loop = 2 * size / case.heads * length * of.together, size * (rows + length)
+        streams += [Stream(name, size * length, (loop,)) for name in names]
     accesses = (Shared(name, wavefronts, wavefronts) for name, wavefronts in moved.items() if wavefronts)
     exponentials = float(keys * k_tile * bc + queries * q_tile * br)
     lanes, most = sizes.get("ROW_LANES", 32), of.resident if boxes else 2**63  # blocks take tile after tile
