@@ -47,12 +47,6 @@ __device__ inline void scores(float (&S)[M][N][4], const Rows& X, unsigned z) {
         }
 }
 
-template <class Rows, int M, int N>
-__device__ inline void scores(float (&S)[M][N][4], float (&dP)[M][N][4], const Rows& X, const Rows& Y,
-                              unsigned z) {
-    scores(S, X, z), scores(dP, Y, z + W_TILE);
-}
-
 template <int M, int N>
 __device__ inline void add_product(float (&sums)[M][WIDTH / 8][4], const unsigned (&A)[M][N][4], unsigned z) {
     UNROLLED(block, WIDTH / 32) {

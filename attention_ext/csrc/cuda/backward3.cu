@@ -7,24 +7,6 @@
 #include "backward_tiles.h"
 
 template <class Rows, int M, int N>
-__device__ inline void scores(float (&S)[M][N][4], float (&dP)[M][N][4], const Rows& X, const Rows& Y,
-                              unsigned z) {
-    UNROLLED(slice, SLICES) {
-        unsigned x[M][4], y[M][4];
-        UNROLLED(i, M) X.get(x[i], i, slice), Y.get(y[i], i, slice);
-        UNROLLED(pair, N / 2) {
-            unsigned b[2][4];
-            UNROLLED(w, 2) load_matrices(b[w], z + w * W_TILE + pair * 16 * STRIDE + slice * 32);
-            UNROLLED(half, 2)
-                UNROLLED(i, M) {
-                    multiply_16bit(S[i][2 * pair + half], x[i], b[0][2 * half], b[0][2 * half + 1]);
-                    multiply_16bit(dP[i][2 * pair + half], y[i], b[1][2 * half], b[1][2 * half + 1]);
-                }
-        }
-    }
-}
-
-template <class Rows, int M, int N>
 __device__ inline void scores(float (&S)[M][N][4], const Rows& X, unsigned z) {
     UNROLLED(slice, SLICES) {
         unsigned x[M][4];

@@ -36,11 +36,7 @@ static_assert(PADDING_OF_ROWS % BR == 0 && PADDING_OF_ROWS % TILE == 0, "rows");
 static_assert(!K_PAIRED || WARPS < 16, "each pair has two of the 16 barriers");
 static_assert(TILE % K_CHUNK == 0 && TILE % Q_CHUNK == 0 && K_CHUNK % 16 == 0 && Q_CHUNK % 16 == 0, "chunk");
 
-// S <- S + X Z^T and dP <- dP + Y W^T of a chunk. z: where the lane reads the rows of Z; those of W are W_TILE
-// bytes further.
-template <class Rows, int M, int N>
-__device__ inline void scores(float (&S)[M][N][4], float (&dP)[M][N][4], const Rows& X, const Rows& Y,
-                              unsigned z);
+// S <- S + X Z^T of a chunk, or dP <- dP + Y W^T. z: where the lane reads the rows of Z.
 template <class Rows, int M, int N>
 __device__ inline void scores(float (&S)[M][N][4], const Rows& X, unsigned z);
 // sums <- sums + A Z, where the lane reads the chunk's rows from z on.
@@ -193,7 +189,7 @@ template <bool OF_KEYS> struct Pass {
             const int last = OF_KEYS ? min(j + ROWS, call.Nk) - 1 : j + CHUNK - 1;
             if (j >= keys.end || last < keys.first) continue;
             Scores S = {}, dP = {};
-            scores(S, dP, X, Y, z + c * STRIDE);
+            scores(S, X, z + c * STRIDE), scores(dP, Y, z + W_TILE + c * STRIDE);
             Weights P, dS;
             const unsigned rows = tile + 2 * W_TILE + c * 8;
             if (CHANGES || j < keys.all_first || last >= keys.all_end)
