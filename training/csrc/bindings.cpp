@@ -20,8 +20,7 @@ namespace py = pybind11;
 namespace {
 
 // The numbers of an array of `count` ones. The array must outlive the pointer.
-template <class Number>
-Number* numbers(const py::buffer_info& view, const std::string& name, int64_t count) {
+template <class Number> Number* numbers(const py::buffer_info& view, const std::string& name, int64_t count) {
     if (!view.item_type_is_equivalent_to<std::remove_const_t<Number>>())
         refuse((name + " has another type").c_str());
     if (view.size != count) refuse(("the size of " + name).c_str(), view.size, std::to_string(count));
@@ -37,8 +36,7 @@ using Arrays = std::map<std::string, py::buffer>;
 
 class TrainingStep {
     // body(), without the GIL, as the only call.
-    template <class Body>
-    auto alone(const Body& body) {
+    template <class Body> auto alone(const Body& body) {
         const py::gil_scoped_release unlocked;
         const std::lock_guard<std::mutex> one(mutex);
         return body();

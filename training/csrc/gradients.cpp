@@ -170,8 +170,7 @@ class Gradients {
     }
 
     // The call of layer l's attention, or of its gradient, for n queries of a head, from query i0 on.
-    template <class Call>
-    Call attention(int64_t l, int64_t head, int64_t i0, int64_t n) const {
+    template <class Call> Call attention(int64_t l, int64_t head, int64_t i0, int64_t n) const {
         const Layer& of = layer(l);
         const int64_t d = s.d(), ld = of.qkv.ld, row = first_row(head);
         const float *const q = of.qkv.row(row) + head % s.H * d, *const k = q + s.C, *const v = k + s.C;

@@ -19,8 +19,7 @@ namespace training {
 // ---- LayerNorm without its weight, which the next packed matrix includes, and its backward pass, by rows ----
 
 // The sum of term(i) over 0 .. n - 1, in independent sums that fill a vector.
-template <class Term>
-inline float sum_of(int64_t n, const Term& term) {
+template <class Term> inline float sum_of(int64_t n, const Term& term) {
     constexpr int64_t LANES = 16;
     float sums[LANES] = {};
     int64_t i = 0;
@@ -133,8 +132,7 @@ struct WeightGradient {
 constexpr int64_t MOST_ROWS = 128;  // rows of a block
 
 // A head's causal attention, or its gradient, for the queries i0 .. i0 + n - 1 and the keys before i0 + n.
-template <class Call>
-Call call_of(const Sizes& s, int64_t i0, int64_t n) {
+template <class Call> Call call_of(const Sizes& s, int64_t i0, int64_t n) {
     const float scale = 1 / std::sqrt(static_cast<float>(s.d()));
     return {{1, 1, n, i0 + n, s.d(), /* causal */ true, scale, std::min(s.Br, n), std::min(s.Bc, i0 + n), 1}};
 }

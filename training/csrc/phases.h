@@ -28,8 +28,7 @@ class Member {
 
     // Runs piece(i) for each i of 0 .. pieces - 1, in order, on whichever thread is free; then waits for all. A
     // thread that comes late finds no piece left, so the pool need not run the threads at once.
-    template <class Piece>
-    void run(int64_t pieces, const Piece& piece) {
+    template <class Piece> void run(int64_t pieces, const Piece& piece) {
         Phase& p = phases[phase++];
         for (int64_t i = p.next.fetch_add(1, std::memory_order_relaxed); i < pieces;
              i = p.next.fetch_add(1, std::memory_order_relaxed)) {

@@ -54,10 +54,7 @@ struct Found {
     Found(void* library, const char* name) : address(dlsym(library, name)) {
         REQUIRE(address, name, " is missing: ", dlerror());
     }
-    template <class Function>
-    operator Function*() const {
-        return reinterpret_cast<Function*>(address);
-    }
+    template <class Function> operator Function*() const { return reinterpret_cast<Function*>(address); }
 };
 
 void* opened(const char* name) {

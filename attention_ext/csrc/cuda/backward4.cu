@@ -41,8 +41,7 @@ static_assert(BR == 64 * GROUPS && BC == BR && THREADS == 128 * (GROUPS + 1) && 
 static_assert(K_TILE % BOX_ROWS == 0 && Q_TILE % BOX_ROWS == 0 && PADDING_OF_ROWS % K_TILE == 0, "tile");
 static_assert(!CHANGES, "changed scores are backward3's");
 
-template <bool OF_KEYS>
-struct Places {
+template <bool OF_KEYS> struct Places {
     static constexpr int TILE = OF_KEYS ? K_TILE : Q_TILE, STAGES = OF_KEYS ? K_STAGES : Q_STAGES;
     // QUEUED: registers hold dS while the next P is computed. ROUNDED: they hold P for dS as 16 bits alone.
     static constexpr bool QUEUED = !OF_KEYS && width < 128, ROUNDED = OF_KEYS && width == 64;
@@ -64,13 +63,11 @@ struct Work {
 
     __device__ inline int count() const { return tiles * heads; }
 };
-template <bool OF_KEYS>
-__device__ inline unsigned works(const Call& call) {
+template <bool OF_KEYS> __device__ inline unsigned works(const Call& call) {
     const unsigned heads = call.batches * call.heads;
     return OF_KEYS ? (call.Nk + BC - 1) / BC * (heads / heads_of_keys(call)) : (call.Nq + BR - 1) / BR * heads;
 }
-template <bool OF_KEYS>
-__device__ inline Work work_of(const Call& call, unsigned index) {
+template <bool OF_KEYS> __device__ inline Work work_of(const Call& call, unsigned index) {
     constexpr int TILE = Places<OF_KEYS>::TILE;
     if (OF_KEYS) {
         const KeyBlock block = key_block_of(call, BC, index);
@@ -164,8 +161,7 @@ __device__ inline void produce(const Call& call, const Gradients& to, unsigned s
 }
 
 // S <- X Z^T, 64 rows of X
-template <int TILE>
-__device__ inline void scores(float (&S)[TILE / 2], unsigned x, unsigned z) {
+template <int TILE> __device__ inline void scores(float (&S)[TILE / 2], unsigned x, unsigned z) {
     UNROLLED(c, width / 16) {
         const int b = c / (BOX / 16), in_box = c % (BOX / 16) * 32;
         multiply(S, x + ((b * (64 * box_row) + in_box) >> 4), z + ((b * (TILE * box_row) + in_box) >> 4),

@@ -57,14 +57,12 @@ constexpr float LN2 = 0.6931471805599453f;
 __device__ inline float subtrahend(float m) { return m == -INF ? 0.0f : m; }
 
 // The largest of x, and the sum, over the lanes whose numbers differ in the bits from `low` to below `high`.
-template <int low, int high>
-__device__ inline float largest(float x) {
+template <int low, int high> __device__ inline float largest(float x) {
 #pragma unroll
     for (int far = low; far < high; far *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, far));
     return x;
 }
-template <int low, int high>
-__device__ inline float sum(float x) {
+template <int low, int high> __device__ inline float sum(float x) {
 #pragma unroll
     for (int far = low; far < high; far *= 2) x += __shfl_xor_sync(~0u, x, far);
     return x;

@@ -27,12 +27,10 @@ __device__ inline void prefetch_map(const TensorMap* map) {
 }
 
 // setmaxnreg: a warpgroup's registers a thread, a multiple of 8 from 24 to 256; waits until they are free.
-template <int count>
-__device__ inline void registers_give() {
+template <int count> __device__ inline void registers_give() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
-template <int count>
-__device__ inline void registers_take() {
+template <int count> __device__ inline void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
@@ -55,8 +53,7 @@ __device__ inline void turn_pass(int barrier, int threads) {
 }
 
 // The turns in which warpgroups begin products: each as often as the others.
-template <int GROUPS>
-struct Turns {
+template <int GROUPS> struct Turns {
     const int group;
     bool first = group == 0;
     __device__ inline void begin() {
@@ -85,18 +82,15 @@ __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned
 __device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Returns once at most `pending` of the committed groups are under way.
-template <int pending>
-__device__ inline void products_wait() {
+template <int pending> __device__ inline void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
 // Ties the values of registers to this place: the compiler does not know when wgmma reads and writes them.
-template <int n>
-__device__ inline void hold(float (&x)[n]) {
+template <int n> __device__ inline void hold(float (&x)[n]) {
     UNROLLED(i, n) asm volatile("" : "+f"(x[i])::"memory");
 }
-template <int n>
-__device__ inline void hold(unsigned (&x)[n]) {
+template <int n> __device__ inline void hold(unsigned (&x)[n]) {
     UNROLLED(i, n) asm volatile("" : "+r"(x[i])::"memory");
 }
 __device__ inline void hold(int& x) { asm volatile("" : "+r"(x)); }

@@ -101,8 +101,7 @@ struct Slabs {
         copy_tile<rows, columns, pitch>(copy16, memory + next, from, stride, height, width);
         close_group();
     }
-    template <int rows, int columns, int pitch>
-    __device__ inline void end() {
+    template <int rows, int columns, int pitch> __device__ inline void end() {
         wait_groups<0>();
         swap();
     }
@@ -118,8 +117,7 @@ struct Slabs {
         };
         copy_tile<rows, columns, pitch>(load, memory + next, from, stride, height, width);
     }
-    template <int rows, int columns, int pitch>
-    __device__ inline void end() {
+    template <int rows, int columns, int pitch> __device__ inline void end() {
         const auto store = [&](int n, float* at, const float*, bool) { *(float4*)at = held[n]; };
         copy_rows<rows, columns, pitch, true>(store, memory + next, memory + next, 0, 0, 0);
         swap();

@@ -61,8 +61,7 @@ struct Tiles {
 
 #if __CUDA_ARCH__ >= 800
     // The copies of tile n begin, of its keys, its values or both.
-    template <bool KEYS = true, bool VALUES = true>
-    __device__ inline void load(int n) {
+    template <bool KEYS = true, bool VALUES = true> __device__ inline void load(int n) {
         if (n < count) {
             const int j0 = first_key(n);
             const unsigned to = ring + n % STAGES * STAGE;
@@ -185,8 +184,7 @@ __device__ inline void weigh(Weights& P, Pairs& sums, const Scores& S, const Pai
 }
 
 // Adds the chunk's sums to l. If one reaches LIMIT or is NaN, the warp first updates m, rescaling l and O.
-template <bool SCALED>
-__device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S) {
+template <bool SCALED> __device__ inline void settle(State& s, Weights& P, Pairs& sums, const Scores& S) {
     bool in_range = true;
     UNROLLED(i, M_TILES) in_range = in_range && sums[i][0] < LIMIT && sums[i][1] < LIMIT;
     if (__any_sync(~0u, !in_range)) {

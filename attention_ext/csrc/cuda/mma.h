@@ -17,8 +17,7 @@
 #pragma once
 
 // f(n, row, piece) for the pieces that the thread copies of `rows` rows of `pieces` pieces; n counts them.
-template <int rows, int pieces, class F>
-__device__ inline void each_piece(const F& f) {
+template <int rows, int pieces, class F> __device__ inline void each_piece(const F& f) {
     UNROLLED(n, (rows * pieces + THREADS - 1) / THREADS) {
         const int first = n * THREADS, at = first + threadIdx.x;
         if (rows * pieces % THREADS != 0 && at >= rows * pieces) break;
@@ -38,14 +37,12 @@ __device__ inline void copy_async(unsigned to, const void* from, int bytes) {
 // Ends a group: all copies that this thread has started since the last one.
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most OPEN of the thread's groups are under way. Other threads' copies need a barrier as well.
-template <int OPEN>
-__device__ inline void wait_groups() {
+template <int OPEN> __device__ inline void wait_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(OPEN) : "memory");
 }
 #else
 __device__ inline void close_group() {}
-template <int OPEN>
-__device__ inline void wait_groups() {}
+template <int OPEN> __device__ inline void wait_groups() {}
 #endif
 
 // bar: a barrier of two warps, which one may pass without waiting.

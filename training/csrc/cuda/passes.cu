@@ -60,8 +60,7 @@ __device__ inline void put(Element* to, float first, float second) {
 }
 
 // f(row, column) for all elements of rows of `width` columns, `step` columns at a time.
-template <int width, int step, class F>
-__device__ inline void each(const F& f) {
+template <int width, int step, class F> __device__ inline void each(const F& f) {
     for (int i = threadIdx.x; i < ROWS * (width / step); i += THREADS)
         f(i / (width / step), i % (width / step) * step);
 }
@@ -138,8 +137,7 @@ __device__ inline const Element* weight(const Step& s, int layer, int which) {
 }
 
 // What is kept of a layer, from the block's first row on.
-template <class T>
-__device__ inline T* kept(const Step& s, T* all, int layer, int width) {
+template <class T> __device__ inline T* kept(const Step& s, T* all, int layer, int width) {
     return all + ((long long)layer * s.padded + (long long)blockIdx.x * ROWS) * width;
 }
 

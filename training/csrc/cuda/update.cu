@@ -52,8 +52,7 @@ struct Tile {
 };
 
 // SIZE rows of A or columns of B in shared memory. ACROSS: terms of a sum are in different rows.
-template <int SIZE, int DEPTH, bool ACROSS>
-struct Operand {
+template <int SIZE, int DEPTH, bool ACROSS> struct Operand {
     static constexpr int ROWS = ACROSS ? DEPTH : SIZE, COLUMNS = ACROSS ? SIZE : DEPTH;
     // a padding with which lanes read from different banks
     static constexpr int STRIDE = COLUMNS * sizeof(Element) + (FORMAT == FP32 && ACROSS ? 32 : 16);
@@ -88,8 +87,7 @@ struct Operand {
 };
 
 // A warp has M x N tiles of mma.sync.
-template <int M, int N, int DEPTH, int STAGES, bool A_ACROSS, bool B_ACROSS>
-struct Product {
+template <int M, int N, int DEPTH, int STAGES, bool A_ACROSS, bool B_ACROSS> struct Product {
     static constexpr int ROWS = WARP_ROWS * M * 16, COLUMNS = WARP_COLUMNS * N * 8;
     using A = Operand<ROWS, DEPTH, A_ACROSS>;
     using B = Operand<COLUMNS, DEPTH, B_ACROSS>;
@@ -98,8 +96,7 @@ struct Product {
     float sums[M][N][4] = {};
 
     // f(row, column, x, y) for the lane's pairs of sums
-    template <class F>
-    __device__ inline void each_pair(const Tile& tile, const F& f) {
+    template <class F> __device__ inline void each_pair(const Tile& tile, const F& f) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         UNROLLED(i, M)
             UNROLLED(h, 2) {
@@ -205,8 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) weight_gradients(const 
 }
 
 // The product over the power 0, 1 or 2 of X's norm.
-template <class Of>
-__device__ inline void multiply(const Tile tile, int power) {
+template <class Of> __device__ inline void multiply(const Tile tile, int power) {
     const float norm = power ? sqrtf(total(tile.squares, tile.count)) + LEAST_NORM : 1.0f;
     Of product;
     product.add(tile);
