@@ -2,13 +2,14 @@
 
 python scripts/make-docs.py
 
-docs/use/cli.md has all options, docs/results/ a document for each processor of benchmarks/results/. The table
-of the README stands between `<!-- results: parts -->` and `<!-- end of results -->`.
+docs/use/cli.md has all options, docs/results/ a document for each processor of benchmarks/results/. The
+tables of the README and of the speedrun stand between `<!-- results: ... -->` and `<!-- end of results -->`.
 """
 
 import inspect
 import json
 import re
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -38,7 +39,8 @@ $ python gpt.py --help
 
 {}
 """
-MARKED = re.compile(r"(<!-- results: parts -->\n).*?(<!-- end of results -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- results: \w+ -->\n).*?(<!-- end of results -->)", re.DOTALL)
+SPEEDRUN = "docs/results/speedrun.md"
 
 # The processors of the README's table: the first one's scratch is given.
 README = {"amd-zen-5": "Zen 5, AVX-512", "amd-zen-3": "Zen 3, AVX2"}
@@ -149,6 +151,40 @@ def results() -> dict[str, str]:
     return documents
 
 
+def speedrun() -> str:
+    """The table of benchmarks.speedrun's files, the fastest first, and the best loss of a shipped model."""
+    files = [json.loads(file.read_text()) for file in saved.RESULTS.glob("speedrun*-*.json")]
+    files.sort(key=lambda run: statistics.median(each["seconds"] for each in run["runs"]))
+    titles = ["machine", "threads", "options of `train`", "seeds", "Enter, s", "training, s", "characters"]
+    shown = markdown([*titles, "loss", "commit"], map(speedrun_row, files))
+    records = {
+        file.parent.name: json.loads(file.read_text()) for file in ROOT.glob("checkpoints/*/training.json")
+    }
+    name, best = min(records.items(), key=lambda record: record[1]["val_loss"])
+    of = f"{name}, block size {best['recipe']['block_size']}"
+    return f"{shown}\n\nThe best loss of a shipped model: {best['val_loss']:.4f} ({of}).\n"
+
+
+def speedrun_row(run: dict[str, Any]) -> list[str]:
+    """A file's cells: medians, with the smallest and the largest."""
+
+    def spread(name: str, form: str) -> str:
+        values = [each[name] for each in run["runs"]]
+        return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+    on = run["machine"]
+    name = on.get("gpu", {}).get("name", on["microarchitecture"] or on["cpu"])
+    missed = sum(each["loss"] > run["target"] for each in run["runs"])
+    seeds = f"{len(run['runs'])}" + f", {missed} did not reach {run['target']}" * bool(missed)
+    cells = [name + ", busy" * bool(run["busy"]), str(run["threads"]), f"`{run['options']}`", seeds]
+    cells += [
+        spread("seconds", ".1f"),
+        spread("training_seconds", ".1f"),
+        f"{run['runs'][0]['characters']:,}",
+    ]
+    return [*cells, spread("loss", ".4f"), on["commit"] or ""]
+
+
 def readme(text: str) -> str:
     """The README with its table of parts from the files."""
     lines: dict[str, list[str]] = {}
@@ -161,7 +197,12 @@ def readme(text: str) -> str:
             name = row["contender"]
             lines.setdefault(name, described_part(name, row["scratch"])).extend(figures)
     shown = markdown(titles, lines.values())
-    return MARKED.sub(lambda marked: f"{marked[1]}{shown}\n{marked[2]}", text)
+    return marked(text, shown)
+
+
+def marked(text: str, shown: str) -> str:
+    """The text with another table between the marks."""
+    return MARKED.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", text)
 
 
 def described_part(name: str, scratch: int | None) -> list[str]:
@@ -176,7 +217,8 @@ def described_part(name: str, scratch: int | None) -> list[str]:
 def documents() -> dict[str, str]:
     """The text of every document that this script writes, by its path."""
     readme_text = readme((ROOT / "README.md").read_text())
-    return {"README.md": readme_text, "docs/use/cli.md": cli_document()} | results()
+    fixed = {"README.md": readme_text, "docs/use/cli.md": cli_document()}
+    return fixed | results() | {SPEEDRUN: marked((ROOT / SPEEDRUN).read_text(), speedrun())}
 
 
 if __name__ == "__main__":

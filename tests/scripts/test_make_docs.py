@@ -66,3 +66,21 @@ def test_tables_of_results(results):
     (results / "bench-maker-2.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match="bench-maker-2.json is not a run that bench saved: its format is"):
         SCRIPT["results"]()
+
+
+def test_the_speedruns_table(results):
+    """The fastest machine comes first; a seed that missed the target and a busy machine are named."""
+    for name, seconds, busy in (("slow", 3.0, ["busy"]), ("fast", 1.0, [])):
+        runs = [
+            {"seconds": seconds * n, "training_seconds": seconds, "characters": 2048, "loss": 1.46 + n / 100}
+            for n in (0, 1, 2)
+        ]
+        about = MACHINE | {"microarchitecture": name, "commit": "1234567"}
+        content = {"machine": about, "threads": 2, "options": "--steps 1", "target": 1.4697, "busy": busy}
+        saved.write(content | {"runs": runs}, results / f"speedrun-{name}.json")
+    head, _, fast, slow, _, best = SCRIPT["speedrun"]().splitlines()
+    assert fast.startswith(
+        "| fast | 2 | `--steps 1` | 3, 2 did not reach 1.4697 | 1.0 (0.0 to 2.0) | 1.0 (1.0 to"
+    )
+    assert slow.startswith("| slow, busy |") and "| 1.4700 (1.4600 to 1.4800) | 1234567 |" in slow
+    assert best == "The best loss of a shipped model: 1.3061 (shakes2048, block size 2048)."

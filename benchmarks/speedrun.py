@@ -1,0 +1,121 @@
+"""The Tiny Shakespeare speedrun: seconds of `gpt.py train` to nanoGPT's loss on the last tenth of the text.
+
+    python -m benchmarks.speedrun [--threads 2] [--device cuda] [--seeds 1,2,3] [--save]
+    python -m benchmarks.speedrun --steps 9000 --batch-chars 1024    # another recipe, by options of `train`
+
+Each seed is a process of its own. 'Enter' is the time from its start until the weights and their losses are
+saved: imports, training, evaluation. The draft that follows is not counted. 'Training' is training steps and
+evaluations alone. An untimed run of one step comes first: the training step's compiled code and the system's
+file cache are warm. The loss over the whole last tenth is then measured as `gpt.py eval` does. A seed that
+ends above the target is 'not reached', and the exit code is 1.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.measuring import show_table
+from shakespeare.app.cli import options
+from shakespeare.attention_ext import BuildError
+from shakespeare.lab import machine, saved
+from shakespeare.lab.cuda.gpu import Gpu
+from shakespeare.lab.eval import held_out_loss
+from shakespeare.model import corpus
+
+TARGET = 1.4697  # nats per character: nanoGPT's, in 3 minutes of an A100
+# Training steps and further options of `train`, chosen on other seeds than 1337 to 1341.
+RECIPES: dict[str, tuple[int, tuple[str, ...]]] = {"cpu": (3200, ()), "cuda": (3200, ())}
+TITLES = "seed | Enter, s | training, s | training steps | characters | loss | "
+FORMAT = 1  # of the file that --save writes
+MISSED_EXIT_CODE = 1
+
+
+def train(seed: int, steps: int, given: Sequence[str], out: str) -> tuple[float, dict[str, Any]]:
+    """Seconds from the start of a process of `gpt.py train` to its record, and that record, training.json.
+
+    given: further options. Raises ClickException with the last line of a run that failed.
+    """
+    command = [sys.executable, "-m", "shakespeare", "train", "speedrun", "--quiet", "--overwrite"]
+    command += ["--out", out, "--seed", str(seed), "--steps", str(steps), *given]
+    start = time.time()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise click.ClickException(f"seed {seed}: {(done.stderr.strip() or 'train failed').splitlines()[-1]}")
+    record = Path(out, "training.json")
+    return record.stat().st_mtime - start, json.loads(record.read_text())
+
+
+def measured(seed: int, steps: int, given: Sequence[str], text: str) -> dict[str, Any]:
+    """A seed's figures: seconds, training_seconds, steps, characters, loss, and the curve of `train`."""
+    with tempfile.TemporaryDirectory() as out:
+        seconds, record = train(seed, steps, given, out)
+        loss = held_out_loss(out, text, part="part4").nats
+    block, batch = (record["recipe"][name] for name in ("block_size", "batch_chars"))
+    characters = record["steps"] * max(1, batch // block) * block
+    figures = {"seed": seed, "seconds": round(seconds, 2), "training_seconds": record["seconds"]}
+    figures |= {"steps": record["steps"], "characters": characters, "loss": round(loss, 4)}
+    return figures | {"curve": record["curve"]}
+
+
+def row(run: dict[str, Any], target: float) -> str:
+    """A row of the table."""
+    missed = "not reached" if run["loss"] > target else ""
+    return (
+        f"{run['seed']} | {run['seconds']:.1f} | {run['training_seconds']:.1f} | {run['steps']:,} "
+        f"| {run['characters']:,} | {run['loss']:.4f} | {missed}"
+    )
+
+
+@click.command(context_settings={"show_default": True, "ignore_unknown_options": True})
+@options.path("--corpus", "corpus_file", "Text to learn.", show_default="what prepare got")
+@options.cpu_or_cuda
+@options.threads
+@options.numbers("--seeds", "Seeds, each of a run.", most=options.LARGEST_SEED, default="1337:1341+1")
+@options.number("--target", "Loss to reach, in nats per character.", most=100, default=TARGET)
+@options.whole("--steps", "Training steps of a run.", show_default="the recipe's", default=None)
+@options.save("speedrun", "the runs, with their curves")
+@click.argument("others", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF TRAIN]")
+def main(corpus_file, device, threads, seeds, target, steps, save, others) -> None:
+    """Train from scratch for each seed; print the times to the loss, and their median."""
+    try:
+        if save:
+            saved.check_file(save)
+        text, file = options.read_corpus(corpus_file), corpus_file or corpus.INPUT
+        about = machine.describe() | ({"gpu": Gpu().describe()} if device == "cuda" else {})
+    except (ValueError, OSError, BuildError) as error:
+        raise click.UsageError(str(error)) from None
+    usual, recipe = RECIPES[device]
+    threads = options.threads_for(threads)
+    given = [*recipe, *others, "--corpus", str(file), "--device", device, "--threads", str(threads)]
+    where = about["gpu"]["name"] if device == "cuda" else f"{about['cpu']}, threads: {threads}"
+    asked = " ".join(["--steps", str(steps or usual), *recipe, *others])
+    click.echo(f"{where}; PyTorch {about['torch']}; train {asked}\n")
+    with tempfile.TemporaryDirectory() as out:
+        train(0, 1, given, out)
+    load, runs = machine.Load(), []
+
+    def run(seed: int) -> str:
+        runs.append(measured(seed, steps or usual, given, text))
+        return row(runs[-1], target)
+
+    show_table(TITLES, map(run, seeds))
+    seconds, training = (statistics.median(r[name] for r in runs) for name in ("seconds", "training_seconds"))
+    click.echo(f"\nmedian: {seconds:.1f} s from Enter, {training:.1f} s of training")
+    for line in (busy := machine.busy_text(load.others(), threads)):
+        click.echo(line)
+    if save:
+        known = {"machine": about, "device": device, "threads": threads, "target": target, "busy": busy}
+        saved.write({"format": FORMAT} | known | {"options": asked, "runs": runs}, Path(save))
+    sys.exit(MISSED_EXIT_CODE if any(run["loss"] > target for run in runs) else 0)
+
+
+if __name__ == "__main__":
+    main()
