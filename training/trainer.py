@@ -30,6 +30,7 @@ from shakespeare.training.recipe import Recipe
 
 SIZES = ("block_size", "n_layer", "n_head", "n_embd", "positions", "window")
 CLIP = 1.0  # the largest norm of all gradients
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -145,6 +146,9 @@ class Trainer:
         for p in (p for ps in matrices.values() for p in ps):
             self.muon.state[p] = {"momentum": torch.zeros_like(p)}
         self.loss = torch.zeros((), device=device)
+        # Multiples of the golden ratio, modulo 1, cover the text evenly, however many there are.
+        self._strides = GOLDEN * torch.arange(self.batch + 1, device=device, dtype=torch.float64)
+        self.place = torch.rand((), dtype=torch.float64).to(device)  # of the next window, a share of the text
         self.native: Any = None
         if native:
             self.native = self._step_on_gpu() if on_gpu else self._native_step(simd)
@@ -195,9 +199,10 @@ class Trainer:
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
     def _step(self) -> None:
-        """Do a training step on a new random batch, and set self.loss."""
-        T = self.recipe.block_size
-        starts = torch.randint(len(self.ids) - T, (self.batch, 1), device=self.device)
+        """Do a training step on the next batch, and set self.loss."""
+        T, places = self.recipe.block_size, (self.place + self._strides) % 1  # (batch + 1,)
+        starts = (places[:-1, None] * (len(self.ids) - T)).long()
+        self.place.copy_(places[-1])
         self._gradients(self.ids[starts + torch.arange(T + 1, device=self.device)])  # (batch, T + 1)
         self._update()
 
@@ -286,7 +291,7 @@ class Trainer:
 
     def _tensors(self) -> dict[str, Tensor]:
         """The tensors of the model, its average and the optimizers. The head's weight is the embedding's."""
-        named: dict[str, Tensor] = {}
+        named = {"place": self.place}
         for kind, model in (("model", self.model), ("averaged", self.averaged)):
             weights = model.state_dict().items()
             named |= {f"{kind}.{name}": t for name, t in weights if name != "lm_head.weight"}

@@ -84,7 +84,7 @@ def test_the_ingredients_of_the_recipe():
 
 def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(tmp_path, monkeypatch):
     """While it runs, it watches a part of the validation text only."""
-    monkeypatch.setattr("shakespeare.training.text.MOST_WATCHED", 64)
+    monkeypatch.setattr("shakespeare.training.text.MOST_WATCHED", 96)
     text = words(8000)
     record = train(TINY, text, out=tmp_path)
     loaded = load(str(tmp_path))
@@ -93,7 +93,7 @@ def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(t
     assert evaluate(loaded.model, validation) == pytest.approx(record["val_loss"], abs=1e-5)
     assert evaluate(loaded.model, test) == pytest.approx(record["test_loss"], abs=1e-5)
     watched = min(loss for _, _, loss in record["curve"])
-    assert evaluate(loaded.model, windows(validation, 16, 64)) == pytest.approx(watched, abs=1e-4)
+    assert evaluate(loaded.model, windows(validation, 16, 96)) == pytest.approx(watched, abs=1e-4)
     assert record["val_loss"] != pytest.approx(watched, abs=1e-4)
 
 
