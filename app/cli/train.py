@@ -25,6 +25,8 @@ from shakespeare.training.recipe import OWN_TEXT, RECIPES
 MODEL_SIZES, ENDLESS = ("n_layer", "n_head", "n_embd"), ("positions", "window")
 # Options that do not go with a shipped recipe.
 OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars", *MODEL_SIZES, "dropout", *ENDLESS)
+OWN_ONLY += ("rates",)
+RATES = ("muon_lr", "adam_lr", "position_lr", "weight_decay")  # of a recipe
 WINDOW = 256  # of --positions alibi
 LONGEST = 100_000  # minutes
 TRAINED_SECONDS = 5.0  # in which a new model reads its text for a draft
@@ -59,6 +61,12 @@ KEPT, ACTIVATIONS = 20, 80
     "--window", "Characters that it sees with --positions alibi.", most=LARGEST_BLOCK, show_default="256"
 )
 @options.size("--batch-chars", "Characters of a step.", most=LARGEST_BATCH, show_default="2048")
+@options.option(
+    "--rates",
+    f"Rates of the recipe, of {', '.join(RATES)}.",
+    metavar="NAME=NUMBER,...",
+    show_default="the recipe's",
+)
 @options.whole(
     "--seed", "Seed of the random numbers.", least=0, most=options.LARGEST_SEED, show_default="1337"
 )
@@ -79,7 +87,7 @@ KEPT, ACTIVATIONS = 20, 80
 @options.flag("--quiet", "Print the end and warnings only.")
 @options.threads
 def train(
-    name, corpus_file, init, old_corpus, device, part, dtype, out, resume, overwrite, quiet, **changes
+    name, corpus_file, init, old_corpus, rates, device, part, dtype, out, resume, overwrite, quiet, **changes
 ) -> None:
     """Train a model called NAME on a text for some minutes.
 
@@ -101,6 +109,7 @@ def train(
         raise click.UsageError("--window goes with --positions alibi only")
     if device == "cpu" and dtype not in (None, "fp32"):
         raise click.UsageError(f"--dtype {dtype} goes with --device cuda only")
+    given_rates = rates_of(rates)
     options.set_threads(changes.pop("threads"))
     directory = out or Path("out") / name
     check_directory(directory, replaces=resume or overwrite)
@@ -115,7 +124,7 @@ def train(
     from shakespeare.training.state import FILE
 
     start = None if init is None else load(init, to_train=True)
-    changes = {option: value for option, value in changes.items() if value is not None}
+    changes = {option: value for option, value in changes.items() if value is not None} | given_rates
     if "steps" in changes and name not in RECIPES:
         changes |= {"minutes": None, "eval_every": math.ceil(changes["steps"] / 20)}
     recipe = dataclasses.replace(RECIPES.get(name, OWN_TEXT), **changes)
@@ -149,6 +158,18 @@ def train(
     if drafted := make_draft(directory, text, TRAINED_SECONDS):
         notice(f"wrote {drafted}, which guesses the next tokens")
     print_end(record, directory, text)
+
+
+def rates_of(text: str | None) -> dict[str, float]:
+    """The rates that --rates gives. Raises UsageError for another name and for what is not a number."""
+    if text is None:
+        return {}
+    with contextlib.suppress(ValueError):
+        given = {name: float(number) for name, number in (item.split("=") for item in text.split(","))}
+        if given.keys() <= {*RATES}:
+            return given
+    must = f"it must be NAME=NUMBER,... with names of {', '.join(RATES)}"
+    raise click.UsageError(f"--rates is {text!r}; {must}")
 
 
 def check_directory(directory: Path, replaces: bool) -> None:

@@ -99,6 +99,8 @@ WRONG = [
     (["config/x.py"], "nanoGPT's; here: options of train, config files are not read"),
     (["-top_k=0"], "'--top-k': 0 is not in the range"),
     (["train", "mine", "--batch_chars=0"], "'--batch-chars': 0 is not in the range"),
+    (["train", "mine", "--rates=steps=3"], "--rates is 'steps=3'; it must be NAME=NUMBER,... with names of"),
+    (["train", "mine", "--rates=muon_lr"], "--rates is 'muon_lr'; it must be NAME=NUMBER,... with names of"),
 ]
 
 

@@ -109,11 +109,12 @@ def test_fine_tuning_reports_what_was_forgotten(cli, start, tmp_path):
 
 def test_a_model_of_another_size(cli, failed, extension):
     Path("short.txt").write_text(words(2100))
-    sizes = ("--n-layer", 1, "--n_head=3", "--n-embd", 24)
+    sizes = ("--n-layer", 1, "--n_head=3", "--n-embd", 24, "--rates", "muon_lr=0.03,weight_decay=0")
     for name, more, part in ("small", (), "part4"), ("large", ("--n_layer=2", "--dropout", 0.1), "part0"):
         done = cli("train", name, *SMALL[:4], "--corpus", "short.txt", "--steps", 1, *sizes, *more)
         record = json.loads(Path(f"out/{name}/training.json").read_text())
         assert record["part"] == part and record["recipe"]["n_head"] == 3, done
+        assert (record["recipe"]["muon_lr"], record["recipe"]["weight_decay"]) == (0.03, 0)
         config = load(f"out/{name}").config
         assert (config.n_layer, config.n_head, config.n_embd) == (1 + (part == "part0"), 3, 24)
         assert "parameters, more than the text's 2,100 characters: in a long run it learns" in done.stderr
