@@ -24,8 +24,7 @@ from shakespeare.training.recipe import OWN_TEXT, RECIPES
 
 MODEL_SIZES, ENDLESS = ("n_layer", "n_head", "n_embd"), ("positions", "window")
 # Options that do not go with a shipped recipe.
-OWN_ONLY = ("minutes", "init", "old_corpus", "block_size", "batch_chars", *MODEL_SIZES, "dropout", *ENDLESS)
-OWN_ONLY += ("rates",)
+OWN_ONLY = (*"minutes init old_corpus rates block_size batch_chars dropout".split(), *MODEL_SIZES, *ENDLESS)
 RATES = ("muon_lr", "adam_lr", "position_lr", "weight_decay")  # of a recipe
 WINDOW = 256  # of --positions alibi
 LONGEST = 100_000  # minutes
