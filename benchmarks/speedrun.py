@@ -34,7 +34,7 @@ TARGET = 1.4697  # nats per character: nanoGPT's, in 3 minutes of an A100
 # Training steps and further options of `train`, chosen on other seeds than 1337 to 1341. A run of few passes
 # over the text takes less weight decay; two cores a narrow model, a GPU a large batch.
 RECIPES = {
-    "cpu": (4800, "--n-embd 96 --n-head 3 --rates adam_lr=0.0045,position_lr=0.0045,weight_decay=0.05"),
+    "cpu": (4600, "--n-embd 96 --n-head 3 --rates adam_lr=0.0045,position_lr=0.0045,weight_decay=0.05"),
     "cuda": (
         2000,
         "--batch-chars 4096 --rates muon_lr=0.03,adam_lr=0.0045,position_lr=0.004,weight_decay=0.15",
