@@ -109,8 +109,8 @@ def attention(
 
     A NaN or infinity in q reaches its row only; in a key or value that is seen, the queries that see it; in a
     masked key or value it may reach the rows of the same tile, as in PyTorch. Denormal numbers count as 0.
-    part0 and, for float32 on the CPU and on CUDA, part4 compute gradients, also of the logsumexp, bias and
-    sinks. part4 uses FlashAttention-2, which stores no N x N numbers, and has no second gradients.
+    part0, and part4 for float32 on the CPU and for each dtype on CUDA, compute gradients, also of the
+    logsumexp, bias and sinks. part4 uses FlashAttention-2, stores no N x N numbers, has no second gradients.
     A number may be NumPy's or a tensor (); None stands for each default.
     Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
     argument, and BuildError if the extension or a CUDA kernel cannot be compiled.

@@ -75,7 +75,7 @@ KEPT, ACTIVATIONS = 20, 80
     "Attention to train with; part4 does not drop its weights.",
     of=with_gradient(),
     default=None,
-    show_default="part4 where it compiles, part0 for dropout on the CPU",
+    show_default="part4 where it compiles, part0 for shipped names and for dropout on the CPU",
 )
 @options.choice(
     "--dtype", "Numbers of products on CUDA.", of=("bf16", "fp32"), default=None, show_default="bf16"
@@ -139,7 +139,7 @@ def train(
             f"the model has {config.num_params:,} parameters, more than the text's {len(text):,} characters: "
             "in a long run it learns the text by heart; --dropout or a smaller model helps"
         )
-    part = part or default_part(device, recipe.dropout)
+    part = part or default_part(name, device, recipe.dropout)
     about = {} if name in RECIPES and part == "part0" else {"part": part}
     about |= {} if dtype is None else {"dtype": dtype}
     about |= {} if init is None else {"init": init}
@@ -188,9 +188,9 @@ def check_directory(directory: Path, replaces: bool) -> None:
         raise click.UsageError(f"{directory} holds a {held}; {give}")
 
 
-def default_part(device: str, dropout: float) -> str:
+def default_part(name: str, device: str, dropout: float) -> str:
     """part4 if it has a gradient here and compiles, else part0. It compiles before the run's time begins."""
-    if dropout and device == "cpu":
+    if name in RECIPES or dropout and device == "cpu":
         return "part0"
     try:
         if device == "cuda":
