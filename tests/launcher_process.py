@@ -116,7 +116,6 @@ launches, dtype_of_call, ruled = 0, torch.float32, False  # of this call
 
 
 def matrices(at: int, strides: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The tensor at an address."""
     extent = 1 + sum(stride * (n - 1) for stride, n in zip(strides, shape))
     data = (ctypes.c_char * (extent * dtype.itemsize)).from_address(at)
     return torch.frombuffer(data, dtype=dtype).as_strided(shape, strides)
@@ -221,18 +220,19 @@ def follow_backward(config: Config, arguments: Any, dtype: torch.dtype) -> None:
     causal = bool(call.causal) and not ruled
     out, lse = reference.attention(q, k, v, causal=causal, scale=scale, return_lse=True, rules=rules)
     contiguous = lse.contiguous().stride()
-    of_lse, dlse = (
-        matrices(at, contiguous, lse.shape, torch.float32) for at in (call.lse, to.dlse or call.lse)
-    )
-    torch.testing.assert_close(
-        (of_lse, matrices(call.out, torch.empty(out.shape).stride(), out.shape, dtype).float()),
-        (lse, out),
-        rtol=2e-2,
-        atol=2e-2,
-    )
+    addresses = call.lse, to.dlse or call.lse
+    of_lse, dlse = (matrices(at, contiguous, lse.shape, torch.float32) for at in addresses)
+    given = matrices(call.out, torch.empty(out.shape).stride(), out.shape, dtype).float()
+    torch.testing.assert_close((of_lse, given), (lse, out), rtol=2e-2, atol=2e-2)
     douts = read(to, call, ["dout"], 1, dtype)[0], dlse if to.dlse else torch.zeros_like(lse)
     for address, gradient in zip((to.dq, to.dk, to.dv), torch.autograd.grad((out, lse), (q, k, v), douts)):
         matrices(address, torch.empty(gradient.shape).stride(), gradient.shape, dtype).copy_(gradient)
+
+
+def all_rules(q: torch.Tensor, Nk: int, **given: Any) -> ruling.Rules:
+    documents = torch.arange(len(q) * Nk).view(-1, Nk) // 150
+    given |= dict(softcap=2.0, alibi_slopes=torch.rand(q.shape[1]), documents=documents)
+    return ruling.checked(given, q, Nk)
 
 
 def check_backward(operators: Any, dtype: Dtype, group: int, causal: bool) -> int:
@@ -240,14 +240,12 @@ def check_backward(operators: Any, dtype: Dtype, group: int, causal: bool) -> in
     global running, launches, dtype_of_call, ruled
     B, H, Nq, Nk, d = 2, 6, 70, 300, 130 if causal else 33
     dtype_of_call, ruled = getattr(torch, dtype.torch_name), group > 1
-    cases, rules, more = inputs(B, H, Nq, Nk, d, dtype_of_call, group), None, []
+    cases, rules, more = inputs((B, H, Nq, Nk, d), dtype_of_call, group), None, []
     for number, tensors in enumerate(cases):
         leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
         if ruled:
             more = [torch.randn(H, requires_grad=True)]
-            given = dict(window=(200, 9), softcap=2.0, alibi_slopes=torch.rand(H), sinks=more[0])
-            documents = torch.arange(B * Nk).view(B, Nk) // 150
-            rules = ruling.checked(given | {"documents": documents}, leaves[0], Nk)
+            rules = all_rules(leaves[0], Nk, window=(200, 9), sinks=more[0])
         exact = reference.attention(*leaves, causal=causal, scale=d**-0.5, return_lse=True, rules=rules)
         douts = [torch.randn(B, H, Nq, d).to(dtype_of_call), torch.randn(B, Nq, H).mT][: 1 + number % 2]
         expected = torch.autograd.grad(exact[: len(douts)], leaves + more, douts)
@@ -257,28 +255,8 @@ def check_backward(operators: Any, dtype: Dtype, group: int, causal: bool) -> in
         both = forward(*leaves, causal, None, name, *(rules.on_cuda(Nq) if rules else ()))
         launches, running = 0, chosen(name or GRADIENT, d, dtype, Nq)
         found = torch.autograd.grad(both[: len(douts)], leaves + more, douts)
-        close = dict(rtol=1e-4, atol=1e-4) if dtype is Dtype.FP32 else dict(rtol=4e-2, atol=4e-2)
-        torch.testing.assert_close(found, expected, **close)
-    ruled = False
-    return len(cases)
-
-
-def check_rules(operators: Any, kernel: Kernel, dtype: Dtype, Nq: int, causal: bool) -> int:
-    """As check(), with all rules."""
-    global running, launches, dtype_of_call, ruled
-    B, H, group, Nk, d = 2, 6, 3, 700, 33
-    dtype_of_call, ruled = getattr(torch, dtype.torch_name), True
-    running = chosen(kernel.name, d, dtype, Nq * group)
-    documents = torch.arange(B * Nk).view(B, Nk) // 150
-    given = dict(window=(300, 9), softcap=2.0, alibi_slopes=torch.rand(H), sinks=torch.randn(H))
-    cases = inputs(B, H, Nq, Nk, d, dtype_of_call, group)
-    for q, k, v in cases:
-        launches = 0
-        rules = ruling.checked(given | {"documents": documents}, q, Nk)
-        found = operators.flash_ruled(q, k, v, causal, None, kernel.name, *rules.on_cuda(Nq))
-        expected = reference.attention(q, k, v, causal=causal, scale=d**-0.5, return_lse=True, rules=rules)
-        close = dict(rtol=1e-4, atol=1e-4) if dtype is Dtype.FP32 else dict(rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(found, expected, **close)
+        close = 1e-4 if dtype is Dtype.FP32 else 4e-2
+        torch.testing.assert_close(found, expected, rtol=close, atol=close)
     ruled = False
     return len(cases)
 
@@ -328,10 +306,9 @@ def on_launch(config, function, arguments) -> int:
         return 1
 
 
-def inputs(
-    B: int, H: int, Nq: int, Nk: int, d: int, dtype: torch.dtype, group: int = 1
-) -> list[list[torch.Tensor]]:
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, group: int = 1) -> list[list[torch.Tensor]]:
     """Tensors of these shapes, with all kinds of strides."""
+    B, H, Nq, Nk, d = shape
     q, k, v = (torch.randn(B, h, n, d).to(dtype) for h, n in ((H, Nq), (H // group, Nk), (H // group, Nk)))
     pad = torch.nn.functional.pad
     return [
@@ -345,28 +322,35 @@ def inputs(
     ]
 
 
-def check(operators: Any, kernel: Kernel, dtype: Dtype, shape: tuple[int, ...], causal: bool) -> int:
-    """Call a kernel with all kinds of strides; compare with part0. Returns the number of calls."""
-    global running, launches, dtype_of_call
-    B, H, Nq, Nk, d = shape
-    dtype_of_call = getattr(torch, dtype.torch_name)
-    running = chosen(kernel.name, d, dtype, Nq)
-    before, cases = len(asked), inputs(B, H, Nq, Nk, d, dtype_of_call)
+def check(operators: Any, kernel: Kernel, dtype: Dtype, shape: tuple[int, ...], causal: bool, group=1) -> int:
+    """Call a kernel with all kinds of strides and, for a group, all rules; compare with part0.
+
+    Returns the number of calls.
+    """
+    global running, launches, dtype_of_call, ruled
+    *_, Nq, Nk, d = shape
+    dtype_of_call, ruled = getattr(torch, dtype.torch_name), group > 1
+    running = chosen(kernel.name, d, dtype, Nq * group)
+    before, cases, rules = len(asked), inputs(shape, dtype_of_call, group), None
     for q, k, v in cases:
         launches = 0
-        out, lse = operators.flash_with_lse(q, k, v, causal, None, kernel.name)
+        if ruled:
+            rules = all_rules(q, Nk, window=(300, 9), sinks=torch.randn(q.shape[1]))
+        forward = operators.flash_ruled if ruled else operators.flash_with_lse
+        out, lse = forward(q, k, v, causal, None, kernel.name, *(rules.on_cuda(Nq) if rules else ()))
         assert out.is_contiguous() and out.shape == q.shape
-        close = dict(rtol=1e-5, atol=1e-5) if dtype is Dtype.FP32 else dict(rtol=1e-2, atol=1e-2)
-        expected = reference.attention(q, k, v, causal=causal, scale=d**-0.5, return_lse=True)
-        torch.testing.assert_close((out, lse), expected, **close)
+        expected = reference.attention(q, k, v, causal=causal, scale=d**-0.5, return_lse=True, rules=rules)
+        close = 1e-2 if dtype is not Dtype.FP32 else 1e-4 if ruled else 1e-5
+        torch.testing.assert_close((out, lse), expected, rtol=close, atol=close)
         launches = 0
-        assert torch.equal(out, operators.flash(q, k, v, causal, d**-0.5, kernel.name))
-    assert len(asked) <= before + 1, "Python was asked twice for the same sizes"
-    return 2 * len(cases)
+        assert ruled or torch.equal(out, operators.flash(q, k, v, causal, d**-0.5, kernel.name))
+    assert ruled or len(asked) <= before + 1, "Python was asked twice for the same sizes"
+    calls = len(cases) * (1 if ruled else 2)
+    ruled = False
+    return calls
 
 
 def main() -> None:
-    """Check every kernel, torch.compile, and what is refused."""
     global running, dtype_of_call
     operators = loaded()
     calls = 0
@@ -377,20 +361,20 @@ def main() -> None:
                     for causal in (False, True):
                         calls += check(operators, kernel, dtype, shape, causal)
                         if kernel.ruled and shape[0] == 3:
-                            calls += check_rules(operators, kernel, dtype, 40 if causal else 1, causal)
+                            few = (2, 6, 40 if causal else 1, 700, 33)
+                            calls += check(operators, kernel, dtype, few, causal, 3)
         for dtype in Dtype:
             for group, causal in ((1, False), (1, True), (3, False)):
                 calls += check_backward(operators, dtype, group, causal)
     except RuntimeError as error:
         raise (wrong or [error])[-1] from None
-    q, k, v = inputs(1, 2, 3, 700, 33, torch.float32)[0]
+    q, k, v = inputs((1, 2, 3, 700, 33), torch.float32)[0]
 
     def layer(q: torch.Tensor) -> torch.Tensor:
         out, lse = operators.flash_with_lse(2 * q, k, v, True, None, None)
         return out + lse[..., None]
 
-    running = chosen(None, 33, Dtype.FP32, 3)
-    dtype_of_call = torch.float32
+    running, dtype_of_call = chosen(None, 33, Dtype.FP32, 3), torch.float32
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(q), layer(q))
     refused = (
         ((q, k, v[:, :, :5]), None, "k and v must be (B, H, Nk, d), as q is"),

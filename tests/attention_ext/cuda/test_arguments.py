@@ -12,7 +12,6 @@ from shakespeare.attention_ext.parts import Dtype
 
 @pytest.fixture(autouse=True)
 def fake():
-    """Let tensors have no data."""
     with FakeTensorMode():
         yield
 
@@ -38,10 +37,7 @@ def test_rules_and_heads_that_share_keys():
         out, lse = attention("part4", q, k, v, return_lse=True, **options)
         assert out.shape == q.shape and (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
     for options, message in (
-        (
-            dict(kernel="3"),
-            "kernel is '3'; with rules, or fewer heads of .* it must be one of 4, 5, 6, split",
-        ),
+        (dict(kernel="3"), "kernel is '3'; with rules, or fewer heads of .* must be one of 4, 5, 6, split"),
         (dict(bias=torch.empty(1, 1, 5, 5, device="cuda")), "must be None in part4 on cuda in torch.float16"),
         (dict(score_mod="mine.h"), "score_mod is 'mine.h'; it must be None in part4 on cuda"),
         (dict(sinks=torch.empty(6, device="cpu")), "sinks is on cpu; it must be on q's cuda:0"),

@@ -52,7 +52,6 @@ FLOORS = {Dtype.FP32: 1e-6, Dtype.BF16: 2**-8, Dtype.FP16: 2**-11}
 
 @pytest.fixture(params=ROWS, ids=lambda row: f"kernel{row[0]}-{row[1]}")
 def row(request: pytest.FixtureRequest, gpu: Gpu) -> tuple[str, Dtype]:
-    """Run the test for each kernel and each dtype that it takes."""
     name, dtype = request.param
     if not KERNELS[name].runs_on(gpu.capability, dtype):
         pytest.skip(f"kernel {name} does not run on {gpu.name}")
@@ -66,10 +65,7 @@ def qkv(B, H, Nq, Nk, d, dtype=Dtype.FP32, seed=0):
 
 
 def exact(q, k, v, causal, scale):
-    """Output and logsumexp in float64."""
-    return reference.attention(
-        q.double(), k.double(), v.double(), causal=causal, scale=scale, return_lse=True
-    )
+    return reference.attention(*(t.double() for t in (q, k, v)), causal=causal, scale=scale, return_lse=True)
 
 
 def check(row, q, k, v, causal=False, scale=None):
@@ -135,9 +131,7 @@ def test_any_rules_together(row):
             out, lse = attention("part4", q, k, v, causal=causal, kernel=kernel, return_lse=True, **given)
             wide = [t.double() for t in (q, k, v)]
             about = dict(causal=causal, scale=d**-0.5, return_lse=True, rules=checked(given, q, Nk))
-            (right, right_lse), (peer, _) = (
-                reference.attention(*tensors, **about) for tensors in (wide, (q, k, v))
-            )
+            (right, right_lse), (peer, _) = (reference.attention(*t, **about) for t in (wide, (q, k, v)))
             some, far = right_lse.isfinite(), q.float().norm(dim=3).max() * k.float().norm(dim=3).max() / 8
             assert torch.equal(lse.isfinite(), some)
             if dtype is Dtype.FP32:
@@ -235,19 +229,6 @@ def test_rows_whose_scores_are_minus_infinity(row):
     k[:] = -math.inf
     out, lse = attention("part4", q, k, v, return_lse=True, kernel=kernel)
     assert out.isnan().all() and bool((lse == -math.inf).all())
-
-
-def test_halves_of_the_keys_merge(row):
-    kernel, dtype = row
-    q, k, v = qkv(1, 2, 70, 300, 64, dtype)
-    whole = attention("part4", q, k, v, causal=True, return_lse=True, kernel=kernel)
-    cut = 160
-    o1, l1 = attention("part4", q, k[:, :, :cut], v[:, :, :cut], return_lse=True, kernel=kernel)
-    o2, l2 = attention("part4", q, k[:, :, cut:], v[:, :, cut:], causal=True, return_lse=True, kernel=kernel)
-    out, lse = reference.merge(o1.float(), l1, o2.float(), l2)
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(out, whole[0].float(), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(lse, whole[1], rtol=1e-5, atol=1e-5)
 
 
 def test_many_heads(row):

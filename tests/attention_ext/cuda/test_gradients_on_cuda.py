@@ -55,9 +55,7 @@ def test_generated_cases(dtype, ruled):
             Nq, Nk = Nk, Nq
         if ruled:
             side, documents = [None, 0, 30, 500], torch.arange(Nk).cuda() // choose.randint(1, 99)
-            rules = dict(
-                window=(choose.choice(side), choose.choice(side)), softcap=choose.choice([0.5, 30.0])
-            )
+            rules = dict(window=tuple(choose.choices(side, k=2)), softcap=choose.choice([0.5, 30.0]))
             rules |= dict(alibi_slopes=torch.rand(H).cuda(), sinks=torch.randn(H).cuda().requires_grad_())
             rules |= dict(documents=documents.expand(B, Nk))
             rules = {name: rules[name] for name in rules if choose.random() < 0.5}
