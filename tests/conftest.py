@@ -79,7 +79,6 @@ def interruptible() -> None:
 
 @pytest.fixture(params=PARTS)
 def part(request: pytest.FixtureRequest) -> str:
-    """Run the test for each part."""
     if PARTS[request.param].operator:
         request.getfixturevalue("extension")
     return request.param
@@ -87,13 +86,11 @@ def part(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[name for name, part in PARTS.items() if part.operator])
 def kernel(request: pytest.FixtureRequest, extension: None) -> str:
-    """Run the test for each part that is a kernel of this repository."""
     return request.param
 
 
 @pytest.fixture
 def threads():
-    """Set PyTorch's threads for one test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -189,14 +186,12 @@ def emulated(tmp_path_factory) -> Callable[..., None]:
 
 @pytest.fixture(scope="session", name="nvrtc")
 def nvrtc_here() -> None:
-    """Skip the test if nothing can be compiled for a GPU here."""
     with or_skip():
         nvrtc.versions()
 
 
 @pytest.fixture(scope="session")
 def gpu(nvrtc: None) -> Gpu:
-    """The GPU; skip the test if there is none."""
     with or_skip():
         driver.check_gpu()
     return driver.gpu(0)
@@ -204,6 +199,5 @@ def gpu(nvrtc: None) -> Gpu:
 
 @pytest.fixture
 def adapter() -> Adapter:
-    """The adapter of WebGPU; skip the test if there is none."""
     with or_skip():
         return opened().adapter

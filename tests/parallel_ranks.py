@@ -22,7 +22,6 @@ def tensors(case: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def layout(case: dict) -> tuple[rows_of.Rows, rows_of.Rows]:
-    """The rows of q and of k of each rank."""
     P = len(case["keys"])
     if case["method"] == "zigzag":
         return rows_of.zigzag_rows(sum(case["queries"]), P), rows_of.zigzag_rows(sum(case["keys"]), P)

@@ -154,7 +154,6 @@ class Mistake(NamedTuple):
         return KERNELS[self.kernel][0]
 
     def text(self) -> str:
-        """The wrong kernel."""
         right = KERNELS[self.kernel][1]
         assert self.old in right, self.name
         return right.replace(self.old, self.new)

@@ -26,7 +26,6 @@ class Response:
     data: bytes
 
     def json(self):
-        """Its JSON."""
         return json.loads(self.data)
 
     @property
@@ -66,7 +65,6 @@ class Client:
             connection.close()
 
     def connection(self, receive_buffer: int | None = None) -> socket.socket:
-        """A raw connection."""
         made = socket.socket()
         if receive_buffer:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -75,19 +73,15 @@ class Client:
         return made
 
     def get(self, path: str, **headers: str) -> Response:
-        """GET."""
         return self.send("GET", path, **headers)
 
     def post(self, path: str, /, **fields) -> Response:
-        """POST JSON."""
         return self.send("POST", path, json.dumps(fields).encode(), content_type="application/json")
 
     def complete(self, **fields) -> Response:
-        """POST /v1/completions."""
         return self.post("/v1/completions", **{"model": MODEL, "prompt": "ROMEO:"} | fields)
 
     def chat(self, *messages: dict, **fields) -> Response:
-        """POST /v1/chat/completions."""
         return self.post("/v1/chat/completions", **{"model": MODEL, "messages": list(messages)} | fields)
 
     def metric(self, name: str, **labels: str) -> float:
@@ -98,7 +92,6 @@ class Client:
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in wanted))
 
     def idle(self) -> None:
-        """Wait until nothing is written and nothing waits."""
         until(lambda: self.metric("attention_texts_running") + self.metric("attention_texts_queued") == 0)
 
 
@@ -109,7 +102,6 @@ def written(cli, prompt: str, seed: int, tokens: int, *arguments: str | int, par
 
 
 def until(holds) -> None:
-    """Wait until something holds."""
     end = time.monotonic() + WAIT_SECONDS
     while not holds():
         assert time.monotonic() < end, "it hangs"
@@ -140,7 +132,6 @@ def raw(
 
 @contextmanager
 def serving(settings, checkpoints=None) -> Iterator[Client]:
-    """A server in a thread, at a free port."""
     from shakespeare.app.server import running
 
     settings = replace(settings, port=0)

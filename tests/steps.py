@@ -60,19 +60,16 @@ def write_at_random(
 
 
 def prefill(engine: Engine, slot: int, ids: Sequence[int], **more) -> None:
-    """Read a prompt at once."""
     engine.begin(slot, ids, **more)
     assert engine.read(slot)
 
 
 def choose(engine: Engine, slots: Sequence[int], uniforms: Sequence[float]) -> list[int]:
-    """A token for each of these slots."""
     (tokens,) = engine.write(slots, [uniforms])
     return tokens.tolist()
 
 
 def logits(engine: Engine, slot: int = 0) -> Tensor:
-    """The slot's logits (V,)."""
     return torch.tensor(engine.logits(slot))
 
 

@@ -93,13 +93,11 @@ def records(done: Done) -> list[dict[str, str]]:
     return [dict(zip(head, line)) for line in lines]
 
 
-def start_python(
-    cache: Path, *arguments: str | Path, prefix: Sequence[str] = (), **env: str
-) -> subprocess.Popen:
+def start_python(cache: Path, *args: str | Path, prefix: Sequence[str] = (), **env: str) -> subprocess.Popen:
     """Start Python, in its own process group, with `cache` as its cache directory of builds."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     env = os.environ | {"TORCH_EXTENSIONS_DIR": str(cache), "PYTHONPATH": str(ROOT)} | env
-    return subprocess.Popen([*prefix, sys.executable, *map(str, arguments)], cwd=ROOT, env=env, **pipes)
+    return subprocess.Popen([*prefix, sys.executable, *map(str, args)], cwd=ROOT, env=env, **pipes)
 
 
 class Hostile:

@@ -23,7 +23,6 @@ PYTHON_ROW = """\
 
 
 def insert(file, before, text):
-    """Insert text before the only match of a regular expression in a file."""
     content = file.read_text()
     (match,) = re.finditer(before, content, re.M)
     file.write_text(content[: match.start()] + text + content[match.start() :])
@@ -46,14 +45,12 @@ def copy(tmp_path_factory, extension):
 
 @pytest.fixture
 def env(copy):
-    """The environment of a process in the copy."""
     builds = str(copy.parent / "sixth-part-builds")
     return {"TORCH_EXTENSIONS_DIR": builds, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
 @pytest.fixture
 def run(copy, env):
-    """Run Python in the copy; return its stdout."""
     return lambda *arguments: printed(sys.executable, *arguments, cwd=copy, **env)
 
 

@@ -66,7 +66,6 @@ CASES = all_cases()
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, extension) -> list[list]:
-    """The results of all cases on each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["parallel_ranks"])
@@ -90,7 +89,6 @@ def test_it_is_exact_and_sends_what_the_formula_says(method, ranks):
 
 
 def check(case, results):
-    """Check a case's results on each rank."""
     P = len(case["keys"])
     assert results[P:] == [None] * (RANKS - P)
     if case["wrong"]:
@@ -138,7 +136,6 @@ def test_the_rows_of_the_ranks_are_all_rows_once_and_zigzag_shares_the_causal_wo
 
 @pytest.fixture
 def alone(tmp_path):
-    """This process as the only rank."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -172,12 +169,10 @@ def test_wrong_arguments_are_named(alone):
 
 
 def torchrun(P: int, *arguments) -> subprocess.Popen:
-    """Start P ranks of a Python script."""
     return start([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", P, *arguments])
 
 
 def start(command: list) -> subprocess.Popen:
-    """Start a command that runs torchrun."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([*map(str, command)], **pipes, cwd=ROOT, env=env)

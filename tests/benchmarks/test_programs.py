@@ -63,7 +63,6 @@ def test_training():
 
 
 def test_speedrun(tmp_path: Path):
-    """Two seeds on a small text: what is printed and saved of each, and whether it reached the target."""
     corpus, file = tmp_path / "text.txt", tmp_path / "saved.json"
     corpus.write_text(words(4000))
     recipe = "--n-layer 1 --n-head 2 --n-embd 16 --batch-chars 128 --block-size 16"

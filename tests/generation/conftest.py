@@ -58,7 +58,6 @@ def engine(request):
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory, extension) -> Path:
-    """A checkpoint of the tiny model."""
     directory = tmp_path_factory.mktemp("model")
     checkpoint.save(directory, tiny.gpt(), tiny.VOCABULARY, {})
     return directory
@@ -77,7 +76,6 @@ def job(settings, model) -> Job:
 
 @pytest.fixture(scope="session")
 def expected(job, tmp_path_factory) -> dict[str, str]:
-    """The hashes of the job's files, written without a fault."""
     directory = tmp_path_factory.mktemp("expected")
     bulk.run(job, directory, here())
     assert len(files(directory)) == 12

@@ -43,7 +43,6 @@ def text_of(model: Checkpoint, count: int = 400) -> list[int]:
 
 
 def certain(token: int) -> Draft:
-    """A draft that always guesses this token."""
     first = np.zeros(len(tiny.VOCABULARY), np.uint8)
     first[token] = 255
     return Draft(code_points(tiny.VOCABULARY), first, np.zeros(3, np.uint32), np.empty(0, np.uint8))

@@ -49,13 +49,8 @@ def test_the_logits_after_any_number_of_tokens(part, name, window, kv_cache):
     of = model(window)
     wanted, engine = right(of), open_engine(of, name, part=part, bc=16, kv_cache=kv_cache)
     allowed = dict(rtol=0, atol=2e-4 if kv_cache == "fp32" else 0.3)
-    for length in {
-        1,
-        *range(max(1, window - 1), window + 2),
-        of.config.reach,
-        of.config.reach + 1,
-        2 * window + 3,
-    }:
+    reach = of.config.reach
+    for length in {1, *range(max(1, window - 1), window + 2), reach, reach + 1, 2 * window + 3}:
         prefill(engine, 0, IDS[:length])
         torch.testing.assert_close(logits(engine), wanted[length - 1], **allowed)
         for at, found in enumerate(forced(engine, 0, IDS[length : length + 3]), length - 1):

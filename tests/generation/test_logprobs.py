@@ -44,9 +44,8 @@ def close(given, right):
 @pytest.mark.parametrize("length, top", [(1, 0), (2, 5), (90, 1)])
 def test_they_are_the_models_before_any_setting(engine, length, top):
     gpt, prompt = tiny.gpt(block_size=150), PROMPT[:length]
-    request = Request(
-        prompt, seed=3, sampling=SAMPLING, max_new_tokens=40, logprobs=top, prompt_logprobs=True
-    )
+    some = dict(max_new_tokens=40, logprobs=top, prompt_logprobs=True)
+    request = Request(prompt, seed=3, sampling=SAMPLING, **some)
     ((text, tokens),) = write(Writer(engine(gpt)), request).items()
     right = expected(gpt, prompt + tokens, top)
     assert text.prompt_logprobs[0] is None

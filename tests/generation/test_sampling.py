@@ -16,7 +16,6 @@ UNIFORMS = [i / 997 for i in range(997)]
 
 
 def drawn(logits, seen=(), written={}, **settings):
-    """All tokens that can be drawn."""
     counts = torch.zeros(2, len(logits), dtype=torch.int64)
     counts[0, list(seen)] = 1
     for token, count in written.items():

@@ -13,7 +13,6 @@ SMALL, LARGE = 32 << 10, 1 << 40
 
 @pytest.fixture(scope="module")
 def block(extension):
-    """The sizes of the compiled kernels."""
     return block_of("auto")
 
 

@@ -38,7 +38,6 @@ echo "<not supported>,,LLC-store-misses:u,0.00%,0,100.00,," >&2
 
 @pytest.fixture
 def cachegrind(extension):
-    """Skip the test if there is no valgrind."""
     found_program("valgrind")
 
 

@@ -20,7 +20,6 @@ SETUP.read(ROOT / "setup.cfg")
 
 
 def look(name):
-    """The state and the text of one check."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name][:1]})
         ((_, state, text),) = doctor.examine()
@@ -29,7 +28,6 @@ def look(name):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty directory for builds."""
     directory = tmp_path / "cache"
     directory.mkdir()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(directory))

@@ -1,17 +1,15 @@
 """The lab's training step: its comparison with PyTorch's, its operations, its profile."""
 
-import dataclasses
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shakespeare.lab import profile_training
 
-SMALL = dataclasses.replace(
-    profile_training.SHAKES, block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16
-)
+SMALL = replace(profile_training.SHAKES, block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16)
 
 
 def test_both_steps_agree_and_a_wrong_gradient_is_found(extension):

@@ -25,7 +25,6 @@ VOCABULARY, nanogpt_file = tiny.VOCABULARY, tiny.nanogpt_file
 
 @pytest.fixture
 def directory(tmp_path):
-    """A checkpoint directory of the tiny model."""
     save(tmp_path / "saved", tiny.gpt(), VOCABULARY, {"steps": 0})
     return tmp_path / "saved"
 

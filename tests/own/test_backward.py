@@ -70,7 +70,6 @@ def checker(extension):
 
 
 def tried(checker, folder: Path, kernel: str, text: str) -> Verdict:
-    """The verdict on a backward pass."""
     file = folder / f"mine{'.cpp' if kernel in ('cpp', 'part4') else '.py'}"
     file.write_text(text)
     found = checker.check(file, SECONDS, backward=True)

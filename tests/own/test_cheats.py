@@ -57,7 +57,6 @@ def text(file: Path, way: int) -> str:
 
 
 def left(marker: str) -> list[int]:
-    """The processes that have the environment variable CHEAT=marker."""
     found = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended

@@ -95,13 +95,7 @@ def test_stages_are_lost_one_by_one(tmp_path, extension):
         (naive, "ldK = a.k.row_stride", "ldK = a.d", 2, "row_stride"),
         (naive, "float* S) {", "float* S) {\n    *(volatile int*)8 = 0;", 0, "crashed"),
         (window, "a.change(", "if (0) a.change(", 1, "the window is not applied"),
-        (
-            window,
-            "a.change(",
-            "St[0] += 0 * K[-j0 * ldK];\na.change(",
-            2,
-            "no query sees? They hold NaN",
-        ),
+        (window, "a.change(", "St[0] += 0 * K[-j0 * ldK];\na.change(", 2, "no query sees? They hold NaN"),
         (backward, "dq[:, :, i] += dSij @ Kj", "out += 0.5; dq[:, :, i] += dSij @ Kj", 0, "writes into out"),
         (backward, "Nq, d = q.shape[2:]", "import os; os._exit(0)", 0, "ended the program"),
     ):

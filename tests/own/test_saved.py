@@ -13,7 +13,6 @@ from shakespeare.own.trial.verdict import Verdict
 
 
 def keep(into: Path, ms: float, text: str = "", N: int = 64, cpu: str = "a CPU", library: str = "") -> str:
-    """Save a result of a kernel with this text."""
     mine = into.parent / "mine.cpp"
     mine.write_text(text)
     figures = Figures({"own": ms}, 1e6, 1e9, 0, cpu, "cpu")

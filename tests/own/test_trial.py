@@ -54,7 +54,6 @@ def patient(monkeypatch):
 
 
 def tried(checker, folder: Path, name: str, suffix: str, text: str, seconds: float = SECONDS) -> Verdict:
-    """The verdict on a kernel."""
     file = folder / f"{name}{suffix}"
     file.write_text(text)
     found = checker.check(file, seconds)
@@ -63,7 +62,6 @@ def tried(checker, folder: Path, name: str, suffix: str, text: str, seconds: flo
 
 
 def find(checker, folder: Path, mistakes: list[Mistake]) -> None:
-    """Each mistake is found, and most are named."""
     assert mistakes
     named = []
     for i, mistake in enumerate(mistakes):
@@ -123,7 +121,6 @@ def test_mistakes_in_cuda_are_found_in_an_emulator(tmp_path, monkeypatch):
 
 
 def test_kernels_in_cuda_compile(nvrtc, tmp_path):
-    """For two architectures, without a GPU."""
     for i, (name, text) in enumerate({n: t for n, (s, t) in RIGHT.items() if s == ".cu"}.items()):
         (tmp_path / f"mine{i}.cu").write_text(text)
         kernel = kernels.loaded(tmp_path / f"mine{i}.cu")
@@ -282,7 +279,6 @@ def test_other_commands_take_a_file(cli, failed, extension):
 
 
 def test_watching_answers_each_save(process, tmp_path, extension):
-    """The first verdict, and the one after a save."""
     file = tmp_path / "mine.cpp"
     file.write_text(NAIVE.replace("a.scale * s", "s"))
     running = process("try", file, "--watch", "--seconds", SECONDS, PYTHONUNBUFFERED="1")

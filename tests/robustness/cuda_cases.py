@@ -34,9 +34,7 @@ def call_attention() -> int:
         for dtype in kernel.dtypes:
             if not kernel.runs_on(capability, dtype):
                 continue
-            for (B, H, Nq, Nk, d), causal in (
-                (*CASES, SHARED) if name == "split" or name in BACKWARD else CASES
-            ):
+            for (B, H, Nq, Nk, d), causal in CASES + [SHARED] * (name == "split" or name in BACKWARD):
                 if not any(kernel.tiles(kernel.padded(d), dtype, LARGE, capability)):
                     continue
                 kind = getattr(torch, dtype.torch_name)

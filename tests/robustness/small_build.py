@@ -29,7 +29,6 @@ STEPS = ("os.", "shutil.", "tempfile.", "open", "subprocess.Popen", "fcntl.flock
 
 
 def write_sources(directory: Path) -> Path:
-    """Write the sources of the library that answer() builds."""
     directory.mkdir()
     (directory / "answer.cpp").write_text(ANSWER)
     (directory / "other.cpp").write_text("int other = 1;\n")

@@ -26,7 +26,6 @@ ODD = ["\n", "\r", "\x00", "\x1b", "\u0301", "\u2028", "\u202e", "\ufeff", "\uff
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A checkpoint directory of the tiny model, with these characters as its vocabulary."""
     gpt = tiny.gpt(vocab_size=len(PLANES + ODD))
     save(tmp_path / "model", gpt, CharTokenizer(PLANES + ODD), {})
     return tmp_path / "model"

@@ -95,7 +95,6 @@ def run_cases(count: int, *command: str | Path) -> None:
 
 
 def processor_has(flag: str) -> bool:
-    """Whether Linux lists this feature of the processor."""
     try:
         return flag in Path("/proc/cpuinfo").read_text()
     except OSError:

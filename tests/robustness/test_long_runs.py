@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.full, pytest.mark.skipif(not Path("/proc/self").exists
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A checkpoint directory of the tiny model."""
     save(tmp_path / "tiny", tiny.gpt(block_size=64), tiny.VOCABULARY, {})
     return tmp_path / "tiny"
 

@@ -97,7 +97,6 @@ class Soak:
         return self.answered(draw, stream=True, stream_options={"interval_ms": draw.choice([0, 16, 100])})
 
     def slow(self, draw: random.Random) -> str:
-        """Read a stream in small pieces, with pauses."""
         options = {"interval_ms": 0}
         return self.answered(draw, draw.uniform(0.005, 0.05), stream=True, stream_options=options, n=1)
 

@@ -49,7 +49,6 @@ CLIENTS += [Client(f"{name}_client.py", name) for name in ("litellm", "langchain
 
 
 def run(command: list[str], server: str, full: str) -> dict:
-    """What a client found."""
     # No variable of this machine's may lead a client elsewhere.
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     own = {"OPENAI_BASE_URL": server, "OPENAI_API_KEY": KEY, "CASE": json.dumps(CASE | {"full": full})}
@@ -88,7 +87,6 @@ def test_a_client(client, environments, server, full, write):
 
 
 def test_llm(environments, server, full, write):
-    """llm prints texts on stdout and errors in one line."""
     client = Client("llm_command.py", "llm")
     found = run(client.command(environments), server, full)
     assert found["text"] == found["stream"][0] == write(CASE["prompt"]), found["stderr"]

@@ -26,9 +26,7 @@ from shakespeare.training.start import recipe_of
 from shakespeare.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("extension")
-RECIPE = Recipe(
-    block_size=16, steps=1, dropout=0.0, batch_chars=64, n_layer=2, n_head=2, n_embd=32, average=0.8
-)
+RECIPE = Recipe(16, steps=1, dropout=0.0, batch_chars=64, n_layer=2, n_head=2, n_embd=32, average=0.8)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 # Awkward sizes: batch, block, V, C, heads, layers, and the window of an endless model
@@ -55,7 +53,6 @@ SIZES_ON_GPU = [
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request) -> torch.device:
-    """Those that have a native step here."""
     if request.param == "cuda":
         request.getfixturevalue("gpu")
     return torch.device(request.param)
@@ -63,11 +60,9 @@ def device(request) -> torch.device:
 
 def trainer(part="part4", sizes=SIZES[0], factor=1.0, recipe=RECIPE, device=CPU) -> Trainer:
     """A trainer of a model of these sizes, whose first weights are multiplied by a factor."""
-    batch, block, V, C, heads, layers, *window = sizes
+    batch, block, V, C, H, layers, *window = sizes
     endless = dict(positions="alibi", window=window[0]) if window else {}
-    change = endless | dict(
-        block_size=block, batch_chars=batch * block, n_embd=C, n_head=heads, n_layer=layers
-    )
+    change = endless | dict(block_size=block, batch_chars=batch * block, n_embd=C, n_head=H, n_layer=layers)
     ids = torch.randint(V, (500,), generator=torch.Generator().manual_seed(1))
     made = Trainer(dataclasses.replace(recipe, **change), V, ids, device, part, dtype=Dtype.FP32)
     with torch.no_grad():
@@ -192,17 +187,12 @@ def test_the_direction_of_muon(threads):
     native._update()
     for group in native.muon.param_groups:
         for p in group["params"]:
-            exact, peer = (
-                pytorchs_direction(p.grad.to(dtype), group["shape"])
-                for dtype in (torch.float64, torch.float32)
-            )
+            exact, peer = (pytorchs_direction(g, group["shape"]) for g in (p.grad.double(), p.grad))
             allowed = 4 * float((peer - exact).abs().max()) + 1e-4 * float(exact.abs().max())
             with naming(tuple(p.shape)):
                 torch.testing.assert_close(p.detach().double(), exact, rtol=0, atol=allowed)
                 torch.testing.assert_close(native.muon.state[p]["momentum"], 0.05 * p.grad)
-    for p, average in zip(
-        native.model.transformer.h.parameters(), native.averaged.transformer.h.parameters()
-    ):
+    for p, average in zip(*(of.transformer.h.parameters() for of in (native.model, native.averaged))):
         if p.ndim == 2:
             torch.testing.assert_close(average, p / 2)
 

@@ -1,7 +1,7 @@
 """Training on a text of a few characters: the model learns, and the recorded losses are right."""
 
-import dataclasses
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,9 +19,7 @@ from shakespeare.training.text import windows
 from shakespeare.training.trainer import Trainer, sinusoids
 
 TEXT = "abcdefgh" * 100
-RECIPE = dataclasses.replace(
-    TINY, block_size=8, steps=80, eval_every=30, average=0.8, covered=0.0, test_share=0.0
-)
+RECIPE = replace(TINY, block_size=8, steps=80, eval_every=30, average=0.8, covered=0.0, test_share=0.0)
 
 
 def test_it_learns_and_what_it_saves_has_the_loss_it_records(tmp_path):
@@ -114,7 +112,7 @@ def test_a_recipe_keeps_numbers_of_python_and_names_a_wrong_one():
         (dict(decay="none"), ValueError),
     ):
         with naming(change), pytest.raises(error, match=f"{next(iter(change))} is "):
-            dataclasses.replace(OWN_TEXT, **change)
+            replace(OWN_TEXT, **change)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

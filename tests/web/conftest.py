@@ -24,7 +24,6 @@ def node_program() -> str:
 
 @pytest.fixture(scope="module")
 def node(node_program: str) -> Iterator[Node]:
-    """The modules, without kernels."""
     made = Node(node_program)
     yield made
     made.close()

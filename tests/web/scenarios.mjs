@@ -172,7 +172,6 @@ const scenarios = {
     return { before, said, after, text: await textOf("text-new"), command: await textOf("command") };
   },
 
-  // A race that is left.
   async left({ query }) {
     await open(query, query.length);
     await show("race");
@@ -224,7 +223,6 @@ const scenarios = {
     return made;
   },
 
-  // The texts of several addresses, one after the other.
   async texts({ queries }) {
     const made = [];
     for (const query of queries) {
@@ -420,7 +418,6 @@ const scenarios = {
     return { said, text, note, other: await textOf("text-new") };
   },
 
-  // Findings of axe in each view.
   async axe() {
     const source = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
     await open({ length: 40 }, 40);

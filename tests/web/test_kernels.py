@@ -49,7 +49,6 @@ def test_the_page_takes_the_parts_from_the_kernels(node):
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory) -> str:
-    """The directory of a model without an end."""
     directory, tokenizer = tmp_path_factory.mktemp("endless"), load("shakes256").tokenizer
     save(directory, tiny.gpt(vocab_size=65, n_head=4, positions="alibi", window=WINDOW), tokenizer, {})
     return str(directory)

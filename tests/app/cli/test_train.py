@@ -27,14 +27,12 @@ ENDING = re.compile(
 
 @pytest.fixture(autouse=True)
 def text(tmp_path: Path) -> Path:
-    """text.txt in the directory of the commands."""
     (tmp_path / "text.txt").write_text(words(4000))
     return tmp_path / "text.txt"
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> str:
-    """A checkpoint directory to start from."""
     save(tmp_path / "start", tiny.gpt(), tiny.VOCABULARY, {})
     return "start"
 

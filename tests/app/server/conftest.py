@@ -8,7 +8,6 @@ from serving import MODEL, Client, serving
 
 @pytest.fixture(scope="module")
 def client(extension) -> Iterator[Client]:
-    """A server with one model."""
     from shakespeare.app.server import Settings
 
     with serving(Settings((MODEL,))) as made:

@@ -18,7 +18,6 @@ PATIENT = dict.fromkeys(("body_seconds", "behind_seconds", "stall_seconds"), WAI
 
 @pytest.fixture(scope="module")
 def small(extension):
-    """A server with one slot and a queue of two."""
     limits = {"body_bytes": 10_000, "buffer_bytes": 20_000, "most_scores": 10**6} | PATIENT
     with serving(Settings((MODEL,), slots=1, queue=2, **limits)) as client:
         yield client
@@ -26,7 +25,6 @@ def small(extension):
 
 @pytest.fixture
 def hasty(small, monkeypatch):
-    """Shortens limits of the server for one test."""
     server = small.server.application
     return lambda **limits: monkeypatch.setattr(server, "settings", replace(server.settings, **limits))
 

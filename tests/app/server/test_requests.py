@@ -81,7 +81,6 @@ def asked(kind, **fields) -> tuple[Body, list[Request]]:
 
 
 def refused(kind, **fields) -> ApiError:
-    """The refusal of a body."""
     with pytest.raises(ApiError) as caught:
         asked(kind, **fields)
     assert caught.value.status == 400

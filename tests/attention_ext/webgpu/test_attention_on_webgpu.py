@@ -32,14 +32,12 @@ HALF = 2.0**-11  # half a unit in the last place of 16 bits, by which step 6 rou
 
 @pytest.fixture  # a test may lose the device, and the next one has another
 def gpu() -> Gpu:
-    """The device; skip the test if there is none."""
     with or_skip():
         return opened()
 
 
 @pytest.fixture(params=STEPS)
 def step(request: pytest.FixtureRequest, gpu: Gpu) -> str:
-    """Run the test for each step that the adapter can run."""
     if lacking := STEPS[request.param].lacks(gpu.adapter):
         pytest.skip(f"{gpu.adapter.name} lacks {lacking}")
     return request.param
@@ -62,7 +60,7 @@ def check(step, q, k, v, causal=False, scale=None):
 
 
 @pytest.mark.parametrize(
-    "shape", [*SHAPES, *(pytest.param(shape, marks=pytest.mark.full) for shape in MORE)], ids=str
+    "shape", [*SHAPES, *(pytest.param(s, marks=pytest.mark.full) for s in MORE)], ids=str
 )
 def test_awkward_shapes(step, shape):
     for causal in (True, False):
@@ -154,7 +152,6 @@ def test_rows_that_are_longer_than_a_subgroup(monkeypatch, step):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_table_has_the_workgroup_memory_of_the_source(name):
-    """It counts what the files declare."""
     step, size = STEPS[name], {"f32": 4, "u32": 4, "atomic<u32>": 4, "vec4f": 16, "vec4<f16>": 8}
     text = "".join((SOURCES / file).read_text() for file in step.files)
     size |= {name: size[of] for name, of in re.findall(r"^alias (\w+) = (.+);", text, re.M)}
@@ -225,11 +222,7 @@ WRONG = [
     (dict(k=Q[:, :, :2], v=Q[:, :, :2], causal=True), ValueError, "q has Nq=4 rows; with causal=True"),
     (dict.fromkeys("qkv", np.ones((1, 1, 1, 257), np.float32)), ValueError, "q has d=257; it must"),
     (dict(q=T, k=T.to("meta"), v=T), ValueError, "k is on meta; it must be on the CPU"),
-    (
-        dict(q=T, k=T, v=T.clone().requires_grad_()),
-        ValueError,
-        "v requires a gradient; part4 computes none",
-    ),
+    (dict(q=T, k=T, v=T.clone().requires_grad_()), ValueError, "v requires a gradient; part4 computes none"),
     (dict.fromkeys("qkv", T.bfloat16()), TypeError, "q is torch.bfloat16; it must be float32 or float16"),
 ]
 

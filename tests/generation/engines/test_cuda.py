@@ -40,7 +40,6 @@ H100 = 227 * 1024  # bytes of shared memory for a block
 
 @pytest.fixture
 def gpu() -> None:
-    """Skip the test without a GPU and what compiles for it."""
     with or_skip():
         driver.check_gpu()
         torch.cuda.synchronize()  # makes the GPU's context current
@@ -49,7 +48,6 @@ def gpu() -> None:
 
 @pytest.fixture
 def a_gpu(no_cuda_engine) -> None:
-    """Skip the test unless a GPU runs the cuda engine."""
     if no_cuda_engine:
         pytest.skip(no_cuda_engine)
 
@@ -269,9 +267,8 @@ def test_what_the_slots_need_is_compiled_and_a_wheel_brings_it(emulated, monkeyp
         monkeypatch.setattr(on, "clusters", lambda layout, drafts=False: clusters)
         shared = prebuilt.GPUS[capability] << 10
         on.on = replace(on.on, capability=capability, l2=50 << 20, shared=shared)
-        open_engine(
-            checkpoint, "cuda", device="cuda", slots=count, draft=draft, weights=precision, kv_cache=precision
-        )
+        rounded = dict(weights=precision, kv_cache=precision)
+        open_engine(checkpoint, "cuda", device="cuda", slots=count, draft=draft, **rounded)
         (reader, _), *ways = dict.fromkeys(on.prepared)
         with naming(capability, clusters, count, draft, precision):
             assert reader.prompt and [rows for _, rows in ways] == texts
@@ -357,14 +354,12 @@ def test_a_batch_changes_no_text_on_a_gpu():
         written = [row[slot] for row in rows]
         assert [choose(alone, [0], [uniforms[row][slot]])[0] for row in range(30)] == written
         torch.testing.assert_close(logits(alone), logits(many, slot), rtol=1e-5, atol=1e-4)
-        prefill(
-            alone, 0, [*(token % 65 for token in range(lengths[slot])), *written[:-1]]
-        )  # a window read again
+        # a window read again
+        prefill(alone, 0, [*(token % 65 for token in range(lengths[slot])), *written[:-1]])
         torch.testing.assert_close(logits(alone), logits(many, slot), rtol=1e-5, atol=1e-4)
 
 
 def free_bytes() -> int:
-    """Free memory of the GPU."""
     layouts.device().activate()
     return int(driver.checked(driver.bindings().cuMemGetInfo()))
 

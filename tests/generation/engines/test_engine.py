@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 from steps import choose, forced, logits, prefill
 from support import naming
 
-from shakespeare.attention_ext import PARTS, SIMD, BuildError
+from shakespeare.attention_ext import PARTS, SIMD, BuildError, processor
 from shakespeare.attention_ext.extension import load as load_extension
-from shakespeare.attention_ext.processor import Cache
 from shakespeare.generation.engines import native
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.native import Decoder
@@ -153,9 +152,7 @@ def test_a_bf16_cache_holds_rounded_keys_and_values(kernel, simd, name):
                     assert (made - right[i - 1]).abs().max() < allowed
 
 
-@pytest.mark.parametrize(
-    "weights, kv_cache", [("fp32", "fp32"), ("fp32", "bf16"), ("int8", "fp32"), ("int8", "bf16")]
-)
+@pytest.mark.parametrize("weights, kv_cache", [*itertools.product(("fp32", "int8"), ("fp32", "bf16"))])
 @pytest.mark.parametrize("count", [1, 3])
 def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights, kv_cache):
     precisions = {"weights": weights, "kv_cache": kv_cache}
@@ -301,9 +298,7 @@ def test_a_batch_in_groups_of_any_size_is_written_as_each_text_alone(
 ):
     """The size of the processor's last cache decides how many slots are stepped together."""
     threads(threads_used)
-    monkeypatch.setattr(
-        "shakespeare.attention_ext.processor.caches", lambda: (Cache(3, cache_bytes, 16, 64),)
-    )
+    monkeypatch.setattr(processor, "caches", lambda: (processor.Cache(3, cache_bytes, 16, 64),))
     gpt = tiny.scaled(n_embd=64, block_size=500)
     texts, steps = 25, 6
     rows = torch.rand(steps, texts, generator=torch.Generator().manual_seed(0)).tolist()
@@ -388,7 +383,6 @@ def test_wrong_arguments_are_named(extension):
 
 
 def test_the_decoder_checks_what_it_is_given(extension):
-    """Wrong calls from Python."""
     gpt = tiny.scaled()
     checkpoint = Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)
     right = vars(EngineOptions(br=16, bc=16, slots=2, threads=1)) | {

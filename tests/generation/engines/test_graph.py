@@ -28,7 +28,6 @@ def no_graphs(monkeypatch) -> None:
 
 
 def engines(kv_cache="fp32"):
-    """The engine without and with the steps of a graph."""
     gpt, options = tiny.gpt(), EngineOptions(part="part0", kv_cache=kv_cache, slots=5)
     return [pytorch.TorchEngine(gpt, options, part) for part in (None, options.row)]
 

@@ -31,7 +31,6 @@ NEAR = 1e-5  # of a probability: closer to a boundary, float32's rounding may de
 
 @pytest.fixture
 def no_adapter(monkeypatch) -> str:
-    """A machine without an adapter; the error that says so."""
     message = "device is 'webgpu', and no adapter was found"
     for module in (webgpu, by_webgpu):
         monkeypatch.setattr(module, "opened", Mock(side_effect=BuildError(message)))

@@ -61,7 +61,6 @@ def kill_at_random_moments(job, expected, seconds, out: Path, open_pool, kill) -
 
 
 def run_to_the_end(job, directory: Path, open_pool) -> None:
-    """Run a job until it is complete: a file may meet three kills, or kills outrun the workers."""
     complete = False
     while not complete:
         with contextlib.suppress(BulkError):
@@ -69,7 +68,6 @@ def run_to_the_end(job, directory: Path, open_pool) -> None:
 
 
 def kill_process(pids: list[int], chance) -> bool:
-    """SIGKILL one of these processes, if there is any."""
     with contextlib.suppress(ProcessLookupError):
         if pids:
             os.kill(chance.choice(pids), signal.SIGKILL)
@@ -78,7 +76,6 @@ def kill_process(pids: list[int], chance) -> bool:
 
 
 def opened(pools: list[Pool], settings, shards) -> Pool:
-    """A pool of two workers, noted in `pools`."""
     pools.append(local_pool(settings, 2))
     return pools[-1]
 

@@ -7,7 +7,6 @@ from shakespeare.lab import machine
 
 @pytest.fixture
 def run(quiet, cli, monkeypatch):
-    """Run `gpt.py bench`, as on a quiet, steady machine."""
     quiet(machine)
     monkeypatch.setattr(machine, "page_faults", lambda: 0)
     monkeypatch.setattr(machine, "read_bandwidth", lambda size, threads=1: 1e10)

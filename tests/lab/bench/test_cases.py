@@ -40,10 +40,7 @@ def test_a_wrong_plan():
         (dict(names=["part0"], tokens=63, lengths=[32, 64]), "tokens is 63; it must be at least N=64"),
         (dict(names=["part0"], columns=31), "columns is 31; it must be at least d=32"),
         (dict(names=["part0"], backward=True, queries=5), "backward is True; it must be False with"),
-        (
-            dict(names=["kernel1"], device="cuda", backward=True),
-            "contender is 'kernel1'; with backward on CUDA it",
-        ),
+        (dict(names=["kernel1"], device="cuda", backward=True), "is 'kernel1'; with backward on CUDA it"),
         (dict(names=["kernel1"], device="cuda", l2s=["hot"]), "l2 is 'hot'; on CUDA it must be one of warm,"),
     ):
         with naming(arguments), pytest.raises(ValueError, match=message):

@@ -17,8 +17,6 @@ CASE = dict(lengths=(64,), widths=(16,), heads=2, device="cuda")
 
 
 def on_cpu(monkeypatch):
-    """Let part0 compute the kernels."""
-
     def pretend(part, *qkv, causal=False, **options):
         rules = {name: value for name, value in options.items() if name in NAMES}
         return attention("part0", *qkv, causal=causal, **rules)
@@ -66,9 +64,8 @@ def test_gradients_are_verified_and_timed(monkeypatch):
         return attention("part0", q, k, v, causal=causal)
 
     monkeypatch.setattr(contenders, "attention", pretend)
-    done = measured(
-        ["part0", "backward1", "backward2", "sdpa-math"], backward=True, masks=[True], l2s=["warm"]
-    )
+    names = ["part0", "backward1", "backward2", "sdpa-math"]
+    done = measured(names, backward=True, masks=[True], l2s=["warm"])
     assert {r.cell.contender for r in done.results if r.status == "wrong"} == {"backward2"}
     first = report.row(done, done.results[1])
     assert first["status"] == "ok" and first["error"] < 1e-5

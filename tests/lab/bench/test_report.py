@@ -76,7 +76,6 @@ def test_a_run_is_kept_in_files_alone(tmp_path, failed, run, monkeypatch):
 
 
 def test_save_alone_keeps_the_run_by_processor(results, run, cli):
-    """The file can be shown again and compared with."""
     run("part0,sdpa", *SMALL, "--save")
     (file,) = results.iterdir()
     assert file.name == f"bench-{processor.slug()}.json"

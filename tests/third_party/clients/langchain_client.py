@@ -21,7 +21,6 @@ def chats(**fields) -> ChatOpenAI:
 
 
 def refused(**fields) -> dict:
-    """What a call raises."""
     try:
         chats(**fields).invoke(messages)
     except openai.APIStatusError as error:

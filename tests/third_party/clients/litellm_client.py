@@ -15,7 +15,6 @@ chat |= {"max_completion_tokens": tokens} | server
 
 
 def refused(**fields) -> dict:
-    """What a call raises."""
     try:
         litellm.completion(**chat | fields)
     except litellm.exceptions.APIError as error:

@@ -20,7 +20,6 @@ options = ["-o", "seed", str(CASE["seed"]), "-o", "max_tokens", str(CASE["tokens
 
 
 def entry(id: str, **fields) -> str:
-    """An entry of the file."""
     return MODEL.format(id=id, **{"name": CASE["model"], "base": base, "completion": "true"} | fields)
 
 
@@ -32,7 +31,6 @@ def run(*arguments: str, key: str = os.environ["OPENAI_API_KEY"]) -> subprocess.
 
 
 def refused(*arguments: str, **settings) -> dict:
-    """What the command says of an error."""
     done = run("prompt", CASE["prompt"], "--no-log", *arguments, **settings)
     return {"exit": done.returncode, "said": done.stderr}
 

@@ -13,7 +13,6 @@ chat = {"model": model, "messages": CASE["messages"], "seed": seed, "max_complet
 
 
 def refused(call, **fields) -> dict:
-    """What a call raises."""
     try:
         call(**fields)
     except openai.APIStatusError as error:
