@@ -128,17 +128,14 @@ class Trainer:
         self.decay = torch.full((), recipe.average, device=device)  # the average's
         on_gpu = device.type == "cuda"
         native = part == "part4" and config == GPTConfig(vocab_size=vocab_size, bias=False, **sizes)
-        if on_gpu and native:
-            native = step.takes(config, dtype, driver.gpu(torch.cuda.current_device()))
-        elif recipe.dropout:
-            native = False
+        if native:
+            on = driver.gpu(torch.cuda.current_device()) if on_gpu else None
+            native = step.takes(config, dtype, on) if on else not recipe.dropout
         every: dict[str, Any] = dict(lr=torch.zeros((), device=device), weight_decay=recipe.weight_decay)
         groups = [dict(params=ps, lr=torch.zeros((), device=device)) for ps in (others, placed)]
         of_matrices = [dict(params=ps, shape=shape) for shape, ps in matrices.items()]
         self.muon: Any = (States if native else Muon)(of_matrices, **every, momentum=MOMENTUM)
-        every |= dict(betas=(0.9, 0.99), eps=1e-8)
-        if not native:
-            every |= dict(fused=on_gpu, capturable=on_gpu)
+        every |= dict(betas=(0.9, 0.99), eps=1e-8, fused=on_gpu, capturable=on_gpu)
         self.adam: Any = (States if native else torch.optim.AdamW)(groups, **every)
         for other in (*others, *placed):
             averages = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
@@ -149,14 +146,13 @@ class Trainer:
         # Multiples of the golden ratio, modulo 1, cover the text evenly, however many there are.
         self._strides = GOLDEN * torch.arange(self.batch + 1, device=device, dtype=torch.float64)
         self.place = torch.rand((), dtype=torch.float64).to(device)  # of the next window, a share of the text
-        self.native: Any = None
-        if native:
-            self.native = self._step_on_gpu() if on_gpu else self._native_step(simd)
+        make = self._step_on_gpu if on_gpu else partial(self._native_step, simd)
+        self.native: Any = make() if native else None
         self.step = self._captured_step() if on_gpu else self._step
 
     def _step_on_gpu(self) -> Any:
         """The TrainingStep of training/cuda, in whose memory all tensors then lie."""
-        flat = Flat.zeros(self.model.config, self.device)
+        flat = Flat(self.model.config, self.device)
         for i, (p, average) in enumerate(zip(self.model.parameters(), self.averaged.parameters())):
             views = flat.views(i)
             for tensor, name in ((p, "value"), (average, "average")):
@@ -227,9 +223,7 @@ class Trainer:
     def _update(self) -> None:
         """Step both optimizers and update the average; the gradients are set."""
         if self.native:
-            on_gpu = self.device.type == "cuda"
-            self.native.update(*((self.lr, self.decay) if on_gpu else (self.lr.item(), self.decay.item())))
-            return
+            return self.native.update(self.lr, self.decay)
         recipe = self.recipe
         peaks = [recipe.muon_lr] * len(self.muon.param_groups) + [recipe.adam_lr, recipe.position_lr]
         for group, peak in zip((*self.muon.param_groups, *self.adam.param_groups), peaks):

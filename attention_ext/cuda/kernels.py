@@ -5,7 +5,6 @@ Neither torch nor CUDA is imported here.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from shakespeare.attention_ext.cuda import launches, tiles
 from shakespeare.attention_ext.cuda.launches import Gpu, Kernel, Sizes
@@ -125,12 +124,7 @@ KERNELS = {
 # The backward pass's; the best first.
 OF_BACKWARD = ("attention_backward_rows", "attention_backward_keys", "attention_backward_queries")
 _backward = partial(Kernel, plan=launches.backward, functions=OF_BACKWARD, ruled=True)
-_with_mma: dict[str, Any] = {
-    "tiles": tiles.on_tensor_cores,
-    "multiple": 8,
-    "vectors": True,
-    "capability": (8, 0),
-}
+_with_mma = partial(_backward, tiles=tiles.on_tensor_cores, multiple=8, vectors=True, capability=(8, 0))
 BACKWARD = {
     kernel.name: kernel
     for kernel in (
@@ -147,19 +141,17 @@ BACKWARD = {
             ruled=False,
             windowed=True,
         ),
-        _backward(
+        _with_mma(
             "backward3",
             dict.fromkeys(HALVES, "backward3.cu"),
             "tensor cores with mma.sync, P and dS in registers as the products' left operands",
             "The tensor cores compute all seven products. They and shared memory are the bound.",
-            **_with_mma,
         ),
-        _backward(
+        _with_mma(
             "backward2",
             {Dtype.FP32: "backward2.cu"},
             "tensor cores with mma.sync, three products of tf32",
             "Each of the seven products is three of tf32. They and the splitting are the bound.",
-            **_with_mma,
         ),
         _backward(
             "backward1",

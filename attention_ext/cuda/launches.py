@@ -109,11 +109,8 @@ def split(kernel: Compiled, of: Sizes) -> Plan:
 
 def backward(kernel: Compiled, of: Sizes) -> Plan:
     """The gradients: lanes for each row, then a block for each tile of keys, then for each of queries."""
-    rows, keys = (
-        of.heads * tiles.up(of.Nq, PADDING_OF_ROWS),
-        of.heads // of.group * -(-of.Nk // kernel.tile.bc),
-    )
-    lanes = kernel.tile.sizes.get("ROW_LANES", 32)
+    rows, lanes = of.heads * tiles.up(of.Nq, PADDING_OF_ROWS), kernel.tile.sizes.get("ROW_LANES", 32)
+    keys = of.heads // of.group * -(-of.Nk // kernel.tile.bc)
     blocks = -(-lanes * rows // kernel.tile.threads), keys, _tiles(kernel, of.heads, of.Nq)
     launches = [_launch(kernel, count, number) for number, count in enumerate(blocks)]
     launches[0].shared, boxes = 0, {}

@@ -215,8 +215,7 @@ def backward1(d: int, dtype: Dtype, queries: Queries, capability: Capability) ->
 
 def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     """backward2 and 3, as kernel4(), of a sweep on an H100: wide heads leave registers for one sum a warp."""
-    names: tuple[str, ...] = ("K_M", "K_CHUNK", "K_HELD", "K_BLOCKS", "K_PAIRED")
-    names += ("Q_M", "Q_CHUNK", "Q_HELD", "Q_BLOCKS", "TILE", "STAGES")
+    names = "K_M K_CHUNK K_HELD K_BLOCKS K_PAIRED Q_M Q_CHUNK Q_HELD Q_BLOCKS TILE STAGES".split()
     rows: tuple[tuple, ...] = (
         (32, (4, 2, 32, 0, 3, 0, 2, 32, 1, 3, 64, 3)),
         (64, (4, 2, 32, 0, 2, 0, 2, 32, 1, 2, 64, 2)),
@@ -230,35 +229,24 @@ def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capabili
             (128, (8, 2, 16, 0, 1, 1, 1, 32, 0, 1, 32, 2), (4, 1, 16, 0, 2, 0, 1, 16, 0, 2, 16, 2)),
             (256, (4, 1, 16, 0, 1, 1, 1, 16, 0, 1, 16, 2)),
         )
-    width = up(d, 32 if dtype is Dtype.FP32 else 16)
+    width = up(d, 32 if dtype is Dtype.FP32 else 16)  # as the products see it
+    stride, lanes = odd(width * dtype.bytes, 16), min(32, 1 << (width * dtype.bytes // 16 - 1).bit_length())
     for warps, *others in next((row[1:] for row in rows if d <= row[0]), ()):
-        yield of_passes(warps, width, dtype, dict(zip(names, others)))
+        sizes = dict(zip(names, others), WIDTH=width, STRIDE=stride, ROW_LANES=lanes)
+        row, half = 16 * warps * width * dtype.bytes, 1 + sizes["K_PAIRED"]  # row: bytes of one of X and Y
+        keys = row * sizes["K_M"] * (1 - sizes["K_HELD"]) * 2 // half
+        if sizes["K_PAIRED"]:
+            keys += warps // 2 * sizes["K_M"] * 16 * sizes["K_CHUNK"] * dtype.bytes
+        in_shared = max(keys, row * sizes["Q_M"] * (1 - sizes["Q_HELD"]) * 2)
+        shared = sizes["STAGES"] * sizes["TILE"] * (2 * stride + 8) + in_shared
+        yield Tile(16 * warps * sizes["Q_M"], 16 * warps * sizes["K_M"] // half, 32 * warps, shared, sizes)
 
 
 def backward4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
     """As kernel6(). Above d = 128 a thread has no registers for the sums of two gradients."""
-    for width, *others in ((32, 128, 4, 128, 4), (64, 128, 3, 128, 3), (128, 64, 4, 128, 2)):
-        if d <= width:
-            sizes = dict(zip(("K_TILE", "K_STAGES", "Q_TILE", "Q_STAGES"), others))
-            stages = (
-                sizes["K_STAGES"] * (sizes["K_TILE"] * (4 * width + 8) + 16),
-                sizes["Q_STAGES"] * (sizes["Q_TILE"] * 4 * width + 16),
-            )
-            shared = 4 * width * 128 + max(stages) + 20 + 1024
-            sizes |= {"WIDTH": width, "BOX": min(64, width), "ROW_LANES": width // 8}
-            yield Tile(128, 128, 384, shared, sizes)
-            return
-
-
-def of_passes(warps: int, width: int, dtype: Dtype, sizes: dict[str, int]) -> Tile:
-    """The tile of the backward pass with these macros; width: d as the products see it."""
-    stride, half = odd(width * dtype.bytes, 16), 1 + sizes["K_PAIRED"]
-    row = 16 * warps * width * dtype.bytes  # of one of X and Y
-    keys = row * sizes["K_M"] * (1 - sizes["K_HELD"]) * 2 // half
-    if sizes["K_PAIRED"]:
-        keys += warps // 2 * sizes["K_M"] * 16 * sizes["K_CHUNK"] * dtype.bytes
-    in_shared = max(keys, row * sizes["Q_M"] * (1 - sizes["Q_HELD"]) * 2)
-    shared = sizes["STAGES"] * sizes["TILE"] * (2 * stride + 8) + in_shared
-    br, bc = 16 * warps * sizes["Q_M"], 16 * warps * sizes["K_M"] // half
-    lanes = min(32, 1 << (width * dtype.bytes // 16 - 1).bit_length())
-    return Tile(br, bc, 32 * warps, shared, sizes | {"WIDTH": width, "STRIDE": stride, "ROW_LANES": lanes})
+    rows = ((32, 128, 4, 128, 4), (64, 128, 3, 128, 3), (128, 64, 4, 128, 2))
+    for width, k_tile, k_stages, q_tile, q_stages in [row for row in rows if d <= row[0]][:1]:
+        stages = k_stages * (k_tile * (4 * width + 8) + 16), q_stages * (q_tile * 4 * width + 16)
+        sizes = {"K_TILE": k_tile, "K_STAGES": k_stages, "Q_TILE": q_tile, "Q_STAGES": q_stages}
+        sizes |= {"WIDTH": width, "BOX": min(64, width), "ROW_LANES": width // 8}
+        yield Tile(128, 128, 384, 4 * width * 128 + max(stages) + 20 + 1024, sizes)

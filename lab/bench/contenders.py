@@ -27,9 +27,8 @@ from shakespeare.lab.bench.cell import Cell
 
 Call = Callable[[], Any]  # gives the output, or the gradients of q, k and v
 SPLIT = "split"  # the kernel for few queries, which has no number
-OF_KERNEL = {
-    name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()
-} | BACKWARD
+OF_KERNEL = {name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()}
+OF_KERNEL |= BACKWARD
 OF_STEP = {f"webgpu{name}": step for name, step in STEPS.items()}
 # Backends of PyTorch's SDPA: the title, the kind and the name in warnings.
 SDPA = {
@@ -102,10 +101,7 @@ def contenders() -> dict[str, Contender]:
 def prepared(cell: Cell, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> Call:
     """The contender's call to time, with dout that of its gradients."""
     prepare = contenders()[cell.contender].prepare
-    arguments, sys.argv = (
-        sys.argv,
-        sys.argv[:1],
-    )  # flash-attn-4's compiler would parse them at its first calls
+    arguments, sys.argv = sys.argv, sys.argv[:1]  # flash-attn-4's compiler would parse them at first calls
     try:
         if dout is None:
             return prepare(cell, q, k, v)

@@ -23,17 +23,15 @@ from shakespeare.training.recipe import Recipe
 
 LEAST = (8, 0)  # compute capability
 ROWS = 16  # of a block of passes.cu
+POINTERS = """tokens wte wpe updates packed out dq dk dv x dx losses factors normals qkv joined h g
+dqkv dh down projected dout dlogits onehot dx0 dx0_float"""
 
 
 class Arguments(ctypes.Structure):
     """Step of passes.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("tokens", "wte", "wpe", "updates", "packed")),
-        *((name, ctypes.c_void_p) for name in ("out", "dq", "dk", "dv", "x", "dx", "losses", "factors")),
-        *((name, ctypes.c_void_p) for name in ("normals", "qkv", "joined", "h", "g")),
-        *((name, ctypes.c_void_p) for name in ("dqkv", "dh", "down", "projected", "dout")),
-        *((name, ctypes.c_void_p) for name in ("dlogits", "onehot", "dx0", "dx0_float")),
+        *((name, ctypes.c_void_p) for name in POINTERS.split()),
         *((name, ctypes.c_int) for name in ("rows", "padded", "T", "layers")),
         ("seed", ctypes.c_uint),
         ("dropout", ctypes.c_float),
@@ -78,10 +76,7 @@ class TrainingStep:
         macros |= {"HEAD_SIZE": config.head_dim, "THREADS": self.threads, "DROPOUT": int(recipe.dropout > 0)}
         self.early = on.capability >= EARLY_LAUNCH
         arch = f"sm_{on.capability[0]}{on.capability[1]}"
-        module = driver.Module(nvrtc.Source("passes.cu", arch, macros, FOLDER))
-        self.functions = {
-            name: module.function(name, self.shared) for name in ("begin", "forward", "backward")
-        }
+        self.module = driver.Module(nvrtc.Source("passes.cu", arch, macros, FOLDER))
         vocabulary = up(config.vocab_size, 32)
 
         def kept(layers: int, width: int, dtype: torch.dtype = kind) -> Tensor:
@@ -103,6 +98,7 @@ class TrainingStep:
             operands += zip(outputs, inputs)
         exact, losses = k["dx0_float"][0][: self.rows], k["losses"].flatten()[: self.rows]
         self._update = Update(config, recipe, flat, operands, exact, losses, loss, dtype, index)
+        self.update = self._update.step
         pointers = {name: t.data_ptr() for name, t in self.kept.items()}
         pointers |= {"tokens": self.tokens.data_ptr(), "packed": self._update.packed.data_ptr()}
         pointers |= {"wte": flat.views(0)["value"].data_ptr(), "updates": flat.updates.data_ptr()}
@@ -144,14 +140,9 @@ class TrainingStep:
             self._launch("backward", layer, dq=dq, dk=dk, dv=dv)
         self._update.gradients()
 
-    def update(self, fraction: Tensor, decay: Tensor) -> None:
-        """Step both optimizers by a fraction of the peak rates, the average by its decay: scalars."""
-        self._update.step(fraction, decay)
-
     def _launch(self, name: str, *layer: int, **tensors: Tensor) -> None:
         for field, tensor in tensors.items():
             setattr(self.arguments, field, tensor.data_ptr())
-        arguments = (self.arguments, *map(ctypes.c_int, layer))
-        driver.launch(
-            self.functions[name], self.blocks, self.threads, *arguments, shared=self.shared, early=self.early
-        )
+        function, given = self.module.function(name, self.shared), (self.arguments, *map(ctypes.c_int, layer))
+        how: dict[str, Any] = dict(shared=self.shared, early=self.early)
+        driver.launch(function, self.blocks, self.threads, *given, **how)

@@ -3,7 +3,6 @@
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,8 @@ ARGUMENTS: dict[type, Callable[[Any], Any]] = {
     Tensor: lambda tensor: ctypes.c_void_p(tensor.data_ptr()),
 }
 FLAT = ("value", "gradient", "average", "first", "second")
-LAYER = {"attn.c_attn": "ln_1", "attn.c_proj": "", "mlp.c_fc": "ln_2", "mlp.c_proj": ""}  # the norm before
+# A layer's weights, and the norm before each
+LAYER = (("attn.c_attn", "ln_1"), ("attn.c_proj", ""), ("mlp.c_fc", "ln_2"), ("mlp.c_proj", ""))
 
 
 def _struct(**fields: str) -> np.dtype:
@@ -43,30 +43,19 @@ PIECE = _struct(i8="at x", i4="rows width x_row x_column muon", f4="rate scale")
 PACKING = _struct(i8="at gamma out", i4="rows width n k transposed first")
 
 
-@dataclass(frozen=True)
 class Flat:
     """A model's parameters, gradients, averages and the optimizers' states, each one float32 tensor.
 
-    Parameters are in the order of GPTConfig.shapes() and begin at `offsets`. first and second: Muon's
-    momentum and nothing, AdamW's exp_avg and exp_avg_sq. updates: a scalar, how many there were.
+    All are 0 at first. Parameters are in the order of GPTConfig.shapes() and begin at `offsets`. first and
+    second: Muon's momentum and nothing, AdamW's exp_avg and exp_avg_sq. updates: a scalar, their number.
     """
 
-    value: Tensor
-    gradient: Tensor
-    average: Tensor
-    first: Tensor
-    second: Tensor
-    updates: Tensor
-    offsets: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def zeros(cls, config: GPTConfig, device: torch.device) -> "Flat":
-        """Zeros for a model's parameters."""
-        shapes = tuple(config.shapes().values())
-        ends = np.cumsum([up(math.prod(shape), 64) for shape in shapes]).tolist()
-        tensors = {name: torch.zeros(ends[-1], device=device) for name in FLAT}
-        return cls(**tensors, updates=torch.zeros((), device=device), offsets=(0, *ends[:-1]), shapes=shapes)
+    def __init__(self, config: GPTConfig, device: torch.device) -> None:
+        self.shapes = list(config.shapes().values())
+        *self.offsets, end = np.cumsum([0, *(up(math.prod(shape), 64) for shape in self.shapes)]).tolist()
+        zeros = (torch.zeros(end, device=device) for _ in FLAT)
+        self.value, self.gradient, self.average, self.first, self.second = zeros
+        self.updates = torch.zeros((), device=device)
 
     def views(self, i: int) -> dict[str, Tensor]:
         """Parameter i, in its shape, in each of the five tensors."""
@@ -129,18 +118,14 @@ class Update:
         # rows and columns of a tile, bytes of shared memory
         self.products = dict(zip(("weight_gradients", "gram", "polynomial", "apply"), sizes[:2] + sizes[1:]))
 
-        self.at, shapes = (
-            dict(zip(config.shapes(), flat.offsets)),
-            [[t.shape[1] for t in pair] for pair in operands],
-        )
+        self.at = dict(zip(config.shapes(), flat.offsets))
+        shapes = [[t.shape[1] for t in pair] for pair in operands]
         self.sums = np.cumsum([0, *map(math.prod, shapes)]).tolist()
         head = self.at[EMBEDDING], config.vocab_size, config.n_embd, self.at["transformer.ln_f.weight"]
         self.weights = [Weight(*head, sums=0, matrices=0)]
         for i, ((n, k), sums) in enumerate(zip(shapes[2:], self.sums[2:])):
-            names = [
-                f"transformer.h.{i // len(LAYER)}.{each}.weight" for each in [*LAYER.items()][i % len(LAYER)]
-            ]
-            at, gamma = (self.at.get(name, -1) for name in names)
+            layer, which = divmod(i, len(LAYER))
+            at, gamma = (self.at.get(f"transformer.h.{layer}.{each}.weight", -1) for each in LAYER[which])
             self.weights.append(Weight(at, n, k, gamma, sums, matrices=3 if n == 3 * k else 1))
         self._gradients(operands, dx0, RESIDENT * on.multiprocessors)
         self._optimizers()
@@ -149,10 +134,8 @@ class Update:
     def gradients(self) -> None:
         """Write the gradients, which are not clipped, and the mean loss."""
         self._launch("weight_gradients", self.tiles)
-        written = self.flat.value, self.flat.gradient, self.squares
-        self._launch(
-            "reduce_gradients", self.strips, *written, self.losses, len(self.losses), self.loss, more=1
-        )
+        given = self.flat.value, self.flat.gradient, self.squares, self.losses, len(self.losses), self.loss
+        self._launch("reduce_gradients", self.strips, *given, more=1)
 
     def step(self, fraction: Tensor, decay: Tensor) -> None:
         """Clip; step the optimizers by a share of the peak rates, and the average by its decay; scalars."""
@@ -173,9 +156,7 @@ class Update:
 
     def _launch(self, name: str, table: Tensor, *arguments: Any, more: int = 0) -> None:
         """A block for each job, and `more`."""
-        given = [
-            ARGUMENTS[type(each)](each) if type(each) in ARGUMENTS else each for each in (table, *arguments)
-        ]
+        given = [ARGUMENTS.get(type(each), lambda same: same)(each) for each in (table, *arguments)]
         shared = self.products.get(name, [0])[-1]
         function, how = self.module.function(name, shared), dict[str, Any](shared=shared, early=self.early)
         driver.launch(function, len(table) + more, THREADS, *given, **how)

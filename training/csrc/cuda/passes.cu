@@ -50,15 +50,6 @@ __device__ inline Shared& memory() {
     return *(Shared*)shared;
 }
 
-// Two neighbours in memory, rounded to elements.
-__device__ inline void put(Element* to, float first, float second) {
-#if FORMAT == FP32
-    *(float2*)to = {first, second};
-#else
-    *(unsigned*)to = pack(first, second);
-#endif
-}
-
 // f(row, column) for all elements of rows of `width` columns, `step` columns at a time.
 template <int width, int step, class F> __device__ inline void each(const F& f) {
     for (int i = threadIdx.x; i < ROWS * (width / step); i += THREADS)
@@ -167,6 +158,14 @@ struct Dropout {
     }
 };
 
+// y <- x W^T
+template <int K, int N>
+__device__ inline void product_in_y(const Element* x, int pitch, const Element* packed) {
+    product<K, N>(x, pitch, packed,
+                  [](int r, int c, float a, float b) { memory().y[r][c] = a, memory().y[r][c + 1] = b; });
+    __syncthreads();
+}
+
 // narrow <- LN(x) without its weight, which the next packed matrix has. which: of the 2 L + 1 norms.
 __device__ inline void normalize(const Step& s, int which) {
     Shared& m = memory();
@@ -260,9 +259,7 @@ __device__ inline void mlp_backward(const Step& s, int layer) {
             put(&m.wide[r][c], d[0], d[1]), put(dh + r * 4 * C + c, d[0], d[1]);
         });
     __syncthreads();
-    product<4 * C, C>(m.wide[0], LONG, weight(s, layer, UP) + 4 * C * C,
-                      [&](int r, int c, float a, float b) { m.y[r][c] = a, m.y[r][c + 1] = b; });
-    __syncthreads();
+    product_in_y<4 * C, C>(m.wide[0], LONG, weight(s, layer, UP) + 4 * C * C);
     normalize_backward(s, 2 * layer + 1, true);
     copy_x(kept(s, s.dx, 0, C));
     keep_x(Dropout(s, 2 * layer + 1), kept(s, s.projected, layer, C));
@@ -275,9 +272,7 @@ __device__ inline void mlp_backward(const Step& s, int layer) {
 __device__ inline void predict(const Step& s) {
     Shared& m = memory();
     normalize(s, 2 * s.layers);
-    product<C, VP>(m.narrow[0], PITCH, s.packed,
-                   [&](int r, int c, float a, float b) { m.y[r][c] = a, m.y[r][c + 1] = b; });
-    __syncthreads();
+    product_in_y<C, VP>(m.narrow[0], PITCH, s.packed);
     Element* const to = kept(s, s.dlogits, 0, VP);
     for (int r = threadIdx.x / 32; r < ROWS; r += WARPS) {
         const int row = blockIdx.x * ROWS + r, lane = threadIdx.x % 32;
@@ -295,9 +290,7 @@ __device__ inline void predict(const Step& s) {
         }
     }
     __syncthreads();
-    product<VP, C>(m.wide[0], LONG, s.packed + VP * C,
-                   [&](int r, int c, float a, float b) { m.y[r][c] = a, m.y[r][c + 1] = b; });
-    __syncthreads();
+    product_in_y<VP, C>(m.wide[0], LONG, s.packed + VP * C);
     normalize_backward(s, 2 * s.layers, false);
 }
 
@@ -357,14 +350,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const Step s, int
     Shared& m = memory();
     load_x(kept(s, s.dx, 0, C));
     Element* const dqkv = kept(s, s.dqkv, layer, 3 * C);
-    UNROLLED(i, 3) {
-        const Element* const of = i == 0 ? s.dq : i == 1 ? s.dk : s.dv;
-        join(s, of, m.wide[0] + i * C, LONG, dqkv + i * C, 3 * C);
-    }
+    UNROLLED(i, 3) join(s, i == 0 ? s.dq : i == 1 ? s.dk : s.dv, m.wide[0] + i * C, LONG, dqkv + i * C, 3 * C);
     __syncthreads();
-    product<3 * C, C>(m.wide[0], LONG, weight(s, layer, QKV) + 3 * C * C,
-                      [&](int r, int c, float a, float b) { m.y[r][c] = a, m.y[r][c + 1] = b; });
-    __syncthreads();
+    product_in_y<3 * C, C>(m.wide[0], LONG, weight(s, layer, QKV) + 3 * C * C);
     normalize_backward(s, 2 * layer, true);
     if (layer > 0) return mlp_backward(s, layer - 1);
     const Dropout dropped(s, 0);

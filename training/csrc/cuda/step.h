@@ -17,9 +17,13 @@ __device__ inline void wait_for_launches() {
 constexpr int BLOCK_K = FORMAT == FP32 ? 16 : 32;
 constexpr int OF_LANE = 16 / sizeof(Element);  // numbers of a lane in a block
 
-// The block with W[n][k], of `columns` in all.
-__device__ inline int packed_block(int n, int k, int columns) {
-    return n / 8 * (columns / BLOCK_K) + k / BLOCK_K;
+// Two neighbours in memory, rounded to elements.
+__device__ inline void put(Element* to, float first, float second) {
+#if FORMAT == FP32
+    *(float2*)to = {first, second};
+#else
+    *(unsigned*)to = pack(first, second);
+#endif
 }
 
 // The column, in a block, of a lane's j-th number; its row is lane / 4. Of 16-bit numbers, j = 4 slice + 2 half

@@ -137,8 +137,7 @@ template <int M, int N, int DEPTH, int STAGES, bool A_ACROSS, bool B_ACROSS> str
     __device__ inline void add_stage(const unsigned char* from) {
         constexpr int SLICE = FORMAT == FP32 ? 8 : 16;
         const int warp = threadIdx.x / 32;
-        float T[M][N][4] =
-            {};  // in FP32: the tensor cores round sums towards zero, so few terms are left to them
+        float T[M][N][4] = {};                      // in FP32: the tensor cores round long sums towards zero
 #pragma unroll(FORMAT == FP32 ? 2 : DEPTH / SLICE)  // registers suffice
         for (int slice = 0; slice < DEPTH / SLICE; ++slice) {
             unsigned a[M][4], a_low[M][4];
@@ -171,12 +170,7 @@ template <int M, int N, int DEPTH, int STAGES, bool A_ACROSS, bool B_ACROSS> str
 
     __device__ inline void store(const Tile& tile, float factor) {
         each_pair(tile, [&](int row, int column, float x, float y) {
-            Element* const to = (Element*)tile.out + row * tile.out_stride + column;
-#if FORMAT == FP32
-            *(float2*)to = float2{x * factor, y * factor};
-#else
-            *(unsigned*)to = pack(x * factor, y * factor);
-#endif
+            put((Element*)tile.out + row * tile.out_stride + column, x * factor, y * factor);
         });
     }
 };
@@ -254,13 +248,12 @@ __device__ inline void add_slices(float4& x, const float* from, const Strip& str
     }
 }
 
-// The last block computes the mean loss.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     reduce_gradients(const Strip* strips, const float* value, float* gradient, float* squares,
                      const float* losses, int rows, float* loss) {
     wait_for_launches();
     __shared__ float parts[WARPS][8];
-    if (blockIdx.x == gridDim.x - 1) {
+    if (blockIdx.x == gridDim.x - 1) {  // beyond the strips
         const float all = total(losses, rows);
         if (threadIdx.x == 0) *loss = all / rows;
         return;
@@ -268,8 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const Strip strip = strips[blockIdx.x];
     const bool scaled = strip.gamma >= 0;
     const int column = threadIdx.x % 2 * 4;
-    const float4 gamma =
-        scaled ? *(const float4*)(value + strip.gamma + column) : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+    const float4 gamma = scaled ? *(const float4*)(value + strip.gamma + column) : float4{1, 1, 1, 1};
     float4 of_gamma = {};
     float square = 0.0f;
 #pragma unroll 1
