@@ -142,9 +142,9 @@ template <bool OF_KEYS> struct Pass {
             return to_float((unsigned short)(A[i][n / 2][n % 2 * 2 + h] >> 16 * e));
     }
 
-    // P and dS, or with HALF P times the scores' derivative. first: of the chunk's rows; rows: the address of
-    // its queries' numbers.
-    template <bool MASKED, bool HALF = false>
+    // P and dS; with HALF P and P times the scores' derivative, with GIVEN dS alone, from what HALF gave as P.
+    // first: of the chunk's rows; rows: the address of its queries' numbers.
+    template <bool MASKED, bool HALF = false, bool GIVEN = false>
     __device__ inline static void weigh(const Call& call, int first_row, Weights& P, Weights& dS,
                                         const Scores& S, const Scores& dP, long long head, int first,
                                         unsigned rows, const float2* of_row) {
@@ -169,10 +169,11 @@ template <bool OF_KEYS> struct Pass {
                             seen = pair.seen, score = pair.score, slope = pair.slope;
                         }
                         p[e] = MASKED && !seen ? 0.0f : exp2_approx(score - lse);
+                        if (GIVEN) p[e] = weight(P, i, n, h, e);
                         ds[e] = HALF ? p[e] : p[e] * (dP[i][n][2 * h + e] - d);
                         if (MASKED) ds[e] *= slope;
                     }
-                    if (OF_KEYS) put(P, i, n, h, p[0], p[1]);
+                    if (OF_KEYS && !GIVEN) put(P, i, n, h, p[0], p[1]);
                     put(dS, i, n, h, ds[0], ds[1]);
                 }
         }
@@ -312,7 +313,8 @@ template <bool VALUES> struct Half {
                 UNROLLED(i, M)
                     UNROLLED(n, CHUNK / SLICE) load_shared(given[i][n], box + (i * (CHUNK / SLICE) + n) * 512);
                 arrive_at_pair(empty());
-                weigh(P, given, S, rows + c * 8);
+                Of::weigh<false, false, true>(call, first_row, given, P, S, S, head, first + c, rows + c * 8,
+                                              nullptr);
             } else {
                 if (CHANGES || j < keys.all_first || last >= keys.all_end)
                     Of::weigh<true, true>(call, first_row, P, given, S, S, head, first + c, rows + c * 8,
@@ -326,23 +328,6 @@ template <bool VALUES> struct Half {
                 arrive_at_pair(full());
             }
             add_product(sums, P, z_transposed + c * STRIDE);
-        }
-    }
-
-    // dS <- P * (dP - D)
-    __device__ inline static void weigh(Of::Weights& dS, const Of::Weights& P, const Of::Scores& dP,
-                                        unsigned rows) {
-        UNROLLED(n, CHUNK / 8) {
-            unsigned of_column[4];
-            load_shared(of_column, rows + (8 * n + threadIdx.x % 4 * 2) * 8);
-            UNROLLED(i, M)
-                UNROLLED(h, 2) {
-                    float ds[2];
-                    UNROLLED(e, 2)
-                        ds[e] = Of::weight(P, i, n, h, e) *
-                                (dP[i][n][2 * h + e] - __uint_as_float(of_column[2 * e + 1]));
-                    Of::put(dS, i, n, h, ds[0], ds[1]);
-                }
         }
     }
 
