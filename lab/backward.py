@@ -143,15 +143,12 @@ def run(
             on.time(backward, 1)
         ours, sdpa = (statistics.median(on.time(backward, rounds, launching=1e-3)) for backward in both)
         echo(f"{part} backward time:  {1e3 * ours:.3f}ms, {shape.operations / ours / 1e12:.1f} TFLOP/s")
-        echo(f"SDPA backward time:  {1e3 * sdpa:.3f}ms")
-        echo(f"speed-up over SDPA:  {sdpa / ours:.2f}x")
-        return True
-    samples = in_turns(both, rounds, LEAST_SECONDS)
-    ours, sdpa = (of.median for of in samples)
-    rate = shape.operations / ours
-    share = rate / machine.fma_peak(threads=torch.get_num_threads())
-    echo(f"{part} backward time:  {1e3 * ours:.3f}ms, {rate / 1e9:.1f} GFLOP/s, {share:.0%} of the FMA peak")
-    echo(f"quiet samples:       {samples[0].quiet}; all take {samples[0].disturbance:.2f} times as long")
+    else:
+        first, second = in_turns(both, rounds, LEAST_SECONDS)
+        ours, sdpa, rate = first.median, second.median, shape.operations / first.median
+        speed = f"{rate / 1e9:.1f} GFLOP/s, {rate / machine.fma_peak(threads=torch.get_num_threads()):.0%}"
+        echo(f"{part} backward time:  {1e3 * ours:.3f}ms, {speed} of the FMA peak")
+        echo(f"quiet samples:       {first.quiet}; all take {first.disturbance:.2f} times as long")
     echo(f"SDPA backward time:  {1e3 * sdpa:.3f}ms")
     echo(f"speed-up over SDPA:  {sdpa / ours:.2f}x")
     return True

@@ -180,12 +180,8 @@ def speedrun_row(run: dict[str, Any]) -> list[str]:
     missed = sum(each["loss"] > run["target"] for each in run["runs"])
     seeds = f"{len(run['runs'])}" + f", {missed} did not reach {run['target']}" * bool(missed)
     cells = [name + ", busy" * bool(run["busy"]), str(run["threads"]), f"`{run['options']}`", seeds]
-    cells += [
-        spread("seconds", ".1f"),
-        spread("training_seconds", ".1f"),
-        f"{run['runs'][0]['characters']:,}",
-    ]
-    return [*cells, spread("loss", ".4f"), on["commit"] or ""]
+    cells += [spread(seconds, ".1f") for seconds in ("seconds", "training_seconds")]
+    return [*cells, f"{run['runs'][0]['characters']:,}", spread("loss", ".4f"), on["commit"] or ""]
 
 
 def readme(text: str) -> str:
@@ -199,8 +195,7 @@ def readme(text: str) -> str:
             figures = [report.figure(column, row[column]) for column in ("ms", "over_sdpa")]
             name = row["contender"]
             lines.setdefault(name, described_part(name, row["scratch"])).extend(figures)
-    shown = markdown(titles, lines.values())
-    return marked(text, shown)
+    return marked(text, markdown(titles, lines.values()))
 
 
 def marked(text: str, shown: str) -> str:

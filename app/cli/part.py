@@ -130,10 +130,8 @@ def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
         shape = backward.Shape(*(asked[name] for name in sizes))
         passed = backward.run(part, shape, asked["simd"], asked["kernel"], click.echo)
     else:
-        settings = {
-            name: asked[name]
-            for name in TEST_ONLY - {"backward", "again"} | {"simd", "device", "kernel"} | NOT_BACKWARD
-        }
+        names = TEST_ONLY - {"backward", "again"} | {"simd", "device", "kernel"} | NOT_BACKWARD
+        settings = {name: asked[name] for name in names}
         # Python's own handler of Ctrl-C would wait until a kernel returns.
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:

@@ -26,6 +26,7 @@ MODEL_SIZES, ENDLESS = ("n_layer", "n_head", "n_embd"), ("positions", "window")
 # Options that do not go with a shipped recipe.
 OWN_ONLY = (*"minutes init old_corpus rates block_size batch_chars dropout".split(), *MODEL_SIZES, *ENDLESS)
 RATES = ("muon_lr", "adam_lr", "position_lr", "weight_decay")  # of a recipe
+OF_RATES = f"Rates of the recipe, of {', '.join(RATES)}."
 WINDOW = 256  # of --positions alibi
 LONGEST = 100_000  # minutes
 TRAINED_SECONDS = 5.0  # in which a new model reads its text for a draft
@@ -60,12 +61,7 @@ KEPT, ACTIVATIONS = 20, 80
     "--window", "Characters that it sees with --positions alibi.", most=LARGEST_BLOCK, show_default="256"
 )
 @options.size("--batch-chars", "Characters of a step.", most=LARGEST_BATCH, show_default="2048")
-@options.option(
-    "--rates",
-    f"Rates of the recipe, of {', '.join(RATES)}.",
-    metavar="NAME=NUMBER,...",
-    show_default="the recipe's",
-)
+@options.option("--rates", OF_RATES, metavar="NAME=NUMBER,...", show_default="the recipe's")
 @options.whole(
     "--seed", "Seed of the random numbers.", least=0, most=options.LARGEST_SEED, show_default="1337"
 )
@@ -144,12 +140,11 @@ def train(
     about |= {} if dtype is None else {"dtype": dtype}
     about |= {} if init is None else {"init": init}
     old_text = None if old_corpus is None else options.read_corpus(old_corpus)
-    settings: Any = dict(
-        part=part, dtype=Dtype(dtype or "bf16"), start=start, old_text=old_text, resume=resume, about=about
-    )
+    settings: Any = dict(part=part, dtype=Dtype(dtype or "bf16"), start=start, old_text=old_text)
     try:
         with stoppable() as stops, watch(name, quiet, stops) as watcher:
-            record = run(recipe, text, directory, device, **settings, watcher=watcher)
+            settings |= dict(resume=resume, about=about, watcher=watcher)
+            record = run(recipe, text, directory, device, **settings)
     except KeyboardInterrupt:
         saved = (directory / FILE).is_file()
         notice(f"stopped; to go on: {command_to_resume()}" if saved else "stopped before the first step")

@@ -220,22 +220,15 @@ class Module:
 
 
 def launch(
-    function: Any,
-    blocks: int,
-    threads: int,
-    *arguments: Any,
-    shared: int = 0,
-    stream: Any = None,
-    early: bool = False,
+    function: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0, early: bool = False
 ) -> None:
-    """Launch a kernel. arguments: ctypes objects. shared: bytes of a block. stream: PyTorch's by default.
+    """Launch a kernel on PyTorch's stream. arguments: ctypes objects. shared: bytes of a block.
 
     early: before the launch before it ends; the kernel waits for that itself.
     """
-    if stream is None:
-        import torch
+    import torch
 
-        stream = torch.cuda.current_stream().cuda_stream
+    stream = torch.cuda.current_stream().cuda_stream
     pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     launch_prepared(prepared_launch(blocks, threads, shared, stream, early=early), function, pointers)
 

@@ -168,17 +168,14 @@ EVERY = KERNELS | BACKWARD
 GRADIENT = "backward"  # in place of a name: the best of BACKWARD
 
 
-def check_kernel(kernel: str) -> Kernel:
-    """The row with this name. Raises ValueError if there is none."""
+def check_kernel(kernel: str, rules: int = 0) -> Kernel:
+    """The row with this name. Raises ValueError if there is none, or if it does not take the rules."""
     one_of("kernel", kernel, EVERY)
+    if not EVERY[kernel].takes(rules):
+        able = ", ".join(name for name, row in KERNELS.items() if row.ruled)
+        where = "with rules, or fewer heads of k and v than of q"
+        raise ValueError(f"kernel is {kernel!r}; {where}, it must be one of {able}")
     return EVERY[kernel]
-
-
-def no_rules(kernel: str) -> ValueError:
-    """The error for a kernel without rules."""
-    able = ", ".join(name for name, row in KERNELS.items() if row.ruled)
-    where = "with rules, or fewer heads of k and v than of q"
-    return ValueError(f"kernel is {kernel!r}; {where}, it must be one of {able}")
 
 
 def choose(
@@ -190,9 +187,7 @@ def choose(
     takes them on this GPU.
     """
     if kernel not in (None, GRADIENT):
-        row = check_kernel(kernel)
-        if not row.takes(rules):
-            raise no_rules(kernel)
+        row = check_kernel(kernel, rules)
         return row, row.tile(d, dtype, on, queries)
     first = ("split",) if queries.few else ("5",) if d <= 32 and queries.share <= tiles.SMALL else ()
     for row in BACKWARD.values() if kernel else (KERNELS[name] for name in (*first, *FASTEST)):

@@ -10,14 +10,7 @@ from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.checks import check_size, check_tensors
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import (
-    BACKWARD,
-    GRADIENT,
-    MOST_ROWS,
-    WIDEST,
-    check_kernel,
-    no_rules,
-)
+from shakespeare.attention_ext.cuda.kernels import BACKWARD, GRADIENT, MOST_ROWS, WIDEST, check_kernel
 from shakespeare.attention_ext.cuda.launches import Plan, Sizes
 from shakespeare.attention_ext.parts import PARTS, Dtype
 
@@ -85,8 +78,8 @@ def _fake_with_lse(q, k, v, causal, scale, name=None):
 
 def _fake_ruled(q, k, v, causal, scale, name, left, right, softcap, slopes, sinks, documents, extents):
     check(q, k, v, causal, name, grouped=True)
-    if name is not None and not check_kernel(name).ruled:
-        raise no_rules(name)
+    if name is not None:
+        check_kernel(name, rules=1)
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -108,8 +101,7 @@ def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     found = flash_backward(*call, *(ctx.rules or NO_RULES))
     if not ctx.rules:
         return *found, None, None, None
-    sinks = ctx.rules[4]
-    dsinks = None
+    sinks, dsinks = ctx.rules[4], None
     if sinks is not None and sinks.requires_grad:
         dsinks = extension.of_sinks(dout.float(), dlse, out.float(), lse, sinks)
     return *found, *[None] * 7, dsinks, None, None

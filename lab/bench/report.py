@@ -33,14 +33,8 @@ MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
 
 # Columns that identify a cell. In Markdown the columns that are the same in all rows stand above the table.
 _CASE = "simd N queries d batch heads causal dtype br bc threads device l2 rules backward".split()
-CASE = dict(zip(_CASE, _CASE)) | {
-    "simd": "SIMD",
-    "causal": "mask",
-    "br": "Br",
-    "bc": "Bc",
-    "l2": "L2",
-    "backward": "pass",
-}
+CASE = dict(zip(_CASE, _CASE)) | {"simd": "SIMD", "causal": "mask", "br": "Br", "bc": "Bc", "l2": "L2"}
+CASE["backward"] = "pass"
 # A row's figures, with titles and formats in Markdown ('' takes three digits); None if not shown there.
 FIGURES = {
     "ms": ("ms", ""),
@@ -244,13 +238,9 @@ def _case(rows: Sequence[dict]) -> tuple[list[str], list[str]]:
 
 def case_text(name: str, value: object) -> str:
     """A cell's field as a table shows it."""
-    if name == "causal":
-        return "causal" if value else "none"
-    if name == "backward":
-        return "backward" if value else "forward"
-    if name == "rules":
-        return str(value or "none")
-    return "" if value is None else str(value)
+    if not value and name in ("causal", "backward", "rules"):
+        return "forward" if name == "backward" else "none"
+    return "" if value is None else name if value is True else str(value)
 
 
 def figure(name: str, value: float | str | None) -> str:

@@ -168,9 +168,8 @@ def limits_of(answer: Answer) -> list[Limit]:
     tensor, clock = count.tensor, architecture(on)
     peak = rate(on, clock.tensor / tensor if tensor else 2 * clock.fma) / count.products
     unit = "tensor" if tensor else "FMA"
-    products = ", in three products of tf32" * (tensor > 1) + ", seven products for five" * (
-        count.products > 1
-    )
+    products = ", in three products of tf32" * (tensor > 1)
+    products += ", seven products for five" * (count.products > 1)
     limits = [(f"the {unit} peak", f"{peak / 1e12:.4g} TFLOP/s{products}", count.flops / peak)]
     if count.wavefronts:
         shared = rate(on, architectures.SHARED_BYTES)

@@ -199,13 +199,9 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
     float S[TILE / 2], dP[TILE / 2];
     unsigned P[OF_KEYS ? TILE / 4 : 1], dS[TILE / 4] = {};
 
-    float lse[2], D[2];  // of its rows r and r + 8, if they are queries
-    if (!OF_KEYS) {
-        UNROLLED(h, 2) {
-            const float2 numbers = to.rows[work.own_head * padded_rows(call) + row + 8 * h];
-            lse[h] = numbers.x, D[h] = numbers.y;
-        }
-    }
+    float2 of_row[2];  // logsumexp and D of its rows r and r + 8, if they are queries
+    if (!OF_KEYS)
+        UNROLLED(h, 2) of_row[h] = to.rows[work.own_head * padded_rows(call) + row + 8 * h];
     const Range seen = range_of(call, work.own_head, own, own + 63);  // if they are queries
     const auto release = [&](unsigned barrier) {
         if (threadIdx.x % 32 == 0) barrier_arrive(shared + barrier);
@@ -247,7 +243,7 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
             unsigned of[4];
             if (OF_KEYS) load_shared(of, numbers + m * 64);
             UNROLLED(e, 4) {
-                const float less = OF_KEYS ? __uint_as_float(of[e % 2 * 2]) : lse[e / 2];
+                const float less = OF_KEYS ? __uint_as_float(of[e % 2 * 2]) : of_row[e / 2].x;
                 S[4 * m + e] = exp2_approx(fmaf(S[4 * m + e], scale, -less));
             }
         }
@@ -267,10 +263,10 @@ __device__ inline void consume(const Call& call, const Gradients& to, unsigned s
             UNROLLED(h, 2) {
                 float x[2];
                 UNROLLED(e, 2) {
-                    const float less = OF_KEYS ? __uint_as_float(of[e * 2 + 1]) : D[h];
-                    const float p =
-                        At::ROUNDED ? to_float((Element)(P[2 * m + h] >> 16 * e)) : S[4 * m + 2 * h + e];
-                    x[e] = p * (dP[4 * m + 2 * h + e] - less);
+                    const float less = OF_KEYS ? __uint_as_float(of[e * 2 + 1]) : of_row[h].y;
+                    const int i = 4 * m + 2 * h + e;
+                    const float p = At::ROUNDED ? to_float((Element)(P[2 * m + h] >> 16 * e)) : S[i];
+                    x[e] = p * (dP[i] - less);
                 }
                 dS[2 * m + h] = pack(x[0], x[1]);
             }

@@ -44,26 +44,22 @@ __device__ inline unsigned get(unsigned from) {
     return number;
 }
 
-// Named barriers (bar): `threads` threads must arrive, waiting or not. Number 0 is that of __syncthreads().
-__device__ inline void turn_wait(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ inline void turn_pass(int barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
+// Named barriers (bar) of two warpgroups, which arrive, waiting or not. Number 0 is that of __syncthreads().
+__device__ inline void turn_wait(int barrier) { asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory"); }
+__device__ inline void turn_pass(int barrier) { asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory"); }
 
 // The turns in which warpgroups begin products: each as often as the others.
 template <int GROUPS> struct Turns {
     const int group;
     bool first = group == 0;
     __device__ inline void begin() {
-        if (!first) turn_wait(1 + group, 256);  // 256: the threads of this warpgroup and of the one before
+        if (!first) turn_wait(1 + group);  // with the warpgroup before
         first = false;
     }
-    __device__ inline void end() const { turn_pass(1 + (group + 1) % GROUPS, 256); }
+    __device__ inline void end() const { turn_pass(1 + (group + 1) % GROUPS); }
     // Takes the last turn that was passed on.
     __device__ inline void finish() const {
-        if (group == 0 && !first) turn_wait(1, 256);
+        if (group == 0 && !first) turn_wait(1);
     }
 };
 
