@@ -145,15 +145,11 @@ def attention(
             if br is not None or bc is not None:
                 side = f"bc is {bc}" if br is None else f"br is {br}"
                 raise ValueError(f"{side}; it must be None on CUDA, where each kernel has its own tile")
-            if rules or k.shape[1] < q.shape[1]:
-                ruled = (rules or ruling.Rules()).on_cuda(q.shape[2])
-                with_rules = operator(row.name, "cuda", gradient, ruled=True)
-                out, lse = with_rules(q, k, v, causal, scale, kernel, *ruled)
-                return (out, lse) if return_lse else out
-            if gradient:
-                out, lse = operator(row.name, "cuda", True)(q, k, v, causal, scale, kernel)
-                return (out, lse) if return_lse else out
-            return operator(row.name, "cuda", False, return_lse)(q, k, v, causal, scale, kernel)
+            ruled = bool(rules) or k.shape[1] < q.shape[1]
+            given = (rules or ruling.Rules()).on_cuda(q.shape[2]) if ruled else ()
+            compute = operator(row.name, "cuda", gradient, return_lse and not gradient and not ruled, ruled)
+            found = compute(q, k, v, causal, scale, kernel, *given)
+            return found[0] if (gradient or ruled) and not return_lse else found
         (B, H, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
         scale = 1 / math.sqrt(d) if scale is None else scale
         if row.attend:

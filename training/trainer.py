@@ -158,12 +158,10 @@ class Trainer:
             for tensor, name in ((p, "value"), (average, "average")):
                 views[name].copy_(tensor.detach())
                 tensor.data = views[name]
-            p.grad = views["gradient"]
-            moments = {"exp_avg": views["first"], "exp_avg_sq": views["second"]}
-            if p in self.muon.state:
-                self.muon.state[p]["momentum"] = views["first"]
-            else:
-                self.adam.state[p] = {"step": flat.updates, **moments}
+            p.grad, first = views["gradient"], views["first"]
+            every = dict(step=flat.updates, momentum=first, exp_avg=first, exp_avg_sq=views["second"])
+            state = (self.muon if p in self.muon.state else self.adam).state[p]
+            state.update({name: every[name] for name in state})
         return step.TrainingStep(self.model.config, self.recipe, self.batch, self.dtype, flat, self.loss)
 
     def _native_step(self, simd: str) -> Any:

@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +23,7 @@ THREADS = 256  # of a block
 RESIDENT = 2  # blocks of weight_gradients on a multiprocessor
 SLICE_COST = 64  # rows whose products take about as long as writing and reading a slice's sums
 ITERATIONS = 5
-ARGUMENTS: dict[type, Callable[[Any], Any]] = {
-    **{int: ctypes.c_int, float: ctypes.c_float},
-    Tensor: lambda tensor: ctypes.c_void_p(tensor.data_ptr()),
-}
+ARGUMENTS: dict = {int: ctypes.c_int, float: ctypes.c_float, Tensor: lambda t: ctypes.c_void_p(t.data_ptr())}
 FLAT = ("value", "gradient", "average", "first", "second")
 # A layer's weights, and the norm before each
 LAYER = (("attn.c_attn", "ln_1"), ("attn.c_proj", ""), ("mlp.c_fc", "ln_2"), ("mlp.c_proj", ""))

@@ -398,7 +398,7 @@ std::tuple<Tensor, Tensor> flash_with_lse(const Tensor& q, const Tensor& k, cons
     return {out, *lse};
 }
 
-// With rules, and perhaps fewer heads of k and v.
+// With rules, and perhaps fewer heads of k and v. left: of a window, -1 without rules.
 std::tuple<Tensor, Tensor> flash_ruled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                        std::optional<double> scale, std::optional<std::string> kernel,
                                        int64_t left, int64_t right, double softcap,
@@ -406,12 +406,11 @@ std::tuple<Tensor, Tensor> flash_ruled(const Tensor& q, const Tensor& k, const T
                                        std::optional<Tensor> documents, std::optional<Tensor> extents) {
     const Given given{left, right, softcap, slopes, sinks, documents, extents};
     std::optional<Tensor> lse;
-    const Tensor out = attend(q, k, v, causal, scale, kernel, &lse, &given);
+    const Tensor out = attend(q, k, v, causal, scale, kernel, &lse, left < 0 ? nullptr : &given);
     return {out, *lse};
 }
 
-// The gradients of q, k and v. out, lse: what the forward pass gave; left: of a window, -1 without rules. No
-// kernel: the fastest.
+// The gradients of q, k and v. out, lse: what the forward pass gave; left: as above. No kernel: the fastest.
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::optional<Tensor> dlse,
                                                   const Tensor& q_, const Tensor& k_, const Tensor& v_,
                                                   const Tensor& out_, const Tensor& lse, bool causal,
@@ -458,9 +457,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
 STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
     // torch.compile's code has arguments `kernel` of its own
     const std::string arguments = "(Tensor q, Tensor k, Tensor v, bool causal, float? scale, str? name";
-    const std::string rules =
-        ", int left, int right, float softcap, Tensor? slopes, Tensor? sinks, Tensor? documents, Tensor? "
-        "extents)";
+    const std::string optional = "Tensor? slopes, Tensor? sinks, Tensor? documents, Tensor? extents)";
+    const std::string rules = ", int left, int right, float softcap, " + optional;
     m.def(("flash" + arguments + "=None) -> Tensor").c_str());
     for (const char* name : {"flash_with_lse", "flash_with_gradient"})
         m.def((name + arguments + "=None) -> (Tensor, Tensor)").c_str());
