@@ -41,6 +41,7 @@ RECIPES = {
     ),
 }
 TITLES = "seed | Enter, s | training, s | training steps | characters | loss | "
+ROW = "{seed} | {seconds:.1f} | {training_seconds:.1f} | {steps:,} | {characters:,} | {loss:.4f} | "
 FORMAT = 1  # of the file that --save writes
 MISSED_EXIT_CODE = 1
 
@@ -70,15 +71,6 @@ def measured(seed: int, steps: int, given: Sequence[str], text: str) -> dict[str
     figures = {"seed": seed, "seconds": round(seconds, 2), "training_seconds": record["seconds"]}
     figures |= {"steps": record["steps"], "characters": characters, "loss": round(loss, 4)}
     return figures | {"curve": record["curve"]}
-
-
-def row(run: dict[str, Any], target: float) -> str:
-    """A row of the table."""
-    missed = "not reached" if run["loss"] > target else ""
-    return (
-        f"{run['seed']} | {run['seconds']:.1f} | {run['training_seconds']:.1f} | {run['steps']:,} "
-        f"| {run['characters']:,} | {run['loss']:.4f} | {missed}"
-    )
 
 
 @click.command(context_settings={"show_default": True, "ignore_unknown_options": True})
@@ -111,7 +103,7 @@ def main(corpus_file, device, threads, seeds, target, steps, save, others) -> No
 
     def run(seed: int) -> str:
         runs.append(measured(seed, steps or usual, given, text))
-        return row(runs[-1], target)
+        return ROW.format(**runs[-1]) + "not reached" * (runs[-1]["loss"] > target)
 
     show_table(TITLES, map(run, seeds))
     seconds, training = (statistics.median(r[name] for r in runs) for name in ("seconds", "training_seconds"))

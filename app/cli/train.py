@@ -137,8 +137,7 @@ def train(
         )
     part = part or default_part(name, device, recipe.dropout)
     about = {} if name in RECIPES and part == "part0" else {"part": part}
-    about |= {} if dtype is None else {"dtype": dtype}
-    about |= {} if init is None else {"init": init}
+    about |= {name: given for name, given in (("dtype", dtype), ("init", init)) if given is not None}
     old_text = None if old_corpus is None else options.read_corpus(old_corpus)
     settings: Any = dict(part=part, dtype=Dtype(dtype or "bf16"), start=start, old_text=old_text)
     try:

@@ -108,17 +108,13 @@ class TrainingStep:
         self.arguments = Arguments(**pointers, **sizes, seed=recipe.seed % 2**32, dropout=recipe.dropout)
 
         heads = (batch, T, -1, config.n_head, config.head_dim)
-        self.qkv = [t[: self.rows].view(heads).unbind(2) for t in k["qkv"]]
+        self.qkv = [t[: self.rows].view(heads).permute(2, 0, 3, 1, 4) for t in k["qkv"]]  # (3, B, H, T, d)
         self.dout = k["dout"][0][: self.rows].view(*heads[:2], *heads[3:]).transpose(1, 2)
         self.scale, self.rules = 1 / math.sqrt(config.head_dim), operators.NO_RULES
         if config.window is not None:
             slopes = torch.tensor(config.alibi_slopes, device=device)
             given = {"window": (config.window - 1, 0), "alibi_slopes": slopes}
-            self.rules = rules.checked(given, self._heads(0)[0], T).on_cuda(T)
-
-    def _heads(self, layer: int) -> list[Tensor]:
-        """q, k and v of a layer, (B, H, T, d) each."""
-        return [t.transpose(1, 2) for t in self.qkv[layer]]
+            self.rules = rules.checked(given, self.qkv[0][0], T).on_cuda(T)
 
     def gradients(self, tokens: Tensor) -> None:
         """Write the gradients, before they are clipped, and the loss for tokens (B, T + 1)."""
@@ -127,7 +123,7 @@ class TrainingStep:
         self._update.pack()
         self._launch("begin")
         for layer in range(last + 1):
-            q, k, v = self._heads(layer)
+            q, k, v = self.qkv[layer]
             out, lse = ops.flash_ruled(q, k, v, True, self.scale, None, *self.rules)
             self._launch("forward", layer, out=out)
             results.append((q, k, v, out, lse))

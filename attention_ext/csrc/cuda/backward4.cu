@@ -25,7 +25,6 @@
 // Measured: NVIDIA H100, TFLOP/s with five products counted, without a mask / causal: 425 / 382 at d = 64,
 //     500 / 443 at d = 128; 1.58 / 1.65 and 1.76 / 1.74 times FlashAttention-2, 0.91 to 1.00 of cuDNN.
 #include "backward.h"
-#include "mma.h"
 // Macros of its own, by cuda/tiles.py:
 //   WIDTH               columns of a tile
 //   BOX                 columns of a box: a tile is boxes side by side, each as wide as a swizzled row
@@ -145,7 +144,7 @@ __device__ inline void produce(const Call& call, const Gradients& to, unsigned s
             const Work own = work_of<OF_KEYS>(call, index);
             barrier_wait(shared + At::own_empty, own_phase);
             own_phase ^= 1;
-            put(shared + At::number, index);
+            store_shared(shared + At::number, index);
             barrier_expect(shared + At::own_full, 2 * GROUPS * own_bytes);
 #pragma unroll 1
             for (int group = 0; group < GROUPS; group++) {
@@ -157,7 +156,7 @@ __device__ inline void produce(const Call& call, const Gradients& to, unsigned s
         index = gridDim.x + atomicAdd(counters_of(call, to) + !OF_KEYS, 1u);
     }
     barrier_wait(shared + At::own_empty, own_phase);
-    put(shared + At::number, works<OF_KEYS>(call));
+    store_shared(shared + At::number, works<OF_KEYS>(call));
     barrier_arrive(shared + At::own_full);
 }
 

@@ -5,6 +5,7 @@
 // Level Matrix Multiply-Accumulate Instructions'. Addresses in shared memory are those of shared_address().
 #pragma once
 #include "mbarrier.h"
+#include "mma.h"
 
 // CUtensorMap, encoded by the host; a kernel takes it as a `const __grid_constant__` parameter.
 struct alignas(64) TensorMap {
@@ -34,10 +35,7 @@ template <int count> __device__ inline void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// A number in shared memory, at an address of shared_address(), which takes one register.
-__device__ inline void put(unsigned to, unsigned number) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(number) : "memory");
-}
+// What store_shared() has written, at an address of shared_address(), which takes one register.
 __device__ inline unsigned get(unsigned from) {
     unsigned number;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(number) : "r"(from) : "memory");

@@ -122,7 +122,7 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
 #pragma unroll 1
         for (int group = 0; group < CONSUMERS; group++) {
             barrier_wait(shared + q_empty + 8 * group, q_phase ^ 1);
-            put(shared + numbers_at + 4 * group, index);
+            store_shared(shared + numbers_at + 4 * group, index);
             copy(group, shared + q_full + 8 * group);
         }
         q_phase ^= 1;
