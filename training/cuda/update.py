@@ -61,17 +61,14 @@ class Flat:
 
 
 class Weight(NamedTuple):
-    """Where a weight (rows, width), its norm's (or -1) and its gradient's partial sums begin.
-
-    matrices: of Muon's; 0 in the head.
-    """
+    """Where a weight (rows, width), its norm's (or -1) and its gradient's partial sums begin."""
 
     at: int
     rows: int
     width: int
     gamma: int
     sums: int
-    matrices: int
+    matrices: int  # of Muon's; 0 in the head
 
 
 def _cut(length: int, most: int) -> list[tuple[int, int]]:

@@ -147,7 +147,7 @@ template <bool OF_KEYS> struct Pass {
     template <bool MASKED, bool HALF = false, bool GIVEN = false>
     __device__ inline static void weigh(const Call& call, int first_row, Weights& P, Weights& dS,
                                         const Scores& S, const Scores& dP, long long head, int first,
-                                        unsigned rows, const float2* of_row) {
+                                        unsigned rows, const float2* of_row = nullptr) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         UNROLLED(n, CHUNK / 8) {
             unsigned of_column[4];  // two queries' logsumexp and D
@@ -213,10 +213,8 @@ template <bool OF_KEYS> struct Pass {
 #if FORMAT == FP32
                 UNROLLED(n, WIDTH / 16) {
                     const int column = n / 2 * 32 + 8 * t + n % 2 * 4, e = 2 * h + n % 2, b = n / 2 * 4;
-                    if (column < D)
-                        *(float4*)(to + column) =
-                            make_float4(sums[i][b][e] * scale, sums[i][b + 1][e] * scale,
-                                        sums[i][b + 2][e] * scale, sums[i][b + 3][e] * scale);
+                    const auto x = [&](int n) { return sums[i][b + n][e] * scale; };
+                    if (column < D) *(float4*)(to + column) = float4{x(0), x(1), x(2), x(3)};
                 }
 #else
                 UNROLLED(n, D / 8)
@@ -313,15 +311,12 @@ template <bool VALUES> struct Half {
                 UNROLLED(i, M)
                     UNROLLED(n, CHUNK / SLICE) load_shared(given[i][n], box + (i * (CHUNK / SLICE) + n) * 512);
                 arrive_at_pair(empty());
-                Of::weigh<false, false, true>(call, first_row, given, P, S, S, head, first + c, rows + c * 8,
-                                              nullptr);
+                Of::weigh<false, false, true>(call, first_row, given, P, S, S, head, first + c, rows + c * 8);
             } else {
                 if (CHANGES || j < keys.all_first || last >= keys.all_end)
-                    Of::weigh<true, true>(call, first_row, P, given, S, S, head, first + c, rows + c * 8,
-                                          nullptr);
+                    Of::weigh<true, true>(call, first_row, P, given, S, S, head, first + c, rows + c * 8);
                 else
-                    Of::weigh<false, true>(call, first_row, P, given, S, S, head, first + c, rows + c * 8,
-                                           nullptr);
+                    Of::weigh<false, true>(call, first_row, P, given, S, S, head, first + c, rows + c * 8);
                 meet_pair(empty());
                 UNROLLED(i, M)
                     UNROLLED(n, CHUNK / SLICE) store_shared(box + (i * (CHUNK / SLICE) + n) * 512, given[i][n]);
