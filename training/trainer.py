@@ -91,8 +91,7 @@ class Trainer:
         dtype: Dtype = Dtype.BF16,
     ) -> None:
         torch.manual_seed(recipe.seed)
-        self.dtype = dtype
-        self.recipe, self.ids, self.device = recipe, ids.to(device), device
+        self.recipe, self.ids, self.device, self.dtype = recipe, ids.to(device), device, dtype
         self.batch = max(1, recipe.batch_chars // recipe.block_size)
         sizes: dict[str, Any] = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
         fixed = GPTConfig(bias=False) if start is None else start.config
@@ -201,10 +200,7 @@ class Trainer:
         self._update()
 
     def _gradients(self, tokens: Tensor) -> None:
-        """Set the clipped gradients and the loss for tokens (B, T + 1): T tokens and the one after each.
-
-        A GPU's native step clips them in its update.
-        """
+        """Set the loss and the gradients, clipped but by a GPU's native step, for tokens (B, T + 1)."""
         if self.native and self.device.type == "cuda":
             return self.native.gradients(tokens)
         if self.native:

@@ -242,10 +242,7 @@ def prepared_launch(
     cooperative: bool = False,
     early: bool = False,
 ) -> Any:
-    """The driver's description of a launch. cluster: blocks of each. cooperative: all blocks run at once.
-
-    early: see launch().
-    """
+    """A launch for the driver. cluster: blocks of each. cooperative: all run at once. early: see launch()."""
     driver = bindings()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1

@@ -69,15 +69,13 @@ class TrainingStep:
         C, L, T = config.n_embd, config.n_layer, config.block_size
         self.operators, self.config, self.batch, self.rows = operators, config, batch, batch * T
         self.blocks, self.shared = -(-self.rows // ROWS), shared_bytes(config, dtype)
-        padded = self.blocks * ROWS
+        padded, vocabulary = self.blocks * ROWS, up(config.vocab_size, 32)
         # many threads where a block has a multiprocessor for itself
         self.threads = 512 if self.blocks <= on.multiprocessors else 256
         macros = {"FORMAT": driver.FORMATS[dtype], "EMBD": C, "VOCAB": config.vocab_size}
         macros |= {"HEAD_SIZE": config.head_dim, "THREADS": self.threads, "DROPOUT": int(recipe.dropout > 0)}
-        self.early = on.capability >= EARLY_LAUNCH
-        arch = f"sm_{on.capability[0]}{on.capability[1]}"
+        self.early, arch = on.capability >= EARLY_LAUNCH, "sm_{}{}".format(*on.capability)
         self.module = driver.Module(nvrtc.Source("passes.cu", arch, macros, FOLDER))
-        vocabulary = up(config.vocab_size, 32)
 
         def kept(layers: int, width: int, dtype: torch.dtype = kind) -> Tensor:
             return torch.zeros(layers, padded, width, dtype=dtype, device=device)

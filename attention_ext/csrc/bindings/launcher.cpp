@@ -1,5 +1,4 @@
-// Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash, flash_with_lse, flash_ruled and
-// flash_backward.
+// Part 4 on CUDA as PyTorch's operators attention_ext_cuda::flash, _with_lse, _ruled and _backward.
 //
 // Python chooses and compiles a Plan for new sizes, which is kept. Nothing waits for the GPU, and all memory
 // comes from PyTorch's allocator, so a CUDA graph can capture a call. The first call opens the driver and
