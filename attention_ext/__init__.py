@@ -146,9 +146,9 @@ def attention(
                 side = f"bc is {bc}" if br is None else f"br is {br}"
                 raise ValueError(f"{side}; it must be None on CUDA, where each kernel has its own tile")
             ruled = bool(rules) or k.shape[1] < q.shape[1]
-            given = (rules or ruling.Rules()).on_cuda(q.shape[2]) if ruled else ()
+            more = (rules or ruling.Rules()).on_cuda(q.shape[2]) if ruled else ()
             compute = operator(row.name, "cuda", gradient, return_lse and not gradient and not ruled, ruled)
-            found = compute(q, k, v, causal, scale, kernel, *given)
+            found = compute(q, k, v, causal, scale, kernel, *more)
             return found[0] if (gradient or ruled) and not return_lse else found
         (B, H, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
         scale = 1 / math.sqrt(d) if scale is None else scale
