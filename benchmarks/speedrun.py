@@ -102,7 +102,7 @@ def main(corpus_file, device, threads, seeds, target, steps, save, others) -> No
 
     def run(seed: int) -> str:
         runs.append(measured(seed, steps or usual, given, text))
-        return ROW.format(**runs[-1]) + "not reached" * (runs[-1]["loss"] > target)
+        return ROW.format(**runs[-1]) + ("not reached" if runs[-1]["loss"] > target else "")
 
     show_table(TITLES, map(run, seeds))
     seconds, training = (statistics.median(r[name] for r in runs) for name in ("seconds", "training_seconds"))
