@@ -17,7 +17,7 @@ from shakespeare.attention_ext.parts import PARTS, Dtype
 PART = PARTS["part4"]
 DTYPES = list(Dtype)
 MOST_TEXT = 1023  # bytes of an error that the launcher takes
-NO_RULES = (-1, 0, 0.0, None, None, None, None)  # of flash_ruled and flash_backward
+NO_RULES = (-1, 0, 0.0, None, None, None, None)  # of flash_backward
 FULL = "CUDA out of memory"  # the beginning of the launcher's error
 NUMBERS = (*[ctypes.c_int] * 4, *[ctypes.c_int64] * 6)
 PLANNER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *NUMBERS, ctypes.POINTER(Plan), ctypes.c_void_p)

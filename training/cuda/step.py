@@ -122,7 +122,10 @@ class TrainingStep:
         self._launch("begin")
         for layer in range(last + 1):
             q, k, v = self.qkv[layer]
-            out, lse = ops.flash_ruled(q, k, v, True, self.scale, None, *self.rules)
+            if self.config.window is None:
+                out, lse = ops.flash_with_lse(q, k, v, True, self.scale, None)
+            else:
+                out, lse = ops.flash_ruled(q, k, v, True, self.scale, None, *self.rules)
             self._launch("forward", layer, out=out)
             results.append((q, k, v, out, lse))
         for layer in range(last, -1, -1):

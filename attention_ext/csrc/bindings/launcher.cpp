@@ -397,7 +397,7 @@ std::tuple<Tensor, Tensor> flash_with_lse(const Tensor& q, const Tensor& k, cons
     return {out, *lse};
 }
 
-// With rules, and perhaps fewer heads of k and v. left: of a window, -1 without rules.
+// With rules, and perhaps fewer heads of k and v.
 std::tuple<Tensor, Tensor> flash_ruled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                        std::optional<double> scale, std::optional<std::string> kernel,
                                        int64_t left, int64_t right, double softcap,
@@ -405,11 +405,11 @@ std::tuple<Tensor, Tensor> flash_ruled(const Tensor& q, const Tensor& k, const T
                                        std::optional<Tensor> documents, std::optional<Tensor> extents) {
     const Given given{left, right, softcap, slopes, sinks, documents, extents};
     std::optional<Tensor> lse;
-    const Tensor out = attend(q, k, v, causal, scale, kernel, &lse, left < 0 ? nullptr : &given);
+    const Tensor out = attend(q, k, v, causal, scale, kernel, &lse, &given);
     return {out, *lse};
 }
 
-// The gradients of q, k and v. out, lse: what the forward pass gave; left: as above. No kernel: the fastest.
+// The gradients of q, k and v. out, lse: what the forward pass gave; left: of a window, -1 without rules.
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::optional<Tensor> dlse,
                                                   const Tensor& q_, const Tensor& k_, const Tensor& v_,
                                                   const Tensor& out_, const Tensor& lse, bool causal,
