@@ -26,15 +26,6 @@ def shown(name: str, arguments: str) -> str:
     return printed(sys.executable, "-m", f"benchmarks.{name}", *arguments.split())
 
 
-def test_backward():
-    head, *rows = table(shown("backward", "-N 9,70 --threads 1,2 --mask none,causal --rounds 1"))
-    sizes = [f"(1, 4, {N}, 32)" for N in (9, 70)] + ["(16, 4, 128, 32)"]
-    cases = [[size, mask, count] for count in "12" for mask in ("none", "causal") for size in sizes]
-    assert head[:3] == ["(B, H, N, d)", "mask", "threads"] and [row[:3] for row in rows] == cases
-    assert all(float(figure.rstrip("%")) >= 0 for row in rows for figure in row[3:-2])
-    assert {row[-2] for row in rows} <= {"0 of 1", "1 of 1"} and {row[-1] for row in rows} == {"1.00"}
-
-
 def test_bulk():
     head, *rows = table(shown("bulk", "--workers 1,2 --shard-size 2 --shards 1 --rounds 1 -m shakes128"))
     assert head[:2] == ["workers", "tokens/s"]
