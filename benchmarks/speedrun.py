@@ -48,14 +48,16 @@ FORMAT = 1  # of the file that --save writes
 def train(seed: int, steps: int, given: Sequence[str], out: str) -> tuple[float, dict[str, Any]]:
     """Seconds from the start of a process of `gpt.py train` to its record, and that record, training.json.
 
-    given: further options. Raises ClickException with the last line of a run that failed.
+    given: further options. Raises ClickException with the last line of a run that failed, UsageError for an
+    option that `train` refuses.
     """
     command = [sys.executable, "-m", "shakespeare", "train", "speedrun", "--quiet", "--overwrite"]
     command += ["--out", out, "--seed", str(seed), "--steps", str(steps), *given]
     start = time.time()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise click.ClickException(f"seed {seed}: {(done.stderr.strip() or 'train failed').splitlines()[-1]}")
+        said = (done.stderr.strip() or "train failed").splitlines()[-1]
+        raise (click.UsageError if done.returncode == 2 else click.ClickException)(f"seed {seed}: {said}")
     record = Path(out, "training.json")
     return record.stat().st_mtime - start, json.loads(record.read_text())
 

@@ -183,9 +183,16 @@ def check_directory(directory: Path, replaces: bool) -> None:
 
 
 def default_part(name: str, device: str, dropout: float) -> str:
-    """part4 if it has a gradient here and compiles, else part0. It compiles before the run's time begins."""
+    """part4 if it has a gradient here and compiles, else part0. It compiles before the run's time begins.
+
+    Raises BuildError if there is no GPU for device cuda.
+    """
     if name in RECIPES or dropout and device == "cpu":
         return "part0"
+    if device == "cuda":
+        from shakespeare.attention_ext.cuda.gpu import check_gpu
+
+        check_gpu()  # else the launcher would be compiled in vain
     try:
         if device == "cuda":
             import_module("shakespeare.attention_ext.cuda.operators")  # compiles the launcher

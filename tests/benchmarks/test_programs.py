@@ -68,7 +68,7 @@ def test_speedrun(tmp_path: Path):
         assert run["curve"][-1][0] == 20 and 0 < run["training_seconds"] < run["seconds"]
     assert done.returncode == any(missed), done.stderr
     failed = finished(*command, "--n-embd", "25", "--n-head", "3")
-    assert failed.returncode == 1 and "seed 0: gpt.py: error: n_embd is 25" in failed.stderr
+    assert failed.returncode == 2 and "seed 0: gpt.py: error: n_embd is 25" in failed.stderr
 
 
 def test_web():
