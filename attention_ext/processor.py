@@ -1,5 +1,6 @@
 """The processor of this machine, as the system describes it."""
 
+import contextlib
 import functools
 import math
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 CPUS = Path("/sys/devices/system/cpu")
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of each period, or "max"
+GROUPS, GROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 IDENTIFIER = os.environ.get("PROCESSOR_IDENTIFIER", "")  # Windows' 'AMD64 Family 25 Model 97 Stepping 2, ...'
 AVX2 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}  # and what comes with it
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -100,13 +101,32 @@ def threads() -> int:
 
 
 def cores() -> int:
-    """Cores that this process may use, within a container's CPU quota."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors that this process may use: its affinity, within the CPU quota of its control groups."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in control_groups("cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with contextlib.suppress(OSError, ValueError):  # this file is missing, or has no limit: "max"
+                quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+                count = min(count, max(1, math.ceil(quota / period))) if quota > 0 else count
+    return count
+
+
+def control_groups(controller: str) -> list[Path]:
+    """The folders of Linux's control groups that limit this process: its own and those above it.
+
+    controller: 'cpu' or 'memory', which has a tree of its own in version 1.
+    """
     try:
-        quota, period = QUOTA.read_text().split()
-        return min(allowed, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no limit, or not Linux
-        return allowed
+        lines = GROUPS_OF_PROCESS.read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controller in controllers.split(",") or not controllers:
+            top = GROUPS / controller if controllers else GROUPS
+            group = top / path.lstrip("/")  # inside a container only `top` may exist
+            found += [folder for folder in (group, *group.parents) if folder.is_relative_to(top)]
+    return found
 
 
 @dataclass(frozen=True)

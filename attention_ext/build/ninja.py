@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shakespeare.attention_ext import processor
-from shakespeare.attention_ext.build import cache
+from shakespeare.attention_ext.build import cache, toolchain
 from shakespeare.attention_ext.parts import BuildError
 
 NO_NINJA = "parts 1 to 4 are compiled by ninja, and none was found: pip install ninja"
@@ -90,6 +90,7 @@ def build(
     file that a source may include. A failure's output stays in build.log beside the folder of `made`.
     Raises BuildError, with the compiler's `output`; OSError if folder cannot be written.
     """
+    jobs = toolchain.jobs()
     folder.mkdir(mode=0o700, exist_ok=True)
     cache.check_owner(folder)
     with cache.locked(folder / cache.LOCK) as lock:
@@ -105,7 +106,7 @@ def build(
         tools = {item.name: item.tool for item in objects} | {str(target): tuple(linker)}
         first = [item.name for item in objects if str(item.source) in changed]
         for targets in filter(None, (first, [str(target)])):
-            command = [*find(), "-C", str(folder), "-f", manifest.name, f"-j{os.cpu_count()}", *targets]
+            command = [*find(), "-C", str(folder), "-f", manifest.name, f"-j{jobs}", *targets]
             _run(command, tools, lock, target.parent.parent / "build.log")
 
 

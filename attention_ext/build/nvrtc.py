@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shakespeare.attention_ext.build import cache, prebuilt
+from shakespeare.attention_ext.build import cache, prebuilt, toolchain
 from shakespeare.attention_ext.parts import BuildError
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
@@ -112,7 +112,7 @@ class Source:
 
 def make_all(sources: Iterable[Source]) -> list[bytes]:
     """Source.make() of each; those that must be compiled are compiled at the same time."""
-    with cache.uncounted(), ThreadPoolExecutor() as pool:
+    with cache.uncounted(), ThreadPoolExecutor(toolchain.jobs()) as pool:
         return list(pool.map(Source.make, sources))
 
 

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from shakespeare.attention_ext import processor
 from shakespeare.attention_ext.parts import BuildError
 
 VERSION_SECONDS = 60  # the time limit of a compiler's --version
@@ -53,6 +54,18 @@ def find_ispc() -> str | None:
             return os.path.abspath(path)
         raise BuildError(f"ISPC is {chosen!r}; it must be the ISPC compiler, and no such program was found")
     return shutil.which("ispc")
+
+
+def jobs() -> int:
+    """Compilers that run at the same time: $MAX_JOBS, as for PyTorch's extensions, else processor.cores().
+
+    Raises BuildError for a wrong $MAX_JOBS.
+    """
+    if not (chosen := os.environ.get("MAX_JOBS")):
+        return processor.cores()
+    if not re.fullmatch("0*[1-9][0-9]{0,5}", chosen):
+        raise BuildError(f"MAX_JOBS is {chosen!r}; it must be a number of compilers, at least 1")
+    return int(chosen)
 
 
 def python_header() -> Path:

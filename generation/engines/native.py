@@ -93,9 +93,9 @@ class Decoder:
     def __init__(self, model: Checkpoint | GPT, options: EngineOptions, draft: Draft | None = None) -> None:
         c = model.config
         self.config, self.slots, self.capacity = c, options.slots, options.context(c)
-        # PyTorch's number where it is imported
+        # PyTorch's number where it is imported; PyTorch does not know a container's quota
         of_torch = getattr(sys.modules.get("torch"), "get_num_threads", processor.threads)
-        self.threads = of_torch() if options.threads is None else options.threads
+        self.threads = options.threads or min(of_torch(), processor.cores())
         helpers = resolve_simd(options.simd)
         # Each thread calls the kernel itself, so the tile is one thread's.
         tuned = tiles.tile(helpers, 1, c.head_dim, self.capacity, causal=True)

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shakespeare.attention_ext import processor
+from shakespeare.attention_ext import BuildError, processor
+from shakespeare.attention_ext.build import toolchain
 
 X86 = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -63,13 +64,36 @@ def test_a_processor_as_linux_describes_it(cpuinfo, text):
 
 
 def test_cores_are_those_of_the_process_and_of_its_share_of_time(monkeypatch, tmp_path):
+    """The least limit of all control groups counts, in both versions, and MAX_JOBS limits compilers only."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    monkeypatch.setattr(processor, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(processor, "GROUPS", tmp_path)
+    monkeypatch.setattr(processor, "GROUPS_OF_PROCESS", tmp_path / "groups")
+    monkeypatch.delenv("MAX_JOBS", raising=False)
     assert processor.cores() == 8
-    limits = {"max 100000": 8, "200000 100000": 2, "150000 100000": 2, "10000 100000": 1, "1600000 100000": 8}
-    for limit, cores in limits.items():
-        processor.QUOTA.write_text(f"{limit}\n")
-        assert processor.cores() == cores, limit
+    (tmp_path / "groups").write_text("3:cpuset:/a\n2:cpu,cpuacct:/a\n0::/job/b:c\n")
+    for folder in ("job/b:c", "cpu/a", "cpuset/a"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "cpuset" / "a" / "cpu.max").write_text("100000 100000")
+    (tmp_path / "cpu" / "a" / "cpu.cfs_period_us").write_text("50000\n")
+    v1 = "cpu/a/cpu.cfs_quota_us"
+    for file, limit, cores in (
+        ("job/b:c/cpu.max", "max 100000", 8),
+        (v1, "-1", 8),
+        (v1, "350000", 7),
+        ("cpu.max", "600000 100000", 6),
+        ("job/cpu.max", "450000 100000", 5),
+        ("job/b:c/cpu.max", "1600000 100000", 5),
+        ("job/b:c/cpu.max", "10000 100000", 1),
+        ("job/b:c/cpu.max", "150000 100000", 2),
+    ):
+        (tmp_path / file).write_text(f"{limit}\n")
+        assert processor.cores() == toolchain.jobs() == cores, (file, limit)
+    monkeypatch.setenv("MAX_JOBS", "3")
+    assert (processor.cores(), toolchain.jobs()) == (2, 3)
+    for wrong in ("0", "two", "-1", "9" * 9):
+        monkeypatch.setenv("MAX_JOBS", wrong)
+        with pytest.raises(BuildError, match=f"MAX_JOBS is '{wrong}'; it must be a number"):
+            toolchain.jobs()
 
 
 def test_the_design_and_the_slug(cpuinfo):

@@ -80,6 +80,15 @@ def test_a_killed_command_is_an_error(program, monkeypatch, tmp_path):
         program()
 
 
+def test_max_jobs_is_ninjas(program, monkeypatch):
+    commands = []
+    monkeypatch.setattr(ninja, "_run", lambda command, *_: commands.append(command))
+    monkeypatch.setenv("MAX_JOBS", "3")
+    with pytest.raises(BuildError):  # nothing is made
+        program()
+    assert "-j3" in commands[0]
+
+
 def test_ninja_that_is_missing_is_a_sentence(monkeypatch):
     monkeypatch.setattr(ninja.shutil, "which", lambda *_, **__: None)
     monkeypatch.setattr(ninja.importlib.util, "find_spec", lambda name: None)
