@@ -56,40 +56,60 @@ def fingerprint(facts: Iterable[str | bytes], *paths: Path) -> str:
 
 def directory() -> Path:
     """$TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache. Raises BuildError without a home."""
-    if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(chosen)
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or _default())
+
+
+def _default() -> Path:
     try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     except RuntimeError as error:
         raise BuildError(f"{error} {ELSEWHERE}") from None
-    return Path(cache) / "torch_extensions"
 
 
 def check_owner(directory: Path) -> None:
-    """Raise BuildError if others could write to a directory or replace it; /tmp's sticky bit is accepted."""
-    if sys.platform == "win32":  # it has no such bits: the user's own folder is trusted
-        return
+    """Raise BuildError if others could write to a directory or replace it; /tmp's sticky bit is accepted.
+
+    The error ends with a command that helps.
+    """
     directory = real(directory)
+    if refused := _distrusted(directory):
+        path, why = refused
+        status, remedies = path.stat(), [_elsewhere(directory)]
+        if status.st_uid == os.geteuid() and not status.st_mode & stat.S_ISVTX:
+            remedies.insert(0, f"chmod go-w {shlex.quote(str(path))}")
+        raise BuildError(f"{path} {why}, so its files are not trusted; {', or '.join(remedies)}")
+
+
+def _distrusted(directory: Path) -> tuple[Path, str] | None:
+    """The first of a directory and those above it that others can change, and how; None if there is none."""
+    if sys.platform == "win32":  # it has no such bits: the user's own folder is trusted
+        return None
     trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another id in a container
     for path in (directory, *directory.parents):
         if not path.exists():
             continue
         status = path.stat()
         if status.st_uid not in trusted:
-            whose = f"{path} belongs to user {status.st_uid}"
-            raise BuildError(f"{whose}, so its files are not trusted; {ELSEWHERE}")
-        shared = bool(status.st_mode & stat.S_ISVTX)
-        if shared and path != directory:
+            return path, f"belongs to user {status.st_uid}"
+        if status.st_mode & stat.S_ISVTX and path != directory:
             continue
         if status.st_mode & stat.S_IWOTH:
-            who, change = "everybody", "o-w"
-        elif status.st_mode & stat.S_IWGRP and not is_private(status.st_gid):
-            who, change = f"group {status.st_gid}", "g-w"
-        else:
-            continue
-        ours = status.st_uid == os.geteuid() and not shared
-        remedy = f"chmod {change} {shlex.quote(str(path))}" if ours else ELSEWHERE
-        raise BuildError(f"{path} can be written by {who}, so its files are not trusted; {remedy}")
+            return path, "can be written by everybody"
+        if status.st_mode & stat.S_IWGRP and not is_private(status.st_gid):
+            return path, f"can be written by group {status.st_gid}"
+    return None
+
+
+def _elsewhere(refused: Path) -> str:
+    """A command that chooses a directory which is trusted: below the refused one, or the user's cache."""
+    folders = [refused / f"torch_extensions_{os.geteuid()}"]
+    with contextlib.suppress(BuildError):
+        folders.append(real(_default()))
+    for folder in folders:
+        exists = next(path for path in (folder, *folder.parents) if path.exists())
+        if os.access(exists, os.W_OK) and not _distrusted(folder):
+            return f"export TORCH_EXTENSIONS_DIR={shlex.quote(str(folder))}"
+    return 'export TORCH_EXTENSIONS_DIR="$(mktemp -d)"'
 
 
 def is_private(group: int) -> bool:

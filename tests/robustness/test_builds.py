@@ -250,21 +250,28 @@ def test_a_directory_that_others_own_or_can_write_is_refused(program, monkeypatc
         (tmp_path / "link").symlink_to(directory)
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "link"))
     group, so = f"group {directory.stat().st_gid}", "so its files are not trusted; "
-    elsewhere = "TORCH_EXTENSIONS_DIR can name another directory"
+    own = f"export TORCH_EXTENSIONS_DIR={tmp_path / 'home' / 'torch_extensions'}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(cache_of_builds, "is_private", lambda group: False)
     for mode in (0o777, 0o702, 0o770):
         directory.chmod(mode)
-        who, change = (group, "g-w") if mode == 0o770 else ("everybody", "o-w")
-        assert refusal(program) == f"{directory} can be written by {who}, {so}chmod {change} {directory}"
+        who = group if mode == 0o770 else "everybody"
+        said = f"{directory} can be written by {who}, {so}chmod go-w {directory}, or {own}"
+        assert refusal(program) == said
     monkeypatch.setattr(cache_of_builds, "is_private", lambda group: True)
     assert program() == (made, False)
     directory.chmod(0o1777)
-    assert program() == (made, False) if place == "above" else refusal(program).endswith(elsewhere)
+    if place == "above":
+        assert program() == (made, False)
+    else:
+        assert refusal(program).endswith(
+            f"export TORCH_EXTENSIONS_DIR={directory}/torch_extensions_{os.geteuid()}"
+        )
     directory.chmod(0o755)
     assert program() == (made, False)
     if os.geteuid() == 0:  # who can give a directory away
         os.chown(directory, OTHER, -1)
-        assert refusal(program) == f"{directory} belongs to user {OTHER}, {so}{elsewhere}"
+        assert refusal(program) == f"{directory} belongs to user {OTHER}, {so}{own}"
 
 
 def test_a_library_that_another_could_have_planted_is_not_run(tmp_path, sources):
