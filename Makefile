@@ -32,7 +32,7 @@ lint: types  ## Check format, style and types
 	.venv/bin/ruff check
 	.venv/bin/mypy
 	.venv/bin/clang-format --dry-run -Werror $(cpp)
-	@[ ! -x $(eslint) ] || $(eslint) -c tests/web/eslint.config.mjs web tests/web benchmarks
+	@[ ! -x $(eslint) ] || $(eslint) -c tests/web/eslint.config.mjs web tests/web
 
 format:  ## Format all sources
 	.venv/bin/ruff check --fix

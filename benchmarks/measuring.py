@@ -1,15 +1,12 @@
-"""What the benchmarks share: texts, contenders that take turns or fail, Markdown tables."""
+"""What the benchmarks share: contenders that take turns or fail, Markdown tables."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 import click
 
-from shakespeare.generation.engines.engine import Engine
-from shakespeare.generation.request import Request
-from shakespeare.generation.writer import Writer
 from shakespeare.lab import timing
 from shakespeare.lab.machine import Load
 from shakespeare.lab.timing import Samples
@@ -18,31 +15,14 @@ Name = TypeVar("Name")
 Result = TypeVar("Result")
 
 
-def write(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """The tokens of texts that are written together."""
-    writer = Writer(engine, len(requests))
-    texts = {writer.join(request): list[int]() for request in requests}
-    while written := writer.step():
-        for text, tokens in written:
-            texts[text] += tokens.tolist()
-    return list(texts.values())
-
-
 MOST_REASON = 200  # characters of why a contender failed
-QUIET = "quiet | all samples' time"  # the titles of quiet()
-
-
-def quiet(samples: Samples) -> str:
-    """How many samples were quiet, and the median of all as a multiple of the quiet ones'."""
-    return f"{samples.quiet} | {samples.disturbance:.2f}"
+QUIET = "quiet | all samples' time"  # titles: how many samples were quiet; all samples' median over theirs
 
 
 def attempt(failed: dict[Any, str], name: object, call: Callable[..., Result], *given: Any) -> Result | None:
-    """A contender's result, or None after an error: `failed` then has the reason. click's errors pass."""
+    """A contender's result, or None after an error: `failed` then has the reason."""
     try:
         return call(*given)
-    except click.ClickException:
-        raise
     except Exception as error:  # packages raise types of their own
         missing = isinstance(error, ModuleNotFoundError) and error.name
         reason = " ".join(str(error).split("\n\n")[0].replace("|", "/").split()) or type(error).__name__
@@ -68,14 +48,6 @@ def take_turns(
 
     samples = timing.take_turns([partial(turn, name) for name in contenders], rounds, load, size)
     return {name: of for name, of in zip(contenders, samples) if name not in failed}
-
-
-def rows(cases: Iterable[tuple[object, ...]], row: Callable[..., str]) -> Iterator[str]:
-    """row(*case) for each case; if it raises an error, the case and the reason."""
-    for case in cases:
-        failed: dict[Any, str] = {}
-        text = attempt(failed, case, row, *case)
-        yield failed_row(case, failed[case]) if text is None else text
 
 
 def failed_row(name: object, reason: str) -> str:

@@ -17,7 +17,6 @@ from shakespeare.training.trainer import Trainer
 
 SHAKES = GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False)  # shakes128's
 CHARACTERS = 2048  # characters of a batch by default
-TOLERANCE = 1e-4  # tolerance as a share of the largest gradient of a parameter
 SHOWN = 12  # PyTorch's operators in the table
 SECONDS = 2.0  # time of a profile
 LEAST_STEPS, MOST_STEPS = 5, 100
@@ -44,23 +43,6 @@ def operations(config: GPTConfig, batch: int) -> int:
     weights = config.n_layer * 12 * C * C + config.vocab_size * C
     pairs = batch * config.n_layer * T * (T + 1) // 2
     return 6 * weights * tokens + 7 * 2 * C * pairs
-
-
-def largest_error(pytorchs: Trainer, native: Trainer) -> tuple[str, float]:
-    """The parameter whose gradients differ most, and the difference over its largest gradient; one batch."""
-    T, tokens = pytorchs.recipe.block_size, pytorchs.recipe.batch_chars
-    window = pytorchs.ids[torch.arange(tokens // T)[:, None] * 7 + torch.arange(T + 1)]
-    for trainer in (pytorchs, native):
-        trainer._gradients(window)
-    named = zip(pytorchs.model.named_parameters(), native.model.parameters())
-    return max({name: _error(p.grad, q.grad) for (name, p), q in named}.items(), key=lambda item: item[1])
-
-
-def _error(right: torch.Tensor | None, got: torch.Tensor | None) -> float:
-    """The largest difference over the largest gradient; infinite if one is missing or not finite."""
-    if right is None or got is None or not bool(got.isfinite().all()):
-        return float("inf")
-    return float((right - got).abs().max() / right.abs().max())
 
 
 def profile(part: str, config: GPTConfig, batch: int | None = None, simd: str = "auto") -> dict:

@@ -1,18 +1,20 @@
 """This project's engines, with part 4."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import write
 from benchmarks.peers import Peer
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.gpu import opened
+from shakespeare.generation.engines.engine import Engine
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.writer import Writer
 from shakespeare.model.gpt import GPT
 
 # The largest errors of logits. The table shows the rounding of weights; tests check it more closely.
@@ -26,10 +28,20 @@ def name_of(engine: str, weights: Precision, kv_cache: CachePrecision) -> str:
     return f"{engine} part4{precision}" + ("" if kv_cache is CachePrecision.FP32 else f" kv-{kv_cache}")
 
 
+def write(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """The tokens of texts that are written together."""
+    writer = Writer(engine, len(requests))
+    texts = {writer.join(request): list[int]() for request in requests}
+    while written := writer.step():
+        for text, tokens in written:
+            texts[text] += tokens.tolist()
+    return list(texts.values())
+
+
 class Own(Peer):
     """One of our engines. On the CPU a Writer drives it as gpt.py does.
 
-    On a GPU it is called directly: benchmarks.bulk measures what Python adds to many texts. Raises BuildError
+    On a GPU it is called directly, without Python between two tokens of a text. Raises BuildError
     for a WebGPU adapter that is the CPU.
     """
 

@@ -7,12 +7,11 @@ import statistics
 from unittest.mock import Mock
 
 import pytest
-from click import ClickException
+import torch
 from click.testing import CliRunner
 from support import FakeGpu, table
 
 from benchmarks import generation as bench
-from benchmarks import measuring
 from benchmarks.peers import ours
 from benchmarks.peers.graphs import GraphPyTorch
 from shakespeare.attention_ext import processor
@@ -23,36 +22,19 @@ SIZES = {"short": (1, 1, 4), "pair": (2, 1, 4), "read": (1, 8, 1)}
 CASES = {name: bench.Case("shakes128", *sizes) for name, sizes in SIZES.items()}
 
 
-class Fake(ours.Own):
-    """This project's engine under another name, with an error in its logits and with changed tokens.
+def fake(name, off=0.0, **methods):
+    """Opens this project's engine under another name, with an error in its logits and with other methods."""
 
-    It fails at its call with the number `fails`, of all from 0 on, its set-up included.
-    """
+    def opened(model, *arguments):
+        peer = ours.Own(model, "torch", 8)
+        peer.name = name
+        right = peer.logits
+        peer.logits = lambda ids: right(ids) + torch.full((65,), off)
+        for method, other in methods.items():
+            setattr(peer, method, other)
+        return peer
 
-    def __init__(self, name, off=0.0, change=lambda texts: texts, fails=None, error=None):
-        self.title, self.off, self.change, self.left, self.error = name, off, change, fails, error
-
-    def _count(self):
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise self.error
-
-    def __call__(self, model, *arguments):
-        self._count()
-        super().__init__(model, "torch", 8)
-        self.name = self.title
-        return self
-
-    def logits(self, ids):
-        self._count()
-        logits = super().logits(ids).clone()
-        logits[0] += self.off
-        return logits
-
-    def greedy_batch(self, prompts, count):
-        self._count()
-        return self.change(super().greedy_batch(prompts, count))
+    return opened
 
 
 @pytest.fixture(autouse=True)
@@ -118,41 +100,30 @@ def test_the_native_engine_writes_the_same(run):
 def test_what_is_wrong_is_not_timed_and_what_fails_is_a_row(run):
     """Failures at the set-up, the check, the first text, and while it is timed."""
     timed = Mock(side_effect=AssertionError("a wrong one was timed"))
-    missing = ModuleNotFoundError("No module named 'nowhere.x'", name="nowhere")
-    errors = missing, RuntimeError("a | b\nsecond\n\nthird"), AssertionError(), MemoryError(), OSError("x")
-    failing = {f"P{at}": Fake(f"P{at}", fails=at, error=error) for at, error in enumerate(errors)}
-    wrong = {"A": Fake("wrong", 0.005, timed), "B": Fake("NaN", float("nan"), timed)}
+    missing = Mock(side_effect=ModuleNotFoundError("No module named 'nowhere.x'", name="nowhere"))
+    failing = {
+        "P0": missing,
+        "P1": fake("P1", logits=Mock(side_effect=RuntimeError("a | b\nsecond\n\nthird"))),
+        "P2": fake("P2", greedy_batch=Mock(side_effect=AssertionError())),
+        "P3": fake("P3", greedy_batch=Mock(side_effect=[[[0] * 4], [[0] * 4], OSError("x")])),
+    }
+    wrong = {
+        "A": fake("wrong", 0.005, greedy_batch=timed),
+        "B": fake("NaN", float("nan"), greedy_batch=timed),
+    }
     code, output = run("--cases", "short", **wrong, **failing)
     assert code == bench.WRONG_EXIT_CODE
     table = rows(output)
     assert table["wrong"] == ["wrong, so not timed", "", "", "", "", "", "5e-03", "", ""]
     assert table["NaN"][0] == "wrong, so not timed" and float(table["torch part4"][5]) == 1
-    reasons = [f"failed: {reason}" for reason in ("a / b second", "AssertionError", "MemoryError", "x")]
+    reasons = [f"failed: {reason}" for reason in ("a / b second", "AssertionError", "x")]
     assert [table[name] for name in failing] == [["nowhere is not installed"], *([each] for each in reasons)]
-    assert run("--cases", "short", **{name: failing[name] for name in ["P0"]})[0] == 0
-
-
-def test_what_fails_in_other_benchmarks_is_a_row(capsys):
-    def row(case):
-        return f"{case} | {1 / case:g}"
-
-    failed, wrong = {}, Mock(side_effect=ValueError("no"))
-    samples = measuring.take_turns({"right": lambda: 2.0, ("wrong", 1): wrong}, 3, failed)
-    assert list(samples) == ["right"] and samples["right"].seconds == [2.0] * 3
-    late = (text for text in measuring.rows(((2,), (0,), (4,)), row) if failed.setdefault("late", "too"))
-    measuring.show_table("case | figure", late, failed)
-    table = rows(capsys.readouterr().out)
-    assert table == {
-        "case": ["figure"], "2": ["0.5"], "0": ["failed: division by zero"], "4": ["0.25"],
-        "wrong": ["1", "failed: no"], "late": ["too"],
-    }  # fmt: skip
-    with pytest.raises(ClickException, match="wrong result"):
-        measuring.attempt({}, "", Mock(side_effect=ClickException("wrong result")))
+    assert run("--cases", "short", P0=missing)[0] == 0
 
 
 def test_save_alone_keeps_the_figures_by_processor(run, results, monkeypatch):
     monkeypatch.setattr(machine.Load, "others", staticmethod(lambda: 0.7))
-    assert run("--cases", "short,read", "--save", Other=Fake("wrong", 0.005))[0] == bench.BUSY_EXIT_CODE
+    assert run("--cases", "short,read", "--save", Other=fake("wrong", 0.005))[0] == bench.BUSY_EXIT_CODE
     (file,) = results.iterdir()
     assert file.name == f"generation-{processor.slug()}.json"
     kept = json.loads(file.read_text())

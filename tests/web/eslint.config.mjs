@@ -9,7 +9,7 @@ export default [
   { files: ["web/js/*.js", "web/early.js"], languageOptions: { globals: { ...globals.browser, ...globals.worker } } },
   { files: ["web/sw.js"], languageOptions: { globals: globals.serviceworker } },
   {
-    files: ["tests/web/*.mjs", "benchmarks/*.mjs"], // their functions also run in pages
+    files: ["tests/web/*.mjs"], // their functions also run in pages
     languageOptions: { globals: { ...globals.node, ...globals.browser } },
   },
 ];
