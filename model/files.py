@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from shakespeare.attention_ext.build.cache import lock
+from shakespeare.attention_ext.build.cache import lock, warn_unsupported
 
 UNFINISHED = ".unfinished"  # the suffix of a file while it is written
 
@@ -27,7 +27,7 @@ def write_file(path: Path, data: bytes) -> None:
         with open(unfinished, "wb") as out:
             out.write(data)
             out.flush()
-            os.fsync(out.fileno())
+            _sync(out.fileno())
         os.replace(unfinished, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -39,9 +39,17 @@ def write_file(path: Path, data: bytes) -> None:
         return  # it opens no directory
     folder = os.open(path.parent, os.O_RDONLY)  # the rename is on the disk when the directory is
     try:
-        os.fsync(folder)
+        _sync(folder)
     finally:
         os.close(folder)
+
+
+def _sync(descriptor: int) -> None:
+    """fsync(); a disk that does not have it for this kind of file gives a warning."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        warn_unsupported(error, "fsync", "a power failure may lose what was written last")
 
 
 # The tensors of a file by their names: the shape, and a function that makes the array; it raises ValueError.

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,8 @@ LOCK = "building"  # this file in a build's directory is locked while a process 
 MOST_KEPT = 16  # builds of a name; each saved source makes one
 BUILD_SECONDS = 600  # no build takes longer
 ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
+# Errors of what a disk does not have, as flock and fsync on many disks of networks.
+UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 _compiling = threading.local()  # seconds: of this thread so far
 
 
@@ -140,7 +143,10 @@ def running() -> list[Path]:
 
 
 def lock(descriptor: int, wait: bool = True) -> bool:
-    """Lock an open file until it is closed; False if another process has it and this one does not wait."""
+    """Lock an open file until it is closed; False if another process has it and this one does not wait.
+
+    Where the disk has no locks, this one goes on with a warning.
+    """
     while True:
         try:
             if sys.platform == "win32":
@@ -155,9 +161,17 @@ def lock(descriptor: int, wait: bool = True) -> bool:
             return True
         except OSError as error:  # LK_LOCK gives up after ten seconds
             if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-                raise
+                warn_unsupported(error, "file locks", "no other process must write there now")
+                return True
             if not wait:
                 return False
+
+
+def warn_unsupported(error: OSError, what: str, follows: str) -> None:
+    """Warn that the disk does not have `what`, if that is what an error says; else raise it."""
+    if error.errno not in UNSUPPORTED:
+        raise error
+    warnings.warn(f"the disk has no {what} ({error.strerror}): {follows}", stacklevel=2)
 
 
 @contextlib.contextmanager

@@ -187,6 +187,17 @@ def test_one_process_at_a_time_has_a_folder_and_its_lock_is_removed(job, tmp_pat
         bulk.run(job, tmp_path, here())
 
 
+def test_a_disk_without_locks_and_fsync_gives_a_warning(job, expected, tmp_path, monkeypatch):
+    for number in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
+        error = OSError(number, os.strerror(number))
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
+        monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
+        with pytest.warns(UserWarning, match=rf"no fsync \({error.strerror}\)"):
+            with pytest.warns(UserWarning, match=rf"the disk has no file locks \({error.strerror}\)"):
+                bulk.run(job, tmp_path / str(number), here())
+        check(tmp_path / str(number), expected)
+
+
 def test_a_shard_that_fails_again_and_again_is_left_out(job, expected, tmp_path):
     lines = []
     once = Loss("kaboom")
