@@ -1,7 +1,9 @@
 """The machine that a measurement runs on: its description, its limits, and the load of other programs."""
 
+import contextlib
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -22,6 +24,11 @@ SAMPLE_SECONDS = 2e-4
 LIMIT_SECONDS = 0.3  # time in which a limit of the machine is measured
 SLOWED_BELOW = 0.95  # a sample below this share of the fastest is slowed, any other quiet
 MOST_SLOWED_SHARE = 0.1  # on a busy machine a larger share of the samples is slowed
+# Of control groups, version 2 and 1: the limit, its use, and in memory.stat the files that memory can drop.
+GROUP_FILES = (
+    ("memory.max", "memory.current", "(?:in)?active_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_(?:in)?active_file"),
+)
 
 
 def processor_times() -> tuple[float, float, float] | None:
@@ -144,12 +151,29 @@ def busy_text(others: float | None, threads: int) -> list[str]:
 
 
 def available_memory() -> int | None:
-    """Bytes that programs can still allocate without swapping; None if the system does not report it."""
-    try:
+    """Bytes that this process can still allocate without swapping; None if the system does not report it.
+
+    The least of what the machine has left, of each control group's limit, as a container's, and of ulimit's.
+    """
+    left = []
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
+        left.append(next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")))
+    for folder in processor.control_groups("memory"):
+        for limit, usage, cached in GROUP_FILES:
+            with contextlib.suppress(OSError, ValueError):  # this file is missing, or has no limit: "max"
+                free = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                files = re.findall(rf"^{cached} (\d+)$", (folder / "memory.stat").read_text(), re.M)
+                left.append(free + sum(map(int, files)))
+    with contextlib.suppress(OSError, ModuleNotFoundError):  # Windows has neither
+        import resource
+
+        pages = Path("/proc/self/statm").read_text().split()
+        for number, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
+            most = resource.getrlimit(number)[0]
+            if most != resource.RLIM_INFINITY:
+                left.append(most - int(used) * resource.getpagesize())
+    return max(0, min(left)) if left else None
 
 
 def check_memory(what: str, need: float, available: float | None = None) -> None:

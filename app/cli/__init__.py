@@ -36,6 +36,15 @@ MODULES = {"4Daccess": "four_d_access", "try": "try_"}  # of commands whose name
 NEEDED = {name: f"{name}: pip install {name}" for name in ("pooch", "rich", "gguf")}
 NEEDED["torch"] = "PyTorch: pip install torch pybind11"
 NEEDED |= dict.fromkeys(("fcntl", "grp", "pwd", "resource"), "Linux or a Mac; on Windows use WSL")
+# Words of the errors when memory runs out: PyTorch's, the kernels', a thread's that cannot be started.
+NO_MEMORY = (
+    "allocate memory",
+    "out of memory",
+    "not enough memory",
+    "new thread",
+    "map segment",
+    "bad_alloc",
+)
 APART = "ATTENTION_APART"  # set in the process that runs a user's kernel
 CTRL_C_SECONDS = 2  # until a process that does not end at Ctrl-C is killed
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
@@ -197,6 +206,11 @@ def main(arguments: list[str] | None = None) -> None:
         if error.name not in NEEDED:
             raise
         fail(f"this command needs {NEEDED[error.name]}")
+    except (MemoryError, RuntimeError, ImportError) as error:
+        lines = str(error).splitlines() or ["too much was asked for"]
+        if not isinstance(error, MemoryError) and not any(words in lines[0] for words in NO_MEMORY):
+            raise
+        fail(f"memory does not suffice: {lines[0]}")
 
 
 def named_file(words: list[str]) -> str | None:

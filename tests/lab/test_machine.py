@@ -1,9 +1,11 @@
 """The machine: its limits, its memory, and the load by other programs."""
 
 import math
+import resource
 
 import pytest
 
+from shakespeare.attention_ext import processor
 from shakespeare.lab import machine
 
 
@@ -28,6 +30,36 @@ def test_the_load_of_others_is_what_this_process_did_not_use(monkeypatch):
     monkeypatch.setattr(machine, "processor_times", lambda: next(times))
     assert machine.Load().others() == pytest.approx(0.75)
     assert machine.Load().others() is None
+
+
+def test_the_least_limit_of_memory_counts(monkeypatch, tmp_path):
+    """A container's limit, or that of a group above it, without the cached files, which can be dropped."""
+    monkeypatch.setattr(processor, "GROUPS", tmp_path)
+    monkeypatch.setattr(processor, "GROUPS_OF_PROCESS", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("4:cpu,memory:/a/b\n0::/a/b\n")
+    above, own = tmp_path / "a", tmp_path / "memory" / "a" / "b"
+    for folder, files in (
+        (above, {"memory.max": "max", "memory.current": "3000000"}),
+        (own, {"memory.limit_in_bytes": "7000000", "memory.usage_in_bytes": "4000000"}),
+    ):
+        folder.mkdir(parents=True)
+        (folder / "memory.stat").write_text(
+            "anon 9\nactive_file 500\ninactive_file 1000\ntotal_active_file 70\ntotal_inactive_file 7\n"
+        )
+        for name, number in files.items():
+            (folder / name).write_text(f"{number}\n")
+    assert machine.available_memory() == 3_000_077
+    (above / "memory.max").write_text("5000000\n")
+    assert machine.available_memory() == 2_001_500
+    (above / "memory.max").write_text("1\n")
+    assert machine.available_memory() == 0
+    (tmp_path / "cgroup").unlink()
+    for number in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        limits = {number: (2**50, 2**60)}
+        monkeypatch.setattr(resource, "getrlimit", lambda asked: limits.get(asked, (-1, -1)))
+        assert machine.available_memory() > 2**20
+        limits[number] = (2**20, 2**60)  # this process has more already
+        assert machine.available_memory() == 0
 
 
 def test_the_limits_are_plausible(extension):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from unittest.mock import Mock
@@ -143,6 +144,19 @@ def test_a_file_that_is_no_text_is_named(failed, tmp_path):
 @pytest.mark.parametrize("part", ["part0", "part4"])
 def test_without_a_gpu(failed, part):
     assert "device is 'cuda', and" in failed(part, "--device", "cuda")
+
+
+def test_too_little_memory_is_one_line(failed, monkeypatch):
+    def bad_alloc(*_):
+        raise MemoryError("std::bad_alloc")
+
+    for allocate, reason in (
+        (lambda *_: np.empty(2**59), "Unable to allocate 4.00 EiB"),
+        (lambda *_: torch.empty(2**59), ".*can't allocate memory: you tried to allocate"),
+        (bad_alloc, "std::bad_alloc"),
+    ):
+        monkeypatch.setattr("shakespeare.model.corpus.read", allocate)
+        assert re.match(f"gpt.py: error: memory does not suffice: {reason}", failed("eval", "--corpus", "a"))
 
 
 def test_without_nvrtc(failed, monkeypatch):
