@@ -25,6 +25,7 @@ LEAST_COUNT = 3  # occurrences of a context; rarer ones could be passages of the
 MOST_CONTEXTS = 60_000  # of a length; a file cannot hold more
 SMOOTHING = 0.5  # occurrences that the shorter context counts for
 SHARPNESS = 1.4  # a guess takes the probabilities to about this power, so errors count after it
+MOST_READ, PIECE = 2**20, 2**14  # characters of a text, and of the pieces that a longer one gives
 OWN_TOKENS = 2**18  # of own_text(): seconds
 AT_ONCE = 32  # texts
 WINDOW = 256  # tokens that the model reads at once; three quarters of them see at least the first quarter
@@ -71,6 +72,14 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
     return drafts.Draft(vocabulary, *best)
 
 
+def excerpt(text: str) -> str:
+    """At most MOST_READ characters of a text, from all of it: make() takes 100 bytes of memory for each."""
+    if len(text) <= MOST_READ:
+        return text
+    starts = np.linspace(0, len(text) - PIECE, MOST_READ // PIECE).astype(int)
+    return "".join(text[start : start + PIECE] for start in starts)
+
+
 def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
     """At least so many tokens that the model writes, for make() where its training text is not there."""
     rng, block = np.random.default_rng(0), checkpoint.config.block_size
@@ -91,9 +100,9 @@ def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
 
 def _expected(
     checkpoint: Checkpoint, text: NDArray[np.int64], seconds: float
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """The likeliest tokens and their probabilities, (N, MOST_TOP); unread places have the text's own only."""
-    tokens, shares = (np.zeros((len(text), MOST_TOP), kind) for kind in (np.int64, np.float32))
+    tokens, shares = (np.zeros((len(text), MOST_TOP), kind) for kind in (np.uint8, np.float32))
     tokens[:, 0], shares[:, 0] = text, 1
     size = min(WINDOW, checkpoint.config.block_size)
     engine = open_engine(checkpoint, "native", capacity=size, draft="off")
@@ -126,7 +135,7 @@ class _Level:
 
 
 def _levels(
-    text: NDArray[np.int64], tokens: NDArray[np.int64], shares: NDArray[np.float32], V: int
+    text: NDArray[np.int64], tokens: NDArray[np.uint8], shares: NDArray[np.float32], V: int
 ) -> list[_Level]:
     levels: list[_Level] = []
     for n in range(drafts.ORDER + 1):
@@ -143,11 +152,14 @@ def _levels(
         if not keep.any():
             break
         number = np.where(keep, np.cumsum(keep) - 1, -1)[place]
-        seen = number >= 0
-        flat = number[seen, None] * V + tokens[n:][seen]
         size = int(keep.sum())
-        sums = np.bincount(flat.ravel(), shares[n:][seen].ravel(), size * V).astype(np.float32)
-        levels.append(_Level(known[keep], shorter[keep], counts[keep].astype(float), sums.reshape(size, V)))
+        sums = np.zeros(size * V)
+        for start in range(0, len(number), PIECE):
+            rows = start + np.flatnonzero(number[start : start + PIECE] >= 0)
+            flat = number[rows, None] * V + tokens[n + rows]
+            np.add.at(sums, flat.ravel(), shares[n + rows].ravel().astype(float))
+        sums = sums.astype(np.float32).reshape(size, V)
+        levels.append(_Level(known[keep], shorter[keep], counts[keep].astype(float), sums))
     return levels
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 INPUT = Path("data", "shakespeare_char", "input.txt")  # in the current folder
 
+AT_ONCE = 2**16  # characters of a piece, whose numbers stay in a cache
 MARK = "\ufeff"  # the byte order mark
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -20,6 +24,21 @@ def split(ids: Ids) -> tuple[Ids, Ids]:
     """The first 90 % for training and the last 10 % for validation, as in nanoGPT."""
     cut = int(0.9 * len(ids))
     return ids[:cut], ids[cut:]  # type: ignore[return-value]
+
+
+def pieces(text: str, overlap: int = 0) -> Iterator[NDArray[np.uint32]]:
+    """The code points of a text, AT_ONCE at a time, and with each piece the `overlap` ones after it."""
+    for start in range(0, len(text), AT_ONCE):
+        piece = text[start : start + AT_ONCE + overlap]
+        yield np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), "<u4")
+
+
+def alphabet(text: str) -> list[str]:
+    """The different characters of a text, sorted."""
+    found: set[int] = set()
+    for points in pieces(text):
+        found.update(np.flatnonzero(np.bincount(points)).tolist())
+    return list(map(chr, sorted(found)))
 
 
 def read(path: Path) -> str:

@@ -6,14 +6,14 @@ import codecs
 import json
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shakespeare.model.corpus import MARK
+from shakespeare.model.corpus import MARK, alphabet, pieces
 from shakespeare.model.files import write_file
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class CharTokenizer:
     @classmethod
     def from_text(cls, text: str) -> CharTokenizer:
         """The sorted characters of a text, as in nanoGPT's prepare.py."""
-        return cls(sorted(set(text)))
+        return cls(alphabet(text))
 
     @classmethod
     def from_meta_json(cls, path: Path) -> CharTokenizer:
@@ -94,10 +94,28 @@ class CharTokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of the characters of normal(text). Raises ValueError naming unknown characters."""
         text = self.normal(text)
-        if unknown := sorted(set(text) - self._ids.keys()):
+        self._check(text)
+        return [self._ids[c] for c in text]
+
+    def encode_array(self, text: str) -> NDArray[Any]:
+        """encode() of a long text: an array of uint8, int16 or int32, the smallest that has all ids."""
+        text = self.normal(text)
+        self._check(alphabet(text))
+        last = len(self) - 1
+        ids = np.empty(len(text), np.uint8 if last < 2**8 else np.int16 if last < 2**15 else np.int32)
+        table = np.zeros(self._points.max() + 1, ids.dtype)
+        table[self._points] = np.arange(len(self))
+        start = 0
+        for points in pieces(text):
+            ids[start : start + len(points)] = table[points]
+            start += len(points)
+        return ids
+
+    def _check(self, characters: Iterable[str]) -> None:
+        """Raise ValueError naming the characters that are unknown."""
+        if unknown := sorted(set(characters) - self._ids.keys()):
             shown = " ".join(map(repr, unknown[:10])) + (" ..." if len(unknown) > 10 else "")
             raise ValueError(f"the model does not know {len(unknown)} of the text's characters: {shown}")
-        return [self._ids[c] for c in text]
 
     def decode_all(self, ids: NDArray[Any]) -> list[str]:
         """The texts of ids (texts, tokens)."""

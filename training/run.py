@@ -92,8 +92,9 @@ def train(
         weights = start.model.state_dict().values()
         identity["init_sha256"] = _sha256(*(t.float().cpu().contiguous().numpy() for t in weights))
         if old_text is not None:
-            _, tokens = split(start.tokenizer.encode(old_text))
-            old = windows(torch.tensor(tokens), recipe.block_size, MOST_OLD)
+            _, held_out = split(start.tokenizer.normal(old_text))
+            old = torch.tensor(start.tokenizer.encode(held_out))
+            old = windows(old, recipe.block_size, MOST_OLD)
     if old_text is not None:
         identity["old_corpus_sha256"] = _sha256(old_text.encode())
     run = _Run(trainer, material, old, out, watcher, identity)

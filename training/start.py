@@ -7,6 +7,7 @@ import torch
 
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, HEAD, PLACES
+from shakespeare.model.corpus import alphabet
 from shakespeare.model.gpt import GPT
 from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.recipe import Recipe
@@ -40,7 +41,7 @@ def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tup
     if not isinstance(known, CharTokenizer):
         what = f"the model's vocabulary is {known.source}"
         raise ValueError(f"{what}; it must be one of characters to train it")
-    new = "".join(sorted(set(text) - set(known.characters)))
+    new = "".join(sorted(set(alphabet(text)) - set(known.characters)))
     tokenizer = CharTokenizer([*known.characters, *new])
     config = dataclasses.replace(checkpoint.config, block_size=block_size, vocab_size=len(tokenizer))
     weights = dict(checkpoint.model.state_dict())

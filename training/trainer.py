@@ -70,10 +70,10 @@ def load_training_step(simd: str = "auto") -> Any:
 class Trainer:
     """A model, its average, and one training step over a corpus held on the device.
 
-    ids: (N,) int64 training tokens. part: the attention, with a gradient; only part0, PyTorch's, has the
-    recipe's dropout of attention's weights. start: the model with the initial weights and the recipe's sizes.
-    dtype: of the products on a GPU. Before a training step, lr is set to its share of the peak learning rate,
-    decay to that of the average.
+    ids: (N,) training tokens, any integers. part: the attention, with a gradient; only part0, PyTorch's, has
+    the recipe's dropout of attention's weights. start: the model with the initial weights and the recipe's
+    sizes. dtype: of the products on a GPU. Before a training step, lr is set to its share of the peak
+    learning rate, decay to that of the average.
     native: the TrainingStep for part4, for a model as the shipped ones are: on a CPU in C++ over the SIMD
     helpers `simd`, with torch.get_num_threads() threads, without dropout; on a GPU by training/cuda. None if
     the training step is PyTorch's. Raises BuildError as load_training_step() and gpu.load() do.
@@ -196,7 +196,7 @@ class Trainer:
         T, places = self.recipe.block_size, (self.place + self._strides) % 1  # (batch + 1,)
         starts = (places[:-1, None] * (len(self.ids) - T)).long()
         self.place.copy_(places[-1])
-        self._gradients(self.ids[starts + torch.arange(T + 1, device=self.device)])  # (batch, T + 1)
+        self._gradients(self.ids[starts + torch.arange(T + 1, device=self.device)].long())  # (batch, T + 1)
         self._update()
 
     def _gradients(self, tokens: Tensor) -> None:

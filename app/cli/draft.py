@@ -18,9 +18,9 @@ from shakespeare.checkpoints import PRESENT
 def draft(model: str, corpus_file: Path | None) -> None:
     """Make the draft of a model, and write it beside the model.
 
-    The model reads the first 90 % of the text that it learned, or a text that it writes itself. Its
-    probabilities after each context of at most five characters become the draft. It takes seconds, at most
-    300 KB, and changes no text.
+    The model reads the first 90 % of the text that it learned, at most a million characters from all of it,
+    or a text that it writes itself. Its probabilities after each context of at most five characters become
+    the draft. It takes seconds, at most 300 KB, and changes no text.
     """
     from shakespeare.model.checkpoint import directory_of
 
@@ -46,7 +46,7 @@ def make_draft(directory: Path, text: str | None, seconds: float = math.inf) -> 
         if text is None:
             ids = draft.own_text(checkpoint)
         else:
-            ids = checkpoint.tokenizer.encode(corpus.split(text)[0])
+            ids = checkpoint.tokenizer.encode(draft.excerpt(corpus.split(text)[0]))
         return save_draft(directory, draft.make(checkpoint, ids, seconds))
     except (BuildError, draft.NoDraft) as error:
         notice(f"{program()}: warning: {error}")

@@ -35,7 +35,7 @@ def prepare(corpus_file: Path | None, out: Path | None) -> None:
     if len(characters) > MOST_CHARACTERS:
         has = f"{path} has {len(characters)} different characters"
         raise ValueError(f"{has}; it must have at most 65536, for train.bin")
-    training, validation = corpus.split(tokenizer.encode(text))
+    training, validation = corpus.split(tokenizer.encode_array(text))
     known = sha256(text.encode()).hexdigest() == corpus.SHA256
     click.echo(f"{path}: {'' if known else 'not '}Tiny Shakespeare")
     click.echo(f"length of dataset in characters: {len(text):,}")
@@ -43,8 +43,8 @@ def prepare(corpus_file: Path | None, out: Path | None) -> None:
     click.echo(f"training: {len(training):,} characters, validation: {len(validation):,}")
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / corpus.INPUT.name, text.encode())
-    write_file(folder / "train.bin", np.array(training, np.uint16).tobytes())
-    write_file(folder / "val.bin", np.array(validation, np.uint16).tobytes())
+    write_file(folder / "train.bin", training.astype(np.uint16).tobytes())
+    write_file(folder / "val.bin", validation.astype(np.uint16).tobytes())
     tokenizer.write_meta_pickle(folder / "meta.pkl")
     tokenizer.write_meta_json(folder / "meta.json")
     click.echo(f"wrote {folder}; train and eval read {corpus.INPUT} by default")

@@ -114,6 +114,7 @@ def train(
     from shakespeare.lab.machine import check_memory
     from shakespeare.model.checkpoint import load
     from shakespeare.model.config import GPTConfig
+    from shakespeare.model.corpus import alphabet
     from shakespeare.training.run import train as run
     from shakespeare.training.start import recipe_of
     from shakespeare.training.state import FILE
@@ -126,7 +127,7 @@ def train(
     if start:
         recipe = recipe_of(recipe, start.model, changes.get("block_size"))
     shape = {name: getattr(recipe, name) for name in (*MODEL_SIZES, *ENDLESS, "block_size")}
-    config = GPTConfig(vocab_size=len(set(text)), **shape)
+    config = GPTConfig(vocab_size=len(alphabet(text)), **shape)
     held = KEPT * config.num_params + ACTIVATIONS * recipe.batch_chars * recipe.n_embd * recipe.n_layer
     if device == "cpu":
         check_memory(f"n_layer={recipe.n_layer} and n_embd={recipe.n_embd}", held)

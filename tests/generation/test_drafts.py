@@ -80,7 +80,7 @@ def test_each_place_has_what_the_model_expects_there(extension):
         for at in range(1, len(text)):
             firsts = range(max(0, at - block), max(0, at - max(1, block // 4)) + 1)
             possible = [gpt(torch.tensor(text[None, first:at]))[0, -1].softmax(0) for first in firsts]
-            near = [np.allclose(p[tokens[at]].detach(), shares[at], atol=1e-4) for p in possible]
+            near = [np.allclose(p[tokens[at].tolist()].detach(), shares[at], atol=1e-4) for p in possible]
             assert any(near), (block, at)
     with pytest.raises(drafts.NoDraft, match="block size is 1; a draft needs one of at least 2"):
         drafts.make(tiny.checkpoint(block_size=1), [1, 2, 3])
@@ -252,6 +252,13 @@ def test_a_draft_holds_no_rare_context(model):
     while at < len(records):
         count, at = count + 1, at + 3 + 2 * (records[at + 1] >> 2)
     assert 0 < count <= V
+
+
+def test_a_long_text_gives_pieces_from_all_of_it(monkeypatch):
+    monkeypatch.setattr(drafts, "MOST_READ", 6)
+    monkeypatch.setattr(drafts, "PIECE", 2)
+    assert drafts.excerpt("abcdef") == "abcdef"
+    assert drafts.excerpt("abcdefghijkl") == "abfgkl"
 
 
 def test_a_draft_that_fits_any_context_is_refused_on_a_gpu():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import Hostile, naming
 
+from shakespeare.model.corpus import AT_ONCE
 from shakespeare.model.tokenizer import CharTokenizer, GPT2Tokenizer, VocabularyError
 
 
@@ -25,6 +26,19 @@ def test_characters_round_trip():
     assert tokenizer.characters == sorted(set("hello, wörld"))
     assert decoded(tokenizer, tokenizer.encode("hold")) == "hold"
     assert tokenizer.encode("") == []
+
+
+def test_a_long_text_becomes_a_small_array():
+    for characters, kind in ((100, "uint8"), (1000, "int16"), (33_000, "int32")):
+        every = "".join(map(chr, range(32, 32 + characters)))
+        text = every[::-1] + every * (2 * AT_ONCE // characters)
+        tokenizer = CharTokenizer.from_text(text)
+        ids = tokenizer.encode_array(text)
+        assert ids.dtype == kind and tokenizer.characters == list(every)
+        assert ids.tolist() == tokenizer.encode(text)
+        with pytest.raises(ValueError, match="does not know 1 of the text's characters: '😀'"):
+            tokenizer.encode_array(text + "😀")
+    assert CharTokenizer("ab").encode_array("").size == 0
 
 
 def test_line_ends_and_byte_order_marks_are_those_of_the_vocabulary():
