@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from shakespeare.generation.engines.native import Decoder
 from shakespeare.generation.engines.table import open_engine
-from shakespeare.generation.logprobs import MOST_TOP
 from shakespeare.generation.request import Request
 from shakespeare.generation.writer import Writer
 from shakespeare.model import draft as drafts
@@ -28,6 +27,7 @@ SHARPNESS = 1.4  # a guess takes the probabilities to about this power, so error
 MOST_READ, PIECE = 2**20, 2**14  # characters of a text, and of the pieces that a longer one gives
 OWN_TOKENS = 2**18  # of own_text(): seconds
 AT_ONCE = 32  # texts
+LIKELIEST = 5  # tokens after each place of the text
 WINDOW = 256  # tokens that the model reads at once; three quarters of them see at least the first quarter
 START = 4  # bytes of a bucket
 MOST_LISTED = 63  # tokens of a record
@@ -101,8 +101,9 @@ def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
 def _expected(
     checkpoint: Checkpoint, text: NDArray[np.int64], seconds: float
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """The likeliest tokens and their probabilities, (N, MOST_TOP); unread places have the text's own only."""
-    tokens, shares = (np.zeros((len(text), MOST_TOP), kind) for kind in (np.uint8, np.float32))
+    """The likeliest tokens and their probabilities, (N, top); unread places have the text's own only."""
+    top = min(LIKELIEST, checkpoint.config.vocab_size)
+    tokens, shares = (np.zeros((len(text), top), kind) for kind in (np.uint8, np.float32))
     tokens[:, 0], shares[:, 0] = text, 1
     size = min(WINDOW, checkpoint.config.block_size)
     engine = open_engine(checkpoint, "native", capacity=size, draft="off")
@@ -113,13 +114,15 @@ def _expected(
         if time.monotonic() > end:
             break
         ids = text[start : start + size].tolist()
-        engine.begin(0, ids, top=MOST_TOP)
+        if len(ids) == 1:
+            continue  # nothing follows it
+        engine.begin(0, ids, top=top)
         engine.read(0)
         likeliest, logprobs = engine.take_logprob_arrays(0)
         skipped = max(0, size // 4 - 1) if start else 0
         at = slice(start + 1 + skipped, start + len(ids))
-        tokens[at] = np.maximum(likeliest[skipped:, 1:], 0)
-        shares[at] = np.where(likeliest[skipped:, 1:] >= 0, np.exp(logprobs[skipped:, 1:]), 0)
+        tokens[at] = likeliest[skipped:, 1:]
+        shares[at] = np.exp(logprobs[skipped:, 1:])
     return tokens, shares
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_TOP = 5  # alternatives of a token
+MOST_TOP = 20  # alternatives of a token, as in a chat of OpenAI's API
 
 
 class TokenLogprob(NamedTuple):
@@ -17,6 +17,12 @@ class TokenLogprob(NamedTuple):
     token: int
     logprob: float
     top: Sequence[tuple[int, float]]
+
+
+def check_top(name: str, top: int | None) -> None:
+    """Raise ValueError unless a token's log-probability may have so many alternatives; None: it has none."""
+    if top is not None and not 0 <= top <= MOST_TOP:
+        raise ValueError(f"{name} is {top}; it must be from 0 to {MOST_TOP}")
 
 
 def of_logits(logits: NDArray[np.float32], tokens: Sequence[int], top: int) -> list[TokenLogprob]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.checks import kind, set_defaults, set_whole, truth
-from shakespeare.generation.logprobs import MOST_TOP, TokenLogprob
+from shakespeare.generation.logprobs import TokenLogprob, check_top
 from shakespeare.generation.sampling import SEEDS, Sampling
 
 CONTEXTS = ("slide", "reset")
@@ -32,7 +32,7 @@ class Request:
     `capacity` tokens, at positions counted from the window's start, as in nanoGPT; each token costs a whole
     window. 'reset': the window restarts with its last half, which costs one prefill for each half window.
     use_cache: False reads the whole window again for every token.
-    logprobs: give each new token's log-probability with this many alternatives, 0 to 5; None gives none.
+    logprobs: give each new token's log-probability with 0 to MOST_TOP alternatives; None gives none.
     prompt_logprobs: give those of the prompt too; needs logprobs. Neither changes a text.
     Raises TypeError or ValueError naming the wrong argument.
     """
@@ -64,8 +64,7 @@ class Request:
             raise ValueError(f"stop is {list(self.stop)!r}; it must hold strings, none of them empty")
         if self.context not in CONTEXTS:
             raise ValueError(f"context is {self.context!r}; it must be one of {', '.join(CONTEXTS)}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_TOP:
-            raise ValueError(f"logprobs is {self.logprobs}; it must be from 0 to {MOST_TOP}")
+        check_top("logprobs", self.logprobs)
         for name in ("use_cache", "prompt_logprobs"):
             object.__setattr__(self, name, truth(name, getattr(self, name)))
         if self.prompt_logprobs and self.logprobs is None:

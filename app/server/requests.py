@@ -70,7 +70,7 @@ Stop = StopString | Annotated[list[StopString], Field(max_length=4)]
 Choices = Annotated[int, Field(ge=1, le=Settings.most_texts), WHOLE]
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED), WHOLE]
 Tokens = Annotated[int, Field(ge=0), WHOLE]
-Alternatives = Annotated[int, Field(ge=0, le=MOST_TOP), WHOLE]
+Alternatives = Annotated[int, Field(ge=0, le=5), WHOLE]  # of completions, as in OpenAI's API
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 TOKEN_ID = r"^[0-9]{1,9}$"
 BIAS = {"type": ["number", "null"], "minimum": -MOST_BIAS, "maximum": MOST_BIAS}
@@ -296,7 +296,7 @@ class ChatBody(Body):
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = Field(None, description="The model's block size by default.")
     logprobs: bool = False
-    top_logprobs: Alternatives | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP), WHOLE] | None = None
     speaker: Name | None = Field(
         None, description=f"Who answers in the play; {SPEAKER} by default. Not in OpenAI's API."
     )

@@ -21,9 +21,6 @@ const char* simd_name();
 // The names of SAMPLING_NUMBERS, each followed by a line end.
 const char* sampling_names();
 
-// The most alternatives of a token's log-probability.
-int64_t most_top();
-
 // sizes: block_size, vocab_size, n_layer, n_head, n_embd, br, bc, slots, capacity, threads, cache_bytes,
 // tanh_gelu, window. The tensors have names, data, numbers of floats and layouts; they are copied. A layout is
 // the sum of 1 if it is transposed, and 2 if its file is mapped, whose pages are released. Null if it fails.
@@ -53,10 +50,10 @@ bool draft_counts(Handle* decoder, DraftCounts* counts);  // since the last call
 bool copy(Handle* decoder, int64_t from, int64_t to);
 bool logits(Handle* decoder, int64_t slot, float* to);  // to: (vocab_size)
 
-// Takes the log-probabilities of a slot; fetch_logprobs() then copies these `count` ones. tokens: each token,
-// its most_top() alternatives and -1 for those that it lacks. logprobs: likewise.
-bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count);
-void fetch_logprobs(const Handle* decoder, int64_t* tokens, double* logprobs);
+// Takes the log-probabilities of a slot, `count` ones with at most `top` alternatives; fetch_logprobs() then
+// copies them. tokens: each token, and `top` alternatives, -1 for those that it lacks. logprobs: likewise.
+bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count, int64_t* top);
+void fetch_logprobs(const Handle* decoder, int64_t top, int64_t* tokens, double* logprobs);
 
 bool record(Handle* decoder, bool on);
 bool take_spans(Handle* decoder, int64_t* count, const Span** spans);  // they stay until the next call

@@ -68,8 +68,6 @@ const char* error(int* kind) {
 
 const char* simd_name() { return simd::name(); }
 const char* sampling_names() { return SAMPLING_NAMES; }
-int64_t most_top() { return MOST_TOP; }
-
 Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
                      int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats,
                      const int64_t* layouts) {
@@ -150,18 +148,21 @@ bool logits(Handle* decoder, int64_t slot, float* to) {
     });
 }
 
-bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count) {
+bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count, int64_t* top) {
     return guarded([&] {
         decoder->logprobs = decoder->take_logprobs(slot);
         *count = static_cast<int64_t>(decoder->logprobs.size());
+        *top = 0;
+        for (const TokenLogprob& row : decoder->logprobs) *top = std::max<int64_t>(*top, row.top.size());
     });
 }
 
-void fetch_logprobs(const Handle* decoder, int64_t* tokens, double* logprobs) {
+void fetch_logprobs(const Handle* decoder, int64_t top, int64_t* tokens, double* logprobs) {
     for (const TokenLogprob& row : decoder->logprobs) {
         *tokens++ = row.token, *logprobs++ = row.logprob;
-        for (size_t i = 0; i < MOST_TOP; i++) {
-            const auto [token, logprob] = i < row.top.size() ? row.top[i] : std::pair(int64_t{-1}, 0.0);
+        for (int64_t i = 0; i < top; i++) {
+            const auto [token, logprob] =
+                i < static_cast<int64_t>(row.top.size()) ? row.top[i] : std::pair(int64_t{-1}, 0.0);
             *tokens++ = token, *logprobs++ = logprob;
         }
     }

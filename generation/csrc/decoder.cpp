@@ -117,7 +117,6 @@ void Decoder::set_sampling(int64_t slot, const Sampling& sampling, int64_t logpr
     Slot& s = slot_of("slot", slot);
     for (const auto& [token, bias] : sampling.logit_bias)
         check("a token of logit_bias", token, 0, shape.vocab_size - 1);
-    if (logprobs != NO_LOGPROB) check("logprobs", logprobs, 0, MOST_TOP);
     s.sampling = sampling;
     s.top = logprobs;
     s.logprobs.clear();

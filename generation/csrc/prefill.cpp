@@ -12,7 +12,6 @@ void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool contin
     Slot& slot = slot_of("slot", number);
     check("the number of ids", static_cast<int64_t>(ids.size()), 1, capacity);
     for (const int64_t id : ids) check("an id", id, 0, shape.vocab_size - 1);
-    if (top != NO_LOGPROB) check("top", top, 0, MOST_TOP);
     if (!continues) {
         std::fill(slot.text.seen.begin(), slot.text.seen.end(), 0);
         std::fill(slot.text.written.begin(), slot.text.written.end(), 0);

@@ -45,8 +45,7 @@ void weigh(const float* logits, const Occurrences&, const Sampling&, std::vector
 // The token that `uniform`, in [0, 1), falls on. Throws as weigh() does.
 int64_t sample(const float* logits, const Occurrences&, double uniform, const Sampling&);
 
-// Alternatives of a token's log-probability; and what stands for no log-probability.
-constexpr int64_t MOST_TOP = 5, NO_LOGPROB = INT64_MIN;
+constexpr int64_t NO_LOGPROB = -1;  // instead of a number of alternatives: no log-probabilities
 
 // A token's log-probability, and those of the likeliest tokens in descending order, ties by number.
 struct TokenLogprob {

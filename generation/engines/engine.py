@@ -140,7 +140,8 @@ class Engine(Protocol):
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
         """Set how the slot's tokens are chosen from now on; at first it is by Sampling().
 
-        logprobs: keep these tokens' log-probabilities with 0 to 5 alternatives, None none; drop untaken ones.
+        logprobs: keep these tokens' log-probabilities, each with so many alternatives; None keeps none.
+        Those that were not taken are dropped.
         """
 
     def take_logprobs(self, slot: int) -> Sequence[tuple[int, float, Sequence[tuple[int, float]]]]:

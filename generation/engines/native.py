@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from shakespeare.attention_ext import extension, processor, tiles
 from shakespeare.attention_ext.parts import resolve_simd
 from shakespeare.generation.engines.engine import EngineOptions, Tokens, rows_of
+from shakespeare.generation.logprobs import check_top
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.draft import Draft
@@ -145,24 +146,33 @@ class Decoder:
         tokens, biases = zip(*sampling.logit_bias) if sampling.logit_bias else ((), ())
         added = (c_double * len(biases))(*biases)
         with self._lock:
-            self._do("set_sampling", slot, numbers, len(tokens), integers(tokens), added, no(logprobs))
+            self._do(
+                "set_sampling",
+                slot,
+                numbers,
+                len(tokens),
+                integers(tokens),
+                added,
+                alternatives("logprobs", logprobs),
+            )
 
     def take_logprobs(self, slot: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
         rows = (list(zip(*row)) for row in zip(*(a.tolist() for a in self.take_logprob_arrays(slot))))
         return [(*first, [pair for pair in top if pair[0] >= 0]) for first, *top in rows]
 
     def take_logprob_arrays(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The same as arrays (tokens, 1 + MOST_TOP): tokens, -1 where an alternative lacks; and logprobs."""
-        count, width = c_int64(), 1 + self._c.most_top()
+        """The same as arrays (tokens, 1 + top): tokens, -1 where an alternative lacks; and logprobs."""
+        count, top = c_int64(), c_int64()
         with self._lock:
-            self._do("take_logprobs", slot, byref(count))
-            tokens, logprobs = np.empty((count.value, width), np.int64), np.empty((count.value, width))
-            self._c.fetch_logprobs(self._handle, tokens.ctypes.data, logprobs.ctypes.data)
+            self._do("take_logprobs", slot, byref(count), byref(top))
+            shape = count.value, 1 + top.value
+            tokens, logprobs = np.empty(shape, np.int64), np.empty(shape)
+            self._c.fetch_logprobs(self._handle, top, tokens.ctypes.data, logprobs.ctypes.data)
         return tokens, logprobs
 
     def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
         with self._lock:
-            self._do("begin", slot, len(ids), integers(ids), continues, no(top))
+            self._do("begin", slot, len(ids), integers(ids), continues, alternatives("top", top))
 
     def read(self, slot: int, seconds: float = math.inf) -> bool:
         done = c_bool()
@@ -247,6 +257,7 @@ def integers(numbers: Sequence[int]) -> ctypes.Array[c_int64]:
         raise ValueError(f"a number in {list(numbers)!r:.100} does not fit 64 bits") from None
 
 
-def no(number: int | None) -> int:
-    """NO_LOGPROB of csrc/sampling.h for None, else the number."""
-    return -(2**63) if number is None else number
+def alternatives(name: str, number: int | None) -> int:
+    """NO_LOGPROB of csrc/sampling.h for None, else the number. Raises as check_top() does."""
+    check_top(name, number)
+    return -1 if number is None else number

@@ -81,7 +81,7 @@ def test_a_wrong_request_is_named():
         (dict(stop=("a", "")), ValueError, "stop is "),
         (dict(stop=(1,)), ValueError, "stop is "),
         (dict(context="forget"), ValueError, "context is 'forget'; it must be one of slide, reset"),
-        (dict(logprobs=6), ValueError, "logprobs is 6; it must be from 0 to 5"),
+        (dict(logprobs=21), ValueError, "logprobs is 21; it must be from 0 to 20"),
         (dict(logprobs=True), TypeError, "logprobs is a bool; it must be a whole number"),
         (dict(prompt_logprobs=True), ValueError, "prompt_logprobs is True; it must be False"),
         (dict(logprobs=0, prompt_logprobs="1"), TypeError, "prompt_logprobs is a str; it must be"),

@@ -69,6 +69,7 @@ CHAT = COMMON | {
     "max_tokens": ([0, 1, None], [-1, 65_537, *INTS]),
     "max_completion_tokens": ([0, 1, None], [-1, 65_537, *INTS]),
     "logprobs": ([True, False, None], [0, 1, "true"]),
+    "top_logprobs": ([0, None], [-1, 21, *INTS]),
     "speaker": (["ROMEO", None], ["", 1, "a" * 65]),
 }
 UNSUPPORTED = [*"audio moderation prediction web_search_options temperatur Ä __class__".split(), "a b", ""]
@@ -105,7 +106,7 @@ def test_each_field(kind, name):
 
 @pytest.mark.parametrize("kind", BASES)
 def test_the_tables_have_all_fields_and_unsupported_ones_are_named(kind):
-    assert kind.model_fields.keys() - FIELDS[kind] <= {"stream_options", "messages", "top_logprobs"}
+    assert kind.model_fields.keys() - FIELDS[kind] <= {"stream_options", "messages"}
     for name in UNSUPPORTED:
         for value in (1, [], "a", {}, False):
             error = refused(kind, **BASES[kind] | {name: value})
@@ -173,7 +174,7 @@ def test_messages():
 def test_what_goes_together():
     chat = {"model": "m", "messages": MESSAGES}
     assert refused(ChatBody, **chat, top_logprobs=2).param == "top_logprobs"
-    assert asked(ChatBody, **chat, top_logprobs=2, logprobs=True)[1][0].logprobs == 2
+    assert asked(ChatBody, **chat, top_logprobs=20, logprobs=True)[1][0].logprobs == 20
     assert asked(ChatBody, **chat, top_logprobs=0)[1][0].logprobs is None
     assert refused(ChatBody, **chat, max_tokens=1, max_completion_tokens=2).param == "max_tokens"
     text = {"model": "m", "prompt": "a"}
