@@ -400,6 +400,7 @@ def _find_vocabulary(
     if GPT2_TOKENS <= vocab_size <= GPT2_PADDED:
         if to_train:
             raise VocabularyError(f"the model's vocabulary is GPT-2's; {TO_TRAIN}")
+        huggingface.warn_of_unread(directory, {huggingface.END})
         return GPT2Tokenizer.downloaded()
     looked = ", ".join(str(place) for place in places)
     raise CheckpointError(f"no vocabulary (meta.json, meta.pkl, tokenizer.json) was found in {looked}")

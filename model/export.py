@@ -17,11 +17,10 @@ from shakespeare.model import gguf_file
 from shakespeare.model.checkpoint import Checkpoint, directory_of, loaded
 from shakespeare.model.config import EMBEDDING, HEAD, GPTConfig
 from shakespeare.model.files import write_file
-from shakespeare.model.huggingface import TRANSPOSED, tables
-from shakespeare.model.tokenizer import CharTokenizer, Tokenizer
+from shakespeare.model.huggingface import CHARACTERS, END, TRANSPOSED, tables
+from shakespeare.model.tokenizer import CharTokenizer, HuggingFaceTokenizer, Tokenizer
 
 FORMATS, GGUF_TYPES = ("hf", "gguf", "nanogpt"), ("f32", "f16", "q8_0")
-END = "<|endoftext|>"
 NANOGPT = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")  # its GPTConfig
 NO_LOSS = 1e9  # nanoGPT's best_val_loss before it has one
 
@@ -98,8 +97,9 @@ def _tokenizer(tokenizer: Tokenizer) -> tuple[dict[str, Any], int | None]:
         ids = {c: i for i, c in enumerate(tokenizer.characters)}
         # No token has the name of the unknown one: an unknown character is an error.
         model: dict[str, Any] = dict(type="WordLevel", vocab=ids, unk_token="<unknown>")
-        split = dict(type="Split", pattern={"Regex": r"[\s\S]"}, behavior="Isolated", invert=False)
-        return found | dict(pre_tokenizer=split, decoder={"type": "Fuse"}, model=model), None
+        return found | dict(pre_tokenizer=CHARACTERS, decoder={"type": "Fuse"}, model=model), None
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return json.loads(tokenizer.tokenizer.to_str()), tokenizer.tokenizer.token_to_id(END)
     vocab, special, merges = tables(tokenizer)
     level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     flags = dict(special=True, single_word=False, lstrip=False, rstrip=False, normalized=False)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shakespeare.model.files import Stored
-from shakespeare.model.tokenizer import CharTokenizer, GPT2Tokenizer, Tokenizer, VocabularyError
+from shakespeare.model.tokenizer import (
+    BYTES,
+    CharTokenizer,
+    GPT2Tokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    VocabularyError,
+)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Ours by transformers' names, with the value where config.json has none.
@@ -23,9 +32,12 @@ FIXED = {
     "add_cross_attention": False,
 }
 TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # transformers' Conv1D has (in, out)
-SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves in a token
-OTHERS = [byte for byte in range(256) if byte not in SHOWN]
-BYTES = {chr(byte): byte for byte in SHOWN} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+# How export splits a text of a vocabulary of characters
+CHARACTERS = dict(type="Split", pattern={"Regex": r"[\s\S]"}, behavior="Isolated", invert=False)
+MOST_BYTES = 2**26  # of a JSON file of a vocabulary
+LARGEST_ID = 2**31 - 1
+END = "<|endoftext|>"
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 
 
 def configuration(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,69 +95,175 @@ def turned(stored: Stored, args: Mapping[str, Any]) -> Stored:
 def vocabulary(directory: Path) -> Tokenizer | None:
     """The vocabulary of tokenizer.json, or of vocab.json and merges.txt; None without them.
 
-    Raises VocabularyError for one that is neither of characters nor of GPT-2's byte pairs.
+    Raises VocabularyError for files that are malformed or that their package does not read. Warns of tokens
+    in other files that are not read.
     """
-    file = directory / "tokenizer.json"
-    whole = file.is_file()
-    if not whole:
+    file, pairs = directory / "tokenizer.json", directory / "merges.txt"
+    if not file.is_file():
         file = directory / "vocab.json"
-        if not file.is_file() or not (directory / "merges.txt").is_file():
+        if not file.is_file() or not pairs.is_file():
             return None
+    with _naming(file):
+        text = _text(file)
+        held = json.loads(text)
+        if file.name == "tokenizer.json":
+            return _characters(held, str(file)) or _complete(directory, text, held)
+        merges = [tuple(line.split(" ")) for line in _text(pairs).splitlines() if line]
+        merges = merges[1:] if merges[:1] and merges[0][0].startswith("#version") else merges
+        tokenizer = byte_pairs(held, merges, [END, *added_tokens(directory)], str(file))
+        warn_of_unread(directory, held)
+        return tokenizer
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Raise VocabularyError that names a file for what is malformed in it."""
     try:
-        held = json.loads(file.read_bytes())
-        if not whole:
-            lines = (directory / "merges.txt").read_text("utf-8").splitlines()
-            merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-            return byte_pairs(held, merges, ["<|endoftext|>"], str(file))
-        model = held["model"]
-        special = {each["content"]: each["id"] for each in held.get("added_tokens") or ()}
-        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ())
-        vocab, merges = model["vocab"], [*map(tuple, pairs)]
-        if model.get("type", "BPE") not in ("BPE", "WordLevel"):
-            raise VocabularyError(f"{file}: the model is {model['type']}; it must be BPE or WordLevel")
-        splits = _splits(held.get("pre_tokenizer"))
-        if "ByteLevel" not in splits and not merges:
-            ids = {token: id for token, id in vocab.items() if token not in special}
-            if sorted(ids.values()) != list(range(len(ids))):
-                raise VocabularyError(f"{file}: the ids of the characters must be 0 to {len(ids) - 1}")
-            return CharTokenizer(sorted(ids, key=ids.__getitem__), str(file))
-        if splits != ["ByteLevel"]:
-            must = "it must be as GPT-2 does, by ByteLevel"
-            raise VocabularyError(f"{file}: text is split by {splits}; {must}")
-        return byte_pairs(special | vocab, merges, list(special), str(file))
+        yield
     except VocabularyError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise VocabularyError(f"{file}: it must be a vocabulary of transformers ({error!r})") from None
 
 
-def _splits(step: Any) -> list[str]:
-    """What tokenizer.json says to split text by; what GPT-2's ByteLevel does not do is added."""
-    if not step:
+def _text(file: Path) -> str:
+    if (size := file.stat().st_size) > MOST_BYTES:
+        raise VocabularyError(f"{file} has {size} bytes; it must have at most {MOST_BYTES}")
+    return file.read_text("utf-8")
+
+
+def _characters(held: Any, source: str) -> CharTokenizer | None:
+    """The characters of a tokenizer.json that has no other tokens or steps, as export writes it."""
+    model = held["model"]
+    ids, pairs = model["vocab"], model.get("merges")
+    steps = [held.get(name) for name in ("added_tokens", "normalizer", "post_processor")]
+    other_split = held.get("pre_tokenizer") not in (None, CHARACTERS)
+    if any(steps) or pairs or other_split or model.get("type", "BPE") not in ("BPE", "WordLevel"):
+        return None
+    if any(len(token) != 1 for token in ids) or sorted(ids.values()) != list(range(len(ids))):
+        return None
+    return CharTokenizer(sorted(ids, key=ids.__getitem__), source)
+
+
+class Added(NamedTuple):
+    """A token that a file besides the vocabulary names. id: None if the file has none."""
+
+    file: str
+    id: int | None
+    flags: dict[str, bool]
+
+
+def added_tokens(directory: Path) -> dict[str, Added]:
+    """The tokens of tokenizer_config.json, added_tokens.json and special_tokens_map.json."""
+    found: dict[str, Added] = {}
+    special: dict[str, str] = {}  # their files
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        file = directory / name
+        if not file.is_file():
+            continue
+        with _naming(file):
+            held = json.loads(_text(file))
+            if name == "added_tokens.json":
+                for token, id in held.items():
+                    found.setdefault(token, Added(name, id, {"special": token in special}))
+                continue
+            for id, each in held.get("added_tokens_decoder", {}).items():
+                flags = {flag: each[flag] for flag in FLAGS if flag in each}
+                found[each["content"]] = Added(name, int(id), flags)
+            for role, value in held.items():
+                if role.endswith(("_token", "special_tokens")):
+                    special |= dict.fromkeys(_contents(value), name)
+    return {token: Added(name, None, {"special": True}) for token, name in special.items()} | found
+
+
+def _contents(value: Any) -> Iterator[str]:
+    """The texts of a special token, of a list of them, or of an object with some."""
+    if isinstance(value, str) and value:
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _contents(each)
+    elif isinstance(value, dict):
+        yield from _contents(value.get("content", [*value.values()]))
+
+
+def warn_of_unread(directory: Path, known: Container[str]) -> None:
+    """Warn of each file with tokens that a vocabulary does not have; their text is read as other tokens."""
+    unread = {each.file: token for token, each in added_tokens(directory).items() if token not in known}
+    for name, token in unread.items():
+        what = f"its token {token!r:.80} is not read: the vocabulary lacks it, and its text is other tokens"
+        warnings.warn(f"{directory / name}: {what}", stacklevel=5)
+
+
+def _complete(directory: Path, text: str, held: Any) -> HuggingFaceTokenizer:
+    """The vocabulary of a tokenizer.json with tokens of the files beside it, as transformers adds them."""
+    source, vocab = str(directory / "tokenizer.json"), held["model"]["vocab"]
+    if isinstance(vocab, list):  # of Unigram: pairs of a token and its score
+        vocab = {each[0]: id for id, each in enumerate(vocab)}
+    own = {each["content"]: each["id"] for each in held.get("added_tokens") or ()}
+    others = added_tokens(directory)
+    tokens = [(token, id, source) for token, id in (*vocab.items(), *own.items())]
+    tokens += [
+        (token, each.id, str(directory / each.file)) for token, each in others.items() if each.id is not None
+    ]
+    ids = _checked(tokens)
+    new = sorted(others.keys() & ids.keys() - own.keys(), key=ids.__getitem__)
+    warn_of_unread(directory, ids)
+    return HuggingFaceTokenizer(
+        text, ids, {token: others[token].flags for token in new}, _steps(held.get("decoder")), source
+    )
+
+
+def _steps(decoder: Any) -> list[str]:
+    """The types of the steps from tokens to text."""
+    if not decoder:
         return []
-    if step["type"] == "Sequence":
-        return [name for each in step["pretokenizers"] for name in _splits(each)]
-    usual = {"add_prefix_space": False, "use_regex": True}
-    return [step["type"], *(name for name, value in usual.items() if step.get(name, value) != value)]
+    if decoder["type"] == "Sequence":
+        return [name for each in decoder["decoders"] for name in _steps(each)]
+    return [decoder["type"]]
+
+
+def _checked(tokens: Iterable[tuple[Any, Any, str]]) -> dict[str, int]:
+    """The ids of (token, id, file). Raises VocabularyError for an empty token, and for a wrong id."""
+    ids: dict[str, int] = {}
+    owners: dict[int, str] = {}
+    for token, id, file in tokens:
+        if not isinstance(token, str) or not token:
+            raise VocabularyError(f"{file}: the token of id {id!r} is {token!r}; it must be a text")
+        shown = f"{file}: the id of {token!r:.80} is {id!r:.80}"
+        if type(id) is not int or not 0 <= id <= LARGEST_ID:
+            raise VocabularyError(f"{shown}; it must be from 0 to {LARGEST_ID}")
+        if (owner := owners.setdefault(id, token)) != token:
+            raise VocabularyError(f"{shown}, which is that of {owner!r:.80}; ids must differ")
+        if (first := ids.setdefault(token, id)) != id:
+            raise VocabularyError(f"{shown} and {first}; it must be one")
+    return ids
 
 
 def byte_pairs(
     vocab: dict[str, int], merges: list[tuple[str, ...]], special: list[str], source: str
 ) -> GPT2Tokenizer:
     """GPT-2's encoding by these tokens. Raises VocabularyError where tiktoken's would differ."""
+    _checked((token, id, source) for token, id in vocab.items())
     specials = {token: vocab[token] for token in special if token in vocab}
     ranks = {bytes(map(BYTES.__getitem__, t)): id for t, id in vocab.items() if t not in specials}
     order = [vocab["".join(merge)] for merge in merges]
-    if len(ranks) != 256 + len(merges) or any(a >= b for a, b in zip(order, order[1:])):
+    whole = all(bytes([byte]) in ranks for byte in range(256)) and len(ranks) == 256 + len(merges)
+    if not whole or any(a >= b for a, b in zip(order, order[1:])):
         raise VocabularyError(f"{source}: its tokens must be 256 bytes, and one a merge with rising ids")
     return GPT2Tokenizer(ranks, specials, source)
 
 
-def tables(tokenizer: GPT2Tokenizer) -> tuple[dict[str, int], dict[str, int], list[tuple[str, str]]]:
+def tables(
+    tokenizer: GPT2Tokenizer | HuggingFaceTokenizer,
+) -> tuple[dict[str, int], dict[str, int], list[tuple[str, str]]]:
     """Ids of the tokens, and of special ones, and the pairs that are joined in their order, for byte_pairs().
 
-    A token's pair is what the tokens of lower ranks leave of its bytes.
+    A token's pair is what the tokens of lower ranks leave of its bytes. Raises ValueError for a vocabulary
+    that splits text otherwise than GPT-2.
     """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return _tables_of(json.loads(tokenizer.tokenizer.to_str()), tokenizer.source)
     ranks, special = tokenizer._encoding._mergeable_ranks, tokenizer._encoding._special_tokens
     letters = {bytes([byte]): letter for letter, byte in BYTES.items()}
     shown: dict[bytes, str] = {token: "".join(letters[bytes([byte])] for byte in token) for token in ranks}
@@ -158,3 +276,15 @@ def tables(tokenizer: GPT2Tokenizer) -> tuple[dict[str, int], dict[str, int], li
         if len(parts) == 2:
             merges.append((shown[parts[0]], shown[parts[1]]))
     return {shown[token]: rank for token, rank in ranks.items()}, special, merges
+
+
+def _tables_of(held: Any, source: str) -> tuple[dict[str, int], dict[str, int], list[tuple[str, str]]]:
+    """The tables of a tokenizer.json."""
+    split, after = held["pre_tokenizer"], held["post_processor"]
+    usual = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    plain = held["normalizer"] is None and (after or usual)["type"] == "ByteLevel"
+    if held["model"]["type"] != "BPE" or not plain or not usual.items() <= (split or {}).items():
+        raise ValueError(f"{source} encodes otherwise than GPT-2; it must be as GPT-2 for this format")
+    special = {each["content"]: each["id"] for each in held["added_tokens"]}
+    vocab = {token: id for token, id in held["model"]["vocab"].items() if token not in special}
+    return vocab, special, [tuple(pair) for pair in held["model"]["merges"]]

@@ -1,4 +1,4 @@
-"""Text to token ids and back: characters (meta.json, nanoGPT's meta.pkl) or GPT-2's byte pair encoding."""
+"""Text to token ids and back: by characters, GPT-2's byte pairs, or Hugging Face's tokenizers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import codecs
 import json
 import pickle
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from shakespeare.model.corpus import MARK, alphabet, pieces
 from shakespeare.model.files import write_file
 
-if TYPE_CHECKING:
-    import tiktoken
-
-
 FEW = 8  # ids that are faster decoded one after the other
+NO_TOKEN = "\ufffd".encode()  # the bytes of an id that only pads the vocabulary
+# GPT-2's letters for bytes: most stand for themselves.
+SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in SHOWN]
+BYTES = {chr(byte): byte for byte in SHOWN} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
 class VocabularyError(ValueError):
@@ -117,6 +118,10 @@ class CharTokenizer:
             shown = " ".join(map(repr, unknown[:10])) + (" ..." if len(unknown) > 10 else "")
             raise ValueError(f"the model does not know {len(unknown)} of the text's characters: {shown}")
 
+    def token_bytes(self, id: int) -> bytes:
+        """A token's text in UTF-8."""
+        return self.characters[id].encode("utf-8", "surrogatepass")
+
     def decode_all(self, ids: NDArray[Any]) -> list[str]:
         """The texts of ids (texts, tokens)."""
         text, length = self.decoder().feed_all(ids.ravel()), ids.shape[1]
@@ -179,11 +184,49 @@ def _tiktoken() -> Any:
     return tiktoken
 
 
+class BytesTokenizer:
+    """A vocabulary whose tokens are bytes, which may be a part of a character. source: its origin."""
+
+    source: str
+
+    def normal(self, text: str) -> str:
+        """The text: no character is unknown."""
+        return text
+
+    def token_bytes(self, id: int) -> bytes:
+        """A token's bytes of a text in UTF-8."""
+        raise NotImplementedError
+
+    def decode_all(self, ids: NDArray[Any]) -> list[str]:
+        """The texts of ids (texts, tokens)."""
+        decoders = [self.decoder() for _ in ids]
+        return [decoder.feed_all(row) + decoder.end() for decoder, row in zip(decoders, ids)]
+
+    def decoder(self) -> _BytesDecoder:
+        """A decoder from ids to text. It emits a character after its last byte."""
+        return _BytesDecoder(self.token_bytes)
+
+
+class _BytesDecoder:
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, id: int) -> str:
+        return self._utf8.decode(self._token_bytes(id))
+
+    def feed_all(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        return self._utf8.decode(b"".join(map(self._token_bytes, map(int, ids))))
+
+    def end(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
 # How GPT-2 splits a text before it joins bytes: https://github.com/openai/gpt-2, src/encoder.py.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(BytesTokenizer):
     """Byte pairs as GPT-2 encodes text, through tiktoken. Raises VocabularyError without it.
 
     ranks: the tokens' ids. special: those that only the text of the token itself gives.
@@ -213,40 +256,91 @@ class GPT2Tokenizer:
     def __len__(self) -> int:
         return self._encoding.n_vocab
 
-    def normal(self, text: str) -> str:
-        """The text: byte pairs have every character."""
-        return text
-
     def encode(self, text: str) -> list[int]:
         """The ids of a text; '<|endoftext|>' is the special token, as in nanoGPT."""
         return self._encoding.encode(text, allowed_special="all")
 
-    def decode_all(self, ids: NDArray[Any]) -> list[str]:
-        """The texts of ids (texts, tokens)."""
-        decoders = [self.decoder() for _ in ids]
-        return [decoder.feed_all(row) + decoder.end() for decoder, row in zip(decoders, ids)]
-
-    def decoder(self) -> _BytesDecoder:
-        """A decoder from ids to text. It emits a character after its last byte."""
-        return _BytesDecoder(self._encoding)
-
-
-class _BytesDecoder:
-    def __init__(self, encoding: tiktoken.Encoding) -> None:
-        self._encoding = encoding
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, id: int) -> str:
+    def token_bytes(self, id: int) -> bytes:
+        """A token's bytes; those of the replacement character for an id that only pads the vocabulary."""
         try:
-            return self._utf8.decode(self._encoding.decode_single_token_bytes(id))
-        except KeyError:  # an id that only pads the vocabulary
-            return self._utf8.decode(b"\xff")
-
-    def feed_all(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        return "".join(map(self.feed, map(int, ids)))
-
-    def end(self) -> str:
-        return self._utf8.decode(b"", final=True)
+            return self._encoding.decode_single_token_bytes(id)
+        except KeyError:
+            return NO_TOKEN
 
 
-Tokenizer = CharTokenizer | GPT2Tokenizer  # `source` is a vocabulary's origin, for messages
+class HuggingFaceTokenizer(BytesTokenizer):
+    """The vocabulary of a tokenizer.json, with all its steps, by Hugging Face's `tokenizers`.
+
+    file: the JSON. ids: of all tokens. added: those that the file lacks, with the arguments of `AddedToken`.
+    decoders: the types of the file's steps from tokens to text. Raises VocabularyError without the package,
+    and for what it does not read.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        ids: Mapping[str, int],
+        added: Mapping[str, Mapping[str, bool]],
+        decoders: Sequence[str],
+        source: str,
+    ) -> None:
+        try:
+            from tokenizers import AddedToken, Tokenizer
+        except ImportError:
+            raise VocabularyError(f"{source} needs tokenizers: pip install tokenizers") from None
+        self.source, self._decoders, self._size = source, decoders, max(ids.values()) + 1
+        self.tokenizer = self._tried("read", Tokenizer.from_str, file)
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.tokenizer.add_tokens([AddedToken(token, **flags) for token, flags in added.items()])
+        for token, id in ids.items():
+            if (known := self.tokenizer.token_to_id(token)) != id:
+                must = f"for tokenizers it is {known}; ids must be without gaps"
+                raise VocabularyError(f"{source}: the id of {token!r} is {id}, but {must}")
+        self._added = self.tokenizer.get_added_tokens_decoder().keys()
+        self._bytes: dict[int, bytes] = {}
+        if (largest := max(self.encode(""), default=0)) >= self._size:
+            raise VocabularyError(f"{source}: it adds the id {largest} to texts, which no token has")
+
+    def _tried(self, does: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        try:
+            return call(*arguments, **named)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust derives from no Exception
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise VocabularyError(f"{self.source} cannot be {does}: {reason}") from None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, with those that the file adds around it, as for generate() of transformers.
+
+        The text of a special token is that token. Raises VocabularyError for a text that has no ids.
+        """
+        return self._tried("used for this text", self.tokenizer.encode, text).ids
+
+    def token_bytes(self, id: int) -> bytes:
+        """A token's bytes within a text; a letter of '##letter', and ' word' of '▁word'."""
+        if id not in self._bytes:
+            self._bytes[id] = self._bytes_of(id)
+        return self._bytes[id]
+
+    def _bytes_of(self, id: int) -> bytes:
+        token = self.tokenizer.id_to_token(id)
+        if token is None:
+            return NO_TOKEN
+        if "ByteLevel" in self._decoders:
+            as_text = id in self._added or not BYTES.keys() >= set(token)
+            return token.encode() if as_text else bytes(BYTES[letter] for letter in token)
+        if "ByteFallback" in self._decoders and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
+            return bytes.fromhex(byte[1])
+        # What it adds to a text before it: the first token of a text may lose its space.
+        once, twice = (self.tokenizer.decode([id] * n, skip_special_tokens=False) for n in (1, 2))
+        return twice[len(once) :].encode()
+
+
+Tokenizer = (
+    CharTokenizer | GPT2Tokenizer | HuggingFaceTokenizer
+)  # `source` is a vocabulary's origin, for messages

@@ -76,8 +76,18 @@ class Choice(Completion):
         self.logprobs.clear()
 
     def _score(self, token: int, known: TokenLogprob | None) -> None:
-        self._scores.append((token, self._scored, known))
-        self._scored += len(self._scores_decoder.feed(token))
+        text, own = self._scores_decoder.feed(token), self.call.tokenizer.token_bytes(token)
+        broken = max(0, len(text) - len(own.decode(errors="replace")))  # what earlier tokens did not complete
+        self._scores.append((token, self._scored + broken, known))
+        self._scored += len(text)
+
+
+def readable(token: bytes) -> str:
+    """A token's text. A part of a character is written as OpenAI does: 'bytes:\\xe2\\x80'."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + token.decode(errors="backslashreplace")
 
 
 class Call:
@@ -108,7 +118,7 @@ class Call:
         self._inbox = bytearray()
         self._error: ApiError | None = None
         self._news = asyncio.Event()
-        self._text_of = cache(lambda token: self._decoded([token]))
+        self._text_of = cache(lambda token: readable(self.tokenizer.token_bytes(token)))
         play = body.play(self.tokenizer)
         self._chat = play is not None
         kind = "chat.completion" if self._chat else "text_completion"
@@ -233,8 +243,8 @@ class Call:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        data = self.tokenizer.token_bytes(token)
+        return {"token": self._text_of(token), "logprob": logprob, "bytes": list(data)}
 
     def _decoded(self, ids: Sequence[int]) -> str:
         """The text of tokens. The replacement character stands for bytes that are not a character."""

@@ -6,7 +6,7 @@ import pytest
 from support import finished
 from tiny import VOCABULARY, nanogpt_file
 
-EXTRA = ("torch", "pooch", "requests", "rich", "tiktoken")  # the extra torch of setup.cfg
+EXTRA = ("torch", "pooch", "requests", "rich", "tiktoken", "tokenizers")  # the extra torch of setup.cfg
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from shakespeare import generate
 from shakespeare.generation.engines.layouts import layouts_for
 from shakespeare.generation.engines.slots import Unfit
 from shakespeare.model import files, huggingface
-from shakespeare.model.checkpoint import CheckpointError, load
+from shakespeare.model.checkpoint import Checkpoint, CheckpointError, load
 from shakespeare.model.config import HEAD
+from shakespeare.model.export import export
+from shakespeare.model.huggingface import END
 from shakespeare.model.tokenizer import CharTokenizer, VocabularyError
 
 KINDS = [dict(tanh_gelu=tanh, untied_head=untied) for tanh in (False, True) for untied in (False, True)]
@@ -92,48 +96,143 @@ def test_a_wrong_index_is_named(tmp_path, index):
 def tokenizer_json(**change):
     """A vocabulary of GPT-2's kind with two merges, and its first symbols."""
     symbols = [chr(i) for i in (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324))]
-    vocab = {token: i for i, token in enumerate([*symbols, "th", "the", "<|endoftext|>"])}
-    model = dict(type="BPE", vocab=vocab, merges=["t h", ["th", "e"]])
-    added = [dict(id=258, content="<|endoftext|>", special=True)]
-    split = dict(type="ByteLevel", add_prefix_space=False, use_regex=True)
-    return dict(model=model, added_tokens=added, pre_tokenizer=split, decoder=split) | change
+    vocab = {token: i for i, token in enumerate([*symbols, "th", "the"])}
+    split = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
+    model = dict(type="BPE", vocab=vocab, merges=["t h", "th e"])
+    return dict(model=model, added_tokens=[added(258, END)], pre_tokenizer=split, decoder=split) | change
 
 
-def test_byte_pairs_from_files_without_a_network(tmp_path):
+def added(id, content):
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return dict(id=id, content=content, special=True, **flags)
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Read the vocabulary of a directory with these files of JSON."""
+
+    def reads(**files):
+        for name, held in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(held))
+        return huggingface.vocabulary(tmp_path)
+
+    return reads
+
+
+def test_byte_pairs_from_files_without_a_network(tmp_path, read):
     held = tokenizer_json()
-    (tmp_path / "tokenizer.json").write_text(json.dumps(held))
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "vocab.json").write_text(json.dumps(held["model"]["vocab"]))
-    (tmp_path / "b" / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
-    for tokenizer in (huggingface.vocabulary(tmp_path), huggingface.vocabulary(tmp_path / "b")):
-        ids = tokenizer.encode("the é\r\n<|endoftext|>")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    found = [read(vocab=held["model"]["vocab"] | {END: 258}), read(tokenizer=held)]
+    for tokenizer in found:
+        ids = tokenizer.encode(f"the é\r\n{END}")
         assert ids[0] == 257 and ids[-1] == 258 and len(ids) == 7 and len(tokenizer) == 259
-        assert tokenizer.decode_all(np.array([ids])) == ["the é\r\n<|endoftext|>"]
+        assert tokenizer.decode_all(np.array([ids])) == [f"the é\r\n{END}"]
+    assert huggingface.tables(found[0]) == huggingface.tables(found[1])
     tiny.huggingface_directory(tmp_path, tiny.gpt(vocab_size=259))
     (tmp_path / "meta.json").unlink()
     with pytest.raises(VocabularyError, match=r"tokenizer.json has byte pairs; it must be one of characters"):
         load(tmp_path, to_train=True)
 
 
-def test_characters_from_tokenizer_json(tmp_path):
-    vocab = {c: i for i, c in enumerate("\n aжé")}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(dict(model=dict(type="WordLevel", vocab=vocab))))
-    tokenizer = huggingface.vocabulary(tmp_path)
+def test_a_tokenizer_json_is_read_with_its_steps_and_the_tokens_of_other_files(tmp_path, read):
+    template = [dict(SpecialToken=dict(id=END, type_id=0)), dict(Sequence=dict(id="A", type_id=0))]
+    ends = {END: dict(id=END, ids=[258], tokens=[END])}
+    first = dict(type="TemplateProcessing", single=template, pair=[*template, *template], special_tokens=ends)
+    held = tokenizer_json(normalizer=dict(type="NFC"), post_processor=first, truncation=None, padding=None)
+    of_config = dict(added_tokens_decoder={260: added(260, "<|end é|>")}, pad_token=END, add_bos_token=False)
+    tokenizer = read(tokenizer=held, added_tokens={"<|user|>": 259}, tokenizer_config=of_config)
+    ids = tokenizer.encode("<|user|>the e\u0301<|end é|>")
+    assert ids == [258, 259, 257, 220, 127, 102, 260] and len(tokenizer) == 261
+    decoder = tokenizer.decoder()
+    assert [decoder.feed(id) for id in ids[1:]] == ["<|user|>", "the", " ", "", "é", "<|end é|>"]
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == f"{END}<|user|>the é<|end é|>"
+    for to, kind in (("hf", None), ("gguf", ValueError)):
+        checkpoint = Checkpoint(tiny.gpt(vocab_size=261).config, tiny.gpt(vocab_size=261).weights, tokenizer)
+        with contextlib.nullcontext() if kind is None else pytest.raises(kind, match="otherwise than GPT-2"):
+            assert load(export(checkpoint, to, tmp_path / to)).tokenizer.encode("<|user|>") == [258, 259]
+
+
+def test_other_kinds_of_tokens_stream_as_tokenizers_decodes_them(read):
+    words = {word: i for i, word in enumerate(["[UNK]", "the", "##m", "cat", "你"])}
+    pieces = [[piece, -1.0] for piece in ("<unk>", "▁the", "▁cat", "s", "▁", "<0xC3>", "<0xA9>")]
+    metaspace = dict(type="Metaspace", replacement="▁", prepend_scheme="always", split=True)
+    both = dict(type="Sequence", decoders=[dict(type="ByteFallback"), metaspace])
+    subwords = dict(type="WordPiece", prefix="##", cleanup=True)
+    of_words = dict(type="WordPiece", vocab=words, unk_token="[UNK]", continuing_subword_prefix="##")
+    of_words |= dict(max_input_chars_per_word=100)
+    of_pieces = dict(type="Unigram", unk_id=0, vocab=pieces, byte_fallback=True)
+    bert = dict(type="BertPreTokenizer")
+    for model, split, decoder, text, tokens in (
+        (of_words, bert, subwords, "them the cat dog", [" the", "m", " the", " cat", " [UNK]"]),
+        (of_pieces, metaspace, both, "the cats é", [" the", " cat", "s", " ", "", "é"]),
+    ):
+        change = dict(pre_tokenizer=split, decoder=decoder, added_tokens=[])
+        tokenizer = read(tokenizer=tokenizer_json(model=model, **change))
+        stream = tokenizer.decoder()
+        with naming(text):
+            assert [stream.feed(id) for id in tokenizer.encode(text)] == tokens
+
+
+def test_files_that_are_not_read_are_named(tmp_path, read, monkeypatch):
+    held = tokenizer_json()
+    (tmp_path / "merges.txt").write_text("t h\nth e\n")
+    vocab = held["model"]["vocab"] | {END: 258}
+    for more in (
+        dict(added_tokens={"<|user|>": 259}),
+        dict(tokenizer_config=dict(added_tokens_decoder={"259": added(259, "<|user|>")})),
+        dict(special_tokens_map=dict(additional_special_tokens=["<|user|>"], eos_token=dict(content=END))),
+    ):
+        (name,) = more
+        with pytest.warns(UserWarning, match=rf"{name}\.json: its token '<\|user\|>' is not read"):
+            assert len(read(vocab=vocab, **more)) == 259
+        (tmp_path / f"{name}.json").unlink()
+    tiny.huggingface_directory(tmp_path, tiny.gpt())
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(VocabularyError, match=r"tokenizer\.json needs tokenizers: pip install tokenizers"):
+        read(tokenizer=held)
+
+
+def test_characters_from_tokenizer_json(tmp_path, read):
+    tokenizer = read(
+        tokenizer=dict(model=dict(type="WordLevel", vocab={c: i for i, c in enumerate("\n aжé")}))
+    )
     assert isinstance(tokenizer, CharTokenizer) and tokenizer.characters == [*"\n aжé"]
     assert huggingface.vocabulary(tmp_path / "none") is None
+
+
+def of_ids(*tokens):
+    return dict(added_tokens=[added(id, content) for id, content in tokens])
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(model=dict(type="Unigram", vocab=[])), "the model is Unigram"),
-        (dict(pre_tokenizer=dict(type="Metaspace")), r"text is split by \['Metaspace'\]"),
-        (dict(pre_tokenizer=dict(type="ByteLevel", add_prefix_space=True)), "add_prefix_space"),
-        (dict(model=dict(type="BPE", vocab={"a": 0}, merges=[])), "256 bytes"),
+        (of_ids((258, "")), "the token of id 258 is ''; it must be a text"),
+        (of_ids((-1, "a b")), "the id of 'a b' is -1; it must be from 0"),
+        (of_ids((2**40, "a b")), "the id of 'a b' is 1099511627776; it must be from 0"),
+        (of_ids((True, "a b")), "the id of 'a b' is True; it must be from 0"),
+        (of_ids((257, "a b")), "the id of 'a b' is 257, which is that of 'the'; ids must differ"),
+        (of_ids((258, "the")), "the id of 'the' is 258 and 257; it must be one"),
+        (of_ids((300, "a b")), "the id of 'a b' is 300, but for tokenizers it is 258"),
         (dict(model=[]), "must be a vocabulary of transformers"),
+        (dict(model=dict(type="Other", vocab={"a b": 0})), "cannot be read: "),
+        (dict(added_tokens="a" * 2**26), "must have at most 67108864"),
     ],
 )
-def test_other_vocabularies_are_named(tmp_path, change, message):
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(**change)))
-    with pytest.raises(VocabularyError, match=message):
-        huggingface.vocabulary(tmp_path)
+def test_other_vocabularies_are_named(change, message, read):
+    with pytest.raises(VocabularyError, match=message) as raised:
+        read(tokenizer=tokenizer_json(**change))
+    assert "\n" not in str(raised.value)
+
+
+def test_byte_pairs_that_tiktoken_would_read_otherwise_are_named(tmp_path, read):
+    (tmp_path / "merges.txt").write_text("t h\nth e\n")
+    vocab = tokenizer_json()["model"]["vocab"]
+    for change, message in (
+        ({"the": 3}, "the id of 'the' is 3, which is that of"),
+        ({END: -1}, "is -1; it must be from 0"),
+        ({"": 258}, "must be a text"),
+        ({"ab": 258}, "256 bytes"),
+    ):
+        with naming(change), pytest.raises(VocabularyError, match=message):
+            read(vocab=vocab | change)
