@@ -114,9 +114,6 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
         dataset, drop, path = None, list, path.parent
     elif path.is_file():
         args, stored, dataset, drop = _read_nanogpt(path)
-        if damaged := _damaged_member(path):
-            what = f"{damaged} does not match its checksum"
-            warnings.warn(f"{path}: {what}; the text may be garbage", stacklevel=2)
         path = path.parent
     else:
         kinds = "a directory with model.safetensors and config.json, a nanoGPT ckpt.pt or a file .gguf"
@@ -145,7 +142,7 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
 
 def _path_of(name: str | Path) -> Path:
     path = shipped(str(name)) if str(name) in SHIPPED else Path(name)
-    return path.parent if path.name == "model.safetensors" else path
+    return path.parent if path.name in huggingface.FILES else path
 
 
 def directory_of(name: str | Path) -> Path:
@@ -242,6 +239,14 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None, Callable[[], 
         raise CheckpointError(f"{config_file} holds a {type(args).__name__}; it must be an object")
     stored, drops = Stored(), []
     for file in files:
+        if file.suffix == ".bin":
+            tensors = _unpickled(file)
+            if not isinstance(tensors, dict):
+                raise CheckpointError(
+                    f"{file} holds a {type(tensors).__name__}; it must be a dict of tensors"
+                )
+            stored |= _arrays(tensors)
+            continue
         try:
             tensors, drop = tensors_of(file)
         except (safetensors.SafetensorError, OSError, ValueError) as error:
@@ -296,6 +301,18 @@ def _plain(value: Any) -> Any:
 
 def _read_nanogpt(path: Path) -> tuple[dict, Stored, str | None, Callable[[], object]]:
     """A ckpt.pt's model_args, weights and data set, and what does nothing."""
+    checkpoint = _unpickled(path)
+    for key in ("model", "model_args"):
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), dict):
+            raise CheckpointError(f"{path} has no dict {key!r}; a nanoGPT checkpoint must have one")
+    weights = _arrays(_named(path, checkpoint["model"]))
+    config = checkpoint.get("config")
+    dataset = config.get("dataset") if isinstance(config, dict) else None
+    return checkpoint["model_args"], weights, dataset, lambda: None
+
+
+def _unpickled(path: Path) -> Any:
+    """What torch.save has written. Raises CheckpointError for more than tensors and plain values."""
     try:
         import torch
     except ImportError:
@@ -310,9 +327,15 @@ def _read_nanogpt(path: Path) -> tuple[dict, Stored, str | None, Callable[[], ob
             reason = "it must hold tensors and plain values only"
             reason += f", not {refused[1] or refused[2]}" if refused else ""
         raise CheckpointError(f"{path} is refused: it is not a plain PyTorch checkpoint ({reason})") from None
-    for key in ("model", "model_args"):
-        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(key), dict):
-            raise CheckpointError(f"{path} has no dict {key!r}; a nanoGPT checkpoint must have one")
+    if damaged := _damaged_member(path):
+        what = f"{damaged} does not match its checksum"
+        warnings.warn(f"{path}: {what}; the text may be garbage", stacklevel=4)
+    return checkpoint
+
+
+def _arrays(tensors: Mapping[Any, Any]) -> Stored:
+    """Tensors of PyTorch as arrays."""
+    import torch
 
     def array(tensor: Any) -> np.ndarray:
         floats = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -323,11 +346,7 @@ def _read_nanogpt(path: Path) -> tuple[dict, Stored, str | None, Callable[[], ob
             raise ValueError("must be contiguous or have its own numbers: it repeats a few")  # to any size
         return tensor.detach().contiguous().float().numpy()
 
-    named = _named(path, checkpoint["model"])
-    weights: Stored = {n: (tuple(getattr(t, "shape", ())), partial(array, t)) for n, t in named.items()}
-    config = checkpoint.get("config")
-    dataset = config.get("dataset") if isinstance(config, dict) else None
-    return checkpoint["model_args"], weights, dataset, lambda: None
+    return {n: (tuple(getattr(t, "shape", ())), partial(array, t)) for n, t in tensors.items()}
 
 
 def _damaged_member(path: Path) -> str | None:

@@ -21,6 +21,9 @@ from shakespeare.model.tokenizer import (
 )
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+# Files of tensors, and what names the shards that they may be split into; the first that is there counts.
+FILES = {WEIGHTS: INDEX, PICKLED: f"{PICKLED}.index.json"}
 # Ours by transformers' names, with the value where config.json has none.
 FIELDS = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
 TANH = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}  # transformers' activations
@@ -64,15 +67,22 @@ def configuration(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def files(directory: Path) -> list[Path]:
     """The files that hold the tensors. Raises ValueError for an index that is malformed."""
-    if (directory / WEIGHTS).is_file() or not (directory / INDEX).is_file():
-        return [directory / WEIGHTS]
+    for whole, index in FILES.items():
+        if (directory / whole).is_file():
+            return [directory / whole]
+        if (directory / index).is_file():
+            return _shards(directory, index)
+    return [directory / WEIGHTS]
+
+
+def _shards(directory: Path, index: str) -> list[Path]:
     try:
-        names = sorted(set(json.loads((directory / INDEX).read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads((directory / index).read_bytes())["weight_map"].values()))
         if all(re.fullmatch(r"[\w-][\w.-]*", name) for name in names):
             return [directory / name for name in names]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
-    raise ValueError(f"{INDEX} must have a weight_map of files in the same directory")
+    raise ValueError(f"{index} must have a weight_map of files in the same directory")
 
 
 def turned(stored: Stored, args: Mapping[str, Any]) -> Stored:

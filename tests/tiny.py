@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
@@ -59,19 +60,24 @@ def nanogpt_file(path, *, prefix="", config=None, **change):
     return model
 
 
-def huggingface_directory(directory, model, shards=1, prefix="transformer.", **change):
-    """A directory as transformers writes it, of a model with biases."""
+def huggingface_directory(directory, model, shards=1, prefix="transformer.", pickled=False, **change):
+    """A directory as transformers writes it, of a model with biases. pickled: as old versions wrote it."""
     c, tensors = model.config, {}
     for name, tensor in model.weights.items():
         tensor = tensor.T if huggingface.TRANSPOSED.search(name) else tensor
         tensors[name.replace("transformer.", prefix)] = np.ascontiguousarray(tensor)
     directory.mkdir(exist_ok=True)
-    index = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(tensors)}
+    whole = huggingface.PICKLED if pickled else huggingface.WEIGHTS
+    index = {name: f"model-{i % shards}{Path(whole).suffix}" for i, name in enumerate(tensors)}
     for file in {*index.values()}:
         held = {name: tensor for name, tensor in tensors.items() if index[name] == file}
-        safetensors.numpy.save_file(held, directory / (file if shards > 1 else huggingface.WEIGHTS))
+        path = directory / (file if shards > 1 else whole)
+        if pickled:
+            torch.save({name: torch.tensor(tensor) for name, tensor in held.items()}, path)
+        else:
+            safetensors.numpy.save_file(held, path)
     if shards > 1:
-        (directory / huggingface.INDEX).write_text(json.dumps({"weight_map": index}))
+        (directory / huggingface.FILES[whole]).write_text(json.dumps({"weight_map": index}))
     config = dict(model_type="gpt2", n_positions=c.block_size, layer_norm_epsilon=1e-5, n_inner=None)
     config |= dict(activation_function="gelu_new" if c.tanh_gelu else "gelu")
     config |= dict(tie_word_embeddings=not c.untied_head, resid_pdrop=0.1)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from support import naming
+from support import Hostile, naming
 
 from shakespeare import generate
 from shakespeare.generation.engines.layouts import layouts_for
 from shakespeare.generation.engines.slots import Unfit
 from shakespeare.model import files, huggingface
 from shakespeare.model.checkpoint import Checkpoint, CheckpointError, load
-from shakespeare.model.config import HEAD
+from shakespeare.model.config import EMBEDDING, HEAD
 from shakespeare.model.export import export
 from shakespeare.model.huggingface import END
 from shakespeare.model.tokenizer import CharTokenizer, VocabularyError
@@ -91,6 +91,33 @@ def test_a_wrong_index_is_named(tmp_path, index):
     (tmp_path / huggingface.INDEX).write_text(index)
     with pytest.raises(CheckpointError, match="must have a weight_map of files in the same directory"):
         load(tmp_path)
+
+
+def test_pickled_tensors_are_read_as_safely_as_a_ckpt_pt(tmp_path):
+    model = tiny.gpt(bias=True)
+    for i, shards in enumerate((1, 2)):
+        tiny.huggingface_directory(tmp_path / str(i), model, shards, prefix="", pickled=True)
+        loaded = load(tmp_path / str(i)).weights
+        assert loaded.keys() == model.weights.keys()
+        assert all(np.array_equal(loaded[name], w) for name, w in model.weights.items())
+    file, proof = tmp_path / "0" / "pytorch_model.bin", tmp_path / "executed"
+    tensors = torch.load(file)
+    torch.save(tensors | {"h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.bool)}, file)
+    assert load(file).config == load(tmp_path / "0").config  # a file names its directory
+    torch.save(tensors, file, _use_new_zipfile_serialization=False)  # as GPT-2 itself was published
+    assert np.array_equal(load(file).weights[EMBEDDING], model.weights[EMBEDDING])
+    for held, message in (
+        (tensors | {"a": Hostile(f"touch {proof}")}, "is refused: it is not a plain PyTorch checkpoint"),
+        ([1], "holds a list; it must be a dict of tensors"),
+        (tensors | {"wpe.weight": 1}, "must be a dense tensor of floats"),
+        (tensors | {"wpe.weight": torch.ones(1).expand(16, 16)}, "it repeats a few"),
+    ):
+        torch.save(held, file)
+        with naming(message), pytest.raises(CheckpointError, match=message):
+            load(file)
+    assert not proof.exists()
+    tiny.huggingface_directory(tmp_path / "0", model)  # safetensors come first
+    assert load(file).config == model.config
 
 
 def tokenizer_json(**change):
