@@ -17,6 +17,7 @@
 //
 // Beside it: flash_decoding.cpp for few queries, part4_bf16.cpp, part4_amx.cpp, part4_backward.cpp.
 #include <algorithm>
+#include <cmath>
 
 #include "attention.h"
 #include "cpu/part4.h"
@@ -76,9 +77,12 @@ void Tile::load(simd::ConstMatrix Qi) {
         simd::transpose({Qt + r0, R}, {Qi.data + r0 * Qi.ld, Qi.ld}, std::min(panel, n - r0), a.d,
                         a.scale * SIMD_LOG2E);
     std::fill_n(Ot, a.d * R, 0.0f);
-    const float lowest = a.lowest(head), sink = lowest > HIDDEN;
-    std::fill_n(m, padded, sink ? lowest * SIMD_LOG2E : lowest);
-    std::fill_n(l, padded, sink);
+    // A sink is the first score of its row. online_softmax() takes whole numbers as m, so l has the rest of it.
+    const float lowest = a.lowest(head), sink = lowest * SIMD_LOG2E;
+    const bool has_sink = lowest > HIDDEN;
+    const float reference = has_sink ? std::nearbyint(sink) : HIDDEN;
+    std::fill_n(m, padded, reference);
+    std::fill_n(l, padded, has_sink ? std::exp2(sink - reference) : 0.0f);
 }
 
 // The key at which the last step of strip r0 begins. All of the strip's queries see it.

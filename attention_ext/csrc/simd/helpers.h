@@ -50,8 +50,8 @@ void scale_row(float* x, int64_t n, float a);
 //   correction[c] <- 2^(m[c] - m')
 //   l[c]          <- correction[c] * l[c] + sum_j S[j][c], NaN if a live score is
 //   m[c]          <- m'
-// A maximum that lags leaves a factor of at most 2^SIMD_MAX_LAG in S and l, which cancels in S / l. cols is a
-// multiple of lanes(). Returns whether any correction is not 1.
+// m begins at -infinity or at a whole number. A maximum that lags leaves a factor of at most 2^SIMD_MAX_LAG in
+// S and l, which cancels in S / l. cols is a multiple of lanes(). Returns whether any correction is not 1.
 bool online_softmax(Matrix S, int64_t rows, int64_t cols, int64_t first, float* m, float* l, float* correction);
 
 // C[i][c] <- a[c] * C[i][c]                       C (rows, cols), a (cols)
