@@ -83,24 +83,25 @@ class Uniforms:
     Seeding takes 3 us, a new generator 0.2 ms (Zen 3), so all texts share one for their first numbers.
     """
 
-    _shared: Any = np.random.MT19937()
+    _shared = np.random.MT19937()
+    _seeding = np.random.RandomState(_shared)  # its seed() is the one of PyTorch
     _lock = threading.Lock()
 
     def __init__(self, seed: int) -> None:
         self._seed = seed & 0xFFFFFFFF  # the bits that PyTorch uses
-        self._own: Any = None
+        self._own: np.random.MT19937 | None = None
         self._given = 0  # raw numbers of the first call
 
     def __call__(self, count: int) -> NDArray[np.float64]:
         if self._given and self._own is None:
             self._own = np.random.MT19937()
-            self._own._legacy_seeding(self._seed)
+            np.random.RandomState(self._own).seed(self._seed)
             self._own.random_raw(self._given, output=False)
         if self._own is not None:
             raw = self._own.random_raw(2 * count)
         else:
             with self._lock:
-                self._shared._legacy_seeding(self._seed)
+                self._seeding.seed(self._seed)
                 raw = self._shared.random_raw(2 * count)
             self._given = 2 * count
         halves = raw.view(np.int64)  # which becomes float twice as fast as uint64
