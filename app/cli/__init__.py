@@ -1,15 +1,13 @@
 """The command line: parse, call, print; no maths. A command imports what it needs when it runs."""
 
-import ast
 import gc
 import importlib
-import inspect
 import os
 import shlex
 import sys
 import warnings
 from collections.abc import Collection
-from typing import Any, cast
+from typing import Any
 
 import click
 
@@ -115,15 +113,7 @@ def command_of(name: str) -> click.Command:
         return part.command_of(name)
     module = importlib.import_module(f"shakespeare.app.cli.{MODULES.get(name, name)}")
     commands = (found for found in vars(module).values() if isinstance(found, click.Command))
-    return with_help(next(command for command in commands if command.name == name))
-
-
-def with_help(command: click.Command) -> click.Command:
-    """The command; its help is read from its source where `python -OO` has removed the docstrings."""
-    if command.help is None and command.callback:
-        function = ast.parse(inspect.getsource(command.callback)).body[0]
-        command.help = ast.get_docstring(cast(ast.FunctionDef, function))
-    return command
+    return next(command for command in commands if command.name == name)
 
 
 def hyphened(word: str, known: Collection[str]) -> str:
@@ -158,9 +148,6 @@ def cli(compiled: bool) -> None:
     """
     if compiled:
         os.environ[prebuilt.COMPILE] = "1"
-
-
-with_help(cli)
 
 
 def main(arguments: list[str] | None = None) -> None:

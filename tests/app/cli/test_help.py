@@ -28,14 +28,6 @@ def test_help_does_not_import_torch():
     assert said.endswith("\nimported\n"), said[-200:]
 
 
-def test_it_is_the_same_without_docstrings():
-    code = (
-        "import inspect; from shakespeare.app.cli import COMMANDS, cli, command_of\n"
-        "for command in (cli, *map(command_of, COMMANDS)): print(inspect.cleandoc(command.help))"
-    )
-    assert printed(sys.executable, "-c", code) == printed(sys.executable, "-OO", "-c", code)
-
-
 def test_commands_are_listed_in_sections(cli):
     lines = cli("--help").stdout.splitlines()
     headings = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
