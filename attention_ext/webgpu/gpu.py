@@ -143,20 +143,21 @@ class Gpu:
         return self._pipelines[key]
 
     def _module(self, code: str) -> Any:
-        """A shader without checks, which keep arrays out of registers. wgpu's call reports errors first."""
+        """A shader without checks, which keep arrays out of registers. wgpu's call reports errors first.
+
+        wgpu has no public call for it, so setup.cfg bounds its version.
+        """
         from wgpu.backends.wgpu_native import GPUShaderModule, ffi, lib
 
-        checked = self.device.create_shader_module(code=code)
-        create = getattr(lib, "wgpuDeviceCreateShaderModuleTrusted", None)  # wgpu-py has no call for it
-        if create is None:
-            return checked
+        self.device.create_shader_module(code=code)
         text = ffi.new("char[]", code.encode())
         source = ffi.new("WGPUShaderSourceWGSL *")
         source.chain.sType = lib.WGPUSType_ShaderSourceWGSL
         source.code.data, source.code.length = text, len(text) - 1
         descriptor = ffi.new("WGPUShaderModuleDescriptor *")
         descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", source)
-        return GPUShaderModule("", create(self.device._internal, descriptor, NO_CHECKS), self.device)
+        made = lib.wgpuDeviceCreateShaderModuleTrusted(self.device._internal, descriptor, NO_CHECKS)
+        return GPUShaderModule("", made, self.device)
 
     def buffer(self, content: NDArray[Any] | int, uniform: bool = False) -> Any:
         """A buffer with an array's numbers, or of so many bytes of zeros. uniform: for var<uniform>.
