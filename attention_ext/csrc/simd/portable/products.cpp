@@ -18,7 +18,7 @@ constexpr int ROWS = 4, VECS = 3;  // 16 registers
 #elif defined(__aarch64__)
 constexpr int ROWS = 8, VECS = 2;  // with the numbers of A in lanes, 26 of 32 registers
 #else
-// SSE has no multiply-add, and broadcasts in two instructions: scripts/simulate.sh prefers few of them.
+// SSE has no multiply-add, and broadcasts in two instructions: few of them are better.
 constexpr int ROWS = SMALL ? 4 : 2, VECS = SMALL ? 3 : 4;
 #endif
 constexpr int PANEL = W == 4 && !SMALL ? 4 : VECS;  // vectors
