@@ -15,7 +15,6 @@ from shakespeare.model.config import GPTConfig
 from shakespeare.training.recipe import Recipe
 from shakespeare.training.trainer import Trainer
 
-SHAKES = GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False)  # shakes128's
 CHARACTERS = 2048  # characters of a batch by default
 SHOWN = 12  # PyTorch's operators in the table
 SECONDS = 2.0  # time of a profile

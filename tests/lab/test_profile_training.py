@@ -2,13 +2,13 @@
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
 from shakespeare.lab import profile_training
+from shakespeare.model.config import GPTConfig
 
-SMALL = replace(profile_training.SHAKES, block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16)
+SMALL = GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16, bias=False)
 
 
 @pytest.mark.parametrize("part", ["part0", "part4"])
