@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shakespeare.attention_ext.checks import kind, set_defaults, set_whole, truth
 from shakespeare.generation.logprobs import TokenLogprob, check_top
-from shakespeare.generation.sampling import SEEDS, Sampling
+from shakespeare.generation.sampling import SEEDS, Sampling, drawn_seed
 
 CONTEXTS = ("slide", "reset")
 UNIFORMS_AT_ONCE = 256  # one draw costs as much as a small model's token
@@ -26,7 +26,8 @@ class Request:
     """A text to be written.
 
     ids: the prompt's tokens, at least one. If they exceed the engine's capacity, only the last ones are read.
-    seed: 0 to 2**64 - 1. max_new_tokens: the most tokens to write; None sets no limit.
+    seed: 0 to 2**64 - 1; -1 becomes a random one.
+    max_new_tokens: the most tokens to write; None sets no limit.
     stop: strings; the text ends before the first one that appears. A Completion applies them.
     context: what the model sees when a text is longer than the engine's capacity. 'slide': the last
     `capacity` tokens, at positions counted from the window's start, as in nanoGPT; each token costs a whole
@@ -53,6 +54,7 @@ class Request:
         if len(self.ids) == 0:
             raise ValueError("prompt is empty; it must have at least one token")
         set_whole(self, "seed", "max_new_tokens", "logprobs")
+        object.__setattr__(self, "seed", drawn_seed(self.seed))
         if not 0 <= self.seed < SEEDS:
             raise ValueError(f"seed is {self.seed}; it must be at least 0 and less than 2**64")
         if self.max_new_tokens is not None and self.max_new_tokens < 0:

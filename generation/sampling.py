@@ -7,6 +7,7 @@ page and the native engine. The settings need no torch, only a choice does.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 LARGEST_SEED = 2**63 - 1  # of commands and requests: OpenAI's API has whole numbers of 64 bits with a sign
 SEEDS = 2**64  # of the generator
+RANDOM = -1  # the seed that stands for a random one
 MOST_BIAS = 100  # of a token's logit, up or down, as in OpenAI's API
 
 
@@ -27,8 +29,8 @@ class Number:
     """The values that a setting may have.
 
     help: a sentence for the command line. above: `least` itself is excluded. off: the value that changes
-    nothing, the server's default; it may be None. served: the server's bounds, if they are narrower. slider:
-    least, most and step of the page's; a most of None is the size of the vocabulary.
+    nothing, the server's default; if it is None, so do numbers below 1. served: the server's bounds, if they
+    are narrower. slider: least, most and step of the page's; a most of None is the size of the vocabulary.
     """
 
     default: float
@@ -57,7 +59,7 @@ class Number:
         enough = value > self.least if self.above else value >= self.least
         if not enough or not value <= min(self.most, sys.float_info.max):
             raise ValueError(f"{name} is {value}; it must be {self.bounds}")
-        return value
+        return None if self.off is None and value <= 0 else value
 
     @property
     def bounds(self) -> str:
@@ -86,7 +88,7 @@ class Sampling:
     as in OpenAI's completions. The prompt does not count.
     logit_bias: (token id, number up to MOST_BIAS that is added to its logit); each id once.
     temperature: divides the logits; 0 takes the largest and ignores the filters.
-    top_k: keep the k likeliest tokens (Fan et al. 2018, arXiv:1805.04833); None keeps all.
+    top_k: keep the k likeliest tokens (Fan et al. 2018, arXiv:1805.04833); None, 0 and -1 keep all.
     typical_p: keep the tokens whose surprise, -log p, is nearest to the entropy, until their probabilities
     add up to this (Meister et al. 2022, arXiv:2202.00666; llama.cpp's 'typical'); 1 keeps all.
     top_p: keep the likeliest tokens until their probabilities, among those kept so far, add up to this
@@ -105,7 +107,12 @@ class Sampling:
         slider=(0, 2, 0.05),
     )
     top_k: int | None = number(
-        200, "Choose among the k likeliest tokens.", least=1, most=2**63 - 1, off=None, slider=(1, None, 1)
+        200,
+        "Choose among the k likeliest tokens; 0 or -1: among all.",
+        least=-1,
+        most=2**63 - 1,
+        off=None,
+        slider=(1, None, 1),
     )
     top_p: float = number(
         1.0, "Choose among the likeliest tokens that together have this probability.", **OF_ALL
@@ -155,6 +162,11 @@ class Sampling:
         """Whether it changes logits before the choice."""
         penalties = self.presence_penalty, self.frequency_penalty
         return self.repetition_penalty != 1 or any(penalties) or bool(self.logit_bias)
+
+
+def drawn_seed(seed: int) -> int:
+    """The seed; for RANDOM a random one of the 32 bits that a generator uses."""
+    return int.from_bytes(os.urandom(4)) if seed == RANDOM else seed
 
 
 # The settings that are numbers, by their names.

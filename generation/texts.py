@@ -1,6 +1,7 @@
 """Text from a model: generate() writes one text, complete() writes many through a Writer."""
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, cast
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext import processor
-from shakespeare.attention_ext.checks import none_is_default, truth
+from shakespeare.attention_ext.checks import none_is_default, truth, whole
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.table import open_engine
@@ -198,11 +199,11 @@ def generate(
     """The text that continues `prompt`, without the prompt. With stream=True an iterator over its pieces.
 
     checkpoint: a loaded model, or a name for load(), which then loads it at each call.
-    max_new_tokens: the most tokens to write; the model's block size by default.
+    max_new_tokens: the most tokens to write; the model's block size by default and for -1.
     engine: a name, or an engine that open_engine() opened for this model, with its own options; it serves
     many texts.
-    seed, stop, context, use_cache: as in Request. The same seed gives the same text with every part and
-    engine of a device, unless kv_cache is 'bf16', which rounds their results.
+    seed, stop, context, use_cache: as in Request; a random seed is logged. The same seed gives the same text
+    with every part and engine of a device, unless kv_cache is 'bf16', which rounds their results.
     options: fields of Sampling, and of EngineOptions but slots and capacity. None stands for each default.
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.
@@ -214,11 +215,13 @@ def generate(
     checkpoint, sampling = loaded(checkpoint), Sampling(**options)
     if not isinstance(prompt, str):
         raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a string")
-    if max_new_tokens is None:
+    if max_new_tokens is None or whole("max_new_tokens", max_new_tokens) == -1:
         max_new_tokens = checkpoint.config.block_size
     ids, stream = checkpoint.tokenizer.encode(prompt), truth("stream", stream)
     asked: Any = {"seed": seed, "stop": stop, "context": context, "use_cache": use_cache}
     request = Request(ids, sampling=sampling, max_new_tokens=max_new_tokens, **asked)
+    if request.seed != seed:
+        logging.getLogger(__name__).info("seed is %d", request.seed)
     if engine is None or isinstance(engine, str) or not hasattr(engine, "config"):
         capacity = capacity_for(checkpoint, request)
         engine = open_engine(checkpoint, engine, capacity=capacity, **chosen)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ bulk_options = options.all_of(
     options.size("--shard-size", "Texts in a file.", most=10**9, show_default=SIZES),
     options.prompt,
     options.sampling,
-    options.text,
+    options.text(options.any_seed(default=1337, callback=None)),  # a job that goes on keeps the one it drew
     options.engine,
     options.simd,
     options.weights,
@@ -84,7 +84,7 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
 
         try:
             manifest = writing_many.run(job, out, open_pool, say, show)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             notice(f"\nstopped; the same command goes on ({out})", nl=False)
             raise
         except OSError as error:

@@ -18,7 +18,7 @@ from shakespeare.attention_ext import PARTS, SIMD
 from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS
 from shakespeare.attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, is_file, running_on
 from shakespeare.checkpoints import DEFAULT, PRESENT
-from shakespeare.generation.sampling import LARGEST_SEED, NUMBERS, Sampling
+from shakespeare.generation.sampling import LARGEST_SEED, NUMBERS, RANDOM, Sampling, drawn_seed
 from shakespeare.lab import saved
 
 if TYPE_CHECKING:
@@ -349,7 +349,13 @@ draft = option("--draft", DRAFT, default="auto", metavar="auto|off|NAME")
 prompt = all_of(
     option("--prompt", "Text to continue.", show_default="a line end"),
     path("--prompt-file", "File to continue, - for standard input."),
-    whole("--max-new-tokens", "Tokens to write per sample.", least=0, show_default="the model's block size"),
+    whole(
+        "--max-new-tokens",
+        "Tokens to write per sample; -1 is the default.",
+        least=-1,
+        show_default="the model's block size",
+        callback=lambda context, parameter, value: None if value == -1 else value,
+    ),
 )
 SECRET_SEED = "SHAKESPEARE_COURSE_SEED"  # of the environment
 
@@ -364,7 +370,18 @@ def secret_seed(given: int | None) -> int | None:
     return int(held)
 
 
-seed = whole("--seed", "Seed of the random numbers.", least=0, most=LARGEST_SEED, default=1337)
+def drawn(context, parameter, value):
+    """The value of --seed; for -1 a random one, which is printed."""
+    if value != RANDOM:
+        return value
+    seed = drawn_seed(RANDOM)
+    notice(f"--seed {seed}")
+    return seed
+
+
+SEED = "Seed of the random numbers; -1 draws one."
+any_seed: Callable = partial(whole, "--seed", SEED, least=RANDOM, most=LARGEST_SEED, callback=drawn)
+seed = any_seed(default=1337)
 no_kv_cache = flag("--no-kv-cache", "Recompute the whole window for each token.")
 
 
@@ -378,12 +395,12 @@ def sampling_option(name: str) -> Decorator:
 
 sampling = all_of(*map(sampling_option, NUMBERS))  # take_sampling() takes them
 CONTEXT = "Past the block size: slide the window, or restart it with its last half."
-text = all_of(
-    option("--stop", "End a sample before this text; may be repeated.", multiple=True),
-    seed,
-    choice("--context", CONTEXT, of=("slide", "reset")),
-    no_kv_cache,
-)
+
+
+def text(seed: Decorator = seed) -> Decorator:
+    """The options of a text, with this --seed."""
+    stop = option("--stop", "End a sample before this text; may be repeated.", multiple=True)
+    return all_of(stop, seed, choice("--context", CONTEXT, of=("slide", "reset")), no_kv_cache)
 
 
 def take_sampling(asked: dict[str, Any]) -> Sampling:

@@ -58,7 +58,7 @@ inference_options = options.all_of(
     options.prompt,
     options.whole("--num-samples", "Samples to write; sample i has the seed SEED + i.", default=2),
     options.sampling,
-    options.text,
+    options.text(),
     options.engine,
     options.weights,
     options.kv_cache,

@@ -62,9 +62,7 @@ KEPT, ACTIVATIONS = 20, 80
 )
 @options.size("--batch-chars", "Characters of a step.", most=LARGEST_BATCH, show_default="2048")
 @options.option("--rates", OF_RATES, metavar="NAME=NUMBER,...", show_default="the recipe's")
-@options.whole(
-    "--seed", "Seed of the random numbers.", least=0, most=options.LARGEST_SEED, show_default="1337"
-)
+@options.any_seed(show_default="1337")
 @options.choice("--device", "Device to train on.", of=("cpu", "cuda"))
 @options.choice(
     "--part",

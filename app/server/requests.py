@@ -13,7 +13,6 @@ speech ends at a blank line, the default of `stop`:
 
 import codecs
 import json
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -26,13 +25,22 @@ from shakespeare.app.server import Settings
 from shakespeare.attention_ext import PARTS
 from shakespeare.generation.logprobs import MOST_TOP
 from shakespeare.generation.request import CONTEXTS, Request
-from shakespeare.generation.sampling import LARGEST_SEED, MOST_BIAS, NUMBERS, Number, Sampling
+from shakespeare.generation.sampling import (
+    LARGEST_SEED,
+    MOST_BIAS,
+    NUMBERS,
+    RANDOM,
+    Number,
+    Sampling,
+    drawn_seed,
+)
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.tokenizer import Tokenizer
 
 LARGEST_ID = 2**31 - 1
 OPENAIS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # settings that OpenAI's API has
 SPEAKER = "ASSISTANT"
+START = "\n"  # what an empty prompt continues
 
 
 @dataclass
@@ -68,8 +76,9 @@ Ids = list[Annotated[int, Field(ge=0, le=LARGEST_ID), WHOLE]]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=4)]
 Choices = Annotated[int, Field(ge=1, le=Settings.most_texts), WHOLE]
-Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED), WHOLE]
-Tokens = Annotated[int, Field(ge=0), WHOLE]
+Seed = Annotated[int, Field(ge=RANDOM, le=LARGEST_SEED), WHOLE]
+BLOCK_SIZE = -1  # of max_tokens: as many as the model's block size
+Tokens = Annotated[int, Field(ge=BLOCK_SIZE), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=5), WHOLE]  # of completions, as in OpenAI's API
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 TOKEN_ID = r"^[0-9]{1,9}$"
@@ -159,13 +168,15 @@ Settable: Any = pydantic.create_model(
 class Body(Settable):
     """The fields of both kinds of requests besides the numbers of Sampling, and the texts that they ask for.
 
-    Each kind has `alternatives` (for each token; None sends no log-probabilities), `echo`, play() (a chat's
-    prompt), ids() and limit().
+    Each kind has `alternatives` (for each token; None sends no log-probabilities), `echo`, `limit` (the most
+    tokens of a text, after the name of their field), play() (a chat's prompt) and ids().
     """
 
     model: str
     n: Choices = 1
-    seed: Seed | None = Field(None, description="Choice i has the seed SEED + i.")
+    seed: Seed = Field(
+        RANDOM, description="Choice i has the seed SEED + i. -1: a random one, which the response names."
+    )
     stop: Stop = []
     logit_bias: Biases = {}
     stream: bool = False
@@ -198,12 +209,14 @@ class Body(Settable):
         prompts, candidates, alternatives = self.ids(checkpoint.tokenizer), self.candidates, self.alternatives
         bias = tuple((int(token), number) for token, number in self.logit_bias.items())
         check_tokens("logit_bias", (token for token, _ in bias), config.vocab_size)
-        name, tokens = self.limit(config.block_size)
+        name, tokens = self.limit
         texts = len(prompts) * candidates
         most = min(settings.most_texts, settings.slots + settings.queue)
         if texts > most:
             field = "prompt" if len(prompts) > most else "best_of" if self.ranked else "n"
             raise wrong(f"The request has {texts} texts; this server admits at most {most} in one.", field)
+        if tokens == BLOCK_SIZE:
+            tokens = min(config.block_size, settings.most_tokens, settings.most_request_tokens // texts)
         if tokens > settings.most_tokens:
             raise wrong(f"{name} is {tokens}; it must be at most {settings.most_tokens}.", name)
         if (asked := texts * tokens) > (most := settings.most_request_tokens):
@@ -215,7 +228,7 @@ class Body(Settable):
             raise wrong(message, "logprobs")
         if texts * echoed > settings.body_bytes:
             raise wrong("The prompt is too long to be echoed so often.", "echo")
-        seed = secrets.randbelow(LARGEST_SEED - texts) if self.seed is None else self.seed
+        seed = drawn_seed(self.seed)
         if seed + texts - 1 > LARGEST_SEED:
             raise wrong(f"seed is {seed}; the last choice's must be less than 2**63.", "seed")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -233,7 +246,7 @@ class CompletionBody(Body):
     """POST /v1/completions."""
 
     prompt: str | list[str] | Ids | list[Ids] = Field(
-        "\n", description="A text, a list of texts, ids, or a list of lists of ids."
+        START, description="A text, a list of texts, ids, or a list of lists of ids."
     )
     max_tokens: Tokens = 16
     best_of: Choices | None = None
@@ -251,8 +264,8 @@ class CompletionBody(Body):
     def alternatives(self) -> int | None:
         return self.logprobs
 
-    def limit(self, block_size: int) -> tuple[str, int]:
-        """The most tokens of a text, after the name of their field."""
+    @property
+    def limit(self) -> tuple[str, int]:
         return "max_tokens", self.max_tokens
 
     def ids(self, tokenizer: Tokenizer) -> list[list[int]]:
@@ -263,10 +276,12 @@ class CompletionBody(Body):
             raise wrong("best_of must equal n with stream: candidates are compared when they end.", "best_of")
         single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         given: list[Any] = [self.prompt] if single else self.prompt  # type: ignore[list-item,assignment]
-        if not given or not all(given):
+        if not given or [] in given:
             least = "token" if given else "text"
             raise wrong(f"prompt is empty; it must have at least one {least}.", "prompt")
-        ids = [encoded(each, tokenizer, "prompt") if isinstance(each, str) else each for each in given]
+        ids = [
+            encoded(each or START, tokenizer, "prompt") if isinstance(each, str) else each for each in given
+        ]
         check_tokens("prompt", map(max, ids), len(tokenizer))
         return ids
 
@@ -294,7 +309,7 @@ class ChatBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)]
     stop: Stop = ["\n\n"]
     max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = Field(None, description="The model's block size by default.")
+    max_completion_tokens: Tokens | None = Field(None, description="-1 by default: the model's block size.")
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP), WHOLE] | None = None
     speaker: Name | None = Field(
@@ -313,10 +328,10 @@ class ChatBody(Body):
         line = speaker_line(self.speaker or next(named, None), SPEAKER, tokenizer)
         return tokenizer.normal(speeches + line)
 
-    def limit(self, block_size: int) -> tuple[str, int]:
-        """The most tokens of a text, after the name of their field. Raises ApiError."""
+    @property
+    def limit(self) -> tuple[str, int]:
         if self.max_completion_tokens is None:
-            return "max_tokens", block_size if self.max_tokens is None else self.max_tokens
+            return "max_tokens", BLOCK_SIZE if self.max_tokens is None else self.max_tokens
         if self.max_tokens not in (None, self.max_completion_tokens):
             raise wrong("max_tokens and max_completion_tokens exclude each other.", "max_tokens")
         return "max_completion_tokens", self.max_completion_tokens
@@ -328,9 +343,7 @@ class ChatBody(Body):
         encoded(self.speaker or "", tokenizer, "speaker")
         for i, message in enumerate(self.messages):
             encoded(message.name or "", tokenizer, f"messages[{i}].name")
-        if not (ids := encoded(self.play(tokenizer), tokenizer, "messages")):
-            raise wrong("messages are empty; they must have at least one token.", "messages")
-        return [ids]
+        return [encoded(self.play(tokenizer) or START, tokenizer, "messages")]
 
 
 def speaker_line(name: str | None, default: str, tokenizer: Tokenizer) -> str:

@@ -126,7 +126,7 @@ class Call:
         kind = f"{kind}.chunk" if self._chat and body.stream else kind
         self._common: dict[str, Any] = {"id": named, "object": kind, "created": int(time.time())}
         maker = f"shakespeare-attention-{__version__}-{self.lane[1]}"
-        self._common |= {"model": body.model, "system_fingerprint": maker}
+        self._common |= {"model": body.model, "system_fingerprint": maker, "seed": requests[0].seed}
         self._play = {"play": play} if self._chat else {}  # OpenAI's API lacks this field
         self._head = b"data: " + dumps(self._common).encode()[:-1]
         self.interval = body.options.interval_ms / 1000  # seconds between two chunks of a text

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shakespeare.generation.many.jobs import BulkError, Job, Manifest, file_of, mix_of
+from shakespeare.generation.many.jobs import BulkError, Job, Manifest, file_of, mix_of, seed_for
 from shakespeare.generation.many.processes import Pool
 from shakespeare.generation.many.shards import Loss, Settings, Task
+from shakespeare.generation.sampling import RANDOM
 from shakespeare.model.files import UNFINISHED, locked, write_file
 
 ATTEMPTS = 3  # attempts at a shard before the job leaves it out
@@ -45,12 +46,15 @@ def run(
 ) -> Manifest:
     """Write the missing shards of a job; return its manifest. 'complete' there says whether all are written.
 
+    A job's seed of -1 becomes a random one, which the manifest records.
     open_pool: opens workers for settings and the number of shards. notice: takes lines for the user. After
     any end the directory holds only complete files, and another call continues. Raises BulkError, ValueError
     if another process writes there, and OSError if the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory / "lock", "writes texts"):
+        if job.settings.seed == RANDOM:
+            job = replace(job, settings=replace(job.settings, seed=seed_for(directory)))
         manifest = Manifest(directory, job)
         for left in directory.glob(f"*{UNFINISHED}"):  # left by a killed run
             left.unlink()

@@ -1,5 +1,6 @@
 """A request for many texts, its shards, and the manifest: the record of those that are complete."""
 
+import contextlib
 import hashlib
 import json
 import time
@@ -8,9 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shakespeare.attention_ext.checks import set_whole
+from shakespeare.attention_ext.checks import set_whole, whole
 from shakespeare.generation.many.shards import Settings, Shard, Task
-from shakespeare.generation.sampling import LARGEST_SEED
+from shakespeare.generation.sampling import LARGEST_SEED, RANDOM, drawn_seed
 from shakespeare.model import corpus
 from shakespeare.model.files import write_file
 
@@ -165,6 +166,13 @@ class Manifest:
         write_file(self.path, (json.dumps(self.content, indent=1) + "\n").encode())
         self._saved_at = time.monotonic()
         self._save_seconds = self._saved_at - start
+
+
+def seed_for(directory: Path) -> int:
+    """The seed that a directory's manifest records, else a random one."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return whole("seed", json.loads((directory / MANIFEST).read_bytes())["request"]["seed"])
+    return drawn_seed(RANDOM)
 
 
 def hash_of(content: dict) -> str:

@@ -26,7 +26,7 @@ from shakespeare.attention_ext.parts import PARTS, helpers_of
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request, Uniforms
-from shakespeare.generation.sampling import NUMBERS, Sampling
+from shakespeare.generation.sampling import NUMBERS, RANDOM, Sampling
 from shakespeare.generation.texts import capacity_for, complete, slots_for
 from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint, load
@@ -159,11 +159,12 @@ def request_for(settings: Settings, tokenizer: Tokenizer, index: int) -> Request
 
 
 def request_of_line(
-    settings: Settings, tokenizer: Tokenizer, index: int, line: bytes
+    settings: Settings, checkpoint: Checkpoint, index: int, line: bytes
 ) -> tuple[str | int, Request]:
     """(id, request) of a line: {"id": ..., "prompt": ..., "options": {...}}.
 
-    options: any of LINE_OPTIONS; the settings give the others. The default seed is the settings' + index.
+    options: any of LINE_OPTIONS; the settings give the others. The seed is the settings' + index by default
+    and for -1, so that a line always has the same text. max_new_tokens -1 is the model's block size.
     Raises ValueError, TypeError or RecursionError for a malformed line.
     """
     entry = json.loads(line.decode())
@@ -183,6 +184,11 @@ def request_of_line(
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
     endless = ("top_k", "max_new_tokens")  # for which null is a value
     given = {name: value for name, value in options.items() if value is not None or name in endless}
+    if given.get("seed") == RANDOM:
+        del given["seed"]
+    if given.get("max_new_tokens") == -1:
+        given["max_new_tokens"] = checkpoint.config.block_size
+    tokenizer = checkpoint.tokenizer
     request = replace(request_for(settings, tokenizer, index), ids=tokenizer.encode(prompt))
     sampling = replace(settings.sampling, **{name: given.pop(name) for name in NUMBERS if name in given})
     request = replace(request, sampling=sampling, **given)
@@ -281,9 +287,8 @@ class Scribe:
         self, task: Task, rejected: list[tuple[int, str]]
     ) -> Iterator[tuple[dict[str, Any], Request]]:
         """Each text's first fields and request; an empty line has none, a malformed one is in `rejected`."""
-        tokenizer = self.checkpoint.tokenizer
         if task.lines is None:
-            first = request_for(self.settings, tokenizer, 0)
+            first = request_for(self.settings, self.checkpoint.tokenizer, 0)
             for index in range(task.first, task.first + task.count):
                 yield {"index": index}, first.with_seed(self.settings.seed + index)
             return
@@ -292,7 +297,7 @@ class Scribe:
             if not line.strip():
                 continue
             try:
-                identity, request = request_of_line(self.settings, tokenizer, index, line)
+                identity, request = request_of_line(self.settings, self.checkpoint, index, line)
             except (ValueError, TypeError, RecursionError) as error:
                 rejected.append((index + 1, str(error)))
                 continue

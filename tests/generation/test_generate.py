@@ -83,7 +83,7 @@ def test_generate_gives_the_text(extension, shakes):
     assert len(pieces) == 200 and "".join(pieces) == text
 
 
-def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes):
+def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes, caplog):
     text = generate(shakes, "ROMEO:", 20, seed=1)
     for number in (np.int64, np.array, torch.tensor):
         names = ("seed", "threads", "br", "bc")
@@ -92,6 +92,10 @@ def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes):
     given = dict.fromkeys(names)
     assert generate(Path("shakes256"), "ROMEO:", 20, seed=1, **given) == text
     assert generate(shakes, None, 20, seed=None) == generate(shakes, "\n", 20, seed=1337)
+    with caplog.at_level("INFO"):
+        drawn = generate(shakes, max_new_tokens=-1, seed=-1)
+    seed = int(caplog.messages[-1].removeprefix("seed is "))
+    assert seed >= 0 and generate(shakes, seed=seed) == drawn and len(drawn) == shakes.config.block_size
     request = Request([1], seed=np.int64(2), max_new_tokens=np.array(3), logprobs=torch.tensor(1))
     assert repr(request) == repr(Request([1], seed=2, max_new_tokens=3, logprobs=1))
     settings = Settings("m", "", br=np.int64(8), seed=torch.tensor(1), sampling=Sampling(np.float32(0.5)))

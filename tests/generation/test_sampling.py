@@ -101,6 +101,7 @@ def test_settings_are_kept_as_numbers_of_python():
         kept = Sampling(real(0.5), whole(3), whole(1), logit_bias=((whole(1), real(2.5)),))
         assert repr(kept) == repr(Sampling(0.5, 3, 1, logit_bias=((1, 2.5),)))
     assert Sampling(None, top_p=None, logit_bias=None) == Sampling() != Sampling(top_k=None)
+    assert Sampling(top_k=0) == Sampling(top_k=-1) == Sampling(top_k=None)
 
 
 def test_wrong_settings_are_named():
@@ -111,7 +112,7 @@ def test_wrong_settings_are_named():
         (dict(top_p=np.float32("nan")), ValueError, "top_p is nan"),
         (dict(top_k=np.float64(3)), TypeError, "top_k is a float64; it must be a whole number or None"),
         (dict(top_k=np.True_), TypeError, "top_k is a bool; it must be a whole number or None"),
-        (dict(top_k=0), ValueError, "top_k is 0"),
+        (dict(top_k=-2), ValueError, "top_k is -2"),
         (dict(top_p=0), ValueError, "top_p is 0"),
         (dict(repetition_penalty=0), ValueError, "repetition_penalty is 0"),
         (dict(presence_penalty=2.1), ValueError, "presence_penalty is 2.1; it must be from -2 to 2"),

@@ -13,6 +13,7 @@ function oneOf(of, value) {
   return { value: value ?? values[0], values, labels, admits: (x) => values.includes(x) };
 }
 export const MOST_SCRIPT = 4000; // characters
+export const randomSeed = () => String(Math.floor(Math.random() * 2 ** 32));
 export const isSeed = (digits) => /^[0-9]{1,20}$/.test(digits) && BigInt(digits) < 2n ** 64n;
 
 // Settings of sampling with a field: {name, choice: name here, default, whole, slider: [least, most, step]}.
@@ -62,6 +63,7 @@ const VIEWS = ["write", "wall", "race", "attention", "tiles", "measure"];
 export function admitted(name, given) {
   const { value, admits } = CHOICES[name];
   let meant = typeof value === "string" ? given : given === "" ? NaN : Number(given);
+  if (name === "seed" && given === "-1") meant = randomSeed();
   if (name === "branches") meant = formatBranches(parseBranches(given));
   return admits(meant) ? meant : undefined;
 }

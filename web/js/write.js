@@ -6,7 +6,7 @@ import { softmax } from "./formulas.js";
 import { encode } from "./checkpoint.js";
 import { findGpu } from "./gpu.js";
 import { Server } from "./server.js";
-import { commandFor, formatBranches, parseBranches, sampling, SETTINGS } from "./state.js";
+import { commandFor, formatBranches, parseBranches, randomSeed, sampling, SETTINGS } from "./state.js";
 import { Writing } from "./text.js";
 
 const BARS = 10;
@@ -23,7 +23,7 @@ export class WriteView {
     });
     on("halt", "click", () => this.text?.halt());
     on("another", "click", () => {
-      page.choose({ seed: String(Math.floor(Math.random() * 1e6)) });
+      page.choose({ seed: randomSeed() });
       this.restart();
     });
     on("unbranch", "click", () => this.write({ branches: formatBranches(this.branches.slice(0, -1)) }));

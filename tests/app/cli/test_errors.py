@@ -98,7 +98,7 @@ WRONG = [
     (["-start", "A"], "No such option '--start', which is nanoGPT's; here: --prompt TEXT"),
     (["train", "mine", "--min_lr=1"], "'--min_lr', which is nanoGPT's; here: leave it out"),
     (["config/x.py"], "nanoGPT's; here: options of train, config files are not read"),
-    (["-top_k=0"], "'--top-k': 0 is not in the range"),
+    (["-top_k=-2"], "'--top-k': -2 is not in the range"),
     (["train", "mine", "--batch_chars=0"], "'--batch-chars': 0 is not in the range"),
     (["train", "mine", "--rates=steps=3"], "--rates is 'steps=3'; it must be NAME=NUMBER,... with names of"),
     (["train", "mine", "--rates=muon_lr"], "--rates is 'muon_lr'; it must be NAME=NUMBER,... with names of"),

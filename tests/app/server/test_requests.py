@@ -22,7 +22,7 @@ COMMON = {  # field: (good values, bad values)
     "temperature": ([0, 0.0, 1, 2, None], [-0.1, 2.1, *FLOATS]),
     "top_p": ([1e-9, 0.5, 1, None], [0, -1, 1.01, *FLOATS]),
     "n": ([1, 3.0, 128, None], [0, -1, 129, 10**30, *INTS]),
-    "seed": ([0, 7, 2**63 - 1, None], [-1, 2**63, 10**30, *INTS]),
+    "seed": ([-1, 0, 7, 2**63 - 1, None], [-2, 2**63, 10**30, *INTS]),
     "stop": (["a", ["a", "b", "c", "d"], [], None], ["", [""], "a" * 257, list("abcde"), 1, [1], {}]),
     "presence_penalty": ([-2, 0, 2, 0.5, None], [-2.1, 2.1, *FLOATS]),
     "frequency_penalty": ([-2, 0, 2, 0.5, None], [-2.1, 2.1, *FLOATS]),
@@ -47,7 +47,7 @@ COMMON = {  # field: (good values, bad values)
     "suffix": (["", None], ["a", 1]),
     "verbosity": (["medium", None], ["low", "high", 1]),
     "stream": ([True, False, None], ["true", 1, 0, []]),
-    "top_k": ([1, 200, None], [0, -1, 2**63, *INTS]),
+    "top_k": ([1, 200, 0, -1, None], [-2, 2**63, *INTS]),
     "typical_p": ([0.5, 1, None], [0, 1.1, *FLOATS]),
     "min_p": ([0, 0.5, 1, None], [-0.1, 1.1, *FLOATS]),
     "repetition_penalty": ([0.01, 1, 100, None], [0, 1e-37, 101, *FLOATS]),
@@ -57,17 +57,17 @@ COMMON = {  # field: (good values, bad values)
 }
 COMPLETION = COMMON | {
     "prompt": (
-        ["a", ["a", "b"], [1, 2.0], [[1], [2, 3.0]], None],
-        [1, True, {}, [], [[]], "", [""], [1, "a"], [[1], "a"], [-1], [[1], [99]], [1.5], "é"],
+        ["a", ["a", "b"], [1, 2.0], [[1], [2, 3.0]], "", ["", "a"], None],
+        [1, True, {}, [], [[]], [1, "a"], [[1], "a"], [-1], [[1], [99]], [1.5], "é"],
     ),
-    "max_tokens": ([0, 1.0, 65_536, None], [-1, 65_537, 10**30, *INTS]),
+    "max_tokens": ([-1, 0, 1.0, 65_536, None], [-2, 65_537, 10**30, *INTS]),
     "best_of": ([1, 5, None], [0, 129, *INTS]),
     "echo": ([True, False, None], ["true", 1]),
     "logprobs": ([0, 5, None], [-1, 6, *INTS]),
 }
 CHAT = COMMON | {
-    "max_tokens": ([0, 1, None], [-1, 65_537, *INTS]),
-    "max_completion_tokens": ([0, 1, None], [-1, 65_537, *INTS]),
+    "max_tokens": ([-1, 0, 1, None], [-2, 65_537, *INTS]),
+    "max_completion_tokens": ([-1, 0, 1, None], [-2, 65_537, *INTS]),
     "logprobs": ([True, False, None], [0, 1, "true"]),
     "top_logprobs": ([0, None], [-1, 21, *INTS]),
     "speaker": (["ROMEO", None], ["", 1, "a" * 65]),
@@ -204,6 +204,9 @@ def test_the_defaults_are_openais():
     assert request.max_new_tokens == 16 and request.context == "slide" and request.stop == ()
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (1.0, None, 1.0)
     chat = asked(ChatBody, model="m", messages=MESSAGES)[1][0]
+    free = asked(CompletionBody, model="m", prompt="", seed=-1, max_tokens=-1, top_k=-1)[1][0]
+    assert (free.sampling, free.max_new_tokens) == (request.sampling, chat.max_new_tokens)
+    assert free.seed >= 0 and free.ids == CHECKPOINT.tokenizer.encode("\n")
     assert chat.max_new_tokens == CHECKPOINT.config.block_size and chat.stop == ("\n\n",)
 
 

@@ -136,7 +136,12 @@ def test_the_best_of_several(client):
 
 def test_the_shapes_of_completions(client):
     response = client.complete(max_tokens=5).json()
-    assert response.keys() == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
+    shared = {"id", "object", "created", "model", "system_fingerprint", "seed"}
+    assert response.keys() == shared | {"choices", "usage"}
+    for seed in (None, -1):  # random, and named
+        streamed = client.complete(seed=seed, n=2, stream=True)
+        again = client.complete(seed=streamed.events[0]["seed"], n=2)
+        assert [again.text(0), again.text(1)] == [streamed.text(0), streamed.text(1)]
     assert response["object"] == "text_completion" and response["id"].startswith("cmpl-")
     assert response["choices"][0].keys() == {"index", "text", "logprobs", "finish_reason"}
     events = client.complete(max_tokens=50, stream=True, stream_options={"include_usage": True}).events
@@ -233,7 +238,7 @@ def test_models_health_and_schema(client):
     document = client.get("/openapi.json").json()
     fields = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert {"prompt", "best_of", "suffix", "min_p"} <= fields.keys()
-    assert fields["top_k"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
+    assert fields["top_k"]["anyOf"][0] == {"type": "integer", "minimum": -1, "maximum": 2**63 - 1}
 
 
 def test_metrics_count(client):

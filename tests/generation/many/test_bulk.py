@@ -139,6 +139,16 @@ def test_another_request_is_refused(job, settings, tmp_path):
     bulk.run(replace(job, settings=replace(settings, model="elsewhere")), tmp_path, here())
 
 
+def test_a_random_seed_is_recorded_and_goes_on(job, settings, tmp_path):
+    drawn = replace(job, settings=replace(settings, seed=-1))
+    with pytest.raises(KeyboardInterrupt):
+        bulk.run(drawn, tmp_path, here(None, KeyboardInterrupt()))
+    seed = json.loads((tmp_path / MANIFEST).read_text())["request"]["seed"]
+    assert seed >= 0 and bulk.run(drawn, tmp_path, here()).content["complete"]
+    bulk.run(replace(job, settings=replace(settings, seed=seed)), tmp_path / "again", here())
+    assert files(tmp_path) == files(tmp_path / "again")
+
+
 def test_files_that_are_missing_or_changed_are_written_again(job, expected, tmp_path):
     bulk.run(job, tmp_path, here())
     first, second, *_ = sorted(expected)
@@ -247,6 +257,7 @@ GOOD = [
     {"id": 7, "prompt": "d", "options": {"max_new_tokens": 3, "temperature": 0}},
     {"id": "b", "prompt": "a", "options": {"seed": 99, "stop": "b", "top_k": 4, "top_p": 0.9}},
     {"id": "n", "prompt": "a", "options": dict.fromkeys(("seed", "temperature", "stop", "context"))},
+    {"id": "r", "prompt": "a", "options": {"seed": -1, "max_new_tokens": -1, "top_k": 0}},
     {"id": "c", "prompt": "a", "options": {"context": "reset", "stop": ["b", "c"], "min_p": 0.1}},
 ]
 HALF = '{"id": "\\ud800", "prompt": "a"}'
@@ -296,7 +307,10 @@ def test_prompts_from_a_file(settings, model, prompts, tmp_path):
     lines = prompts.read_bytes().split(b"\n")
     for row, good in zip(written, GOOD):
         assert json.loads(lines[row["index"]]) == good
-        options = {name: value for name, value in good.get("options", {}).items() if value is not None}
+        given = good.get("options", {})
+        options = {name: given[name] for name in given if given[name] is not None}
+        if options.get("seed") == -1:
+            del options["seed"]
         options = {"seed": 5 + row["index"], "max_new_tokens": 30} | options
         assert row["text"] == generate(load(str(model)), good["prompt"], **options)
     rejected = [each for shard in manifest["shards"].values() for each in shard["rejected"]]
