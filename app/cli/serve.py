@@ -21,6 +21,7 @@ MODEL += "name in the API. May be repeated."
 KEY_FILE = "File with a key in each line; other users cannot see it in a list of processes."
 ORIGIN = "Let pages of this origin call from a browser; may be repeated."
 HOST = "Admit this name in the Host header too, or * for any; may be repeated."
+ROOT = "Where a proxy has the server, as /texts; the proxy may leave it in a request's path or take it away."
 GRACE = "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
 MANY = {"multiple": True}
 
@@ -40,6 +41,7 @@ serve_options = options.all_of(
     options.file("--api-key-file", KEY_FILE),
     options.option("--allow-origin", "origins", ORIGIN, **MANY, metavar="URL"),
     options.option("--allow-host", "hosts", HOST, **MANY, metavar="NAME"),
+    options.option("--root-path", ROOT, default="", show_default=False, metavar="PATH"),
     options.flag("--insecure", "Listen beyond this machine without a key."),
     options.number("--grace", GRACE, most=86_400, default=10.0),
 )
@@ -74,7 +76,7 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
     processor.let_waiting_threads_sleep()  # before torch is imported
     try:
         from shakespeare.app.server import Settings, running  # the latter imports all of them
-        from shakespeare.app.server.security import check_host, check_origin, is_loopback
+        from shakespeare.app.server.security import check_host, check_origin, checked_root, is_loopback
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in PACKAGES:
             raise
@@ -101,6 +103,7 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
         check_origin(origin)
     for name in hosts:
         check_host(name)
+    asked["root_path"] = checked_root(asked["root_path"])
     page = None
     with contextlib.suppress(BuildError):  # a server needs no page
         page = build.path()

@@ -16,7 +16,8 @@ class Settings:
     device, weights, kv_cache, draft: of the engines. host: 'localhost' is 127.0.0.1 and ::1.
     slots: texts that each model and part writes at once. queue: texts that may wait for each. threads: of
     the engines. api_keys: if empty, no key is needed. origins: origins whose pages may call. hosts:
-    additional names in the Host header; '*' admits any. grace: seconds for running requests when the server
+    additional names in the Host header; '*' admits any. root_path: where a proxy has the server, as "/texts";
+    a request's path may begin with it or not. grace: seconds for running requests when the server
     ends. page: the folder of the page at /, if it is built.
     Limits: most_texts in a request, most_tokens of a text, most_request_tokens of all its texts, most_scores
     (tokens of a request, echoed ones included, with log-probabilities), body_bytes of a request, body_seconds
@@ -38,6 +39,7 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    root_path: str = ""
     grace: float = 10.0
     page: Path | None = None
     most_texts: int = 128

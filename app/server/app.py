@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
@@ -70,8 +70,10 @@ class Application:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. Errors have OpenAI's format."""
         scope["app"] = self  # so Starlette's router raises HTTPException
+        root = scope["root_path"] = self.settings.root_path  # which a path may have or lack, for Starlette
+        is_root = root and scope.get("path") == root
         try:
-            await self.router(scope, receive, send)
+            await (RedirectResponse(f"{root}/") if is_root else self.router)(scope, receive, send)
         except ApiError as error:
             await self._refuse(error, send)
         except HTTPException as error:
@@ -105,7 +107,7 @@ class Application:
     async def openapi(self, request: Request) -> Response:
         from shakespeare.app.server.openapi import document  # most servers are never asked for it
 
-        return JSONResponse(document(bool(self.settings.api_keys)))
+        return JSONResponse(document(bool(self.settings.api_keys), self.settings.root_path))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._shown(name) for name in self.checkpoints]})

@@ -30,8 +30,8 @@ class Bodies(GenerateJsonSchema):
         return super().model_schema(schema) | {"additionalProperties": NOTHING}
 
 
-def document(keys: bool) -> Schema:
-    """The document of a server, with or without keys."""
+def document(keys: bool, root_path: str) -> Schema:
+    """The document of a server, with or without keys, at a path of its host."""
     _, bodies = models_json_schema(
         [(CompletionBody, "validation"), (ChatBody, "validation")],
         ref_template=REFERENCE + "{model}",
@@ -42,6 +42,7 @@ def document(keys: bool) -> Schema:
     return secured | {
         "openapi": "3.1.0",
         "info": {"title": "shakespeare-attention", "version": __version__},
+        "servers": [{"url": root_path or "/"}],
         "paths": {
             "/v1/completions": {"post": writing("Continue prompts.", "CompletionBody")},
             "/v1/chat/completions": {"post": writing("Continue a chat, as a play.", "ChatBody")},

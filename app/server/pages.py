@@ -8,7 +8,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-HINT = '<meta name="server" content="/v1">\n</head>'
+HINT = '<meta name="server" content="v1">\n</head>'
 SITE_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",

@@ -15,8 +15,9 @@ from shakespeare.app.server import Settings
 from shakespeare.app.server.requests import ApiError
 
 LOCALHOST = "localhost"
-OPEN = "/health"  # this path needs no key
+OPEN = "/health"  # this path needs no key, and any name of the server will do: probes call by an address
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
+ROOT = re.compile(r"(/[A-Za-z0-9_.~-]+)*/?")
 ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]*))?")
 DEFAULT_PORTS = (("http", "80"), ("https", "443"))  # browsers leave these out
 
@@ -58,12 +59,21 @@ def check_host(host: str) -> None:
     raise ValueError(f"--allow-host is {host!r}; it must be a name or an address without a port, or *")
 
 
+def checked_root(path: str) -> str:
+    """A proxy's path for the server, without its last slash. Raises ValueError."""
+    if not ROOT.fullmatch(path):
+        raise ValueError(f"--root-path is {path!r}; it must be a path such as /texts")
+    return path.rstrip("/")
+
+
 def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send], Awaitable[None]]) -> ASGIApp:
     """The application behind its checks of Host, origins (CORS) and keys. refuse: answers with an error."""
+    unchecked = OPEN, settings.root_path + OPEN
 
     def checked(inner: ASGIApp, refusal: Callable[[Scope], ApiError | None]) -> ASGIApp:
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http" and (error := refusal(scope)):
+            is_checked = scope["type"] == "http" and scope["path"] not in unchecked
+            if is_checked and (error := refusal(scope)):
                 await refuse(error, send)
             else:
                 await inner(scope, receive, send)
@@ -93,11 +103,11 @@ def host_refusal(hosts: frozenset[str], scope: Scope) -> ApiError | None:
 
 
 def key_refusal(keys: Sequence[bytes], scope: Scope) -> ApiError | None:
-    """The refusal of a request without a key, on every path but OPEN; its time tells nothing of the keys."""
+    """The refusal of a request without a key; its time tells nothing of the keys."""
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, key = given.partition(b" ")
     matches = [hmac.compare_digest(key.strip(), each) for each in keys]
-    if scope["path"] == OPEN or scheme.lower() == b"bearer" and any(matches):
+    if scheme.lower() == b"bearer" and any(matches):
         return None
     # LiteLLM recognizes the error by OpenAI's first words.
     message = "Incorrect API key provided, or none; send it as 'Authorization: Bearer KEY'."
