@@ -2,10 +2,15 @@
 
 import http.client
 import importlib.util
+import os
 import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from support import ROOT, found_program
 
 from shakespeare.web import build, serve
 
@@ -34,6 +39,22 @@ def test_it_serves_the_page_until_it_is_stopped(process, made):
         assert (b"a page" in answer.read()) == (status == 200)
     shown.send_signal(signal.SIGINT)
     assert shown.wait(600) == 130
+
+
+def test_as_process_1_of_a_container_it_ends_at_sigterm(made):
+    """The command line's handler, which all commands have there: the system has no default for process 1."""
+    alone = [found_program("unshare"), *"--user --map-root-user --pid --fork --kill-child".split()]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not have process numbers of its own")
+    command = [*alone, sys.executable, ROOT / "gpt.py", "web", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as outer:
+        try:
+            assert outer.stdout.readline().startswith("http://")
+            child = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text()
+            os.kill(int(child), signal.SIGTERM)
+            assert outer.wait(600) == 143
+        finally:
+            outer.kill()
 
 
 def test_a_port_that_is_taken_is_one_line(failed, made):
