@@ -62,6 +62,8 @@ def test_json_has_an_object_for_each_sample(cli, extension):
         assert sample["prefill_seconds"] > 0
     plain = cli(*common, "--stop", "the").stdout
     assert plain == "---------------\n".join(f"ROMEO:{s['text']}\n" for s in (first, second))
+    drawn = cli(*common, "--seed", -1, "--num-samples", 1, "--json")
+    assert drawn.stderr.splitlines()[0] == f"--seed {json.loads(drawn.stdout)['seed']}"
     part0 = json.loads(cli("part0", *common[1:], "--json").stdout.splitlines()[0])
     assert part0["engine"] == "torch" and part0["simd"] is None
 
