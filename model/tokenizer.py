@@ -288,23 +288,38 @@ class HuggingFaceTokenizer(BytesTokenizer):
             from tokenizers import AddedToken, Tokenizer
         except ImportError:
             raise VocabularyError(f"{source} needs tokenizers: pip install tokenizers") from None
-        self.source, self._decoders, self._size = source, decoders, max(ids.values()) + 1
+        if together := set(decoders) & {"BPEDecoder", "CTC"}:
+            raise VocabularyError(f"{source}: the decoder is {together.pop()}; it must decode token by token")
+        self.source, self._size = source, max(ids.values()) + 1
         self.tokenizer = self._tried("read", Tokenizer.from_str, file)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        if getattr(self.tokenizer.model, "dropout", None):
+            self.tokenizer.model.dropout = None  # for training: a prompt would have other ids each time
         self.tokenizer.add_tokens([AddedToken(token, **flags) for token, flags in added.items()])
+        contents = self.tokenizer.get_added_tokens_decoder()
+        self._bytes: dict[int, bytes] = {}
         for token, id in ids.items():
             if (known := self.tokenizer.token_to_id(token)) != id:
                 must = f"for tokenizers it is {known}; ids must be without gaps"
                 raise VocabularyError(f"{source}: the id of {token!r} is {id}, but {must}")
-        self._added = self.tokenizer.get_added_tokens_decoder().keys()
-        self._bytes: dict[int, bytes] = {}
+            if "ByteLevel" in decoders:
+                as_text = id in contents or not BYTES.keys() >= set(token)
+                self._bytes[id] = token.encode() if as_text else bytes(map(BYTES.__getitem__, token))
+            elif "ByteFallback" in decoders and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
+                self._bytes[id] = bytes.fromhex(byte[1])
+            else:  # what it adds to a text before it: the first token of a text may lose its space
+                once, twice = (self._tried("decoded", self._decode, [id] * count) for count in (1, 2))
+                self._bytes[id] = twice[len(once) :].encode()
         if (largest := max(self.encode(""), default=0)) >= self._size:
             raise VocabularyError(f"{source}: it adds the id {largest} to texts, which no token has")
 
-    def _tried(self, does: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _tried(self, does: str, call: Callable[[Any], Any], argument: Any) -> Any:
         try:
-            return call(*arguments, **named)
+            return call(argument)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in Rust derives from no Exception
@@ -323,24 +338,8 @@ class HuggingFaceTokenizer(BytesTokenizer):
 
     def token_bytes(self, id: int) -> bytes:
         """A token's bytes within a text; a letter of '##letter', and ' word' of '▁word'."""
-        if id not in self._bytes:
-            self._bytes[id] = self._bytes_of(id)
-        return self._bytes[id]
-
-    def _bytes_of(self, id: int) -> bytes:
-        token = self.tokenizer.id_to_token(id)
-        if token is None:
-            return NO_TOKEN
-        if "ByteLevel" in self._decoders:
-            as_text = id in self._added or not BYTES.keys() >= set(token)
-            return token.encode() if as_text else bytes(BYTES[letter] for letter in token)
-        if "ByteFallback" in self._decoders and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
-            return bytes.fromhex(byte[1])
-        # What it adds to a text before it: the first token of a text may lose its space.
-        once, twice = (self.tokenizer.decode([id] * n, skip_special_tokens=False) for n in (1, 2))
-        return twice[len(once) :].encode()
+        return self._bytes.get(id, NO_TOKEN)
 
 
-Tokenizer = (
-    CharTokenizer | GPT2Tokenizer | HuggingFaceTokenizer
-)  # `source` is a vocabulary's origin, for messages
+# `source` is a vocabulary's origin, for messages
+Tokenizer = CharTokenizer | GPT2Tokenizer | HuggingFaceTokenizer

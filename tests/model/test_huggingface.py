@@ -165,7 +165,8 @@ def test_a_tokenizer_json_is_read_with_its_steps_and_the_tokens_of_other_files(t
     template = [dict(SpecialToken=dict(id=END, type_id=0)), dict(Sequence=dict(id="A", type_id=0))]
     ends = {END: dict(id=END, ids=[258], tokens=[END])}
     first = dict(type="TemplateProcessing", single=template, pair=[*template, *template], special_tokens=ends)
-    held = tokenizer_json(normalizer=dict(type="NFC"), post_processor=first, truncation=None, padding=None)
+    held = tokenizer_json(normalizer=dict(type="NFC"), post_processor=first)
+    held["model"]["dropout"] = 0.9  # for training
     of_config = dict(added_tokens_decoder={260: added(260, "<|end é|>")}, pad_token=END, add_bos_token=False)
     tokenizer = read(tokenizer=held, added_tokens={"<|user|>": 259}, tokenizer_config=of_config)
     ids = tokenizer.encode("<|user|>the e\u0301<|end é|>")
@@ -243,6 +244,10 @@ def of_ids(*tokens):
         (of_ids((300, "a b")), "the id of 'a b' is 300, but for tokenizers it is 258"),
         (dict(model=[]), "must be a vocabulary of transformers"),
         (dict(model=dict(type="Other", vocab={"a b": 0})), "cannot be read: "),
+        (
+            dict(decoder=dict(type="BPEDecoder", suffix="_")),
+            "the decoder is BPEDecoder; it must decode token",
+        ),
         (dict(added_tokens="a" * 2**26), "must have at most 67108864"),
     ],
 )
