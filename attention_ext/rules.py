@@ -54,10 +54,7 @@ class ScoreMod:
         return s, slopes
 
 
-@functools.cache
-def _score_mod(header: Path, *saved: int) -> ScoreMod:
-    """The header as it and those beside it were saved, in nanoseconds."""
-    return ScoreMod(header)
+_mods: dict[Path, Any] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,10 +192,10 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
         path = Path(header).absolute()
         if not path.is_file():
             raise ValueError(f"score_mod is {str(header)!r}; it must be the path of a C++ header")
-        from shakespeare.attention_ext.build.recipes import headers_beside
+        from shakespeare.attention_ext.build import cache, recipes
 
-        saved = (beside.stat().st_mtime_ns for beside in (path, *headers_beside(path)))
-        found["score_mod"] = _score_mod(path, *saved)
+        files = lambda: (path, *recipes.score_mod(path).read())  # noqa: E731
+        found["score_mod"] = cache.latest(_mods, path, lambda: ScoreMod(path), files)
     tensor("alibi_slopes", (B, H), (H,))
     tensor("sinks", (H,))
     tensor("bias", *((b, h, Nq, Nk) for b in (B, 1) for h in (H, 1)), dtypes=(torch.float32, torch.bool))

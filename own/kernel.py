@@ -6,6 +6,7 @@ where its user has named it. torch is imported for CUDA and by files that import
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import linecache
@@ -13,8 +14,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib import machinery
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -113,22 +115,20 @@ def has_gpu() -> bool:
     return any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 
 
+_rows: dict[str, Any] = {}
+_loaded: dict[tuple[Path, bool], Any] = {}
+_modules: dict[Path, list[str]] = {}  # that a file in Python imports from beside it
+
+
 def row(part: str) -> Part:
     """The Part of a user's file. Raises ValueError unless the file exists."""
     if not os.path.isfile(part):
         raise ValueError(f"part is {part!r}; there is no such file")
-    return _row(part, os.path.abspath(part), *_version(part))
+    file = Path(part).absolute()
+    return cache.latest(_rows, part, lambda: _row(part, file), lambda: [file])
 
 
-def _version(file: str | Path) -> tuple[int, int]:
-    """What a save changes."""
-    status = os.stat(file)
-    return status.st_mtime_ns, status.st_size
-
-
-@functools.lru_cache(64)
-def _row(part: str, path: str, *version: int) -> Part:
-    file = Path(path)
+def _row(part: str, file: Path) -> Part:
     takes = {read(file).device: ("float32",)}
     by_file = functools.partial(attend, file)
     return Part(part, "YOUR ATTENTION", f"the kernel in {file.name}", dtypes=takes, file=file, attend=by_file)
@@ -136,23 +136,41 @@ def _row(part: str, path: str, *version: int) -> Part:
 
 def loaded(file: Path, backward: bool = False) -> Any:
     """A file's kernel, or backward pass, loaded again after a save. Raises BuildError if it is wrong."""
-    return _load(os.path.abspath(file), backward, *_version(file))
+    file = file.resolve()
+    key = file, backward
+    return cache.latest(_loaded, key, lambda: _load(file, backward), lambda: sources(file))
+
+
+def sources(file: Path) -> list[Path]:
+    """A file, and the user's files that were read with it when it was last compiled or imported here."""
+    found = [file.resolve()]
+    with contextlib.suppress(BuildError):
+        if file.suffix in (".cpp", ".ispc"):
+            found += recipes.own(file).read()
+        elif file.suffix == ".cu":
+            found += nvrtc.included(file)
+        else:
+            found += (Path(sys.modules[name].__file__ or "") for name in _modules.get(found[0], ()))
+    return [*dict.fromkeys(found)]
+
+
+def joined(files: Iterable[Path]) -> str:
+    """The text of these files."""
+    return "\n".join(file.read_text("utf-8-sig", errors="replace") for file in files)
 
 
 def check(file: Path, backward: bool = False) -> Source:
-    """The source in a file. Raises BuildError unless it names the function."""
-    source, name = read(file), "attention_backward" if backward else "attention"
-    if (must := (BACKWARD if backward else MISSING).get(file.suffix)) is None:
+    """The source in a file. Raises BuildError if its kind has no backward pass, or CUDA no kernel."""
+    if backward and file.suffix not in BACKWARD:
         raise BuildError(f"{file.name} is not tried: a backward pass is in C++ (.cpp) or Python (.py)")
-    called = "" if file.suffix == ".py" else r"\s*\("
-    if (backward or not source.ladder) and not re.search(rf"\b{name}\b{called}", source.text):
-        raise BuildError(f"{file.name} has no function {name}; it must define {must}")
+    source = read(file)
+    named = file.suffix != ".cu" or source.ladder or re.search(r"\battention\s*\(", joined(sources(file)))
+    if not named:
+        raise BuildError(f"{file.name} has no function attention; it must define {MISSING['.cu']}")
     return source
 
 
-@functools.lru_cache(8)
-def _load(path: str, backward: bool, *version: int) -> Any:
-    file = Path(path).resolve()
+def _load(file: Path, backward: bool) -> Any:
     source = check(file, backward)
     if file.suffix == ".cu":
         return OnLadder(file, source) if source.ladder else OnCuda(file, source)
@@ -305,17 +323,24 @@ class CudaCall(ctypes.Structure):
     ]
 
 
-def kept(name: str, text: str) -> Path:
-    """A file of this name and text among the builds: NVRTC's folder of sources has nothing else."""
+def kept(name: str, text: str, beside: Sequence[Path] = ()) -> Path:
+    """A file of this name and text among the builds: NVRTC's folder of sources has nothing else.
 
-    def write(work: Path) -> Path:
-        (work / name).write_text(text, encoding="utf-8")
-        return work / name
+    beside: the user's file and what it includes from below its folder, which is kept there too.
+    """
+    paths = (path for path in beside[1:] if path.is_relative_to(beside[0].parent))
+    texts = {str(path.relative_to(beside[0].parent)): joined([path]) for path in paths} | {name: text}
+    named = cache.fingerprint(word for item in texts.items() for word in item)
+    folder = cache.real(cache.directory()) / f"attention_ext_own_{named}"
+    for place, content in texts.items():
 
-    file = cache.real(cache.directory()) / f"attention_ext_own_{cache.fingerprint([name, text])}" / name
-    cache.make(file, name, write)
-    cache.prune(file.parent)
-    return file
+        def write(work: Path, content: str = content) -> Path:
+            (work / "text").write_text(content, encoding="utf-8")
+            return work / "text"
+
+        cache.make(folder / place, place, write)
+    cache.prune(folder)
+    return folder / name
 
 
 class OnCuda:
@@ -324,10 +349,7 @@ class OnCuda:
     takes_tensors = True
 
     def __init__(self, file: Path, source: Source) -> None:
-        for macro in ("BR", "THREADS"):
-            if not re.search(rf"^\s*#\s*define\s+{macro}\b", source.text, re.M):
-                raise BuildError(f"{file.name} does not define {macro}; its head must: #define {macro} 64")
-        self._file = kept("own.cu", CUDA.format(name=file.name, text=source.text))
+        self._file = kept("own.cu", CUDA.format(name=file.name, text=source.text), sources(file))
         self._on: dict[tuple[int, int], tuple[Any, Any, list[int]]] = {}
 
     def source(self, d: int, arch: str) -> nvrtc.Source:
@@ -381,7 +403,7 @@ class OnLadder:
 
         if source.ladder not in KERNELS:
             raise BuildError(f"{file.name} defines attention_kernel{source.ladder}; the ladder has none")
-        path = str(kept(file.name, source.text))
+        path = str(kept(file.name, source.text, sources(file)))
         self._row = replace(KERNELS[source.ladder], name=path, sources={Dtype.FP32: path})
         KERNELS[path] = self._row  # where the launcher looks
 
@@ -475,12 +497,38 @@ def imported(file: Path) -> ModuleType:
     module.__file__ = str(file)
     sys.modules[module.__name__] = module
     linecache.checkcache(str(file))
-    sys.path.insert(0, str(file.parent))
-    try:  # Python's own import may take bytecode of a version that was saved in the same second
+    for name in _modules.pop(file, ()):
+        sys.modules.pop(name, None)
+    before, folder = set(sys.modules), str(file.parent)
+    finder = machinery.FileFinder(
+        folder,
+        (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
+        (Fresh, machinery.SOURCE_SUFFIXES),
+    )
+    sys.path.insert(0, folder)
+    sys.path_importer_cache[folder] = finder
+    try:
         exec(compile(file.read_text("utf-8-sig"), str(file), "exec"), vars(module))
     finally:
-        sys.path.remove(str(file.parent))
+        sys.path.remove(folder)
+        sys.path_importer_cache.pop(folder, None)
+        _modules[file] = [name for name in sorted(set(sys.modules) - before) if is_beside(name, folder)]
     return module
+
+
+class Fresh(machinery.SourceFileLoader):
+    """A loader that compiles: Python's may take bytecode of a version that was saved in the same second."""
+
+    def get_code(self, fullname: str) -> Any:
+        """The module's code."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def is_beside(name: str, folder: str) -> bool:
+    """Whether an imported module is a user's, in a folder or below it; packages may be installed there."""
+    path = Path(getattr(sys.modules[name], "__file__", None) or "/")
+    installed = "site-packages" in path.parts or name.startswith("shakespeare.")
+    return path.is_relative_to(folder) and not installed
 
 
 def tuned(module: ModuleType) -> list[Any]:

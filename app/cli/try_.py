@@ -106,11 +106,13 @@ def try_header(file: Path, threads: int, asked: dict[str, Any]) -> bool:
 
 def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
     """Try the file and print the report; with `again` once more at each save."""
+    from shakespeare.attention_ext.build.cache import saves
     from shakespeare.own.trial import cases, judge, report
 
+    watched = {file}
     with contextlib.closing(judge.Checker()) as checker:
         while True:
-            before, start = watch.versions([file]), time.perf_counter()
+            before, begin, start = saves(watched), time.time_ns(), time.perf_counter()
             seed = cases.seed_of(file, asked["secret"])
             verdict = checker.check(file, asked["seconds"], seed, asked["backward"])
             if not asked["as_json"]:
@@ -120,9 +122,16 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
                 judge.end_strangers(set())
                 return is_right
             notice(f"verdict after {time.perf_counter() - start:.2f} s")
+            watched = {file, *verdict.sources}
+            if verdict.refused:  # perhaps for a file that is missing beside it
+                watched |= {file.parent, *file.parent.iterdir()}
+            for path, save in saves(watched - before.keys()).items():
+                if save[0] < begin:
+                    before[path] = save
 
-            def changed(before: Any = before) -> bool:
-                return watch.versions([file]) not in (before, {})
+            def changed(before: Any = before, watched: Any = watched) -> bool:
+                now = saves(watched)
+                return file in now and now != before
 
             # a save does not wait for what a compiler still does for the last one
             threading.Thread(target=explain, args=(file, verdict, size, asked, changed), daemon=True).start()

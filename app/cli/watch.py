@@ -1,11 +1,9 @@
 """--watch: a command that runs again at each save of a source."""
 
-import contextlib
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,32 +15,24 @@ POLL_SECONDS = 0.05
 TIME = re.compile(r"^(?:Manual Execution Time|part\d backward time): +([\d.]+) ?(m?s)", re.M)
 
 
-def versions(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
-    """What changes at a save of one of the files; a file that is missing is left out."""
-    known = {}
-    for file in files:
-        with contextlib.suppress(FileNotFoundError):
-            status = file.stat()
-            known[file] = status.st_mtime_ns, status.st_size
-    return known
-
-
 def tests(folder: Path) -> NoReturn:
     """Run this command without --watch in a fresh process, again at each save below the folder, until Ctrl-C.
 
     A save ends a running test. A right result is one line; of a wrong one all output is printed.
     """
+    from shakespeare.attention_ext.build.cache import saves
+
     command = [sys.executable, *(word for word in sys.orig_argv[1:] if word != "--watch")]
     last: float | None = None
     while True:
-        before = versions(folder.rglob("*.*"))
+        before = saves(folder.rglob("*.*"))
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as child:
             said = None
             while said is None:
                 try:
                     said, _ = child.communicate(timeout=POLL_SECONDS)
                 except subprocess.TimeoutExpired:
-                    if versions(folder.rglob("*.*")) != before:
+                    if saves(folder.rglob("*.*")) != before:
                         child.kill()
         timed = TIME.search(said)
         if child.returncode == 0 and timed:
@@ -53,5 +43,5 @@ def tests(folder: Path) -> NoReturn:
         elif child.returncode > 0:
             click.echo(said, nl=False)
         notice("waiting for a source to be saved (Ctrl-C ends)")
-        while versions(folder.rglob("*.*")) == before:
+        while saves(folder.rglob("*.*")) == before:
             time.sleep(POLL_SECONDS)

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from shakespeare.attention_ext.parts import BuildError
 
@@ -55,6 +56,30 @@ def fingerprint(facts: Iterable[str | bytes], *paths: Path) -> str:
             name = file.relative_to(path.parent).as_posix()
             digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+Saves = dict[Path, tuple[int, int]]  # of files: what a save changes
+
+
+def saves(files: Iterable[Path]) -> Saves:
+    """What changes at a save of one of the files; a file that is missing is left out."""
+    known = {}
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            status = file.stat()
+            known[file] = status.st_mtime_ns, status.st_size
+    return known
+
+
+def latest(
+    made: dict[Any, tuple[Any, Saves]], key: Any, make: Callable[[], Any], files: Callable[[], Iterable[Path]]
+) -> Any:
+    """What make() gives, again after a save of one of the files, which are known once it is made."""
+    value, known = made.get(key, (None, {}))
+    if not known or saves(known) != known:
+        value = make()
+        made[key] = value, saves(files())
+    return value
 
 
 def directory() -> Path:

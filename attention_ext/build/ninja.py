@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class Object:
         """The command that compiles it, without the object."""
         ispc = self.source.suffix == ".ispc"
         ccache = None if ispc else shutil.which("ccache")
-        depends = ("-M" if ispc else "-MMD", "-MF", f"{self.name}.d", "-MT", self.name)
+        depends = ("-M" if ispc else "-MMD", "-MF", f"{self.name}.d", "-MT" if ispc else "-MQ", self.name)
         words = (ccache, *self.tool, *self.flags, *depends, None if ispc else "-c")
         return [*filter(None, words), str(self.source)]
 
@@ -82,19 +83,21 @@ def build(
     linker: Sequence[str],
     link: Sequence[str],
     target: Path,
-    digests: Mapping[str, str],
+    digests: Callable[[], Mapping[str, str]],
 ) -> None:
     """Compile the objects that a change concerns, those of changed sources first, and link `made`.
 
     folder: of the objects. linker, link: its command, and its arguments after the objects. digests: of each
-    file that a source may include. A failure's output stays in build.log beside the folder of `made`.
+    file that a source may include, by its real path, and of those that a user's source did include. The
+    output of a failure stays in build.log beside the folder of `made`.
     Raises BuildError, with the compiler's `output`; OSError if folder cannot be written.
     """
     jobs = toolchain.jobs()
     folder.mkdir(mode=0o700, exist_ok=True)
     cache.check_owner(folder)
     with cache.locked(folder / cache.LOCK) as lock:
-        changed = _forget(folder, digests)
+        before, start = digests(), time.time()
+        changed = _forget(folder, before)
         command = [*linker, *(item.name for item in objects), *link, "-o", str(target)]
         # the longest first, so that no processor waits for one that began late
         queue = sorted(objects, key=lambda item: item.source.stat().st_size, reverse=True)
@@ -104,10 +107,13 @@ def build(
         manifest.write_text(RULES + "".join(statements))
         (folder / PROCESSOR).write_text(processor.capabilities())
         tools = {item.name: item.tool for item in objects} | {str(target): tuple(linker)}
-        first = [item.name for item in objects if str(item.source) in changed]
+        first = [item.name for item in objects if os.path.realpath(item.source) in changed]
         for targets in filter(None, (first, [str(target)])):
             command = [*find(), "-C", str(folder), "-f", manifest.name, f"-j{jobs}", *targets]
             _run(command, tools, lock, target.parent.parent / "build.log")
+        # One that was saved while it was compiled is not noted: it is compiled again.
+        new = (path for path in digests().items() - before.items() if os.path.getmtime(path[0]) < start)
+        _note(folder, _noted(folder) | dict(new))
 
 
 def _statement(target: str, rule: str, inputs: Sequence[str | Path], command: Sequence[str]) -> str:
@@ -119,23 +125,35 @@ def _statement(target: str, rule: str, inputs: Sequence[str | Path], command: Se
 
 def _forget(folder: Path, digests: Mapping[str, str]) -> set[str]:
     """Delete the objects of changed files, and note the digests; returns the files that changed."""
-    noted = folder / DIGESTS
-    try:
-        known = json.loads(noted.read_text())
-    except (OSError, ValueError):  # a new folder
-        known = {}
+    known = _noted(folder)
     changed = {path for path, digest in digests.items() if known.get(path) != digest}
     gone = {path for path in known.keys() - digests if not os.path.exists(path)}
     changed |= gone
     for target in folder.glob("*/*.o") if changed else ():
         depfile = Path(f"{target}.d")
-        words = re.findall(r"(?:\\.|[^\s\\])+", depfile.read_text()) if depfile.exists() else changed
-        if changed & {os.path.normpath(re.sub(r"[\\$](.)", r"\1", word)) for word in words}:
+        if not depfile.exists() or changed & listed(depfile.read_text()):
             target.unlink()
-    new = noted.with_suffix(".new")
-    new.write_text(json.dumps({path: known[path] for path in known.keys() - gone} | dict(digests)))
-    new.replace(noted)
+    _note(folder, {path: known[path] for path in known.keys() - gone} | dict(digests))
     return changed
+
+
+def listed(depfile: str) -> set[str]:
+    """The real paths of the files that a compiler says it read."""
+    words = re.findall(r"(?:\\.|[^\s\\])+", depfile)
+    return {os.path.realpath(re.sub(r"[\\$](.)", r"\1", word)) for word in words if not word.endswith(":")}
+
+
+def _noted(folder: Path) -> dict[str, str]:
+    try:
+        return json.loads((folder / DIGESTS).read_text())
+    except (OSError, ValueError):  # a new folder
+        return {}
+
+
+def _note(folder: Path, digests: Mapping[str, str]) -> None:
+    new = folder / f"{DIGESTS}.new"
+    new.write_text(json.dumps(digests))
+    new.replace(folder / DIGESTS)
 
 
 def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, log: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shakespeare.attention_ext.build import cache, prebuilt, toolchain
+from shakespeare.attention_ext.build import cache, ninja, prebuilt, toolchain
 from shakespeare.attention_ext.parts import BuildError
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
@@ -108,6 +109,14 @@ class Source:
         file = work / "kernel.cubin"
         file.write_bytes(code)
         return file
+
+
+def included(file: Path) -> list[Path]:
+    """The user's files that a source includes, by the C++ compiler. Raises BuildError if there is none."""
+    command = [*toolchain.find_compiler(), "-MM", "-MG", "-D__CUDACC_RTC__", f"-I{SOURCES}", "-x", "c++"]
+    done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
+    files = sorted(map(Path, ninja.listed(done.stdout) - {str(file)}))
+    return [path for path in files if path.is_file() and not path.is_relative_to(SOURCES)]
 
 
 def make_all(sources: Iterable[Source]) -> list[bytes]:

@@ -5,6 +5,7 @@ Sources are found by folder. The kernels are compiled once for each helper, and 
 
 import ctypes
 import hashlib
+import os
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -41,7 +42,8 @@ class Recipe:
     """A file to compile, and everything that decides its content.
 
     name: of the directory, before the fingerprint. what: for messages. sources: in C++ and ISPC. folders: of
-    headers; every file in them enters the fingerprint, as those `beside` do. includes: other header folders.
+    headers; every file in them enters the fingerprint. users: the first source includes a user's files, which
+    do so too. includes: other header folders.
     link: the linker's arguments. ispc: its command. versions: of packages whose headers are included. needs:
     a recipe whose objects are also linked. loaded: a library is loaded once it is made, to see if it can be;
     a user's would run code then.
@@ -54,7 +56,7 @@ class Recipe:
     flags: tuple[str, ...]
     sources: tuple[Path, ...]
     folders: tuple[Path, ...] = (CSRC,)
-    beside: tuple[Path, ...] = ()
+    users: bool = False
     includes: tuple[str, ...] = ()
     link: tuple[str, ...] = ()
     ispc: tuple[str, ...] = ()
@@ -99,13 +101,23 @@ class Recipe:
         tops = (path for folder in self.folders for path in sorted(folder.iterdir()))
         # NVRTC compiles what is in cuda
         paths = (path for top in tops if top.name != "cuda" for path in (top, *sorted(top.rglob("*"))))
-        files = (*(path for path in paths if path.is_file()), *self.sources, *self.beside)
+        files = (*(path for path in paths if path.is_file()), *self.sources, *self.read())
         digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
         return (self.needs._digests() if self.needs else {}) | digests
 
     def first_object(self) -> Path:
         """The object of the first source, which stays after make()."""
         return self._folder() / self.objects()[0].name
+
+    def first_read(self) -> list[Path]:
+        """What the compiler read for the first source when it was last compiled, but for system headers."""
+        depfile = Path(f"{self.first_object()}.d")
+        files = sorted(map(Path, ninja.listed(depfile.read_text()))) if depfile.exists() else []
+        return [file for file in files if file.is_file()]
+
+    def read(self) -> list[Path]:
+        """Those of first_read() that are a user's."""
+        return [file for file in self.first_read() if not file.is_relative_to(CSRC)] if self.users else []
 
     def _folder(self) -> Path:
         """The folder of the objects."""
@@ -115,7 +127,10 @@ class Recipe:
 
     def _compiled(self, work: Path, named: Path) -> Path:
         compiler, file, folder = self.compiler, work / self.file, self._folder()
-        digests = {str(path): digest for path, digest in self._digests().items()}
+
+        def digests() -> dict[str, str]:
+            return {os.path.realpath(path): digest for path, digest in self._digests().items()}
+
         link = (*self.link, *toolchain.libraries(compiler))
         ninja.build(folder, self.objects(), compiler, link, file, digests)
         cache.prune(folder)
@@ -131,7 +146,7 @@ class Recipe:
 
 
 class _Saved(Exception):
-    """A source was saved while it was compiled."""
+    """A source was saved while it was compiled, or includes other files than before."""
 
 
 def _named(path: Path) -> str:
@@ -208,6 +223,7 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
 
     march: as in program(), for 'simulated'. Raises BuildError if a compiler is missing.
     """
+    file = Path(os.path.realpath(file))
     ispc = _ispc(f"{file.name} is in ISPC") if file.suffix == ".ispc" else None
     over, defines = kernels(), ("-DOWN", *(("-DOWN_ISPC",) if ispc else ()))
     flags = (*over.flags, *defines)
@@ -227,7 +243,7 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
     made, includes = "program" if program else "own.so", (str(CSRC), str(file.parent))
     base = replace(base, link=link, ispc=command, needs=base, loaded=False, includes=includes)
     base = replace(base, name="attention_ext_own", file=made, what=f"{file.name}{how}")
-    return replace(base, sources=(file,), beside=headers_beside(file))
+    return replace(base, sources=(file,), users=True)
 
 
 def score_mod(header: Path) -> Recipe:
@@ -235,12 +251,7 @@ def score_mod(header: Path) -> Recipe:
     over = kernels()
     source = found(CSRC, "tools/score_mod.cpp")
     mod = _library("attention_ext_score_mod", header.name, over, (CSRC,), source, f'-DSCORE_MOD="{header}"')
-    return replace(mod, beside=headers_beside(header), needs=None, loaded=False)
-
-
-def headers_beside(file: Path) -> tuple[Path, ...]:
-    """The headers in a user's folder, which the file may include."""
-    return tuple(sorted(h for h in file.parent.glob("*.h") if h.is_file()))  # editors leave dangling links
+    return replace(mod, users=True, needs=None, loaded=False)
 
 
 def found(folder: Path, *patterns: str) -> tuple[Path, ...]:

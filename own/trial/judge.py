@@ -138,6 +138,7 @@ class Player:
         # Each result in the shared memory, and as it was when the call ended
         self._last = list[tuple[Array, Array]]()
         self._into = FORWARD.into
+        self.sources = list[Path]()
         self._stopped, self._held = False, list[int]()
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
@@ -179,7 +180,8 @@ class Player:
         self._into = (BACKWARD if backward else FORWARD).into
         made = recipes.own(file).make() if file.suffix in (".cpp", ".ispc") else None
         request = {"load": str(file), "library": made and str(made), "most_memory": most_memory}
-        self.ask(request | {"backward": backward}, LOAD_SECONDS)
+        imported = self.ask(request | {"backward": backward}, LOAD_SECONDS).get("imported", ())
+        self.sources = [*dict.fromkeys((*kernels.sources(file), *map(Path, imported)))]
 
     def call(
         self,
@@ -265,7 +267,7 @@ class Player:
 
     def library(self, file: Path) -> str:
         """That the loaded file calls another's attention: a sentence, or ''."""
-        names = library.in_text(file.resolve())
+        names = library.in_text(file.resolve(), self.sources)
         if not kernels.read(file).ladder:  # which this project's launcher launches
             names |= library.in_memory(self.pid, self.with_torch)
         with contextlib.suppress(BlockingIOError):
@@ -464,10 +466,12 @@ class Checker:
         try:
             player.load(file, None if on_gpu else MOST_MEMORY, backward)
             beside.join()
+            verdict.sources = player.sources
             tried(run, player.settle, chosen, math.inf if on_gpu else seconds, verdict, of)
             verdict.library = player.library(file)
         except BuildError as error:
             verdict.refused, verdict.output = str(error), error.output
+            verdict.sources = kernels.sources(file)
         except (Gone, Wrong) as error:
             verdict.add(error.finding)
         except RuntimeError as error:

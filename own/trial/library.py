@@ -7,12 +7,13 @@ import importlib
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import PARTS
+from shakespeare.own import kernel as kernels
 
 SDPA = "scaled_dot_product_attention"
 # Operators of PyTorch that compute attention: what is said of each. Those above them call one of these.
@@ -84,16 +85,17 @@ def _watch_torch(note: Callable[[str], object]) -> None:
 _kept: list[Any] = []  # what is registered as long as this lives
 
 
-def in_text(file: Path) -> set[str]:
-    """What a file names in its text, and for C++ in its object, which must have been compiled."""
-    text = file.read_text("utf-8-sig", errors="replace")
+def in_text(file: Path, sources: Sequence[Path]) -> set[str]:
+    """What a file's sources name in their text, and for C++ in its object, which must have been compiled."""
+    text = kernels.joined(sources)
     if file.suffix == ".py":
         return set(NAMED.findall(re.sub(r"#.*|(\"\"\"|''')[\s\S]*?\1", "", text)))  # not in words
     if file.suffix == ".cu":
         return set()
-    included = "\n".join(re.findall(r"^\s*#\s*include\s*(.*)", text, re.M))
+    recipe = recipes.own(file)
+    included = "\n".join(map(str, recipe.first_read()))
     if nm := shutil.which("nm"):
-        command = [nm, "--undefined-only", "--demangle", str(recipes.own(file).first_object())]
+        command = [nm, "--undefined-only", "--demangle", str(recipe.first_object())]
         text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return {f"{a}_attention" if a else b for a, b in OWN_PART.findall(f"{text}\n{included}")}
 

@@ -264,6 +264,8 @@ class Desk:
                     resource.setrlimit(resource.RLIMIT_AS, (mapped + most,) * 2)
             library = request["library"] and Path(request["library"])
             self._caller = Caller(Path(request["load"]), library, request["backward"])
+            if not library:
+                return {"imported": [*map(str, kernels.sources(Path(request["load"]))[1:])]}
         elif "gpu" in request:
             asked = request["causal"], request["scale"]
             self._call = self._caller.on_gpu_memory(request["gpu"], request["into"], asked)

@@ -7,7 +7,7 @@ from typing import Any
 
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.lab.text import counted, size_text
-from shakespeare.own.kernel import BACKWARD, SIMULATORS, has_gpu, read
+from shakespeare.own.kernel import BACKWARD, SIMULATORS, has_gpu, joined, read, sources
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.speed import LADDER, Figures, Size, hint, place
@@ -105,7 +105,7 @@ def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
         what = f"for one head {counts}; at least {size_text(figures.least)} (cachegrind)"
         lines.append(line("moved", what))
     if not size.backward:
-        what, page = hint(figures, size, file.read_text(errors="replace"))
+        what, page = hint(figures, size, joined(sources(file)))
         lines += [line("what now", what), line("read", page)]
     return "\n".join([*lines, figures.busy] if figures.busy else lines)
 
@@ -152,7 +152,7 @@ def as_json(file: Path, outcome: Verdict, figures: Any, size: Size, rows: Tiles 
     if isinstance(figures, Figures):
         known["speed"] = asdict(figures) | {"share": figures.share}
         if not size.backward:
-            what, page = hint(figures, size, file.read_text(errors="replace"))
+            what, page = hint(figures, size, joined(sources(file)))
             known["speed"]["place"], known["hint"] = place(figures), {"text": what, "read": page}
     elif figures:
         known["speed"] = {"kind": figures.kind, "note": figures.sentence}

@@ -11,6 +11,7 @@ from pathlib import Path
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab.command import run
+from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.cases import CASES, WINDOWED
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.judge import environment
@@ -52,13 +53,14 @@ def _address(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | N
         case = (CASES + WINDOWED)[verdict.case]
         calls.insert(0, (case.Nq, case.Nk, case.d, case.B * case.H, int(case.causal), case.threads))
     for sizes in calls:
-        if finding := of_address_sanitizer(_said(file, "address", sizes, verdict.backward, stop), file.name):
+        said = _said(file, "address", sizes, verdict.backward, stop)
+        if finding := of_address_sanitizer(said, *names(file)):
             return f"AddressSanitizer: {finding.sentence}", finding
     return f"no access out of bounds in {len(MEMORY)} calls under AddressSanitizer", None
 
 
 def _thread(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None]:
-    text = file.read_text(errors="replace")
+    text = kernels.joined(kernels.sources(file))
     if not THREADS.search(text):
         return "", None
     if re.search(r"\bomp\b", text):
@@ -67,7 +69,7 @@ def _thread(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | No
         said = _said(file, "thread", sizes, verdict.backward, stop)
         if "FATAL: ThreadSanitizer" in said:
             return "races were not searched: ThreadSanitizer does not run here", None
-        if finding := of_thread_sanitizer(said, file.name):
+        if finding := of_thread_sanitizer(said, *names(file)):
             return f"ThreadSanitizer: {finding.sentence}", finding
     return f"no race in {len(RACES)} calls under ThreadSanitizer", None
 
@@ -90,21 +92,28 @@ def _cuda(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None
     words = [sys.executable, "-m", "shakespeare.own.trial.player", "once", str(file.resolve())]
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--print-limit", "3", *words]
-        if finding := of_compute_sanitizer("\n".join(run(command, SECONDS, stop, **env)[1:]), file.name):
+        said = "\n".join(run(command, SECONDS, stop, **env)[1:])
+        if finding := of_compute_sanitizer(said, *names(file)):
             return f"compute-sanitizer: {finding.sentence}", finding
     return "no access out of bounds and no race by compute-sanitizer", None
 
 
-def lines_in(said: str, name: str) -> list[str]:
-    """Where a report names the user's file: ' at mine.cpp:28'."""
-    return [f" at {place}" for place in re.findall(rf"{re.escape(name)}:\d+", said)]
+def names(file: Path) -> list[str]:
+    """The names of the user's files that a file is compiled from."""
+    return [path.name for path in kernels.sources(file)]
 
 
-def of_address_sanitizer(said: str, name: str) -> Finding | None:
-    """The access that AddressSanitizer found, with its line in the user's file; else None."""
+def lines_in(said: str, *names: str) -> list[str]:
+    """Where a report names a user's file: ' at mine.cpp:28'."""
+    either = "|".join(map(re.escape, names))
+    return [f" at {place}" for place in re.findall(rf"(?:{either}):\d+", said)]
+
+
+def of_address_sanitizer(said: str, *names: str) -> Finding | None:
+    """The access that AddressSanitizer found, with its line in a user's file; else None."""
     if not (error := re.search(r"ERROR: AddressSanitizer: ([\w-]+)", said)):
         return None
-    kind, where = error[1], "".join(lines_in(said, name)[:1])
+    kind, where = error[1], "".join(lines_in(said, *names)[:1])
     access = re.search(r"(READ|WRITE) of size (\d+)", said)
     if kind in ERRORS or not access:
         return Finding("bounds" if kind == "SEGV" else "crash", f"{ERRORS.get(kind, kind)}{where}")
@@ -116,20 +125,20 @@ def of_address_sanitizer(said: str, name: str) -> Finding | None:
     return Finding("bounds", f"{access[1].lower()} of {access[2]} bytes {place}{where}")
 
 
-def of_thread_sanitizer(said: str, name: str) -> Finding | None:
-    """The race that ThreadSanitizer found in the user's file; else None."""
+def of_thread_sanitizer(said: str, *names: str) -> Finding | None:
+    """The race that ThreadSanitizer found in a user's file; else None."""
     for race in said.split("WARNING: ThreadSanitizer: data race")[1:]:
         stacks = re.split(r"\n\s+(?:Previous )?(?:[Ww]rite|[Rr]ead|Atomic) ", race)[1:3]
-        at = [line for stack in stacks for line in lines_in(stack, name)[:1]]
+        at = [line for stack in stacks for line in lines_in(stack, *names)[:1]]
         if at:
             also = f" and line {at[1].rpartition(':')[2]}" if len(set(at)) > 1 else ""
             return Finding("race", f"threads use the same memory, and one writes,{at[0]}{also}")
     return None
 
 
-def of_compute_sanitizer(said: str, name: str) -> Finding | None:
+def of_compute_sanitizer(said: str, *names: str) -> Finding | None:
     """The access or the race that compute-sanitizer found; else None."""
-    where = "".join(lines_in(said, name)[:1])
+    where = "".join(lines_in(said, *names)[:1])
     if access := re.search(r"Invalid (\S+) (read|write|atomic) of size (\d+)", said):
         memory = access[1].strip("_")
         return Finding("bounds", f"{access[2]} of {access[3]} bytes out of bounds of {memory} memory{where}")

@@ -19,7 +19,7 @@ from shakespeare.own.trial.verdict import Verdict
 Entry = dict[str, Any]
 SIZE = {"N": float, "d": float, "heads": float, "causal": bool, "threads": float, "backward": bool}
 CALL = {"cpu": str, "device": str, **SIZE}  # what two entries must share to be compared
-# What a line holds. sha256: of the file's text. ms, share: of the timed call, and of the peak. library: as in
+# What a line holds. sha256: of the sources. ms, share: of the timed call, and of the peak. library: as in
 # Verdict. date: in UTC. version: of this project.
 FIELDS = {"file": str, "sha256": str, **CALL, "ms": float, "share": float, "right": bool}
 FIELDS |= {"library": str, "date": str, "version": str}
@@ -42,7 +42,8 @@ def check_file(file: Path) -> None:
 
 def keep(file: Path, verdict: Verdict, figures: Figures, size: Size, into: Path) -> str:
     """Append the result of a kernel to a file; return its place among those of the same call, in words."""
-    new: Entry = {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    text = b"".join(path.read_bytes() for path in verdict.sources or [file])
+    new: Entry = {"file": file.name, "sha256": hashlib.sha256(text).hexdigest()}
     new |= {name: value for name, value in (asdict(size) | asdict(figures)).items() if name in CALL}
     new |= {"ms": figures.ms["own"], "share": figures.share, "right": True, "library": verdict.library}
     new |= {"date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "version": __version__}

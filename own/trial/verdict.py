@@ -1,6 +1,7 @@
 """What is known of a user's kernel after its trial."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ class Verdict:
     wrong case, or that of a crash, and its number. passed: the numbers of the right ones. tried: cases;
     skipped: those that would take too long. finished: whether all were tried. finding: what explains a wrong
     result. shown: as shown() gives it. memory: what sanitizers say. library: that another's attention does
-    the work. backward: of the backward pass.
+    the work. backward: of the backward pass. sources: the file, and what it includes or imports.
     """
 
     refused: str = ""
@@ -36,6 +37,7 @@ class Verdict:
     memory: list[str] = field(default_factory=list)
     library: str = ""
     backward: bool = False
+    sources: list[Path] = field(default_factory=list)
 
     @property
     def right(self) -> bool:

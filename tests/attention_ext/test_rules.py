@@ -174,12 +174,13 @@ def test_a_users_change_of_scores_has_gradients(extension, tmp_path):
     ]
     for theirs, mine in zip(*both):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-    (tmp_path / "sign.h").write_text("constexpr float SIGN = 1;")
-    (tmp_path / "mine.h").write_text('#include "sign.h"\nfloat score(float s, At) { return SIGN * s; }')
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "sign.inc").write_text("constexpr float SIGN = 1;")
+    (tmp_path / "mine.h").write_text('#include "lib/sign.inc"\nfloat score(float s, At) { return SIGN * s; }')
     q = torch.randn(1, 1, 9, 8)
     plain = attention("part4", q, q, q, score_mod=tmp_path / "mine.h")
     torch.testing.assert_close(plain, attention("part4", q, q, q))
-    (tmp_path / "sign.h").write_text("constexpr float SIGN = -1;")
+    (tmp_path / "lib" / "sign.inc").write_text("constexpr float SIGN = -1;")
     assert not torch.allclose(attention("part4", q, q, q, score_mod=tmp_path / "mine.h"), plain)
     with pytest.raises(ValueError, match=r"mine.h; its gradient needs slope\(float s, At at\)"):
         attention("part4", *tensors, score_mod=tmp_path / "mine.h")

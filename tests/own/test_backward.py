@@ -130,7 +130,7 @@ def test_the_command(cli, failed, extension):
     for name in ("mine.cpp", "mine.py"):
         assert f"try {name} --backward\n" in cli("try", "--new", name, "--backward").stderr
     assert "--backward does not go with --inference" in failed("try", "mine.py", "--backward", "--inference")
-    assert "has no function attention; it must define" in cli("try", "mine.cpp", code=1).stdout
+    assert "mine.cpp must define void attention" in cli("try", "mine.cpp", code=1).stdout
     Path("mine.py").write_text(NUMPY.replace("- D)", ")"))
     shown = cli("try", "mine.py", "--backward", code=1).stdout
     for words in ("mine.py's backward pass is wrong", "numbers of dq are off", "D is left out"):

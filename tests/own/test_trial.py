@@ -135,8 +135,9 @@ def test_without_a_gpu_a_kernel_in_cuda_is_compiled(checker, nvrtc, tmp_path):
         pytest.skip("there is a GPU")
     found = tried(checker, tmp_path, "mine", ".cu", CUDA)
     assert "it compiles for sm_80" in found.refused and "not tried" in found.refused
-    found = tried(checker, tmp_path, "mine", ".cu", CUDA.replace("call.scale", "call.nothing"))
-    assert "mine.cu(" in found.refused and "nothing" in found.refused
+    (tmp_path / "body.cuh").write_text(CUDA.replace("call.scale", "call.nothing"))
+    found = tried(checker, tmp_path, "mine", ".cu", '#include "body.cuh"')
+    assert "body.cuh(" in found.refused and "nothing" in found.refused
 
 
 @pytest.mark.parametrize(
@@ -156,14 +157,16 @@ def test_right_kernels_are_right(checker, tmp_path, name):
 def test_python_and_the_engine_call_the_file(extension, tmp_path, monkeypatch):
     """The text is that of part4 if the kernel is right, and another one if it is not."""
     monkeypatch.chdir(tmp_path)
-    Path("mine.cpp").write_text(FLASH)
+    Path("mine.cpp").write_text('#include "lib/flash.hpp"\n')
+    Path("lib").mkdir()
+    Path("lib/flash.hpp").write_text(FLASH)
     q, k, v = (torch.randn(2, 3, n, 24) for n in (9, 30, 30))
     out = attention("./mine.cpp", q, k, v, causal=True)
     torch.testing.assert_close(out, attention("part0", q, k, v, causal=True))
     model = load("shakes128")
     texts = {part: generate(model, "ROMEO:", 40, part=part) for part in ("part4", "./mine.cpp")}
     assert texts["part4"] == texts["./mine.cpp"]
-    Path("mine.cpp").write_text(FLASH.replace("= O[i * d + c] / l[i]", "= 0"))  # it is compiled again
+    Path("lib/flash.hpp").write_text(FLASH.replace("= O[i * d + c] / l[i]", "= 0"))  # it is compiled again
     assert generate(model, "ROMEO:", 40, part="./mine.cpp") != texts["part4"]
     assert not attention("./mine.cpp", q, k, v).any()
     count = "    with open('called', 'a') as file:\n        file.write('.')\n    Nq, Nk"
@@ -171,6 +174,15 @@ def test_python_and_the_engine_call_the_file(extension, tmp_path, monkeypatch):
     Path("mine.py").write_text("\ufeff" + counting)  # with an editor's byte order mark
     assert generate(model, "ROMEO:", 40, part="mine.py") == texts["part4"]
     assert len(Path("called").read_text()) == 40 * model.config.n_layer
+    Path("other.py").write_text("from lib.numbers import SIGN\n")
+    Path("mine.py").write_text(
+        "from other import SIGN\n" + NUMPY.replace("np.float32(scale)", "SIGN * np.float32(scale)")
+    )
+    for sign in (1, 9):
+        Path("lib/numbers.py").write_text(f"SIGN = {sign}\n")
+        shutil.rmtree("lib/__pycache__", ignore_errors=True)  # both are saved in the same second
+        same = generate(model, "ROMEO:", 40, part="mine.py") == texts["part4"]
+        assert same == (sign == 1)
 
 
 def test_wrong_uses_are_named(extension, tmp_path):
@@ -280,12 +292,13 @@ def test_other_commands_take_a_file(cli, failed, extension):
 
 def test_watching_answers_each_save(process, tmp_path, extension):
     file = tmp_path / "mine.cpp"
-    file.write_text(NAIVE.replace("a.scale * s", "s"))
+    file.write_text('#include "naive.hpp"\n')
+    (tmp_path / "naive.hpp").write_text(NAIVE.replace("a.scale * s", "s"))
     running = process("try", file, "--watch", "--seconds", SECONDS, PYTHONUNBUFFERED="1")
     lines = iter(running.stdout.readline, "")
     assert next(line for line in lines if "mine.cpp is" in line) == "mine.cpp is wrong\n"
     next(line for line in lines if line.startswith("memory"))
-    file.write_text(NAIVE)
+    (tmp_path / "naive.hpp").write_text(NAIVE)
     assert next(line for line in lines if "mine.cpp is" in line) == "mine.cpp is right in 29 cases\n"
 
 

@@ -30,10 +30,11 @@ def program(tmp_path, monkeypatch, extension):
     def objects():
         return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*/*/*.o")}
 
-    def make():
+    def make(**options):
         before = objects()
         sources = (folder / "main.cpp", folder / "other.cpp")
-        recipe = dataclasses.replace(recipes.program("portable"), folders=(folder,), sources=sources)
+        options = {"folders": (folder,), "sources": sources} | options
+        recipe = dataclasses.replace(recipes.program("portable"), **options)
         code = subprocess.run([recipe.make()]).returncode
         return code, {path.name for path, time in objects().items() if before.get(path) != time}
 
@@ -51,6 +52,28 @@ def test_a_change_compiles_what_includes_it(program):
     assert program() == (53, {"other.o"})
     (program.folder / "b.h").write_text("")
     assert program() == (53, set())
+
+
+def test_what_a_users_source_includes_is_what_the_compiler_read(program, capsys):
+    def made():
+        return program(users=True, folders=())
+
+    folder = program.folder
+    assert made() == (42, {"main.o", "other.o"})
+    assert made() == (42, set())
+    (folder / "a.h").write_text('#include "lib/b c.cpp"\n')
+    (folder / "lib").mkdir()
+    (folder / "lib" / "b c.cpp").write_text("#define A 3\n")
+    assert made() == (43, {"main.o"})
+    (folder / "lib" / "b c.cpp").write_text("#define A 4\n")
+    capsys.readouterr()
+    assert made() == (44, {"main.o"})
+    assert capsys.readouterr().err.count("Compiling") == 1
+    (folder / "lib" / "b c.cpp").unlink()
+    with pytest.raises(BuildError, match="lib/b c.cpp: No such file"):
+        made()
+    (folder / "a.h").write_text(SOURCES["a.h"])
+    assert made()[0] == 42
 
 
 @pytest.mark.parametrize("terminal", [False, True])
