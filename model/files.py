@@ -6,6 +6,7 @@ import contextlib
 import json
 import mmap
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,13 +22,23 @@ UNFINISHED = ".unfinished"  # the suffix of a file while it is written
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file completely, or leave nothing and raise OSError with the path as its filename."""
-    unfinished = path.with_name(path.name + UNFINISHED)
+    """Write a file completely, as replacing()."""
+    with replacing(path) as unfinished:
+        unfinished.write_bytes(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a name beside a path for a file that the block writes, which then replaces that at the path.
+
+    Each call has a name of its own, so several processes may write a path. An error leaves nothing; an
+    OSError gets the path as its filename.
+    """
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
-        with open(unfinished, "wb") as out:
-            out.write(data)
-            out.flush()
-            _sync(out.fileno())
+        yield unfinished
+        with open(unfinished, "r+b") as written:
+            _sync(written.fileno())
         os.replace(unfinished, path)
     except BaseException as error:
         with contextlib.suppress(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from shakespeare.model import huggingface
 from shakespeare.model.checkpoint import CheckpointError, Weights
 from shakespeare.model.config import GPTConfig
-from shakespeare.model.files import UNFINISHED, Stored
+from shakespeare.model.files import Stored, replacing
 from shakespeare.model.tokenizer import CharTokenizer, Tokenizer
 
 FIELDS = dict(block_size="context_length", n_embd="embedding_length", n_layer="block_count")
@@ -35,8 +34,7 @@ def write_gguf(
     kind = gguf.GGMLQuantizationType[type]
     whole = gguf.LlamaFileType.ALL_F32 if type == "F32" else gguf.LlamaFileType[f"MOSTLY_{type}"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + UNFINISHED)
-    writer = gguf.GGUFWriter(unfinished, "gpt2")
+    writer = gguf.GGUFWriter(None, "gpt2")
     for ours, theirs in FIELDS.items():
         writer.add_uint32(f"gpt2.{theirs}", getattr(config, ours))
     writer.add_feed_forward_length(4 * config.n_embd)
@@ -49,14 +47,11 @@ def write_gguf(
     for name, array in with_biases(config, weights).items():
         of = kind if array.ndim == 2 and name != "transformer.wpe.weight" else gguf.GGMLQuantizationType.F32
         writer.add_tensor(_name(names, name), gguf.quantize(array, of), raw_dtype=of)
-    try:
-        writer.write_header_to_file()
+    with replacing(path) as unfinished:
+        writer.write_header_to_file(unfinished)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _name(names: Any, name: str) -> str:

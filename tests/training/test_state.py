@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import safetensors.torch
 import torch
-from support import ROOT, start_python
+from support import ROOT, naming, start_python
 from training_texts import TINY, words
 
 from shakespeare.model import files
@@ -165,6 +166,43 @@ def test_damaged_states_are_refused_in_one_sentence(tmp_path):
         safetensors.torch.save_file(tensors(1.0), tmp_path / FILE, {"state": about})
         with pytest.raises(ValueError, match=message):
             load_state(tmp_path, run_)
+
+
+def test_a_state_with_other_weights_or_without_numbers_is_refused(tmp_path):
+    arguments = dict(recipe=TINY, text=TEXT, out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(**arguments, watcher=StoppedAt(12))
+    about = json.loads(safetensors.safe_open(tmp_path / FILE, "pt").metadata()["state"])
+    run_, progress, record = about["run"], about["progress"], about["progress"]["record"]
+    stored = safetensors.torch.load_file(tmp_path / FILE)
+    best = next(name for name in stored if name.startswith("best."))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != FILE}
+    for tensors, changes in (
+        ({name: t for name, t in stored.items() if not name.startswith("best.")}, {}),
+        (stored | {best: torch.zeros(1)}, {}),
+        (stored, {"best_loss": "1"}),
+        (stored, {"best_loss": math.nan}),
+        (stored, {"losses": ["1", 1]}),
+        (stored, {"evaluated_at": None}),
+        (stored, {"schedule": progress["schedule"] | {"done": "12"}}),
+        (stored, {"record": record | {"curve": [[10, 2.5, "2.5"]]}}),
+        (stored, {"record": record | {"curve": {}}}),
+        (stored, {"record": record | {"val_loss": "2"}}),
+        (stored, {"record": [record]}),
+    ):
+        save_state(tmp_path, tensors, run_, progress | changes)
+        with naming(changes), pytest.raises(ValueError, match=r"resume.safetensors is damaged \("):
+            train(**arguments, resume=True)
+        assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != FILE} == before
+
+
+def test_two_writers_of_a_path_have_files_of_their_own(tmp_path):
+    path = tmp_path / "file"
+    with files.replacing(path) as slow:
+        slow.write_bytes(b"slow")
+        files.write_file(path, b"quick")
+        assert slow.read_bytes() == b"slow" and path.read_bytes() == b"quick"
+    assert path.read_bytes() == b"slow" and [*tmp_path.iterdir()] == [path]
 
 
 def test_a_state_of_another_run_is_refused_and_a_new_run_removes_it(tmp_path):
