@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shakespeare.attention_ext.checks import none_is_default
+from shakespeare.attention_ext.checks import finite, none_is_default, whole
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.checkpoint import Checkpoint, save, save_record
 from shakespeare.model.config import HEAD
@@ -264,17 +264,23 @@ class _Run:
         tensors, progress = load_state(self.out, self.identity)
         try:
             self.trainer.load_state_dict(tensors)
-            self.schedule.load(progress["schedule"])
-            self.record, self._evaluated_at = progress["record"], progress["evaluated_at"]
-            self.schedule.curve = self.record["curve"]
-            total, self._losses = progress["losses"]
-            self._loss_sum.fill_(total)
-            self.best_loss = math.inf if progress["best_loss"] is None else progress["best_loss"]
+            self.record = progress["record"] | self.identity
+            for name in self.record.keys() - self.identity - {"curve"}:
+                finite(name, self.record[name])
+            self.schedule.load(progress["schedule"], self.record["curve"])
+            self._evaluated_at = whole("evaluated_at", progress["evaluated_at"])
+            total, count = progress["losses"]
+            self._loss_sum.fill_(finite("the sum of losses", total))
+            self._losses = whole("the number of losses", count)
+            current = _copied(self.trainer.averaged)
+            if progress["best_loss"] is not None:
+                self.best_loss = finite("best_loss", progress["best_loss"])
+                self.best = {name: tensors[f"best.{name}"] for name in current}
+                if any(self.best[name].shape != tensor.shape for name, tensor in current.items()):
+                    raise ValueError("the best weights are of a model of other sizes")
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise ValueError(f"{self.out / FILE} is damaged ({error}); train without --resume") from None
-        if math.isfinite(self.best_loss):
-            self.best = {n.removeprefix("best."): t for n, t in tensors.items() if n.startswith("best.")}
-            current = _copied(self.trainer.averaged)
+        if self.best:
             self._evaluated_weights(self.best)
             self._save_best(self.record)
             self._evaluated_weights(current)

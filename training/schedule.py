@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shakespeare.attention_ext.checks import finite, whole
 from shakespeare.model.gpt import GPT
 from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.recipe import DECAYS, Recipe
@@ -84,9 +85,17 @@ class Schedule:
         """The state for load(); it can be written as JSON."""
         return {name: getattr(self, name) for name in self.STATE}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any], curve: list[list[float | None]]) -> None:
+        """Continue from a state() and a curve. Raises TypeError or ValueError for what is no number there."""
         for name in self.STATE:
-            setattr(self, name, state[name])
+            setattr(self, name, (whole if name == "done" else finite)(name, state[name]))
+        if not isinstance(curve, list):
+            raise TypeError("the curve is no list")
+        for done, training, validation in curve:
+            whole("a step of the curve", done)
+            finite("a training loss of the curve", 0 if training is None else training)
+            finite("a validation loss of the curve", validation)
+        self.curve = curve
 
 
 class ByTime(Schedule):

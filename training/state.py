@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from shakespeare.model.files import locked, write_file
+from shakespeare.model.files import UNFINISHED, locked, write_file
 
 FILE = "resume.safetensors"
 LOCK = ".lock"
@@ -22,9 +23,13 @@ def save_state(directory: Path, tensors: dict[str, Tensor], run: dict[str, Any],
     write_file(directory / FILE, safetensors.torch.save(tensors, {"state": json.dumps(about)}))
 
 
-def only_run(directory: Path) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def only_run(directory: Path) -> Iterator[None]:
     """Keep other runs out of a directory. Raises ValueError if another process trains there."""
-    return locked(directory / LOCK, "trains")
+    with locked(directory / LOCK, "trains"):
+        for left in directory.glob(f"{FILE}.*{UNFINISHED}"):  # by a killed run
+            left.unlink()
+        yield
 
 
 def check_state(directory: Path) -> None:
