@@ -113,7 +113,6 @@ def source_for(
     config: GPTConfig, weights: Precision, kv_cache: CachePrecision, capacity: int, on: Adapter
 ) -> Source:
     """The shader for a model. Raises Unfit, in a sentence, if the engine or the adapter does not take it."""
-    check_plain("webgpu", config)
     shape, limits = Shape(config), on.limits
     if weights is not Precision.FP32:
         raise Unfit(f"the webgpu engine has weights in fp32, not {weights}")
@@ -180,6 +179,7 @@ class WebGpuEngine(Slots):
     name = device = "webgpu"
 
     def __init__(self, model: "Checkpoint | GPT", options: EngineOptions) -> None:
+        check_plain("webgpu", model.config)
         gpu, c, V = opened(), model.config, model.config.vocab_size
         slots, capacity, kv_cache = options.slots, options.context(c), options.kv_cache
         source = source_for(c, options.weights, kv_cache, capacity, gpu.adapter)
