@@ -14,7 +14,7 @@ setup:  ## Make .venv with all that the tests need
 	python3 -m venv .venv
 	.venv/bin/pip install -c constraints.txt -e '.[test]'
 
-test:  ## Run the tests of every feature, two to four minutes
+test:  ## Run the tests of every feature
 	$(python) -m pytest
 
 test-all:  ## Run all tests, half an hour

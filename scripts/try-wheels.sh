@@ -1,31 +1,16 @@
 #!/bin/sh
 # Try the Linux wheels of dist/ in Debians without a compiler: scripts/try-wheel.py in x86-64 ones, and a text under qemu
 # by a processor without AVX2, and by ARM ones without and with dot products.
-# usage: scripts/try-wheels.sh FOLDER [SUITE...]     as root on Debian on x86-64, with mmdebstrap and qemu-user-static
+# usage: scripts/try-wheels.sh FOLDER [SUITE...]     as root on Debian on x86-64, with mmdebstrap, bubblewrap and qemu-user-static
 # FOLDER keeps the systems, 0.4 GB each, for the next call. PYTHON runs the checkout, MIRROR names Debian's mirror.
 set -eu
 
-# Run a command in a system, whose /proc/cpuinfo is the file $cpuinfo; it ends with its processes and mounts.
+# Run a command in a system, whose /proc/cpuinfo is the file $cpuinfo.
 in_system() {
-    root=$1 cpuinfo=${cpuinfo:-/proc/cpuinfo} unshare --mount --pid --fork --kill-child sh -c '
-        shift
-        mount -t proc proc "$root/proc"
-        mount --bind "$cpuinfo" "$root/proc/cpuinfo"
-        mount --rbind /dev "$root/dev"
-        exec env -i PATH=/venv/bin:/usr/bin:/bin:/usr/sbin HOME=/root LANG=C.UTF-8 \
-            PIP_CERT=/etc/ssl/certs/ca-certificates.crt timeout 900 chroot "$root" "$@"' sh "$@"
-}
-
-# Make a system if it is not there, from packages that mmdebstrap takes: make FOLDER SUITE PACKAGE,... [OPTION...]
-make() {
-    root=$1 suite=$2 include=$3
-    shift 3
-    [ -e "$root" ] && return
-    # An archive that nobody has signed for weeks is as good here.
-    mmdebstrap --quiet --mode=root --aptopt='Acquire::Check-Valid-Until "false"' --include="$include" "$@" \
-        "$suite" "$root.unfinished" ${MIRROR:+"$MIRROR"}
-    mkdir -p "$root.unfinished/proc" "$root.unfinished/dev" "$root.unfinished/try"
-    mv "$root.unfinished" "$root"
+    system=$1
+    shift
+    CPUINFO=${cpuinfo:-/proc/cpuinfo} timeout 1800 scripts/in-debian.sh "$system" \
+        "$suite,ca-certificates,python3,python3-venv" "$@"
 }
 
 # The same short text as the checkout's, by qemu as a processor: emulated ROOT ARCHITECTURE PROCESSOR MODULES
@@ -51,16 +36,14 @@ $python gpt.py -m shakes1024 --num-samples 1 --max-new-tokens 100 --prompt ROMEO
 
 for suite in ${@:-bookworm trixie sid}; do
     root=$folder/$suite
-    make "$root" "$suite" ca-certificates,python3,python3-venv --variant=apt
-    cp dist/*manylinux*x86_64.whl README.md scripts/try-wheel.py "$root/try"
-    cat /etc/resolv.conf > "$root/etc/resolv.conf"
-    cat /etc/ssl/certs/ca-certificates.crt > "$root/etc/ssl/certs/ca-certificates.crt"  # a proxy's may be among them
     echo "== $suite: $(in_system "$root" python3 --version), $(in_system "$root" ldd --version | head -n 1)"
-    rm -rf "$root/venv"
+    rm -rf "$root/venv" "$root/try"
+    mkdir "$root/try"
+    cp dist/*manylinux*x86_64.whl README.md scripts/try-wheel.py "$root/try"
     in_system "$root" python3 -m venv /venv
-    in_system "$root" sh -c 'pip install -q "$(ls /try/*.whl)[serve]"'
-    in_system "$root" sh -c '! command -v c++ g++ clang++ && shakespeare doctor'
-    in_system "$root" python /try/try-wheel.py /try/README.md shakespeare
+    in_system "$root" sh -c '/venv/bin/pip install -q "$(ls /try/*.whl)[serve]"'
+    in_system "$root" sh -c '! command -v c++ g++ clang++ && /venv/bin/shakespeare doctor'
+    in_system "$root" /venv/bin/python /try/try-wheel.py /try/README.md /venv/bin/shakespeare
     plain='avx[^ ]*|fma|f16c|bmi[12]|abm|movbe'
     sed -E "s/ ($plain)\\>//g" /proc/cpuinfo > "$folder/cpuinfo"
     modules=$(echo "$root"/venv/lib/python3*/site-packages)
@@ -68,7 +51,13 @@ for suite in ${@:-bookworm trixie sid}; do
 done
 
 root=$folder/arm64
-make "$root" bookworm libstdc++6,python3 --arch=arm64 --variant=extract --skip=check/qemu
+if [ ! -e "$root" ]; then
+    rm -rf "$root.unfinished"
+    mmdebstrap --quiet --mode=root --include=libstdc++6,python3 --arch=arm64 --variant=extract --skip=check/qemu \
+        bookworm "$root.unfinished" ${MIRROR:+"$MIRROR"}
+    mkdir "$root.unfinished/try"
+    mv "$root.unfinished" "$root"
+fi
 rm -rf "$root/wheel"
 $python -m pip install -q --target "$root/wheel" --python-version 3.11 --only-binary=:all: \
     --platform manylinux_2_17_aarch64 --platform manylinux_2_28_aarch64 dist/*manylinux*aarch64.whl

@@ -25,15 +25,23 @@ from support import ROOT, Done, found_program, or_skip
 
 from shakespeare.app import cli as command_line
 from shakespeare.attention_ext import PARTS, extension, tiles
-from shakespeare.attention_ext.build import nvrtc, toolchain
+from shakespeare.attention_ext.build import cache, nvrtc, toolchain
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import Gpu
 from shakespeare.attention_ext.webgpu.gpu import Adapter, opened
 from shakespeare.lab import saved
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without", type=Path, help="a file with a line for each test that is left out")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the page's build: one worker compiles it for a minute while no other waits for it."""
+    if file := config.getoption("without"):
+        names = set(file.read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
+        items[:] = [item for item in items if item.nodeid not in names]
     items.sort(key=lambda item: not item.path.match("web/test_build.py"))
 
 
@@ -64,9 +72,10 @@ def turn_on_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="session", name="extension")
 def compiled_extension() -> None:
-    """Load the compiled extension; skip the test if there is no compiler."""
+    """Load the compiled extension; skip the test if there is no compiler, or no home for what it compiles."""
     with or_skip():
         toolchain.find_compiler()
+        cache.directory()
     extension.load()
 
 
