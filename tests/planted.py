@@ -311,9 +311,16 @@ def attention(q, k, v, causal, scale):
 """
 IN_DOUBLE = NAIVE.replace("float s = 0", "double s = 0").replace("float o = 0", "double o = 0")
 # Different right kernels: none may be called wrong. The parts' own are solutions of the course.
+OPENMP = "#include <omp.h>\n" + NAIVE.replace(
+    "            for (int64_t i", "#pragma omp parallel for\nfor (int64_t i"
+)
+OPENMP = OPENMP.replace(
+    "    const int64_t Nq", "    if (omp_get_max_threads() != a.threads) return;\n    const int64_t Nq"
+)
 RIGHT = {
     **KERNELS,
     "double": (".cpp", IN_DOUBLE),
+    "openmp": (".cpp", OPENMP),
     "tiles of 7": (".cpp", FLASH.replace("BR = 16, BC = 32", "BR = 7, BC = 5")),
     "keys backwards": (".py", NUMPY.replace("range(0, Nk, TILE)", "reversed(range(0, Nk, TILE))")),
     "numba": (".py", NUMBA),

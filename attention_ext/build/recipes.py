@@ -6,6 +6,7 @@ Sources are found by folder. The kernels are compiled once for each helper, and 
 import ctypes
 import hashlib
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -132,7 +133,12 @@ class Recipe:
             return {os.path.realpath(path): digest for path, digest in self._digests().items()}
 
         link = (*self.link, *toolchain.libraries(compiler))
-        ninja.build(folder, self.objects(), compiler, link, file, digests)
+        try:
+            ninja.build(folder, self.objects(), compiler, link, file, digests)
+        except BuildError as error:
+            if self.users and re.search(r"-Wsource-uses-openmp|\bomp\.h\b", error.output):
+                raise BuildError(f"{self.what}: {toolchain.NO_OPENMP}", error.output) from None
+            raise
         cache.prune(folder)
         if self.path() != named:
             raise _Saved
@@ -237,13 +243,17 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
     link = (*OWN_PROGRAMS.get(program, ()), *(() if program else LINK), "-pthread")
     if sys.platform != "darwin":  # a copy of a part may have names of the parts
         link = ("-Wl,--allow-multiple-definition", "-Wl,--no-undefined", *link)
+    openmp: tuple[str, ...] = ("-Werror=source-uses-openmp",)
+    if toolchain.has_openmp(*base.compiler):  # only a file that uses OpenMP is linked with it
+        openmp = ("-fopenmp",)
+        link = (*link, *(("-Wl,--as-needed",) if sys.platform != "darwin" else ()), *openmp)
     how = {"address": " with AddressSanitizer", "thread": " with ThreadSanitizer"}.get(program, "")
     target = "avx2-i32x8" if march == "haswell" else "host"
     command = (ispc, f"--target={target}", *FLAGS_OF_ISPC, *(("-g",) if program else ())) if ispc else ()
     made, includes = "program" if program else "own.so", (str(CSRC), str(file.parent))
     base = replace(base, link=link, ispc=command, needs=base, loaded=False, includes=includes)
     base = replace(base, name="attention_ext_own", file=made, what=f"{file.name}{how}")
-    return replace(base, sources=(file,), users=True)
+    return replace(base, sources=(file,), users=True, flags=(*base.flags, *openmp))
 
 
 def score_mod(header: Path) -> Recipe:

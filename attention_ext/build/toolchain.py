@@ -24,6 +24,7 @@ FLAGS_OF_GCC = ("--param=avoid-fma-max-bits=0",)
 WSL = "compiling needs Linux or a Mac; on Windows use WSL"
 NO_COMPILER = "parts 1 to 4 need a C++ compiler and none was found; install one "
 NO_COMPILER += "(Debian, Ubuntu: apt install g++; macOS: xcode-select --install; or pip install ziglang)"
+NO_OPENMP = "it uses OpenMP, which this compiler lacks; let CXX name one that has it, such as g++"
 _C_COMPILER = re.compile(r"(.*-)?(gcc|cc|clang)(-[\d.]+)?")  # not g++, c++ or clang++
 
 
@@ -91,6 +92,15 @@ def flags(command: Sequence[str]) -> tuple[str, ...]:
     chosen = (*FLAGS, *FLAGS_OF_GCC) if b"Free Software Foundation" in version(*command) else FLAGS
     named = any(word.startswith(("-march=", "-mcpu=")) for word in command)
     return tuple(flag for flag in chosen if not (named and flag == NATIVE))
+
+
+@functools.cache
+def has_openmp(*command: str) -> bool:
+    """Whether a compiler has OpenMP: GCC brings it, Clang needs libomp."""
+    if b"Free Software Foundation" in version(*command):
+        return True
+    words = [*command, "-fopenmp", "-fsyntax-only", "-x", "c++", "-include", "omp.h", os.devnull]
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
 def libraries(command: Sequence[str]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from shakespeare.own.trial.verdict import Verdict, picture
 SECONDS = 600.0  # after which a call is endless; that is known of some mistakes
 ENDLESS_SECONDS = 5.0
 NAMED = 0.85  # least share of the mistakes that the diagnosis names
-QUICK = ("flash", "numpy")  # that the default tests try
+QUICK = ("openmp", "numpy")  # that the default tests try
 DEFAULT = {"no maximum", "beyond a row", "one scratch for all", "the last key"}
 
 

@@ -11,6 +11,7 @@ namespace {
 template <class Call> const char* caught(void (*kernel)(const Call&, float*), const Call& call, float* floats) {
     static std::string why;
     const NoDenormals flushed;
+    const OpenMPThreads limited(call.threads);
     try {
         kernel(call, floats);
         return nullptr;
@@ -31,9 +32,7 @@ EXPORTED bool own_defines(bool backward) {
 
 // The floats of scratch that a call needs, and the call.
 EXPORTED int64_t own_scratch_of_call(const Attention* call) { return own_scratch(*call); }
-EXPORTED const char* own_call(const Attention* call, float* floats) {
-    return caught(own_attention, *call, floats);
-}
+EXPORTED const char* own_call(const Attention* call, float* floats) { return caught(attention, *call, floats); }
 
 // The same of a backward pass.
 EXPORTED int64_t own_scratch_of_backward(const AttentionGradient* call) { return own_backward_scratch(*call); }

@@ -22,8 +22,30 @@ C_NAME __attribute__((weak)) int64_t scratch(const Attention&);
 __attribute__((weak)) void attention_backward(const AttentionGradient&, float* scratch);
 __attribute__((weak)) int64_t backward_scratch(const AttentionGradient&);
 
+extern "C" __attribute__((weak)) int omp_get_max_threads();
+extern "C" __attribute__((weak)) void omp_set_num_threads(int);
+
+// While an instance exists, this thread's OpenMP regions have the threads of a call, if there is OpenMP.
+class OpenMPThreads {
+  public:
+    explicit OpenMPThreads(int threads) : before(omp_get_max_threads ? omp_get_max_threads() : 0) {
+        if (before) omp_set_num_threads(threads);
+    }
+    ~OpenMPThreads() {
+        if (before) omp_set_num_threads(before);
+    }
+    OpenMPThreads(const OpenMPThreads&) = delete;
+    OpenMPThreads& operator=(const OpenMPThreads&) = delete;
+
+  private:
+    const int before;
+};
+
 inline int64_t own_scratch(const Attention& a) { return scratch ? scratch(a) : 0; }
-inline void own_attention(const Attention& a, float* floats) { attention(a, floats); }
+inline void own_attention(const Attention& a, float* floats) {
+    const OpenMPThreads limited(a.threads);
+    attention(a, floats);
+}
 inline int64_t own_backward_scratch(const AttentionGradient& a) {
     return backward_scratch ? backward_scratch(a) : 0;
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import script
 
 from shakespeare.attention_ext import PARTS, BuildError
 from shakespeare.attention_ext.build import recipes, toolchain
@@ -45,6 +46,26 @@ def test_the_program_is_for_a_processor_and_over_helpers_of_cpp(extension):
         recipes.program("off", "no-such-processor").make()
     with pytest.raises(ValueError, match="simd is 'ispc'; the program's must be auto, portable or off"):
         recipes.program("ispc")
+
+
+OLD_CLANG = """\
+[ "$1" = --version ] && echo a clang && exit
+case "$*" in
+*-fopenmp*) exit 1;;
+*mine.cpp*) echo "mine.cpp:1:9: error: unexpected '#pragma omp' [-Werror,-Wsource-uses-openmp]"; exit 1;;
+esac
+while [ "$1" != -o ]; do shift; done
+touch "$2"
+"""
+
+
+def test_openmp_that_is_missing_is_a_sentence(monkeypatch, tmp_path):
+    """The compiler makes empty files, so nothing is compiled."""
+    monkeypatch.setenv("CXX", script(tmp_path / "clang++", OLD_CLANG))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    (tmp_path / "mine.cpp").write_text("#pragma omp parallel\n")
+    with pytest.raises(BuildError, match="^mine.cpp: it uses OpenMP, which this compiler lacks"):
+        recipes.own(tmp_path / "mine.cpp").make()
 
 
 def test_the_peak_counts_what_the_processor_does(extension, tmp_path):
