@@ -95,19 +95,3 @@ def test_it_writes_the_text(run):
     texts = {run("gpt.py", "part5", *common, "--engine", engine) for engine in ("native", "torch")}
     assert texts == {run("gpt.py", "part4", *common)} and len(texts.pop()) == 61
     assert "part5" in run("gpt.py", "race", "part4,part5", "--max-new-tokens", 20)
-
-
-def test_the_tests_of_correctness_try_it(run):
-    chosen = "part5 and portable and (awkward_shapes or bad_value or strides)"
-    options = ("-q", "-n0", "-p", "no:cacheprovider", "-k", chosen)
-    assert "\n4 passed" in run("-m", "pytest", *options, "tests/attention_ext/test_attention.py")
-
-
-def test_the_page_shows_its_steps(run, copy):
-    """Its Tiles has no steps of this part; see tests/web."""
-    modules = ROOT / "tests" / "web" / "node_modules"
-    if not modules.is_dir():
-        pytest.skip("playwright-core is missing: npm install --prefix tests/web")
-    (copy / "tests" / "web" / "node_modules").symlink_to(modules)
-    options = ("-q", "-n0", "-p", "no:cacheprovider", "-k", "tiles and chromium")
-    assert "\n1 passed" in run("-m", "pytest", *options, "tests/web/test_page.py")
