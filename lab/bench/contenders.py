@@ -161,7 +161,7 @@ def flex_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     all_seen = left >= cell.N and right >= cell.N and documents is None
     mask = None if all_seen else create_block_mask(seen, None, None, cell.N, cell.N, device=q.device)
     change = score if slopes is not None or bias is not None or cap is not None else None
-    torch._dynamo.reset()  # each case is compiled for itself
+    torch.compiler.reset()  # each case is compiled for itself
     call = partial(torch.compile(flex_attention, dynamic=False), q, k, v, block_mask=mask, score_mod=change)
     call()
     return call
