@@ -85,13 +85,13 @@ class Uniforms:
     Seeding takes 3 us, a new generator 0.2 ms (Zen 3), so all texts share one for their first numbers.
     """
 
-    _shared = np.random.MT19937()
+    _shared: Any = np.random.MT19937()
     _seeding = np.random.RandomState(_shared)  # its seed() is the one of PyTorch
     _lock = threading.Lock()
 
     def __init__(self, seed: int) -> None:
         self._seed = seed & 0xFFFFFFFF  # the bits that PyTorch uses
-        self._own: np.random.MT19937 | None = None
+        self._own: Any = None
         self._given = 0  # raw numbers of the first call
 
     def __call__(self, count: int) -> NDArray[np.float64]:
