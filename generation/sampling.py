@@ -186,7 +186,7 @@ def sample(
     """
     import torch
 
-    logits = logits.double()
+    logits, device = logits.double(), logits.device  # PyTorch's default device may be another
     if counts is not None and (penalty := sampling.repetition_penalty) != 1:
         weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits = logits.where(counts[:, 0] == 0, weaker)
@@ -195,9 +195,10 @@ def sample(
         logits = logits - (written * sampling.frequency_penalty + (written > 0) * sampling.presence_penalty)
     if sampling.logit_bias:
         ids, biases = zip(*sampling.logit_bias)
-        added = torch.tensor(biases, dtype=torch.float64).expand(len(logits), -1)
-        logits = logits.index_add(1, torch.tensor(ids), added)
-    tokens = drawn(logits, torch.tensor(uniforms, dtype=torch.float64), sampling).tolist()
+        added = torch.tensor(biases, dtype=torch.float64, device=device).expand(len(logits), -1)
+        logits = logits.index_add(1, torch.tensor(ids, device=device), added)
+    points = torch.tensor(uniforms, dtype=torch.float64, device=device)
+    tokens = drawn(logits, points, sampling).tolist()
     if min(tokens, default=0) < 0:
         raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
     return tokens

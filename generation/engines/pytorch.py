@@ -63,7 +63,7 @@ class TorchEngine(Slots):
         self._counts = np.zeros((slots, 2, c.vocab_size), np.int64)  # of each token; since the prompt
         self._kept.append(self._counts)
         self._uncounted: list[list[NDArray[np.int64]]] = [[] for _ in range(slots)]  # tokens for these
-        self._logits = torch.empty(slots, c.vocab_size, device=self._device)
+        self._logits = torch.empty(slots, c.vocab_size, dtype=torch.float32, device=self._device)
         self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
 
     @torch.inference_mode()
