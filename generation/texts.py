@@ -146,7 +146,7 @@ def complete(
 ) -> Iterator[tuple[Completion, str]]:
     """Write all requests, as many at once as the writer has slots. Yield each completion with its new text.
 
-    A request joins as soon as a slot is free; with an engine that is `fast_in_step`, when all slots are free.
+    A request joins as soon as a slot is free; with an engine that is `fast_in_step`, when no text is left.
     Pieces of different completions alternate. A finished completion is yielded once more, with an empty text.
     After any end the writer holds no text. Raises TypeError if writer is no Writer, ValueError if it holds
     other texts, and as Writer.join() does.
@@ -159,7 +159,11 @@ def complete(
     growing = cast("dict[Completion, None]", writer.texts)
     try:
         while True:
-            slots = writer.free if writer.admits else 0
+            slots = 0
+            if writer.admits:
+                slots = writer.free
+            elif not growing:
+                slots = 1  # join() says that other Writers have all slots
             for number, request in itertools.islice(waiting, slots):
                 writer.join(Completion(request, number, tokenizer))
             if not growing:
@@ -224,7 +228,8 @@ def generate(
         logging.getLogger(__name__).info("seed is %d", request.seed)
     if engine is None or isinstance(engine, str) or not hasattr(engine, "config"):
         capacity = capacity_for(checkpoint, request)
-        engine = open_engine(checkpoint, engine, capacity=capacity, **chosen)  # type: ignore[arg-type]
+        chosen |= {"capacity": capacity, "slots": 1}
+        engine = open_engine(checkpoint, engine, **chosen)  # type: ignore[arg-type]
     if engine.config != checkpoint.config:
         raise ValueError("engine was opened for another model; it must be one for the checkpoint's")
     writer = Writer(engine)

@@ -5,6 +5,8 @@ A text depends on weights, precision, prompt, sampling and seed only, not on its
 
 import heapq
 import math
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,8 @@ class Writer:
     """The batch of texts that an engine writes together, one in each slot: they join, step and leave.
 
     texts: the most at once; by default the engine's number of slots. With fewer texts than slots, the last
-    slot keeps the last prompt, and a text with the same prompt copies it from there.
+    slot keeps the last prompt, and a text with the same prompt copies it from there. Several Writers may share
+    an engine, also in threads: each text has a slot of its own until it leaves or its Writer is dropped.
     slice_seconds: the approximate time of a step for reading prompts and windows, so that a long one does not
     stop the other texts. It changes no text. seconds: as in Engine.write(), in each step.
     Raises ValueError if texts is not from 1 to the engine's number of slots, or slice_seconds is negative.
@@ -44,15 +47,21 @@ class Writer:
         self.engine = engine
         self.seconds = 0.0  # total time of all steps
         self.texts: dict[Text, None] = {}  # in the order in which they joined
-        self._free = list(range(texts))  # a heap
+        self._most = texts
         self._seconds = seconds
         self._worth = engine.tokens_at_once  # tokens of each text that are worth asking for now
-        self._reader = Reader(engine, engine.slots - 1 if texts < engine.slots else None, slice_seconds)
+        keeper = engine.slots - 1
+        keeps = texts < engine.slots and keeper in engine.free
+        if keeps:
+            engine.free.remove(keeper)
+            heapq.heapify(engine.free)
+        self._reader = Reader(engine, keeper if keeps else None, slice_seconds)
+        weakref.finalize(self, _give_back, engine.free, self.texts, [keeper] if keeps else []).atexit = False
 
     @property
     def free(self) -> int:
         """The number of texts that can join now."""
-        return len(self._free)
+        return min(self._most - len(self.texts), len(self.engine.free))
 
     def check(self, request: Request) -> None:
         """Raise ValueError if a request's prompt or logit_bias has a token outside the model's vocabulary."""
@@ -66,17 +75,22 @@ class Writer:
     @property
     def admits(self) -> bool:
         """Whether a text should join now: an engine that is `fast_in_step` waits until all slots are free."""
-        return bool(self._free) and not (self.texts and self.engine.fast_in_step)
+        return self.free > 0 and not (self.texts and self.engine.fast_in_step)
 
     def join(self, text: Request | Text) -> Text:
         """Begin a text, read from the next step on. Raises ValueError as check(), or if no slot is free."""
         text = Text(text) if isinstance(text, Request) else text
         request = text.request
         self.check(request)
-        if not self._free:
+        if len(self.texts) == self._most:
             raise ValueError("the writer has no free slot; a text must leave before another can join")
-        # The lowest slots: an engine may copy to neighbours at once.
-        text.begin(heapq.heappop(self._free), self.engine.capacity)
+        try:  # The lowest slots: an engine may copy to neighbours at once.
+            slot = heapq.heappop(self.engine.free)
+        except IndexError:
+            slots = self.engine.slots
+            must = f"open it with slots={slots + 1} or more, or read those to their end"
+            raise ValueError(f"the engine's slots are {slots}, and others write in all of them; {must}") from None
+        text.begin(slot, self.engine.capacity)
         self.engine.set_sampling(text.slot, request.sampling, request.logprobs)
         self.texts[text] = None
         return text
@@ -87,7 +101,7 @@ class Writer:
             raise ValueError("the text has left before")
         del self.texts[text]
         self._reader.drop(text)
-        heapq.heappush(self._free, text.slot)
+        heapq.heappush(self.engine.free, text.slot)
 
     def step(self, most: float = math.inf) -> list[tuple[Text, NDArray[Any]]]:
         """Append 1 to `most` tokens to each unfinished text, as many as the engine writes in one call.
@@ -125,3 +139,9 @@ class Writer:
             text.prefill_seconds += prefilled - start
             text.decode_seconds += end - prefilled
         return list(zip(writing, written))
+
+
+def _give_back(free: list[int], texts: Iterable[Text], keeper: list[int]) -> None:
+    """Free the slots of a Writer that is dropped."""
+    for slot in [*keeper, *(text.slot for text in texts)]:
+        heapq.heappush(free, slot)

@@ -40,7 +40,8 @@ class EngineOptions:
     """What an engine is opened with. None stands for each default.
 
     engine: a name of table.ENGINES; None takes the first that fits, see table.choose().
-    part, simd, br, bc: as in attention(). slots: the most texts at a time.
+    part, simd, br, bc: as in attention(). slots: the most texts at a time, of all
+    streams and threads that share the engine.
     weights: a Precision or its name. 'bf16' rounds the matrices to bfloat16; the native engine then reads
     half as many bytes of weights for each token. 'int8' rounds them to int8 with scales, and activations to
     21 bits; it reads a quarter. Both change the logits.
@@ -64,7 +65,7 @@ class EngineOptions:
     bc: int | None = None
     weights: Precision = Precision.FP32
     kv_cache: CachePrecision = CachePrecision.FP32
-    slots: int = 1
+    slots: int = 2
     capacity: int | None = None
     device: str = "cpu"
     kernel: str | None = None
@@ -129,6 +130,7 @@ class Engine(Protocol):
     device: str  # one of DEVICES
     config: GPTConfig
     slots: int  # the most texts that the engine holds
+    free: list[int]  # those that no Writer uses, a heap
     capacity: int  # tokens of context of each text, at most block_size, or ENDLESS
     fast_in_step: bool  # whether texts of equal length in neighbouring slots are written faster
     tokens_at_once: int  # the most of each text that are worth asking for in a call of write()

@@ -94,6 +94,7 @@ class Decoder:
     def __init__(self, model: Checkpoint | GPT, options: EngineOptions, draft: Draft | None = None) -> None:
         c = model.config
         self.config, self.slots, self.capacity = c, options.slots, options.context(c)
+        self.free = list(range(self.slots))
         # PyTorch's number where it is imported; PyTorch does not know a container's quota
         of_torch = getattr(sys.modules.get("torch"), "get_num_threads", processor.threads)
         self.threads = options.threads or min(of_torch(), processor.cores())

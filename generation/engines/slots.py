@@ -37,6 +37,7 @@ class Slots:
 
     def __init__(self, config: GPTConfig, slots: int, capacity: int) -> None:
         self.config, self.slots, self.capacity = config, slots, capacity
+        self.free = list(range(slots))
         V = config.vocab_size
         self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
         # tokens in the cache; an endless text's own number
