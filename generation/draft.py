@@ -88,7 +88,8 @@ def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
     while len(ids) < count:
         firsts = rng.integers(checkpoint.config.vocab_size, size=AT_ONCE).tolist()
         for i, first in enumerate(firsts):
-            writer.join(Request([first], seed=len(ids) + i, max_new_tokens=max(1, block - 1)))
+            asked: Any = {"seed": len(ids) + i, "max_new_tokens": max(1, block - 1)}
+            writer.join(Request([first], **asked, ignore_eos=True))
         written = np.array(firsts)[:, None]
         while step := writer.step():
             written = np.hstack([written, [tokens for _, tokens in step]])

@@ -33,6 +33,7 @@ class Request:
     `capacity` tokens, at positions counted from the window's start, as in nanoGPT; each token costs a whole
     window. 'reset': the window restarts with its last half, which costs one prefill for each half window.
     use_cache: False reads the whole window again for every token.
+    ignore_eos: write on after a token of the model's eos_token_id, else the text ends before it.
     logprobs: give each new token's log-probability with 0 to MOST_TOP alternatives; None gives none.
     prompt_logprobs: give those of the prompt too; needs logprobs. Neither changes a text.
     Raises TypeError or ValueError naming the wrong argument.
@@ -46,6 +47,7 @@ class Request:
     stop: str | Sequence[str] = ()
     context: str = "slide"
     use_cache: bool = True
+    ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: bool = False
 
@@ -67,7 +69,7 @@ class Request:
         if self.context not in CONTEXTS:
             raise ValueError(f"context is {self.context!r}; it must be one of {', '.join(CONTEXTS)}")
         check_top("logprobs", self.logprobs)
-        for name in ("use_cache", "prompt_logprobs"):
+        for name in ("use_cache", "ignore_eos", "prompt_logprobs"):
             object.__setattr__(self, name, truth(name, getattr(self, name)))
         if self.prompt_logprobs and self.logprobs is None:
             raise ValueError("prompt_logprobs is True; it must be False where logprobs is None")
@@ -115,9 +117,9 @@ class Text:
     """A growing text; begin() gives it a slot of an engine.
 
     prompt: the part of the request's prompt that is read. new_tokens: the number of tokens after it.
-    remaining: tokens that may still be written. prefill_seconds: the time until the prompt is read.
-    decode_seconds: the time of writing since then. Both include neighbours' work in these steps, but no
-    compilation.
+    remaining: tokens that may still be written. at_eos: whether a token of eos_token_id ended it.
+    prefill_seconds: the time until the prompt is read. decode_seconds: the time of writing since then. Both
+    include neighbours' work in these steps, but no compilation.
     logprobs: those of the new tokens, if requested; the caller may clear the list. prompt_logprobs: those of
     the tokens of `prompt`, None for the first one. None until the prompt is read, or if not requested.
     """
@@ -128,6 +130,7 @@ class Text:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.new_tokens = 0
+        self.at_eos = False
         self.remaining = math.inf if request.max_new_tokens is None else request.max_new_tokens
         self.prefill_seconds = self.decode_seconds = 0.0
         self.logprobs: list[TokenLogprob] = []
@@ -137,9 +140,10 @@ class Text:
         self._uniforms = Uniforms(request.seed)
         self._drawn = NONE  # uniform numbers, one for each of the next tokens
 
-    def begin(self, slot: int, capacity: int) -> None:
-        """Take a slot with so many tokens of context."""
+    def begin(self, slot: int, capacity: int, ends: Sequence[int] = ()) -> None:
+        """Take a slot with so many tokens of context. ends: the model's eos_token_id."""
         self.slot, self._capacity = slot, capacity
+        self._ends = () if self.request.ignore_eos else ends
         self.prompt = tuple(self.request.ids[-capacity:])
         self._last = deque(self.prompt, capacity)
         # Whether its window may be read again, for which its tokens are kept.
@@ -190,8 +194,14 @@ class Text:
             self._drawn = np.concatenate([self._drawn, drawn]) if len(self._drawn) else drawn
         return self._drawn[:count]
 
-    def append(self, tokens: NDArray[Any]) -> None:
-        """Record the tokens that the engine has appended. Each used one of the drawn numbers."""
+    def append(self, tokens: NDArray[Any]) -> NDArray[Any]:
+        """Record the tokens that the engine has appended; return those before one that ends the text.
+
+        Each used one of the drawn numbers.
+        """
+        if self._ends and len(found := np.flatnonzero(np.isin(tokens, self._ends))):
+            tokens, self.at_eos = tokens[: found[0]], True
+            self.remaining = len(tokens)
         count = len(tokens)
         self._drawn = self._drawn[count:]
         if self._keeps:
@@ -199,3 +209,4 @@ class Text:
         self.held += count
         self.new_tokens += count
         self.remaining -= count
+        return tokens

@@ -131,7 +131,7 @@ class Completion(Text):
     def end(self) -> str:
         """Show what was held back; return it. The decoder's last characters may complete a stop string."""
         held = "" if self._filter.found else self._filter.feed(self._decoder.end()) + self._filter.end()
-        self.finish_reason = "stop" if self._filter.found else "length"
+        self.finish_reason = "stop" if self._filter.found or self.at_eos else "length"
         self.stopped_by = self._filter.found or ""
         return self._show(held)
 
@@ -197,17 +197,20 @@ def generate(
     stop: str | Sequence[str] = (),
     context: str = "slide",
     use_cache: bool = True,
+    ignore_eos: bool = False,
     stream: bool = False,
     **options: Any,
 ) -> str | Iterator[str]:
     """The text that continues `prompt`, without the prompt. With stream=True an iterator over its pieces.
 
     checkpoint: a loaded model, or a name for load(), which then loads it at each call.
+    prompt: an empty one stands for a line end.
     max_new_tokens: the most tokens to write; the model's block size by default and for -1.
     engine: a name, or an engine that open_engine() opened for this model, with its own options; it serves
-    many texts.
-    seed, stop, context, use_cache: as in Request; a random seed is logged. The same seed gives the same text
-    with every part and engine of a device, unless kv_cache is 'bf16', which rounds their results.
+    many texts, as many streams and threads at once as it has slots.
+    seed, stop, context, use_cache, ignore_eos: as in Request; a random seed is logged. The same seed gives
+    the same text with every part and engine of a device, unless kv_cache is 'bf16', which rounds their
+    results.
     options: fields of Sampling, and of EngineOptions but slots and capacity. None stands for each default.
     Raises ValueError or TypeError naming the wrong argument, before anything is written, and BuildError if
     the kernels cannot be compiled.
@@ -221,8 +224,9 @@ def generate(
         raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a string")
     if max_new_tokens is None or whole("max_new_tokens", max_new_tokens) == -1:
         max_new_tokens = checkpoint.config.block_size
-    ids, stream = checkpoint.tokenizer.encode(prompt), truth("stream", stream)
+    ids, stream = checkpoint.tokenizer.encode(prompt or "\n"), truth("stream", stream)
     asked: Any = {"seed": seed, "stop": stop, "context": context, "use_cache": use_cache}
+    asked["ignore_eos"] = ignore_eos
     request = Request(ids, sampling=sampling, max_new_tokens=max_new_tokens, **asked)
     if request.seed != seed:
         logging.getLogger(__name__).info("seed is %d", request.seed)

@@ -24,8 +24,8 @@ class Writer:
     """The batch of texts that an engine writes together, one in each slot: they join, step and leave.
 
     texts: the most at once; by default the engine's number of slots. With fewer texts than slots, the last
-    slot keeps the last prompt, and a text with the same prompt copies it from there. Several Writers may share
-    an engine, also in threads: each text has a slot of its own until it leaves or its Writer is dropped.
+    slot keeps the last prompt, and a text with the same prompt copies it from there. Writers may share an
+    engine, also in threads: each text has a slot of its own until it leaves or its Writer is dropped.
     slice_seconds: the approximate time of a step for reading prompts and windows, so that a long one does not
     stop the other texts. It changes no text. seconds: as in Engine.write(), in each step.
     Raises ValueError if texts is not from 1 to the engine's number of slots, or slice_seconds is negative.
@@ -89,8 +89,10 @@ class Writer:
         except IndexError:
             slots = self.engine.slots
             must = f"open it with slots={slots + 1} or more, or read those to their end"
-            raise ValueError(f"the engine's slots are {slots}, and others write in all of them; {must}") from None
-        text.begin(slot, self.engine.capacity)
+            raise ValueError(
+                f"the engine's slots are {slots}, and others write in all of them; {must}"
+            ) from None
+        text.begin(slot, self.engine.capacity, self.engine.config.eos_token_id)
         self.engine.set_sampling(text.slot, request.sampling, request.logprobs)
         self.texts[text] = None
         return text
@@ -106,8 +108,9 @@ class Writer:
     def step(self, most: float = math.inf) -> list[tuple[Text, NDArray[Any]]]:
         """Append 1 to `most` tokens to each unfinished text, as many as the engine writes in one call.
 
-        Returns these texts in the order in which they joined, each with its new tokens. With slice_seconds,
-        texts whose prompt or window is not read yet are left out; if there are no others, returns [].
+        Returns these texts in the order in which they joined, each with its new tokens, none of them of the
+        model's eos_token_id unless the request ignores it. With slice_seconds, texts whose prompt or window
+        is not read yet are left out; if there are no others, returns [].
         """
         start = cache.clock()
         if not (unfinished := [text for text in self.texts if not text.ended]):
@@ -128,17 +131,18 @@ class Writer:
             # Numbers beyond what the engine writes in its time are drawn for nothing.
             if len(rows) < count or count == self._worth:
                 self._worth = min(2 * len(rows), self.engine.tokens_at_once)
-        for text, tokens in zip(writing, written):
-            text.append(tokens)
+        new_tokens = [text.append(tokens) for text, tokens in zip(writing, written)]
+        for text, tokens in zip(writing, new_tokens):
             if text.request.logprobs is not None:
-                text.logprobs += map(TokenLogprob._make, self.engine.take_logprobs(text.slot))
+                taken = self.engine.take_logprobs(text.slot)[: len(tokens)]
+                text.logprobs += map(TokenLogprob._make, taken)
         end = cache.clock()
         self.seconds += end - start
         for text in unfinished:
             prefilled = start if text not in new else end if text.is_new else read
             text.prefill_seconds += prefilled - start
             text.decode_seconds += end - prefilled
-        return list(zip(writing, written))
+        return list(zip(writing, new_tokens))
 
 
 def _give_back(free: list[int], texts: Iterable[Text], keeper: list[int]) -> None:

@@ -56,7 +56,7 @@ class Runner:
 
     @property
     def done(self) -> bool:
-        return len(self.tokens) == self.count
+        return all(text.ended for text in self._writer.texts)
 
     def turn(self) -> None:
         """Write for TURN_SECONDS, or a step if that takes longer."""
@@ -91,7 +91,7 @@ def line_up(
     if len(parts) < 2 or len(set(parts)) < len(parts):
         raise ValueError(f"parts is {','.join(parts)!r}; it must name two or more, each once")
     count = max_new_tokens or min(DEFAULT_TOKENS, checkpoint.config.block_size)
-    ids = checkpoint.tokenizer.encode(prompt)
+    ids = checkpoint.tokenizer.encode(prompt or "\n")
     request = Request(ids, seed=seed, sampling=sampling, max_new_tokens=count, use_cache=use_cache)
     engine |= {"capacity": capacity_for(checkpoint, request), "draft": "off"}
     runners = []
@@ -238,7 +238,7 @@ def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[
         differences = (f"{part} differs from {first.part} at token {at}" for part, at in differing.items())
         verdict = f"not identical: {', '.join(differences)}"
     elif complete:
-        verdict = f"identical: all {len(runners)} texts of {first.count} tokens are the same"
+        verdict = f"identical: all {len(runners)} texts of {len(first.tokens)} tokens are the same"
     else:
         common = min(len(r.tokens) for r in runners)
         verdict = f"identical so far: all {len(runners)} texts begin with the same {common} tokens"

@@ -134,6 +134,9 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
         padded = {name: weights[name] for name in (EMBEDDING, HEAD) if name in weights}
         weights = {**weights, **{name: rows[: len(tokenizer)] for name, rows in padded.items()}}
         config = replace(config, vocab_size=len(tokenizer))
+    if not config.eos_token_id and not isinstance(tokenizer, CharTokenizer):
+        ids = set(tokenizer.encode(huggingface.END))
+        config = replace(config, eos_token_id=tuple(ids) if len(ids) == 1 else ())
     if changed := _changed(path):
         what = " and ".join(changed) + (" does" if len(changed) == 1 else " do")
         warnings.warn(f"{path}: {what} not match {SUMS}; the text may be garbage", stacklevel=2)
@@ -158,6 +161,8 @@ def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) ->
     config = asdict(model.config) | {"dropout": 0.0}
     if not model.config.endless:  # other readers know no such fields
         del config["positions"], config["window"]
+    if not model.config.eos_token_id:
+        del config["eos_token_id"]
     write_file(directory / "config.json", (json.dumps(config, indent=1) + "\n").encode())
     tokenizer.write_meta_json(directory / "meta.json")
     (directory / DRAFT).unlink(missing_ok=True)  # of weights that are replaced
@@ -231,12 +236,7 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None, Callable[[], 
     for file in (config_file, *files):
         if not file.is_file():
             raise CheckpointError(f"{path} has no {file.name}; a checkpoint directory must have one")
-    try:
-        args = json.loads(config_file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{config_file} is not JSON: {error}") from None
-    if not isinstance(args, dict):
-        raise CheckpointError(f"{config_file} holds a {type(args).__name__}; it must be an object")
+    args = _object_in(config_file)
     stored, drops = Stored(), []
     for file in files:
         if file.suffix == ".bin":
@@ -260,7 +260,21 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None, Callable[[], 
             weights = huggingface.turned(weights, args)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
+    if (generation := path / "generation_config.json").is_file():
+        named = _object_in(generation).get("eos_token_id")
+        args["eos_token_id"] = args.get("eos_token_id") if named is None else named
     return args, weights, args.pop("dataset", None), lambda: [drop() for drop in drops]
+
+
+def _object_in(file: Path) -> dict[str, Any]:
+    """The object in a file of JSON. Raises CheckpointError."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} holds a {type(found).__name__}; it must be an object")
+    return found
 
 
 def _named(file: Path, stored: Mapping[Any, Named]) -> dict[str, Named]:
@@ -307,8 +321,9 @@ def _read_nanogpt(path: Path) -> tuple[dict, Stored, str | None, Callable[[], ob
             raise CheckpointError(f"{path} has no dict {key!r}; a nanoGPT checkpoint must have one")
     weights = _arrays(_named(path, checkpoint["model"]))
     config = checkpoint.get("config")
-    dataset = config.get("dataset") if isinstance(config, dict) else None
-    return checkpoint["model_args"], weights, dataset, lambda: None
+    config = config if isinstance(config, dict) else {}
+    args = checkpoint["model_args"] | {"eos_token_id": config.get("eos_token_id")}
+    return args, weights, config.get("dataset"), lambda: None
 
 
 def _unpickled(path: Path) -> Any:

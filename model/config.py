@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"  # one tensor, unless the head is untied
 PLACES = "transformer.wpe.weight"
@@ -21,6 +22,7 @@ class GPTConfig:
     is a tensor of its own. positions: one of POSITIONS. With 'table' each has an embedding. With 'alibi' a
     head attends less to what is farther away (Press, Smith & Lewis 2022, arXiv:2108.12409), and `window` is
     how many tokens a query sees, itself among them: the model is endless, and block_size is what it learned.
+    eos_token_id: the tokens that end a text; one, several or None become a tuple.
     """
 
     block_size: int = 1024
@@ -34,8 +36,17 @@ class GPTConfig:
     untied_head: bool = False
     positions: str = "table"
     window: int | None = None
+    eos_token_id: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        ends: Any = self.eos_token_id
+        if ends is None:
+            ends = ()
+        elif not isinstance(ends, (list, tuple)):
+            ends = (ends,)
+        if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
+            raise ValueError(f"eos_token_id is {self.eos_token_id!r}; it must be a whole number, or several")
+        object.__setattr__(self, "eos_token_id", tuple(ends))
         for field in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -68,16 +68,19 @@ def write_hf(checkpoint: Checkpoint, out: Path, card: str) -> None:
     "bias": false, which transformers ignores, tells this project that the biases are zeros.
     """
     c, (tokenizer, end) = checkpoint.config, _tokenizer(checkpoint.tokenizer)
+    ends: Any = dict(bos_token_id=end, eos_token_id=None)
+    if c.eos_token_id:
+        ends["eos_token_id"] = c.eos_token_id if len(c.eos_token_id) > 1 else c.eos_token_id[0]
     config = {field: getattr(c, field) for field in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
     config |= dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", n_positions=c.block_size)
     config |= dict(activation_function="gelu_new" if c.tanh_gelu else "gelu", layer_norm_epsilon=1e-5)
-    config |= dict(tie_word_embeddings=not c.untied_head, bos_token_id=end, eos_token_id=end)
+    config |= dict(tie_word_embeddings=not c.untied_head, **ends)
     settings = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=c.block_size)
     settings |= dict(clean_up_tokenization_spaces=False)
     # GPT-2 would embed token_type_ids too
     settings |= dict(model_input_names=["input_ids", "attention_mask"])
     settings |= {} if end is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)
-    generation = dict(do_sample=True, top_k=0, max_length=c.block_size, bos_token_id=end, eos_token_id=end)
+    generation = dict(do_sample=True, top_k=0, max_length=c.block_size, **ends)
     held = dict(config=config, tokenizer=tokenizer, tokenizer_config=settings, generation_config=generation)
     # what cannot be encoded leaves no directory
     files = {f"{n}.json": json.dumps(v, ensure_ascii=False, indent=1).encode() for n, v in held.items()}
@@ -91,7 +94,7 @@ def write_hf(checkpoint: Checkpoint, out: Path, card: str) -> None:
 
 
 def _tokenizer(tokenizer: Tokenizer) -> tuple[dict[str, Any], int | None]:
-    """tokenizer.json, and the id of the token that ends a text."""
+    """tokenizer.json, and the id of END."""
     found: dict[str, Any] = dict(version="1.0", added_tokens=[], normalizer=None, post_processor=None)
     if isinstance(tokenizer, CharTokenizer):
         ids = {c: i for i, c in enumerate(tokenizer.characters)}
@@ -143,7 +146,7 @@ def write_nanogpt(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any]) 
     if c.tanh_gelu or c.untied_head:
         what = f"the model has {'a GELU by tanh' if c.tanh_gelu else 'a head of its own'}"
         raise ValueError(f"to is 'nanogpt', but {what}, which nanoGPT lacks; it must be hf or gguf")
-    tensors = {name: torch.tensor(w) for name, w in checkpoint.weights.items()}
+    tensors = {name: torch.tensor(w, device="cpu") for name, w in checkpoint.weights.items()}
     # As in its configure_optimizers(): weight decay for matrices only. The tied head is no other parameter.
     split = [[t for t in tensors.values() if (t.dim() > 1) == matrices] for matrices in (True, False)]
     groups = [dict(params=split[0], weight_decay=0.1), dict(params=split[1], weight_decay=0.0)]
@@ -154,7 +157,7 @@ def write_nanogpt(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any]) 
         model_args={field: getattr(c, field) for field in NANOGPT},
         iter_num=record.get("best_step", 0),
         best_val_loss=record.get("val_loss", NO_LOSS),
-        config={"dataset": dataset},
+        config={"dataset": dataset, "eos_token_id": [*c.eos_token_id]},
     )
     torch.save(held, file := io.BytesIO())
     (out / "data" / dataset).mkdir(parents=True, exist_ok=True)

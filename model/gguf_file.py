@@ -20,6 +20,7 @@ FIELDS["n_head"] = "attention.head_count"
 TANH = "shakespeare.tanh_gelu"  # llama.cpp ignores it: its GELU is the one by tanh
 EPSILON = 1e-5
 ESCAPED = {"\\": "\\\\", "\0": "\\x00"}  # as in RWKV's vocabularies; a string of GGUF ends at a NUL
+ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]  # llama.cpp ends at each
 NORMAL, CONTROL, USERS, UNUSED = 1, 3, 4, 5  # gguf.TokenType
 
 
@@ -43,6 +44,10 @@ def write_gguf(
     writer.add_vocab_size(config.vocab_size)
     writer.add_bool(TANH, config.tanh_gelu)
     _add_tokens(writer, tokenizer)
+    if len(config.eos_token_id) > len(ENDS):
+        raise ValueError(f"eos_token_id has {len(config.eos_token_id)} tokens; a GGUF file has {len(ENDS)}")
+    for key, end in zip(ENDS, config.eos_token_id):
+        writer.add_uint32(key, end)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
     for name, array in with_biases(config, weights).items():
         of = kind if array.ndim == 2 and name != "transformer.wpe.weight" else gguf.GGMLQuantizationType.F32
@@ -75,9 +80,8 @@ def _add_tokens(writer: Any, tokenizer: Tokenizer | None) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
         writer.add_token_merges([" ".join(pair) for pair in merges])
-        for end in list(special.values())[:1]:
-            writer.add_bos_token_id(end)
-            writer.add_eos_token_id(end)
+        for first in list(special.values())[:1]:
+            writer.add_bos_token_id(first)
     writer.add_token_list(texts)
     writer.add_token_types(types)
 
@@ -119,6 +123,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
         args = {ours: held(f"gpt2.{theirs}") for ours, theirs in FIELDS.items()}
         if args["n_layer"] > len(tensors):
             raise ValueError(f"it has {args['n_layer']} layers, but {len(tensors)} tensors")
+        args["eos_token_id"] = [held(key) for key in ENDS if key in reader.fields]
         args["vocab_size"] = len(tensors["token_embd.weight"].data)
         args["untied_head"] = "output.weight" in tensors
         args["tanh_gelu"] = TANH not in reader.fields or held(TANH)

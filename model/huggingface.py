@@ -53,6 +53,7 @@ def configuration(args: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it is a model of the architecture {kind!r}; it must be 'gpt2'")
     found = {name: args.get(name, value) for name, value in FIELDS.items()}
     found["block_size"] = found.pop("n_positions")
+    found["eos_token_id"] = args.get("eos_token_id")
     if (activation := args.get("activation_function", "gelu_new")) not in TANH:
         raise ValueError(f"activation_function is {activation!r}; it must be one of {', '.join(TANH)}")
     inner = args.get("n_inner")

@@ -110,8 +110,7 @@ def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) ->
     checkpoint = load(asked["model"])
     found = None if prompts is None else Prompts(prompts, shard_size)
     if found is None:
-        prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
-        asked["prompt"] = "\n" if prompt is None else prompt
+        asked["prompt"] = options.read_prompt(asked["prompt"], asked["prompt_file"]) or "\n"
         options.encoded(checkpoint.tokenizer, asked["prompt"])
     options.warn_of_stops(checkpoint.tokenizer, asked["stop"])
     if asked["max_new_tokens"] is None:

@@ -400,7 +400,8 @@ CONTEXT = "Past the block size: slide the window, or restart it with its last ha
 def text(seed: Decorator = seed) -> Decorator:
     """The options of a text, with this --seed."""
     stop = option("--stop", "End a sample before this text; may be repeated.", multiple=True)
-    return all_of(stop, seed, choice("--context", CONTEXT, of=("slide", "reset")), no_kv_cache)
+    ignore_eos = flag("--ignore-eos", "Write on after a token that ends a text.")
+    return all_of(stop, seed, ignore_eos, choice("--context", CONTEXT, of=("slide", "reset")), no_kv_cache)
 
 
 def take_sampling(asked: dict[str, Any]) -> Sampling:

@@ -154,13 +154,11 @@ class Session:
         self.part, self.asked = part, asked
         self.checkpoint = load(asked["model"])
         prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
-        prompt = None if prompt is None else self.checkpoint.tokenizer.normal(prompt)
-        self.shown_prompt = prompt or ""
-        # in turns the first typed line starts the text
-        self.prompt = "\n" if prompt is None or asked["interactive"] and not prompt else prompt
+        self.shown_prompt = self.checkpoint.tokenizer.normal(prompt or "")
+        self.prompt = self.shown_prompt or "\n"
         options.warn_of_stops(self.checkpoint.tokenizer, asked["stop"])
         length, ids = asked["max_new_tokens"], options.encoded(self.checkpoint.tokenizer, self.prompt)
-        settings = {name: asked[name] for name in ("seed", "stop", "context")}
+        settings = {name: asked[name] for name in ("seed", "stop", "context", "ignore_eos")}
         settings |= {"sampling": options.take_sampling(asked), "use_cache": not asked["no_kv_cache"]}
         settings["max_new_tokens"] = self.checkpoint.config.block_size if length is None else length
         self.request = Request(ids, **settings)  # of the first sample

@@ -42,7 +42,7 @@ def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     asked["use_cache"] = not no_kv_cache
     sampling = options.take_sampling(asked)
     checkpoint = load(model)
-    prompt = checkpoint.tokenizer.normal(prompt)
+    prompt = checkpoint.tokenizer.normal(prompt) or "\n"
     options.encoded(checkpoint.tokenizer, prompt)
     runners = racing.line_up(checkpoint, names, prompt=prompt, sampling=sampling, **asked)
     notice(f"{model}, {racing.describe(runners, asked['use_cache'])}")

@@ -181,6 +181,7 @@ class Body(Settable):
     logit_bias: Biases = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
+    ignore_eos: bool = Field(False, description="Write on after a token that ends a text, as in vLLM's API.")
     part: Literal[*PARTS] | None = Field(None, description="The attention. Not in OpenAI's API.")  # type: ignore
     context: Literal[*CONTEXTS] = Field(  # type: ignore
         "slide", description="What the model sees of a text beyond its block size. Not in OpenAI's API."
@@ -235,6 +236,7 @@ class Body(Settable):
         try:
             sampling = Sampling(**{name: getattr(self, name) for name in NUMBERS}, logit_bias=bias)
             asked = {"sampling": sampling, "max_new_tokens": tokens, "stop": stop, "context": self.context}
+            asked["ignore_eos"] = self.ignore_eos
             asked["logprobs"] = 0 if self.ranked and alternatives is None else alternatives
             asked["prompt_logprobs"] = self.echo and alternatives is not None
             return [Request(prompts[i // candidates], seed=seed + i, **asked) for i in range(texts)]

@@ -55,7 +55,7 @@ class Choice(Completion):
         text = self.text
         self.pieces.clear()
         self._sent += len(text)
-        everything = self.finish_reason == "length"
+        everything = self.finish_reason and not self.stopped_by
         count = sum(everything or start < self._sent for _, start, _ in self._scores)
         scores, self._scores = self._scores[:count], self._scores[count:]
         return text, scores

@@ -166,7 +166,7 @@ class Lane:
         written = writer.step(1 if joining else most)  # a call on a GPU ends itself: cuda.SECONDS
         now = time.monotonic()
         if written:
-            self._row_seconds = (now - start) / len(written[0][1])
+            self._row_seconds = (now - start) / max(1, *(len(tokens) for _, tokens in written))
             self._metrics.new_tokens.inc(sum(len(tokens) for _, tokens in written))
             self._metrics.occupancy.observe(len(written))
         new = dict(written)

@@ -50,8 +50,10 @@ class Job:
         decides = asdict(self.settings) | {"texts": self.texts, "shard_size": self.shard_size}
         decides |= {"prompts_sha256": self.prompts.sha256 if self.prompts else None}
         del decides["model"]
-        if self.settings.device == "cpu":  # older manifests name no device
+        if self.settings.device == "cpu":  # older manifests name neither this nor the next
             del decides["device"]
+        if not self.settings.ignore_eos:
+            del decides["ignore_eos"]
         return json.loads(json.dumps(decides))
 
     def tasks(self) -> Iterator[Task]:

@@ -36,7 +36,7 @@ from shakespeare.model.tokenizer import Tokenizer
 MOST_NEW_TOKENS = 2**20  # limit for a line of a prompts file: an endless text would block its shard
 ASK_SECONDS = 0.2  # time between two questions whether a shard is still wanted
 WRITE_SECONDS = 1.0  # of a call of the engine: nobody waits for its tokens
-LINE_OPTIONS = (*NUMBERS, "max_new_tokens", "seed", "stop", "context")
+LINE_OPTIONS = (*NUMBERS, "max_new_tokens", "seed", "stop", "context", "ignore_eos")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Settings:
     seed: int = 1337
     context: str = "slide"
     use_cache: bool = True
+    ignore_eos: bool = False
     format: str = "jsonl"
 
     def __post_init__(self) -> None:
@@ -106,7 +107,10 @@ class Loss:
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     """A hash of a model's configuration, weights and vocabulary."""
-    digest = hashlib.sha256(json.dumps(asdict(checkpoint.config)).encode())
+    config = asdict(checkpoint.config)
+    if not checkpoint.config.eos_token_id:  # older fingerprints have none
+        del config["eos_token_id"]
+    digest = hashlib.sha256(json.dumps(config).encode())
     for name, array in sorted({**checkpoint.weights, HEAD: checkpoint.weights[EMBEDDING]}.items()):
         digest.update(name.encode() + array.tobytes())
     tokenizer = checkpoint.tokenizer
@@ -153,8 +157,8 @@ def this_machine(device: str, kernels: str, *packages: str) -> dict[str, str]:
 
 def request_for(settings: Settings, tokenizer: Tokenizer, index: int) -> Request:
     """The request of text `index` with the prompt of the settings. Raises as Request does."""
-    same = ("sampling", "max_new_tokens", "stop", "context", "use_cache")
-    ids = tokenizer.encode("\n" if settings.prompt is None else settings.prompt)
+    same = ("sampling", "max_new_tokens", "stop", "context", "use_cache", "ignore_eos")
+    ids = tokenizer.encode(settings.prompt or "\n")
     return Request(ids, seed=settings.seed + index, **{name: getattr(settings, name) for name in same})
 
 
@@ -189,7 +193,7 @@ def request_of_line(
     if given.get("max_new_tokens") == -1:
         given["max_new_tokens"] = checkpoint.config.block_size
     tokenizer = checkpoint.tokenizer
-    request = replace(request_for(settings, tokenizer, index), ids=tokenizer.encode(prompt))
+    request = replace(request_for(settings, tokenizer, index), ids=tokenizer.encode(prompt or "\n"))
     sampling = replace(settings.sampling, **{name: given.pop(name) for name in NUMBERS if name in given})
     request = replace(request, sampling=sampling, **given)
     most = request.max_new_tokens
@@ -262,7 +266,8 @@ class Scribe:
         first = request_for(s, tokenizer, task.first)
         tokens, slots = s.max_new_tokens, range(task.count)
         fit = task.count <= self.at_once and 0 < tokens <= engine.capacity + 1 - len(first.ids)
-        if task.lines is not None or s.stop or not s.use_cache or not fit:
+        may_end = s.stop or engine.config.eos_token_id and not s.ignore_eos
+        if task.lines is not None or may_end or not s.use_cache or not fit:
             return []
         for slot in slots:
             engine.set_sampling(slot, s.sampling)

@@ -1,5 +1,8 @@
 """Generated strings: stop strings, streaming, and the same text alone or in a batch."""
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import ENGINE_OPTIONS, StopFilter, complete
 from shakespeare.generation.writer import Writer
+from shakespeare.model.checkpoint import Checkpoint
 
 LETTERS = tiny.VOCABULARY
 
@@ -62,6 +66,73 @@ def test_completions_say_what_they_took_and_join_as_slots_are_free(extension, pa
     assert {done.finish_reason for done in samples.values()} == {"length", "stop"}
 
 
+@pytest.mark.parametrize("ends", [(3,), (7, 3)])
+def test_a_text_ends_before_an_eos_token(engine, ends):
+    """Alone, in a batch with logprobs, and after windows that are read again; ignore_eos writes on."""
+    gpt = tiny.gpt(eos_token_id=ends)
+    asked = [Request([1], seed=seed, max_new_tokens=40, logprobs=1) for seed in range(6)]
+    whole, cut = {}, {}
+    for found, ignored in ((whole, True), (cut, False)):
+        requests = [replace(request, ignore_eos=ignored) for request in asked]
+        for done, piece in complete(Writer(engine(gpt, slots=3)), LETTERS, requests):
+            if not piece:
+                found[done.number] = done
+    for number, text in whole.items():
+        places = [at for letter in ends if (at := text.text.find(tiny.CHARACTERS[letter])) >= 0]
+        length, reason = (min(places), "stop") if places else (40, "length")
+        done = cut[number]
+        assert (done.text, done.finish_reason, done.stopped_by) == (text.text[:length], reason, "")
+        scored = [[each.token for each in found.logprobs] for found in (done, text)]
+        assert done.new_tokens == length and scored[0] == scored[1][:length]
+        assert text.new_tokens == 40 and text.finish_reason == "length"
+    assert "stop" in {done.finish_reason for done in cut.values()}
+    checkpoint, opened = Checkpoint(gpt.config, gpt.weights, LETTERS), engine(gpt)
+    text = generate(checkpoint, "", 40, engine=opened, ignore_eos=True)  # begins as after a line end
+    ended = min((text.partition(tiny.CHARACTERS[end])[0] for end in ends), key=len)
+    assert generate(checkpoint, "\n", 40, engine=opened) == ended and len(text) == 40
+
+
+def test_streams_that_share_an_engine_are_each_as_alone(engine):
+    """Read in turn, and in threads; with one more text than slots a sentence says what to do."""
+    checkpoint, asked = tiny.checkpoint(), [dict(seed=seed, presence_penalty=seed / 2) for seed in range(3)]
+    alone = [generate(checkpoint, "ab", 40, engine=engine(checkpoint), **each) for each in asked]
+    shared = engine(checkpoint, slots=2)
+    streams = [generate(checkpoint, "ab", 40, engine=shared, stream=True, **each) for each in asked]
+    first, second, third = streams
+    written = [[next(first)], [next(second)]]
+    with pytest.raises(
+        ValueError, match="slots are 2, and others write in all of them; open it with slots=3"
+    ):
+        next(third)
+    for pieces in itertools.zip_longest(first, second):
+        for text, piece in zip(written, pieces):
+            text.append(piece or "")
+    assert ["".join(text) for text in written] == alone[:2]
+    left = generate(checkpoint, "ab", 40, engine=shared, stream=True)
+    next(left)
+    del left  # a stream that is dropped frees its slot
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(3):
+            made = threads.map(lambda each: generate(checkpoint, "ab", 40, engine=shared, **each), asked[1:])
+            assert list(made) == alone[1:]
+
+
+@pytest.mark.parametrize("part", ["part0", "part1", "part4"])
+def test_pytorchs_defaults_change_no_text(extension, part):
+    checkpoint, options = tiny.checkpoint(), dict(engine="torch", logit_bias=((3, 1.0),), part=part)
+    text = generate(checkpoint, "ab", 40, **options)
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float16)
+        for weights in ("fp32", "bf16", "int8"):
+            other = generate(checkpoint, "ab", 40, **options, weights=weights)
+            assert weights != "fp32" or other == text
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(dtype)
+
+
 @pytest.fixture(scope="module")
 def shakes():
     return load("shakes256")
@@ -79,6 +150,10 @@ def test_generate_gives_the_text(extension, shakes):
         assert generate(shakes, "ROMEO:", 200, engine=engine, seed=1) == text
     assert generate(shakes, "ROMEO:", 200, seed=1, stop="my") == text.split("my")[0]
     assert len(generate(shakes)) == 256
+    for end in text[20], text[120]:  # with drafts
+        config = replace(shakes.config, eos_token_id=shakes.tokenizer.encode(end))
+        ended = generate(replace(shakes, config=config), "ROMEO:", 200, seed=1)
+        assert ended == text.partition(end)[0]
     pieces = list(generate(shakes, "ROMEO:", 200, seed=1, stream=True))
     assert len(pieces) == 200 and "".join(pieces) == text
 

@@ -38,9 +38,11 @@ def model(tokenizer=OTHER, scale=1.0, **change) -> Checkpoint:
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_model_is_the_same_when_it_is_read_again(cli, tmp_path, to, extension):
-    other = [model(tanh_gelu=True), model(untied_head=True), model(PAIRS)] if to != "nanogpt" else []
+    pairs = model(PAIRS, eos_token_id=(len(PAIRS) - 1,))  # END, which ends a text also where no file says so
+    other = [model(tanh_gelu=True), model(untied_head=True), pairs] if to != "nanogpt" else []
     with_tables = [name for name in PRESENT if not load(name).config.endless]
-    for i, case in enumerate([*with_tables, model(bias=False), model(), *other]):
+    ending = model(eos_token_id=(5, 3, 9))
+    for i, case in enumerate([*with_tables, model(bias=False), model(), ending, *other]):
         first = case if isinstance(case, Checkpoint) else load(case)
         again = load(export(case, to, tmp_path / f"{i}.gguf"))
         with naming(case, first.config):
@@ -133,10 +135,12 @@ def test_what_cannot_be_written_or_read_is_named(cli, tmp_path, monkeypatch):
         ("gguf", dict(n_embd=16), "type is 'q8_0', but n_embd is 16; it must be a multiple of 32"),
         ("nanogpt", dict(tanh_gelu=True), "has a GELU by tanh, which nanoGPT lacks"),
         ("nanogpt", dict(untied_head=True), "has a head of its own, which nanoGPT lacks"),
+        ("gguf", dict(eos_token_id=(1, 2, 3, 4)), "eos_token_id has 4 tokens; a GGUF file has 3"),
         ("onnx", dict(), "to is 'onnx'; it must be one of hf, gguf, nanogpt"),
     ):
         with pytest.raises(ValueError, match=said):
             export(model(**change), to, tmp_path / "a", "q8_0")
+            assert not any(tmp_path.iterdir())
     data, file = export(model(), "gguf", tmp_path / "a.gguf").read_bytes(), tmp_path / "b.gguf"
     length = data.index(types := b"tokenizer.ggml.token_type") + len(types) + 8  # where that array's is
     endless = data[:length] + b"\xff" * 7 + data[length + 7 :]

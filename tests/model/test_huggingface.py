@@ -159,6 +159,32 @@ def test_byte_pairs_from_files_without_a_network(tmp_path, read):
     (tmp_path / "meta.json").unlink()
     with pytest.raises(VocabularyError, match=r"tokenizer.json has byte pairs; it must be one of characters"):
         load(tmp_path, to_train=True)
+    assert load(tmp_path).config.eos_token_id == (258,)  # no file says what ends a text, but the vocabulary
+
+
+def test_the_tokens_that_end_a_text_are_read(tmp_path):
+    for config, generation, ends in (
+        ({}, None, ()),
+        (dict(eos_token_id=3), None, (3,)),
+        (dict(eos_token_id=[3, 50256]), {}, (3, 50256)),
+        (dict(eos_token_id=3), dict(eos_token_id=[5, 4]), (5, 4)),
+        (dict(eos_token_id=3), dict(eos_token_id=None), (3,)),
+        (dict(eos_token_id=None), dict(eos_token_id=0), (0,)),
+    ):
+        tiny.huggingface_directory(tmp_path, tiny.gpt(), **config)
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        assert load(tmp_path).config.eos_token_id == ends, (config, generation)
+    for wrong in ("3", True, [3, None]):
+        (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=wrong)))
+        with (
+            naming(wrong),
+            pytest.raises(CheckpointError, match="eos_token_id is .*; it must be a whole number"),
+        ):
+            load(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="generation_config.json holds a list; it must be an object"):
+        load(tmp_path)
 
 
 def test_a_tokenizer_json_is_read_with_its_steps_and_the_tokens_of_other_files(tmp_path, read):

@@ -42,12 +42,13 @@ const calls = {
     });
     let text = "";
     for (let n = 0; n < length;) {
-      const { tokens } = await session.more({ most: length - n });
+      const { tokens, isEnd } = await session.more({ most: length - n });
       n += tokens.length;
       const from = text.length;
       text += tokens.map((token) => characters[token]).join("");
       const whole = stop ? writer.stopped(text, stop, from) : null;
       if (whole !== null) return whole;
+      if (isEnd) break;
     }
     return text;
   },

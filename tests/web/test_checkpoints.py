@@ -131,6 +131,7 @@ def test_a_wrong_configuration_is_refused(node, directory):
         ({"positions": "rope"}, 'positions is "rope"; it must be "table" or "alibi"'),
         ({"positions": "alibi", "window": True}, "window is true; it must be a whole number of at least 1"),
         ({"positions": "alibi", "window": 5}, "1 tensors are unexpected, the first is transformer.wpe"),
+        ({"eos_token_id": [1, "2"]}, 'eos_token_id is [1,"2"]; it must be a whole number, or several'),
         ({"window": 5}, 'window is 5; it must be null with positions "table"'),
     ):
         file.write_text(json.dumps(config | change))

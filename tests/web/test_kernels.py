@@ -84,6 +84,18 @@ def test_without_an_end_a_text_is_the_same_without_a_cache_and_read_again(node, 
     assert node("text", prompt=PROMPT, seed=7, length=700, forced=[[600, same]]) == expected
 
 
+def test_a_text_ends_before_an_eos_token(node, tmp_path, extension):
+    tokenizer, text = load("shakes256").tokenizer, ""
+    for end in ("", 30, 50):  # where it was without one
+        ends = tokenizer.encode(text[end]) if text else ()
+        save(tmp_path, tiny.gpt(vocab_size=65, eos_token_id=ends), tokenizer, {})
+        node.load(str(tmp_path))
+        expected = generate(tmp_path, PROMPT, 200, seed=7)
+        assert node("text", prompt=PROMPT, seed=7, length=200) == expected
+        text = text or expected
+        assert len(expected) <= end if ends else len(expected) == 200
+
+
 def test_a_branch_goes_on_with_the_seeds_numbers(node, extension):
     """As a text whose prompt ends with the branch, and whose first numbers are skipped."""
     from shakespeare.generation.engines.table import open_engine

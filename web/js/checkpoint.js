@@ -2,7 +2,7 @@
 import { check, isObject, readSafetensors } from "./safetensors.js";
 
 const SIZES = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"];
-const KNOWN = [...SIZES, "dropout", "bias", "dataset", "positions", "window"];
+const KNOWN = [...SIZES, "dropout", "bias", "dataset", "positions", "window", "eos_token_id"];
 const AROUND = /^.*?(?=transformer\.|lm_head\.)|\b(module|_orig_mod|_(fsdp|checkpoint)_wrapped_module)\./g;
 const [EMBEDDING, HEAD] = ["transformer.wte.weight", "lm_head.weight"];
 const MOST_PARAMETERS = 2 ** 28; // a gigabyte; WebAssembly has four
@@ -17,7 +17,8 @@ export function readCheckpoint({ config, characters, weights }) {
     { data } = tensors.get(EMBEDDING),
     shape = [vocab_size, config.n_embd];
   tensors.set(EMBEDDING, { shape, data: data.subarray(0, vocab_size * config.n_embd) });
-  return { config: { ...config, vocab_size }, characters, tensors };
+  const eos_token_id = [config.eos_token_id ?? []].flat();
+  return { config: { ...config, vocab_size, eos_token_id }, characters, tensors };
 }
 
 // The tensors by nanoGPT's names, without causal masks.
@@ -42,6 +43,8 @@ function checkConfig(config) {
   }
   check(isEndless || positions === "table", `positions is ${JSON.stringify(positions)}; it must be "table" or "alibi"`);
   check(isEndless || window === null, `window is ${JSON.stringify(window)}; it must be null with positions "table"`);
+  const ends = [config.eos_token_id ?? []].flat();
+  check(ends.every(Number.isInteger), `eos_token_id is ${JSON.stringify(ends)}; it must be a whole number, or several`);
   check(n_embd % n_head === 0, `n_embd is ${n_embd}; it must be a multiple of n_head=${n_head}`);
   const isOn = (name) => config[name] && !["[]", "{}"].includes(JSON.stringify(config[name])),
     unknown = Object.keys(config).filter((name) => !KNOWN.includes(name) && isOn(name));

@@ -97,9 +97,9 @@ export class Engine {
   }
 
   async more(most) {
-    const { tokens, logits, elapsed, why } = await this.call("more", { most });
+    const { tokens, logits, isEnd, elapsed, why } = await this.call("more", { most });
     this.why ??= why;
-    return { piece: tokens.map((token) => this.characters[token]).join(""), logits, elapsed };
+    return { piece: tokens.map((token) => this.characters[token]).join(""), logits, isEnd, elapsed };
   }
 
   // Who writes, as a part of a sentence.

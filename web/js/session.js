@@ -54,8 +54,9 @@ export class Session {
   // Begins a text. request: as Writer's, with `part`, a name, `forced` as pairs, seed, sampling {name: value}
   // and onGpu, after an openGpu() without `why`. {why}: the CPU writes it. With a window, capacity has no effect.
   begin(request) {
-    const capacity = this.checkpoint.config.window ? ENDLESS : request.capacity;
-    this.request = { ...request, capacity, forced: new Map(request.forced) };
+    const { window, eos_token_id: ends } = this.checkpoint.config,
+      capacity = window ? ENDLESS : request.capacity;
+    this.request = { ...request, capacity, ends, forced: new Map(request.forced) };
     this.onGpu?.close();
     this.onGpu = null;
     if (!request.onGpu) return this.beginOnCpu();
@@ -121,7 +122,7 @@ export class Session {
     this.decoder = { at, part, capacity };
   }
 
-  // Writes 1 to `most` tokens, for half a frame: {tokens, logits of each, elapsed milliseconds}.
+  // Writes 1 to `most` tokens, for half a frame: {tokens, logits of each, isEnd, elapsed milliseconds}.
   // After the loss of the GPU the CPU writes the text again from its seed and goes on: then `why` says so.
   async more({ most }) {
     const start = performance.now(),

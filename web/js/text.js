@@ -1,5 +1,5 @@
 // A text while it is written: its characters, the logits of each, and the speed. The source is an Engine or a
-// Server: begin(choices), then more(most) gives {piece, logits | null, elapsed ms}, or null at the end.
+// Server: begin(choices), then more(most) gives {piece, logits | null, isEnd, elapsed ms}, or null at the end.
 import { frame, isStill } from "./dom.js";
 import { parseBranches } from "./state.js";
 import { stopped } from "./writer.js";
@@ -54,13 +54,14 @@ export class Writing {
     }
   }
 
-  add({ piece, logits, elapsed }, show) {
+  add({ piece, logits, isEnd, elapsed }, show) {
     const { stop } = this.choices,
       before = this.text.length;
     this.text += piece;
     this.milliseconds += elapsed;
     const V = (logits?.length ?? 0) / piece.length;
     for (let i = 0; V && i < piece.length; i++) this.logits.push(logits.subarray(i * V, (i + 1) * V));
+    if (isEnd) this.running = false;
     const whole = stop ? stopped(this.text, stop, before) : null;
     if (whole !== null) {
       this.text = whole;

@@ -52,11 +52,13 @@ export class WallView {
     const { length } = choices,
       room = Math.max(1, engine.config.block_size - length),
       ids = encode(choices.prompt || "\n", engine.characters).slice(-room),
+      ends = engine.config.eos_token_id,
       request = { ids, seeds, sampling: sampling(choices), capacity: Math.min(engine.config.block_size, ids.length + length) };
     const { why } = await engine.call("beginWall", request);
     if (why) return why;
     for (let number = 0, first = 0, isLast = false; !isLast; number++) {
       let texts = 0;
+      const ended = new Set();
       for (let done = 0; done < length && !this.cancelled; await frame()) {
         const made = await engine.call("moreWall", { number, most: length - done });
         if (made.why) return made.why;
@@ -64,7 +66,11 @@ export class WallView {
         const rows = made.tokens.length / texts;
         for (let i = 0; i < texts; i++) {
           let piece = "";
-          for (let row = 0; row < rows; row++) piece += engine.characters[made.tokens[row * texts + i]];
+          for (let row = 0; row < rows; row++) {
+            const token = made.tokens[row * texts + i];
+            if (ends.includes(token)) ended.add(i);
+            if (!ended.has(i)) piece += engine.characters[token];
+          }
           this.nodes[first + i].append(piece);
         }
         done += rows;
@@ -80,10 +86,11 @@ export class WallView {
     for (const [i, seed] of seeds.entries()) {
       this.nodes[i].textContent = "";
       await engine.begin({ ...choices, seed, where: "browser" });
-      for (let done = 0; done < choices.length && !this.cancelled; ) {
-        const { piece } = await engine.more(choices.length - done);
-        this.nodes[i].append(piece);
-        done += piece.length;
+      for (let done = 0, isEnd = false; done < choices.length && !isEnd && !this.cancelled; ) {
+        const next = await engine.more(choices.length - done);
+        ({ isEnd } = next);
+        this.nodes[i].append(next.piece);
+        done += next.piece.length;
       }
       if (this.cancelled) return;
       say("wall-status", `${i + 1} of ${number(seeds.length)} texts`);

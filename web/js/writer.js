@@ -2,7 +2,8 @@
 
 export class Writer {
   // decoder: a CpuDecoder or a GpuDecoder, with a text begun. request: {ids, context: 'slide' or 'reset', useCache,
-  // capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id}.
+  // capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id, ends: ids that
+  // end the text}.
   constructor(decoder, request) {
     Object.assign(this, { decoder, request, capacity: request.capacity });
     this.last = request.ids.slice(-this.capacity); // the tokens that may be read again
@@ -26,10 +27,11 @@ export class Writer {
     this.held = ids.length;
   }
 
-  // Writes 1 to `most` tokens, at most as many as the window has room for: {tokens, logits (tokens, vocabSize)}.
+  // Writes 1 to `most` tokens, at most as many as the window has room for: {tokens, logits (tokens, vocabSize),
+  // isEnd}. At the end of the text those before the token that ends it.
   async write(most) {
     const { capacity } = this,
-      { useCache, forced } = this.request;
+      { useCache, forced, ends } = this.request;
     if (this.held === 0 || this.isFull || (!useCache && this.written > 0)) this.read();
     most = Math.min(most, useCache ? capacity + 1 - this.held : 1);
     for (let i = 0; i < most; i++) if (forced?.has(this.written + i)) most = i + 1;
@@ -42,7 +44,10 @@ export class Writer {
     this.last.push(...tokens);
     if (other !== undefined && !this.isFull) this.load(this.held);
     if (this.last.length > 4 * capacity) this.last = this.last.slice(-capacity);
-    return { tokens, logits };
+    const end = tokens.findIndex((id) => ends.includes(id));
+    if (end < 0) return { tokens, logits, isEnd: false };
+    const rows = (logits.length / tokens.length) * end;
+    return { tokens: tokens.slice(0, end), logits: logits.subarray(0, rows), isEnd: true };
   }
 }
 

@@ -83,6 +83,19 @@ def test_writing_in_turns(cli, extension):
     assert again == first + other + "\n"
 
 
+def test_an_eos_token_ends_a_sample_and_an_empty_prompt_is_a_line_end(cli, tmp_path, extension):
+    save(tmp_path, tiny.gpt(eos_token_id=(3,)), tiny.VOCABULARY, {})
+    common = ("part4", "--inference", "-m", tmp_path, "--max-new-tokens", 40, "--json", "--prompt", "")
+    whole, cut = (cli(*common, *more).stdout.splitlines() for more in (["--ignore-eos"], []))
+    for first, second in zip(map(json.loads, whole), map(json.loads, cut)):
+        text, end, _ = first["text"].partition("b")
+        assert (second["text"], second["finish_reason"]) == (text, "stop" if end else "length")
+        assert second["new_tokens"] == len(text) and first["prompt"] == "\n"
+    assert "b" in whole[0] + whole[1]
+    done = cli("race", "part1,part4", "-m", tmp_path, "--max-new-tokens", 40, "--seed", 3).stdout
+    assert "identical: all 2 texts of" in done
+
+
 def test_text_that_stdout_cannot_encode_is_escaped(process, extension, tmp_path):
     save(tmp_path / "model", tiny.gpt(vocab_size=3), CharTokenizer("–日\n"), {})
     written = ("--inference", "-m", "model", "--prompt", "–日", "--max_new_tokens", 0, "--num_samples", 1)

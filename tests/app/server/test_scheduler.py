@@ -12,7 +12,7 @@ from serving import MODEL, serving
 
 from shakespeare.app.server import Settings
 from shakespeare.model import load
-from shakespeare.model.checkpoint import save
+from shakespeare.model.checkpoint import Checkpoint, save
 
 
 def test_an_engine_that_fails_or_cannot_be_opened_ends_its_texts_only(extension, monkeypatch):
@@ -55,6 +55,24 @@ def test_an_error_of_one_request_ends_that_request_only(extension, monkeypatch):
             broken = client.complete(user="broken", n=3, stream=True).data
             assert b"no such token" in broken and b"[DONE]" not in broken
         assert {other.result().text() for other in others} == {before}
+        client.idle()
+
+
+def test_a_text_ends_before_an_eos_token(extension):
+    gpt = tiny.gpt(eos_token_id=(3,))
+    with serving(
+        Settings(("tiny",)), {"tiny": Checkpoint(gpt.config, gpt.weights, tiny.VOCABULARY)}
+    ) as client:
+        asked = dict(model="tiny", prompt="a", max_tokens=40, seed=0, n=4, logprobs=1)
+        whole, cut = (client.complete(**asked, ignore_eos=ignored).json() for ignored in (True, False))
+        for text, found in zip(whole["choices"], cut["choices"]):
+            before, end, _ = text["text"].partition("b")
+            assert (found["text"], found["finish_reason"]) == (before, "stop" if end else "length")
+            assert len(found["logprobs"]["tokens"]) == len(before)
+        texts = [choice["text"] for choice in cut["choices"]]
+        assert cut["usage"]["completion_tokens"] == sum(map(len, texts)) < whole["usage"]["completion_tokens"]
+        streamed = client.complete(**asked, stream=True)
+        assert [streamed.text(i) for i in range(4)] == texts
         client.idle()
 
 

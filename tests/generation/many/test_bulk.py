@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import tiny
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Here, check, files, here, rows
 from support import ROOT
 
@@ -24,6 +25,7 @@ from shakespeare.generation.many import bulk, shards
 from shakespeare.generation.many.jobs import MANIFEST, BulkError, Job, Prompts
 from shakespeare.generation.many.processes import local_pool
 from shakespeare.generation.many.shards import Loss, Stop, Task
+from shakespeare.model.checkpoint import save
 from shakespeare.model.files import UNFINISHED, locked
 
 
@@ -53,6 +55,23 @@ def test_texts_that_begin_and_end_together_are_the_same(settings, model):
             assert line == json.dumps(row, ensure_ascii=False), (prompt, tokens)
     with pytest.raises(Stop):
         shards.Scribe(replace(settings, max_new_tokens=9)).write(Task(0, 3), lambda: False)
+
+
+def test_an_eos_token_ends_texts(settings, model, tmp_path):
+    save(tmp_path, tiny.gpt(eos_token_id=(3,)), tiny.VOCABULARY, {})
+    ending = replace(settings, model=str(tmp_path), fingerprint=shards.fingerprint(load(tmp_path)))
+    assert ending.fingerprint != settings.fingerprint and "ignore_eos" not in Job(ending, 1).request()
+    whole = shards.Scribe(replace(ending, max_new_tokens=12, ignore_eos=True)).write(Task(0, 9)).data
+    assert whole == shards.Scribe(replace(settings, max_new_tokens=12)).write(Task(0, 9)).data
+    lines = [json.dumps(dict(id=i, prompt="", options=dict(ignore_eos=i > 4))).encode() for i in range(9)]
+    for task in Task(0, 9), Task(0, 9, lines):
+        found = shards.Scribe(replace(ending, max_new_tokens=12)).write(task).data
+        for text, line in zip(*(map(json.loads, data.splitlines()) for data in (whole, found))):
+            ends = "b" in text["text"] and not (task.lines and line["id"] > 4)
+            assert line["text"] == (text["text"].partition("b")[0] if ends else text["text"])
+            assert line["finish_reason"] == ("stop" if ends else "length")
+            assert line["new_tokens"] == len(line["text"])
+    assert "b" in "".join(json.loads(line)["text"] for line in whole.splitlines()[:4])
 
 
 @pytest.mark.full
