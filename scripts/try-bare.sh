@@ -7,10 +7,10 @@ set -eu
 cd "$(dirname "$0")/.."
 
 root=$1 packages=$2,git,ca-certificates,python3-venv,python3-dev,g++
+in_debian() { setpriv --pdeathsig KILL scripts/in-debian.sh "$root" "$packages" "$@"; }
 if [ ! -e "$root/home/user" ]; then
-    scripts/in-debian.sh "$root" "$packages" useradd --create-home user
+    in_debian useradd --create-home user
     git clone --quiet . "$root/home/user/clone"
-    scripts/in-debian.sh "$root" "$packages" chown -R user:user /home/user/clone
+    in_debian chown -R user:user /home/user/clone
 fi
-exec scripts/in-debian.sh "$root" "$packages" runuser -u user -- env HOME=/home/user \
-    sh -c 'cd ~/clone && exec bash -euc "$1"' sh "$3"
+in_debian runuser -u user -- env HOME=/home/user sh -c 'cd ~/clone && exec bash -euc "$1"' sh "$3"
