@@ -71,7 +71,7 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             for source in sources
         ]
         program = Path(tempfile.mkdtemp(dir=own)) / sources[0].stem
-        ninja.build(shared, compiled, command, [*map(str, objects), "-pthread"], program, {})
+        ninja.build(shared, compiled, command, [*map(str, objects), "-pthread"], program, dict)
         return program
 
     return link
@@ -245,5 +245,5 @@ def test_no_compiler_warns(compiler, full, tmp_path):
     sources += [HERE / "kernels.cpp", HERE / "backward.cpp", HERE / "decoder.cpp", HERE / "training.cpp"]
     warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC}", f"-I{ROOT}"]
     command += ["-std=c++17", toolchain.NATIVE, *flags(command[0]), *warnings]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(toolchain.jobs()) as pool:
         list(pool.map(lambda source: run(*command, source), sources))
