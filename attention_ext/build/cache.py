@@ -6,6 +6,7 @@ releases the lock of a killed build. Only a finished file gets the name that is 
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import shlex
@@ -196,7 +197,12 @@ def warn_unsupported(error: OSError, what: str, follows: str) -> None:
     """Warn that the disk does not have `what`, if that is what an error says; else raise it."""
     if error.errno not in UNSUPPORTED:
         raise error
-    warnings.warn(f"the disk has no {what} ({error.strerror}): {follows}", stacklevel=2)
+    _warn_once(f"the disk has no {what} ({error.strerror}): {follows}")
+
+
+@functools.cache
+def _warn_once(sentence: str) -> None:
+    warnings.warn(sentence, stacklevel=2)
 
 
 @contextlib.contextmanager
