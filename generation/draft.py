@@ -157,7 +157,7 @@ def _levels(
             break
         number = np.where(keep, np.cumsum(keep) - 1, -1)[place]
         size = int(keep.sum())
-        sums = np.zeros(size * V)
+        sums: Table = np.zeros(size * V)
         for start in range(0, len(number), PIECE):
             rows = start + np.flatnonzero(number[start : start + PIECE] >= 0)
             flat = number[rows, None] * V + tokens[n + rows]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,13 @@ AT_ONCE = 2**16  # characters of a piece, whose numbers stay in a cache
 MARK = "\ufeff"  # the byte order mark
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
-Ids = TypeVar("Ids", bound=Sequence)
+Ids = TypeVar("Ids", bound=Any)  # a text, a list, an array or a tensor
 
 
 def split(ids: Ids) -> tuple[Ids, Ids]:
     """The first 90 % for training and the last 10 % for validation, as in nanoGPT."""
     cut = int(0.9 * len(ids))
-    return ids[:cut], ids[cut:]  # type: ignore[return-value]
+    return ids[:cut], ids[cut:]
 
 
 def pieces(text: str, overlap: int = 0) -> Iterator[NDArray[np.uint32]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from support import naming
 
 from shakespeare import generate, load
 from shakespeare.checkpoints import PRESENT
+from shakespeare.model import files
 from shakespeare.model.checkpoint import Checkpoint, CheckpointError, shipped
 from shakespeare.model.export import FORMATS, GGUF_TYPES, export
 from shakespeare.model.huggingface import TRANSPOSED, byte_pairs, tables
@@ -149,6 +152,11 @@ def test_what_cannot_be_written_or_read_is_named(cli, tmp_path, monkeypatch):
         file.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"b\.gguf is no GGUF file of a GPT-2"):
             load(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_sync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            export(model(), "gguf", tmp_path / "a.gguf", "q8_0")
+    assert (tmp_path / "a.gguf").read_bytes() == data and {*tmp_path.iterdir()} == {tmp_path / "a.gguf", file}
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CheckpointError, match="needs gguf: pip install gguf"):
         load(file)
