@@ -64,7 +64,8 @@ def held_out_loss(
         held = f"its last 10 %, which are evaluated, have {counted(len(ids), 'token')}"
         raise ValueError(f"text has {counted(len(text), 'character')}; {held} and must have at least 2")
     if ENGINES["native"].refuses(checkpoint, options) is None:
-        opened = open_engine(checkpoint, part=part, weights=weights, kv_cache=kv_cache, threads=threads)
+        precisions = {"weights": weights, "kv_cache": kv_cache}
+        opened = open_engine(checkpoint, part=part, slots=1, threads=threads, **precisions)
         nats = native_loss(opened, ids)
     else:
         import torch

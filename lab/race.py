@@ -93,7 +93,7 @@ def line_up(
     count = max_new_tokens or min(DEFAULT_TOKENS, checkpoint.config.block_size)
     ids = checkpoint.tokenizer.encode(prompt or "\n")
     request = Request(ids, seed=seed, sampling=sampling, max_new_tokens=count, use_cache=use_cache)
-    engine |= {"capacity": capacity_for(checkpoint, request), "draft": "off"}
+    engine |= {"capacity": capacity_for(checkpoint, request), "slots": 1, "draft": "off"}
     runners = []
     for part in parts:
         own = kernel if check_part(part).operator else None
