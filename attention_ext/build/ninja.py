@@ -159,7 +159,12 @@ def _note(folder: Path, digests: Mapping[str, str]) -> None:
 def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, log: Path) -> None:
     """Run ninja until a command of it fails. tools: what makes each target. lock: the folder's descriptor."""
     colors = {COLORS: "-fdiagnostics-color=always", "CLICOLOR_FORCE": "1"} if sys.stderr.isatty() else {}
-    env = {COLORS: "", "CCACHE_EXTRAFILES": PROCESSOR} | os.environ | {"NINJA_STATUS": MARK} | colors
+    env = (
+        {COLORS: "", "CCACHE_EXTRAFILES": PROCESSOR}
+        | toolchain.environment()
+        | {"NINJA_STATUS": MARK}
+        | colors
+    )
     said: list[str] = []
     tool: Sequence[str] | None = None
     status = 0

@@ -74,12 +74,18 @@ def python_header() -> Path:
     return Path(sysconfig.get_path("include")) / "Python.h"
 
 
+def environment() -> dict[str, str]:
+    """The environment of a compiler. It names the user's home, where zig has its cache."""
+    home = os.path.expanduser("~")
+    return os.environ | {"HOME": home} if os.path.isabs(home) else dict(os.environ)
+
+
 @functools.cache
 def version(*command: str) -> bytes:
     """A compiler's output for --version. Raises BuildError if it does not run."""
     try:
         asked: dict = dict(stdin=subprocess.DEVNULL, capture_output=True, timeout=VERSION_SECONDS)
-        return subprocess.run([*command, "--version"], check=True, **asked).stdout
+        return subprocess.run([*command, "--version"], check=True, env=environment(), **asked).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the compiler {shlex.join(command)} does not run: {error}") from None
 
@@ -100,7 +106,7 @@ def has_openmp(*command: str) -> bool:
     if b"Free Software Foundation" in version(*command):
         return True
     words = [*command, "-fopenmp", "-fsyntax-only", "-x", "c++", "-include", "omp.h", os.devnull]
-    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+    return subprocess.run(words, capture_output=True, check=False, env=environment()).returncode == 0
 
 
 def libraries(command: Sequence[str]) -> tuple[str, ...]:

@@ -68,6 +68,14 @@ def test_openmp_that_is_missing_is_a_sentence(monkeypatch, tmp_path):
         recipes.own(tmp_path / "mine.cpp").make()
 
 
+def test_a_compiler_is_told_the_home_that_the_environment_does_not_name(monkeypatch):
+    """zig has its cache there and ends without one."""
+    monkeypatch.delenv("HOME", raising=False)
+    for home, named in (("/home/user", "/home/user"), ("~", None)):  # ~: the system does not know the user
+        monkeypatch.setattr("os.path.expanduser", lambda path, home=home: home)
+        assert toolchain.environment().get("HOME") == named
+
+
 def test_the_peak_counts_what_the_processor_does(extension, tmp_path):
     """A chain that the compiler evaluates in advance would be counted and not executed."""
     made = tmp_path / "limits.s"
