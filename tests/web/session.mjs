@@ -7,7 +7,8 @@ const load = (name) => import(`${modules}/${name}.js`);
 const [{ Session }, { readCheckpoint, encode }, { PartNest }, formulas, board, traffic, state, writer] =
   await Promise.all(["session", "checkpoint", "tiling", "formulas", "board", "traffic", "state", "writer"].map(load));
 const [{ build }, { chosen }] = await Promise.all(["kernels", "models"].map(load));
-const session = new Session();
+const session = new Session(),
+  compiled = {};
 const bytes = (path) => {
   const b = readFileSync(path);
   return b.buffer.slice(b.byteOffset, b.byteOffset + b.length);
@@ -23,8 +24,8 @@ const range = (from, to) => Array.from({ length: Math.max(0, to - from) }, (_, n
 
 const calls = {
   async load(a) {
-    await session.compile({ wasm: readFileSync(a.wasm) });
-    await session.load({ precision: a.precision, ...files(a) });
+    compiled[a.wasm] ??= await WebAssembly.compile(readFileSync(a.wasm));
+    await session.load({ precision: a.precision, module: compiled[a.wasm], ...files(a) });
   },
   // The text of a request, whose prompt is text.
   async text({ prompt, length, stop, ...request }) {

@@ -9,7 +9,8 @@ export class Models {
     const models = new Models();
     models.index = await json("models/models.json");
     models.files = new Map(); // promises of bytes, by the path of weights
-    models.wasm = asset("kernels.wasm.gz").then(chosen);
+    models.module = asset("kernels.wasm.gz").then(chosen).then(compiled);
+    models.module.catch(() => {}); // it is awaited with a model
     return models;
   }
 
@@ -28,13 +29,12 @@ export class Models {
     return this.engineOf(config, characters, this.weights(files[precision]), precision);
   }
 
-  // weights: a promise. The worker starts and compiles the kernels while they load.
+  // weights: a promise. The worker starts while they load.
   async engineOf(config, characters, weights, precision) {
     weights.catch(() => {}); // it is awaited below
     const engine = await Engine.open();
     try {
-      await engine.call("compile", { wasm: await this.wasm });
-      const files = { config, characters, weights: await weights, precision };
+      const files = { config, characters, weights: await weights, precision, module: await this.module };
       return Object.assign(engine, await engine.call("load", files));
     } catch (error) {
       engine.close();
@@ -64,6 +64,15 @@ async function parsed(file) {
 export function chosen(bytes) {
   const mine = BUILDS.indexOf(build());
   return new Uint8Array(bytes).filter((_, i) => Math.floor(i / PIECE) % BUILDS.length === mine).buffer;
+}
+
+// All workers share one module: Firefox on two cores may compile no further one while it optimizes several.
+async function compiled(wasm) {
+  try {
+    return await WebAssembly.compile(wasm);
+  } catch {
+    throw new Error("this browser cannot run the kernels: it lacks SIMD");
+  }
 }
 
 // Restores the order of bytes that planes() in web/build.py changed.

@@ -17,13 +17,10 @@ const FAR = 16; // characters
 const ENDLESS = 2 ** 31 - 1; // tokens of a text of a model with a window
 
 export class Session {
-  // wasm: the bytes of a build.
-  async compile({ wasm }) {
-    this.module = await WebAssembly.compile(wasm);
-  }
-
-  // {config, characters, parts of the kernels}. Raises CheckpointError if the files are not a checkpoint's.
-  async load({ config, characters, weights, precision }) {
+  // module: of a build. {config, characters, parts of the kernels}. Raises CheckpointError if the files are not a
+  // checkpoint's.
+  async load({ config, characters, weights, precision, module }) {
+    this.module = module;
     this.checkpoint = readCheckpoint({ config, characters, weights });
     this.precision = PRECISIONS.indexOf(precision);
     await this.restart();

@@ -8,7 +8,6 @@ const session = new Session();
 // A sentence for the page.
 function sentence(error) {
   if (error instanceof CheckpointError || error instanceof Refused) return error.message;
-  if (error instanceof WebAssembly.CompileError) return "this browser cannot run the kernels: it lacks SIMD";
   if (error instanceof WebAssembly.RuntimeError || error instanceof RangeError) {
     return `the kernels stopped, probably for want of memory (${error.message})`;
   }
