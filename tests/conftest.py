@@ -1,10 +1,12 @@
 """Fixtures for all tests. Nothing here needs a network, a GPU or the corpus."""
 
+import contextlib
 import io
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -45,6 +47,45 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: not item.path.match("web/test_build.py"))
 
 
+IDLE_SECONDS, LONGEST_SECONDS = 60, 3600
+CHILDREN = "task/*/children"  # of a process in /proc; some kernels have none
+
+
+def spent() -> int:
+    """The processor's time of this process and of all that it started, in ticks."""
+    ticks, processes = 0, [str(os.getpid())]
+    while processes:
+        folder = Path("/proc", processes.pop())
+        with contextlib.suppress(OSError):  # it has ended
+            ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:15]))
+            for children in folder.glob(CHILDREN):
+                processes += children.read_text().split()
+    return ticks
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """A test that waits for a minute, while nothing is computed or compiled, fails at the line that waits."""
+    if not any(Path("/proc/self").glob(CHILDREN)):
+        return (yield)
+    before, end = spent(), time.monotonic() + LONGEST_SECONDS
+
+    def check(*_: object) -> None:
+        nonlocal before
+        now = spent()
+        idle = abs(now - before) < os.sysconf("SC_CLK_TCK") / 3 and not cache.running()
+        if idle or time.monotonic() > end:
+            pytest.fail(f"nothing was computed for {IDLE_SECONDS} s, or it ran for {LONGEST_SECONDS} s")
+        before = now
+
+    signal.signal(signal.SIGALRM, check)
+    signal.setitimer(signal.ITIMER_REAL, IDLE_SECONDS, IDLE_SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 @pytest.fixture(autouse=True)
 def own_tiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
     """Give each test an empty file of tuned tiles instead of this machine's."""
@@ -54,15 +95,21 @@ def own_tiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     tiles.forget()
 
 
+@pytest.fixture(scope="session")
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all workers of this run; a run that a test of a worker starts has its own."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if hasattr(request.config, "workerinput") else base
+
+
 @pytest.fixture(autouse=True)
-def turn_on_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+def turn_on_the_gpu(request: pytest.FixtureRequest, shared: Path):
     """A test that has the mark `whole_gpu` has the GPU's memory for itself: the other workers wait."""
     if sys.platform != "linux" or not torch.cuda.is_available():
         yield
         return
     import fcntl
 
-    shared = tmp_path_factory.getbasetemp().parent  # by all workers of this run
     with open(shared / "next_on_gpu", "w") as queue, open(shared / "on_gpu", "w") as gpu:
         fcntl.flock(queue, fcntl.LOCK_EX)  # so that one who waits for all others is the next
         fcntl.flock(gpu, fcntl.LOCK_EX if request.node.get_closest_marker("whole_gpu") else fcntl.LOCK_SH)
@@ -187,10 +234,10 @@ def process(tmp_path: Path):
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory) -> Callable[..., None]:
+def emulated(shared: Path) -> Callable[..., None]:
     """Lets the cuda engine run on the CPU, where g++ is; see cuda_on_cpu.install()."""
     found_program("g++")
-    return partial(cuda_on_cpu.install, tmp_path_factory.mktemp("emulated"))
+    return partial(cuda_on_cpu.install, shared / "emulated")
 
 
 @pytest.fixture(scope="session", name="nvrtc")

@@ -35,6 +35,11 @@ def resident(process: int | str) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def full(*values: object):
+    """The values of a parameter that the default tests leave out."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 @contextmanager
 def or_skip() -> Iterator[None]:
     """Skip the test if what it needs is missing, such as a compiler, ispc or a GPU."""
@@ -62,8 +67,7 @@ def naming(*case: object) -> Iterator[None]:
 def finished(*command: str | Path, cwd: Path = ROOT, **env: str | None) -> Done:
     """Run a command to its end with these variables in its environment, or without one that is None."""
     kept = {name: value for name, value in (os.environ | env).items() if value is not None}
-    pipes = dict(capture_output=True, text=True, timeout=3600)  # which ends what hangs
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=kept, **pipes)
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=kept, capture_output=True, text=True)
     return Done(done.returncode, done.stdout, done.stderr)
 
 

@@ -41,7 +41,7 @@ def sources(tmp_path):
 
 
 def finish(process) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=3600)
+    out, err = process.communicate()
     return process.returncode, out, err
 
 

@@ -26,7 +26,7 @@ def serving(*arguments: str) -> Iterator[int]:
         yield port_of(child)
     finally:
         child.terminate()
-        said = child.communicate(timeout=600)[1]
+        said = child.communicate()[1]
     assert "Traceback" not in said, said
 
 
@@ -50,7 +50,7 @@ def server(environments, extension) -> Iterator[str]:
 def full(environments, extension) -> Iterator[str]:
     """The address of a server whose slot and queue are taken."""
     with serving("--api-key", KEY, "--slots", "1", "--queue", "1", "--grace", "0") as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        connection = http.client.HTTPConnection("127.0.0.1", port)
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
         connection.request("POST", "/v1/completions", json.dumps(STREAM | {"n": 2}), headers)
         assert connection.getresponse().status == 200

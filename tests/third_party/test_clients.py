@@ -53,7 +53,7 @@ def run(command: list[str], server: str, full: str) -> dict:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
     own = {"OPENAI_BASE_URL": server, "OPENAI_API_KEY": KEY, "CASE": json.dumps(CASE | {"full": full})}
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run(command, env=kept | own | offline, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=kept | own | offline, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from node_process import WEB_TESTS, Node
-from support import found_program, printed
+from support import found_program, full, printed
 
 from shakespeare.attention_ext.build import cache
+from shakespeare.own.trial import judge
 from shakespeare.web import build
 
 BROWSERS = {"chromium": ("CHROMIUM", ("chromium",)), "firefox": ("FIREFOX", ("firefox-esr", "firefox"))}
@@ -31,27 +32,27 @@ def node(node_program: str) -> Iterator[Node]:
 
 @pytest.fixture(scope="session")
 def wasm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The kernels in WebAssembly: both builds, or by default one in place of both, as each takes a minute."""
+    """The kernels in WebAssembly: both builds, or by default one in place of both, hardly optimized."""
     pytest.importorskip("ziglang", reason=build.NO_ZIG)
     compiled = build.compiled
     with pytest.MonkeyPatch.context() as patch:
         if not any(test.get_closest_marker("full") for test in request.session.items):
             patch.setattr(build, "compiled", lambda name: compiled("simd"))
+            patch.setattr(build, "FLAGS", ("-O1", *(f for f in build.FLAGS if f not in ("-O3", "-flto"))))
         for name in build.BUILDS:
             build.compiled(name)
         yield
 
 
 @pytest.fixture(scope="session")
-def page_folder(wasm: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's files, made by one of the workers for all; anew for a run that a test of a worker starts."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "made" / "page"
+def page_folder(wasm: None, shared: Path) -> Path:
+    """The page's files, made by one of the workers for all."""
+    folder = shared / "made" / "page"
     cache.make(folder, "the page", build.write_page)
     return folder
 
 
-@pytest.fixture(params=["chromium", pytest.param("firefox", marks=pytest.mark.full)])
+@pytest.fixture(params=["chromium", full("firefox")])
 def visit(request: pytest.FixtureRequest, node_program: str, page_folder: Path, tmp_path: Path):
     """Return a function that runs a scenario of scenarios.mjs in each browser and gives what it returns.
 
@@ -67,7 +68,12 @@ def visit(request: pytest.FixtureRequest, node_program: str, page_folder: Path, 
     def run(scenario: str, **argument: Any) -> Any:
         given = dict(browser=request.param, program=program, folder=str(page_folder), scenario=scenario)
         asked = json.dumps(given | {"argument": argument})
-        said = printed(node_program, WEB_TESTS / "scenarios.mjs", asked, HOME=str(tmp_path))
+        judge.close_this_process()  # a browser's processes become its children
+        others = judge.strangers()
+        try:
+            said = printed(node_program, WEB_TESTS / "scenarios.mjs", asked, HOME=str(tmp_path))
+        finally:
+            judge.end_strangers(others)
         return json.loads(said.splitlines()[-1])
 
     run.browser = request.param  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ const TYPES = { ".html": "text/html", ".js": "text/javascript", ".css": "text/cs
 const POLICY = /<meta http-equiv="Content-Security-Policy"[^>]*>/;
 const complaints = [];
 const answered = []; // paths
-const PATIENCE = 1_200_000; // milliseconds: ends what hangs, on any machine. Firefox wrote 7 characters a second on one
+const PATIENCE = 60_000; // milliseconds without a change of the page: ends what hangs, on any machine
 const pages = { edit: (html) => (kind === "firefox" ? html.replace(POLICY, "") : html) }; // what the server makes of them
 const slow = new Map(); // what the server does with a path: {status, ms, until: what must hold first}
 
@@ -65,13 +65,18 @@ page.on("request", (request) => {
 
 // Polls: waitForFunction() needs more of a browser.
 async function until(what, condition, given) {
-  for (const end = Date.now() + PATIENCE; Date.now() < end; await new Promise((done) => setTimeout(done, 50))) {
+  let before, end;
+  do {
     // Playwright takes a change of the address for another page, at times.
-    const met = await page.evaluate(condition, given).catch((error) => {
-      if (!/context was destroyed/.test(error.message)) throw error;
-    });
-    if (met) return;
-  }
+    const evaluated = (call, of) =>
+      page.evaluate(call, of).catch((error) => {
+        if (!/context was destroyed/.test(error.message)) throw error;
+      });
+    if (await evaluated(condition, given)) return;
+    const now = answered.length + (await evaluated(() => location.hash + document.body.textContent));
+    if (now !== before) [before, end] = [now, Date.now() + PATIENCE];
+    await new Promise((done) => setTimeout(done, 50));
+  } while (Date.now() < end);
   throw new Error(`waited in vain for ${what}`);
 }
 const written = (count) =>
@@ -127,7 +132,7 @@ const scenarios = {
   async policy({ lacks }) {
     pages.edit = (html) => html.replace(lacks, "");
     await page.goto(`${home}#write?pace=0&length=5`);
-    for (let i = lacks ? 50 : Infinity; i > 0 && !answered.includes("/sw.js"); i--) await new Promise((done) => setTimeout(done, 100));
+    for (let i = lacks ? 50 : PATIENCE / 100; i > 0 && !answered.includes("/sw.js"); i--) await new Promise((done) => setTimeout(done, 100));
     if (lacks) complaints.length = 0; // browsers log what a policy forbids
     return answered.includes("/sw.js");
   },

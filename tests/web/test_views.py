@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from support import naming, printed
+from support import full, naming, printed
 
 from shakespeare.generation.sampling import NUMBERS
 from shakespeare.lab import rules
@@ -192,9 +192,7 @@ STOP = dict(length=200, stop="\n", prompt="", temperature=1.5, seed="92233720368
 
 
 @pytest.mark.usefixtures("wasm")
-@pytest.mark.parametrize(
-    "choices", [pytest.param(RESET, marks=pytest.mark.full), STOP], ids=["reset", "stop"]
-)
+@pytest.mark.parametrize("choices", [full(RESET), STOP], ids=["reset", "stop"])
 def test_the_command_writes_the_same_text(node, extension, choices):
     words = shlex.split(node("command", choices=choices)["command"])
     assert words[:2] == ["python", "gpt.py"]

@@ -219,7 +219,7 @@ def test_text_is_flushed_as_it_is_made_and_ctrl_c_keeps_it(process):
     running = process(*ENDLESS, "--prompt", "ROMEO:")
     start = os.read(running.stdout.fileno(), 100)  # it is still writing
     running.send_signal(signal.SIGINT)
-    rest, errors = running.communicate(timeout=600)
+    rest, errors = running.communicate()
     assert start.startswith(b"ROMEO:"[: len(start)])
     assert running.returncode == 130
     assert "Traceback" not in errors
@@ -230,6 +230,6 @@ def test_a_closed_pipe_ends_it_quietly(process):
     running = process(*ENDLESS)
     os.read(running.stdout.fileno(), 10)
     running.stdout.close()
-    assert running.wait(timeout=600) == 0
+    assert running.wait() == 0
     errors = running.stderr.read()
     assert "Traceback" not in errors and "Broken" not in errors and "Exception" not in errors

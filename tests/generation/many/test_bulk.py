@@ -94,15 +94,14 @@ def command(model, out, tokens=TOKENS) -> list[str]:
     return [sys.executable, str(ROOT / "gpt.py"), "bulk", "-m", str(model), "--out", str(out), *given]
 
 
-def group_ends(process, seconds=600) -> bool:
-    """Whether all processes of a killed driver's group end."""
-    end = time.monotonic() + seconds
+def wait_for_group(process) -> None:
+    """Wait until all processes of a killed driver's group have ended."""
     with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < end:
+        while True:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-process.pid, os.WNOHANG)  # those that this process adopted
             os.killpg(process.pid, 0)
             time.sleep(0.05)
-        return False
-    return True
 
 
 def started(model, out) -> subprocess.Popen:
@@ -121,7 +120,7 @@ def test_a_killed_driver_leaves_no_worker_and_is_resumed(slow, slow_expected, mo
     process.kill()
     process.wait()
     process.stderr.close()  # its workers have it too, so it may have no end
-    assert group_ends(process), "workers outlive their driver"
+    wait_for_group(process)
     assert 0 < len(files(tmp_path)) < len(slow_expected)
     bulk.run(slow, tmp_path, here())
     check(tmp_path, slow_expected)
@@ -131,10 +130,10 @@ def test_a_killed_driver_leaves_no_worker_and_is_resumed(slow, slow_expected, mo
 def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cli):
     process = started(model, tmp_path / "out")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate()
     assert process.returncode == 130 and "Traceback" not in err
     assert "the same command goes on" in err and err.count("\n") <= 2
-    assert group_ends(process)
+    wait_for_group(process)
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     assert not manifest["complete"] and len(manifest["shards"]) < len(slow_expected)
     done = cli(*command(model, tmp_path / "out", SLOW)[2:])
