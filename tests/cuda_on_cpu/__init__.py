@@ -1,10 +1,12 @@
 """The cuda engine without a GPU: its driver and its kernel run on the CPU, emulator.cpp says how."""
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +82,7 @@ class Driver:
 
 
 class Device:
-    """A GPU of two clusters or five blocks at most. directory: where kernels are built."""
+    """A GPU of two clusters or five blocks at most. directory: where kernels are built, for all workers."""
 
     stream = None
     on = Gpu("the CPU", (9, 0), 227 * 1024, 3, l2=10**7, hertz=1e9, memory=1 << 20, identity="none")
@@ -111,8 +113,12 @@ class Device:
         named = source.file + "-".join(f"{name}{value}" for name, value in source.macros.items())
         work = self._directory / named
         if not work.is_dir():
-            shutil.copytree(layouts.SOURCES, work)
-            build(work, source.file, {"BLOCKS": 1} | source.macros)
+            self._directory.mkdir(exist_ok=True)
+            made = Path(tempfile.mkdtemp(dir=self._directory))
+            shutil.copytree(layouts.SOURCES, made, dirs_exist_ok=True)
+            build(made, source.file, {"BLOCKS": 1} | source.macros)
+            with contextlib.suppress(OSError):  # another worker was first
+                made.rename(work)
         library = ctypes.CDLL(work / "emulator.so")
         library.run.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
         return library.run, library

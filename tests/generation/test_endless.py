@@ -5,6 +5,7 @@ import pytest
 import tiny
 import torch
 from steps import forced, logits, prefill, write
+from support import full
 from torch.nn import functional as F
 
 from shakespeare.attention_ext.parts import PARTS
@@ -60,13 +61,14 @@ def test_the_logits_after_any_number_of_tokens(part, name, window, kv_cache):
         torch.testing.assert_close(found, wanted[at], **allowed)
 
 
+@pytest.mark.parametrize("simd", ["portable", full("off")])
 @pytest.mark.parametrize("part", [part for part, _ in NATIVE])
-def test_texts_with_drafts_without_a_cache_and_among_others(part):
+def test_texts_with_drafts_without_a_cache_and_among_others(part, simd):
     of = model(20)
     requests = [Request(IDS[: 9 * n], seed=n, max_new_tokens=200) for n in (1, 3, 8)]
     alone = [write(Writer(open_engine(of, part=part)), request).popitem()[1] for request in requests]
     ways = [dict(draft=draft) for draft in guessers(of)]
-    for way in (*ways, dict(simd="off"), dict(engine="torch")):
+    for way in (*ways, dict(simd=simd), dict(engine="torch")):
         together = write(Writer(open_engine(of, part=part, slots=3, **way)), *requests)
         assert list(together.values()) == alone, way
     again = Request(IDS[:9], seed=1, max_new_tokens=200, use_cache=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from planted import STARTS
-from support import naming
+from support import full, naming
 
 from shakespeare.attention_ext import reference
 from shakespeare.attention_ext.build.recipes import CSRC
@@ -77,16 +77,17 @@ def tried(checker, folder: Path, kernel: str, text: str) -> Verdict:
     return found
 
 
-def test_right_gradients_are_right(checker, tmp_path):
+@pytest.mark.parametrize("some", [("numpy", "part4"), full(("cpp", "torch"))])
+def test_right_gradients_are_right(checker, tmp_path, some):
     part4 = (CSRC / "cpu" / "part4_backward.cpp").read_text()  # with scratch and threads
     part4 = part4.replace("flash_backward_scratch", "backward_scratch").replace("flash_b", "attention_b")
-    for kernel, text in (KERNELS | {"part4": part4}).items():
+    for kernel in some:
         with naming(kernel):
-            found = tried(checker, tmp_path, kernel, text)
+            found = tried(checker, tmp_path, kernel, (KERNELS | {"part4": part4})[kernel])
             assert found.right and found.tried == len(CASES), (found.finding, found.refused)
 
 
-@pytest.mark.parametrize("some", [MISTAKES[:8], pytest.param(MISTAKES[8:], marks=pytest.mark.full)])
+@pytest.mark.parametrize("some", [MISTAKES[:4], full(MISTAKES[4:])])
 def test_mistakes_are_found_and_most_are_named(checker, tmp_path, some):
     missed = []
     for name, kernel, old, new, kinds in some:

@@ -1,11 +1,10 @@
 """gpt.py course: the parts pass every stage of their exercises, and an untouched exercise passes none."""
 
-import contextlib
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -26,71 +25,63 @@ def patient(monkeypatch):
     monkeypatch.setattr(checks, "PYTHON_SECONDS", SECONDS)
 
 
-def result_of(exercise, text: str, folder) -> checks.Result:
-    (folder / exercise.file).write_text(text)
-    (result,) = checks.check([(exercise, folder / exercise.file)], SECONDS)
-    return result
-
-
-def solve(exercise, folder) -> checks.Result:
-    """The result of the solution; the untouched exercise passes nothing."""
-    if exercise.file.endswith(".cu") and not torch.cuda.is_available():
-        pytest.skip("there is no GPU")
-    if "triton" in exercise.name:
-        pytest.importorskip("triton")
-    untouched = result_of(exercise, exercise.text(), folder)
-    assert not untouched.passed and untouched.failed == "it is untouched"
-    return result_of(exercise, exercise.solution(), folder)
+def results_of(tries: list, folder) -> list[checks.Result]:
+    """Of exercises and texts, by one checker."""
+    files = [(exercise, folder / str(i) / exercise.file) for i, (exercise, _) in enumerate(tries)]
+    for (_, text), (_, file) in zip(tries, files):
+        file.parent.mkdir()
+        file.write_text(text)
+    return list(checks.check(files, SECONDS))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda each: each.name)
 def test_the_solution_passes_all_stages_and_the_untouched_exercise_none(exercise, tmp_path, extension):
     """At any speed: the last stage asks for no share of the limit. What a simulator runs has no speed."""
-    solved = solve(dataclasses.replace(exercise, share=0.0), tmp_path)
-    untimed = kernels.read(tmp_path / exercise.file).untimed
+    if exercise.file.endswith(".cu") and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    if "triton" in exercise.name:
+        pytest.importorskip("triton")
+    exercise = dataclasses.replace(exercise, share=0.0)
+    tries = [(exercise, exercise.text()), (exercise, exercise.solution())]
+    untouched, solved = results_of(tries, tmp_path)
+    assert not untouched.passed and untouched.failed == "it is untouched"
+    untimed = kernels.read(tmp_path / "1" / exercise.file).untimed
     assert solved.passed == list(STAGES)[: -1 if untimed else None], solved
     assert solved.failed == untimed and (solved.note or untimed)
 
 
-def test_a_solution_that_is_too_slow_lacks_the_last_stage(tmp_path, extension):
-    """Of the decoder; the test below has a kernel's."""
-    (decoder,) = (each for each in EXERCISES if each.name == "10-decoder")
-    solved = solve(dataclasses.replace(decoder, share=math.inf), tmp_path)
-    assert solved.passed == list(STAGES)[:4] and solved.failed, solved
-
-
-@pytest.mark.parametrize("reached", [0.99, 1.01])  # times the share that is asked for
-def test_the_last_stage_is_judged_by_the_share_of_the_limit(reached, tmp_path, extension, monkeypatch):
+def test_the_last_stage_is_judged_by_the_share_of_the_limit(tmp_path, extension, monkeypatch):
     (fused,) = (each for each in EXERCISES if each.name == "3-fused")
-    flops, peak = reached * fused.share / 100 * 1e8, 1e11  # of a call of 1 ms
-    figures = Figures({"own": 1.0}, flops, peak, 0, "a processor", "cpu")
-    monkeypatch.setattr(checks.speed, "measure", lambda *_, **__: figures)
-    found = result_of(fused, fused.solution(), tmp_path)
-    assert found.points == (5 if reached > 1 else 4) and found.share == pytest.approx(flops / 1e8), found
-    assert reached > 1 or found.failed.endswith(f"(100 GFLOP/s), a processor; {fused.share:g} % is asked for")
-    figures.library = "calls a library"
-    found = result_of(fused, fused.solution(), tmp_path)
-    assert (found.points, found.failed, found.share) == (4, "calls a library", None)
-    with contextlib.nullcontext() if reached > 1 else pytest.raises(models.Failed):
-        assert models.judged(1.0, 0.2 * reached, 20.0).startswith("1e+03 ms, 20.2 % of")
+    shares = [0.99 * fused.share / 100, 1.01 * fused.share / 100]
+    slow, fast = (Figures({"own": 1.0}, 1e8 * s, 1e11, 0, "a processor", "cpu") for s in shares)
+    calling = dataclasses.replace(fast, library="calls a library")
+    monkeypatch.setattr(checks.speed, "measure", Mock(side_effect=[slow, fast, calling]))
+    (file := tmp_path / fused.file).write_text(fused.solution())
+    found = list(checks.check(3 * [(fused, file)], SECONDS))
+    assert [each.points for each in found] == [4, 5, 4]
+    assert [each.share for each in found] == [*map(pytest.approx, shares), None]
+    assert found[0].failed.endswith(f"(100 GFLOP/s), a processor; {fused.share:g} % is asked for")
+    assert found[2].failed == "calls a library"
+    assert models.judged(1.0, 0.202, 20.0).startswith("1e+03 ms, 20.2 % of")
+    with pytest.raises(models.Failed):
+        models.judged(1.0, 0.198, 20.0)
 
 
 def test_exercises_for_a_gpu_compile(nvrtc, tmp_path):
     for exercise in (each for each in EXERCISES if each.file.endswith(".cu")):
-        for text in (exercise.solution(), exercise.text()):
-            (tmp_path / exercise.file).write_text(text)
-            kernel = kernels.loaded(tmp_path / exercise.file)
-            assert isinstance(kernel, kernels.OnLadder)
-            _, resources = kernel.source(32, "sm_80").compile()
-            assert resources.registers > 0
+        (tmp_path / exercise.file).write_text(exercise.solution())
+        kernel = kernels.loaded(tmp_path / exercise.file)
+        assert isinstance(kernel, kernels.OnLadder)
+        _, resources = kernel.source(32, "sm_80").compile()
+        assert resources.registers > 0
 
 
 def test_stages_are_lost_one_by_one(tmp_path, extension):
     """A mistake costs the stages from its own on; a crash and an endless loop are sentences."""
     named = {each.name: each for each in EXERCISES}
     naive, backward, window = named["1-naive"], named["9-backward"], named["4-window"]
-    for exercise, old, new, passed, why in (
+    rows = (
         (naive, "a.keys(head, i)", "Range{0, a.Nk}", 1, "mask"),
         (naive, "ldK = a.k.row_stride", "ldK = a.d", 2, "row_stride"),
         (naive, "float* S) {", "float* S) {\n    *(volatile int*)8 = 0;", 0, "crashed"),
@@ -98,10 +89,10 @@ def test_stages_are_lost_one_by_one(tmp_path, extension):
         (window, "a.change(", "St[0] += 0 * K[-j0 * ldK];\na.change(", 2, "no query sees? They hold NaN"),
         (backward, "dq[:, :, i] += dSij @ Kj", "out += 0.5; dq[:, :, i] += dSij @ Kj", 0, "writes into out"),
         (backward, "Nq, d = q.shape[2:]", "import os; os._exit(0)", 0, "ended the program"),
-    ):
-        text = exercise.solution()
-        assert old in text
-        result = result_of(exercise, text.replace(old, new), tmp_path)
+    )
+    assert all(old in exercise.solution() for exercise, old, *_ in rows)
+    tries = [(exercise, exercise.solution().replace(old, new)) for exercise, old, new, *_ in rows]
+    for (*_, passed, why), result in zip(rows, results_of(tries, tmp_path)):
         assert result.points == passed and why in result.failed, result
 
 
@@ -164,13 +155,11 @@ def test_the_command(cli, failed, tmp_path, extension):
         write(tmp_path / "work")
     page = (tmp_path / "work" / "1-naive.md").read_text()
     assert "course check 1-naive.cpp" in page and "% of the FMA peak" in page
-    shown = cli("course", "check", "work/1-naive.cpp", code=1)
-    assert "0 of 5 points" in shown.stdout
-    assert "next: right without a mask" in shown.stdout
     files = ("--gradescope", "results.json", "--junit", "junit.xml")
     weights = ("--weight", "1-naive=0", "--weight", "9-backward=20")
     made = cli("course", "check", "work/1-naive.cpp", "--seed", 5, *files, *weights)
     assert "0 of 0 points" in made.stdout  # it is left out of the sum
+    assert "next: right without a mask" in made.stdout
     assert json.loads(Path("results.json").read_text())["tests"][0]["status"] == "failed"
     assert ElementTree.parse("junit.xml").getroot()[0].get("name") == "1-naive"
     made = json.loads(cli("course", "check", "work/9-backward.py", "--json", code=1).stdout)

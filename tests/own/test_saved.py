@@ -87,6 +87,5 @@ def test_try_saves(failed, cli, extension, tmp_path):
         assert said in failed("try", "mine.py", "--save", *given)
     call = ("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", 600)
     assert "the best of 1 on " in cli(*call, "--seed", 3, "--save", "a.jsonl").stdout
-    assert saved.HOW in " ".join(cli(*call).stdout.split())
     (entry,) = saved.entries(Path("a.jsonl"))
     assert (entry["file"], entry["N"], entry["heads"]) == ("mine.py", 64, 1)

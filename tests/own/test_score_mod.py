@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support import full
 
 from shakespeare.own.trial import score_mod
 from shakespeare.own.trial.cases import CASES
@@ -24,11 +25,11 @@ WRONG = {
     "float score(float s, At at) { return at.i == at.j ? 1 / 0.0f : s; }": "At{0, 0, 0, 0}) is inf",
     "#include <cmath>\nfloat score(float s, At at) { return at.b ? NAN : s; }": "At{1, 0, 0, 0}) is nan",
 }
-ENDED = {
-    "return *(volatile float*)8;": "segmentation fault",
-    "std::exit(0);": "it was not tried",
-    "for (volatile float x = s;; x = s) (void)x;": "did not end in time",
-}
+ENDED = (
+    ("return *(volatile float*)8;", "segmentation fault"),
+    full("std::exit(0);", "it was not tried"),
+    full("for (volatile float x = s;; x = s) (void)x;", "did not end in time"),
+)
 
 
 @pytest.fixture
@@ -47,8 +48,9 @@ def test_right_headers_are_right(tried):
         assert list(found["ms"]) == ["part1", "part2", "part3", "part4", "without"]
 
 
-def test_mistakes_are_named(tried):
-    for text, why in WRONG.items():
+@pytest.mark.parametrize("some", [0, full(1)])
+def test_mistakes_are_named(tried, some):
+    for text, why in [*WRONG.items()][some::2]:
         found = tried(text)
         assert why in found["wrong"] and found["at"] and "ms" not in found, (text, found)
 
@@ -60,17 +62,17 @@ def test_a_part_that_differs_is_named(tried, monkeypatch):
     assert tried(RIGHT["seen"])["wrong"] == "part3's output differs from the definition's"
 
 
+@pytest.mark.parametrize("body, why", ENDED)
+def test_what_ends_the_process_is_named(cli, extension, tmp_path, body, why):
+    (tmp_path / "mine.h").write_text(f"#include <cstdlib>\nfloat score(float s, At) {{ {body} }}")
+    found = json.loads(cli("try", "mine.h", "--seconds", 5, "--json", code=1).stdout)
+    assert not found["right"] and why in found["wrong"], found
+
+
 def test_the_command(cli, failed, extension, tmp_path):
     file = tmp_path / "mine.h"
-    for body, why in ENDED.items():
-        file.write_text(f"#include <cstdlib>\nfloat score(float s, At) {{ {body} }}")
-        done = cli("try", file, "--seconds", 5, code=1)
-        assert why in done.stdout, done
     file.write_text(RIGHT["kink"])
-    done = cli("try", file, "-N", 64, "--causal", "--json")
-    found = json.loads(done.stdout)
-    assert found["right"] and found["ms"]["part4"] > 0
-    done = cli("try", file, "-N", 64)
+    done = cli("try", file, "-N", 64, "--causal")
     assert f"mine.h is right in {len(CASES)} cases" in done.stdout and "part4 takes" in done.stdout
     file.write_text("float score(float s) { return s; }")
     assert "too many arguments" in cli("try", file, code=1).stdout

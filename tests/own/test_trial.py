@@ -22,7 +22,7 @@ from shakespeare.attention_ext.build import toolchain
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.model import load
 from shakespeare.own import kernel as kernels
-from shakespeare.own.trial import cases, judge, report, sanitizers, speed
+from shakespeare.own.trial import cases, judge, report, sanitizers, saved, speed
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.player import Caller
 from shakespeare.own.trial.speed import Figures, Size
@@ -32,7 +32,7 @@ SECONDS = 600.0  # after which a call is endless; that is known of some mistakes
 ENDLESS_SECONDS = 5.0
 NAMED = 0.85  # least share of the mistakes that the diagnosis names
 QUICK = ("openmp", "numpy")  # that the default tests try
-DEFAULT = {"no maximum", "beyond a row", "one scratch for all", "the last key"}
+DEFAULT = {"beyond a row", "one scratch for all", "the last key"}
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +124,9 @@ def test_kernels_in_cuda_compile(nvrtc, tmp_path):
     for i, (name, text) in enumerate({n: t for n, (s, t) in RIGHT.items() if s == ".cu"}.items()):
         (tmp_path / f"mine{i}.cu").write_text(text)
         kernel = kernels.loaded(tmp_path / f"mine{i}.cu")
-        for arch in ("sm_75", "sm_90"):
-            with naming(name, arch):
-                _, resources = kernel.source(32, arch).compile()
-                assert resources.registers > 0
+        with naming(name):
+            _, resources = kernel.source(32, "sm_75").compile()
+            assert resources.registers > 0
 
 
 def test_without_a_gpu_a_kernel_in_cuda_is_compiled(checker, nvrtc, tmp_path):
@@ -274,6 +273,7 @@ def test_the_report_of_a_right_kernel(cli, extension):
     assert f"mine.cpp is right in {len(CASES)} cases" in done.stdout
     for title in ("memory", "speed", "ladder", "scratch", "what now", "read"):
         assert f"\n{title} " in done.stdout, title
+    assert saved.HOW in " ".join(done.stdout.split())
     done = cli("try", "mine.cpp", "--inference", "-m", "shakes128", "--max-new-tokens", 9, "--num-samples", 1)
     assert "mine.cpp, torch engine" in done.stderr
 
@@ -305,7 +305,7 @@ def test_watching_answers_each_save(process, tmp_path, extension):
 def test_a_crash_in_another_command_is_a_sentence(process, tmp_path, extension):
     (tmp_path / "mine.cpp").write_text(NAIVE.replace("float* O = a.out_at(b, h);", "float* O = nullptr;"))
     running = process("bench", "mine.cpp", "-N", 64)
-    _, said = running.communicate(timeout=600)
+    _, said = running.communicate()
     assert running.returncode == 1
     assert "mine.cpp crashed" in said and "gpt.py try mine.cpp" in said
 

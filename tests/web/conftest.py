@@ -32,13 +32,12 @@ def node(node_program: str) -> Iterator[Node]:
 
 @pytest.fixture(scope="session")
 def wasm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The kernels in WebAssembly: both builds, or by default one in place of both, hardly optimized."""
+    """The kernels in WebAssembly: both builds, or by default one in place of both, as each takes a minute."""
     pytest.importorskip("ziglang", reason=build.NO_ZIG)
     compiled = build.compiled
     with pytest.MonkeyPatch.context() as patch:
         if not any(test.get_closest_marker("full") for test in request.session.items):
             patch.setattr(build, "compiled", lambda name: compiled("simd"))
-            patch.setattr(build, "FLAGS", ("-O1", *(f for f in build.FLAGS if f not in ("-O3", "-flto"))))
         for name in build.BUILDS:
             build.compiled(name)
         yield

@@ -99,13 +99,12 @@ def test_an_eos_token_ends_a_sample_and_an_empty_prompt_is_a_line_end(cli, tmp_p
 def test_text_that_stdout_cannot_encode_is_escaped(process, extension, tmp_path):
     save(tmp_path / "model", tiny.gpt(vocab_size=3), CharTokenizer("–日\n"), {})
     written = ("--inference", "-m", "model", "--prompt", "–日", "--max_new_tokens", 0, "--num_samples", 1)
-    for encoding, shown in (("latin-1", r"\u2013\u65e5"), ("cp1252", r"–\u65e5"), ("utf-8", "–日")):
+    for encoding, shown, as_json in (("latin-1", r"\u2013\u65e5", []), ("cp1252", "", ["--json"])):
         with naming(encoding):
-            for as_json in ([], ["--json"]):
-                done = process(*written, *as_json, PYTHONIOENCODING=encoding)
-                out, errors = done.stdout.buffer.read().decode(encoding), done.stderr.read()
-                assert done.wait() == 0, errors
-                assert json.loads(out)["prompt"] == "–日" if as_json else out == f"{shown}\n"
+            done = process(*written, *as_json, PYTHONIOENCODING=encoding)
+            out, errors = done.stdout.buffer.read().decode(encoding), done.stderr.read()
+            assert done.wait() == 0, errors
+            assert json.loads(out)["prompt"] == "–日" if as_json else out == f"{shown}\n"
 
 
 def test_a_stop_string_that_the_model_cannot_write_and_nanogpt_s_file_are_warned_of(cli, extension):

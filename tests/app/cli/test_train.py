@@ -71,7 +71,7 @@ def test_a_text_of_one_line_ends_with_a_command_that_works(cli, tmp_path):
 
 
 def test_small_blocks_train_and_have_a_draft_of_their_own_or_none(cli, failed, extension):
-    for block in (1, 2, 3, 4, 5, 7):
+    for block in (1, 2, 7):
         own = ("--corpus", "text.txt", "--steps", 1, "--batch-chars", 64, "--block-size", block, "--quiet")
         with naming(block):
             done = cli("train", f"b{block}", *own)
@@ -152,7 +152,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on_and_that_command_goes_on(process, c
         assert running.poll() is None
     running.send_signal(number)
     running.send_signal(signal.SIGTERM)  # `timeout` sends it twice
-    out, errors = running.communicate(timeout=600)
+    out, errors = running.communicate()
     assert running.returncode == 130 and out == "" and "Traceback" not in errors
     assert load("a b").model.config.block_size == 16
     message = errors.splitlines()[-2]
@@ -182,5 +182,5 @@ def test_a_directory_has_one_run_and_a_killed_one_leaves_it(process, failed, cli
 def test_a_closed_stderr_does_not_end_a_run(process):
     running = process("train", "mine", *STEPS)
     running.stderr.close()
-    assert "validation loss" in running.communicate(timeout=600)[0]
+    assert "validation loss" in running.communicate()[0]
     assert running.returncode == 0

@@ -9,6 +9,7 @@ import re
 import pytest
 from rich.console import Console
 from rich.live import Live
+from support import full
 from training_texts import TINY, words
 
 from shakespeare.app.cli import train_display as display
@@ -34,7 +35,7 @@ def test_the_picture_has_the_figures_the_losses_and_the_sample():
     assert len(steps) == LOSS_ROWS and (steps[0], steps[-1]) == (0, 80)
 
 
-@pytest.mark.parametrize("part", ["part0", "part4"])
+@pytest.mark.parametrize("part", [full("part0"), "part4"])
 def test_a_watched_run_is_the_same_run(tmp_path, monkeypatch, extension, part):
     """Samples and pictures after every step change no random number and no weight."""
     for name, value in (("SAMPLE_SECONDS", 0.0), ("SAMPLE_SHARE", 1e9), ("REDRAW_SECONDS", 0.0)):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from serving import MODEL, WAIT_SECONDS, Client, port_of, raw, until
-from support import ROOT, finished
+from support import ROOT, finished, full
 
 from shakespeare.model.checkpoint import shipped
 
@@ -27,7 +27,7 @@ def start(process, extension):
     return run
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT)])
 def test_a_signal_lets_running_requests_finish(start, number):
     child, client = start("--grace", WAIT_SECONDS)
     slow = {"prompt": "a" * 128, "max_tokens": 400, "part": "part1"}

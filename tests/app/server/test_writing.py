@@ -50,7 +50,7 @@ def test_the_same_text_in_every_part(client, cli, part):
     assert response.text() == expected and response.json()["system_fingerprint"].endswith(part)
 
 
-def test_a_text_is_the_same_among_thirty_others(client, cli):
+def test_a_text_is_the_same_among_others(client, cli):
     expected = {seed: written(cli, f"{'ABCDEFGH'[seed % 8]}:", seed, 90) for seed in range(4)}
 
     def one(seed: int) -> str:
@@ -58,12 +58,12 @@ def test_a_text_is_the_same_among_thirty_others(client, cli):
         if seed < 4:
             fields = {"prompt": f"{'ABCDEFGH'[seed % 8]}:", "max_tokens": 90} | CLI_SAMPLING
         else:  # a neighbour, of any length and sampling
-            fields = {"prompt": "x" * draw.randrange(1, 150), "max_tokens": draw.randrange(200)}
+            fields = {"prompt": "x" * draw.randrange(1, 150), "max_tokens": draw.randrange(99)}
             fields |= {"temperature": draw.random() * 2, "logprobs": draw.choice([None, 0, 5])}
         return client.complete(seed=seed, stream=draw.random() < 0.7, **fields).text()
 
-    with ThreadPoolExecutor(34) as pool:
-        texts = list(pool.map(one, range(34)))
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(one, range(16)))
     assert texts[:4] == [expected[seed] for seed in range(4)]
     client.idle()
 

@@ -16,7 +16,7 @@ import oracle
 import pytest
 import torch
 from oracle import qkv
-from support import naming, or_skip, printed
+from support import full, naming, or_skip, printed
 
 from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.attention_ext.webgpu import attention, calls
@@ -67,15 +67,13 @@ def check(step, q, k, v, causal=False, scale=None):
     oracle.assert_close(lse, expected_lse, lses.double(), 4 * rounding + (HALF if step == "6" else 0))
 
 
-@pytest.mark.parametrize(
-    "shape", [*SHAPES, *(pytest.param(s, marks=pytest.mark.full) for s in MORE)], ids=str
-)
+@pytest.mark.parametrize("shape", [*SHAPES, *(full(s) for s in MORE)], ids=str)
 def test_awkward_shapes(step, shape):
     for causal in (True, False):
         check(step, *qkv(*shape), causal)
 
 
-@pytest.mark.parametrize("count, widths", [(8, (24,)), pytest.param(1000, WIDTHS, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count, widths", [(8, (24,)), full(1000, WIDTHS)])
 def test_generated_cases(step, count, widths):
     rng = random.Random(int(step))
     for seed in range(count):

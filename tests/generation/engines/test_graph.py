@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from steps import choose, logits, prefill, write_at_random
+from support import full
 
 from shakespeare.attention_ext.parts import PARTS, CachePrecision, Dtype
 from shakespeare.generation.engines import graph, pytorch
@@ -91,7 +92,7 @@ def test_which_parts_it_serves():
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("capability", [(7, 5), pytest.param((10, 0), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("capability", [(7, 5), full((10, 0))], ids=str)
 def test_its_attention_compiles_without_spilling(capability):
     for head_dim, dtype, threads in ((32, Dtype.FP32, graph.SMALL), (80, Dtype.BF16, graph.LARGE)):
         _, found = graph.source(head_dim, dtype, threads, capability).compile()

@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from steps import SAMPLINGS, choose, counts_of, forced, logits, prefill
-from support import naming
+from support import full, naming
 
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.attention_ext.webgpu import gpu as by_webgpu
@@ -92,14 +92,14 @@ def test_without_an_adapter_the_cpu_writes(extension, no_adapter, cli):
     "change",
     [
         dict(bias=True, n_embd=15, n_head=5, vocab_size=7),
-        pytest.param(dict(n_embd=99, n_head=3, vocab_size=300, block_size=70), marks=pytest.mark.full),
-        pytest.param(dict(n_head=1, n_layer=1, block_size=1, vocab_size=1), marks=pytest.mark.full),
-        pytest.param(dict(n_head=32, n_embd=32, n_layer=3), marks=pytest.mark.full),
-        pytest.param(dict(n_head=6, n_embd=384, block_size=300), marks=pytest.mark.full),
+        full(dict(n_embd=99, n_head=3, vocab_size=300, block_size=70)),
+        full(dict(n_head=1, n_layer=1, block_size=1, vocab_size=1)),
+        full(dict(n_head=32, n_embd=32, n_layer=3)),
+        full(dict(n_head=6, n_embd=384, block_size=300)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kv_cache", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kv_cache", ["fp32", full("bf16")])
 def test_the_logits_are_the_cpus(extension, change, kv_cache):
     model = tiny.scaled(**change)
     length = model.config.block_size
@@ -167,7 +167,7 @@ def boundary_cases(on_gpu, on_cpu, ids, length, seeds, settings) -> tuple[int, i
 
 
 @pytest.mark.usefixtures("adapter")
-@pytest.mark.parametrize("seeds, length", [(3, 12), pytest.param(64, 12, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds, length", [(3, 12), full(64, 12)])
 def test_its_texts_are_those_of_the_cpu(extension, seeds, length):
     checkpoint = load("shakes128")
     on_gpu = open_engine(checkpoint, "webgpu", device="webgpu", slots=seeds)

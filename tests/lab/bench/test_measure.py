@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from support import records
+from support import full, records
 
 from shakespeare.lab import machine
 from shakespeare.lab.bench import contenders, report
@@ -38,7 +38,7 @@ def test_bfloat16(run, monkeypatch):
         assert float(row["of peak"].split()[0]) == pytest.approx(float(row["GFLOP/s"]) / peak, abs=0.51)
 
 
-@pytest.mark.parametrize("names", ["part1,part4,sdpa", pytest.param("flex", marks=pytest.mark.full)])
+@pytest.mark.parametrize("names", ["part1,part4,sdpa", full("flex")])
 def test_rules(run, names):
     """Every contender computes them, or says which it lacks; GFLOP/s counts the scores that are seen."""
     given = "none,window=5+documents=24,alibi+bias,softcap=3,sinks+bias"
