@@ -86,7 +86,7 @@ def as_floats(call):
     return {n: t.float() if getattr(t, "dtype", None) == torch.float64 else t for n, t in call.items()}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=SLOW)
 @given(call=calls(), br=st.sampled_from([None, 1, 16, 33]), bc=st.sampled_from([None, 7, 64]))
 def test_any_rules_together(attend, call, br, bc):
     (held, _), floats = call, as_floats(call[0])
@@ -98,7 +98,7 @@ def test_any_rules_together(attend, call, br, bc):
         oracle.assert_close(mine[some], right[some], theirs[some], 3e-6)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=SLOW)
 @given(call=calls())
 def test_gradients(extension, call):
     (held, given), floats = call, as_floats(call[0])

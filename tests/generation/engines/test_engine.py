@@ -181,7 +181,7 @@ def test_neither_batch_nor_threads_change_a_bit(kernel, threads, count, weights,
 
 
 @settings(
-    max_examples=30,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],  # of a busy machine
