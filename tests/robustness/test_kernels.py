@@ -6,7 +6,6 @@ A program prints the seed of a case that fails. `kernels SEED 1 THREADS`, `backw
 `training SEED 1 THREADS` or `decoder SEED 1` repeats the case.
 """
 
-import os
 import platform
 import shutil
 import subprocess
