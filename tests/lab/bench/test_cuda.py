@@ -30,15 +30,6 @@ def measured(names, rounds=3, gpu=None, **case):
     return bench.done
 
 
-def test_a_plan_is_every_contender_with_a_warm_and_a_cold_cache():
-    cells = plan(["part4", "kernel1", "sdpa-math"], widths=(16, 32), device="cuda", dtype="bf16")
-    each = [(name, 16, l2) for l2 in ("warm", "cold") for name in ("part4", "kernel1", "sdpa-math")]
-    assert [(c.contender, c.d, c.l2) for c in cells[:6]] == each
-    assert len(cells) == 12 and len({cell.group for cell in cells}) == 4
-    assert {(c.simd, c.br, c.bc, c.threads, c.device) for c in cells} == {(None, None, None, 1, "cuda")}
-    assert not any(cell.causal for cell in plan(["kernel1"], queries=1, masks=[True], device="cuda"))
-
-
 def test_a_run_verifies_times_and_skips(monkeypatch):
     on_cpu(monkeypatch)
     done = measured(["part0", "kernel1", "sdpa-math", "sdpa-cudnn"])
@@ -123,17 +114,6 @@ def test_bytes_are_counted_where_they_bound(monkeypatch):
     assert "| GB/s | of bandwidth | of reading |" in text
     assert "400 TFLOP/s in bf16 by PyTorch's product" in text
     assert {r.traffic for r in measured(["kernel1"], lengths=(512,)).results} == {None}
-
-
-def test_a_saved_run_of_a_gpu_is_read_as_it_was(tmp_path, cli):
-    done = gpu_run()
-    report.save(done, tmp_path / "run.json")
-    assert report.load(tmp_path / "run.json") == done
-    shown = cli("bench", "--load", "run.json")
-    assert "FMA peak 50 TFLOP/s in fp32" in shown.stdout and "| over kernel before | over C++" in shown.stdout
-    assert "sequential C++ (part1, one core of the CPU, N 4096, d 32, 2 heads): 2 s; scaled" in shown.stdout
-    for form in ("csv", "jsonl"):
-        assert "Fake GPU" in cli("bench", "--load", "run.json", "-o", form).stdout
 
 
 def test_the_ladder(tmp_path, cli):

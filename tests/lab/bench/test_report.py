@@ -49,7 +49,7 @@ def test_another_file_is_refused(tmp_path, failed):
     file = tmp_path / "run.json"
     report.save(bench_run(), file)
     right = file.read_text()
-    wrong = ["", "[]", "{}", '{"format": 99}', '{"format": 3, "results": [1]}']
+    wrong = ["", "[]", "{}", "[" * 100_000, '{"format": 99}', '{"format": 3, "results": [1]}']
     for old, new in (
         ('"heads"', '"hands"'),
         ('"seconds": [', '"seconds": [-1,'),

@@ -8,7 +8,7 @@ from support import naming
 from shakespeare.attention_ext.cuda.kernels import EVERY
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab.cuda.architectures import SHEETS
-from shakespeare.lab.cuda.costs import BANKS, LANES, SAME, Launch, balance, banked, counted
+from shakespeare.lab.cuda.costs import LANES, SAME, Launch, balance, banked, counted
 from shakespeare.lab.traffic import Case
 
 L2 = 50 << 20
@@ -76,13 +76,3 @@ def test_every_kernel_counts_at_least_what_it_must(name):
             assert found.asked >= found.from_memory(L2) >= tensors
             assert found.exponentials >= 3 * 300 * (301 / 2 if causal else 300)
             assert found.blocks >= 3
-
-
-def test_padding_removes_the_conflicts_of_k():
-    padded, unpadded = ({each.name: each for each in count(name).shared} for name in ("2", "2-unpadded"))
-    assert unpadded["K"].wavefronts / unpadded["K"].fewest > 10
-    assert padded["K"].wavefronts == padded["K"].fewest
-    # 4 reads of K, 4 of Q for 16 products of a thread; d columns, 64 x 64 scores of a tile
-    tiles, warps = 64 * 64 * 100, 8
-    stored = 64 * 32 / BANKS
-    assert padded["K"].wavefronts == tiles * (warps * 4 * 32 + stored)

@@ -53,41 +53,10 @@ def test_explain_has_a_row_for_a_step(adapter, monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", STEPS)
-def test_the_counts_are_those_of_the_loops(name, causal):
-    """Of a GPU that reads a number for one lane at a time: multiply-adds, exponentials and fours, counted."""
-    step, one = STEPS[name], cell(N=40, queries=40, causal=causal)
-    tile = Tile(8, 4) if name in "12" else Tile(2, 4, 3, 4) if name == "3" else Tile(2, 4, 4, 8)
-    d4, half = 2, 8 if name == "6" else 16
-    width = -(-d4 // tile.lanes)
-    adds = exponentials = workgroup = storage = 0
-    for first in range(0, 40, tile.br):
-        storage += 0 if name == "1" else tile.br * d4 * 16
-        workgroup += 0 if name == "1" else tile.br * d4 * 16  # Q
-        for _ in range(0, min(40, first + tile.br) if causal else 40, tile.bc):
-            for _ in range(tile.threads):
-                if name in "12":
-                    adds += 4 * d4 + 4 * tile.bc * width
-                    exponentials += 1 + tile.bc
-                    workgroup += 4 + 8 * tile.bc
-                    reads = 2 * d4 + tile.bc * width
-                    storage += 16 * reads if name == "1" else 0
-                    workgroup += 16 * reads if name == "2" else 0
-                else:
-                    scores = tile.rows * tile.keys
-                    adds += 4 * scores * d4 + 4 * tile.rows * tile.bc * width
-                    exponentials += scores + 4
-                    workgroup += 16 * (1 + tile.lanes)  # the maxima: no subgroup has a whole row
-                    workgroup += tile.bc * width * half
-                    if name == "3":
-                        workgroup += 16 * d4 * (4 + tile.rows) + 16 * tile.rows * (1 + tile.lanes)
-                    else:  # rows and keys by columns, in fours
-                        workgroup += 4 * d4 * (16 + 2 * half) + half * (tile.keys + tile.bc)
-            if name != "1":
-                storage += 16 * 2 * tile.bc * d4
-                workgroup += 2 * tile.bc * d4 * half
-    found = count(step, tile, one, 1)
-    stored = 40 * (d4 * 16 + 4)
-    assert (found.multiply_adds, found.exponentials) == (2 * adds, 2 * exponentials)
-    assert (found.workgroup, found.storage) == (2 * workgroup, 2 * (storage + stored))
-    assert count(step, tile, one, 32).workgroup < found.workgroup
+def test_every_step_counts_at_least_what_it_must(causal):
+    pairs, tile = 2 * (40 * 41 / 2 if causal else 40 * 40), Tile(2, 4, 4, 8)
+    tiles = {"1": Tile(8, 4), "2": Tile(8, 4), "3": Tile(2, 4, 3, 4)}
+    for name, step in STEPS.items():
+        found = count(step, tiles.get(name, tile), cell(N=40, queries=40, causal=causal), 1)
+        assert found.multiply_adds >= 2 * 8 * pairs and found.exponentials >= pairs, name
+        assert found.workgroup > 0 and found.storage >= 2 * 4 * 40 * 8 * 4, name
