@@ -146,13 +146,6 @@ def test_a_full_disk_is_reported_and_leaves_nothing_harmful(full, tmp_path, sour
     assert "reported" in ended
 
 
-def test_a_disk_mounted_noexec_is_reported(tmp_path, sources, namespace):
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    prefix = namespace(f"mount -t tmpfs -o mode=700,noexec none {cache}")
-    assert "cannot be loaded" in error_of(finish(start_python(cache, SCRIPT, sources, prefix=prefix)))
-
-
 OLD = "cc1plus: error: unrecognized command line option '-std=c++17'"
 COMPILERS = {
     "too old": (f'{VERSION}\ncase "$*" in *-std=*) echo "{OLD}" >&2; exit 1;; esac', re.escape(OLD)),

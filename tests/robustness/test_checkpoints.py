@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from support import Hostile, bench_run, copy_tree, printed
+from support import Hostile, copy_tree, printed
 from tiny import VOCABULARY, nanogpt_file
 
 from shakespeare import generate
-from shakespeare.lab.bench import report
 from shakespeare.model import checkpoint
 from shakespeare.model.checkpoint import CheckpointError, load, save
 from shakespeare.model.tokenizer import VocabularyError
@@ -246,18 +245,3 @@ def test_hostile_objects_anywhere_in_a_checkpoint_are_refused_unexecuted(tmp_pat
     with pytest.raises(CheckpointError, match="ckpt.pt is refused"):
         load(str(path))
     assert not proof.exists()
-
-
-def test_a_damaged_run_is_named(cli, damaged, tmp_path):
-    report.save(bench_run(), tmp_path / "run.json")
-    whole, codes = (tmp_path / "run.json").read_bytes(), set()
-    for content in (*damaged(whole), b"[" * 100_000, b"\xff"):
-        (tmp_path / "bad.json").write_bytes(content)
-        for option in ("--load", "bad.json"), ("--load", "run.json", "--compare", "bad.json"):
-            done = cli("bench", *option, code=None)
-            codes.add(done.returncode)
-            if done.returncode:  # a file that can be read may lack common cells
-                assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-                assert "bad.json" in done.stderr or "--compare" in option
-    assert codes == {0, 2}
-    assert done.returncode == 2  # of the last file

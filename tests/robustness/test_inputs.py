@@ -66,22 +66,6 @@ def test_a_prompt_of_ten_million_characters(given, cli, engine, full):
     assert len(texts) == 2 and all(text.startswith(prompt) for text in texts)
 
 
-def test_unknown_characters_of_every_plane_are_named(given, failed):
-    unknown = [chr(plane << 16 | 0x62) for plane in range(17)]
-    for character in (*unknown, "\x07", "\u0300", "\ue000", "\U0010ffff"):
-        message = given(failed, f"a{character}a")
-        assert f"does not know 1 of the text's characters: {character!r}" in message
-        assert message[:-1].isprintable()
-    many = "".join(chr(0x1000 + i) for i in range(50_000))
-    assert len(given(failed, many)) < 200
-
-
-def test_an_argument_of_invalid_utf8_in_a_process_of_its_own(process):
-    running = process("part0", "--inference", "--prompt", b"a\xff\xfe".decode(errors="surrogateescape"))
-    out, errors = running.communicate()
-    assert running.returncode == 2 and errors.count("\n") == 1 and r"'\udcfe' '\udcff'" in errors
-
-
 # Arguments that make each command quick. The option under test comes after them and so counts.
 WRITES = ("--inference", "-m", "model", "--max-new-tokens", 1, "--num-samples", 1, "--prompt", "a")
 COMMANDS = {

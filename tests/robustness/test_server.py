@@ -1,4 +1,4 @@
-"""The server among thousands of clients that read slowly or not at all, leave, or send no request."""
+"""The server among thousands of clients that read slowly or not at all, or leave."""
 
 import http.client
 import itertools
@@ -27,18 +27,7 @@ PARTS = ("part4",) * 14 + ("part2", "part0")  # others are slower, and would tak
 SLOTS, QUEUE, AT_ONCE, MOST_CHOICES = 16, 32, 56, 3
 GROWTH = 1.05
 DEAF_SECONDS = 4.0, 14.0  # the server drops a reader that takes nothing for ten
-LOGGED = "WARNING:  Invalid HTTP request received."  # of bytes that are no request
-KINDS = {"whole": 25, "stream": 30, "leave": 20, "slow": 8, "deaf": 2, "bad": 15}
-JSON = {"Content_Type": "application/json"}
-REFUSED = [  # method, path, body, headers, status
-    ("POST", "/v1/completions", b"\xff\xfe", JSON, 400),
-    ("POST", "/v1/completions", b'{"model": "shakes128", "n": 100000}', JSON, 400),
-    ("POST", "/v1/completions", b'{"model": "nothing"}', JSON, 404),
-    ("POST", "/v1/completions", b"{", JSON | {"Content_Length": "300000"}, 413),
-    ("GET", "/v1/nothing", b"", {}, 404),
-    ("GET", "/v1/completions", b"", {}, 405),
-    ("GET", "/v1/models", b"", {"Host": "evil.example"}, 403),
-]
+KINDS = {"whole": 25, "stream": 30, "leave": 20, "slow": 8, "deaf": 2}
 
 
 def received(connection: socket.socket, pause: float = 0.0) -> Response:
@@ -121,17 +110,6 @@ class Soak:
             time.sleep(draw.choice([0, draw.uniform(0, 0.02), draw.uniform(0, 0.3)]))
         return "left"
 
-    def bad(self, draw: random.Random) -> str:
-        if draw.random() < 0.2:
-            with self.client.connection() as connection:
-                connection.sendall(bytes(draw.randrange(128, 256) for _ in range(100)) + b"\r\n\r\n")
-                response, status = received(connection), 400
-        else:
-            method, path, body, headers, status = draw.choice(REFUSED)
-            response = self.client.send(method, path, body, **headers)
-        assert response.status == status, response
-        return f"refused by {status}"
-
 
 def opened(client: Client, process: int) -> list[int]:
     """The numbers of a server's threads and open files, when its connections have ended.
@@ -171,5 +149,5 @@ def test_nothing_is_lost_or_wrong_or_left_behind(process, cli, extension, full):
     client.idle()
     child.terminate()
     logged = child.communicate(timeout=WAIT_SECONDS)[1]
-    assert child.returncode == 0 and set(logged.splitlines()) <= {LOGGED}, logged
+    assert child.returncode == 0 and logged == "", logged
     assert soak.outcomes.total() == requests and len(soak.outcomes) >= len(KINDS), soak.outcomes

@@ -1,29 +1,24 @@
-"""SIGKILL of workers, nodes and drivers at ten random moments each, and workers that stall.
+"""SIGKILL of workers at ten random moments, on one machine and on Ray, and workers that stall.
 
-However a job is killed, no text is lost, none is written twice, and its files have the same bytes.
+However a worker is killed, no text is lost, none is written twice, and its files have the same bytes.
 """
 
 import contextlib
-import json
 import os
 import random
-import shutil
 import signal
 import time
-import warnings
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from bulk_jobs import Here, check, files, here
+from bulk_jobs import check
 
 from shakespeare.generation.many import bulk, cluster
-from shakespeare.generation.many.jobs import MANIFEST, BulkError
+from shakespeare.generation.many.jobs import BulkError
 from shakespeare.generation.many.processes import STALL_SECONDS, Pool, local_pool
-from shakespeare.generation.many.shards import Shard, Task
 
 pytestmark = pytest.mark.full
 
@@ -90,49 +85,6 @@ def test_killed_workers_cost_a_retry(long, long_expected, tmp_path):
 
     lost = kill_at_random_moments(long, *long_expected, tmp_path, open_pool, kill)
     assert all(reason.endswith("was killed by SIGKILL") for reason in lost)
-
-
-class Copies(Here):
-    """Shards that were written before, so that most of a driver's time goes into files and manifests."""
-
-    def __init__(self, source: Path) -> None:
-        self.source, self.given = source, deque[Task]()
-
-    def wait(self):
-        task = self.given.popleft()
-        data = (self.source / f"texts-{task.first:012d}.jsonl").read_bytes()
-        time.sleep(1e-3)
-        return [(task, Shard(data, task.count, 0, 0.0, machine={"processor": "a", "instructions": "b"}))]
-
-
-def test_a_driver_killed_at_any_moment_loses_and_doubles_nothing(job, expected, tmp_path):
-    bulk.run(job, tmp_path / "source", here())
-    chance, out, found = random.Random(), tmp_path / "out", set()
-    for _ in range(20):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads, which the child does not use
-            child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                bulk.run(job, out, lambda settings, shards: Copies(tmp_path / "source"))
-            os._exit(0)
-        what = chance.choice(("*", "texts-*.jsonl"))  # an unfinished manifest, say, or a whole file
-        before, ended = len(list(out.glob(what))), os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while not os.waitid(os.P_PID, child, ended) and len(list(out.glob(what))) == before:
-            time.sleep(1e-4)
-        time.sleep(chance.uniform(0, 0.01))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        found.add(len(files(out)))
-        with contextlib.suppress(FileNotFoundError):
-            listed = json.loads((out / MANIFEST).read_text())["shards"]
-            assert files(out).items() >= {name: shard["sha256"] for name, shard in listed.items()}.items()
-        assert expected.items() >= files(out).items()
-        if len(files(out)) == len(expected):
-            shutil.rmtree(out)
-    assert len(found) > 1
-    bulk.run(job, out, here())
-    check(out, expected)
 
 
 def test_a_stalled_worker_is_killed_and_its_file_tried_again(slow, slow_expected, tmp_path):
