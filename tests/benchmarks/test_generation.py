@@ -77,24 +77,6 @@ def test_the_figures_follow_from_the_times(capsys):
     assert table["other"] == "500|50 %|3 of 3|1.00|25 %|2.00|2e-06|1.2346|100 of 100".split("|")
     assert table["memory limit"] == ["2000", "", "", "", "100 %", "0.50", "", "", ""]
     assert table["contender"][5] == "ours = 1"
-    for batch, prompt, count, unit, figure in ((4, 1, 100, "tokens/s", "4000"), (1, 64, 1, "ms", "100.00")):
-        case = bench.Case("shakes128", batch, prompt, count)
-        bench.show(case, bench.finished(case, {"ours": right | {"seconds": [0.1] * 3}}))
-        table = rows(capsys.readouterr().out)
-        assert table["ours"][0] == figure and table["contender"][0] == unit and "memory limit" not in table
-
-
-@pytest.mark.full
-def test_the_native_engine_writes_the_same(run):
-    code, output = run("--cases", "pair", "--engines", "native,cuda")
-    assert code == 0
-    table = rows(output)
-    ours = ["native part4", "native part4 bf16", "native part4 int8", "native part4 kv-bf16"]
-    assert list(table) == ["contender", *ours]  # the CPU has no cuda engine
-    errors = [float(table[name][6]) for name in ours]
-    assert errors[0] < 1e-4 < errors[1] < errors[2] < 0.5  # the rounding is visible
-    assert 1e-4 < errors[3] < 0.1
-    assert table["native part4"][-1] == "4 of 4"
 
 
 def test_what_is_wrong_is_not_timed_and_what_fails_is_a_row(run):

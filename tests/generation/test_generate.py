@@ -186,7 +186,6 @@ def test_numbers_of_numpy_a_model_s_name_and_none_are_taken(extension, shakes, c
 def test_wrong_arguments_are_named_before_anything_is_written(shakes):
     for change, error, message in (
         (dict(prompt=b"A"), TypeError, "prompt is a bytes; it must be a string"),
-        (dict(prompt="日"), ValueError, "the model does not know 1 of the text's characters: '日'"),
         (dict(br="8"), TypeError, "br is a str"),
         (dict(stream=2), TypeError, "stream is a int; it must be True or False"),
         (dict(use_cache="no"), TypeError, "use_cache is a str; it must be True or False"),
@@ -196,7 +195,6 @@ def test_wrong_arguments_are_named_before_anything_is_written(shakes):
         (dict(part="part4", draft=5), TypeError, "draft is a int; it must be 'auto', 'off', a name"),
         (dict(temprature=1.0), TypeError, r"generate\(\) got an unexpected keyword argument 'temprature'"),
         (dict(capacity=4), TypeError, r"generate\(\) got an unexpected keyword argument 'capacity'"),
-        (dict(temperature="1"), TypeError, "temperature is a str"),
         (dict(stop=3), TypeError, "stop is a int; it must be a string or several"),
     ):
         with naming(change), pytest.raises(error, match=message):

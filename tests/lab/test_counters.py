@@ -3,10 +3,9 @@
 import os
 
 import pytest
-from support import finished, found_program, script
+from support import found_program, script
 
 from shakespeare.attention_ext import PARTS, BuildError
-from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.processor import Cache
 from shakespeare.lab import counters, machine
 from shakespeare.lab.traffic import Case
@@ -75,24 +74,3 @@ def test_what_cannot_be_counted_is_named(cachegrind, monkeypatch):
         count("part1", N=2**20)
     with pytest.raises(BuildError, match="valgrind cannot run .*Cache set count is not a power of two"):
         count(caches=(L1, Cache(2, 3 << 20, 16, 64)))
-
-
-@pytest.fixture
-def alone(extension, tmp_path):
-    """Run the program of the kernels; return its exit code, stdout (a sum) and stderr."""
-    program = recipes.program("off").make()
-    return lambda *words: finished(program, *words)
-
-
-@pytest.mark.full
-def test_the_program_refuses_what_it_does_not_understand(alone):
-    code, _, said = alone("part5_none", 70, 24, 32, 16, 0, 1, 1)
-    assert (code, said) == (2, f"alone: PART is part5_none; it must be one of {' '.join(KERNELS)}\n")
-    assert alone("part4_flash", "7x", 24, 32, 16, 0, 1, 1)[0] == 2
-    assert alone("part4_flash", 70)[2].startswith("usage: alone PART N d BR BC CAUSAL HEADS REPEATS")
-
-
-@pytest.mark.full
-def test_a_call_brings_in_what_it_must(cachegrind):
-    must = 4 * (4 * 64 * 16 + 64 * 64)  # q, k, v, out and the score matrix, which fit L2
-    assert must <= count("part1", caches=(L1, L2)).last < must + 16384  # plus some code and stack

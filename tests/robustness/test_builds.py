@@ -156,7 +156,6 @@ COMPILERS = {
         r"made a library that cannot be loaded \(.*: file too short\)",
     ),
     "in Latin 1": (f"{VERSION}\nprintf 'error: \\377 kaboom\\n' >&2; exit 1", "failed: error: . kaboom"),
-    "killed at its version": ("kill -KILL $$", r"does not run: .* died with <Signals.SIGKILL: 9>"),
 }
 
 

@@ -3,8 +3,6 @@
 import asyncio
 import itertools
 import json
-import random
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -48,24 +46,6 @@ def test_the_same_text_in_every_part(client, cli, part):
     expected = written(cli, "ROMEO:", 7, 40, part=part)
     response = client.complete(seed=7, max_tokens=40, part=part, **CLI_SAMPLING)
     assert response.text() == expected and response.json()["system_fingerprint"].endswith(part)
-
-
-def test_a_text_is_the_same_among_others(client, cli):
-    expected = {seed: written(cli, f"{'ABCDEFGH'[seed % 8]}:", seed, 90) for seed in range(4)}
-
-    def one(seed: int) -> str:
-        draw = random.Random(seed)
-        if seed < 4:
-            fields = {"prompt": f"{'ABCDEFGH'[seed % 8]}:", "max_tokens": 90} | CLI_SAMPLING
-        else:  # a neighbour, of any length and sampling
-            fields = {"prompt": "x" * draw.randrange(1, 150), "max_tokens": draw.randrange(99)}
-            fields |= {"temperature": draw.random() * 2, "logprobs": draw.choice([None, 0, 5])}
-        return client.complete(seed=seed, stream=draw.random() < 0.7, **fields).text()
-
-    with ThreadPoolExecutor(16) as pool:
-        texts = list(pool.map(one, range(16)))
-    assert texts[:4] == [expected[seed] for seed in range(4)]
-    client.idle()
 
 
 def test_the_mean_log_probability_is_the_loss(client):

@@ -128,7 +128,8 @@ def test_the_ladder(tmp_path, cli):
     assert speeds["kernel3"] == pytest.approx(3 * speeds["kernel1"])
     assert "2 heads): 2 s; scaled by work" in figure.get_suptitle()
     report.save(done, tmp_path / "run.json")
-    cli("bench", "--load", "run.json", "--plot", "pictures")
+    shown = cli("bench", "--load", "run.json", "--plot", "pictures").stdout
+    assert "| over kernel before | over C++" in shown and "2 heads): 2 s; scaled" in shown
     assert {file.name for file in (tmp_path / "pictures").iterdir()} == {"ladder.svg", "ladder.png"}
 
 
