@@ -152,8 +152,8 @@ class FakeGpu:
 
     device, l2 = torch.device("cpu"), 50 << 20
 
-    def __init__(self, free: int = 10**10, peaks: Sequence[float] = (5e13,)) -> None:
-        self._free, self._peaks = free, list(peaks)
+    def __init__(self, free: int = 10**10) -> None:
+        self._free = free
 
     def describe(self) -> dict:
         sizes = {"multiprocessors": 132, "memory": 80 << 30, "l2": self.l2}
@@ -173,7 +173,7 @@ class FakeGpu:
         return [2e-3 if cold else 1e-3] * count
 
     def fma_peak(self) -> float:
-        return self._peaks.pop(0) if len(self._peaks) > 1 else self._peaks[0]
+        return 5e13
 
     def reading(self, size: float, cold: bool) -> float:
         return 1e-3 if cold else 5e-4
@@ -185,16 +185,15 @@ class FakeGpu:
         return {"read": 3e12, "copied": 2.9e12}
 
 
-def gpu_run(change: float = 1.0, rounds: int = 10) -> Run:
-    """A run on a GPU with known figures: kernel n takes 1/n ms with a little spread, kernel3 `change` / 3."""
+def gpu_run() -> Run:
+    """A run on a GPU with known figures: kernel n takes 1/n ms with a little spread."""
     gpu = FakeGpu().describe() | {"bandwidths": FakeGpu().bandwidths()}
-    done = Run(machine(gpu=gpu), rounds, 0.1, FakeGpu.l2, complete=True)
+    done = Run(machine(gpu=gpu), 10, 0.1, FakeGpu.l2, complete=True)
     done.peaks, done.bandwidths = {1: 5e13}, {1: 3e12}
     names = ("part0", "kernel1", "kernel2", "kernel3-spilled", "kernel3", "sdpa-math")
     for cell in plan(names, lengths=(4096,), heads=1, batch=100, device="cuda"):
         number = int(re.sub(r"\D", "", cell.contender.split("-")[0]) or 2)
-        factor = change if cell.contender == "kernel3" else 1
-        done.results.append(known(cell, 1e-3 / max(1, number) * factor, rounds))
+        done.results.append(known(cell, 1e-3 / max(1, number), 10))
     small = smaller(done.results[0].cell)
     done.sequential = [Result(small, error=1e-7, error_at=(0, 0, 0, 0), seconds=[2.0] * 3, paces=[1.0] * 3)]
     return done
