@@ -94,10 +94,9 @@ class Decoder:
     def __init__(self, model: Checkpoint | GPT, options: EngineOptions, draft: Draft | None = None) -> None:
         c = model.config
         self.config, self.slots, self.capacity = c, options.slots, options.context(c)
-        self.free = list(range(self.slots))
         # PyTorch's number where it is imported; PyTorch does not know a container's quota
         of_torch = getattr(sys.modules.get("torch"), "get_num_threads", processor.threads)
-        self.threads = options.threads or min(of_torch(), processor.cores())
+        self.threads = min(of_torch(), processor.cores()) if options.threads is None else options.threads
         helpers = resolve_simd(options.simd)
         # Each thread calls the kernel itself, so the tile is one thread's.
         tuned = tiles.tile(helpers, 1, c.head_dim, self.capacity, causal=True)
@@ -127,7 +126,8 @@ class Decoder:
         )
         if not self._handle:
             raise self._error()
-        for slot in range(self.slots):
+        self.free = list(range(self.slots))
+        for slot in self.free:
             self.set_sampling(slot, Sampling())
         try:
             self.set_draft(draft)

@@ -68,7 +68,7 @@ def test_awkward_shapes():
 SIZES = dict(Nq=st.integers(1, 150), more=st.integers(0, 150), d=st.integers(1, 70))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(**SIZES, causal=st.booleans(), scale=st.sampled_from([None, 0.0, 1.0, -0.5]))
 def test_any_size(Nq, more, d, causal, scale):
     check(*inputs(1, 2, Nq, Nq + more, d), causal, scale)

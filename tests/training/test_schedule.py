@@ -77,7 +77,7 @@ def test_a_schedule_goes_on_where_it_was(clock):
         clock.now += 0.1
         first.stepped(0.1)
     second = ByTime(MINUTE)
-    second.load(first.state())
+    second.load(first.state(), [])
     assert (second.done, second.rate(), second.progress()) == (200, first.rate(), first.progress())
     clock.now += 10_000
     rates = drive(clock, second, lambda at: 0.1)

@@ -179,7 +179,7 @@ def test_the_address_keeps_all_choices(node):
 
 def test_a_value_out_of_its_range_is_ignored(node):
     for wrong in """
-        seed=-1 seed=18446744073709551616 length=0 length=1.5 length=1e9 temperature=-1 topp=0 window=5000
+        seed=-2 seed=18446744073709551616 length=0 length=1.5 length=1e9 temperature=-1 topp=0 window=5000
         l1=60 n=33 br=0 part=flash weights=int8 layer=-2 key=-2 frame=1.5 length= branches=3:65.5
         branches=0.5:65,:,3
     """.split():

@@ -54,7 +54,7 @@ const NOTES = {
   part4: {
     Begin: [
       "A tile of queries is loaded once, transposed and scaled. Its output and the sums l start at 0, the maxima m at minus infinity.",
-      "std::fill_n(m, padded, sink",
+      "std::fill_n(m, padded, reference",
     ],
     Scores: [
       "The tile of scores is Br × Bc, whatever N is. It overwrites the tile before it: no score ever goes to memory. The mask cuts a tile on the diagonal.",

@@ -47,6 +47,7 @@ COMMON = {  # field: (good values, bad values)
     "suffix": (["", None], ["a", 1]),
     "verbosity": (["medium", None], ["low", "high", 1]),
     "stream": ([True, False, None], ["true", 1, 0, []]),
+    "ignore_eos": ([True, False, None], ["true", 1]),
     "top_k": ([1, 200, 0, -1, None], [-2, 2**63, *INTS]),
     "typical_p": ([0.5, 1, None], [0, 1.1, *FLOATS]),
     "min_p": ([0, 0.5, 1, None], [-0.1, 1.1, *FLOATS]),
