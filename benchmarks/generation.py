@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.measuring import QUIET, attempt, failed_row, percent, show_table, take_turns
+from benchmarks.measuring import QUIET, attempt, percent, show_table, take_turns
 from benchmarks.peers import Peer
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
 from benchmarks.peers.graphs import GraphPyTorch
@@ -253,7 +253,7 @@ def show(case: Case, figures: Figures) -> None:
 def row(name: str, f: Mapping[str, Any], limit: float | None) -> str:
     """A row of the table. limit: the time of the memory limit, relative to the first contender's."""
     if "failed" in f:
-        return failed_row(name, f["failed"])
+        return f"{name} | {f['failed']}"
     if "relative" not in f:
         return f"{name} | wrong, so not timed | | | | | | {f['error']:.0e} | | "
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -11,15 +11,11 @@ from shakespeare.lab import timing
 from shakespeare.lab.machine import Load
 from shakespeare.lab.timing import Samples
 
-Name = TypeVar("Name")
-Result = TypeVar("Result")
-
-
 MOST_REASON = 200  # characters of why a contender failed
 QUIET = "quiet | all samples' time"  # titles: how many samples were quiet; all samples' median over theirs
 
 
-def attempt(failed: dict[Any, str], name: object, call: Callable[..., Result], *given: Any) -> Result | None:
+def attempt(failed: dict[str, str], name: str, call: Callable[..., Any], *given: Any) -> Any:
     """A contender's result, or None after an error: `failed` then has the reason."""
     try:
         return call(*given)
@@ -31,18 +27,18 @@ def attempt(failed: dict[Any, str], name: object, call: Callable[..., Result], *
 
 
 def take_turns(
-    contenders: Mapping[Name, Callable[[], float]],
+    contenders: Mapping[str, Callable[[], float]],
     rounds: int,
-    failed: dict[Any, str],
-    load: Load | None = None,
-    size: int = 0,
-) -> dict[Name, Samples]:
+    failed: dict[str, str],
+    load: Load | None,
+    size: int,
+) -> dict[str, Samples]:
     """The seconds that each contender returns in each round; the contenders take turns.
 
     failed: gets those that raise an error, which the result lacks. load, size: as in lab.timing.take_turns().
     """
 
-    def turn(name: Name) -> float:
+    def turn(name: str) -> float:
         seconds = None if name in failed else attempt(failed, name, contenders[name])
         return math.nan if seconds is None else seconds
 
@@ -50,21 +46,14 @@ def take_turns(
     return {name: of for name, of in zip(contenders, samples) if name not in failed}
 
 
-def failed_row(name: object, reason: str) -> str:
-    """The row of a contender that failed. name: a tuple has a cell for each part."""
-    return " | ".join([*map(str, name if isinstance(name, tuple) else (name,)), reason])
-
-
 def percent(share: float) -> str:
     """0.5 as '50 %'."""
     return f"{100 * share:.0f} %"
 
 
-def show_table(titles: str, rows: Iterable[str], failed: Mapping[Any, str] = {}) -> None:
-    """Print a Markdown table row by row; ' | ' separates cells. failed: the last rows, see attempt()."""
+def show_table(titles: str, rows: Iterable[str]) -> None:
+    """Print a Markdown table row by row; ' | ' separates cells."""
     click.echo(f"| {titles} |")
     click.echo("|---" * (titles.count("|") + 1) + "|")
     for row in rows:
         click.echo(f"| {row} |")
-    for name, reason in failed.items():
-        click.echo(f"| {failed_row(name, reason)} |")
