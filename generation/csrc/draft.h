@@ -130,8 +130,7 @@ class DraftPace {
 };
 
 // What drafts did. guesses, hits: of all tokens that were chosen. drafted, accepted: rows that were spent on
-// guesses. Seconds: of guessing, of the steps with drafts, and of the rows of these steps that gave no token.
+// guesses.
 struct DraftCounts {
     int64_t steps = 0, tokens = 0, guesses = 0, hits = 0, drafted = 0, accepted = 0;
-    double guessing = 0, verifying = 0, wasted = 0;
 };

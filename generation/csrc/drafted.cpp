@@ -52,20 +52,12 @@ class Decoder::Drafting {
         const int64_t texts_of_step = static_cast<int64_t>(active.size());
         int64_t rows = texts_of_step, given = 0;
         decoder.trace.timed("draft", 0, [&] { rows += guess(rows); });
-        const double guessed = seconds_since(start);
         const std::vector<Token> tokens = tokens_of_step();
         decoder.pass(tokens);
         decoder.trace.timed("sampling", 0, [&] { given = accept(tokens); });
-        const double elapsed = seconds_since(start);
-        DraftPace& pace = decoder.draft_pace;
-        pace.took(rows, elapsed, given);
+        decoder.draft_pace.took(rows, seconds_since(start), given);
         DraftCounts& counts = decoder.counts;
         counts.steps++, counts.tokens += given, counts.drafted += rows - texts_of_step;
-        counts.guessing += guessed;
-        if (rows > texts_of_step) {
-            counts.verifying += elapsed - guessed;
-            counts.wasted += std::max(0.0, pace.cost(rows) - pace.cost(given));
-        }
         return true;
     }
 

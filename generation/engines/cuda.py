@@ -129,7 +129,7 @@ class CudaEngine(Slots):
         self._guessed = np.zeros((slots, 2))  # of each slot's text: guesses that were compared, and hits
         self._kept += [self._tails, self._guessed]
         self._tables: tuple[Memory, ...] = ()
-        self._drafts = np.zeros(5)  # passes, tokens, rows of guesses, guesses that were compared; seconds
+        self._drafts = np.zeros(4, int)  # passes, tokens, rows of guesses, guesses that were compared
         self._counted = np.zeros((0, 3), np.int32)  # of the last launch, as struct Work has them
         try:
             self.set_draft(draft)
@@ -227,7 +227,7 @@ class CudaEngine(Slots):
             self._tails[at] = np.concatenate([self._tails[at], chosen[-ORDER:].T], axis=1)[:, -ORDER:]
             if launch.drafts:
                 passes, drafted, guesses = self._counted.sum(0).tolist()
-                self._drafts += passes, chosen.size, drafted, guesses, rows * self._row_seconds[launch]
+                self._drafts += passes, chosen.size, drafted, guesses
                 self._guessed[at, 0] += self._counted[:, 2]
                 self._guessed[at, 1] += rows - self._counted[:, 0]
             if scored:
@@ -295,13 +295,12 @@ class CudaEngine(Slots):
         self.draft = draft
 
     def draft_counts(self) -> DraftCounts:
-        """What drafts did since the last call. Guessing is a part of verifying, and `wasted` is not known."""
+        """What drafts did since the last call."""
         with self._lock:
-            steps, tokens, drafted, guesses, seconds = self._drafts.tolist()
+            passes, tokens, drafted, guesses = self._drafts.tolist()
             self._drafts[:] = 0
-        passes = int(steps)
-        accepted = int(tokens) - passes
-        return DraftCounts(passes, int(tokens), int(guesses), accepted, int(drafted), accepted, 0, seconds, 0)
+        accepted = tokens - passes
+        return DraftCounts(passes, tokens, guesses, accepted, drafted, accepted)
 
     def _way(self, slots: Sequence[int]) -> Launch:
         """How these texts are written: with drafts, if each has a cluster of its own and guesses hit.

@@ -50,12 +50,9 @@ class DraftCounts(NamedTuple):
     hits: int
     drafted: int
     accepted: int
-    guessing: float
-    verifying: float
-    wasted: float
 
 
-DRAFT_COUNTS = "6q3d"  # its fields in memory
+DRAFT_COUNTS = "6q"  # its fields in memory
 HEADER = Path(__file__).parent.parent / "csrc" / "api.h"
 # How ctypes names the types of its signatures; pointers to anything else are addresses.
 TYPES: dict[str, Any] = {"void": None, "bool": c_bool, "double": c_double, "int64_t": c_int64}

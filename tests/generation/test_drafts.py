@@ -237,7 +237,7 @@ def test_thousands_of_texts_are_the_same(part, simd, kv_cache, model, kinds):
 
 
 def test_the_draft_of_a_model_hits(model, kinds):
-    engine = open_engine(model, draft=kinds["own"], threads=1)
+    engine = open_engine(model, slots=1, draft=kinds["own"], threads=1)
     write_at_random(engine, [Request([0], seed=seed, max_new_tokens=39) for seed in range(20)], 0)
     counts = engine.draft_counts()
     assert counts.hits > 0.4 * counts.guesses > 0  # 1 / 11 by chance
