@@ -399,13 +399,13 @@ class OnLadder:
     takes_tensors = True
 
     def __init__(self, file: Path, source: Source) -> None:
-        from shakespeare.attention_ext.cuda.kernels import KERNELS
+        from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS
 
         if source.ladder not in KERNELS:
             raise BuildError(f"{file.name} defines attention_kernel{source.ladder}; the ladder has none")
         path = str(kept(file.name, source.text, sources(file)))
         self._row = replace(KERNELS[source.ladder], name=path, sources={Dtype.FP32: path})
-        KERNELS[path] = self._row  # where the launcher looks
+        EVERY[path] = self._row  # where the launcher looks
 
     def source(self, d: int, arch: str) -> nvrtc.Source:
         """What NVRTC compiles for heads of width d and an architecture such as sm_90."""
