@@ -17,7 +17,7 @@ setup:  ## Make .venv with all that the tests need
 test:  ## Run the tests of every feature
 	$(python) -m pytest
 
-test-all:  ## Run all tests, half an hour
+test-all:  ## Run all tests, up to an hour
 	$(python) -m pytest -m ""
 
 robustness:  ## Run the stress tests with all their cases, most of an hour
