@@ -115,7 +115,7 @@ def has_gpu() -> bool:
     return any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 
 
-_rows: dict[str, Any] = {}
+_rows: dict[tuple[str, Path], Any] = {}
 _loaded: dict[tuple[Path, bool], Any] = {}
 _modules: dict[Path, list[str]] = {}  # that a file in Python imports from beside it
 
@@ -125,7 +125,7 @@ def row(part: str) -> Part:
     if not os.path.isfile(part):
         raise ValueError(f"part is {part!r}; there is no such file")
     file = Path(part).absolute()
-    return cache.latest(_rows, part, lambda: _row(part, file), lambda: [file])
+    return cache.latest(_rows, (part, file), lambda: _row(part, file), lambda: [file])
 
 
 def _row(part: str, file: Path) -> Part:

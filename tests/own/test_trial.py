@@ -182,6 +182,10 @@ def test_python_and_the_engine_call_the_file(extension, tmp_path, monkeypatch):
         shutil.rmtree("lib/__pycache__", ignore_errors=True)  # both are saved in the same second
         same = generate(model, "ROMEO:", 40, part="mine.py") == texts["part4"]
         assert same == (sign == 1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("mine.py").write_text(NUMPY)  # the same name in another folder is another file
+    assert generate(model, "ROMEO:", 40, part="mine.py") == texts["part4"]
 
 
 def test_wrong_uses_are_named(extension, tmp_path):
