@@ -39,12 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the page's build: one worker compiles it for a minute while no other waits for it."""
+    """Begin with the page: one worker compiles it for minutes while no other waits for it."""
     if file := config.getoption("without"):
         names = set(file.read_text().splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
         items[:] = [item for item in items if item.nodeid not in names]
-    items.sort(key=lambda item: not item.path.match("web/test_build.py"))
+    items.sort(key=lambda item: not item.path.match("web/test_page.py"))
 
 
 IDLE_SECONDS, LONGEST_SECONDS = 60, 3600

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from node_process import WEB_TESTS, Node
-from support import found_program, full, printed
+from support import found_program, printed
 
 from shakespeare.attention_ext.build import cache
 from shakespeare.own.trial import judge
@@ -31,16 +31,11 @@ def node(node_program: str) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="session")
-def wasm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The kernels in WebAssembly: both builds, or by default one in place of both, as each takes a minute."""
+def wasm() -> None:
+    """Both builds of the kernels in WebAssembly; each compiles for a minute or more."""
     pytest.importorskip("ziglang", reason=build.NO_ZIG)
-    compiled = build.compiled
-    with pytest.MonkeyPatch.context() as patch:
-        if not any(test.get_closest_marker("full") for test in request.session.items):
-            patch.setattr(build, "compiled", lambda name: compiled("simd"))
-        for name in build.BUILDS:
-            build.compiled(name)
-        yield
+    for name in build.BUILDS:
+        build.compiled(name)
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +46,7 @@ def page_folder(wasm: None, shared: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=["chromium", full("firefox")])
+@pytest.fixture(params=["chromium", "firefox"])
 def visit(request: pytest.FixtureRequest, node_program: str, page_folder: Path, tmp_path: Path):
     """Return a function that runs a scenario of scenarios.mjs in each browser and gives what it returns.
 

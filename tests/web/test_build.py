@@ -17,17 +17,19 @@ def test_a_browser_gets_its_build_whole_from_those_that_are_mixed(node, tmp_path
         assert made.encode("latin1").startswith(dict(zip(build.BUILDS, builds))[node("build")])
 
 
-def test_a_folder_holds_the_page_before_until_it_holds_the_new_one(page_folder, tmp_path, monkeypatch):
-    folder = tmp_path / "page"
-    folder.mkdir()
-    (folder / "index.html").write_text("the page before")
-    build.write_stamp(folder)
-    monkeypatch.setattr(build, "make", lambda: page_folder)
+def test_a_folder_holds_the_page_before_until_it_holds_the_new_one(tmp_path, monkeypatch):
+    folder, cached = tmp_path / "page", tmp_path / "cache"
+    for place, text in ((folder, "the page before"), (cached, "the new page")):
+        place.mkdir()
+        (place / "index.html").write_text(text)
+        build.write_stamp(place)
+    monkeypatch.setattr(build, "make", lambda: cached)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "copytree", Mock(side_effect=KeyboardInterrupt))
         build.put(folder)
     assert (folder / "index.html").read_text() == "the page before"
     for _ in range(2):
         build.put(folder)
-        assert build.files(folder) == build.files(page_folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["page"]
+        assert (folder / "index.html").read_text() == "the new page"
+        assert build.files(folder) == build.files(cached)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "page"]

@@ -107,6 +107,7 @@ def test_what_other_programs_write_is_read_as_in_python(node, directory):
         assert (said == "fine") == fine != refused_by_python(directory), (said, change)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_floats_are_widened(node, directory, dtype, wasm):
     file = directory / "model.safetensors"
@@ -138,6 +139,7 @@ def test_a_wrong_configuration_is_refused(node, directory):
         assert message in outcome(node, directory) and refused_by_python(directory)
 
 
+@pytest.mark.full
 def test_logits_that_overflow_are_an_error_and_the_next_text_is_written(node, directory, wasm):
     """Finite weights, but NaN comes out of them: a sentence, not a trap."""
     node.load(directory=str(directory))
@@ -154,6 +156,7 @@ def test_logits_that_overflow_are_an_error_and_the_next_text_is_written(node, di
     assert node("text", prompt="abc", length=30) == fine
 
 
+@pytest.mark.full
 def test_a_prompt_with_unknown_characters_is_refused(node, directory, wasm):
     node.load(directory=str(directory))
     with pytest.raises(Refused, match='does not know 2 of the text\'s characters: "X" "Y"'):

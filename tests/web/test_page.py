@@ -16,6 +16,8 @@ from shakespeare.attention_ext import PARTS
 from shakespeare.model.checkpoint import load, save
 from shakespeare.web import build
 
+pytestmark = pytest.mark.full  # the page's kernels compile for minutes
+
 WITH_FRAMES = ("part1", "part2", "part3", "part4")  # others show the formula's
 QUERY = {"model": "shakes256", "seed": "7", "length": 60}
 
@@ -60,7 +62,6 @@ FILTERS = {"temperature": 1.1, "topk": 20, "topp": 0.9, "typicalp": 0.95}
 SAME_FILTERS = {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "typical_p": 0.95}
 
 
-@pytest.mark.full
 def test_the_gpu_writes_the_texts_of_the_cpu_and_loses_none(visit, extension):
     """SwiftShader shows that it is right, never that it is fast."""
     if visit.browser != "chromium":
@@ -85,7 +86,6 @@ def test_without_webgpu_a_sentence_says_why(visit):
     assert re.match(r"The GPU cannot write: .*\.$", made["note"]) and not made["texts"]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "query, model", [({}, "shakes256-bf16"), ({"model": "shakes128", "weights": "fp32"}, "shakes128-fp32")]
 )
@@ -98,13 +98,11 @@ def test_the_weights_come_before_the_modules_and_once(visit, query, model):
     assert answered.index(weights[0]) < answered.index("/js/main.js")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("lacks, writes", [("", True), ("connect-src 'self'; ", False)])
 def test_the_page_writes_under_its_policy_and_needs_it(visit, lacks, writes):
     assert visit("policy", lacks=lacks) == writes
 
 
-@pytest.mark.full
 def test_a_model_that_fails_or_is_late_is_never_replaced_by_another(visit, extension):
     made = visit("models", query=QUERY | {"seed": 7}, broken="shakes1024", late="shakes128")
     assert made["before"] == native(QUERY)
@@ -114,12 +112,10 @@ def test_a_model_that_fails_or_is_late_is_never_replaced_by_another(visit, exten
     assert "-m shakes128 " in made["command"]
 
 
-@pytest.mark.full
 def test_what_is_left_stops(visit):
     assert visit("left", query=QUERY) == "Stopped, because another view was shown."
 
 
-@pytest.mark.full
 def test_a_branch_is_kept_in_the_address(visit):
     made = visit("branch", query=QUERY, at=20)
     assert made["plain"][:20] == made["text"][:20] and made["plain"][20] != made["text"][20]
@@ -137,7 +133,6 @@ def test_all_parts_write_the_same_text_in_the_race(visit):
     assert made["bars"] == 4 + bool(flags)
 
 
-@pytest.mark.full
 def test_a_weight_is_named_with_both_characters(visit, node: Node):
     """The weight is one of the head that the view opens on."""
     i, j = 50, 47
@@ -154,7 +149,6 @@ def test_a_weight_is_named_with_both_characters(visit, node: Node):
     assert float(made["said"].removeprefix(start).rstrip(".")) == pytest.approx(weight, abs=2e-5)
 
 
-@pytest.mark.full
 def test_a_link_shows_the_weight_and_the_frame(visit):
     query = QUERY | {"layer": 2, "head": 1, "query": 49, "key": 46, "frame": 7}
     made = visit("link", query=query, other="#tiles?pace=0&length=60&part=part1&n=48&frame=30")
@@ -189,7 +183,6 @@ def test_a_script_is_shown_as_a_part_is_and_shared_by_its_address(visit):
     assert made["linked"] == [endless, made["linked"][1]] and "1,000,000 steps" in made["linked"][1]
 
 
-@pytest.mark.full
 def test_measure_draws_a_point_for_each_part(visit):
     made = visit("measure", flags=SWIFTSHADER if visit.browser == "chromium" else ())
     assert made["points"] == 4 and tuple(row[0] for row in made["rows"][:4]) == WITH_FRAMES
@@ -202,7 +195,6 @@ def test_measure_draws_a_point_for_each_part(visit):
     assert all(rate > 0 for _, rate in steps)
 
 
-@pytest.mark.full
 def test_the_one_file_opens_from_a_disk(visit, extension, page_folder):
     if visit.browser == "firefox":  # Playwright's eval() again; see scenarios.mjs
         whole = (page_folder / "shakespeare.html").read_text()
@@ -213,7 +205,6 @@ def test_the_one_file_opens_from_a_disk(visit, extension, page_folder):
         assert visit("disk", query=QUERY) == native(QUERY)
 
 
-@pytest.mark.full
 def test_the_page_is_small(page_folder):
     """The one file, without weights."""
     html = (page_folder / "shakespeare.html").read_text()
@@ -237,7 +228,6 @@ def test_a_model_without_an_end_writes_on_the_cpu(visit, extension, tmp_path):
     assert made["note"] == "The GPU cannot write: it takes no model whose texts have no end."
 
 
-@pytest.mark.full
 def test_wrong_files_give_a_sentence(visit, tmp_path):
     save(tmp_path / "tiny", tiny.gpt(), VOCABULARY, {})
     names = ("config.json", "meta.json", "model.safetensors")
@@ -269,12 +259,10 @@ def test_wrong_files_give_a_sentence(visit, tmp_path):
     assert made["other"] == native(query, prompt="abc")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
 def test_axe_finds_nothing_and_nothing_is_too_wide(visit, width, scheme):
     assert visit("axe", width=width, scheme=scheme) == []
 
 
-@pytest.mark.full
 def test_the_keyboard_is_enough(visit):
     assert visit("keyboard", query=QUERY) == "57"
