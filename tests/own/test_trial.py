@@ -263,11 +263,6 @@ def test_the_command(cli, failed, extension, tmp_path):
     shown = cli("try", "mine.cpp", code=1).stdout
     for words in ("mine.cpp is wrong", "first at    1 head of N = 4, d = 8", "are not scaled", "####"):
         assert words in shown, words
-    Path("mine.py").write_text(TORCH)
-    call = ("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", SECONDS, "--json")
-    found = json.loads(cli(*call).stdout)
-    assert found["right"] and found["tried"] == len(CASES)
-    assert found["speed"]["share"] > 0 and found["hint"]["text"]
 
 
 @pytest.mark.full
@@ -280,6 +275,11 @@ def test_the_report_of_a_right_kernel(cli, extension):
     assert saved.HOW in " ".join(done.stdout.split())
     done = cli("try", "mine.cpp", "--inference", "-m", "shakes128", "--max-new-tokens", 9, "--num-samples", 1)
     assert "mine.cpp, torch engine" in done.stderr
+    Path("mine.py").write_text(TORCH)
+    call = ("try", "mine.py", "-N", 64, "--heads", 1, "--seconds", SECONDS, "--json")
+    found = json.loads(cli(*call).stdout)
+    assert found["right"] and found["tried"] == len(CASES)
+    assert found["speed"]["share"] > 0 and found["hint"]["text"]
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ import tiny
 import torch
 from node_process import Refused
 from steps import choose, counts_of, prefill
-from support import ROOT, full
+from support import ROOT
 
 from shakespeare import generate
 from shakespeare.attention_ext.parts import PARTS
@@ -22,7 +22,7 @@ WINDOW = 70  # of the model without an end
 KERNELS = ("part1", "part2", "part3", "part4")
 PROMPT = "ROMEO:"
 TEXT = (2 * (ROOT / "README.md").read_text().split("```text\n")[1].split("```")[0])[:200]
-pytestmark = pytest.mark.usefixtures("wasm")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("wasm")]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def endless(tmp_path_factory) -> str:
     return str(directory)
 
 
-@pytest.mark.parametrize("kernels", ["simd", full("relaxed")])
+@pytest.mark.parametrize("kernels", ["simd", "relaxed"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_text_is_the_native_engines(node, native, endless, precision, kernels):
     """256 tokens in the window, 400 with windows that restart, and 200 without an end."""

@@ -81,7 +81,7 @@ WRONG = [
 ]
 
 
-def test_an_error_is_one_line(failed):
+def test_an_error_is_one_line(extension, failed):
     for arguments, message in WRONG:
         assert message in failed(*arguments)
 
