@@ -80,7 +80,7 @@ void Tile::load(simd::ConstMatrix Qi) {
     // A sink is the first score of its row. online_softmax() takes whole numbers as m, so l has the rest of it.
     const float lowest = a.lowest(head), sink = lowest * SIMD_LOG2E;
     const bool has_sink = lowest > HIDDEN;
-    const float reference = has_sink ? std::nearbyint(sink) : HIDDEN;
+    const float reference = has_sink ? std::nearbyint(sink) : lowest;
     std::fill_n(m, padded, reference);
     std::fill_n(l, padded, has_sink ? std::exp2(sink - reference) : 0.0f);
 }
