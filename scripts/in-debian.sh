@@ -43,7 +43,7 @@ while IFS='=' read -r name value; do
         options+=(--ro-bind "$path" "$path")
     done
 done < <(python3 -m pip config list)
-for file in /etc/resolv.conf /etc/ssl/certs/ca-certificates.crt /etc/npmrc ~/.npmrc; do
+for file in /etc/hosts /etc/resolv.conf /etc/ssl/certs/ca-certificates.crt /etc/npmrc ~/.npmrc; do
     [ ! -e "$file" ] || options+=(--ro-bind "$file" "${file/#"$HOME"//root}")
 done
 for name in $(compgen -e); do

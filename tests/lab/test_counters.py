@@ -71,6 +71,6 @@ def test_a_missing_tool_is_reported(monkeypatch):
 def test_what_cannot_be_counted_is_named(cachegrind, monkeypatch):
     monkeypatch.setattr(machine, "available_memory", lambda: 2**34)
     with pytest.raises(ValueError, match="N is 1048576; the matrices that are counted need 409. GiB, and 16"):
-        count("part1", N=2**20)
+        count("part1", N=2**20, caches=(L1, L2))
     with pytest.raises(BuildError, match="valgrind cannot run .*Cache set count is not a power of two"):
         count(caches=(L1, Cache(2, 3 << 20, 16, 64)))

@@ -127,7 +127,9 @@ def test_a_killed_run_leaves_a_state_to_go_on_from(tmp_path, whole):
             time.sleep(0.001 * attempt)  # at another moment of the step
             os.kill(process.pid, signal.SIGKILL)
     record = train(TINY, TEXT, out=out, resume=True)
-    assert lasting(record) == lasting(whole[0])
+    loss = whole[0]["test_loss"]  # PyTorch's sums may differ in their last bits
+    assert record.pop("test_loss") == pytest.approx(loss, rel=1e-6)
+    assert lasting(record) | {"test_loss": loss} == lasting(whole[0])
     assert (out / "model.safetensors").read_bytes() == (whole[1] / "model.safetensors").read_bytes()
 
 

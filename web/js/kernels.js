@@ -81,7 +81,7 @@ export class Kernels {
     return this.with(array.byteLength, (at) => {
       const copy = () => this.view(array.constructor, at, array.length);
       copy().set(array);
-      const result = this.call(name, ...given.with(n, at));
+      const result = this.call(name, ...given.slice(0, n), at, ...given.slice(n + 1));
       array.set(copy());
       return result;
     });
