@@ -83,7 +83,8 @@ def test_some_mistakes_are_found(checker, tmp_path):
 def test_all_mistakes_are_found(checker, tmp_path, suffix):
     skip_without(suffix)
     left_out = () if shutil.which("compute-sanitizer") else WITH_SANITIZER
-    find(checker, tmp_path, [m for m in MISTAKES if m.suffix == suffix and m.name not in left_out])
+    mistakes = [m for m in MISTAKES if m.suffix == suffix and m.name not in left_out]
+    find(checker, tmp_path, mistakes[:: 4 if suffix == ".ispc" else 1])  # its cases are those of C++
 
 
 @pytest.mark.full

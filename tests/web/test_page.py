@@ -18,6 +18,8 @@ from shakespeare.web import build
 
 pytestmark = pytest.mark.full  # the page's kernels compile for minutes
 
+# Where browsers differ: files, workers, the cache, the policy.
+IN_BOTH = pytest.mark.parametrize("visit", ["chromium", "firefox"], indirect=True)
 WITH_FRAMES = ("part1", "part2", "part3", "part4")  # others show the formula's
 QUERY = {"model": "shakes256", "seed": "7", "length": 60}
 
@@ -30,6 +32,7 @@ def native(query: dict, **settings) -> str:
     return generate(load(query["model"]), **settings)
 
 
+@IN_BOTH
 def test_texts_are_the_native_engines(visit, extension):
     queries = [
         QUERY | {"length": 250, "weights": "fp32"},
@@ -44,8 +47,6 @@ def test_texts_are_the_native_engines(visit, extension):
 def test_the_server_and_the_browser_write_the_same_text(visit, page_folder, extension):
     """On the page as `gpt.py serve` shows it."""
     pytest.importorskip("starlette", reason="the packages of serve are missing")
-    if visit.browser == "firefox":
-        pytest.skip("Firefox is tested without the page's policy, which the server's page has")
     query = {"model": "shakes256", "seed": "18446744073709", "length": 120, "weights": "fp32"}
     from shakespeare.app.server import Settings
 
@@ -99,6 +100,7 @@ def test_the_weights_come_before_the_modules_and_once(visit, query, model):
 
 
 @pytest.mark.parametrize("lacks, writes", [("", True), ("connect-src 'self'; ", False)])
+@IN_BOTH
 def test_the_page_writes_under_its_policy_and_needs_it(visit, lacks, writes):
     assert visit("policy", lacks=lacks) == writes
 
@@ -123,6 +125,7 @@ def test_a_branch_is_kept_in_the_address(visit):
     assert made["again"] == made["text"] and len(made["text"]) == QUERY["length"]
 
 
+@IN_BOTH
 def test_all_parts_write_the_same_text_in_the_race(visit):
     """With a bar for the GPU, in Chromium, which brings SwiftShader for WebGPU."""
     flags = SWIFTSHADER if visit.browser == "chromium" else ()
@@ -184,7 +187,7 @@ def test_a_script_is_shown_as_a_part_is_and_shared_by_its_address(visit):
 
 
 def test_measure_draws_a_point_for_each_part(visit):
-    made = visit("measure", flags=SWIFTSHADER if visit.browser == "chromium" else ())
+    made = visit("measure", flags=SWIFTSHADER)
     assert made["points"] == 4 and tuple(row[0] for row in made["rows"][:4]) == WITH_FRAMES
     if "The GPU is " not in made["status"]:  # another reason, such as a shader that is refused, is a fault
         assert len(made["rows"]) == 4
@@ -195,6 +198,7 @@ def test_measure_draws_a_point_for_each_part(visit):
     assert all(rate > 0 for _, rate in steps)
 
 
+@IN_BOTH
 def test_the_one_file_opens_from_a_disk(visit, extension, page_folder):
     if visit.browser == "firefox":  # Playwright's eval() again; see scenarios.mjs
         whole = (page_folder / "shakespeare.html").read_text()
@@ -213,6 +217,7 @@ def test_the_page_is_small(page_folder):
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", html)
 
 
+@IN_BOTH
 def test_a_second_visit_needs_no_network(visit, extension):
     """A third visit needs none either. Only the page's own files and caches are touched."""
     made = visit("offline", query=QUERY, other=build.STAMP)
@@ -228,6 +233,7 @@ def test_a_model_without_an_end_writes_on_the_cpu(visit, extension, tmp_path):
     assert made["note"] == "The GPU cannot write: it takes no model whose texts have no end."
 
 
+@IN_BOTH
 def test_wrong_files_give_a_sentence(visit, tmp_path):
     save(tmp_path / "tiny", tiny.gpt(), VOCABULARY, {})
     names = ("config.json", "meta.json", "model.safetensors")
