@@ -19,6 +19,7 @@ import safetensors
 from shakespeare.attention_ext.build.cache import lock, warn_unsupported
 
 UNFINISHED = ".unfinished"  # the suffix of a file while it is written
+PID_DIGITS = 20  # more than any has
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -53,6 +54,13 @@ def replacing(path: Path) -> Iterator[Path]:
         _sync(folder)
     finally:
         os.close(folder)
+
+
+def remove_unfinished(directory: Path, *names: str) -> None:
+    """Remove what killed processes left of files that replacing() writes; names are patterns of glob()."""
+    for name in names:
+        for left in directory.glob(f"{name}.{'[0-9a-f]' * 8}{UNFINISHED}"):
+            left.unlink()
 
 
 def _sync(descriptor: int) -> None:
@@ -120,12 +128,17 @@ def locked(file: Path, does: str) -> Iterator[None]:
     """Hold a lock on a file; the kernel releases it when the process ends, however it ends.
 
     The file is removed at the end; that of a killed process stays until the next one ends. Raises ValueError
-    if another process holds it: 'another process (PID) DOES in DIRECTORY'.
+    if another process holds it: 'another process (PID) DOES in DIRECTORY', or if it is another kind of file.
     """
     while True:
-        with open(file, "a+") as held:
+        with open(file, "a+", errors="replace", opener=_open) as held:
             held.seek(0)
-            who = f"another process ({held.read() or 'new'})"
+            owner = held.read(PID_DIGITS)
+            if owner and not owner.isdigit():
+                raise ValueError(
+                    f"{file} is not a lock of this program; remove it, or choose another directory"
+                )
+            who = f"another process ({owner or 'new'})"
             if not lock(held.fileno(), wait=False):
                 raise ValueError(f"{who} {does} in {file.parent}")
             if not _is_still(held.fileno(), file):  # its owner removed it between open() and lock()
@@ -141,6 +154,11 @@ def locked(file: Path, does: str) -> Iterator[None]:
                 with contextlib.suppress(OSError):
                     file.unlink()  # while it is locked, so that it is no other process's
             return
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file, but not what a link names."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _is_still(descriptor: int, file: Path) -> bool:

@@ -10,7 +10,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from shakespeare.model.files import UNFINISHED, locked, write_file
+from shakespeare.model.files import locked, remove_unfinished, write_file
 
 FILE = "resume.safetensors"
 LOCK = ".lock"
@@ -27,8 +27,7 @@ def save_state(directory: Path, tensors: dict[str, Tensor], run: dict[str, Any],
 def only_run(directory: Path) -> Iterator[None]:
     """Keep other runs out of a directory. Raises ValueError if another process trains there."""
     with locked(directory / LOCK, "trains"):
-        for left in directory.glob(f"{FILE}.*{UNFINISHED}"):  # by a killed run
-            left.unlink()
+        remove_unfinished(directory, FILE)
         yield
 
 

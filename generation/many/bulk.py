@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shakespeare.generation.many.jobs import BulkError, Job, Manifest, file_of, mix_of, seed_for
+from shakespeare.generation.many.jobs import MANIFEST, BulkError, Job, Manifest, file_of, mix_of, seed_for
 from shakespeare.generation.many.processes import Pool
 from shakespeare.generation.many.shards import Loss, Settings, Task
 from shakespeare.generation.sampling import RANDOM
-from shakespeare.model.files import UNFINISHED, locked, write_file
+from shakespeare.model.files import locked, remove_unfinished, write_file
 
+LOCK = ".texts.lock"
 ATTEMPTS = 3  # attempts at a shard before the job leaves it out
 
 
@@ -52,12 +53,11 @@ def run(
     if another process writes there, and OSError if the directory cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory / "lock", "writes texts"):
+    with locked(directory / LOCK, "writes texts"):
         if job.settings.seed == RANDOM:
             job = replace(job, settings=replace(job.settings, seed=seed_for(directory)))
         manifest = Manifest(directory, job)
-        for left in directory.glob(f"*{UNFINISHED}"):  # left by a killed run
-            left.unlink()
+        remove_unfinished(directory, "texts-*", MANIFEST)
         if bad := manifest.check_files():
             notice(f"{len(bad)} files are missing or changed, the first is {bad[0]}; they are written again")
         settings = replace(job.settings, **manifest.content["resolved"])

@@ -3,13 +3,18 @@
 import contextlib
 import hashlib
 import json
+import os
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shakespeare.attention_ext.checks import set_whole, whole
+from shakespeare.attention_ext.parts import one_of
+from shakespeare.generation.engines.engine import EngineOptions
+from shakespeare.generation.engines.table import ENGINES
 from shakespeare.generation.many.shards import Settings, Shard, Task
 from shakespeare.generation.sampling import LARGEST_SEED, RANDOM, drawn_seed
 from shakespeare.model import corpus
@@ -18,6 +23,7 @@ from shakespeare.model.files import write_file
 SHARD_SIZE = 1024
 MANIFEST = "manifest.json"
 VERSION = 1  # of the manifest's format
+RESOLVED = {"engine", "simd", "br", "bc"}  # what shards.resolved() may choose
 
 
 class BulkError(ValueError):
@@ -67,27 +73,39 @@ class Job:
 
 
 class Prompts:
-    """A prompts file: hash, number of lines, where each shard begins. Raises ValueError for UTF-16."""
+    """A prompts file: hash, number of lines, where each shard begins. It stays open.
+
+    Raises ValueError for UTF-16, BulkError once the file is written over. What replaces it is not read.
+    """
 
     def __init__(self, path: Path, shard_size: int) -> None:
         self.path, self.lines, self._begins = path, 0, dict[int, int]()
+        self._file = open(path, "rb")
+        weakref.finalize(self, self._file.close)
+        self._before = self._written_at()
         digest, at = hashlib.sha256(), 0
-        with open(path, "rb") as file:
-            for line in file:
-                if not at and line.startswith(corpus.UTF_16):
-                    corpus.decode(line, str(path))  # which refuses it
-                if self.lines % shard_size == 0:
-                    self._begins[self.lines] = at
-                digest.update(line)
-                at += len(line)
-                self.lines += 1
+        for line in self._file:
+            if not at and line.startswith(corpus.UTF_16):
+                corpus.decode(line, str(path))  # which refuses it
+            if self.lines % shard_size == 0:
+                self._begins[self.lines] = at
+            digest.update(line)
+            at += len(line)
+            self.lines += 1
         self.sha256 = digest.hexdigest()
 
     def read(self, first: int, count: int) -> list[bytes]:
         """`count` lines from line `first`, the first of a shard."""
-        with open(self.path, "rb") as file:
-            file.seek(self._begins[first])
-            return [file.readline() for _ in range(count)]
+        self._file.seek(self._begins[first])
+        lines = [self._file.readline() for _ in range(count)]
+        if self._written_at() != self._before:
+            raise BulkError(
+                f"{self.path} was changed while the job ran; its texts are those of the file before"
+            )
+        return lines
+
+    def _written_at(self) -> int:
+        return os.fstat(self._file.fileno()).st_mtime_ns
 
 
 class Manifest:
@@ -109,8 +127,8 @@ class Manifest:
         try:
             self.content = json.loads(self.path.read_bytes())
             held, version = self.content["request"], self.content["version"]
-            self.shards.items(), self.content["resolved"].items(), held.items()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            {**held}
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise BulkError(f"{self.path} is not a manifest; remove it, or {other}") from None
         if version != VERSION:
             raise BulkError(f"{self.path} has version {version}; this program writes {VERSION}")
@@ -118,6 +136,28 @@ class Manifest:
             raise BulkError(f"{self.path} was changed: its request does not match request_sha256")
         if names := [name for name in {**held, **request} if held.get(name) != request.get(name)]:
             raise BulkError(f"{directory} holds texts of another request ({', '.join(names)}); {other}")
+        try:
+            self._check(job)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise BulkError(f"{self.path} was changed ({error}); remove it, or {other}") from None
+
+    def _check(self, job: Job) -> None:
+        """Raise an error for what no run of the job records; the directory may come from someone else."""
+        content, resolved = self.content, self.content["resolved"]
+        if unknown := resolved.keys() - RESOLVED:
+            raise ValueError(f"resolved has {min(unknown)!r:.100}")
+        EngineOptions.of(asdict(job.settings) | resolved)
+        one_of("engine", resolved.get("engine", "native"), ENGINES)
+        tasks = {file_of(task, job.settings): task for task in job.tasks()}
+        for name, shard in self.shards.items():
+            if name not in tasks:
+                raise ValueError(f"the job has no file {name!r:.100}")
+            numbers = [whole(number, shard[number]) for number in ("first", "count", "texts", "tokens")]
+            if numbers[:2] != [tasks[name].first, tasks[name].count]:
+                raise ValueError(f"{name} holds other texts")
+            len(shard["rejected"])
+        mix_of(content["machines"].values())
+        [*content["workers_lost"]], {**content["failed"]}
 
     @property
     def shards(self) -> dict[str, dict]:

@@ -59,7 +59,9 @@ class Worker:
             for task in iter(self.tasks.get, None):
                 for word in self.write(task):
                     said.put((self, word))
-        except (EOFError, OSError):
+        except Exception as error:
+            if not isinstance(error, (EOFError, OSError)):
+                self.loss = Loss(f"{type(error).__name__}: {error}")
             said.put((self, GONE))
 
 

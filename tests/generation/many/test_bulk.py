@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -172,9 +173,15 @@ def test_files_that_are_missing_or_changed_are_written_again(job, expected, tmp_
     first, second, *_ = sorted(expected)
     (tmp_path / first).write_text("changed")
     (tmp_path / second).unlink()
-    (tmp_path / f"texts-1.jsonlx{UNFINISHED}").write_text("half")
+    left = tmp_path / f"{first}.0123abcd{UNFINISHED}"
+    foreign = [tmp_path / name for name in (f"x{UNFINISHED}", f"{first}{UNFINISHED}", "lock")]
+    for path in (left, *foreign):
+        path.write_text("half")
     lines = []
     bulk.run(job, tmp_path, here(), lines.append)
+    assert not left.exists() and all(path.read_text() == "half" for path in foreign)
+    for path in foreign:
+        path.unlink()
     assert lines == [f"2 files are missing or changed, the first is {first}; they are written again"]
     check(tmp_path, expected)
 
@@ -191,18 +198,53 @@ def test_a_directory_that_is_not_the_jobs_is_refused(job, tmp_path):
     (tmp_path / MANIFEST).unlink()
     bulk.run(job, tmp_path, here())
     content = json.loads((tmp_path / MANIFEST).read_text())
+    shards, machines = content["shards"], content["machines"]
+    first = min(shards)
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    for change, why in (
+        ({"resolved": {"part": str(evil)}}, "resolved has 'part'"),
+        ({"resolved": {"engine": str(evil)}}, "engine is '"),
+        ({"resolved": {"simd": str(evil)}}, "simd is '"),
+        ({"resolved": {"br": 0}}, "br is 0"),
+        ({"resolved": {"bc": "2"}}, "bc is a str"),
+        ({"resolved": []}, "keys"),
+        ({"shards": {**shards, "../other": shards[first]}}, "the job has no file '../other'"),
+        ({"shards": {**shards, first: {**shards[first], "first": 1}}}, f"{first} holds other texts"),
+        ({"shards": {**shards, first: {**shards[first], "tokens": "9"}}}, "tokens is a str"),
+        ({"shards": {**shards, first: {**shards[first], "rejected": 1}}}, "has no len"),
+        ({"machines": {**machines, "x": {}}}, "processor"),
+        ({"workers_lost": 1}, "iterable"),
+        ({"failed": 1}, "mapping"),
+    ):
+        (tmp_path / MANIFEST).write_text(json.dumps(content | change))
+        with pytest.raises(
+            BulkError, match=rf"manifest.json was changed \(.*{re.escape(why)}.*\); remove it"
+        ):
+            bulk.run(job, tmp_path, here())
+    assert not (tmp_path / "ran").exists()
     (tmp_path / MANIFEST).write_text(json.dumps(content | {"version": 2}))
     with pytest.raises(BulkError, match="has version 2"):
         bulk.run(job, tmp_path, here())
 
 
 def test_one_process_at_a_time_has_a_folder_and_its_lock_is_removed(job, tmp_path, monkeypatch):
-    lock = tmp_path / "lock"
+    lock = tmp_path / bulk.LOCK
     taken = rf"another process \({os.getpid()}\) writes texts in"
     lock.write_text("1")  # of a killed process
     with locked(lock, "writes texts"), pytest.raises(ValueError, match=taken):
         bulk.run(job, tmp_path, here())
     assert not lock.exists()
+    (other := tmp_path / "other").write_text("mine")
+    lock.symlink_to(other)
+    with pytest.raises(OSError, match=r"symbolic links: .*\.texts\.lock"):
+        bulk.run(job, tmp_path, here())
+    lock.unlink()
+    lock.write_bytes(b"mine\xff")
+    with pytest.raises(ValueError, match=r"\.texts\.lock is not a lock of this program"):
+        bulk.run(job, tmp_path, here())
+    assert lock.read_bytes() == b"mine\xff" and other.read_text() == "mine"
+    lock.unlink()
     flock = fcntl.flock
 
     def late(file, how):
@@ -336,7 +378,16 @@ def test_prompts_from_a_file(settings, model, prompts, tmp_path):
         text = os.fsdecode(lines[each["line"] - 1])
         assert MALFORMED[text] in each["error"], each
         assert line == f"{prompts}:{each['line']}: {each['error']}"
+    other = replace(job, prompts=Prompts(prompts, SIZE))
     prompts.write_bytes(prompts.read_bytes() + b"\n")
+    with pytest.raises(BulkError, match="was changed while the job ran"):
+        bulk.run(other, tmp_path / "changed", here())
+    assert not files(tmp_path / "changed")
+    other = replace(job, prompts=Prompts(prompts, SIZE))
+    (again := tmp_path / "again").write_text("{}")
+    os.replace(again, prompts)  # as editors save
+    bulk.run(other, tmp_path / "renamed", here())
+    assert files(tmp_path / "renamed") == files(tmp_path / "out")
     with pytest.raises(BulkError, match=r"another request \(.*prompts_sha256\)"):
         bulk.run(replace(job, prompts=Prompts(prompts, SIZE)), tmp_path / "out", here())
 
