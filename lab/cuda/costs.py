@@ -6,16 +6,15 @@ Global memory is counted as what the kernel asks for, and by lab.traffic.Stream 
 """
 
 import functools
-import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shakespeare.attention_ext.cuda.kernels import Kernel
-from shakespeare.attention_ext.cuda.launches import PADDING_OF_ROWS, splits
+from shakespeare.attention_ext.cuda.launches import splits
 from shakespeare.attention_ext.cuda.tiles import Tile, up
 from shakespeare.lab.traffic import Case, Stream
 
@@ -84,6 +83,11 @@ class Launch:
         return self.case.dtype.bytes
 
     @property
+    def tensor(self) -> int:
+        """Products of bfloat16 for each of a tensor core's: float32 takes three of tf32, at half the rate."""
+        return 1 if self.bytes == 2 else 6
+
+    @property
     def tiles(self) -> int:
         """Tiles of queries of a head."""
         return -(-self.case.Nq // self.tile.br)
@@ -107,21 +111,6 @@ def seen(case: Case, br: int) -> np.ndarray:
     """The keys that each tile of br queries of a head sees."""
     queries = np.minimum(np.arange(br, case.Nq + br, br, dtype=np.int64), case.Nq)  # up to the tile's last
     return queries + case.Nk - case.Nq if case.causal else np.full_like(queries, case.Nk)
-
-
-def balance(of: Launch) -> float | None:
-    """Kernel 6: the mean over the most work of a block, in tiles of keys; None for another or many tiles.
-
-    Blocks take tiles of queries in the order of query_tile() in csrc/cuda/kernel6.cu, whoever is done first.
-    """
-    heads, Tr, work = of.case.heads, of.tiles, -(-seen(of.case, of.tile.br)[::-1] // of.tile.bc)
-    if heads * Tr > 10**6 or of.kernel.functions[0] != "attention_kernel6":
-        return None
-    last = min(heads, max(2 * of.resident // (Tr + 1) + 1, of.resident // 8)) if of.case.causal else 0
-    blocks = [0] * min(of.resident, heads * Tr)
-    for tiles in (*np.tile(work, heads - last), *np.repeat(work, last)):
-        heapq.heapreplace(blocks, blocks[0] + tiles)
-    return float(np.mean(blocks) / max(blocks))
 
 
 def access(name: str, times: float, addresses: Sequence[int], width: int = 1) -> Shared:
@@ -154,8 +143,8 @@ def banked(addresses: tuple[int, ...], width: int) -> tuple[int, int]:
 
 def _count(
     of: Launch,
-    accesses: Iterator[Shared],
     exponentials: float,
+    accesses: Iterable[Shared] = (),
     streams: tuple[Stream, ...] | None = None,
     blocks: int | None = None,
     launches: int = 1,
@@ -221,7 +210,7 @@ def _kernel1(of: Launch) -> Count:
     )
     # each lane has the whole row's, for l and again for each of its columns of O
     exponentials = warps * 32.0 * (1 + tile + chunks * tile)
-    return _count(of, shared(), exponentials, streams, launches * case.heads * of.tiles, launches)
+    return _count(of, exponentials, shared(), streams, launches * case.heads * of.tiles, launches)
 
 
 def _kernel2(of: Launch) -> Count:
@@ -248,7 +237,7 @@ def _kernel2(of: Launch) -> Count:
         yield access("P", 4 * bc / p_width * times, [row * p_pitch for row in y], p_width)
         yield access("V", mine * bc * times, x)
 
-    return _count(of, shared(), visited * float(br * bc + br * columns))
+    return _count(of, visited * float(br * bc + br * columns), shared())
 
 
 def _kernel3(of: Launch) -> Count:
@@ -264,7 +253,7 @@ def _kernel3(of: Launch) -> Count:
         if O_shared:  # O: read once a strip, written corrected and with the strip's sum
             yield access("O", 3 * strips * warps * mine, [4 * lane for lane in LANES], 4)
 
-    return _count(of, shared(), strips * of.tile.threads * (strip + 1.0))
+    return _count(of, strips * of.tile.threads * (strip + 1.0), shared())
 
 
 def _kernel4(of: Launch) -> Count:
@@ -289,16 +278,16 @@ def _kernel4(of: Launch) -> Count:
         yield access("P", by_warp * BC * TM / 4, [4 * row for row in rg], 4)
         yield access("V", by_warp * BC * v_row / TX / 4, [4 * column for column in tx], 4)
 
-    return _count(of, shared(), by_warp * float(rows * BC))
+    return _count(of, by_warp * float(rows * BC), shared())
 
 
-def _kernel5(of: Launch, readers: int | None = None, blocks: int | None = None) -> Count:
-    """Each warp, or `readers`, reads all of a tile of K and V into fragments; its part of Q stays there.
+def _kernel5(of: Launch) -> Count:
+    """Each warp reads all of a tile of K and V into fragments; its part of Q stays there.
 
     float32 takes three products of numbers cut to tf32, each at half the rate of bfloat16.
     """
     br, bc, sizes, visited = of.tile.br, of.tile.bc, of.tile.sizes, of.visits()
-    row, readers = sizes["WIDTH"] * of.bytes / WAVEFRONT, readers or of.tile.threads // 32
+    row, readers = sizes["WIDTH"] * of.bytes / WAVEFRONT, of.tile.threads // 32
 
     def shared() -> Iterator[Shared]:
         moved = {name: visited * (1 + readers) * bc * row for name in "KV"}
@@ -309,12 +298,13 @@ def _kernel5(of: Launch, readers: int | None = None, blocks: int | None = None) 
         for name, wavefronts in moved.items():
             yield Shared(name, wavefronts, wavefronts)
 
-    return _count(of, shared(), visited * float(br * bc), blocks=blocks, tensor=1 if of.bytes == 2 else 6)
+    return _count(of, visited * float(br * bc), shared(), tensor=of.tensor)
 
 
 def _kernel6(of: Launch) -> Count:
-    """Each consumer, four warps with 64 rows, reads a tile of K and of V; a block takes tile after tile."""
-    return _kernel5(of, readers=of.tile.br // 64, blocks=min(of.resident, of.case.heads * of.tiles))
+    """A block takes tile after tile. What passes through shared memory is left to a profiler."""
+    blocks = min(of.resident, of.case.heads * of.tiles)
+    return _count(of, of.visits() * float(of.tile.br * of.tile.bc), blocks=blocks, tensor=of.tensor)
 
 
 def _split(of: Launch) -> Count:
@@ -327,45 +317,25 @@ def _split(of: Launch) -> Count:
     partial = 4.0 * case.heads * case.Nq * count * (of.d + 2)
     streams = (*_once(of), Stream("m, l, O", partial, ((partial, 2 * partial),)))
     exponentials = float(case.Nq * case.seen * of.tile.sizes["LANES"])
-    tensor = of.tile.sizes["TENSOR"] * (1 if of.bytes == 2 else 6)
+    tensor = of.tile.sizes["TENSOR"] * of.tensor
     blocks = rows * count + case.heads * case.Nq
-    return _count(of, iter(()), exponentials, streams, blocks, launches=2, tensor=tensor)
+    return _count(of, exponentials, (), streams, blocks, 2, tensor)
 
 
 def _backward_rows(of: Launch) -> Count:
-    """All three launches of backward.h: over tiles of queries for each block of keys, and the other way."""
-    case, sizes, d, br, bc = of.case, of.tile.sizes, of.d, of.tile.br, of.tile.bc
-    warps, tile, size = of.tile.threads // 32, sizes.get("TILE", br), float(of.bytes * case.heads * d)
-    k_tile, q_tile, boxes = sizes.get("K_TILE", tile), sizes.get("Q_TILE", tile), "BOX" in sizes
-    keys, queries = of.visits(k_tile, bc), of.visits(br, q_tile)  # tiles that the two launches meet in a head
-    moved: dict[str, float] = {}
-    if "EACH" in sizes:  # a number of each row for each column of a thread, and one for the sum that it joins
-        each, width = sizes["EACH"], -(-d // (br // sizes["EACH"]))
-        for name, summed in (("Q", keys), ("dO", keys), ("K", queries), ("V", 0)):
-            moved[name] = warps * ((keys + queries) * d * each + summed * br * width)
-        moved["P"] = (2 * keys + queries) * warps * each * (br + each)
-    else:
-        row, paired = sizes["WIDTH"] * of.bytes / WAVEFRONT, 1 + sizes.get("K_PAIRED", 0)
-        readers = br // 64 if boxes else warps
-        for name in ("Q", "dO"):  # a tile is written, and read as rows and as columns; X and Y for each chunk
-            again = queries * q_tile / sizes.get("Q_CHUNK", q_tile) * br * (1 - sizes.get("Q_HELD", 0))
-            moved[name] = row * (keys * k_tile * (1 + 2 * readers / paired) + again)
-        for name, reads in (("K", 2), ("V", 1)):
-            again = keys * k_tile / sizes.get("K_CHUNK", k_tile) * bc * (1 - sizes.get("K_HELD", 0))
-            moved[name] = row * (queries * q_tile * (1 + reads * readers) + again)
-        moved["P"] = (paired - 1) * keys * 2.0 * k_tile * bc * of.bytes / WAVEFRONT
+    """All launches of backward.h: over tiles of queries for each block of keys, and the other way.
+
+    What passes through shared memory is left to a profiler.
+    """
+    case, br, bc, visited = of.case, of.tile.br, of.tile.bc, of.visits()
+    size = float(of.bytes * case.heads * of.d)
     streams = [Stream("O", size * case.Nq), Stream("dQ, dK, dV", size * (case.Nq + 2 * case.Nk))]
-    passed = min(keys * k_tile, -(-case.Nk // bc) * case.Nq), min(queries * q_tile, of.tiles * case.Nk)
-    for names, length, rows in (("Q", "dO"), case.Nq, passed[0]), (("K", "V"), case.Nk, passed[1]):
-        loop = 2 * size / case.heads * length * of.together, size * (rows + length)
+    for names, length, rows in (("Q", "dO"), case.Nq, br), (("K", "V"), case.Nk, bc):
+        loop = 2 * size / case.heads * length * of.together, size * (visited * rows + length)
         streams += [Stream(name, size * length, (loop,)) for name in names]
-    accesses = (Shared(name, wavefronts, wavefronts) for name, wavefronts in moved.items() if wavefronts)
-    exponentials = float(keys * k_tile * bc + queries * q_tile * br)
-    lanes, most = sizes.get("ROW_LANES", 32), of.resident if boxes else 2**63  # blocks take tile after tile
-    blocks = case.heads * -(-up(case.Nq, PADDING_OF_ROWS) * lanes // of.tile.threads)
-    blocks += min(most, case.heads * of.tiles) + min(most, case.heads * -(-case.Nk // bc))
-    tensor = 0 if "EACH" in sizes else 1 if of.bytes == 2 else 6
-    return _count(of, accesses, exponentials, tuple(streams), blocks, 3, tensor, backward=True)
+    blocks = case.heads * (of.tiles + -(-case.Nk // bc))
+    tensor = 0 if "EACH" in of.tile.sizes else of.tensor
+    return _count(of, 2.0 * visited * br * bc, (), tuple(streams), blocks, 3, tensor, backward=True)
 
 
 # By the first function of a kernel.

@@ -34,7 +34,6 @@ class Answer:
     """A kernel for a cell, compiled.
 
     fits: blocks that each resource of a multiprocessor allows. blocks: those resident; driver: by the driver.
-    balance: as costs.balance() gives it.
     """
 
     case: Case
@@ -46,7 +45,6 @@ class Answer:
     blocks: int
     driver: bool
     count: Count
-    balance: float | None = None
 
 
 def explain(
@@ -100,8 +98,7 @@ def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> An
         blocks = driver.resident(driver.load(kernel, tile, d, dtype, index))
     case = replace(cell.case(), br=tile.br, bc=tile.bc)
     launch = Launch(case, kernel, tile, blocks * on.multiprocessors)
-    counts = costs.counted(launch), costs.balance(launch)
-    return Answer(case, kernel, tile, on, resources, fits, blocks, arch is None, *counts)
+    return Answer(case, kernel, tile, on, resources, fits, blocks, arch is None, costs.counted(launch))
 
 
 def heading(cell: Cell, answer: Answer) -> str:
@@ -129,7 +126,6 @@ def resources_text(answer: Answer) -> str:
     others = ", ".join(f"{number} by {name}" for name, number in fits.items())
     said = "by the driver" if answer.driver else "counted from ptxas's report"
     bounds = [name for name, number in fits.items() if number == min(fits.values())]
-    mean = answer.balance and f"\nbalance     the mean block has {answer.balance:.2f} of the most work"
     bound = f", limited by {' and '.join(bounds)}" if answer.blocks == min(fits.values()) else ""
     return (
         f"launch      {count.blocks:,} blocks{launches} of {tile.threads} threads; "
@@ -137,7 +133,7 @@ def resources_text(answer: Answer) -> str:
         f"registers   {used.registers} a thread; spilled: {spilled}; stack {used.stack} B\n"
         f"shared      {size_text(tile.shared + used.shared)} a block\n"
         f"occupancy   {resident} ({said}), {share}{bound}\n"
-        f"            blocks that fit: {others}{mean or ''}"
+        f"            blocks that fit: {others}"
     )
 
 
@@ -159,6 +155,9 @@ def moved_table(answer: Answer) -> str:
         lines.append(line(name, near.wavefronts, near.fewest, far.traffic(1), far.traffic(l2)))
     fewest = sum(access.fewest for access in count.shared)
     lines.append(line("all", count.wavefronts, fewest, count.asked, count.from_memory(l2)))
+    if not shared:
+        metric = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
+        lines.append(f"  A profiler counts what passes through shared memory: ncu --metrics {metric} COMMAND")
     return "\n".join(lines)
 
 

@@ -6,9 +6,8 @@ import pytest
 from support import naming
 
 from shakespeare.attention_ext.cuda.kernels import EVERY
-from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab.cuda.architectures import SHEETS
-from shakespeare.lab.cuda.costs import LANES, SAME, Launch, balance, banked, counted
+from shakespeare.lab.cuda.costs import LANES, SAME, Launch, banked, counted
 from shakespeare.lab.traffic import Case
 
 L2 = 50 << 20
@@ -50,20 +49,6 @@ def test_meetings_of_tiles(causal):
         case, kernel = Case(Nq, Nk, 8, causal=causal), EVERY["1"]
         launch = Launch(case, kernel, kernel.tile(8, case.dtype, GPU), 1)
         assert launch.visits(br, bc) == met, (Nq, Nk, br, bc)
-
-
-def test_the_balance_of_kernel_6():
-    kernel = EVERY["6"]
-    tile = kernel.tile(64, Dtype.BF16, GPU)
-    for Nq, heads, causal, blocks, expected in (
-        (2 * tile.br, 3, False, 2, 1.0),
-        (2 * tile.br, 3, False, 4, 0.75),
-        (2 * tile.br, 1, True, 2, 2.5 / 3),  # 192 and 384 keys are two and three tiles of 128
-        (2 * tile.br, 4, True, 2, 1.0),
-        (2**24, 32, False, 132, None),
-    ):
-        case = Case(Nq, Nq, 64, heads, causal, tile.br, tile.bc, 1, Dtype.BF16)
-        assert balance(Launch(case, kernel, tile, blocks)) == expected, (Nq, heads, causal, blocks)
 
 
 @pytest.mark.parametrize("name", EVERY)
