@@ -66,7 +66,8 @@ class Writer:
     def check(self, request: Request) -> None:
         """Raise ValueError if a request's prompt or logit_bias has a token outside the model's vocabulary."""
         vocab_size = self.engine.config.vocab_size
-        if not all(0 <= token < vocab_size for token in request.ids[-self.engine.capacity :]):
+        ids = request.ids[-self.engine.capacity :]
+        if min(ids) < 0 or max(ids) >= vocab_size:
             raise ValueError(f"prompt has a token outside 0 .. {vocab_size - 1}")
         for token, _ in request.sampling.logit_bias:
             if token >= vocab_size:

@@ -13,8 +13,9 @@ speech ends at a blank line, the default of `stop`:
 
 import codecs
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
@@ -72,11 +73,14 @@ def wrong(message: str, name: str) -> ApiError:
 
 # 2.0 is the same number in JSON as 2.
 WHOLE = pydantic.BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
-Ids = list[Annotated[int, Field(ge=0, le=LARGEST_ID), WHOLE]]
+# The first wrong item of a list ends its check: a body may hold a hundred thousand of them.
+FIRST = Field(fail_fast=True)
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_ID), WHOLE]], FIRST]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-Stop = StopString | Annotated[list[StopString], Field(max_length=4)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=4, fail_fast=True)]
 Choices = Annotated[int, Field(ge=1, le=Settings.most_texts), WHOLE]
 Seed = Annotated[int, Field(ge=RANDOM, le=LARGEST_SEED), WHOLE]
+MOST_NESTED, MOST_FIELDS = 10_000, 1024  # lists and objects of a body, and fields of an object
 BLOCK_SIZE = -1  # of max_tokens: as many as the model's block size
 Tokens = Annotated[int, Field(ge=BLOCK_SIZE), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=5), WHOLE]  # of completions, as in OpenAI's API
@@ -247,7 +251,7 @@ class Body(Settable):
 class CompletionBody(Body):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | Ids | list[Ids] = Field(
+    prompt: str | Annotated[list[str], FIRST] | Ids | Annotated[list[Ids], FIRST] = Field(
         START, description="A text, a list of texts, ids, or a list of lists of ids."
     )
     max_tokens: Tokens = 16
@@ -295,7 +299,7 @@ class TextPart(idle(prompt_cache_breakpoint=Labels)):  # type: ignore[misc]
 
 class Message(idle(**IDLE_IN_MESSAGES)):  # type: ignore[misc]
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], FIRST]
     name: Name | None = Field(None, description="The speaker in the play; the role in capitals by default.")
 
     def speech(self, tokenizer: Tokenizer) -> str:
@@ -308,7 +312,7 @@ class Message(idle(**IDLE_IN_MESSAGES)):  # type: ignore[misc]
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     stop: Stop = ["\n\n"]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = Field(None, description="-1 by default: the model's block size.")
@@ -386,11 +390,19 @@ MUST_BE = {
 }
 
 
-def without_nulls(value: Any) -> Any:
-    """A value of JSON without the fields that are null."""
-    if isinstance(value, dict):
-        return {name: without_nulls(each) for name, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+def without_nulls(value: Any, numbers: Iterator[int]) -> Any:
+    """A value of JSON without the fields that are null. numbers: one is taken for each list and object.
+
+    Raises ApiError for too many of them: pydantic and Python's collector would take long.
+    """
+    if not isinstance(value, dict | list):
+        return value
+    if next(numbers) == MOST_NESTED or isinstance(value, dict) and len(value) > MOST_FIELDS:
+        most = f"at most {MOST_NESTED} lists and objects, each of at most {MOST_FIELDS} fields"
+        raise ApiError(400, f"The body must have {most}.")
+    if isinstance(value, list):
+        return [without_nulls(each, numbers) for each in value]
+    return {name: without_nulls(each, numbers) for name, each in value.items() if each is not None}
 
 
 def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
@@ -400,7 +412,7 @@ def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
     except ValueError as error:
         raise ApiError(400, f"The body is not JSON: {error}.") from None
     try:
-        return kind.model_validate(without_nulls(body))
+        return kind.model_validate(without_nulls(body, count()))
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
     name, message, value = path(first["loc"]), first["msg"], first.get("input")

@@ -20,6 +20,7 @@ from shakespeare.app.server.security import LOCALHOST
 from shakespeare.model.checkpoint import Checkpoint
 
 HEAD_BYTES = 65_536  # most bytes of a request's line and headers
+REST_BYTES = 4_194_304  # most bytes after the head: a body in chunks of a byte takes six times its size
 HEAD_SECONDS = 10.0  # time for them to arrive; after a response also for the rest of its request
 SEND_BUFFER = 131_072  # bytes that the system buffers for a reader
 BACKLOG = 1024
@@ -34,6 +35,7 @@ class Protocol(HttpToolsProtocol):
     """
 
     _head = 0  # bytes of the arriving head; -1 while a request is being answered
+    _rest = 0  # bytes that came after the head: of the body, and of headers behind it
     _data = b""  # what is being read
     _again = False  # whether _data is to be read again
     _timer: asyncio.TimerHandle | None = None
@@ -50,12 +52,12 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"][ABORT] = self.transport.abort
-        self._head = 0
+        self._head = self._rest = 0
         self._arm(self.transport.abort)
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
-            return  # data_received() reads it again
+        if self.parser.should_upgrade():
+            return  # _unsupported_upgrade_warning() sees to it
         self._head = -1
         self._arm(None)
         super().on_headers_complete()
@@ -69,6 +71,9 @@ class Protocol(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Read the request again without its Upgrade header: the parser has left out its body."""
         error, parser = cast(Exception, sys.exception()), self.parser
+        if parser.get_method() == b"CONNECT":  # which is an upgrade without that header
+            self.send_400_response("This server is no proxy.")
+            return
         lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.url, parser.get_http_version().encode())]
         lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self._data = b"\r\n".join([*lines, b"", self._data[error.args[0] :]])
@@ -82,8 +87,10 @@ class Protocol(HttpToolsProtocol):
         self._data = b""
         if self._head >= 0:
             self._head += len(data)
-            if self._head > HEAD_BYTES:
-                self.transport.abort()
+        else:
+            self._rest += len(data)
+        if self._head > HEAD_BYTES or self._rest > REST_BYTES:
+            self.transport.abort()
 
     def on_response_complete(self) -> None:
         last = not self.pipeline  # no further request was read

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -135,6 +136,26 @@ def test_a_head_that_does_not_come(small, monkeypatch):
         connection.sendall(b"GET / HTTP/1.1\r\n")
         for _ in range(30_000):
             connection.sendall(b"X-Header: " + b"a" * 1000 + b"\r\n")
+
+
+def test_what_only_proxies_answer_is_refused(small):
+    for target in ("/x", "localhost:80"):
+        with small.connection() as connection:
+            connection.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: localhost\r\n\r\nmore".encode())
+            assert b"".join(iter(partial(connection.recv, 1000), b"")).startswith(b"HTTP/1.1 400 ")
+    assert small.get("/health").status == 200
+
+
+@pytest.mark.parametrize("trailer", [b"X: a\r\n" * 10_000, b"X: " + b"a" * 60_000])
+def test_headers_after_a_body_are_limited(small, trailer):
+    """Whether the request was refused, or its answer waits for them."""
+    for kind in (b"text/plain", b"application/json"):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+        with small.connection() as connection, pytest.raises(OSError):
+            connection.sendall(head + b"Content-Type: " + kind + b"\r\n\r\n2\r\n{}\r\n0\r\n")
+            for _ in range(1000):
+                connection.sendall(trailer)
+    assert small.get("/health").status == 200
 
 
 @pytest.mark.full

@@ -8,6 +8,8 @@ import tiny
 
 pytest.importorskip("pydantic", reason="pip install -e '.[serve]'")
 
+import pydantic
+
 from shakespeare.app.server import Settings
 from shakespeare.app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
 from shakespeare.generation.request import Request
@@ -122,6 +124,30 @@ def test_a_byte_order_mark_and_bodies_that_are_no_object(kind):
         with pytest.raises(ApiError) as caught:
             parse(kind, data)
         assert caught.value.status == 400 and "Traceback" not in caught.value.message
+
+
+@pytest.mark.parametrize("items", [[{}] * 10_001, [[]] * 10_001, {str(i): "a" for i in range(1025)}])
+def test_what_takes_long_to_check_is_refused(items):
+    for kind in (CompletionBody, ChatBody):
+        for field in ("prompt", "messages", "user", "logit_bias"):
+            with pytest.raises(
+                ApiError, match="at most 10000 lists and objects, each of at most 1024 fields"
+            ):
+                parse(kind, json.dumps({field: items}).encode())
+
+
+def test_the_first_wrong_item_ends_the_check_of_a_list():
+    wrong = [7] * 9_000
+    for kind, field, value in (
+        (CompletionBody, "prompt", [*"ab", *wrong]),
+        (CompletionBody, "prompt", [wrong, *"ab" * 999]),
+        (CompletionBody, "stop", wrong),
+        (ChatBody, "messages", wrong),
+        (ChatBody, "messages", [{"role": "user", "content": wrong}]),
+    ):
+        with pytest.raises(pydantic.ValidationError) as error:
+            kind.model_validate(BASES[kind] | {field: value})
+        assert error.value.error_count() < 9
 
 
 def test_options_of_streams():
