@@ -8,6 +8,7 @@ confirm are reported. Only ckpt.pt and Checkpoint.model need torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import pickle
@@ -332,6 +333,7 @@ def _unpickled(path: Path) -> Any:
         import torch
     except ImportError:
         raise CheckpointError(f"{path} needs PyTorch: pip install torch") from None
+    _check_stored(path)
     try:
         with torch.serialization.safe_globals([(called, name) for name, called in NUMBERS.items()]):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -364,13 +366,20 @@ def _arrays(tensors: Mapping[Any, Any]) -> Stored:
     return {n: (tuple(getattr(t, "shape", ())), partial(array, t)) for n, t in tensors.items()}
 
 
+def _check_stored(path: Path) -> None:
+    """Raise CheckpointError for a ckpt.pt that could expand to any size; torch.save never compresses."""
+    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:  # else PyTorch reports it
+        members = archive.infolist()
+        stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+        if not stored or sum(member.file_size for member in members) > path.stat().st_size:
+            raise CheckpointError(f"{path} is refused: its files are compressed")
+
+
 def _damaged_member(path: Path) -> str | None:
     """The first file in a ckpt.pt with a wrong checksum. None if there is none, or for files without any."""
     if not zipfile.is_zipfile(path):
         return None
     with zipfile.ZipFile(path) as archive:
-        if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
-            return None  # compressed, as torch.save never does; it could expand to any size
         try:
             return archive.testzip()
         except (zipfile.BadZipFile, OSError, ValueError, RuntimeError):  # a header is damaged

@@ -113,6 +113,12 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
     def held(name: str) -> Any:
         return reader.fields[name].contents()
 
+    def numbers(tensor: Any) -> np.ndarray:
+        try:
+            return np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type))
+        except NotImplementedError:
+            raise ValueError(f"is of type {tensor.tensor_type.name}, which gguf does not read") from None
+
     try:
         reader = Reader(path)
         if (kind := held("general.architecture")) != "gpt2":
@@ -131,9 +137,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, args["n_layer"])
         theirs = {name: tensors.get(_name(names, name)) for name in GPTConfig(**args).shapes()}
         stored: Stored = {
-            name: (tuple(t.shape[::-1].tolist()), partial(gguf.dequantize, t.data, t.tensor_type))
-            for name, t in theirs.items()
-            if t
+            name: (tuple(t.shape[::-1].tolist()), partial(numbers, t)) for name, t in theirs.items() if t
         }
         return args, stored, _tokenizer(held, str(path))
     except Exception as error:  # a damaged file can raise nearly anything

@@ -54,10 +54,10 @@ def configuration(args: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: args.get(name, value) for name, value in FIELDS.items()}
     found["block_size"] = found.pop("n_positions")
     found["eos_token_id"] = args.get("eos_token_id")
-    if (activation := args.get("activation_function", "gelu_new")) not in TANH:
+    if (activation := args.get("activation_function", "gelu_new")) not in list(TANH):
         raise ValueError(f"activation_function is {activation!r}; it must be one of {', '.join(TANH)}")
     inner = args.get("n_inner")
-    if inner is not None and inner != 4 * found["n_embd"]:
+    if isinstance(found["n_embd"], int) and inner not in (None, 4 * found["n_embd"]):
         raise ValueError(f"n_inner is {inner!r}; it must be 4 * n_embd")
     for name, value in FIXED.items():
         if args.get(name, value) != value:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import pickle
+import pickletools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +35,7 @@ class CharTokenizer:
 
     def __init__(self, characters: Sequence[str], source: str = "the text") -> None:
         for i, c in enumerate(characters):
-            if not isinstance(c, str) or len(c) != 1:
+            if not isinstance(c, str) or len(c) != 1 or "\ud800" <= c <= "\udfff":
                 raise VocabularyError(f"{source}: token {i} is {c!r}; it must be one character")
         self.characters = list(characters)
         self.source = source
@@ -62,8 +64,9 @@ class CharTokenizer:
     def from_meta_pickle(cls, path: Path) -> CharTokenizer:
         """Read nanoGPT's meta.pkl, {'itos': {0: '\\n', ...}}: numbers and strings. Raises VocabularyError."""
         try:
-            with open(path, "rb") as file:
-                itos = _PlainUnpickler(file).load()["itos"]
+            data = path.read_bytes()
+            _check_memo(data)
+            itos = _PlainUnpickler(io.BytesIO(data)).load()["itos"]
             characters = [itos[i] for i in range(len(itos))]
         except OSError:
             raise
@@ -173,6 +176,13 @@ class _PlainUnpickler(pickle.Unpickler):
         if found := NUMBERS.get(f"{module}.{name}"):
             return found
         raise VocabularyError(f"it names {module}.{name}; only built-in values are admitted")
+
+
+def _check_memo(data: bytes) -> None:
+    """Raise VocabularyError for a pickle whose memo has room for more values than it has bytes."""
+    for opcode, index, _ in pickletools.genops(data):
+        if opcode.name.endswith("PUT") and int(index or 0) > len(data):
+            raise VocabularyError(f"its memo has an index of {index}")
 
 
 def _tiktoken() -> Any:

@@ -152,6 +152,11 @@ def test_what_cannot_be_written_or_read_is_named(cli, tmp_path, monkeypatch):
         file.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"b\.gguf is no GGUF file of a GPT-2"):
             load(file)
+    at = data.index(name := b"output_norm.weight") + len(name) + 12  # after the number of sizes, and the one
+    for kind, called in ((26, "I32"), (28, "F64")):
+        file.write_bytes(data[:at] + kind.to_bytes(4, "little") + data[at + 4 :])
+        with pytest.raises(CheckpointError, match=f"is of type {called}|b\\.gguf is no GGUF file of a GPT-2"):
+            load(file)
     with monkeypatch.context() as patch:
         patch.setattr(files, "_sync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(OSError, match="No space left"):

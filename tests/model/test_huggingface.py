@@ -74,7 +74,9 @@ def test_biases_that_are_said_not_to_be_there_are_zeros(tmp_path):
     [
         (dict(model_type="llama"), "architecture 'llama'; it must be 'gpt2'"),
         (dict(activation_function="relu"), "activation_function is 'relu'; it must be one of gelu, gelu_new"),
+        (dict(activation_function=["gelu"]), r"activation_function is \['gelu'\]; it must be one of"),
         (dict(n_inner=63), "n_inner is 63; it must be 4"),
+        (dict(n_embd=None, n_inner=63), "n_embd is None; it must be a whole number"),
         (dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon is 1e-06; it must be 1e-05"),
         (dict(n_positions="16"), "block_size is '16'; it must be a whole number"),
     ],

@@ -71,6 +71,13 @@ def test_a_hostile_meta_pickle_is_refused_unexecuted(tmp_path):
     assert proof.exists()
 
 
+@pytest.mark.parametrize("put", [b"r\0\0\0\x20", b"p536870912\n"])
+def test_a_pickle_gets_no_memory_that_it_does_not_fill(tmp_path, put):
+    (path := tmp_path / "meta.pkl").write_bytes(b"\x80\x02}" + put + b".")
+    with pytest.raises(VocabularyError, match="its memo has an index of 536870912"):
+        CharTokenizer.from_meta_pickle(path)
+
+
 def test_numpys_numbers_in_a_meta_pickle_are_read(tmp_path):
     path = tmp_path / "meta.pkl"
     path.write_bytes(pickle.dumps({"itos": {np.int64(0): "a", np.uint8(1): "b"}, "vocab_size": np.int32(2)}))
@@ -93,6 +100,7 @@ def test_a_damaged_vocabulary_is_named(tmp_path):
         ('{"characters": "abc"}', "'characters' is str; it must be a list"),
         ('{"characters": ["a", "bc"]}', "token 1 is 'bc'; it must be one character"),
         ('{"characters": ["a", 5]}', "token 1 is 5; it must be one character"),
+        ('{"characters": ["a", "\\ud800"]}', "token 1 is .*; it must be one character"),
         ('{"characters": ["a", "a"]}', "at least one character, all different"),
         ('{"characters": []}', "at least one character, all different"),
     ):
