@@ -140,6 +140,7 @@ def test_no_script_does_anything_but_walk_or_get_a_sentence(node):
     assert 20 < walked < 180
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("wasm")
 def test_m_and_l_are_the_rows_maximum_and_sum(node):
     node.load("shakes128")
@@ -191,6 +192,7 @@ RESET = dict(length=300, context="reset", topk=10, topp=0.9, temperature=0.77, p
 STOP = dict(length=200, stop="\n", prompt="", temperature=1.5, seed="9223372036854775807")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("wasm")
 @pytest.mark.parametrize("choices", [full(RESET), STOP], ids=["reset", "stop"])
 def test_the_command_writes_the_same_text(node, extension, choices):
