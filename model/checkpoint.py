@@ -8,7 +8,6 @@ confirm are reported. Only ckpt.pt and Checkpoint.model need torch.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import pickle
@@ -368,11 +367,13 @@ def _arrays(tensors: Mapping[Any, Any]) -> Stored:
 
 def _check_stored(path: Path) -> None:
     """Raise CheckpointError for a ckpt.pt that could expand to any size; torch.save never compresses."""
-    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:  # else PyTorch reports it
-        members = archive.infolist()
-        stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-        if not stored or sum(member.file_size for member in members) > path.stat().st_size:
-            raise CheckpointError(f"{path} is refused: its files are compressed")
+    try:
+        members = zipfile.ZipFile(path).infolist()
+    except (zipfile.BadZipFile, ValueError, RuntimeError):  # PyTorch reports a header that is damaged
+        return
+    compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+    if compressed or sum(member.file_size for member in members) > path.stat().st_size:
+        raise CheckpointError(f"{path} is refused: its files are compressed")
 
 
 def _damaged_member(path: Path) -> str | None:
