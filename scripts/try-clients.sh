@@ -8,7 +8,7 @@ set -eu
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-.venv/bin/python}
-"$PYTHON" -c 'import starlette, uvicorn' || { echo "$PYTHON has no starlette: pip install -e '.[serve]'" >&2; exit 2; }
+"$PYTHON" -c 'import starlette, hypercorn' || { echo "$PYTHON has no starlette: pip install -e '.[serve]'" >&2; exit 2; }
 if [ -z "${WORK:-}" ]; then
     WORK=$(mktemp -d)
     trap 'rm -rf "$WORK"' EXIT

@@ -135,8 +135,9 @@ def serving(settings, checkpoints=None) -> Iterator[Client]:
     from shakespeare.app.server import running
 
     settings = replace(settings, port=0)
-    server = running.make(checkpoints or {name: load(name) for name in settings.models}, settings)
+    server = running.Server(checkpoints or {name: load(name) for name in settings.models}, settings)
     listener = running.bind(settings)
+    client = Client(listener.getsockname()[1], server)
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -147,7 +148,6 @@ def serving(settings, checkpoints=None) -> Iterator[Client]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    client = Client(listener.getsockname()[1], server)
     try:
         until(lambda: failures or client.get("/health").status == 200)
         yield client

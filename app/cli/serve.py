@@ -11,7 +11,7 @@ from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import PARTS, BuildError, processor
 from shakespeare.attention_ext.build import prebuilt
 
-PACKAGES = {"starlette", "uvicorn", "httptools", "uvloop", "pydantic", "prometheus_client"}
+PACKAGES = ("hypercorn", "prometheus_client", "pydantic", "starlette")
 
 SLOTS, MOST_SLOTS = 32, 4096
 SHOWN = f"{SLOTS}; what an eighth of a GPU's memory holds, at most {MOST_SLOTS}"
@@ -75,13 +75,13 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
     options.refuse_other_device()
     processor.let_waiting_threads_sleep()  # before torch is imported
     try:
+        from shakespeare.app.hosts import is_loopback
         from shakespeare.app.server import Settings, running  # the latter imports all of them
-        from shakespeare.app.server.security import check_host, check_origin, checked_root, is_loopback
+        from shakespeare.app.server.security import check_host, check_origin, checked_root
     except ImportError as error:
-        if (error.name or "").partition(".")[0] not in PACKAGES:
+        if (name := (error.name or "").partition(".")[0]) not in PACKAGES:
             raise
-        needed = "prometheus_client pydantic starlette 'uvicorn[standard]'"
-        raise BuildError(f"serve needs {error.name}: pip install {needed}") from None
+        raise BuildError(f"serve needs {name}: pip install {' '.join(PACKAGES)}") from None
     from shakespeare.generation.engines.engine import EngineOptions
     from shakespeare.generation.texts import slots_for
     from shakespeare.model import corpus, load
@@ -119,7 +119,7 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
     settings = Settings(tuple(checkpoints), **asked)
     shown = ", ".join(settings.models)
     try:
-        server, listener = running.make(checkpoints, settings), running.bind(settings)
+        server, listener = running.Server(checkpoints, settings), running.bind(settings)
         address, port = listener.getsockname()[:2]
         notice(f"Loading {shown}; http://{f'[{address}]' if ':' in address else address}:{port}")
         running.serve(server, listener, notice)

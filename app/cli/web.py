@@ -14,7 +14,8 @@ from shakespeare.app.cli.terminal import notice
 @options.flag("--build", "only_build", "Make the files and exit.")
 def web(port: int, out: Path | None, only_build: bool) -> None:
     """Show a web page that writes, races and explains in your browser. Its files are made on first use."""
-    from shakespeare.web import build, serve
+    from shakespeare.app import folder as served
+    from shakespeare.web import build
 
     if out:
         build.put(out)
@@ -22,7 +23,7 @@ def web(port: int, out: Path | None, only_build: bool) -> None:
     if only_build:
         click.echo(f"{folder}: open {folder / 'shakespeare.html'}, or publish the folder")
         return
-    with serve.server(folder, port) as server:
+    with served.server(folder, port) as server:
         click.echo(f"http://127.0.0.1:{server.server_address[1]}/")
         notice("Ctrl-C ends it")
         server.serve_forever()

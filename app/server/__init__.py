@@ -22,7 +22,7 @@ class Settings:
     Limits: most_texts in a request, most_tokens of a text, most_request_tokens of all its texts, most_scores
     (tokens of a request, echoed ones included, with log-probabilities), body_bytes of a request, body_seconds
     for its arrival. A reader may leave buffer_bytes of a stream unread for behind_seconds, and must take
-    something within stall_seconds. connections: open at once, or fewer if the process may not open as many.
+    64 KiB within stall_seconds.
     """
 
     models: tuple[str, ...] = ("shakes256",)
@@ -51,4 +51,3 @@ class Settings:
     buffer_bytes: int = 65_536
     behind_seconds: float = 2.0
     stall_seconds: float = 10.0
-    connections: int = 1024

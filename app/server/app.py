@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from shakespeare.app.server import Settings, pages
 from shakespeare.app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
@@ -23,7 +24,6 @@ from shakespeare.attention_ext import PARTS
 from shakespeare.attention_ext.parts import running_on
 from shakespeare.model.checkpoint import Checkpoint
 
-ABORT = "abort"  # key of a function in a scope's state: it closes the connection and drops its buffer
 SLICE_BYTES = 65_536  # bytes of a body that are sent before waiting for the reader
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -57,23 +57,22 @@ class Application:
             Route("/v1/completions", Endpoint(self, CompletionBody), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(self, ChatBody), methods=["POST"]),
         ]
-        self.router = Router(routes, redirect_slashes=False, default=site, lifespan=self._lifespan)
+        self.router = Router(routes, redirect_slashes=False, default=site)
         self.asgi = secured(self._answer, settings, self._refuse)
-
-    @asynccontextmanager
-    async def _lifespan(self, app: Any):
-        self.scheduler.start()
-        yield
-        if self.scheduler.loaded.is_set():  # else its thread waits for a compiler and ends with the process
-            await self.scheduler.stop()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. Errors have OpenAI's format."""
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close"})
         scope["app"] = self  # so Starlette's router raises HTTPException
         root = scope["root_path"] = self.settings.root_path  # which a path may have or lack, for Starlette
         is_root = root and scope.get("path") == root
         try:
-            await (RedirectResponse(f"{root}/") if is_root else self.router)(scope, receive, send)
+            if scope.get("method") == "CONNECT":
+                raise ApiError(400, "This server is no proxy.", headers={"connection": "close"})
+            await (RedirectResponse(f"{root}/") if is_root else self.router)(
+                scope, receive, self._patient(send)
+            )
         except ApiError as error:
             await self._refuse(error, send)
         except HTTPException as error:
@@ -81,10 +80,21 @@ class Application:
             messages = {404: f"There is no {path}.", 405: f"{path} does not take {scope['method']}."}
             message = messages.get(error.status_code, error.detail)
             await self._refuse(ApiError(error.status_code, message, headers=dict(error.headers or {})), send)
+        except TimeoutError:  # the reader is too slow
+            self.metrics.dropped.inc()
         except Exception:
             with suppress(RuntimeError):  # raised if the response has begun
                 await self._refuse(ApiError(500, "The server failed; its log says why."), send)
             raise
+
+    def _patient(self, send: Send) -> Send:
+        """send, which raises TimeoutError if the reader takes too little."""
+
+        async def sent(message: Message) -> None:
+            async with asyncio.timeout(self.settings.stall_seconds):
+                await send(message)
+
+        return sent
 
     async def _refuse(self, error: ApiError, send: Send) -> None:
         self.metrics.refused.labels(str(error.status)).inc()
@@ -158,11 +168,6 @@ class Endpoint:
         if data is None:
             return
 
-        def overflowed() -> None:
-            app.metrics.dropped.inc()
-            # The call ends when the connection is lost, without uvicorn's log entry.
-            scope["state"][ABORT]()
-
         async def watch_for_end() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
@@ -172,16 +177,17 @@ class Endpoint:
         if body.part and body.part not in (able := running_on(settings.device)):
             message = f"{body.part} does not run on this server's GPU, only {' and '.join(able)}."
             raise ApiError(400, message, "part")
-        call = Call(body, app.checkpoint(body.model), settings, overflowed)
-        app.scheduler.submit(call)
-        app.active.add(call)
-        watch = asyncio.create_task(watch_for_end())
-        try:
-            await (stream if body.stream else whole)(call, send)
-        finally:
-            watch.cancel()
-            app.leave(call)  # ends the unfinished texts
-            app.active.discard(call)
+        async with asyncio.timeout(None) as patience:
+            call = Call(body, app.checkpoint(body.model), settings, partial(patience.reschedule, 0))
+            app.scheduler.submit(call)
+            app.active.add(call)
+            watch = asyncio.create_task(watch_for_end())
+            try:
+                await (stream if body.stream else whole)(call, send)
+            finally:
+                watch.cancel()
+                app.leave(call)  # ends the unfinished texts
+                app.active.discard(call)
 
 
 async def whole(call: Call, send: Send) -> None:
@@ -225,7 +231,7 @@ async def send_body(send: Send, body: bytes, more: bool = False) -> None:
         await send({"type": "http.response.body", **part})
 
 
-async def read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
+async def read_body(scope: Scope, receive: Receive, most: int) -> bytearray | None:
     """A request's body; None if the client has left. Raises ApiError 413 or 415."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
@@ -233,7 +239,7 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
         raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
     length = headers.get(b"content-length", b"")
     long = length.isdigit() and int(length) > most
-    data = b""
+    data = bytearray()  # it may come byte by byte
     while not long:
         message = await receive()
         if message["type"] == "http.disconnect":

@@ -405,7 +405,7 @@ def without_nulls(value: Any, numbers: Iterator[int]) -> Any:
     return {name: without_nulls(each, numbers) for name, each in value.items() if each is not None}
 
 
-def parse(kind: type[AnyBody], data: bytes) -> AnyBody:
+def parse(kind: type[AnyBody], data: bytes | bytearray) -> AnyBody:
     """The body of a request. Raises ApiError 400 that names the first wrong field in `param`."""
     try:
         body = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)

@@ -3,7 +3,6 @@
 import hmac
 import ipaddress
 import re
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -11,35 +10,15 @@ from functools import partial
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from shakespeare.app.hosts import host_of, is_loopback
 from shakespeare.app.server import Settings
 from shakespeare.app.server.requests import ApiError
 
-LOCALHOST = "localhost"
 OPEN = "/health"  # this path needs no key, and any name of the server will do: probes call by an address
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 ROOT = re.compile(r"(/[A-Za-z0-9_.~-]+)*/?")
 ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]*))?")
 DEFAULT_PORTS = (("http", "80"), ("https", "443"))  # browsers leave these out
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach a host."""
-    if host == LOCALHOST:
-        return True
-    with suppress(ValueError):
-        address = ipaddress.IPv6Address(host)
-        return (address.ipv4_mapped or address).is_loopback
-    with suppress(OSError):
-        return socket.inet_aton(host)[0] == 127  # also of 127.1
-    return False
-
-
-def host_of(header: str) -> str:
-    """A Host header without its port and last dot, in lower case; an IPv6 address without its brackets."""
-    header = header.strip().lower()
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0].removesuffix(".")
 
 
 def check_origin(origin: str) -> None:

@@ -1,5 +1,6 @@
 """The server among thousands of clients that read slowly or not at all, or leave."""
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -27,7 +28,20 @@ PARTS = ("part4",) * 14 + ("part2", "part0")  # others are slower, and would tak
 SLOTS, QUEUE, AT_ONCE, MOST_CHOICES = 16, 32, 56, 3
 GROWTH = 1.05
 DEAF_SECONDS = 4.0, 14.0  # the server drops a reader that takes nothing for ten
-KINDS = {"whole": 25, "stream": 30, "leave": 20, "slow": 8, "deaf": 2}
+KINDS = {"whole": 25, "stream": 30, "leave": 20, "slow": 8, "deaf": 2, "hostile": 5}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEAD += b"Connection: close\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+ITEMS = b'{"model": "x", "prompt": [' + b"{}, " * 60_000 + b"{}]}"
+# Inputs that once stopped the server, slowed it down or took memory.
+HOSTILE = (
+    b"CONNECT /x HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    CHUNKED + b"2\r\n{}\r\n0\r\n" + b"X: a\r\n" * 100_000,
+    CHUNKED + b"2\r\n{}\r\n0\r\nX: " + b"a" * 1_000_000,
+    CHUNKED + b"1\r\n{\r\n" * 20_000 + b"0\r\n\r\n",
+    HEAD + b"Content-Length: %d\r\n\r\n" % len(ITEMS) + ITEMS,
+    HEAD + b"Content-Length: 10000\r\n\r\n" + b'{"prompt": ' + b"[" * 9989,
+)
 
 
 def received(connection: socket.socket, pause: float = 0.0) -> Response:
@@ -101,6 +115,16 @@ class Soak:
         assert response.status == 429 or len(response.text()) == 3000
         return str(response.status)
 
+    def hostile(self, draw: random.Random) -> str:
+        """Send what is refused, and read what comes until the server closes the connection."""
+        with self.client.connection() as connection, contextlib.suppress(OSError):
+            connection.sendall(draw.choice(HOSTILE))
+            answer = connection.recv(1 << 16)
+            assert answer[:10] in (b"", b"HTTP/1.1 4"), answer
+            while connection.recv(1 << 16):
+                pass
+        return "refused"
+
     def leave(self, draw: random.Random) -> str:
         """Leave in the middle of a request, at once, in the queue or later, in order or by a reset."""
         fields = self.fields(draw, stream=draw.random() < 0.6, max_tokens=draw.choice([LENGTH, 20_000]))
@@ -132,12 +156,12 @@ def test_nothing_is_lost_or_wrong_or_left_behind(process, cli, extension, full):
     child = process(*("serve", "-m", MODEL, "--port", 0, "--threads", 1, "--slots", SLOTS, "--queue", QUEUE))
     client = Client(port_of(child))
     soak, requests = Soak(client, texts), REQUESTS[0 if full else 1]
-    soak.run(range(requests // 10))
+    soak.run(range(requests // 3))  # then as many connections were open at a time as ever
     for part in set(PARTS):  # PyTorch opens threads and files when a part is first used
         soak.answered(random.Random(0), part=part)
     client.idle()
     before, memory = opened(client, child.pid), resident(child.pid)
-    soak.run(range(requests // 10, requests))
+    soak.run(range(requests // 3, requests))
     client.idle()
     with naming("threads and files", before):
         until(lambda: all(now <= then for now, then in zip(opened(client, child.pid), before)))

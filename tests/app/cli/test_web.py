@@ -7,12 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from support import ROOT, found_program
 
-from shakespeare.web import build, serve
+from shakespeare.app import folder
+from shakespeare.web import build
 
 
 @pytest.fixture
@@ -58,15 +60,26 @@ def test_as_process_1_of_a_container_it_ends_at_sigterm(made):
 
 
 def test_a_port_that_is_taken_is_one_line(failed, made):
-    with serve.server(made, 0) as server:
+    with folder.server(made, 0) as server:
         assert "Address already in use" in failed("web", "--port", server.server_address[1])
+
+
+def test_another_sites_host_is_refused(tmp_path):
+    with folder.server(tmp_path, 0) as server:
+        threading.Thread(target=server.serve_forever).start()
+        for host, status in (("localhost:1", 200), ("[::1]", 200), ("example.org", 403), ("", 403)):
+            connection = http.client.HTTPConnection(*server.server_address, timeout=600)
+            connection.request("GET", "/", headers={"Host": host})
+            assert connection.getresponse().status == status, host
+            connection.close()
+        server.shutdown()
 
 
 @pytest.mark.parametrize("other", ["stamp", "folder/thesis.txt", "js/mine.js", "empty/", "link"])
 def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
     """The folder of a page is no exception, and neither is a file that looks like a stamp."""
-    for folder in (made, tmp_path / "own"):
-        mine = folder / other
+    for place in (made, tmp_path / "own"):
+        mine = place / other
         mine.parent.mkdir(parents=True, exist_ok=True)
         if other == "link":
             mine.symlink_to(tmp_path)
@@ -74,7 +87,7 @@ def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
             mine.mkdir()
         else:
             mine.write_text("text")
-        said = failed("web", "--build", "--out", folder)
+        said = failed("web", "--build", "--out", place)
         assert f"but it has {other.split('/')[0]}" in said and "remove it yourself" in said
         assert mine.exists() and list(tmp_path.iterdir())
     no_stamp_of_a_build = '{"files": ["stamp", "link"]}'

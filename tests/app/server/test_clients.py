@@ -1,6 +1,10 @@
 """Clients that leave, read slowly, come in crowds, or do not send requests."""
 
-from contextlib import suppress
+import asyncio
+import itertools
+import threading
+import time
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -11,8 +15,8 @@ pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 from serving import MODEL, WAIT_SECONDS, raw, serving, until
 
 from shakespeare.app.server import Settings
-from shakespeare.app.server import running as running_
 
+IDLE = 1000  # connections
 LONG = {"prompt": "a" * 128, "max_tokens": 60_000}  # each token reads a window
 PATIENT = dict.fromkeys(("body_seconds", "behind_seconds", "stall_seconds"), WAIT_SECONDS)
 
@@ -91,7 +95,6 @@ def test_a_stalled_reader_is_dropped(extension, caplog):
                 for _ in range(300):
                     connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
             until(lambda: client.metric("attention_streams_dropped_total") == 3)
-        assert len(client.server.server_state.connections) <= 1  # that of the metrics
     assert caplog.records == []
 
 
@@ -123,15 +126,25 @@ def test_what_is_no_request(small):
         assert small.send("POST", "/v1/completions", data, content_type="application/json").status == 400
 
 
+@pytest.fixture(scope="module")
+def short(extension):
+    """A server that waits a second for a head."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shakespeare.app.server.running.HEAD_SECONDS", 1.0)
+        with serving(Settings((MODEL,), **PATIENT)) as client:
+            yield client
+
+
 @pytest.mark.full
-def test_a_head_that_does_not_come(small, monkeypatch):
-    monkeypatch.setattr("shakespeare.app.server.running.HEAD_SECONDS", 0.2)
+def test_a_head_that_does_not_come(short):
     for data in (b"", b"POST /v1/comp", b"GET / HTTP/1.1\r\nHost: loc"):
-        with small.connection() as connection:
+        with short.connection() as connection:
             connection.sendall(data)
             with suppress(ConnectionResetError):
                 assert connection.recv(1000) == b""
-    monkeypatch.setattr("shakespeare.app.server.running.HEAD_SECONDS", WAIT_SECONDS)
+
+
+def test_a_head_is_limited(small):
     with small.connection() as connection, pytest.raises(OSError):
         connection.sendall(b"GET / HTTP/1.1\r\n")
         for _ in range(30_000):
@@ -168,16 +181,8 @@ def test_a_body_that_does_not_come(small, hasty):
 
 
 @pytest.mark.full
-def test_a_connection_does_not_stay_after_a_refusal(small, monkeypatch):
+def test_a_connection_does_not_stay_after_a_refusal(short):
     """The connection ends whether or not the client sends the rest, for which it has little time."""
-    arm = running_.Protocol._arm
-
-    def armed(self, close):
-        monkeypatch.setattr(running_, "HEAD_SECONDS", 0.3 if close == self.transport.close else WAIT_SECONDS)
-        arm(self, close)
-
-    monkeypatch.setattr(running_, "HEAD_SECONDS", WAIT_SECONDS)
-    monkeypatch.setattr(running_.Protocol, "_arm", armed)
     long = "Host: localhost\r\nContent-Length: 1000000000\r\n\r\n{"
     get = "GET /health HTTP/1.1\r\nHost: localhost\r\n"
     for sent, later in (
@@ -187,26 +192,41 @@ def test_a_connection_does_not_stay_after_a_refusal(small, monkeypatch):
         (f"{get}\r\n", "\r\n"),  # a line end begins no request
         (f"{get}Content-Length: 9\r\n\r\n", "a" * 9),
     ):
-        with small.connection() as connection:
+        with short.connection() as connection:
             connection.sendall(sent.encode())
             assert connection.recv(10_000).startswith(b"HTTP/1.1 ")
-            connection.sendall(later.encode())
-            with suppress(ConnectionResetError):
+            with suppress(OSError):
+                connection.sendall(later.encode())
                 while connection.recv(10_000):
                     pass
 
 
-def test_connections_are_limited(extension):
-    with serving(Settings((MODEL,), connections=4)) as client:
-        until(lambda: not client.server.server_state.connections)
-        kept = [client.connection() for _ in range(4)]
-        until(lambda: len(client.server.server_state.connections) == 4)
-        with client.connection() as refused:
-            with pytest.raises(OSError):  # closed, whichever call sees it
-                refused.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                if not refused.recv(100):
-                    raise ConnectionResetError
-        for connection in kept:
-            connection.close()
-        until(lambda: not client.server.server_state.connections)
-        assert client.get("/health").status == 200
+def test_a_body_of_many_chunks_lets_others_have_their_turn(small):
+    """Each chunk has one byte. No turn of the server's loop takes most of the time."""
+    answered = threading.Event()
+
+    async def longest_turn() -> float:
+        times = [time.monotonic()]
+        while not answered.is_set():
+            await asyncio.sleep(0)
+            times.append(time.monotonic())
+        return max(after - before for before, after in itertools.pairwise(times))
+
+    turn = asyncio.run_coroutine_threadsafe(longest_turn(), small.server.loop)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with small.connection() as connection:
+        began = time.monotonic()
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n{\r\n" * 9000 + b"0\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+        seconds = time.monotonic() - began
+    answered.set()
+    assert turn.result() < seconds / 2
+
+
+@pytest.mark.full
+def test_idle_connections_keep_nobody_waiting(small):
+    with ExitStack() as stack:
+        for _ in range(IDLE):
+            stack.enter_context(small.connection())
+        assert small.get("/health").status == 200
+        assert len(small.complete(max_tokens=5).text()) == 5

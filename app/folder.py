@@ -5,12 +5,23 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from shakespeare.app.hosts import host_of, is_loopback
+
 
 class Handler(SimpleHTTPRequestHandler):
     """Serves a folder without a log; names the type of modules itself."""
 
     protocol_version = "HTTP/1.1"  # keeps connections
     extensions_map = SimpleHTTPRequestHandler.extensions_map | {".js": "text/javascript"}
+
+    def parse_request(self) -> bool:
+        """Refuse another host name, as that of another site's page after DNS rebinding."""
+        if not super().parse_request():
+            return False
+        is_own = is_loopback(host_of(self.headers.get("Host", "")))
+        if not is_own:
+            self.send_error(403, "The Host header must name this machine")
+        return is_own
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
