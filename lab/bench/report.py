@@ -15,7 +15,7 @@ from typing import Any
 
 from shakespeare.attention_ext import SIMD
 from shakespeare.attention_ext.parts import DEVICES, Dtype
-from shakespeare.lab import saved
+from shakespeare.lab import rules, saved
 from shakespeare.lab.bench.cell import L2, Cell
 from shakespeare.lab.bench.contenders import SDPA, contenders
 from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text
@@ -26,6 +26,7 @@ from shakespeare.lab.timing import interval, quartiles, quiet_of
 FORMAT = 4  # of as_json()
 READABLE = (2, 3, FORMAT)  # format 2 has no traffic, format 3 no device
 MOST_NAMED = 3  # cells that infirm() names
+MOST_RULED_KEYS = 2**22  # of a cell with rules in a file: each query's range of keys is made
 # The baselines of "over ..." columns; the fastest one counts.
 BASELINES: dict[str, tuple[str, ...]] = {"part0": ("part0",), "sdpa": ("sdpa", *SDPA), "onnx": ("onnx",)}
 # Repeated in each row of CSV and JSON lines.
@@ -271,6 +272,7 @@ def load(file: Path) -> Run:
         content = json.loads(file.read_bytes())
         if content["format"] not in READABLE:
             raise ValueError(f"its format is {content['format']!r}, not one of {READABLE}")
+        _check_text(content)
         run = Run(**{of.name: content[of.name] for of in fields(Run) if of.name in content})
         for name in ("peaks", "bandwidths", "amx_peaks"):
             setattr(run, name, {int(threads): rate for threads, rate in getattr(run, name).items()})
@@ -294,6 +296,9 @@ def _result(entry: dict) -> Result:
     for name in ("N", "queries", "d", "batch", "heads", "threads", "br", "bc"):
         size = getattr(cell, name)
         _check(cell, name, type(size) is int and _positive(size) or size is None and name in ("br", "bc"))
+    if cell.rules is not None:
+        rules.parse(cell.rules)
+        _check(cell, "N", cell.N <= MOST_RULED_KEYS)
     _check(result, "status", result.status in ("ok", "wrong", "skipped"))
     _check(result, "note", isinstance(result.note, str | None))
     for name in ("error", "scratch"):  # may be 0
@@ -305,6 +310,16 @@ def _result(entry: dict) -> Result:
     at_most_1 = max(result.paces, default=1) <= 1
     _check(result, "paces", at_most_1 and len(result.paces) == len(result.seconds))
     return result
+
+
+def _check_text(content: Any) -> None:
+    """Refuse a control character in any string: reports print them."""
+    if isinstance(content, str) and not content.isprintable():
+        raise ValueError(f"it holds {ascii(content):.100}; its text must be printable")
+    if isinstance(content, dict):
+        content = [*content, *content.values()]
+    for each in content if isinstance(content, list) else ():
+        _check_text(each)
 
 
 def _check_run(run: Run) -> None:

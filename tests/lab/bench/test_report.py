@@ -57,6 +57,11 @@ def test_another_file_is_refused(tmp_path, failed):
         ('"paces": [', '"paces": [1.0,'),
         ('"traffic": 1000.0', '"traffic": -1'),
         ('"device": "cpu"', '"device": "tpu"'),
+        ('"rules": null', '"rules": 5'),
+        ('"rules": null', '"rules": "windows=3"'),
+        ('"note": null', '"note": "\\u001b[2J"'),
+        ('"busy": null', '"busy": "a\\rb"'),
+        ('"cpu": "', '"cpu": "\\u009b'),
     ):
         assert old in right
         wrong.append(right.replace(old, new))
