@@ -9,7 +9,9 @@ from typing import Any
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"  # one tensor, unless the head is untied
 PLACES = "transformer.wpe.weight"
 POSITIONS = ("table", "alibi")
-MOST_WINDOW = 2**20  # a cache has room for it, and no tensor of the checkpoint shows its size
+MOST_SIZE = 2**31
+# Each layer has names. A cache has room for a window, and no tensor of the checkpoint shows its size.
+MOST = {"n_layer": 4096, "window": 2**20}
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,14 @@ class GPTConfig:
         if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
             raise ValueError(f"eos_token_id is {self.eos_token_id!r}; it must be a whole number, or several")
         object.__setattr__(self, "eos_token_id", tuple(ends))
-        for field in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{field} is {value!r}; it must be a whole number of at least 1")
+        sizes = ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"]
+        if self.endless:
+            sizes.append("window")
+        for field in sizes:
+            value, most = getattr(self, field), MOST.get(field, MOST_SIZE)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                must = f"a whole number of at least 1 and at most {most}"
+                raise ValueError(f"{field} is {value!r:.40}; it must be {must}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd is {self.n_embd}; it must be a multiple of n_head={self.n_head}")
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
@@ -60,12 +66,7 @@ class GPTConfig:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it must be true or false")
         if self.positions not in POSITIONS:
             raise ValueError(f"positions is {self.positions!r}; it must be one of {', '.join(POSITIONS)}")
-        if self.endless:
-            whole = self.window if isinstance(self.window, int) and not isinstance(self.window, bool) else 0
-            if not 1 <= whole <= MOST_WINDOW:
-                must = f"a whole number of at least 1 and at most {MOST_WINDOW} with 'alibi'"
-                raise ValueError(f"window is {self.window!r}; it must be {must}")
-        elif self.window is not None:
+        if self.window is not None and not self.endless:
             raise ValueError(f"window is {self.window!r}; it must be None with positions 'table'")
 
     @property

@@ -15,7 +15,14 @@
 // n rounded up to a multiple of `unit`.
 constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-constexpr int64_t LINE_FLOATS = 16;  // floats of a cache line
+constexpr int64_t LINE_FLOATS = 16;              // floats of a cache line
+constexpr int64_t MOST_FLOATS = INT64_MAX / 16;  // their bytes, and the sum of two such numbers, fit 64 bits
+
+// The product of two sizes. Throws bad_alloc if it is above MOST_FLOATS: no memory has room for as many.
+inline int64_t product(int64_t a, int64_t b) {
+    if (b != 0 && a > MOST_FLOATS / b) throw std::bad_alloc();
+    return a * b;
+}
 
 // The stride of rows of n floats: an odd number of cache lines, so that rows do not share few sets of L1.
 constexpr int64_t row_stride(int64_t n) { return round_up(n, LINE_FLOATS) | LINE_FLOATS; }
@@ -25,6 +32,7 @@ class Buffer {
   public:
     Buffer() = default;
     explicit Buffer(int64_t size, bool unset = false) {
+        if (size < 0 || size > MOST_FLOATS) throw std::bad_alloc();
         const int64_t floats = sizeof(float) * size;
         const int64_t unit = floats >= HUGE_PAGE_BYTES / 2 ? HUGE_PAGE_BYTES : CACHE_LINE_BYTES;
         const int64_t bytes = round_up(floats, unit);
@@ -52,13 +60,14 @@ class Scratch {
     explicit Scratch(float* start = nullptr) : start(start) {}
 
     float* take(int64_t floats) {
+        if (floats > MOST_FLOATS || used > MOST_FLOATS) throw std::bad_alloc();
         float* const piece = start ? start + used : nullptr;
         used += round_up(floats, LINE_FLOATS);
         return piece;
     }
     simd::Matrix matrix(int64_t rows, int64_t cols) {
         const int64_t ld = row_stride(cols);
-        return {take(rows * ld), ld};
+        return {take(product(rows, ld)), ld};
     }
     int64_t taken() const { return used; }
 

@@ -15,7 +15,7 @@ namespace {
 // weights that come from memory: a team reads them once.
 constexpr int64_t LEAST_APART = 2;
 constexpr int64_t MAX_PANEL_KEYS = 128;  // in a transposed panel of the cache
-constexpr int64_t MAX_SLOTS = int64_t{1} << 31;
+constexpr int64_t MAX_SLOTS = 1 << 16;
 // After these a call begins no further row, so that Ctrl-C takes effect soon.
 constexpr double ONE_TEXT_SECONDS = 2e-3, BATCH_SECONDS = 8e-3;
 
@@ -67,7 +67,7 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
       cache_shape(cache_of(s, sizes, kv, part.few.queries > 0)),
       scale(static_cast<float>(1 / std::sqrt(static_cast<double>(d)))),
       endless(s.n_head, s.window),
-      caches(sizes.slots * cache_shape.words()),
+      caches(product(sizes.slots, cache_shape.words())),
       slots(sizes.slots),
       trace(threads),
       team(new Team(threads, trace)) {

@@ -21,6 +21,7 @@ from shakespeare.model.config import GPTConfig
 from shakespeare.model.draft import Draft
 
 Name = TypeVar("Name", Precision, CachePrecision)
+MOST_SLOTS = 65_536
 ENDLESS = 2**62  # the capacity of an endless model's texts, in tokens
 Tokens = NDArray[Any]  # whole numbers, (rows, slots)
 
@@ -82,9 +83,10 @@ class EngineOptions:
         set_field("br", br)
         set_field("bc", bc)
         parts.resolve_simd(self.simd)
-        for name, number in (("slots", self.slots), ("threads", self.threads)):
-            if number is not None and number < 1:
-                raise ValueError(f"{name} is {number}; it must be at least 1")
+        if not 1 <= self.slots <= MOST_SLOTS:
+            raise ValueError(f"slots is {self.slots}; it must be from 1 to {MOST_SLOTS}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads is {self.threads}; it must be at least 1")
         parts.one_of("device", self.device, parts.DEVICES)
         if self.device not in self.row.dtypes:
             others = " and ".join(parts.running_on(self.device))

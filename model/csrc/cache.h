@@ -24,14 +24,14 @@ struct CacheShape {
     int64_t panel_words() const { return panel / (pairs() ? 2 : 1) * d; }
 
     int64_t K_words(int64_t keys) const {
-        return transposed ? (keys + panel - 1) / panel * panel_words() : keys * row_words();
+        return transposed ? product((keys + panel - 1) / panel, panel_words()) : product(keys, row_words());
     }
-    int64_t V_words(int64_t keys) const { return keys * row_words(); }
+    int64_t V_words(int64_t keys) const { return product(keys, row_words()); }
     // Words of a head; K and V each begin on a cache line.
     int64_t head_words(int64_t keys) const {
         return round_up(K_words(keys), LINE_FLOATS) + round_up(V_words(keys), LINE_FLOATS);
     }
-    int64_t words() const { return layers * heads * head_words(capacity); }
+    int64_t words() const { return product(product(layers, heads), head_words(capacity)); }
 };
 
 // K and V of each layer and head. V is (capacity, d). K is too, or is in transposed panels, each (d, panel), if

@@ -44,7 +44,9 @@ def test_a_wrong_configuration_names_the_field():
     for change, message in (
         (dict(n_embd=30, n_head=4), "n_embd is 30; it must be a multiple of n_head=4"),
         (dict(n_layer=0), "n_layer is 0; it must be a whole number of at least 1"),
+        (dict(n_layer=10**6), "n_layer is 1000000; .* at most 4096"),
         (dict(block_size="8"), "block_size is '8'"),
+        (dict(block_size=10**30, positions="alibi", window=8), "block_size is 10000"),
         (dict(vocab_size=True), "vocab_size is True"),
         (dict(dropout=1.0), "dropout is 1.0; it must be at least 0 and less than 1"),
         (dict(bias=1), "bias is 1; it must be true or false"),

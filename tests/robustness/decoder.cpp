@@ -8,8 +8,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <iterator>
 #include <map>
+#include <new>
 #include <random>
 
 #include "running.h"
@@ -224,8 +226,25 @@ class Trial {
     }
 };
 
+// Whether sizes that no memory has room for are refused before they wrap.
+bool refuses_sizes() {
+    constexpr int64_t WRAPS = int64_t{1} << 62;
+    const CacheShape shape{WRAPS, 4, 8, 16, false, 1, CachePrecision::fp32};
+    const std::function<void()> calls[] = {[] { Buffer{WRAPS}; }, [] { Buffer{-1}; }, [] { product(WRAPS, 4); },
+                                           [] { Scratch().matrix(WRAPS, 4); }, [&] { (void)shape.words(); }};
+    return std::all_of(std::begin(calls), std::end(calls), [](const auto& call) {
+        try {
+            call();
+        } catch (const std::bad_alloc&) {
+            return true;
+        }
+        return false;
+    });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+    if (!refuses_sizes()) return 1;
     return run_seeds(argc, argv, [](uint64_t seed, int) { return Trial(seed).attempt(); });
 }

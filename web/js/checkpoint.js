@@ -38,8 +38,10 @@ function checkConfig(config) {
   const { n_embd, n_head, bias = true, positions = "table", window = null } = config,
     isEndless = positions === "alibi";
   for (const name of isEndless ? [...SIZES, "window"] : SIZES) {
-    const isSize = Number.isInteger(config[name]) && config[name] >= 1;
-    check(isSize, `${name} is ${JSON.stringify(config[name])}; it must be a whole number of at least 1`);
+    const most = { window: 2 ** 20, n_layer: 4096 }[name] ?? 2 ** 31,
+      isSize = Number.isInteger(config[name]) && config[name] >= 1 && config[name] <= most,
+      must = `a whole number of at least 1 and at most ${most}`;
+    check(isSize, `${name} is ${JSON.stringify(config[name])}; it must be ${must}`);
   }
   check(isEndless || positions === "table", `positions is ${JSON.stringify(positions)}; it must be "table" or "alibi"`);
   check(isEndless || window === null, `window is ${JSON.stringify(window)}; it must be null with positions "table"`);

@@ -395,6 +395,7 @@ def test_the_decoder_checks_what_it_is_given(extension):
         (checkpoint, dict(threads=0), "threads is 0; it must be from 1 to 1024"),
         (checkpoint, dict(threads=2**32 + 1), "threads is 4294967297; it must be from 1 to 1024"),
         (checkpoint, dict(slots=2**64 + 1), "does not fit 64 bits"),
+        (checkpoint, dict(slots=2**16 + 1), "slots is 65537; it must be from 1 to 65536"),
         (checkpoint, dict(weights="int4"), "precision is 'int4'; it must be one of fp32, bf16, int8"),
     ):
         with naming(change), pytest.raises(ValueError, match=message):
