@@ -41,7 +41,7 @@ class Page {
   follow() {
     this.address = location.hash;
     const { view, choices } = parse(this.address);
-    if (!(choices.model in this.models.index)) [choices.model] = Object.keys(this.models.index);
+    if (!Object.hasOwn(this.models.index, choices.model)) [choices.model] = Object.keys(this.models.index);
     this.view = view;
     return choices;
   }
