@@ -109,6 +109,16 @@ def check_owner(directory: Path) -> None:
         raise BuildError(f"{path} {why}, so its files are not trusted; {', or '.join(remedies)}")
 
 
+def create(directory: Path) -> None:
+    """Make a directory for this user alone, and those above it.
+
+    Raises OSError, and BuildError as check_owner().
+    """
+    for path in (*reversed(directory.parents), directory):
+        path.mkdir(mode=0o700, exist_ok=True)
+    check_owner(directory)
+
+
 def _distrusted(directory: Path) -> tuple[Path, str] | None:
     """The first of a directory and those above it that others can change, and how; None if there is none."""
     if sys.platform == "win32":  # it has no such bits: the user's own folder is trusted
@@ -222,10 +232,8 @@ def make(target: Path, what: str, write: Callable[[Path], Path]) -> None:
     """
     directory = target.parent
     try:
-        for path in (*reversed(directory.parents), directory):
-            path.mkdir(mode=0o700, exist_ok=True)
-        for path in (directory.parent, directory):
-            check_owner(path)
+        create(directory.parent)
+        create(directory)
         if target.exists():
             return
         with uncounted(), locked(directory / LOCK):

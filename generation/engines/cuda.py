@@ -12,11 +12,13 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache
 from shakespeare.attention_ext.cuda.gpu import Memory, launch_prepared, synchronize
 from shakespeare.attention_ext.cuda.gpu import gpu as gpu
@@ -56,11 +58,27 @@ class Work(ctypes.Structure):
     ]
 
 
+@functools.cache
+def may_lock(directory: Path) -> bool:
+    """Whether the directory is there, or could be made, and only this user and root can change it."""
+    with contextlib.suppress(OSError, BuildError):
+        cache.create(directory)
+        return True
+    return False
+
+
 @contextlib.contextmanager
 def turn(identity: str) -> Iterator[None]:
-    """Have a GPU alone among the launches of all processes that take turns: two at a time both end late."""
-    with open(cache.directory() / f"gpu_{identity}", "w") as file:
-        cache.lock(file.fileno())
+    """Have a GPU alone among the launches of all processes that take turns: two at a time both end late.
+
+    Without a directory for its lock, this process takes no turns.
+    """
+    directory = cache.directory()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            if may_lock(directory):
+                file = stack.enter_context(open(directory / f"gpu_{identity}", "w"))
+                cache.lock(file.fileno())
         yield
 
 

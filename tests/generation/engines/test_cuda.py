@@ -303,6 +303,17 @@ def test_compiling_is_not_counted_as_writing(emulated, monkeypatch):
 
 
 @pytest.mark.full
+def test_a_new_machine_has_no_folder_for_the_lock(tmp_path, monkeypatch):
+    """Another user could lead a file in a folder that all may change to any other file."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    (tmp_path / "file").touch()
+    for folder, locks in (("new/folder", True), ("shared", False), ("file", False)):
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / folder))
+        with cuda.turn("name"):
+            assert (tmp_path / folder / "gpu_name").exists() == locks
+
+
 def test_long_launches_of_processes_take_turns(emulated, monkeypatch):
     emulated(monkeypatch, 32, (2,))
     engine = open_engine(tiny.gpt(), "cuda", device="cuda")
