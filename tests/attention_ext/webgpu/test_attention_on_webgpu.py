@@ -73,7 +73,7 @@ def test_awkward_shapes(step, shape):
         check(step, *qkv(*shape), causal)
 
 
-@pytest.mark.parametrize("count, widths", [(8, (24,)), full(1000, WIDTHS)])
+@pytest.mark.parametrize("count, widths", [(8, (24,)), full(250, WIDTHS)])
 def test_generated_cases(step, count, widths):
     rng = random.Random(int(step))
     for seed in range(count):
@@ -175,7 +175,7 @@ def test_the_table_has_the_workgroup_memory_of_the_source(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("step", ["4", "5", "6"], indirect=True)
+@pytest.mark.parametrize("step", ["4", "6"], indirect=True)
 def test_all_tiles_by_columns(gpu, monkeypatch, step):
     """At d = 8 more of them fit: a CPU adapter has too little memory for the largest at usual widths."""
     row, most = STEPS[step], gpu.adapter.limits["max-compute-workgroup-storage-size"]
