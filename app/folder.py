@@ -16,12 +16,11 @@ class Handler(SimpleHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         """Refuse another host name, as that of another site's page after DNS rebinding."""
-        if not super().parse_request():
-            return False
-        is_own = is_loopback(host_of(self.headers.get("Host", "")))
-        if not is_own:
+        if super().parse_request():
+            if is_loopback(host_of(self.headers.get("Host", ""))):
+                return True
             self.send_error(403, "The Host header must name this machine")
-        return is_own
+        return False
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -35,7 +35,6 @@ class Server:
         self.application = Application(checkpoints, settings)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
-        self._draining: asyncio.Task[None] | None = None
 
     def end(self) -> None:
         """Begin to end; the second call ends at once."""
@@ -49,11 +48,11 @@ class Server:
 
     async def _drain(self) -> None:
         """Wait for the running requests, at most the grace period; then end them."""
-        application, now = self.application, asyncio.get_running_loop().time
-        deadline = now() + application.settings.grace
-        while application.active and now() < deadline:
-            await asyncio.sleep(0.02)
-        application.end_all()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.application.settings.grace):
+                while self.application.active:
+                    await asyncio.sleep(0.02)
+        self.application.end_all()
         self._ended.set()
 
     async def run(self, listeners: list[socket.socket], say: Callable[[str], None]) -> None:

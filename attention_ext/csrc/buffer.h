@@ -18,9 +18,17 @@ constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / un
 constexpr int64_t LINE_FLOATS = 16;              // floats of a cache line
 constexpr int64_t MOST_FLOATS = INT64_MAX / 16;  // their bytes, and the sum of two such numbers, fit 64 bits
 
+[[noreturn]] inline void refuse_size() {
+#ifdef __wasm__
+    __builtin_trap();  // it has no exceptions, and the page has checked the sizes
+#else
+    throw std::bad_alloc();
+#endif
+}
+
 // The product of two sizes. Throws bad_alloc if it is above MOST_FLOATS: no memory has room for as many.
 inline int64_t product(int64_t a, int64_t b) {
-    if (b != 0 && a > MOST_FLOATS / b) throw std::bad_alloc();
+    if (b != 0 && a > MOST_FLOATS / b) refuse_size();
     return a * b;
 }
 
@@ -32,7 +40,7 @@ class Buffer {
   public:
     Buffer() = default;
     explicit Buffer(int64_t size, bool unset = false) {
-        if (size < 0 || size > MOST_FLOATS) throw std::bad_alloc();
+        if (size < 0 || size > MOST_FLOATS) refuse_size();
         const int64_t floats = sizeof(float) * size;
         const int64_t unit = floats >= HUGE_PAGE_BYTES / 2 ? HUGE_PAGE_BYTES : CACHE_LINE_BYTES;
         const int64_t bytes = round_up(floats, unit);
@@ -60,7 +68,7 @@ class Scratch {
     explicit Scratch(float* start = nullptr) : start(start) {}
 
     float* take(int64_t floats) {
-        if (floats > MOST_FLOATS || used > MOST_FLOATS) throw std::bad_alloc();
+        if (std::max(floats, used) > MOST_FLOATS) refuse_size();
         float* const piece = start ? start + used : nullptr;
         used += round_up(floats, LINE_FLOATS);
         return piece;
