@@ -80,7 +80,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=4, fail_fast=True)]
 Choices = Annotated[int, Field(ge=1, le=Settings.most_texts), WHOLE]
 Seed = Annotated[int, Field(ge=RANDOM, le=LARGEST_SEED), WHOLE]
-MOST_NESTED, MOST_FIELDS = 10_000, 1024  # lists and objects of a body, and fields of an object
+MOST_NESTED, MOST_FIELDS = 4096, 1024  # lists and objects of a body, and fields of an object
 BLOCK_SIZE = -1  # of max_tokens: as many as the model's block size
 Tokens = Annotated[int, Field(ge=BLOCK_SIZE), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=5), WHOLE]  # of completions, as in OpenAI's API

@@ -126,13 +126,11 @@ def test_a_byte_order_mark_and_bodies_that_are_no_object(kind):
         assert caught.value.status == 400 and "Traceback" not in caught.value.message
 
 
-@pytest.mark.parametrize("items", [[{}] * 10_001, [[]] * 10_001, {str(i): "a" for i in range(1025)}])
+@pytest.mark.parametrize("items", [[{}] * 4097, [[]] * 4097, {str(i): "a" for i in range(1025)}])
 def test_what_takes_long_to_check_is_refused(items):
     for kind in (CompletionBody, ChatBody):
         for field in ("prompt", "messages", "user", "logit_bias"):
-            with pytest.raises(
-                ApiError, match="at most 10000 lists and objects, each of at most 1024 fields"
-            ):
+            with pytest.raises(ApiError, match="at most 4096 lists and objects, each of at most 1024 fields"):
                 parse(kind, json.dumps({field: items}).encode())
 
 
