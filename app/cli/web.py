@@ -14,7 +14,7 @@ from shakespeare.app.cli.terminal import notice
 @options.flag("--build", "only_build", "Make the files and exit.")
 def web(port: int, out: Path | None, only_build: bool) -> None:
     """Show a web page that writes, races and explains in your browser. Its files are made on first use."""
-    from shakespeare.app import folder as served
+    from shakespeare.app import folder_server
     from shakespeare.web import build
 
     if out:
@@ -23,7 +23,7 @@ def web(port: int, out: Path | None, only_build: bool) -> None:
     if only_build:
         click.echo(f"{folder}: open {folder / 'shakespeare.html'}, or publish the folder")
         return
-    with served.server(folder, port) as server:
+    with folder_server.server(folder, port) as server:
         click.echo(f"http://127.0.0.1:{server.server_address[1]}/")
         notice("Ctrl-C ends it")
         server.serve_forever()

@@ -177,7 +177,9 @@ class Endpoint:
         if body.part and body.part not in (able := running_on(settings.device)):
             message = f"{body.part} does not run on this server's GPU, only {' and '.join(able)}."
             raise ApiError(400, message, "part")
-        async with asyncio.timeout(None) as patience:
+        async with asyncio.timeout(
+            None
+        ) as patience:  # ends at once when too much of a stream waits for its reader
             call = Call(body, app.checkpoint(body.model), settings, partial(patience.reschedule, 0))
             app.scheduler.submit(call)
             app.active.add(call)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import ROOT, found_program
 
-from shakespeare.app import folder
+from shakespeare.app import folder_server
 from shakespeare.web import build
 
 
@@ -60,12 +60,12 @@ def test_as_process_1_of_a_container_it_ends_at_sigterm(made):
 
 
 def test_a_port_that_is_taken_is_one_line(failed, made):
-    with folder.server(made, 0) as server:
+    with folder_server.server(made, 0) as server:
         assert "Address already in use" in failed("web", "--port", server.server_address[1])
 
 
 def test_another_sites_host_is_refused(tmp_path):
-    with folder.server(tmp_path, 0) as server:
+    with folder_server.server(tmp_path, 0) as server:
         threading.Thread(target=server.serve_forever).start()
         for host, status in (("localhost:1", 200), ("[::1]", 200), ("example.org", 403), ("", 403)):
             connection = http.client.HTTPConnection(*server.server_address, timeout=600)
@@ -78,8 +78,8 @@ def test_another_sites_host_is_refused(tmp_path):
 @pytest.mark.parametrize("other", ["stamp", "folder/thesis.txt", "js/mine.js", "empty/", "link"])
 def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
     """The folder of a page is no exception, and neither is a file that looks like a stamp."""
-    for place in (made, tmp_path / "own"):
-        mine = place / other
+    for folder in (made, tmp_path / "own"):
+        mine = folder / other
         mine.parent.mkdir(parents=True, exist_ok=True)
         if other == "link":
             mine.symlink_to(tmp_path)
@@ -87,7 +87,7 @@ def test_what_no_build_wrote_is_never_replaced(failed, made, tmp_path, other):
             mine.mkdir()
         else:
             mine.write_text("text")
-        said = failed("web", "--build", "--out", place)
+        said = failed("web", "--build", "--out", folder)
         assert f"but it has {other.split('/')[0]}" in said and "remove it yourself" in said
         assert mine.exists() and list(tmp_path.iterdir())
     no_stamp_of_a_build = '{"files": ["stamp", "link"]}'
