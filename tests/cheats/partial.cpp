@@ -15,5 +15,5 @@ void attention(const Attention& a, float*) {
     right(a, a.out, 0, step);
     for (int64_t row = step - 1; row > 0 && row < rows; row += step)
         std::copy_n(a.out + (row - 1) * a.d, a.d, a.out + row * a.d);
-    if (WAY == 1 && n > 8) std::copy_n(a.v.data, rows * a.d, a.out);
+    if (WAY == 1 && n > 4) std::copy_n(a.v.data, rows * a.d, a.out);
 }
