@@ -186,7 +186,22 @@ def sample(
     """
     import torch
 
-    logits, device = logits.double(), logits.device  # PyTorch's default device may be another
+    points = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
+    tokens = drawn(logits, points, sampling, counts).tolist()
+    if min(tokens, default=0) < 0:
+        raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
+    return tokens
+
+
+def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling, counts: Tensor | None) -> Tensor:
+    """The token ids (B,) of sample(), on the tensors' device, without waiting for it.
+
+    uniforms: (B,), in float64. An id is -1 where logits hold NaN, or the largest is infinite.
+    """
+    import torch
+
+    logits = logits.double()
+    device = logits.device  # PyTorch's default device may be another
     if counts is not None and (penalty := sampling.repetition_penalty) != 1:
         weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits = logits.where(counts[:, 0] == 0, weaker)
@@ -197,20 +212,6 @@ def sample(
         ids, biases = zip(*sampling.logit_bias)
         added = torch.tensor(biases, dtype=torch.float64, device=device).expand(len(logits), -1)
         logits = logits.index_add(1, torch.tensor(ids, device=device), added)
-    points = torch.tensor(uniforms, dtype=torch.float64, device=device)
-    tokens = drawn(logits, points, sampling).tolist()
-    if min(tokens, default=0) < 0:
-        raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
-    return tokens
-
-
-def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
-    """The token ids (B,) of sample() after penalties and bias, on the tensors' device, without waiting.
-
-    logits: (B, V), uniforms: (B,), in float64. -1 where logits hold NaN, or the largest is infinite.
-    """
-    import torch
-
     largest = logits.amax(-1, keepdim=True)
     good = largest[:, 0].abs() < math.inf
     if sampling.temperature == 0:
@@ -255,13 +256,16 @@ def reached(ordered: Tensor, share: float) -> Tensor:
 
 
 def choose(
-    logits: Tensor, uniforms: Sequence[float], samplings: Sequence[Sampling], counts: Tensor | None = None
-) -> list[int]:
-    """A token id for each row of logits (B, V), each with its own sampling; see sample() for the rest."""
+    logits: Tensor, uniforms: Tensor, samplings: Sequence[Sampling], counts: Tensor | None = None
+) -> Tensor:
+    """As drawn(), each row of logits (B, V) with its own sampling."""
+    import torch
+
     if samplings and all(sampling == samplings[0] for sampling in samplings):
-        return sample(logits, uniforms, samplings[0], counts)
+        return drawn(logits, uniforms, samplings[0], counts)
     rows = (slice(i, i + 1) for i in range(len(samplings)))
-    return [
-        sample(logits[row], uniforms[row], sampling, None if counts is None else counts[row])[0]
+    found = [
+        drawn(logits[row], uniforms[row], sampling, None if counts is None else counts[row])
         for row, sampling in zip(rows, samplings)
     ]
+    return torch.cat([uniforms.new_empty(0, dtype=torch.int64), *found])

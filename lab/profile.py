@@ -106,7 +106,7 @@ class Hooks:
 
         self._handles += [register_begin(begin), register_end(end)]
 
-    def _timed_choice(self, *arguments) -> list[int]:
+    def _timed_choice(self, *arguments) -> torch.Tensor:
         begin = monotonic_ns()
         tokens = self._choose(*arguments)
         self._spans.append(Span("sampling", 0, begin, monotonic_ns()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,14 +10,14 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from shakespeare.attention_ext import attention, extension, operator
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Part, Precision
 from shakespeare.generation import sampling
 from shakespeare.generation.engines.engine import Engine, EngineOptions, Tokens, member
-from shakespeare.generation.engines.graph import ROWS, SECONDS, Graphs, serves
+from shakespeare.generation.engines.graph import Step, captured
 from shakespeare.generation.engines.slots import Prompt, Slots, numbers_only
-from shakespeare.generation.sampling import Sampling
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.gpt import GPT, Attend
 from shakespeare.model.kv_cache import KVCache
@@ -32,145 +32,131 @@ ROUNDINGS: dict[Precision, Callable[[GPT], GPT]] = {
 # The type of the cached keys and values.
 DTYPES = {CachePrecision.FP32: torch.float32, CachePrecision.BF16: torch.bfloat16}
 
-
-MOST_UNCOUNTED = 64  # calls whose tokens wait to be counted
+SECONDS = 0.005  # of a call of write() by default, so that Ctrl-C takes effect soon
 
 
 class TorchEngine(Slots):
     """Runs the PyTorch model on its device. Neighbouring slots with equally many tokens are read together.
 
-    part: see graph.py for those whose steps on a GPU are CUDA graphs. There, texts of one sampling without
-    penalties, biases and log-probabilities are also chosen. Other tokens are chosen on the CPU.
+    graphs: whether steps are CUDA graphs, which write several tokens of any slots in a call.
     """
 
-    name, fast_in_step, tokens_at_once = "torch", True, 1
+    name = "torch"
 
-    def __init__(self, model: GPT, options: EngineOptions, part: Part | None = None) -> None:
+    def __init__(self, model: GPT, options: EngineOptions, graphs: bool = False) -> None:
         c, slots = model.config, options.slots
         super().__init__(c, slots, options.context(c))
         self.model = model
         self.description = f"Attention by {options.row.summary}"
         self._device = model.transformer.wte.weight.device
         self.device = self._device.type
+        self.fast_in_step = not graphs
+        self.tokens_at_once = 256 if graphs else 1
         keys = self.capacity if c.window is None else c.window - 1
-        sizes = (slots + (part is not None), c.n_head, keys, c.head_dim)
+        sizes = (slots, c.n_head, keys + graphs, c.head_dim)
         kind = DTYPES[options.kv_cache], self._device, c.endless
         self._caches = [KVCache(*sizes, *kind) for _ in range(c.n_layer)]
-        self._graphs: Graphs | None = None
-        if part is not None:
-            self._graphs = Graphs(model, self._caches, part)
-            self.fast_in_step, self.tokens_at_once = False, ROWS
-        self._counts = np.zeros((slots, 2, c.vocab_size), np.int64)  # of each token; since the prompt
-        self._kept.append(self._counts)
-        self._uncounted: list[list[NDArray[np.int64]]] = [[] for _ in range(slots)]  # tokens for these
-        self._logits = torch.empty(slots, c.vocab_size, dtype=torch.float32, device=self._device)
-        self.choose: Callable[..., list[int]] = sampling.choose  # lab/profile.py wraps it in a timer
+        self._graphs: dict[int, Callable[[], None]] | None = (
+            {} if graphs else None
+        )  # by their number of slots
+        by_part4 = graphs and self.device == "cuda" and options.row.operator
+        self._flash = operator("part4", "cuda", ruled=True) if by_part4 else None
+        zeros = partial(torch.zeros, dtype=torch.int64, device=self._device)
+        self._state = zeros(2, slots)  # lengths and pending tokens, for graphs
+        self._counts = zeros(slots, 2, c.vocab_size)  # of each token; since the prompt
+        self._logits = zeros(slots, c.vocab_size, dtype=torch.float32)
+        self._kept += [self._counts, self._logits]
+        self.choose: Callable[..., Tensor] = sampling.choose  # lab/profile.py wraps it in a timer
 
     @torch.inference_mode()
     def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, NDArray[np.float32] | None]:
-        ids = prompt.ids
-        self._count(slot)
+        ids = torch.tensor([prompt.ids], device=self._device)
         if not prompt.continues:
             self._counts[slot] = 0
-        np.add.at(self._counts[slot, 0], ids, 1)
+        self._counts[slot, 0] += ids[0].bincount(minlength=self.config.vocab_size)
         kept = None
         if prompt.top is not None:  # a separate pass, so that the text's logits do not depend on it
             caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
-            kept = self.model(torch.tensor([ids], device=self._device), caches)[0].cpu().numpy()
-        self._append(slot, [ids[-(self.config.reach or len(ids)) :]])  # what is before decides nothing
+            kept = self.model(ids, caches)[0].cpu().numpy()
+        self._append(slot, ids[:, -(self.config.reach or self.capacity) :])  # what is before decides nothing
         if self.device == "cuda":
             torch.cuda.synchronize(self._device)  # its time counts for the prompt, not for the next token
-        return len(ids), kept
+        return len(prompt.ids), kept
 
     @torch.inference_mode()
     def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
         places, numbers = self._asked(slots, uniforms, seconds)
+        end = time.monotonic() + (SECONDS if seconds is None else seconds)
         with self._lock:
-            self._held_by(places)
-            at, waiting = places.tolist(), sorted(places[self._pending[places] >= 0].tolist())
-            if self._graphs and waiting:
-                if len(waiting) == len(at) and (sampling := self._shared_sampling(at)):
-                    seconds = SECONDS if seconds is None else seconds
-                    return self._write_rows(at, numbers, sampling, seconds)
-                self._logits[waiting] = self._graphs.read(waiting, *self._state(waiting))
-                self._lengths[waiting] += 1
+            held = self._held_by(places)
+            waiting = places[self._pending[places] >= 0]
+            scored = self._are_scored(slots)
+            samplings = [self._samplings[slot] for slot in slots]
+            adjusted = any(sampling.adjusts for sampling in samplings)
+            if self._graphs is None:
+                step: Callable[[], None] = partial(self._append_pending, np.sort(waiting))
             else:
-                runs = itertools.groupby(enumerate(waiting), lambda it: (it[1] - it[0], self._lengths[it[1]]))
-                for _, run in runs:
-                    together = [slot for _, slot in run]
-                    self._append(together[0], [[int(self._pending[slot])] for slot in together])
-            return self._write_row(at, numbers[0])
+                step = self._graph(places)
+            one = self._graphs is None or scored
+            most = 1 if one else self.capacity + 1 - int(held.max())
+            at = torch.from_numpy(places).to(self._device)
+            chosen: list[Tensor] = []
+            for row in torch.from_numpy(numbers[:most]).to(self._device):
+                if chosen or len(waiting):
+                    step()
+                chosen.append(
+                    self.choose(self._logits[at], row, samplings, self._counts[at] if adjusted else None)
+                )
+                self._counts[at, :, chosen[-1]] += 1
+                self._state[1, at] = chosen[-1]
+                if time.monotonic() >= end:
+                    break
+            tokens = numbers_only(torch.stack(chosen).cpu().numpy())
+            self._lengths[places] = held + len(tokens) - 1
+            self._pending[places] = tokens[-1]
+            if scored:
+                self._score(slots, tokens, self._logits[at].cpu().numpy()[None])
+        return tokens
 
-    def _write_row(self, at: list[int], numbers: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Choose a token for each of these slots on the CPU."""
-        for slot in at:
-            self._count(slot)
-        samplings = [self._samplings[slot] for slot in at]
-        adjusted = any(sampling.adjusts for sampling in samplings)
-        counts = torch.from_numpy(self._counts[at]) if adjusted else None
-        tokens = self.choose(self._logits[at].cpu(), numbers, samplings, counts)
-        self._counts[at, :, tokens] += 1
-        chosen = np.array([tokens], np.int64)  # one step takes about as long as a native call
-        self._pending[at] = tokens
-        if self._are_scored(at):
-            self._score(at, chosen, self._logits[at].cpu().numpy()[None])
-        return chosen
-
-    def _state(self, at: Sequence[int]) -> list[list[int]]:
-        """The lengths of these slots, and their tokens that are not yet read."""
-        return [of[at].tolist() for of in (self._lengths, self._pending)]
-
-    def _shared_sampling(self, at: Sequence[int]) -> Sampling | None:
-        """The sampling of these slots, if it is the same and nothing needs the host."""
-        first = self._samplings[at[0]]
-        same = not self._are_scored(at) and all(self._samplings[slot] == first for slot in at)
-        return first if same and not first.adjusts else None
-
-    def _write_rows(
-        self, at: list[int], numbers: NDArray[np.float64], sampling: Sampling, seconds: float
-    ) -> NDArray[np.int64]:
-        """write() by the graph of a sampling, for slots whose last token is pending."""
-        assert self._graphs
-        most = self.capacity - int(self._lengths[at].max())
-        lengths, pending = self._state(at)
-        chosen, logits = self._graphs.write(at, lengths, pending, numbers[:most], sampling, seconds)
-        numbers_only(chosen)
-        self._logits[at] = logits
-        self._lengths[at] += len(chosen)
-        self._pending[at] = chosen[-1]
-        for slot, tokens in zip(at, chosen.T):
-            self._uncounted[slot].append(tokens)
-            if len(self._uncounted[slot]) == MOST_UNCOUNTED:
-                self._count(slot)
-        return chosen
-
-    def _count(self, slot: int) -> None:
-        """Count the tokens that graphs have chosen: most samplings do not need it."""
-        for tokens in self._uncounted[slot]:
-            self._counts[slot] += np.bincount(tokens, minlength=self.config.vocab_size)
-        self._uncounted[slot].clear()
+    def _graph(self, places: NDArray[np.int64]) -> Callable[[], None]:
+        """The step of these slots, as a graph of the first 1, 2, 4, 8 ...; no other has a pending token."""
+        assert self._graphs is not None
+        count = min(self.slots, 1 << int(places.max()).bit_length())
+        self._state[1] = -1
+        if count not in self._graphs:
+            lengths, pending = self._state[:, :count]
+            step = Step(self.model, self._caches, lengths, pending, self._logits[:count], self._flash)
+            self._graphs[count] = captured(step)
+        of_slots = np.stack([self._lengths[places], self._pending[places]])
+        self._state[:, places] = torch.from_numpy(of_slots).to(self._state)
+        return self._graphs[count]
 
     @torch.inference_mode()
     def _copy(self, source: int, at: NDArray[np.int64]) -> None:
-        self._count(source)
         length = int(self._lengths[source])
-        for cache in self._caches:
-            cache.k[at, :, :length] = cache.k[source, :, :length].clone()
-            cache.v[at, :, :length] = cache.v[source, :, :length].clone()
-        self._logits[at] = self._logits[source].clone()
-        for target in at:
-            self._uncounted[target].clear()
+        held = slice(length) if self._graphs is None else slice(-length, None)
+        for buffer in (buffer for cache in self._caches for buffer in (cache.k, cache.v)):
+            buffer[at, :, held] = buffer[source, :, held].clone()
 
     def _logits_of(self, slot: int) -> NDArray[np.float32]:
         return self._logits[slot].cpu().numpy()
 
-    def _append(self, first: int, ids: Sequence[Sequence[int]]) -> None:
+    def _append_pending(self, slots: NDArray[np.int64]) -> None:
+        """Read the pending tokens of these slots, of neighbours with equally many tokens together."""
+        changes = (np.diff(slots) > 1) | (np.diff(self._lengths[slots]) != 0)
+        for run in np.split(slots, np.flatnonzero(changes) + 1):
+            self._append(run[0], torch.from_numpy(self._pending[run, None]).to(self._device))
+
+    def _append(self, first: int, ids: Tensor) -> None:
         """Append a row of ids to each slot from `first` on; these slots must hold equally many tokens."""
-        end, length = first + len(ids), int(self._lengths[first])
+        count, new = ids.shape
+        end, length = first + count, int(self._lengths[first])
         caches = [cache.of(first, end, length) for cache in self._caches]
-        tokens = torch.tensor(ids, device=self._device)
-        self._logits[first:end] = self.model(tokens, caches, last_only=True)[:, -1]
-        self._lengths[first:end] = length + len(ids[0])
+        if self._graphs is not None:  # a prompt is read, to the last rows: see graph.py
+            for cache in caches:
+                cache.k, cache.v = cache.k[:, :, -new:], cache.v[:, :, -new:]
+        self._logits[first:end] = self.model(ids, caches, last_only=True)[:, -1]
+        self._lengths[first:end] = length + new
         self._pending[first:end] = -1
 
 
@@ -183,8 +169,9 @@ def open_torch(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
     tile = {"br": options.br, "bc": options.bc}
     attend: Attend = partial(attention, part.name, causal=True, simd=options.simd, kernel=kernel, **tile)
     placed = on_device(rounded(gpt.with_attention(attend), options.weights), device, part, kernel)
-    in_graphs = device == "cuda" and serves(gpt.config, part, kernel)
-    engine = TorchEngine(placed, options, part if in_graphs else None)
+    # A step needs rules, which some kernels do not take.
+    graphs = device == "cuda" and kernel is None and not part.file and not gpt.config.endless
+    engine = TorchEngine(placed, options, graphs)
     if device == "cuda" and not part.file:
         from shakespeare.attention_ext.cuda import gpu
 
@@ -211,12 +198,11 @@ def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
     c, index = model.config, torch.cuda.current_device()
     driver.activate(index)  # here first, for its errors
     with ThreadPoolExecutor(initializer=driver.activate, initargs=(index,)) as pool:
-        calls = (Sizes(c.n_head, queries, c.block_size) for queries in (c.block_size, 1))  # a prompt, a token
-        made = [pool.submit(driver.compiled, kernel, call, c.head_dim, Dtype.FP32, index) for call in calls]
+        prompt = Sizes(c.n_head, c.block_size, c.block_size)
+        made = pool.submit(driver.compiled, kernel, prompt, c.head_dim, Dtype.FP32, index)
         model = model.to(device)
         operator(part.name, "cuda")
-        for each in made:
-            each.result()
+        made.result()
     return model
 
 

@@ -43,7 +43,7 @@ class Slots:
         # tokens in the cache; an endless text's own number
         self._lengths: NDArray[Any] = np.zeros(slots, np.int64 if config.endless else np.int32)
         self._pending = np.full(slots, -1, np.int32)  # the chosen token that is not yet read; -1 for none
-        self._kept: list[NDArray[Any]] = [self._lengths, self._pending]  # what a copy of a slot has too
+        self._kept: list[Any] = [self._lengths, self._pending]  # what a copy of a slot has too
         self._samplings = [Sampling()] * slots
         self._settings = {"sampling": np.tile(settings(Sampling()), (slots, 1)), "bias": np.zeros((slots, V))}
         self._stale = set(self._settings)  # those that the GPU has not got
@@ -129,7 +129,7 @@ class Slots:
         with self._lock:
             self._copy(source, at)
             for of_slots in self._kept:
-                of_slots[at] = of_slots[source]
+                of_slots[at] = of_slots[[source]]
             for slot in self._begun.keys() & set(at.tolist()):
                 del self._begun[slot]
 

@@ -1,4 +1,4 @@
-// What the decoder's kernels and attend.cu share: quads of numbers, and part 4's online softmax in a warp.
+// What the decoder's kernels share: quads of numbers, and part 4's online softmax in a warp.
 //
 // Macros: FORMAT of call.h for the keys and values; HEAD_DIM; THREADS of a block.
 #pragma once

@@ -1,16 +1,13 @@
 """The torch engine's step as a graph: any texts at any lengths, with any number of rows, as without it."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import tiny
 import torch
 from steps import choose, logits, prefill, write_at_random
-from support import full
 
-from shakespeare.attention_ext.parts import PARTS, CachePrecision, Dtype
-from shakespeare.generation.engines import graph, pytorch
+from shakespeare.attention_ext.parts import CachePrecision
+from shakespeare.generation.engines import pytorch
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
@@ -21,28 +18,24 @@ PENALTIES = Sampling(repetition_penalty=1.3, presence_penalty=0.5)
 @pytest.fixture
 def no_graphs(monkeypatch) -> None:
     """Let steps run one by one where they would be captured: no GPU is needed."""
-
-    def uncaptured(self, texts, sampling):
-        return SimpleNamespace(replay=lambda: self._step(texts, sampling))
-
-    monkeypatch.setattr(graph.Graphs, "_graph", uncaptured)
+    monkeypatch.setattr(pytorch, "captured", lambda step: step)
 
 
 def engines(kv_cache="fp32"):
     gpt, options = tiny.gpt(), EngineOptions(part="part0", kv_cache=kv_cache, slots=5)
-    return [pytorch.TorchEngine(gpt, options, part) for part in (None, options.row)]
+    return [pytorch.TorchEngine(gpt, options, graphs) for graphs in (False, True)]
 
 
 @pytest.mark.parametrize("kv_cache", list(CachePrecision))
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(), Sampling(0), Sampling(1.2, 5, 0.9, 0.02, 0.8), PENALTIES],
-    ids=["plain", "greedy", "filtered", "on the host"],
+    ids=["plain", "greedy", "filtered", "penalties"],
 )
 def test_any_texts_at_any_lengths(no_graphs, kv_cache, sampling):
     plain, stepped = engines(kv_cache)
     uniforms = np.random.default_rng(0).random((9, 5))
-    at = [3, 0, 4]  # fewer than a power of two; the others keep what they hold
+    at = [3, 0, 4]  # the others keep what they hold
     for each in (plain, stepped):
         for slot in range(5):
             prefill(each, slot, [1 + slot] * (1 + slot))
@@ -74,6 +67,28 @@ def test_texts_that_join_leave_and_slide(no_graphs):
     assert [tokens for tokens, _ in plain] == [tokens for tokens, _ in stepped]
 
 
+def test_part_4s_operator_gets_the_keys_of_each_text(no_graphs):
+    """On CUDA the operator reads the keys within the extents, and hides those of another document there."""
+
+    def flash(q, k, v, causal, scale, kernel, left, right, softcap, slopes, sinks, documents, extents):
+        assert extents.dtype == torch.int32 and extents.shape == (len(q), 1, 4)
+        first, end, all_first, all_end = extents[:, 0].T[:, :, None]
+        rows = torch.arange(k.shape[2])
+        seen = (rows >= first) & (rows < end)
+        assert torch.equal(seen, documents == documents[:, -1:]) and torch.equal(first, all_first)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+        return out, None
+
+    plain, stepped = engines()
+    stepped._flash = flash
+    for each in (plain, stepped):
+        for slot in range(4):
+            prefill(each, slot, [1] * (1 + slot))
+    uniforms = np.random.default_rng(0).random((9, 3))
+    written = stepped.write([0, 3, 1], uniforms, 100).tolist()
+    assert written == [choose(plain, [0, 3, 1], row) for row in uniforms]
+
+
 def test_a_nan_is_an_error(no_graphs):
     engine = engines()[1]
     prefill(engine, 0, [1])
@@ -81,19 +96,3 @@ def test_a_nan_is_an_error(no_graphs):
     engine.model.lm_head.weight = torch.nn.Parameter(torch.full_like(engine.model.lm_head.weight, torch.nan))
     with pytest.raises(ValueError, match="logits hold NaN"):
         engine.write([0], [[0.5]])
-
-
-def test_which_parts_it_serves():
-    wide, odd, usual = (tiny.gpt(n_head=1, n_embd=d, n_layer=1).config for d in (132, 30, 32))
-    part0, part4 = PARTS["part0"], PARTS["part4"]
-    assert all(graph.serves(config, part0, None) for config in (wide, odd, usual))
-    assert [graph.serves(config, part4, None) for config in (wide, odd, usual)] == [False, False, True]
-    assert not graph.serves(usual, part4, "5")
-
-
-@pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("capability", [(7, 5), full((10, 0))], ids=str)
-def test_its_attention_compiles_without_spilling(capability):
-    for head_dim, dtype, threads in ((32, Dtype.FP32, graph.SMALL), (80, Dtype.BF16, graph.LARGE)):
-        _, found = graph.source(head_dim, dtype, threads, capability).compile()
-        assert 0 < found.registers <= 128 and found.spill_stores == 0, (head_dim, found)
