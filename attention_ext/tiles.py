@@ -84,8 +84,9 @@ def path() -> Path:
     """The file: $ATTENTION_TILES, else shakespeare_attention/tiles.json in the user's cache."""
     if chosen := os.environ.get("ATTENTION_TILES"):
         return Path(chosen)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "shakespeare_attention" / "tiles.json"
+    import platformdirs
+
+    return platformdirs.user_cache_path("shakespeare_attention", appauthor=False) / "tiles.json"
 
 
 def read() -> list[Tuned]:

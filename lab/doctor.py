@@ -215,7 +215,7 @@ def _compiled(recipe: Callable[[], Any], program: str, *arguments: str) -> str:
     library = recipe().path().absolute()
     if not library.exists():
         log = library.with_name("build.log")
-        if log.exists() and library.parent not in cache.running():
+        if log.exists():
             raise Broken(f"its last build failed; {log} has the reason")
         raise Missing("not compiled yet; its first use compiles it")
     cache.check_owner(library.parent)

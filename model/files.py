@@ -132,7 +132,7 @@ def locked(file: Path, does: str) -> Iterator[None]:
     """
     while True:
         with open(file, "a+", errors="replace", opener=_open) as held:
-            held.seek(0)
+            held.seek(1)  # nobody else reads the first byte, which is locked on Windows
             owner = held.read(PID_DIGITS)
             if owner and not owner.isdigit():
                 raise ValueError(
@@ -144,7 +144,7 @@ def locked(file: Path, does: str) -> Iterator[None]:
             if not _is_still(held.fileno(), file):  # its owner removed it between open() and lock()
                 continue
             held.truncate(0)
-            held.write(str(os.getpid()))
+            held.write(f" {os.getpid()}")
             held.flush()
             try:
                 yield

@@ -1,6 +1,6 @@
 """The build cache: where builds are kept, who may write there, and one build at a time.
 
-A hash of everything that decides the result names a build's directory. A file lock guards it; the kernel
+A hash of everything that decides the result names a build's directory. A file lock guards it; the system
 releases the lock of a killed build. Only a finished file gets the name that is loaded.
 """
 
@@ -9,7 +9,6 @@ import errno
 import functools
 import hashlib
 import os
-import shlex
 import shutil
 import stat
 import sys
@@ -85,28 +84,36 @@ def latest(
 
 def directory() -> Path:
     """$TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache. Raises BuildError without a home."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or _default())
+    if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen)
+    import platformdirs
 
-
-def _default() -> Path:
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+        return platformdirs.user_cache_path("torch_extensions", appauthor=False)
     except RuntimeError as error:
-        raise BuildError(f"{error} {ELSEWHERE}") from None
+        raise BuildError(f"{error}; {ELSEWHERE}") from None
 
 
 def check_owner(directory: Path) -> None:
-    """Raise BuildError if others could write to a directory or replace it; /tmp's sticky bit is accepted.
-
-    The error ends with a command that helps.
-    """
+    """Raise BuildError if others could write to a directory or replace it; /tmp's sticky bit is accepted."""
+    if sys.platform == "win32":  # it has no such bits: the user's own folder is trusted
+        return
+    trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another id in a container
     directory = real(directory)
-    if refused := _distrusted(directory):
-        path, why = refused
-        status, remedies = path.stat(), [_elsewhere(directory)]
-        if status.st_uid == os.geteuid() and not status.st_mode & stat.S_ISVTX:
-            remedies.insert(0, f"chmod go-w {shlex.quote(str(path))}")
-        raise BuildError(f"{path} {why}, so its files are not trusted; {', or '.join(remedies)}")
+    for path in filter(Path.exists, (directory, *directory.parents)):
+        status = path.stat()
+        if status.st_uid not in trusted:
+            why = f"belongs to user {status.st_uid}"
+        elif status.st_mode & stat.S_ISVTX and path != directory:
+            continue
+        elif status.st_mode & stat.S_IWOTH:
+            why = "can be written by everybody"
+        elif status.st_mode & stat.S_IWGRP and not is_private(status.st_gid):
+            why = f"can be written by group {status.st_gid}"
+        else:
+            continue
+        must = "it must belong to you or root, and nobody else may write there"
+        raise BuildError(f"{path} {why}, so its files are not trusted; {must}; {ELSEWHERE}")
 
 
 def create(directory: Path) -> None:
@@ -117,38 +124,6 @@ def create(directory: Path) -> None:
     for path in (*reversed(directory.parents), directory):
         path.mkdir(mode=0o700, exist_ok=True)
     check_owner(directory)
-
-
-def _distrusted(directory: Path) -> tuple[Path, str] | None:
-    """The first of a directory and those above it that others can change, and how; None if there is none."""
-    if sys.platform == "win32":  # it has no such bits: the user's own folder is trusted
-        return None
-    trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another id in a container
-    for path in (directory, *directory.parents):
-        if not path.exists():
-            continue
-        status = path.stat()
-        if status.st_uid not in trusted:
-            return path, f"belongs to user {status.st_uid}"
-        if status.st_mode & stat.S_ISVTX and path != directory:
-            continue
-        if status.st_mode & stat.S_IWOTH:
-            return path, "can be written by everybody"
-        if status.st_mode & stat.S_IWGRP and not is_private(status.st_gid):
-            return path, f"can be written by group {status.st_gid}"
-    return None
-
-
-def _elsewhere(refused: Path) -> str:
-    """A command that chooses a directory which is trusted: below the refused one, or the user's cache."""
-    folders = [refused / f"torch_extensions_{os.geteuid()}"]
-    with contextlib.suppress(BuildError):
-        folders.append(real(_default()))
-    for folder in folders:
-        exists = next(path for path in (folder, *folder.parents) if path.exists())
-        if os.access(exists, os.W_OK) and not _distrusted(folder):
-            return f"export TORCH_EXTENSIONS_DIR={shlex.quote(str(folder))}"
-    return 'export TORCH_EXTENSIONS_DIR="$(mktemp -d)"'
 
 
 def is_private(group: int) -> bool:
@@ -168,39 +143,18 @@ def real(directory: Path) -> Path:
     return Path(os.path.realpath(directory))
 
 
-def running() -> list[Path]:
-    """The build directories in which a process is compiling."""
-    folders = []
-    for path in sorted(directory().glob(f"attention_ext_*/{LOCK}")):
-        with contextlib.suppress(OSError), open(path) as file:  # another user's, or removed meanwhile
-            if not lock(file.fileno(), wait=False):
-                folders.append(path.parent)
-    return folders
-
-
 def lock(descriptor: int, wait: bool = True) -> bool:
     """Lock an open file until it is closed; False if another process has it and this one does not wait.
 
     Where the disk has no locks, this one goes on with a warning.
     """
-    while True:
-        try:
-            if sys.platform == "win32":
-                import msvcrt
+    import filelock  # it takes a tenth of a second
 
-                os.lseek(descriptor, 1 << 30, os.SEEK_SET)  # nobody else reads a byte that is locked
-                msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-            else:
-                import fcntl
-
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            return True
-        except OSError as error:  # LK_LOCK gives up after ten seconds
-            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-                warn_unsupported(error, "file locks", "no other process must write there now")
-                return True
-            if not wait:
-                return False
+    try:
+        return filelock.lock_descriptor(descriptor, blocking=wait)
+    except OSError as error:
+        warn_unsupported(error, "file locks", "no other process must write there now")
+        return True
 
 
 def warn_unsupported(error: OSError, what: str, follows: str) -> None:

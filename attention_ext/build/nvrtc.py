@@ -115,8 +115,8 @@ def included(file: Path) -> list[Path]:
     """The user's files that a source includes, by the C++ compiler. Raises BuildError if there is none."""
     command = [*toolchain.find_compiler(), "-MM", "-MG", "-D__CUDACC_RTC__", f"-I{SOURCES}", "-x", "c++"]
     done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
-    files = sorted(map(Path, ninja.listed(done.stdout) - {str(file)}))
-    return [path for path in files if path.is_file() and not path.is_relative_to(SOURCES)]
+    files = sorted(ninja.names_in(done.stdout) - {file})
+    return [path for path in files if not path.is_relative_to(SOURCES)]
 
 
 def make_all(sources: Iterable[Source]) -> list[bytes]:

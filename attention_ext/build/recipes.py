@@ -3,8 +3,6 @@
 Sources are found by folder. The kernels are compiled once for each helper, and all libraries link them.
 """
 
-import ctypes
-import hashlib
 import os
 import re
 import shlex
@@ -43,11 +41,9 @@ class Recipe:
     """A file to compile, and everything that decides its content.
 
     name: of the directory, before the fingerprint. what: for messages. sources: in C++ and ISPC. folders: of
-    headers; every file in them enters the fingerprint. users: the first source includes a user's files, which
-    do so too. includes: other header folders.
-    link: the linker's arguments. ispc: its command. versions: of packages whose headers are included. needs:
-    a recipe whose objects are also linked. loaded: a library is loaded once it is made, to see if it can be;
-    a user's would run code then.
+    headers; every file in them enters the fingerprint, and so does what the first source includes elsewhere.
+    includes: folders of packages' headers. link: the linker's arguments. ispc: its command. versions: of
+    packages whose headers are included. needs: a recipe whose objects are also linked.
     """
 
     name: str
@@ -57,18 +53,16 @@ class Recipe:
     flags: tuple[str, ...]
     sources: tuple[Path, ...]
     folders: tuple[Path, ...] = (CSRC,)
-    users: bool = False
     includes: tuple[str, ...] = ()
     link: tuple[str, ...] = ()
     ispc: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
     needs: "Recipe | None" = None
-    loaded: bool = True
 
     def path(self) -> Path:
         """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""
-        digests = (f"{_named(path)} {digest}" for path, digest in self._digests().items())
-        named = cache.fingerprint([*self._facts(), *self.link, processor.capabilities(), *digests])
+        facts = [*self._facts(), *self.link, processor.capabilities()]
+        named = cache.fingerprint(facts, *self.folders, *sorted({*self.sources, *self.read()}))
         return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
 
     def make(self) -> Path:
@@ -84,9 +78,10 @@ class Recipe:
 
     def objects(self) -> list[ninja.Object]:
         """The objects to link."""
-        includes = tuple(f"-I{folder}" for folder in (*self.includes, *self.folders, ROOT))
+        includes = tuple(f"-I{folder}" for folder in (*self.folders, ROOT))
         compilers = {".ispc": (self.ispc, includes, self._facts())}
-        usual = self.compiler, (*self.flags, *includes), self.versions
+        system = (word for folder in self.includes for word in ("-isystem", folder))
+        usual = self.compiler, (*self.flags, *includes, *system), self.versions
         objects = [ninja.Object(path, *compilers.get(path.suffix, usual)) for path in self.sources]
         return objects + (self.needs.objects() if self.needs else [])
 
@@ -97,28 +92,18 @@ class Recipe:
         facts = (shlex.join(self.compiler), shlex.join(self.ispc), *self.flags, *self.versions, *versions)
         return (*facts, *(self.needs._facts() if self.needs else ()))
 
-    def _digests(self) -> dict[Path, str]:
-        """The SHA-256 of each file that decides the content."""
-        tops = (path for folder in self.folders for path in sorted(folder.iterdir()))
-        # NVRTC compiles what is in cuda
-        paths = (path for top in tops if top.name != "cuda" for path in (top, *sorted(top.rglob("*"))))
-        files = (*(path for path in paths if path.is_file()), *self.sources, *self.read())
-        digests = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-        return (self.needs._digests() if self.needs else {}) | digests
-
     def first_object(self) -> Path:
         """The object of the first source, which stays after make()."""
         return self._folder() / self.objects()[0].name
 
-    def first_read(self) -> list[Path]:
+    def first_read(self) -> set[Path]:
         """What the compiler read for the first source when it was last compiled, but for system headers."""
-        depfile = Path(f"{self.first_object()}.d")
-        files = sorted(map(Path, ninja.listed(depfile.read_text()))) if depfile.exists() else []
-        return [file for file in files if file.is_file()]
+        return ninja.listed(self.first_object())
 
     def read(self) -> list[Path]:
-        """Those of first_read() that are a user's."""
-        return [file for file in self.first_read() if not file.is_relative_to(CSRC)] if self.users else []
+        """Those of first_read() that are not in folders: a user's."""
+        own = (path for path in self.first_read() if not {*self.folders} & {*path.parents})
+        return sorted(own)
 
     def _folder(self) -> Path:
         """The folder of the objects."""
@@ -127,37 +112,22 @@ class Recipe:
         return cache.real(cache.directory()) / f"attention_ext_objects_{identity}"
 
     def _compiled(self, work: Path, named: Path) -> Path:
-        compiler, file, folder = self.compiler, work / self.file, self._folder()
-
-        def digests() -> dict[str, str]:
-            return {os.path.realpath(path): digest for path, digest in self._digests().items()}
-
-        link = (*self.link, *toolchain.libraries(compiler))
+        file, folder = work / self.file, self._folder()
+        link = (*self.link, *toolchain.libraries(self.compiler))
         try:
-            ninja.build(folder, self.objects(), compiler, link, file, digests)
+            ninja.build(folder, self.objects(), self.compiler, link, file)
         except BuildError as error:
-            if self.users and re.search(r"-Wsource-uses-openmp|\bomp\.h\b", error.output):
+            if re.search(r"-Wsource-uses-openmp|\bomp\.h\b", error.output):
                 raise BuildError(f"{self.what}: {toolchain.NO_OPENMP}", error.output) from None
             raise
         cache.prune(folder)
         if self.path() != named:
             raise _Saved
-        if self.loaded and file.suffix == ".so":
-            try:
-                ctypes.CDLL(str(file))  # a renamed library is not loaded twice
-            except OSError as error:
-                reason = f"{shlex.join(compiler)} made a library that cannot be loaded ({error})"
-                raise BuildError(reason) from None
         return file
 
 
 class _Saved(Exception):
     """A source was saved while it was compiled, or includes other files than before."""
-
-
-def _named(path: Path) -> str:
-    """The path below ROOT, so that equal checkouts share what is compiled."""
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def kernels(simd: str = "auto") -> Recipe:
@@ -249,11 +219,21 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
         link = (*link, *(("-Wl,--as-needed",) if sys.platform != "darwin" else ()), *openmp)
     how = {"address": " with AddressSanitizer", "thread": " with ThreadSanitizer"}.get(program, "")
     target = "avx2-i32x8" if march == "haswell" else "host"
-    command = (ispc, f"--target={target}", *FLAGS_OF_ISPC, *(("-g",) if program else ())) if ispc else ()
-    made, includes = "program" if program else "own.so", (str(CSRC), str(file.parent))
-    base = replace(base, link=link, ispc=command, needs=base, loaded=False, includes=includes)
-    base = replace(base, name="attention_ext_own", file=made, what=f"{file.name}{how}")
-    return replace(base, sources=(file,), users=True, flags=(*base.flags, *openmp))
+    parent = f"-I{file.parent}"
+    command = (
+        (ispc, f"--target={target}", *FLAGS_OF_ISPC, *(("-g",) if program else ()), parent) if ispc else ()
+    )
+    return replace(
+        base,
+        name="attention_ext_own",
+        file="program" if program else "own.so",
+        what=f"{file.name}{how}",
+        sources=(file,),
+        flags=(*flags, *openmp, parent),
+        link=link,
+        ispc=command,
+        needs=base,
+    )
 
 
 def score_mod(header: Path) -> Recipe:
@@ -261,7 +241,7 @@ def score_mod(header: Path) -> Recipe:
     over = kernels()
     source = found(CSRC, "tools/score_mod.cpp")
     mod = _library("attention_ext_score_mod", header.name, over, (CSRC,), source, f'-DSCORE_MOD="{header}"')
-    return replace(mod, users=True, needs=None, loaded=False)
+    return replace(mod, needs=None)
 
 
 def found(folder: Path, *patterns: str) -> tuple[Path, ...]:

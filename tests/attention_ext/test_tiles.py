@@ -2,14 +2,14 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from support import naming
 
 from shakespeare import attention_ext
-from shakespeare.attention_ext import attention, processor, tiles
+from shakespeare.attention_ext import BuildError, attention, processor, tiles
+from shakespeare.attention_ext.build import cache
 from shakespeare.attention_ext.tiles import DEFAULT, Tuned
 
 FOUND = Tuned("portable", 1, 16, 1000, False, br=48, bc=96, seconds=1.0, default_seconds=1.5)
@@ -35,10 +35,12 @@ def test_another_processor_takes_the_default(monkeypatch):
 
 
 def test_without_a_home_directory_there_is_none(monkeypatch):
-    for name in ("ATTENTION_TILES", "XDG_CACHE_HOME", "HOME"):
+    for name in ("ATTENTION_TILES", "XDG_CACHE_HOME", "HOME", "TORCH_EXTENSIONS_DIR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pathlib.Path.home", lambda: Path("~nobody-of-this-name").expanduser())
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
     assert tiles.read() == []
+    with pytest.raises(BuildError, match="home directory.*; TORCH_EXTENSIONS_DIR can name another directory"):
+        cache.directory()
 
 
 def test_a_broken_file_is_refused_and_does_no_harm():

@@ -3,12 +3,11 @@
 Most tests build sources of one line (small_build.py), in the same steps as the extension.
 """
 
-import dataclasses
 import grp
-import json
 import os
 import pwd
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -17,10 +16,9 @@ from types import SimpleNamespace
 import pytest
 from support import or_skip, script, start_python
 
-from robustness import small_build
-from shakespeare.attention_ext import BuildError, processor
+from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache as cache_of_builds
-from shakespeare.attention_ext.build import recipes, toolchain
+from shakespeare.attention_ext.build import toolchain
 
 pytestmark = pytest.mark.full
 
@@ -37,7 +35,13 @@ def compiler():
 
 @pytest.fixture
 def sources(tmp_path):
-    return small_build.write_sources(tmp_path / "sources")
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "answer.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+    )
+    (folder / "other.cpp").write_text("int other = 1;\n")
+    return folder
 
 
 def finish(process) -> tuple[int, str, str]:
@@ -59,16 +63,23 @@ def error_of(result) -> str:
 
 
 def libraries(cache):
-    return sorted(path.name for path in cache.glob("*/*") if path.suffix == ".so")
+    return [path.name for path in cache.glob("*/*.so")]
 
 
-def test_a_build_killed_anywhere_is_taken_over(full, tmp_path, sources):
-    code, out, err = small(tmp_path / "caches", sources, "--kill", 100 if full else 25)
-    assert code == 0, err
-    done = json.loads(out)
-    assert done["wrong"] == []
-    # Every kill at a step takes place. A fast build can end before a point in time.
-    assert done["points"] // 2 <= done["killed"] <= done["points"], done
+def test_a_build_killed_anywhere_is_taken_over(tmp_path, sources):
+    """The process alone, or its compilers too."""
+    start = time.monotonic()
+    assert small(tmp_path / "whole", sources)[:2] == (0, "42\n")
+    seconds = time.monotonic() - start
+    for point in range(12):
+        cache = tmp_path / str(point)
+        process = start_python(cache, SCRIPT, sources)
+        time.sleep(seconds * (point + 0.5) / 12)
+        os.killpg(process.pid, signal.SIGKILL) if point % 2 else process.kill()
+        process.communicate()
+        assert small(cache, sources)[:2] == (0, "42\n"), point
+        (folder,) = cache.glob("*decoder*")
+        assert {path.name for path in folder.iterdir()} == {f"{folder.name[:-17]}.so", "building"}
 
 
 def test_eight_processes_compile_once(tmp_path, sources):
@@ -76,9 +87,9 @@ def test_eight_processes_compile_once(tmp_path, sources):
     results = [finish(p) for p in [start_python(cache, SCRIPT, sources) for _ in range(8)]]
     assert [(code, out) for code, out, _ in results] == [(0, "42\n")] * 8, results
     said = "".join(err for _, _, err in results).splitlines()
-    assert said.count("Compiling the operators...") == 1
-    assert {*said} <= {"Compiling the operators...", "Waiting for another build..."}
-    assert libraries(cache) == ["attention_ext_portable.so"]
+    assert said.count("Compiling the decoder...") == 1
+    assert {*said} <= {"Compiling the decoder...", "Waiting for another build..."}
+    assert len(libraries(cache)) == 1
 
 
 def test_the_compilers_of_a_killed_build_are_waited_for(tmp_path, sources):
@@ -119,42 +130,34 @@ def test_a_read_only_cache_is_read_and_a_build_in_it_is_an_error(tmp_path, sourc
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
     prefix = namespace(f"mount --bind {cache} {cache}; mount -o remount,bind,ro {cache}")
-    message = "/attention_ext_portable_.*: Read-only file system; TORCH_EXTENSIONS_DIR can name another"
+    message = (
+        "/attention_ext_decoder_portable_.*: Read-only file system; TORCH_EXTENSIONS_DIR can name another"
+    )
     assert re.search(message, error_of(finish(start_python(cache, SCRIPT, sources, prefix=prefix))))
     assert list(cache.iterdir()) == []
     assert small(cache, sources)[0] == 0
     assert finish(start_python(cache, SCRIPT, sources, prefix=prefix)) == (0, "42\n", "")
 
 
-def test_a_full_disk_is_reported_and_leaves_nothing_harmful(full, tmp_path, sources, namespace):
-    cache, ended = tmp_path / "cache", set()
+def test_a_full_disk_is_reported_and_leaves_nothing_harmful(tmp_path, sources, namespace):
+    cache = tmp_path / "cache"
     cache.mkdir()
-    for pages in range(1, 17) if full else (1, 8):
+    for pages in (1, 8):
         mounts = f"""mount -t tmpfs -o mode=700,size={pages * 4096} none {cache}
-            if "$@"; then exit 42; fi
+            ! "$@"
             ! find {cache} -name '*.so' | grep .
             mount -o remount,size=16m {cache}"""  # make room; the second attempt follows
         code, out, err = finish(start_python(cache, SCRIPT, sources, prefix=namespace(mounts)))
-        if code == 42:
-            assert out == "42\n"
-            ended.add("room enough")
-            continue
         first = [line for line in err.splitlines() if not line.startswith("Compiling ")]
         assert (code, out, len(first)) == (0, "42\n", 1), err
         assert first[0].startswith("Error: ") and "no space left on device" in first[0].lower()
-        ended.add("reported")
-    assert "reported" in ended
 
 
 OLD = "cc1plus: error: unrecognized command line option '-std=c++17'"
 COMPILERS = {
     "too old": (f'{VERSION}\ncase "$*" in *-std=*) echo "{OLD}" >&2; exit 1;; esac', re.escape(OLD)),
-    "crashing": (f"{VERSION}\nkill -SEGV $$", "failed: error: ended by a signal: Segmentation fault"),
+    "crashing": (f"{VERSION}\nkill -SEGV $$", "failed: .*Segmentation fault"),
     "silent": (f"{VERSION}\nexit 1", r"failed: no reason given \(full output: .*build.log\)"),
-    "wrong": (
-        f'{VERSION}\nwhile [ $# -gt 0 ]; do [ "$1" != -o ] || echo junk > "$2"; shift; done',
-        r"made a library that cannot be loaded \(.*: file too short\)",
-    ),
     "in Latin 1": (f"{VERSION}\nprintf 'error: \\377 kaboom\\n' >&2; exit 1", "failed: error: . kaboom"),
 }
 
@@ -168,120 +171,55 @@ def test_a_compiler_that_cannot_do_it_is_one_line(tmp_path, sources):
     assert libraries(tmp_path / "cache") == []
 
 
-@pytest.fixture
-def program(tmp_path, monkeypatch, capsys):
-    """Build a program of one line in this process; return its path, and whether it was compiled."""
-    directory = tmp_path / "sources"
-    directory.mkdir()
-    for name, text in {"main.cpp": "int main() { return 42; }\n", "other.cpp": "", "a.h": ""}.items():
-        (directory / name).write_text(text)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "new" / "cache"))
-
-    def make():
-        capsys.readouterr()
-        sources = (directory / "main.cpp", directory / "other.cpp")
-        recipe = dataclasses.replace(recipes.program("portable"), folders=(directory,), sources=sources)
-        made = recipe.make()
-        assert subprocess.run([made]).returncode == 42
-        return made, "Compiling" in capsys.readouterr().err
-
-    return make
+def write(work: Path) -> Path:
+    (work / "made").touch()
+    return work / "made"
 
 
-CHANGES = {
-    "flag": lambda patch, csrc: patch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-g0")),
-    "CPU": lambda patch, csrc: patch.setattr(processor, "capabilities", lambda: "another CPU"),
-    "header": lambda patch, csrc: (csrc / "a.h").write_text("// changed\n"),
-    "source": lambda patch, csrc: (csrc / "main.cpp").write_text("int main() { return 6 * 7; }\n"),
-    "new source": lambda patch, csrc: (csrc / "b.h").write_text(""),
-    "compiler": lambda patch, csrc: patch.setenv("CXX", f"{toolchain.find_compiler()[0]} -O1"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_compiles_anew_and_its_absence_does_not(program, change, tmp_path):
-    before, compiled = program()
-    assert compiled and program() == (before, False)
-    kept = before.stat()
-    csrc = tmp_path / "sources"
-    files = {path: path.read_text() for path in csrc.iterdir()}
-    with pytest.MonkeyPatch.context() as patch:
-        CHANGES[change](patch, csrc)
-        after, compiled = program()
-        assert compiled and after != before
-        assert program() == (after, False)
-    for path in csrc.iterdir():
-        path.write_text(files[path]) if path in files else path.unlink()
-    assert program() == (before, False)  # the first build is still there, untouched
-    assert before.stat().st_mtime_ns == kept.st_mtime_ns and before.stat().st_ino == kept.st_ino
-
-
-def test_what_is_made_is_the_users_alone(program, tmp_path):
+def test_what_is_made_is_the_users_alone(tmp_path):
+    target = tmp_path / "new" / "cache" / "build" / "made"
     mask = os.umask(0)
     try:
-        made, _ = program()
+        cache_of_builds.make(target, "it", write)
     finally:
         os.umask(mask)
-    for directory in (tmp_path / "new", tmp_path / "new" / "cache", made.parent):
-        assert directory.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o777 == 0o700 for path in [*target.parents][:3])
 
 
-def refusal(program) -> str:
-    with pytest.raises(BuildError) as caught:
-        program()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("place", ["above", "cache", "build", "link"])
-def test_a_directory_that_others_own_or_can_write_is_refused(program, monkeypatch, tmp_path, place):
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_directory_that_others_own_or_can_write_is_refused(monkeypatch, tmp_path, place):
     """One above the cache only if others could replace what is in it: there /tmp's sticky bit is accepted."""
-    made, _ = program()
-    directory = {"above": tmp_path / "new", "build": made.parent}.get(place, made.parent.parent)
-    if place == "link":  # it is followed
-        (tmp_path / "link").symlink_to(directory)
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "link"))
-    group, so = f"group {directory.stat().st_gid}", "so its files are not trusted; "
-    own = f"export TORCH_EXTENSIONS_DIR={tmp_path / 'home' / 'torch_extensions'}"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    target = tmp_path / "above" / "cache" / "build" / "made"
+    cache_of_builds.make(target, "it", write)
+    directory = target.parents[place]
+    (tmp_path / "link").symlink_to(directory)  # it is followed
+    linked = tmp_path / "link" / target.relative_to(directory)
+
+    def refused(why: str) -> None:
+        for path in (target, linked):
+            with pytest.raises(BuildError) as caught:
+                cache_of_builds.make(path, "it", write)
+            assert str(caught.value).startswith(f"{directory} {why}, so its files are not trusted; ")
+            assert str(caught.value).endswith("; TORCH_EXTENSIONS_DIR can name another directory")
+
     monkeypatch.setattr(cache_of_builds, "is_private", lambda group: False)
-    for mode in (0o777, 0o702, 0o770):
+    for mode in (0o777, 0o702):
         directory.chmod(mode)
-        who = group if mode == 0o770 else "everybody"
-        said = f"{directory} can be written by {who}, {so}chmod go-w {directory}, or {own}"
-        assert refusal(program) == said
+        refused("can be written by everybody")
+    directory.chmod(0o770)
+    refused(f"can be written by group {directory.stat().st_gid}")
     monkeypatch.setattr(cache_of_builds, "is_private", lambda group: True)
-    assert program() == (made, False)
+    cache_of_builds.make(linked, "it", write)
     directory.chmod(0o1777)
-    if place == "above":
-        assert program() == (made, False)
+    if place == 2:
+        cache_of_builds.make(linked, "it", write)
     else:
-        assert refusal(program).endswith(
-            f"export TORCH_EXTENSIONS_DIR={directory}/torch_extensions_{os.geteuid()}"
-        )
+        refused("can be written by everybody")
     directory.chmod(0o755)
-    assert program() == (made, False)
+    cache_of_builds.make(linked, "it", write)
     if os.geteuid() == 0:  # who can give a directory away
         os.chown(directory, OTHER, -1)
-        assert refusal(program) == f"{directory} belongs to user {OTHER}, {so}{own}"
-
-
-def test_a_library_that_another_could_have_planted_is_not_run(tmp_path, sources):
-    cache = tmp_path / "cache"
-    assert small(cache, sources)[:2] == (0, "42\n")
-    (library,) = cache.glob("*/*.so")
-    ran = tmp_path / "ran"
-    planted = tmp_path / "planted.cpp"
-    planted.write_text(
-        f'#include <cstdio>\nstruct Ran {{ Ran() {{ std::fclose(std::fopen("{ran}", "w")); }} }} ran;\n'
-        + small_build.ANSWER
-    )
-    subprocess.run([*toolchain.find_compiler(), "-shared", "-fPIC", planted, "-o", library], check=True)
-    library.parent.chmod(0o777)
-    assert "can be written by everybody" in error_of(small(cache, sources))
-    assert not ran.exists()
-    library.parent.chmod(0o700)  # now it runs, so this test can fail
-    assert small(cache, sources) == (0, "42\n", "") and ran.exists()
+        refused(f"belongs to user {OTHER}")
 
 
 def test_a_private_group_is_the_users_or_roots(monkeypatch):

@@ -1,5 +1,6 @@
 """Build recipes: the sources, what decides the path of the result, and the program without Python."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 from support import script
 
-from shakespeare.attention_ext import PARTS, BuildError
+from shakespeare.attention_ext import PARTS, BuildError, processor
 from shakespeare.attention_ext.build import recipes, toolchain
 
 
@@ -27,18 +28,34 @@ def test_every_source_is_compiled_and_every_part_has_a_row():
     assert {"_".join(row) for row in rows} == {part.operator for part in PARTS.values() if part.operator}
 
 
-def test_versions_decide_what_is_compiled_with_them_only(monkeypatch):
+def test_what_decides_the_path_and_its_absence_does_not(monkeypatch, tmp_path):
+    """What only the operators and the training step are compiled with, PyTorch and Python, decides theirs."""
+    source = tmp_path / "main.cpp"
+    source.write_text("int main() {}\n")
+
     def paths():
-        decoder = recipes.library("decoder", ("model", "generation"))
+        small = dataclasses.replace(recipes.program("portable"), folders=(tmp_path,), sources=(source,))
         training = recipes.module("training_step", ("training", "model"))
-        return [recipe.path() for recipe in (decoder, recipes.operators(), training)]
+        made = (small, recipes.library("decoder", ("model", "generation")), recipes.operators(), training)
+        return [recipe.path() for recipe in made]
 
     before = paths()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "__version__", "9.9.9")
-        assert [a == b for a, b in zip(before, paths())] == [True, False, False]
-    monkeypatch.setattr(sys, "version", "9.9.9")
-    assert [a == b for a, b in zip(before, paths())] == [True, True, False]
+    all_but = lambda *same: [i not in same for i in range(4)]  # noqa: E731
+    for change, changed in (
+        (lambda patch: patch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-g0")), all_but()),
+        (lambda patch: patch.setattr(processor, "capabilities", lambda: "another CPU"), all_but()),
+        (lambda patch: patch.setenv("CXX", f"{toolchain.find_compiler()[0]} -O1"), all_but()),
+        (lambda patch: source.write_text("int main() { return 1; }\n"), all_but(1, 2, 3)),
+        (lambda patch: (tmp_path / "b.h").touch(), all_but(1, 2, 3)),
+        (lambda patch: patch.setattr(torch, "__version__", "9.9.9"), all_but(0, 1)),
+        (lambda patch: patch.setattr(sys, "version", "9.9.9"), all_but(0, 1, 2)),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert [a != b for a, b in zip(before, paths())] == changed
+        source.write_text("int main() {}\n")
+        (tmp_path / "b.h").unlink(missing_ok=True)
+        assert paths() == before
 
 
 def test_the_program_is_for_a_processor_and_over_helpers_of_cpp(extension):
