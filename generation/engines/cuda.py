@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache
@@ -25,10 +25,10 @@ from shakespeare.attention_ext.cuda.gpu import gpu as gpu
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.generation.distributions import distributions
 from shakespeare.generation.engines import layouts
-from shakespeare.generation.engines.engine import EngineOptions, Tokens
+from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.layouts import Floats, Grid, Launch, Layout
 from shakespeare.generation.engines.native import DraftCounts
-from shakespeare.generation.engines.slots import ADJUSTED, SETTINGS, Prompt, Slots, numbers_only
+from shakespeare.generation.engines.slots import ADJUSTED, SETTINGS, Prompt, Slots
 from shakespeare.generation.engines.slots import Unfit as Unfit
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING
@@ -155,7 +155,7 @@ class CudaEngine(Slots):
             warnings.warn(f"{error}; the draft is ignored", stacklevel=3)
         # Compiled now, not while texts wait: what as many texts as there are slots need, or fewer.
         most = min(slots, self._many * layouts.RESIDENT * on.on.multiprocessors)  # more need the same
-        on.prepare(self._way(range(count))[:2] for count in range(1, most + 1))
+        on.prepare(self._way(np.arange(count))[:2] for count in range(1, most + 1))
 
     @property
     def description(self) -> str:
@@ -186,6 +186,7 @@ class CudaEngine(Slots):
 
     def _read_prompts(self) -> None:
         """Read the prompts that wait, as many as possible in a launch; a block has tokens of one prompt."""
+        self._gpu.activate()
         if len(self._prompts) < 2:  # faster than below
             for slot, prompt in self._prompts.items():
                 self._read_piece(slot, prompt)
@@ -221,39 +222,31 @@ class CudaEngine(Slots):
         blocks = -(-len(texts) // self._read_together)
         self._launch(Launch(self._reader, self._read_together, blocks, blocks), texts, None, every)
 
-    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
-        at, numbers = self._asked(slots, uniforms, seconds)
-        with self._lock:
-            self._gpu.activate()
-            self._read_prompts()
-            texts = np.zeros(len(at), TEXT)
-            texts["slot"], texts["length"], texts["token"] = at, self._lengths[at], self._pending[at]
-            held = self._held_by(at)
-            launch = self._way(slots)
-            if launch.drafts:
-                tails = self._tails[at].astype(np.uint32)
-                before = np.where(self._pending[at, None] < 0, tails[:, 1:], tails[:, :-1])
-                shifted = before << np.array([24, 16, 8, 0], np.uint32)
-                texts["flags"] = shifted.sum(1, dtype=np.uint32).view(np.int32)
-            seconds = SECONDS if seconds is None else seconds
-            guess = FIRST_ROW_SECONDS * max(1.0, len(at) / self._gpu.on.multiprocessors)
-            fit = seconds / self._row_seconds.get(launch, guess)
-            rows = int(min(len(numbers), max(1, fit), self.capacity + 1 - int(held.max())))
-            scored = self._are_scored(slots)
-            chosen = self._launch(launch, texts, numbers[:rows], scored, seconds > SECONDS)
-            self._lengths[at], self._pending[at] = held + rows - 1, chosen[-1]
-            self._tails[at] = np.concatenate([self._tails[at], chosen[-ORDER:].T], axis=1)[:, -ORDER:]
-            if launch.drafts:
-                passes, drafted, guesses = self._counted.sum(0).tolist()
-                self._drafts += passes, chosen.size, drafted, guesses
-                self._guessed[at, 0] += self._counted[:, 2]
-                self._guessed[at, 1] += rows - self._counted[:, 0]
-            if scored:
-                self._score(slots, chosen, self._every_logits(chosen.size).reshape(*chosen.shape, -1))
-        return numbers_only(chosen)
+    def _write(
+        self, at: NDArray[np.int64], numbers: NDArray[np.float64], seconds: float | None, scored: bool
+    ) -> tuple[NDArray[np.int32], Floats]:
+        texts = np.zeros(len(at), TEXT)
+        texts["slot"], texts["length"], texts["token"] = at, self._lengths[at], self._pending[at]
+        launch = self._way(at)
+        if launch.drafts:
+            tails = self._tails[at].astype(np.uint32)
+            before = np.where(self._pending[at, None] < 0, tails[:, 1:], tails[:, :-1])
+            shifted = before << np.array([24, 16, 8, 0], np.uint32)
+            texts["flags"] = shifted.sum(1, dtype=np.uint32).view(np.int32)
+        seconds = SECONDS if seconds is None else seconds
+        guess = FIRST_ROW_SECONDS * max(1.0, len(at) / self._gpu.on.multiprocessors)
+        fit = int(min(len(numbers), max(1, seconds / self._row_seconds.get(launch, guess))))
+        chosen = self._launch(launch, texts, numbers[:fit], scored, seconds > SECONDS)
+        self._tails[at] = np.concatenate([self._tails[at], chosen[-ORDER:].T], axis=1)[:, -ORDER:]
+        if launch.drafts:
+            passes, drafted, guesses = self._counted.sum(0).tolist()
+            self._drafts += passes, chosen.size, drafted, guesses
+            self._guessed[at, 0] += self._counted[:, 2]
+            self._guessed[at, 1] += fit - self._counted[:, 0]
+        every = self._every_logits(chosen.size if scored else 0)
+        return chosen, every.reshape(-1, len(at), self.config.vocab_size)
 
     def _copy(self, source: int, at: NDArray[np.int64]) -> None:
-        self._gpu.activate()
         prompt = self._prompts.get(source, Prompt([], True))
         blocks = -(-len(prompt.ids) // self._read_together)
         # Prompts that fit a launch are read in the time of one, and a slot's copy takes several calls.
@@ -275,7 +268,6 @@ class CudaEngine(Slots):
                 origin, done = run[0], done + count
 
     def _logits_of(self, slot: int) -> Floats:
-        self._gpu.activate()
         self._read_prompts()
         synchronize(self._gpu.stream)
         row = np.empty(self.config.vocab_size, np.float32)
@@ -320,13 +312,13 @@ class CudaEngine(Slots):
         accepted = tokens - passes
         return DraftCounts(passes, tokens, guesses, accepted, drafted, accepted)
 
-    def _way(self, slots: Sequence[int]) -> Launch:
+    def _way(self, at: NDArray[np.int64]) -> Launch:
         """How these texts are written: with drafts, if each has a cluster of its own and guesses hit.
 
         Penalties count the tokens before a row, which a row of guesses does not know. Counts decide, not
         times, which change from run to run.
         """
-        count = len(slots)
+        count = len(at)
         if count not in self._launches:
             self._launches[count] = self._launch_of(count)
         plain = self._launches[count]
@@ -336,9 +328,9 @@ class CudaEngine(Slots):
         if plain not in self._drafted:
             drafted = self._clusters[0].alone(True, self._gpu.on.shared)
             self._drafted[plain] = Launch(*drafted, plain.blocks, plain.leading)
-        if any(self._settings["sampling"][slot][ADJUSTED] for slot in slots):
+        if self._settings["sampling"][at, ADJUSTED].any():
             return plain
-        guesses, hits = self._guessed[list(slots)].sum(0)
+        guesses, hits = self._guessed[at].sum(0)
         return plain if guesses >= TRIED * count and hits < LEAST_HITS * guesses else self._drafted[plain]
 
     def _launch_of(self, count: int) -> Launch:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shakespeare.attention_ext import attention, extension, operator
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Part, Precision
 from shakespeare.generation import sampling
-from shakespeare.generation.engines.engine import Engine, EngineOptions, Tokens, member
+from shakespeare.generation.engines.engine import Engine, EngineOptions, member
 from shakespeare.generation.engines.graph import Step, captured
-from shakespeare.generation.engines.slots import Prompt, Slots, numbers_only
+from shakespeare.generation.engines.slots import Prompt, Slots
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.gpt import GPT, Attend
 from shakespeare.model.kv_cache import KVCache
@@ -84,39 +84,33 @@ class TorchEngine(Slots):
         return len(prompt.ids), kept
 
     @torch.inference_mode()
-    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
-        places, numbers = self._asked(slots, uniforms, seconds)
+    def _write(
+        self, at: NDArray[np.int64], numbers: NDArray[np.float64], seconds: float | None, scored: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         end = time.monotonic() + (SECONDS if seconds is None else seconds)
-        with self._lock:
-            held = self._held_by(places)
-            waiting = places[self._pending[places] >= 0]
-            scored = self._are_scored(slots)
-            samplings = [self._samplings[slot] for slot in slots]
-            adjusted = any(sampling.adjusts for sampling in samplings)
-            if self._graphs is None:
-                step: Callable[[], None] = partial(self._append_pending, np.sort(waiting))
-            else:
-                step = self._graph(places)
-            one = self._graphs is None or scored
-            most = 1 if one else self.capacity + 1 - int(held.max())
-            at = torch.from_numpy(places).to(self._device)
-            chosen: list[Tensor] = []
-            for row in torch.from_numpy(numbers[:most]).to(self._device):
-                if chosen or len(waiting):
-                    step()
-                chosen.append(
-                    self.choose(self._logits[at], row, samplings, self._counts[at] if adjusted else None)
-                )
-                self._counts[at, :, chosen[-1]] += 1
-                self._state[1, at] = chosen[-1]
-                if time.monotonic() >= end:
-                    break
-            tokens = numbers_only(torch.stack(chosen).cpu().numpy())
-            self._lengths[places] = held + len(tokens) - 1
-            self._pending[places] = tokens[-1]
-            if scored:
-                self._score(slots, tokens, self._logits[at].cpu().numpy()[None])
-        return tokens
+        waiting = at[self._pending[at] >= 0]
+        samplings = [self._samplings[slot] for slot in at]
+        adjusted = any(sampling.adjusts for sampling in samplings)
+        if self._graphs is None:
+            step: Callable[[], None] = partial(self._append_pending, np.sort(waiting))
+        else:
+            step = self._graph(at)
+        if scored or self._graphs is None:
+            numbers = numbers[:1]
+        places = torch.from_numpy(at).to(self._device)
+        chosen: list[Tensor] = []
+        for row in torch.from_numpy(numbers).to(self._device):
+            if chosen or len(waiting):
+                step()
+            counts = self._counts[places] if adjusted else None
+            tokens = self.choose(self._logits[places], row, samplings, counts)
+            chosen.append(tokens)
+            self._counts[places, :, tokens] += 1
+            self._state[1, places] = tokens
+            if time.monotonic() >= end:
+                break
+        every = self._logits[places if scored else []].cpu().numpy()[None]
+        return torch.stack(chosen).cpu().numpy(), every
 
     def _graph(self, places: NDArray[np.int64]) -> Callable[[], None]:
         """The step of these slots, as a graph of the first 1, 2, 4, 8 ...; no other has a pending token."""

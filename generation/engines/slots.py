@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.generation import logprobs
+from shakespeare.generation.engines.engine import Tokens, rows_of
 from shakespeare.generation.engines.engine import Unfit as Unfit
-from shakespeare.generation.engines.engine import rows_of
 from shakespeare.generation.logprobs import TokenLogprob
 from shakespeare.generation.sampling import NUMBERS, Sampling
 from shakespeare.model.config import GPTConfig
@@ -122,6 +122,35 @@ class Slots:
             self._lengths[slot] = len(ids)
         return True
 
+    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
+        at = np.array(slots, np.int64)
+        numbers = rows_of(uniforms, len(at))
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() < 1):
+            raise ValueError("a uniform is outside [0, 1)")
+        if seconds is not None and not seconds >= 0:
+            raise ValueError("seconds must be at least 0")
+        for slot in at[(at < 0) | (at >= self.slots)]:
+            self._check_slot(slot)
+        if len(set(slots)) < len(at):
+            raise ValueError(f"slots is {list(slots)}; each must be named once")
+        with self._lock:
+            self._read_prompts()
+            held = self._lengths[at] + (self._pending[at] >= 0)
+            for wrong, state in ((held == 0, "first"), (held > self.capacity, "again: it is full")):
+                if wrong.any():
+                    raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
+            rows = numbers[: self.capacity + 1 - int(held.max(initial=1))]
+            scored = bool(self._tops) and not self._tops.keys().isdisjoint(slots)
+            chosen, every = self._write(at, rows, seconds, scored)
+            if (chosen < 0).any():
+                raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
+            self._lengths[at] = held + len(chosen) - 1
+            self._pending[at] = chosen[-1]
+            for i, slot in enumerate(slots if scored else ()):
+                if (top := self._tops.get(slot)) is not None:
+                    self._logprobs[slot] += logprobs.of_logits(every[:, i], chosen[:, i].tolist(), top)
+        return chosen
+
     def copy(self, source: int, *targets: int) -> None:
         for slot in (source, *targets):
             self._check_slot(slot)
@@ -143,11 +172,19 @@ class Slots:
             raise ValueError(f"slot is {slot}; it must be from 0 to {self.slots - 1}")
 
     def _read_prompts(self) -> None:
-        """Read the prompts that wait."""
-        raise NotImplementedError
+        """Read the prompts that wait; an engine whose `_at_once` is 0 has none."""
 
     def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, NDArray[np.float32] | None]:
         """Read more of a prompt; how much is read, with a `top` also the logits after each (tokens, V)."""
+        raise NotImplementedError
+
+    def _write(
+        self, at: NDArray[np.int64], numbers: NDArray[np.float64], seconds: float | None, scored: bool
+    ) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """write() for checked arguments: the tokens (rows, slots), -1 for one that cannot be chosen.
+
+        With `scored` also the logits that they were chosen from, (rows, slots, V).
+        """
         raise NotImplementedError
 
     def _copy(self, source: int, at: NDArray[np.int64]) -> None:
@@ -157,47 +194,6 @@ class Slots:
     def _logits_of(self, slot: int) -> NDArray[np.float32]:
         """A slot's latest logits, (V,)."""
         raise NotImplementedError
-
-    def _asked(
-        self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The checked arguments of write(): the slots, and the numbers (rows, slots)."""
-        at = np.array(slots, np.int64)
-        numbers = rows_of(uniforms, len(at))
-        if numbers.size and not (numbers.min() >= 0 and numbers.max() < 1):
-            raise ValueError("a uniform is outside [0, 1)")
-        if seconds is not None and not seconds >= 0:
-            raise ValueError("seconds must be at least 0")
-        for slot in at[(at < 0) | (at >= self.slots)]:
-            self._check_slot(slot)
-        if len(set(slots)) < len(at):
-            raise ValueError(f"slots is {list(slots)}; each must be named once")
-        return at, numbers
-
-    def _held_by(self, at: NDArray[np.int64]) -> NDArray[Any]:
-        """The tokens of these slots, with those that are not yet read; write() asks for 1 to capacity."""
-        held = self._lengths[at] + (self._pending[at] >= 0)
-        for wrong, state in ((held == 0, "first"), (held > self.capacity, "again: it is full")):
-            if wrong.any():
-                raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
-        return held
-
-    def _are_scored(self, slots: Sequence[int]) -> bool:
-        """Whether one of these slots wants log-probabilities."""
-        return bool(self._tops) and not self._tops.keys().isdisjoint(slots)
-
-    def _score(self, slots: Sequence[int], chosen: NDArray[Any], every: NDArray[np.float32]) -> None:
-        """Keep log-probabilities of tokens (rows, slots), from logits (rows, slots, V), where wanted."""
-        for i, slot in enumerate(slots):
-            if (top := self._tops.get(slot)) is not None:
-                self._logprobs[slot] += logprobs.of_logits(every[:, i], chosen[:, i].tolist(), top)
-
-
-def numbers_only(chosen: NDArray[Any]) -> NDArray[Any]:
-    """The tokens. Raises ValueError if one is -1: its logits could not be sampled."""
-    if (chosen < 0).any():
-        raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
-    return chosen
 
 
 def settings(sampling: Sampling) -> NDArray[np.float64]:

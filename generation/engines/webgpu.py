@@ -5,18 +5,18 @@ It needs the package wgpu and no PyTorch. A text's bits do not depend on what el
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Source, opened
-from shakespeare.generation.engines.engine import EngineOptions, Tokens, check_plain
-from shakespeare.generation.engines.slots import SETTINGS, Prompt, Slots, Unfit, numbers_only
+from shakespeare.generation.engines.engine import EngineOptions, check_plain
+from shakespeare.generation.engines.slots import SETTINGS, Prompt, Slots, Unfit
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, GPTConfig
 
@@ -239,32 +239,27 @@ class WebGpuEngine(Slots):
             done, _ = self._read_on(waiting, done)
             waiting = {slot: prompt for slot, prompt in waiting.items() if len(prompt.ids) > done}
 
-    def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
-        at, numbers = self._asked(slots, uniforms, seconds)
+    def _write(
+        self, at: NDArray[np.int64], numbers: NDArray[np.float64], seconds: float | None, scored: bool
+    ) -> tuple[NDArray[np.int32], Floats]:
         end = time.monotonic() + (DISPATCH_SECONDS if seconds is None else seconds)
-        with self._lock:
-            self._read_prompts()
-            held, done = self._held_by(at), 0
-            most = int(min(len(numbers), self.capacity + 1 - int(held.max()) if len(at) else 1))
-            chosen = np.empty((most, len(at)), np.int32)
-            scored = self._are_scored(slots)
-            while done < most:
-                rows = min(most - done, self._steps(len(at), min(DISPATCH_SECONDS, end - time.monotonic())))
-                if scored:
-                    rows = min(rows, max(1, MOST_OUT // (4 * len(at) * self.config.vocab_size)))
-                cached, pending = self._lengths[at].astype(np.int64), self._pending[at, None]
-                unread = (pending[:, 0] >= 0).astype(np.int64)
-                uniforms = numbers[done : done + rows]
-                tokens, every = self._run(Pieces(at, cached, unread, 0 * at, pending, uniforms, scored))
-                chosen[done : done + rows] = tokens
-                if scored:
-                    self._score(slots, tokens, every)
-                self._lengths[at] = cached + unread + rows - 1
-                self._pending[at] = np.maximum(tokens[-1], 0)
-                done += rows
-                if time.monotonic() >= end or (tokens < 0).any():
-                    break
-        return numbers_only(chosen[:done])
+        cached = self._lengths[at].astype(np.int64)
+        pending = self._pending[at, None]
+        found: list[tuple[NDArray[np.int32], Floats]] = []
+        while len(numbers):
+            rows = self._steps(len(at), min(DISPATCH_SECONDS, end - time.monotonic()))
+            if scored:
+                rows = min(rows, max(1, MOST_OUT // (4 * len(at) * self.config.vocab_size)))
+            unread = (pending[:, 0] >= 0).astype(np.int64)
+            tokens, every = self._run(Pieces(at, cached, unread, 0 * at, pending, numbers[:rows], scored))
+            found.append((tokens, every))
+            cached = cached + unread + len(tokens) - 1
+            pending = tokens[-1, :, None]
+            numbers = numbers[rows:]
+            if time.monotonic() >= end or (tokens < 0).any():
+                break
+        chosen, logits = zip(*found)
+        return np.concatenate(chosen), np.concatenate(logits)
 
     def _copy(self, source: int, at: NDArray[np.int64]) -> None:
         self._read_prompts()
