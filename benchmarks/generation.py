@@ -23,7 +23,8 @@ what counts there is a step's latency.
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.measuring import QUIET, attempt, percent, show_table, take_turns
+from benchmarks.measuring import QUIET, attempt, percent, show_table
 from benchmarks.peers import Peer
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
 from benchmarks.peers.graphs import GraphPyTorch
@@ -46,7 +47,8 @@ from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Dtype, Precision
 from shakespeare.lab import machine, saved
 from shakespeare.lab.cuda.gpu import Gpu
-from shakespeare.lab.timing import Samples, repeated
+from shakespeare.lab.timing import Cpu, Samples, Timer
+from shakespeare.lab.timing import rounds as timed_rounds
 from shakespeare.model import corpus, load
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, causal_attention
@@ -171,15 +173,15 @@ def loss(every_logits: Callable[[list[int]], Tensor], texts: list[list[int]]) ->
 
 
 def measure(
-    case: Case, contenders: Mapping[str, Open], rounds: int, others: machine.Load | None = None
+    case: Case, contenders: Mapping[str, Open], rounds: int, clock: Cpu
 ) -> tuple[Figures, dict[str, Peer]]:
-    """Open, verify and time contenders: their figures, see finished(), and those that are right.
-
-    others: it samples the machine's speed, with the bandwidth of the shared cache.
-    """
+    """Open, verify and time contenders: their figures, see finished(), and those that are right."""
     model, failed = model_of(case.model), dict[str, str]()
-    opened = [attempt(failed, name, contenders[name]) for name in contenders]
-    peers = {peer.name: peer for peer in opened if peer}
+    peers, timers = dict[str, Peer](), dict[str, Timer]()
+    for name, opened in contenders.items():
+        with attempt(failed, name):
+            peer = opened()
+            peers[peer.name] = peer
     torch.manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (max(100, case.prompt),)).tolist()
     prompt = ids if case.prompt > 1 else [0]  # a line end
@@ -187,7 +189,7 @@ def measure(
     (expected,) = CachedPyTorch(model, 1).greedy_batch([prompt], case.count)
     figures: Figures = {}
 
-    def verified(name: str) -> Callable[[], float] | None:
+    def verified(name: str) -> Callable[[], Any] | None:
         """The call to time, after two untimed ones; None if the logits are wrong."""
         peer = peers[name]
         error = float((peer.logits(ids) - exact).abs().max())
@@ -204,14 +206,21 @@ def measure(
             if case.batch > 1:
                 alone = agreement(texts, peer.greedy_batch([prompt], case.count)[0])
                 figures[name]["agreement"] += f", {alone} as when alone" * (alone < case.count)
-        return repeated(call, LEAST_SECONDS)
+        return call
 
-    calls = {name: attempt(failed, name, verified, name) for name in peers}
-    right = {name: call for name, call in calls.items() if call}
-    for name, samples in take_turns(right, rounds, failed, others, SAMPLE_BYTES if others else 0).items():
-        figures[name] |= samples._asdict()
+    def guard(samples: Samples) -> AbstractContextManager[None]:
+        return attempt(failed, next(name for name, timer in timers.items() if timer.samples is samples))
+
+    for name in peers:
+        with attempt(failed, name):
+            if call := verified(name):
+                timers[name] = Timer(call, clock, LEAST_SECONDS, once=clock.time(call, 1)[0])
+    for _ in timed_rounds(list(timers.values()), rounds, guard):
+        pass
+    for name, timer in timers.items():
+        figures[name] |= asdict(timer.samples)
     figures |= {name: {"failed": reason} for name, reason in failed.items()}
-    return figures, {name: peers[name] for name in right if name not in failed}
+    return figures, {name: peers[name] for name in timers if name not in failed}
 
 
 def rate(case: Case, seconds: float) -> dict[str, float]:
@@ -225,11 +234,12 @@ def finished(case: Case, figures: Figures, limit: float | None = None) -> Figure
     """The figures, with those that follow from the seconds of each round and from the memory limit's seconds.
 
     Given: failed, the reason if there are no others. error: the largest of the logits. agreement: the share
-    of greedy text as expected. seconds, paces: of each round, and the machine's speed; absent if wrong. loss:
-    nats a token. Added: quiet, all: the quiet rounds, and the median of all over theirs. rate(): of the quiet
+    of greedy text as expected. seconds, every, paces: as in Samples; absent if wrong. loss: nats a token.
+    Added: quiet, all: the quiet rounds, and the median of all over theirs. rate(): of the quiet
     median. relative: the time over the first contender's. spread: the interquartile range over the median.
     """
-    samples = {name: Samples(f["seconds"], f["paces"]) for name, f in figures.items() if "seconds" in f}
+    names = "seconds", "every", "paces"
+    samples = {n: Samples(**{name: f[name] for name in names}) for n, f in figures.items() if "seconds" in f}
     if not samples:
         return figures
     first = next(iter(samples.values())).median
@@ -294,13 +304,13 @@ def time_on_cpu(
 ) -> dict[str, Any]:
     """Measure and print the cases; what --save keeps."""
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
-    others, peaks = machine.Load(), [machine.fma_peak()]  # from here: the compilers are done
+    clock, peaks = Cpu(SAMPLE_BYTES), [machine.fma_peak()]  # from here: the compilers are done
     results: dict[str, Figures] = {}
     for title in cases:
         case = CASES[title]
         click.echo(f"\n{title}: {case}\n")
         torch.set_num_threads(case.threads)
-        figures, right = measure(case, on_cpu(case, engines, peers), rounds, others)
+        figures, right = measure(case, on_cpu(case, engines, peers), rounds, clock)
         limit, below = None, ""
         if case.batch == 1 and case.count > 1:
             needed = 4 * (model_of(case.model).config.num_params + cached(case))
@@ -313,7 +323,7 @@ def time_on_cpu(
         click.echo(f"\n{below}" if below else "")
     peaks.append(machine.fma_peak())
     about = machine.describe() | {"simd_name": extension.load().simd_name()}
-    if busy := machine.busy(others, peaks, 1):
+    if busy := machine.busy(clock.load, peaks, 1):
         click.echo(busy)
     return {"machine": about, "threads": 1, "busy": busy, "cases": results}
 
@@ -342,7 +352,7 @@ def time_on_gpu(
     for title, dtype in itertools.product(cases, dtypes):
         case = CASES[title]
         click.echo(f"\n{title}, {dtype}: {case}\n")
-        figures = measure(case, on_gpu(case, dtype, engines, peers), rounds)[0]  # frees the contenders
+        figures = measure(case, on_gpu(case, dtype, engines, peers), rounds, Cpu())[0]  # frees the contenders
         torch.cuda.empty_cache()
         limit, bound = limit_on_gpu(case, dtype, gpu)
         results[f"{title} {dtype}"] = finished(case, figures, limit)

@@ -4,7 +4,6 @@ On CUDA the time is the GPU's.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -133,14 +132,11 @@ def run(
     echo(f"manual gradients == float64 gradients {passed}\n")
     if not passed:
         return False
+    first, second = in_turns(both, rounds, LEAST_SECONDS, on)
+    ours, sdpa, rate = first.median, second.median, shape.operations / first.median
     if on:
-        for backward in both:
-            on.time(backward, 1)
-        ours, sdpa = (statistics.median(on.time(backward, rounds, launching=1e-3)) for backward in both)
-        echo(f"{part} backward time:  {1e3 * ours:.3f}ms, {shape.operations / ours / 1e12:.1f} TFLOP/s")
+        echo(f"{part} backward time:  {1e3 * ours:.3f}ms, {rate / 1e12:.1f} TFLOP/s")
     else:
-        first, second = in_turns(both, rounds, LEAST_SECONDS)
-        ours, sdpa, rate = first.median, second.median, shape.operations / first.median
         speed = f"{rate / 1e9:.1f} GFLOP/s, {rate / machine.fma_peak(threads=torch.get_num_threads()):.0%}"
         echo(f"{part} backward time:  {1e3 * ours:.3f}ms, {speed} of the FMA peak")
         echo(f"quiet samples:       {first.quiet}; all take {first.disturbance:.2f} times as long")

@@ -97,8 +97,7 @@ def measure_on_gpu(on: gpu.Gpu, name: str, function: Callable[[], Tensor]) -> Ru
     """
     function()
     out, memory = on.allocated(function)
-    _, launching = on.once(function)
-    (seconds,) = on.time(function, 1, launching=launching)
+    (seconds,) = on.time(function, 1)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     once = schedule(wait=0, warmup=1, active=1, repeat=1)
     with profile(activities=activities, profile_memory=True, acc_events=True, schedule=once) as profiler:

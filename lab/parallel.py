@@ -19,7 +19,7 @@ from shakespeare.attention_ext.ranks import Ranks, join, meet
 from shakespeare.lab import machine
 from shakespeare.lab.correctness import mismatch
 from shakespeare.lab.text import counted
-from shakespeare.lab.timing import seconds_of
+from shakespeare.lab.timing import Clock
 
 BLOCK = 4096  # rows of one seed
 CHECKED = 16  # rows of each rank that are compared with float64
@@ -190,7 +190,7 @@ def compare_with_one_process(
         held[:] = [attention(asked.part, q, k, v, causal=asked.causal, scale=asked.scale)]
         synchronize(ranks)
 
-    alone = min(seconds_of(compute) for _ in range(2))
+    alone = min(Clock().time(compute, 2))
     for rank, (chunks, got) in enumerate(zip(queries, everyone)):
         if got.numel() and (different := mismatch(take(held[0].cpu(), chunks), got)):
             wrong.append(f"one process, rows of rank {rank}: {different}")

@@ -10,7 +10,7 @@ from torch.profiler import profile as profiler
 from shakespeare.attention_ext.parts import check_part, with_gradient
 from shakespeare.lab.machine import Load, busy_text
 from shakespeare.lab.text import counted, markdown
-from shakespeare.lab.timing import seconds_of
+from shakespeare.lab.timing import Clock
 from shakespeare.model.config import GPTConfig
 from shakespeare.training.recipe import Recipe
 from shakespeare.training.trainer import Trainer
@@ -54,9 +54,9 @@ def profile(part: str, config: GPTConfig, batch: int | None = None, simd: str = 
     """
     batch = max(1, CHARACTERS // config.block_size) if batch is None else batch
     of = trainer(part, config, batch, simd)
-    first, load = seconds_of(of.step), Load()
-    steps = max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / max(first, seconds_of(of.step)))))
-    plain = statistics.median(seconds_of(of.step) for _ in range(steps))
+    load, clock = Load(), Clock()
+    steps = max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / max(clock.time(of.step, 2)))))
+    plain = statistics.median(clock.time(of.step, steps))
     seconds, kinds = (_native if of.native else _pytorchs)(of, steps)
     kinds["other"] = seconds - sum(kinds.values())
     about: dict = {"part": part, "batch": batch}
@@ -72,7 +72,7 @@ def _native(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:
     measured = []
     for _ in range(steps):
         of.native.take_seconds()
-        seconds = seconds_of(of.step)
+        (seconds,) = Clock().time(of.step, 1)
         measured.append((seconds, of.native.take_seconds()))
     seconds, spent = sorted(measured, key=lambda step: step[0])[steps // 2]
     order = sorted(spent, key=lambda kind: (kind == "waiting", -spent[kind]))  # the largest first
@@ -81,7 +81,7 @@ def _native(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:
 
 def _pytorchs(of: Trainer, steps: int) -> tuple[float, dict[str, float]]:
     with profiler(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
-        seconds = seconds_of(of.step, steps)
+        seconds = statistics.mean(Clock().time(of.step, steps))
     spent = {event.key: 1e-6 * event.self_cpu_time_total / steps for event in recorded.key_averages()}
     largest = sorted(spent, key=lambda name: -spent[name])[:SHOWN]
     rest = sum(of_one for name, of_one in spent.items() if name not in largest)

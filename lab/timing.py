@@ -1,92 +1,128 @@
-"""Timing of a call on a machine that others use too.
+"""The clock of all measurements: contenders take turns in rounds, and disturbed samples are discarded.
 
 Other programs slow a core, the shared cache and memory for milliseconds at a time, and no system counter
 shows it. So a round is bursts of calls, with a sample of the machine's speed before and after each. Its time
 is that of the median call between fast samples. Only the samples decide which bursts count; see calm().
+A round in which the system gave new pages is measured again: clearing them takes long.
 """
 
+import contextlib
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from shakespeare.lab import machine
 
 CONFIDENCE = 0.95  # least confidence of a median's interval
+FIRM_MARGIN = 0.025  # largest margin of a firm median; two firm medians can differ by twice as much
 WARM_UP_SAMPLES = 20  # of the machine's speed, which show its fastest
-PATIENCE = 0.01  # seconds; longest wait for a quiet machine before a sample
-FEWEST_QUIET = 3  # samples that count even if disturbed
+PATIENCE = 0.01  # seconds; longest wait for a quiet machine before a burst
+WAIT_SHARE = 0.1  # of the time, for all these waits
+BURST_SECONDS = 0.005  # time between two samples of the speed; disturbances take some 10 ms
+# Before shorter calls, an untimed one clears the caches of the last contender's data.
+SHORT_CALL_SECONDS = 0.02
+PAGE_FAULT_SECONDS = 1e-6  # about
+MOST_FAULT_SHARE = 0.01  # share of a round's time; with more, the round is measured again
+MOST_TRIES = 4  # tries of such a round; further rounds of a contender that needs all of them have one
 
 T = TypeVar("T")
 
 
-class Round(NamedTuple):
-    """The result of time_round(). seconds: time of the median call in calm() bursts. every: in all bursts.
+class Clock:
+    """Times calls by the host's clock, on a device that nothing disturbs.
 
-    pace: of the calmest burst. spent: seconds of all calls. pages: memory pages that they were given.
+    A device that is timed otherwise derives from it. burst: seconds of calls between samples of the speed.
     """
 
-    seconds: float
-    every: float
-    pace: float
-    spent: float
-    pages: int
+    burst = math.inf
 
-
-def time_round(call: Callable[[], object], bursts: Sequence[int], pace: Callable[[bool], float]) -> Round:
-    """Time bursts of calls.
-
-    pace(wait) returns the machine's speed, at most 1; wait: it may wait until the machine is fast again. A
-    burst's pace is the slower one of the samples before and after it.
-    """
-    times, paces, pages, before = [], [], 0, 0.0
-    for repeats in bursts:
-        if before < machine.SLOWED_BELOW:
-            before = pace(True)
-        faults, ticks = machine.page_faults(), [time.perf_counter()]
-        for _ in range(repeats):
+    def time(self, call: Callable[[], Any], count: int, cold: bool = False) -> list[float]:
+        """Seconds of each of `count` calls. cold: a GPU's L2 cache is cleared before each."""
+        ticks = [time.perf_counter()]
+        for _ in range(count):
             call()
             ticks.append(time.perf_counter())
-        pages += machine.page_faults() - faults
-        after = pace(False)
-        times.append([end - start for start, end in itertools.pairwise(ticks)])
-        paces.append(min(before, after))
-        before = after
-    quiet, every = (statistics.median(itertools.chain(*kept)) for kept in (calm(times, paces, 1), times))
-    return Round(quiet, every, max(paces), sum(map(sum, times)), pages)
+        return [end - start for start, end in itertools.pairwise(ticks)]
+
+    def speed(self, wait: bool = False) -> float:
+        """The machine's speed, at most 1. wait: it may wait until the machine is fast again."""
+        return 1.0
+
+    def pages(self) -> int:
+        """The number of memory pages that the system has given to the process that makes the calls."""
+        return 0
 
 
-def calm(timed: list[T], paces: Sequence[float], least: int) -> list[T]:
-    """The items that were timed undisturbed, and the next calmest ones if there are fewer than `least`."""
-    enough = min([machine.SLOWED_BELOW, *sorted(paces, reverse=True)[:least]])
-    return [item for item, pace in zip(timed, paces) if pace >= enough]
+class Cpu(Clock):
+    """Times calls on this machine, which other programs use too.
+
+    buffer: bytes that a sample of the speed reads, more than private caches hold; 0: none.
+    """
+
+    burst = BURST_SECONDS
+
+    def __init__(self, buffer: int = 0) -> None:
+        self.load, self._buffer = machine.Load(), buffer
+        self._began, self._waited = time.perf_counter(), 0.0
+        for _ in range(WARM_UP_SAMPLES):
+            self.speed()
+
+    def speed(self, wait: bool = False) -> float:
+        """The machine's speed, shared cache included, over the fastest so far. wait: for a fast one."""
+        start = time.perf_counter()
+        patient = wait and self._waited < WAIT_SHARE * (start - self._began)
+        speed = self.load.sample(self._buffer, PATIENCE if patient else 0.0)
+        if wait:
+            self._waited += time.perf_counter() - start
+        return speed
+
+    def pages(self) -> int:
+        """The number of memory pages that the system has given to this process."""
+        return machine.page_faults()
 
 
-class Samples(NamedTuple):
-    """Times that were measured one by one; paces: the lower speed of the machine before and after each."""
+@dataclass(kw_only=True)
+class Samples:
+    """What a contender's rounds took.
 
-    seconds: list[float]
-    paces: list[float]
+    seconds: of the median call in calm() bursts of a round. every: in all its bursts. paces: the machine's
+    speed in the calmest burst, over the fastest.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    every: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
+
+    fewest: ClassVar[int] = 3  # rounds that count even if disturbed
 
     @property
     def counted(self) -> list[float]:
-        """Seconds of the quiet samples, but of at least FEWEST_QUIET."""
-        return calm(self.seconds, self.paces, FEWEST_QUIET)
+        """Seconds of the quiet rounds, but of at least `fewest`."""
+        return calm(self.seconds, self.paces, self.fewest)
 
     @property
-    def median(self) -> float:
-        """The median seconds of those that count."""
-        return statistics.median(self.counted)
+    def median(self) -> Any:
+        """The median seconds of a call in those that count; None without any."""
+        return statistics.median(self.counted) if self.seconds else None
+
+    @property
+    def margin(self) -> float | None:
+        """Half the width of the median's interval(), as a share of the median."""
+        if not self.seconds:
+            return None
+        low, high = interval(self.counted)
+        return (high - low) / 2 / self.median
 
     @property
     def disturbance(self) -> float:
-        """The median of all samples, as a multiple of that of those that count."""
-        return statistics.median(self.seconds) / self.median
+        """The median of all calls, as a multiple of that of those that count."""
+        return statistics.median(self.every) / self.median
 
     @property
     def spread(self) -> float:
@@ -96,46 +132,114 @@ class Samples(NamedTuple):
 
     @property
     def quiet(self) -> str:
-        """How many samples were quiet, as '5 of 9'."""
-        return quiet_of(self.paces)
+        """How many rounds were quiet, as '5 of 9'."""
+        return f"{len(calm(self.paces, self.paces, 0))} of {len(self.paces)}"
+
+    @property
+    def firm(self) -> bool:
+        """Whether the margin is small and enough rounds were quiet."""
+        quiet = calm(self.paces, self.paces, 0)
+        return (self.margin or 0) <= FIRM_MARGIN and len(quiet) >= min(self.fewest, len(self.paces))
+
+    def cut(self, rounds: int) -> None:
+        """Keep only the first rounds."""
+        for kept in (self.seconds, self.every, self.paces):
+            del kept[rounds:]
 
 
-def quiet_of(paces: Sequence[float]) -> str:
-    """How many of them are those of quiet samples, as '5 of 9'."""
-    return f"{sum(pace >= machine.SLOWED_BELOW for pace in paces)} of {len(paces)}"
+class Timer:
+    """A contender: a call that is timed in rounds.
+
+    least: seconds of the calls of a round, at least. once: seconds of a call, by default of the second one.
+    cold: as in Clock.time().
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], Any],
+        clock: Clock,
+        least: float = 0.0,
+        *,
+        samples: Samples | None = None,
+        once: float | None = None,
+        cold: bool = False,
+    ) -> None:
+        self.samples = Samples() if samples is None else samples
+        self._call, self._clock, self._cold, self._tries = call, clock, cold, MOST_TRIES
+        self._once = clock.time(call, 2)[1] if once is None else once
+        repeats = max(1, math.ceil(least / self._once))
+        self._bursts = spread(repeats, max(1, round(repeats * self._once / clock.burst)))
+
+    def round(self) -> None:
+        """Add a round to the samples."""
+        if self._once < SHORT_CALL_SECONDS:
+            self._call()
+        for _ in range(self._tries):
+            times, paces, pages = self._time_bursts()
+            if pages * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * sum(map(sum, times)):
+                break
+        else:
+            self._tries = 1
+        self.samples.seconds.append(statistics.median(itertools.chain(*calm(times, paces, 1))))
+        self.samples.every.append(statistics.median(itertools.chain(*times)))
+        self.samples.paces.append(max(paces))
+
+    def _time_bursts(self) -> tuple[list[list[float]], list[float], int]:
+        """The seconds of each burst's calls, the lower speed before and after each, the new pages of all."""
+        times, paces, pages, before = list[list[float]](), list[float](), 0, 0.0
+        for count in self._bursts:
+            if before < machine.SLOWED_BELOW:
+                before = self._clock.speed(wait=True)
+            faults = self._clock.pages()
+            times.append(self._clock.time(self._call, count, self._cold))
+            pages += self._clock.pages() - faults
+            after = self._clock.speed()
+            paces.append(min(before, after))
+            before = after
+        return times, paces, pages
 
 
-def take_turns(
-    calls: Sequence[Callable[[], float]], rounds: int, load: machine.Load | None = None, size: int = 0
+def rounds(
+    timers: Sequence[Timer],
+    count: int,
+    guard: Callable[[Any], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Iterator[Timer]:
+    """Let contenders take turns, `count` times; yield each after its round.
+
+    guard: stands around a round, with its samples; a contender whose error it catches leaves the rounds. An
+    interrupt leaves the same number of rounds to all others.
+    """
+    running = [(timer, len(timer.samples.paces)) for timer in timers]
+    try:
+        for _ in range(count):
+            for entry in list(running):
+                samples, before = entry[0].samples, len(entry[0].samples.paces)
+                with guard(samples):
+                    entry[0].round()
+                if len(samples.paces) <= before:
+                    running.remove(entry)
+                yield entry[0]
+    finally:
+        fewest = min((len(timer.samples.paces) - before for timer, before in running), default=0)
+        for timer, before in running:
+            timer.samples.cut(before + fewest)
+
+
+def in_turns(
+    calls: Sequence[Callable[[], Any]], count: int, least: float = 0.0, clock: Clock | None = None
 ) -> list[Samples]:
-    """The seconds of each call in each round, in turns. load: samples the speed, reading `size` bytes too."""
-    load, samples = load or machine.Load(), [Samples([], []) for _ in calls]
-    for _ in range(WARM_UP_SAMPLES):
-        load.sample(size)
-    for _ in range(rounds):
-        for call, of_call in zip(calls, samples):
-            before = load.sample(size, PATIENCE)
-            of_call.seconds.append(call())
-            of_call.paces.append(min(before, load.sample(size)))
-    return samples
+    """The samples of calls that take turns; clock: by default a new Cpu. Otherwise as in Timer, rounds()."""
+    clock = clock or Cpu()
+    timers = [Timer(call, clock, least) for call in calls]
+    for _ in rounds(timers, count):
+        pass
+    return [timer.samples for timer in timers]
 
 
-def seconds_of(call: Callable[[], object], repeats: int = 1) -> float:
-    """The mean seconds of `repeats` calls."""
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) / repeats
-
-
-def repeated(call: Callable[[], object], least: float = 0.0) -> Callable[[], float]:
-    """A function that returns the mean seconds of a call, repeated for about `least` seconds, warmed up."""
-    return partial(seconds_of, call, max(1, round(least / seconds_of(call))))
-
-
-def in_turns(calls: Sequence[Callable[[], object]], rounds: int, least: float = 0.0) -> list[Samples]:
-    """The seconds of each repeated() call in each round; the calls take turns."""
-    return take_turns([repeated(call, least) for call in calls], rounds)
+def calm(timed: list[T], paces: Sequence[float], least: int) -> list[T]:
+    """The items that were timed undisturbed, and the next calmest ones if there are fewer than `least`."""
+    enough = min([machine.SLOWED_BELOW, *sorted(paces, reverse=True)[:least]])
+    return [item for item, pace in zip(timed, paces) if pace >= enough]
 
 
 def spread(count: int, parts: int) -> list[int]:

@@ -17,6 +17,7 @@ from shakespeare.attention_ext import BuildError
 from shakespeare.lab.bench.cases import Cell, plan
 from shakespeare.lab.bench.cuda import smaller
 from shakespeare.lab.bench.results import Result, Run
+from shakespeare.lab.timing import Clock
 from shakespeare.lab.traffic import COUNTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,7 +148,7 @@ def copy_tree(source: Path, target: Path, **options) -> Path:
     return target
 
 
-class FakeGpu:
+class FakeGpu(Clock):
     """In place of lab.cuda.gpu.Gpu: a GPU on which a call takes 1 ms, twice that with a cold cache."""
 
     device, l2 = torch.device("cpu"), 50 << 20
@@ -166,10 +167,7 @@ class FakeGpu:
         out = function()
         return out, 1000 + sum(t.nbytes for t in (out if isinstance(out, tuple) else (out,)))
 
-    def once(self, call: Callable) -> tuple[float, float]:
-        return 1e-3, 1e-5
-
-    def time(self, call: Callable, count: int, cold: bool = False, launching: float = 0.0) -> list[float]:
+    def time(self, call: Callable, count: int, cold: bool = False) -> list[float]:
         return [2e-3 if cold else 1e-3] * count
 
     def fma_peak(self) -> float:

@@ -19,9 +19,9 @@ from shakespeare.lab import rules, saved
 from shakespeare.lab.bench.cell import L2, Cell
 from shakespeare.lab.bench.contenders import SDPA, contenders
 from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text
-from shakespeare.lab.bench.results import FIRM_MARGIN, Result, Run
+from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.text import counted, markdown, scaled, size_text
-from shakespeare.lab.timing import interval, quartiles, quiet_of
+from shakespeare.lab.timing import FIRM_MARGIN, interval, quartiles
 
 FORMAT = 4  # of as_json()
 READABLE = (2, 3, FORMAT)  # format 2 has no traffic, format 3 no device
@@ -83,8 +83,8 @@ def row(run: Run, result: Result) -> dict:
     figures |= {
         **{"ms": 1e3 * median, "iqr_ms": 1e3 * (third - first), "low_ms": 1e3 * low, "high_ms": 1e3 * high},
         "margin": result.margin,
-        "quiet": quiet_of(result.paces) if cell.device == "cpu" else None,
-        "all_ms": 1e3 * statistics.median(result.every) if result.every else None,
+        "quiet": result.quiet if cell.device == "cpu" else None,
+        "all_ms": 1e3 * statistics.median(result.every) if result.every and cell.device == "cpu" else None,
         "gflops": rate / 1e9,
         "tflops": rate / 1e12 if cell.device != "cpu" else None,
         "peak_share": rate / run.peak(cell),

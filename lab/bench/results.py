@@ -1,23 +1,19 @@
 """The results of a sweep: one for each cell, and the run that holds them."""
 
-import statistics
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.timing import calm, interval
-
-FIRM_MARGIN = 0.025  # largest margin of a firm median; two firm medians can differ by twice as much
-FEWEST_COUNTED_ROUNDS = 6  # these count even if disturbed; interval() needs as many for its confidence
+from shakespeare.lab.timing import Samples
 
 
 @dataclass
-class Result:
+class Result(Samples):
     """The result of a cell. status: 'ok', 'wrong' or 'skipped'; `note` has the reason.
 
     error: the largest difference from float64, at error_at. scratch: most bytes of PyTorch's allocator beyond
-    the output; None for another allocator. seconds: of each round. every: with disturbed bursts; empty on a
-    GPU. paces: the machine's speed at each round, over the fastest. traffic: bytes into Run.cache in one
-    call, by the part's count, or None. reading: seconds of a launch on a GPU that only reads the traffic.
+    the output; None for another allocator. traffic: bytes into Run.cache in one call, by the part's count, or
+    None. reading: seconds of a launch on a GPU that only reads the traffic.
     """
 
     cell: Cell
@@ -26,29 +22,10 @@ class Result:
     error: float | None = None
     error_at: tuple[int, ...] | None = None
     scratch: int | None = None
-    seconds: list[float] = field(default_factory=list)
-    every: list[float] = field(default_factory=list)
-    paces: list[float] = field(default_factory=list)
     traffic: float | None = None
     reading: float | None = None
 
-    @property
-    def counted(self) -> list[float]:
-        """Seconds of the undisturbed rounds, but of at least FEWEST_COUNTED_ROUNDS."""
-        return calm(self.seconds, self.paces, FEWEST_COUNTED_ROUNDS)
-
-    @property
-    def median(self) -> float | None:
-        """The median seconds of a call."""
-        return statistics.median(self.counted) if self.seconds else None
-
-    @property
-    def margin(self) -> float | None:
-        """Half the width of the median's interval(), as a share of the median."""
-        if not self.seconds:
-            return None
-        low, high = interval(self.counted)
-        return (high - low) / 2 / statistics.median(self.counted)
+    fewest: ClassVar[int] = 6  # interval() needs as many for its confidence
 
 
 @dataclass

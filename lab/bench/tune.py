@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from shakespeare.attention_ext.tiles import DEFAULT, Tuned
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.measure import inputs
 from shakespeare.lab.text import markdown
-from shakespeare.lab.timing import seconds_of
+from shakespeare.lab.timing import Clock
 
 SIDES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 LEAST_GAIN = 0.01  # share of the time that a tile must save to replace the default one
@@ -46,7 +47,8 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
 
     def once(tile: tuple[int, int], repeats: int) -> None:
         options: dict = dict(causal=cell.causal, br=tile[0], bc=tile[1], simd=simd)
-        seconds[tile].append(seconds_of(lambda: attention(cell.contender, q, k, v, **options), repeats))
+        call = partial(attention, cell.contender, q, k, v, **options)
+        seconds[tile].append(statistics.fmean(Clock().time(call, repeats)))
 
     before = torch.get_num_threads()
     torch.set_num_threads(cell.threads)

@@ -25,7 +25,7 @@ from shakespeare.lab.timing import quartiles
 from shakespeare.lab.traffic import Case, Stream
 
 LONGEST = 2**24  # N; counting goes over the tiles
-WARM_UPS, REPEATS = 3, 20
+REPEATS = 20
 ORDER = ("Q", "dO", "K", "S", "P", "V", "m, l, O", "O", "dQ, dK, dV")  # order of a table's rows
 
 
@@ -191,8 +191,6 @@ def measured(cell: Cell, kernel: str) -> tuple[float, float]:
     name = next(name for name, row in OF_KERNEL.items() if row.name == kernel)
     cell = replace(cell, contender=name, backward=kernel in BACKWARD)
     call = prepared(cell, *inputs(cell, on.device))
-    on.time(call, WARM_UPS)
-    _, launching = on.once(call)
-    seconds = on.time(call, REPEATS, launching=launching)
+    seconds = on.time(call, REPEATS)
     low, high = quartiles(seconds)
     return statistics.median(seconds), high - low

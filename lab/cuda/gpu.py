@@ -18,6 +18,7 @@ from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import Kernel
 from shakespeare.attention_ext.cuda.tiles import Tile
 from shakespeare.attention_ext.parts import Dtype
+from shakespeare.lab.timing import Clock
 
 FLUSH_CACHES = 4  # the buffer that clears the L2 cache has this many times its size
 MATMUL_SIDE = 8192
@@ -25,7 +26,8 @@ MOST_COPIED = 2**31  # bytes
 READING_BLOCKS = 16  # for each multiprocessor
 COMPUTING_BLOCKS = 4  # all resident: with more, some multiprocessors would end late
 FMA_REPEATS = 5000  # some 5 ms
-TIMED = 10  # calls for a limit
+TIMED = 13  # calls for a limit; the GPU's clock is up after some
+MOST_CALLS = 50  # most calls that the host launches ahead
 HOST_MARGIN = 1.5  # factor of the pause over the time of launching
 LONGEST_PAUSE = 0.05  # seconds
 
@@ -48,7 +50,7 @@ def slug() -> str:
     return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
-class Gpu:
+class Gpu(Clock):
     """PyTorch's current CUDA device. Raises BuildError, in one line, without one or a compiler for it."""
 
     def __init__(self) -> None:
@@ -80,29 +82,25 @@ class Gpu:
         torch.cuda.synchronize()
         return out, torch.cuda.max_memory_allocated(self.device) - before
 
-    def once(self, call: Callable[[], object]) -> tuple[float, float]:
-        """Seconds of a call, and seconds in which the host launches it."""
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        launched = time.perf_counter() - start
-        torch.cuda.synchronize()
-        return time.perf_counter() - start, launched
-
-    def time(
-        self, call: Callable[[], object], count: int, cold: bool = False, launching: float = 0.0
-    ) -> list[float]:
-        """Seconds of each call. cold: L2 is cleared before each. launching: seconds of the host for one."""
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-        self.pause(min(LONGEST_PAUSE, HOST_MARGIN * count * launching))
-        for begin, end in events:
-            if cold:
-                self.clear_cache()
-            begin.record()
+    def time(self, call: Callable[[], Any], count: int, cold: bool = False) -> list[float]:
+        """Seconds of each of `count` calls, after one that shows how long the host launches it."""
+        seconds = list[float]()
+        while left := min(MOST_CALLS, count - len(seconds)):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
             call()
-            end.record()
-        torch.cuda.synchronize()
-        return [1e-3 * begin.elapsed_time(end) for begin, end in events]
+            launching = time.perf_counter() - start
+            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(left)]
+            self.pause(min(LONGEST_PAUSE, HOST_MARGIN * left * launching))
+            for begin, end in events:
+                if cold:
+                    self.clear_cache()
+                begin.record()
+                call()
+                end.record()
+            torch.cuda.synchronize()
+            seconds += [1e-3 * begin.elapsed_time(end) for begin, end in events]
+        return seconds
 
     def pause(self, seconds: float) -> None:
         """Let the stream, but not the host, wait for `seconds`."""
@@ -146,7 +144,7 @@ class Gpu:
     def reading(self, size: float, cold: bool) -> float:
         """Seconds of a launch that only reads `size` bytes, timed like a call."""
         numbers = torch.zeros(max(1, int(size) // 4), device=self.device)
-        return statistics.median(self.time(lambda: self._read(numbers), TIMED, cold, launching=1e-4))
+        return statistics.median(self.time(lambda: self._read(numbers), TIMED, cold))
 
     def _read(self, numbers: Tensor) -> None:
         blocks = self._on.multiprocessors * READING_BLOCKS
@@ -158,6 +156,5 @@ class Gpu:
         driver.launch(self._limits.functions[name], blocks, LIMITS_TILE.threads, *arguments)
 
     def _best(self, call: Callable[[], object]) -> float:
-        """The seconds of a call, the least of several after a warm-up."""
-        self.time(call, 3)
-        return min(self.time(call, TIMED, launching=1e-4))
+        """The seconds of a call, the least of several."""
+        return min(self.time(call, TIMED))

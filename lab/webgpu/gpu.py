@@ -9,7 +9,8 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from shakespeare.attention_ext.webgpu.calls import Call, arrays_of
 from shakespeare.attention_ext.webgpu.gpu import Source, opened
+from shakespeare.lab.timing import Clock
 
 GROUPS = 2048  # workgroups of a measurement of a limit, of 256 invocations
 LEAST_SECONDS = 0.02  # of such a measurement
@@ -47,7 +49,7 @@ def slug() -> str:
     return re.sub(r"[^a-z0-9]+", "-", opened().adapter.name.lower()).strip("-")
 
 
-class Gpu:
+class Gpu(Clock):
     """The process's adapter, for lab.bench.cuda.GpuBench. Raises BuildError if there is none."""
 
     device = "cpu"  # of the tensors
@@ -72,20 +74,14 @@ class Gpu:
         """The result of a call; its memory is unknown."""
         return call(), 0
 
-    def once(self, call: Prepared) -> tuple[float, float]:
-        """Seconds of a call, and seconds in which the host launches it."""
-        return self.time(call, 1)[0], 0.0
-
-    def time(self, call: Prepared, count: int, cold: bool = False, launching: float = 0.0) -> list[float]:
-        """Seconds of each of `count` calls; all have the mean. cold, launching: as in lab.cuda.gpu."""
+    def time(self, call: Any, count: int, cold: bool = False) -> list[float]:
+        """Seconds of each of `count` launches of a Prepared; all have the mean. cold has no effect."""
 
         def launch(times: int) -> None:
             for _ in range(times):
                 call.call.launch()
 
-        call.call.wait()
-        self._warm_up(launch)
-        return [self._timed(launch, count) / count] * count
+        return [self._mean(launch, count)] * count
 
     def fma_peak(self) -> float:
         """The highest number of float32 operations per second, by chains in registers."""
@@ -105,9 +101,7 @@ class Gpu:
     def bandwidth(self) -> float:
         """Bytes per second that a dispatch reads from a storage buffer."""
         size = min(READ, self.gpu.adapter.limits["max-storage-buffer-binding-size"])
-        pipeline = self.gpu.pipeline(Source(("limits.wgsl",), (("REPEATS", 1),)), "storage_reads")
-        buffers = [self._never, self.gpu.buffer(size)]
-        return size / self._seconds(lambda times: self.gpu.run(pipeline, buffers, (GROUPS,), times))
+        return size / self._seconds("storage_reads", 1, GROUPS, self.gpu.buffer(size))
 
     def bandwidths(self) -> dict[str, float]:
         """Bytes per second of the memory."""
@@ -119,29 +113,30 @@ class Gpu:
 
     def _rate(self, entry: str, each: int, repeats: int) -> float:
         """Of what an entry point does `each` times for an invocation, how many a second."""
-        pipeline = self.gpu.pipeline(Source(("limits.wgsl",), (("REPEATS", repeats),)), entry)
         groups = 8 if self.gpu.adapter.is_cpu else GROUPS
-        seconds = self._seconds(lambda times: self.gpu.run(pipeline, [self._never], (groups,), times))
-        return each * groups * 256 / seconds
+        return each * groups * 256 / self._seconds(entry, repeats, groups)
 
-    def _seconds(self, launch: Callable[[int], None]) -> float:
-        """The seconds of a launch, the least of several after a warm-up."""
-        self._warm_up(launch)
-        self._timed(launch, 1)
-        times = max(1, round(LEAST_SECONDS / self._timed(launch, 1)))
-        return min(self._timed(launch, times) for _ in range(TIMED)) / times
+    def _seconds(self, entry: str, repeats: int, groups: int, *buffers: Any) -> float:
+        """The seconds of an entry point of limits.wgsl, the least of several after a warm-up."""
+        pipeline = self.gpu.pipeline(Source(("limits.wgsl",), (("REPEATS", repeats),)), entry)
+        launch = partial(self.gpu.run, pipeline, [self._never, *buffers], (groups,))
+        self._mean(launch, 1)
+        times = max(1, round(LEAST_SECONDS / self._mean(launch, 1)))
+        return min(self._mean(launch, times) for _ in range(TIMED))
 
-    def _timed(self, launch: Callable[[int], None], times: int) -> float:
-        """Seconds of so many launches."""
+    def _mean(self, launch: Callable[[int], None], times: int) -> float:
+        """The mean seconds of so many launches, after others if the GPU has rested, until its clock is up."""
+        rested = self._wait() - self._busy_until > RESTED_SECONDS and not self.gpu.adapter.is_cpu
         start = time.perf_counter()
+        end = start + WARM_SECONDS * rested
+        while start < end:
+            launch(1)
+            start = self._wait()
         launch(times)
-        self.gpu.read(self._never, np.float32, 1)
-        self._busy_until = time.perf_counter()
-        return self._busy_until - start
+        self._busy_until = self._wait()
+        return (self._busy_until - start) / times
 
-    def _warm_up(self, launch: Callable[[int], None]) -> None:
-        """Launch until the clock is up, if the GPU has rested."""
-        begin = time.perf_counter()
-        if not self.gpu.adapter.is_cpu and begin - self._busy_until > RESTED_SECONDS:
-            while time.perf_counter() - begin < WARM_SECONDS:
-                self._timed(launch, 1)
+    def _wait(self) -> float:
+        """Wait for all launches; the time then."""
+        self.gpu.read(self._never, np.float32, 1)
+        return time.perf_counter()

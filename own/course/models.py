@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shakespeare.lab.timing import repeated
+from shakespeare.lab.timing import Cpu, Timer
 from shakespeare.model import load
 from shakespeare.model.gpt import GPT
 from shakespeare.own.course.exercises import Failed
@@ -98,19 +98,19 @@ def fast(mine: Decoder, share: float) -> str:
     kept = mine.peer.state_dict().values()
     weights = [t for t in kept if t.dim() == 2 and len(t) != mine.config.block_size]
     rows = [torch.randn(1, t.shape[1]) for t in weights]
-    products = repeated(lambda: [row @ t.T for row, t in zip(rows, weights)], LEAST_SECONDS)
-    seconds, alone = list[float](), list[float]()
+    products = Timer(lambda: [row @ t.T for row, t in zip(rows, weights)], Cpu(), LEAST_SECONDS)
+    seconds = list[float]()
     for _ in range(ROUNDS):
         ids = mine.tokens(1, PROMPT + STEPS)
         mine.logits(ids[:, :PROMPT], new=True)
         taken = [mine.logits(ids[:, at : at + 1]) for at in range(PROMPT, PROMPT + STEPS)]
         seconds.append(statistics.median(second for _, second in taken))
-        alone.append(products())
+        products.round()
         last = STEPS - 1
         exact, peer = (model(ids)[:, PROMPT:] for model in (mine.exact, mine.peer))
         for n in {*secrets.SystemRandom().sample(range(last), round(COMPARED * STEPS)), last}:
             passed(taken[n][0][:, 0], exact[:, n], peer[:, n], "the logits of a timed step")
-    return judged(statistics.median(seconds), statistics.median(alone), share)
+    return judged(statistics.median(seconds), products.samples.median, share)
 
 
 def judged(step: float, limit: float, share: float) -> str:

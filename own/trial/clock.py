@@ -1,18 +1,19 @@
 """The times of a user's kernel: the clock is the judge's, each call has new inputs, and outputs are kept.
 
-A round is a burst of calls of each size, and some of an empty kernel: their time is that of handing a call
+A round is of calls of each size, and of some of an empty kernel: their time is that of handing a call
 over, and is subtracted. When the clock has stopped, a random tenth of the outputs is compared, the last ones,
 and random rows of the others. The CPU time of the player must fit the wall time of the calls.
 """
 
 import contextlib
 import ctypes
+import itertools
 import math
 import os
 import secrets
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext import attention
-from shakespeare.lab import machine, timing
-from shakespeare.lab.bench.measure import MOST_FAULT_SHARE, MOST_TRIES, PAGE_FAULT_SECONDS
+from shakespeare.lab import timing
 from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import cases, judge
 from shakespeare.own.trial.cases import Array, Expected
@@ -31,9 +31,9 @@ from shakespeare.own.trial.gradients import INPUTS
 from shakespeare.own.trial.judge import Cpu, Player, Wrong
 from shakespeare.own.trial.speed import Size
 
-ROUNDS, MIN_TIME = 6, 0.06  # bursts, and seconds of all calls of a size
-MOST_CALLS = 40  # of a burst
-EMPTY_CALLS = 4  # of a burst
+ROUNDS, MIN_TIME = 6, 0.06  # rounds, and seconds of all calls of a size
+MOST_CALLS = 40  # of a round
+EMPTY_CALLS = 4  # of a round
 COMPARED = 0.1  # share of the outputs that are compared
 MOST_SCORES = 2**22  # of a comparison; of more, random rows are compared
 FEW_SCORES = 2**15  # of a comparison of each other output
@@ -56,39 +56,30 @@ EMPTY = {
 EMPTY_OF = {".cpp": ".cpp", ".ispc": ".cpp", ".cu": ".cu"}
 
 
-@dataclass
-class Timed:
-    """The calls at one size. seconds: of each burst; paces: the machine's speed then. outs: by the seed."""
+@dataclass(kw_only=True)
+class Timed(timing.Samples):
+    """The calls at one size. outs: by the seed."""
 
     N: int
     d: int
-    seconds: list[float] = field(default_factory=list)
-    paces: list[float] = field(default_factory=list)
     outs: list[tuple[int, Any]] = field(default_factory=list)
-    once: float = 0.0
-
-    @property
-    def median(self) -> float:
-        """The seconds of a call, with what handing it over takes."""
-        return timing.Samples(self.seconds, self.paces).median
 
 
-class Clock(contextlib.AbstractContextManager["Clock"]):
-    """Times a file's kernel at a size, and at `more` of its (N, d). Ends its players."""
+class Clock(timing.Cpu):
+    """Times a file's kernel at a size, and at `more` of its (N, d), in another process. To be closed."""
 
     most_kept = 2**27  # bytes of outputs of a size
+    pinned = hasattr(os, "sched_setaffinity")  # for one thread, judge and player
 
     def __init__(self, file: Path, size: Size, more: Sequence[tuple[int, int]] = ()) -> None:
+        super().__init__()
         self._file, self._size, backward = file, size, size.backward
-        self.sizes = [Timed(N, d) for N, d in ((size.N, size.d), *more)]
-        self._empty = Timed(size.N, size.d)
+        self.sizes = [Timed(N=N, d=d) for N, d in ((size.N, size.d), *more)]
+        self._empty = Timed(N=size.N, d=size.d)
         self._others = judge.strangers()
         self._taken = list[tuple[float, Cpu]]()
-        self._rounds = 0
-        self._load = machine.Load()
         source = kernels.read(file)
         with_torch = source.torch or source.device == "cuda"
-        self._compiling = judge.JIT_SECONDS * source.compiling
         kind = "torch" if source.ladder else EMPTY_OF.get(file.suffix, "torch" if with_torch else "numpy")
         self._players = [Player(with_torch, size.threads) for _ in range(2)]
         self._player, self._peer = self._players
@@ -96,67 +87,59 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
             name = f"empty{kind if kind.startswith('.') else '.py'}"
             self._peer.load(kernels.kept(name, EMPTY[kind + " backward" * backward]), backward=backward)
             self._peer.ask({"seal": True}, judge.PREPARE_SECONDS)
-            for _ in range(timing.WARM_UP_SAMPLES):
-                self._load.sample()
-            self._time_empty()  # before the file can do anything
+            empty = self._timer(self._peer, self._empty, EMPTY_CALLS)
+            empty.round()  # before the file can do anything
             self._player.load(file, backward=backward)
-            for timed in self.sizes:
-                self._call(self._player, timed, 600.0 + self._compiling)
-                timed.once = min(self._call(self._player, timed, 600.0)[0] for _ in range(2))
+            self._call(self._player, self.sizes[0], 600.0 + judge.JIT_SECONDS * source.compiling)
+            self._taken.clear()
+            timers = [self._timer(self._player, timed, MOST_CALLS) for timed in self.sizes]
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
+        self._turns, self._turn = timing.rounds([*timers, empty], ROUNDS), len(timers) + 1
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the players, and what they have left behind."""
         for player in self._players:
             player.close()
         judge.end_strangers(self._others)
 
-    def round(self) -> None:
-        """A burst of each size. Raises Wrong, Gone, RuntimeError as Player.call() does."""
-        if self._rounds == ROUNDS:
-            return
-        self._rounds += 1
-        for timed in self.sizes:
-            bytes_kept = 4 * self._size.heads * timed.N * timed.d * (3 if self._size.backward else 1)
-            most = max(1, min(MOST_CALLS, self.most_kept // bytes_kept // ROUNDS))
-            count = max(1, min(most, math.ceil(MIN_TIME / ROUNDS / timed.once)))
-            before = self._load.sample(0, timing.PATIENCE)
-            with self._one_processor():
-                self._keep(timed, [self._steady_call(timed) for _ in range(count)], before)
-        self._time_empty()
+    def _timer(self, player: Player, timed: Timed, most: int) -> timing.Timer:
+        """A timer of a player's calls at a size, of at most so many in a round."""
+        call = partial(self._call, player, timed)
+        bytes_kept = 4 * self._size.heads * timed.N * timed.d * (3 if self._size.backward else 1)
+        most = max(1, min(most, self.most_kept // bytes_kept // ROUNDS))
+        once = min(self.time(call, 2))
+        least = min(MIN_TIME / ROUNDS, most * once)
+        return timing.Timer(call, self, least, samples=timed, once=once)
 
-    def _time_empty(self) -> None:
+    def time(self, call: Callable[[], float], count: int, cold: bool = False) -> list[float]:
+        """The seconds that each of `count` calls of a player gives. cold has no effect."""
         with self._one_processor():
-            taken = [self._call(self._peer, self._empty, 600.0)[0] for _ in range(EMPTY_CALLS)]
-        self._empty.outs.clear()
-        self._keep(self._empty, taken, 1.0)
+            return [call() for _ in range(count)]
 
-    def _steady_call(self, timed: Timed) -> float:
-        """The seconds of a call, made again where the system gave it new pages of memory, as bench does."""
-        for _ in range(MOST_TRIES):
-            before = self._player.page_faults()
-            self._taken.append(self._call(self._player, timed, 600.0))
-            seconds = self._taken[-1][0]
-            if (self._player.page_faults() - before) * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * seconds:
-                break
-        return seconds
+    def pages(self) -> int:
+        """The number of memory pages that the system has given to the file's player."""
+        return self._player.page_faults()
 
-    def _keep(self, timed: Timed, seconds: list[float], before: float) -> None:
-        timed.seconds.append(statistics.median(seconds))
-        timed.paces.append(min(before, self._load.sample()))
+    def round(self) -> None:
+        """A round of each size. Raises Wrong, Gone, RuntimeError as Player.call() does."""
+        for _ in itertools.islice(self._turns, self._turn):
+            pass
 
     def finish(self) -> None:
         """Make the rounds that are missing, and compare. Raises Wrong, and as round() does."""
-        while self._rounds < ROUNDS:
-            self.round()
+        for _ in self._turns:
+            pass
         self._player.settle()
         for timed in self.sizes:
             self._compare(timed)
         self._check_threads()
 
     def _check_threads(self) -> None:
-        """Raise Wrong if the calls took more CPU time than their threads have."""
+        """Raise Wrong if the calls on the CPU took more of its time than their threads have."""
+        if not self._taken:
+            return
         wall, total, main, others = map(sum, zip(*((wall, *cpu) for wall, cpu in self._taken)))
         calls = CALL_CPU * len(self._taken)
         # Where others use the processors, two threads may take no more than one.
@@ -176,9 +159,9 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
         """The seconds that handing a call over takes: the least, which no kernel can make longer."""
         return min(self._empty.seconds)
 
-    def seconds(self, timed: Timed) -> float:
-        """Those of a call without handing it over; 0 if it takes no longer than that."""
-        return max(0.0, timed.median - self.handing)
+    def seconds(self) -> list[float]:
+        """Those of a call at each size, without handing it over; 0 if it takes no longer than that."""
+        return [max(0.0, timed.median - self.handing) for timed in self.sizes]
 
     def library(self) -> str:
         """That the file calls another's attention: a sentence, or ''."""
@@ -192,7 +175,7 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
     @contextlib.contextmanager
     def _one_processor(self) -> Iterator[None]:
         """With one thread, judge and player share a processor: it is awake, its cache has the inputs."""
-        if self._size.threads > 1 or not hasattr(os, "sched_setaffinity"):
+        if self._size.threads > 1 or not self.pinned:
             yield
             return
         allowed = os.sched_getaffinity(0)
@@ -206,14 +189,16 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(pid, allowed)
 
-    def _call(self, player: Player, timed: Timed, limit: float) -> tuple[float, Cpu]:
-        """The seconds of a call with new inputs at a new place, and its CPU time; its output is kept."""
+    def _call(self, player: Player, timed: Timed, limit: float = 600.0) -> float:
+        """The seconds of a call with new inputs at a new place; its output and its CPU time are kept."""
         seed = secrets.randbits(64)
         asked: dict[str, Any] = {"causal": self._size.causal, "scale": timed.d**-0.5, "scratch_fill": None}
         asked |= {"threads": self._size.threads, "fill": math.nan, "place": places}
         out, seconds, cpu = player.call(self._inputs(seed, timed), limit, **asked)
-        timed.outs.append((seed, out))
-        return seconds, cpu
+        if player is self._player:
+            timed.outs.append((seed, out))
+            self._taken.append((seconds, cpu))
+        return seconds
 
     def _compare(self, timed: Timed) -> None:
         """Compare a random tenth of the outputs and the last one. Raises Wrong."""

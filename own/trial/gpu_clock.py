@@ -1,9 +1,7 @@
 """The clock for kernels on a GPU: memory and events are the judge's, in a process beside the kernel's."""
 
-import contextlib
 import math
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +13,7 @@ from shakespeare.lab.cuda.gpu import Gpu
 from shakespeare.own.trial.clock import Clock, Timed
 from shakespeare.own.trial.diagnosis import FORWARD
 from shakespeare.own.trial.gradients import BACKWARD
-from shakespeare.own.trial.judge import PREPARE_SECONDS, Cpu, Player
+from shakespeare.own.trial.judge import PREPARE_SECONDS, Player
 from shakespeare.own.trial.speed import Size
 
 SETS = 3  # of q, k, v and out
@@ -24,6 +22,8 @@ KEPT_SHARE = 0.25  # of the free memory, for outputs
 
 class GpuClock(Clock):
     """Times one size. A call begins with L2 cleared and ends when the judge has copied the output."""
+
+    pinned = False
 
     def __init__(self, file: Path, size: Size) -> None:
         self._gpu = Gpu()
@@ -35,7 +35,7 @@ class GpuClock(Clock):
         self.most_kept = int(KEPT_SHARE * self._gpu.free())
         super().__init__(file, size)
 
-    def _call(self, player: Player, timed: Timed, limit: float) -> tuple[float, Cpu]:
+    def _call(self, player: Player, timed: Timed, limit: float = 600.0) -> float:
         self._turn = (self._turn + 1) % SETS
         tensors, seed = self._sets[self._turn], secrets.randbits(62)
         handles = {name: (m.handle().hex(), shape) for name, (m, shape) in self._memory[self._turn].items()}
@@ -53,10 +53,12 @@ class GpuClock(Clock):
         self._gpu.clear_cache()
         torch.cuda.synchronize()
         player.go(limit)
-        timed.outs.append((seed, torch.cat([tensors[name] for name in self._into], 2)))
+        out = torch.cat([tensors[name] for name in self._into], 2)
         end.record()
         end.synchronize()
-        return 1e-3 * begin.elapsed_time(end), Cpu(0.0, 0.0, 0.0)
+        if player is self._player:
+            timed.outs.append((seed, out))
+        return 1e-3 * begin.elapsed_time(end)
 
     def _inputs(self, seed: int, timed: Timed) -> dict[str, Tensor]:
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -65,10 +67,3 @@ class GpuClock(Clock):
             return {"q": q, "k": k, "v": v}
         out, lse = attention("part4", q, k, v, causal=self._size.causal, return_lse=True)
         return {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
-
-    def _check_threads(self) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def _one_processor(self) -> Iterator[None]:
-        yield

@@ -12,8 +12,6 @@ from shakespeare.own.trial import cases
 from shakespeare.own.trial.cases import Array, Case, Expected, Floats
 from shakespeare.own.trial.diagnosis import TILES, Guesses, Subject, masks
 
-FLOPS = 2.5  # times a forward pass's: the products are S, dP, dV, dK and dQ
-
 
 @functools.cache
 def inputs(case: Case) -> list[Array]:

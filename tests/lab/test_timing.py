@@ -12,43 +12,68 @@ from shakespeare.lab import machine, timing
 SLOWED = [1.0, 0.96, 0.98, 0.9, 1.0, 1.0, 0.97, 0.99, 0.5, 1.0, 1.0, 1.0]
 
 
+class Planned(timing.Clock):
+    """A clock with planned speeds; a call takes some seconds, and a sample of the speed 1000."""
+
+    burst = 2.0
+
+    def __init__(self, monkeypatch, speeds, pages=()):
+        self.now, self.speeds, self.waits, self.news = 0.0, iter(speeds), [], iter(pages)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+
+    def calls(self, *seconds):
+        left = iter(seconds)
+
+        def call():
+            self.now += next(left)
+
+        return call
+
+    def speed(self, wait=False):
+        self.waits.append(wait)
+        self.now += 1000  # it must not count as a call's time
+        return next(self.speeds)
+
+    def pages(self):
+        return next(self.news, 0)
+
+
 def test_a_round_is_what_its_fast_bursts_took(monkeypatch):
-    """Three bursts of two calls. The second was slowed, so a fast pace is awaited after it."""
-    paces = iter([1.0, 1.0, 0.5, 0.97, 0.96])
-    waits, now = [], [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
-    takes = iter([1.0, 2.0, 100.0, 100.0, 3.0, 4.0])
+    """Three bursts of two calls. The second was slowed, so a fast speed is awaited after it."""
+    clock = Planned(monkeypatch, [1.0, 1.0, 0.5, 0.97, 0.96, 0.4, 0.6, 0.6, 0.5])
+    timer = timing.Timer(clock.calls(1.0, 2.0, 100.0, 100.0, 3.0, 4.0), clock, 6.0, once=1.0)
+    timer.round()
+    assert timer.samples == timing.Samples(seconds=[2.5], every=[3.5], paces=[1.0])
+    assert clock.waits == [True, False, False, True, False]
+    timer = timing.Timer(clock.calls(1.0, 2.0), clock, 4.0, once=2.0)
+    timer.round()
+    assert timer.samples == timing.Samples(seconds=[2.0], every=[1.5], paces=[0.5])
 
-    def pace(wait):
-        waits.append(wait)
-        now[0] += 1000  # it must not count as a call's time
-        return next(paces)
 
-    def call():
-        now[0] += next(takes)
-
-    timed = timing.time_round(call, [2, 2, 2], pace)
-    assert timed == (2.5, 3.5, 1.0, 210.0, timed.pages)
-    assert waits == [True, False, False, True, False]
-    paces, takes = iter([0.4, 0.6, 0.6, 0.5]), iter([1.0, 2.0])
-    timed = timing.time_round(call, [1, 1], lambda wait: next(paces))
-    assert timed[:4] == (2.0, 1.5, 0.5, 3.0)
+def test_a_round_with_new_pages_is_measured_again(monkeypatch):
+    """New pages are 2 % of a call's second. After four such tries further rounds have one."""
+    clock = Planned(monkeypatch, itertools.repeat(1.0), [0, 20_000, 20_000, 20_000])
+    timer = timing.Timer(clock.calls(1.0, 1.1), clock, once=1.0)
+    timer.round()
+    assert timer.samples.seconds == pytest.approx([1.1])
+    clock = Planned(monkeypatch, itertools.repeat(1.0), itertools.count(0, 20_000))
+    timer = timing.Timer(clock.calls(1.0, 1.1, 1.2, 1.3, 1.4), clock, once=1.0)
+    timer.round()
+    timer.round()
+    assert timer.samples.seconds == pytest.approx([1.3, 1.4])
 
 
 def test_disturbed_samples_are_told_apart(monkeypatch):
     """The core is slowed while calls 2 and 5 of six begin or end; these took longer, and so did call 3."""
-    now, left, rates = [0.0], iter([1.0, 5.0, 3.0, 1.2, 9.0, 1.1]), itertools.chain([1.0] * 20, SLOWED)
+    rates = itertools.chain([1.0] * 20, SLOWED)
     monkeypatch.setattr(machine, "processor_times", lambda: None)
     monkeypatch.setattr(machine, "nop_rate", lambda: next(rates))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(machine, "page_faults", lambda: 0)
     monkeypatch.setattr(timing, "PATIENCE", 0.0)
-
-    def call():
-        before = now[0]
-        now[0] += next(left)
-        return now[0] - before
-
-    (samples,) = timing.take_turns([call], 6)
+    clock = Planned(monkeypatch, [])
+    timer = timing.Timer(clock.calls(1.0, 5.0, 3.0, 1.2, 9.0, 1.1), timing.Cpu(), once=1.0)
+    assert list(timing.rounds([timer], 6)) == [timer] * 6
+    samples = timer.samples
     assert samples.seconds == pytest.approx([1.0, 5.0, 3.0, 1.2, 9.0, 1.1])
     assert samples.quiet == "4 of 6" and samples.counted == pytest.approx([1.0, 3.0, 1.2, 1.1])
     assert samples.median == pytest.approx(1.15)
