@@ -15,7 +15,7 @@ from typing import Any
 
 from shakespeare.attention_ext import SIMD
 from shakespeare.attention_ext.parts import DEVICES, Dtype
-from shakespeare.lab import rules, saved
+from shakespeare.lab import saved
 from shakespeare.lab.bench.cell import L2, Cell
 from shakespeare.lab.bench.contenders import SDPA, contenders
 from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text
@@ -272,15 +272,14 @@ def load(file: Path) -> Run:
         content = json.loads(file.read_bytes())
         if content["format"] not in READABLE:
             raise ValueError(f"its format is {content['format']!r}, not one of {READABLE}")
-        _check_text(content)
+        _check_values(content)
         run = Run(**{of.name: content[of.name] for of in fields(Run) if of.name in content})
         for name in ("peaks", "bandwidths", "amx_peaks"):
             setattr(run, name, {int(threads): rate for threads, rate in getattr(run, name).items()})
         run.results = [_result(entry) for entry in content["results"]]
         run.sequential = [_result(entry) for entry in content.get("sequential", [])]
-        _check_run(run)
-        header(run)  # raises KeyError for missing facts of the machine
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        header(run), text(run, "csv")  # which raise errors for figures that are missing or of another type
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{file} is not a run that bench saved: {reason}") from None
     return run
@@ -288,56 +287,31 @@ def load(file: Path) -> Run:
 
 def _result(entry: dict) -> Result:
     result = Result(**entry | {"cell": Cell(**entry["cell"])})
-    cell, result.error_at = result.cell, result.error_at and tuple(result.error_at)
+    result.error_at = result.error_at and tuple(result.error_at)
+    values = vars(result) | vars(result.cell)
     one_of: dict[str, Any] = {"contender": contenders(), "simd": (None, *SIMD), "dtype": list(Dtype)}
     one_of |= {"device": DEVICES, "l2": (None, *L2), "causal": (False, True), "backward": (False, True)}
-    for name, known in one_of.items():
-        _check(cell, name, getattr(cell, name) in known)
-    for name in ("N", "queries", "d", "batch", "heads", "threads", "br", "bc"):
-        size = getattr(cell, name)
-        _check(cell, name, type(size) is int and _positive(size) or size is None and name in ("br", "bc"))
-    if cell.rules is not None:
-        rules.parse(cell.rules)
-        _check(cell, "N", cell.N <= MOST_RULED_KEYS)
-    _check(result, "status", result.status in ("ok", "wrong", "skipped"))
-    _check(result, "note", isinstance(result.note, str | None))
-    for name in ("error", "scratch"):  # may be 0
-        _check(result, name, isinstance(getattr(result, name), int | float | None))
-    for name in ("traffic", "reading"):
-        _check(result, name, getattr(result, name) is None or _positive(getattr(result, name)))
-    for name in ("seconds", "every", "paces"):
-        _check(result, name, _positive(*getattr(result, name)))
-    at_most_1 = max(result.paces, default=1) <= 1
-    _check(result, "paces", at_most_1 and len(result.paces) == len(result.seconds))
+    one_of["status"] = "ok", "wrong", "skipped"
+    kinds: dict[str, Any] = dict.fromkeys(("N", "queries", "d", "batch", "heads", "threads"), int)
+    kinds |= dict.fromkeys(("br", "bc"), int | None) | {"note": str | None, "rules": str | None}
+    kinds |= dict.fromkeys(("error", "scratch", "traffic", "reading"), int | float | None)
+    holds = {name: values[name] in known for name, known in one_of.items()}
+    holds |= {name: isinstance(values[name], kind) for name, kind in kinds.items()}
+    holds["N"] = holds["N"] and (result.cell.rules is None or result.cell.N <= MOST_RULED_KEYS)
+    holds["paces"] = len(result.paces) == len(result.seconds) and max(result.paces, default=1) <= 1
+    for name, right in holds.items():
+        if not right:
+            raise ValueError(f"{name} is {values[name]!r}")
     return result
 
 
-def _check_text(content: Any) -> None:
-    """Refuse a control character in any string: reports print them."""
+def _check_values(content: Any) -> None:
+    """Refuse a control character in any string, which reports print, and what no machine measures."""
     if isinstance(content, str) and not content.isprintable():
         raise ValueError(f"it holds {ascii(content):.100}; its text must be printable")
+    if isinstance(content, int | float) and not content >= 0:
+        raise ValueError(f"it holds {content}; its numbers must be at least 0")
     if isinstance(content, dict):
         content = [*content, *content.values()]
     for each in content if isinstance(content, list) else ():
-        _check_text(each)
-
-
-def _check_run(run: Run) -> None:
-    for name in ("peaks", "bandwidths", "amx_peaks", "tensor_peaks"):
-        _check(run, name, _positive(*getattr(run, name).values()))
-    threads = {result.cell.threads for result in run.results}
-    _check(run, "bandwidths", threads <= run.peaks.keys() <= run.bandwidths.keys())
-    _check(run, "cache", run.cache == 0 or _positive(run.cache))
-    _check(run, "busy", isinstance(run.busy, str | None))
-    gpu = run.machine.get("gpu", {"name": ""})
-    _check(run, "machine", isinstance(gpu, dict) and isinstance(gpu.get("name"), str))
-
-
-def _positive(*values: Any) -> bool:
-    """Whether all are numbers that a machine can measure."""
-    return all(type(value) in (int, float) and 0 < value < 1e18 for value in values)
-
-
-def _check(record: Any, name: str, holds: bool) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {getattr(record, name)!r}")
+        _check_values(each)
