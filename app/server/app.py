@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
@@ -21,7 +21,7 @@ from shakespeare.app.server.responses import Call
 from shakespeare.app.server.scheduler import RETRY, Metrics, Scheduler
 from shakespeare.app.server.security import secured
 from shakespeare.attention_ext import PARTS
-from shakespeare.attention_ext.parts import running_on
+from shakespeare.attention_ext.parts import able, compatible
 from shakespeare.model.checkpoint import Checkpoint
 
 SLICE_BYTES = 65_536  # bytes of a body that are sent before waiting for the reader
@@ -88,17 +88,21 @@ class Application:
             raise
 
     def _patient(self, send: Send) -> Send:
-        """send, which raises TimeoutError if the reader takes too little."""
+        """send, in slices. Raises TimeoutError if the reader takes too long for one."""
 
         async def sent(message: Message) -> None:
+            body = message.get("body", b"")
+            end = 0
+            for end in range(SLICE_BYTES, len(body), SLICE_BYTES):
+                await sent({**message, "body": body[end - SLICE_BYTES : end], "more_body": True})
             async with asyncio.timeout(self.settings.stall_seconds):
-                await send(message)
+                await send({**message, "body": body[end:]} if end else message)
 
         return sent
 
     async def _refuse(self, error: ApiError, send: Send) -> None:
         self.metrics.refused.labels(str(error.status)).inc()
-        await respond(send, error.status, error.body, error.headers)
+        await send_response(send, error.body, error.status, error.headers)
 
     @property
     def status(self) -> str:
@@ -126,8 +130,8 @@ class Application:
         return JSONResponse(self._shown(request.path_params["name"]))
 
     def _shown(self, name: str) -> dict[str, Any]:
-        able = running_on(self.settings.device)
-        parts = [part for part in able if PARTS[part].operator or find_spec("torch")]
+        device = self.settings.device
+        parts = [part for part in able(device) if PARTS[part].operator or find_spec("torch")]
         shown = {"id": name, "object": "model", "created": self.created, "owned_by": "shakespeare-attention"}
         return shown | {"parts": parts, "block_size": self.checkpoint(name).config.block_size}
 
@@ -162,10 +166,10 @@ class Endpoint:
             raise ApiError(503, "The server is ending.", code="shutting_down", headers=headers)
         try:
             async with asyncio.timeout(settings.body_seconds):
-                data = await read_body(scope, receive, settings.body_bytes)
+                data = await read_body(Request(scope, receive), settings.body_bytes)
         except TimeoutError:
             raise ApiError(408, "The body took too long.", headers={"connection": "close"}) from None
-        if data is None:
+        except ClientDisconnect:
             return
 
         async def watch_for_end() -> None:
@@ -174,9 +178,9 @@ class Endpoint:
             app.leave(call)
 
         body = parse(self.kind, data)
-        if body.part and body.part not in (able := running_on(settings.device)):
-            message = f"{body.part} does not run on this server's GPU, only {' and '.join(able)}."
-            raise ApiError(400, message, "part")
+        reason = compatible(body.part or settings.part, settings.device)
+        if reason:
+            raise ApiError(400, f"{reason}.", "part")
         async with asyncio.timeout(
             None
         ) as patience:  # ends at once when too much of a stream waits for its reader
@@ -197,58 +201,48 @@ async def whole(call: Call, send: Send) -> None:
     while call.left and not call.gone:
         await call.news()
     if not call.gone:
-        await respond(send, 200, call.whole())
+        await send_response(send, call.whole())
 
 
 async def stream(call: Call, send: Send) -> None:
     """Send the events of a stream."""
     await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-    await send_body(send, call.begin(), more=True)
+    events = call.begin()
     more = True
     while more:
+        await send({"type": "http.response.body", "body": events, "more_body": True})
         try:
             events = await call.news()
+            more = call.left > 0  # now: texts may end while a slow reader is waited for
+            events += b"" if more else call.end()
         except ApiError as error:
-            await send_body(send, b"data: " + error.body + b"\n\n")
-            return
+            events = b"data: " + error.body + b"\n\n"
+            more = False
         if call.gone:
             return
-        more = call.left > 0  # now: texts may end while a slow reader is waited for
-        await send_body(send, events if more else events + call.end(), more=more)
+    await send({"type": "http.response.body", "body": events, "more_body": False})
 
 
-async def respond(send: Send, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
+async def send_response(send: Send, body: bytes, status: int = 200, headers: Mapping[str, str] = {}) -> None:
     """Send a whole response in JSON."""
-    shown = {"content-type": "application/json", "content-length": str(len(body)), **headers}
-    encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in shown.items()]
-    await send({"type": "http.response.start", "status": status, "headers": encoded})
-    await send_body(send, body)
+    response = Response(body, status, headers, "application/json")
+    await send({"type": "http.response.start", "status": status, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": body})
 
 
-async def send_body(send: Send, body: bytes, more: bool = False) -> None:
-    """Send a part of a body and wait while its reader is slow. more: whether another part follows."""
-    for start in range(0, max(len(body), 1), SLICE_BYTES):
-        end = start + SLICE_BYTES
-        part = {"body": body[start:end], "more_body": more or end < len(body)}
-        await send({"type": "http.response.body", **part})
-
-
-async def read_body(scope: Scope, receive: Receive, most: int) -> bytearray | None:
-    """A request's body; None if the client has left. Raises ApiError 413 or 415."""
-    headers = dict(scope["headers"])
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":  # a browser sends it to another site only with that site's consent
+async def read_body(request: Request, most: int) -> bytearray:
+    """A request's body. Raises ApiError 413 or 415, or ClientDisconnect."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a browser sends it to another site only with that site's consent
         raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
-    length = headers.get(b"content-length", b"")
-    long = length.isdigit() and int(length) > most
-    data = bytearray()  # it may come byte by byte
-    while not long:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        data += message.get("body", b"")
-        long = len(data) > most
-        if not long and not message.get("more_body"):
-            return data
     close = {"connection": "close"}
-    raise ApiError(413, f"The body is longer than {most} bytes.", code="body_too_large", headers=close)
+    long = ApiError(413, f"The body is longer than {most} bytes.", code="body_too_large", headers=close)
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise long
+    data = bytearray()  # it may come byte by byte
+    async for part in request.stream():
+        data += part
+        if len(data) > most:
+            raise long
+    return data
