@@ -11,7 +11,7 @@ pytest.importorskip("pydantic", reason="pip install -e '.[serve]'")
 import pydantic
 
 from shakespeare.app.server import Settings
-from shakespeare.app.server.requests import ApiError, Body, ChatBody, CompletionBody, parse
+from shakespeare.app.server.requests import IDLE_IN_REQUESTS, ApiError, Body, ChatBody, CompletionBody, parse
 from shakespeare.generation.request import Request
 from shakespeare.model.tokenizer import CharTokenizer
 
@@ -32,22 +32,15 @@ COMMON = {  # field: (good values, bad values)
         [{}, {"0": 100, "3": -100.0, "4": None}, None],
         [{"a": 1}, {"0": 101}, {"0": "1"}, {"99": 1}, 3],
     ),
+    **{
+        name: ([*of, None], ["other", 7, [7]])
+        for name, of in IDLE_IN_REQUESTS.items()
+        if isinstance(of, list)
+    },
     **dict.fromkeys(["user", "safety_identifier", "prompt_cache_key"], (["a", "", None], [1, [], {}, True])),
-    **dict.fromkeys(["tools", "functions"], ([[], None], [[{}], [{"type": "function"}], {}, "", 0, False])),
-    **dict.fromkeys(["tool_choice", "function_call"], (["none", "auto", None], ["required", {"name": "a"}])),
     **dict.fromkeys(["metadata", "prompt_cache_options"], ([{}, {"a": "b", "c": None}], [{"a": 1}, [], ""])),
-    "response_format": (
-        [{"type": "text"}, {"type": "text", "json_schema": None}, None],
-        [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, {}, "text"],
-    ),
-    "modalities": ([["text"], None], [["text", "audio"], ["audio"], "text"]),
     "parallel_tool_calls": ([True, False, None], [1, "true"]),
-    "prompt_cache_retention": (["in_memory", "24h", None], ["1h", 24]),
-    "reasoning_effort": (["none", None], ["minimal", "low", "high", 0]),
-    "service_tier": (["auto", "default", None], ["flex", "priority", ""]),
     "store": ([False, None], [True, 0, "false"]),
-    "suffix": (["", None], ["a", 1]),
-    "verbosity": (["medium", None], ["low", "high", 1]),
     "stream": ([True, False, None], ["true", 1, 0, []]),
     "ignore_eos": ([True, False, None], ["true", 1]),
     "top_k": ([1, 200, 0, -1, None], [-2, 2**63, *INTS]),
@@ -227,6 +220,8 @@ def test_large_answers_and_hours_are_refused():
 def test_the_defaults_are_openais():
     request = asked(CompletionBody, model="m", prompt="a")[1][0]
     assert request.max_new_tokens == 16 and request.context == "slide" and request.stop == ()
+    assert not request.ignore_eos
+    assert asked(CompletionBody, model="m", prompt="a", ignore_eos=True)[1][0].ignore_eos
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) == (1.0, None, 1.0)
     chat = asked(ChatBody, model="m", messages=MESSAGES)[1][0]
     free = asked(CompletionBody, model="m", prompt="", seed=-1, max_tokens=-1, top_k=-1)[1][0]

@@ -59,20 +59,17 @@ def test_texts_that_begin_and_end_together_are_the_same(settings, model):
 
 
 def test_an_eos_token_ends_texts(settings, model, tmp_path):
+    """Of a prompt that all texts share, and of lines."""
     save(tmp_path, tiny.gpt(eos_token_id=(3,)), tiny.VOCABULARY, {})
     ending = replace(settings, model=str(tmp_path), fingerprint=shards.fingerprint(load(tmp_path)))
     assert ending.fingerprint != settings.fingerprint and "ignore_eos" not in Job(ending, 1).request()
-    whole = shards.Scribe(replace(ending, max_new_tokens=12, ignore_eos=True)).write(Task(0, 9)).data
-    assert whole == shards.Scribe(replace(settings, max_new_tokens=12)).write(Task(0, 9)).data
-    lines = [json.dumps(dict(id=i, prompt="", options=dict(ignore_eos=i > 4))).encode() for i in range(9)]
+    scribes = [shards.Scribe(replace(ending, max_new_tokens=12, ignore_eos=each)) for each in (True, False)]
+    lines = [json.dumps({"id": i, "prompt": ""}).encode() for i in range(9)]
     for task in Task(0, 9), Task(0, 9, lines):
-        found = shards.Scribe(replace(ending, max_new_tokens=12)).write(task).data
-        for text, line in zip(*(map(json.loads, data.splitlines()) for data in (whole, found))):
-            ends = "b" in text["text"] and not (task.lines and line["id"] > 4)
-            assert line["text"] == (text["text"].partition("b")[0] if ends else text["text"])
-            assert line["finish_reason"] == ("stop" if ends else "length")
-            assert line["new_tokens"] == len(line["text"])
-    assert "b" in "".join(json.loads(line)["text"] for line in whole.splitlines()[:4])
+        whole, cut = (map(json.loads, scribe.write(task).data.splitlines()) for scribe in scribes)
+        for text, line in zip(whole, cut, strict=True):
+            assert line["text"] == text["text"].partition("b")[0] and line["new_tokens"] == len(line["text"])
+            assert line["finish_reason"] == ("stop" if "b" in text["text"] else "length")
 
 
 @pytest.mark.full
@@ -430,8 +427,11 @@ def test_wrong_requests_are_one_line(failed, model):
         (["--prompts", "nowhere"], "nowhere: No such file"),
         (["--texts", 2**62, "--seed", 2**63 - 5], "the last text's must be less than 2**63"),
         (["--texts", 3, "--part", "part0", "--engine", "native"], "engine is 'native'"),
-        (["--texts", 3, "--device", "cuda", "--part", "part1"], "part1 has no CUDA kernel"),
-        (["--texts", 3, "--device", "cuda", "--simd", "off"], "--simd does not go with --device cuda"),
+        (
+            ["--texts", 3, "--device", "cuda", "--part", "part1"],
+            "part is 'part1'; it must be part0 or part4 on CUDA",
+        ),
+        (["--texts", 3, "--device", "cuda", "--simd", "off"], "simd is 'off'; it must be left out on CUDA"),
         (["--texts", 3, "--device", "cuda", "--ray", "auto"], "--ray does not go with --device cuda"),
     ):
         assert line in failed("bulk", "-m", model, "--out", "o", *given)
