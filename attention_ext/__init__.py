@@ -6,6 +6,7 @@ extension compiled, on first use: `gpt.py --help` needs neither.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from shakespeare.attention_ext import parts, tiles
 from shakespeare.attention_ext import rules as ruling
-from shakespeare.attention_ext.checks import check_gradient, check_tensors, finite, truth
-from shakespeare.attention_ext.parts import AUTO, PARTS, SIMD, BuildError, Part, check_part, resolve_simd
+from shakespeare.attention_ext.checks import check_tensors, finite, truth
+from shakespeare.attention_ext.parts import (
+    AUTO,
+    PARTS,
+    SIMD,
+    BuildError,
+    Part,
+    check_part,
+    compatible,
+    resolve_simd,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,26 +135,23 @@ def attention(
     import torch
 
     row = check_part(part)
-    if row.operator is None:
-        check_tensors(row, q, k, v, causal, grouped=True)
     try:
-        rules: ruling.Rules | None = None
-        if given:
+        if given or row.operator is None:
             check_tensors(row, q, k, v, causal, grouped=True)
-            rules = _rules_of(row, given, q, k)
-        if kernel is not None and not q.is_cuda:
-            raise ValueError(f"kernel is {kernel!r}; it must be None for tensors on {q.device}")
-        gradient = q.requires_grad or k.requires_grad or v.requires_grad or rules and rules.needs_gradient
-        gradient = bool(gradient) and torch.is_grad_enabled()
+        gradient = q.requires_grad or k.requires_grad or v.requires_grad
+        gradient = gradient or any(getattr(value, "requires_grad", False) for value in given.values())
+        gradient = gradient and torch.is_grad_enabled()
+        asked: dict[str, Any] = {}
+        if row.operator or not q.is_cuda:  # PyTorch's attention ignores these
+            asked = {"kernel": kernel, "br": br, "bc": bc}
+        reason = _compatible(row, q.device.type, q.dtype, gradient=gradient, rules=tuple(given), **asked)
+        if reason:
+            raise ValueError(reason)
+        rules = ruling.checked(given, q, k.shape[2]) if given else None
         if gradient and rules and rules.score_mod and not rules.score_mod.has_slope:
             header = rules.score_mod.header
             raise ValueError(f"score_mod is {header}; its gradient needs slope(float s, At at)")
-        if gradient and (row.operator or row.attend):
-            check_gradient(row, q, k, v)
-        if q.is_cuda and row.operator and "cuda" in row.dtypes:
-            if br is not None or bc is not None:
-                side = f"bc is {bc}" if br is None else f"br is {br}"
-                raise ValueError(f"{side}; it must be None on CUDA, where each kernel has its own tile")
+        if q.is_cuda and row.operator:
             ruled = bool(rules) or k.shape[1] < q.shape[1]
             more = (rules or ruling.Rules()).on_cuda(q.shape[2]) if ruled else ()
             compute = operator(row.name, "cuda", gradient, return_lse and not gradient and not ruled, ruled)
@@ -205,21 +212,7 @@ def _all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
 
 
-def _rules_of(row: Part, given: dict, q: Tensor, k: Tensor) -> ruling.Rules:
-    """The checked rules of a call. Raises ValueError if the part has none for these tensors."""
-    if row.operator and q.is_cuda:
-        refused = [name for name in given if name in ("bias", "score_mod")]
-    else:
-        able = str(q.dtype) == "torch.float32" if row.operator else row.attend is None
-        refused = [] if able else [*given]
-    if not refused:
-        return ruling.checked(given, q, k.shape[2])
-    name, value = refused[0], given[refused[0]]
-    shown = f"a {type(value).__name__}" if hasattr(value, "shape") else repr(value)
-    where = f" on {q.device.type} in {q.dtype}" if row.operator else ""
-    raise ValueError(f"{name} is {shown}; it must be None in {row.name}{where}, which has no such rule")
-
-
+_compatible = functools.lru_cache(compatible)  # a call asks it in 0.3 us
 _operators: dict[tuple[str, str, bool, bool, bool], Callable] = {}
 
 

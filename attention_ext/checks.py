@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from shakespeare.attention_ext.parts import DEVICES, MOST_SCORES, Part, with_gradient
+from shakespeare.attention_ext.parts import DEVICES, MOST_SCORES, Part
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -100,13 +100,12 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1, grouped: bo
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
-        device = t.device
-        if device.type not in part.dtypes:
+        if t.device.type not in part.dtypes:
             where = " or ".join(DEVICES[kind] for kind in part.dtypes if kind != "webgpu")
-            raise ValueError(f"{name} is on {device}; it must be on {where} in {part.name}")
-        if device != q.device:
-            raise ValueError(f"{name} is on {device}; it must be on q's {q.device}")
-        dtypes = part.dtypes[device.type]
+            raise ValueError(f"{name} is on {t.device}; it must be on {where} in {part.name}")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device}; it must be on q's {q.device}")
+        dtypes = part.dtypes[t.device.type]
         if str(t.dtype).removeprefix("torch.") not in dtypes:
             known = " or ".join(f"torch.{dtype}" for dtype in dtypes)
             raise TypeError(f"{name} is {t.dtype}; it must be {known} in {part.name}")
@@ -138,23 +137,3 @@ def check_size(Nq: int, Nk: int) -> None:
     """Raise ValueError if a call has too many scores."""
     if Nq * Nk >= MOST_SCORES:
         raise ValueError(f"q has Nq={Nq} and k Nk={Nk} rows; their product must be below 2^50")
-
-
-def check_gradient(part: Part, q, k, v, device: str | None = None) -> None:
-    """Raise ValueError, naming the tensor, if one requires a gradient that the part does not compute.
-
-    device: of DEVICES, where the part runs; the tensors' by default.
-    """
-    device = device or q.device.type
-    where, who = f" on {DEVICES[device]}", "part0 does"
-    if part.gradient is None:
-        where, who = "", f"{' and '.join(with_gradient())} do"
-    elif device == "cuda":
-        return
-    elif device == "cpu":
-        where = f" in {q.dtype}"
-        if str(q.dtype) == "torch.float32":
-            return
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.requires_grad:
-            raise ValueError(f"{name} requires a gradient; {part.name} computes none{where}, only {who}")

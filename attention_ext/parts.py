@@ -1,4 +1,4 @@
-"""The table of implementations. Everything that needs a part iterates over PARTS.
+"""The table of implementations, and what goes together: compatible(). What needs a part iterates over PARTS.
 
 Its C++ side is csrc/parts.h. It imports no torch: `gpt.py --help` needs only the table.
 """
@@ -38,23 +38,27 @@ class Dtype(enum.StrEnum):
         """The bytes of a number."""
         return 4 if self is Dtype.FP32 else 2
 
-    @staticmethod
-    def of(torch_dtype: object) -> "Dtype":
-        """The Dtype of a PyTorch dtype or its name. Raises ValueError if there is none."""
-        known = {dtype.torch_name: dtype for dtype in Dtype}
-        name = str(torch_dtype).removeprefix("torch.")
-        one_of("dtype", name, known)
-        return known[name]
+    @classmethod
+    def of(cls, dtype: object) -> "Dtype":
+        """The Dtype of its name, or of PyTorch's dtype or its name. Raises ValueError if there is none."""
+        name = str(dtype).removeprefix("torch.")
+        name = {each.torch_name: each.value for each in cls}.get(name, name)
+        one_of("dtype", name, list(cls))
+        return cls(name)
 
 
-@dataclass(frozen=True)
+Dtypes = Mapping[str, tuple[str, ...]]  # PyTorch's names of dtypes for each kind of device
+ON_CPU: Dtypes = {"cpu": ("float32",)}
+
+
+@dataclass(frozen=True, eq=False)
 class Part:
     """One implementation of attention.
 
     title: its name in the lab. why: the reasons for its cost. operator: its row in csrc/parts.h, its file in
     csrc/cpu/ and its PyTorch operator; None for PyTorch itself. gradient: its operator with a gradient, for
-    float32 on the CPU. tiled: takes br and bc. threaded: uses all threads. dtypes: its tensors' on each kind
-    of device, by PyTorch's names.
+    float32 on the CPU. tiled: takes br and bc. threaded: uses all threads.
+    dtypes, gradients, ruled: the dtypes of its tensors, those with gradients, and those with rules.
     file, attend: of a user's part, its file and the function of q, k, v, causal and scale that computes it.
     """
 
@@ -66,14 +70,16 @@ class Part:
     gradient: str | None = None
     tiled: bool = False
     threaded: bool = True
-    dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"cpu": ("float32",)})
+    dtypes: Dtypes = field(default_factory=lambda: ON_CPU)
+    gradients: Dtypes = field(default_factory=dict)
+    ruled: Dtypes = field(default_factory=lambda: ON_CPU)
     file: Path | None = None
-    attend: Callable[..., Any] | None = field(default=None, compare=False)
+    attend: Callable[..., Any] | None = None
 
 
 # The kinds of device, by PyTorch's names. Tensors are on the CPU or CUDA; WebGPU takes them from the CPU.
 DEVICES = {"cpu": "the CPU", "cuda": "CUDA", "webgpu": "WebGPU"}
-WITH_CUDA = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
+WITH_CUDA: Dtypes = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
 PARTS = {
     part.name: part
     for part in (
@@ -84,6 +90,8 @@ PARTS = {
             "Two matrix products with a softmax between them: each of the first two steps writes N x N "
             "numbers for every head, and the next one reads them.",
             dtypes=WITH_CUDA,
+            gradients=WITH_CUDA,
+            ruled=WITH_CUDA,
         ),
         Part(
             "part1",
@@ -122,7 +130,9 @@ PARTS = {
             operator="part4_flash",
             gradient="part4_with_gradient",
             tiled=True,
-            dtypes=WITH_CUDA | {"webgpu": ("float32", "float16")},
+            dtypes={**WITH_CUDA, "webgpu": ("float32", "float16")},
+            gradients={**WITH_CUDA, **ON_CPU},
+            ruled={**WITH_CUDA, **ON_CPU},
         ),
     )
 }
@@ -180,35 +190,67 @@ def check_part(part: str | Part) -> Part:
     return PARTS[part]
 
 
-def check_dtype(part: str, dtype: str, device: str = "cpu") -> Dtype:
-    """The Dtype with this value. Raises ValueError if a name is unknown or the part does not take it."""
+def able(device: str = "cpu", dtype: Dtype = Dtype.FP32, gradient: bool = False) -> tuple[str, ...]:
+    """The parts that take a dtype on a kind of device, or those that also compute gradients there."""
+    table = "gradients" if gradient else "dtypes"
+    return tuple(
+        name for name, row in PARTS.items() if dtype.torch_name in getattr(row, table).get(device, ())
+    )
+
+
+def compatible(
+    part: str | Part,
+    device: str = "cpu",
+    dtype: object = Dtype.FP32,
+    *,
+    gradient: bool = False,
+    rules: tuple[str, ...] = (),
+    kernel: str | None = None,
+    br: int | None = None,
+    bc: int | None = None,
+    simd: str = "auto",
+) -> str | None:
+    """Why these do not go together: a sentence that names the first wrong argument. None if they do.
+
+    dtype: a Dtype, or PyTorch's, or a name of either. gradient: whether gradients are computed. rules: the
+    names of attention's rules. Raises ValueError for an unknown part, device or dtype.
+    """
     one_of("device", device, DEVICES)
-    one_of("dtype", dtype, list(Dtype))
-    row, known, where = check_part(part), Dtype(dtype), f"on {DEVICES[device]}"
-    if known.torch_name in row.dtypes.get(device, ()):
-        return known
-    if row.file:
-        takes = " and ".join(f"fp32 on {DEVICES[device]}" for device in row.dtypes)
-        raise ValueError(f"dtype is {known.value!r} {where}; {part} takes {takes}")
-    if not (who := taking(known, device)):
-        raise ValueError(f"dtype is {known.value!r}; no part takes it {where}")
-    where = "" if device == "cpu" else f" {where}"
-    raise ValueError(f"dtype is {known.value!r}; {part} does not take it{where}, only {', '.join(who)}")
+    row = check_part(part)
+    number = Dtype.of(dtype)
+    where = f"on {DEVICES[device]}"
+    here = f"with {row.name} {where}"
+    taken = [Dtype.of(name) for name in row.dtypes.get(device, ())]
+    if not taken:
+        return f"part is {row.name!r}; it must be {' or '.join(able(device))} {where}"
+    if number not in taken:
+        return f"dtype is {number.value!r}; it must be {' or '.join(taken)} {here}"
+    if gradient and number.torch_name not in row.gradients.get(device, ()):
+        who = " or ".join(able(device, number, gradient=True))
+        if not who:
+            return f"device is {device!r}; it must be cpu or cuda for gradients"
+        return f"part is {row.name!r}; it must be {who} for gradients in {number} {where}"
+    unruled: Collection[str] = () if number.torch_name in row.ruled.get(device, ()) else rules
+    if device == "cuda":
+        unruled = {*unruled, "score_mod", "bias" if row.operator else ""}
+    for rule in rules:
+        if rule in unruled:
+            return f"{rule} is given; it must be left out {here} in {number}"
+    if kernel is not None and (device == "cpu" or row.operator is None):
+        return f"kernel is {kernel!r}; it must be left out {here}"
+    if device != "cpu":
+        for name, value, default in (("simd", simd, "auto"), ("br", br, None), ("bc", bc, None)):
+            if value != default:
+                return f"{name} is {value!r}; it must be left out {where}, which takes none"
+    return None
 
 
-def taking(dtype: Dtype, device: str = "cpu") -> tuple[str, ...]:
-    """The parts that take a dtype on a kind of device of DEVICES."""
-    return tuple(name for name, part in PARTS.items() if dtype.torch_name in part.dtypes.get(device, ()))
-
-
-def running_on(device: str) -> tuple[str, ...]:
-    """The parts that run on a kind of device of DEVICES."""
-    return tuple(name for name, part in PARTS.items() if device in part.dtypes)
-
-
-def with_gradient() -> tuple[str, ...]:
-    """The parts that compute gradients in float32 on the CPU."""
-    return tuple(name for name, part in PARTS.items() if part.operator is None or part.gradient)
+def check_compatible(part: str | Part, device: str = "cpu", dtype: object = Dtype.FP32, **more: Any) -> Dtype:
+    """The Dtype. Raises ValueError with the sentence of compatible(), or as it does."""
+    reason = compatible(part, device, dtype, **more)
+    if reason:
+        raise ValueError(reason)
+    return Dtype.of(dtype)
 
 
 def resolve_simd(simd: str) -> str:

@@ -70,11 +70,6 @@ class Rules:
     documents: Tensor | None = None
     score_mod: ScoreMod | None = None
 
-    @property
-    def needs_gradient(self) -> bool:
-        """Whether bias or sinks require a gradient."""
-        return any(t is not None and t.requires_grad for t in (self.bias, self.sinks))
-
     def arguments(self, q: Tensor) -> tuple[Any, ...]:
         """What the operators of parts 1 to 4 take; an empty tensor stands for none."""
         none = q.new_empty(0)

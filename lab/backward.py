@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from shakespeare.attention_ext import PARTS, attention, extension, reference
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import GRADIENT, choose
-from shakespeare.attention_ext.parts import Dtype, check_dtype, check_part, resolve_simd, with_gradient
+from shakespeare.attention_ext.parts import Dtype, check_compatible, resolve_simd
 from shakespeare.lab import correctness, machine
 from shakespeare.lab.cuda import gpu
 from shakespeare.lab.timing import in_turns
@@ -107,11 +107,7 @@ def run(
     Raises ValueError if the part has no gradient there, or part0's N x N matrices would not fit the memory,
     BuildError without a GPU for device cuda.
     """
-    if check_part(part).name not in with_gradient():
-        raise ValueError(f"part is {part!r}; it must be one with a gradient: {', '.join(with_gradient())}")
-    check_dtype(part, shape.dtype, shape.device)
-    if shape.device == "cpu" and shape.dtype != Dtype.FP32:
-        raise ValueError(f"dtype is {shape.dtype!r}; with gradients on the CPU it must be 'fp32'")
+    check_compatible(part, shape.device, shape.dtype, gradient=True)
     on = gpu.Gpu() if shape.device == "cuda" else None
     correctness.heads_at_once(shape.N, shape.B * shape.H, on.free() if on else machine.available_memory())
     echo(f"Running {part} backward test: {PARTS[part].title}\n")

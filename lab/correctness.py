@@ -23,7 +23,7 @@ from shakespeare.attention_ext import PARTS, attention, extension, operator, web
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import WIDEST
 from shakespeare.attention_ext.cuda.launches import Sizes
-from shakespeare.attention_ext.parts import DEVICES, Dtype, check_dtype
+from shakespeare.attention_ext.parts import DEVICES, Dtype, check_compatible
 from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.attention_ext.webgpu.steps import choose as choose_step
 from shakespeare.lab import machine
@@ -191,9 +191,7 @@ class Test:
         found |= {"score_mod": self.score_mod} if self.score_mod else {}
         if "documents" in found:
             found["documents"] = found["documents"].expand(self.batch, self.N)
-        if found and (self.device == "webgpu" or self.device == "cpu" and self.dtype != Dtype.FP32):
-            where = "device 'cpu' and dtype 'fp32', and with device 'cuda'"
-            raise ValueError(f"{next(iter(found))} goes with {where} only; shaders of WebGPU have no rules")
+        check_compatible(self.part, self.device, self.dtype, rules=tuple(found))
         return found
 
     def describe(self, on: gpu.Gpu | None) -> list[str]:
@@ -239,7 +237,7 @@ def run(part: str, N: int, echo: Callable[[str], None] = print, **settings: Any)
     Raises ValueError for settings that the part refuses, BuildError without a GPU or a compiled kernel.
     """
     test = Test(part, N, **settings)
-    allowed = check_dtype(part, test.dtype, test.device)
+    allowed = check_compatible(part, test.device, test.dtype)
     heads, title, slices = test.batch * test.heads, PARTS[part].title, 1
     on = gpu.Gpu() if test.device == "cuda" else None
     timed: Callable[..., Run] = partial(measure_on_gpu, on) if on else measure

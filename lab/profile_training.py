@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
-from shakespeare.attention_ext.parts import check_part, with_gradient
+from shakespeare.attention_ext.parts import check_compatible
 from shakespeare.lab.machine import Load, busy_text
 from shakespeare.lab.text import counted, markdown
 from shakespeare.lab.timing import Clock
@@ -24,8 +24,7 @@ SIZES = ("block_size", "n_layer", "n_head", "n_embd")  # of GPTConfig and Recipe
 
 def trainer(part: str, config: GPTConfig, batch: int, simd: str = "auto") -> Trainer:
     """A trainer on random tokens, in PyTorch (part0) or native (part4). Raises ValueError for other parts."""
-    if check_part(part).name not in with_gradient():
-        raise ValueError(f"part is {part!r}; it must be one with a gradient: {', '.join(with_gradient())}")
+    check_compatible(part, gradient=True)
     sizes: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
     recipe = Recipe(steps=1, dropout=0.0, batch_chars=batch * config.block_size, **sizes)
     generator = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
-from shakespeare.attention_ext.parts import check_part, running_on
+from shakespeare.attention_ext.parts import able, check_part
 from shakespeare.generation.engines.engine import Engine
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
@@ -97,7 +97,7 @@ def line_up(
     runners = []
     for part in parts:
         own = kernel if check_part(part).operator else None
-        where = "cpu" if device == "webgpu" and part not in running_on(device) else device
+        where = "cpu" if device == "webgpu" and part not in able(device) else device
         writer = Writer(open_engine(checkpoint, part=part, kernel=own, device=where, **engine))
         writer.check(request)
         _warm_up(writer.engine, request)

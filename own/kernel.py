@@ -131,7 +131,8 @@ def row(part: str) -> Part:
 def _row(part: str, file: Path) -> Part:
     takes = {read(file).device: ("float32",)}
     by_file = functools.partial(attend, file)
-    return Part(part, "YOUR ATTENTION", f"the kernel in {file.name}", dtypes=takes, file=file, attend=by_file)
+    summary = f"the kernel in {file.name}"
+    return Part(part, "YOUR ATTENTION", summary, dtypes=takes, ruled={}, file=file, attend=by_file)
 
 
 def loaded(file: Path, backward: bool = False) -> Any:

@@ -100,7 +100,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     --plot then also times part1 on one core of the CPU. With --device webgpu they are part4 and its steps in
     WGSL, webgpu1 to webgpu6.
     """
-    options.refuse_other_device()
+    options.check()
     options.refuse_combinations(ONLY_WITH, NOT_WITH)
     if load and (load.is_dir() or load.suffix == ".jsonl"):
         from shakespeare.own.trial import saved as tried

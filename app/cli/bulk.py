@@ -54,8 +54,7 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
     command continues. The exit code is 1 if files were left out because their workers died repeatedly.
     """
     cuda = asked["device"] == "cuda"
-    options.check_device(asked["part"], asked["device"])
-    options.refuse_other_device()
+    options.check()
     if cuda:
         options.refuse(("ray",), "does not go with --device cuda: its processes share the first GPU here")
     if asked["prompts"] is not None:

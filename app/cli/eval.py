@@ -24,7 +24,7 @@ def evaluate(model: str, corpus_file: Path | None, threads: int | None, **asked)
 
     An endless model reads the text from its beginning to its end.
     """
-    options.refuse_other_device()
+    options.check()
     if PARTS[asked["part"]].operator and asked["device"] == "cpu":
         threads = options.threads_for(threads)
     else:

@@ -36,7 +36,7 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     part4's steps in WGSL are explained: their counts, the adapter's limits, the time that these allow, and
     the time.
     """
-    options.refuse_other_device()
+    options.check()
     from shakespeare.lab.bench.cases import plan
     from shakespeare.lab.bench.cell import Cell
 

@@ -16,7 +16,7 @@ import click
 from shakespeare.app.cli.terminal import notice, one_line, program
 from shakespeare.attention_ext import PARTS, SIMD
 from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS
-from shakespeare.attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, is_file, running_on
+from shakespeare.attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, compatible, is_file
 from shakespeare.checkpoints import DEFAULT, PRESENT
 from shakespeare.generation.sampling import LARGEST_SEED, NUMBERS, RANDOM, Sampling, drawn_seed
 from shakespeare.lab import saved
@@ -287,7 +287,7 @@ KERNEL = f"Part4's kernel on CUDA, or its step 1 to 6 on WebGPU; {FASTEST}."
 kernel = option("--kernel", KERNEL, type=Kernel(list(KERNELS)))
 with_backward = option("--kernel", KERNEL, type=Kernel(list(EVERY)))
 # Options of one device only, by the names of the commands' parameters.
-CPU_ONLY = ("threads", "simd", "simds", "cachegrind", "tune", "budget", "show")
+CPU_ONLY = ("threads", "simds", "cachegrind", "tune", "budget", "show")
 CUDA_ONLY = ("arch", "cuda_queries", "l2s")
 
 
@@ -309,23 +309,23 @@ def tiles(**settings) -> Decorator:
     )
 
 
-def refuse_other_device() -> None:
-    """Raise UsageError if the current command was given an option that does not go with its --device."""
-    if (device := click.get_current_context().params["device"]) == "cpu":
-        refuse(("kernel",), "goes with --device cuda or webgpu only")
-    else:
-        refuse(("br", "bc"), f"does not go with --device {device}: each kernel has its own tile")
+def check(part: str | None = None) -> None:
+    """Raise UsageError for options of the current command that do not go with its part and --device.
+
+    part: by default the command's own, or part4 if it has none.
+    """
+    asked = click.get_current_context().params
+    device = asked["device"]
+    named = {name: asked[name] for name in ("dtype", "kernel", "simd", "br", "bc") if given(name)}
+    reason = compatible(
+        part or asked.get("part", "part4"), device, gradient=asked.get("backward", False), **named
+    )
+    if reason:
+        raise click.UsageError(reason)
+    if device != "cpu":
         refuse(CPU_ONLY, f"does not go with --device {device}")
     if device != "cuda":
         refuse(CUDA_ONLY, "goes with --device cuda only")
-
-
-def check_device(part: str, device: str) -> None:
-    """Raise UsageError if a part does not run on a device."""
-    if part not in running_on(device):
-        who = " and ".join(running_on(device))
-        none = f"{part} has no {DEVICES[device]} kernel"
-        raise click.UsageError(f"{none}; --device {device} goes with {who} only")
 
 
 # What runs the model.

@@ -36,7 +36,7 @@ def parallel(method: str, threads: int, queries: int | None, **asked) -> bool:
     or ulysses (heads over ranks). The exit code is 1 if a result is wrong, and 2 if a rank is lost. A lost
     rank is reported at most --timeout and five seconds after another rank began to wait for it.
     """
-    options.check_device(asked["part"], asked["device"])
+    options.check()
     queries = queries or (1 if method == "split" else asked["N"])
     if asked["causal"] and queries > asked["N"]:
         raise click.UsageError(f"--queries is {queries}; with --causal it must be at most N = {asked['N']}")

@@ -14,7 +14,7 @@ from shakespeare.app.cli import options, watch
 from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import PARTS
 from shakespeare.attention_ext.cuda.kernels import BACKWARD
-from shakespeare.attention_ext.parts import helpers_of, running_on, with_gradient
+from shakespeare.attention_ext.parts import helpers_of
 
 if TYPE_CHECKING:
     from shakespeare.generation.engines.engine import Engine
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from shakespeare.generation.writer import Writer
 
 LAB_TILE = 256  # the lab's tile, in queries and in keys
-WITH_KERNELS = tuple(name for name in running_on("cuda") if PARTS[name].operator)
 RULES = {*options.RULES, "score_mod"}
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again", *RULES}
 NOT_BACKWARD = {"br", "bc", *RULES}
@@ -103,21 +102,12 @@ def check(part: str, asked: dict[str, Any]) -> None:
         both = {"br", "bc", "threads", "simd", "inference", "device", "kernel"}
         options.refuse(asked.keys() - TEST_ONLY - both, "goes with --inference only")
     options.refuse_combinations(not_with=NOT_WITH)
-    if asked["backward"] and part not in with_gradient():
-        who = " and ".join(with_gradient())
-        raise click.UsageError(f"{part} computes no gradients; --backward goes with {who} only")
     if asked["interactive"] and str(asked["prompt_file"]) == "-":
         raise click.UsageError("--prompt-file - does not go with --interactive, which reads standard input")
+    options.check(part)
     if (kernel := asked["kernel"]) and asked["backward"] != (kernel in BACKWARD):
-        names = BACKWARD if asked["backward"] else ("--backward",)
-        of = "--backward" if asked["backward"] else f"--kernel {kernel}"
-        raise click.UsageError(f"{of} goes with {' or '.join(names)} only")
-    if part not in WITH_KERNELS:
-        options.refuse(("kernel",), f"goes with {' and '.join(WITH_KERNELS)} only")
-    options.check_device(part, asked["device"])
-    if asked["backward"] and asked["device"] == "webgpu":
-        raise click.UsageError("--backward does not go with --device webgpu, which computes no gradients")
-    options.refuse_other_device()
+        names = " or ".join(BACKWARD)
+        raise click.UsageError(f"kernel is {kernel!r}; it must be {names} with --backward, and only there")
 
 
 def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ import click
 from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import PARTS
-from shakespeare.attention_ext.parts import running_on
+from shakespeare.attention_ext.parts import able
 
 TOKENS = "200, or the block size if that is less"
 
@@ -33,12 +33,12 @@ def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     All parts race by default; with --device cuda, part0 and part4. With --device webgpu part4 runs there, and
     the others on the CPU.
     """
-    options.refuse_other_device()
+    options.check()
     asked["threads"] = options.threads_for(threads)
     from shakespeare.lab import race as racing
     from shakespeare.model import load
 
-    names = parts or (running_on("cuda") if asked["device"] == "cuda" else tuple(PARTS))
+    names = parts or (able("cuda") if asked["device"] == "cuda" else tuple(PARTS))
     asked["use_cache"] = not no_kv_cache
     sampling = options.take_sampling(asked)
     checkpoint = load(model)

@@ -71,8 +71,7 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
     writes with that seed, alone or among others. Sampling has OpenAI's defaults: temperature 1, all tokens.
     """
     device = asked["device"]
-    options.check_device(asked["part"], device)
-    options.refuse_other_device()
+    options.check()
     processor.let_waiting_threads_sleep()  # before torch is imported
     try:
         from shakespeare.app.hosts import is_loopback

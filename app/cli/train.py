@@ -18,7 +18,7 @@ from shakespeare.app.cli import options
 from shakespeare.app.cli.draft import make_draft
 from shakespeare.app.cli.terminal import notice, program, to_type
 from shakespeare.attention_ext import BuildError
-from shakespeare.attention_ext.parts import Dtype, with_gradient
+from shakespeare.attention_ext.parts import Dtype, able
 from shakespeare.model.config import POSITIONS
 from shakespeare.training.recipe import OWN_TEXT, RECIPES
 
@@ -67,7 +67,7 @@ KEPT, ACTIVATIONS = 20, 80
 @options.choice(
     "--part",
     "Attention to train with; part4 does not drop its weights.",
-    of=with_gradient(),
+    of=able(gradient=True),
     default=None,
     show_default="part4 where it compiles, part0 for shipped names and for dropout on the CPU",
 )

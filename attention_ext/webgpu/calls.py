@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext import rules as ruling
-from shakespeare.attention_ext.checks import check_gradient, check_shapes, finite, none_is_default, truth
-from shakespeare.attention_ext.parts import PARTS, Dtype
+from shakespeare.attention_ext.checks import check_shapes, finite, none_is_default, truth
+from shakespeare.attention_ext.parts import PARTS, Dtype, check_compatible
 from shakespeare.attention_ext.webgpu.gpu import LOCK, Gpu, Lost, grid, opened
 from shakespeare.attention_ext.webgpu.steps import WIDEST, choose, up
 
@@ -88,8 +88,8 @@ def arrays_of(q: Any, k: Any, v: Any, causal: bool) -> list[NDArray[Any]]:
         if t.dtype != q.dtype:
             raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
         arrays.append(t.detach().numpy() if tensor else t)
-    if tensor and torch.is_grad_enabled():
-        check_gradient(PART, q, k, v, "webgpu")
+    if tensor and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        check_compatible(PART, "webgpu", gradient=True)
     check_shapes(q, k, v, causal)
     if q.shape[3] > WIDEST:
         raise ValueError(f"q has d={q.shape[3]}; it must be at most {WIDEST} on WebGPU")
@@ -119,8 +119,7 @@ def attention(
     for name, value in rules.items():
         if name not in ruling.NAMES:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
-        if value is not None:
-            raise ValueError(f"{name} is given; it must be None with WebGPU, whose shaders have no rules")
+    check_compatible(PART, "webgpu", rules=tuple(name for name, value in rules.items() if value is not None))
     causal, return_lse = truth("causal", causal), truth("return_lse", return_lse)
     arrays = arrays_of(q, k, v, causal)
     applied = 1 / math.sqrt(q.shape[3]) if scale is None else finite("scale", scale)

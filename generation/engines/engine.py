@@ -87,21 +87,9 @@ class EngineOptions:
             raise ValueError(f"slots is {self.slots}; it must be from 1 to {MOST_SLOTS}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads is {self.threads}; it must be at least 1")
-        parts.one_of("device", self.device, parts.DEVICES)
-        if self.device not in self.row.dtypes:
-            others = " and ".join(parts.running_on(self.device))
-            raise ValueError(f"device is {self.device!r}; {self.part} does not run there, only {others}")
-        if self.device != "cpu":
-            where = parts.DEVICES[self.device]
-            for name, value, only in (("simd", self.simd, "auto"), ("br", br, None), ("bc", bc, None)):
-                if value != only:
-                    raise ValueError(f"{name} is {value!r}; it must be {only!r} on {where}")
-        if self.kernel is not None and self.device != "webgpu":
+        parts.check_compatible(self.row, self.device, kernel=self.kernel, br=br, bc=bc, simd=self.simd)
+        if self.kernel is not None and self.device == "cuda":
             parts.one_of("kernel", self.kernel, KERNELS)
-            if self.device == "cpu":
-                raise ValueError(f"kernel is {self.kernel!r}; it must be None on the CPU")
-            if self.row.operator is None:
-                raise ValueError(f"kernel is {self.kernel!r}; it must be None with {self.part}, PyTorch's")
 
     @classmethod
     def of(cls, named: Mapping[str, Any], **more: Any) -> "EngineOptions":

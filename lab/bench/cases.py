@@ -8,7 +8,7 @@ from typing import Any
 
 from shakespeare.attention_ext import PARTS, SIMD, tiles
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, MOST_SPLIT
-from shakespeare.attention_ext.parts import DEVICES, Dtype, check_dtype, is_file, one_of, resolve_simd
+from shakespeare.attention_ext.parts import DEVICES, Dtype, check_compatible, is_file, one_of, resolve_simd
 from shakespeare.lab import machine, rules
 from shakespeare.lab.bench.cell import L2, Cell
 from shakespeare.lab.bench.contenders import GRADIENTS, SPLIT, contenders
@@ -101,7 +101,7 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
     for name in names:
         taken = contenders()[name].dtypes.get(sweep.device, ())
         if name in PARTS or is_file(name):
-            check_dtype(name, sweep.dtype, sweep.device)
+            check_compatible(name, sweep.device, sweep.dtype)
         elif sweep.dtype not in taken:
             who = f"contender {name!r} takes {' and '.join(taken)} only"
             raise ValueError(f"dtype is {sweep.dtype!r}; {who}")

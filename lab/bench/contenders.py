@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shakespeare.attention_ext import PARTS, attention
 from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, HALVES, KERNELS
-from shakespeare.attention_ext.parts import Dtype, Part, check_part, is_file, with_gradient
+from shakespeare.attention_ext.parts import Dtype, Part, able, check_part, is_file
 from shakespeare.attention_ext.webgpu.steps import STEPS
 from shakespeare.lab.backward import backward_of
 from shakespeare.lab.bench.cell import Cell
@@ -45,7 +45,7 @@ FLASH_ATTN = {
     "flash-attn-4": ("FlashAttention-4", "flash_attn.cute", _BOTH | {"sinks": "learnable_sink"}),
 }
 
-GRADIENTS = (*with_gradient(), "sdpa", "flex", *SDPA, *FLASH_ATTN, *BACKWARD)  # those that have them
+GRADIENTS = (*able(gradient=True), "sdpa", "flex", *SDPA, *FLASH_ATTN, *BACKWARD)  # those that have them
 
 
 @dataclass(frozen=True)

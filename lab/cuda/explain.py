@@ -12,7 +12,7 @@ from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, WIDEST, Gpu, Kernel, choose, queries_of
 from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.cuda.tiles import Tile
-from shakespeare.attention_ext.parts import BuildError, check_dtype
+from shakespeare.attention_ext.parts import BuildError, check_compatible
 from shakespeare.lab.bench.cases import Cell, check_memory
 from shakespeare.lab.bench.contenders import OF_KERNEL, prepared
 from shakespeare.lab.bench.measure import inputs
@@ -72,7 +72,7 @@ def explain(
 
 def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> Answer:
     """The requested kernel, compiled for the GPU. For the arguments and the errors see explain()."""
-    dtype, d, Nq, Nk = check_dtype("part4", cell.dtype, "cuda"), cell.d, cell.queries, cell.N
+    dtype, d, Nq, Nk = check_compatible("part4", "cuda", cell.dtype), cell.d, cell.queries, cell.N
     for what, size, most in (("d", d, WIDEST), ("N", Nk, LONGEST)):
         if size > most:
             raise ValueError(f"{what} is {size}; it must be at most {most} on CUDA")

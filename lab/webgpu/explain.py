@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shakespeare.attention_ext.parts import Dtype, check_dtype
+from shakespeare.attention_ext.parts import Dtype, check_compatible
 from shakespeare.attention_ext.webgpu.steps import STEPS, WIDEST, Step, Tile, choose, up
 from shakespeare.lab.bench.cases import Cell, check_memory
 from shakespeare.lab.bench.measure import inputs
@@ -67,7 +67,7 @@ def count(step: Step, tile: Tile, cell: Cell, subgroup: int) -> Count:
 
 def explain(cell: Cell, echo: Callable[[str], None], kernel: str | None = None) -> None:
     """Print a row for each step, or `kernel`, and the limits. Raises ValueError, BuildError without one."""
-    dtype, on = check_dtype("part4", cell.dtype, "webgpu"), Gpu()
+    dtype, on = check_compatible("part4", "webgpu", cell.dtype), Gpu()
     if cell.d > WIDEST:
         raise ValueError(f"d is {cell.d}; it must be at most {WIDEST} on WebGPU")
     check_memory([cell])

@@ -8,7 +8,7 @@ import torch
 from support import or_skip
 
 from shakespeare.attention_ext import PARTS, SIMD, attention, extension
-from shakespeare.attention_ext.parts import Dtype, taking
+from shakespeare.attention_ext.parts import Dtype, able
 
 KERNELS = [name for name, part in PARTS.items() if part.operator]
 
@@ -39,7 +39,7 @@ OTHERS = [Attend(part, simd) for simd in SIMD if simd not in ("auto", "portable"
 @pytest.fixture(
     params=[
         *map(Attend, ["part0", *KERNELS]),
-        *(Attend(part, dtype=torch.bfloat16) for part in taking(Dtype.BF16)),
+        *(Attend(part, dtype=torch.bfloat16) for part in able(dtype=Dtype.BF16)),
         *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS),
     ],
     ids=lambda attend: f"{attend.part}-{attend.simd}-{attend.dtype}".replace("torch.", ""),

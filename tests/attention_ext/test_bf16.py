@@ -9,7 +9,7 @@ from support import naming
 from torch import library as torch_library
 
 from shakespeare.attention_ext import attention, extension, operator
-from shakespeare.attention_ext.parts import Dtype, check_dtype
+from shakespeare.attention_ext.parts import Dtype, check_compatible
 
 pytestmark = pytest.mark.usefixtures("extension")
 qkv = partial(oracle.qkv, dtype=torch.bfloat16)
@@ -20,8 +20,8 @@ def test_other_parts_and_mixed_types_are_refused():
     for part in ("part1", "part2", "part3"):
         with pytest.raises(TypeError, match=f"q is torch.bfloat16; it must be torch.float32 in {part}"):
             attention(part, q, k, v)
-        with pytest.raises(ValueError, match=f"dtype is 'bf16'; {part} does not take it, only part0, part4"):
-            check_dtype(part, "bf16")
+        with pytest.raises(ValueError, match=f"dtype is 'bf16'; it must be fp32 with {part} on the CPU"):
+            check_compatible(part, dtype="bf16")
     with pytest.raises(TypeError, match="k is torch.float32; it must be q's torch.bfloat16"):
         attention("part4", q, k.float(), v)
     with pytest.raises(TypeError, match="v is torch.float16; it must be torch.float32 or torch.bfloat16"):
@@ -29,7 +29,7 @@ def test_other_parts_and_mixed_types_are_refused():
     with pytest.raises(RuntimeError, match="k must be bfloat16 on the CPU"):
         operator("part4")(q, k.float(), v, False, 1.0, False, 8, 8)
     with pytest.raises(ValueError, match="dtype is 'fp8'; it must be one of fp32, bf16"):
-        check_dtype("part4", "fp8")
+        check_compatible("part4", dtype="fp8")
 
 
 def test_the_scratch_of_expanded_keys_is_counted():

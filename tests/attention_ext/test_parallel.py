@@ -238,7 +238,7 @@ def test_a_wrong_command_is_one_line(monkeypatch, failed):
         monkeypatch.delenv(name, raising=False)
     for message, options in {
         "python -m torch.distributed.run --nproc-per-node 2 gpt.py parallel ring": [],
-        "part2 has no CUDA kernel": ["--device", "cuda", "--part", "part2"],
+        "part is 'part2'; it must be part0 or part4 on CUDA": ["--device", "cuda", "--part", "part2"],
         "--queries is 9; with --causal it must be at most N = 5": ["-N", 5, "--queries", 9, "--causal"],
     }.items():
         assert message in failed("parallel", "ring", *options)

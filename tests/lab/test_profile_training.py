@@ -36,4 +36,4 @@ def test_the_command_profiles_a_step(cli, failed, extension, monkeypatch):
     done = cli("profile", "part4", "--train", "--batch", 1, "--threads", 1, "-o", "json")
     found = json.loads(done.stdout)
     assert (found["part"], found["batch"], found["block_size"], found["threads"]) == ("part4", 1, 128, 1)
-    assert "it must be one with a gradient" in failed("profile", "part2", "--train")
+    assert "it must be part0 or part4 for gradients" in failed("profile", "part2", "--train")

@@ -38,8 +38,8 @@ def test_rules_and_heads_that_share_keys():
         assert out.shape == q.shape and (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
     for options, message in (
         (dict(kernel="3"), "kernel is '3'; with rules, or fewer heads of .* must be one of 4, 5, 6, split"),
-        (dict(bias=torch.empty(1, 1, 5, 5, device="cuda")), "must be None in part4 on cuda in torch.float16"),
-        (dict(score_mod="mine.h"), "score_mod is 'mine.h'; it must be None in part4 on cuda"),
+        (dict(bias=torch.empty(1, 1, 5, 5, device="cuda")), "must be left out with part4 on CUDA in fp16"),
+        (dict(score_mod="mine.h"), "score_mod is given; it must be left out with part4 on CUDA"),
         (dict(sinks=torch.empty(6, device="cpu")), "sinks is on cpu; it must be on q's cuda:0"),
     ):
         with naming(options), pytest.raises(ValueError, match=message):
@@ -55,14 +55,14 @@ def test_parts_1_to_3_are_refused():
 def test_a_wrong_argument_is_named():
     for sizes, options, error, message in (
         ({}, dict(kernel="7"), ValueError, "kernel is '7'; it must be one of 1, 2-unpadded, 2"),
-        ({}, dict(br=64), ValueError, "br is 64; it must be None on CUDA"),
-        ({}, dict(bc=64), ValueError, "bc is 64; it must be None on CUDA"),
+        ({}, dict(br=64), ValueError, "br is 64; it must be left out on CUDA"),
+        ({}, dict(bc=64), ValueError, "bc is 64; it must be left out on CUDA"),
         (dict(dtype=torch.float64), {}, TypeError, "q is torch.float64; it must be torch.float32 or torch.b"),
         (dict(d=257), {}, ValueError, "q has d=257; it must be at most 256 on CUDA in part4"),
         (dict(Nq=2**31), {}, ValueError, "q has Nq=2147483648 rows; it must have at most 2147482624 on CUDA"),
         (dict(Nk=2**31), {}, ValueError, "k has Nk=2147483648 rows; it must have at most 2147482624 on CUDA"),
         (dict(Nq=5), dict(causal=True), ValueError, "q has "),
-        (dict(device="cpu"), dict(kernel="2"), ValueError, "kernel is '2'; it must be None for tensors on"),
+        (dict(device="cpu"), dict(kernel="2"), ValueError, "kernel is '2'; it must be left out with"),
     ):
         with naming(sizes, options), pytest.raises(error, match=message):
             attention("part4", *qkv(**sizes), **options)

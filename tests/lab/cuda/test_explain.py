@@ -71,7 +71,7 @@ def test_wrong_options(failed, monkeypatch):
     monkeypatch.setattr(driver, "check_gpu", Mock(side_effect=BuildError("there is no GPU")))
     for arguments, message in (
         ("part0 --device cuda", "PART is part0; it must be part4"),
-        ("part4 --device cuda --simd off", "--simd does not go with --device cuda"),
+        ("part4 --device cuda --simd off", "simd is 'off'; it must be left out on CUDA"),
         ("part4 --device cuda --cachegrind", "--cachegrind does not go with --device cuda"),
         ("part4 --arch sm_90", "--arch goes with --device cuda only"),
         ("part4 --device cuda --arch sm_90 -N 9 --queries 10 --causal", "at most N=9 with a"),
