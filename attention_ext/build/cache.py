@@ -138,9 +138,9 @@ def is_private(group: int) -> bool:
     return group == 0 or (entry.gr_name == user and set(entry.gr_mem) <= {user})
 
 
-def real(directory: Path) -> Path:
+def real(path: str | Path) -> Path:
     """The path with symbolic links resolved, because whoever can change a link decides what is loaded."""
-    return Path(os.path.realpath(directory))
+    return Path(os.path.realpath(path))
 
 
 def lock(descriptor: int, wait: bool = True) -> bool:

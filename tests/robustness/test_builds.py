@@ -3,19 +3,21 @@
 Most tests build sources of one line (small_build.py), in the same steps as the extension.
 """
 
+import errno
 import grp
 import os
 import pwd
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
-from support import or_skip, script, start_python
+from support import naming, or_skip, script, start_python
 
+from robustness import small_build
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache as cache_of_builds
 from shakespeare.attention_ext.build import toolchain
@@ -51,15 +53,6 @@ def finish(process) -> tuple[int, str, str]:
 
 def small(cache, sources, *args, **env) -> tuple[int, str, str]:
     return finish(start_python(cache, SCRIPT, sources, *args, **env))
-
-
-def error_of(result) -> str:
-    """The one line of error of a process; lines that report compiling are left out."""
-    code, out, err = result
-    lines = [line for line in err.splitlines() if not line.startswith("Compiling ")]
-    assert code == 2 and out == "" and len(lines) == 1, err
-    assert lines[0].startswith("Error: ")
-    return lines[0]
 
 
 def libraries(cache):
@@ -111,63 +104,25 @@ def test_the_compilers_of_a_killed_build_are_waited_for(tmp_path, sources):
     assert finish(second)[:2] == (0, "42\n")
 
 
-@pytest.fixture(scope="module")
-def namespace(tmp_path_factory):
-    """Make a command's prefix that first mounts something, in a namespace that ends with the command."""
-    trial = tmp_path_factory.mktemp("mount")
-
-    def prefix(mounts: str) -> list[str]:
-        return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", f'{mounts}; exec "$@"', "sh"]
-
-    try:
-        subprocess.run([*prefix(f"mount -t tmpfs none {trial}"), "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"nothing can be mounted here: {error}")
-    return prefix
-
-
-def test_a_read_only_cache_is_read_and_a_build_in_it_is_an_error(tmp_path, sources, namespace):
-    cache = tmp_path / "cache"
-    cache.mkdir(mode=0o700)
-    prefix = namespace(f"mount --bind {cache} {cache}; mount -o remount,bind,ro {cache}")
-    message = (
-        "/attention_ext_decoder_portable_.*: Read-only file system; TORCH_EXTENSIONS_DIR can name another"
-    )
-    assert re.search(message, error_of(finish(start_python(cache, SCRIPT, sources, prefix=prefix))))
-    assert list(cache.iterdir()) == []
-    assert small(cache, sources)[0] == 0
-    assert finish(start_python(cache, SCRIPT, sources, prefix=prefix)) == (0, "42\n", "")
-
-
-def test_a_full_disk_is_reported_and_leaves_nothing_harmful(tmp_path, sources, namespace):
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    for pages in (1, 8):
-        mounts = f"""mount -t tmpfs -o mode=700,size={pages * 4096} none {cache}
-            ! "$@"
-            ! find {cache} -name '*.so' | grep .
-            mount -o remount,size=16m {cache}"""  # make room; the second attempt follows
-        code, out, err = finish(start_python(cache, SCRIPT, sources, prefix=namespace(mounts)))
-        first = [line for line in err.splitlines() if not line.startswith("Compiling ")]
-        assert (code, out, len(first)) == (0, "42\n", 1), err
-        assert first[0].startswith("Error: ") and "no space left on device" in first[0].lower()
-
-
 OLD = "cc1plus: error: unrecognized command line option '-std=c++17'"
+FULL = "main.cpp:1: fatal error: error writing to x.s: No space left on device"
 COMPILERS = {
     "too old": (f'{VERSION}\ncase "$*" in *-std=*) echo "{OLD}" >&2; exit 1;; esac', re.escape(OLD)),
-    "crashing": (f"{VERSION}\nkill -SEGV $$", "failed: .*Segmentation fault"),
-    "silent": (f"{VERSION}\nexit 1", r"failed: no reason given \(full output: .*build.log\)"),
-    "in Latin 1": (f"{VERSION}\nprintf 'error: \\377 kaboom\\n' >&2; exit 1", "failed: error: . kaboom"),
+    "on a full disk": (f'{VERSION}\necho "a.cpp:1:1: error: x\n{FULL}" >&2; exit 1', FULL),
+    "crashing": (f"{VERSION}\nkill -SEGV $$", "Segmentation fault"),
+    "silent": (f"{VERSION}\nexit 1", r"no reason given \(full output: .*build.log\)"),
+    "in Latin 1": (f"{VERSION}\nprintf 'error: \\377 kaboom\\n' >&2; exit 1", "error: . kaboom"),
 }
 
 
-def test_a_compiler_that_cannot_do_it_is_one_line(tmp_path, sources):
+def test_a_compiler_that_cannot_do_it_is_one_line(tmp_path, sources, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     for kind, (text, reason) in COMPILERS.items():
         path = script(tmp_path / kind.replace(" ", "-"), text)
-        said = error_of(small(tmp_path / "cache", sources, CXX=path))
-        assert said.startswith((f"Error: {path} ", f"Error: the compiler {path} ")), (kind, said)
-        assert re.search(reason, said), (kind, said)
+        monkeypatch.setenv("CXX", path)
+        with naming(kind), pytest.raises(BuildError, match=f"{path} failed: .*{reason}") as caught:
+            small_build.answer(sources)
+        assert "\n" not in str(caught.value)
     assert libraries(tmp_path / "cache") == []
 
 
@@ -184,6 +139,19 @@ def test_what_is_made_is_the_users_alone(tmp_path):
     finally:
         os.umask(mask)
     assert all(path.stat().st_mode & 0o777 == 0o700 for path in [*target.parents][:3])
+
+
+def test_a_cache_that_cannot_be_written_is_read_and_a_build_in_it_is_one_line(monkeypatch, tmp_path):
+    target = tmp_path / "cache" / "build" / "made"
+    for number in (errno.EROFS, errno.ENOSPC, errno.EACCES):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "mkdir", Mock(side_effect=OSError(number, os.strerror(number))))
+            said = f"^cannot write the build directory {target.parent}: {os.strerror(number)}; TORCH_EXT"
+            with pytest.raises(BuildError, match=said):
+                cache_of_builds.make(target, "it", write)
+    cache_of_builds.make(target, "it", write)
+    monkeypatch.setattr(os, "mkdir", Mock(side_effect=OSError(errno.EROFS, "")))
+    cache_of_builds.make(target, "it", write)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
