@@ -25,7 +25,7 @@ RULE = r"""
 rule run
   description = $out
   command = said=$$(exec 2>&1; $words -o $out.new || exit) && mv -f $out.new $out || $
-    { printf '\036%s' $out "$$said" ''; echo; exit 1; }
+    { printf '\036%s\036%s\n\036\n' $out "$$said"; exit 1; }
 """
 # Signs of the line that says why a compiler failed, the most reliable first; the shell reports a crash.
 REASONS = "no space left on device|undefined reference|error:|segmentation fault|killed|aborted|fatal:"
@@ -148,6 +148,7 @@ def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, 
     if MARK in output:
         _, target, output = output.split(MARK)[:3]
         tool = shlex.join(tools[target])
+    output = output.lstrip("\n")
     log.write_text(output)
     signs = ((sign, line) for sign in REASONS.split("|") for line in output.splitlines())
     reason = next((line for sign, line in signs if sign in line.lower()), "no reason given")
