@@ -5,8 +5,7 @@ A text has each context a few times only, so the draft holds the model's mean pr
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,8 @@ from shakespeare.generation.writer import Writer
 from shakespeare.model import draft as drafts
 from shakespeare.model.checkpoint import Checkpoint
 
-Table = NDArray[Any]
 LEAST_COUNT = 3  # occurrences of a context; rarer ones could be passages of the text
-MOST_CONTEXTS = 60_000  # of a length; a file cannot hold more
+MOST_CONTEXTS = 60_000  # of a length; a file holds fewer
 SMOOTHING = 0.5  # occurrences that the shorter context counts for
 SHARPNESS = 1.4  # a guess takes the probabilities to about this power, so errors count after it
 MOST_READ, PIECE = 2**20, 2**14  # characters of a text, and of the pieces that a longer one gives
@@ -29,13 +27,6 @@ OWN_TOKENS = 2**18  # of own_text(): seconds
 AT_ONCE = 32  # texts
 LIKELIEST = 5  # tokens after each place of the text
 WINDOW = 256  # tokens that the model reads at once; three quarters of them see at least the first quarter
-START = 4  # bytes of a bucket
-MOST_LISTED = 63  # tokens of a record
-IN_BUCKET = 4  # records
-TRIES = 9  # sizes that are tried
-HEADER = 500  # bytes of the file beside the tables
-# Of no contexts: hashes, numbers of tokens, factors; and of all records the tokens and their codes.
-NO_RECORDS = (np.empty(0, np.uint64), np.empty(0, np.int64), *3 * (np.empty(0, np.uint8),))
 
 
 class NoDraft(ValueError):
@@ -43,7 +34,7 @@ class NoDraft(ValueError):
 
 
 def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) -> drafts.Draft:
-    """The draft of a model from a text's tokens, at most MOST_BYTES.
+    """The draft of a model from a text's tokens: in each bucket the contexts that change the most guesses.
 
     seconds: the limit of the model's reading; of the rest of the text only the tokens count. Raises NoDraft
     if the vocabulary is not of at most MOST_VOCABULARY characters, or the block size is 1; ValueError without
@@ -58,18 +49,17 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
     if len(ids) == 0:
         raise ValueError("the text is empty; a draft needs one")
     text = np.array(ids, np.int64)
-    levels = _levels(text, *_expected(checkpoint, text, seconds), len(vocabulary))
-    # What a token must change, in tokens of the text. A file of `low` is too large, one of `high` small.
-    low, high = 0.1, max(1.0, len(text) / 100)
-    best = _pruned(levels, high)
-    for _ in range(TRIES):
-        middle = math.sqrt(low * high)
-        tables = _pruned(levels, middle)
-        if sum(table.nbytes for table in tables) + vocabulary.nbytes + HEADER <= drafts.MOST_BYTES:
-            best, high = tables, middle
-        else:
-            low = middle
-    return drafts.Draft(vocabulary, *best)
+    found = _contexts(text, *_expected(checkpoint, text, seconds), len(vocabulary))
+    hashes, gains, pairs = map(np.concatenate, zip(*found))
+    tags = np.zeros((drafts.BUCKETS, drafts.WAYS), np.uint32)
+    held = np.zeros((*tags.shape, drafts.LISTED, 2), np.uint8)
+    bucket = (hashes >> np.uint64(drafts.BUCKET_SHIFT)).astype(np.int64)
+    order = np.lexsort((-gains, bucket))
+    way = np.arange(len(order)) - np.searchsorted(bucket[order], bucket[order])
+    order, way = order[way < drafts.WAYS], way[way < drafts.WAYS]
+    tags[bucket[order], way] = hashes[order] >> np.uint64(drafts.TAG_SHIFT)
+    held[bucket[order], way] = pairs[order]
+    return drafts.Draft(vocabulary, tags, held)
 
 
 def excerpt(text: str) -> str:
@@ -127,122 +117,37 @@ def _expected(
     return tokens, shares
 
 
-@dataclass(frozen=True)
-class _Level:
-    """Contexts of one length: their keys, ascending; the place of each one's shorter context in the level
-    before; how often each occurs; and the sums of the tokens' probabilities after it (contexts, V)."""
-
-    keys: NDArray[np.int64]
-    shorter: NDArray[np.int64]
-    counts: NDArray[np.float64]
-    sums: NDArray[np.float32]
-
-
-def _levels(
+def _contexts(
     text: NDArray[np.int64], tokens: NDArray[np.uint8], shares: NDArray[np.float32], V: int
-) -> list[_Level]:
-    levels: list[_Level] = []
-    for n in range(drafts.ORDER + 1):
-        keys = _context_keys(text, n, V)
-        known, place, counts = np.unique(keys[n:], return_inverse=True, return_counts=True)
-        if n:
-            before = levels[-1].keys
-            shorter = np.minimum(np.searchsorted(before, known % V ** (n - 1)), len(before) - 1)
-            keep = (counts >= LEAST_COUNT) & (before[shorter] == known % V ** (n - 1))
-            if keep.sum() > MOST_CONTEXTS:
-                keep &= counts > np.partition(counts, -MOST_CONTEXTS)[-MOST_CONTEXTS]
-        else:
-            shorter, keep = np.zeros(1, np.int64), np.ones(1, bool)
-        if not keep.any():
-            break
-        number = np.where(keep, np.cumsum(keep) - 1, -1)[place]
-        size = int(keep.sum())
-        sums: Table = np.zeros(size * V)
-        for start in range(0, len(number), PIECE):
-            rows = start + np.flatnonzero(number[start : start + PIECE] >= 0)
-            flat = number[rows, None] * V + tokens[n + rows]
-            np.add.at(sums, flat.ravel(), shares[n + rows].ravel().astype(float))
-        sums = sums.astype(np.float32).reshape(size, V)
-        levels.append(_Level(known[keep], shorter[keep], counts[keep].astype(float), sums))
-    return levels
-
-
-def _context_keys(text: NDArray[np.int64], n: int, V: int) -> NDArray[np.int64]:
-    """The number of the n tokens before each place of a text, of which the first n places lack some."""
-    keys = np.zeros(len(text), np.int64)
-    for i in range(1, n + 1):
-        keys[n:] += text[n - i : len(text) - i] * V ** (i - 1)
-    return keys
-
-
-def _pruned(levels: list[_Level], least: float) -> tuple[Table, ...]:
-    """The tables `first`, `starts` and `records` of what changes at least so many of the text's tokens."""
-    V = levels[0].sums.shape[1]
-    uniform = SMOOTHING / V
-    p = (levels[0].sums + uniform) / (levels[0].sums + uniform).sum()
-    first = np.clip(np.rint(255 * np.sqrt(p)), 1, 255).astype(np.uint8)[0]
-    Q = drafts.share(first)[None]
-    Q /= Q.sum()
-    columns: list[tuple[Table, ...]] = [NO_RECORDS]
-    for n, level in enumerate(levels[1:], 1):
-        lower = Q[level.shorter]
-        counts = level.counts[:, None]
+) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+    """Of the frequent contexts of each length: hashes, the guesses that each changes, and the pairs."""
+    before, least = np.zeros(1, np.int64), LEAST_COUNT
+    lower = np.bincount(tokens.ravel(), shares.ravel(), V)[None] + SMOOTHING / V
+    lower = (lower / lower.sum()).astype(np.float32)  # (contexts before, V), their probabilities
+    recent = np.zeros(len(text), np.int64)  # the tokens before each place, a byte each, the latest one lowest
+    for n in range(1, drafts.ORDER + 1):
+        recent[n:] += text[: len(text) - n] << 8 * (n - 1)
+        known, place, occurrences = np.unique(recent[n:], return_inverse=True, return_counts=True)
+        if len(known) > MOST_CONTEXTS:
+            least = max(least, 1 + int(np.partition(occurrences, -MOST_CONTEXTS)[-MOST_CONTEXTS]))
+        frequent = occurrences >= least  # so is each one's shorter context
+        place = np.where(frequent, np.cumsum(frequent) - 1, -1)[place]
+        at, known, counts = n + np.flatnonzero(place >= 0), known[frequent], occurrences[frequent, None]
+        flat = place[at - n, None] * V + tokens[at]
+        sums = np.bincount(flat.ravel(), shares[at].ravel(), len(known) * V).reshape(-1, V)
         # What the model gave to other tokens than its likeliest is shared out like after the shorter context.
-        rest = np.maximum(counts - level.sums.sum(1, keepdims=True), 0) + SMOOTHING
-        p = ((level.sums + rest * lower) / (counts + SMOOTHING)).astype(np.float32)
-        gain = counts * np.abs(_sharp(p) - _sharp(lower))
-        listed = gain >= least
-        crowded = listed.sum(1) > MOST_LISTED
-        if crowded.any():
-            listed[crowded] &= gain[crowded] > np.sort(gain[crowded], 1)[:, -MOST_LISTED][:, None]
-        amount = listed.sum(1)
-        kept = (gain * listed).sum(1) >= least * (amount + (drafts.HEAD + START / IN_BUCKET) / drafts.PAIR)
-        kept &= amount > 0
-        listed &= kept[:, None]
-        code = np.rint(255 * np.sqrt(np.clip(p, 0, 1))).astype(np.uint8)
-        left = np.maximum(1 - (p * listed).sum(1), 1e-6)
-        factor = np.clip(np.rint(128 * np.sqrt(left / np.maximum(1 - (lower * listed).sum(1), 1e-6))), 0, 255)
-        factor[~kept] = 128
-        Q = np.where(listed, drafts.share(code), (factor[:, None] / 128) ** 2 * lower).astype(np.float32)
-        Q /= Q.sum(1, keepdims=True)
-        rows, tokens = np.nonzero(listed)
-        heads = _hashes(level.keys[kept], n, V), listed[kept].sum(1), factor[kept].astype(np.uint8)
-        columns.append((*heads, tokens.astype(np.uint8), code[rows, tokens]))
-    return first, *_packed(*map(np.concatenate, zip(*columns)))
+        lower = lower[np.searchsorted(before, known & (1 << 8 * (n - 1)) - 1)]
+        rest = np.maximum(counts - sums.sum(1, keepdims=True), 0) + SMOOTHING
+        p = ((sums + rest * lower) / (counts + SMOOTHING)).astype(np.float32)
+        gains = (counts * np.abs(_sharp(p) - _sharp(lower))).sum(1)
+        likeliest = np.sort(np.argsort(-p, 1, "stable")[:, : drafts.LISTED], 1)
+        pairs = np.zeros((len(p), drafts.LISTED, 2), np.uint8)
+        pairs[:, : likeliest.shape[1], 0] = likeliest
+        pairs[:, : likeliest.shape[1], 1] = np.rint(255 * np.sqrt(np.take_along_axis(p, likeliest, 1)))
+        yield drafts.hashes(known, n), gains, pairs
+        before, lower = known, p
 
 
 def _sharp(p: NDArray[np.float32]) -> NDArray[np.float32]:
     powers = p**SHARPNESS
     return powers / powers.sum(1, keepdims=True)
-
-
-def _hashes(keys: NDArray[np.int64], n: int, V: int) -> NDArray[np.uint64]:
-    """The hashes of contexts: the latest token first."""
-    hashes = drafts.first_hashes(len(keys))
-    for _ in range(n):
-        hashes, keys = drafts.extended(hashes, keys % V), keys // V
-    return hashes
-
-
-def _packed(
-    hashes: Table, number: Table, factors: Table, tokens: Table, codes: Table
-) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-    """The tables `starts` and `records`, from the parts of the records."""
-    bits = max(1, math.ceil(math.log2(max(1, len(hashes) / IN_BUCKET))))
-    bucket = (hashes >> np.uint64(64 - bits)).astype(np.int64)
-    order = np.argsort(bucket, kind="stable")
-    size = drafts.HEAD + drafts.PAIR * number
-    at = np.zeros(len(hashes), np.int64)
-    at[order] = np.cumsum(size[order]) - size[order]
-    records = np.zeros(int(size.sum()), np.uint8)
-    tag = (hashes >> np.uint64(20) & np.uint64(1023)).astype(np.int64)
-    records[at] = tag & 255
-    records[at + 1] = tag >> 8 | number << 2
-    records[at + 2] = factors
-    # The place of each pair: its record's, and its number in the record.
-    within = np.arange(int(number.sum())) - np.repeat(np.cumsum(number) - number, number)
-    pair = np.repeat(at + drafts.HEAD, number) + drafts.PAIR * within
-    records[pair], records[pair + 1] = tokens, codes
-    starts = np.zeros(2**bits + 1, np.uint32)
-    starts[1:] = np.cumsum(np.bincount(bucket, size, 2**bits))
-    return starts, records

@@ -42,9 +42,8 @@ bool drop(Handle* decoder, int64_t slot);
 bool write_rows(Handle* decoder, int64_t count, const int64_t* slots, int64_t rows, const double* uniforms,
                 const double* seconds, int64_t* tokens, int64_t* written);
 
-// first (vocab_size), starts (buckets + 1), records (bytes): NgramTables; a null `first` leaves no draft.
-bool set_draft(Handle* decoder, int64_t vocab_size, const uint8_t* first, int64_t buckets,
-               const uint32_t* starts, int64_t bytes, const uint8_t* records);
+// tags (CONTEXTS), pairs (CONTEXTS, LISTED, 2): Draft of model/draft.py, for vocab_size tokens; null: no draft.
+bool set_draft(Handle* decoder, const uint32_t* tags, const uint8_t* pairs);
 bool draft_counts(Handle* decoder, DraftCounts* counts);  // since the last call
 
 bool copy(Handle* decoder, int64_t from, int64_t to);

@@ -127,13 +127,13 @@ bool write_rows(Handle* decoder, int64_t count, const int64_t* slots, int64_t ro
     });
 }
 
-bool set_draft(Handle* decoder, int64_t vocab_size, const uint8_t* first, int64_t buckets,
-               const uint32_t* starts, int64_t bytes, const uint8_t* records) {
+bool set_draft(Handle* decoder, const uint32_t* tags, const uint8_t* pairs) {
     return guarded([&] {
-        if (!first) return decoder->set_draft(nullptr);
-        NgramTables tables{
-            {first, first + vocab_size}, {starts, starts + buckets + 1}, {records, records + bytes}};
-        decoder->set_draft(std::make_shared<Ngrams>(std::move(tables), decoder->vocab_size()));
+        if (!tags) return decoder->set_draft(nullptr);
+        const auto* first = reinterpret_cast<const Ngrams::Pair*>(pairs);
+        std::vector held(first, first + CONTEXTS * LISTED);
+        decoder->set_draft(std::make_shared<Ngrams>(std::vector(tags, tags + CONTEXTS), std::move(held),
+                                                    decoder->vocab_size()));
     });
 }
 

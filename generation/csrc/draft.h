@@ -9,28 +9,26 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cuda/ngrams_table.h"
 #include "sampling.h"
 
 constexpr int64_t MOST_ROWS = 8;           // of a step with drafts: pending tokens and drafts of all texts
 constexpr int64_t MOST_DRAFTED_TEXTS = 4;  // more texts share a step's weights among themselves
 
-// The last tokens of a text, the latest one first.
+// The last tokens of a text, a byte each: only vocabularies of at most 256 tokens have drafts.
 class Tail {
   public:
-    static constexpr int64_t MOST = 5;
-
-    int64_t size() const { return count; }
-    int64_t operator[](int64_t i) const { return tokens[i]; }
+    int size() const { return count; }
+    uint64_t recent() const { return bytes; }  // the latest token lowest
     void push(int64_t token) {
-        std::copy_backward(tokens.begin(), tokens.end() - 1, tokens.end());
-        tokens[0] = token;
-        count = std::min(count + 1, MOST);
+        bytes = bytes << 8 | static_cast<uint8_t>(token);
+        count = std::min(count + 1, CONTEXT);
     }
     void clear() { count = 0; }
 
   private:
-    std::array<int64_t, MOST> tokens{};
-    int64_t count = 0;
+    uint64_t bytes = 0;
+    int count = 0;
 };
 
 // token: -1 for none. margin: the distance from the number to the next boundary between two tokens in the

@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from shakespeare.attention_ext.build import cache
 from shakespeare.attention_ext.cuda.gpu import Memory, launch_prepared, synchronize
 from shakespeare.attention_ext.cuda.gpu import gpu as gpu
 from shakespeare.attention_ext.parts import CachePrecision, Precision
-from shakespeare.generation.distributions import distributions
 from shakespeare.generation.engines import layouts
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.layouts import Floats, Grid, Launch, Layout
@@ -52,8 +50,8 @@ class Work(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "tokens", "positions", "keys", "values", "logits")),
         *((name, ctypes.c_void_p) for name in ("every", "seen", "written", "sampling", "bias", "texts")),
         *((name, ctypes.c_void_p) for name in ("uniforms", "chosen", "cycles", "arrived")),
-        *((name, ctypes.c_void_p) for name in ("contexts", "codes", "drafts")),
-        *((name, ctypes.c_int) for name in ("count", "rows", "capacity", "context_bits", "leading")),
+        *((name, ctypes.c_void_p) for name in ("tags", "pairs", "drafts")),
+        *((name, ctypes.c_int) for name in ("count", "rows", "capacity", "leading")),
         ("scale", ctypes.c_float),
     ]
 
@@ -87,8 +85,7 @@ class CudaEngine(Slots):
 
     A text's last bits depend on the kind of launch only: alone in a cluster, with drafts or without, among
     others there, or in the grid. clocks: whether cycles() has something to tell. draft: guesses the next
-    tokens of few texts, each in its own cluster; damaged tables are ignored with a warning. Other arguments
-    and errors: as open_engine(), and Unfit.
+    tokens of few texts, each in its own cluster. Other arguments and errors: as open_engine(), and Unfit.
     """
 
     name = device = "cuda"
@@ -146,13 +143,12 @@ class CudaEngine(Slots):
         self._tails = np.zeros((slots, ORDER), np.int64)  # of each slot the last tokens, the latest one last
         self._guessed = np.zeros((slots, 2))  # of each slot's text: guesses that were compared, and hits
         self._kept += [self._tails, self._guessed]
-        self._tables: tuple[Memory, ...] = ()
+        self.draft = draft
+        if draft is not None:
+            self._tables = Memory.of(draft.tags), Memory.of(draft.pairs)
+            self._work.tags, self._work.pairs = (table.address for table in self._tables)
         self._drafts = np.zeros(4, int)  # passes, tokens, rows of guesses, guesses that were compared
         self._counted = np.zeros((0, 3), np.int32)  # of the last launch, as struct Work has them
-        try:
-            self.set_draft(draft)
-        except ValueError as error:
-            warnings.warn(f"{error}; the draft is ignored", stacklevel=3)
         # Compiled now, not while texts wait: what as many texts as there are slots need, or fewer.
         most = min(slots, self._many * layouts.RESIDENT * on.on.multiprocessors)  # more need the same
         on.prepare(self._way(np.arange(count))[:2] for count in range(1, most + 1))
@@ -281,28 +277,6 @@ class CudaEngine(Slots):
         """The logits that the last launch kept, (rows, vocab_size)."""
         synchronize(self._gpu.stream)
         return self._every.read(np.empty((rows, self.config.vocab_size), np.float32))
-
-    def set_draft(self, draft: Draft | None) -> None:
-        """Guess tokens by this draft from now on, or not at all. It changes the last bits of logits.
-
-        Raises ValueError if its tables are damaged, or for another vocabulary.
-        """
-        self.draft: Draft | None = None
-        if draft is None:
-            return
-        if len(draft.first) != self.config.vocab_size:
-            has = f"the draft's vocabulary is {len(draft.first)}"
-            raise ValueError(f"{has}; it must be the model's, {self.config.vocab_size}")
-        contexts, codes, bits = distributions(draft)
-        of_lane = -(-codes.shape[1] // layouts.LANES)  # tokens
-        codes = np.pad(codes, ((0, 0), (0, layouts.LANES * of_lane - codes.shape[1])))
-        codes = np.pad(codes.reshape(-1, layouts.LANES, of_lane), ((0, 0), (0, 0), (0, -of_lane % 4)))
-        with self._lock:
-            self._gpu.activate()
-            self._tables = Memory.of(contexts), Memory.of(codes)
-            self._work.contexts, self._work.codes = (table.address for table in self._tables)
-            self._work.context_bits = bits
-        self.draft = draft
 
     def draft_counts(self) -> DraftCounts:
         """What drafts did since the last call."""

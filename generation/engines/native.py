@@ -9,7 +9,6 @@ import re
 import struct
 import sys
 import threading
-import warnings
 from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_bool, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
@@ -82,7 +81,7 @@ def library(simd: str = "auto") -> ctypes.CDLL:
 class Decoder:
     """An Engine that holds the packed weights and the slots' caches. Its calls take turns.
 
-    draft: what guesses the next tokens; one with damaged tables is ignored with a warning.
+    draft: what guesses the next tokens.
     """
 
     name = "native"
@@ -126,10 +125,7 @@ class Decoder:
         self.free = list(range(self.slots))
         for slot in self.free:
             self.set_sampling(slot, Sampling())
-        try:
-            self.set_draft(draft)
-        except ValueError as error:
-            warnings.warn(f"{error}; the draft is ignored", stacklevel=3)
+        self.set_draft(draft)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -195,13 +191,7 @@ class Decoder:
 
     def set_draft(self, draft: Draft | None) -> None:
         """Guess tokens by this draft from now on, or not at all. It changes no text."""
-        self.draft: Draft | None = None
-        if draft is None:
-            tables: list[Any] = [0, None, 0, None, 0, None]
-        else:
-            arrays: tuple[NDArray[Any], ...] = (draft.first, draft.starts, draft.records)
-            sizes = (len(draft.first), len(draft.starts) - 1, len(draft.records))
-            tables = [item for size, array in zip(sizes, arrays) for item in (size, array.ctypes.data)]
+        tables = (None, None) if draft is None else (draft.tags.ctypes.data, draft.pairs.ctypes.data)
         with self._lock:
             self._do("set_draft", *tables)
         self.draft = draft

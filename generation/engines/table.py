@@ -122,9 +122,13 @@ def open_engine(
 
 
 def draft_of(model: Checkpoint | GPT, draft: Draft | str) -> Draft | None:
-    """The draft that EngineOptions name, or None. Raises DraftError if it does not fit."""
-    if isinstance(draft, Draft) or draft == "off":
-        return draft if isinstance(draft, Draft) else None
+    """The draft that EngineOptions name, or None. Raises ValueError if it does not fit."""
+    if draft == "off":
+        return None
+    if isinstance(draft, Draft):
+        if (has := len(draft.vocabulary)) != (V := model.config.vocab_size):
+            raise ValueError(f"draft has a vocabulary of {has}; it must be the model's, {V}")
+        return draft
     if isinstance(model, Checkpoint):
         return model.draft if draft == "auto" else named_draft(draft, model.tokenizer)
     if draft == "auto":

@@ -4,10 +4,11 @@ import itertools
 import math
 import random
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import tiny
 import torch
 from steps import prefill, write, write_at_random
@@ -15,15 +16,15 @@ from support import full, or_skip
 
 from shakespeare.attention_ext import extension as built
 from shakespeare.attention_ext.parts import PARTS
-from shakespeare.generation import draft as drafts
-from shakespeare.generation.distributions import distributions
+from shakespeare.generation import draft as maker
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.writer import Writer
+from shakespeare.model import draft as drafts
 from shakespeare.model import load
 from shakespeare.model.checkpoint import Checkpoint
-from shakespeare.model.draft import Draft, code_points, extended, first_hashes
+from shakespeare.model.draft import Draft, code_points
 
 PARTS_HERE = [name for name, part in PARTS.items() if part.operator]
 # Texts of a case in each batch: in the default tests, and in the full set.
@@ -43,27 +44,27 @@ def text_of(model: Checkpoint, count: int = 400) -> list[int]:
 
 
 def certain(token: int) -> Draft:
-    first = np.zeros(len(tiny.VOCABULARY), np.uint8)
-    first[token] = 255
-    return Draft(code_points(tiny.VOCABULARY), first, np.zeros(3, np.uint32), np.empty(0, np.uint8))
+    """What guesses one token, after any token."""
+    tags = np.zeros((drafts.BUCKETS, drafts.WAYS), np.uint32)
+    pairs = np.zeros((*tags.shape, drafts.LISTED, 2), np.uint8)
+    for hash in drafts.hashes(np.arange(len(tiny.VOCABULARY)), 1).tolist():
+        bucket = hash >> drafts.BUCKET_SHIFT
+        way = np.flatnonzero(tags[bucket] == 0)[0]
+        tags[bucket, way] = hash >> drafts.TAG_SHIFT & 0xFFFFFFFF
+        pairs[bucket, way, 0] = token, 255
+    return Draft(code_points(tiny.VOCABULARY), tags, pairs)
 
 
-def scrambled(draft: Draft, seed: int) -> Draft:
+def scrambled(draft: Draft) -> Draft:
     """The same contexts with other tokens and probabilities."""
-    rng, records, V = np.random.default_rng(seed), draft.records.copy(), len(draft.first)
-    for begin, end in zip(draft.starts, draft.starts[1:]):
-        while begin < end:
-            n = records[begin + 1] >> 2
-            pairs = records[begin + 3 : begin + 3 + 2 * n].reshape(n, 2)
-            pairs[:, 0] = rng.permutation(V)[:n]
-            pairs[:, 1] = rng.integers(0, 256, n)
-            begin += 3 + 2 * n
-    return replace(draft, records=records, first=rng.integers(1, 256, V).astype(np.uint8))
+    rng = np.random.default_rng(1)
+    pairs = np.stack([rng.integers(limit, size=draft.pairs.shape[:3]) for limit in (11, 256)], axis=-1)
+    return replace(draft, pairs=pairs.astype(np.uint8))
 
 
 def kinds_of(model: Checkpoint) -> dict[str, Draft]:
-    own = drafts.make(model, text_of(model))
-    return {"own": own, "scrambled": scrambled(own, 1), "certain": certain(3)}
+    own = maker.make(model, text_of(model))
+    return {"own": own, "scrambled": scrambled(own), "certain": certain(3)}
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +77,14 @@ def test_each_place_has_what_the_model_expects_there(extension):
     for block in (2, 3, 4, 5, 6, 7, 8, 12):
         gpt = tiny.gpt(block_size=block)
         text = np.random.default_rng(block).integers(11, size=29)
-        tokens, shares = drafts._expected(tiny.checkpoint(block_size=block), text, math.inf)
+        tokens, shares = maker._expected(tiny.checkpoint(block_size=block), text, math.inf)
         for at in range(1, len(text)):
             firsts = range(max(0, at - block), max(0, at - max(1, block // 4)) + 1)
             possible = [gpt(torch.tensor(text[None, first:at]))[0, -1].softmax(0) for first in firsts]
             near = [np.allclose(p[tokens[at].tolist()].detach(), shares[at], atol=1e-4) for p in possible]
             assert any(near), (block, at)
-    with pytest.raises(drafts.NoDraft, match="block size is 1; a draft needs one of at least 2"):
-        drafts.make(tiny.checkpoint(block_size=1), [1, 2, 3])
+    with pytest.raises(maker.NoDraft, match="block size is 1; a draft needs one of at least 2"):
+        maker.make(tiny.checkpoint(block_size=1), [1, 2, 3])
 
 
 def any_request(rng: random.Random, vocab: int, longest: int) -> Request:
@@ -191,32 +192,6 @@ def test_when_the_cuda_engine_has_drafts(emulated, monkeypatch):
     assert drafted(5, Sampling(presence_penalty=0.5)) == 0
 
 
-def test_a_gpus_table_has_the_distributions_of_the_draft(model, kinds):
-    """Of each context that the text has, from the longest one's record to that of no context."""
-    draft = kinds["own"]
-    found, records, V = distributions(draft), draft.unpacked(), len(tiny.VOCABULARY)
-    place = {pair: i for i, pair in reversed(list(enumerate(zip(records.bucket, records.tag))))}
-    rows = set()
-    for context in itertools.product(range(V), repeat=2):
-        p, row, hash_ = (draft.first / 255) ** 2, 0, first_hashes(1)
-        for token in context:  # the latest first
-            hash_ = extended(hash_, np.array([token]))
-            full = int(hash_[0])
-            at = place.get((full >> 64 - records.bits, full >> 20 & 1023))
-            for tag, name in found.contexts[full >> 64 - found.bits].tolist():
-                if name and tag == full & 0xFFFFFFFF:
-                    assert at is not None
-                    row = name
-            if at is None:
-                break
-            pairs = slice(records.first[at], records.first[at] + records.pairs[at])
-            p = p * (records.factor[at] / 128) ** 2
-            p[records.tokens[pairs]] = (records.codes[pairs] / 255) ** 2
-        rows.add(row)
-        assert np.abs(found.codes[row] - 255 * np.sqrt(np.minimum(p, 1))).max() < 0.501  # rounded in float32
-    assert len(rows) > V
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("kv_cache", ["fp32", "bf16"])
 @pytest.mark.parametrize(
@@ -246,47 +221,37 @@ def test_the_draft_of_a_model_hits(model, kinds):
 
 
 def test_a_draft_holds_no_rare_context(model):
-    """Each pair of tokens occurs once in this text, so only single tokens are contexts of records."""
+    """Each pair of tokens occurs once in this text, so only single tokens are contexts."""
     V = len(tiny.VOCABULARY)
     text = [token for i in range(V) for token in (i, *(each for j in range(i + 1, V) for each in (i, j)))]
-    records, count, at = drafts.make(model, text).records, 0, 0
-    while at < len(records):
-        count, at = count + 1, at + 3 + 2 * (records[at + 1] >> 2)
-    assert 0 < count <= V
+    assert 0 < np.count_nonzero(maker.make(model, text).pairs[..., 1].any(2)) <= V
 
 
 def test_a_long_text_gives_pieces_from_all_of_it(monkeypatch):
-    monkeypatch.setattr(drafts, "MOST_READ", 6)
-    monkeypatch.setattr(drafts, "PIECE", 2)
-    assert drafts.excerpt("abcdef") == "abcdef"
-    assert drafts.excerpt("abcdefghijkl") == "abfgkl"
+    monkeypatch.setattr(maker, "MOST_READ", 6)
+    monkeypatch.setattr(maker, "PIECE", 2)
+    assert maker.excerpt("abcdef") == "abcdef"
+    assert maker.excerpt("abcdefghijkl") == "abfgkl"
 
 
-def test_a_draft_that_fits_any_context_is_refused_on_a_gpu():
-    tags = np.arange(1024)
-    heads = np.stack([tags & 255, tags >> 8, 128 + 0 * tags], axis=1).astype(np.uint8).ravel()
-    first, starts = np.full(200, 9, np.uint8), np.array([0, 3 * 1024, 6 * 1024], np.uint32)
-    wrong = Draft(np.arange(200, dtype=np.uint32), first, starts, np.tile(heads, 2))
-    with pytest.raises(ValueError, match="the draft's vocabulary is 257; it must be from 1 to 256"):
-        distributions(replace(wrong, first=np.full(257, 9, np.uint8)))
-    with pytest.raises(ValueError, match="the draft fits 8,040,201 contexts; it must be at most 100,000"):
-        distributions(wrong)
-
-
-def test_drafts_that_do_not_fit_are_refused_or_ignored(model, kinds):
+def test_drafts_that_do_not_fit_are_refused(model, kinds, tmp_path):
     own = kinds["own"]
-    for wrong in (
-        replace(own, first=own.first[:-1]),
-        replace(own, first=np.zeros_like(own.first)),
-        replace(own, starts=own.starts[:-1]),
-        replace(own, starts=own.starts[::-1].copy()),
-        replace(own, records=own.records[:-1]),
-        replace(own, records=np.full_like(own.records, 255)),
+    for change, message in (
+        (dict(tags=own.tags[1:]), r"tags is uint32 \(8191, 4\); it must be uint32 \(8192, 4\)"),
+        (dict(pairs=own.pairs.astype(np.int8)), "pairs is int8 .*; it must be uint8 "),
+        (dict(pairs=np.full_like(own.pairs, 11)), "a token is outside its vocabulary"),
     ):
-        with pytest.warns(UserWarning, match="the draft is ignored"):
-            assert open_engine(model, draft=wrong).draft is None
-        with pytest.raises(ValueError, match="the draft|a record of the draft"):
-            distributions(wrong)
+        with pytest.raises(ValueError, match=message):
+            replace(own, **change)
+    one_more = replace(own, vocabulary=np.arange(12, dtype=np.uint32))
+    with pytest.raises(ValueError, match="draft has a vocabulary of 12; it must be the model's, 11"):
+        open_engine(model, draft=one_more)
+    old = dict(first=np.ones(11), starts=np.zeros(3), records=np.zeros(0))
+    made = "it holds other tensors; 'gpt.py draft' makes a new one"
+    for tensors, message in ((old, made), (asdict(one_more), "it is for another vocabulary")):
+        safetensors.numpy.save_file(tensors, tmp_path / drafts.FILE)
+        with pytest.raises(drafts.DraftError, match=f"{drafts.FILE} is no draft for this model: {message}"):
+            open_engine(model, draft=str(tmp_path))
     for value, engine in (("nowhere", "native"), ("shakes128", "native"), (own, "torch")):
         with pytest.raises(ValueError, match="draft"):
             open_engine(model, engine, draft=value)

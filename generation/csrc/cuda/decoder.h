@@ -85,10 +85,10 @@ struct Work {
     int* chosen;             // (rows, count); -1 where the logits hold NaN, or the largest is infinite
     long long* cycles;       // (PHASES) of the first block
     unsigned* arrived;       // (blocks of the grid) or, for prompts, (1) of announce(), 0 at first
-    const uint2* contexts;   // of generation/distributions.py
-    const unsigned* codes;   // a row of all lanes, a lane's in words of four
+    const unsigned* tags;    // (CONTEXTS) of a draft's contexts
+    const uint4* pairs;      // (CONTEXTS), their LISTED pairs of a byte for the token and one for the code
     int* drafts;  // (count, 3): passes, guesses that were rows of them, and those whose token was then chosen
-    int count, rows, capacity, context_bits;
+    int count, rows, capacity;
     int leading;  // blocks of the grid whose attention comes before that of the others
     float scale;  // of the scores, times log2(e)
 };

@@ -1,14 +1,10 @@
-// A guess of a text's next token by its draft, by one warp. generation/distributions.py makes its tables.
+// A guess of a text's next token by its draft, by one warp.
 #pragma once
 
 #include "choose.h"
+#include "ngrams_table.h"
 
-constexpr int CONTEXT = 5;                // tokens of the longest context
-constexpr int WAYS = 4;                   // contexts of a bucket, each of which a lane looks at
-constexpr int WORDS = (OF_LANE + 3) / 4;  // of a lane's codes
-constexpr float SHARPNESS = 1.15f;        // as in generation/csrc/ngrams.cpp
-constexpr float GREEDY = 64;              // from this exponent on, only the likeliest token counts
-constexpr unsigned long long FACTOR = 0x9e3779b97f4a7c15ull;
+constexpr float GREEDY = 64;  // from this exponent on, only the likeliest token counts
 
 // What a text's settings say to its guesses.
 struct Taste {
@@ -16,7 +12,7 @@ struct Taste {
     bool greedy, filtered;
 
     __device__ explicit Taste(const double* settings)  // never 0, so that the power of 0 is 0
-        : exponent(2 * SHARPNESS * fmaxf(fminf(settings[INVERSE_TEMPERATURE], 1e30f), 1e-30f)),
+        : exponent(2 * float(SHARPNESS) * fmaxf(fminf(settings[INVERSE_TEMPERATURE], 1e30f), 1e-30f)),
           greedy(settings[TEMPERATURE] == 0 || exponent > GREEDY),
           filtered(Filters{settings}.any()) {}
 };
@@ -24,28 +20,23 @@ struct Taste {
 // recent: the last tokens, a byte each, the latest one lowest; `known` of them count. memory: as in filter().
 __device__ inline int guess(const Work& work, unsigned long long recent, int known, float uniform,
                             const Taste& taste, const double* settings, double* memory) {
-    const int lane = threadIdx.x % LANES, length = lane / WAYS;
-    unsigned long long hash = FACTOR;  // of the last `length + 1` tokens
-    UNROLLED(i, CONTEXT) {
-        unsigned long long extended = (hash ^ ((recent >> 8 * i & 255) + 1)) * FACTOR;
-        extended ^= extended >> 29;
-        if (i <= length) hash = extended;
-    }
-    uint2 context = {0, 0};
-    if (length < min(known, CONTEXT))
-        context = work.contexts[unsigned(hash >> (64 - work.context_bits)) * WAYS + lane % WAYS];
-    const unsigned found = __ballot_sync(~0u, context.y > 0 && context.x == unsigned(hash));
-    const unsigned longest = __shfl_sync(~0u, context.y, 31 - __clz(found | 1));
-    const unsigned row = found ? longest : 0;
-    unsigned codes[WORDS];
-    UNROLLED(i, WORDS) codes[i] = work.codes[(row * LANES + lane) * WORDS + i];
+    const int lane = threadIdx.x % LANES, length = lane / WAYS + 1;
+    const unsigned long long hash = context_hash(recent, min(length, CONTEXT));
+    const unsigned context = unsigned(hash >> BUCKET_SHIFT) * WAYS + lane % WAYS;
+    const bool same = length <= min(known, CONTEXT) && work.tags[context] == unsigned(hash >> TAG_SHIFT);
+    const unsigned found = __ballot_sync(~0u, same);  // without one, any guess will do
+    const uint4 pairs = work.pairs[__shfl_sync(~0u, context, 31 - __clz(found | 1))];
+    const unsigned words[] = {pairs.x, pairs.y, pairs.z, pairs.w};
     float weight[OF_LANE], best = -INF;  // the logarithm of the probability's root
-    UNROLLED(e, OF_LANE) {
-        weight[e] = __log2f((codes[e / 4] >> e % 4 * 8 & 255) * (1 / 255.0f));
-        best = fmaxf(best, weight[e]);
+    UNROLLED(e, OF_LANE) weight[e] = -INF;
+    UNROLLED(i, LISTED) {
+        const unsigned pair = words[i / 2] >> i % 2 * 16, token = pair & 255;
+        const float root = __log2f((pair >> 8 & 255) * (1 / 255.0f));
+        UNROLLED(e, OF_LANE)
+            if (token == lane * OF_LANE + e) weight[e] = fmaxf(weight[e], root);
+        best = fmaxf(best, root);
     }
     if (taste.greedy) {
-        best = largest<1, LANES>(best);
         int likeliest = VOCAB - 1;
         UNROLLED(e, OF_LANE)
             if (weight[e] == best) likeliest = min(likeliest, lane * OF_LANE + e);
