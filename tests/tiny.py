@@ -47,13 +47,13 @@ def checkpoint(**change) -> Checkpoint:
     return Checkpoint(model.config, model.weights, VOCABULARY)
 
 
-def nanogpt_file(path, *, prefix="", config=None, **change):
+def nanogpt_file(path, *, config=None, **change):
     """A ckpt.pt as nanoGPT's train.py writes it."""
     model = gpt(bias=change.pop("bias", False))
     args = {n: getattr(model.config, n) for n in ("n_layer", "n_head", "n_embd", "block_size", "bias")}
     args |= dict(vocab_size=model.config.vocab_size, dropout=0.2)
-    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
-    state[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)  # nanoGPT's causal mask
+    state = dict(model.state_dict())
+    state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16)  # nanoGPT's causal mask
     values = dict(model=state, model_args=args, optimizer={"state": {}}, iter_num=5)
     values |= dict(best_val_loss=torch.tensor(1.5), config=config or {"dataset": "letters"})
     torch.save(values | change, path)

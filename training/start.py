@@ -35,12 +35,9 @@ def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tup
     """The model with the text's new characters and this block size, its vocabulary, and the new characters.
 
     A new character's row of the embedding and of the head is the mean of the others plus noise.
-    Raises ValueError if the vocabulary is not one of characters.
     """
     known = checkpoint.tokenizer
-    if not isinstance(known, CharTokenizer):
-        what = f"the model's vocabulary is {known.source}"
-        raise ValueError(f"{what}; it must be one of characters to train it")
+    assert isinstance(known, CharTokenizer)  # load() refuses others
     new = "".join(sorted(set(alphabet(text)) - set(known.characters)))
     tokenizer = CharTokenizer([*known.characters, *new])
     config = dataclasses.replace(checkpoint.config, block_size=block_size, vocab_size=len(tokenizer))

@@ -47,16 +47,6 @@ def test_each_kind_gives_the_models_logits_and_texts(tmp_path, kind, monkeypatch
             layouts_for(loaded.config, "fp32", "fp32", None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_texts_are_those_of_transformers(tmp_path, kind):
-    transformers = pytest.importorskip("transformers")
-    tiny.huggingface_directory(tmp_path, tiny.gpt(**kind))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    ids = theirs.generate(torch.tensor([[0]]), max_new_tokens=15, do_sample=False, eos_token_id=None)[0, 1:]
-    text = "".join(tiny.CHARACTERS[i] for i in ids)
-    assert generate(tmp_path, "\n", 15, temperature=0) == text
-
-
 def test_biases_that_are_said_not_to_be_there_are_zeros(tmp_path):
     model = tiny.gpt(bias=True)
     tiny.huggingface_directory(tmp_path, model, bias=False)

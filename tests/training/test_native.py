@@ -20,7 +20,6 @@ from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.gpt import causal_attention
 from shakespeare.training import trainer as trainers
 from shakespeare.training.cuda.update import FOLDER
-from shakespeare.training.muon import Muon
 from shakespeare.training.recipe import Recipe
 from shakespeare.training.start import recipe_of
 from shakespeare.training.trainer import Trainer
@@ -159,42 +158,6 @@ def test_the_training_step_follows_pytorchs(threads, device):
             assert one.state[p].keys() == other.state[q].keys()
             for key, value in one.state[p].items():
                 torch.testing.assert_close(other.state[q][key].cpu(), value, rtol=1e-4, atol=1e-7)
-
-
-def pytorchs_direction(gradient: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Minus Muon's first direction for matrices of this shape, times their scale."""
-    value = torch.nn.Parameter(torch.zeros_like(gradient))
-    value.grad = gradient
-    group = dict(params=[value], shape=shape)
-    Muon([group], torch.ones((), dtype=gradient.dtype), weight_decay=0.0).step()
-    return value.detach()
-
-
-def test_the_direction_of_muon(threads):
-    """Also of a matrix of low rank, whose small singular values rounding replaces, in PyTorch too."""
-    threads(2)
-    torch.manual_seed(0)
-    recipe = dataclasses.replace(RECIPE, muon_lr=1.0, weight_decay=0.0, average=0.5)
-    native = trainer("part4", (1, 4, 7, 32, 2, 3), recipe=recipe)
-    for block, rank in zip(native.model.transformer.h, (1, 5, 99)):
-        for name, p in block.named_parameters():
-            if p.ndim == 2:
-                low = min(rank, *p.shape)
-                left, right = (torch.randn(n, low) for n in p.shape)
-                p.grad.copy_(left @ right.T + 1e-4 * torch.randn(p.shape))
-                p.data.zero_()
-    native.averaged.load_state_dict(native.model.state_dict())
-    native._update()
-    for group in native.muon.param_groups:
-        for p in group["params"]:
-            exact, peer = (pytorchs_direction(g, group["shape"]) for g in (p.grad.double(), p.grad))
-            allowed = 4 * float((peer - exact).abs().max()) + 1e-4 * float(exact.abs().max())
-            with naming(tuple(p.shape)):
-                torch.testing.assert_close(p.detach().double(), exact, rtol=0, atol=allowed)
-                torch.testing.assert_close(native.muon.state[p]["momentum"], 0.05 * p.grad)
-    for p, average in zip(*(of.transformer.h.parameters() for of in (native.model, native.averaged))):
-        if p.ndim == 2:
-            torch.testing.assert_close(average, p / 2)
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,3 @@ def test_a_fine_tuning_is_resumed_as_another_run_is(tmp_path):
         train(**arguments, out=tmp_path / "parts", watcher=Watcher(lambda: next(stops)))
     record = train(**arguments, out=tmp_path / "parts", resume=True)
     assert record["curve"] == whole["curve"] and record["test_loss"] == whole["test_loss"]
-
-
-def test_a_vocabulary_of_words_is_refused():
-    class Words:
-        source = "GPT-2 encodings"
-
-    with pytest.raises(ValueError, match="the model's vocabulary is GPT-2 encodings; it must be one of char"):
-        fitted(dataclasses.replace(START, tokenizer=Words()), "abc", 16, seed=1)
