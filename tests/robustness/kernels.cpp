@@ -1,31 +1,55 @@
-// Generated cases for the kernels, in memory between guard pages, compared with float64.
+// Generated cases for the kernels, in memory between guard pages, compared with float64: each part's attention,
+// part 4's gradients, and the products of weights in each precision.
 //
 //   kernels SEED COUNT [THREADS]
 //
 // runs cases as run_seeds() says. The bound is that of tests/oracle.py: at most twice the error of a plain
-// float32 computation, plus 1e-6.
+// float32 computation, plus 1e-6. A gradient may also err by a unit in the last place of its terms: unlike an
+// output it is a sum of any number of them.
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <iterator>
 #include <limits>
-#include <optional>
+#include <memory>
+#include <numeric>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "bf16.h"
-#include "buffer.h"
 #include "generated.h"
+#include "model/csrc/precision.h"
 #include "parts.h"
-#include "simd/portable.h"
-#include "threads.h"
 
 namespace {
 
 constexpr int64_t LAST_PART = std::size(PARTS) - 1;
+constexpr int ORDERS = 8;  // orders of summation that a plain computation may try
+
+// The memory layout of a (B, H, N, d) tensor.
+struct Layout {
+    const char* name;
+    int64_t batch, head, row, column, panel;  // panel: keys in a panel of K, 0 without panels
+
+    int64_t at(int64_t b, int64_t h, int64_t i, int64_t c) const {
+        const int64_t before = b * batch + h * head + c * column;
+        return panel ? before + i / panel * panel * row + i % panel : before + i * row;
+    }
+};
+
+Layout draw_layout(Random& random, int64_t H, int64_t N, int64_t d) {
+    const int64_t gap = random.from(1, 20), row = d + gap, head = N * row + random.from(0, 20);
+    const int64_t several = random.from(1, 3);
+    const Layout all[] = {
+        {"contiguous", H * N * d, N * d, d, 1, 0},
+        {"gaps", H * head + gap, head, row, 1, 0},
+        {"heads in rows", N * several * H * d, d, several * H * d, 1, 0},
+        {"one head", 0, 0, d, 1, 0},
+        {"one row", H * d, d, 0, 1, 0},
+    };
+    return random.one_in(3) ? all[0] : all[random.from(1, random.one_in(10) ? 4 : 3)];
+}
 
 // The transposed K that part 4 takes for few queries: whole, or in panels.
 Layout draw_transposed(Random& random, int64_t H, int64_t Nk, int64_t d, int64_t panel) {
@@ -35,117 +59,218 @@ Layout draw_transposed(Random& random, int64_t H, int64_t Nk, int64_t d, int64_t
     return {"panels", H * padded * d, padded * d, d, panel, panel};
 }
 
-struct Case : AttentionCase {
+enum Kind { PLAIN, LARGE, DENORMAL, EQUAL, HUGE_VALUES, BAD };
+constexpr const char* KINDS[] = {"plain",      "scores of 1e4",  "denormals",
+                                 "equal keys", "values of 1e34", "bad values"};
+constexpr float BAD_VALUES[] = {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                                -std::numeric_limits<float>::infinity()};
+
+enum Input { Q, K, V, DOUT, DLSE, INPUTS };
+enum Output { OUT, LSE, DQ, DK, DV, OUTPUTS };
+constexpr const char* NAMES[] = {"out", "lse", "dq", "dk", "dv"};
+
+struct Case {
+    uint64_t seed;
     const Part* part;
-    int64_t Br, Bc;
-    bool lse, bf16;
-    bool pairs;  // k and v are handed over in bfloat16, k in panels of Bc keys
+    bool backward, causal, lse, bf16;  // lse: it is computed too; of a backward pass: it has a gradient
+    int64_t B, H, Nq, Nk, d, Br, Bc;
+    int threads;
+    Kind kind;
+    float scale;
+    Layout layouts[INPUTS];
+
+    int inputs() const { return !backward ? DOUT : lse ? INPUTS : DLSE; }
+    int64_t rows(int input) const { return input == K || input == V ? Nk : Nq; }
+    int64_t seen(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
+    int64_t floats(int input) const {
+        if (layouts[input].panel) return B * layouts[input].batch;  // the last panel is padded
+        return layouts[input].at(B - 1, H - 1, rows(input) - 1, d - 1) + 1;
+    }
+    bool has(int output) const { return backward ? output >= DQ : output == OUT || (output == LSE && lse); }
+    int64_t row_length(int output) const { return output == LSE ? 1 : d; }
+    int64_t numbers_of_head(int output) const { return (output >= DK ? Nk : Nq) * row_length(output); }
+
+    template <class Element> MatricesOf<Element> matrices(int input, const Element* data) const {
+        const Layout& l = layouts[input];
+        return {data, l.batch, l.head, l.row, l.column};
+    }
+    AttentionSizes sizes(int64_t rows, int64_t keys) const {
+        return {B, H, Nq, Nk, d, causal, scale, std::min(rows, Nq), keys, threads};
+    }
 };
+
+// The inputs of a case, drawn, between guard pages.
+class Inputs {
+  public:
+    Inputs(const Case& c, Random& random) : c(c) {
+        for (int which = 0; which < c.inputs(); which++) {
+            tensors.push_back(std::make_unique<Guarded>(c.floats(which), random));
+            each(which, [&](float& x, int64_t, int64_t) {
+                x = random.normal() * (c.kind == DENORMAL && random.one_in(2) ? 1e-40f : 1.0f);
+            });
+        }
+    }
+    Guarded& operator[](int which) const { return *tensors[static_cast<size_t>(which)]; }
+    float* row(int which, int64_t head, int64_t i) const {
+        return (*this)[which].data + c.layouts[which].at(head / c.H, head % c.H, i, 0);
+    }
+    // Calls visit(number, head, row) for each number of an input.
+    template <class Visit> void each(int which, const Visit& visit) const {
+        for (int64_t head = 0; head < c.B * c.H; head++)
+            for (int64_t i = 0; i < c.rows(which); i++)
+                for (int64_t e = 0; e < c.d; e++)
+                    visit(row(which, head, i)[e * c.layouts[which].column], head, i);
+    }
+    // Makes all keys of a head the first one.
+    void equal_keys() const {
+        for (int64_t head = 0; head < c.B * c.H; head++)
+            for (int64_t i = 0; i < c.Nk; i++)
+                for (int64_t at = 0, e = 0; e < c.d; e++, at += c.layouts[K].column)
+                    row(K, head, i)[at] = row(K, head, 0)[at];
+    }
+    // Puts a bad value somewhere into an input. An infinite score may hide a row, whose gradients are then
+    // zeros: a backward pass gets NaN.
+    void spoil(Random& random) const {
+        const int which = static_cast<int>(random.from(0, c.inputs() - 1));
+        float* const to = row(which, random.from(0, c.B * c.H - 1), random.from(0, c.rows(which) - 1));
+        to[random.from(0, c.d - 1) * c.layouts[which].column] =
+            c.backward ? BAD_VALUES[0] : random.any(BAD_VALUES);
+    }
+    void let(int access) const {
+        for (const auto& t : tensors) t->let(access);
+    }
+    bool whole() const {
+        return std::all_of(tensors.begin(), tensors.end(), [](const auto& t) { return t->whole(); });
+    }
+
+  private:
+    const Case& c;
+    std::vector<std::unique_ptr<Guarded>> tensors;
+};
+
+void describe(const Case& c) {
+    set_running(c.seed, c.backward ? "backward" : c.part->name, c.bf16 ? " in bf16" : "", c.lse ? ", lse" : "",
+                ", tile ", c.Br, " x ", c.Bc, ", B ", c.B, ", H ", c.H, ", Nq ", c.Nq, ", Nk ", c.Nk, ", d ",
+                c.d, c.causal ? ", causal" : ", full", ", threads ", c.threads, ", ", KINDS[c.kind], ", scale ",
+                c.scale, "; q: ", c.layouts[Q].name, ", k: ", c.layouts[K].name, ", v: ", c.layouts[V].name);
+}
 
 Case draw(uint64_t seed, Random& random, int threads) {
     Case c{};
     c.seed = seed;
-    // The last part has the most cases to try: it gets half of all.
-    c.part = &PARTS[random.one_in(2) ? LAST_PART : random.from(0, LAST_PART - 1)];
+    c.backward = random.one_in(3);
+    // The last part has the most cases to try: it gets most of all.
+    c.part = &PARTS[c.backward || random.one_in(2) ? LAST_PART : random.from(0, LAST_PART - 1)];
     c.lse = random.one_in(2);
-    // part 4 divides many keys between threads
-    c.draw_sizes(random, random.one_in(40) ? 20'000'000 : 1'000'000, random.one_in(4), random.one_in(8));
-    const int64_t Br = random.one_in(8) ? 1 << 20 : random.size(MOST);
-    const int64_t Bc = random.one_in(8) ? 1 << 20 : random.size(MOST);
-    c.Br = std::min(Br, c.Nq), c.Bc = std::min(Bc, c.Nk);
-    c.draw_rest(random, threads, DOUT, {LARGE, DENORMAL, EQUAL, HUGE_VALUES, BAD});
-    if (c.Nq <= c.part->few.queries && random.one_in(2)) {
+    c.causal = random.one_in(2);
+    // Part 4 divides many keys between threads.
+    const bool few_queries = !c.backward && random.one_in(4), many_keys = !c.backward && random.one_in(8);
+    const int64_t work = (random.one_in(40) ? 20'000'000 : 1'000'000) / (c.backward ? 2 : 1);
+    do {
+        c.B = random.from(1, 2);
+        c.H = random.from(1, 3);
+        c.Nq = few_queries ? random.from(1, part4::FEW + 1) : random.size(MOST);
+        c.Nk = random.one_in(2) ? c.Nq : many_keys ? random.from(2040, 5000) : random.size(MOST);
+        if (c.causal && c.Nk < c.Nq) std::swap(c.Nq, c.Nk);
+        c.d = random.size(random.one_in(10) ? MOST : 130);
+    } while (c.B * c.H * c.Nq * c.Nk * c.d > work);
+    c.Br = std::min(random.one_in(8) ? 1 << 20 : random.size(MOST), c.Nq);
+    c.Bc = std::min(random.one_in(8) ? 1 << 20 : random.size(MOST), c.Nk);
+    c.threads = static_cast<int>(random.from(1, threads));
+    c.kind = random.one_in(2) ? PLAIN : static_cast<Kind>(random.from(LARGE, BAD));
+    const float usual = 1 / std::sqrt(static_cast<float>(c.d)), scales[] = {usual, usual, usual, 0, -usual};
+    c.scale = random.any(scales);
+    for (int which = 0; which < DLSE; which++) c.layouts[which] = draw_layout(random, c.H, c.rows(which), c.d);
+    c.layouts[DLSE] = {"dlse", c.H * c.Nq, c.Nq, 1, 0, 0};
+    if (!c.backward && c.Nq <= c.part->few.queries && random.one_in(2)) {
         // In the decoder a panel may be larger than the number of keys.
         if (random.one_in(2)) c.Bc = random.size(MOST);
         c.layouts[K] = draw_transposed(random, c.H, c.Nk, c.d, c.Bc);
         if (!c.layouts[K].panel) c.Bc = std::min(c.Bc, c.Nk);
-    } else if (c.Nq <= c.part->few.queries && random.one_in(2)) {
-        c.pairs = true;
-        c.Bc = round_up(random.size(MOST), 2 * portable::lanes());
     }
-    c.bf16 = c.part->takes_bf16() && c.layouts[K].column == 1 && !c.pairs && random.one_in(2);
+    c.bf16 = !c.backward && c.part->takes_bf16() && c.layouts[K].column == 1 && random.one_in(2);
+    describe(c);
     return c;
 }
 
-void describe(const Case& c) {
-    c.tell(c.part->name, c.bf16 ? " in bf16" : "", c.lse ? ", lse" : "", c.pairs ? ", in pairs" : "", ", tile ",
-           c.Br, " x ", c.Bc);
-}
-
-template <class T> struct Result {
-    std::vector<T> out, lse;
+template <class T> struct Results {
+    std::vector<T> tensors[OUTPUTS];
     double largest_score = 0;  // the largest magnitude of the finite scores
+    double largest_sum = 0;    // of the magnitudes of the terms of a number of dq, dk or dv
 };
 
-// Attention by its definition, one query at a time, in T: double gives the reference, float the error that is
-// normal for float32. Sums run in the order of their terms, or in a random order if `random` is given.
-template <class T> Result<T> attend(const Case& c, const Inputs& in, Random* random = nullptr) {
-    Result<T> result;
-    std::vector<T> p(static_cast<size_t>(c.Nk));
-    const std::vector<int64_t> elements = order(c.d, random), keys = order(c.Nk, random);
+// 0 to n - 1, shuffled if `random` is given.
+std::vector<int64_t> order(int64_t n, Random* random) {
+    std::vector<int64_t> numbers(static_cast<size_t>(n));
+    std::iota(numbers.begin(), numbers.end(), 0);
+    for (int64_t i = n - 1; random && i > 0; i--) std::swap(numbers[i], numbers[random->from(0, i)]);
+    return numbers;
+}
+
+// Attention and its gradients by their definition, one query at a time, in T: double gives the reference, float
+// the error that is normal for float32. Sums run in the order of their terms, or in a random order if `random`
+// is given. As in PyTorch's own backward pass, P is exp(s - lse) of scores that are computed again, here in
+// another order.
+template <class T> Results<T> compute(const Case& c, const Inputs& in, Random* random = nullptr) {
+    Results<T> r;
+    std::vector<double> sums[OUTPUTS];
+    for (int t = 0; t < OUTPUTS; t++) {
+        r.tensors[t].resize(static_cast<size_t>(c.B * c.H * c.numbers_of_head(t)));
+        sums[t].resize(c.backward && t >= DQ ? r.tensors[t].size() : 0);
+    }
+    const auto add = [&](int t, int64_t at, T a, float b) {
+        r.tensors[t][at] += a * static_cast<T>(b);
+        sums[t][at] += std::fabs(static_cast<double>(a) * double{b});
+    };
+    const auto dot = [](const float* x, const float* y, int64_t column, const std::vector<int64_t>& elements) {
+        T sum = 0;
+        for (int64_t e : elements) sum += static_cast<T>(x[e]) * static_cast<T>(y[e * column]);
+        return sum;
+    };
+    const std::vector<int64_t> forth = order(c.d, random), back(forth.rbegin(), forth.rend());
+    const std::vector<int64_t> keys = order(c.Nk, random), queries = order(c.Nq, random);
+    const int64_t column = c.layouts[K].column;
+    std::vector<T> s(static_cast<size_t>(c.Nk));
     for (int64_t head = 0; head < c.B * c.H; head++)
-        for (int64_t i = 0; i < c.Nq; i++) {
-            const int64_t n = c.seen(i);
-            const float* q = in.row(Q, head, i);
-            T m = -std::numeric_limits<T>::infinity(), l = 0;
+        for (int64_t i : queries) {
+            const int64_t n = c.seen(i), query = head * c.Nq + i;
+            const float* const q = in.row(Q, head, i);
+            T m = -std::numeric_limits<T>::infinity(), l = 0, D = 0;
             for (int64_t j = 0; j < n; j++) {
-                const float* k = in.row(K, head, j);
-                T score = 0;
-                for (int64_t e : elements)
-                    score += static_cast<T>(q[e]) * static_cast<T>(k[e * c.layouts[K].column]);
-                p[j] = static_cast<T>(c.scale) * score;
-                m = p[j] > m ? p[j] : m;
-                if (std::isfinite(p[j]))
-                    result.largest_score = std::max(result.largest_score, std::fabs(static_cast<double>(p[j])));
+                s[j] = static_cast<T>(c.scale) * dot(q, in.row(K, head, j), column, forth);
+                m = s[j] > m ? s[j] : m;
+                const double score = std::fabs(static_cast<double>(s[j]));
+                if (std::isfinite(score)) r.largest_score = std::max(r.largest_score, score);
             }
             for (int64_t j : keys)
-                if (j < n) l += p[j] = std::exp(p[j] - m);
-            for (int64_t e = 0; e < c.d; e++) {
-                T o = 0;
+                if (j < n) l += std::exp(s[j] - m);
+            for (int64_t e : forth) {
+                T& o = r.tensors[OUT][query * c.d + e];
                 for (int64_t j : keys)
-                    if (j < n) o += p[j] / l * static_cast<T>(in.row(V, head, j)[e]);
-                result.out.push_back(o);
+                    if (j < n) o += std::exp(s[j] - m) / l * static_cast<T>(in.row(V, head, j)[e]);
+                if (c.backward) D += static_cast<T>(in.row(DOUT, head, i)[e]) * o;
             }
-            result.lse.push_back(m + std::log(l));
-        }
-    return result;
-}
-
-// K in panels of Bc keys, and V, both in bfloat16 pairs. What pads them is NaN.
-struct Pairs {
-    int64_t d, Bc, columns, K_head, V_head;  // of a head: in words
-    Guarded k, v;
-
-    Pairs(const Case& c, Random& random)
-        : d(c.d),
-          Bc(c.Bc),
-          columns(round_up(d, 2 * portable::lanes())),
-          K_head(round_up(c.Nk, Bc) * d / 2),
-          V_head(c.Nk * columns / 2),
-          k(c.B * c.H * K_head, random),
-          v(c.B * c.H * V_head, random) {}
-
-    void fill(const Case& c, const float* from_k, const float* from_v) {
-        for (int64_t head = 0; head < c.B * c.H; head++)
-            for (int64_t j = 0; j < c.Nk; j++)
-                for (int64_t e = 0; e < d; e++) {
-                    put(k.data + head * K_head + (j / Bc * d + e) * Bc / 2, j % Bc,
-                        from_k[c.layouts[K].at(head / c.H, head % c.H, j, e)]);
-                    put(v.data + head * V_head + j * columns / 2, e,
-                        from_v[c.layouts[V].at(head / c.H, head % c.H, j, e)]);
+            const T lse = r.tensors[LSE][query] = m + std::log(l);
+            if (!c.backward) continue;
+            if (c.lse) D -= static_cast<T>(*in.row(DLSE, head, i));
+            const float* const dout = in.row(DOUT, head, i);
+            for (int64_t j = 0; j < n; j++) {
+                const float *k = in.row(K, head, j), *v = in.row(V, head, j);
+                const T p = std::exp(static_cast<T>(c.scale) * dot(q, k, 1, back) - lse);
+                const T ds = static_cast<T>(c.scale) * p * (dot(dout, v, 1, back) - D);
+                for (int64_t e = 0; e < c.d; e++) {
+                    const int64_t key = (head * c.Nk + j) * c.d + e;
+                    add(DQ, query * c.d + e, ds, k[e]);
+                    add(DK, key, ds, q[e]);
+                    add(DV, key, p, dout[e]);
                 }
-        k.let(PROT_READ), v.let(PROT_READ);
-    }
-
-    static void put(float* row, int64_t column, float x) {
-        const int64_t W = portable::lanes();
-        float* word = row + column / (2 * W) * W + column % W;
-        uint32_t bits, pair;
-        std::memcpy(&bits, &x, sizeof bits), std::memcpy(&pair, word, sizeof pair);
-        pair = column / W % 2 ? (pair & 0xffff) | (bits & 0xffff0000) : (pair & 0xffff0000) | bits >> 16;
-        std::memcpy(word, &pair, sizeof pair);
-    }
-};
+            }
+        }
+    for (const std::vector<double>& of_tensor : sums)
+        for (const double sum : of_tensor)
+            if (std::isfinite(sum)) r.largest_sum = std::max(r.largest_sum, sum);
+    return r;
+}
 
 // Elements between guard pages, the last one directly before a gap or a page.
 template <class Element> struct GuardedArray {
@@ -163,21 +288,14 @@ template <class Element> struct GuardedArray {
 };
 
 template <class Element>
-Result<float> run_in(const Case& c, Random& random, const Element* q, const Element* k, const Element* v,
-                     std::string& wrong) {
+Results<float> run_in(const Case& c, Random& random, const Inputs& in, std::string& wrong) {
+    const GuardedArray<Element> q(in[Q].data, in[Q].n, random), k(in[K].data, in[K].n, random),
+        v(in[V].data, in[V].n, random);
     GuardedArray<Element> out(c.B * c.H * c.Nq * c.d, random);
     Guarded lse(c.B * c.H * c.Nq, random);
-    AttentionOf<Element> a{c.sizes(c.Br, c.Bc), c.matrices(Q, q), c.matrices(K, k), c.matrices(V, v), out.data};
+    AttentionOf<Element> a{c.sizes(c.Br, c.Bc), c.matrices<Element>(Q, q.data), c.matrices<Element>(K, k.data),
+                           c.matrices<Element>(V, v.data), out.data};
     a.lse = c.lse ? lse.data : nullptr;
-    [[maybe_unused]] std::optional<Pairs> pairs;
-    if constexpr (std::is_same_v<Element, float>) {
-        if (c.pairs) {
-            pairs.emplace(c, random).fill(c, k, v);
-            a.kv = CachePrecision::bf16;
-            a.k = {pairs->k.data, c.H * pairs->K_head, pairs->K_head, c.d, c.Bc / 2};
-            a.v = {pairs->v.data, c.H * pairs->V_head, pairs->V_head, pairs->columns / 2, 1};
-        }
-    }
     Guarded scratch(c.part->scratch(a), random);
     if (!c.lse) lse.let(PROT_NONE);
     c.part->attention(a, scratch.data);
@@ -185,294 +303,219 @@ Result<float> run_in(const Case& c, Random& random, const Element* q, const Elem
     if (!out.memory.whole()) wrong += "; wrote beside out";
     if (!lse.whole()) wrong += "; wrote beside lse";
     if (!scratch.whole()) wrong += "; wrote beside its scratch";
-    Result<float> result;
-    for (int64_t i = 0; i < c.B * c.H * c.Nq * c.d; i++) result.out.push_back(widened(out.data[i]));
-    if (c.lse) result.lse.assign(lse.data, lse.data + lse.n);
+    Results<float> result;
+    for (int64_t i = 0; i < c.B * c.H * c.Nq * c.d; i++) result.tensors[OUT].push_back(widened(out.data[i]));
+    result.tensors[LSE].assign(lse.data, lse.data + lse.n);
     return result;
 }
 
-Result<float> run(const Case& c, Random& random, const Inputs& in, std::string& wrong) {
-    const float *q = in[Q].data, *k = in[K].data, *v = in[V].data;
-    if (!c.bf16) return run_in<float>(c, random, q, k, v, wrong);
-    const GuardedArray<Bf16> q16(q, c.floats(Q), random), k16(k, c.floats(K), random),
-        v16(v, c.floats(V), random);
-    return run_in<Bf16>(c, random, q16.data, k16.data, v16.data, wrong);
+// Part 4's gradients, from its own forward pass.
+Results<float> run_backward(const Case& c, Random& random, const Inputs& in, std::string& wrong) {
+    const auto matrices = [&](Input which) { return c.matrices<float>(which, in[which].data); };
+    Guarded out(c.B * c.H * c.Nq * c.d, random), lse(c.B * c.H * c.Nq, random);
+    Attention forward{c.sizes(96, std::min<int64_t>(128, c.Nk)), matrices(Q), matrices(K), matrices(V),
+                      out.data};
+    forward.lse = lse.data;
+    forward.threads = 1;
+    std::vector<float> room(static_cast<size_t>(flash_scratch(forward)));
+    flash_attention(forward, room.data());
+    out.let(PROT_READ), lse.let(PROT_READ);
+
+    Guarded dq(out.n, random), dk(c.B * c.H * c.Nk * c.d, random), dv(dk.n, random);
+    AttentionGradient a{c.sizes(1, 1), matrices(Q), matrices(K), matrices(V), matrices(DOUT)};
+    a.out = out.data, a.lse = lse.data, a.dlse = c.lse ? in[DLSE].data : nullptr;
+    a.dq = dq.data, a.dk = dk.data, a.dv = dv.data;
+    Guarded scratch(flash_backward_scratch(a), random);
+    flash_backward(a, scratch.data);
+    Results<float> result;
+    const Guarded* const made[] = {&dq, &dk, &dv};
+    for (int t = DQ; t <= DV; t++) {
+        const Guarded& gradient = *made[t - DQ];
+        if (!gradient.whole()) wrong += "; wrote beside a gradient";
+        result.tensors[t].assign(gradient.data, gradient.data + gradient.n);
+    }
+    if (!scratch.whole()) wrong += "; wrote beside its scratch";
+    return result;
+}
+
+Results<float> run(const Case& c, Random& random, const Inputs& in, std::string& wrong) {
+    if (c.backward) return run_backward(c, random, in, wrong);
+    return (c.bf16 ? run_in<Bf16> : run_in<float>)(c, random, in, wrong);
+}
+
+// Describes what is wrong with a tensor; empty if nothing is. For scores of 1e4, rounding a score by half a
+// unit in the last place changes its weight by more than 1e-6: then `rounding` takes the place of 1e-6.
+std::string compare(int t, const Results<float>& got, const Results<double>& exact,
+                    const std::vector<Results<float>>& plain, double rounding) {
+    const std::vector<double>& right = exact.tensors[t];
+    double error = 0, largest = 1;
+    for (size_t i = 0; i < right.size(); i++) {
+        if (!std::isfinite(right[i])) continue;
+        largest = std::max(largest, std::fabs(right[i]));
+        for (const Results<float>& one : plain)
+            if (const double x = one.tensors[t][i]; std::isfinite(x))
+                error = std::max(error, std::fabs(x - right[i]));
+    }
+    // A weight may err by a unit in the last place, in all queries alike.
+    const double allowed = 2 * error + std::max(1e-6, rounding) * largest + 0x1p-23 * exact.largest_sum;
+    for (size_t i = 0; i < right.size(); i++) {
+        const double x = static_cast<double>(got.tensors[t][i]);
+        const bool good = std::isfinite(right[i])            ? std::fabs(x - right[i]) <= allowed
+                          : t == OUT && std::isinf(right[i]) ? x == right[i]
+                          : t == OUT                         ? std::isnan(x)
+                                                             : !std::isfinite(x);
+        if (good) continue;
+        char text[160];
+        std::snprintf(text, sizeof text, "; %s[%zu] is %.9g, right is %.9g, allowed %.3g", NAMES[t], i, x,
+                      right[i], allowed);
+        return text;
+    }
+    return "";
 }
 
 // Describes what is wrong with the results of a case; empty if nothing is.
-std::string hold(const Case& c, const Result<float>& got, const Inputs& in) {
-    const Result<double> right = attend<double>(c, in);
-    // A bfloat16 output and bfloat16 weights are rounded by up to 2^-8 each.
-    const double rounding = (c.bf16 ? 0x1p-7 : 0) + 0x1p-24 * right.largest_score;
+std::string hold(const Case& c, const Results<float>& got, const Inputs& in) {
+    const Results<double> right = compute<double>(c, in);
+    // A bfloat16 output and bfloat16 weights are rounded by up to 2^-8 each. In a backward pass a query times
+    // the scale, its product with a key, and the row's logsumexp are each rounded once, by half a unit in the
+    // last place of a score: in a row of one number (d = 1) nothing averages this out.
+    const double rounding = (c.bf16 ? 0x1p-7 : 0) + (c.backward ? 3 : 1) * 0x1p-24 * right.largest_score;
     Random random(c.seed);
-    std::vector<std::vector<float>> outs, lses;
+    std::vector<Results<float>> plain;
     std::string wrong;
     // In a case of few scores, one order of summation may have almost no error: then others are tried too.
     for (int tried = 0; tried < ORDERS && (tried == 0 || !wrong.empty()); tried++) {
-        Result<float> plain = attend<float>(c, in, tried ? &random : nullptr);
-        outs.push_back(std::move(plain.out));
-        lses.push_back(std::move(plain.lse));
-        wrong = compare("out", got.out, right.out, allowance(right.out, outs, rounding), true);
-        if (c.lse) wrong += compare("lse", got.lse, right.lse, allowance(right.lse, lses, 0), false);
+        plain.push_back(compute<float>(c, in, tried ? &random : nullptr));
+        wrong.clear();
+        for (int t = 0; t < OUTPUTS; t++)
+            if (c.has(t)) wrong += compare(t, got, right, plain, t == LSE ? 0 : rounding);
     }
     return wrong;
 }
 
-// Whether a bad value reached a row that does not see it. A bad query reaches its row. A bad key or value may
-// also reach rows that do not see it: such numbers of `got` become the right ones.
-bool reached(const Case& c, const Inputs& in, const Result<float>& clean, Result<float>& got) {
+// Whether a bad value reached a row that does not see it. A bad query reaches its row, or in a backward pass
+// its head. A bad key or value may also reach rows of its head that do not see it: such numbers of `got` become
+// the right ones.
+bool reached(const Case& c, const Inputs& in, const Results<float>& clean, Results<float>& got) {
     std::vector<char> rows(static_cast<size_t>(c.B * c.H * c.Nq)), heads(static_cast<size_t>(c.B * c.H));
-    for (int which = 0; which < DOUT; which++)
-        c.each(which, in[which], [&](float& x, int64_t b, int64_t h, int64_t i, int64_t) {
+    for (int which = 0; which < c.inputs(); which++)
+        in.each(which, [&](const float& x, int64_t head, int64_t i) {
             if (std::isfinite(x)) return;
-            if (which == Q)
-                rows[(b * c.H + h) * c.Nq + i] = 1;
-            else
-                heads[b * c.H + h] = 1;
+            (which == Q && !c.backward ? rows[head * c.Nq + i] : heads[head]) = 1;
         });
-    const Result<double> right = attend<double>(c, in);
-    for (size_t n = 0; n < clean.out.size(); n++) {
-        const size_t row = n / static_cast<size_t>(c.d), head = row / static_cast<size_t>(c.Nq);
-        if (heads[head]) {
-            if (!std::isnan(right.out[n]) && !std::isfinite(got.out[n]))
-                got.out[n] = static_cast<float>(right.out[n]);
-            if (c.lse && !std::isnan(right.lse[row]) && !std::isfinite(got.lse[row]))
-                got.lse[row] = static_cast<float>(right.lse[row]);
-        } else if (!rows[row] && !same(clean.out[n], got.out[n])) {
-            return true;
+    const Results<double> right = compute<double>(c, in);
+    for (int t = 0; t < OUTPUTS; t++)
+        for (size_t n = 0; c.has(t) && n < right.tensors[t].size(); n++) {
+            const double exact = right.tensors[t][n];
+            float& x = got.tensors[t][n];
+            if (heads[n / c.numbers_of_head(t)]) {
+                if (!std::isnan(exact) && !std::isfinite(x)) x = static_cast<float>(exact);
+            } else if ((c.backward || !rows[n / c.row_length(t)]) && !same(clean.tensors[t][n], x)) {
+                return true;
+            }
         }
-    }
     return false;
 }
 
 // Runs a case of attention and describes what is wrong; empty if nothing is.
-std::string attempt_attention(const Case& drawn, Random& random) {
-    Case c = drawn;
+std::string attempt_attention(Case c, Random& random) {
     std::string wrong;
-    const Inputs in(c, DOUT, random);
+    const Inputs in(c, random);
     for (int which = 0; which < DOUT; which++)
-        in.each(which, [&](float& x) {
-            if (c.bf16 || (c.pairs && which != Q)) x = widened(rounded(x));
+        in.each(which, [&](float& x, int64_t, int64_t) {
+            if (c.bf16) x = widened(rounded(x));
             // 300 such values have a sum in float32, with weights of up to 2^8.
-            if (which == V && c.kind == HUGE_VALUES) x *= 0x1p112f;
+            if (which == V && c.kind == HUGE_VALUES && !c.backward) x *= 0x1p112f;
         });
-    if (c.kind == EQUAL || (c.kind == LARGE && random.one_in(4))) c.equal_keys(in[K]);
+    if (c.kind == EQUAL || (c.kind == LARGE && !c.backward && random.one_in(4))) in.equal_keys();
     if (c.kind == LARGE) {
         c.scale = 1;
-        c.scale = large_scale(random, attend<double>(c, in).largest_score);
+        const double largest = compute<double>(c, in).largest_score;
+        c.scale = (random.one_in(2) ? 1.0f : -1.0f) * (largest > 0 ? static_cast<float>(1e4 / largest) : 1.0f);
         describe(c);
     }
     in.let(PROT_READ);
-    Result<float> got = run(c, random, in, wrong);
+    Results<float> got = run(c, random, in, wrong);
     if (c.threads > 1 || random.one_in(4)) {
         Case other = c;
-        other.threads = 1, other.lse = !c.lse;
-        const Result<float> again = run(other, random, in, wrong);
-        if (!same(got.out, again.out)) wrong += "; out depends on the threads, or on whether lse is wanted";
+        other.threads = 1;
+        if (!c.backward) other.lse = !c.lse;
+        const Results<float> again = run(other, random, in, wrong);
+        for (int t = 0; t < OUTPUTS; t++)
+            if (c.has(t) && other.has(t) && !same(got.tensors[t], again.tensors[t]))
+                wrong += "; a result depends on the threads, or on whether lse is wanted";
     }
     if (c.kind == BAD) {
-        const Result<float> clean = got;
+        const Results<float> clean = got;
         in.let(PROT_READ | PROT_WRITE);
-        for (int64_t n = random.from(1, 3); n > 0; n--) {
-            const int which = static_cast<int>(random.from(Q, V));
-            c.spoil(which, in[which], random);
-        }
+        for (int64_t n = random.from(1, 3); n > 0; n--) in.spoil(random);
         in.let(PROT_READ);
         got = run(c, random, in, wrong);
         if (reached(c, in, clean, got)) wrong += "; a bad value reached a row that does not see it";
     }
-    return wrong + hold(c, got, in) + in.beside();
+    return wrong + hold(c, got, in) + (in.whole() ? "" : "; wrote beside an input");
 }
 
-// Tries the helpers that only the model needs, with awkward sizes and bad values. Other tests compare its
-// logits with PyTorch's.
-std::string attempt_rows(Random& random) {
-    const int64_t n = random.size(MOST), bad = random.one_in(4) ? random.from(0, n - 1) : -1;
-    const bool biased = random.one_in(2);
-    const float size = static_cast<float>(std::exp2(6 * random.uniform() - 3)), shift = random.normal() * size;
-    Guarded x(n, random), y(n, random), weight(n, random), bias(n, random);
-    for (int64_t i = 0; i < n; i++) {
-        x.data[i] = i == bad ? random.any(BAD_VALUES) : random.normal() * size + shift;
-        weight.data[i] = random.normal(), bias.data[i] = random.normal();
-    }
-    for (Guarded* input : {&x, &weight, &bias}) input->let(PROT_READ);
-    portable::layer_norm(y.data, x.data, weight.data, biased ? bias.data : nullptr, n);
-    double mean = 0, variance = 0, most = 0;
-    for (int64_t i = 0; i < n; i++) mean += double{x.data[i]} / static_cast<double>(n);
-    for (int64_t i = 0; i < n; i++) {
-        variance += (x.data[i] - mean) * (x.data[i] - mean) / static_cast<double>(n);
-        most = std::max(most, std::fabs(double{x.data[i]}));
-    }
-    std::string wrong;
-    for (int64_t i = 0; i < n && wrong.empty(); i++) {
-        const double factor = weight.data[i] / std::sqrt(variance + 1e-5);
-        const double exact = (x.data[i] - mean) * factor + (biased ? bias.data[i] : 0);
-        const bool near = std::fabs(y.data[i] - exact) <= 4e-6 * most * std::fabs(factor) + 1e-6;
-        if (bad < 0 ? !near : !std::isnan(y.data[i]))
-            wrong = "; layer_norm of " + std::to_string(n) + " is wrong at " + std::to_string(i);
-    }
-    x.let(PROT_READ | PROT_WRITE);
-    std::vector<float> before(x.data, x.data + n);
-    portable::gelu(x.data, n);
-    for (int64_t i = 0; i < n; i++) {
-        const double exact = before[i] * std::erfc(-before[i] / std::sqrt(2.0)) / 2, got = x.data[i];
-        const bool near = got == exact || std::fabs(got - exact) <= 1e-7 + 3e-7 * std::fabs(exact);
-        if (std::isnan(exact) ? !std::isnan(got) : !near) {
-            wrong += "; gelu of " + std::to_string(before[i]) + " is " + std::to_string(got);
-            break;
-        }
-    }
-    for (const Guarded* t : {&x, &y, &weight, &bias})
-        if (!t->whole()) wrong += "; wrote beside a row";
-    return wrong;
-}
-
-// The product with int8 weights: each digit and scale of its rows, and its sums against exact whole numbers. A
-// result may err by a rounding of each group's sum, of each product with a scale and of each addition.
-class Int8Case {
-  public:
-    explicit Int8Case(Random& random) : random(random) {}
-
-    std::string attempt() {
-        draw_rows(), draw_weights();
-        for (int64_t i = 0; i < c.n; i++) {
-            if (add) c.data[i] = random.normal();
-            before[i] = c.data[i];
-        }
-        portable::multiply_int8({c.data, ldC}, {A, ldA}, panel(), rows, cols, depth, add);
-        for (int64_t i = 0; i < rows && wrong.empty(); i++) check_sums(i), check_alone(i);
-        for (int64_t i = 0; i < rows - 1; i++)
-            for (int64_t j = cols; j < ldC; j++)
-                if (!same(c.data[i * ldC + j], before[i * ldC + j])) wrong += "; wrote between rows";
-        for (const Guarded* t : {&x, &a, &b, &c})
-            if (!t->whole()) wrong += "; wrote beside a matrix";
-        return wrong;
-    }
-
-  private:
-    static constexpr int BITS = portable::INT8_BITS;
-    Random& random;
-    const int64_t depth = random.size(MOST), rows = random.from(1, 9), W = portable::lanes();
-    const int64_t cols = W * random.from(1, 9), ldB = cols + (random.one_in(2) ? W : 0),
-                  ldC = cols + random.from(0, 3);
-    const int64_t blocks = portable::int8_blocks(depth), groups = portable::int8_groups(depth);
-    const int64_t gap = random.from(0, 3), ldA = portable::fixed_words(depth) + gap;
-    const int64_t bad = random.one_in(4) ? random.from(0, rows - 1) : -1;
+// Multiplies rows by a panel of weights in one of the precisions. All are whole numbers that each precision
+// holds, so a result may err by the roundings of its sum only: of int8, those of each group's.
+std::string attempt_product(Random& random) {
+    const PrecisionRow& precision = PRECISIONS[random.from(0, std::size(PRECISIONS) - 1)];
+    const int64_t in = random.size(MOST), rows = random.from(1, 9);
+    const int64_t width = precision.vectors * portable::lanes() * random.from(1, 9);
+    const int64_t words = precision.operand ? precision.operand_words(in) : in;
+    const Panels shape{width, in, width};
     const bool add = random.one_in(2);
-    Guarded x{rows * depth, random}, a{rows * ldA - gap, random};
-    Guarded b{(blocks + 2 * groups) * ldB - (ldB - cols), random}, c{(rows - 1) * ldC + cols, random};
-    uint32_t* const A = reinterpret_cast<uint32_t*>(a.data);
-    std::vector<double> number = std::vector<double>(rows * depth);  // x as multiples of its row's scale
-    std::vector<float> scale = std::vector<float>(rows), before = std::vector<float>(c.n);
-    std::vector<int> weight = std::vector<int>(depth * cols);
-    std::vector<float> of_group = std::vector<float>(groups * cols);
-    std::string wrong;
-
-    portable::Int8Panel panel() const { return {reinterpret_cast<const uint32_t*>(b.data), ldB}; }
-
-    void draw_rows() {
-        for (int64_t i = 0; i < rows; i++) {
-            const float size = static_cast<float>(std::exp2(static_cast<double>(random.from(-110, 100))));
-            float* row = x.data + i * depth;
-            for (int64_t k = 0; k < depth; k++) row[k] = random.one_in(9) ? 0 : random.normal() * size;
-            if (random.one_in(4))
-                row[random.from(0, depth - 1)] = 16 * size * (1 - 0x1p-24f);  // rounded up to 16
-            if (i == bad) row[random.from(0, depth - 1)] = random.any(BAD_VALUES);
-        }
-        x.let(PROT_READ);
-        for (int64_t i = 0; i < rows; i++) {
-            const float* row = x.data + i * depth;
-            portable::to_fixed(A + i * ldA, row, depth);
-            std::memcpy(&scale[i], A + i * ldA + 3 * blocks, sizeof scale[i]);
-            if (i == bad && !std::isnan(scale[i])) wrong += "; a bad row has a scale";
-            if (i != bad) check_digits(i, row);
-        }
-        a.let(PROT_READ);
+    Guarded x(rows * in, random), w(in * width, random), y(rows * width, random);
+    Guarded panel(precision.words(shape), random), operand(rows * words, random);
+    const auto whole = [&, least = random.one_in(8) ? 1.0 : -1.0](int64_t most) {
+        return static_cast<float>(random.from(static_cast<int64_t>(least) * most, most));
+    };
+    for (int64_t i = 0; i < rows; i++) {
+        const float size = std::exp2(static_cast<float>(random.from(-100, 80)));
+        float* const row = x.data + i * in;
+        for (int64_t k = 0; k < in; k++) row[k] = whole(1 << 18) * size;
+        if (precision.operand)
+            precision.operand(operand.data + i * words, row, in);
+        else
+            std::copy_n(row, in, operand.data + i * words);
     }
-
-    void check_digits(int64_t i, const float* row) {
-        double largest = 0;
-        for (int64_t k = 0; k < depth; k++) largest = std::max(largest, std::fabs(double{row[k]}));
-        for (int64_t k = 0; k < depth && wrong.empty(); k++) {
-            int64_t got = 0;
-            if (portable::INT8_PAIRS) {
-                got = A[i * ldA + k % 2 * blocks + k / 4] >> 8 * (k & 2) & 65535;
-                if (got > 16383) wrong = "; a number has more than 14 bits";
-            }
-            for (int digit = portable::INT8_PAIRS ? 2 : 0; digit < 3; digit++) {
-                const uint32_t byte = A[i * ldA + digit * blocks + k / 4] >> 8 * (k % 4) & 255;
-                if (byte > 127) wrong = "; a digit has more than 7 bits";
-                got = 128 * got + byte;
-            }
-            number[i * depth + k] = static_cast<double>(got - (1 << (BITS - 1)));
-            if (number[i * depth + k] != std::nearbyint(row[k] / double{scale[i]}))
-                wrong = "; number " + std::to_string(k) + " is not the nearest";
+    for (int64_t k = 0; k < in; k++)  // each group has the largest number, so that int8's scale is 1
+        for (int64_t c = 0; c < width; c++) w.data[k * width + c] = k % PACKED_ROWS ? whole(127) : 127;
+    for (int64_t k = 0; k < in; k += PACKED_ROWS) {
+        const int64_t terms = std::min(PACKED_ROWS, in - k);
+        float* const to = panel.data + precision.words({width, k, width});
+        if (precision.pack)
+            precision.pack(to, w.data + k * width, terms, width);
+        else
+            std::copy_n(w.data + k * width, terms * width, to);
+    }
+    for (int64_t i = 0; i < y.n; i++) y.data[i] = random.normal();
+    const std::vector<float> before(y.data, y.data + y.n);
+    for (Guarded* input : {&panel, &operand}) input->let(PROT_READ);
+    precision.multiply({y.data, width}, {operand.data, words}, panel.data, shape, rows, 0, width, add);
+    for (const Guarded* t : {&x, &w, &y, &panel, &operand})
+        if (!t->whole()) return "; wrote beside a matrix";
+    for (int64_t n = 0; n < y.n; n++) {
+        double exact = add ? double{before[n]} : 0, size = std::fabs(exact);
+        for (int64_t k = 0; k < in; k++) {
+            const double term = double{x.data[n / width * in + k]} * double{w.data[k * width + n % width]};
+            exact += term;
+            size += std::fabs(term);
         }
-        const double most = largest / scale[i];
-        if (most > (1 << (BITS - 1)) || (most < (1 << (BITS - 3)) && scale[i] > 0x1p-126f))
-            wrong += "; a scale does not fit its row";
+        const auto roundings = static_cast<double>(4 + (precision.operand ? portable::int8_groups(in) : in));
+        if (!(std::fabs(y.data[n] - exact) <= 0x1p-24 * roundings * size + 1e-37))
+            return "; a product in " + std::string(precision.name) + " is " + std::to_string(y.data[n]) +
+                   ", right is " + std::to_string(exact);
     }
+    return "";
+}
 
-    void draw_weights() {
-        for (int64_t col = 0; col < cols; col++) {
-            float* word = b.data + col;
-            for (int64_t g = 0; g < groups; g++) {
-                const int64_t first = g * portable::INT8_GROUP,
-                              end = std::min(depth, first + portable::INT8_GROUP);
-                const bool extreme = random.one_in(8);
-                int32_t sum = 0;
-                for (int64_t k = first; k < end; k++)
-                    sum += weight[k * cols + col] = static_cast<int>(extreme ? 127 : random.from(-127, 127));
-                const int32_t start = -64 * sum;
-                std::memcpy(word, &start, sizeof start);
-                word[ldB] = of_group[g * cols + col] = random.one_in(9) ? 0 : std::fabs(random.normal());
-                word += 2 * ldB;
-                for (int64_t k = first; k < end; k += 4, word += ldB) {
-                    uint32_t bytes = 0;
-                    for (int64_t j = k; j < std::min(end, k + 4); j++)
-                        bytes |= (static_cast<uint32_t>(weight[j * cols + col]) & 255) << 8 * (j - k);
-                    std::memcpy(word, &bytes, sizeof bytes);
-                }
-            }
-        }
-        b.let(PROT_READ);
-    }
-
-    void check_sums(int64_t i) {
-        for (int64_t col = 0; col < cols && wrong.empty(); col++) {
-            const float got = c.data[i * ldC + col];
-            if (i == bad) {
-                if (!std::isnan(got)) wrong = "; a bad row's product is not NaN";
-                continue;
-            }
-            double exact = add ? double{before[i * ldC + col]} : 0, size = std::fabs(exact);
-            for (int64_t g = 0; g < groups; g++) {
-                double sum = 0;  // of whole numbers below 2^53
-                for (int64_t k = g * portable::INT8_GROUP; k < std::min(depth, (g + 1) * portable::INT8_GROUP);
-                     k++)
-                    sum += number[i * depth + k] * weight[k * cols + col];
-                const double term = sum * double{of_group[g * cols + col]} * double{scale[i]};
-                exact += term, size += std::fabs(term);
-            }
-            if (!(std::fabs(got - exact) <= 0x1p-24 * static_cast<double>(groups + 4) * size + 1e-37))
-                wrong = "; int8 gives " + std::to_string(got) + ", right is " + std::to_string(exact);
-        }
-    }
-
-    void check_alone(int64_t i) {
-        Guarded one(cols, random);
-        std::copy_n(before.data() + i * ldC, cols, one.data);
-        portable::multiply_int8({one.data, cols}, {A + i * ldA, ldA}, panel(), 1, cols, depth, add);
-        for (int64_t col = 0; col < cols; col++)
-            if (!same(one.data[col], c.data[i * ldC + col])) wrong = "; int8 depends on the number of rows";
-        if (!one.whole()) wrong += "; wrote beside a row";
-    }
-};
-
-std::string attempt(const Case& c, Random& random) {
-    return attempt_attention(c, random) + attempt_rows(random) + Int8Case(random).attempt();
+std::string attempt(uint64_t seed, int threads) {
+    Random random(seed);
+    const Case c = draw(seed, random, threads);
+    return attempt_attention(c, random) + attempt_product(random);
 }
 
 }  // namespace
 
-int main(int argc, char** argv) { return run_cases(argc, argv, draw, attempt); }
+int main(int argc, char** argv) { return run_seeds(argc, argv, attempt); }

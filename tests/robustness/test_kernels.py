@@ -2,8 +2,8 @@
 
 They also run for other processors.
 
-A program prints the seed of a case that fails. `kernels SEED 1 THREADS`, `backward SEED 1 THREADS`,
-`training SEED 1 THREADS` or `decoder SEED 1` repeats the case.
+A program prints the seed of a case that fails. `kernels SEED 1 THREADS`, `training SEED 1 THREADS` or
+`decoder SEED 1` repeats the case.
 """
 
 import platform
@@ -30,8 +30,7 @@ RACES = ["-fsanitize=thread"]
 TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they need no runtime library
 ZIG = [sys.executable, "-m", "ziglang", "c++"]
 PARTS = recipes.found(CSRC, *recipes.KERNELS)
-PORTABLE = [HERE / "kernels.cpp", *PARTS]
-BACKWARD = [HERE / "backward.cpp", *PARTS]
+PORTABLE = [HERE / "kernels.cpp", ROOT / "model" / "csrc" / "precision.cpp", *PARTS]
 BINDINGS = ("bindings.cpp",)  # for Python
 WITHOUT_BINDINGS = {
     package: [path for path in recipes.found(ROOT / package / "csrc", "*.cpp") if path.name not in BINDINGS]
@@ -40,7 +39,7 @@ WITHOUT_BINDINGS = {
 TRAINING = [HERE / "training.cpp", *WITHOUT_BINDINGS["model"], *WITHOUT_BINDINGS["training"], *PARTS]
 # The float64 reference takes most of the time: it is optimised, and not sanitized.
 OPTIMISED = ("-O2", "-fno-sanitize=address,undefined")
-OF_A_SOURCE = dict.fromkeys((HERE / "kernels.cpp", HERE / "backward.cpp"), OPTIMISED)
+OF_A_SOURCE = {HERE / "kernels.cpp": OPTIMISED}
 DECODER = [HERE / "decoder.cpp", *WITHOUT_BINDINGS["model"], *WITHOUT_BINDINGS["generation"], *PARTS]
 
 
@@ -153,13 +152,11 @@ def test_the_code_that_is_shipped(compiler, march, link, full):
     if not full:
         pytest.skip("only in the full set")
     command = [found_program(compiler), "-O3", f"-march={march}"]
-    for sources in (PORTABLE, BACKWARD):
-        run_cases(20000, link(command, sources), "200000", "20000")
+    run_cases(30000, link(command, PORTABLE), "200000", "30000")
 
 
 PROGRAMS = {  # of generated cases: sources, and how many cases in part and in full for memory and for races
-    "kernels": (PORTABLE, (500, 20000), (50, 3000)),
-    "backward": (BACKWARD, (300, 20000), (50, 3000)),
+    "kernels": (PORTABLE, (800, 40000), (100, 6000)),
     "training": (TRAINING, (30, 3000), (10, 200)),
     "decoder": (DECODER, (20, 1000), (20, 300)),
 }
@@ -199,10 +196,7 @@ def test_aarch64(compiler, link, full):
     run_cases(count // 10, *emulator, program, "500000", str(count // 10), "16")
     if full:
         run_cases(100, *emulator, link(command, DECODER), "600000", "100")
-        backward = link(command, BACKWARD)
-        run_cases(1000, *emulator, backward, "800000", "1000", "3")
-        training = link(command, TRAINING)
-        run_cases(50, *emulator, training, "900000", "50", "3")
+        run_cases(50, *emulator, link(command, TRAINING), "900000", "50", "3")
 
 
 @pytest.mark.parametrize("target, cpu", [("aarch64-macos", "apple_m1"), ("x86_64-macos", "haswell")])
@@ -229,7 +223,7 @@ def test_no_compiler_warns(compiler, full, tmp_path):
         pytest.skip(f"{compiler} finds no library")
     sources = [path for path in CSRC.rglob("*.cpp") if path.parent.name != "bindings"]
     sources += [path for paths in WITHOUT_BINDINGS.values() for path in paths]
-    sources += [HERE / "kernels.cpp", HERE / "backward.cpp", HERE / "decoder.cpp", HERE / "training.cpp"]
+    sources += HERE.glob("*.cpp")
     warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC}", f"-I{ROOT}"]
     command += ["-std=c++17", toolchain.NATIVE, *flags(command[0]), *warnings]
     with ThreadPoolExecutor(toolchain.jobs()) as pool:
