@@ -1,11 +1,6 @@
-"""The processor's name, features, cores and caches, as each system reports them, and its name in files."""
+"""The processor's name, features, cores and caches, as Linux reports them, and its name in files."""
 
-import ctypes
-import functools
 import os
-import struct
-import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -45,9 +40,9 @@ FIELDS = "processor : 0\nvendor_id : {}\ncpu family : {}\nmodel : {}\nmodel name
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Forget this machine's processor, and the test's afterwards."""
-    caches = processor.name.cache_clear, processor.sysctl.cache_clear
-    yield [clear() for clear in caches]
-    [clear() for clear in caches]
+    processor.name.cache_clear()
+    yield
+    processor.name.cache_clear()
 
 
 @pytest.fixture
@@ -116,62 +111,3 @@ def test_the_design_and_the_slug(cpuinfo):
 def test_the_caches_are_listed_the_smallest_first():
     sizes = [cache.size for cache in processor.caches()]
     assert sizes == sorted(sizes) and len(sizes) >= 2
-
-
-APPLE_M1 = (  # whose slow cores have other caches
-    "hw.cachelinesize=128,hw.l1dcachesize=65536,hw.l2cachesize=4194304,machdep.cpu.brand_string=Apple M1,"
-    "hw.perflevel0.l1dcachesize=131072,hw.perflevel0.l2cachesize=12582912"
-)
-INTEL = "hw.cachelinesize=64,hw.l1dcachesize=32768,hw.l2cachesize=262144,machdep.cpu.brand_string=Intel i7"
-
-
-@pytest.fixture
-def elsewhere(monkeypatch, tmp_path):
-    """A system without the files of Linux."""
-    for name in ("CPUINFO", "CACHES", "CPUS"):
-        monkeypatch.setattr(processor, name, tmp_path / "none")
-
-
-def test_a_processor_as_macos_describes_it(elsewhere, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert processor.sysctl("hw.no_such_name") == ""
-    of_m1 = (processor.Cache(1, 131072, 8, 128), processor.Cache(2, 12582912, 16, 128))
-    of_intel = (processor.Cache(1, 32768, 8, 64), processor.Cache(2, 262144, 16, 64))
-    for reported, slug, features, caches in (
-        (APPLE_M1, "apple-m1", set(), of_m1),
-        (INTEL, "intel-i7", set(), of_intel),
-        (f"{INTEL},hw.optional.avx2_0=1", "intel-i7", processor.AVX2, of_intel),
-        ("a=", "", set(), processor.ASSUMED),
-    ):
-        values = dict(each.split("=") for each in reported.split(","))
-        monkeypatch.setattr(processor, "sysctl", functools.cache(lambda name, of=values: of.get(name, "")))
-        processor.name.cache_clear()
-        assert processor.slug().endswith(slug)
-        assert (processor.features(), processor.caches()) == (features, caches)
-
-
-def test_a_processor_as_windows_describes_it(elsewhere, monkeypatch):
-    """Two cores, which have two threads each, and a cache."""
-    packed = b"".join(struct.pack("<QI20x", *record) for record in ((3, 0), (12, 0), (3, 2)))
-
-    def information(buffer, size):
-        size._obj.value = len(packed)
-        if buffer:
-            buffer.raw = packed
-        return bool(buffer)
-
-    kernel32 = SimpleNamespace(GetLogicalProcessorInformation=information)
-    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel32), raising=False)
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(processor, "cores", lambda: 4)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert processor.threads() == 2
-    for words, kinds, slug, features in (
-        ((25, 97, "AuthenticAMD"), {40, 41}, "amd-zen-4", processor.AVX512 | {"avx512_vnni"}),
-        ((6, 87, "GenuineIntel"), {40, 41}, "intel-6-87", processor.AVX2),  # Xeon Phi's AVX-512 is another
-        ((8, "D4B", "Qualcomm"), {43}, "x-family-8-model-d4b-stepping-1-qualcomm", {"asimddp"}),
-    ):
-        kernel32.IsProcessorFeaturePresent = kinds.__contains__
-        monkeypatch.setattr(processor, "IDENTIFIER", "X Family {} Model {} Stepping 1, {}".format(*words))
-        processor.name.cache_clear()
-        assert (processor.slug(), processor.features()) == (slug, features)
