@@ -39,11 +39,9 @@ def write(writer: Writer, *requests: Request) -> dict[Text, list[int]]:
     return texts
 
 
-def write_at_random(
-    engine: Engine, requests: Sequence[Request], seed: int, seconds: float | None = None
-) -> list[tuple]:
-    """The tokens and log-probabilities of requests, which join and leave at random. seconds: of write()."""
-    rng, writer = random.Random(seed), Writer(engine, seconds=seconds)
+def write_at_random(engine: Engine, requests: Sequence[Request], seed: int, **settings: float) -> list[tuple]:
+    """The tokens and log-probabilities of requests, which join and leave at random. settings: Writer's."""
+    rng, writer = random.Random(seed), Writer(engine, **settings)
     waiting, done = list(enumerate(requests)), {}
     growing: dict[Text, tuple[int, list[int]]] = {}
     while waiting or growing:
@@ -52,9 +50,9 @@ def write_at_random(
             growing[writer.join(request)] = number, []
         for text, tokens in writer.step(rng.choice([1, 2, 5, 64])):
             growing[text][1].extend(tokens.tolist())
-        for text in [text for text in growing if not text.remaining]:
+        for text in [text for text in growing if not (text.remaining or text.lacks_prompt_logprobs)]:
             number, tokens = growing.pop(text)
-            done[number] = tokens, text.logprobs
+            done[number] = tokens, text.logprobs, text.prompt_logprobs
             writer.leave(text)
     return [done[number] for number in range(len(requests))]
 
