@@ -1,12 +1,10 @@
 """Fixtures for all tests. Nothing here needs a network, a GPU or the corpus."""
 
-import contextlib
 import io
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -45,54 +43,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in names])
         items[:] = [item for item in items if item.nodeid not in names]
     items.sort(key=lambda item: not item.path.match("web/test_page.py"))
-
-
-IDLE_SECONDS, LONGEST_SECONDS = 60, 3600
-CHILDREN = "task/*/children"  # of a process in /proc; some kernels have none
-
-
-def spent() -> int:
-    """The processor's time of this process and of all that it started, in ticks."""
-    ticks, processes = 0, [str(os.getpid())]
-    while processes:
-        folder = Path("/proc", processes.pop())
-        with contextlib.suppress(OSError):  # it has ended
-            ticks += sum(map(int, (folder / "stat").read_text().rpartition(")")[2].split()[11:15]))
-            for children in folder.glob(CHILDREN):
-                processes += children.read_text().split()
-    return ticks
-
-
-def compiling() -> bool:
-    """Whether a process has the lock of a build."""
-    for path in cache.directory().glob(f"attention_ext_*/{cache.LOCK}"):
-        with contextlib.suppress(OSError), open(path) as file:  # another user's, or removed meanwhile
-            if not cache.lock(file.fileno(), wait=False):
-                return True
-    return False
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item):
-    """A test that waits for a minute, while nothing is computed or compiled, fails at the line that waits."""
-    if not any(Path("/proc/self").glob(CHILDREN)):
-        return (yield)
-    before, end = spent(), time.monotonic() + LONGEST_SECONDS
-
-    def check(*_: object) -> None:
-        nonlocal before
-        now = spent()
-        idle = abs(now - before) < os.sysconf("SC_CLK_TCK") / 3 and not compiling()
-        if idle or time.monotonic() > end:
-            pytest.fail(f"nothing was computed for {IDLE_SECONDS} s, or it ran for {LONGEST_SECONDS} s")
-        before = now
-
-    signal.signal(signal.SIGALRM, check)
-    signal.setitimer(signal.ITIMER_REAL, IDLE_SECONDS, IDLE_SECONDS)
-    try:
-        return (yield)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @pytest.fixture(autouse=True)
