@@ -27,8 +27,6 @@ def main(fault: str) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 elif fault == "stalls":
                     time.sleep(1000)
-                elif fault == "shape":
-                    q = torch.randn(1, 3, 41, 16)
                 elif fault == "error":
                     raise OSError("the disk of rank 1 is full")
             parallel.attention("ring", q, q, q, part="part0")

@@ -20,7 +20,7 @@ from support import full, naming, or_skip, printed
 
 from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.attention_ext.webgpu import attention, calls
-from shakespeare.attention_ext.webgpu.gpu import SOURCES, Gpu, opened, unrolled
+from shakespeare.attention_ext.webgpu.gpu import SOURCES, Gpu, opened
 from shakespeare.attention_ext.webgpu.steps import STEPS, Tile, choose, up
 
 # (B, H, Nq, Nk, d): one row, tiles that are not full, widths that are padded, few queries, wide heads
@@ -184,22 +184,6 @@ def test_all_tiles_by_columns(gpu, monkeypatch, step):
         if row.memory(tile, 2) <= most:
             monkeypatch.setitem(STEPS, step, replace(row, tiles=(tile,)))
             check(step, *qkv(1, 1, 300, 300, 8), causal=True)
-
-
-def test_marked_loops_are_written_out():
-    text = """
-for (var i = 0u; i < KEYS / 2; i++) {  // unroll
-    for (var n = 0u; n < 2u; n++) {  // unroll
-        s[2 * i + n] = 0;
-    }
-}
-for (var i = 0u; i < KEYS; i++) {
-}"""
-    inner = "        s[2 * i + n] = 0;"
-    loops = [f"    {{\n        const n = {n}u;\n{inner}\n    }}" for n in range(2)]
-    expected = [f"{{\n    const i = {i}u;\n" + "\n".join(loops) + "\n}" for i in range(2)]
-    kept = ["for (var i = 0u; i < KEYS; i++) {", "}"]
-    assert unrolled(text.split("\n"), {"KEYS": 4}) == "\n".join(["", *expected, *kept]).split("\n")
 
 
 @pytest.mark.parametrize("memory, threads", [(16384, 256), (32768, 1024)], ids=["least", "Metal"])
