@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -146,6 +146,12 @@ def copy_tree(source: Path, target: Path, **options) -> Path:
     for folder in [target, *filter(Path.is_dir, target.rglob("*"))]:
         folder.chmod(0o755)
     return target
+
+
+def cell(contender: str, N: int = 1024, **change: Any) -> Cell:
+    """A case of attention, by default the lab's test."""
+    sizes = {"queries": N, "d": 32, "batch": 1, "heads": 4, "causal": False, "br": None, "bc": None}
+    return Cell(contender, None, N, **sizes | {"threads": 1} | change)
 
 
 class FakeGpu(Clock):

@@ -37,33 +37,24 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     the time.
     """
     options.check()
+    from shakespeare.lab import rules
     from shakespeare.lab.bench.cases import plan
     from shakespeare.lab.bench.cell import Cell
+    from shakespeare.lab.explain import explain as explained
 
     sizes |= {name: sizes[name] or size for name, size in DEFAULTS[device].items()}
     given = {rule: sizes.pop(rule) for rule in options.RULES}
-    if device != "cpu":
+    if device == "cpu":
+        lists = {"lengths": "N", "widths": "d", "masks": "causal", "simds": "simd"}
+        lists |= {name: name for name in ("br", "bc", "threads")}
+        sizes |= {name: [sizes.pop(size)] for name, size in lists.items()}
+        (cell,) = plan([part], **sizes, rules=[rules.text(given)])
+    else:
         options.refuse(options.RULES, f"does not go with --device {device}")
         if part != "part4":
             raise click.UsageError(f"PART is {part}; it must be part4 with --device {device}")
-        asked = {name: sizes[name] for name in ("N", "d", "batch", "heads", "causal", "dtype")}
-        asked |= {"queries": cuda_queries or sizes["N"], "device": device}
-        cell = Cell(part, simd=None, br=None, bc=None, threads=1, **asked)
-        if device == "webgpu":
-            from shakespeare.lab.webgpu import explain as on_webgpu
-
-            on_webgpu.explain(cell, click.echo, kernel)
-        else:
-            from shakespeare.lab.cuda import explain as on_cuda
-
-            on_cuda.explain(cell, click.echo, kernel, arch)
-        return
-    from shakespeare.lab import rules
-    from shakespeare.lab.explain import explain as explained
-
-    lists = {"lengths": "N", "widths": "d", "masks": "causal", "simds": "simd"}
-    lists |= {name: name for name in ("br", "bc", "threads")}
-    sizes |= {name: [sizes.pop(size)] for name, size in lists.items()}
-    sizes["rules"] = [rules.text(given)]
-    (cell,) = plan([part], **sizes)
-    explained(cell, click.echo, cachegrind)
+        for name in ("simd", "br", "bc", "threads"):
+            del sizes[name]
+        queries = cuda_queries or sizes["N"]
+        cell = Cell(part, None, queries=queries, br=None, bc=None, threads=1, device=device, **sizes)
+    explained(cell, click.echo, cachegrind, kernel, arch)

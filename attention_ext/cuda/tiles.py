@@ -1,6 +1,6 @@
 """The tiles of each CUDA kernel for padded heads of width d, a dtype, a number of queries and a capability.
 
-The best come first. Their sizes reach the kernel as macros, lab/cuda/costs.py by their names.
+The best come first. Their sizes reach the kernel as macros.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,11 +10,31 @@ from shakespeare.attention_ext.parts import Dtype
 
 
 @dataclass(frozen=True)
+class Access:
+    """Accesses of warps to a matrix in shared memory, for each tile of queries and each tile of keys.
+
+    times: by all warps of a block together. rows: different addresses among a warp's lanes, `stride` numbers
+    apart, by default neighbours. vector: numbers that a lane takes there. scattered: lanes with the same
+    address are not neighbours. once: once for a tile of queries.
+    """
+
+    matrix: str
+    times: float
+    rows: int = 32
+    stride: int = 0
+    vector: int = 1
+    scattered: bool = False
+    once: bool = False
+
+
+@dataclass(frozen=True)
 class Tile:
-    """How a kernel is compiled and launched for a d and a dtype.
+    """How a kernel is compiled and launched for a d and a dtype, and what a block does for a tile.
 
     br, bc: queries and keys of a tile. threads: of a block, in `threads_y` rows. shared: bytes of shared
     memory. sizes: what the source is compiled with, as macros, beside those of all (csrc/cuda/call.h).
+    accesses: to shared memory; none if they are left to a profiler. exponentials: for each score. tensor: the
+    tensor cores multiply.
     """
 
     br: int
@@ -23,6 +43,9 @@ class Tile:
     shared: int
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     threads_y: int = 1
+    accesses: tuple[Access, ...] = ()
+    exponentials: float = 1
+    tensor: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,15 +75,45 @@ def odd(number: int, vector: int) -> int:
 
 
 def kernel1(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
-    side = 32
-    yield Tile(side, side, side * side, 4 * (3 * side * d + side * side), threads_y=side)
+    side = 32  # also the warps of a block; each has a row of S
+    chunks = -(-d // 32)
+    width = 4 if d % 4 == 0 else 2 if d % 2 == 0 else 1
+    accesses = (
+        *(Access(matrix, chunks * side) for matrix in "QKV"),
+        Access("Q", d / width * side, rows=1, vector=width),
+        Access("K", d / width * side, stride=d, vector=width),
+        Access("S", side),
+        Access("S", (1 + chunks) * side / 4 * side, rows=1, vector=4),
+        Access("V", chunks * side * side),
+    )
+    # each lane has the whole row's, for l and again for each of its columns of O
+    exponentials = 1 + side + chunks * side
+    shared = 4 * (3 * side * d + side * side)
+    yield Tile(side, side, side * side, shared, {}, side, accesses, exponentials)
 
 
 def kernel2(padding: int) -> Tiles:
     def tiles(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
         for side in (64, 32):
-            numbers = 3 * side * (d + padding) + side * (side + padding)
-            yield Tile(side, side, side * side // 16, 4 * numbers, {"PADDING": padding})
+            pitch = d + padding
+            p_pitch = side + padding
+            columns = side // 4  # threads that share 4 rows
+            rows = 32 // columns
+            warps = side * side // 16 // 32
+            width = 2 if pitch % 2 == 0 else 1
+            p_width = 2 if p_pitch % 2 == 0 else 1
+            accesses = (
+                Access("Q", side * d / 32, once=True),
+                *(Access(matrix, side * d / 32) for matrix in "KV"),
+                Access("Q", 4 * d / width * warps, rows, pitch, width),
+                Access("K", 4 * d / width * warps, columns, pitch, width, scattered=True),
+                Access("P", 16 * warps, rows, stride=32),  # its rows overlap in the banks
+                Access("P", 4 * side / p_width * warps, rows, p_pitch, p_width),
+                Access("V", -(-d // columns) * side * warps, columns),
+            )
+            shared = 4 * (3 * side * pitch + side * p_pitch)
+            exponentials = 1 + columns / side
+            yield Tile(side, side, side * side // 16, shared, {"PADDING": padding}, 1, accesses, exponentials)
 
     return tiles
 
@@ -72,9 +125,19 @@ def kernel3(state: str) -> Tiles:
         pitch = up(d, 4 * share)
         blocks = {"shared": 1, "registers": 3 if d <= 32 else 2, "spilled": 8}[state]
         sizes = {"SHARE": share, "PITCH": pitch, "STRIP": 8, "BLOCKS": blocks, "O_SHARED": int(in_shared)}
+        strip = sizes["STRIP"]
+        fours = pitch // (4 * share)  # of a thread's columns
+        warps = threads // 32
         for bc in (64, 32, 16):
+            accesses = [Access(matrix, bc * pitch / 32) for matrix in "KV"]
+            for matrix in "KV":
+                accesses.append(Access(matrix, bc * warps * fours, share, vector=4, scattered=share > 2))
+            if in_shared:  # O: read once a strip, written corrected and with the strip's sum
+                accesses.append(Access("O", 3 * bc / strip * warps * fours, vector=4))
             numbers = 2 * bc * pitch + in_shared * threads * pitch // share
-            yield Tile(threads // share, bc, threads, 4 * numbers, sizes)
+            exponentials = share * (strip + 1) / strip
+            shape = threads // share, bc, threads
+            yield Tile(*shape, 4 * numbers, sizes, 1, tuple(accesses), exponentials)
 
     return tiles
 
@@ -107,7 +170,18 @@ def kernel4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
         sizes |= {"V_ROW": up(d, 4 * columns), "P_ROW": warp_rows + (4 if warp_rows == 8 else 8)}
         sizes["SLAB"] = max(bc * sizes["K_ROW"], keys * sizes["V_ROW"])
         numbers = warps * (warp_rows * sizes["Q_ROW"] + keys * sizes["P_ROW"]) + 2 * sizes["SLAB"]
-        yield Tile(warps * warp_rows, bc, 32 * warps, 4 * numbers, sizes)
+        fours = up(d, dims) // 4  # of a row
+        groups = 32 // columns  # of rows
+        accesses = (
+            Access("Q", warps * warp_rows * fours / 32, vector=4, once=True),
+            *(Access(matrix, bc * fours / 32, vector=4) for matrix in "KV"),
+            Access("Q", warps * fours * rows_of_thread, groups, 4 * sizes["Q_ROW"], 4),
+            Access("K", warps * fours * bc / columns, columns, sizes["K_ROW"], 4),
+            Access("P", warps * bc / columns * rows_of_thread / 4, vector=4),
+            Access("P", warps * bc * rows_of_thread / 4, groups, vector=4),
+            Access("V", warps * bc * sizes["V_ROW"] / columns / 4, columns, vector=4),
+        )
+        yield Tile(warps * warp_rows, bc, 32 * warps, 4 * numbers, sizes, 1, accesses)
 
 
 def kernel5(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
@@ -158,7 +232,12 @@ def kernel5(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
         br = 16 * warps * sizes["M_TILES"]
         copies = sizes.get("Q_SHARED", 1) * (1 + sizes.get("Q_SPLIT", 0))  # of Q in shared memory
         shared = sizes["STAGES"] * 2 * bc * stride + copies * br * width * dtype.bytes
-        yield Tile(br, bc, 32 * warps, shared, sizes)
+        row = width * dtype.bytes / 128  # accesses of a whole warp
+        accesses = [Access(matrix, (1 + warps) * bc * row) for matrix in "KV"]
+        if copies:  # read again for each CHUNK of keys
+            accesses.append(Access("Q", copies * br * row, once=True))
+            accesses.append(Access("Q", copies * br * row * bc / sizes.get("CHUNK", bc)))
+        yield Tile(br, bc, 32 * warps, shared, sizes, 1, tuple(accesses), tensor=True)
 
 
 def kernel6(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
@@ -171,7 +250,7 @@ def kernel6(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
     groups, stages = 3 if wide else 2, 3 if wide or width <= 64 else 2
     shared = dtype.bytes * width * (64 * groups + 2 * stages * bc) + 24 * groups + 32 * stages + 1024
     sizes = {"WIDTH": width, "BOX": min(64, width), "STAGES": stages, "SHARED": shared}
-    yield Tile(64 * groups, bc, 128 * (groups + 1), shared, sizes)
+    yield Tile(64 * groups, bc, 128 * (groups + 1), shared, sizes, tensor=True)
 
 
 def split(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
@@ -185,7 +264,8 @@ def split(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Ite
         for warps in (8 if d <= 64 else 4, 2):
             teams = warps // sharers
             shared = 4 * teams * 16 * (width + 2) + 16 * q_row
-            yield Tile(16, teams * strip, 32 * warps, shared, {**sizes, "SHARERS": sharers, **merge})
+            macros = {**sizes, "SHARERS": sharers, **merge}
+            yield Tile(16, teams * strip, 32 * warps, shared, macros, tensor=True)
         return
     one = (1, 8, 2, 8 if d <= 128 and dtype is Dtype.FP32 else 4)
     rows = ((1, one), (2, (2, 8, 2, 4)), (4, (4, 8, 2, 4) if d <= 128 else (4, 4, 3, 4)))
@@ -195,7 +275,9 @@ def split(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Ite
     width = up(d, lanes * vector)
     sizes = {"TENSOR": 0, "BLOCKS": blocks, "LOADS": loads, "LANES": lanes, "WIDTH": width}
     shared = 4 * ((1 + warps) * br * width + 2 * warps * br)
-    yield Tile(br, warps * loads * 32 // lanes, 32 * warps, shared, {**sizes, "SHARERS": 1, **merge})
+    macros = {**sizes, "SHARERS": 1, **merge}
+    # all lanes of a row have its weight
+    yield Tile(br, warps * loads * 32 // lanes, 32 * warps, shared, macros, exponentials=lanes)
 
 
 def _multiplies_16(dtype: Dtype, queries: int, capability: Capability) -> bool:
@@ -210,7 +292,8 @@ def backward1(d: int, dtype: Dtype, queries: Queries, capability: Capability) ->
     pitch = up(d, 16) | 1
     for side, each in ((64, 4), (32, 2), (16, 1), (8, 1)):
         numbers = 4 * side * pitch + 2 * side * (side + 1)
-        yield Tile(side, side, (side // each) ** 2, 4 * numbers, {"EACH": each, "PITCH": pitch})
+        threads = (side // each) ** 2
+        yield Tile(side, side, threads, 4 * numbers, {"EACH": each, "PITCH": pitch}, exponentials=2)
 
 
 def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
@@ -239,7 +322,8 @@ def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capabili
             keys += warps // 2 * sizes["K_M"] * 16 * sizes["K_CHUNK"] * dtype.bytes
         in_shared = max(keys, row * sizes["Q_M"] * (1 - sizes["Q_HELD"]) * 2)
         shared = sizes["STAGES"] * sizes["TILE"] * (2 * stride + 8) + in_shared
-        yield Tile(16 * warps * sizes["Q_M"], 16 * warps * sizes["K_M"] // half, 32 * warps, shared, sizes)
+        shape = 16 * warps * sizes["Q_M"], 16 * warps * sizes["K_M"] // half, 32 * warps
+        yield Tile(*shape, shared, sizes, exponentials=2, tensor=True)
 
 
 def backward4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
@@ -249,4 +333,5 @@ def backward4(d: int, dtype: Dtype, queries: Queries, capability: Capability) ->
         stages = k_stages * (k_tile * (4 * width + 8) + 16), q_stages * (q_tile * 4 * width + 16)
         sizes = {"K_TILE": k_tile, "K_STAGES": k_stages, "Q_TILE": q_tile, "Q_STAGES": q_stages}
         sizes |= {"WIDTH": width, "BOX": min(64, width), "ROW_LANES": width // 8}
-        yield Tile(128, 128, 384, 4 * width * 128 + max(stages) + 20 + 1024, sizes)
+        shared = 4 * width * 128 + max(stages) + 20 + 1024
+        yield Tile(128, 128, 384, shared, sizes, exponentials=2, tensor=True)

@@ -1,41 +1,46 @@
-"""The counts of CUDA kernels: bank conflicts, meetings of tiles, and totals that can be reckoned by hand."""
+"""The counts of CUDA kernels: bank conflicts, meetings of tiles, and figures of the walk."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 from support import naming
 
 from shakespeare.attention_ext.cuda.kernels import EVERY
-from shakespeare.lab.cuda.architectures import SHEETS
-from shakespeare.lab.cuda.costs import LANES, SAME, Launch, banked, counted
+from shakespeare.attention_ext.cuda.launches import Compiled, Gpu
+from shakespeare.attention_ext.cuda.tiles import Access
+from shakespeare.lab.cuda.costs import WAVEFRONT, counts, visits, wavefronts
+from shakespeare.lab.text import size_text
 from shakespeare.lab.traffic import Case
 
-L2 = 50 << 20
-GPU = SHEETS["sm_90"]
+H200 = Gpu("NVIDIA H200", (9, 0), 227 << 10, 132, 60 << 20)
+WALK = Path(__file__).parents[3] / "docs" / "learn" / "gpu.md"
 
 
-def count(name, N=4096, d=32, heads=100, causal=False, dtype=None):
-    kernel = EVERY[name]
-    dtype = dtype or kernel.dtypes[0]
-    tile = kernel.tile(d, dtype, GPU)
-    case = Case(N, N, d, heads, causal, tile.br, tile.bc, 1, dtype)
-    return counted(Launch(case, kernel, tile, resident=264))
+def count(name, N=4096, d=32, heads=100, causal=False):
+    row = EVERY[name]
+    dtype = row.dtypes[0]
+    tile = row.tile(d, dtype, H200)
+    kernel = Compiled(row, tile, row.padded(d), H200, None, dict.fromkeys(row.functions, 0))
+    return counts(Case(N, N, d, heads, causal, dtype=dtype), kernel, resident=264)
 
 
 def test_bank_conflicts():
     # measured on an H200, of one number, two and four a lane
-    for addresses, width, wavefronts, fewest in (
-        (range(32), 1, 1, 1),
-        (SAME, 1, 1, 1),
-        (range(0, 64, 2), 1, 2, 1),
-        (range(0, 32 * 32, 32), 1, 32, 1),
-        (range(0, 33 * 32, 33), 1, 1, 1),
-        ([lane % 16 * 32 for lane in LANES], 2, 32, 1),
-        (range(0, 128, 4), 4, 4, 4),
-        ([lane % 8 * 36 for lane in LANES], 4, 4, 1),
-        ([lane // 2 % 8 * 36 for lane in LANES], 4, 2, 1),
+    for rows, stride, vector, scattered, needed, fewest in (
+        (32, 1, 1, False, 1, 1),
+        (1, 0, 1, False, 1, 1),
+        (32, 2, 1, False, 2, 1),
+        (32, 32, 1, False, 32, 1),
+        (32, 33, 1, False, 1, 1),
+        (16, 32, 2, True, 32, 1),
+        (32, 4, 4, False, 4, 4),
+        (8, 36, 4, True, 4, 1),
+        (8, 36, 4, False, 2, 1),
     ):
-        assert banked(tuple(addresses), width) == (wavefronts, fewest), (addresses, width)
+        access = Access("K", 1, rows, stride, vector, scattered)
+        assert wavefronts(access) == (needed, fewest), access
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -46,9 +51,7 @@ def test_meetings_of_tiles(causal):
             last = min(i0 + br, Nq) - 1
             keys = last + 1 + Nk - Nq if causal else Nk
             met += -(-keys // bc)
-        case, kernel = Case(Nq, Nk, 8, causal=causal), EVERY["1"]
-        launch = Launch(case, kernel, kernel.tile(8, case.dtype, GPU), 1)
-        assert launch.visits(br, bc) == met, (Nq, Nk, br, bc)
+        assert visits(Case(Nq, Nk, 8, causal=causal), br, bc) == met, (Nq, Nk, br, bc)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -57,7 +60,23 @@ def test_every_kernel_counts_at_least_what_it_must(name):
         with naming(d, causal):
             found = count(name, N=300, d=d, heads=3, causal=causal)
             assert all(each.wavefronts >= each.fewest > 0 for each in found.shared)
+            assert bool(found.shared) == (name[0] in "12345")
             tensors = 4 * 300 * 3 * d * EVERY[name].dtypes[0].bytes
-            assert found.asked >= found.from_memory(L2) >= tensors
+            assert found.from_memory(1) >= found.from_memory(H200.l2) >= tensors
             assert found.exponentials >= 3 * 300 * (301 / 2 if causal else 300)
             assert found.blocks >= 3
+
+
+def test_the_walk_has_these_figures():
+    """docs/learn/gpu.md quotes the bytes of K and of all matrices, and the ratios to the fewest."""
+    quoted = re.findall(r"--kernel (\S+) \|[^`]*\n  K +(.+)\n  all +(.+)\n", WALK.read_text())
+    assert [name for name, *_ in quoted] == ["1", "2", "2-unpadded", "4", "5"]
+    for name, *lines in quoted:
+        found = count(name)
+        (key,) = (each for each in found.shared if each.name == "K")
+        fewest = sum(each.fewest for each in found.shared)
+        for line, needed, least in zip(lines, (key.wavefronts, found.wavefronts), (key.fewest, fewest)):
+            assert line.split("  ")[0] == size_text(WAVEFRONT * needed), name
+            assert f" {needed / least:.3g} x " in line, name
+        for size in (found.from_memory(1), found.from_memory(H200.l2)):
+            assert size_text(size) in lines[1], name

@@ -4,23 +4,23 @@ import re
 from unittest.mock import Mock
 
 import pytest
+from support import cell as of_sizes
 
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import EVERY
 from shakespeare.lab.bench.cases import Cell
 from shakespeare.lab.cuda.architectures import SHEETS, architecture, occupancy
-from shakespeare.lab.cuda.explain import compiled, explain
+from shakespeare.lab.explain import compiled, explain
 
 
 def cell(**change) -> Cell:
-    asked = dict(N=256, d=32, batch=2, heads=3, causal=False, dtype="fp32") | change
-    return Cell("part4", queries=asked["N"], simd=None, br=None, bc=None, threads=1, device="cuda", **asked)
+    return of_sizes("part4", device="cuda", **{"N": 256, "batch": 2, "heads": 3} | change)
 
 
 def explained(kernel=None, arch=None, **change) -> str:
     lines: list[str] = []
-    explain(cell(**change), lines.append, kernel, arch)
+    explain(cell(**change), lines.append, kernel=kernel, arch=arch)
     return "\n".join(lines)
 
 
@@ -50,7 +50,10 @@ def test_each_kernel_is_explained_without_a_gpu(nvrtc, arch, kernel):
     assert re.search(r"^bound by    (.+)$", text, re.M)[1] == max(limits, key=limits.get)
     assert re.search(r"^  all +(\S+ \S+ +\S+ x|- +-) +\S+ \S+ +\S+ \S+$", text, re.M), text
     assert {"memory", "exponentials"} < set(limits)
-    assert ("shared memory" in limits) == ("ncu --metrics" not in text) == (kernel[0] in "12345")
+    command = (
+        f" python gpt.py explain part4 --device cuda --kernel {kernel} --dtype {dtype} -B 2 --heads 3 -N 256"
+    )
+    assert ("shared memory" in limits) == (command not in text) == (kernel[0] in "12345")
 
 
 @pytest.mark.full
@@ -92,8 +95,8 @@ def test_the_driver_counts_the_same_blocks(gpu, kernel, d):
         pytest.skip(f"{on.name} cannot run kernel {kernel}")
     answer = compiled(cell(d=d, dtype=dtype), kernel)
     assert answer.driver and answer.blocks == min(answer.fits.values())
-    tile = answer.tile
-    own = occupancy(architecture(answer.on), tile.threads, answer.resources.registers, tile.shared)
+    tile = answer.kernel.tile
+    own = occupancy(architecture(on), tile.threads, answer.resources.registers, tile.shared)
     assert min(own.values()) == answer.blocks
 
 
