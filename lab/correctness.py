@@ -1,13 +1,15 @@
-"""The lab's test of one part: compares its result with PyTorch's and prints its time and memory.
+"""The lab's test of one part: compares its result, or its gradients, with PyTorch's; prints time and memory.
 
 On CUDA the time is that between events around a call, and the memory that of PyTorch's allocator. On WebGPU
-the time is the call's, with the copies to the GPU and back, and the reference is on the CPU.
+the time is the call's, with the copies to the GPU and back, and the reference is on the CPU. The gradients
+are compared with float64, and timed beside SDPA's.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,29 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import DeviceType
-from torch.autograd.profiler import profile as cpu_profile
+from torch.autograd.profiler import profile as profiler
+from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import EventList
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.nn.functional import scaled_dot_product_attention
 
-from shakespeare.attention_ext import PARTS, attention, extension, operator, webgpu
+from shakespeare.attention_ext import PARTS, attention, extension, operator, reference, webgpu
 from shakespeare.attention_ext.cuda import gpu as driver
-from shakespeare.attention_ext.cuda.kernels import WIDEST
+from shakespeare.attention_ext.cuda.kernels import GRADIENT, WIDEST
 from shakespeare.attention_ext.cuda.launches import Sizes
-from shakespeare.attention_ext.parts import DEVICES, Dtype, check_compatible
+from shakespeare.attention_ext.parts import DEVICES, Dtype, check_compatible, resolve_simd
 from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.attention_ext.webgpu.steps import choose as choose_step
 from shakespeare.lab import machine
+from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.cuda import gpu
-from shakespeare.lab.rules import example
 from shakespeare.lab.text import counted
+from shakespeare.lab.timing import in_turns
 
 B, H, D = 1, 4, 32  # the lab's sizes
-RULES = ("window", "softcap", "alibi", "sinks", "documents")
 # Relative and absolute tolerance. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7. Two
 # correct results may be rounded to neighbours, which are 1/128 apart in bfloat16 and 1/1024 in float16.
 TOLERANCES = {Dtype.FP32: (1e-4, 1e-5), Dtype.BF16: (1 / 64, 1e-4), Dtype.FP16: (1 / 512, 1e-4)}
 MATRICES = 2  # N x N float32 matrices that the reference holds for each head at once
 FREE_SHARE = 0.9  # share of a GPU's free memory that they may take
+FLOOR = 1e-6  # allowed error of any float32 gradient, as a share of the largest
+ROUNDING = 2.0**-23  # the same for a sum of one term; for d terms it grows with the root of d
+# Two results may be rounded to neighbours in 16 bits, which are so far apart, as a share of the largest.
+NEIGHBOURS = {Dtype.FP32: 0.0, Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11}
+ROUNDS = 9  # of the gradients
+LEAST_SECONDS = 0.02  # least time of a round
 
 
 @dataclass(frozen=True)
@@ -71,54 +80,45 @@ def allocated(function: Callable[[], Tensor]) -> tuple[Tensor, int]:
     return run.out, run.memory
 
 
-def measure(name: str, function: Callable[[], Tensor], warm_up: bool = True) -> Run:
-    """Call `function` once to warm up and once under PyTorch's profiler, as a row called `name`.
+def measure(
+    name: str, function: Callable[[], Tensor], on: gpu.Gpu | None = None, warm_up: bool = True
+) -> Run:
+    """Call `function` to warm up, and under PyTorch's profiler, as a row called `name`.
 
-    The profiler is autograd's: torch.profiler imports PyTorch's compiler, which takes longer than the test.
+    on: a GPU, which also measures its memory and its time. The profiler is autograd's: torch.profiler imports
+    PyTorch's compiler, which takes longer than the test. On a GPU its first buffers take milliseconds, which
+    would count for the first call, so it is warmed up too.
     """
+    kineto = partial(profiler, use_kineto=True, profile_memory=True, use_device="cuda" if on else None)
     if warm_up:
         function()
-    with cpu_profile(use_kineto=True, profile_memory=True) as profiler:
-        with record_function(name):
-            start = time.perf_counter()
-            out = function()
-            seconds = time.perf_counter() - start
-    recorded: Any = profiler.kineto_results  # PyTorch's public averages give sums, not the peak
-    events = [e for e in recorded.events() if e.name() == "[memory]"]
-    held = accumulate(event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()))
-    table = profiler.key_averages().table(sort_by="cpu_memory_usage", row_limit=10) if warm_up else ""
-    return Run(out, seconds, max(held, default=0), table)
-
-
-def measure_on_gpu(on: gpu.Gpu, name: str, function: Callable[[], Tensor]) -> Run:
-    """Call `function` to warm up, for its memory, for its time, and under PyTorch's profiler.
-
-    The profiler is warmed up too: its first buffers take milliseconds, which would count for the first call.
-    """
-    function()
-    out, memory = on.allocated(function)
-    (seconds,) = on.time(function, 1)
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    once = schedule(wait=0, warmup=1, active=1, repeat=1)
-    with profile(activities=activities, profile_memory=True, acc_events=True, schedule=once) as profiler:
-        for _ in range(2):
-            with record_function(name):
-                function()
+    if on:
+        with kineto():
+            function()
             torch.cuda.synchronize()
-            profiler.step()
-    return Run(out, seconds, memory, table_by_cuda_time(profiler.key_averages()))
+    with kineto() as recorded, record_function(name):
+        start = time.perf_counter()
+        out = function()
+        seconds = time.perf_counter() - start
+        if on:
+            torch.cuda.synchronize()
+    results: Any = recorded.kineto_results  # PyTorch's public averages give sums, not the peak
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    held = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    memory = max(held, default=0)
+    if on:
+        out, memory = on.allocated(function)
+        (seconds,) = on.time(function, 1)
+    return Run(out, seconds, memory, table(recorded.key_averages(), bool(on)) if warm_up else "")
 
 
-def table_by_cuda_time(rows: EventList) -> str:
-    """The profiler's table without the profiler's steps and without spans that repeat a row on the GPU."""
-    kept = (
-        row
-        for row in rows
-        if not row.key.startswith("ProfilerStep")
-        and not (row.is_user_annotation and row.device_type == DeviceType.CUDA)
-    )
-    wanted = EventList(kept, use_device="cuda", profile_memory=True)
-    return wanted.table(sort_by="cuda_time_total", row_limit=10)
+def table(rows: EventList, on_gpu: bool) -> str:
+    """The profiler's table by memory, or by time on a GPU; there without spans that repeat a row."""
+    if not on_gpu:
+        return rows.table(sort_by="cpu_memory_usage", row_limit=10)
+    shown = (row for row in rows if not (row.is_user_annotation and row.device_type == DeviceType.CUDA))
+    listed = EventList(shown, use_device="cuda", profile_memory=True)
+    return listed.table(sort_by="cuda_time_total", row_limit=10)
 
 
 def in_slices(function: Callable[..., Tensor], count: int, tensors: Sequence[Tensor]) -> Tensor:
@@ -157,113 +157,105 @@ def heads_at_once(N: int, least: int, free: float | None) -> int:
 
 @dataclass(frozen=True)
 class Test:
-    """The lab's test of `part`: q, k and v of (batch, heads, N, d), at scale 1.
+    """The lab's test of a cell, by a kernel of CUDA or a step of WebGPU; None for the fastest."""
 
-    br, bc: part4's tile; None takes tuned sizes, as a GPU must. simd: of SIMD, for parts 1 to 4. dtype: a
-    Dtype or its value. device: of parts.DEVICES. kernel: one of part4's on a GPU. RULES: as example() takes
-    them.
-    """
+    cell: Cell
+    on: gpu.Gpu | None
+    kernel: str | None
+    rules: dict[str, Any]
 
-    part: str
-    N: int
-    br: int | None = None
-    bc: int | None = None
-    causal: bool = False
-    simd: str = "auto"
-    dtype: str = Dtype.FP32
-    batch: int = B
-    heads: int = H
-    d: int = D
-    device: str = "cpu"
-    kernel: str | None = None
-    window: int | None = None
-    softcap: float | None = None
-    alibi: bool = False
-    sinks: bool = False
-    documents: int | None = None
-    score_mod: Path | None = None
-
-    @cached_property
-    def rules(self) -> dict[str, Any]:
-        """The options of attention() for its rules. Raises ValueError if the part has none there."""
-        where = "cuda" if self.device == "cuda" else "cpu"
-        found = example(self.heads, self.N, where, **{name: getattr(self, name) for name in RULES})
-        found |= {"score_mod": self.score_mod} if self.score_mod else {}
-        if "documents" in found:
-            found["documents"] = found["documents"].expand(self.batch, self.N)
-        check_compatible(self.part, self.device, self.dtype, rules=tuple(found))
-        return found
-
-    def describe(self, on: gpu.Gpu | None) -> list[str]:
+    def describe(self) -> list[str]:
         """What computes the part. Raises ValueError if it does not take the inputs, BuildError likewise."""
-        ours = PARTS[self.part].operator is not None
-        if self.device == "cpu":
-            return [extension.describe(self.simd)] if ours else []
-        if on and not ours:
-            return [on.describe()["name"]]
-        if self.d > WIDEST:
-            raise ValueError(f"d is {self.d}; it must be at most {WIDEST} on {DEVICES[self.device]}")
+        cell = self.cell
+        ours = PARTS[cell.contender].operator is not None
+        if cell.device == "cpu":
+            passes = ""
+            if cell.backward and resolve_simd(cell.simd or "auto") != "portable":
+                passes = " in the forward pass; portable in the backward pass"
+            return [extension.describe(cell.simd or "auto") + passes] if ours else []
+        if self.on and not ours:
+            return [self.on.describe()["name"]]
+        if cell.d > WIDEST:
+            raise ValueError(f"d is {cell.d}; it must be at most {WIDEST} on {DEVICES[cell.device]}")
+        dtype = Dtype(cell.dtype)
         tile: Any
-        if on:
+        if self.on:
             operator("part4", "cuda")
-            call = Sizes(self.batch * self.heads, self.N, self.N)
-            kernel = driver.compiled(self.kernel, call, self.d, Dtype(self.dtype), on.device.index)
-            where, what = on.describe()["name"], f"kernel {kernel.row.name}: {kernel.row.summary}"
-            tile = kernel.tile
+            call = Sizes(cell.batch * cell.heads, cell.N, cell.N)
+            kernel = self.kernel or (GRADIENT if cell.backward else None)
+            compiled = driver.compiled(kernel, call, cell.d, dtype, self.on.device.index)
+            where = self.on.describe()["name"]
+            what = f"kernel {compiled.row.name}: {compiled.row.summary}"
+            tile = compiled.tile
             threads = f"{tile.threads} threads and {tile.shared} bytes of shared memory for a block"
         else:
             adapter = opened().adapter
-            step, tile = choose_step(self.kernel, self.d, Dtype(self.dtype), adapter)
-            where, what = f"{adapter.name}, {adapter.backend}", f"step {step.name}: {step.summary}"
+            step, tile = choose_step(self.kernel, cell.d, dtype, adapter)
+            where = f"{adapter.name}, {adapter.backend}"
+            what = f"step {step.name}: {step.summary}"
             threads = f"{tile.threads} threads of a workgroup"
         return [where, f"{what}; tiles of {tile.br} queries and {tile.bc} keys, {threads}"]
 
     def attention(self, part: str, tensors: Sequence[Tensor], slices: int) -> Tensor:
-        """The output (B, H, N, d) of a part; part0's in slices of heads."""
-        options: dict[str, Any] = dict(causal=self.causal, scale=1.0, **self.rules)
+        """The output (B, H, N, d) of a part at scale 1; part0's in slices of heads."""
+        cell = self.cell
         ours = PARTS[part].operator is not None
-        if self.device != "webgpu":
-            options |= dict(br=self.br, bc=self.bc, simd=self.simd, kernel=self.kernel)
+        options: dict[str, Any] = {"causal": cell.causal, "scale": 1.0, **self.rules}
+        if cell.device != "webgpu":
+            options |= {"br": cell.br, "bc": cell.bc, "simd": cell.simd or "auto", "kernel": self.kernel}
         elif ours:
-            return webgpu.attention(*tensors, causal=self.causal, scale=1.0, kernel=self.kernel)
+            return webgpu.attention(*tensors, causal=cell.causal, scale=1.0, kernel=self.kernel)
         else:  # PyTorch's on the CPU
             tensors = [t.float() for t in tensors]
         return in_slices(partial(attention, part, **options), 1 if ours else slices, tensors)
 
 
-def run(part: str, N: int, echo: Callable[[str], None] = print, **settings: Any) -> bool:
-    """Run the lab's test: reference, part, statistics. False on a mismatch. settings: the fields of Test.
+def run(
+    cell: Cell, echo: Callable[[str], None] = print, kernel: str | None = None, score_mod: Path | None = None
+) -> bool:
+    """Run the lab's test of a part or of its gradients. False on a mismatch.
 
-    Raises ValueError for settings that the part refuses, BuildError without a GPU or a compiled kernel.
+    cell: br and bc are part4's tile; None takes tuned sizes, as a GPU must. kernel: one of part4's on a GPU.
+    score_mod: a user's header. Raises ValueError for what the part refuses, or if part0's N x N matrices
+    would not fit the memory; BuildError without a GPU or a compiled kernel.
     """
-    test = Test(part, N, **settings)
-    allowed = check_compatible(part, test.device, test.dtype)
-    heads, title, slices = test.batch * test.heads, PARTS[part].title, 1
-    on = gpu.Gpu() if test.device == "cuda" else None
-    timed: Callable[..., Run] = partial(measure_on_gpu, on) if on else measure
-    ruled = [f"with {', '.join(test.rules)}"] * bool(test.rules)  # refused before anything is compiled
-    shown = test.describe(on) + ruled
-    if on:
-        slices = -(-heads // heads_at_once(N, heads if test.rules else 1, FREE_SHARE * on.free()))
+    part = cell.contender
+    where = "cuda" if cell.device == "cuda" else "cpu"
+    rules = cell.options(where)
+    if score_mod:
+        rules["score_mod"] = score_mod
+    allowed = check_compatible(part, cell.device, cell.dtype, gradient=cell.backward, rules=tuple(rules))
+    on = gpu.Gpu() if where == "cuda" else None
+    test = Test(cell, on, kernel, rules)
+    title = PARTS[part].title
+    shown = test.describe()  # refused before anything is compiled
+    if rules:
+        shown.append(f"with {', '.join(rules)}")
+    heads = cell.batch * cell.heads
+    slices = 1
+    if on and not cell.backward:
+        slices = -(-heads // heads_at_once(cell.N, heads if rules else 1, FREE_SHARE * on.free()))
         if slices > 1:
             shown.append(f"The reference's N x N matrices do not fit at once: {slices} slices of heads")
     else:
-        heads_at_once(N, heads, machine.available_memory())
-    if test.device == "webgpu":
-        step, _ = choose_step(test.kernel, test.d, allowed, opened().adapter)
-        allowed = Dtype.FP16 if "shader-f16" in step.needs else allowed  # step 6 rounds K, V and the weights
-    where = "cuda" if on else "cpu"
-    tensors = synthetic_qkv(N, Dtype(test.dtype), test.batch, test.heads, test.d, where)
-    echo("\n".join([f"Running {part} test: {title}\n", *shown]) + "\n" * bool(shown))
+        heads_at_once(cell.N, heads, on.free() if on else machine.available_memory())
+    what = "backward test" if cell.backward else "test"
+    echo("\n".join([f"Running {part} {what}: {title}\n", *shown]) + ("\n" if shown else ""))
+    if cell.backward:
+        return gradients(test, echo)
 
+    if cell.device == "webgpu":
+        step, _ = choose_step(kernel, cell.d, allowed, opened().adapter)
+        allowed = Dtype.FP16 if "shader-f16" in step.needs else allowed  # step 6 rounds K, V and the weights
+    tensors = synthetic_qkv(cell.N, Dtype(cell.dtype), cell.batch, cell.heads, cell.d, where)
     echo("-----RUNNING REFERENCE IMPLEMENTATION-----\n")
-    reference = timed(f"REFERENCE - {title}", lambda: test.attention("part0", tensors, slices))
-    echo(f"PyTorch Execution Time:  {reference.seconds:.6f} s\n")
-    echo(reference.table)
+    expected = measure(f"REFERENCE - {title}", lambda: test.attention("part0", tensors, slices), on)
+    echo(f"PyTorch Execution Time:  {expected.seconds:.6f} s\n")
+    echo(expected.table)
 
     echo(f"-----RUNNING {part.upper()}-----\n")
-    ours = timed(f"{part.upper()} - {title}", lambda: test.attention(part, tensors, slices))
-    difference = mismatch(reference.out, ours.out, allowed)
+    ours = measure(f"{part.upper()} - {title}", lambda: test.attention(part, tensors, slices), on)
+    difference = mismatch(expected.out, ours.out, allowed)
     echo(f"manual attention == pytorch attention {difference is None}")
     if difference:
         echo(difference)
@@ -271,11 +263,71 @@ def run(part: str, N: int, echo: Callable[[str], None] = print, **settings: Any)
     echo(f"Manual Execution Time:  {ours.seconds:.6f} s\n")
     echo(ours.table)
 
-    for label, result, device in (("REFERENCE", reference, where), (part.upper(), ours, test.device)):
+    for label, result, device in (("REFERENCE", expected, where), (part.upper(), ours, cell.device)):
         echo(f"{label} - {title} statistics")
         echo(f"{device} time:  {1e3 * result.seconds:.3f}ms")
         echo(f"mem usage:  {result.memory} bytes\n")
-    echo(f"speed-up over PyTorch:  {reference.seconds / ours.seconds:.2f}x")
+    echo(f"speed-up over PyTorch:  {expected.seconds / ours.seconds:.2f}x")
+    return True
+
+
+def normal(cell: Cell) -> list[Tensor]:
+    """q, k, v and dout, each (B, H, N, d): normal numbers in the layout (B, N, H, d)."""
+    generator = torch.Generator().manual_seed(0)
+    size = (cell.batch, cell.N, cell.heads, cell.d)
+    kind = getattr(torch, Dtype(cell.dtype).torch_name)
+    numbers = (torch.randn(size, generator=generator) for _ in range(4))
+    return [t.to(cell.device, kind).transpose(1, 2) for t in numbers]
+
+
+def backward_of(forward: Callable[..., Tensor], tensors: Sequence[Tensor], dout: Tensor) -> Callable[[], Any]:
+    """A function that computes the gradients of q, k and v from dout at each call."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out = forward(*leaves)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def exact_gradients(tensors: Sequence[Tensor], causal: bool) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v in float64. tensors: these, and dout."""
+    q, k, v, dout = (t.double() for t in tensors)
+    options: dict[str, Any] = {"causal": causal, "scale": q.shape[3] ** -0.5, "br": 256, "bc": 256}
+    out, lse = reference.flash_attention(q, k, v, **options)
+    return reference.flash_attention_backward(q, k, v, out, lse, dout, **options)
+
+
+def gradients(test: Test, echo: Callable[[str], None]) -> bool:
+    """Compare gradients on normal numbers with float64, and time them; False if one is wrong.
+
+    Allowed errors: twice PyTorch's, and a share that grows with sqrt(d).
+    """
+    cell = test.cell
+    part = cell.contender
+    *tensors, dout = normal(cell)
+    ours = partial(attention, part, causal=cell.causal, simd=cell.simd or "auto", kernel=test.kernel)
+    sdpa = partial(scaled_dot_product_attention, is_causal=cell.causal)
+    both = [backward_of(forward, tensors, dout) for forward in (ours, sdpa)]
+    exact = exact_gradients([*tensors, dout], cell.causal)
+    floor = max(FLOOR, ROUNDING * math.sqrt(cell.d)) + NEIGHBOURS[Dtype(cell.dtype)]
+    passed = True
+    for name, right, *got in zip(("dq", "dk", "dv"), exact, *(backward() for backward in both)):
+        error, pytorchs = (float((gradient - right).abs().max()) for gradient in got)
+        most = 2 * pytorchs + floor * float(right.abs().max())
+        echo(f"{name}: largest error {error:.2e}, PyTorch's {pytorchs:.2e}, allowed {most:.2e}")
+        passed = passed and error <= most  # NaN is not
+    echo(f"manual gradients == float64 gradients {passed}\n")
+    if not passed:
+        return False
+    samples, sdpas = in_turns(both, ROUNDS, LEAST_SECONDS, test.on)
+    rate = cell.flops / samples.median
+    speed = f"{rate / 1e12:.1f} TFLOP/s"
+    if not test.on:
+        share = rate / machine.fma_peak(threads=torch.get_num_threads())
+        speed = f"{rate / 1e9:.1f} GFLOP/s, {share:.0%} of the FMA peak"
+    echo(f"{part} backward time:  {1e3 * samples.median:.3f}ms, {speed}")
+    if not test.on:
+        echo(f"quiet samples:       {samples.quiet}; all take {samples.disturbance:.2f} times as long")
+    echo(f"SDPA backward time:  {1e3 * sdpas.median:.3f}ms")
+    echo(f"speed-up over SDPA:  {sdpas.median / samples.median:.2f}x")
     return True
 
 

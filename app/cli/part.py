@@ -112,23 +112,23 @@ def check(part: str, asked: dict[str, Any]) -> None:
 
 def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
     """Run the lab's test of a part or of its gradients; False on a mismatch."""
-    options.set_threads(threads, sleeping=False)
-    from shakespeare.lab import backward, correctness
+    threads = options.set_threads(threads, sleeping=False)
+    from shakespeare.lab import correctness, rules
+    from shakespeare.lab.bench.cell import Cell
 
-    if asked["backward"]:
-        sizes = ("batch", "heads", "N", "d", "causal", "device", "dtype")
-        shape = backward.Shape(*(asked[name] for name in sizes))
-        passed = backward.run(part, shape, asked["simd"], asked["kernel"], click.echo)
-    else:
-        names = TEST_ONLY - {"backward", "again"} | {"simd", "device", "kernel"} | NOT_BACKWARD
-        settings = {name: asked[name] for name in names}
-        # Python's own handler of Ctrl-C would wait until a kernel returns.
-        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-        try:
-            passed = correctness.run(part, **settings, echo=click.echo)
-        finally:
-            signal.signal(signal.SIGINT, before)
-    return passed
+    sizes = {
+        name: asked[name] for name in ("simd", "N", "d", "batch", "heads", "causal", "br", "bc", "backward")
+    }
+    given = {name: asked[name] for name in options.RULES}
+    ruled = rules.text(given) if any(given.values()) else None
+    where = {"dtype": asked["dtype"], "device": asked["device"]}
+    cell = Cell(part, queries=asked["N"], threads=threads, rules=ruled, **where, **sizes)
+    # Python's own handler of Ctrl-C would wait until a kernel returns.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return correctness.run(cell, click.echo, asked["kernel"], asked["score_mod"])
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Session:

@@ -22,8 +22,8 @@ from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, HALVES, KERNELS
 from shakespeare.attention_ext.parts import Dtype, Part, able, check_part, is_file
 from shakespeare.attention_ext.webgpu.steps import STEPS
-from shakespeare.lab.backward import backward_of
 from shakespeare.lab.bench.cell import Cell
+from shakespeare.lab.correctness import backward_of
 
 Call = Callable[[], Any]  # gives the output, or the gradients of q, k and v
 SPLIT = "split"  # the kernel for few queries, which has no number

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from shakespeare.attention_ext import PARTS, extension, processor, reference
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.lab import backward, machine, memory, rules
+from shakespeare.lab import machine, memory, rules
 from shakespeare.lab.bench.cases import check_memory
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import Call, contenders, first_line, prepared
 from shakespeare.lab.bench.results import Result, Run
-from shakespeare.lab.correctness import allocated
+from shakespeare.lab.correctness import allocated, exact_gradients
 from shakespeare.lab.costs import block_of, scratch
 from shakespeare.lab.timing import Clock, Cpu, Timer, rounds, spread
 from shakespeare.lab.traffic import streams
@@ -213,7 +213,7 @@ def exact_output(tensors: Sequence[Tensor], causal: bool, ruled: str | None = No
 def exact_of(cell: Cell, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """What a cell computes, in float64: its output, or the gradients of q, k and v."""
     if cell.backward:
-        return backward.exact(tensors, cell.causal)
+        return exact_gradients(tensors, cell.causal)
     return (exact_output(tensors, cell.causal, cell.rules),)
 
 

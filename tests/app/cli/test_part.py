@@ -3,9 +3,10 @@
 import re
 
 import pytest
+from support import cell
 
 from shakespeare.attention_ext import PARTS, attention
-from shakespeare.lab import backward
+from shakespeare.lab import correctness
 from shakespeare.lab.costs import scratch
 from shakespeare.lab.traffic import Case
 
@@ -48,11 +49,11 @@ def test_a_wrong_gradient_exits_1(cli, extension, monkeypatch):
             tensors[which] = tensors[which].detach() * 1e-3 + tensors[which] * (1 - 1e-3)
             return attention(part, *tensors, **options)
 
-        monkeypatch.setattr(backward, "attention", wrong)
+        monkeypatch.setattr(correctness, "attention", wrong)
         done = cli("part4", "--backward", "-N", 64, "-d", 16, "--causal", code=1)
         assert done.stdout.endswith("manual gradients == float64 gradients False\n\n")
     with pytest.raises(ValueError, match="part is 'part2'; it must be part0 or part4 for gradients"):
-        backward.run("part2", backward.Shape(1, 1, 8, 8, False))
+        correctness.run(cell("part2", backward=True))
 
 
 def test_4d_access(cli, extension):
