@@ -1,7 +1,10 @@
-"""gpt.py profile: where a token's time goes. Spans of an engine's work make a table.
+"""gpt.py profile: where the time of a token goes, or of a training step.
 
-The native engine records its spans itself (generation/csrc/). The PyTorch model gets hooks on its
-modules, which are not changed.
+Spans of an engine's work make a table of tokens. In the cuda engine they are clocks in the kernel. A training
+step's are its own, of C++, or those of PyTorch's profiler.
+
+The native engine records its spans itself (generation/csrc/). The PyTorch model gets hooks on its modules;
+a span is the time in a module outside of those in it.
 
 attention: from queries, keys and values to the joined heads, including appending to the cache and changes of
 layout.
@@ -15,31 +18,56 @@ call. Several texts are written in such calls here too.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
 
-from shakespeare.attention_ext.parts import helpers_of
-from shakespeare.generation.engines.engine import Engine, EngineOptions
+from shakespeare.attention_ext.parts import CachePrecision, Precision, check_compatible, helpers_of
+from shakespeare.generation.engines.engine import Engine, EngineOptions, member
 from shakespeare.generation.engines.native import Decoder
 from shakespeare.generation.engines.pytorch import TorchEngine
 from shakespeare.generation.engines.table import open_engine
-from shakespeare.generation.request import Request
+from shakespeare.generation.request import Request, Uniforms
 from shakespeare.generation.texts import slots_for
 from shakespeare.generation.writer import Writer
 from shakespeare.lab.machine import Load, busy_text
 from shakespeare.lab.text import counted, markdown
+from shakespeare.lab.timing import Clock
 from shakespeare.model.checkpoint import Checkpoint
+from shakespeare.model.config import GPTConfig
+from shakespeare.training.recipe import Recipe
+from shakespeare.training.trainer import Trainer
 
 KINDS = (
     *("embedding", "norm", "QKV", "attention", "projection", "MLP up", "MLP GELU", "MLP down"),
     *("head", "sampling", "draft", "waiting"),
 )
+# Kinds of the PyTorch model's modules, by their names or those with their parents'.
+MODULES = {
+    **dict.fromkeys(("wte", "wpe", "drop"), "embedding"),
+    **dict.fromkeys(("ln_1", "ln_2", "ln_f"), "norm"),
+    "c_attn": "QKV",
+    "attn": "attention",
+    "attn.c_proj": "projection",
+    "c_fc": "MLP up",
+    "mlp": "MLP GELU",
+    "mlp.c_proj": "MLP down",
+    "lm_head": "head",
+}
 DEFAULT_TOKENS = 200  # tokens to write if the block size allows it
 REPETITIONS = 9  # repetitions with recording, and as many without; odd, so that one is the median
+CUDA_REPETITIONS = 5
 SEED = 1337
+# Of a training step.
+CHARACTERS = 2048  # characters of a batch by default
+SHOWN = 12  # PyTorch's operators in the table
+SECONDS = 2.0  # time of a profile
+LEAST_STEPS, MOST_STEPS = 5, 100
+SIZES = ("block_size", "n_layer", "n_head", "n_embd")  # of GPTConfig and Recipe
 
 
 class Span(NamedTuple):
@@ -58,6 +86,7 @@ class Hooks:
         self._engine, self._choose = engine, engine.choose
         self._spans: list[Span] = []
         self._handles: list[Any] = []
+        self._inside: list[str] = []  # kinds of work that have begun, each in the one before
         self._begun = 0
 
     def record(self, on: bool) -> None:
@@ -65,51 +94,37 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._engine.choose = self._choose
-        if not on:
-            return
-        self._engine.choose = self._timed_choice
-        gpt = self._engine.model
-        t: Any = gpt.transformer  # PyTorch does not type its modules
-        self._between("embedding", t.wte.register_forward_pre_hook, t.drop.register_forward_hook)
-        for block in t.h:
-            qkv, projection, up, down = block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
-            self._around(norm=block.ln_1, QKV=qkv)
-            self._between("attention", qkv.register_forward_hook, projection.register_forward_pre_hook)
-            self._around(projection=projection, norm=block.ln_2, MLP_up=up)
-            self._between("MLP GELU", up.register_forward_hook, down.register_forward_pre_hook)
-            self._around(MLP_down=down)
-        self._around(norm=t.ln_f, head=gpt.lm_head)
+        self._engine.choose = self._timed_choice if on else self._choose
+        for name, module in self._engine.model.named_modules() if on else ():
+            path = name.split(".")
+            kind = MODULES.get(".".join(path[-2:])) or MODULES.get(path[-1])
+            if kind:
+                self._handles.append(module.register_forward_pre_hook(partial(self._enter, kind)))
+                self._handles.append(module.register_forward_hook(self._leave))
 
     def spans(self) -> list[Span]:
         """The spans since the last call."""
         spans, self._spans = self._spans, []
         return spans
 
-    def _around(self, **modules: nn.Module) -> None:
-        """Let a span last as long as a module's call; the modules are given by its kind."""
-        for name, module in modules.items():
-            kind = name.replace("_", " ")
-            self._between(kind, module.register_forward_pre_hook, module.register_forward_hook)
+    def _end_span(self) -> None:
+        now = monotonic_ns()
+        if self._inside:
+            self._spans.append(Span(self._inside[-1], 0, self._begun, now))
+        self._begun = now
 
-    def _between(self, kind: str, register_begin: Callable, register_end: Callable) -> None:
-        """Let a span last from one hook to another; each is given by the function that registers it.
+    def _enter(self, kind: str, *_: Any) -> None:
+        self._end_span()
+        self._inside.append(kind)
 
-        Hooks of one place are called in the order of registration: a span ends there before the next begins.
-        """
+    def _leave(self, *_: Any) -> None:
+        self._end_span()
+        self._inside.pop()
 
-        def begin(*_) -> None:
-            self._begun = monotonic_ns()
-
-        def end(*_) -> None:
-            self._spans.append(Span(kind, 0, self._begun, monotonic_ns()))
-
-        self._handles += [register_begin(begin), register_end(end)]
-
-    def _timed_choice(self, *arguments) -> torch.Tensor:
-        begin = monotonic_ns()
+    def _timed_choice(self, *arguments: Any) -> Any:
+        self._enter("sampling")
         tokens = self._choose(*arguments)
-        self._spans.append(Span("sampling", 0, begin, monotonic_ns()))
+        self._leave()
         return tokens
 
 
@@ -284,32 +299,194 @@ def figures(settings: dict[str, Any], prefill: Phase, decode: Phase, plain: Sequ
     return settings | {"rows": rows, "recorded": recorded, "not_recorded": speeds(*plain)}
 
 
+def on_cuda(
+    checkpoint: Checkpoint,
+    *,
+    model: str,
+    texts: int,
+    weights: str,
+    kv_cache: str,
+    prompt_tokens: int | None,
+    tokens: int | None,
+) -> dict[str, Any]:
+    """The figures of `tokens` tokens of each of so many texts in the cuda engine; arguments as run()'s.
+
+    us: microseconds of a step's phases, by the first block's cycles at the highest clock. step_us: without
+    the clocks. Raises ValueError and BuildError as open_engine() does.
+    """
+    from shakespeare.generation.engines.cuda import CudaEngine, gpu
+
+    prompt_tokens, tokens = lengths(checkpoint, prompt_tokens, tokens)
+    ids = [i % checkpoint.config.vocab_size for i in range(prompt_tokens)]
+    best: dict[bool, tuple[float, dict[str, int]]] = {}
+    for clocks in (False, True):
+        precisions = member(Precision, "weights", weights), member(CachePrecision, "kv_cache", kv_cache)
+        engine = CudaEngine(checkpoint, *precisions, texts, checkpoint.config.block_size, clocks)
+        uniforms = Uniforms(0)
+        for _ in range(CUDA_REPETITIONS):
+            engine.begin(0, ids)
+            engine.read(0)
+            engine.copy(0, *range(1, texts))
+            rows = [uniforms(texts) for _ in range(tokens)]
+            start = monotonic_ns()
+            written = len(engine.write(range(texts), rows, float("inf")))
+            step = (monotonic_ns() - start) / written
+            if clocks not in best or step < best[clocks][0]:
+                best[clocks] = step, {name: n // written for name, n in engine.cycles().items()}
+    return {
+        **{"model": model, "engine": engine.description, "weights": weights, "kv_cache": kv_cache},
+        **{"texts": texts, "prompt_tokens": prompt_tokens, "new_tokens": tokens},
+        "us": {name: 1e6 * cycles / gpu().hertz for name, cycles in best[True][1].items()},
+        "step_us": 1e-3 * best[False][0],
+    }
+
+
+def trainer(part: str, config: GPTConfig, batch: int, simd: str = "auto") -> Trainer:
+    """A trainer on random tokens, in PyTorch (part0) or native (part4). Raises ValueError for other parts."""
+    check_compatible(part, gradient=True)
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
+    recipe = Recipe(steps=1, dropout=0.0, batch_chars=batch * config.block_size, **sizes)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (10 * config.block_size + 10_000,), generator=generator)
+    return Trainer(recipe, config.vocab_size, ids, torch.device("cpu"), part, simd)
+
+
+def operations(config: GPTConfig, batch: int) -> int:
+    """Floating-point operations of a step's forward and backward products, without the optimizers'.
+
+    6 for each weight of a matrix and each token, and seven products of 2 d for each query and key.
+    """
+    width = config.n_embd
+    length = config.block_size
+    weights = config.n_layer * 12 * width * width + config.vocab_size * width
+    pairs = batch * config.n_layer * length * (length + 1) // 2
+    return 6 * weights * batch * length + 7 * 2 * width * pairs
+
+
+def of_training(part: str, config: GPTConfig, batch: int | None = None, simd: str = "auto") -> dict[str, Any]:
+    """The figures of training steps of a model of these sizes; for arguments and errors see trainer().
+
+    rows: the time of each kind of work, the mean of all threads; their sum is step_ms. not_profiled_ms: the
+    median step without PyTorch's profiler. processors_taken_by_others: None if unknown.
+    The native step always measures itself; its profile is that of the median step. PyTorch's is the mean of
+    the steps that its profiler recorded, which costs time.
+    """
+    batch = max(1, CHARACTERS // config.block_size) if batch is None else batch
+    training = trainer(part, config, batch, simd)
+    load = Load()
+    clock = Clock()
+    steps = max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / max(clock.time(training.step, 2)))))
+    plain = statistics.median(clock.time(training.step, steps))
+    seconds, kinds = (_native if training.native else _pytorchs)(training, steps)
+    kinds["other"] = seconds - sum(kinds.values())
+    return {
+        **{"part": part, "batch": batch},
+        **{name: getattr(config, name) for name in (*SIZES, "vocab_size")},
+        **{"threads": torch.get_num_threads(), "steps": steps},
+        "rows": [{"kind": kind, "ms": 1e3 * spent} for kind, spent in kinds.items()],
+        **{"step_ms": 1e3 * seconds, "not_profiled_ms": 1e3 * plain},
+        "gflops": operations(config, batch) / plain / 1e9,
+        "processors_taken_by_others": load.others(),
+    }
+
+
+def _native(training: Trainer, steps: int) -> tuple[float, dict[str, float]]:
+    measured = []
+    for _ in range(steps):
+        training.native.take_seconds()
+        (seconds,) = Clock().time(training.step, 1)
+        measured.append((seconds, training.native.take_seconds()))
+    seconds, spent = sorted(measured, key=lambda step: step[0])[steps // 2]
+    order = sorted(spent, key=lambda kind: (kind == "waiting", -spent[kind]))  # the largest first
+    return seconds, {kind: spent[kind] / torch.get_num_threads() for kind in order}
+
+
+def _pytorchs(training: Trainer, steps: int) -> tuple[float, dict[str, float]]:
+    with profiler(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
+        seconds = statistics.mean(Clock().time(training.step, steps))
+    spent = {event.key: 1e-6 * event.self_cpu_time_total / steps for event in recorded.key_averages()}
+    largest = sorted(spent, key=lambda name: -spent[name])[:SHOWN]
+    rest = sum(spent[name] for name in spent.keys() - set(largest))
+    return seconds, {name: spent[name] for name in largest} | {"other operators": rest}
+
+
 def table(f: dict[str, Any]) -> str:
-    """The figures as a Markdown table, with the settings above it and the cost of recording below."""
-    threads = counted(f["threads"], "thread")
-    helpers = "" if f["simd"] is None else f", {f['simd']} helpers"
-    several = f"{f['texts']} texts, " if f.get("texts", 1) > 1 else ""
+    """Figures as a Markdown table, with the settings above it and the cost of recording below."""
+    form = _cuda_table if "us" in f else _training_table if "step_ms" in f else _token_table
+    heading, titles, rows, notes = form(f)
+    lines = [heading, "", markdown(titles, rows), "", *notes]
+    if "threads" in f:
+        lines += busy_text(f["processors_taken_by_others"], f["threads"])
+    return "\n".join(lines)
+
+
+Table = tuple[str, Sequence[str], list[tuple[str, ...]], list[str]]  # heading, titles, rows, notes
+
+
+def _settings(f: dict[str, Any]) -> str:
+    texts = f"{f['texts']} texts, " if f.get("texts", 1) > 1 or "us" in f else ""
+    return f"{texts}a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more"
+
+
+def _cuda_table(f: dict[str, Any]) -> Table:
+    total = sum(f["us"].values())
+    rows = [(name, f"{us:.2f}", f"{100 * us / total:.1f} %") for name, us in f["us"].items()]
+    rows.append(("all, with clocks", f"{total:.2f}", "100 %"))
+    heading = (
+        f"{f['model']}: {f['engine']}, weights in {f['weights']}, cache in {f['kv_cache']}; {_settings(f)}"
+    )
+    notes = [
+        f"Without clocks, with the call: {f['step_us']:.2f} µs per step, "
+        f"{1e6 * f['texts'] / f['step_us']:,.0f} tokens/s",
+        f"The fastest of {CUDA_REPETITIONS} calls; waiting is the time until other blocks' data are there",
+    ]
+    return heading, ("", "µs per step", "share"), rows, notes
+
+
+def _training_table(f: dict[str, Any]) -> Table:
+    step = f["step_ms"]
+    in_pytorch = f["part"] == "part0"
+    rows = [(row["kind"], f"{row['ms']:.2f}", f"{row['ms'] / step:.1%}") for row in f["rows"]]
+    rows.append(("step", f"{step:.2f}", "100.0%"))
+    heading = (
+        f"a training step with {f['part']}, {'PyTorch' if in_pytorch else 'native'}: batch "
+        f"{f['batch']}, block {f['block_size']}, {f['n_layer']} layers, {f['n_head']} heads, width "
+        f"{f['n_embd']}, {f['vocab_size']} characters; {counted(f['threads'], 'thread')}, {f['steps']} steps"
+    )
+    notes = []
+    if f["threads"] > 1 and not in_pytorch:
+        notes.append(f"Rows are the means of {f['threads']} threads, so they add up to the step.")
+    plain = f"Not profiled: {f['not_profiled_ms']:.2f} ms"
+    notes.append(f"{plain}, {f['gflops']:.0f} GFLOP/s without the optimizers'")
+    return heading, ("", "ms", "share"), rows, notes
+
+
+def _token_table(f: dict[str, Any]) -> Table:
+    several = f.get("texts", 1) > 1
     total = {"kind": "wall time", "prefill_percent": 100, "decode_percent": 100} | f["recorded"]
     rows = []
     for row in [*f["rows"], total]:
-        ms, us = row["prefill_ms"], row["decode_us_per_token"]
-        of_prefill = (f"{ms:.3f}", f"{row['prefill_percent']:.1f} %") if ms else ("", "")
+        ms = row["prefill_ms"]
+        us = row["decode_us_per_token"]
         if ms or us:
-            decode = (f"{row['decode_us_per_step']:.2f}", f"{us:.2f}") if several else (f"{us:.2f}",)
-            rows.append((row["kind"], *of_prefill, *decode, f"{row['decode_percent']:.1f} %"))
-    columns = ("decode, µs per step", "µs per token") if several else ("decode, µs per token",)
-    lines = [
+            prefill = (f"{ms:.3f}", f"{row['prefill_percent']:.1f} %") if ms else ("", "")
+            decode = [f"{us:.2f}", f"{row['decode_percent']:.1f} %"]
+            if several:
+                decode.insert(0, f"{row['decode_us_per_step']:.2f}")
+            rows.append((row["kind"], *prefill, *decode))
+    titles = ("decode, µs per step", "µs per token") if several else ("decode, µs per token",)
+    helpers = "" if f["simd"] is None else f", {f['simd']} helpers"
+    threads = counted(f["threads"], "thread")
+    heading = (
         f"{f['model']}: {f['part']}{helpers}, {f['engine']} engine, weights in {f['weights']}, "
-        f"cache in {f['kv_cache']}, {threads}; "
-        f"{several}a prompt of {f['prompt_tokens']} tokens, then {f['new_tokens']} more",
-        "",
-        markdown(("", "prefill, ms", "share", *columns, "share"), rows),
-        "",
-    ]
+        f"cache in {f['kv_cache']}, {threads}; {_settings(f)}"
+    )
+    notes = []
     if f["threads"] > 1 and f["engine"] == "native":
-        lines.append(f"Rows are the means of {threads}, so they add up to the wall time.")
-    for name, of in (("Recording", f["recorded"]), ("Not recording", f["not_recorded"])):
-        us, rate = f"{of['decode_us_per_token']:.2f} µs per token", f"{of['tokens_per_second']:,.0f} tokens/s"
-        lines.append(f"{name}: {of['prefill_ms']:.3f} ms, {us}, {rate}")
-    lines.append(f"Medians of {REPETITIONS} repetitions of each, in turn")
-    return "\n".join(lines + busy_text(f["processors_taken_by_others"], f["threads"]))
+        notes.append(f"Rows are the means of {threads}, so they add up to the wall time.")
+    for name, speeds in (("Recording", f["recorded"]), ("Not recording", f["not_recorded"])):
+        us = f"{speeds['decode_us_per_token']:.2f} µs per token"
+        rate = f"{speeds['tokens_per_second']:,.0f} tokens/s"
+        notes.append(f"{name}: {speeds['prefill_ms']:.3f} ms, {us}, {rate}")
+    notes.append(f"Medians of {REPETITIONS} repetitions of each, in turn")
+    return heading, ("", "prefill, ms", "share", *titles, "share"), rows, notes

@@ -42,24 +42,19 @@ def profile(model, form, threads, train, batch, device, **asked) -> None:
         options.refuse(ON_CPU, "does not go with --device cuda")
         if asked["part"] != "part4":
             raise click.UsageError(f"PART is {asked['part']}; it must be part4 with --device cuda")
-        from shakespeare.lab.cuda import profile as on_cuda
-        from shakespeare.model import load
-
-        names = ("weights", "kv_cache", "prompt_tokens", "tokens", "texts")
-        figures = on_cuda.run(load(model), model=model, **{name: asked[name] for name in names})
-        click.echo(on_cuda.table(figures) if form == "md" else json.dumps(figures))
-        return
-    useless, why = (NOT_WITH_TRAIN, "does not go with") if train else (("batch",), "needs")
-    options.refuse(useless, f"{why} --train")
-    options.set_threads(threads)
+    else:
+        useless, why = (NOT_WITH_TRAIN, "does not go with") if train else (("batch",), "needs")
+        options.refuse(useless, f"{why} --train")
+        options.set_threads(threads)
     from shakespeare.lab import profile as profiling
-    from shakespeare.lab import profile_training
     from shakespeare.model import load
 
     checkpoint = load(model)
-    if train:
-        figures = profile_training.profile(asked["part"], checkpoint.config, batch, asked["simd"])
-        table = profile_training.table
+    if device == "cuda":
+        names = ("weights", "kv_cache", "prompt_tokens", "tokens", "texts")
+        figures = profiling.on_cuda(checkpoint, model=model, **{name: asked[name] for name in names})
+    elif train:
+        figures = profiling.of_training(asked["part"], checkpoint.config, batch, asked["simd"])
     else:
-        figures, table = profiling.run(checkpoint, model=model, **asked), profiling.table
-    click.echo(table(figures) if form == "md" else json.dumps(figures))
+        figures = profiling.run(checkpoint, model=model, **asked)
+    click.echo(profiling.table(figures) if form == "md" else json.dumps(figures))

@@ -1,6 +1,7 @@
 """Profiles: spans do not overlap and add up to the wall time. Recording changes no result."""
 
 import json
+import re
 
 import pytest
 import tiny
@@ -11,6 +12,7 @@ from shakespeare.generation.engines.table import open_engine
 from shakespeare.lab import profile
 from shakespeare.lab.profile import KINDS
 from shakespeare.model import load
+from shakespeare.model.config import GPTConfig
 
 CASES = [("native", 1), ("native", 2), ("torch", 1), ("torch", 2)]
 PROMPT = dict(native=100, torch=10)  # the native engine's threads share prompts above 64 tokens
@@ -104,3 +106,34 @@ def test_an_error_is_one_line(failed, monkeypatch):
         (["part0", "--tokens", "65"], "prompt_tokens is 64 and tokens is 65; together they must be at most"),
     ):
         assert message in failed("profile", *arguments)
+
+
+SMALL = GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16, bias=False)
+
+
+@pytest.mark.parametrize("part", ["part0", "part4"])
+def test_a_profile_adds_up(part, extension, monkeypatch, threads):
+    threads(2)
+    monkeypatch.setattr(profile, "SECONDS", 0.01)
+    p = profile.of_training(part, SMALL, 3)
+    kinds = {row["kind"]: row["ms"] for row in json.loads(json.dumps(p))["rows"]}
+    assert sum(kinds.values()) == pytest.approx(p["step_ms"])
+    assert p["not_profiled_ms"] > 0 and p["steps"] >= 5
+    assert list(kinds)[-1] == "other"
+    if part == "part4":
+        *works, waiting, _ = kinds
+        assert waiting == "waiting" and works == sorted(works, key=lambda kind: -kinds[kind])
+        assert all(kinds[kind] > 0 for kind in ("products", "attention, backward", "Muon"))
+    else:
+        assert any("mm" in kind for kind in kinds)
+    lines = profile.table(p).splitlines()
+    assert "batch 3, block 8, 1 layers, 2 heads, width 16, 9 characters; 2 threads" in lines[0]
+    assert any(re.fullmatch(r"\| step \| \d+\.\d\d \| 100\.0% \|", line) for line in lines)
+
+
+def test_the_command_profiles_a_step(cli, failed, extension, monkeypatch):
+    monkeypatch.setattr(profile, "SECONDS", 0.01)
+    done = cli("profile", "part4", "--train", "--batch", 1, "--threads", 1, "-o", "json")
+    found = json.loads(done.stdout)
+    assert (found["part"], found["batch"], found["block_size"], found["threads"]) == ("part4", 1, 128, 1)
+    assert "it must be part0 or part4 for gradients" in failed("profile", "part2", "--train")
