@@ -4,13 +4,10 @@ Both run a program of one part on one thread twice, without a call and with one:
 """
 
 import platform
+import re
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
 from shakespeare.attention_ext import BuildError, processor
 from shakespeare.attention_ext.build import recipes
@@ -24,11 +21,17 @@ from shakespeare.lab.traffic import FLOAT_BYTES, Block, Case
 SWEPT_BYTES = 256 << 20  # bytes written before each call under perf, to empty all caches
 # Valgrind does not support AVX-512. Every supported compiler has the name 'haswell' for x86-64-v3.
 SIMULATED = {"x86_64": "haswell", "aarch64": "armv8-a"}.get(platform.machine(), "native")
-# Missed reads and missed writes of the first level, and of the last.
+# Missed reads and missed writes of the first level, and of the last; cachegrind's are sums.
 EVENTS = {
     "perf": (("L1-dcache-load-misses", "L1-dcache-store-misses"), ("LLC-load-misses", "LLC-store-misses")),
-    "cachegrind": (("D1mr", "D1mw"), ("DLmr", "DLmw")),
+    "cachegrind": (("D1",), ("LLd",)),
 }
+COUNTED = re.compile(
+    r"^(?P<count>[\d.]+),.*\b(?P<event>(?:L1-dcache|LLC)-\w+-misses)\b"
+    r"|(?P<simulated>D1|LLd) +misses: +(?P<misses>[\d,]+)",
+    re.M,
+)
+COMPLAINT = re.compile(r"(?!==|--|\s*Error:\s*$)\s*\S")  # a line in which a tool says what is wrong
 
 
 @dataclass(frozen=True)
@@ -52,26 +55,32 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
     takes too long or too much memory, BuildError if the program or cachegrind fails.
     """
     source, name = ("perf", "perf") if caches is None else ("cachegrind", "valgrind")
-    if (tool := shutil.which(name)) is None:
+    tool = shutil.which(name)
+    if tool is None:
         return Misses(None, None, f"{name} was not found on PATH")
     swept = SWEPT_BYTES if caches is None else 2 * max(cache.size for cache in caches)
     need = 4 * FLOAT_BYTES * case.heads * case.K + scratch(part, case, simd) + swept
     check_memory(f"N is {case.Nk}; the matrices that are counted", need)
-    march, row = "native" if caches is None else SIMULATED, check_part(part)
+    march = "native" if caches is None else SIMULATED
+    row = check_part(part)
     recipe = recipes.own(row.file, "simulated", march) if row.file else recipes.program(simd, march)
+    program = recipe.make()
 
-    asked = (recipe.make(), row.operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)
-    commands = [[str(word) for word in (*asked, repeats, swept)] for repeats in (0, 1)]
-    count = partial(_by_cachegrind, caches=caches) if caches else _by_perf
-    try:
-        counts = [count(tool, command, timeout=timeout) for command in commands]
-    except subprocess.TimeoutExpired:
-        takes = f"{source} takes more than {timeout:g} s for it"
-        raise ValueError(f"N is {case.Nk}; {takes}, so it must be smaller") from None
-    except BuildError as error:
-        if caches:
-            raise
-        return Misses(None, None, str(error))
+    case_words = (row.operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)
+    counts = []
+    for repeats in (0, 1):
+        command = [*options(caches), program, *case_words, repeats, swept]
+        try:
+            code, _, output = run([tool, *map(str, command)], timeout, LC_ALL="C")
+        except subprocess.TimeoutExpired:
+            takes = f"{source} takes more than {timeout:g} s for it"
+            raise ValueError(f"N is {case.Nk}; {takes}, so it must be smaller") from None
+        counts.append(parse(output))
+        if code != 0 or caches and not counts[-1]:
+            why = next(filter(COMPLAINT.match, output.splitlines()), f"it ended with {code}").strip()
+            if caches:
+                raise BuildError(f"valgrind cannot run {program}: {why}")
+            return Misses(None, None, f"perf stat failed: {why}")
 
     known = counts[0].keys() & counts[1].keys()
     missing = [event for events in EVENTS[source] for event in events if event not in known]
@@ -90,53 +99,25 @@ def simulated_block(block: Block) -> Block:
     return replace(block, lanes=8, panel=24, rows=4)
 
 
-def _by_perf(perf: str, command: Sequence[str], timeout: float) -> dict[str, float]:
-    """Counts by event, the mean of five runs. Raises BuildError if perf may not count."""
-    events = ",".join(f"{event}:u" for pair in EVENTS["perf"] for event in pair)
-    code, _, output = run([perf, "stat", "-x,", "-r5", "-e", events, "--", *command], timeout, LC_ALL="C")
-    if code != 0:
-        complaints = (line for line in output.splitlines() if line.strip() not in ("", "Error:"))
-        raise BuildError(f"perf stat failed: {next(complaints, f'it ended with {code}').strip()}")
-    return parse_perf(output)
+def options(caches: tuple[Cache, Cache] | None) -> list[str]:
+    """The arguments of perf, for the mean of five runs, or of valgrind, which simulates caches."""
+    if caches is None:
+        events = ",".join(f"{event}:u" for pair in EVENTS["perf"] for event in pair)
+        return ["stat", "-x,", "-r5", "-e", events, "--"]
+    first, last = (f"{cache.size},{cache.ways},{cache.line}" for cache in caches)
+    # Instructions go through the last level too: a fixed I1 gives the same counts on all machines.
+    simulated = [f"--D1={first}", "--I1=32768,8,64", f"--LL={last}"]
+    return ["--tool=cachegrind", "--cache-sim=yes", "--cachegrind-out-file=/dev/null", *simulated]
 
 
-def parse_perf(output: str) -> dict[str, float]:
-    """Counts by event from the output of `perf stat -x,`, without <not supported> and <not counted> ones.
+def parse(output: str) -> dict[str, float]:
+    """Counts by event from what perf or cachegrind prints, without <not supported> and <not counted> ones.
 
     A processor with two kinds of cores has a line for each kind, such as cpu_core/EVENT/u; they are added.
     """
     counts: dict[str, float] = {}
-    for line in output.splitlines():
-        fields = line.split(",")
-        if len(fields) < 3 or fields[0].startswith("<"):
-            continue
-        name = next((e for pair in EVENTS["perf"] for e in pair if e in fields[2]), None)
-        if name:
-            counts[name] = counts.get(name, 0) + float(fields[0])
-    return counts
-
-
-def _by_cachegrind(
-    valgrind: str, command: Sequence[str], timeout: float, caches: tuple[Cache, Cache]
-) -> dict[str, float]:
-    """Counts by event. Raises BuildError if valgrind fails."""
-    D1, LL = (f"{cache.size},{cache.ways},{cache.line}" for cache in caches)
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "out"
-        # Instructions go through the last level too: a fixed I1 gives the same counts on all machines.
-        options = ["--tool=cachegrind", "--cache-sim=yes", f"--D1={D1}", "--I1=32768,8,64", f"--LL={LL}"]
-        options.append(f"--cachegrind-out-file={out}")
-        code, _, output = run([valgrind, *options, *command], timeout, LC_ALL="C")
-        if code != 0 or not out.exists():
-            complaints = (line for line in output.splitlines() if line and not line.startswith(("==", "--")))
-            raise BuildError(f"valgrind cannot run {command[0]}: {next(complaints, f'it ended with {code}')}")
-        return parse_cachegrind(out.read_text())
-
-
-def parse_cachegrind(text: str) -> dict[str, float]:
-    """Counts by event of the whole program, from cachegrind's file."""
-    rows = dict(line.split(": ", 1) for line in text.splitlines() if line.startswith(("events:", "summary:")))
-    counts = dict(zip(rows.get("events", "").split(), map(float, rows.get("summary", "").split())))
-    if missing := [event for pair in EVENTS["cachegrind"] for event in pair if event not in counts]:
-        raise BuildError(f"cachegrind's file has no {', '.join(missing)}")
+    for line in COUNTED.finditer(output):
+        event = line["event"] or line["simulated"]
+        number = line["count"] or line["misses"].replace(",", "")
+        counts[event] = counts.get(event, 0) + float(number)
     return counts

@@ -47,7 +47,7 @@ def count(part="part4", N=64, d=16, caches=None, timeout=1200):
 def test_what_perf_prints():
     """On a processor with two kinds of cores, too."""
     expected = {"LLC-store-misses": 12345, "L1-dcache-load-misses": 900, "LLC-load-misses": 34}
-    assert counters.parse_perf(PERF) == expected
+    assert counters.parse(PERF) == expected
 
 
 @pytest.mark.full
