@@ -279,8 +279,8 @@ def limits(cell: Cell, case: Case, levels: list[Level], peak: float) -> list[Lim
         bounds.append(("sums, one addition at a time", f"{1e9 * latency:.2f} ns each", waiting * latency))
     for b in levels:
         if traffic(b.streams, math.inf) > b.cache.size:
-            rate = f"{b.bandwidth / 1e9:.0f} GB/s"
-            bounds.append((f"filling L{b.cache.level}", rate, b.traffic / b.bandwidth))
+            speed = f"{b.bandwidth / 1e9:.0f} GB/s"
+            bounds.append((f"filling L{b.cache.level}", speed, b.traffic / b.bandwidth))
     return bounds
 
 
@@ -447,7 +447,7 @@ def moved_table(answer: Answer) -> str:
     fewest = sum(each.fewest for each in count.shared)
     whole = Shared("all", count.wavefronts, fewest) if shared else None
     rows.append(("all", whole, (count.from_memory(1), count.from_memory(l2))))
-    lines = [("moved", titles)]
+    lines: list[tuple[str, Sequence[str]]] = [("moved", titles)]
     for name, near, far in rows:
         texts = ["-", "-"]
         if near:
@@ -511,13 +511,13 @@ def on_webgpu(cell: Cell, echo: Echo, kernel: str | None) -> None:
         f"workgroup memory {scaled(on.workgroup_bandwidth)}B/s, "
         f"storage {scaled(on.bandwidth)}B/s\n"
     )
-    tensors = inputs(cell)
+    q, k, v = inputs(cell)
     rows = []
     for step, tile in steps:
         counts = step_counts(step, tile, cell, 1 if adapter.is_cpu else SUBGROUP)
         bounds = {name: count / rates[name] for name, count in counts.items()}
         bound = max(bounds, key=lambda name: bounds[name])
-        call = prepared(*tensors, cell.causal, step.name)
+        call = prepared(q, k, v, cell.causal, step.name)
         (samples,) = in_turns([call], TIMED_CALLS, clock=on)
         multiply_adds, exponentials, *bytes_moved = counts.values()
         operations = (scaled(count) for count in (multiply_adds, exponentials))

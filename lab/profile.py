@@ -420,7 +420,7 @@ def table(f: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-Table = tuple[str, Sequence[str], list[tuple[str, ...]], list[str]]  # heading, titles, rows, notes
+Table = tuple[str, Sequence[str], Sequence[tuple[str, ...]], list[str]]  # heading, titles, rows, notes
 
 
 def _settings(f: dict[str, Any]) -> str:
