@@ -56,10 +56,10 @@ def microarchitecture() -> str | None:
     return None
 
 
-def slug() -> str:
-    """The processor in the name of a file: 'amd-zen-5', or vendor, family and model: 'intel-6-85'."""
+def slug(device: str = "") -> str:
+    """A device in the name of a file; this processor: 'amd-zen-5', or vendor, family, model: 'intel-6-85'."""
     identity = _vendor_family_model()
-    text = microarchitecture() or (" ".join(identity) if identity else name())
+    text = device or microarchitecture() or (" ".join(identity) if identity else name())
     return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 

@@ -224,7 +224,7 @@ def save(kind: str, what: str) -> Decorator:
         if (device := context.params.get("device", "cpu")) == "cpu":
             return str(saved.default_file(kind))
         gpu = importlib.import_module(f"shakespeare.lab.{device}.gpu")
-        return str(saved.default_file(f"{kind}_{device}", gpu.slug()))
+        return str(saved.default_file(f"{kind}_{device}", gpu.Gpu().describe()["name"]))
 
     help = f"Save {what} to FILE; without FILE, to this processor's or GPU's in benchmarks/results/."
     alone = {"is_flag": False, "flag_value": ""}  # the callback's value for --save without FILE

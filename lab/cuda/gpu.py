@@ -5,7 +5,6 @@ some calls, which takes longer than short kernels run, and then runs them withou
 """
 
 import ctypes
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -42,12 +41,6 @@ LIMITS = Kernel(
     lambda d, dtype, queries, capability: iter([LIMITS_TILE]),
     functions=("fma_chains", "read_all", "pause"),
 )
-
-
-def slug() -> str:
-    """The name of PyTorch's current GPU as part of a file's name. Raises BuildError if there is none."""
-    driver.check_gpu()
-    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
 
 
 class Gpu(Clock):

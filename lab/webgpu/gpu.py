@@ -5,7 +5,6 @@ their number. What the caller copies to and from the GPU is not in it.
 """
 
 import importlib.metadata
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,11 +41,6 @@ class Prepared:
 def prepared(q: Tensor, k: Tensor, v: Tensor, causal: bool, step: str | None) -> Prepared:
     """attention(q, k, v, causal=causal, kernel=step), ready to be launched."""
     return Prepared(Call(opened(), arrays_of(q, k, v, causal), causal, q.shape[3] ** -0.5, step))
-
-
-def slug() -> str:
-    """The adapter's name as part of a file's name. Raises BuildError if there is none."""
-    return re.sub(r"[^a-z0-9]+", "-", opened().adapter.name.lower()).strip("-")
 
 
 class Gpu(Clock):

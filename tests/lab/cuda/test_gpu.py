@@ -30,7 +30,6 @@ def test_limits_are_plausible(on):
     rates = on.bandwidths()
     assert 1e10 < rates["read"] < 1e14 and 1e10 < rates["copied"] < 1e14
     assert found["name"] == torch.cuda.get_device_name() and 0 < on.free() <= found["memory"]
-    assert gpu.slug().isascii() and " " not in gpu.slug()
 
 
 def test_a_pause_takes_its_time(on):
