@@ -2,10 +2,9 @@
 .DEFAULT_GOAL := help
 python := .venv/bin/python
 eslint := tests/web/node_modules/.bin/eslint
-packages := $(shell sed -n 's/^ *shakespeare\.[a-z_]* = \([a-z_]*\)$$/\1/p' setup.cfg)
 cpp := $(shell git ls-files '*.cpp' '*.cu' '*.h' 2>/dev/null)
 
-.PHONY: help setup test test-all robustness types lint format bench figures docs notebooks web wheels ci
+.PHONY: help setup test test-all robustness lint format bench figures docs notebooks web wheels ci
 
 help:  ## List these tasks
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -23,11 +22,7 @@ test-all:  ## Run all tests, up to an hour
 robustness:  ## Run the stress tests with all their cases, most of an hour
 	ROBUSTNESS=full $(python) -m pytest -m "" tests/robustness
 
-types:
-	@mkdir -p out/types/shakespeare
-	@ln -sfn $(addprefix $(CURDIR)/,shakespeare/__init__.py shakespeare/__main__.py $(packages)) out/types/shakespeare
-
-lint: types  ## Check format, style and types
+lint:  ## Check format, style and types
 	.venv/bin/ruff format --check
 	.venv/bin/ruff check
 	.venv/bin/mypy

@@ -95,7 +95,7 @@ def wheel(platform: str, out: Path) -> None:
             model = Path(name).parts[1] if name.startswith("checkpoints/") else MODELS[0]
             if model in (*MODELS, "__init__.py"):
                 Path(work, name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(ROOT / name, Path(work, name))
+                shutil.copyfile(ROOT / name, Path(work, name), follow_symlinks=False)
         folder = Path(work, prebuilt.FOLDER.relative_to(ROOT))
         folder.mkdir()
         for level in prebuilt.LEVELS[machine]:

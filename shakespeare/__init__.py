@@ -12,9 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-_FOLDER = Path(__file__).resolve().parent
-if not (_FOLDER / "model").is_dir():  # a checkout has the packages beside this folder, an installation in it
-    __path__.append(str(_FOLDER.parent))
+if not (Path(__file__).parent / "model").is_dir():  # git wrote links as text files
+    raise ImportError(
+        "the links in shakespeare/ are missing; turn on links (on Windows: Developer Mode), then run: "
+        "git config core.symlinks true && git checkout -- shakespeare"
+    )
 
 if TYPE_CHECKING:
     from shakespeare.attention_ext import attention as attention

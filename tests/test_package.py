@@ -37,7 +37,7 @@ def environment(tmp_path_factory) -> Path:
     work = tmp_path_factory.mktemp("package")
     source, made = work / "source", work / "environment"
     for name in (*PACKAGES, "shakespeare"):  # a copy, because setuptools leaves folders where it builds
-        copy_tree(ROOT / name, source / name, ignore=CACHES)
+        copy_tree(ROOT / name, source / name, ignore=CACHES, symlinks=True)
     for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, source / name)
     needed = {"PYTHONPATH": sysconfig.get_path("purelib")}

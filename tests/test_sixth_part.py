@@ -32,7 +32,7 @@ def copy(tmp_path_factory, extension):
     """A copy of the repository with a sixth part."""
     made = tmp_path_factory.mktemp("copy")
     leave = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "out", "node_modules")
-    copy_tree(ROOT, made, ignore=leave)
+    copy_tree(ROOT, made, ignore=leave, symlinks=True)
     csrc = made / "attention_ext" / "csrc"
     (csrc / "cpu" / "part5_plain.cpp").write_text(KERNEL)
     rows = (csrc / "parts.h").read_text()

@@ -1,6 +1,8 @@
-"""The names of the files suit every system."""
+"""The names of the files suit every system, and one without links says what to do."""
 
 import re
+import runpy
+import shutil
 
 import pytest
 from support import ROOT, found_program, printed
@@ -13,3 +15,11 @@ def test_every_system_takes_the_names_of_the_files():
     names = printed(found_program("git"), "ls-files").lower().splitlines()
     assert len({*names}) == len(names) > 100
     assert not [name for name in names if re.search(r'[<>:"\\|?*]|(^|/)(con|prn|aux|nul)(\.|/|$)', name)]
+
+
+def test_a_checkout_whose_links_are_text_files_says_what_to_do(tmp_path):
+    made = shutil.copy(ROOT / "shakespeare" / "__init__.py", tmp_path)
+    (tmp_path / "model").write_text("../model")
+    with pytest.raises(ImportError, match="run: git config core.symlinks true && git checkout") as error:
+        runpy.run_path(made)
+    assert "\n" not in str(error.value)

@@ -121,7 +121,9 @@ def test_a_signal_while_loading_does_not_wait():
 
 
 def test_without_the_packages_it_says_what_to_install():
-    code = "import sys; sys.modules['hypercorn'] = None\nfrom app.cli import main; main(['serve'])"
+    code = (
+        "import sys; sys.modules['hypercorn'] = None\nfrom shakespeare.app.cli import main; main(['serve'])"
+    )
     code, _, said = finished(sys.executable, "-c", code)
     assert code == 2 and said.count("\n") == 1
     assert "serve needs hypercorn: pip install hypercorn" in said
