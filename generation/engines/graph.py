@@ -36,7 +36,6 @@ class Step:
         self.model, self.caches, self.flash = model, caches, flash
         self.lengths, self.pending, self.logits = lengths, pending, logits
         self.last = caches[0].k.shape[2] - 1  # row of a cache
-        self.slots = torch.arange(len(lengths), device=lengths.device)
 
     def __call__(self) -> None:
         writes = (self.pending >= 0) & (self.lengths < self.last)
@@ -45,6 +44,7 @@ class Step:
         self.places = self.last - first
         self.documents = (torch.arange(self.last + 1, device=first.device) >= first).long()
         self.extents = torch.cat([first, first * 0 + self.last + 1], 1).int().repeat(1, 2)[:, None]
+        self.slots = torch.arange(len(writes), device=writes.device)
         self.layers = iter(self.caches)
         logits = self.model(self.pending.clamp(min=0)[:, None], [self] * len(self.caches))[:, 0]
         self.logits.copy_(logits.where(writes[:, None], self.logits))
@@ -68,7 +68,8 @@ class Step:
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """A step as a CUDA graph. It runs once before: libraries allocate, kernels are compiled.
 
-    A call launches the step and waits for the one before, so that the GPU is never idle.
+    A call launches the step and waits for the one before, so that the GPU is never idle. The graph keeps the
+    tensors that the step makes; what it has from before must stay.
     """
     step()
     graph = torch.cuda.CUDAGraph()
