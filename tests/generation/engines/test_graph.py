@@ -64,7 +64,7 @@ def test_texts_that_join_leave_and_slide(no_graphs):
         Request([4], seed=5, sampling=Sampling(), max_new_tokens=30, context="reset"),
     ]
     plain, stepped = (write_at_random(engine, requests, 0) for engine in engines())
-    assert [tokens for tokens, _ in plain] == [tokens for tokens, _ in stepped]
+    assert [tokens for tokens, *_ in plain] == [tokens for tokens, *_ in stepped]
 
 
 def test_part_4s_operator_gets_the_keys_of_each_text(no_graphs):
