@@ -1,12 +1,11 @@
 """LangChain's models for OpenAI's API."""
 
 import json
-import os
 
 import openai
 from langchain_openai import ChatOpenAI, OpenAI
+from report import CASE, errors
 
-CASE = json.loads(os.environ["CASE"])
 model, seed, tokens = CASE["model"], CASE["seed"], CASE["tokens"]
 ROLES = {"system": "system", "user": "human", "assistant": "ai"}
 messages = [(ROLES[each["role"]], each["content"]) for each in CASE["messages"]]
@@ -42,11 +41,6 @@ found = {
     "second": chats(service_tier="auto", store=False).invoke([*messages, talk, *messages]).content,
     "chat_stream": [delta.content for delta in deltas],
     "chat_stream_usage": [usage["input_tokens"], usage["output_tokens"]],
-    "errors": {
-        "400": refused(temperature=9),
-        "401": refused(api_key="wrong"),
-        "404": refused(model="nothing"),
-        "429": refused(base_url=CASE["full"]),
-    },
+    "errors": errors(refused, "base_url"),
 }
 print(json.dumps(found))
