@@ -239,11 +239,7 @@ def test_wrong_tensors_are_named_by_the_operator():
     for change, message in (
         (dict(dout=dout.double()), "dout must be float32 on the CPU"),
         (dict(dout=dout[:, :, 1:]), r"dout has shape \(1, 2, 19, 8\); it must be \(1, 2, 20, 8\)"),
-        (dict(out=out[..., 1:]), r"out has shape \(1, 2, 20, 7\); it must be \(1, 2, 20, 8\)"),
-        (dict(v=v[:, :, 1:]), r"v has shape \(1, 2, 29, 8\); it must be \(1, 2, 30, 8\)"),
-        (dict(k=k[:, :1]), r"v has shape \(1, 2, 30, 8\); it must be \(1, 1, 30, 8\)"),
         (dict(lse=lse[:, :, 1:]), r"lse has shape \(1, 2, 19\); it must be \(1, 2, 20\)"),
-        (dict(dlse=dlse.double()), "dlse must be float32 on the CPU"),
         (dict(k=k[:, :, :9], v=v[:, :, :9], causal=True), "q has Nq=20; with causal it must be at most"),
     ):
         with pytest.raises(RuntimeError, match=message):

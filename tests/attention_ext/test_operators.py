@@ -20,11 +20,18 @@ def arguments(kernel, **change):
     return tuple((values | change).values())
 
 
-@pytest.mark.parametrize("kernel", ["part4", *map(full, KERNELS[:-1])])
-def test_opcheck_and_compiling_without_a_graph_break(kernel, extension):
-    q, k, v = (torch.randn(1, 20, 2, 8).transpose(1, 2) for _ in range(3))
-    for change in (dict(return_lse=False), dict(q=q, k=k, v=v)):
-        torch_library.opcheck(operator(kernel), arguments(kernel, **change))
+@pytest.mark.parametrize(
+    "kernel, dtype",
+    [
+        ("part4", torch.float32),
+        full("part4", torch.bfloat16),
+        *(full(kernel, torch.float32) for kernel in KERNELS[:-1]),
+    ],
+)
+def test_opcheck_and_compiling_without_a_graph_break(kernel, dtype, extension):
+    q, k, v = (torch.randn(1, 40, 2, 8).to(dtype).transpose(1, 2) for _ in range(3))
+    for change in (dict(return_lse=False), dict(q=q[:, :, :1])):
+        torch_library.opcheck(operator(kernel), arguments(kernel, **dict(q=q, k=k, v=v) | change))
 
     def layer(q, k, v):
         return attention(kernel, q * 2, k, v, causal=True) + 1

@@ -148,8 +148,6 @@ def test_wrong_arguments_are_named(alone):
         ("method is 'rings'", ("rings", q, q, q), {}),
         ("part is 'part9'", ("ring", q, q, q), {"part": "part9"}),
         (r"rank 0: v has shape \(1, 2, 5, 4\); it must be k's", ("ring", q, q, q[:, :, :5]), {}),
-        (r"rank 0: k has shape \(1, 1, 6, 4\)", ("ring", q, q[:, :1], q[:, :1]), {}),
-        (r"rank 0: q has shape \(2, 6, 4\)", ("ring", q[0], q, q), {}),
         ("no empty dimension but N", ("ring", q[..., :0], q[..., :0], q[..., :0]), {}),
         ("k has no rows on any rank", ("ring", q, few, few), {}),
         ("Nq=6 rows; with causal=True", ("gather", q, q[:, :, :5], q[:, :, :5]), {"causal": True}),
@@ -160,7 +158,6 @@ def test_wrong_arguments_are_named(alone):
             parallel.attention(*arguments, **{"part": "part0"} | options)
     for message, tensors in (
         ("rank 0: k is torch.float64; it must be torch.float32", (q, q.double(), q)),
-        ("k is a list; it must be a tensor", (q, [1], q)),
         ("rank 0: q is torch.float64; it must be .* in part4", (q.double(),) * 3),
     ):
         with pytest.raises(TypeError, match=message):

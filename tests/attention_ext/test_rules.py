@@ -20,39 +20,31 @@ LEAVES = ("q", "k", "v", "bias", "sinks")
 
 
 def defined(q, k, v, causal, window=(None, None), scale=None, **rules):
-    """Output and logsumexp in the inputs' type, by the definition, one score at a time where it is short."""
-    (B, H, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
+    """Output and logsumexp in the inputs' type, by the definition of each rule."""
+    Nq, Nk, share = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     names = ("softcap", "alibi_slopes", "sinks", "bias", "documents")
     softcap, alibi_slopes, sinks, bias, documents = map(rules.get, names)
-    outs, lses = [], []
+    s = q @ k.repeat_interleave(share, 1).mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    p, j = torch.arange(Nk - Nq, Nk)[:, None], torch.arange(Nk)
     left, right = (Nk + Nq if side is None else side for side in window)
-    for b in range(B):
-        for h in range(H):
-            s = q[b, h] @ k[b, h * Hk // H].T * (1 / math.sqrt(d) if scale is None else scale)
-            if softcap:
-                s = softcap * torch.tanh(s / softcap)
-            hidden = torch.zeros(Nq, Nk, dtype=torch.bool)
-            for i in range(Nq):
-                p = i + Nk - Nq
-                hidden[i, : max(0, p - left)] = True
-                hidden[i, max(0, p + 1 + (min(right, 0) if causal else right)) :] = True
-                if documents is not None:
-                    hidden[i] |= documents[b] != documents[b, p]
-            if alibi_slopes is not None:
-                slope = alibi_slopes.expand(B, H)[b, h]
-                s = s - slope * (torch.arange(Nk) - torch.arange(Nk - Nq, Nk)[:, None]).abs()
-            if bias is not None:
-                held = bias[min(b, bias.shape[0] - 1), min(h, bias.shape[1] - 1)]
-                hidden |= ~held if held.dtype == torch.bool else held == -torch.inf
-                s = s if held.dtype == torch.bool else s + held.masked_fill(hidden, 0)
-            weights = s.masked_fill(hidden, -1e300).sub(s.amax(1, keepdim=True)).exp() * ~hidden
-            m = s.amax(1, keepdim=True)
-            l = weights.sum(1) + (0 if sinks is None else torch.exp(sinks[h] - m[:, 0]))  # noqa: E741
-            nothing = l == 0
-            l = l.masked_fill(nothing, 1)  # noqa: E741
-            outs.append(weights @ v[b, h * Hk // H] / l[:, None])
-            lses.append((m[:, 0] + l.log()).masked_fill(nothing, -torch.inf))
-    return torch.stack(outs).view(B, H, Nq, d), torch.stack(lses).view(B, H, Nq)
+    hidden = (j < p - left) | (j > p + (min(right, 0) if causal else right))
+    if documents is not None:
+        hidden = hidden | (documents[:, None, Nk - Nq :, None] != documents[:, None, None])
+    if alibi_slopes is not None:
+        s = s - alibi_slopes[..., None, None] * (j - p).abs()
+    if bias is not None:
+        added = bias.dtype != torch.bool
+        hidden = hidden | (bias == -torch.inf if added else ~bias)
+        s = s + torch.where(hidden, 0, bias) if added else s
+    m = s.amax(-1, keepdim=True)
+    weights = s.masked_fill(hidden, -1e300).sub(m).exp() * ~hidden
+    l = weights.sum(-1) + (0 if sinks is None else torch.exp(sinks[:, None] - m[..., 0]))  # noqa: E741
+    nothing = l == 0
+    l = l.masked_fill(nothing, 1)  # noqa: E741
+    out = weights @ v.repeat_interleave(share, 1) / l[..., None]
+    return out, (m[..., 0] + l.log()).masked_fill(nothing, -torch.inf)
 
 
 @st.composite

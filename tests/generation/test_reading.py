@@ -67,26 +67,22 @@ def test_a_long_prompt_stops_no_other_text(extension, threads):
     assert steps > 20 and long.new_tokens == 1 and long.prefill_seconds > 0
 
 
-@pytest.mark.parametrize("slice_seconds", SLICES)
-def test_a_prompt_that_texts_share_is_read_once(extension, threads, monkeypatch, slice_seconds):
+def test_a_prompt_that_texts_share_is_read_once(extension, threads, monkeypatch):
     """Also by texts that join while it is being read; after its reader has left, another one goes on."""
     threads(1)
     engine = open_engine(tiny.gpt(block_size=LONGEST), "native", slots=4)
     reads, begin = [], engine.begin
     monkeypatch.setattr(engine, "begin", lambda *a, **k: reads.append(a[0]) or begin(*a, **k))
-    writer = Writer(engine, slice_seconds=slice_seconds)
+    writer = Writer(engine, slice_seconds=0)
     request = Request([1, 2] * 90, seed=0, max_new_tokens=9)
     first = writer.join(request)
-    if slice_seconds == 0:
-        assert writer.step() == []
-        second = writer.join(request)
-        assert writer.step() == []
-        writer.leave(first)
-        third = writer.join(request)
-        assert writer.step() == [] and reads == [first.slot, second.slot]
-    else:
-        second, third = writer.join(request), writer.join(request)
+    assert writer.step() == []
+    second = writer.join(request)
+    assert writer.step() == []
+    writer.leave(first)
+    third = writer.join(request)
+    assert writer.step() == [] and reads == [first.slot, second.slot]
     while third.remaining:
-        for _, tokens in (step := writer.step()):
-            assert tokens.tolist() == step[0][1].tolist()
-    assert second.remaining == 0 and len(reads) == (2 if slice_seconds == 0 else 1)
+        step = writer.step()
+        assert all(tokens.tolist() == step[0][1].tolist() for _, tokens in step)
+    assert second.remaining == 0 and len(reads) == 2
