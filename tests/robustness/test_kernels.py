@@ -69,7 +69,7 @@ def link(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
             for source in sources
         ]
         program = Path(tempfile.mkdtemp(dir=own)) / sources[0].stem
-        ninja.build(shared / "objects", compiled, command, [*map(str, objects), "-pthread"], program, dict)
+        ninja.build(shared / "objects", compiled, command, [*map(str, objects), "-pthread"], program)
         return program
 
     return link

@@ -49,20 +49,6 @@ Tensors tensors(const training::Sizes& s, Random& random) {
     return all;
 }
 
-std::vector<float> copied(const Tensors& tensors) {
-    std::vector<float> all;
-    for (const auto& t : tensors) all.insert(all.end(), t->data, t->data + t->n);
-    return all;
-}
-
-std::string check(const char* what, const Tensors& tensors) {
-    for (const auto& t : tensors)
-        if (!t->whole()) return std::string("; wrote beside a ") + what;
-    for (const float x : copied(tensors))
-        if (!std::isfinite(x)) return std::string("; a ") + what + " is not finite";
-    return "";
-}
-
 struct Stepped {
     std::vector<float> numbers;  // of all tensors, and the loss and the norm
     std::string wrong;
@@ -73,26 +59,27 @@ Stepped run(const Case& c, int threads, Random& memory) {
     training::Sizes s = c.sizes;
     s.threads = threads;
     Random random(c.seed);
-    const Tensors values = tensors(s, memory), gradients = tensors(s, memory), first = tensors(s, memory),
-                  second = tensors(s, memory), averages = tensors(s, memory);
-    const auto each = [](const Tensors& tensors, const auto& number) {
-        for (const auto& t : tensors)
-            for (int64_t i = 0; i < t->n; i++) t->data[i] = number();
-    };
-    each(values, [&] { return 0.3f * random.normal(); });
-    for (const Tensors* state : {&first, &second, &averages}) each(*state, [] { return 0.0f; });
+    enum { VALUES, GRADIENTS, AVERAGES, FIRST, SECOND, STATES };
+    constexpr const char* NAMES[] = {"parameter", "gradient", "average", "momentum", "square"};
+    Tensors states[STATES];
+    for (int state = 0; state < STATES; state++) {
+        states[state] = tensors(s, memory);
+        for (const auto& t : states[state])
+            for (int64_t i = 0; i < t->n && state != GRADIENTS; i++)
+                t->data[i] = state == VALUES ? 0.3f * random.normal() : 0.0f;
+    }
     std::vector<int64_t> tokens(static_cast<size_t>(s.B * (s.T + 1)));
     for (int64_t& token : tokens) token = random.from(0, s.V - 1);
 
     Guarded scratch(training::scratch_floats(s), memory);
     training::TrainingStep step{s, {c.clip, 0.01, 0.01, 0.01, 0.1, 0.95, 0.9, 0.99, 1e-8}, {}, scratch.data};
-    std::vector<float> updates(values.size());
     const std::vector<training::Shape> shapes = training::shapes(s);
+    std::vector<float> updates(shapes.size());
     for (size_t i = 0; i < shapes.size(); i++) {
+        const auto of = [&](int state) { return states[state][i]->data; };
         const bool muon = shapes[i].rows > 0;
-        step.parameters.push_back({shapes[i], values[i]->data, gradients[i]->data, averages[i]->data,
-                                   first[i]->data, muon ? nullptr : second[i]->data,
-                                   muon ? nullptr : &updates[i]});
+        step.parameters.push_back({shapes[i], of(VALUES), of(GRADIENTS), of(AVERAGES), of(FIRST),
+                                   muon ? nullptr : of(SECOND), muon ? nullptr : &updates[i]});
     }
     Stepped done{};
     training::Result result{};
@@ -103,18 +90,21 @@ Stepped run(const Case& c, int threads, Random& memory) {
         step.update(1.0, 0.5);
     }
     if (!scratch.whole()) done.wrong += "; wrote beside the scratch";
-    done.wrong += check("parameter", values) + check("gradient", gradients) + check("momentum", first) +
-                  check("square", second) + check("average", averages);
     double square = 0;
-    for (const float x : copied(gradients)) square += static_cast<double>(x) * static_cast<double>(x);
-    const double clipped = std::min<double>(static_cast<double>(result.norm), static_cast<double>(c.clip));
-    if (!(std::fabs(std::sqrt(square) - clipped) <= 1e-3 * clipped)) done.wrong += "; the norm is wrong";
-    if (!(result.loss >= 0 && result.loss < 1e3f)) done.wrong += "; the loss is wrong";
     done.numbers = {result.loss, result.norm};
-    for (const Tensors* state : {&values, &gradients, &first, &second, &averages}) {
-        const std::vector<float> numbers = copied(*state);
-        done.numbers.insert(done.numbers.end(), numbers.begin(), numbers.end());
-    }
+    for (int state = 0; state < STATES; state++)
+        for (const auto& t : states[state]) {
+            if (!t->whole()) done.wrong += std::string("; wrote beside a ") + NAMES[state];
+            for (int64_t i = 0; i < t->n; i++) {
+                const float x = t->data[i];
+                done.numbers.push_back(x);
+                if (!std::isfinite(x)) return {{}, std::string("; a number is not finite: ") + NAMES[state]};
+                if (state == GRADIENTS) square += double{x} * double{x};
+            }
+        }
+    const double clipped = std::min(double{result.norm}, double{c.clip});
+    if (!std::isfinite(result.loss)) done.wrong += "; the loss is not finite";
+    if (!(std::fabs(std::sqrt(square) - clipped) <= 1e-3 * clipped)) done.wrong += "; the norm is wrong";
     return done;
 }
 
