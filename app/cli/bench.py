@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # they import torch
 
 # Operations per second, to weight the cells of the progress bar.
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13, "webgpu": 1e11}
-MOST = options.MOST_HEADS
 MASKS = ("none", "causal")
 # The case of the lab's homework.
 ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
@@ -55,8 +54,8 @@ sweep_options = options.all_of(
     options.flag("--causal", "The same as --mask causal."),
     options.flag("--backward", "Time the gradients, which part0, part4 and others' attention have."),
     options.size("--queries", "Number of queries.", show_default="as many as keys"),
-    options.size("--heads", "Number of heads.", most=MOST, default=4, show_default="4; 1 on CUDA"),
-    options.size("-B", "--batch", "Batch size.", most=MOST, default=1, show_default="1; 100 on CUDA"),
+    options.heads(default=4, show_default="4; 1 on CUDA"),
+    options.batch(default=1, show_default="1; 100 on CUDA"),
     options.size("--tokens", "Keys of a batch: its size is TOKENS / N.", show_default="by --batch"),
     options.size("--columns", "Columns of all heads: there are COLUMNS / d.", show_default="by --heads"),
     options.dtype,

@@ -12,14 +12,14 @@ ARCH = "Explain the kernel for this architecture without measuring it; needs no 
 
 @click.command()
 @options.part
-@options.size("-B", "--batch", "Batch size.", most=options.MOST_HEADS, show_default="1; 100 on CUDA")
+@options.batch(show_default="1; 100 on CUDA")
 @options.size("-N", "N", "Number of keys and of queries.", show_default="1024; 4096 on CUDA")
 @options.size("--queries", "cuda_queries", "Number of queries, on CUDA.", show_default="as many as keys")
-@options.size("-d", "d", "Head width.", most=options.WIDEST_HEAD, default=32)
+@options.width
 @options.tiles(default="auto")
-@options.flag("--causal", "Use a causal mask.")
+@options.causal
 @options.rules
-@options.size("--heads", "Number of heads.", most=options.MOST_HEADS, show_default="4; 1 on CUDA")
+@options.heads(show_default="4; 1 on CUDA")
 @options.one_thread
 @options.simd
 @options.dtype

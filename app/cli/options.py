@@ -29,7 +29,7 @@ SHELL = "; in a shell $'\\n' is a line end"
 LARGEST_SIZE = 2**31 - 1
 MOST_THREADS = 1024  # as in attention_ext/csrc/attention.h
 WIDEST_HEAD = 2**20
-MOST_HEADS = 2**16  # also the most texts in a batch
+MOST_HEADS = 2**16  # also the most in a batch
 MOST_NUMBERS = 1000  # in a list: a typing error must not fill the memory
 
 Decorator = Callable[[Callable], Callable]
@@ -272,7 +272,11 @@ threads = size("--threads", MOST, show_default="all cores", **BOUNDED)
 one_thread = size("-t", "--threads", "Threads to use.", default=1, **BOUNDED)
 some_threads = numbers("-t", "--threads", "Numbers of threads.", default="1", **BOUNDED)
 
-# Where and how attention is computed.
+# A call of attention, and where and how it is computed.
+batch: Callable = partial(size, "-B", "--batch", "Batch size.", most=MOST_HEADS)
+heads: Callable = partial(size, "--heads", "Number of heads.", most=MOST_HEADS)
+width = size("-d", "d", "Head width.", most=WIDEST_HEAD, default=32)
+causal = flag("--causal", "Use a causal mask.")
 part = click.argument("part", type=PartOrFile(), metavar="PART")
 HELPERS = "SIMD helpers of attention's forward pass"
 simd = choice("--simd", f"{HELPERS}: auto is portable, off is scalar loops.", of=SIMD)

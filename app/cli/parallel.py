@@ -16,9 +16,9 @@ METHODS = ("split", "gather", "ring", "zigzag", "ulysses")  # attention_ext.para
 @click.argument("method", type=click.Choice(METHODS), metavar="METHOD")
 @options.size("-N", "N", "Keys of the sequence.", default=4096)
 @options.size("--queries", "Queries, the last of the sequence.", show_default="N, in split 1")
-@options.size("--heads", "Number of heads.", most=options.MOST_HEADS, default=4)
-@options.size("-d", "d", "Head width.", most=options.WIDEST_HEAD, default=32)
-@options.flag("--causal", "Use a causal mask.")
+@options.heads(default=4)
+@options.width
+@options.causal
 @options.choice("--part", "What computes.", of=PARTS, default="part4")
 @options.cpu_or_cuda
 @options.one_thread

@@ -33,10 +33,10 @@ END = "Ctrl-Z" if sys.platform == "win32" else "Ctrl-D"
 HELP = f"An empty line writes on, /fresh forgets the text, /quit or {END} ends"
 
 test_options = options.all_of(
-    options.size("-B", "--batch", "Batch size of the test.", most=options.MOST_HEADS, default=1),
-    options.size("--heads", "Number of heads of the test.", most=options.MOST_HEADS, default=4),
+    options.batch(default=1),
+    options.heads(default=4),
     options.size("-N", "N", "Sequence length of the test.", default=1024),
-    options.size("-d", "d", "Head width of the test.", most=options.WIDEST_HEAD, default=32),
+    options.width,
     options.tiles(default=LAB_TILE, show_default=f"{LAB_TILE} in the test, auto in --inference"),
     options.threads,
     options.simd,

@@ -32,9 +32,9 @@ HEADER = BOTH | {"N", "d", "heads", "causal", "seconds"}  # that go with a heade
 @options.flag("--triton", "With --new: a start in Triton (.py).")
 @options.flag("--watch", "again", "Try again at every save, until Ctrl-C.")
 @options.size("-N", "N", "Keys and queries of the timed call.", show_default="1024; 4096 on CUDA")
-@options.size("-d", "d", "Head width of the timed call.", most=options.WIDEST_HEAD, default=32)
-@options.size("--heads", "Heads of the timed call.", most=options.MOST_HEADS, show_default="4; 100 on CUDA")
-@options.flag("--causal", "Use a causal mask in the timed call.")
+@options.width
+@options.heads(show_default="4; 100 on CUDA")
+@options.causal
 @options.size("-t", "--threads", "Threads of the timed call.", **THREADS)
 @options.flag("--cachegrind", "Simulate the timed call's caches with valgrind.")
 @options.number("--seconds", "A call that takes longer is endless.", most=3600, above=True, default=10)

@@ -190,13 +190,19 @@ class Manifest:
         differs = bool(machines) and key not in machines
         machines[key] = shard.machine
         self.content["failed"].pop(name, None)
-        about: dict[str, Any] = {"first": task.first, "count": task.count}
-        about |= {"sha256": hashlib.sha256(shard.data).hexdigest(), "bytes": len(shard.data)}
-        about |= {"texts": shard.texts, "tokens": shard.tokens}
-        about |= {"rejected": [{"line": line, "error": error} for line, error in shard.rejected]}
-        about |= {"machine": key, "attempts": attempts}
-        about |= {name: round(getattr(shard, name), 3) for name in ("seconds", "cpu_seconds")}
-        self.shards[name] = about
+        self.shards[name] = {
+            "first": task.first,
+            "count": task.count,
+            "sha256": hashlib.sha256(shard.data).hexdigest(),
+            "bytes": len(shard.data),
+            "texts": shard.texts,
+            "tokens": shard.tokens,
+            "rejected": [{"line": line, "error": error} for line, error in shard.rejected],
+            "machine": key,
+            "attempts": attempts,
+            "seconds": round(shard.seconds, 3),
+            "cpu_seconds": round(shard.cpu_seconds, 3),
+        }
         return differs
 
     def save(self, lazily: bool = False) -> None:

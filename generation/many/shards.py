@@ -241,15 +241,10 @@ class Scribe:
     ) -> list[dict[str, Any]]:
         """The rows of texts that join and leave, each by itself. rejected: as in _requests()."""
         rows: list[dict[str, Any]] = []
-
-        def requests() -> Iterator[Request]:
-            for row, request in self._requests(task, rejected):
-                rows.append(row)
-                yield request
-
+        requests = self._requests(task, rows, rejected)
         writer = Writer(self.engine, self.at_once, seconds=WRITE_SECONDS)
         asked = time.perf_counter()
-        for done, piece in complete(writer, self.checkpoint.tokenizer, requests()):
+        for done, piece in complete(writer, self.checkpoint.tokenizer, requests):
             if time.perf_counter() - asked > ASK_SECONDS:
                 asked = time.perf_counter()
                 if not wanted():
@@ -289,13 +284,14 @@ class Scribe:
         ]
 
     def _requests(
-        self, task: Task, rejected: list[tuple[int, str]]
-    ) -> Iterator[tuple[dict[str, Any], Request]]:
-        """Each text's first fields and request; an empty line has none, a malformed one is in `rejected`."""
+        self, task: Task, rows: list[dict[str, Any]], rejected: list[tuple[int, str]]
+    ) -> Iterator[Request]:
+        """Each text's request, with its first fields in `rows`; a malformed line is in `rejected`."""
         if task.lines is None:
             first = request_for(self.settings, self.checkpoint.tokenizer, 0)
             for index in range(task.first, task.first + task.count):
-                yield {"index": index}, first.with_seed(self.settings.seed + index)
+                rows.append({"index": index})
+                yield first.with_seed(self.settings.seed + index)
             return
         for index, line in enumerate(task.lines, task.first):
             line = line.removeprefix(codecs.BOM_UTF8)  # a file of joined ones has some
@@ -306,7 +302,8 @@ class Scribe:
             except (ValueError, TypeError, RecursionError) as error:
                 rejected.append((index + 1, str(error)))
                 continue
-            yield {"index": index, "id": identity}, request
+            rows.append({"index": index, "id": identity})
+            yield request
 
 
 def in_jsonl(rows: Sequence[dict]) -> bytes:

@@ -13,6 +13,7 @@ from support import naming
 
 from shakespeare import attention_ext
 from shakespeare.attention_ext import PARTS, attention
+from shakespeare.attention_ext.parts import compatible
 
 SHAPES = [
     *oracle.SHAPES,
@@ -181,6 +182,31 @@ WRONG_TENSORS = [
     (dict(bc=2**63), ValueError, "bc is 9223372036854775808; it must be at least 1 and fit 63 bits"),
     (dict(bc=2.5), TypeError, "bc is a float; it must be a whole number"),
 ]
+APART = [
+    ("part1", "cuda", {}, "part is 'part1'; it must be part0 or part4 on CUDA"),
+    ("part4", "cpu", {"dtype": "fp16"}, "dtype is 'fp16'; it must be fp32 or bf16 with part4 on the CPU"),
+    (
+        "part4",
+        "cpu",
+        {"dtype": torch.bfloat16, "gradient": True},
+        "part is 'part4'; it must be part0 for grad",
+    ),
+    ("part4", "webgpu", {"gradient": True}, "device is 'webgpu'; it must be cpu or cuda for gradients"),
+    ("part4", "cuda", {"rules": ("window", "bias")}, "bias is given; it must be left out with part4 on CUDA"),
+    ("part0", "cuda", {"rules": ("bias", "score_mod")}, "score_mod is given; it must be left out with part0"),
+    ("part3", "cpu", {"kernel": "5"}, "kernel is '5'; it must be left out with part3 on the CPU"),
+    ("part0", "cuda", {"kernel": "5"}, "kernel is '5'; it must be left out with part0 on CUDA"),
+    ("part4", "webgpu", {"simd": "off"}, "simd is 'off'; it must be left out on WebGPU"),
+    ("part4", "cuda", {"bc": 64}, "bc is 64; it must be left out on CUDA"),
+    ("part4", "cuda", {"kernel": "5", "gradient": True, "rules": ("sinks",), "dtype": "fp16"}, "None"),
+]
+
+
+def test_what_does_not_go_together_is_named():
+    for part, device, options, sentence in APART:
+        assert str(compatible(part, device, **options)).startswith(sentence), (part, device, options)
+
+
 WRONG_PART = dict(part="part9"), ValueError, r"part is 'part9'; it must be one of part0, part1"
 
 

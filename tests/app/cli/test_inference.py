@@ -121,10 +121,8 @@ def test_prompts_of_files_and_windows_editors_give_the_same_text(cli, extension,
         assert cli(*common, *more, input=plain).stdout == expected, more
     stopped = [cli(*common, "--prompt", plain, "--stop", end).stdout for end in ("\n", "\r\n")]
     assert stopped[0] == stopped[1] != expected
-    turns = [cli(*common, "--interactive", input=text).stdout for text in (plain, marked)]
-    assert turns[0] == turns[1] and "ROMEO" in turns[0]
-    done = cli(*common, "--interactive", input=b"R\xf6\n" + plain.encode())  # the next line is answered
-    assert done.stdout == turns[0] and "does not know" in done.stderr
+    turns = cli(*common, "--interactive", input=b"R\xf6\n" + plain.encode())  # the next line is answered
+    assert turns.stdout == cli(*common, "--interactive", input=marked).stdout and "not know" in turns.stderr
 
 
 def test_a_draft_is_made_and_changes_no_text(cli, extension, tmp_path):

@@ -69,17 +69,12 @@ def no_gpu(monkeypatch) -> str:
 def test_a_wrong_argument_is_named(no_gpu):
     for change, message in (
         (dict(device="tpu"), "device is 'tpu'; it must be one of cpu, cuda"),
-        (dict(part="part1"), "part is 'part1'; it must be part0 or part4 on CUDA"),
         (dict(engine="native"), "engine is 'native'; it must be 'cuda' or 'torch' on CUDA"),
         (dict(engine="cuda", device="cpu"), "engine is 'cuda'; it must be 'native' or 'torch' on the CPU"),
         (dict(engine="cuda", part="part0"), "engine is 'cuda'; it must be 'torch' with part0"),
         (dict(engine="cuda", kernel="4"), "kernel is '4'; it must be None with the cuda engine"),
-        (dict(simd="off"), "simd is 'off'; it must be left out on CUDA"),
         (dict(br=64), "br is 64; it must be left out on CUDA"),
-        (dict(bc=64), "bc is 64; it must be left out on CUDA"),
         (dict(kernel="0"), "kernel is '0'; it must be one of 1,"),
-        (dict(kernel="1", part="part0"), "kernel is '1'; it must be left out with part0 on CUDA"),
-        (dict(device="cpu", kernel="1"), "kernel is '1'; it must be left out with part4 on the CPU"),
     ):
         with naming(change), pytest.raises(ValueError, match=message):
             open_engine(tiny.gpt(), **{"device": "cuda"} | change)

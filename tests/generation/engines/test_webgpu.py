@@ -67,7 +67,6 @@ def test_a_wrong_argument_is_named():
         (dict(engine="native"), "engine is 'native'; it must be 'webgpu' on WebGPU"),
         (dict(engine="webgpu", device="cpu"), "engine is 'webgpu'; it must be 'native' or 'torch'"),
         (dict(kernel="1"), "kernel is '1'; it must be None with the webgpu engine"),
-        (dict(simd="off"), "simd is 'off'; it must be left out on WebGPU"),
         (dict(br=64), "br is 64; it must be left out on WebGPU"),
     ):
         with naming(change), pytest.raises(ValueError, match=message):
