@@ -6,7 +6,6 @@ extension compiled, on first use: `gpt.py --help` needs neither.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -139,14 +138,17 @@ def attention(
         if given or row.operator is None:
             check_tensors(row, q, k, v, causal, grouped=True)
         gradient = q.requires_grad or k.requires_grad or v.requires_grad
-        gradient = gradient or any(getattr(value, "requires_grad", False) for value in given.values())
+        if given:
+            gradient = gradient or any(getattr(value, "requires_grad", False) for value in given.values())
         gradient = gradient and torch.is_grad_enabled()
-        asked: dict[str, Any] = {}
-        if row.operator or not q.is_cuda:  # PyTorch's attention ignores these
-            asked = {"kernel": kernel, "br": br, "bc": bc}
-        reason = _compatible(row, q.device.type, q.dtype, gradient=gradient, rules=tuple(given), **asked)
-        if reason:
-            raise ValueError(reason)
+        if row.operator is None and q.is_cuda:  # PyTorch's attention ignores it
+            kernel = None
+        sides = (br, bc) if row.operator and q.is_cuda else ()  # on the CPU any will do
+        question = row.name, q.device.type, q.dtype, gradient, tuple(given), kernel, *sides
+        if question not in _answers:  # a look-up takes 0.3 us
+            _answers[question] = compatible(row, *question[1:])
+        if _answers[question]:
+            raise ValueError(_answers[question])
         rules = ruling.checked(given, q, k.shape[2]) if given else None
         if gradient and rules and rules.score_mod and not rules.score_mod.has_slope:
             header = rules.score_mod.header
@@ -212,7 +214,7 @@ def _all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
 
 
-_compatible = functools.lru_cache(compatible)  # a call asks it in 0.3 us
+_answers: dict[tuple[Any, ...], str | None] = {}  # of compatible()
 _operators: dict[tuple[str, str, bool, bool, bool], Callable] = {}
 
 

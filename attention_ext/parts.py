@@ -202,7 +202,6 @@ def compatible(
     part: str | Part,
     device: str = "cpu",
     dtype: object = Dtype.FP32,
-    *,
     gradient: bool = False,
     rules: tuple[str, ...] = (),
     kernel: str | None = None,
