@@ -62,7 +62,10 @@ class Recipe:
     def path(self) -> Path:
         """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""
         facts = [*self._facts(), *self.link, processor.capabilities()]
-        named = cache.fingerprint(facts, *self.folders, *sorted({*self.sources, *self.read()}))
+        tops = (path for folder in self.folders for path in sorted(folder.iterdir()))
+        # NVRTC compiles what is in cuda
+        paths = (*(path for path in tops if path.name != "cuda"), *sorted({*self.sources, *self.read()}))
+        named = cache.fingerprint(facts, *paths)
         return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
 
     def make(self) -> Path:
