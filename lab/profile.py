@@ -26,8 +26,8 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
-from shakespeare.attention_ext.parts import CachePrecision, Precision, check_compatible, helpers_of
-from shakespeare.generation.engines.engine import Engine, EngineOptions, member
+from shakespeare.attention_ext.parts import check_compatible, helpers_of
+from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.native import Decoder
 from shakespeare.generation.engines.pytorch import TorchEngine
 from shakespeare.generation.engines.table import open_engine
@@ -320,8 +320,8 @@ def on_cuda(
     ids = [i % checkpoint.config.vocab_size for i in range(prompt_tokens)]
     best: dict[bool, tuple[float, dict[str, int]]] = {}
     for clocks in (False, True):
-        precisions = member(Precision, "weights", weights), member(CachePrecision, "kv_cache", kv_cache)
-        engine = CudaEngine(checkpoint, *precisions, texts, checkpoint.config.block_size, clocks)
+        options = EngineOptions.of({"weights": weights, "kv_cache": kv_cache}, slots=texts, device="cuda")
+        engine = CudaEngine(checkpoint, options, clocks=clocks)
         uniforms = Uniforms(0)
         for _ in range(CUDA_REPETITIONS):
             engine.begin(0, ids)

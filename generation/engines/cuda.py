@@ -21,7 +21,7 @@ from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache
 from shakespeare.attention_ext.cuda.gpu import Memory, launch_prepared, synchronize
 from shakespeare.attention_ext.cuda.gpu import gpu as gpu
-from shakespeare.attention_ext.parts import CachePrecision, Precision
+from shakespeare.attention_ext.parts import Precision
 from shakespeare.generation.engines import layouts
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.layouts import Floats, Grid, Launch, Layout
@@ -93,13 +93,12 @@ class CudaEngine(Slots):
     def __init__(
         self,
         model: "Checkpoint | GPT",
-        weights: Precision,
-        kv_cache: CachePrecision,
-        slots: int,
-        capacity: int,
-        clocks: bool = False,
+        options: EngineOptions,
         draft: Draft | None = None,
+        clocks: bool = False,
     ) -> None:
+        weights, kv_cache, slots = options.weights, options.kv_cache, options.slots
+        capacity = options.context(model.config)
         on = self._gpu = layouts.device()
         on.activate()
         c, tensors, shared = model.config, model.weights, on.on.shared
@@ -381,8 +380,3 @@ class CudaEngine(Slots):
         if launch.drafts:
             self._counted = self._chosen.bytes[size : size + counts].view(np.int32).reshape(count, 3).copy()
         return self._chosen.bytes[:size].view(np.int32).reshape(rows, count).copy()
-
-
-def open_cuda(model: "Checkpoint | GPT", o: EngineOptions, draft: Draft | None) -> CudaEngine:
-    """The cuda engine of a model."""
-    return CudaEngine(model, o.weights, o.kv_cache, o.slots, o.context(model.config), draft=draft)

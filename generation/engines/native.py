@@ -6,7 +6,6 @@ import ctypes
 import functools
 import math
 import re
-import struct
 import sys
 import threading
 from array import array
@@ -41,7 +40,7 @@ class Span(ctypes.Structure):
 
 
 class DraftCounts(NamedTuple):
-    """struct DraftCounts of csrc/draft.h."""
+    """struct DraftCounts of csrc/draft.h, whose fields are int64."""
 
     steps: int
     tokens: int
@@ -51,7 +50,6 @@ class DraftCounts(NamedTuple):
     accepted: int
 
 
-DRAFT_COUNTS = "6q"  # its fields in memory
 HEADER = Path(__file__).parent.parent / "csrc" / "api.h"
 # How ctypes names the types of its signatures; pointers to anything else are addresses.
 TYPES: dict[str, Any] = {"void": None, "bool": c_bool, "double": c_double, "int64_t": c_int64}
@@ -198,10 +196,10 @@ class Decoder:
 
     def draft_counts(self) -> DraftCounts:
         """What drafts did since the last call."""
-        counts = ctypes.create_string_buffer(struct.calcsize(DRAFT_COUNTS))
+        counts = (c_int64 * len(DraftCounts._fields))()
         with self._lock:
             self._do("draft_counts", counts)
-        return DraftCounts(*struct.unpack(DRAFT_COUNTS, counts))
+        return DraftCounts(*counts)
 
     def copy(self, source: int, *targets: int) -> None:
         with self._lock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -177,7 +176,7 @@ def open_torch(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
 
 
 def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
-    """The model moved to a device; the part's kernels are compiled meanwhile.
+    """The model moved to a device, for which the part's kernel is compiled.
 
     Raises ValueError if the GPU cannot run the kernel, BuildError if there is no GPU or no compiler for it.
     """
@@ -190,14 +189,11 @@ def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
     if not part.operator:
         return model.to(device)
     c, index = model.config, torch.cuda.current_device()
-    driver.activate(index)  # here first, for its errors
-    with ThreadPoolExecutor(initializer=driver.activate, initargs=(index,)) as pool:
-        prompt = Sizes(c.n_head, c.block_size, c.block_size)
-        made = pool.submit(driver.compiled, kernel, prompt, c.head_dim, Dtype.FP32, index)
-        model = model.to(device)
-        operator(part.name, "cuda")
-        made.result()
-    return model
+    driver.activate(index)
+    operator(part.name, "cuda")
+    prompt = Sizes(c.n_head, c.block_size, c.block_size)
+    driver.compiled(kernel, prompt, c.head_dim, Dtype.FP32, index)
+    return model.to(device)
 
 
 def rounded(model: GPT, weights: str) -> GPT:

@@ -68,7 +68,7 @@ ENGINES = {
     row.name: row
     for row in (
         Row("native", ("cpu",), ("native", "Decoder"), drafts=True),
-        Row("cuda", ("cuda",), ("cuda", "open_cuda"), drafts=True),
+        Row("cuda", ("cuda",), ("cuda", "CudaEngine"), drafts=True),
         Row("webgpu", ("webgpu",), ("webgpu", "WebGpuEngine")),
         Row("torch", ("cpu", "cuda"), ("pytorch", "open_torch"), any_attention=True),
     )

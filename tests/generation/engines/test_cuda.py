@@ -270,8 +270,6 @@ def test_what_the_slots_need_is_compiled_and_a_wheel_brings_it(emulated, monkeyp
             for layout, rows in on.prepared:
                 source = layout.source(rows, capability)
                 assert source.make() == source.name().encode()
-    changed = replace(source, macros=source.macros | {"TEXTS": 7})
-    assert changed.name() != source.name() and prebuilt.kernel(changed.name()) is None
     (tmp_path / source.name()).write_bytes(b"another")
     with pytest.raises(BuildError, match=f"is not the file that {prebuilt.SUMS} beside it names"):
         source.make()
@@ -357,11 +355,8 @@ def test_a_batch_changes_no_text_on_a_gpu():
     for slot in range(0, 100, 9):
         prefill(alone, 0, [token % 65 for token in range(lengths[slot])])
         alone.set_sampling(0, Sampling(top_p=0.9 if slot % 3 else 1.0))
-        written = [row[slot] for row in rows]
-        assert [choose(alone, [0], [uniforms[row][slot]])[0] for row in range(30)] == written
-        torch.testing.assert_close(logits(alone), logits(many, slot), rtol=1e-5, atol=1e-4)
-        # a window read again
-        prefill(alone, 0, [*(token % 65 for token in range(lengths[slot])), *written[:-1]])
+        written = alone.write([0], uniforms[:, [slot]], 10)
+        assert np.array_equal(written, rows[:, [slot]])
         torch.testing.assert_close(logits(alone), logits(many, slot), rtol=1e-5, atol=1e-4)
 
 
@@ -388,17 +383,3 @@ def test_ten_million_tokens_at_constant_memory():
     assert tokens == texts * length > 10**7
     most, least = (pick(column) for pick, column in zip((max, min), zip(*taken[4:])))
     assert most <= taken[3][0] + (8 << 20) and least >= taken[3][1] - (8 << 20)
-
-
-@pytest.mark.full
-@pytest.mark.whole_gpu
-@pytest.mark.usefixtures("a_gpu")
-def test_a_killed_process_frees_the_gpu(process):
-    before = free_bytes()
-    options = "--device cuda -m shakes256 --num-samples 2000 --max-new-tokens 100000 --context reset"
-    running = process("part4", "--inference", *options.split())
-    assert running.stdout.read(100)
-    assert free_bytes() < before - (1 << 30)  # the caches
-    running.kill()
-    while free_bytes() < before - (64 << 20):
-        time.sleep(0.05)
