@@ -46,7 +46,7 @@ class Step:
         self.extents = torch.cat([first, first * 0 + self.last + 1], 1).int().repeat(1, 2)[:, None]
         self.slots = torch.arange(len(writes), device=writes.device)
         self.layers = iter(self.caches)
-        logits = self.model(self.pending.clamp(min=0)[:, None], [self] * len(self.caches))[:, 0]
+        logits = self.model(self.pending.clamp(min=0)[:, None], [self for _ in self.caches])[:, 0]
         self.logits.copy_(logits.where(writes[:, None], self.logits))
         self.lengths += writes
 
