@@ -72,21 +72,15 @@ def excerpt(text: str) -> str:
 
 def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
     """At least so many tokens that the model writes, for make() where its training text is not there."""
-    rng, block = np.random.default_rng(0), checkpoint.config.block_size
     writer = Writer(open_engine(checkpoint, "native", slots=AT_ONCE, draft="off"))
-    ids: list[int] = []
-    while len(ids) < count:
-        firsts = rng.integers(checkpoint.config.vocab_size, size=AT_ONCE).tolist()
-        for i, first in enumerate(firsts):
-            asked: Any = {"seed": len(ids) + i, "max_new_tokens": max(1, block - 1)}
-            writer.join(Request([first], **asked, ignore_eos=True))
-        written = np.array(firsts)[:, None]
-        while step := writer.step():
-            written = np.hstack([written, [tokens for _, tokens in step]])
-        ids += written.ravel().tolist()
-        for text in list(writer.texts):
-            writer.leave(text)
-    return ids
+    for seed in range(AT_ONCE):
+        first = [seed % checkpoint.config.vocab_size]
+        asked: Any = {"seed": seed, "max_new_tokens": -(-count // AT_ONCE)}
+        writer.join(Request(first, **asked, context="reset", ignore_eos=True))
+    written = []
+    while step := writer.step():
+        written.append([tokens for _, tokens in step])
+    return np.hstack(written).ravel().tolist()
 
 
 def _expected(
