@@ -68,8 +68,10 @@ class Cpu(Clock):
     burst = BURST_SECONDS
 
     def __init__(self, buffer: int = 0) -> None:
-        self.load, self._buffer = machine.Load(), buffer
-        self._began, self._waited = time.perf_counter(), 0.0
+        self.load = machine.Load()
+        self._buffer = buffer
+        self._began = time.perf_counter()
+        self._waited = 0.0
         for _ in range(WARM_UP_SAMPLES):
             self.speed()
 
@@ -165,7 +167,10 @@ class Timer:
         cold: bool = False,
     ) -> None:
         self.samples = Samples() if samples is None else samples
-        self._call, self._clock, self._cold, self._tries = call, clock, cold, MOST_TRIES
+        self._call = call
+        self._clock = clock
+        self._cold = cold
+        self._tries = MOST_TRIES
         self._once = clock.time(call, 2)[1] if once is None else once
         repeats = max(1, math.ceil(least / self._once))
         self._bursts = spread(repeats, max(1, round(repeats * self._once / clock.burst)))
@@ -186,7 +191,10 @@ class Timer:
 
     def _time_bursts(self) -> tuple[list[list[float]], list[float], int]:
         """The seconds of each burst's calls, the lower speed before and after each, the new pages of all."""
-        times, paces, pages, before = list[list[float]](), list[float](), 0, 0.0
+        times = list[list[float]]()
+        paces = list[float]()
+        pages = 0
+        before = 0.0  # unknown, so it is awaited
         for count in self._bursts:
             if before < machine.SLOWED_BELOW:
                 before = self._clock.speed(wait=True)
@@ -213,7 +221,8 @@ def rounds(
     try:
         for _ in range(count):
             for entry in list(running):
-                samples, before = entry[0].samples, len(entry[0].samples.paces)
+                samples = entry[0].samples
+                before = len(samples.paces)
                 with guard(samples):
                     entry[0].round()
                 if len(samples.paces) <= before:

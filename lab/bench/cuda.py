@@ -28,15 +28,18 @@ class GpuBench(Bench):
     BuildError without a GPU or a compiler for it, ValueError for cells that do not fit its memory.
     """
 
-    passes, further_passes = 1, 0  # others compile for each
+    passes = 1  # others compile for each
+    further_passes = 0
 
     def __init__(
         self, cells: Sequence[Cell], rounds: int, min_time: float, against_cpu: bool = False, gpu: Any = None
     ) -> None:
         self.clock: Any = gpu or Gpu()
-        self.device, self.allocated = self.clock.device, self.clock.allocated
+        self.device = self.clock.device
+        self.allocated = self.clock.allocated
         super().__init__(cells, rounds, min_time, self.clock.free())
-        self.done.machine["gpu"], self.done.cache = self.clock.describe(), self.clock.l2
+        self.done.machine["gpu"] = self.clock.describe()
+        self.done.cache = self.clock.l2
         self.against_cpu = against_cpu
 
     def _measure_limits(self) -> None:
@@ -63,7 +66,8 @@ class GpuBench(Bench):
 
     def _count(self, result: Result) -> None:
         """Count the bytes of q, k, v and the output, if moving them takes longer than the arithmetic."""
-        cell, least = result.cell, result.cell.least_traffic
+        cell = result.cell
+        least = cell.least_traffic
         if least / self.done.bandwidths[1] > cell.flops / self.done.peak(cell):
             result.traffic = least
             alike = (r for r in self.done.results if (r.cell.inputs, r.cell.l2) == (cell.inputs, cell.l2))

@@ -48,7 +48,8 @@ class Bench:
     the `available` bytes.
     """
 
-    passes, further_passes = 5, 8  # through the sweep, and at most through the cells that are not firm
+    passes = 5  # through the sweep
+    further_passes = 8  # at most, through the cells that are not firm
     device: Any = "cpu"
     clock = Clock()
     allocated: Allocated = staticmethod(allocated)
@@ -118,7 +119,8 @@ class Bench:
     def _verify(self, case: list[Cell]) -> Generator[Cell, None, list[Verified]]:
         """Add the results of a case; return the correct ones with the seconds of a call."""
         tensors = inputs(case[0], self.device)
-        exact, right = exact_of(case[0], tensors), list[Verified]()
+        exact = exact_of(case[0], tensors)
+        right = list[Verified]()
         for cell in case:
             torch.set_num_threads(cell.threads)
             result, call = verify(cell, tensors, exact, self.allocated)
@@ -136,7 +138,8 @@ class Bench:
 
     def _time_again(self, groups: list[list[Verified]], seconds: float) -> Iterator[Cell]:
         """Time the cells that are not firm in further passes, for `seconds`, few threads first."""
-        end, self.again = time.perf_counter() + seconds, True
+        end = time.perf_counter() + seconds
+        self.again = True
         count = spread(self.done.rounds, self.passes)[0]
         least = self.done.min_time / self.done.rounds
         groups.sort(key=lambda group: group[0][0].cell.threads)
@@ -155,15 +158,18 @@ class Bench:
 
     def _time(self, group: list[Verified], count: int) -> Iterator[Cell]:
         """Time the results of _verify() for `count` rounds on new inputs."""
-        cell, timers, least = group[0][0].cell, list[Timer](), self.done.min_time / self.done.rounds
+        cell = group[0][0].cell
+        timers = list[Timer]()
+        least = self.done.min_time / self.done.rounds
         torch.set_num_threads(cell.threads)
         tensors = inputs(cell, self.device)
         calls: dict[Cell, Call] = {}  # one for both states of L2: it may hold much memory
         for result, once in group:
             with skipping(result):
-                alike, cold = replace(result.cell, l2=None), result.cell.l2 == "cold"
+                alike = replace(result.cell, l2=None)
                 if alike not in calls:
                     calls[alike] = prepared(result.cell, *tensors)
+                cold = result.cell.l2 == "cold"
                 timers.append(Timer(calls[alike], self.clock, least, samples=result, once=once, cold=cold))
         for timer in rounds(timers, count, skipping):
             assert isinstance(timer.samples, Result)

@@ -73,7 +73,9 @@ class Clock(timing.Cpu):
 
     def __init__(self, file: Path, size: Size, more: Sequence[tuple[int, int]] = ()) -> None:
         super().__init__()
-        self._file, self._size, backward = file, size, size.backward
+        self._file = file
+        self._size = size
+        backward = size.backward
         self.sizes = [Timed(N=N, d=d) for N, d in ((size.N, size.d), *more)]
         self._empty = Timed(N=size.N, d=size.d)
         self._others = judge.strangers()
@@ -96,7 +98,8 @@ class Clock(timing.Cpu):
         except BaseException:
             self.close()
             raise
-        self._turns, self._turn = timing.rounds([*timers, empty], ROUNDS), len(timers) + 1
+        self._turns = timing.rounds([*timers, empty], ROUNDS)
+        self._turn = len(timers) + 1
 
     def close(self) -> None:
         """End the players, and what they have left behind."""

@@ -64,25 +64,32 @@ def timed(bench: Bench, clock: Clock) -> dict[str, float]:
 
 def measured(file: Path, size: Size) -> Figures | Finding:
     """The figures of a right kernel. Raises Wrong, Gone, RuntimeError as Clock does."""
-    N, d, threads, device = size.N, size.d, size.threads, kernels.read(file).device
-    on_cpu, planned = device == "cpu", ladder(size, device)
+    threads = size.threads
+    device = kernels.read(file).device
+    on_cpu = device == "cpu"
+    planned = ladder(size, device)
     bench = (Bench if on_cpu else GpuBench)(planned, ROUNDS, MIN_TIME)
     cell = replace(planned[0], contender=str(file))
     gpu: Any = bench.clock
-    alike = [] if size.alone or size.backward else [(max(1, N // SMALLER), d), (N, WIDER * d)]
+    alike = [(max(1, size.N // SMALLER), size.d), (size.N, WIDER * size.d)]
+    if size.alone or size.backward:
+        alike.clear()
     with closing(Clock(file, size, alike) if on_cpu else GpuClock(file, size)) as clock:
         ms = {} if size.alone else timed(bench, clock)
         clock.finish()
         seconds, *others = clock.seconds()
-        scratch, library = clock.scratch() if on_cpu else None, clock.library()
-    read = cell.least_traffic * (5 / 8 if size.backward else 3 / 4)  # the inputs of all matrices
+        scratch = clock.scratch() if on_cpu else None
+        library = clock.library()
+    read = cell.least_traffic * (5 / 8 if size.backward else 3 / 4)  # without what is written
     peak = limit = 0.0
     for _ in range(PEAK_TRIES):  # of a machine that was busy
         if on_cpu:
-            peak, products = max(peak, machine.fma_peak(threads=threads)), machine.amx_peak(threads)
+            peak = max(peak, machine.fma_peak(threads=threads))
+            products = machine.amx_peak(threads)
             bandwidth = machine.read_bandwidth(int(read), threads)
         else:
-            peak, products = max(peak, gpu.fma_peak()), gpu.tensor_peak(Dtype.BF16)
+            peak = max(peak, gpu.fma_peak())
+            products = gpu.tensor_peak(Dtype.BF16)
             bandwidth = max(gpu.bandwidths().values())
         limit = max(limit, peak, products / 3)  # float32 as three products of bfloat16
         if cell.flops <= limit * seconds and read <= bandwidth * seconds:
@@ -94,15 +101,17 @@ def measured(file: Path, size: Size) -> Figures | Finding:
         return faster(cell.flops / max(seconds, 1e-9), limit)
     name = processor.name() if on_cpu else torch.cuda.get_device_name()
     small, wide = [1e3 * s if s else None for s in others] or (None, None)
-    figures = Figures(
-        ms | {"own": 1e3 * seconds}, cell.flops, peak, processor.caches()[:2][-1].size, name, device
-    )
-    figures.small_ms, figures.wide_ms, figures.library = small, wide, library
-    figures.handing_ms, figures.busy = 1e3 * clock.handing, bench.done.busy
+    l2 = processor.caches()[:2][-1].size
+    figures = Figures(ms | {"own": 1e3 * seconds}, cell.flops, peak, l2, name, device, small, wide)
+    figures.library = library
+    figures.handing_ms = 1e3 * clock.handing
+    figures.busy = bench.done.busy
     if on_cpu:
         figures.busy = machine.busy(clock.load, [peak, machine.fma_peak(threads=threads)], threads)
-        figures.latency, figures.lanes = machine.fma_latency(), extension.size("lanes")
-        figures.scratch, figures.least = scratch and 4 * scratch, cell.least_traffic / size.heads
+        figures.latency = machine.fma_latency()
+        figures.lanes = extension.size("lanes")
+        figures.scratch = scratch and 4 * scratch
+        figures.least = cell.least_traffic / size.heads
         if size.cachegrind and file.suffix != ".py" and not size.backward:
             figures.moved = moved(cell)
     return figures
