@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shakespeare.own.trial.judge import environment
+from shakespeare.own.trial.player import environment
 from shakespeare.own.trial.report import checked_name
 
 CTRL_C_SECONDS = 2  # that a command may take to end when the cell is interrupted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import linecache
 import math
 import os
@@ -16,7 +17,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib import machinery
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,6 +76,11 @@ class Source(NamedTuple):
     compiling: bool = False
     ladder: str = ""
     triton: bool = False
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether its kernel takes tensors."""
+        return self.torch or self.device == "cuda"
 
     @property
     def untimed(self) -> str:
@@ -227,7 +232,7 @@ class Gradient(Sizes):
 
     _fields_ = [
         *((name, Matrices) for name in ("q", "k", "v", "dout")),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "dlse", "dq", "dk", "dv")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "dlse", "dq", "dk", "dv", "dbias")),
     ]
 
 
@@ -268,7 +273,6 @@ class Native:
         into: Mapping[str, Array],
         causal: bool,
         scale: float,
-        *,
         threads: int = 1,
         scratch: Array | None = None,
         window: int | None = None,
@@ -449,7 +453,7 @@ class InPython:
         if not callable(self._function):
             raise BuildError(f"{file.name} must define {(BACKWARD if backward else MISSING)['.py']}")
         self._file, self._source = file, source
-        self.takes_tensors = source.torch or source.device == "cuda"
+        self.takes_tensors = source.needs_torch
 
     def __call__(self, q: Any, k: Any, v: Any, *rest: Any, threads: int = 1) -> Any:
         """The output (B, H, Nq, d), or dq, dk and dv: tensors for tensors, else arrays. threads: not used.
@@ -501,28 +505,17 @@ def imported(file: Path) -> ModuleType:
     for name in _modules.pop(file, ()):
         sys.modules.pop(name, None)
     before, folder = set(sys.modules), str(file.parent)
-    finder = machinery.FileFinder(
-        folder,
-        (machinery.ExtensionFileLoader, machinery.EXTENSION_SUFFIXES),
-        (Fresh, machinery.SOURCE_SUFFIXES),
-    )
+    was = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # two versions that are saved in one second have the same bytecode file
+    importlib.invalidate_caches()
     sys.path.insert(0, folder)
-    sys.path_importer_cache[folder] = finder
     try:
         exec(compile(file.read_text("utf-8-sig"), str(file), "exec"), vars(module))
     finally:
         sys.path.remove(folder)
-        sys.path_importer_cache.pop(folder, None)
+        sys.dont_write_bytecode = was
         _modules[file] = [name for name in sorted(set(sys.modules) - before) if is_beside(name, folder)]
     return module
-
-
-class Fresh(machinery.SourceFileLoader):
-    """A loader that compiles: Python's may take bytecode of a version that was saved in the same second."""
-
-    def get_code(self, fullname: str) -> Any:
-        """The module's code."""
-        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def is_beside(name: str, folder: str) -> bool:

@@ -242,7 +242,6 @@ MISTAKES = [
         ("l not rescaled", "cuda tiles", "correction * l", "l", "rescale"),
         ("o not rescaled", "cuda tiles", "correction * o[c]", "o[c]", "rescale"),
         ("keys in tiles", "cuda tiles", "j0 < last; j0", "j0 + BC <= last; j0", "tail"),
-        # What only a GPU shows
         ("beyond K", "cuda", "for (int j = 0; j < n; ++j) {", "for (int j = 0; j < n + (1 << 20); ++j) {", "bounds endless"),
         ("a row too far", "cuda", "if (i >= call.Nq) return;", "", "bounds"),
         ("endless", "cuda", "++j) {", "j += m < 1e30f ? 0 : 1) {", "endless"),
@@ -252,7 +251,6 @@ MISTAKES = [
 ]
 # fmt: on
 WITH_SANITIZER = ("no barrier",)  # needs compute-sanitizer
-ON_GPU_ONLY = ("beyond K", "a row too far", "endless", "no barrier", "too many threads")
 
 
 NUMBA = """\

@@ -107,20 +107,19 @@ def try_header(file: Path, threads: int, asked: dict[str, Any]) -> bool:
 def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
     """Try the file and print the report; with `again` once more at each save."""
     from shakespeare.attention_ext.build.cache import saves
-    from shakespeare.own.trial import cases, judge, report
+    from shakespeare.own.trial import cases, report
+    from shakespeare.own.trial.verdict import Checker
 
     watched = {file}
-    with contextlib.closing(judge.Checker()) as checker:
+    with contextlib.closing(Checker()) as checker:
         while True:
             before, begin, start = saves(watched), time.time_ns(), time.perf_counter()
             seed = cases.seed_of(file, asked["secret"])
             verdict = checker.check(file, asked["seconds"], seed, asked["backward"])
             if not asked["as_json"]:
-                click.echo(report.verdict(file, verdict))
+                click.echo(report.verdict(file, verdict, size))
             if not again:
-                is_right = explain(file, verdict, size, asked)
-                judge.end_strangers(set())
-                return is_right
+                return explain(checker, file, verdict, size, asked)
             notice(f"verdict after {time.perf_counter() - start:.2f} s")
             watched = {file, *verdict.sources}
             if verdict.refused:  # perhaps for a file that is missing beside it
@@ -134,58 +133,38 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
                 return file in now and now != before
 
             # a save does not wait for what a compiler still does for the last one
-            threading.Thread(target=explain, args=(file, verdict, size, asked, changed), daemon=True).start()
+            given = checker, file, verdict, size, asked, changed
+            threading.Thread(target=explain, args=given, daemon=True).start()
             checker.warm(file)
             while not changed():
                 time.sleep(watch.POLL_SECONDS)
             click.echo("")
 
 
-def explain(file: Path, verdict: Any, size: Any, asked: dict[str, Any], stop: Stop = None) -> bool:
-    """Print sanitizers, speed, hint; return whether the kernel is right. stop: the file was saved again."""
+def explain(
+    checker: Any, file: Path, verdict: Any, size: Any, asked: dict[str, Any], stop: Stop = None
+) -> bool:
+    """Print sanitizers, speed, hint; return whether the kernel passes. stop: the file was saved again."""
     from shakespeare.lab.command import Stopped
-    from shakespeare.own.trial import judge, report, sanitizers, saved, speed, tiles
-    from shakespeare.own.trial.diagnosis import Finding
-
-    known = verdict.finding
-    figures: Any = None
-    rows: Any = []
+    from shakespeare.own.trial import report, saved
+    from shakespeare.own.trial.speed import Figures
 
     def say(text: str) -> None:
         if text and not asked["as_json"] and not (stop and stop()):
             click.echo(text)
 
     try:
-        sanitizers.sanitize(file, verdict, stop)
-        if not stop:  # else a compiler may run for the next save
-            judge.end_strangers(set())
-        if verdict.finding != known:
-            say(report.verdict(file, verdict))
-        say(report.memory(verdict))
-        if verdict.right:
-            rows = tiles.swept(file, size, stop)
-            if isinstance(rows, Finding) and rows.kind == "compile":
-                verdict.at = "no case: it is right in Triton's interpreter"
-                verdict.add(rows)
-            say(report.tiles(rows) if verdict.right else report.verdict(file, verdict))
-        if verdict.right:
-            figures = speed.measure(file, size, stop)
-            timed, into = isinstance(figures, speed.Figures), asked["save"]
-            if timed and figures.library and not verdict.library:
-                verdict.library = figures.library
-                say(report.line("library", figures.library))
-            if timed or figures.kind in speed.UNMEASURED:
-                say(report.speed(figures, size, file))
-            else:
-                verdict.add(figures)
-                say(report.verdict(file, verdict))
-            if timed:
-                said = saved.keep(file, verdict, figures, size, into) if into else saved.HOW
-                say(report.line("saved" if into else "save", said))
+        for name in checker.examine(file, verdict, size, stop):
+            say(getattr(report, name)(file, verdict, size))
     except Stopped:
         return False
+    if isinstance(verdict.figures, Figures):
+        if asked["save"]:
+            say(report.line("saved", saved.keep(file, verdict, size, asked["save"])))
+        else:
+            say(report.line("save", saved.HOW))
     if asked["as_json"]:
-        click.echo(json.dumps(report.as_json(file, verdict, figures, size, rows)))
+        click.echo(json.dumps(report.as_json(file, verdict, size), default=vars))
     if stop and not stop():
         notice(f"waiting for {file.name} to be saved (Ctrl-C ends)")
-    return verdict.right and not (isinstance(figures, Finding) and figures.kind != speed.UNTIMED)
+    return verdict.passes

@@ -1,22 +1,19 @@
 """Checks the exercises of a folder, stage by stage, in processes that a student's file cannot end."""
 
 import contextlib
-import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shakespeare.lab.command import run
 from shakespeare.own import kernel as kernels
 from shakespeare.own.course.exercises import EXERCISES, Exercise, Failed, asked
-from shakespeare.own.trial import cases, judge, sanitizers, speed
+from shakespeare.own.trial import cases
+from shakespeare.own.trial.player import Found
 from shakespeare.own.trial.speed import Figures, Size
+from shakespeare.own.trial.verdict import Checker
 
-PYTHON_SECONDS = 120  # that the check of an exercise in PyTorch may take
 Files = list[tuple[Exercise, Path]]
 SIZES = {"cpu": Size(alone=True), "cuda": Size(4096, 32, 100, alone=True)}  # of the timed call
 
@@ -73,7 +70,7 @@ def check(
 
     weights: points, by default one for each stage. secret: gives each file inputs of its own.
     """
-    with contextlib.closing(judge.Checker()) as checker:
+    with contextlib.closing(Checker()) as checker:
         for exercise, file in exercises:
             start, count = time.perf_counter(), len(exercise.stages)
             result = Result(exercise.name, weights.get(exercise.name, count), count)
@@ -81,14 +78,17 @@ def check(
                 result.failed = f"there is no {file.name}"
                 yield result
                 continue
-            by_python, seed = exercise.kind == "decoder", cases.seed_of(file, secret)
-            stages = () if by_python else _attention(exercise, file, result, checker, seconds, seed)
+            stages = _attention(exercise, file, result, checker, seconds, cases.seed_of(file, secret))
+            if exercise.kind == "decoder":
+                from shakespeare.own.course import models  # imports torch
+
+                stages = models.stages(file, exercise.share, seconds)
             try:
-                for stage, note in _python(exercise, file) if by_python else stages:
+                for stage, note in stages:
                     result.passed.append(stage)
                     result.laps.append(time.perf_counter() - start - sum(result.laps))
                     result.note = note
-            except Failed as error:
+            except (Failed, Found, RuntimeError) as error:
                 result.failed = str(error)
             if not result.passed and file.read_text(errors="replace") == exercise.text():
                 result.failed = "it is untouched"
@@ -97,7 +97,7 @@ def check(
 
 
 def _attention(
-    exercise: Exercise, file: Path, result: Result, checker: judge.Checker, seconds: float, seed: int
+    exercise: Exercise, file: Path, result: Result, checker: Checker, seconds: float, seed: int
 ) -> Iterator[tuple[str, str]]:
     """Yield each stage that a kernel or its backward pass passes, with a note; raise Failed at another."""
     backward, windowed = exercise.kind == "backward", exercise.kind == "window"
@@ -109,36 +109,23 @@ def _attention(
         if wrong or not verdict.passed:
             raise Failed(verdict.why or f"wrong for {wrong[0]}")
         yield stage, ""
-    sanitizers.sanitize(file, verdict)
-    checker.end_strangers()
+    size = replace(SIZES[kernels.read(file).device], backward=backward)
+    steps = checker.examine(file, verdict, size)
+    while verdict.right and next(steps) != "memory":
+        pass
     if not verdict.right:
         raise Failed(verdict.why or "wrong")
     yield "memory", ""
-    figures = speed.measure(file, replace(SIZES[kernels.read(file).device], backward=backward))
+    for _ in steps:
+        pass
+    figures = verdict.figures
     if not isinstance(figures, Figures):
-        raise Failed(figures.sentence)
-    if library := verdict.library or figures.library:
-        raise Failed(library)
+        raise Failed(figures.sentence if figures else verdict.why)
+    if verdict.library:
+        raise Failed(verdict.library)
     result.ms, result.share = figures.ms["own"], figures.share
     note = f"{result.ms:.3g} ms, {100 * figures.share:.3g} % of the FMA peak "
     result.note = f"{note}({figures.peak / 1e9:.3g} GFLOP/s), {figures.cpu}"
     if 100 * figures.share < exercise.share:
         raise Failed(f"{result.note}; {exercise.share:g} % is asked for")
     yield "fast", result.note
-
-
-def _python(exercise: Exercise, file: Path) -> Iterator[tuple[str, str]]:
-    """The same of the decoder, by a process."""
-    command = [sys.executable, "-m", "shakespeare.own.course.models", str(file.resolve())]
-    try:
-        code, out, err = run([*command, str(exercise.share)], PYTHON_SECONDS, None, **judge.environment())
-    except subprocess.TimeoutExpired:
-        raise Failed(f"it did not end within {PYTHON_SECONDS} s, and was ended") from None
-    stage = ""
-    for line in out.splitlines():
-        said = json.loads(line)
-        if "failed" in said:
-            raise Failed(said["failed"])
-        yield (stage := said["stage"]), said["note"]
-    if code or stage != "fast":
-        raise Failed(f"it was not checked: {(err.splitlines() or [f'exit code {code}'])[-1]}")

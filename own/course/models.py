@@ -1,15 +1,9 @@
-"""The check of the decoder, in a process of its own that does not run the student's file: a player does.
-
-python -m shakespeare.own.course.models FILE SHARE
-
-prints a line of JSON for each stage that passed, {"stage": ..., "note": ...}, then why the next one failed.
-"""
+"""The check of the decoder; a player runs the student's file."""
 
 import contextlib
-import json
 import secrets
 import statistics
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,11 +16,11 @@ from shakespeare.model import load
 from shakespeare.model.gpt import GPT
 from shakespeare.own.course.exercises import Failed
 from shakespeare.own.trial.cases import beside
-from shakespeare.own.trial.judge import LOAD_SECONDS, Gone, Player, Wrong
+from shakespeare.own.trial.player import LOAD_SECONDS, Player
 
 MODEL = "shakes128"
+SECONDS = 120  # that the check may take
 FLOOR = 5e-7  # of the error, a share of the largest number
-CALL_SECONDS = 60.0
 ROUNDS, STEPS = 7, 20  # STEPS: timed ones of a round
 LEAST_SECONDS = 0.02  # of the products in a round
 PROMPT = 30  # tokens before the timed steps
@@ -44,21 +38,26 @@ def passed(got: Tensor, wanted: Tensor, peer: Tensor, what: str) -> None:
 class Decoder:
     """A student's GPT in a player, beside this project's in float32 and float64."""
 
-    def __init__(self, player: Player) -> None:
+    def __init__(self, player: Player, seconds: float) -> None:
         checkpoint = load(MODEL)
         self.config = checkpoint.config
         self.peer = GPT.of(self.config, checkpoint.weights)
         self.exact = GPT.of(self.config, checkpoint.weights).double()
         self._player = player
+        self._seconds = seconds  # that a call may take
+        self._end = time.monotonic() + SECONDS
 
     def logits(self, ids: Tensor, new: bool = False, cached: bool = True) -> tuple[Tensor, float]:
         """Those of more tokens (B, T), after earlier calls' unless `new`, and the seconds of the call."""
+        if time.monotonic() > self._end:
+            raise Failed(f"it did not end within {SECONDS} s, and was ended")
         B, T = ids.shape
         shapes = {"logits": (B, T, self.config.vocab_size)}
         given = {"ids": np.ascontiguousarray(ids.numpy().astype(np.float32))}
-        got, seconds, _ = self._player.call(given, CALL_SECONDS, shapes=shapes, new=new, cached=cached)
+        got, seconds, _ = self._player.call(given, self._seconds, shapes=shapes, new=new, cached=cached)
         return torch.from_numpy(got), seconds
 
+    @torch.inference_mode()
     def compare(self, ids: Tensor, steps: list[int], what: str) -> None:
         """Read the tokens so many at a time, with a cache; without one if there is one step."""
         parts, cached = ids.split(steps, 1), len(steps) > 1
@@ -71,25 +70,43 @@ class Decoder:
         return torch.randint(self.config.vocab_size, (texts, count), generator=generator)
 
 
-def stages(mine: Decoder, share: float) -> Iterator[tuple[str, str]]:
-    """Yield each stage that the decoder passes, with a note. Raises Failed at the first other one."""
-    tokens, compare, full = mine.tokens, mine.compare, mine.config.block_size
-    compare(tokens(1, 20), [20], "20 tokens")
-    yield "plain", ""
-    compare(tokens(1, 20), [1] * 20, "20 tokens, one at a time")
-    yield "causal", ""
-    compare(tokens(3, 17), [5, 1, 1, 10], "3 texts, 5, 1, 1 and 10 tokens at a time")
-    compare(tokens(1, 1), [1], "a token")
-    compare(tokens(1, full), [full - 2, 1, 1], f"{full} tokens, the last two one at a time")
-    yield "awkward", ""
-    again, what = tokens(1, 30), "30 tokens, in calls that follow others"
-    for _ in range(2):  # a weight, key or value that a call has changed
-        compare(again, [10, *[1] * 20], what)
-    compare(again, [30], what)
-    yield "memory", ""
-    yield "fast", fast(mine, share)
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch has one thread here in the meantime."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
+def stages(file: Path, share: float, seconds: float) -> Iterator[tuple[str, str]]:
+    """Yield each stage that a file passes, with a note. Raises Failed, or as Player.call(), at another one.
+
+    seconds: that a call may take before it is endless.
+    """
+    with one_thread(), contextlib.closing(Player(with_torch=True, threads=1)) as player:
+        player.ask({"load": str(file.resolve()), "model": MODEL}, LOAD_SECONDS)
+        mine = Decoder(player, seconds)
+        tokens, compare, full = mine.tokens, mine.compare, mine.config.block_size
+        compare(tokens(1, 20), [20], "20 tokens")
+        yield "plain", ""
+        compare(tokens(1, 20), [1] * 20, "20 tokens, one at a time")
+        yield "causal", ""
+        compare(tokens(3, 17), [5, 1, 1, 10], "3 texts, 5, 1, 1 and 10 tokens at a time")
+        compare(tokens(1, 1), [1], "a token")
+        compare(tokens(1, full), [full - 2, 1, 1], f"{full} tokens, the last two one at a time")
+        yield "awkward", ""
+        again, what = tokens(1, 30), "30 tokens, in calls that follow others"
+        for _ in range(2):  # a weight, key or value that a call has changed
+            compare(again, [10, *[1] * 20], what)
+        compare(again, [30], what)
+        yield "memory", ""
+        yield "fast", fast(mine, share)
+
+
+@torch.inference_mode()
 def fast(mine: Decoder, share: float) -> str:
     """The share of the speed of the products alone, in a sentence. Raises Failed if it is too small.
 
@@ -119,22 +136,3 @@ def judged(step: float, limit: float, share: float) -> str:
     if 100 * limit < share * step:
         raise Failed(text)
     return text
-
-
-def main(file: str, share: str) -> None:
-    """Print the stages that a file passes, and why it fails the next one."""
-    torch.set_num_threads(1)
-    player = Player(with_torch=True, threads=1)
-    with contextlib.closing(player), torch.inference_mode():
-        try:
-            player.ask({"load": str(Path(file).resolve()), "model": MODEL}, LOAD_SECONDS)
-            for stage, note in stages(Decoder(player), float(share)):
-                print(json.dumps({"stage": stage, "note": note}), flush=True)
-        except (Gone, Wrong) as error:
-            print(json.dumps({"failed": error.finding.sentence}))
-        except (Failed, RuntimeError) as error:
-            print(json.dumps({"failed": str(error)}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from shakespeare.attention_ext import attention
 from shakespeare.lab import timing
 from shakespeare.own import kernel as kernels
-from shakespeare.own.trial import cases, judge
+from shakespeare.own.trial import cases
 from shakespeare.own.trial.cases import Array, Expected
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.gradients import INPUTS
-from shakespeare.own.trial.judge import Cpu, Player, Wrong
+from shakespeare.own.trial.player import JIT_SECONDS, PAGE, Cpu, Player, Wrong, end_strangers, strangers
 from shakespeare.own.trial.speed import Size
 
 ROUNDS, MIN_TIME = 6, 0.06  # rounds, and seconds of all calls of a size
@@ -78,21 +78,21 @@ class Clock(timing.Cpu):
         backward = size.backward
         self.sizes = [Timed(N=N, d=d) for N, d in ((size.N, size.d), *more)]
         self._empty = Timed(N=size.N, d=size.d)
-        self._others = judge.strangers()
+        self._others = strangers()
         self._taken = list[tuple[float, Cpu]]()
         source = kernels.read(file)
-        with_torch = source.torch or source.device == "cuda"
+        with_torch = source.needs_torch
         kind = "torch" if source.ladder else EMPTY_OF.get(file.suffix, "torch" if with_torch else "numpy")
         self._players = [Player(with_torch, size.threads) for _ in range(2)]
         self._player, self._peer = self._players
         try:
             name = f"empty{kind if kind.startswith('.') else '.py'}"
             self._peer.load(kernels.kept(name, EMPTY[kind + " backward" * backward]), backward=backward)
-            self._peer.ask({"seal": True}, judge.PREPARE_SECONDS)
+            self._peer.ask({"seal": True})
             empty = self._timer(self._peer, self._empty, EMPTY_CALLS)
             empty.round()  # before the file can do anything
             self._player.load(file, backward=backward)
-            self._call(self._player, self.sizes[0], 600.0 + judge.JIT_SECONDS * source.compiling)
+            self._call(self._player, self.sizes[0], 600.0 + JIT_SECONDS * source.compiling)
             self._taken.clear()
             timers = [self._timer(self._player, timed, MOST_CALLS) for timed in self.sizes]
         except BaseException:
@@ -105,7 +105,7 @@ class Clock(timing.Cpu):
         """End the players, and what they have left behind."""
         for player in self._players:
             player.close()
-        judge.end_strangers(self._others)
+        end_strangers(self._others)
 
     def _timer(self, player: Player, timed: Timed, most: int) -> timing.Timer:
         """A timer of a player's calls at a size, of at most so many in a round."""
@@ -295,7 +295,7 @@ def gradients_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Offsets in a random slot of the shared memory, each by some cache lines from the slot's own."""
-    room = [-(-n // judge.PAGE) * judge.PAGE + JITTER * LINE for n in sizes]
+    room = [-(-n // PAGE) * PAGE + JITTER * LINE for n in sizes]
     start, offsets = secrets.randbelow(SLOTS) * sum(room), []
     for n in room:
         offsets.append(start + LINE * secrets.randbelow(JITTER))

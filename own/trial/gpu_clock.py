@@ -13,7 +13,7 @@ from shakespeare.lab.cuda.gpu import Gpu
 from shakespeare.own.trial.clock import Clock, Timed
 from shakespeare.own.trial.diagnosis import FORWARD
 from shakespeare.own.trial.gradients import BACKWARD
-from shakespeare.own.trial.judge import PREPARE_SECONDS, Player
+from shakespeare.own.trial.player import Player
 from shakespeare.own.trial.speed import Size
 
 SETS = 3  # of q, k, v and out
@@ -40,7 +40,7 @@ class GpuClock(Clock):
         tensors, seed = self._sets[self._turn], secrets.randbits(62)
         handles = {name: (m.handle().hex(), shape) for name, (m, shape) in self._memory[self._turn].items()}
         request = {"gpu": handles, "into": self._into, "causal": self._size.causal, "scale": timed.d**-0.5}
-        player.ask(request, PREPARE_SECONDS)
+        player.ask(request)
         player.stop()
         given = self._inputs(seed, timed)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -42,10 +42,7 @@ EXTENSION = re.compile(r"/attention_ext(?!_own)\w*/[^/\n]*\.so$", re.M)
 
 def watch(note: Callable[[str], object], with_torch: bool) -> None:
     """Note each call of another's attention, and of NumPy's einsum, in this process."""
-    import numpy
-
-    einsums: Any = importlib.import_module("numpy._core.einsumfunc")
-    multiarray: Any = importlib.import_module("numpy._core.multiarray")
+    numpy: Any = importlib.import_module("numpy")
 
     def noted(function: Any, name: str = "einsum") -> Any:
         def call(*given: Any, **named: Any) -> Any:
@@ -55,7 +52,6 @@ def watch(note: Callable[[str], object], with_torch: bool) -> None:
         return call
 
     numpy.einsum = noted(numpy.einsum)
-    einsums.c_einsum = multiarray.c_einsum = noted(einsums.c_einsum)
     if with_torch:
         _watch_torch(note)
         flex: Any = importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention

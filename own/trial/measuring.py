@@ -25,7 +25,7 @@ from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.clock import MIN_TIME, ROUNDS, Clock
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.gpu_clock import GpuClock
-from shakespeare.own.trial.judge import Gone, Wrong, close_this_process
+from shakespeare.own.trial.player import Gone, Wrong, close_this_process
 from shakespeare.own.trial.speed import LADDER, SECONDS, SMALLER, UNTIMED, WIDER, Figures, Size
 
 PEAK_TRIES = 4  # measurements of the limits before a kernel is faster

@@ -1,353 +1,408 @@
-"""The measured process: loads a user's file, and calls it with matrices in memory that the judge shares.
+"""Speaks to the player, the process that calls a user's kernel.
 
-python -m shakespeare.own.trial.player COMMANDS ANSWERS NOTES MEMORY [torch]
-
-The four are file descriptors. A line of COMMANDS is GO, or a request as JSON, such as {"load": ...}; each
-gets a line in ANSWERS: DONE, or JSON. NOTES has a line for each call of another's attention. This process
-decides nothing and has no clock: the kernel may do with it what it wants. judge.Player is its other side.
+The kernel may crash that process, run forever in it, or change what it likes there: nothing is read but the
+outputs, in memory that both share, and that a call has ended.
 """
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
+import math
 import mmap
 import os
-import resource
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
-from shakespeare.lab.memory import keep_freed_memory
+from shakespeare.lab.command import IMPORTS
 from shakespeare.own import kernel as kernels
-from shakespeare.own.trial import cases, library
-from shakespeare.own.trial.cases import CASES, Array
+from shakespeare.own.trial import library
+from shakespeare.own.trial.cases import Array
+from shakespeare.own.trial.diagnosis import FORWARD, Finding
+from shakespeare.own.trial.gradients import BACKWARD
+from shakespeare.own.trial.player_process import DONE, GO, NOT_DUMPABLE, PAGE
 
-Arrays = dict[str, Array]
-GO, DONE = b"go\n", b".\n"
-PAGE = mmap.PAGESIZE
-COMPILED_FOR = "sm_80"  # without a GPU
-ONCE = 13  # cases that compute-sanitizer watches
-GUARD = 1024  # floats of NaN after each matrix on a GPU
-DIES_WITH_PARENT, NOT_DUMPABLE, CAPBSET_DROP, NO_NEW_PRIVILEGES = 1, 4, 24, 38  # of Linux's prctl()
-# CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: a container's root reads its user's files
-KEPT_CAPABILITIES = 0b110
-LATER_CAPABILITIES = 64
-
-
-class Caller:
-    """A loaded kernel or backward pass, and the call that GO makes."""
-
-    def __init__(self, file: Path, library: Path | None, backward: bool = False) -> None:
-        self.source = kernels.read(file)
-        native = library and kernels.Native(file, backward, library)
-        self.kernel: Any = native or kernels.loaded(file, backward)
-        self.guard = GUARD if isinstance(self.kernel, kernels.OnCuda) else 0
-        self.result: Any = None  # that of the last call in Python
-        self._scratch = np.empty(0, np.float32)
-        if self.source.device == "cuda" and not isinstance(self.kernel, kernels.Native):
-            check_gpu(self.kernel)
-
-    def prepare(
-        self,
-        arrays: Arrays,
-        into: Arrays,
-        causal: bool,
-        scale: float,
-        threads: int = 1,
-        scratch_fill: float | None = np.nan,
-        window: int | None = None,
-    ) -> Callable[[], object]:
-        """What GO calls. scratch_fill: of new scratch, which ends where memory does; None keeps the last."""
-        kernel = self.kernel
-        if isinstance(kernel, kernels.Native):
-            (B, H, Nq, d), Nk = arrays["q"].shape, arrays["k"].shape[2]
-            floats = kernel.scratch(B, H, Nq, Nk, d, causal, threads)
-            if scratch_fill is not None:
-                self._scratch = guarded(floats, scratch_fill)
-            elif len(self._scratch) != floats:
-                self._scratch = np.ones(floats, np.float32)
-            settings: Any = {"threads": threads, "scratch": self._scratch, "window": window}
-            return kernel.prepared(arrays, into, causal, scale, **settings)
-        if self.source.device == "cuda":
-            return self._on_gpu(arrays, into, (causal, scale))
-        given: Sequence[Any] = [*arrays.values()]
-        if kernel.takes_tensors:
-            import torch
-
-            torch.set_num_threads(threads)
-            given = [*map(torch.from_numpy, given)]
-
-        def call() -> None:
-            self.result = kernel(*given, causal, scale)
-            self.copy(into)
-
-        return call
-
-    def copy(self, into: Arrays) -> None:
-        """Copy the last result."""
-        if self.result is not None:
-            results = self.result if isinstance(self.result, tuple) else (self.result,)
-            for t, result in zip(into.values(), results):
-                np.copyto(t, result.detach().cpu().numpy() if self.kernel.takes_tensors else result)
-
-    def _on_gpu(self, given: Arrays, into: Arrays, asked: tuple[bool, float]) -> Callable[[], object]:
-        """A call on a GPU, where `guard` numbers that are NaN follow each matrix."""
-        import torch
-
-        self.kernel.in_turn = True  # so that each of Triton's tiles is tried
-
-        def call() -> None:
-            whole, views = [], []
-            for t in (*given.values(), *into.values()):
-                strides = [stride // 4 for stride in t.strides]
-                count = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, strides))
-                flat = np.lib.stride_tricks.as_strided(t, (count,), (4,))  # with what lies between its rows
-                padded = np.concatenate([flat, np.full(self.guard, np.nan, np.float32)])
-                whole.append(torch.from_numpy(padded).to("cuda"))
-                views.append(whole[-1].as_strided(t.shape, strides))
-            bits = [t.view(torch.int32) for t in whole]  # NaN is not equal to itself
-            before = [t.clone() for t in bits]
-            out = {"out": views[-1]} if isinstance(self.kernel, kernels.OnCuda) else {}
-            self.result = self.kernel(*views[: len(given)], *asked, **out)
-            torch.cuda.synchronize()
-            for name, now, then in zip((*given, *into), bits, before):
-                same = (now == then).cpu()
-                if not same[len(same) - self.guard :].all():
-                    raise RuntimeError(f"out of bounds: it writes beyond {name}")
-                if name not in into and not same.all():
-                    given[name][...] = np.nan  # the judge sees it
-            self.copy(into)
-
-        return call
-
-    def on_gpu_memory(
-        self, handles: dict[str, Any], names: list[str], asked: tuple[bool, float]
-    ) -> Callable[[], object]:
-        """A call with the judge's memory on the GPU, (handle, shape) by name. names: of the results."""
-        import torch
-
-        from shakespeare.attention_ext.cuda import gpu
-
-        tensors = {}
-        for name, (handle, shape) in handles.items():
-            tensors[name] = gpu.tensor_at(gpu.opened(bytes.fromhex(handle)), shape)
-        into = [tensors.pop(name) for name in names]
-        in_place = {"out": into[0]} if isinstance(self.kernel, kernels.OnCuda) else {}
-
-        def call() -> None:
-            results = self.kernel(*tensors.values(), *asked, **in_place)
-            for t, result in zip(() if in_place else into, results if len(into) > 1 else [results]):
-                t.copy_(result)
-            torch.cuda.synchronize()
-
-        return call
+LOAD_SECONDS = 300.0  # that loading a file may take
+PREPARE_SECONDS = 60.0  # that a player may take for what is not a call
+JIT_SECONDS = 60.0  # more for the first call of Numba and Triton, which compile at it
+FILL = 3.0  # of out before a call
+STOP_SECONDS = 10.0  # that a player may take to stop, and what it leaves behind to end
+LATE_SECONDS = 0.1  # that a wrong result is given to change
+PROCESS_CLOCK = 2  # CPUCLOCK_SCHED of Linux
+SUBREAPER = 36  # of Linux's prctl()
+MOST_ANSWER = 1 << 16  # bytes
+SIGNALS = {
+    "SIGSEGV": "segmentation fault: it reads or writes where no memory is",
+    "SIGBUS": "bus error: it reads or writes where no memory is",
+    "SIGFPE": "arithmetic error: it divides a whole number by 0",
+    "SIGILL": "illegal instruction: this processor does not have it",
+    "SIGABRT": "aborted: the C++ library found an error, or an exception left a thread",
+    "SIGKILL": "killed, probably for its memory",
+    "SIGALRM": "it did not end in time",
+}
+LATE = Finding("late", "the output was not there when the call ended: it is written afterwards")
+MALFORMED = Finding("crash", "the kernel writes into the pipe through which it is called")
 
 
-class Decoder:
-    """A file's GPT with a checkpoint's weights, and its caches."""
+class Found(Exception):
+    """What a call has shown about a kernel, whatever its result is. finding: what."""
 
-    def __init__(self, file: Path, name: str) -> None:
-        from shakespeare.model import load
-
-        checkpoint = load(name)
-        self._config, self._caches = checkpoint.config, list[Any]()
-        module: Any = kernels.imported(file)
-        self._model = module.GPT.of(checkpoint.config, checkpoint.weights)
-
-    def prepare(self, arrays: Arrays, into: Arrays, new: bool, cached: bool) -> Callable[[], object]:
-        """What GO calls: the logits of tokens `ids`. new: with empty caches, if it is `cached`."""
-        import torch
-
-        from shakespeare.model.kv_cache import KVCache
-
-        torch.set_num_threads(1)
-        ids, config = arrays["ids"], self._config
-        if new:
-            sizes = len(ids), config.n_head, config.block_size, config.head_dim
-            self._caches = [KVCache(*sizes) for _ in range(config.n_layer)] if cached else []
-
-        @torch.inference_mode()
-        def call() -> None:
-            np.copyto(into["logits"], self._model(torch.from_numpy(ids).long(), self._caches or None).numpy())
-
-        return call
-
-    def copy(self, into: Arrays) -> None:
-        """Nothing is left to copy."""
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.sentence)
+        self.finding = finding
 
 
-def guarded(floats: int, fill: float) -> Array:
-    """Memory that ends where memory ends: reading or writing beyond it ends the process."""
-    size = -(-4 * floats // PAGE) * PAGE
-    memory = mmap.mmap(-1, size + PAGE)
-    array = np.frombuffer(memory, np.float32, floats, size - 4 * floats)
-    protect(memory, [size], 0)
-    array[...] = fill
-    return array
+class Gone(Found):
+    """The player's process has ended, or does not answer."""
 
 
-def protect(memory: mmap.mmap, pages: Iterable[int], flags: int) -> None:
-    """Give the pages at these offsets other rights: 0 for none."""
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for page in pages:
-        ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page), ctypes.c_size_t(PAGE), flags)
+class Wrong(Found):
+    """A call broke a rule."""
 
 
-def check_gpu(kernel: Any) -> None:
-    """Raise BuildError if there is no GPU, or if CUDA's compiler refuses the kernel."""
-    from shakespeare.attention_ext.cuda import gpu
-
-    try:
-        gpu.check_gpu()
-    except BuildError:
-        if isinstance(kernel, kernels.InPython):
-            raise
-        _, resources = kernel.source(64, COMPILED_FOR).compile()
-        what = f"it compiles for {COMPILED_FOR}, with {resources.registers} registers, and is not tried"
-        raise BuildError(f"{what}: no GPU and driver are found here (see nvidia-smi)") from None
-    if not isinstance(kernel, kernels.OnCuda):
-        return
-    major, minor = gpu.gpu(0).capability
-    nvrtc.make_all(kernel.source(d, f"sm_{major}{minor}") for d in {case.d for case in CASES})
-
-
-def once(file: Path) -> None:
-    """Call a file's kernel in this process, for compute-sanitizer."""
-    caller = Caller(file, None)
-    caller.guard = 0
-    for case in CASES[:ONCE]:
-        given = dict(zip("qkv", cases.inputs(case)))
-        out = {"out": np.empty(given["q"].shape, np.float32)}
-        caller.prepare(given, out, case.causal, case.applied, 1, None)()
-
-
-def give_up_rights() -> None:
-    """Lose what root may do with another process's memory: then the judge's is closed to the kernel."""
+@functools.cache
+def close_this_process() -> None:
+    """Let no other process of this user read this one's memory, and take over its players' orphans."""
     with contextlib.suppress(AttributeError):  # not Linux
-        c = ctypes.CDLL(None)
-        c.prctl(DIES_WITH_PARENT, signal.SIGKILL)
-        c.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        for capability in range(LATER_CAPABILITIES):
-            if not KEPT_CAPABILITIES >> capability & 1:
-                c.prctl(CAPBSET_DROP, capability, 0, 0, 0)
-        header, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-        c.capget(header, rights)
-        rights[:] = [rights[0] & KEPT_CAPABILITIES, rights[1] & KEPT_CAPABILITIES, 0, 0, 0, 0]
-        c.capset(header, rights)
+        ctypes.CDLL(None).prctl(NOT_DUMPABLE, 0)
+        ctypes.CDLL(None).prctl(SUBREAPER, 1)
 
 
-class Desk:
-    """Answers requests."""
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started and that still run, and theirs; none without /proc."""
+    found = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, tasks.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
 
-    def __init__(self, memory: int) -> None:
-        self._file, self._memory, self._guards = memory, mmap.mmap(-1, PAGE), list[int]()
-        self._caller: Any = None
-        self._call: Callable[[], object] = lambda: None
-        self._into: Arrays = {}
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what is asked. Raises BuildError if a file cannot be loaded, RuntimeError as the kernel does."""
-        if "seal" in request:
-            ctypes.CDLL(None).prctl(NOT_DUMPABLE, 0)
-        elif "model" in request:
-            self._caller = Decoder(Path(request["load"]), request["model"])
-        elif "load" in request:
-            if most := request["most_memory"]:
-                with contextlib.suppress(OSError, ValueError):
-                    mapped = PAGE * int(Path("/proc/self/statm").read_text().split()[0])
-                    resource.setrlimit(resource.RLIMIT_AS, (mapped + most,) * 2)
-            library = request["library"] and Path(request["library"])
-            self._caller = Caller(Path(request["load"]), library, request["backward"])
-            if not library:
-                return {"imported": [*map(str, kernels.sources(Path(request["load"]))[1:])]}
-        elif "gpu" in request:
-            asked = request["causal"], request["scale"]
-            self._call = self._caller.on_gpu_memory(request["gpu"], request["into"], asked)
-        elif "again" in request:
-            self._caller.copy(self._into)
-        elif "scratch" in request:
-            native = isinstance(self._caller.kernel, kernels.Native)
-            return {"floats": self._caller.kernel.scratch(*request["scratch"]) if native else None}
+def strangers() -> set[int]:
+    """The processes below this one that are none of its players', such as orphans that it got from one."""
+    mine = {pid for player in Player.every for pid in (player.pid, *descendants(player.pid))}
+    return set(descendants(os.getpid())) - mine
+
+
+def end_strangers(others: set[int]) -> None:
+    """Kill the strangers but for `others`, which were there before a user's file ran."""
+    end = time.monotonic() + STOP_SECONDS
+    while (left := strangers() - others) and time.monotonic() < end:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(1e-3)
+
+
+class Cpu(NamedTuple):
+    """CPU seconds of a player: all, its first thread's, other processes'; 0 where the system does not say."""
+
+    total: float
+    main: float
+    others: float
+
+    def since(self, before: Cpu) -> Cpu:
+        """What was taken after `before`."""
+        return Cpu(*(now - then for now, then in zip(self, before)))
+
+
+class Player:
+    """A process that makes calls. threads: for which libraries may start threads of their own."""
+
+    every: ClassVar[set[Player]] = set()
+
+    def __init__(self, with_torch: bool = False, threads: int | None = None) -> None:
+        close_this_process()
+        self.with_torch = with_torch
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("matrices")
         else:
-            self._prepare(**request)
-        return {}
+            with tempfile.TemporaryFile() as unnamed:
+                self._file = os.dup(unnamed.fileno())
+        self._memory = mmap.mmap(-1, PAGE)
+        # Each result in the shared memory, and as it was when the call ended
+        self._last = list[tuple[Array, Array]]()
+        self._into = FORWARD.into
+        self.sources = list[Path]()
+        self._stopped = False
+        self._held = list[int]()
+        self._socket, theirs = socket.socketpair()
+        self._notes, notes = os.pipe()
+        os.set_blocking(self._notes, False)
+        given = (theirs.fileno(), notes, self._file)
+        command = [sys.executable, "-m", "shakespeare.own.trial.player_process", *map(str, given)]
+        if with_torch:
+            command.append("torch")
+        libraries = ("OMP", "OPENBLAS", "MKL", "NUMBA") if threads else ()
+        env = environment() | {f"{name}_NUM_THREADS": str(threads) for name in libraries}
+        nothing: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        self._process = subprocess.Popen(command, **nothing, env=env, pass_fds=given, start_new_session=True)
+        self.pid = self._process.pid
+        Player.every.add(self)
+        theirs.close()
+        os.close(notes)
 
-    def _prepare(
-        self, size: int, arrays: dict[str, Any], into: dict[str, Any], guards: list[int], **asked: Any
-    ) -> None:
-        if size != len(self._memory):
-            populated = getattr(mmap, "MAP_POPULATE", 0)  # no page is new in a timed call
-            self._memory = mmap.mmap(self._file, size, mmap.MAP_SHARED | populated)
-        protect(self._memory, self._guards, mmap.PROT_READ | mmap.PROT_WRITE)
-        protect(self._memory, guards, 0)
-        self._guards = guards
+    def close(self) -> None:
+        """End the process and what it has started."""
+        for pid in (*descendants(self.pid), self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        Player.every.discard(self)
+        self._socket.close()
+        os.close(self._notes)
+        os.close(self._file)
 
-        def placed(offset: int, shape: Sequence[int], strides: Sequence[int]) -> Array:
-            return np.ndarray(shape, np.float32, self._memory, offset, strides)
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
 
-        given, self._into = ({name: placed(*at) for name, at in some.items()} for some in (arrays, into))
-        self._call = self._caller.prepare(given, self._into, **asked)
+    def load(self, file: Path, most_memory: int | None = None, backward: bool = False) -> None:
+        """Load a kernel, or its backward pass; C++ and ISPC are compiled here. Raises BuildError, Gone."""
+        file = file.resolve()
+        kernels.check(file, backward)
+        self._into = (BACKWARD if backward else FORWARD).into
+        made = str(recipes.own(file).make()) if file.suffix in (".cpp", ".ispc") else None
+        request = {"load": str(file), "library": made, "most_memory": most_memory, "backward": backward}
+        imported = self.ask(request, LOAD_SECONDS).get("imported", ())
+        self.sources = [*dict.fromkeys((*kernels.sources(file), *map(Path, imported)))]
 
-    def go(self) -> None:
-        """Make the prepared call."""
-        self._call()
+    def call(
+        self,
+        inputs: Mapping[str, Array],
+        seconds: float,
+        *,
+        fill: float = FILL,
+        place: Callable[[Sequence[int]], tuple[list[int], int]] | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        **asked: Any,
+    ) -> tuple[Array, float, Cpu]:
+        """The result of a call, its seconds, and the CPU time that the player took from the inputs on.
 
+        Several matrices of a result lie below each other. inputs: those that a Subject names; they may be
+        views of one matrix. seconds: after which it is endless. fill: of the result before the call. place:
+        gives the offsets of matrices of so many bytes in the shared memory, and its size; by default each
+        ends at a page without rights. shapes: of the result's matrices, by default the Subject's. asked: what
+        the player's prepare() takes besides. Raises Wrong, Gone, RuntimeError with what the kernel raised.
+        """
+        self._check_last()
+        bases = {name: _base(t) for name, t in inputs.items()}
+        whole = {id(base): base for base in bases.values()}
+        shapes = shapes or {name: inputs[like].shape for name, like in self._into.items()}
+        sizes = [*(t.nbytes for t in whole.values()), *(4 * math.prod(shape) for shape in shapes.values())]
+        offsets, size = (place or at_ends)(sizes)
+        if size > len(self._memory):
+            self._last = []
+            os.ftruncate(self._file, size)
+            self._memory = mmap.mmap(self._file, size)
+        begins = dict(zip(whole, offsets))
+        arrays = {}
+        for name, t in inputs.items():
+            offset = begins[id(bases[name])] + t.ctypes.data - bases[name].ctypes.data
+            arrays[name] = offset, t.shape, t.strides
+        into = [*zip(offsets[len(whole) :], shapes.values())]
+        guards = [] if place else [offset + n for offset, n in zip(offsets, sizes)]
+        asked |= {
+            "size": len(self._memory),
+            "arrays": arrays,
+            "into": dict(zip(shapes, into)),
+            "guards": guards,
+        }
+        self.ask(asked, PREPARE_SECONDS)
+        self.stop()
+        self._check_last()
+        copies = [self._at(offset, t.shape) for offset, t in zip(offsets, whole.values())]
+        for copy, t in zip(copies, whole.values()):
+            copy[...] = t
+        shared = [self._at(*at) for at in into]
+        for t in shared:
+            t[...] = fill
+        before = self.cpu_seconds()
+        taken = self.go(seconds)
+        results = [t.copy() for t in shared]
+        self._last = [*zip(shared, results)]
+        for copy, base in zip(copies, whole.values()):
+            if not np.array_equal(copy, base, equal_nan=True):
+                names = (name for name, each in bases.items() if each is base)
+                raise Wrong(Finding("inputs", f"the kernel writes into {' or '.join(names)}"))
+        whole_result = results[0] if len(results) == 1 else np.concatenate(results, 2)
+        return whole_result, taken, self.cpu_seconds().since(before)
 
-def main(commands: int, answers: int, notes: int, memory: int, with_torch: bool = False) -> None:
-    """Warm up, and answer requests until there are no more."""
-    give_up_rights()
-    keep_freed_memory()  # as bench does
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if with_torch:
-        with contextlib.suppress(Exception):  # the load says why
-            import torch
+    def go(self, seconds: float) -> float:
+        """The seconds of the prepared call, after which the player is stopped. Raises as call() does."""
+        self._resume()
+        start = time.perf_counter()
+        answer = self._answer(GO, seconds)
+        end = time.perf_counter()
+        self.stop()
+        _raise(answer)
+        return end - start
 
-            if torch.cuda.is_available():
-                torch.zeros(1, device="cuda")
-                nvrtc.versions()
-    desk, read, write, text = Desk(memory), os.read, os.write, b""
-    go, known = desk.go, set[str]()
+    def settle(self) -> None:
+        """Raise Wrong if the last call's output changes after its end."""
+        self._resume()
+        time.sleep(LATE_SECONDS)
+        self._check_last()
+        if self._last:
+            self.ask({"again": True})
+            self._check_last()
 
-    def note(name: str) -> None:
-        if name not in known:
-            known.add(name)
-            write(notes, f"{name}\n".encode())
+    def _check_last(self) -> None:
+        if not all(np.array_equal(now, then, equal_nan=True) for now, then in self._last):
+            self._last = []
+            raise Wrong(LATE)
 
-    library.watch(note, with_torch)
-    while more := read(commands, 1 << 16):
-        text += more
-        if not text.endswith(b"\n"):
-            continue
-        answer = DONE
+    def library(self, file: Path) -> str:
+        """That the loaded file calls another's attention: a sentence, or ''."""
+        names = library.in_text(file.resolve(), self.sources)
+        if not kernels.read(file).ladder:  # which this project's launcher launches
+            names |= library.in_memory(self.pid, self.with_torch)
+        with contextlib.suppress(BlockingIOError):
+            names.update(os.read(self._notes, 1 << 12).decode(errors="replace").splitlines())
+        return library.sentence(names)
+
+    def scratch(self, *sizes: int) -> int | None:
+        """The floats of scratch that the file says for B, H, Nq, Nk, d, causal, threads; None for Python."""
+        floats = self.ask({"scratch": sizes}).get("floats")
+        return floats if isinstance(floats, int) else None
+
+    def ask(self, request: Mapping[str, Any], seconds: float = PREPARE_SECONDS) -> dict[str, Any]:
+        """Send what is not a call; return the answer. Raises BuildError, RuntimeError, Gone."""
+        self._resume()
+        return _raise(self._answer(json.dumps(request).encode() + b"\n", seconds))
+
+    def _answer(self, line: bytes, seconds: float) -> bytes:
+        """The player's answer to a line. Raises Gone."""
+        self._socket.settimeout(seconds)
+        answer = b""
         try:
-            if text == GO:
-                go()
-            else:
-                said = desk.answer(json.loads(text))
-                answer = json.dumps(said).encode() + b"\n" if said else DONE
-        except BuildError as error:
-            answer = json.dumps({"refused": str(error), "output": error.output}).encode() + b"\n"
-        except Exception as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
-            answer = json.dumps({"raised": why[:2000]}).encode() + b"\n"
-        write(answers, answer)
-        text = b""
-    os._exit(0)
+            with contextlib.suppress(BrokenPipeError):
+                self._socket.sendall(line)
+            answer = self._socket.recv(MOST_ANSWER)
+        except TimeoutError:
+            what = f"a call did not end within {seconds:g} s, and was ended"
+            raise Gone(Finding("endless", what)) from None
+        except ConnectionResetError:  # it ended before it read the line
+            pass
+        if not answer.endswith(b"\n"):
+            raise Gone(MALFORMED if answer else ended(self._process.wait()))
+        return answer
+
+    def _at(self, offset: int, shape: Sequence[int]) -> Array:
+        return np.ndarray(shape, np.float32, self._memory, offset)
+
+    def stop(self) -> None:
+        """Stop the process with all its threads, and wait until they have."""
+        if self._stopped:
+            return
+        os.kill(self.pid, signal.SIGSTOP)
+        states = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
+        end = time.monotonic() + STOP_SECONDS
+        while not (event := os.waitid(os.P_PID, self.pid, states)):
+            if time.monotonic() > end:  # it waits for a child that shares its memory
+                raise Gone(Finding("endless", "it cannot be stopped after a call"))
+        if event.si_code != os.CLD_STOPPED:
+            raise Gone(ended(self._process.wait()))
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        self._stopped = True
+        self._held = descendants(self.pid)  # later: until a child has begun, its parent cannot stop
+        self._signal_held(signal.SIGSTOP)
+
+    def _resume(self) -> None:
+        if self._stopped:
+            self._stopped = False
+            os.kill(self.pid, signal.SIGCONT)
+            self._signal_held(signal.SIGCONT)
+
+    def _signal_held(self, signal: int) -> None:
+        for pid in self._held:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal)
+
+    def page_faults(self) -> int:
+        """The pages of memory that the system has given to the player so far; 0 without /proc."""
+        with contextlib.suppress(OSError):
+            return int(self._stat()[7])
+        return 0
+
+    def _stat(self) -> list[str]:
+        """The fields of /proc's stat after the program's name."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+
+    def cpu_seconds(self) -> Cpu:
+        """The CPU time so far, with that of the player's children, also of those that the judge got."""
+        mine = main = others = 0.0
+        with contextlib.suppress(OSError, ValueError):  # not Linux
+            mine = time.clock_gettime((~self.pid << 3) | PROCESS_CLOCK)
+            for pid in (*descendants(self.pid), *strangers()):
+                others += time.clock_gettime((~pid << 3) | PROCESS_CLOCK)
+            main = 1e-9 * int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0])
+            ended_children = self._stat()[13:15]
+            others += sum(map(int, ended_children)) / os.sysconf("SC_CLK_TCK")
+        return Cpu(mine + others, main, others)
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "once":
-        give_up_rights()
-        once(Path(sys.argv[2]))
-    elif sys.argv[1] == "run":
-        give_up_rights()
-        os.execv(sys.argv[2], sys.argv[2:])
-    else:
-        commands, answers, notes, memory = map(int, sys.argv[1:5])
-        main(commands, answers, notes, memory, "torch" in sys.argv[5:])
+def _raise(answer: bytes) -> dict[str, Any]:
+    """Raise what an answer reports; return what else it says."""
+    if answer == DONE:
+        return {}
+    try:
+        said: dict[str, Any] = dict(json.loads(answer))
+    except (ValueError, TypeError):
+        raise Gone(MALFORMED) from None
+    if "refused" in said:
+        raise BuildError(str(said["refused"]), str(said.get("output", "")))
+    if "raised" in said:
+        raise RuntimeError(str(said["raised"]))
+    return said
+
+
+def _base(t: Any) -> Array:
+    """The contiguous matrix that a view is of."""
+    while isinstance(t.base, np.ndarray) and t.base.dtype == t.dtype:
+        t = t.base
+    return t
+
+
+def at_ends(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Offsets of matrices of so many bytes, each followed by a page for itself, and the bytes of all."""
+    offsets = []
+    size = 0
+    for n in sizes:
+        pages = -(-n // PAGE)
+        offsets.append(size + pages * PAGE - n)
+        size += (pages + 1) * PAGE
+    return offsets, size
+
+
+def environment() -> dict[str, str]:
+    """That of a process of this package."""
+    path = os.pathsep.join(filter(None, (str(IMPORTS), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path}
+
+
+def ended(code: int) -> Finding:
+    """How a process ended before it was asked to. code: its exit code, negative for a signal."""
+    how = f"it crashed, {signalled(code)}" if code < 0 else f"it ended the program with exit({code})"
+    return Finding("crash", how)
+
+
+def signalled(code: int) -> str:
+    """What the signal means that ended a process. code: its negative number."""
+    name = signal.Signals(-code).name
+    return SIGNALS.get(name, name)

@@ -1,20 +1,21 @@
 """What `gpt.py try` prints: the verdict, the first wrong case with a picture, the speed, and one hint."""
 
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.lab.text import counted, size_text
 from shakespeare.own.kernel import BACKWARD, SIMULATORS, has_gpu, joined, read, sources
-from shakespeare.own.trial.cases import CASES
-from shakespeare.own.trial.diagnosis import Finding
+from shakespeare.own.trial.cases import CASES, Case, Floats
+from shakespeare.own.trial.diagnosis import Finding, Subject, first_part
 from shakespeare.own.trial.speed import LADDER, Figures, Size, hint, place
-from shakespeare.own.trial.tiles import Tiles
 from shakespeare.own.trial.verdict import Verdict
 
 WIDTH = 100
+PICTURE = 16, 64  # the most rows and columns of a picture
 NEAR = 10  # a call that takes fewer times what handing it over takes is near that
 MISTAKES = "docs/use/try.md#mistakes"
 
@@ -32,46 +33,93 @@ def spans(numbers: list[int]) -> str:
     return ", ".join(texts[:6]) + ", ..." * (len(texts) > 6)
 
 
-def verdict(file: Path, outcome: Verdict) -> str:
+def verdict(file: Path, outcome: Verdict, size: Size) -> str:
     """Right or wrong, and what was found, in lines."""
-    name = file.name + "'s backward pass" * outcome.backward
+    name = f"{file.name}'s backward pass" if outcome.backward else file.name
     if outcome.refused:
         return f"{outcome.output}{name} does not run: {outcome.refused}"
     if outcome.right:
-        where = f", in {SIMULATORS[simulated][0]}" if (simulated := read(file).simulated) else ""
+        simulated = read(file).simulated
+        where = f", in {SIMULATORS[simulated][0]}" if simulated else ""
         lines = [f"{name} is right in {counted(outcome.tried, 'case')}{where}"]
-        lines += [line("library", outcome.library)] if outcome.library else []
+        if outcome.library:
+            lines.append(library(file, outcome, size))
     else:
-        at = line("first at" if outcome.shown else "at", outcome.at or "the start")
-        lines = [f"{name} is wrong", at, *(_shown(outcome.shown) if outcome.shown else ())]
+        lines = [f"{name} is wrong", line("first at" if outcome.shown else "at", outcome.at or "the start")]
+        if outcome.shown:
+            lines += first_wrong(shown(*outcome.shown))
         lines.append(line("because", outcome.why or "no usual mistake gives this result"))
-        lines += [line("read", MISTAKES)] if outcome.finding else []
+        if outcome.finding:
+            lines.append(line("read", MISTAKES))
     if outcome.skipped:
         many = counted(len(outcome.skipped), "case")
         lines.append(line("not tried", f"{many} that would take too long, such as {outcome.skipped[0]}"))
     return "\n".join(lines)
 
 
-def _shown(shown: dict[str, Any]) -> list[str]:
-    """The worst row of the first wrong case and the picture of its head."""
-    b, h, i, _ = shown["at"]
-    first, last = shown["first"], shown["first"] + len(shown["expected"]) - 1
-    heads, rows, columns = (spans(shown[name]) for name in ("heads", "rows", "columns"))
+def shown(case: Case, of: Subject, got: Floats) -> dict[str, Any]:
+    """What is shown of a wrong result: the worst number, a picture, and the numbers of the worst row."""
+    exact = of.expected(case)
+    ratio = exact.error(got) / exact.allowed
+    matrix, part = first_part(of.rows(case), ratio > 1)
+    ratio = ratio[:, :, part]
+    off = ratio > 1
+    b, h, i, c = (int(n) for n in np.unravel_index(ratio.argmax(), ratio.shape))
+    first = max(0, min(c - 2, case.d - 5))
+    row = b, h, i, slice(first, first + 5)
+    return {
+        "heads": np.flatnonzero(off.any((2, 3))).tolist(),
+        "rows": np.flatnonzero(off[b, h].any(1)).tolist(),
+        "columns": np.flatnonzero(off[b, h].any(0)).tolist(),
+        "wrong": str(case),
+        "matrix": matrix,
+        "at": (b, h, i, c),
+        "off": int(off.sum()),
+        "of": off.size,
+        "first": first,
+        "expected": exact.out[:, :, part][row].tolist(),
+        "got": got[:, :, part][row].tolist(),
+        "picture": picture(ratio[b, h]),
+    }
+
+
+def picture(error: Floats) -> list[str]:
+    """The errors of a head (Nq, d), as multiples of the allowed one: the worst of a block is a character."""
+    rows, columns = (-(-n // most) for n, most in zip(error.shape, PICTURE))
+    lines = []
+    for i in range(0, error.shape[0], rows):
+        worst = [error[i : i + rows, c : c + columns].max() for c in range(0, error.shape[1], columns)]
+        levels = ("?" if x == np.inf else ".-+#"[int(x > 1) + int(x > 100) + int(x > 10_000)] for x in worst)
+        lines.append("".join(levels))
+    return lines
+
+
+def first_wrong(found: dict[str, Any]) -> list[str]:
+    """The worst row of the first wrong case and the picture of its head, in lines."""
+    b, h, i, _ = found["at"]
+    heads, rows, columns = (spans(found[name]) for name in ("heads", "rows", "columns"))
     where = f"heads {heads}; in head {h} of batch {b} rows {rows}, columns {columns}"
-    matrix = "" if shown["matrix"] == "out" else f" of {shown['matrix']}"
-    expected, got = ("".join(f"{x:12.5g}" for x in shown[name]) for name in ("expected", "got"))
+    matrix = "" if found["matrix"] == "out" else f" of {found['matrix']}"
+    expected, got = ("".join(f"{x:12.5g}" for x in found[name]) for name in ("expected", "got"))
+    last = found["first"] + len(found["expected"]) - 1
     return [
-        line("", f"{shown['off']} of {shown['of']} numbers{matrix} are off: {where}"),
-        f"{f'row {i}':12}expected {expected}  columns {first} to {last}",
+        line("", f"{found['off']} of {found['of']} numbers{matrix} are off: {where}"),
+        f"{f'row {i}':12}expected {expected}  columns {found['first']} to {last}",
         f"{'':12}got      {got}  ",
         "error       . right; - + # wrong, more than 100 and 10,000 times what is allowed; ? no number",
-        *(f"{'':12}{row}" for row in shown["picture"]),
+        *(f"{'':12}{row}" for row in found["picture"]),
     ]
 
 
-def memory(outcome: Verdict) -> str:
+def library(file: Path, outcome: Verdict, size: Size) -> str:
+    """Whose attention the file calls."""
+    return line("library", outcome.library)
+
+
+def memory(file: Path, outcome: Verdict, size: Size) -> str:
     """What the sanitizers say."""
-    return "\n".join(line("memory" if i == 0 else "", text) for i, text in enumerate(outcome.memory))
+    titles = ("memory", *[""] * len(outcome.memory))
+    return "\n".join(map(line, titles, outcome.memory))
 
 
 def call(device: str, size: Size) -> str:
@@ -81,10 +129,11 @@ def call(device: str, size: Size) -> str:
     return f"{case}, {counted(size.threads, 'thread')}" if device == "cpu" else case
 
 
-def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
+def speed(file: Path, outcome: Verdict, size: Size) -> str:
     """Time, ladder, scratch, traffic and the hint, in lines."""
-    if isinstance(figures, Finding):
-        return line("speed", figures.sentence)
+    figures = outcome.figures
+    if not isinstance(figures, Figures):
+        return line("speed", figures.sentence if figures else "")
     mine = figures.ms["own"]
     rate = figures.flops / (1e-3 * mine) / 1e9
     lines = [line("speed", f"{mine:.3g} ms: {call(figures.device, size)}; {figures.cpu}")]
@@ -93,7 +142,7 @@ def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
         what = f"{figures.handing_ms:.2g} ms more were for handing each call over: larger calls are firmer"
         lines.append(line("", what))
     if sdpa := figures.ms.get("sdpa"):
-        what = "SDPA" + "'s backward pass" * size.backward
+        what = "SDPA's backward pass" if size.backward else "SDPA"
         lines.append(line("", f"{sdpa / mine:.3g} times as fast as PyTorch's {what} ({sdpa:.3g} ms)"))
     if known := [(ms, name) for name, ms in figures.ms.items() if name in LADDER[figures.device]]:
         steps = ", ".join(f"{name} {ms:.3g}" for ms, name in sorted(known, reverse=True))
@@ -107,7 +156,9 @@ def speed(figures: Figures | Finding, size: Size, file: Path) -> str:
     if not size.backward:
         what, page = hint(figures, size, joined(sources(file)))
         lines += [line("what now", what), line("read", page)]
-    return "\n".join([*lines, figures.busy] if figures.busy else lines)
+    if figures.busy:
+        lines.append(figures.busy)
+    return "\n".join(lines)
 
 
 def header(file: Path, said: dict[str, Any], size: Size) -> str:
@@ -126,12 +177,15 @@ def header(file: Path, said: dict[str, Any], size: Size) -> str:
     return "\n".join(lines)
 
 
-def tiles(rows: Tiles | Finding) -> str:
+def tiles(file: Path, outcome: Verdict, size: Size) -> str:
     """A row for each of Triton's tiles."""
+    rows = outcome.tiles
     if isinstance(rows, Finding):
         return line("tiles", rows.sentence)
-    what = f"compiled for {rows[0]['arch']}{', not timed' * (not has_gpu())}" if rows else ""
-    lines = [f"tiles       registers   spilled    shared       ms  {what}"] * bool(rows)
+    if not rows:
+        return ""
+    what = f"compiled for {rows[0]['arch']}" + ("" if has_gpu() else ", not timed")
+    lines = [f"tiles       registers   spilled    shared       ms  {what}"]
     for row in rows:
         ms = f"{row['ms']:.3g}" if row["ms"] else "" if row["fits"] else "too big"
         sizes = "".join(f"{name} {n}, " for name, n in row["sizes"].items())
@@ -141,27 +195,31 @@ def tiles(rows: Tiles | Finding) -> str:
     return "\n".join(lines)
 
 
-def as_json(file: Path, outcome: Verdict, figures: Any, size: Size, rows: Tiles | Finding) -> dict[str, Any]:
-    """The whole result for --json. figures: Figures, a Finding, or None."""
-    names = ("tried", "skipped", "finding", "backward", "memory", "library")
-    known: dict[str, Any] = {name: value for name, value in asdict(outcome).items() if name in names}
-    known |= {"file": str(file), "right": outcome.right, "refused": outcome.refused or None}
-    known |= {"at": outcome.at if outcome.wrong else None, "first_wrong": outcome.shown, "size": asdict(size)}
-    known |= {"simulated": read(file).simulated or None}
-    known["tiles"] = asdict(rows) if isinstance(rows, Finding) else rows
-    if isinstance(figures, Figures):
-        known["speed"] = asdict(figures) | {"share": figures.share}
+def as_json(file: Path, outcome: Verdict, size: Size) -> dict[str, Any]:
+    """The whole result for --json; what is not of JSON's types has the values in its vars()."""
+    names = ("tried", "skipped", "finding", "backward", "memory", "library", "tiles", "right")
+    known: dict[str, Any] = {name: getattr(outcome, name) for name in names}
+    known["file"] = str(file)
+    known["refused"] = outcome.refused or None
+    known["at"] = outcome.at if outcome.wrong else None
+    known["first_wrong"] = shown(*outcome.shown) if outcome.shown else None
+    known["size"] = size
+    known["simulated"] = read(file).simulated or None
+    figures = outcome.figures
+    if isinstance(figures, Finding):
+        known["speed"] = {"kind": figures.kind, "note": figures.sentence}
+    elif figures:
+        known["speed"] = vars(figures) | {"share": figures.share}
         if not size.backward:
             what, page = hint(figures, size, joined(sources(file)))
-            known["speed"]["place"], known["hint"] = place(figures), {"text": what, "read": page}
-    elif figures:
-        known["speed"] = {"kind": figures.kind, "note": figures.sentence}
+            known["speed"]["place"] = place(figures)
+            known["hint"] = {"text": what, "read": page}
     return known
 
 
 def checked_name(file: Path, backward: bool = False) -> str:
     """A file's name. Raises ValueError if its suffix is none of a kernel's, or of a backward pass's."""
     if file.suffix not in (suffixes := [*BACKWARD] if backward else SUFFIXES):
-        with_it = "with --backward " * backward
+        with_it = "with --backward " if backward else ""
         raise ValueError(f"FILE is {str(file)!r}; {with_it}it must end with {', '.join(suffixes)}")
     return file.name

@@ -5,91 +5,93 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab.command import run
 from shakespeare.own import kernel as kernels
-from shakespeare.own.trial.cases import CASES, WINDOWED
+from shakespeare.own.trial.cases import CASES, WINDOWED, Case
 from shakespeare.own.trial.diagnosis import Finding
-from shakespeare.own.trial.judge import environment
+from shakespeare.own.trial.player import environment
 from shakespeare.own.trial.speed import Stop
-from shakespeare.own.trial.verdict import Verdict
 
 SECONDS = 60  # that a program under a sanitizer may take
-# Calls under AddressSanitizer, (Nq, Nk, d, heads, causal, threads): sizes that tiles do not divide.
+# Calls under AddressSanitizer: sizes that tiles do not divide.
 MEMORY = (
-    *((1, 1, 4, 1, 0, 1), (3, 7, 8, 1, 1, 1), (63, 63, 32, 1, 0, 1), (63, 63, 24, 2, 1, 1)),
-    *((7, 40, 33, 2, 1, 1), (123, 123, 80, 1, 0, 1), (130, 257, 16, 1, 0, 3)),
+    Case(1, 1, 1, 1, 4),
+    Case(1, 1, 3, 7, 8, causal=True),
+    Case(1, 1, 63, 63, 32),
+    Case(1, 2, 63, 63, 24, causal=True),
+    Case(1, 2, 7, 40, 33, causal=True),
+    Case(1, 1, 123, 123, 80),
+    Case(1, 1, 130, 257, 16, threads=3),
 )
-RACES = ((200, 200, 16, 4, 1, 4), (257, 257, 32, 1, 0, 3))  # the same under ThreadSanitizer
+RACES = Case(1, 4, 200, 200, 16, causal=True, threads=4), Case(1, 1, 257, 257, 32, threads=3)
 THREADS = re.compile(r"\b(threads?|for_each_item|on_threads|async|future|atomic|parallel)\b")
 ERRORS = {"SEGV": "it reads or writes where no memory is", "FPE": "it divides a whole number by 0"}
+Said = Iterator[tuple[str, Finding | None]]  # what a sanitizer says, and what it has found
 
 
-def sanitize(file: Path, verdict: Verdict, stop: Stop = None) -> None:
-    """Look for accesses out of bounds and for races; add them to the verdict. Raises Stopped if stop()."""
-    if verdict.refused or verdict.finding and verdict.finding.kind == "endless":
-        return
-    for search in {".cpp": (_address, _thread), ".cu": (_cuda,)}.get(file.suffix, ()):
-        finding = None
-        try:
-            said, finding = search(file, verdict, stop)
-        except BuildError as error:
-            said = f"not searched: {error}"
-        except subprocess.TimeoutExpired:
-            said = f"not searched: a sanitizer took more than {SECONDS} s"
-        if said:
-            verdict.memory.append(said)
-        if finding:
-            return verdict.add(finding)
+def search(file: Path, backward: bool, crashed: int | None, stop: Stop = None) -> Said:
+    """Yield what each sanitizer says until one finds something. Raises Stopped if stop().
+
+    crashed: the number of the first case that is wrong or ends the process, if there is one.
+    """
+    try:
+        if file.suffix == ".cpp":
+            yield from _cpp(
+                file, backward, [(CASES + WINDOWED)[crashed]] if crashed is not None else [], stop
+            )
+        elif file.suffix == ".cu":
+            yield _cuda(file, stop)
+    except BuildError as error:
+        yield f"not searched: {error}", None
+    except subprocess.TimeoutExpired:
+        yield f"not searched: a sanitizer took more than {SECONDS} s", None
 
 
-def _address(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None]:
-    calls = [*MEMORY]
-    if verdict.wrong and verdict.case is not None:  # the case that crashed
-        case = (CASES + WINDOWED)[verdict.case]
-        calls.insert(0, (case.Nq, case.Nk, case.d, case.B * case.H, int(case.causal), case.threads))
-    for sizes in calls:
-        said = _said(file, "address", sizes, verdict.backward, stop)
-        if finding := of_address_sanitizer(said, *names(file)):
-            return f"AddressSanitizer: {finding.sentence}", finding
-    return f"no access out of bounds in {len(MEMORY)} calls under AddressSanitizer", None
-
-
-def _thread(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None]:
+def _cpp(file: Path, backward: bool, crashed: list[Case], stop: Stop) -> Said:
+    for case in (*crashed, *MEMORY):
+        if finding := of_address_sanitizer(_said(file, "address", case, backward, stop), *names(file)):
+            yield f"AddressSanitizer: {finding.sentence}", finding
+            return
+    yield f"no access out of bounds in {len(MEMORY)} calls under AddressSanitizer", None
     text = kernels.joined(kernels.sources(file))
     if not THREADS.search(text):
-        return "", None
+        return
     if re.search(r"\bomp\b", text):
-        return "races were not searched: ThreadSanitizer does not know OpenMP's threads", None
-    for sizes in RACES:
-        said = _said(file, "thread", sizes, verdict.backward, stop)
+        yield "races were not searched: ThreadSanitizer does not know OpenMP's threads", None
+        return
+    for case in RACES:
+        said = _said(file, "thread", case, backward, stop)
         if "FATAL: ThreadSanitizer" in said:
-            return "races were not searched: ThreadSanitizer does not run here", None
+            yield "races were not searched: ThreadSanitizer does not run here", None
+            return
         if finding := of_thread_sanitizer(said, *names(file)):
-            return f"ThreadSanitizer: {finding.sentence}", finding
-    return f"no race in {len(RACES)} calls under ThreadSanitizer", None
+            yield f"ThreadSanitizer: {finding.sentence}", finding
+            return
+    yield f"no race in {len(RACES)} calls under ThreadSanitizer", None
 
 
-def _said(file: Path, sanitizer: str, sizes: Sequence[int], backward: bool, stop: Stop) -> str:
+def _said(file: Path, sanitizer: str, case: Case, backward: bool, stop: Stop) -> str:
     """What a sanitizer writes about a call."""
-    Nq, Nk, d, heads, causal, threads = sizes
     # As tools/alone.cpp takes them
-    words = "backward" if backward else "own", Nk, d, 64, 64, causal, heads, 1, 0, Nq, threads
-    command = [str(recipes.own(file.resolve(), sanitizer).make()), *map(str, words)]
+    sizes = case.Nk, case.d, 64, 64, int(case.causal), case.B * case.H, 1, 0, case.Nq, case.threads
+    program = str(recipes.own(file.resolve(), sanitizer).make())
+    command = [program, "backward" if backward else "own", *map(str, sizes)]
     if os.geteuid() == 0:  # root's program could read the judge's memory
-        command = [sys.executable, "-m", "shakespeare.own.trial.player", "run", *command]
+        command = [sys.executable, "-m", "shakespeare.own.trial.player_process", "run", *command]
     return run(command, SECONDS, stop, ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1")[2]
 
 
-def _cuda(file: Path, verdict: Verdict, stop: Stop) -> tuple[str, Finding | None]:
-    if not (tool := shutil.which("compute-sanitizer")):
+def _cuda(file: Path, stop: Stop) -> tuple[str, Finding | None]:
+    tool = shutil.which("compute-sanitizer")
+    if not tool:
         return "not searched: compute-sanitizer was not found on PATH", None
     env = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each matrix has bounds
-    words = [sys.executable, "-m", "shakespeare.own.trial.player", "once", str(file.resolve())]
+    words = [sys.executable, "-m", "shakespeare.own.trial.player_process", "once", str(file.resolve())]
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--print-limit", "3", *words]
         said = "\n".join(run(command, SECONDS, stop, **env)[1:])
@@ -111,7 +113,8 @@ def lines_in(said: str, *names: str) -> list[str]:
 
 def of_address_sanitizer(said: str, *names: str) -> Finding | None:
     """The access that AddressSanitizer found, with its line in a user's file; else None."""
-    if not (error := re.search(r"ERROR: AddressSanitizer: ([\w-]+)", said)):
+    error = re.search(r"ERROR: AddressSanitizer: ([\w-]+)", said)
+    if not error:
         return None
     kind, where = error[1], "".join(lines_in(said, *names)[:1])
     access = re.search(r"(READ|WRITE) of size (\d+)", said)

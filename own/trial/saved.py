@@ -4,7 +4,6 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -40,15 +39,27 @@ def check_file(file: Path) -> None:
     entries(file)
 
 
-def keep(file: Path, verdict: Verdict, figures: Figures, size: Size, into: Path) -> str:
-    """Append the result of a kernel to a file; return its place among those of the same call, in words."""
+def keep(file: Path, verdict: Verdict, size: Size, into: Path) -> str:
+    """Append a timed kernel's result to a file; return its place among those of the same call, in words."""
+    figures = verdict.figures
+    assert isinstance(figures, Figures)
     text = b"".join(path.read_bytes() for path in verdict.sources or [file])
-    new: Entry = {"file": file.name, "sha256": hashlib.sha256(text).hexdigest()}
-    new |= {name: value for name, value in (asdict(size) | asdict(figures)).items() if name in CALL}
-    new |= {"ms": figures.ms["own"], "share": figures.share, "right": True, "library": verdict.library}
-    new |= {"date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "version": __version__}
+    known = vars(size) | vars(figures)
+    new: Entry = {
+        "file": file.name,
+        "sha256": hashlib.sha256(text).hexdigest(),
+        **{name: known[name] for name in CALL},
+        "ms": figures.ms["own"],
+        "share": figures.share,
+        "right": True,
+        "library": verdict.library,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+        "version": __version__,
+    }
     others = [e["ms"] for e in entries(into) if call(e) == call(new) and not e["library"]]
-    gap = b"\n" * (into.exists() and into.read_bytes()[-1:] != b"\n")  # an editor may leave no line end
+    gap = (
+        b"\n" if into.exists() and into.read_bytes()[-1:] != b"\n" else b""
+    )  # an editor may leave no line end
     with into.open("ab", buffering=0) as out:  # one write: others may append too
         out.write(gap + json.dumps(new).encode() + b"\n")
     if verdict.library:

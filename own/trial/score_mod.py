@@ -23,7 +23,7 @@ from shakespeare.lab import timing
 from shakespeare.own.trial import cases
 from shakespeare.own.trial.cases import Case
 from shakespeare.own.trial.clock import MIN_TIME, ROUNDS
-from shakespeare.own.trial.player import give_up_rights
+from shakespeare.own.trial.player_process import give_up_rights
 from shakespeare.own.trial.speed import LADDER, Size
 
 NEAR = 2.0**-12  # how far apart, as a share, two scores are whose changes tell how rounding grows

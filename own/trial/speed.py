@@ -13,7 +13,7 @@ from shakespeare.lab.command import run
 from shakespeare.lab.text import size_text
 from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.diagnosis import Finding
-from shakespeare.own.trial.judge import environment, signalled
+from shakespeare.own.trial.player import environment, signalled
 
 Stop = Callable[[], bool] | None
 SECONDS = 600  # that a measurement, or compiling Triton's tiles, may take

@@ -1,7 +1,5 @@
 """gpt.py try --backward: right gradients are right, planted mistakes are found and named, and the command."""
 
-import contextlib
-import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,8 @@ from support import full, naming
 
 from shakespeare.attention_ext import reference
 from shakespeare.attention_ext.build.recipes import CSRC
-from shakespeare.own.trial import gradients, judge, sanitizers
+from shakespeare.own.trial import gradients
 from shakespeare.own.trial.cases import CASES
-from shakespeare.own.trial.verdict import Verdict
 
 SECONDS = 600.0  # after which a call is endless
 NAMED = 0.85  # least share of the mistakes that the diagnosis names
@@ -39,6 +36,7 @@ def attention_backward(q, k, v, out, lse, dout, causal, scale):
 """
 CPP, TORCH = ((STARTS / f"start_backward.{end}").read_text() for end in ("cpp", "py"))
 KERNELS = {"cpp": CPP, "torch": TORCH, "numpy": NUMPY}
+NAMES = {"cpp": "mine.cpp", "part4": "mine.cpp", "torch": "mine.py", "numpy": "mine.py"}
 # fmt: off
 # Name, kernel, what is replaced by what, and the kinds of the findings that name it.
 MISTAKES = (
@@ -63,37 +61,23 @@ MISTAKES = (
 # fmt: on
 
 
-@pytest.fixture(scope="module")
-def checker(extension):
-    with contextlib.closing(judge.Checker()) as checker:
-        yield checker
-
-
-def tried(checker, folder: Path, kernel: str, text: str) -> Verdict:
-    file = folder / f"mine{'.cpp' if kernel in ('cpp', 'part4') else '.py'}"
-    file.write_text(text)
-    found = checker.check(file, SECONDS, backward=True)
-    sanitizers.sanitize(file, found)
-    return found
-
-
 @pytest.mark.parametrize("some", [("numpy",), full(("part4", "cpp", "torch"))])
-def test_right_gradients_are_right(checker, tmp_path, some):
+def test_right_gradients_are_right(tried, some):
     part4 = (CSRC / "cpu" / "part4_backward.cpp").read_text()  # with scratch and threads
     part4 = part4.replace("flash_backward_scratch", "backward_scratch").replace("flash_b", "attention_b")
     for kernel in some:
         with naming(kernel):
-            found = tried(checker, tmp_path, kernel, (KERNELS | {"part4": part4})[kernel])
+            found = tried(NAMES[kernel], (KERNELS | {"part4": part4})[kernel], backward=True)
             assert found.right and found.tried == len(CASES), (found.finding, found.refused)
 
 
 @pytest.mark.parametrize("some", [MISTAKES[:2], full(MISTAKES[2:])])
-def test_mistakes_are_found_and_most_are_named(checker, tmp_path, some):
+def test_mistakes_are_found_and_most_are_named(tried, some):
     missed = []
     for name, kernel, old, new, kinds in some:
         assert old in KERNELS[kernel], name
         with naming(name):
-            found = tried(checker, tmp_path, kernel, KERNELS[kernel].replace(old, new))
+            found = tried(NAMES[kernel], KERNELS[kernel].replace(old, new), backward=True)
             assert found.wrong
         if not found.finding or found.finding.kind not in kinds.split():
             missed.append((name, found.finding))
@@ -110,7 +94,7 @@ def test_the_formulas_are_the_gradients_of_the_output():
         assert gradients.expected(case).allows(wanted), case
 
 
-def test_gradients_of_a_library_are_named(checker, tmp_path):
+def test_gradients_of_a_library_are_named(tried):
     automatic = """\
 import torch
 
@@ -122,7 +106,7 @@ def attention_backward(q, k, v, out, lse, dout, causal, scale):
     f = torch.nn.functional.scaled_dot_product_attention
     return torch.autograd.grad(f(*leaves, attn_mask=mask, scale=scale), leaves, dout)
 """
-    found = tried(checker, tmp_path, "torch", automatic)
+    found = tried("mine.py", automatic, backward=True)
     assert found.right and "autograd.grad" in found.library and "scaled_dot_product" in found.library
 
 
@@ -136,10 +120,3 @@ def test_the_command(cli, failed, extension):
     shown = cli("try", "mine.py", "--backward", code=1).stdout
     for words in ("mine.py's backward pass is wrong", "numbers of dq are off", "D is left out"):
         assert words in shown, words
-
-
-@pytest.mark.full
-def test_the_command_reports_right_gradients(cli, extension):
-    cli("try", "--new", "mine.cpp", "--backward")
-    found = json.loads(cli("try", "mine.cpp", "--backward", "--seconds", SECONDS, "--json").stdout)
-    assert found["right"] and found["backward"] and found["tried"] == len(CASES), found

@@ -25,11 +25,11 @@ WHOLE = ("forge", "parent", "leftover", "clock")  # what attacks try itself; the
 BRIEFLY = """
 import json, sys
 from pathlib import Path
-from shakespeare.own.trial import judge, speed
-file, checker = Path(sys.argv[1]), judge.Checker()
+from shakespeare.own.trial import speed, verdict
+file, checker = Path(sys.argv[1]), verdict.Checker()
 verdict = checker.check(file, 600)
 figures = speed.measure(file, speed.Size(256, alone=True)) if verdict.right else None
-checker.end_strangers()
+checker.close()
 found = {"right": verdict.right, "finding": verdict.finding and vars(verdict.finding)}
 found["library"] = verdict.library or getattr(figures, "library", "")
 print(json.dumps(found | {"speed": figures and vars(figures)}))

@@ -15,7 +15,7 @@ from shakespeare.app.cli import options
 from shakespeare.own import kernel as kernels
 from shakespeare.own.course import checks, models, results
 from shakespeare.own.course.exercises import EXERCISES, STAGES, write
-from shakespeare.own.trial import cases
+from shakespeare.own.trial import cases, speed
 from shakespeare.own.trial.speed import Figures
 
 SECONDS = 600  # after which a call is endless
@@ -23,7 +23,7 @@ SECONDS = 600  # after which a call is endless
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    monkeypatch.setattr(checks, "PYTHON_SECONDS", SECONDS)
+    monkeypatch.setattr(models, "SECONDS", SECONDS)
 
 
 def results_of(tries: list, folder) -> list[checks.Result]:
@@ -58,7 +58,7 @@ def test_the_last_stage_is_judged_by_the_share_of_the_limit(tmp_path, extension,
     shares = [0.99 * fused.share / 100, 1.01 * fused.share / 100]
     slow, fast = (Figures({"own": 1.0}, 1e8 * s, 1e11, 0, "a processor", "cpu") for s in shares)
     calling = dataclasses.replace(fast, library="calls a library")
-    monkeypatch.setattr(checks.speed, "measure", Mock(side_effect=[slow, fast, calling]))
+    monkeypatch.setattr(speed, "measure", Mock(side_effect=[slow, fast, calling]))
     (file := tmp_path / fused.file).write_text(fused.solution())
     found = list(checks.check(3 * [(fused, file)], SECONDS))
     assert [each.points for each in found] == [4, 5, 4]

@@ -16,7 +16,7 @@ def keep(into: Path, ms: float, text: str = "", N: int = 64, cpu: str = "a CPU",
     mine = into.parent / "mine.cpp"
     mine.write_text(text)
     figures = Figures({"own": ms}, 1e6, 1e9, 0, cpu, "cpu")
-    return saved.keep(mine, Verdict(library=library), figures, Size(N), into)
+    return saved.keep(mine, Verdict(library=library, figures=figures), Size(N), into)
 
 
 def test_a_result_is_placed_among_those_of_the_same_call(tmp_path):

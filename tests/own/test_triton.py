@@ -1,6 +1,5 @@
 """A user's file in Triton: interpreted without a GPU and compiled for one; its tiles and its mistakes."""
 
-import contextlib
 import json
 import sys
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from support import naming
 
 from shakespeare.lab.cuda.architectures import SHEETS
 from shakespeare.own import kernel as kernels
-from shakespeare.own.trial import judge, tiles
+from shakespeare.own.trial import tiles, verdict
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.speed import Size
@@ -55,16 +54,15 @@ def test_what_the_interpreter_takes_and_a_gpu_does_not(tmp_path):
 
 
 @with_triton
-def test_mistakes_are_found(tmp_path, monkeypatch):
+def test_mistakes_are_found(tried, monkeypatch):
     small = [case for case in CASES if case.work < MOST_WORK]
-    monkeypatch.setattr(judge.cases, "seeded", lambda *_: small)
-    with contextlib.closing(judge.Checker()) as checker:
-        for old, new, kind in MISTAKES:
-            backward = old not in START
-            (tmp_path / "mine.py").write_text((BACKWARD if backward else START).replace(old, new))
-            with naming(new):
-                found = checker.check(tmp_path / "mine.py", SECONDS, backward=backward)
-                assert found.wrong and (found.finding.kind if found.finding else "") == kind, found
+    monkeypatch.setattr(verdict.cases, "seeded", lambda *_: small)
+    for old, new, kind in MISTAKES:
+        backward = old not in START
+        with naming(new):
+            text = (BACKWARD if backward else START).replace(old, new)
+            found = tried("mine.py", text, backward=backward)
+            assert found.wrong and (found.finding.kind if found.finding else "") == kind, found
 
 
 def test_without_triton_a_sentence_says_so(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from node_process import WEB_TESTS, Node
 from support import found_program, printed
 
 from shakespeare.attention_ext.build import cache
-from shakespeare.own.trial import judge
+from shakespeare.own.trial import player
 from shakespeare.web import build
 
 BROWSERS = {"chromium": ("CHROMIUM", ("chromium",)), "firefox": ("FIREFOX", ("firefox-esr", "firefox"))}
@@ -63,12 +63,12 @@ def visit(request: pytest.FixtureRequest, node_program: str, page_folder: Path, 
     def run(scenario: str, **argument: Any) -> Any:
         given = dict(browser=browser, program=program, folder=str(page_folder), scenario=scenario)
         asked = json.dumps(given | {"argument": argument})
-        judge.close_this_process()  # a browser's processes become its children
-        others = judge.strangers()
+        player.close_this_process()  # a browser's processes become its children
+        others = player.strangers()
         try:
             said = printed(node_program, WEB_TESTS / "scenarios.mjs", asked, HOME=str(tmp_path))
         finally:
-            judge.end_strangers(others)
+            player.end_strangers(others)
         return json.loads(said.splitlines()[-1])
 
     run.browser = browser  # type: ignore[attr-defined]
