@@ -5,7 +5,7 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,11 +157,11 @@ def inputs(case: Case) -> list[Array]:
         return fused(random.standard_normal((B, case.Nk, 3, H, d), np.float32))
     q, k, v = (random.standard_normal((B, H, n, d), np.float32) for n in (case.Nq, case.Nk, case.Nk))
     if case.scores == "large":
-        q *= np.float32(LARGE / np.abs(case.applied * q @ k.swapaxes(2, 3)).max())
+        q *= np.float32(LARGE / np.abs(case.applied * q @ turned(k)).max())
     if case.scores == "growing":
         q, rise = np.abs(q) + np.float32(0.5), np.linspace(0, 1, case.Nk, dtype=np.float32)
         k = np.ones_like(k) * rise[:, None] + np.float32(0.01) * k
-        q *= np.float32(STEEP) / np.float32(np.abs(case.applied * q @ k.swapaxes(2, 3)).max())
+        q *= np.float32(STEEP) / np.float32(np.abs(case.applied * q @ turned(k)).max())
     return [q, k, v]
 
 
@@ -173,18 +173,37 @@ def given(case: Case) -> list[Array]:
     return [q, *kv]
 
 
+class Numbers:
+    """The numbers of a case in float64 or float32. scores: scaled; s: with the mask."""
+
+    def __init__(self, case: Case, kind: type[np.floating[Any]] = np.float64) -> None:
+        self.q, self.k, self.v = (t.astype(kind) for t in inputs(case))
+        self.case = case
+        self.scale = kind(case.applied)
+        self.seen = case.seen()
+        self.scores = self.scale * (self.q @ turned(self.k))
+        self.s = np.where(self.seen, self.scores, kind(-np.inf))
+
+    def of(self, q: Floats, k: Floats, v: Floats) -> Floats:
+        """The output for other matrices."""
+        return attention(q, k, v, self.seen, self.scale)
+
+
+def turned(t: Floats) -> Floats:
+    """The transpose of each matrix."""
+    return t.swapaxes(-1, -2)
+
+
 @functools.cache
 def expected(case: Case) -> Expected:
     """The result (B, H, Nq, d) in float64, and the allowed error beside NumPy's float32."""
-    q, k, v = inputs(case)
-    wide = [t.astype(np.float64) for t in (q, k, v)]
-    exact = attention(wide[0], wide[1], wide[2], case.seen(), case.applied)
-    peer = attention(q, k, v, case.seen(), np.float32(case.applied))
-    return beside(exact, peer, floor(case.applied * np.abs(wide[0] @ wide[1].swapaxes(2, 3)).max()))
+    exact, peer = Numbers(case), Numbers(case, np.float32)
+    out, other = (each.of(each.q, each.k, each.v) for each in (exact, peer))
+    return beside(out, other, floor(np.abs(exact.scores).max()))
 
 
-def attention(q: Floats, k: Floats, v: Floats, seen: NDArray[np.bool_], scale: float | np.float32) -> Floats:
+def attention(q: Floats, k: Floats, v: Floats, seen: NDArray[np.bool_], scale: Any) -> Floats:
     """softmax(scale q k^T) v by the definition, in the inputs' type."""
-    s = np.where(seen, scale * (q @ k.swapaxes(-1, -2)), -np.inf)
+    s = np.where(seen, scale * (q @ turned(k)), -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True)).astype(q.dtype)
     return (p @ v) / p.sum(-1, keepdims=True)

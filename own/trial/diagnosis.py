@@ -3,14 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.own.trial import cases
-from shakespeare.own.trial.cases import Array, Case, Expected, Floats
+from shakespeare.own.trial.cases import Array, Case, Expected, Floats, Numbers
 
 LIKE = 2e-3  # the largest difference, as a share of the largest number, of a result that a guess explains
 ROUNDED = 0.02  # of an imprecise one
@@ -153,25 +152,13 @@ def matching(case: Case, got: Floats, of: Subject) -> Iterator[Finding]:
                 yield Finding(kind, sentence)
 
 
-class Exact:
-    """The numbers of a case in float64. scores: scaled; s: with the mask; p: the weights."""
-
-    def __init__(self, case: Case) -> None:
-        self.q, self.k, self.v = (t.astype(np.float64) for t in cases.inputs(case))
-        self.scale, self.seen = case.applied, case.seen()
-        self.scores = self.scale * (self.q @ self.k.swapaxes(2, 3))
-        self.s = np.where(self.seen, self.scores, -np.inf)
-        self.p = softmax(self.s)
-        self.of = partial(cases.attention, seen=self.seen, scale=self.scale)  # the output for other matrices
-
-
 def softmax(s: Floats, axis: int = -1) -> Floats:
     """Over the keys, or another axis."""
     e = np.exp(s - s.max(axis, keepdims=True))
     return e / e.sum(axis, keepdims=True)
 
 
-def of_scale(case: Case, call: Exact) -> Guesses:
+def of_scale(case: Case, call: Numbers) -> Guesses:
     """Scores that are multiplied by something else."""
     scale, d = case.applied, case.d
     for sentence, factor in (
@@ -205,7 +192,7 @@ def masks(case: Case) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
         yield "mask", "a mask is applied in a call without one", j <= i + offset
 
 
-def of_mask(case: Case, call: Exact) -> Guesses:
+def of_mask(case: Case, call: Numbers) -> Guesses:
     """Other masks."""
     scores, v, seen = call.scores, call.v, call.seen
     for kind, sentence, mask in masks(case):
@@ -215,9 +202,9 @@ def of_mask(case: Case, call: Exact) -> Guesses:
         yield "mask", "masked weights are set to 0 after the sum is taken", (softmax(scores) * seen) @ v
 
 
-def of_matrices(case: Case, call: Exact) -> Guesses:
+def of_matrices(case: Case, call: Numbers) -> Guesses:
     """Matrices that are read or written in another order, or exchanged."""
-    q, k, v, p = call.q, call.k, call.v, call.p
+    q, k, v, p = call.q, call.k, call.v, softmax(call.s)
 
     def turned(t: Floats) -> Floats:
         return t.reshape(*t.shape[:2], case.d, -1).swapaxes(2, 3)
@@ -235,7 +222,7 @@ def of_matrices(case: Case, call: Exact) -> Guesses:
     yield "matrices", "P is multiplied by K, not by V", p @ k
 
 
-def of_sums(case: Case, call: Exact) -> Guesses:
+def of_sums(case: Case, call: Numbers) -> Guesses:
     """Weights that are divided by something else."""
     e, what = np.exp(call.s - call.s.max(-1, keepdims=True)), "the weights are not divided by their sum"
     yield "sum", what, e @ call.v
@@ -243,7 +230,7 @@ def of_sums(case: Case, call: Exact) -> Guesses:
     yield "sum", "the weights are divided by the number of keys, not by their sum", e @ call.v / case.Nk
 
 
-def of_heads(case: Case, call: Exact) -> Guesses:
+def of_heads(case: Case, call: Numbers) -> Guesses:
     """Heads that read another head's matrices."""
     heads, given = np.arange(case.B * case.H), {"q": call.q, "k": call.k, "v": call.v}
     indices = {"first head": 0 * heads, "first batch": heads % case.H}
@@ -255,7 +242,7 @@ def of_heads(case: Case, call: Exact) -> Guesses:
             yield "heads", f"every head reads {' and '.join(names)} of the {where}", call.of(*matrices)
 
 
-def of_tails(case: Case, call: Exact) -> Guesses:
+def of_tails(case: Case, call: Numbers) -> Guesses:
     """Results without the last keys, and without the last columns of q and k."""
     e = np.exp(call.s - call.s.max(-1, keepdims=True))
     for n in range(1, case.Nk):
@@ -268,7 +255,7 @@ def of_tails(case: Case, call: Exact) -> Guesses:
         yield "tail", what, call.of(call.q[..., :c], call.k[..., :c], call.v)
 
 
-def of_tiles(case: Case, call: Exact) -> Guesses:
+def of_tiles(case: Case, call: Numbers) -> Guesses:
     """Results of an online softmax over tiles of keys that does not correct its sums."""
     for tile in (tile for tile in TILES if tile < case.Nk):
         for power_of_l, power_of_o, what in UNCORRECTED:
@@ -287,7 +274,7 @@ def of_tiles(case: Case, call: Exact) -> Guesses:
 
 def guesses(case: Case) -> Guesses:
     """The results of usual mistakes."""
-    call = Exact(case)
+    call = Numbers(case)
     for some in (of_scale, of_mask, of_matrices, of_sums, of_heads, of_tails, of_tiles):
         yield from some(case, call)
 

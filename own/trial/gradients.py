@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shakespeare.own.trial import cases
-from shakespeare.own.trial.cases import Array, Case, Expected, Floats
+from shakespeare.own.trial.cases import Array, Case, Expected, Floats, Numbers, turned
 from shakespeare.own.trial.diagnosis import TILES, Guesses, Subject, masks
 
 
@@ -19,24 +19,18 @@ def inputs(case: Case) -> list[Array]:
     q, k, v = cases.inputs(case)
     shape = (case.B, case.Nq, case.H, case.d) if case.fused else q.shape
     dout = np.random.default_rng((case.Nq, case.Nk, case.d)).standard_normal(shape, np.float32)
-    s = np.where(case.seen(), case.applied * (q.astype(np.float64) @ turned(k)), -np.inf)
-    lse = np.logaddexp.reduce(s, -1).astype(np.float32)
+    lse = np.logaddexp.reduce(Numbers(case).s, -1).astype(np.float32)
     out = cases.expected(case).out.astype(np.float32)
     return [q, k, v, out, lse, dout.swapaxes(1, 2) if case.fused else dout]
 
 
-def turned(t: Floats) -> Floats:
-    """The transpose of each matrix."""
-    return t.swapaxes(-1, -2)
-
-
-class Formulas:
-    """The numbers of a case, in float64 or float32. scores: scaled, without the mask; D: (B, H, Nq, 1)."""
+class Formulas(Numbers):
+    """Also those of a backward pass. D: (B, H, Nq, 1)."""
 
     def __init__(self, case: Case, kind: type[np.floating[Any]] = np.float64) -> None:
-        self.q, self.k, self.v, self.out, lse, self.dout = (t.astype(kind) for t in inputs(case))
-        self.scale, self.seen, self.lse = kind(case.applied), case.seen(), lse[..., None]
-        self.scores = self.scale * (self.q @ turned(self.k))
+        super().__init__(case, kind)
+        self.out, lse, self.dout = (t.astype(kind) for t in inputs(case)[3:])
+        self.lse = lse[..., None]
         self.p, self.dp = self.weights(self.seen), self.dout @ turned(self.v)
         self.D = (self.dout * self.out).sum(-1, keepdims=True)
 
@@ -44,8 +38,8 @@ class Formulas:
         """P with a mask."""
         return np.exp(np.where(seen, self.scores - self.lse, self.lse.dtype.type(-np.inf)))
 
-    def of(self, **other: Any) -> Floats:
-        """The gradients; other: p, dp, D, scale or ds."""
+    def gradients(self, **other: Any) -> Floats:
+        """Of q, k and v; other: p, dp, D, scale or ds."""
         p, dp, D, scale = (other.get(name, getattr(self, name)) for name in ("p", "dp", "D", "scale"))
         ds = other.get("ds", scale * p * (dp - D))
         return np.concatenate([ds @ self.k, turned(ds) @ self.q, turned(p) @ self.dout], 2)
@@ -59,8 +53,8 @@ def split(case: Case, result: Floats) -> list[Floats]:
 @functools.cache
 def expected(case: Case) -> Expected:
     """The gradients in float64; allowed: (Nq + 2 Nk, 1), for each gradient as for an output."""
-    exact, peer = Formulas(case), Formulas(case, np.float32).of()
-    out, floor = exact.of(), cases.floor(np.abs(exact.scores).max())
+    exact, peer = Formulas(case), Formulas(case, np.float32).gradients()
+    out, floor = exact.gradients(), cases.floor(np.abs(exact.scores).max())
     pairs = zip(split(case, out), split(case, peer))
     allowed = [np.full((len(t[0, 0]), 1), cases.beside(t, other, floor).allowed) for t, other in pairs]
     return Expected(out, np.concatenate(allowed))
@@ -69,7 +63,7 @@ def expected(case: Case) -> Expected:
 def guesses(case: Case) -> Guesses:
     """The results of usual mistakes."""
     call = Formulas(case)
-    of, p, dp, D, scale, seen = call.of, call.p, call.dp, call.D, call.scale, call.seen
+    of, p, dp, D, scale, seen = call.gradients, call.p, call.dp, call.D, call.scale, call.seen
     rule = "dS = scale * P * (dP - D)"
     dq, dk, dv = split(case, of())
 
