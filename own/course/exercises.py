@@ -211,24 +211,19 @@ dQi <- dQi + dSij Kj, atomically; dKj <- dKj + dSij^T Qi             lines 15, 1
 """
 
 
-def cut(lines: list[str], start: int, gap: str, comment: str) -> int:
-    """Replace the lines of a gap after line `start` by its comment; return the line after that."""
+def cut(text: str, gap: str, comment: str) -> tuple[str, str]:
+    """A text to the end of a gap, which is replaced by its comment, and what is after that."""
     head, *nest = gap.splitlines()
     first, _, before = head.partition(" ... ")
-    at = next(i for i in range(start, len(lines)) if first in lines[i])
-    indent = lines[at][: -len(lines[at].lstrip())]
-    later = range(at + 1, len(lines))
-    if before == "}":
-        ends = (i for i in later if lines[i].lstrip().startswith("}") and lines[i].find("}") < len(indent))
-    elif before:
-        ends = (i for i in later if before in lines[i])
-    elif head.endswith("{"):
-        ends = (i + 1 for i in later if lines[i].startswith(f"{indent}}}"))
+    if before:
+        end = r"(?=^(?!\1) *\})" if before == "}" else rf"(?=^.*{re.escape(before)})"
+        body = rf"(?s:.*?){end}"
     else:
-        ends = (i for i in later)
-    comments = [f"{indent}{comment} {line}".rstrip() for line in ("Yours:", *nest)]
-    lines[at : next(ends)] = comments
-    return at + len(comments)
+        body = r"(?s:.*?)^\1\}.*\n" if head.endswith("{") else ""
+    found = re.search(rf"^( *).*{re.escape(first)}.*\n{body}", text, re.M)
+    assert found, gap
+    comments = [f"{found[1]}{comment} {line}".rstrip() + "\n" for line in ("Yours:", *nest)]
+    return text[: found.start()] + "".join(comments), text[found.end() :]
 
 
 class Failed(Exception):
@@ -267,17 +262,18 @@ class Exercise:
 
     def text(self) -> str:
         """The solution with its gaps."""
-        lines, at = self.solution().splitlines(), 0
+        done, rest = "", self.solution()
         for gap in self.gaps:
-            at = cut(lines, at, gap, "#" if self.source.endswith(".py") else "//")
-        return "\n".join(lines) + "\n"
+            part, rest = cut(rest, gap, "#" if self.source.endswith(".py") else "//")
+            done += part
+        return done + rest
 
     def page(self) -> str:
         """Its page, as Markdown."""
         stages = "\n".join(f"{i}. {text}" for i, text in enumerate(self.stages.values(), 1))
         tools = f"python gpt.py course check {self.file}    # the stages, one by one\n"
         if self.kind != "decoder":
-            words = self.file + " --backward" * (self.kind == "backward")
+            words = f"{self.file} --backward" if self.kind == "backward" else self.file
             tools += f"python gpt.py try {words}    # the first wrong case, its diagnosis, a hint\n"
         return PAGE.format(self=self, tools=tools, stages=stages)
 
