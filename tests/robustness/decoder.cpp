@@ -66,8 +66,8 @@ class Trial {
 
     int64_t tile_side() { return random.one_in(9) ? 1 << 20 : random.size(MOST); }
 
-    const int64_t H = random.from(1, 5), d = random.size(65), V = random.size(200);
-    const int64_t T = random.one_in(9) ? 600 : random.size(MOST);
+    const int64_t H = random.from(1, 4), d = random.one_in(6) ? 64 : random.from(1, 33), V = random.size(200);
+    const int64_t T = random.one_in(12) ? 600 : random.size(200);
     const int64_t window = random.one_in(2) ? 0 : random.size(70);
     const ModelShape shape{T, V, random.from(1, 3), H, H * d, random.one_in(2), window};
     const bool bias = random.one_in(2), untied = random.one_in(2), recorded = random.one_in(2);
@@ -76,7 +76,7 @@ class Trial {
     const Part& part = random.any(PARTS);
     const int64_t threads = random.any({2, 3, 5, 16});
     const int64_t br = tile_side(), bc = tile_side();
-    const int64_t slots = random.from(1, 13), longest = random.one_in(2) ? T : random.from(1, T);
+    const int64_t slots = random.from(1, 9), longest = random.one_in(2) ? T : random.from(1, T);
     const int64_t capacity = shape.window > 0 ? int64_t{1} << 40 : longest;
     const bool described = [this] {
         set_running(seed, "H ", H, ", d ", d, ", V ", V, ", layers ", shape.n_layer, ", T ", T, ", bias ", bias,
