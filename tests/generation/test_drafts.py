@@ -161,7 +161,7 @@ def test_nor_in_the_cuda_engine(emulated, monkeypatch, threads, blocks, kind, ch
         expected = write_at_random(open_engine(model, slots=slots, draft="off", **rounded), requests, 0)
         engine = open_engine(model, "cuda", device="cuda", slots=slots, draft=draft, **rounded)
         found = write_at_random(engine, requests, 1, seconds=100)
-        for (tokens, logprobs), (other, others) in zip(found, expected):
+        for (tokens, logprobs, _), (other, others, _) in zip(found, expected):
             assert tokens == other
             assert [each.token for each in logprobs] == [each.token for each in others]
             assert [each.logprob for each in logprobs] == pytest.approx([e.logprob for e in others], abs=1e-3)
