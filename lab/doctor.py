@@ -26,7 +26,14 @@ OK, ABSENT, BROKEN = "ok", "--", "FAIL"
 
 OLDEST_TORCH = (2, 10)
 # Other packages that the commands import: distribution names.
-PACKAGES = ("click", "numpy", "safetensors", *["ninja"] * (sys.platform != "win32"))
+PACKAGES = (
+    "click",
+    "filelock",
+    "numpy",
+    "platformdirs",
+    "safetensors",
+    *["ninja"] * (sys.platform != "win32"),
+)
 # A package of each of setup.cfg's extras, without those that have a line of their own.
 EXTRAS = {"torch": "pybind11", "serve": "starlette", "web": "ziglang", "lab": "matplotlib"}
 EXTRAS["bench"] = "ctranslate2"
