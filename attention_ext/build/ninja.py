@@ -84,15 +84,16 @@ def build(
         manifest, log = folder / f"{target.name}.ninja", target.parent.parent / "build.log"
         manifest.write_text(RULE + "".join(statements))
         command = [*find(), "-C", str(folder), "-f", manifest.name, f"-j{jobs}", str(target)]
-        targets = [folder / name for name in names]
-        for target in targets:  # ninja compares times, and an older file may have replaced a newer one
-            if target.exists() and _noted(target).exists() and _noted(target).read_text() != _content(target):
-                target.unlink()
+        compiled = [folder / name for name in names]
+        for path in compiled:  # ninja compares times, and an older file may have replaced a newer one
+            noted = _noted(path)
+            if path.exists() and noted.exists() and noted.read_text() != _content(path):
+                path.unlink()
         try:
             _run(command, tools, lock, log)
         finally:
-            for target in filter(Path.exists, targets):
-                _noted(target).write_text(_content(target))
+            for path in filter(Path.exists, compiled):
+                _noted(path).write_text(_content(path))
 
 
 def _urgency(item: Object) -> tuple[int, int]:

@@ -63,8 +63,10 @@ class Recipe:
         """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""
         facts = [*self._facts(), *self.link, processor.capabilities()]
         tops = (path for folder in self.folders for path in sorted(folder.iterdir()))
-        # NVRTC compiles what is in cuda
-        paths = (*(path for path in tops if path.name != "cuda"), *sorted({*self.sources, *self.read()}))
+        # NVRTC compiles what is in cuda, but for the tables, which C++ includes too
+        shared = (path for folder in self.folders for path in sorted(folder.glob("cuda/*_table.h")))
+        own = sorted({*self.sources, *self.read()})
+        paths = (*(path for path in tops if path.name != "cuda"), *shared, *own)
         named = cache.fingerprint(facts, *paths)
         return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
 
@@ -84,7 +86,7 @@ class Recipe:
         includes = tuple(f"-I{folder}" for folder in (*self.folders, ROOT))
         compilers = {".ispc": (self.ispc, includes, self._facts())}
         system = (word for folder in self.includes for word in ("-isystem", folder))
-        usual = self.compiler, (*self.flags, *includes, *system), self.versions
+        usual = self.compiler, (*includes, *self.flags, *system), self.versions
         objects = [ninja.Object(path, *compilers.get(path.suffix, usual)) for path in self.sources]
         return objects + (self.needs.objects() if self.needs else [])
 

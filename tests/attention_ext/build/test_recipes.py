@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import script
+from support import ROOT, script
 
 from shakespeare.attention_ext import PARTS, BuildError, processor
 from shakespeare.attention_ext.build import recipes, toolchain
@@ -26,6 +26,14 @@ def test_every_source_is_compiled_and_every_part_has_a_row():
     assert on_disk == compiled | {recipes.CSRC / source for source in recipes.HELPERS["ispc"][0]}
     rows = re.findall(r"^ +PART\((\w+), (\w+), ", (recipes.CSRC / "parts.h").read_text(), re.M)
     assert {"_".join(row) for row in rows} == {part.operator for part in PARTS.values() if part.operator}
+
+
+def test_the_path_knows_what_cpp_reads_of_cuda():
+    """Recipe.path() leaves the folders named cuda out, but for tables."""
+    folders = (ROOT / name / "csrc" for name in ("model", "generation", "training"))
+    sources = [path for folder in folders for path in folder.glob("*.*")]
+    named = {name for path in sources for name in re.findall(r'#include "(cuda/.*)"', path.read_text())}
+    assert named and all(name.endswith("_table.h") for name in named)
 
 
 def test_what_decides_the_path_and_its_absence_does_not(monkeypatch, tmp_path):
