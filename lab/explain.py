@@ -19,6 +19,7 @@ from shakespeare.attention_ext.processor import Cache
 from shakespeare.attention_ext.webgpu.steps import STEPS
 from shakespeare.attention_ext.webgpu.steps import choose as choose_step
 from shakespeare.lab import counters, machine, rules
+from shakespeare.lab.bench.cases import check_memory
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import OF_KERNEL
 from shakespeare.lab.bench.cuda import GpuBench
@@ -360,13 +361,15 @@ def on_cuda(cell: Cell, echo: Echo, kernel: str | None, arch: str | None) -> Non
     if not answer.driver:
         echo("measured    not: this is counted for an architecture, without a GPU")
         return
-    _, result = measured(replace(cell, l2="warm"))
+    run, result = measured(replace(cell, l2="warm"))
     peak, _, least = limits[0]
     echo(measured_text(result, cell.flops / least, peak))
+    if run.busy:
+        echo(run.busy)
 
 
 def profiler_command(cell: Cell, row: Kernel) -> str:
-    """The command for Nsight Compute that counts one launch of each function of a kernel."""
+    """The command for Nsight Compute that counts a launch of a kernel's first function; all of gradients."""
     functions = "regex:attention_backward" if cell.backward else row.functions[0]
     command = f"python gpt.py explain part4 --device cuda --kernel {row.name} --dtype {cell.dtype}"
     sizes = f"-B {cell.batch} --heads {cell.heads} -N {cell.N} --queries {cell.queries} -d {cell.d}"
@@ -494,6 +497,7 @@ def on_webgpu(cell: Cell, echo: Echo, kernel: str | None) -> None:
     on = Gpu()
     if cell.d > WIDEST:
         raise ValueError(f"d is {cell.d}; it must be at most {WIDEST} on WebGPU")
+    check_memory([cell])
     adapter = on.gpu.adapter
     runnable = [name for name, step in STEPS.items() if not step.lacks(adapter)]
     steps = [choose_step(name, cell.d, dtype, adapter) for name in ([kernel] if kernel else runnable)]

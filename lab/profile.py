@@ -334,8 +334,13 @@ def on_cuda(
             if clocks not in best or step < best[clocks][0]:
                 best[clocks] = step, {name: n // written for name, n in engine.cycles().items()}
     return {
-        **{"model": model, "engine": engine.description, "weights": weights, "kv_cache": kv_cache},
-        **{"texts": texts, "prompt_tokens": prompt_tokens, "new_tokens": tokens},
+        "model": model,
+        "engine": engine.description,
+        "weights": weights,
+        "kv_cache": kv_cache,
+        "texts": texts,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": tokens,
         "us": {name: 1e6 * cycles / gpu().hertz for name, cycles in best[True][1].items()},
         "step_us": 1e-3 * best[False][0],
     }
@@ -380,11 +385,14 @@ def of_training(part: str, config: GPTConfig, batch: int | None = None, simd: st
     seconds, kinds = (_native if training.native else _pytorchs)(training, steps)
     kinds["other"] = seconds - sum(kinds.values())
     return {
-        **{"part": part, "batch": batch},
+        "part": part,
+        "batch": batch,
         **{name: getattr(config, name) for name in (*SIZES, "vocab_size")},
-        **{"threads": torch.get_num_threads(), "steps": steps},
+        "threads": torch.get_num_threads(),
+        "steps": steps,
         "rows": [{"kind": kind, "ms": 1e3 * spent} for kind, spent in kinds.items()],
-        **{"step_ms": 1e3 * seconds, "not_profiled_ms": 1e3 * plain},
+        "step_ms": 1e3 * seconds,
+        "not_profiled_ms": 1e3 * plain,
         "gflops": operations(config, batch) / plain / 1e9,
         "processors_taken_by_others": load.others(),
     }

@@ -25,8 +25,6 @@ WARM_UP_SAMPLES = 20  # of the machine's speed, which show its fastest
 PATIENCE = 0.01  # seconds; longest wait for a quiet machine before a burst
 WAIT_SHARE = 0.1  # of the time, for all these waits
 BURST_SECONDS = 0.005  # time between two samples of the speed; disturbances take some 10 ms
-# Before shorter calls, an untimed one clears the caches of the last contender's data.
-SHORT_CALL_SECONDS = 0.02
 PAGE_FAULT_SECONDS = 1e-6  # about
 MOST_FAULT_SHARE = 0.01  # share of a round's time; with more, the round is measured again
 MOST_TRIES = 4  # tries of such a round; further rounds of a contender that needs all of them have one
@@ -38,9 +36,11 @@ class Clock:
     """Times calls by the host's clock, on a device that nothing disturbs.
 
     A device that is timed otherwise derives from it. burst: seconds of calls between samples of the speed.
+    short: seconds; before shorter calls, an untimed one clears the caches of the last contender's data.
     """
 
     burst = math.inf
+    short = 0.02
 
     def time(self, call: Callable[[], Any], count: int, cold: bool = False) -> list[float]:
         """Seconds of each of `count` calls. cold: a GPU's L2 cache is cleared before each."""
@@ -177,8 +177,8 @@ class Timer:
 
     def round(self) -> None:
         """Add a round to the samples."""
-        if self._once < SHORT_CALL_SECONDS:
-            self._call()
+        if self._once < self._clock.short:
+            self._clock.time(self._call, 1)
         for _ in range(self._tries):
             times, paces, pages = self._time_bursts()
             if pages * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * sum(map(sum, times)):
@@ -220,18 +220,18 @@ def rounds(
     running = [(timer, len(timer.samples.paces)) for timer in timers]
     try:
         for _ in range(count):
-            for entry in list(running):
-                samples = entry[0].samples
+            for timer, started in list(running):
+                samples = timer.samples
                 before = len(samples.paces)
                 with guard(samples):
-                    entry[0].round()
+                    timer.round()
                 if len(samples.paces) <= before:
-                    running.remove(entry)
-                yield entry[0]
+                    running.remove((timer, started))
+                yield timer
     finally:
-        fewest = min((len(timer.samples.paces) - before for timer, before in running), default=0)
-        for timer, before in running:
-            timer.samples.cut(before + fewest)
+        fewest = min((len(timer.samples.paces) - started for timer, started in running), default=0)
+        for timer, started in running:
+            timer.samples.cut(started + fewest)
 
 
 def in_turns(

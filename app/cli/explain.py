@@ -36,6 +36,8 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     part4's steps in WGSL are explained: their counts, the adapter's limits, the time that these allow, and
     the time.
     """
+    if device != "cpu" and part != "part4":
+        raise click.UsageError(f"PART is {part}; it must be part4 with --device {device}")
     options.check()
     from shakespeare.lab import rules
     from shakespeare.lab.bench.cases import plan
@@ -51,8 +53,6 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
         (cell,) = plan([part], **sizes, rules=[rules.text(given)])
     else:
         options.refuse(options.RULES, f"does not go with --device {device}")
-        if part != "part4":
-            raise click.UsageError(f"PART is {part}; it must be part4 with --device {device}")
         for name in ("simd", "br", "bc", "threads"):
             del sizes[name]
         queries = cuda_queries or sizes["N"]

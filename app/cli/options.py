@@ -291,7 +291,7 @@ KERNEL = f"Part4's kernel on CUDA, or its step 1 to 6 on WebGPU; {FASTEST}."
 kernel = option("--kernel", KERNEL, type=Kernel(list(KERNELS)))
 with_backward = option("--kernel", KERNEL, type=Kernel(list(EVERY)))
 # Options of one device only, by the names of the commands' parameters.
-CPU_ONLY = ("threads", "simds", "cachegrind", "tune", "budget", "show")
+CPU_ONLY = ("br", "bc", "threads", "simds", "cachegrind", "tune", "budget", "show")
 CUDA_ONLY = ("arch", "cuda_queries", "l2s")
 
 
@@ -316,14 +316,15 @@ def tiles(**settings) -> Decorator:
 def check(part: str | None = None) -> None:
     """Raise UsageError for options of the current command that do not go with its part and --device.
 
-    part: by default the command's own, or part4 if it has none.
+    part: by default the command's own. bench has none, and checks each contender.
     """
     asked = click.get_current_context().params
     device = asked["device"]
-    named = {name: asked[name] for name in ("dtype", "kernel", "simd", "br", "bc") if given(name)}
-    reason = compatible(
-        part or asked.get("part", "part4"), device, gradient=asked.get("backward", False), **named
-    )
+    part = part or asked.get("part")
+    names = ("kernel", "simd", "dtype", "br", "bc") if part else ("kernel", "simd")
+    named = {name: asked[name] for name in names if given(name)}
+    gradient = bool(part and asked.get("backward"))
+    reason = compatible(part or "part4", device, gradient=gradient, **named)
     if reason:
         raise click.UsageError(reason)
     if device != "cpu":

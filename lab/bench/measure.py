@@ -121,14 +121,26 @@ class Bench:
         tensors = inputs(case[0], self.device)
         exact = exact_of(case[0], tensors)
         right = list[Verified]()
+        known: dict[Cell, Verified] = {}  # for both states of L2
         for cell in case:
-            torch.set_num_threads(cell.threads)
+            alike = replace(cell, l2=None)
+            if alike in known:
+                first, once = known[alike]
+                result = replace(first, cell=cell, seconds=[], every=[], paces=[])
+                self._count(result)
+                right.append((result, once))
+                self.done.results.append(result)
+                yield cell
+                continue
+            if cell.device == "cpu":
+                torch.set_num_threads(cell.threads)
             result, call = verify(cell, tensors, exact, self.allocated)
             self.done.results.append(result)
             with skipping(result):
                 if call:
                     self._count(result)
-                    right.append((result, self.clock.time(call, 1)[0]))
+                    known[alike] = result, self.clock.time(call, 1)[0]
+                    right.append(known[alike])
             yield cell
         return right
 
@@ -161,7 +173,8 @@ class Bench:
         cell = group[0][0].cell
         timers = list[Timer]()
         least = self.done.min_time / self.done.rounds
-        torch.set_num_threads(cell.threads)
+        if cell.device == "cpu":
+            torch.set_num_threads(cell.threads)
         tensors = inputs(cell, self.device)
         calls: dict[Cell, Call] = {}  # one for both states of L2: it may hold much memory
         for result, once in group:

@@ -81,7 +81,10 @@ def row(run: Run, result: Result) -> dict:
     low, high = interval(result.counted)
     rate = cell.flops / median
     figures |= {
-        **{"ms": 1e3 * median, "iqr_ms": 1e3 * (third - first), "low_ms": 1e3 * low, "high_ms": 1e3 * high},
+        "ms": 1e3 * median,
+        "iqr_ms": 1e3 * (third - first),
+        "low_ms": 1e3 * low,
+        "high_ms": 1e3 * high,
         "margin": result.margin,
         "quiet": result.quiet if cell.device == "cpu" else None,
         "all_ms": 1e3 * statistics.median(result.every) if result.every and cell.device == "cpu" else None,
@@ -278,7 +281,9 @@ def load(file: Path) -> Run:
             setattr(run, name, {int(threads): rate for threads, rate in getattr(run, name).items()})
         run.results = [_result(entry) for entry in content["results"]]
         run.sequential = [_result(entry) for entry in content.get("sequential", [])]
-        header(run), text(run, "csv")  # which raise errors for figures that are missing or of another type
+        # Both raise errors for figures that are missing or of another type.
+        header(run)
+        text(run, "csv")
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{file} is not a run that bench saved: {reason}") from None

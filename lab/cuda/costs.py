@@ -50,7 +50,11 @@ class Count:
 
 
 def counts(case: Case, kernel: Compiled, resident: int) -> Count:
-    """The counts of a call. resident: blocks that the GPU holds at a time."""
+    """The counts of a call. resident: blocks that the GPU holds at a time.
+
+    A tile counts whole, also its part that is masked or past the end. The tiles that are masked altogether
+    count nothing, though kernel 1's last launch computes them.
+    """
     tile = kernel.tile
     plan = kernel.row.plan(kernel, Sizes(case.heads, case.Nq, case.Nk))
     tiles = -(-case.Nq // tile.br)

@@ -61,7 +61,7 @@ WRONG = [
     (["bench", "--show"], "--show goes with --tune only"),
     (["bench", "part1,sdpa", "-br", "64"], "-br and -bc go with part4 only"),
     (["bench", "sdpa", "--dry-run", "--save", "x.json"], "--save does not go with --dry-run"),
-    (["bench", "--device", "cuda", "-br", "64"], "br is (64,); it must be left out on CUDA"),
+    (["bench", "--device", "cuda", "-br", "64"], "-br does not go with --device cuda"),
     (["bench", "--device", "cuda", "--load", __file__], "--device does not go with --load"),
     (["bench", "--save", "part0,sdpa"], "--save is 'part0,sdpa'; it must be a file; CONTENDERS come before"),
     (["part4", "--n_layer", "4"], "'--n_layer', which is nanoGPT's; here: a number, an option of train"),

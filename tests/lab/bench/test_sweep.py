@@ -11,6 +11,11 @@ def test_a_dry_run_prints_the_plan_alone(cli):
     assert "Br 128, Bc 256" in done.stdout and "sdpa, N 256" in done.stdout
 
 
+def test_contenders_decide_what_goes_together(cli):
+    done = cli("bench", "sdpa,part0", "--backward", "--dtype", "bf16", "--dry-run")
+    assert done.stdout.startswith("2 cells")
+
+
 def test_ranges():
     for text, numbers in (
         ("256:4096*2", (256, 512, 1024, 2048, 4096)),
