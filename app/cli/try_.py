@@ -128,16 +128,16 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
                 if save[0] < begin:
                     before[path] = save
 
-            def changed(before: Any = before, watched: Any = watched) -> bool:
-                now = saves(watched)
-                return file in now and now != before
-
             # a save does not wait for what a compiler still does for the last one
-            given = checker, file, verdict, size, asked, changed
+            over = threading.Event()
+            given = checker, file, verdict, size, asked, over.is_set
             threading.Thread(target=explain, args=given, daemon=True).start()
-            checker.warm(file)
-            while not changed():
-                time.sleep(watch.POLL_SECONDS)
+            try:
+                checker.warm(file)
+                while file not in (now := saves(watched)) or now == before:
+                    time.sleep(watch.POLL_SECONDS)
+            finally:
+                over.set()  # also at Ctrl-C
             click.echo("")
 
 

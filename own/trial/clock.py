@@ -93,13 +93,12 @@ class Clock(timing.Cpu):
             empty.round()  # before the file can do anything
             self._player.load(file, backward=backward)
             self._call(self._player, self.sizes[0], 600.0 + JIT_SECONDS * source.compiling)
-            self._taken.clear()
             timers = [self._timer(self._player, timed, MOST_CALLS) for timed in self.sizes]
+            self._taken.clear()  # a first call may compile, or start a pool
         except BaseException:
             self.close()
             raise
         self._turns = timing.rounds([*timers, empty], ROUNDS)
-        self._turn = len(timers) + 1
 
     def close(self) -> None:
         """End the players, and what they have left behind."""
@@ -127,7 +126,7 @@ class Clock(timing.Cpu):
 
     def round(self) -> None:
         """A round of each size. Raises Wrong, Gone, RuntimeError as Player.call() does."""
-        for _ in itertools.islice(self._turns, self._turn):
+        for _ in itertools.islice(self._turns, len(self.sizes) + 1):
             pass
 
     def finish(self) -> None:

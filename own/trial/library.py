@@ -32,7 +32,7 @@ OPERATORS = {
 # Names in the text of a file in Python.
 NAMED = re.compile(
     rf"\b({SDPA}|MultiheadAttention|multi_head_attention_forward|flex_attention|flash_attn\w*|xformers"
-    r"|memory_efficient_attention|einsum|cudnn\w*|shakespeare|onnxruntime|autograd\.grad|requires_grad_)\b"
+    r"|memory_efficient_attention|\w*einsum|cudnn\w*|shakespeare|onnxruntime|autograd\.grad|requires_grad_)\b"
 )
 KERNELS = [part.operator.partition("_")[2] for part in PARTS.values() if part.operator]
 OWN_PART = re.compile(rf"\b({'|'.join(KERNELS)})_(?:attention|backward)\b|\bcpu/(part\d_\w+)\.cpp")

@@ -158,9 +158,10 @@ class Player:
 
     def close(self) -> None:
         """End the process and what it has started."""
-        for pid in (*descendants(self.pid), self.pid):
+        for pid in descendants(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
         Player.every.discard(self)
         self._socket.close()

@@ -5,7 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from shakespeare.attention_ext.build import recipes
@@ -39,40 +40,44 @@ def search(file: Path, backward: bool, crashed: int | None, stop: Stop = None) -
 
     crashed: the number of the first case that is wrong or ends the process, if there is one.
     """
-    try:
-        if file.suffix == ".cpp":
-            yield from _cpp(
-                file, backward, [(CASES + WINDOWED)[crashed]] if crashed is not None else [], stop
-            )
-        elif file.suffix == ".cu":
-            yield _cuda(file, stop)
-    except BuildError as error:
-        yield f"not searched: {error}", None
-    except subprocess.TimeoutExpired:
-        yield f"not searched: a sanitizer took more than {SECONDS} s", None
-
-
-def _cpp(file: Path, backward: bool, crashed: list[Case], stop: Stop) -> Said:
-    for case in (*crashed, *MEMORY):
-        if finding := of_address_sanitizer(_said(file, "address", case, backward, stop), *names(file)):
-            yield f"AddressSanitizer: {finding.sentence}", finding
+    cases = MEMORY if crashed is None else ((CASES + WINDOWED)[crashed], *MEMORY)
+    searches = []
+    if file.suffix == ".cpp":
+        searches = [partial(_address, file, backward, cases, stop)]
+        if THREADS.search(kernels.joined(kernels.sources(file))):
+            searches.append(partial(_races, file, backward, stop))
+    elif file.suffix == ".cu":
+        searches = [partial(_cuda, file, stop)]
+    for each in searches:
+        finding = None
+        try:
+            said, finding = each()
+        except BuildError as error:
+            said = f"not searched: {error}"
+        except subprocess.TimeoutExpired:
+            said = f"not searched: a sanitizer took more than {SECONDS} s"
+        yield said, finding
+        if finding:
             return
-    yield f"no access out of bounds in {len(MEMORY)} calls under AddressSanitizer", None
-    text = kernels.joined(kernels.sources(file))
-    if not THREADS.search(text):
-        return
-    if re.search(r"\bomp\b", text):
-        yield "races were not searched: ThreadSanitizer does not know OpenMP's threads", None
-        return
+
+
+def _address(file: Path, backward: bool, cases: Sequence[Case], stop: Stop) -> tuple[str, Finding | None]:
+    for case in cases:
+        if finding := of_address_sanitizer(_said(file, "address", case, backward, stop), *names(file)):
+            return f"AddressSanitizer: {finding.sentence}", finding
+    return f"no access out of bounds in {len(MEMORY)} calls under AddressSanitizer", None
+
+
+def _races(file: Path, backward: bool, stop: Stop) -> tuple[str, Finding | None]:
+    if re.search(r"\bomp\b", kernels.joined(kernels.sources(file))):
+        return "races were not searched: ThreadSanitizer does not know OpenMP's threads", None
     for case in RACES:
         said = _said(file, "thread", case, backward, stop)
         if "FATAL: ThreadSanitizer" in said:
-            yield "races were not searched: ThreadSanitizer does not run here", None
-            return
+            return "races were not searched: ThreadSanitizer does not run here", None
         if finding := of_thread_sanitizer(said, *names(file)):
-            yield f"ThreadSanitizer: {finding.sentence}", finding
-            return
-    yield f"no race in {len(RACES)} calls under ThreadSanitizer", None
+            return f"ThreadSanitizer: {finding.sentence}", finding
+    return f"no race in {len(RACES)} calls under ThreadSanitizer", None
 
 
 def _said(file: Path, sanitizer: str, case: Case, backward: bool, stop: Stop) -> str:

@@ -57,9 +57,9 @@ def keep(file: Path, verdict: Verdict, size: Size, into: Path) -> str:
         "version": __version__,
     }
     others = [e["ms"] for e in entries(into) if call(e) == call(new) and not e["library"]]
-    gap = (
-        b"\n" if into.exists() and into.read_bytes()[-1:] != b"\n" else b""
-    )  # an editor may leave no line end
+    # An editor may leave no line end.
+    unended = into.exists() and into.read_bytes()[-1:] != b"\n"
+    gap = b"\n" if unended else b""
     with into.open("ab", buffering=0) as out:  # one write: others may append too
         out.write(gap + json.dumps(new).encode() + b"\n")
     if verdict.library:
