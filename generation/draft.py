@@ -63,7 +63,7 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
 
 
 def excerpt(text: str) -> str:
-    """At most MOST_READ characters of a text, from all of it: make() takes 100 bytes of memory for each."""
+    """At most MOST_READ characters of a text, from all of it: make() takes much memory for each."""
     if len(text) <= MOST_READ:
         return text
     starts = np.linspace(0, len(text) - PIECE, MOST_READ // PIECE).astype(int)
@@ -120,7 +120,7 @@ def _contexts(
     lower = (lower / lower.sum()).astype(np.float32)  # (contexts before, V), their probabilities
     recent = np.zeros(len(text), np.int64)  # the tokens before each place, a byte each, the latest one lowest
     for n in range(1, drafts.ORDER + 1):
-        recent[n:] += text[: len(text) - n] << 8 * (n - 1)
+        recent[n:] += text[:-n] << 8 * (n - 1)
         known, place, occurrences = np.unique(recent[n:], return_inverse=True, return_counts=True)
         if len(known) > MOST_CONTEXTS:
             least = max(least, 1 + int(np.partition(occurrences, -MOST_CONTEXTS)[-MOST_CONTEXTS]))

@@ -49,6 +49,8 @@ class Draft:
             array, dtype = getattr(self, name), "uint8" if name == "pairs" else "uint32"
             if (array.dtype, array.shape) != (dtype, shape):
                 raise ValueError(f"{name} is {array.dtype} {array.shape}; it must be {dtype} {shape}")
+            if not array.flags.c_contiguous:  # engines read its memory
+                raise ValueError(f"{name} has gaps; it must be contiguous")
         if (self.pairs[..., 0] >= len(self.vocabulary)).any():
             raise ValueError("a token is outside its vocabulary")
 
@@ -83,5 +85,7 @@ def load(path: Path, tokenizer: Tokenizer) -> Draft:
             raise ValueError("it is for another vocabulary")
     except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, KeyError):  # a type that NumPy lacks
+            reason = "it holds other tensors"
         raise DraftError(f"{path} is no draft for this model: {reason}") from None
     return draft

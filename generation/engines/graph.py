@@ -65,15 +65,15 @@ class Step:
         return self.flash(q, *held, False, None, None, *rules)[0]
 
 
-def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """A step as a CUDA graph. It runs once before: libraries allocate, kernels are compiled.
+def captured(step: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """A step as a CUDA graph in a pool of memory. It runs once before: libraries allocate, kernels compile.
 
     A call launches the step and waits for the one before, so that the GPU is never idle. The graph keeps the
     tensors that the step makes; what it has from before must stay.
     """
     step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()
     ended = torch.cuda.Event()
 

@@ -55,9 +55,9 @@ class TorchEngine(Slots):
         sizes = (slots, c.n_head, keys + graphs, c.head_dim)
         kind = DTYPES[options.kv_cache], self._device, c.endless
         self._caches = [KVCache(*sizes, *kind) for _ in range(c.n_layer)]
-        self._graphs: dict[int, Callable[[], None]] | None = (
-            {} if graphs else None
-        )  # by their number of slots
+        # By their number of slots; they share memory, as only one runs at a time.
+        self._graphs: dict[int, Callable[[], None]] | None = {} if graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if graphs and self.device == "cuda" else None
         by_part4 = graphs and self.device == "cuda" and options.row.operator
         self._flash = operator("part4", "cuda", ruled=True) if by_part4 else None
         zeros = partial(torch.zeros, dtype=torch.int64, device=self._device)
@@ -104,12 +104,17 @@ class TorchEngine(Slots):
             counts = self._counts[places] if adjusted else None
             tokens = self.choose(self._logits[places], row, samplings, counts)
             chosen.append(tokens)
-            self._counts[places, :, tokens] += 1
+            if adjusted:
+                self._counts[places, :, tokens] += 1
             self._state[1, places] = tokens
             if time.monotonic() >= end:
                 break
+        rows = torch.stack(chosen)
+        if not adjusted:  # a later setting may count them
+            for counts in (self._counts[:, 0], self._counts[:, 1]):
+                counts.index_put_((places.expand_as(rows), rows), torch.ones_like(rows), accumulate=True)
         every = self._logits[places if scored else []].cpu().numpy()[None]
-        return torch.stack(chosen).cpu().numpy(), every
+        return rows.cpu().numpy(), every
 
     def _graph(self, places: NDArray[np.int64]) -> Callable[[], None]:
         """The step of these slots, as a graph of the first 1, 2, 4, 8 ...; no other has a pending token."""
@@ -119,7 +124,7 @@ class TorchEngine(Slots):
         if count not in self._graphs:
             lengths, pending = self._state[:, :count]
             step = Step(self.model, self._caches, lengths, pending, self._logits[:count], self._flash)
-            self._graphs[count] = captured(step)
+            self._graphs[count] = captured(step, self._pool)
         of_slots = np.stack([self._lengths[places], self._pending[places]])
         self._state[:, places] = torch.from_numpy(of_slots).to(self._state)
         return self._graphs[count]

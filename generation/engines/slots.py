@@ -140,6 +140,8 @@ class Slots:
                 if wrong.any():
                     raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
             rows = numbers[: self.capacity + 1 - int(held.max(initial=1))]
+            if not rows.size:
+                return np.empty(rows.shape, np.int64)
             scored = bool(self._tops) and not self._tops.keys().isdisjoint(slots)
             chosen, every = self._write(at, rows, seconds, scored)
             if (chosen < 0).any():

@@ -125,13 +125,15 @@ def draft_of(model: Checkpoint | GPT, draft: Draft | str) -> Draft | None:
     """The draft that EngineOptions name, or None. Raises ValueError if it does not fit."""
     if draft == "off":
         return None
+    found: Draft | None = None
     if isinstance(draft, Draft):
-        if (has := len(draft.vocabulary)) != (V := model.config.vocab_size):
-            raise ValueError(f"draft has a vocabulary of {has}; it must be the model's, {V}")
-        return draft
-    if isinstance(model, Checkpoint):
-        return model.draft if draft == "auto" else named_draft(draft, model.tokenizer)
-    if draft == "auto":
-        return None
-    must = "it must be 'auto', 'off' or a Draft for a model without a vocabulary"
-    raise ValueError(f"draft is {draft!r}; {must}")
+        found = draft
+    elif isinstance(model, Checkpoint):
+        found = model.draft if draft == "auto" else named_draft(draft, model.tokenizer)
+    elif draft != "auto":
+        must = "it must be 'auto', 'off' or a Draft for a model without a vocabulary"
+        raise ValueError(f"draft is {draft!r}; {must}")
+    V = model.config.vocab_size
+    if found and len(found.vocabulary) != V:
+        raise ValueError(f"draft has a vocabulary of {len(found.vocabulary)}; it must be the model's, {V}")
+    return found

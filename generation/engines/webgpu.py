@@ -256,8 +256,8 @@ class WebGpuEngine(Slots):
             cached = cached + unread + len(tokens) - 1
             pending = tokens[-1, :, None]
             numbers = numbers[rows:]
-            if time.monotonic() >= end or (tokens < 0).any():
-                break
+            if scored or time.monotonic() >= end or (tokens < 0).any():
+                break  # logits take much memory
         chosen, logits = zip(*found)
         return np.concatenate(chosen), np.concatenate(logits)
 

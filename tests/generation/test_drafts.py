@@ -83,6 +83,8 @@ def test_each_place_has_what_the_model_expects_there(extension):
             possible = [gpt(torch.tensor(text[None, first:at]))[0, -1].softmax(0) for first in firsts]
             near = [np.allclose(p[tokens[at].tolist()].detach(), shares[at], atol=1e-4) for p in possible]
             assert any(near), (block, at)
+    for length in range(1, drafts.ORDER + 2):
+        maker.make(tiny.checkpoint(), [1] * length)
     with pytest.raises(maker.NoDraft, match="block size is 1; a draft needs one of at least 2"):
         maker.make(tiny.checkpoint(block_size=1), [1, 2, 3])
 
@@ -240,6 +242,7 @@ def test_drafts_that_do_not_fit_are_refused(model, kinds, tmp_path):
         (dict(tags=own.tags[1:]), r"tags is uint32 \(8191, 4\); it must be uint32 \(8192, 4\)"),
         (dict(pairs=own.pairs.astype(np.int8)), "pairs is int8 .*; it must be uint8 "),
         (dict(pairs=np.full_like(own.pairs, 11)), "a token is outside its vocabulary"),
+        (dict(tags=np.broadcast_to(own.tags[:1], own.tags.shape)), "tags has gaps"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(own, **change)

@@ -259,6 +259,8 @@ def test_several_tokens_at_once_are_those_of_one_at_a_time(engine):
         prefill(each, 0, [1, 2])
         prefill(each, 1, [3, 4, 5])
     expected = [choose(alone, [0, 1], row) for row in rows[:48]]  # slot 1 is full after these
+    for slots, shape in (([], (1, 0)), ([0, 1], (0, 2))):
+        assert together.write(slots, torch.empty(shape).numpy()).shape == shape
     written = together.write([0, 1], rows, 0).tolist()
     assert len(written) == 1
     while len(written) < 48:

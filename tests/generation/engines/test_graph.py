@@ -18,7 +18,7 @@ PENALTIES = Sampling(repetition_penalty=1.3, presence_penalty=0.5)
 @pytest.fixture
 def no_graphs(monkeypatch) -> None:
     """Let steps run one by one where they would be captured: no GPU is needed."""
-    monkeypatch.setattr(pytorch, "captured", lambda step: step)
+    monkeypatch.setattr(pytorch, "captured", lambda step, pool: step)
 
 
 def engines(kv_cache="fp32"):
