@@ -14,7 +14,6 @@
 #include <cstring>
 #include <functional>
 #include <initializer_list>
-#include <memory>
 #include <sstream>
 #include <string>
 #include <thread>

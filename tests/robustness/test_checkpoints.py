@@ -23,6 +23,18 @@ from shakespeare.model.tokenizer import VocabularyError
 pytestmark = pytest.mark.full
 
 REFUSED = (CheckpointError, VocabularyError)
+TOUCH = b"X\x0e\x00\x00\x00touch executed"
+# Pickles that run a command, one for each opcode that can call something.
+PICKLES = {
+    "GLOBAL": b"cos\nsystem\n" + TOUCH + b"\x85R.",
+    "STACK_GLOBAL": b"\x80\x04\x8c\x02os\x8c\x06system\x93" + TOUCH + b"\x85R.",
+    "INST": b"(" + TOUCH + b"ios\nsystem\n.",
+    "OBJ": b"(cos\nsystem\n" + TOUCH + b"o.",
+    "NEWOBJ": b"\x80\x02cos\nsystem\n" + TOUCH + b"\x85\x81.",
+    "PERSID": b"Pos.system\n.",
+    "getattr": b"cbuiltins\ngetattr\ncos\nsystem\n\x85R.",
+    "newline": b"\x80\x04\x8c\x09os\n\x1b[31mrm\x8c\x06system\x93.",
+}
 
 
 def truncated(whole: bytes, count: int, rng: random.Random):
@@ -171,3 +183,14 @@ except CheckpointError as error:
     print(error)
 """
     assert "is refused: its files are compressed" in finished(sys.executable, "-c", code, path)[1]
+
+
+@pytest.mark.parametrize("form", PICKLES)
+def test_no_vocabulary_runs_a_command(tmp_path, monkeypatch, form):
+    monkeypatch.chdir(tmp_path)
+    nanogpt_file(tmp_path / "ckpt.pt")
+    (tmp_path / "meta.pkl").write_bytes(PICKLES[form])
+    with pytest.raises(VocabularyError, match="meta.pkl") as error:
+        load("ckpt.pt")
+    assert str(error.value).isprintable()
+    assert not (tmp_path / "executed").exists()
