@@ -229,11 +229,11 @@ def compatible(
         if not who:
             return f"device is {device!r}; it must be cpu or cuda for gradients"
         return f"part is {row.name!r}; it must be {who} for gradients in {number} {where}"
-    unruled: Collection[str] = () if number.torch_name in row.ruled.get(device, ()) else rules
+    refused = set() if number.torch_name in row.ruled.get(device, ()) else set(rules)
     if device == "cuda":
-        unruled = {*unruled, "score_mod", "bias" if row.operator else ""}
+        refused.update(("score_mod", "bias") if row.operator else ("score_mod",))
     for rule in rules:
-        if rule in unruled:
+        if rule in refused:
             return f"{rule} is given; it must be left out {here} in {number}"
     if kernel is not None and (device == "cpu" or row.operator is None):
         return f"kernel is {kernel!r}; it must be left out {here}"

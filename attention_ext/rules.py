@@ -182,8 +182,6 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
     if (header := given.get("score_mod")) is not None:
         if not isinstance(header, str | Path):
             raise TypeError(f"score_mod is a {kind(header)}; it must be the path of a C++ header")
-        if q.device.type != "cpu":
-            raise ValueError(f"score_mod is {str(header)!r}; it must be None on {q.device}")
         path = Path(header).absolute()
         if not path.is_file():
             raise ValueError(f"score_mod is {str(header)!r}; it must be the path of a C++ header")
