@@ -71,7 +71,8 @@ class CharTokenizer:
         except OSError:
             raise
         except Exception as error:  # a damaged pickle can raise nearly anything
-            raise VocabularyError(f"{path}: it must be a nanoGPT meta.pkl ({error})") from None
+            said = " ".join(str(error).split())
+            raise VocabularyError(f"{path}: it must be a nanoGPT meta.pkl ({said})") from None
         return cls(characters, str(path))
 
     def write_meta_json(self, path: Path) -> None:
@@ -175,7 +176,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         if found := NUMBERS.get(f"{module}.{name}"):
             return found
-        raise VocabularyError(f"it names {module}.{name}; only built-in values are admitted")
+        raise VocabularyError(f"it names {f'{module}.{name}'!r}; only built-in values are admitted")
 
 
 def _check_memo(data: bytes) -> None:

@@ -33,7 +33,7 @@ PICKLES = {
     "NEWOBJ": b"\x80\x02cos\nsystem\n" + TOUCH + b"\x85\x81.",
     "PERSID": b"Pos.system\n.",
     "getattr": b"cbuiltins\ngetattr\ncos\nsystem\n\x85R.",
-    "newline": b"\x80\x04\x8c\x09os\n\x1b[31mrm\x8c\x06system\x93.",
+    "newline": b"\x80\x04\x8c\x0aos\n\x1b[31mrm\x8c\x06system\x93.",
 }
 
 
