@@ -109,9 +109,10 @@ def tried(header: Path, size: Size, seconds: float, seed: int) -> dict[str, Any]
             where = str(case)
             signal.setitimer(signal.ITIMER_REAL, seconds)
             check(mod, header, case)
-        signal.setitimer(signal.ITIMER_REAL, 0)
     except (ValueError, BuildError) as error:
         return {"wrong": getattr(error, "output", "") + str(error), "at": where}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
     return {"wrong": "", "slope": mod.has_slope, "ms": timed(header, size), "cpu": processor.name()}
 
 

@@ -1,6 +1,7 @@
 """gpt.py try FILE.h: right changes of scores are right, and mistakes are named."""
 
 import json
+import signal
 
 import pytest
 from support import full
@@ -36,7 +37,9 @@ ENDED = (
 def tried(extension, tmp_path):
     def call(text: str) -> dict:
         (tmp_path / "mine.h").write_text(text)
-        return score_mod.tried(tmp_path / "mine.h", Size(N=64, d=8, heads=2), 600, 0)
+        found = score_mod.tried(tmp_path / "mine.h", Size(N=64, d=8, heads=2), 600, 0)
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0  # its signal would end this process
+        return found
 
     return call
 
