@@ -19,7 +19,7 @@ from support import naming, resident
 
 pytestmark = pytest.mark.full
 
-pytest.importorskip("starlette", reason="pip install -e '.[serve]'")
+running = pytest.importorskip("shakespeare.app.server.running", reason="pip install -e '.[serve]'")
 
 REQUESTS = (10_000, 150)
 LENGTH, SEEDS = 200, 24  # tokens beyond the block size of 128, so that the window slides
@@ -138,10 +138,11 @@ class Soak:
 def opened(client: Client, process: int) -> list[int]:
     """The numbers of a server's threads and open files, when its connections have ended.
 
-    If the page is built, threads look for its files: one that was idle for 10 s ends with the next look.
+    A connection stays for seconds after its client has closed it. If the page is built, threads look for its
+    files: one that was idle for 10 s ends with the next look.
     """
     client.get("/v1/nothing")
-    time.sleep(0.2)
+    time.sleep(running.HEAD_SECONDS + 1)
     return [len(os.listdir(f"/proc/{process}/{name}")) for name in ("task", "fd")]
 
 
