@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from shakespeare.attention_ext import parts, tiles
 from shakespeare.attention_ext import rules as ruling
+from shakespeare.attention_ext import tiles
 from shakespeare.attention_ext.checks import check_tensors, finite, truth
 from shakespeare.attention_ext.parts import (
     AUTO,
@@ -29,15 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["AUTO", "PARTS", "SIMD", "BuildError", "Part", "attention", "operator"]
-
-
-def _part_of_file(path: str) -> Part:
-    from shakespeare.own import kernel  # above this package; only users' files need it
-
-    return kernel.row(path)
-
-
-parts.part_of_file = _part_of_file
 
 
 class Options(TypedDict, total=False):

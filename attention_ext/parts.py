@@ -138,8 +138,6 @@ PARTS = {
 }
 
 SUFFIXES = (".cpp", ".ispc", ".cu", ".py")  # of users' files
-# Makes the Part of a user's file, by its path. The package sets it: this file imports no other.
-part_of_file: Callable[[str], Part] = PARTS.__getitem__
 
 # The SIMD helpers under the kernels; 'auto' is portable C++.
 SIMD = ("auto", "ispc", "portable", "off")
@@ -185,7 +183,9 @@ def check_part(part: str | Part) -> Part:
     if isinstance(part, Part):
         return part
     if is_file(part):
-        return part_of_file(part)
+        from shakespeare.attention_ext import user_kernel  # imports NumPy, which only users' files need
+
+        return user_kernel.row(part)
     one_of("part", part, PARTS)
     return PARTS[part]
 

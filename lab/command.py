@@ -20,6 +20,12 @@ class Stopped(Exception):
     """A program was ended because its result is no longer wanted."""
 
 
+def environment() -> dict[str, str]:
+    """That of a process of this package."""
+    path = os.pathsep.join(filter(None, (str(IMPORTS), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path}
+
+
 def run(
     command: Sequence[str], seconds: float, stop: Callable[[], bool] | None = None, **env: str
 ) -> tuple[int, str, str]:

@@ -1,9 +1,8 @@
 """The costs of a call beside its traffic: its scratch, and the sizes of the kernels' blocks."""
 
-from shakespeare.attention_ext import extension
+from shakespeare.attention_ext import extension, user_kernel
 from shakespeare.attention_ext.parts import check_part
 from shakespeare.lab.traffic import FLOAT_BYTES, Block, Case
-from shakespeare.own import kernel as kernels
 
 
 def block_of(simd: str | None = "auto") -> Block:
@@ -19,8 +18,8 @@ def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
     """
     row, sizes = check_part(part), (1, case.heads, case.Nq, case.Nk, case.d)
     if row.file:
-        kernel = kernels.loaded(row.file)
-        if not isinstance(kernel, kernels.Native):
+        kernel = user_kernel.loaded(row.file)
+        if not isinstance(kernel, user_kernel.Native):
             return 0
         return FLOAT_BYTES * kernel.scratch(*sizes, case.causal, case.threads)
     if row.operator is None:  # PyTorch: S and P of all heads

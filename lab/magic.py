@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shakespeare.own.trial.player import environment
-from shakespeare.own.trial.report import checked_name
+from shakespeare.attention_ext.user_kernel import checked_name
+from shakespeare.lab.command import environment
 
 CTRL_C_SECONDS = 2  # that a command may take to end when the cell is interrupted
 PICTURE = re.compile(r"wrote (.*)\.(svg|png)\n")

@@ -23,7 +23,7 @@ from shakespeare.attention_ext.cuda import gpu as driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
 from shakespeare.attention_ext.cuda.tiles import Queries
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.own.kernel import CudaCall
+from shakespeare.attention_ext.user_kernel import CudaCall
 
 STREAM = 7
 STAND_IN = """

@@ -48,8 +48,8 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     parts and PyTorch, with a hint. --json prints all of it. --seed gives the cases other inputs. With
     --inference the kernel writes text. Exit code 0: right; 1: wrong, crashed or endless; 2: used wrongly.
     """
-    from shakespeare.own import kernel as kernels
-    from shakespeare.own.trial import report, saved, starts
+    from shakespeare.attention_ext import user_kernel
+    from shakespeare.own.trial import saved, starts
     from shakespeare.own.trial.speed import Size
 
     if asked["triton"] and not (new and new.suffix == ".py"):
@@ -57,7 +57,7 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     if new:
         if file:
             raise click.UsageError("FILE does not go with --new")
-        report.checked_name(new, asked["backward"])
+        user_kernel.checked_name(new, asked["backward"])
         starts.write(new, asked["backward"], asked["triton"])
         option = " --backward" * asked["backward"]
         notice(f"Wrote {new}. Now: {to_type()} try {shlex.quote(str(new))}{option}")
@@ -65,12 +65,12 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     if file is None:
         raise click.UsageError("Missing argument 'FILE'.")
     if file.suffix != ".h":
-        report.checked_name(file, asked["backward"])
+        user_kernel.checked_name(file, asked["backward"])
     if not file.is_file():
         raise click.UsageError(f"FILE is {str(file)!r}; there is no such file")
     if file.suffix == ".h":
         return try_header(file, threads or 1, asked)
-    device = kernels.read(file).device
+    device = user_kernel.read(file).device
     if asked["inference"]:
         options.refuse(OWN, "does not go with --inference")
         settings = asked | FIXED | {"device": device, "threads": options.threads_for(threads)}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shakespeare.own import kernel as kernels
+from shakespeare.attention_ext import user_kernel
 from shakespeare.own.course.exercises import EXERCISES, Exercise, Failed, asked
 from shakespeare.own.trial import cases
 from shakespeare.own.trial.player import Found
@@ -111,7 +111,7 @@ def _attention(
         if wrong or not verdict.passed:
             raise Failed(verdict.why or f"wrong for {wrong[0]}")
         yield stage, ""
-    size = replace(SIZES[kernels.read(file).device], backward=backward)
+    size = replace(SIZES[user_kernel.read(file).device], backward=backward)
     steps = checker.examine(file, verdict, size)
     while verdict.right and next(steps) != "memory":
         pass

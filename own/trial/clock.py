@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shakespeare.attention_ext import attention
+from shakespeare.attention_ext import attention, user_kernel
 from shakespeare.lab import timing
-from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import cases
 from shakespeare.own.trial.cases import Array, Expected
 from shakespeare.own.trial.diagnosis import Finding
@@ -80,14 +79,14 @@ class Clock(timing.Cpu):
         self._empty = Timed(N=size.N, d=size.d)
         self._others = strangers()
         self._taken = list[tuple[float, Cpu]]()
-        source = kernels.read(file)
+        source = user_kernel.read(file)
         with_torch = source.needs_torch
         kind = "torch" if source.ladder else EMPTY_OF.get(file.suffix, "torch" if with_torch else "numpy")
         self._players = [Player(with_torch, size.threads) for _ in range(2)]
         self._player, self._peer = self._players
         try:
             name = f"empty{kind if kind.startswith('.') else '.py'}"
-            self._peer.load(kernels.kept(name, EMPTY[kind + " backward" * backward]), backward=backward)
+            self._peer.load(user_kernel.kept(name, EMPTY[kind + " backward" * backward]), backward=backward)
             self._peer.ask({"seal": True})
             empty = self._timer(self._peer, self._empty, EMPTY_CALLS)
             empty.round()  # before the file can do anything

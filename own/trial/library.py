@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shakespeare.attention_ext import user_kernel
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import PARTS
-from shakespeare.own import kernel as kernels
 
 SDPA = "scaled_dot_product_attention"
 # Operators of PyTorch that compute attention: what is said of each. Those above them call one of these.
@@ -83,7 +83,7 @@ _kept: list[Any] = []  # what is registered as long as this lives
 
 def in_text(file: Path, sources: Sequence[Path]) -> set[str]:
     """What a file's sources name in their text, and for C++ in its object, which must have been compiled."""
-    text = kernels.joined(sources)
+    text = user_kernel.joined(sources)
     if file.suffix == ".py":
         return set(NAMED.findall(re.sub(r"#.*|(\"\"\"|''')[\s\S]*?\1", "", text)))  # not in words
     if file.suffix == ".cu":

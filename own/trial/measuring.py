@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from shakespeare.attention_ext import extension, processor
+from shakespeare.attention_ext import extension, processor, user_kernel
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab import counters, machine
 from shakespeare.lab.bench.cases import known_on, plan
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.cuda import GpuBench
 from shakespeare.lab.bench.measure import Bench
-from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.clock import MIN_TIME, ROUNDS, Clock
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.gpu_clock import GpuClock
@@ -65,7 +64,7 @@ def timed(bench: Bench, clock: Clock) -> dict[str, float]:
 def measured(file: Path, size: Size) -> Figures | Finding:
     """The figures of a right kernel. Raises Wrong, Gone, RuntimeError as Clock does."""
     threads = size.threads
-    device = kernels.read(file).device
+    device = user_kernel.read(file).device
     on_cpu = device == "cpu"
     planned = ladder(size, device)
     bench = (Bench if on_cpu else GpuBench)(planned, ROUNDS, MIN_TIME)

@@ -25,10 +25,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from shakespeare.attention_ext import user_kernel
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
-from shakespeare.lab.command import IMPORTS
-from shakespeare.own import kernel as kernels
+from shakespeare.lab.command import environment
 from shakespeare.own.trial import library
 from shakespeare.own.trial.cases import Array
 from shakespeare.own.trial.diagnosis import FORWARD, Finding
@@ -176,12 +176,12 @@ class Player:
     def load(self, file: Path, most_memory: int | None = None, backward: bool = False) -> None:
         """Load a kernel, or its backward pass; C++ and ISPC are compiled here. Raises BuildError, Gone."""
         file = file.resolve()
-        kernels.check(file, backward)
+        user_kernel.check(file, backward)
         self._into = (BACKWARD if backward else FORWARD).into
         made = str(recipes.own(file).make()) if file.suffix in (".cpp", ".ispc") else None
         request = {"load": str(file), "library": made, "most_memory": most_memory, "backward": backward}
         imported = self.ask(request, LOAD_SECONDS).get("imported", ())
-        self.sources = [*dict.fromkeys((*kernels.sources(file), *map(Path, imported)))]
+        self.sources = [*dict.fromkeys((*user_kernel.sources(file), *map(Path, imported)))]
 
     def call(
         self,
@@ -271,7 +271,7 @@ class Player:
     def library(self, file: Path) -> str:
         """That the loaded file calls another's attention: a sentence, or ''."""
         names = library.in_text(file.resolve(), self.sources)
-        if not kernels.read(file).ladder:  # which this project's launcher launches
+        if not user_kernel.read(file).ladder:  # which this project's launcher launches
             names |= library.in_memory(self.pid, self.with_torch)
         with contextlib.suppress(BlockingIOError):
             names.update(os.read(self._notes, 1 << 12).decode(errors="replace").splitlines())
@@ -389,12 +389,6 @@ def at_ends(sizes: Iterable[int]) -> tuple[list[int], int]:
         offsets.append(size + pages * PAGE - n)
         size += (pages + 1) * PAGE
     return offsets, size
-
-
-def environment() -> dict[str, str]:
-    """That of a process of this package."""
-    path = os.pathsep.join(filter(None, (str(IMPORTS), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PYTHONPATH": path}
 
 
 def ended(code: int) -> Finding:

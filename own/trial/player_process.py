@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from shakespeare.attention_ext import user_kernel
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.lab.memory import keep_freed_memory
-from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import cases, library
 from shakespeare.own.trial.cases import CASES, Array
 
@@ -43,10 +43,10 @@ class Caller:
     """A loaded kernel or backward pass, and the call that GO makes."""
 
     def __init__(self, file: Path, library: str | None, backward: bool = False) -> None:
-        self.source = kernels.read(file)
-        native = library and kernels.Native(file, backward, Path(library))
-        self.kernel: Any = native or kernels.loaded(file, backward)
-        self.guard = GUARD if isinstance(self.kernel, kernels.OnCuda) else 0
+        self.source = user_kernel.read(file)
+        native = library and user_kernel.Native(file, backward, Path(library))
+        self.kernel: Any = native or user_kernel.loaded(file, backward)
+        self.guard = GUARD if isinstance(self.kernel, user_kernel.OnCuda) else 0
         self.result: Any = None  # that of the last call in Python
         self._scratch = np.empty(0, np.float32)
         if self.source.device == "cuda":
@@ -64,7 +64,7 @@ class Caller:
     ) -> Callable[[], object]:
         """What GO calls. scratch_fill: of new scratch, which ends where memory does; None keeps the last."""
         kernel = self.kernel
-        if isinstance(kernel, kernels.Native):
+        if isinstance(kernel, user_kernel.Native):
             (B, H, Nq, d), Nk = arrays["q"].shape, arrays["k"].shape[2]
             floats = kernel.scratch(B, H, Nq, Nk, d, causal, threads)
             if scratch_fill is not None:
@@ -111,7 +111,7 @@ class Caller:
                 views.append(whole[-1].as_strided(t.shape, strides))
             bits = [t.view(torch.int32) for t in whole]  # NaN is not equal to itself
             before = [t.clone() for t in bits]
-            out = {"out": views[-1]} if isinstance(self.kernel, kernels.OnCuda) else {}
+            out = {"out": views[-1]} if isinstance(self.kernel, user_kernel.OnCuda) else {}
             self.result = self.kernel(*views[: len(given)], *asked, **out)
             torch.cuda.synchronize()
             for name, now, then in zip((*given, *into), bits, before):
@@ -136,7 +136,7 @@ class Caller:
         for name, (handle, shape) in handles.items():
             tensors[name] = gpu.tensor_at(gpu.opened(bytes.fromhex(handle)), shape)
         into = [tensors.pop(name) for name in names]
-        in_place = {"out": into[0]} if isinstance(self.kernel, kernels.OnCuda) else {}
+        in_place = {"out": into[0]} if isinstance(self.kernel, user_kernel.OnCuda) else {}
 
         def call() -> None:
             results = self.kernel(*tensors.values(), *asked, **in_place)
@@ -155,7 +155,7 @@ class Decoder:
 
         checkpoint = load(name)
         self._config, self._caches = checkpoint.config, list[Any]()
-        module: Any = kernels.imported(file)
+        module: Any = user_kernel.imported(file)
         self._model = module.GPT.of(checkpoint.config, checkpoint.weights)
 
     def prepare(self, arrays: Arrays, into: Arrays, new: bool, cached: bool) -> Callable[[], object]:
@@ -204,12 +204,12 @@ def check_gpu(kernel: Any) -> None:
     try:
         gpu.check_gpu()
     except BuildError:
-        if isinstance(kernel, kernels.InPython):
+        if isinstance(kernel, user_kernel.InPython):
             raise
         _, resources = kernel.source(64, COMPILED_FOR).compile()
         what = f"it compiles for {COMPILED_FOR}, with {resources.registers} registers, and is not tried"
         raise BuildError(f"{what}: no GPU and driver are found here (see nvidia-smi)") from None
-    if not isinstance(kernel, kernels.OnCuda):
+    if not isinstance(kernel, user_kernel.OnCuda):
         return
     major, minor = gpu.gpu(0).capability
     nvrtc.make_all(kernel.source(d, f"sm_{major}{minor}") for d in {case.d for case in CASES})
@@ -262,7 +262,7 @@ class Desk:
         elif "again" in request:
             self._caller.copy(self._into)
         elif "scratch" in request:
-            native = isinstance(self._caller.kernel, kernels.Native)
+            native = isinstance(self._caller.kernel, user_kernel.Native)
             return {"floats": self._caller.kernel.scratch(*request["scratch"]) if native else None}
         else:
             self._prepare(**request)
@@ -276,7 +276,7 @@ class Desk:
                 mapped = PAGE * int(Path("/proc/self/statm").read_text().split()[0])
                 resource.setrlimit(resource.RLIMIT_AS, (mapped + most_memory,) * 2)
         self._caller = Caller(file, library, backward)
-        return {} if library else {"imported": [*map(str, kernels.sources(file)[1:])]}
+        return {} if library else {"imported": [*map(str, user_kernel.sources(file)[1:])]}
 
     def _prepare(
         self, size: int, arrays: dict[str, Any], into: dict[str, Any], guards: list[int], **asked: Any

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shakespeare.attention_ext.parts import SUFFIXES
+from shakespeare.attention_ext.user_kernel import SIMULATORS, has_gpu, joined, read, sources
 from shakespeare.lab.text import counted, size_text
-from shakespeare.own.kernel import BACKWARD, SIMULATORS, has_gpu, joined, read, sources
 from shakespeare.own.trial.cases import CASES, Case, Floats
 from shakespeare.own.trial.diagnosis import Finding, Subject, first_part
 from shakespeare.own.trial.speed import LADDER, Figures, Size, hint, place
@@ -215,11 +214,3 @@ def as_json(file: Path, outcome: Verdict, size: Size) -> dict[str, Any]:
             known["speed"]["place"] = place(figures)
             known["hint"] = {"text": what, "read": page}
     return known
-
-
-def checked_name(file: Path, backward: bool = False) -> str:
-    """A file's name. Raises ValueError if its suffix is none of a kernel's, or of a backward pass's."""
-    if file.suffix not in (suffixes := [*BACKWARD] if backward else SUFFIXES):
-        with_it = "with --backward " if backward else ""
-        raise ValueError(f"FILE is {str(file)!r}; {with_it}it must end with {', '.join(suffixes)}")
-    return file.name

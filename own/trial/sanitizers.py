@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from shakespeare.attention_ext import user_kernel
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
-from shakespeare.lab.command import run
-from shakespeare.own import kernel as kernels
+from shakespeare.lab.command import environment, run
 from shakespeare.own.trial.cases import CASES, WINDOWED, Case
 from shakespeare.own.trial.diagnosis import Finding
-from shakespeare.own.trial.player import environment
 from shakespeare.own.trial.speed import Stop
 
 SECONDS = 60  # that a program under a sanitizer may take
@@ -44,7 +43,7 @@ def search(file: Path, backward: bool, crashed: int | None, stop: Stop = None) -
     searches = []
     if file.suffix == ".cpp":
         searches = [partial(_address, file, backward, cases, stop)]
-        if THREADS.search(kernels.joined(kernels.sources(file))):
+        if THREADS.search(user_kernel.joined(user_kernel.sources(file))):
             searches.append(partial(_races, file, backward, stop))
     elif file.suffix == ".cu":
         searches = [partial(_cuda, file, stop)]
@@ -69,7 +68,7 @@ def _address(file: Path, backward: bool, cases: Sequence[Case], stop: Stop) -> t
 
 
 def _races(file: Path, backward: bool, stop: Stop) -> tuple[str, Finding | None]:
-    if re.search(r"\bomp\b", kernels.joined(kernels.sources(file))):
+    if re.search(r"\bomp\b", user_kernel.joined(user_kernel.sources(file))):
         return "races were not searched: ThreadSanitizer does not know OpenMP's threads", None
     for case in RACES:
         said = _said(file, "thread", case, backward, stop)
@@ -107,7 +106,7 @@ def _cuda(file: Path, stop: Stop) -> tuple[str, Finding | None]:
 
 def names(file: Path) -> list[str]:
     """The names of the user's files that a file is compiled from."""
-    return [path.name for path in kernels.sources(file)]
+    return [path.name for path in user_kernel.sources(file)]
 
 
 def lines_in(said: str, *names: str) -> list[str]:

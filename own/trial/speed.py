@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shakespeare.lab.command import run
+from shakespeare.attention_ext import user_kernel
+from shakespeare.lab.command import environment, run
 from shakespeare.lab.text import size_text
-from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.diagnosis import Finding
-from shakespeare.own.trial.player import environment, signalled
+from shakespeare.own.trial.player import signalled
 
 Stop = Callable[[], bool] | None
 SECONDS = 600  # that a measurement, or compiling Triton's tiles, may take
@@ -132,7 +132,7 @@ class Figures:
 
 def measure(file: Path, size: Size, stop: Stop = None) -> Figures | Finding:
     """The figures of a right kernel, or why there are none. Raises Stopped if stop()."""
-    if why := kernels.read(file).untimed:
+    if why := user_kernel.read(file).untimed:
         return Finding(UNTIMED, why)
     said = told("measuring", file, size, stop, "it was not timed")
     return said if isinstance(said, Finding) else Figures(**said)

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from shakespeare.attention_ext import user_kernel
 from shakespeare.lab.cuda.architectures import SHEETS
-from shakespeare.own import kernel as kernels
 from shakespeare.own.trial.diagnosis import Finding
 from shakespeare.own.trial.speed import Size, Stop, told
 
@@ -30,7 +30,7 @@ def swept(file: Path, size: Size, stop: Stop = None, arch: str = "sm_90") -> Til
     spilled bytes of a thread; shared bytes of a program, and whether it fits; ms, or None. [] for a file
     without Triton. Raises Stopped if stop().
     """
-    if not kernels.read(file).triton:
+    if not user_kernel.read(file).triton:
         return []
     return told("tiles", file, size, stop, "they were not compiled", arch, TRITON_INTERPRET="0")
 
@@ -57,7 +57,7 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
     import torch
     import triton
 
-    on_gpu, rows = kernels.has_gpu(), Tiles()
+    on_gpu, rows = user_kernel.has_gpu(), Tiles()
     if not on_gpu:
         triton.runtime.driver.set_active(no_gpu(arch))
 
@@ -73,13 +73,13 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
         rows.append(row | {"sizes": {names[i]: n for (i, *_), n in constants if i in src.fn.constexprs}})
 
     triton.knobs.compilation.listener = keep
-    module: Any = kernels.imported(file)
+    module: Any = user_kernel.imported(file)
     q, k, v = (torch.randn(1, size.heads, size.N, size.d, device="cuda" if on_gpu else "cpu") for _ in "qkv")
     if size.backward:
         module.attention_backward(q, k, v, v, q[..., 0].contiguous(), k, size.causal, size.d**-0.5)
     else:
         module.attention(q, k, v, size.causal, size.d**-0.5)
-    for tuner in kernels.tuned(module):
+    for tuner in user_kernel.tuned(module):
         for row in (row for row in rows if row["kernel"] == tuner.base_fn.__name__):
             for config, (ms, *_) in getattr(tuner, "configs_timings", {}).items():
                 asked = row["sizes"] | config.kwargs, config.num_warps, config.num_stages
@@ -96,7 +96,7 @@ def main(file: Path, size: str, arch: str) -> None:
     try:
         answer: Any = compiled(file, Size(**json.loads(size)), arch)
     except Exception as error:
-        why = kernels.reason(error, file)
+        why = user_kernel.reason(error, file)
         if not type(error).__module__.startswith("triton"):
             raise SystemExit(why) from None
         answer = {"kind": "compile", "sentence": f"Triton does not compile it: {why}"}

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from shakespeare.attention_ext import user_kernel
 from shakespeare.attention_ext.parts import BuildError
-from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import cases, diagnosis, player, sanitizers, speed, tiles
 from shakespeare.own.trial.cases import Array, Case, Floats
 from shakespeare.own.trial.diagnosis import FORWARD, Finding, Subject
@@ -152,7 +152,7 @@ class Checker:
 
     def warm(self, file: Path) -> Player:
         """The player that this file needs, which is started."""
-        with_torch = kernels.read(file).needs_torch
+        with_torch = user_kernel.read(file).needs_torch
         if self._player and (with_torch > self._player.with_torch or not self._player.alive):
             self._end_player()
         self._player = self._player or Player(with_torch)
@@ -165,7 +165,7 @@ class Checker:
 
         seconds: that a call may take before it is endless. seed: of the inputs. windowed: also with a window.
         """
-        played, source, verdict = self.warm(file), kernels.read(file), Verdict(backward=backward)
+        played, source, verdict = self.warm(file), user_kernel.read(file), Verdict(backward=backward)
         of = BACKWARD if backward else FORWARD
         on_gpu = source.device == "cuda"
         most_work = SIMULATED_WORK if source.simulated == "numba" else math.inf
@@ -194,7 +194,7 @@ class Checker:
         except BuildError as error:
             verdict.refused = str(error)
             verdict.output = error.output
-            verdict.sources = kernels.sources(file)
+            verdict.sources = user_kernel.sources(file)
         except (Gone, Wrong) as error:
             verdict.add(error.finding)
         except RuntimeError as error:

@@ -12,7 +12,7 @@ import torch
 from support import full
 
 from shakespeare.app.cli import options
-from shakespeare.own import kernel as kernels
+from shakespeare.attention_ext import user_kernel
 from shakespeare.own.course import checks, models, results
 from shakespeare.own.course.exercises import EXERCISES, STAGES, write
 from shakespeare.own.trial import cases, speed
@@ -47,7 +47,7 @@ def test_the_solution_passes_all_stages_and_the_untouched_exercise_none(exercise
     tries = [(exercise, exercise.text()), (exercise, exercise.solution())]
     untouched, solved = results_of(tries, tmp_path)
     assert not untouched.passed and untouched.failed == "it is untouched"
-    untimed = kernels.read(tmp_path / "1" / exercise.file).untimed
+    untimed = user_kernel.read(tmp_path / "1" / exercise.file).untimed
     assert solved.passed == list(STAGES)[: -1 if untimed else None], solved
     assert solved.failed == untimed and (solved.note or untimed)
 
@@ -73,8 +73,8 @@ def test_the_last_stage_is_judged_by_the_share_of_the_limit(tmp_path, extension,
 def test_exercises_for_a_gpu_compile(nvrtc, tmp_path):
     for exercise in (each for each in EXERCISES if each.file.endswith(".cu")):
         (tmp_path / exercise.file).write_text(exercise.solution())
-        kernel = kernels.loaded(tmp_path / exercise.file)
-        assert isinstance(kernel, kernels.OnLadder)
+        kernel = user_kernel.loaded(tmp_path / exercise.file)
+        assert isinstance(kernel, user_kernel.OnLadder)
         _, resources = kernel.source(32, "sm_80").compile()
         assert resources.registers > 0
 

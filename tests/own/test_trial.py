@@ -15,11 +15,10 @@ from support import ROOT, naming
 
 from shakespeare import generate
 from shakespeare.app.server.requests import CompletionBody
-from shakespeare.attention_ext import attention
+from shakespeare.attention_ext import attention, user_kernel
 from shakespeare.attention_ext.build import toolchain
 from shakespeare.attention_ext.parts import SUFFIXES
 from shakespeare.model import load
-from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import report, sanitizers, saved, speed
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.speed import Figures, Size
@@ -88,7 +87,7 @@ def test_right_kernels_are_right(tried, tmp_path, name):
         pytest.importorskip("numba")
     found = tried(f"mine{suffix}", text)
     assert found.right, (found.finding, found.refused)
-    simulated = kernels.read(tmp_path / f"mine{suffix}").simulated
+    simulated = user_kernel.read(tmp_path / f"mine{suffix}").simulated
     assert found.tried == sum(not simulated or case.work <= SIMULATED_WORK for case in CASES)
 
 
@@ -134,10 +133,10 @@ def test_wrong_uses_are_named(extension, tmp_path):
     with pytest.raises(ValueError, match=r"mine.cpp'; there is no such file"):
         attention(str(file), q, q, q)
     file.write_text("int other() { return 1; }  // no attention")
-    with pytest.raises(kernels.BuildError, match="must define void attention"):
+    with pytest.raises(user_kernel.BuildError, match="must define void attention"):
         attention(str(file), q, q, q)
     file.write_text('#include "attention.h"\nvoid attention(const Attention& a, float*) { a.nothing; }')
-    with pytest.raises(kernels.BuildError, match=r"mine.cpp:2:\d+: error: .*nothing"):
+    with pytest.raises(user_kernel.BuildError, match=r"mine.cpp:2:\d+: error: .*nothing"):
         attention(str(file), q, q, q)
     file.write_text(NAIVE)
     with pytest.raises(ValueError, match="return_lse is True; it must be False"):

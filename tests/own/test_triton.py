@@ -8,8 +8,8 @@ import pytest
 from planted import STARTS
 from support import naming
 
+from shakespeare.attention_ext import user_kernel
 from shakespeare.lab.cuda.architectures import SHEETS
-from shakespeare.own import kernel as kernels
 from shakespeare.own.trial import tiles, verdict
 from shakespeare.own.trial.cases import CASES
 from shakespeare.own.trial.diagnosis import Finding
@@ -37,7 +37,7 @@ def test_the_starts_compile_without_a_gpu(name, arch):
     assert isinstance(found, list) and len(found) == listed.count("("), found
     for row in found:
         assert row["registers"] > 0 and 0 < row["shared"] <= SHEETS[arch].shared and row["fits"]
-        assert (row["ms"] is not None) == kernels.has_gpu() and {*row["sizes"]} == {"BLOCK_M", "BLOCK_N"}
+        assert (row["ms"] is not None) == user_kernel.has_gpu() and {*row["sizes"]} == {"BLOCK_M", "BLOCK_N"}
 
 
 @with_triton
@@ -68,8 +68,8 @@ def test_mistakes_are_found(tried, monkeypatch):
 def test_without_triton_a_sentence_says_so(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(START)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(kernels.BuildError, match=r"triton, which is not installed: pip install"):
-        kernels.loaded(tmp_path / "mine.py")
+    with pytest.raises(user_kernel.BuildError, match=r"triton, which is not installed: pip install"):
+        user_kernel.loaded(tmp_path / "mine.py")
 
 
 @with_triton
@@ -79,5 +79,5 @@ def test_the_command(cli, failed):
     done = cli("try", "mine.py", "-N", 64, "-d", 16, "--heads", 1, "--seconds", SECONDS, "--json")
     found = json.loads(done.stdout)
     assert found["right"] and found["tried"] == len(CASES) and found["tiles"], found
-    if not kernels.has_gpu():
+    if not user_kernel.has_gpu():
         assert found["simulated"] == "triton" and "Triton's interpreter" in found["speed"]["note"]

@@ -1,4 +1,4 @@
-// The C interface of a library that holds a user's kernel, for own/kernel.py, which fills in the structs.
+// The C interface of a library that holds a user's kernel, for user_kernel.py, which fills in the structs.
 #include "tools/own.h"
 
 #include <string>

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import cache, nvrtc, recipes
-from shakespeare.attention_ext.parts import BuildError, Dtype, Part
+from shakespeare.attention_ext.parts import SUFFIXES, BuildError, Dtype, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,6 +92,14 @@ class Source(NamedTuple):
         """Ask for the simulator, before its package is imported."""
         if self.simulated and self.simulated not in sys.modules:
             os.environ[SIMULATORS[self.simulated][1]] = "1"
+
+
+def checked_name(file: Path, backward: bool = False) -> str:
+    """A file's name. Raises ValueError if its suffix is none of a kernel's, or of a backward pass's."""
+    if file.suffix not in (suffixes := [*BACKWARD] if backward else SUFFIXES):
+        with_it = "with --backward " if backward else ""
+        raise ValueError(f"FILE is {str(file)!r}; {with_it}it must end with {', '.join(suffixes)}")
+    return file.name
 
 
 def read(file: Path) -> Source:
