@@ -42,9 +42,7 @@ $ python gpt.py --help
 MARKED = re.compile(r"(<!-- results: \w+ -->\n).*?(<!-- end of results -->)", re.DOTALL)
 SPEEDRUN = "docs/results/speedrun.md"
 
-# The processors of the README's table: the first one's scratch is given.
-README = {"amd-zen-5": "Zen 5, AVX-512", "amd-zen-3": "Zen 3, AVX2"}
-SDPA = "PyTorch's `scaled_dot_product_attention`"
+README = "amd-zen-3"  # the processor of its table
 
 # Figures that part 4's tables leave out.
 HIDDEN = ("iqr_ms", "margin", "quiet", "all_ms", "gbps", "bandwidth_share", "scratch", "error")
@@ -185,17 +183,10 @@ def speedrun_row(run: dict[str, Any]) -> list[str]:
 
 
 def readme(text: str) -> str:
-    """The README with its table of parts from the files."""
-    lines: dict[str, list[str]] = {}
-    titles = ["part", "algorithm", "threads", "scratch, bytes"]
-    for slug, title in README.items():
-        titles += [f"{title}, ms", "over SDPA"]
-        run = report.load(saved.RESULTS / f"bench-{slug}.json")
-        for row in (report.row(run, result) for result in run.results):
-            figures = [report.figure(column, row[column]) for column in ("ms", "over_sdpa")]
-            name = row["contender"]
-            lines.setdefault(name, described_part(name, row["scratch"])).extend(figures)
-    return marked(text, markdown(titles, lines.values()))
+    """The README with its table of parts from the file."""
+    run = report.load(saved.RESULTS / f"bench-{README}.json")
+    rows = [described(report.row(run, result)) for result in run.results]
+    return marked(text, markdown(["part", "idea", "ms", "times PyTorch (more is faster)"], rows))
 
 
 def marked(text: str, shown: str) -> str:
@@ -203,13 +194,13 @@ def marked(text: str, shown: str) -> str:
     return MARKED.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", text)
 
 
-def described_part(name: str, scratch: int | None) -> list[str]:
-    """A contender's cells before its figures."""
+def described(row: dict[str, Any]) -> list[str]:
+    """A contender's cells."""
+    name = row["contender"]
     part = PARTS.get(name)
     link = f"[{name}](attention_ext/csrc/cpu/{part.operator}.cpp)" if part and part.operator else name
-    summary = part.summary if part else SDPA if name == "sdpa" else ""
-    threads = "1" if part and not part.threaded else "all"
-    return [link, summary, threads, "" if scratch is None else f"{scratch:,}"]
+    idea = part.summary if part else "PyTorch's `scaled_dot_product_attention`"
+    return [link, idea, *(report.figure(column, row[column]) for column in ("ms", "over_sdpa"))]
 
 
 def documents() -> dict[str, str]:
