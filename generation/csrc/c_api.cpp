@@ -37,11 +37,14 @@ template <class Body> bool guarded(const Body& body) {
         body();
         return true;
     } catch (const std::invalid_argument& error) {
-        failure = error.what(), failure_kind = 1;
+        failure = error.what();
+        failure_kind = 1;
     } catch (const std::bad_alloc&) {
-        failure = "not enough memory", failure_kind = 2;
+        failure = "not enough memory";
+        failure_kind = 2;
     } catch (const std::exception& error) {
-        failure = error.what(), failure_kind = 3;
+        failure = error.what();
+        failure_kind = 3;
     }
     return false;
 }
@@ -159,11 +162,13 @@ bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count, int64_t* top) 
 
 void fetch_logprobs(const Handle* decoder, int64_t top, int64_t* tokens, double* logprobs) {
     for (const TokenLogprob& row : decoder->logprobs) {
-        *tokens++ = row.token, *logprobs++ = row.logprob;
+        *tokens++ = row.token;
+        *logprobs++ = row.logprob;
         for (int64_t i = 0; i < top; i++) {
             const auto [token, logprob] =
                 i < static_cast<int64_t>(row.top.size()) ? row.top[i] : std::pair(int64_t{-1}, 0.0);
-            *tokens++ = token, *logprobs++ = logprob;
+            *tokens++ = token;
+            *logprobs++ = logprob;
         }
     }
 }

@@ -83,17 +83,23 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
         slot.text.written.resize(s.vocab_size);
     }
     Attention one = attention(1, cache_shape.capacity, 0);
-    if (cache_shape.transposed) one.Bc = cache_shape.panel, one.kv = kv;
+    if (cache_shape.transposed) {
+        one.Bc = cache_shape.panel;
+        one.kv = kv;
+    }
     int64_t attended = part.scratch(one);
     if (cache_shape.transposed) attended = std::max(attended, MOST_ROWS * d + part.few.together.scratch(one));
     const Layer& w = weights.layers[0];
     const int64_t most = std::max(sizes.slots, MOST_ROWS);
     const auto lay_out = [&](Scratch at) {
         Rows shared{most};
-        shared.X = at.matrix(most, w.proj.columns()), shared.Q = at.matrix(most, w.qkv.columns());
-        shared.A = at.matrix(most, s.n_embd), shared.Y = at.matrix(most, w.fc.columns());
+        shared.X = at.matrix(most, w.proj.columns());
+        shared.Q = at.matrix(most, w.qkv.columns());
+        shared.A = at.matrix(most, s.n_embd);
+        shared.Y = at.matrix(most, w.fc.columns());
         shared.L = at.matrix(most, weights.head.columns());
-        rows.clear(), scratch.clear();
+        rows.clear();
+        scratch.clear();
         for (int thread = 0; thread < threads; thread++) {
             shared.N = at.matrix(most, s.n_embd);
             shared.O = at.matrix(most, w.out.operand_words());  // the longest row
@@ -182,7 +188,11 @@ void Decoder::copy(int64_t from, int64_t to) {
     Slot& b = slot_of("to", to);
     if (from == to) return;
     b.cache.copy(a.cache, a.length);
-    b.length = a.length, b.pending = a.pending, b.logits = a.logits, b.text = a.text, b.tail = a.tail;
+    b.length = a.length;
+    b.pending = a.pending;
+    b.logits = a.logits;
+    b.text = a.text;
+    b.tail = a.tail;
     b.prompt.reset();
 }
 

@@ -79,7 +79,8 @@ struct Prompt {
     Rows rows_of(int64_t t0, int64_t end, int64_t thread) const {
         Rows block = rows[thread];
         block.count = std::min(PREFILL_ROWS, end - t0);
-        block.X = X.from(t0), block.Q = Q.from(t0);
+        block.X = X.from(t0);
+        block.Q = Q.from(t0);
         return block;
     }
 };

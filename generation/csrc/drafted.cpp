@@ -57,7 +57,9 @@ class Decoder::Drafting {
         decoder.trace.timed("sampling", 0, [&] { given = accept(tokens); });
         decoder.draft_pace.took(rows, seconds_since(start), given);
         DraftCounts& counts = decoder.counts;
-        counts.steps++, counts.tokens += given, counts.drafted += rows - texts_of_step;
+        counts.steps++;
+        counts.tokens += given;
+        counts.drafted += rows - texts_of_step;
         return true;
     }
 
@@ -85,7 +87,8 @@ class Decoder::Drafting {
     void look_ahead(Growing& text, double before) {
         const Slot& slot = slot_of(text);
         const size_t ahead = text.guesses.size();
-        text.next = {}, text.probability = 0;
+        text.next = {};
+        text.probability = 0;
         if (text.written.size() + ahead + 1 >= most) return;
         if (slot.length + 1 + static_cast<int64_t>(ahead) >= decoder.cache_shape.capacity) return;
         text.next = decoder.draft->guess(text.tail, number(text, ahead), slot.text, slot.sampling);

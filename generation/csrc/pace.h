@@ -62,7 +62,10 @@ class TeamSize {
         least = std::min(least, elapsed);
         tries++;
         if (tries < LEAST_TRIES || (trial > 1 && now < began + LEAST_TIME)) return;
-        if (trial == 1 || least < GAIN * shortest) best = trial, shortest = least;
+        if (trial == 1 || least < GAIN * shortest) {
+            best = trial;
+            shortest = least;
+        }
         if (trial < most && least < LOSS * shortest) return try_out(std::min(2 * trial, most), now);
         trial = 0;
         rarity = std::min(4 * rarity, RAREST);
@@ -76,7 +79,10 @@ class TeamSize {
     static constexpr int RAREST = 200;
 
     void try_out(int members, Clock::time_point now) {
-        trial = members, tries = 0, least = Clock::duration::max(), began = now;
+        trial = members;
+        tries = 0;
+        least = Clock::duration::max();
+        began = now;
     }
 
     int best = 1, trial = 0, tries = 0;  // trial: 0 if none is tried

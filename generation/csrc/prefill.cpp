@@ -18,8 +18,12 @@ void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool contin
         slot.logprobs.clear();
     }
     slot.tail.clear();
-    for (const int64_t id : ids) slot.text.seen[id] = 1, slot.tail.push(id);
-    slot.length = 0, slot.pending = -1;
+    for (const int64_t id : ids) {
+        slot.text.seen[id] = 1;
+        slot.tail.push(id);
+    }
+    slot.length = 0;
+    slot.pending = -1;
     slot.prompt.reset();
     // What is far behind decides nothing, unless log-probabilities are wanted; whole tiles of it are left out,
     // so that the others' bits stay.
@@ -42,12 +46,15 @@ void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool contin
     const auto lay_out = [&](Scratch at) {
         prompt.X = at.matrix(T, w.proj.columns()), prompt.Q = at.matrix(T, w.qkv.columns()),
         prompt.A = at.take(T * C);
-        prompt.rows.clear(), prompt.scratch.clear();
+        prompt.rows.clear();
+        prompt.scratch.clear();
         for (int thread = 0; thread < threads; thread++) {
             Rows& own = prompt.rows.emplace_back(Rows{PREFILL_ROWS});
-            own.A = at.matrix(PREFILL_ROWS, C), own.Y = at.matrix(PREFILL_ROWS, w.fc.columns());
+            own.A = at.matrix(PREFILL_ROWS, C);
+            own.Y = at.matrix(PREFILL_ROWS, w.fc.columns());
             if (top >= 0) own.L = at.matrix(PREFILL_ROWS, weights.head.columns());
-            own.N = at.matrix(PREFILL_ROWS, C), own.O = at.matrix(PREFILL_ROWS, w.out.operand_words());
+            own.N = at.matrix(PREFILL_ROWS, C);
+            own.O = at.matrix(PREFILL_ROWS, w.out.operand_words());
             prompt.scratch.push_back(at.take(most));
         }
         return at.taken();
@@ -73,7 +80,10 @@ bool Decoder::read(int64_t number, double seconds) {
         const NoDenormals flushed;
         do {
             prompt_piece(slot, prompt.stage, prompt.piece, 0);
-            if (++prompt.piece == stages.pieces(prompt.stage, H)) prompt.stage++, prompt.piece = 0;
+            if (++prompt.piece == stages.pieces(prompt.stage, H)) {
+                prompt.stage++;
+                prompt.piece = 0;
+            }
         } while (prompt.stage < count && !is_over());
     } else {
         // A turn cannot be interrupted, so it has one stage unless all may be read at once.

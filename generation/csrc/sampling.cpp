@@ -30,7 +30,10 @@ void keep_typical(std::vector<double>& weight, double least, double typical_p) {
     const auto kept = [&](double w) { return w > 0 && w >= least; };
     double total = 0, mean = 0;
     for (const double w : weight)
-        if (kept(w)) total += w, mean += w * std::log(w);
+        if (kept(w)) {
+            total += w;
+            mean += w * std::log(w);
+        }
     mean /= total;
     const auto distance = [&](double w) { return std::abs(std::log(w) - mean); };
     std::vector<std::pair<double, double>> order;  // (distance, weight)

@@ -24,9 +24,14 @@ inline void Decoder::attend(const Token& first, int64_t count, int64_t layer, in
         return;
     }
     Attention a = attention(count, first.position + count, head);
-    a.q = {q, 0, 0, ldQ, 1}, a.k = cache.keys(layer, head), a.v = cache.values(layer, head);
+    a.q = {q, 0, 0, ldQ, 1};
+    a.k = cache.keys(layer, head);
+    a.v = cache.values(layer, head);
     a.out = count > 1 ? own : to;
-    if (cache_shape.transposed) a.Bc = cache_shape.panel, a.kv = cache_shape.precision;
+    if (cache_shape.transposed) {
+        a.Bc = cache_shape.panel;
+        a.kv = cache_shape.precision;
+    }
     if (count == 1) return part.attention(a, own);
     part.few.together.attention(a, own + MOST_ROWS * d);
     for (int64_t r = 0; r < count; r++) std::copy_n(a.out + r * d, d, to + r * ld);

@@ -14,7 +14,9 @@ Attention call_of(int64_t H, int64_t N, int64_t d, int64_t Br, int64_t Bc, float
     const auto matrices = [&](int64_t i) { return Matrices{data + i * size, size, head, d, 1}; };
     const float scale = 1 / std::sqrt(static_cast<float>(d));
     Attention a{{1, H, N, N, d, /* causal */ false, scale, std::min(Br, N), std::min(Bc, N), /* threads */ 1}};
-    a.q = matrices(0), a.k = matrices(1), a.v = matrices(2);
+    a.q = matrices(0);
+    a.k = matrices(1);
+    a.v = matrices(2);
     a.out = data + 3 * size;
     return a;
 }

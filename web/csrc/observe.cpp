@@ -47,8 +47,10 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
         T, s.n_head, C / s.n_head, first.qkv.width(), first.qkv.columns(), {s.n_head, s.window}, {}};
     Rows rows{T};
     const auto lay_out = [&](Scratch at) {
-        rows.X = at.matrix(T, first.proj.columns()), rows.A = at.matrix(T, C);
-        rows.Y = at.matrix(T, first.fc.columns()), rows.N = at.matrix(T, C);
+        rows.X = at.matrix(T, first.proj.columns());
+        rows.A = at.matrix(T, C);
+        rows.Y = at.matrix(T, first.fc.columns());
+        rows.N = at.matrix(T, C);
         rows.O = at.matrix(T, first.out.operand_words());
         return at.taken();
     };
@@ -66,7 +68,9 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
         Block<Member> block(rows, alone);
         block.qkv(weights.layers[l], 0, true, [&](int64_t h, int64_t, int64_t) {  // all rows: it is alone
             a.rules = o->endless.of(h);
-            a.q = o->matrix(l, h, 0), a.k = o->matrix(l, h, 1), a.v = o->matrix(l, h, 2);
+            a.q = o->matrix(l, h, 0);
+            a.k = o->matrix(l, h, 1);
+            a.v = o->matrix(l, h, 2);
             FLASH.attention(a, scratch);
             for (int64_t t = 0; t < T; t++) std::copy_n(out + t * o->d, o->d, rows.A.row(t) + h * o->d);
         });

@@ -67,8 +67,12 @@ __device__ inline void filter(const Filters& by, double* memory, float (&of_lane
         double total = 0, mean = 0, farthest = 0;
         const auto kept = [&](double w) { return w > 0 && w >= least; };
         UNROLLED(e, OF_LANE)
-            if (kept(weight[e])) total += weight[e], mean += weight[e] * log(weight[e]);
-        total = over_warp(total, plus), mean = over_warp(mean, plus) / total;
+            if (kept(weight[e])) {
+                total += weight[e];
+                mean += weight[e] * log(weight[e]);
+            }
+        total = over_warp(total, plus);
+        mean = over_warp(mean, plus) / total;
         const auto distance = [&](double w) { return fabs(log(w) - mean); };
 #pragma unroll 1
         for (int e = 0; e < OF_LANE; e++) {
@@ -122,7 +126,8 @@ __device__ inline int pick(const float (&weight)[OF_LANE], float uniform) {
     int token = VOCAB, last = -1;  // last: if rounding leaves a remainder
     UNROLLED(e, OF_LANE) {
         if (weight[e] == 0) continue;
-        reached += weight[e], last = first + e;
+        reached += weight[e];
+        last = first + e;
         if (token == VOCAB && reached > point) token = first + e;
     }
     token = __reduce_min_sync(~0u, token);
@@ -134,8 +139,10 @@ __device__ inline int pick(const float (&weight)[OF_LANE], float uniform) {
 __device__ inline int choose(const Work& work, long long at, const float* logits, const double* settings,
                              double uniform, double* memory) {
     const Filters filters{settings};
-    const double temperature = settings[TEMPERATURE], repetition = settings[REPETITION],
-                 presence = settings[PRESENCE], frequency = settings[FREQUENCY];
+    const double temperature = settings[TEMPERATURE];
+    const double repetition = settings[REPETITION];
+    const double presence = settings[PRESENCE];
+    const double frequency = settings[FREQUENCY];
     const bool adjusted = settings[ADJUSTED] != 0, penalised = presence != 0 || frequency != 0;
     const int lane = threadIdx.x % LANES, first = lane * OF_LANE;
     float logit[OF_LANE], largest = -INF;
@@ -157,9 +164,11 @@ __device__ inline int choose(const Work& work, long long at, const float* logits
                     w -= count * frequency + presence;
                 w += work.bias[at + i];
             }
-            weight[e] = w, best = best > w ? best : w;
+            weight[e] = w;
+            best = best > w ? best : w;
         }
-        best = largest_of_warp(best), largest = float(best);
+        best = largest_of_warp(best);
+        largest = float(best);
         UNROLLED(e, OF_LANE) below[e] = float(weight[e] - best);
     } else {
         largest = ::largest<1, LANES>(largest);

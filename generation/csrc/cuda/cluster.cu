@@ -200,7 +200,10 @@ __device__ inline void write_with_drafts(const Work& work, int number, Exchange&
             }
         }
         if (thread == 0) s.token[0] = pending;
-        if (thread < TEXTS) s.slot[thread] = text.slot, s.length[thread] = held + thread;
+        if (thread < TEXTS) {
+            s.slot[thread] = text.slot;
+            s.length[thread] = held + thread;
+        }
         __syncthreads();
         if (reads) Pass{work, rows, exchange}.run();
         int token = 0;
@@ -226,13 +229,18 @@ __device__ inline void write_with_drafts(const Work& work, int number, Exchange&
         }
         for (int i = 0; i <= right; i++) add(s.next[i]);
         pending = s.next[right];
-        held += reads ? right + 1 : 0, done += right + 1;
-        passes++, drafted += rows - 1, guesses += min(right + 1, rows - 1);
+        held += reads ? right + 1 : 0;
+        done += right + 1;
+        passes++;
+        drafted += rows - 1;
+        guesses += min(right + 1, rows - 1);
         __syncthreads();  // the guesses are compared before the next ones are made
     }
     if (block == 0 && thread == 0) {
         int* drafts = work.drafts + 3 * number;
-        drafts[0] = passes, drafts[1] = drafted, drafts[2] = guesses;
+        drafts[0] = passes;
+        drafts[1] = drafted;
+        drafts[2] = guesses;
     }
 }
 #endif
@@ -260,7 +268,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
         __syncthreads();
         if (thread < texts) {
             const Text text = work.texts[start + thread];
-            s.slot[thread] = text.slot, s.length[thread] = text.length, s.token[thread] = text.token;
+            s.slot[thread] = text.slot;
+            s.length[thread] = text.length;
+            s.token[thread] = text.token;
             for (int i = 0; i < SETTINGS && thread == block; i++)
                 s.settings[i] = work.sampling[text.slot * SETTINGS + i];
         }

@@ -60,7 +60,10 @@ __device__ inline void attend_to_keys(const Work& work, int layer, int texts, co
         UNROLLED(r, TOGETHER) top[r] = rows[r].m;
         UNROLLED(i, STRIP) {
             const int j = j0 + i * ROUND + lane / KEY_LANES;
-            if (j == added) strip.k[i] = k_new, strip.v[i] = v_new;
+            if (j == added) {
+                strip.k[i] = k_new;
+                strip.v[i] = v_new;
+            }
             if (DRAFTS && j > added && j < end) {
                 strip.k[i] = rounded(load4(&qkv[j - added][1][column]));
                 strip.v[i] = rounded(load4(&qkv[j - added][2][column]));
@@ -90,7 +93,10 @@ __device__ inline void merge_warps(const Unit& unit, int texts, const Exchange& 
         const float o[4] = {x.x, x.y, x.z, x.w}, state[2] = {row.m, row.l};
         if (COLLECTED) {
             store4(&result.output[t][column], x);
-            if (column == 0) result.state[t][0] = row.m, result.state[t][1] = row.l;
+            if (column == 0) {
+                result.state[t][0] = row.m;
+                result.state[t][1] = row.l;
+            }
         } else {
             exchange.store(&result.output[t][column], pair % BLOCKS, o);
             if (column == 0) exchange.store(result.state[t], pair % BLOCKS, state);

@@ -65,13 +65,17 @@ __device__ inline void in_terms(float a, float b, unsigned (&terms)[3]) {
     UNROLLED(i, 3) {
         const unsigned bits_a = __float_as_uint(a), bits_b = __float_as_uint(b);
         terms[i] = __byte_perm(bits_a, bits_b, 0x7632);  // the upper halves
-        a -= __uint_as_float(bits_a & 0xffff0000u), b -= __uint_as_float(bits_b & 0xffff0000u);
+        a -= __uint_as_float(bits_a & 0xffff0000u);
+        b -= __uint_as_float(bits_b & 0xffff0000u);
     }
 }
 
 __device__ inline void load(unsigned (&to)[4], const uint4& from) {
     const uint4 x = from;
-    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    to[0] = x.x;
+    to[1] = x.y;
+    to[2] = x.z;
+    to[3] = x.w;
 }
 
 // The tensor cores multiply (mma.h: which lanes hold what). A warp has up to TOGETHER tiles of 16 outputs at a
@@ -104,7 +108,8 @@ __device__ inline void multiply(const Matrix<K, N>& matrix, const float* in, int
                 if (DEPTH % AHEAD && k >= DEPTH) continue;
                 const float4 quad = load4(x + 16 * k);
                 unsigned b0[3], b1[3];
-                in_terms(quad.x, quad.y, b0), in_terms(quad.z, quad.w, b1);
+                in_terms(quad.x, quad.y, b0);
+                in_terms(quad.z, quad.w, b1);
                 UNROLLED(term, 3) {
                     UNROLLED(n, TOGETHER) multiply_16bit(sums[term][n], w[i][n], b0[term], b1[term]);
                 }
@@ -212,11 +217,14 @@ struct Unit {
 
     __device__ Unit(const Work& work, int layer, int texts, int unit) {
         const Shared& s = own();
-        split = unit % SPLITS, head = unit / SPLITS % HEADS, row = unit / (SPLITS * HEADS) * QUERIES;
+        split = unit % SPLITS;
+        head = unit / SPLITS % HEADS;
+        row = unit / (SPLITS * HEADS) * QUERIES;
         keys = unit < UNITS && row < texts && s.token[row] >= 0 ? s.length[PROMPT ? texts - 1 : row] + 1 : 0;
         const int slot = keys > 0 ? s.slot[row] : 0;
         const long long at = head_at(work, slot, layer, head) + VECTOR * (threadIdx.x % LANES % KEY_LANES);
-        k = work.keys + at, v = work.values + at;
+        k = work.keys + at;
+        v = work.values + at;
     }
     __device__ int begin() const { return split * STRIP * WARP_KEYS; }
     __device__ Strip load(int first) const {
@@ -368,7 +376,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) decode(const __g
         __syncthreads();
         if (thread < TEXTS) {
             const Text text = start + thread < work.count ? work.texts[start + thread] : Text{-1, -1, -1, 0};
-            s.slot[thread] = text.slot, s.length[thread] = text.length, s.token[thread] = text.token;
+            s.slot[thread] = text.slot;
+            s.length[thread] = text.length;
+            s.token[thread] = text.token;
             s.flags[thread] = text.flags;
         }
         __syncthreads();

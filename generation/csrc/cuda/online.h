@@ -24,8 +24,10 @@ __device__ inline float4 operator*(float4 a, float b) { return {a.x * b, a.y * b
 __device__ inline float4 operator-(float4 a, float b) { return {a.x - b, a.y - b, a.z - b, a.w - b}; }
 
 __device__ inline void add_multiple(float4& sum, float a, float4 x) {
-    sum.x = fmaf(a, x.x, sum.x), sum.y = fmaf(a, x.y, sum.y);
-    sum.z = fmaf(a, x.z, sum.z), sum.w = fmaf(a, x.w, sum.w);
+    sum.x = fmaf(a, x.x, sum.x);
+    sum.y = fmaf(a, x.y, sum.y);
+    sum.z = fmaf(a, x.z, sum.z);
+    sum.w = fmaf(a, x.w, sum.w);
 }
 
 __device__ inline float dot(float sum, float4 a, float4 b) {
@@ -46,7 +48,8 @@ template <int quads> struct State {
     template <int keys, class Value>
     __device__ inline void add(const float (&score)[keys], float top, const Value& value) {
         const float correction = exp2_approx(m - subtrahend(top));
-        m = top, l *= correction;
+        m = top;
+        l *= correction;
         UNROLLED(c, quads) o[c] = o[c] * correction;
         UNROLLED(j, keys) {
             const float p = exp2_approx(score[j] - subtrahend(m));
@@ -66,7 +69,10 @@ template <int quads> struct State {
             if (lane < lanes && 4 * quads * lane < HEAD_DIM) store4(output + 4 * (quads * lane + c), total);
         }
         const float total = sum<lanes, LANES>(l * factor);
-        if (lane == 0) state[0] = top, state[1] = total;
+        if (lane == 0) {
+            state[0] = top;
+            state[1] = total;
+        }
     }
 };
 
