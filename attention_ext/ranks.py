@@ -5,9 +5,9 @@ ranks that wait for it fail too. A rank that does not answer in time was killed 
 """
 
 import contextlib
+import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shakespeare.attention_ext.checks import finite, none_is_default
 
+log = logging.getLogger(__name__)
 HERE = "here"  # the answer of a rank that has not failed itself
 ABORT = 2.0  # seconds that NCCL's abort may take
 ROLL_CALL = 5.0  # seconds that a rank waits for the others' answers, at most the timeout
@@ -185,5 +186,5 @@ class RollCall:
                 continue  # another signal, or the main thread reports
             self.answer(HERE)
             sentence = self.sentence() or f"rank {self.rank} was told to end"
-            print(f"gpt.py: error: {sentence}", file=sys.stderr, flush=True)
+            log.error(sentence)
             os._exit(2)

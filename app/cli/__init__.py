@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import shlex
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import click
 
 from shakespeare import __version__
-from shakespeare.app.cli.terminal import notice, one_line, program
+from shakespeare.app.cli.terminal import NOTICES, notice, one_line, program
 from shakespeare.attention_ext import PARTS, BuildError
 from shakespeare.attention_ext.build import prebuilt
 from shakespeare.attention_ext.parts import is_file
@@ -32,9 +33,11 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
 MODULES = {"4Daccess": "four_d_access", "try": "try_"}  # of commands whose names no module can have
 # What a plain install lacks and some commands need.
-NEEDED = {name: f"{name}: pip install {name}" for name in ("pooch", "rich", "gguf")}
-NEEDED["torch"] = "PyTorch: pip install torch pybind11"
-NEEDED |= dict.fromkeys(("fcntl", "grp", "pwd", "resource"), "Linux or a Mac; on Windows use WSL")
+NEEDED = {
+    **{name: f"{name}: pip install {name}" for name in ("pooch", "rich", "gguf")},
+    "torch": "PyTorch: pip install torch pybind11",
+    **dict.fromkeys(("fcntl", "grp", "pwd", "resource"), "Linux or a Mac; on Windows use WSL"),
+}
 # Words of the errors when memory runs out: PyTorch's, the kernels', a thread's that cannot be started.
 NO_MEMORY = (
     "allocate memory",
@@ -84,8 +87,9 @@ class Commands(click.Group):
 
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
         folder, _, word = args[0].rpartition("/")
-        if said := nanogpt("command", "config/" if folder == "config" else word):
-            raise click.UsageError(said)
+        hint = nanogpt("command", "config/" if folder == "config" else word)
+        if hint:
+            raise click.UsageError(hint)
         name, command, rest = super().resolve_command(context, args)
         known = {word for parameter in command.params for word in parameter.opts} if command else set()
         return name, command, [hyphened(word, known) for word in rest]
@@ -162,14 +166,18 @@ def main(arguments: list[str] | None = None) -> None:
     gc.set_threshold(50_000)
     # Kineto writes a line to stderr at each start and stop of the profiler unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    logging.getLogger("shakespeare").addHandler(NOTICES)
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it takes fewer arguments
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):  # a notebook's have none
             stream.reconfigure(errors="backslashreplace")  # as Python's stderr: no character is lost
-    if arguments is None and (file := named_file(sys.argv[1:])):
-        run_apart(file)
+    if arguments is None:
+        arguments = sys.argv[1:]
+        file = named_file(arguments)
+        if file:
+            run_apart(file)
     try:
-        with cli.make_context(program(), sys.argv[1:] if arguments is None else list(arguments)) as context:
+        with cli.make_context(program(), list(arguments)) as context:
             if cli.invoke(context) is False:
                 sys.exit(1)
     except click.exceptions.Exit as done:

@@ -1,5 +1,6 @@
 """What commands say: the program's name, and lines for the person at the terminal."""
 
+import logging
 import os
 import sys
 import time
@@ -30,6 +31,18 @@ def notice(sentence: str, nl: bool = True) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+class Notices(logging.Handler):
+    """Shows what the library logs on stderr; an error as the command's own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sentence = record.getMessage()
+        error = record.levelno >= logging.ERROR
+        notice(f"{program()}: error: {one_line(sentence)}" if error else sentence)
+
+
+NOTICES = Notices()
+
+
 def one_line(text: str) -> str:
     """The text in one line, with control characters escaped: file names and contents may hold any."""
     text = text.replace("\n\t", " ").rstrip()  # click lists a missing argument's choices over several lines
@@ -51,7 +64,8 @@ def progress(times: bool = False) -> Iterator[tuple[Callable[..., None], Callabl
         return
     timed = "{task.description}", BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     columns = timed if times else (BarColumn(), "{task.description}")
-    console, drawn = Console(stderr=True), 0.0
+    console = Console(stderr=True)
+    drawn = 0.0
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as bar:
         task = bar.add_task("starting")

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import stat
@@ -28,6 +29,7 @@ BUILD_SECONDS = 600  # no build takes longer
 ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
 # Errors of what a disk does not have, as flock and fsync on many disks of networks.
 UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
+log = logging.getLogger(__name__)
 _compiling = threading.local()  # seconds: of this thread so far
 
 
@@ -174,7 +176,7 @@ def locked(path: Path) -> Iterator[int]:
     """Hold an exclusive lock on path, after a notice if another process has it. Yields its descriptor."""
     with open(path, "w") as file:
         if not lock(file.fileno(), wait=False):
-            print("Waiting for another build...", file=sys.stderr, flush=True)
+            log.warning("Waiting for another build...")
             lock(file.fileno())
         yield file.fileno()
 
@@ -193,7 +195,7 @@ def make(target: Path, what: str, write: Callable[[Path], Path]) -> None:
         with uncounted(), locked(directory / LOCK):
             if target.exists():  # another process made it while this one waited
                 return
-            print(f"Compiling {what}...\n", end="", file=sys.stderr, flush=True)  # whole: other threads print
+            log.warning("Compiling %s...", what)  # a level that Python shows: it may take a minute
             # A killed build's compilers may still be writing to its folder, so it is never used again.
             for left in directory.glob(f"{tempfile.gettempprefix()}*"):
                 shutil.rmtree(left, ignore_errors=True)

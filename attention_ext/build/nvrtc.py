@@ -1,9 +1,9 @@
 """Compiles CUDA kernels with NVRTC, through NVIDIA's cuda-core. Neither a GPU nor nvcc is needed."""
 
 import io
+import logging
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -18,6 +18,7 @@ from shakespeare.attention_ext.parts import BuildError
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 INSTALL = "pip install cuda-core cuda-bindings nvidia-cuda-nvrtc, or pip install -e '.[cuda]'"
 
+log = logging.getLogger(__name__)
 _IMPORTING = threading.Lock()  # cuda.core's modules import each other, which threads may not do together
 
 
@@ -105,7 +106,7 @@ class Source:
     def _write(self, work: Path) -> Path:
         start = time.perf_counter()
         code, _ = self.compile()
-        print(f"Compiled in {time.perf_counter() - start:.1f} s.\n", end="", file=sys.stderr, flush=True)
+        log.warning("Compiled in %.1f s.", time.perf_counter() - start)
         file = work / "kernel.cubin"
         file.write_bytes(code)
         return file

@@ -1,6 +1,7 @@
 """Errors are one line on stderr and exit code 2. Ctrl-C and a closed pipe end the program quietly."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -174,6 +175,16 @@ def test_without_a_compiler_part0_works_and_the_others_say_what_to_install(tmp_p
 
 
 ENDLESS = ("part0", "--inference", "-m", "shakes2048", "--max-new-tokens", 1_000_000)
+
+
+def test_what_the_library_logs_is_shown(cli, monkeypatch):
+    def log(echo):
+        library = logging.getLogger("shakespeare.attention_ext")
+        library.warning("Compiling %s...", "a kernel")
+        library.error("rank 1 did not\nanswer")
+
+    monkeypatch.setattr("shakespeare.lab.doctor.run", log)
+    assert cli("doctor").stderr == "Compiling a kernel...\ngpt.py: error: rank 1 did not\\nanswer\n"
 
 
 def test_more_threads_than_cores_are_warned_of_in_one_line(cli):
