@@ -47,8 +47,12 @@ README = "amd-zen-3"  # the processor of its table
 # Figures that part 4's tables leave out.
 HIDDEN = ("iqr_ms", "margin", "quiet", "all_ms", "gbps", "bandwidth_share", "scratch", "error")
 # Cases of benchmarks.generation, as columns name them; others have their own names.
-CASES = {"batch1": "batch 1, block 256", "batch32": "batch 32, block 256", "long": "batch 1, block 2048"}
-CASES |= {"prefill": "prefill 1,024"}
+CASES = {
+    "batch1": "batch 1, block 256",
+    "batch32": "batch 32, block 256",
+    "long": "batch 1, block 2048",
+    "prefill": "prefill 1,024",
+}
 
 
 def cli_document() -> str:
@@ -62,6 +66,7 @@ def cli_document() -> str:
         usage = command.get_usage(click.Context(command, info_name=name, parent=context))
         lines += [f"## {name}", "", f"`{usage.removeprefix('Usage: ')}`", ""]
         lines += [inspect.cleandoc(command.help or "").replace("\b\n", ""), ""]
+        lines += [command.epilog, ""] if command.epilog else []
         if name == "part4":
             lines += [f"{', '.join(PARTS)} have the same options.", ""]
         own = [row for row in rows[name] if count[row] == 1]
@@ -99,9 +104,12 @@ def part4(file: Path) -> list[str]:
 def generation(file: Path) -> list[str]:
     """All engines in all cases, as benchmarks.generation saved them."""
     content = json.loads(file.read_text())
-    machine, busy = content["machine"], content.get("busy")
-    facts = [f"{machine['cpu']}, PyTorch {machine['torch']}, {machine['date']} UTC", *[busy] * bool(busy)]
-    titles, columns = [CASES.get(case, case) for case in content["cases"]], content["cases"].values()
+    machine = content["machine"]
+    facts = [f"{machine['cpu']}, PyTorch {machine['torch']}, {machine['date']} UTC"]
+    if content.get("busy"):
+        facts.append(content["busy"])
+    titles = [CASES.get(case, case) for case in content["cases"]]
+    columns = content["cases"].values()
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(figures_of(column.get(name)) for column in columns)] for name in names]
     rows.sort(key=lambda row: row[0] == "memory limit")  # it comes last
@@ -176,8 +184,12 @@ def speedrun_row(run: dict[str, Any]) -> list[str]:
     on = run["machine"]
     name = on.get("gpu", {}).get("name", on["microarchitecture"] or on["cpu"])
     missed = sum(each["loss"] > run["target"] for each in run["runs"])
-    seeds = f"{len(run['runs'])}" + f", {missed} did not reach {run['target']}" * bool(missed)
-    cells = [name + ", busy" * bool(run["busy"]), str(run["threads"]), f"`{run['options']}`", seeds]
+    seeds = f"{len(run['runs'])}"
+    if missed:
+        seeds += f", {missed} did not reach {run['target']}"
+    if run["busy"]:
+        name += ", busy"
+    cells = [name, str(run["threads"]), f"`{run['options']}`", seeds]
     cells += [spread(seconds, ".1f") for seconds in ("seconds", "training_seconds")]
     return [*cells, f"{run['runs'][0]['characters']:,}", spread("loss", ".4f"), on["commit"] or ""]
 

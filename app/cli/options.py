@@ -80,7 +80,8 @@ class Numbers(click.ParamType):
     name = "list"
 
     def __init__(self, most: int = LARGEST_SIZE, auto: bool = False) -> None:
-        self.most, self.auto = most, auto
+        self.most = most
+        self.auto = auto
 
     def convert(self, value, parameter, context) -> tuple[int | None, ...]:
         if isinstance(value, tuple):
@@ -92,9 +93,10 @@ class Numbers(click.ParamType):
                 continue
             form = re.fullmatch(r"(\d{1,10})(?::(\d{1,10})(?:([*+])(\d{1,10}))?)?", item, re.ASCII)
             if not form or int(form[1]) < 1 or (form[3] and int(form[4]) < (2 if form[3] == "*" else 1)):
-                auto = " or auto" * self.auto
+                auto = " or auto" if self.auto else ""
                 self.fail(f"{item!r} must be a number of at least 1, a range like 256:4096*2 or 1:9+2{auto}")
-            number, last = int(form[1]), int(form[2] or form[1])
+            number = int(form[1])
+            last = int(form[2] or number)
             if number > last:
                 self.fail(f"{item!r} goes down; it must go up")
             if last > self.most:
@@ -123,12 +125,14 @@ class Names(click.ParamType):
     name = "list"
 
     def __init__(self, of: Collection[str] = (), files: bool = False) -> None:
-        self.of, self.files = of, files
+        self.of = of
+        self.files = files
 
     def convert(self, value, parameter, context) -> tuple[str, ...]:
         names = value if isinstance(value, tuple) else tuple(value.split(",") if value else ())
         known = [*self.of, *(name for name in names if self.files and is_file(name))]
-        if wrong := [name for name in names if self.of and name not in known]:
+        wrong = [name for name in names if self.of and name not in known]
+        if wrong:
             self.fail(f"{wrong[0]!r} must be one of {', '.join(self.of)}", parameter, context)
         return names
 
@@ -221,7 +225,8 @@ def save(kind: str, what: str) -> Decorator:
     def default(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
         if value != "":
             return value
-        if (device := context.params.get("device", "cpu")) == "cpu":
+        device = context.params.get("device", "cpu")
+        if device == "cpu":
             return str(saved.default_file(kind))
         gpu = importlib.import_module(f"shakespeare.lab.{device}.gpu")
         return str(saved.default_file(f"{kind}_{device}", gpu.Gpu().describe()["name"]))
@@ -334,8 +339,8 @@ def check(part: str | None = None) -> None:
 
 
 # What runs the model.
-MODEL = f"Model: {', '.join(PRESENT)}, a directory, ckpt.pt or FILE.gguf."
-model = option("-m", "--model", MODEL, default=DEFAULT)
+MODEL = f"Model: {', '.join(PRESENT)}, a directory, ckpt.pt or FILE.gguf"
+model = option("-m", "--model", f"{MODEL}.", default=DEFAULT)
 engine = choice(
     "--engine",
     "Engine that runs the model; auto is native for parts 1 to 4, for part4 also cuda or webgpu, else torch.",
@@ -367,12 +372,12 @@ SECRET_SEED = "SHAKESPEARE_COURSE_SEED"  # of the environment
 
 def secret_seed(given: int | None) -> int | None:
     """A given seed, or the environment's, which is then removed: a user's file must not find it there."""
-    held = os.environ.pop(SECRET_SEED, None)
-    if given is not None or held is None:
+    secret = os.environ.pop(SECRET_SEED, None)
+    if given is not None or secret is None:
         return given
-    if not re.fullmatch(r"\d{1,18}", held, re.ASCII):
+    if not re.fullmatch(r"\d{1,18}", secret, re.ASCII):
         raise ValueError(f"{SECRET_SEED} is not a whole number of at most 18 digits")  # nor shown
-    return int(held)
+    return int(secret)
 
 
 def drawn(context, parameter, value):
@@ -392,10 +397,10 @@ no_kv_cache = flag("--no-kv-cache", "Recompute the whole window for each token."
 
 def sampling_option(name: str) -> Decorator:
     """The option of a setting of Sampling."""
-    known, words = NUMBERS[name], f"--{name.replace('_', '-')}"
+    known = NUMBERS[name]
     kind: Any = click.IntRange if known.whole else click.FloatRange
     bounds = kind(known.least, None if known.most == math.inf else known.most, min_open=known.above)
-    return option(words, known.help, type=bounds, default=known.default)
+    return option(f"--{name.replace('_', '-')}", known.help, type=bounds, default=known.default)
 
 
 sampling = all_of(*map(sampling_option, NUMBERS))  # take_sampling() takes them

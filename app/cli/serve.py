@@ -8,16 +8,16 @@ import click
 
 from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice
+from shakespeare.app.server import Settings
 from shakespeare.attention_ext import PARTS, BuildError, processor
 from shakespeare.attention_ext.build import prebuilt
 
 PACKAGES = ("hypercorn", "prometheus_client", "pydantic", "starlette")
 
-SLOTS, MOST_SLOTS = 32, 4096
-SHOWN = f"{SLOTS}; what an eighth of a GPU's memory holds, at most {MOST_SLOTS}"
+MOST_SLOTS = 4096
+SHOWN = f"{Settings.slots}; what an eighth of a GPU's memory holds, at most {MOST_SLOTS}"
 TEXTS = "Texts written at once for each model and part."
-MODEL = "Model: shakes128, shakes256, shakes1024, shakes2048, a directory or ckpt.pt; NAME=PATH gives it a "
-MODEL += "name in the API. May be repeated."
+MODEL = f"{options.MODEL}; NAME=PATH gives it a name in the API. May be repeated."
 KEY_FILE = "File with a key in each line; other users cannot see it in a list of processes."
 ORIGIN = "Let pages of this origin call from a browser; may be repeated."
 HOST = "Admit this name in the Host header too, or * for any; may be repeated."
@@ -26,13 +26,17 @@ GRACE = "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
 MANY = {"multiple": True}
 
 serve_options = options.all_of(
-    options.option("-m", "--model", "models", MODEL, default=["shakes256"], **MANY, metavar="[NAME=]PATH"),
+    options.option("-m", "--model", "models", MODEL, default=Settings.models, **MANY, metavar="[NAME=]PATH"),
     options.choice("--part", "Attention of requests that name no part.", of=PARTS, default="part4"),
     options.cpu_or_cuda,
-    options.option("--host", "Address to listen at; localhost is 127.0.0.1 and ::1.", default="localhost"),
-    options.whole("--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=8000),
+    options.option("--host", "Address to listen at; localhost is 127.0.0.1 and ::1.", default=Settings.host),
+    options.whole(
+        "--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=Settings.port
+    ),
     options.size("--slots", TEXTS, most=MOST_SLOTS, show_default=SHOWN),
-    options.size("--queue", "Texts that may wait for each model and part.", most=10**6, default=256),
+    options.size(
+        "--queue", "Texts that may wait for each model and part.", most=10**6, default=Settings.queue
+    ),
     options.threads,
     options.weights,
     options.kv_cache,
@@ -43,7 +47,7 @@ serve_options = options.all_of(
     options.option("--allow-host", "hosts", HOST, **MANY, metavar="NAME"),
     options.option("--root-path", ROOT, default="", show_default=False, metavar="PATH"),
     options.flag("--insecure", "Listen beyond this machine without a key."),
-    options.number("--grace", GRACE, most=86_400, default=10.0),
+    options.number("--grace", GRACE, most=86_400, default=Settings.grace),
 )
 
 
@@ -75,10 +79,11 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
     processor.let_waiting_threads_sleep()  # before torch is imported
     try:
         from shakespeare.app.hosts import is_loopback
-        from shakespeare.app.server import Settings, running  # the latter imports all of them
+        from shakespeare.app.server import running  # which imports all of them
         from shakespeare.app.server.security import check_host, check_origin, checked_root
     except ImportError as error:
-        if (name := (error.name or "").partition(".")[0]) not in PACKAGES:
+        name = (error.name or "").partition(".")[0]
+        if name not in PACKAGES:
             raise
         raise BuildError(f"serve needs {name}: pip install {' '.join(PACKAGES)}") from None
     from shakespeare.generation.engines.engine import EngineOptions
@@ -89,7 +94,8 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
     found: list[str] = []
     if api_key_file:
         lines = corpus.decode(api_key_file.read_bytes(), str(api_key_file)).splitlines()
-        if not (found := [line.strip() for line in lines if line.strip()]):
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
             raise ValueError(f"--api-key-file {api_key_file} has no key; it must have one in a line")
     for option, keys in (("--api-key", api_keys), (f"--api-key-file {api_key_file}", found)):
         if not all(key and key.isascii() and key.isprintable() and key == key.strip() for key in keys):
@@ -113,12 +119,21 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
         options_of_engines = EngineOptions.of(asked)
         configs = (checkpoint.config for checkpoint in checkpoints.values())
         slots = min(slots_for(MOST_SLOTS, config, options_of_engines)[0] for config in configs)
-    asked |= {"host": host, "slots": slots or SLOTS, "threads": options.threads_for(threads), "page": page}
-    asked |= {"api_keys": (*api_keys, *found), "origins": origins, "hosts": hosts}
-    settings = Settings(tuple(checkpoints), **asked)
+    settings = Settings(
+        tuple(checkpoints),
+        **asked,
+        host=host,
+        slots=slots or Settings.slots,
+        threads=options.threads_for(threads),
+        page=page,
+        api_keys=(*api_keys, *found),
+        origins=origins,
+        hosts=hosts,
+    )
     shown = ", ".join(settings.models)
     try:
-        server, listener = running.Server(checkpoints, settings), running.bind(settings)
+        server = running.Server(checkpoints, settings)
+        listener = running.bind(settings)
         address, port = listener.getsockname()[:2]
         notice(f"Loading {shown}; http://{f'[{address}]' if ':' in address else address}:{port}")
         running.serve(server, listener, notice)

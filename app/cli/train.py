@@ -22,7 +22,8 @@ from shakespeare.attention_ext.parts import Dtype, able
 from shakespeare.model.config import POSITIONS
 from shakespeare.training.recipe import OWN_TEXT, RECIPES
 
-MODEL_SIZES, ENDLESS = ("n_layer", "n_head", "n_embd"), ("positions", "window")
+MODEL_SIZES = ("n_layer", "n_head", "n_embd")
+ENDLESS = ("positions", "window")
 # Options that do not go with a shipped recipe.
 OWN_ONLY = (*"minutes init old_corpus rates block_size batch_chars dropout".split(), *MODEL_SIZES, *ENDLESS)
 RATES = ("muon_lr", "adam_lr", "position_lr", "weight_decay")  # of a recipe
@@ -30,13 +31,15 @@ OF_RATES = f"Rates of the recipe, of {', '.join(RATES)}."
 WINDOW = 256  # of --positions alibi
 LONGEST = 100_000  # minutes
 TRAINED_SECONDS = 5.0  # in which a new model reads its text for a draft
-LARGEST_BLOCK, LARGEST_BATCH = 2**16, 2**24  # characters
-MOST_LAYERS, MOST_EMBEDDED = 100, 2**14
-# Bytes of a parameter with its gradient, average and two moments, and of a character's activations.
-KEPT, ACTIVATIONS = 20, 80
+LARGEST_BLOCK = 2**16  # characters
+LARGEST_BATCH = 2**24
+MOST_LAYERS = 100
+MOST_EMBEDDED = 2**14
+PARAMETER_BYTES = 20  # of one with its gradient, average and two moments
+ACTIVATION_BYTES = 80  # of a character
 
 
-@click.command()
+@click.command(epilog=f"Shipped names: {', '.join(RECIPES)}.")
 @click.argument("name")
 @options.path("--corpus", "corpus_file", "Text to learn.", show_default="what prepare got")
 @options.number("--minutes", "Minutes that the run takes.", most=LONGEST, above=True, show_default="3")
@@ -84,8 +87,7 @@ def train(
 ) -> None:
     """Train a model called NAME on a text for some minutes.
 
-    A shipped NAME (shakes128, shakes256, shakes1024, shakes2048, shakes-endless) takes that model's recipe,
-    which takes minutes on a GPU and a day on a CPU.
+    A shipped NAME takes that model's recipe, which takes minutes on a GPU and a day on a CPU.
     """
     if not re.fullmatch(r"\w[\w.-]{0,99}", name):
         hint = "; nanoGPT's config files are not read" if name.endswith(".py") else ""
@@ -120,34 +122,46 @@ def train(
     start = None if init is None else load(init, to_train=True)
     changes = {option: value for option, value in changes.items() if value is not None} | given_rates
     if "steps" in changes and name not in RECIPES:
-        changes |= {"minutes": None, "eval_every": math.ceil(changes["steps"] / 20)}
+        changes["minutes"] = None
+        changes["eval_every"] = math.ceil(changes["steps"] / 20)
     recipe = dataclasses.replace(RECIPES.get(name, OWN_TEXT), **changes)
     if start:
         recipe = recipe_of(recipe, start.model, changes.get("block_size"))
     shape = {name: getattr(recipe, name) for name in (*MODEL_SIZES, *ENDLESS, "block_size")}
     config = GPTConfig(vocab_size=len(alphabet(text)), **shape)
-    held = KEPT * config.num_params + ACTIVATIONS * recipe.batch_chars * recipe.n_embd * recipe.n_layer
     if device == "cpu":
-        check_memory(f"n_layer={recipe.n_layer} and n_embd={recipe.n_embd}", held)
+        activations = ACTIVATION_BYTES * recipe.batch_chars * recipe.n_embd * recipe.n_layer
+        needed = PARAMETER_BYTES * config.num_params + activations
+        check_memory(f"n_layer={recipe.n_layer} and n_embd={recipe.n_embd}", needed)
     if not set(MODEL_SIZES).isdisjoint(changes) and config.num_params > len(text):
         notice(
             f"the model has {config.num_params:,} parameters, more than the text's {len(text):,} characters: "
             "in a long run it learns the text by heart; --dropout or a smaller model helps"
         )
     part = part or default_part(name, device, recipe.dropout)
-    about = {} if name in RECIPES and part == "part0" else {"part": part}
-    about |= {name: given for name, given in (("dtype", dtype), ("init", init)) if given is not None}
+    about = {"part": None if name in RECIPES and part == "part0" else part, "dtype": dtype, "init": init}
     old_text = None if old_corpus is None else options.read_corpus(old_corpus)
-    settings: Any = dict(part=part, dtype=Dtype(dtype or "bf16"), start=start, old_text=old_text)
     try:
         with stoppable() as stops, watch(name, quiet, stops) as watcher:
-            settings |= dict(resume=resume, about=about, watcher=watcher)
-            record = run(recipe, text, directory, device, **settings)
+            record = run(
+                recipe,
+                text,
+                directory,
+                device,
+                part=part,
+                dtype=Dtype(dtype or "bf16"),
+                start=start,
+                old_text=old_text,
+                resume=resume,
+                about={option: value for option, value in about.items() if value is not None},
+                watcher=watcher,
+            )
     except KeyboardInterrupt:
         saved = (directory / FILE).is_file()
         notice(f"stopped; to go on: {command_to_resume()}" if saved else "stopped before the first step")
         raise
-    if drafted := make_draft(directory, text, TRAINED_SECONDS):
+    drafted = make_draft(directory, text, TRAINED_SECONDS)
+    if drafted:
         notice(f"wrote {drafted}, which guesses the next tokens")
     print_end(record, directory, text)
 
@@ -176,9 +190,9 @@ def check_directory(directory: Path, replaces: bool) -> None:
     stopped = (directory / FILE).is_file()
     if stopped or any((directory / name).is_file() for name in ("model.safetensors", "ckpt.pt")):
         go_on = "--resume to go on, " if stopped else ""
-        held = "run that was stopped" if stopped else "checkpoint"
+        found = "run that was stopped" if stopped else "checkpoint"
         give = f"give {go_on}--overwrite to replace it, or --out for another directory"
-        raise click.UsageError(f"{directory} holds a {held}; {give}")
+        raise click.UsageError(f"{directory} holds a {found}; {give}")
 
 
 def default_part(name: str, device: str, dropout: float) -> str:
@@ -242,8 +256,8 @@ def print_end(record: dict[str, Any], directory: Path, text: str) -> None:
     """Print the losses, the speed, and how to write text."""
     if "test_loss" in record:
         if "old_loss_before" in record:
-            before, after = record["old_loss_before"], record["old_loss_after"]
-            click.echo(f"loss on the old corpus: {before:.4f} before, {after:.4f} after")
+            losses = f"{record['old_loss_before']:.4f} before, {record['old_loss_after']:.4f} after"
+            click.echo(f"loss on the old corpus: {losses}")
         click.echo(
             f"validation loss {record['val_loss']:.4f}, test loss {record['test_loss']:.4f} nats per "
             f"character (step {record['best_step']:,}); {record['steps']:,} steps, "

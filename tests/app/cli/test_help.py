@@ -60,5 +60,6 @@ def parameters(name: str) -> list[click.Parameter]:
 def test_choices_and_the_shipped_models_are_those_of_the_modules():
     for name, choices in CHOICES.items():
         assert {tuple(sorted(each.type.choices)) for each in parameters(name)} == {tuple(sorted(choices))}
-    for option in parameters("model"):
-        assert tuple(re.findall(r"shakes[\w-]+", option.help)) == SHIPPED
+    helps = [option.help for option in (*parameters("model"), *parameters("models"))]
+    for text in (*helps, command_of("train").epilog):
+        assert tuple(re.findall(r"shakes[\w-]+", text)) == SHIPPED
