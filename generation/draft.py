@@ -22,7 +22,8 @@ LEAST_COUNT = 3  # occurrences of a context; rarer ones could be passages of the
 MOST_CONTEXTS = 60_000  # of a length; a file holds fewer
 SMOOTHING = 0.5  # occurrences that the shorter context counts for
 SHARPNESS = 1.4  # a guess takes the probabilities to about this power, so errors count after it
-MOST_READ, PIECE = 2**20, 2**14  # characters of a text, and of the pieces that a longer one gives
+MOST_READ = 2**20  # characters of a text
+PIECE = 2**14  # characters of the pieces that a longer text gives
 OWN_TOKENS = 2**18  # of own_text(): seconds
 AT_ONCE = 32  # texts
 LIKELIEST = 5  # tokens after each place of the text
@@ -52,14 +53,15 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
     found = _contexts(text, *_expected(checkpoint, text, seconds), len(vocabulary))
     hashes, gains, pairs = map(np.concatenate, zip(*found))
     tags = np.zeros((drafts.BUCKETS, drafts.WAYS), np.uint32)
-    held = np.zeros((*tags.shape, drafts.LISTED, 2), np.uint8)
+    table = np.zeros((*tags.shape, drafts.LISTED, 2), np.uint8)
     bucket = (hashes >> np.uint64(drafts.BUCKET_SHIFT)).astype(np.int64)
     order = np.lexsort((-gains, bucket))
     way = np.arange(len(order)) - np.searchsorted(bucket[order], bucket[order])
-    order, way = order[way < drafts.WAYS], way[way < drafts.WAYS]
+    order = order[way < drafts.WAYS]
+    way = way[way < drafts.WAYS]
     tags[bucket[order], way] = hashes[order] >> np.uint64(drafts.TAG_SHIFT)
-    held[bucket[order], way] = pairs[order]
-    return drafts.Draft(vocabulary, tags, held)
+    table[bucket[order], way] = pairs[order]
+    return drafts.Draft(vocabulary, tags, table)
 
 
 def excerpt(text: str) -> str:
@@ -88,8 +90,10 @@ def _expected(
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """The likeliest tokens and their probabilities, (N, top); unread places have the text's own only."""
     top = min(LIKELIEST, checkpoint.config.vocab_size)
-    tokens, shares = (np.zeros((len(text), top), kind) for kind in (np.uint8, np.float32))
-    tokens[:, 0], shares[:, 0] = text, 1
+    tokens = np.zeros((len(text), top), np.uint8)
+    shares = np.zeros((len(text), top), np.float32)
+    tokens[:, 0] = text
+    shares[:, 0] = 1
     size = min(WINDOW, checkpoint.config.block_size)
     engine = open_engine(checkpoint, "native", slots=1, capacity=size, draft="off")
     assert isinstance(engine, Decoder)
@@ -114,8 +118,9 @@ def _expected(
 def _contexts(
     text: NDArray[np.int64], tokens: NDArray[np.uint8], shares: NDArray[np.float32], V: int
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-    """Of the frequent contexts of each length: hashes, the guesses that each changes, and the pairs."""
-    before, least = np.zeros(1, np.int64), LEAST_COUNT
+    """The frequent contexts of each length: hashes, the guesses that each changes, and the pairs."""
+    before = np.zeros(1, np.int64)
+    least = LEAST_COUNT
     lower = np.bincount(tokens.ravel(), shares.ravel(), V)[None] + SMOOTHING / V
     lower = (lower / lower.sum()).astype(np.float32)  # (contexts before, V), their probabilities
     recent = np.zeros(len(text), np.int64)  # the tokens before each place, a byte each, the latest one lowest
@@ -126,7 +131,9 @@ def _contexts(
             least = max(least, 1 + int(np.partition(occurrences, -MOST_CONTEXTS)[-MOST_CONTEXTS]))
         frequent = occurrences >= least  # so is each one's shorter context
         place = np.where(frequent, np.cumsum(frequent) - 1, -1)[place]
-        at, known, counts = n + np.flatnonzero(place >= 0), known[frequent], occurrences[frequent, None]
+        at = n + np.flatnonzero(place >= 0)
+        known = known[frequent]
+        counts = occurrences[frequent, None]
         flat = place[at - n, None] * V + tokens[at]
         sums = np.bincount(flat.ravel(), shares[at].ravel(), len(known) * V).reshape(-1, V)
         # What the model gave to other tokens than its likeliest is shared out like after the shorter context.
@@ -139,7 +146,8 @@ def _contexts(
         pairs[:, : likeliest.shape[1], 0] = likeliest
         pairs[:, : likeliest.shape[1], 1] = np.rint(255 * np.sqrt(np.take_along_axis(p, likeliest, 1)))
         yield drafts.hashes(known, n), gains, pairs
-        before, lower = known, p
+        before = known
+        lower = p
 
 
 def _sharp(p: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -27,7 +27,8 @@ class Read:
     def begin(self, text: Text) -> None:
         """Record that a text's slot holds this prompt."""
         text.held = len(self.prompt)
-        if (top := text.prompt_top) is not None:
+        top = text.prompt_top
+        if top is not None:
             text.prompt_logprobs = [None, *(each._replace(top=each.top[:top]) for each in self.logprobs)]
 
 
@@ -39,7 +40,9 @@ class Reader:
 
     def __init__(self, engine: Engine, keeper: int | None, slice_seconds: float) -> None:
         self.waiting: dict[Text, None] = {}  # in the order in which they began to wait
-        self._engine, self._keeper, self._slice = engine, keeper, slice_seconds
+        self._engine = engine
+        self._keeper = keeper
+        self._slice = slice_seconds
         self._begun: dict[Text, int | None] = {}  # texts that are partly read, with their Read.top
         self._kept: Read | None = None
         self._shortest_is_due = False
@@ -84,7 +87,8 @@ class Reader:
         if not text.is_new:
             return None
         same = (other for other in self.waiting if other.is_new and other.prompt == text.prompt)
-        return max((top for other in same if (top := other.prompt_top) is not None), default=None)
+        tops = (other.prompt_top for other in same)
+        return max((top for top in tops if top is not None), default=None)
 
     def _finish(self, text: Text, top: int | None) -> None:
         """Record that a text's window is read. Copy a prompt to the other texts that wait for it."""

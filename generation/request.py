@@ -132,7 +132,8 @@ class Text:
         self.new_tokens = 0
         self.at_eos = False
         self.remaining = math.inf if request.max_new_tokens is None else request.max_new_tokens
-        self.prefill_seconds = self.decode_seconds = 0.0
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.held = 0  # tokens in the engine's slot; 0 until the prompt is read
@@ -142,7 +143,8 @@ class Text:
 
     def begin(self, slot: int, capacity: int, ends: Sequence[int] = ()) -> None:
         """Take a slot with so many tokens of context. ends: the model's eos_token_id."""
-        self.slot, self._capacity = slot, capacity
+        self.slot = slot
+        self._capacity = capacity
         self._ends = () if self.request.ignore_eos else ends
         self.prompt = tuple(self.request.ids[-capacity:])
         self._last = deque(self.prompt, capacity)
@@ -189,7 +191,8 @@ class Text:
 
     def draw(self, count: int) -> NDArray[np.float64]:
         """The uniform numbers in [0, 1) for the next tokens; append() removes those that were used."""
-        if (lacking := count - len(self._drawn)) > 0:
+        lacking = count - len(self._drawn)
+        if lacking > 0:
             drawn = self._uniforms(max(lacking, int(min(UNIFORMS_AT_ONCE, self.remaining))))
             self._drawn = np.concatenate([self._drawn, drawn]) if len(self._drawn) else drawn
         return self._drawn[:count]
@@ -199,8 +202,10 @@ class Text:
 
         Each used one of the drawn numbers.
         """
-        if self._ends and len(found := np.flatnonzero(np.isin(tokens, self._ends))):
-            tokens, self.at_eos = tokens[: found[0]], True
+        ends = np.flatnonzero(np.isin(tokens, self._ends)) if self._ends else NONE
+        if len(ends):
+            tokens = tokens[: ends[0]]
+            self.at_eos = True
             self.remaining = len(tokens)
         count = len(tokens)
         self._drawn = self._drawn[count:]

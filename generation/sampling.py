@@ -54,7 +54,9 @@ class Number:
         """
         if value is None:
             return None if self.off is None else self.default
-        must = ("a whole number" if self.whole else "a number") + " or None" * (self.off is None)
+        must = "a whole number" if self.whole else "a number"
+        if self.off is None:
+            must += " or None"
         value = (whole if self.whole else real)(name, value, must)
         enough = value > self.least if self.above else value >= self.least
         if not enough or not value <= min(self.most, sys.float_info.max):
@@ -202,7 +204,8 @@ def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling, counts: Tensor |
 
     logits = logits.double()
     device = logits.device  # PyTorch's default device may be another
-    if counts is not None and (penalty := sampling.repetition_penalty) != 1:
+    penalty = sampling.repetition_penalty
+    if counts is not None and penalty != 1:
         weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits = logits.where(counts[:, 0] == 0, weaker)
     if counts is not None and (sampling.presence_penalty or sampling.frequency_penalty):

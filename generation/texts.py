@@ -63,7 +63,8 @@ class StopFilter:
     """Passes text on until a stop string; holds back its possible beginning. stop: non-empty strings."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self.stop, self._held = tuple(stop), ""
+        self.stop = tuple(stop)
+        self._held = ""
         self.found: str | None = None  # the stop string that ended the text
 
     def feed(self, text: str) -> str:
@@ -71,7 +72,8 @@ class StopFilter:
         if not self.stop:
             return text
         self._held += text
-        if places := [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0]:
+        places = [(self._held.find(s), s) for s in self.stop if s in self._held]
+        if places:
             at, self.found = min(places)
             return self._release(at)
         begun = range(max(0, len(self._held) + 1 - max(map(len, self.stop))), len(self._held))
@@ -83,7 +85,8 @@ class StopFilter:
         return "" if self.found else self._release(len(self._held))
 
     def _release(self, length: int) -> str:
-        released, self._held = self._held[:length], self._held[length:]
+        released = self._held[:length]
+        self._held = self._held[length:]
         return released
 
 
@@ -97,9 +100,11 @@ class Completion(Text):
 
     def __init__(self, request: Request, number: int, tokenizer: Tokenizer) -> None:
         super().__init__(request)
-        self.number, self.shown_tokens = number, 0
+        self.number = number
+        self.shown_tokens = 0
         self.pieces: list[str] = []
-        self.finish_reason = self.stopped_by = ""
+        self.finish_reason = ""
+        self.stopped_by = ""
         self._decoder = tokenizer.decoder()
         self._filter = StopFilter([tokenizer.normal(text) for text in request.stop])
 
@@ -125,7 +130,8 @@ class Completion(Text):
             self.shown_tokens += 1
             pieces.append(self._filter.feed(self._decoder.feed(token)))
         if self._filter.found:
-            self.new_tokens, self.remaining = self.shown_tokens, 0
+            self.new_tokens = self.shown_tokens
+            self.remaining = 0
         return self._show("".join(pieces))
 
     def end(self) -> str:
@@ -174,10 +180,12 @@ def complete(
                 tokens = new.get(completion, NONE)
                 # A text that is alone is streamed token by token. In a batch this would cost too much.
                 for shown in ([token] for token in tokens.tolist()) if alone else (tokens,):
-                    if piece := completion.add(shown):
+                    piece = completion.add(shown)
+                    if piece:
                         yield completion, piece
                 if completion.ended:
-                    if piece := completion.end():
+                    piece = completion.end()
+                    if piece:
                         yield completion, piece
                     writer.leave(completion)
                     yield completion, ""
@@ -217,23 +225,31 @@ def generate(
     """
     chosen = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
     settings = {field.name for field in fields(Sampling)}
-    if unknown := [name for name in options if name not in settings]:
-        raise TypeError(f"generate() got an unexpected keyword argument {unknown[0]!r}")
-    checkpoint, sampling = loaded(checkpoint), Sampling(**options)
+    for name in options:
+        if name not in settings:
+            raise TypeError(f"generate() got an unexpected keyword argument {name!r}")
+    checkpoint = loaded(checkpoint)
+    sampling = Sampling(**options)
     if not isinstance(prompt, str):
         raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a string")
     if max_new_tokens is None or whole("max_new_tokens", max_new_tokens) == -1:
         max_new_tokens = checkpoint.config.block_size
-    ids, stream = checkpoint.tokenizer.encode(prompt or "\n"), truth("stream", stream)
-    asked: Any = {"seed": seed, "stop": stop, "context": context, "use_cache": use_cache}
-    asked["ignore_eos"] = ignore_eos
-    request = Request(ids, sampling=sampling, max_new_tokens=max_new_tokens, **asked)
+    request = Request(
+        checkpoint.tokenizer.encode(prompt or "\n"),
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stop=stop,
+        context=context,
+        use_cache=use_cache,
+        ignore_eos=ignore_eos,
+    )
+    stream = truth("stream", stream)
     if request.seed != seed:
         logging.getLogger(__name__).info("seed is %d", request.seed)
     if engine is None or isinstance(engine, str) or not hasattr(engine, "config"):
         capacity = capacity_for(checkpoint, request)
-        chosen |= {"capacity": capacity, "slots": 1}
-        engine = open_engine(checkpoint, engine, **chosen)  # type: ignore[arg-type]
+        engine = open_engine(checkpoint, engine, capacity=capacity, slots=1, **chosen)  # type: ignore[arg-type]
     if engine.config != checkpoint.config:
         raise ValueError("engine was opened for another model; it must be one for the checkpoint's")
     writer = Writer(engine)

@@ -114,7 +114,8 @@ class Writer:
         is not read yet are left out; if there are no others, returns [].
         """
         start = cache.clock()
-        if not (unfinished := [text for text in self.texts if not text.ended]):
+        unfinished = [text for text in self.texts if not text.ended]
+        if not unfinished:
             return []
         new = {text for text in unfinished if text.is_new}
         self._reader.read(unfinished)

@@ -102,13 +102,16 @@ def make(notebook: Notebook, own: dict[str, list]) -> nbformat.NotebookNode:
 
     Raises ValueError if the document lacks a section, a figure or words that the notebook names.
     """
-    document, own, cells = (ROOT / notebook.document).read_text(), dict(own), []
+    document = (ROOT / notebook.document).read_text()
+    own = dict(own)
+    cells: list[nbformat.NotebookNode] = []
     for section in re.split(r"^(?=#+ )", document, flags=re.MULTILINE)[1:]:
         title, _, text = section.partition("\n")
         if not cells:
             head = HEAD.format(repository=REPOSITORY, name=notebook.name, document=notebook.document)
             install = INSTALL.format(extras=notebook.extras, repository=REPOSITORY)
-            cells, section = [new_markdown_cell(f"{title}\n{head}".strip()), new_code_cell(install)], text
+            cells = [new_markdown_cell(f"{title}\n{head}".strip()), new_code_cell(install)]
+            section = text
         cells += [*cells_of(notebook, section), *own.pop(title.lstrip("# "), ())]
     for missing in [*(name for name in (*notebook.shorter, *notebook.figures) if name not in document), *own]:
         raise ValueError(f"{notebook.document} has no {missing!r}")
@@ -126,12 +129,14 @@ def cells_of(notebook: Notebook, section: str) -> Iterator[nbformat.NotebookNode
         command = piece["command"] or notebook.figures.get(piece["figure"], "")
         for words, instead in notebook.shorter.items():
             command = command.replace(words, instead)
-        if text := section[at : piece.start()].strip():
+        text = section[at : piece.start()].strip()
+        if text:
             yield new_markdown_cell(links(text, notebook.document))
         if command:
             yield new_code_cell(f"%gpt {command.strip()}")
         at = piece.end()
-    if text := section[at:].strip():
+    text = section[at:].strip()
+    if text:
         yield new_markdown_cell(links(text, notebook.document))
 
 
@@ -162,8 +167,10 @@ def keep_outputs(new: nbformat.NotebookNode, old: nbformat.NotebookNode) -> None
     """Give cells the outputs that cells of the same source have in the old notebook."""
     known = {cell.source: cell for cell in old.cells if cell.cell_type == "code"}
     for cell in new.cells:
-        if cell.cell_type == "code" and (kept := known.get(cell.source)):
-            cell.outputs, cell.execution_count = kept.outputs, kept.execution_count
+        if cell.cell_type == "code" and cell.source in known:
+            before = known[cell.source]
+            cell.outputs = before.outputs
+            cell.execution_count = before.execution_count
 
 
 def execute(notebook: nbformat.NotebookNode) -> None:
@@ -176,9 +183,14 @@ def execute(notebook: nbformat.NotebookNode) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     metadata = copy.deepcopy(notebook.metadata)
     with tempfile.TemporaryDirectory() as folder:
-        settings: dict = {"timeout": CELL_SECONDS, "kernel_name": "python3", "coalesce_streams": True}
-        settings |= {"record_timing": False, "resources": {"metadata": {"path": folder}}}
-        NotebookClient(notebook, **settings).execute()
+        NotebookClient(
+            notebook,
+            timeout=CELL_SECONDS,
+            kernel_name="python3",
+            coalesce_streams=True,
+            record_timing=False,
+            resources={"metadata": {"path": folder}},
+        ).execute()
     notebook.metadata = metadata
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):

@@ -72,8 +72,8 @@ def sources() -> Iterator[nvrtc.Source]:
             few = [each.alone(drafts, on.shared) for each in clusters[:1] for drafts in (True, False)]
             found = {(reader, reader.most_texts(on.shared)), *(few or [(grid, layouts.GRID_TEXTS[0])])}
             if (weights, kv_cache) == (Precision.FP32, CachePrecision.FP32):
-                found |= {(grid, n) for n in layouts.GRID_TEXTS if n <= grid.most_texts(on.shared)}
-                found |= {(c, n + 1) for c in clusters for n in range(c.most_texts(on.shared))}
+                found.update((grid, n) for n in layouts.GRID_TEXTS if n <= grid.most_texts(on.shared))
+                found.update((c, n + 1) for c in clusters for n in range(c.most_texts(on.shared)))
             yield from (layout.source(texts, capability) for layout, texts in found)
         for queries in (LARGE, Queries(1, few=True)):
             row, tile = kernels.choose(None, config.head_dim, Dtype.FP32, on, queries)
@@ -103,7 +103,8 @@ def wheel(platform: str, out: Path) -> None:
                 continue  # no Mac says that it has AVX-512
             compile_for(target, level, folder / f"decoder-{level}{prebuilt.SUFFIXES[system]}")
         if system == "linux":
-            for source, code in zip(needed := [*sources()], nvrtc.make_all(needed)):
+            needed = [*sources()]
+            for source, code in zip(needed, nvrtc.make_all(needed)):
                 (folder / source.name()).write_bytes(code)
         write_sums(folder)
         for name in build.BUILDS:

@@ -16,7 +16,8 @@ import urllib.request
 from itertools import takewhile
 from pathlib import Path
 
-MODEL, PROMPT = "shakes1024", "ROMEO:"
+MODEL = "shakes1024"
+PROMPT = "ROMEO:"
 SETTINGS = {"prompt": PROMPT, "seed": 1337, "temperature": 0.8, "top_k": 200, "max_tokens": 200}
 
 

@@ -38,7 +38,8 @@ FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "
 STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs]
 STEPS_D = 32
 PIECE = 1 << 14  # bytes of a build: gzip finds what is the same in the last 32 KB
-PORTABLE = (16_384, 256)  # bytes of workgroup memory and invocations that WebGPU promises
+PORTABLE_BYTES = 16_384  # of workgroup memory that WebGPU promises
+PORTABLE_INVOCATIONS = 256
 # Training's threads would wait for each other here, and the page has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
@@ -136,12 +137,13 @@ def shaders() -> dict[str, Any]:
 
 def step_shaders(step: steps.Step) -> dict[str, Any]:
     """The features that a step needs, and its tiles, the best first, up to one that every adapter takes."""
-    fours, most = steps.up(STEPS_D, 4), PORTABLE
+    fours = steps.up(STEPS_D, 4)
     tiles = []
     for tile in step.best(step.tiles, fours):
-        memory, code = step.memory(tile, fours), bare(step.source(STEPS_D, Dtype.FP32, tile).text())
+        memory = step.memory(tile, fours)
+        code = bare(step.source(STEPS_D, Dtype.FP32, tile).text())
         tiles.append({"br": tile.br, "memory": memory, "threads": tile.threads, "code": code})
-        if memory <= most[0] and tile.threads <= most[1]:
+        if memory <= PORTABLE_BYTES and tile.threads <= PORTABLE_INVOCATIONS:
             break
     return {"needs": [{"subgroup": "subgroups"}[feature] for feature in step.needs], "tiles": tiles}
 
@@ -174,11 +176,12 @@ def check_replaceable(folder: Path) -> None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it has no stamp of a build
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         own = {STAMP, *stamp["files"]} if stamp["made by"] == MAKER else own
-    own |= {parent.as_posix() for name in own for parent in Path(name).parents}
+    own.update([parent.as_posix() for name in own for parent in Path(name).parents])
     paths = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")))
-    if other := next((path for path in paths if path not in own), None):
-        must = "it must be empty, or hold a page that was made before and nothing else"
-        raise ValueError(f"folder is {folder}; {must}, but it has {other}; {remedy}")
+    for path in paths:
+        if path not in own:
+            must = "it must be empty, or hold a page that was made before and nothing else"
+            raise ValueError(f"folder is {folder}; {must}, but it has {path}; {remedy}")
 
 
 def fingerprint() -> str:
@@ -191,8 +194,9 @@ def fingerprint() -> str:
 
 def compiled(build: str) -> Path:
     """The path of a build's WebAssembly: a wheel's, else compiled. Raises BuildError if that fails."""
-    if (brought := prebuilt.page(build)).is_file():
-        return brought
+    from_wheel = prebuilt.page(build)
+    if from_wheel.is_file():
+        return from_wheel
     if not importlib.util.find_spec("ziglang"):
         raise BuildError(NO_ZIG)
     own = (path for folder in FOLDERS for path in found(folder, "*.cpp"))

@@ -31,7 +31,8 @@ def one_file(folder: Path, source: Path, models: tuple[str, ...]) -> str:
         for path in (source / "index.html", folder / "style.css")
     )
     style = re.sub(r"/\*.*?\*/|\s*([{};,])\s*|(?<=:) ", r"\1", style, flags=re.S)
-    script, worker = joined(folder / "js", "main.js"), joined(folder / "js", "worker.js")
+    script = joined(folder / "js", "main.js")
+    worker = joined(folder / "js", "worker.js")
     index = json.loads((folder / "models" / "models.json").read_text(encoding="utf-8"))
     inside = {name: index[name] | {"files": {"bf16": index[name]["files"]["bf16"]}} for name in models}
     assets = {path.name: path.read_bytes() for path in sorted(folder.glob("*.gz"))}

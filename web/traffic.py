@@ -52,8 +52,8 @@ def translated(node: Any) -> str:
             return (" " if node and isinstance(node[0], ast.stmt) else ", ").join(map(translated, node))
         case ast.Expr(ast.Constant()):  # a docstring
             return ""
-        case ast.expr() if (name := ast.unparse(node)) in NAMES:
-            return NAMES[name]
+        case ast.expr() if ast.unparse(node) in NAMES:
+            return NAMES[ast.unparse(node)]
         case ast.Constant(value):
             return repr(value)
         case ast.BinOp(left, ast.FloorDiv(), right):
@@ -67,7 +67,7 @@ def translated(node: Any) -> str:
         case ast.ListComp(element, [ast.comprehension(target, iterable)]):
             return f"Array.from({translated(iterable)}, ({translated(target)}) => {translated(element)})"
         case ast.FunctionDef(name, arguments, body):
-            star = "*" * any(isinstance(inner, ast.Yield) for inner in ast.walk(node))
+            star = "*" if any(isinstance(inner, ast.Yield) for inner in ast.walk(node)) else ""
             return f"function{star} {name}({parameters(arguments)}) {{ {translated(body)} }}"
         case ast.ClassDef(name, body=body):
             return f"class {name} {{ {members(body)} }}"
@@ -90,5 +90,7 @@ def members(body: list[ast.stmt]) -> str:
     given = [translated(f.target) + (f" = {translated(f.value)}" if f.value else "") for f in fields]
     kept = " ".join(f"this.{name} = {name};" for name in map(translated, (f.target for f in fields)))
     functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-    methods = ("get " * bool(f.decorator_list) + translated(f).removeprefix("function ") for f in functions)
+    methods = [
+        ("get " if f.decorator_list else "") + translated(f).removeprefix("function ") for f in functions
+    ]
     return " ".join([f"constructor({', '.join(given)}) {{ {kept} }}", *methods])

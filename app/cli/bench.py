@@ -116,9 +116,10 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
         from shakespeare.attention_ext import processor, tiles
         from shakespeare.lab.bench import tune as tuning
 
-        tuned, file = tiles.read(), tiles.path()
-        kept = f"{tuning.text(tuned)}\n\nFrom {file}, for {processor.name()}."
-        click.echo(kept if tuned else f"Nothing is kept for this processor in {file}.")
+        tuned = tiles.read()
+        file = tiles.path()
+        shown = f"{tuning.text(tuned)}\n\nFrom {file}, for {processor.name()}."
+        click.echo(shown if tuned else f"Nothing is kept for this processor in {file}.")
         return True
     if save and sizes["contenders"] is None:
         if {*save.split(",")} <= {name for device in DEVICES for name in cases.known_on(device)}:
@@ -133,7 +134,8 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
         return True
     old = report.load(load) if load else None
     if old:
-        cells, rounds = [result.cell for result in old.results], old.rounds
+        cells = [result.cell for result in old.results]
+        rounds = old.rounds
     if save:
         saved.check_file(save)
     before = report.load(compare) if compare else None
@@ -148,8 +150,9 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     if save and any(result.seconds for result in run.results):  # else the file may hold another run
         report.save(run, Path(save))
     click.echo(report.text(run, asked["form"]))
-    slower, threshold = False, asked["threshold"] / 100
+    slower = False
     if before:
+        threshold = asked["threshold"] / 100
         compared = comparing.compare(before, run, threshold)
         click.echo("\n" + comparing.text(compared, before, run, threshold))
         slower = compared.worse
@@ -170,7 +173,8 @@ def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: boo
     from shakespeare.lab.webgpu.gpu import Gpu
 
     bench: Bench | GpuBench
-    if (device := cells[0].device) == "cpu":
+    device = cells[0].device
+    if device == "cpu":
         bench = Bench(cells, rounds, min_time)
     else:
         gpu = Gpu() if device == "webgpu" else None
@@ -181,7 +185,7 @@ def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: boo
         with progress(times=True) as (update, _), closing(bench.run()) as cells_done:
             update(total=sum(weight.values()) * (1 + rounds))  # verified, timed
             for cell in cells_done:
-                what = f"measuring {cell.contender}{' again' * bench.again}"
+                what = f"measuring {cell.contender}{' again' if bench.again else ''}"
                 update(advance=0 if bench.again else weight[cell], description=what)
     except KeyboardInterrupt:
         return bench.done, True
@@ -200,7 +204,8 @@ def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int])
         with progress(times=True) as (update, _):
             update(total=budget)
             for cell in cells:
-                best, start = None, time.perf_counter()
+                best = None
+                start = time.perf_counter()
                 for best in tune.tune(cell, budget / len(cells), tune.candidates(cell.N, br, bc)):
                     what = f"tuning N={cell.N}, d={cell.d}: {best.br} x {best.bc}"
                     update(advance=time.perf_counter() - start, description=what)
@@ -220,12 +225,13 @@ def plan_of(tune: bool, contenders, masks, causal: bool, rules: str, **sizes) ->
 
     tiled = tuple(name for name, part in PARTS.items() if part.tiled)
     if sizes["device"] == "cuda":
-        sizes |= {name: size for name, size in ON_CUDA.items() if not options.given(name)}
+        sizes.update((name, size) for name, size in ON_CUDA.items() if not options.given(name))
     names = tiled if tune else contenders
     if names is None:
         names = cases.default_names(*(sizes[name] for name in ("dtype", "device", "queries", "backward")))
     if tune:
-        sizes |= {"br": (None,), "bc": (None,)}
+        sizes["br"] = (None,)
+        sizes["bc"] = (None,)
     if not {*tiled} & {*names} and (*sizes["br"], *sizes["bc"]) != (None, None):
         raise click.UsageError(f"-br and -bc go with {', '.join(tiled)} only, which has tiles")
     for name in filter(is_file, names):

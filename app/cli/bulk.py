@@ -90,11 +90,15 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
             reason = f"{error.filename or out}: {error.strerror or error}"
             raise click.ClickException(f"{reason}; the same command goes on") from None
     shards = manifest.shards.values()
-    rejected, left_out = sum(len(shard["rejected"]) for shard in shards), len(manifest.content["failed"])
     texts, tokens = (sum(shard[name] for shard in shards) for name in ("texts", "tokens"))
-    said = f"{out}: {texts:,} texts, {tokens:,} tokens in {len(shards):,} files"
-    said += f"; {rejected} lines were rejected" * bool(rejected)
-    notice(said + f"; {left_out} files were left out" * bool(left_out))
+    rejected = sum(len(shard["rejected"]) for shard in shards)
+    left_out = len(manifest.content["failed"])
+    counts = [f"{out}: {texts:,} texts, {tokens:,} tokens in {len(shards):,} files"]
+    if rejected:
+        counts.append(f"{rejected} lines were rejected")
+    if left_out:
+        counts.append(f"{left_out} files were left out")
+    notice("; ".join(counts))
     return not left_out
 
 
@@ -115,7 +119,8 @@ def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) ->
     if asked["max_new_tokens"] is None:
         asked["max_new_tokens"] = checkpoint.config.block_size
     asked["sampling"] = options.take_sampling(asked)
-    asked |= {"fingerprint": shards.fingerprint(checkpoint), "use_cache": not asked["no_kv_cache"]}
+    asked["fingerprint"] = shards.fingerprint(checkpoint)
+    asked["use_cache"] = not asked["no_kv_cache"]
     names = {field.name for field in fields(shards.Settings)} & asked.keys()
     settings = shards.Settings(**{name: asked[name] for name in names})
     shards.request_for(settings, checkpoint.tokenizer, 0)  # checks the settings

@@ -49,15 +49,17 @@ def check(
     """Check the exercises, print what is done, and write it to files, by the names of their forms."""
     from shakespeare.own.course import checks, results
 
-    secret, weights = options.secret_seed(seed), checks.weighted(weight)
-    checked, exercises = [], checks.named(path, weights)
+    secret = options.secret_seed(seed)
+    weights = checks.weighted(weight)
+    exercises = checks.named(path, weights)
+    checked = []
     opened = [(getattr(results, form), open(file, "w")) for form, file in files.items() if file]
     for result, (exercise, _) in zip(checks.check(exercises, seconds, weights, secret), exercises):
         checked.append((exercise, result))
         if as_json:
             continue
-        reached = f"{result.name:20}{result.points:g} of {result.of:g}"
-        click.echo(reached + f"  {result.note}" * bool(result.note))
+        note = f"  {result.note}" if result.note else ""
+        click.echo(f"{result.name:20}{result.points:g} of {result.of:g}{note}")
         if result.failed:
             stage = list(exercise.stages.values())[len(result.passed)]
             click.echo(f"{'':20}next: {stage}\n{'':20}{result.failed}")
@@ -68,8 +70,9 @@ def check(
     if as_json:
         from shakespeare.lab import machine
 
-        whole: dict[str, Any] = {"points": points, "of": of, "machine": machine.describe()}
-        click.echo(json.dumps(whole | {"exercises": [asdict(r) | {"points": r.points} for _, r in checked]}))
+        rows = [{**asdict(result), "points": result.points} for _, result in checked]
+        shown = {"points": points, "of": of, "machine": machine.describe(), "exercises": rows}
+        click.echo(json.dumps(shown))
     else:
         click.echo(f"{points:g} of {of:g} points")
     return points == of

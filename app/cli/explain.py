@@ -5,8 +5,8 @@ import click
 from shakespeare.app.cli import options
 from shakespeare.lab.cuda.architectures import SHEETS
 
-DEFAULTS = {"cpu": {"batch": 1, "heads": 4, "N": 1024}, "cuda": {"batch": 100, "heads": 1, "N": 4096}}
-DEFAULTS["webgpu"] = DEFAULTS["cpu"]
+DEFAULTS = {"batch": 1, "heads": 4, "N": 1024}
+ON_CUDA = {"batch": 100, "heads": 1, "N": 4096}
 ARCH = "Explain the kernel for this architecture without measuring it; needs no GPU."
 
 
@@ -44,13 +44,14 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     from shakespeare.lab.bench.cell import Cell
     from shakespeare.lab.explain import explain as explained
 
-    sizes |= {name: sizes[name] or size for name, size in DEFAULTS[device].items()}
+    for name, size in (ON_CUDA if device == "cuda" else DEFAULTS).items():
+        sizes[name] = sizes[name] or size
     given = {rule: sizes.pop(rule) for rule in options.RULES}
     if device == "cpu":
         lists = {"lengths": "N", "widths": "d", "masks": "causal", "simds": "simd"}
-        lists |= {name: name for name in ("br", "bc", "threads")}
-        sizes |= {name: [sizes.pop(size)] for name, size in lists.items()}
-        (cell,) = plan([part], **sizes, rules=[rules.text(given)])
+        lists.update((name, name) for name in ("br", "bc", "threads"))
+        swept = {name: [sizes.pop(size)] for name, size in lists.items()}
+        (cell,) = plan([part], **sizes, **swept, rules=[rules.text(given)])
     else:
         options.refuse(options.RULES, f"does not go with --device {device}")
         for name in ("simd", "br", "bc", "threads"):

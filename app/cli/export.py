@@ -28,7 +28,8 @@ def export(model: str, to: str, out: Path, type: str) -> None:
     from shakespeare.model import export as exports
     from shakespeare.model import load
 
-    checkpoint, text = load(model), ""
+    checkpoint = load(model)
+    text = ""
     if to == "hf":
         known = getattr(checkpoint.tokenizer, "characters", "\n")
         prompt = "\n" if "\n" in known else known[0]

@@ -81,7 +81,7 @@ def command_of(part: str) -> click.Command:
     def command(threads: int | None, **asked: Any) -> bool:
         check(part, asked)
         if asked["inference"] or asked["device"] != "cpu":
-            asked |= {side: None for side in ("br", "bc") if not options.given(side)}
+            asked.update((side, None) for side in ("br", "bc") if not options.given(side))
         if asked["inference"]:
             asked["threads"] = options.threads_for(threads)
             session = Session(part, asked)
@@ -105,7 +105,8 @@ def check(part: str, asked: dict[str, Any]) -> None:
     if asked["interactive"] and str(asked["prompt_file"]) == "-":
         raise click.UsageError("--prompt-file - does not go with --interactive, which reads standard input")
     options.check(part)
-    if (kernel := asked["kernel"]) and asked["backward"] != (kernel in BACKWARD):
+    kernel = asked["kernel"]
+    if kernel and asked["backward"] != (kernel in BACKWARD):
         names = " or ".join(BACKWARD)
         raise click.UsageError(f"kernel is {kernel!r}; it must be {names} with --backward, and only there")
 
@@ -116,13 +117,11 @@ def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
     from shakespeare.lab import correctness, rules
     from shakespeare.lab.bench.cell import Cell
 
-    sizes = {
-        name: asked[name] for name in ("simd", "N", "d", "batch", "heads", "causal", "br", "bc", "backward")
-    }
+    names = ("simd", "N", "d", "batch", "heads", "causal", "br", "bc", "backward", "dtype", "device")
+    sizes = {name: asked[name] for name in names}
     given = {name: asked[name] for name in options.RULES}
     ruled = rules.text(given) if any(given.values()) else None
-    where = {"dtype": asked["dtype"], "device": asked["device"]}
-    cell = Cell(part, queries=asked["N"], threads=threads, rules=ruled, **where, **sizes)
+    cell = Cell(part, queries=asked["N"], threads=threads, rules=ruled, **sizes)
     # Python's own handler of Ctrl-C would wait until a kernel returns.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -141,17 +140,21 @@ class Session:
         from shakespeare.generation.request import Request
         from shakespeare.model import load
 
-        self.part, self.asked = part, asked
+        self.part = part
+        self.asked = asked
         self.checkpoint = load(asked["model"])
         prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
         self.shown_prompt = self.checkpoint.tokenizer.normal(prompt or "")
         self.prompt = self.shown_prompt or "\n"
         options.warn_of_stops(self.checkpoint.tokenizer, asked["stop"])
-        length, ids = asked["max_new_tokens"], options.encoded(self.checkpoint.tokenizer, self.prompt)
-        settings = {name: asked[name] for name in ("seed", "stop", "context", "ignore_eos")}
-        settings |= {"sampling": options.take_sampling(asked), "use_cache": not asked["no_kv_cache"]}
-        settings["max_new_tokens"] = self.checkpoint.config.block_size if length is None else length
-        self.request = Request(ids, **settings)  # of the first sample
+        length = asked["max_new_tokens"]
+        self.request = Request(  # of the first sample
+            options.encoded(self.checkpoint.tokenizer, self.prompt),
+            **{name: asked[name] for name in ("seed", "stop", "context", "ignore_eos")},
+            sampling=options.take_sampling(asked),
+            use_cache=not asked["no_kv_cache"],
+            max_new_tokens=self.checkpoint.config.block_size if length is None else length,
+        )
         if self.request.seed + asked["num_samples"] - 1 > options.LARGEST_SEED:
             raise ValueError(f"seed is {self.request.seed}; the last sample's must be less than 2**63")
 
@@ -162,7 +165,8 @@ class Session:
         from shakespeare.generation.texts import slots_for
         from shakespeare.generation.writer import Writer
 
-        config, asked = self.checkpoint.config, self.asked
+        config = self.checkpoint.config
+        asked = self.asked
         chosen = EngineOptions.of(asked, part=self.part, capacity=capacity)
         at_once, slots = slots_for(texts, config, chosen)
         engine, unfit = choose(self.checkpoint, replace(chosen, slots=slots))
@@ -186,12 +190,15 @@ def write(session: Session) -> None:
     """Write all samples, in the order of their seeds; the first unfinished one is shown as it grows."""
     from shakespeare.generation.texts import capacity_for, complete
 
-    asked, request, count = session.asked, session.request, session.asked["num_samples"]
+    request = session.request
+    count = session.asked["num_samples"]
+    as_json = session.asked["as_json"]
     writer = session.writer(count, capacity_for(session.checkpoint, request))
-    as_json, encoding = asked["as_json"], getattr(sys.stdout, "encoding", None) or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     ascii = not encoding.lower().startswith("utf")  # a character that stdout lacks must not break the JSON
     requests = (replace(request, seed=request.seed + i) for i in range(count))
-    shown = tokens = 0  # the sample that is shown or printed next
+    tokens = 0
+    shown = 0  # the sample that is shown or printed next
     waiting: dict[int, Completion] = {}  # the samples from that one on that have begun
     if not as_json:
         click.echo(session.shown_prompt, nl=False)
@@ -201,8 +208,8 @@ def write(session: Session) -> None:
         if completion.number >= shown:
             waiting[completion.number] = completion
         while current := waiting.get(shown):
-            if not as_json and (text := current.text):
-                click.echo(text, nl=False)  # which flushes
+            if not as_json and current.pieces:
+                click.echo(current.text, nl=False)  # which flushes
                 current.pieces.clear()
             if not current.finish_reason:
                 break
@@ -219,12 +226,20 @@ def write(session: Session) -> None:
 
 def record(session: Session, engine: "Engine", completion: "Completion") -> dict[str, Any]:
     """What --json prints of a sample."""
-    asked, request = session.asked, completion.request
-    simd = helpers_of(session.part, asked["simd"]) if engine.device == "cpu" else None
-    shown = {"model": asked["model"], "part": session.part, "engine": engine.name, "device": engine.device}
-    shown |= {"simd": simd, "threads": asked["threads"], "seed": request.seed, "prompt": session.prompt}
-    shown |= {"text": completion.text, "prompt_tokens": len(request.ids)}
-    return shown | {name: getattr(completion, name) for name in MEASURED}
+    asked = session.asked
+    return {
+        "model": asked["model"],
+        "part": session.part,
+        "engine": engine.name,
+        "device": engine.device,
+        "simd": helpers_of(session.part, asked["simd"]) if engine.device == "cpu" else None,
+        "threads": asked["threads"],
+        "seed": completion.request.seed,
+        "prompt": session.prompt,
+        "text": completion.text,
+        "prompt_tokens": len(completion.request.ids),
+        **{name: getattr(completion, name) for name in MEASURED},
+    }
 
 
 def converse(session: Session) -> None:
@@ -234,7 +249,9 @@ def converse(session: Session) -> None:
 
     engine = session.writer(1, session.checkpoint.config.block_size).engine
     notice(f"{HELP}, Ctrl-C stops the current text.")
-    tokenizer, seed, text = session.checkpoint.tokenizer, session.request.seed, session.shown_prompt
+    tokenizer = session.checkpoint.tokenizer
+    seed = session.request.seed
+    text = session.shown_prompt
     typed = sys.stdin.isatty()
     if text:
         click.echo(text)

@@ -8,8 +8,10 @@ from shakespeare.app.cli import options
 
 NOT_WITH_TRAIN = ("texts", "engine", "br", "bc", "weights", "kv_cache", "draft", "prompt_tokens", "tokens")
 ON_CPU = ("engine", "simd", "br", "bc", "draft", "threads", "train", "batch")
-MOST_BATCH, MOST_TEXTS = 256, 4096
-PROMPT, TOKENS = "Tokens of the prompt, which is the model's own text.", "200, or the rest of the block size"
+MOST_BATCH = 256
+MOST_TEXTS = 4096
+PROMPT = "Tokens of the prompt, which is the model's own text."
+TOKENS = "200, or the rest of the block size"
 TRAIN = "Show where the time of a training step goes instead, for a new model of MODEL's sizes."
 
 

@@ -28,7 +28,9 @@ from shakespeare.training.schedule import Schedule, Watcher
 SAMPLE_SHARE = 0.015  # share of the time that samples may take
 SAMPLE_SECONDS = 3.0  # least time between two samples
 REDRAW_SECONDS = 0.5
-WIDTH, LOSS_ROWS, SAMPLE_ROWS = 68, 10, 8  # the most of each
+WIDTH = 68  # at most
+LOSS_ROWS = 10
+SAMPLE_ROWS = 8
 
 
 @contextlib.contextmanager
@@ -68,11 +70,15 @@ class Lines(Watcher):
 class Picture(Watcher):
     """Draws losses, speed and a sample of the averaged weights on a terminal. part, tokens: of a sample."""
 
-    part, tokens = "part4", 300
+    part = "part4"
+    tokens = 300
 
     def __init__(self, name: str, live: Live, stops: Callable[[], bool] = lambda: False) -> None:
         super().__init__(stops)
-        self.name, self.live, self.sample, self._drawn = name, live, "", 0.0
+        self.name = name
+        self.live = live
+        self.sample = ""
+        self._drawn = 0.0
 
     def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
         self._averaged, self._tokenizer = averaged, tokenizer
@@ -83,7 +89,8 @@ class Picture(Watcher):
         self.live.console.print(Text(sentence))
 
     def stepped(self, run: Schedule) -> None:
-        if (start := time.monotonic()) >= self._next_sample:
+        start = time.monotonic()
+        if start >= self._next_sample:
             self.sample = self.write()
             now = time.monotonic()
             self._next_sample = now + max(SAMPLE_SECONDS, (now - start) / SAMPLE_SHARE)
@@ -101,19 +108,24 @@ class Picture(Watcher):
             model = copy.deepcopy(model).cpu()
         checkpoint = Checkpoint(model.config, model.weights, self._tokenizer)
         try:
-            asked: dict = {"part": self.part, "seed": 1, "context": "reset"}
-            return str(generate(checkpoint, self._prompt, self.tokens, **asked))
+            text = generate(checkpoint, self._prompt, self.tokens, part=self.part, seed=1, context="reset")
+            return str(text)
         except BuildError:
-            self.part, self.tokens = "part0", 100
+            self.part = "part0"
+            self.tokens = 100
             return ""
 
 
 def picture(name: str, run: Schedule, sample: str, console: Console) -> Group:
     """The whole picture, fitted to the console."""
     head = Table.grid(padding=(0, 2))
-    done, speed = f"step {run.done:,} of {run.steps():,}", f"{run.speed():,.0f} characters/s"
-    rate, left = f"learning rate {run.rate():.0%}", f"{timedelta(seconds=round(run.left()))} left"
-    head.add_row(Text(name, style="bold"), done, speed, rate, left)
+    head.add_row(
+        Text(name, style="bold"),
+        f"step {run.done:,} of {run.steps():,}",
+        f"{run.speed():,.0f} characters/s",
+        f"learning rate {run.rate():.0%}",
+        f"{timedelta(seconds=round(run.left()))} left",
+    )
     width = min(WIDTH, console.width)
     parts: list = [head, Align.left(ProgressBar(1.0, run.progress(), width))]
     if run.curve:
@@ -127,7 +139,8 @@ def picture(name: str, run: Schedule, sample: str, console: Console) -> Group:
 
 def losses(curve: Sequence[Sequence[float | None]], width: int) -> Table:
     """A table of evenly spaced rows [step, training loss or None, validation loss], with a bar for each."""
-    last, count = len(curve) - 1, min(len(curve), LOSS_ROWS)
+    last = len(curve) - 1
+    count = min(len(curve), LOSS_ROWS)
     shown = [curve[last * i // max(1, count - 1)] for i in range(count)]
     largest = max(validation or 0.0 for _, _, validation in shown)
     table = Table("step", "training", "validation", "", box=None, pad_edge=False, width=width)

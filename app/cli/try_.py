@@ -59,7 +59,7 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
             raise click.UsageError("FILE does not go with --new")
         user_kernel.checked_name(new, asked["backward"])
         starts.write(new, asked["backward"], asked["triton"])
-        option = " --backward" * asked["backward"]
+        option = " --backward" if asked["backward"] else ""
         notice(f"Wrote {new}. Now: {to_type()} try {shlex.quote(str(new))}{option}")
         return True
     if file is None:
@@ -113,7 +113,9 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
     watched = {file}
     with contextlib.closing(Checker()) as checker:
         while True:
-            before, begin, start = saves(watched), time.time_ns(), time.perf_counter()
+            before = saves(watched)
+            begin = time.time_ns()
+            start = time.perf_counter()
             seed = cases.seed_of(file, asked["secret"])
             verdict = checker.check(file, asked["seconds"], seed, asked["backward"])
             if not asked["as_json"]:
@@ -123,7 +125,7 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
             notice(f"verdict after {time.perf_counter() - start:.2f} s")
             watched = {file, *verdict.sources}
             if verdict.refused:  # perhaps for a file that is missing beside it
-                watched |= {file.parent, *file.parent.iterdir()}
+                watched.update((file.parent, *file.parent.iterdir()))
             for path, save in saves(watched - before.keys()).items():
                 if save[0] < begin:
                     before[path] = save

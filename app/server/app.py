@@ -39,7 +39,8 @@ class Application:
     """
 
     def __init__(self, checkpoints: Mapping[str, Checkpoint], settings: Settings) -> None:
-        self.checkpoints, self.settings = checkpoints, settings
+        self.checkpoints = checkpoints
+        self.settings = settings
         self.metrics = Metrics()
         self.scheduler = Scheduler(checkpoints, settings, self.metrics)
         self.active: set[Call] = set()
@@ -132,8 +133,14 @@ class Application:
     def _shown(self, name: str) -> dict[str, Any]:
         device = self.settings.device
         parts = [part for part in able(device) if PARTS[part].operator or find_spec("torch")]
-        shown = {"id": name, "object": "model", "created": self.created, "owned_by": "shakespeare-attention"}
-        return shown | {"parts": parts, "block_size": self.checkpoint(name).config.block_size}
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "shakespeare-attention",
+            "parts": parts,
+            "block_size": self.checkpoint(name).config.block_size,
+        }
 
     def checkpoint(self, model: str) -> Checkpoint:
         """The model of this name. Raises ApiError 404."""
@@ -156,11 +163,13 @@ class Endpoint:
     """An endpoint that writes texts, as an ASGI application, without Starlette's layers around it."""
 
     def __init__(self, app: Application, kind: type[Body]) -> None:
-        self.app, self.kind = app, kind
+        self.app = app
+        self.kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; raises ApiError before the response has begun."""
-        app, settings = self.app, self.app.settings
+        app = self.app
+        settings = app.settings
         if app.draining:
             headers = {"connection": "close"} | RETRY
             raise ApiError(503, "The server is ending.", code="shutting_down", headers=headers)
@@ -181,9 +190,8 @@ class Endpoint:
         reason = compatible(body.part or settings.part, settings.device)
         if reason:
             raise ApiError(400, f"{reason}.", "part")
-        async with asyncio.timeout(
-            None
-        ) as patience:  # ends at once when too much of a stream waits for its reader
+        # the time ends at once when too much of a stream waits for its reader
+        async with asyncio.timeout(None) as patience:
             call = Call(body, app.checkpoint(body.model), settings, partial(patience.reschedule, 0))
             app.scheduler.submit(call)
             app.active.add(call)

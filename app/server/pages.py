@@ -36,6 +36,7 @@ class Site(StaticFiles):
             raise HTTPException(404)
         response = await super().get_response(path, scope)
         response.headers.update(SITE_HEADERS)
-        if kind := TYPES.get(Path(path).suffix):
-            response.headers["content-type"] = kind
+        suffix = Path(path).suffix
+        if suffix in TYPES:
+            response.headers["content-type"] = TYPES[suffix]
         return response

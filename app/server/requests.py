@@ -60,9 +60,9 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         """The response's JSON. OpenAI's type of the error says whose mistake it is."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        shown = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        blame = "invalid_request_error" if self.status < 500 else "server_error"
+        blame = "rate_limit_error" if self.status == 429 else blame
+        shown = {"message": self.message, "type": blame, "param": self.param, "code": self.code}
         return json.dumps({"error": shown}).encode()
 
 
@@ -80,15 +80,16 @@ StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=4, fail_fast=True)]
 Choices = Annotated[int, Field(ge=1, le=Settings.most_texts), WHOLE]
 Seed = Annotated[int, Field(ge=RANDOM, le=LARGEST_SEED), WHOLE]
-MOST_NESTED, MOST_FIELDS = 4096, 1024  # lists and objects of a body, and fields of an object
+MOST_NESTED = 4096  # lists and objects of a body
+MOST_FIELDS = 1024  # of an object
 BLOCK_SIZE = -1  # of max_tokens: as many as the model's block size
 Tokens = Annotated[int, Field(ge=BLOCK_SIZE), WHOLE]
 Alternatives = Annotated[int, Field(ge=0, le=5), WHOLE]  # of completions, as in OpenAI's API
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 TOKEN_ID = r"^[0-9]{1,9}$"
 BIAS = {"type": ["number", "null"], "minimum": -MOST_BIAS, "maximum": MOST_BIAS}
-BIASES: Any = {"type": "object", "patternProperties": {TOKEN_ID: BIAS}}
-BIASES["additionalProperties"] = {"type": "null"}
+NULL = {"type": "null"}
+BIASES: Any = {"type": "object", "patternProperties": {TOKEN_ID: BIAS}, "additionalProperties": NULL}
 # Sampling checks the numbers; pydantic's schema would admit other keys.
 Biases = Annotated[dict[Annotated[str, Field(pattern=TOKEN_ID)], float], WithJsonSchema(BIASES)]
 LABELS: Any = {"type": "object", "additionalProperties": {"type": ["string", "null"]}}
@@ -114,8 +115,12 @@ IDLE_IN_REQUESTS = {
     "user": str,
     "verbosity": ["medium"],
 }
-IDLE_IN_MESSAGES: dict[str, list] = {"annotations": [[]], "refusal": [""], "tool_calls": [[]]}
-IDLE_IN_MESSAGES["provider_specific_fields"] = [{}]  # LiteLLM's
+IDLE_IN_MESSAGES: dict[str, list] = {
+    "annotations": [[]],
+    "refusal": [""],
+    "tool_calls": [[]],
+    "provider_specific_fields": [{}],  # LiteLLM's
+}
 
 
 class Fields(BaseModel):
@@ -211,7 +216,9 @@ class Body(Settable):
         config = checkpoint.config
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options needs stream.", "stream_options")
-        prompts, candidates, alternatives = self.ids(checkpoint.tokenizer), self.candidates, self.alternatives
+        prompts = self.ids(checkpoint.tokenizer)
+        candidates = self.candidates
+        alternatives = self.alternatives
         bias = tuple((int(token), number) for token, number in self.logit_bias.items())
         check_tokens("logit_bias", (token for token, _ in bias), config.vocab_size)
         name, tokens = self.limit
@@ -224,11 +231,14 @@ class Body(Settable):
             tokens = min(config.block_size, settings.most_tokens, settings.most_request_tokens // texts)
         if tokens > settings.most_tokens:
             raise wrong(f"{name} is {tokens}; it must be at most {settings.most_tokens}.", name)
-        if (asked := texts * tokens) > (most := settings.most_request_tokens):
-            raise wrong(f"The request asks for up to {asked} tokens; at most {most} are written.", name)
+        most = settings.most_request_tokens
+        if texts * tokens > most:
+            message = f"The request asks for up to {texts * tokens} tokens; at most {most} are written."
+            raise wrong(message, name)
         echoed = max(map(len, prompts)) if self.echo else 0
         scores = 0 if alternatives is None else texts * (tokens + echoed)
-        if scores > (most := settings.most_scores):
+        most = settings.most_scores
+        if scores > most:
             message = f"logprobs of up to {scores} tokens are asked for; at most {most} are sent."
             raise wrong(message, "logprobs")
         if texts * echoed > settings.body_bytes:
@@ -239,11 +249,20 @@ class Body(Settable):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         try:
             sampling = Sampling(**{name: getattr(self, name) for name in NUMBERS}, logit_bias=bias)
-            asked = {"sampling": sampling, "max_new_tokens": tokens, "stop": stop, "context": self.context}
-            asked["ignore_eos"] = self.ignore_eos
-            asked["logprobs"] = 0 if self.ranked and alternatives is None else alternatives
-            asked["prompt_logprobs"] = self.echo and alternatives is not None
-            return [Request(prompts[i // candidates], seed=seed + i, **asked) for i in range(texts)]
+            return [
+                Request(
+                    prompts[i // candidates],
+                    seed=seed + i,
+                    sampling=sampling,
+                    max_new_tokens=tokens,
+                    stop=stop,
+                    context=self.context,
+                    ignore_eos=self.ignore_eos,
+                    logprobs=0 if self.ranked and alternatives is None else alternatives,
+                    prompt_logprobs=self.echo and alternatives is not None,
+                )
+                for i in range(texts)
+            ]
         except (TypeError, ValueError) as error:  # its first word is the name of the field
             raise wrong(f"{error}.", str(error).split(" ")[0]) from None
 
@@ -376,7 +395,8 @@ def encoded(text: str, tokenizer: Tokenizer, name: str) -> list[int]:
 
 def check_tokens(name: str, tokens: Iterable[int], size: int) -> None:
     """Raise ApiError if a field has a token that the model does not have."""
-    if (largest := max(tokens, default=0)) >= size:
+    largest = max(tokens, default=0)
+    if largest >= size:
         raise wrong(f"{name} has the token {largest}; it must be from 0 to {size - 1}.", name)
 
 
@@ -415,7 +435,9 @@ def parse(kind: type[AnyBody], data: bytes | bytearray) -> AnyBody:
         return kind.model_validate(without_nulls(body, count()))
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
-    name, message, value = path(first["loc"]), first["msg"], first.get("input")
+    name = path(first["loc"])
+    message = first["msg"]
+    value = first.get("input")
     union = next((str(part) for part in first["loc"] if part in MUST_BE), None)
     match first["type"]:
         case _ if not first["loc"]:

@@ -46,7 +46,8 @@ class Choice(Completion):
 
     def add(self, tokens: Sequence[int] | NDArray[Any]) -> str:
         """Show tokens that the Writer has appended, up to one that completes a stop string."""
-        before, piece = self.shown_tokens, super().add(tokens)
+        before = self.shown_tokens
+        piece = super().add(tokens)
         self._take_logprobs(self.shown_tokens - before)
         return piece
 
@@ -57,14 +58,16 @@ class Choice(Completion):
         self._sent += len(text)
         everything = self.finish_reason and not self.stopped_by
         count = sum(everything or start < self._sent for _, start, _ in self._scores)
-        scores, self._scores = self._scores[:count], self._scores[count:]
+        scores = self._scores[:count]
+        self._scores = self._scores[count:]
         return text, scores
 
     def _take_logprobs(self, count: int) -> None:
         """Take the log-probabilities of the prompt and of `count` new tokens from the Writer's text."""
         if self.request.logprobs is None:
             return
-        if known := self.prompt_logprobs:
+        known = self.prompt_logprobs
+        if known:
             for token in self.request.ids[: -len(known)]:  # only the last tokens of a long prompt were read
                 self._score(token, None)
             for token, each in zip(self.prompt, known):
@@ -76,7 +79,8 @@ class Choice(Completion):
         self.logprobs.clear()
 
     def _score(self, token: int, known: TokenLogprob | None) -> None:
-        text, own = self._scores_decoder.feed(token), self.call.tokenizer.token_bytes(token)
+        text = self._scores_decoder.feed(token)
+        own = self.call.tokenizer.token_bytes(token)
         broken = max(0, len(text) - len(own.decode(errors="replace")))  # what earlier tokens did not complete
         self._scores.append((token, self._scored + broken, known))
         self._scored += len(text)
@@ -101,7 +105,8 @@ class Call:
     def __init__(
         self, body: Body, checkpoint: Checkpoint, settings: Settings, overflowed: Callable[[], None]
     ) -> None:
-        self.body, self.tokenizer = body, checkpoint.tokenizer
+        self.body = body
+        self.tokenizer = checkpoint.tokenizer
         self.lane = body.model, body.part or settings.part
         self.began = time.monotonic()
         requests = body.requests(checkpoint, settings)
@@ -112,7 +117,8 @@ class Call:
         self.choices = [Choice(self, i, r, texts[i // body.candidates]) for i, r in enumerate(requests)]
         self.left = len(requests)
         self.gone = False
-        self._buffer_bytes, self._behind_seconds = settings.buffer_bytes, settings.behind_seconds
+        self._buffer_bytes = settings.buffer_bytes
+        self._behind_seconds = settings.behind_seconds
         self._overflowed = overflowed
         self._behind: asyncio.TimerHandle | None = None  # runs while more than buffer_bytes wait
         self._inbox = bytearray()
@@ -121,12 +127,15 @@ class Call:
         self._text_of = cache(lambda token: readable(self.tokenizer.token_bytes(token)))
         play = body.play(self.tokenizer)
         self._chat = play is not None
-        kind = "chat.completion" if self._chat else "text_completion"
-        named = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
-        kind = f"{kind}.chunk" if self._chat and body.stream else kind
-        self._common: dict[str, Any] = {"id": named, "object": kind, "created": int(time.time())}
-        maker = f"shakespeare-attention-{__version__}-{self.lane[1]}"
-        self._common |= {"model": body.model, "system_fingerprint": maker, "seed": requests[0].seed}
+        response = "chat.completion" if self._chat else "text_completion"
+        self._common: dict[str, Any] = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": f"{response}.chunk" if self._chat and body.stream else response,
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": f"shakespeare-attention-{__version__}-{self.lane[1]}",
+            "seed": requests[0].seed,
+        }
         self._play = {"play": play} if self._chat else {}  # OpenAI's API lacks this field
         self._head = b"data: " + dumps(self._common).encode()[:-1]
         self.interval = body.options.interval_ms / 1000  # seconds between two chunks of a text
@@ -156,7 +165,8 @@ class Call:
         self._news.clear()
         if self._error and not self.gone:
             raise self._error
-        taken, self._inbox = bytes(self._inbox), bytearray()
+        taken = bytes(self._inbox)
+        self._inbox = bytearray()
         self._in_time()
         return taken
 
@@ -219,7 +229,8 @@ class Call:
     @property
     def _usage(self) -> dict[str, int]:
         """The number of tokens of the prompts and of all written texts, chosen or not."""
-        prompt, written = self._prompt_tokens, sum(choice.new_tokens for choice in self.choices)
+        prompt = self._prompt_tokens
+        written = sum(choice.new_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     def _shown(self, scores: Sequence[Score]) -> dict[str, Any]:

@@ -87,7 +87,8 @@ class Server:
             await scheduler.stop()
         # First what the tasks do is cancelled, then their wait for a reader that takes nothing.
         for _ in range(2):
-            if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            if others:
                 for task in others:
                     task.cancel()
                 await asyncio.wait(others, timeout=END_SECONDS)
@@ -165,7 +166,8 @@ def serve(server: Server, listener: socket.socket, say: Callable[[str], None]) -
     allow_connections()
     with asyncio.Runner(loop_factory=fast_loop()) as runner:
         runner.run(server.run(listeners, say))
-    if error := server.application.scheduler.error:
+    error = server.application.scheduler.error
+    if error:
         raise error
 
 

@@ -87,8 +87,12 @@ class Lane:
     def __init__(
         self, model: str, part: str, settings: Settings, metrics: Metrics, deliver: Callable[[News], None]
     ) -> None:
-        self.model, self.part, self.slots, self._device = model, part, settings.slots, settings.device
-        self.admitted = self.left = 0
+        self.model = model
+        self.part = part
+        self.slots = settings.slots
+        self._device = settings.device
+        self.admitted = 0
+        self.left = 0
         self.credit = 0.0
         self.opening = False
         self._metrics = metrics.of(model, part)
@@ -142,7 +146,8 @@ class Lane:
     def fail(self, error: ApiError) -> None:
         """End all calls with an error and close the engine. The next text opens another engine."""
         choices = [*self._waiting, *self._running]
-        self._writer, self.opening = None, False
+        self._writer = None
+        self.opening = False
         self._waiting.clear()
         self.left += len(choices)
         self._count()
@@ -181,7 +186,8 @@ class Lane:
     def _send(self, choice: Choice, tokens: NDArray[Any], now: float) -> None:
         """Append new tokens to a text, and deliver what it has new, if that is due."""
         choice.add(tokens)
-        call, first = choice.call, choice.sent_at == 0
+        call = choice.call
+        first = choice.sent_at == 0
         ended = choice.ended
         if first and (ended or choice.new_tokens):
             self._metrics.first_token.observe(now - call.began)
@@ -213,7 +219,9 @@ class Scheduler:
     """
 
     def __init__(self, checkpoints: Mapping[str, Checkpoint], settings: Settings, metrics: Metrics) -> None:
-        self.checkpoints, self.settings, self.metrics = checkpoints, settings, metrics
+        self.checkpoints = checkpoints
+        self.settings = settings
+        self.metrics = metrics
         self.error: Exception | None = None
         self.loaded = asyncio.Event()
         self._lanes: dict[tuple[str, str], Lane] = {}
@@ -241,7 +249,8 @@ class Scheduler:
         """Queue a call. Raises ApiError 429 if its lane's queue is full, 503 if the models are loading."""
         if not self.ready or not self._thread.is_alive():
             raise ApiError(503, "The models are loading.", code="loading", headers=RETRY)
-        lane, texts = self._lane(*call.lane), len(call.choices)
+        lane = self._lane(*call.lane)
+        texts = len(call.choices)
         if lane.admitted - lane.left + texts > self.settings.slots + self.settings.queue:
             message = f"The queue of {lane.model} with {lane.part} is full; try again later."
             raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)

@@ -52,7 +52,8 @@ def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send],
     def checked(inner: ASGIApp, refusal: Callable[[Scope], ApiError | None]) -> ASGIApp:
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
             is_checked = scope["type"] == "http" and scope["path"] not in unchecked
-            if is_checked and (error := refusal(scope)):
+            error = refusal(scope) if is_checked else None
+            if error:
                 await refuse(error, send)
             else:
                 await inner(scope, receive, send)
@@ -72,8 +73,10 @@ def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send],
 def host_refusal(hosts: frozenset[str], scope: Scope) -> ApiError | None:
     """The refusal of another host name, as that of another site's page after DNS rebinding."""
     given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    if len(given) == 1 and ((host := host_of(given[0])) in hosts or is_loopback(host)):
-        return None
+    if len(given) == 1:
+        host = host_of(given[0])
+        if host in hosts or is_loopback(host):
+            return None
     if not given and scope["http_version"] != "1.1":  # no browser: HTTP/1.0 needs no Host
         return None
     shown = ascii(given[0][:100]) if given else "missing"

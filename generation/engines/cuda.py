@@ -40,7 +40,8 @@ TRIED = 32  # guesses of a text, before they are judged
 SECONDS = 0.0075  # of a launch by default, less than the 0.01 in which Ctrl-C should take effect
 FIRST_ROW_SECONDS = 2e-5  # for each text of a multiprocessor: the guess before one was measured
 TEXT = np.dtype([(name, np.int32) for name in ("slot", "length", "token", "flags")])  # struct Text
-FIRST, LAST = 1, 2  # flags of a Text
+FIRST = 1  # flags of a Text
+LAST = 2
 
 
 class Work(ctypes.Structure):
@@ -97,44 +98,62 @@ class CudaEngine(Slots):
         draft: Draft | None = None,
         clocks: bool = False,
     ) -> None:
-        weights, kv_cache, slots = options.weights, options.kv_cache, options.slots
-        capacity = options.context(model.config)
+        c = model.config
+        slots = options.slots
+        capacity = options.context(c)
+        precisions = options.weights, options.kv_cache
         on = self._gpu = layouts.device()
         on.activate()
-        c, tensors, shared = model.config, model.weights, on.on.shared
+        shared = on.on.shared
         super().__init__(c, slots, capacity)
-        clusters, self._grid = layouts.layouts_for(c, weights, kv_cache, on.on, clocks)
-        self._reader = Grid(c, weights, kv_cache, prompt=True, clocks=clocks)
-        # Texts in a block of the grid, tokens of a prompt in one, and blocks of prompts at a time.
-        self._many, self._read_together = self._grid.most_texts(shared), self._reader.most_texts(shared)
-        of_grid = self._grid, layouts.GRID_TEXTS[0]
-        alone = clusters[0].alone(draft is not None, shared) if clusters else of_grid
+        clusters, self._grid = layouts.layouts_for(c, *precisions, on.on, clocks)
+        self._reader = Grid(c, *precisions, prompt=True, clocks=clocks)
+        self._many = self._grid.most_texts(shared)  # texts in a block of the grid
+        self._read_together = self._reader.most_texts(shared)  # tokens of a prompt in a block
+        drafts = draft is not None
+        alone = clusters[0].alone(drafts, shared) if clusters else (self._grid, layouts.GRID_TEXTS[0])
         on.prepare([(self._reader, self._read_together), alone])
-        takes = functools.partial(on.clusters, drafts=draft is not None)
-        self._clusters = list(itertools.dropwhile(lambda layout: not takes(layout), clusters))
-        self._read_blocks = on.resident(self._reader, self._read_together)
+        self._clusters = list(itertools.dropwhile(lambda layout: not on.clusters(layout, drafts), clusters))
+        self._read_blocks = on.resident(self._reader, self._read_together)  # of prompts at a time
         self._at_once = self._read_together * self._read_blocks
-        held: tuple[Layout, ...] = (*self._clusters, self._grid)
-        self._weights = {layout: Memory.of(layout.pack(tensors)) for layout in held}
+        used: tuple[Layout, ...] = (*self._clusters, self._grid)
+        tensors = model.weights
+        self._weights = {layout: Memory.of(layout.pack(tensors)) for layout in used}
         self._weights[self._reader] = self._weights[self._grid]
         for layout in self._clusters[:1]:
             self._weights[replace(layout, drafts=True)] = self._weights[layout]
         self._tokens = Memory.of(tensors[EMBEDDING])
         self._positions = Memory.of(tensors["transformer.wpe.weight"][:capacity])
-        V, cached = c.vocab_size, c.n_embd * c.n_layer * capacity * kv_cache.bytes
+        V = c.vocab_size
+        cached = c.n_embd * c.n_layer * capacity * options.kv_cache.bytes
         # Bytes of a slot of each array of struct Work.
-        self._sizes = {"keys": cached, "values": cached, "logits": 4 * V, "seen": 4 * V, "written": 4 * V}
-        self._sizes |= {"sampling": 8 * SETTINGS, "bias": 8 * V}
-        self._held = {name: Memory(slots * size) for name, size in self._sizes.items()}
-        # A launch's arguments on the host and the GPU: of texts, and of prompts.
-        self._given = {prompts: (Memory(1 << 16, host=True), Memory(1 << 16)) for prompts in (False, True)}
-        self._chosen, self._cycles = Memory(1 << 12, host=True), Memory(8 * len(layouts.PHASES), host=True)
-        self._every, self._arrived = Memory(4), Memory(4 * on.on.multiprocessors * layouts.RESIDENT)
-        arrays = {"tokens": self._tokens, "positions": self._positions, "cycles": self._cycles}
-        arrays |= {"arrived": self._arrived, **self._held}
-        scale = 1 / (math.sqrt(c.head_dim) * math.log(2))
-        addresses = {name: memory.address for name, memory in arrays.items()}
-        self._work = Work(**addresses, capacity=capacity, scale=scale)
+        self._sizes = {
+            "keys": cached,
+            "values": cached,
+            "logits": 4 * V,
+            "seen": 4 * V,
+            "written": 4 * V,
+            "sampling": 8 * SETTINGS,
+            "bias": 8 * V,
+        }
+        self._arrays = {name: Memory(slots * size) for name, size in self._sizes.items()}
+        # Arguments of a launch on the host and the GPU: of texts, and of prompts.
+        self._arguments = {
+            prompts: (Memory(1 << 16, host=True), Memory(1 << 16)) for prompts in (False, True)
+        }
+        self._chosen = Memory(1 << 12, host=True)
+        self._cycles = Memory(8 * len(layouts.PHASES), host=True)
+        self._every = Memory(4)
+        self._arrived = Memory(4 * on.on.multiprocessors * layouts.RESIDENT)
+        self._work = Work(
+            **{name: memory.address for name, memory in self._arrays.items()},
+            tokens=self._tokens.address,
+            positions=self._positions.address,
+            cycles=self._cycles.address,
+            arrived=self._arrived.address,
+            capacity=capacity,
+            scale=1 / (math.sqrt(c.head_dim) * math.log(2)),
+        )
         self._work_at = (ctypes.c_void_p * 1)(ctypes.addressof(self._work))
         self._launches: dict[int, Launch] = {}  # of so many texts; to find one takes longer than a token
         self._row_seconds: dict[Launch, float] = {}
@@ -144,8 +163,10 @@ class CudaEngine(Slots):
         self._kept += [self._tails, self._guessed]
         self.draft = draft
         if draft is not None:
-            self._tables = Memory.of(draft.tags), Memory.of(draft.pairs)
-            self._work.tags, self._work.pairs = (table.address for table in self._tables)
+            self._tags = Memory.of(draft.tags)
+            self._pairs = Memory.of(draft.pairs)
+            self._work.tags = self._tags.address
+            self._work.pairs = self._pairs.address
         self._drafts = np.zeros(4, int)  # passes, tokens, rows of guesses, guesses that were compared
         self._counted = np.zeros((0, 3), np.int32)  # of the last launch, as struct Work has them
         # Compiled now, not while texts wait: what as many texts as there are slots need, or fewer.
@@ -170,14 +191,16 @@ class CudaEngine(Slots):
 
     def _read_piece(self, slot: int, prompt: Prompt) -> tuple[int, Floats | None]:
         ids, continues, top, done = prompt
-        every, piece = top is not None, ids[done : done + self._at_once]
+        piece = ids[done : done + self._at_once]
         texts = np.zeros(len(piece), TEXT)
-        texts["slot"], texts["token"], texts["length"] = slot, piece, np.arange(done, done + len(piece))
+        texts["slot"] = slot
+        texts["token"] = piece
+        texts["length"] = np.arange(done, done + len(piece))
         texts["flags"][0] = FIRST * (done == 0 and not continues)
         done += len(piece)
         texts["flags"][-1] |= LAST * (done == len(ids))
-        self._launch_prompts(texts, every)
-        return done, self._every_logits(len(piece)) if every else None
+        self._launch_prompts(texts, top is not None)
+        return done, None if top is None else self._every_logits(len(piece))
 
     def _read_prompts(self) -> None:
         """Read the prompts that wait, as many as possible in a launch; a block has tokens of one prompt."""
@@ -188,7 +211,8 @@ class CudaEngine(Slots):
             self._prompts.clear()
             return
         of_block = self._read_together
-        waiting, self._prompts = self._prompts, {}
+        waiting = self._prompts
+        self._prompts = {}
         slots = np.fromiter(waiting, np.int32)
         tokens = np.fromiter((len(prompt.ids) for prompt in waiting.values()), np.int64)
         continued = np.fromiter((prompt.continues for prompt in waiting.values()), bool)
@@ -200,11 +224,11 @@ class CudaEngine(Slots):
             last = int(np.searchsorted(ends, before + self._read_blocks, "right"))
             lengths = tokens[first:last]
             position = np.arange(-(-lengths.max() // of_block) * of_block, dtype=np.int32)
-            held = position < lengths[:, None]
-            texts = np.zeros(held.shape, TEXT)
-            texts["slot"] = np.where(held, slots[first:last, None], -1)
+            used = position < lengths[:, None]
+            texts = np.zeros(used.shape, TEXT)
+            texts["slot"] = np.where(used, slots[first:last, None], -1)
             texts["length"] = position
-            texts["token"][held] = np.fromiter(ids, np.int32, int(lengths.sum()))
+            texts["token"][used] = np.fromiter(ids, np.int32, int(lengths.sum()))
             texts["flags"][:, 0] = FIRST * ~continued[first:last]
             texts["flags"][np.arange(len(lengths)), lengths - 1] |= LAST
             of_blocks = texts.reshape(-1, of_block)
@@ -221,7 +245,9 @@ class CudaEngine(Slots):
         self, at: NDArray[np.int64], numbers: NDArray[np.float64], seconds: float | None, scored: bool
     ) -> tuple[NDArray[np.int32], Floats]:
         texts = np.zeros(len(at), TEXT)
-        texts["slot"], texts["length"], texts["token"] = at, self._lengths[at], self._pending[at]
+        texts["slot"] = at
+        texts["length"] = self._lengths[at]
+        texts["token"] = self._pending[at]
         launch = self._way(at)
         if launch.drafts:
             tails = self._tails[at].astype(np.uint32)
@@ -255,18 +281,21 @@ class CudaEngine(Slots):
     def _copy_to_run(self, source: int, run: NDArray[Any]) -> None:
         """Copy a slot to neighbouring ones: to the first, from there to the next, to two, four ..."""
         for name in ("keys", "values", "logits", "seen", "written"):
-            size, origin, done = self._sizes[name], source, 0
+            size = self._sizes[name]
+            origin = source
+            done = 0
             while done < len(run):
                 count = min(max(done, 1), len(run) - done)
-                to, of = (int(slot) * size for slot in (run[done], origin))
-                self._held[name].copy_later(to, of, count * size, self._gpu.stream)
-                origin, done = run[0], done + count
+                to = int(run[done]) * size
+                self._arrays[name].copy_later(to, int(origin) * size, count * size, self._gpu.stream)
+                origin = run[0]
+                done += count
 
     def _logits_of(self, slot: int) -> Floats:
         self._read_prompts()
         synchronize(self._gpu.stream)
         row = np.empty(self.config.vocab_size, np.float32)
-        return self._held["logits"].read(row, slot * self._sizes["logits"])
+        return self._arrays["logits"].read(row, slot * self._sizes["logits"])
 
     def cycles(self) -> dict[str, int]:
         """The cycles of each of layouts.PHASES in the last launch, in the first block."""
@@ -342,34 +371,41 @@ class CudaEngine(Slots):
         texts: (count,) of TEXT. every: keep the logits of every row. long: whether processes take turns.
         Returns the tokens, (rows, count).
         """
-        count, stream, work = len(texts), self._gpu.stream, self._work
+        count = len(texts)
+        stream = self._gpu.stream
+        work = self._work
         for name in self._stale:
-            self._held[name].write(self._settings[name])
+            self._arrays[name].write(self._settings[name])
         self._stale.clear()
-        rows = 1 if uniforms is None else len(uniforms)
-        given = texts.nbytes + (0 if uniforms is None else uniforms.nbytes)
         prompts = uniforms is None
-        if prompts:  # the launch before this may not have got what it was given
+        rows = 1 if uniforms is None else len(uniforms)
+        used = texts.nbytes + (0 if uniforms is None else uniforms.nbytes)
+        if prompts:  # the launch before this may still read its arguments
             synchronize(stream)
-        if given > self._given[prompts][0].size:
-            self._given[prompts] = Memory(2 * given, host=True), Memory(2 * given)
-        host, staged = self._given[prompts]
-        size, counts = 4 * rows * count, 12 * count
+        if used > self._arguments[prompts][0].size:
+            self._arguments[prompts] = Memory(2 * used, host=True), Memory(2 * used)
+        host, staged = self._arguments[prompts]
+        size = 4 * rows * count
+        counts = 12 * count
         if size + counts > self._chosen.size:
             self._chosen = Memory(2 * (size + counts), host=True)
         if every and size * self.config.vocab_size > self._every.size:
             self._every = Memory(size * self.config.vocab_size)
         host.bytes[: texts.nbytes] = texts.view(np.uint8)
         if uniforms is not None:
-            host.bytes[texts.nbytes : given].view(float).reshape(uniforms.shape)[:] = uniforms
+            host.bytes[texts.nbytes : used].view(float).reshape(uniforms.shape)[:] = uniforms
         work.weights = self._weights[launch.layout].address
         work.every = self._every.address if every else None
-        work.texts, work.uniforms = staged.address, staged.address + texts.nbytes
-        work.chosen, work.count, work.rows, work.leading = self._chosen.address, count, rows, launch.leading
+        work.texts = staged.address
+        work.uniforms = staged.address + texts.nbytes
+        work.count = count
+        work.rows = rows
+        work.leading = launch.leading
+        work.chosen = self._chosen.address
         work.drafts = self._chosen.address + size
         function, _ = self._gpu.kernel(launch.layout, launch.texts)
         config = self._gpu.launch(*launch[:3])
-        staged.write_later(host, given, stream)
+        staged.write_later(host, used, stream)
         self._arrived.clear_later(stream)
         with turn(self._gpu.on.identity) if long else contextlib.nullcontext():
             start = time.perf_counter()

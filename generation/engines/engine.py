@@ -32,7 +32,8 @@ class Unfit(ValueError):
 
 def check_plain(engine: str, config: GPTConfig) -> None:
     """Raise Unfit for a model that only the engines on the CPU and PyTorch's take."""
-    if other := [name for name in ("tanh_gelu", "untied_head", "window") if getattr(config, name)]:
+    other = [name for name in ("tanh_gelu", "untied_head", "window") if getattr(config, name)]
+    if other:
         raise Unfit(f"the {engine} engine takes no model with {' and '.join(other)}")
 
 
@@ -99,10 +100,11 @@ class EngineOptions:
 
     def context(self, config: GPTConfig) -> int:
         """The capacity for a model. Raises ValueError if it is more than the model's block size."""
-        capacity, longest = self.capacity, config.block_size
-        if capacity is not None and not 1 <= capacity <= (ENDLESS if config.endless else longest):
-            raise ValueError(f"capacity is {capacity}; it must be from 1 to block_size={longest}")
-        return ENDLESS if config.endless else capacity or longest
+        longest = ENDLESS if config.endless else config.block_size
+        if self.capacity is not None and not 1 <= self.capacity <= longest:
+            must = f"it must be from 1 to block_size={config.block_size}"
+            raise ValueError(f"capacity is {self.capacity}; {must}")
+        return longest if config.endless else self.capacity or longest
 
     @functools.cached_property
     def row(self) -> Part:

@@ -33,8 +33,12 @@ class Step:
         logits: Tensor,
         flash: Callable[..., Any] | None,
     ) -> None:
-        self.model, self.caches, self.flash = model, caches, flash
-        self.lengths, self.pending, self.logits = lengths, pending, logits
+        self.model = model
+        self.caches = caches
+        self.lengths = lengths
+        self.pending = pending
+        self.logits = logits
+        self.flash = flash
         self.last = caches[0].k.shape[2] - 1  # row of a cache
 
     def __call__(self) -> None:
@@ -55,7 +59,8 @@ class Step:
 
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k and v, (n, H, 1, d), to the next layer's cache and let q attend to it."""
-        cache, held = next(self.layers), []
+        cache = next(self.layers)
+        held = []
         for buffer, new in ((cache.k, k), (cache.v, v)):
             buffer[self.slots, :, self.rows] = new[:, :, 0].to(buffer.dtype)
             held.append(buffer[: len(self.slots)].to(q.dtype))

@@ -22,16 +22,19 @@ from shakespeare.model.config import EMBEDDING, GPTConfig
 Floats = NDArray[np.float32]
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
-CAPABILITY, CLUSTER_CAPABILITY = (8, 0), (9, 0)  # the least that reduces integers in a warp, and has clusters
+CAPABILITY = (8, 0)  # the least that reduces integers in a warp
+CLUSTER_CAPABILITY = (9, 0)  # the least that has clusters
 CLUSTERS = (16, 8)  # blocks of a cluster, the best for one text first; a GPU may refuse 16
-THREADS, LANES = 256, 32  # of a block, of a warp
+THREADS = 256  # of a block
+LANES = 32  # of a warp
 # A lane's keys at a time, by the number of warps that attend to a text together in a cluster.
 STRIPS = {8: 2, 4: 2, 2: 4, 1: 6}
 DRAFT_ROWS = 4  # of a pass with drafts: on an H100 a fifth adds 8 % of tokens and 13 % of time
 MOST_TEXTS = 5  # of a cluster's pass: what shared memory has room for beside shakes256 in float32
 GRID_TEXTS = (1, 2, 4, 8)  # of a block of the grid: with more, the registers do not suffice for two blocks
 PROMPT_TEXTS = 4  # tokens of a prompt in a block
-GRID_STRIP, PROMPT_STRIP = 4, 2  # as STRIPS
+GRID_STRIP = 4  # as STRIPS
+PROMPT_STRIP = 2
 RESIDENT = 2  # blocks of a multiprocessor, of which one may read keys while the other multiplies
 WEIGHT_BITS = {Precision.FP32: 32, Precision.BF16: 16}  # int8 has no kernel
 HEAD_DIMS = (4, 8, 16, 32, 64, 128)  # a power of two of lanes reads a key
@@ -81,11 +84,21 @@ class Layout(ABC):
 
     def _source(self, file: str, texts: int, capability: tuple[int, int], **macros: int) -> nvrtc.Source:
         c = self.config
-        macros |= {"FORMAT": gpu.FORMATS[Dtype(self.kv_cache)], "WEIGHT_BITS": WEIGHT_BITS[self.weights]}
-        macros |= {"LAYERS": c.n_layer, "HEADS": c.n_head, "HEAD_DIM": c.head_dim, "VOCAB": c.vocab_size}
-        macros |= {"TEXTS": texts, "THREADS": THREADS, "BIAS": c.bias, "CLOCKS": self.clocks}
-        macros |= {"SHARED_BYTES": self.shared(texts)}
-        arch = f"sm_{capability[0]}{capability[1]}"
+        macros = {
+            **macros,
+            "FORMAT": gpu.FORMATS[Dtype(self.kv_cache)],
+            "WEIGHT_BITS": WEIGHT_BITS[self.weights],
+            "LAYERS": c.n_layer,
+            "HEADS": c.n_head,
+            "HEAD_DIM": c.head_dim,
+            "VOCAB": c.vocab_size,
+            "TEXTS": texts,
+            "THREADS": THREADS,
+            "BIAS": c.bias,
+            "CLOCKS": self.clocks,
+            "SHARED_BYTES": self.shared(texts),
+        }
+        arch = "sm_{}{}".format(*capability)
         return nvrtc.Source(file, arch, {name: int(n) for name, n in macros.items()}, SOURCES)
 
     def _pack(
@@ -103,12 +116,18 @@ class Layout(ABC):
             if c.bias:
                 norm["bias"] = tensors[f"{name}.bias"]
 
-        matrices = {"qkv": ("attn.c_attn", 3), "proj": ("attn.c_proj", 1)}
-        matrices |= {"fc": ("mlp.c_fc", 1), "out": ("mlp.c_proj", 1)}
+        matrices = (
+            ("qkv", "attn.c_attn"),
+            ("proj", "attn.c_proj"),
+            ("fc", "mlp.c_fc"),
+            ("out", "mlp.c_proj"),
+        )
         for i in range(c.n_layer):
-            layer, vectors, prefix = packed["layers"][:, i], packed["vectors"][:, i], f"transformer.h.{i}"
-            for name, (full, parts) in matrices.items():
-                layer[name] = self._weight(matrix(tensors[f"{prefix}.{full}.weight"], parts))
+            vectors = packed["vectors"][:, i]
+            prefix = f"transformer.h.{i}"
+            for name, full in matrices:
+                parts = 3 if name == "qkv" else 1
+                packed["layers"][name][:, i] = self._weight(matrix(tensors[f"{prefix}.{full}.weight"], parts))
                 if c.bias:
                     vectors[name] = vector(tensors[f"{prefix}.{full}.bias"], parts)
             for name in ("ln_1", "ln_2"):
@@ -137,7 +156,8 @@ class Cluster(Layout):
 
     @functools.cached_property
     def image(self) -> np.dtype:
-        C, share = self.config.n_embd, self.config.n_embd // self.blocks
+        C = self.config.n_embd
+        share = C // self.blocks
         rows = {"qkv": 3 * share, "proj": share, "fc": 4 * share, "out": share}
         matrices = {name: (n, C * (4 if name == "out" else 1)) for name, n in rows.items()}
         return self._image(matrices | {"head": (self.head_rows, C)}, rows)
@@ -220,16 +240,18 @@ class Grid(Layout):
 
     def shared(self, texts: int) -> int:
         c = self.config
-        warps, together = THREADS // LANES, texts if self.prompt else 1
-        units = texts // together * c.n_head * max(1, warps // (texts // together * c.n_head))
+        together = texts if self.prompt else 1
+        heads = texts // together * c.n_head
+        units = heads * max(1, THREADS // LANES // heads)
         logits = -(-c.vocab_size // 4) * 4
         various = max(4 * c.n_embd, (logits + 2 * c.vocab_size + 2) // 4 * 4)
-        held, partial = c.n_embd, units * together * (c.head_dim + 4)
+        normed = c.n_embd
+        partial = units * together * (c.head_dim + 4)
         if self._tiled:
-            held, various = ((n + 15) // 32 * 32 + 16 for n in (held, various))
+            normed, various = ((n + 15) // 32 * 32 + 16 for n in (normed, various))
         else:
             partial = max(4 * THREADS * texts, partial)
-        size = texts * (4 * (c.n_embd + held + various) + 20) + 4 * partial
+        size = texts * (4 * (c.n_embd + normed + various) + 20) + 4 * partial
         size = -(-size // 8) * 8 + self._counters()
         return -(-size // 16) * 16
 
@@ -296,7 +318,8 @@ def layouts_for(
     if config.n_embd % CLUSTERS[-1]:
         raise Unfit(f"the cuda engine takes n_embd of multiples of {CLUSTERS[-1]}, not {config.n_embd}")
     grid = Grid(config, weights, kv_cache, clocks=clocks)
-    size, most = grid.image.itemsize, on.l2 // CACHE_SHARE
+    size = grid.image.itemsize
+    most = on.l2 // CACHE_SHARE
     if size > most or not grid.most_texts(on.shared):
         has = f"the model has {size:,} in {weights}"
         raise Unfit(f"the cuda engine takes {most:,} bytes of weights on {on.name}; {has}")

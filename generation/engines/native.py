@@ -52,8 +52,13 @@ class DraftCounts(NamedTuple):
 
 HEADER = Path(__file__).parent.parent / "csrc" / "api.h"
 # How ctypes names the types of its signatures; pointers to anything else are addresses.
-TYPES: dict[str, Any] = {"void": None, "bool": c_bool, "double": c_double, "int64_t": c_int64}
-TYPES["const char*"] = c_char_p
+TYPES: dict[str, Any] = {
+    "void": None,
+    "bool": c_bool,
+    "double": c_double,
+    "int64_t": c_int64,
+    "const char*": c_char_p,
+}
 
 
 def signatures() -> dict[str, tuple[Any, list[Any]]]:
@@ -72,7 +77,8 @@ def library(simd: str = "auto") -> ctypes.CDLL:
     loaded = extension.load_library("decoder", ("model", "generation"), simd)
     for name, (returned, parameters) in signatures().items():
         function = getattr(loaded, name)
-        function.restype, function.argtypes = returned, parameters
+        function.restype = returned
+        function.argtypes = parameters
     return loaded
 
 
@@ -83,11 +89,15 @@ class Decoder:
     """
 
     name = "native"
-    device, fast_in_step, tokens_at_once = "cpu", False, 256
+    device = "cpu"
+    fast_in_step = False
+    tokens_at_once = 256
 
     def __init__(self, model: Checkpoint | GPT, options: EngineOptions, draft: Draft | None = None) -> None:
         c = model.config
-        self.config, self.slots, self.capacity = c, options.slots, options.context(c)
+        self.config = c
+        self.slots = options.slots
+        self.capacity = options.context(c)
         # PyTorch's number where it is imported; PyTorch does not know a container's quota
         of_torch = getattr(sys.modules.get("torch"), "get_num_threads", processor.threads)
         self.threads = min(of_torch(), processor.cores()) if options.threads is None else options.threads
@@ -95,7 +105,8 @@ class Decoder:
         # Each thread calls the kernel itself, so the tile is one thread's.
         tuned = tiles.tile(helpers, 1, c.head_dim, self.capacity, causal=True)
         tile = options.br or tuned[0], options.bc or tuned[1]
-        self._c, self._lock = library(helpers), threading.Lock()
+        self._lock = threading.Lock()
+        self._c = library(helpers)
         self.description = extension.describe_helpers(self._c.simd_name().decode(), self.threads)
         self._settings = self._c.sampling_names().decode().split()
         shape = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)
@@ -137,16 +148,9 @@ class Decoder:
         numbers = (c_double * len(self._settings))(*(math.nan if v is None else v for v in values))
         tokens, biases = zip(*sampling.logit_bias) if sampling.logit_bias else ((), ())
         added = (c_double * len(biases))(*biases)
+        top = alternatives("logprobs", logprobs)
         with self._lock:
-            self._do(
-                "set_sampling",
-                slot,
-                numbers,
-                len(tokens),
-                integers(tokens),
-                added,
-                alternatives("logprobs", logprobs),
-            )
+            self._do("set_sampling", slot, numbers, len(tokens), integers(tokens), added, top)
 
     def take_logprobs(self, slot: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
         rows = (list(zip(*row)) for row in zip(*(a.tolist() for a in self.take_logprob_arrays(slot))))
@@ -158,7 +162,8 @@ class Decoder:
         with self._lock:
             self._do("take_logprobs", slot, byref(count), byref(top))
             shape = count.value, 1 + top.value
-            tokens, logprobs = np.empty(shape, np.int64), np.empty(shape)
+            tokens = np.empty(shape, np.int64)
+            logprobs = np.empty(shape)
             self._c.fetch_logprobs(self._handle, top, tokens.ctypes.data, logprobs.ctypes.data)
         return tokens, logprobs
 
@@ -177,7 +182,8 @@ class Decoder:
             self._do("drop", slot)
 
     def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
-        numbers, written = rows_of(uniforms, len(slots)), c_int64()
+        numbers = rows_of(uniforms, len(slots))
+        written = c_int64()
         rows, count = numbers.shape
         tokens = np.empty((rows, count), np.int64)
         limit = None if seconds is None else byref(c_double(seconds))
@@ -219,7 +225,8 @@ class Decoder:
 
     def spans(self) -> list[tuple[str, int, int, int]]:
         """(kind, thread, begin, end) of each span since the last call, in nanoseconds; 0: the caller."""
-        count, spans = c_int64(), POINTER(Span)()
+        count = c_int64()
+        spans = POINTER(Span)()
         with self._lock:
             self._do("take_spans", byref(count), byref(spans))
             return [(s.kind.decode(), s.thread, s.begin, s.end) for s in spans[: count.value]]

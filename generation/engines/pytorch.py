@@ -43,7 +43,8 @@ class TorchEngine(Slots):
     name = "torch"
 
     def __init__(self, model: GPT, options: EngineOptions, graphs: bool = False) -> None:
-        c, slots = model.config, options.slots
+        c = model.config
+        slots = options.slots
         super().__init__(c, slots, options.context(c))
         self.model = model
         self.description = f"Attention by {options.row.summary}"
@@ -53,8 +54,8 @@ class TorchEngine(Slots):
         self.tokens_at_once = 256 if graphs else 1
         keys = self.capacity if c.window is None else c.window - 1
         sizes = (slots, c.n_head, keys + graphs, c.head_dim)
-        kind = DTYPES[options.kv_cache], self._device, c.endless
-        self._caches = [KVCache(*sizes, *kind) for _ in range(c.n_layer)]
+        dtype = DTYPES[options.kv_cache]
+        self._caches = [KVCache(*sizes, dtype, self._device, c.endless) for _ in range(c.n_layer)]
         # By their number of slots; they share memory, as only one runs at a time.
         self._graphs: dict[int, Callable[[], None]] | None = {} if graphs else None
         self._pool = torch.cuda.graph_pool_handle() if graphs and self.device == "cuda" else None
@@ -148,11 +149,13 @@ class TorchEngine(Slots):
     def _append(self, first: int, ids: Tensor) -> None:
         """Append a row of ids to each slot from `first` on; these slots must hold equally many tokens."""
         count, new = ids.shape
-        end, length = first + count, int(self._lengths[first])
+        end = first + count
+        length = int(self._lengths[first])
         caches = [cache.of(first, end, length) for cache in self._caches]
         if self._graphs is not None:  # a prompt is read, to the last rows: see graph.py
             for cache in caches:
-                cache.k, cache.v = cache.k[:, :, -new:], cache.v[:, :, -new:]
+                cache.k = cache.k[:, :, -new:]
+                cache.v = cache.v[:, :, -new:]
         self._logits[first:end] = self.model(ids, caches, last_only=True)[:, -1]
         self._lengths[first:end] = length + new
         self._pending[first:end] = -1
@@ -163,9 +166,11 @@ def open_torch(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     gpt = model if isinstance(model, GPT) else model.model
-    part, device, kernel = options.row, options.device, options.kernel
-    tile = {"br": options.br, "bc": options.bc}
-    attend: Attend = partial(attention, part.name, causal=True, simd=options.simd, kernel=kernel, **tile)
+    part = options.row
+    device = options.device
+    kernel = options.kernel
+    passed = {name: getattr(options, name) for name in ("simd", "kernel", "br", "bc")}
+    attend: Attend = partial(attention, part.name, causal=True, **passed)
     placed = on_device(rounded(gpt.with_attention(attend), options.weights), device, part, kernel)
     # A step needs rules, which some kernels do not take.
     graphs = device == "cuda" and kernel is None and not part.file and not gpt.config.endless
@@ -193,7 +198,8 @@ def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
     driver.check_gpu()
     if not part.operator:
         return model.to(device)
-    c, index = model.config, torch.cuda.current_device()
+    c = model.config
+    index = torch.cuda.current_device()
     driver.activate(index)
     operator(part.name, "cuda")
     prompt = Sizes(c.n_head, c.block_size, c.block_size)

@@ -33,10 +33,13 @@ class Prompt(NamedTuple):
 class Slots:
     """The part of an Engine that needs no device. Its calls take turns."""
 
-    fast_in_step, tokens_at_once = False, 256
+    fast_in_step = False
+    tokens_at_once = 256
 
     def __init__(self, config: GPTConfig, slots: int, capacity: int) -> None:
-        self.config, self.slots, self.capacity = config, slots, capacity
+        self.config = config
+        self.slots = slots
+        self.capacity = capacity
         self.free = list(range(slots))
         V = config.vocab_size
         self._lock: contextlib.AbstractContextManager[object] = threading.Lock()
@@ -44,7 +47,7 @@ class Slots:
         self._lengths: NDArray[Any] = np.zeros(slots, np.int64 if config.endless else np.int32)
         self._pending = np.full(slots, -1, np.int32)  # the chosen token that is not yet read; -1 for none
         self._kept: list[Any] = [self._lengths, self._pending]  # what a copy of a slot has too
-        self._samplings = [Sampling()] * slots
+        self._samplings = [Sampling() for _ in range(slots)]
         self._settings = {"sampling": np.tile(settings(Sampling()), (slots, 1)), "bias": np.zeros((slots, V))}
         self._stale = set(self._settings)  # those that the GPU has not got
         self._tops: dict[int, int] = {}  # of the slots that want logprobs
@@ -64,7 +67,8 @@ class Slots:
             self._tops.pop(slot, None)
             if logprobs is not None:
                 self._tops[slot] = logprobs
-            before, self._samplings[slot] = self._samplings[slot], sampling
+            before = self._samplings[slot]
+            self._samplings[slot] = sampling
             if sampling is before or sampling == before:
                 return
             self._settings["sampling"][slot] = settings(sampling)
@@ -77,7 +81,8 @@ class Slots:
 
     def take_logprobs(self, slot: int) -> list[TokenLogprob]:
         with self._lock:
-            taken, self._logprobs[slot] = self._logprobs[slot], []
+            taken = self._logprobs[slot]
+            self._logprobs[slot] = []
         return taken
 
     def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
@@ -90,7 +95,8 @@ class Slots:
             if continues and slot in self._prompts:
                 self._read_prompts()
             self._prompts.pop(slot, None)
-            self._lengths[slot], self._pending[slot] = 0, -1
+            self._lengths[slot] = 0
+            self._pending[slot] = -1
             self._begun[slot] = Prompt(list(ids), continues, top)
 
     def drop(self, slot: int) -> None:
@@ -149,7 +155,8 @@ class Slots:
             self._lengths[at] = held + len(chosen) - 1
             self._pending[at] = chosen[-1]
             for i, slot in enumerate(slots if scored else ()):
-                if (top := self._tops.get(slot)) is not None:
+                if slot in self._tops:
+                    top = self._tops[slot]
                     self._logprobs[slot] += logprobs.of_logits(every[:, i], chosen[:, i].tolist(), top)
         return chosen
 

@@ -39,12 +39,16 @@ class Row:
         """Raises Unfit for a model that it does not take, BuildError without its device."""
         file, make = self.opens
         module = importlib.import_module(f"shakespeare.generation.engines.{file}")
-        draft = [draft_of(model, options.draft)] * self.drafts
+        draft = (draft_of(model, options.draft),) if self.drafts else ()
         return cast(Engine, getattr(module, make)(model, options, *draft))
 
     def refuses(self, model: Checkpoint | GPT, options: EngineOptions) -> str | None:
         """Why it does not take these options, or None."""
-        part, device, kernel, draft = options.row, options.device, options.kernel, options.draft
+        part = options.row
+        device = options.device
+        kernel = options.kernel
+        draft = options.draft
+        d = model.config.head_dim
         if device not in self.devices:
             others = " or ".join(repr(row.name) for row in ENGINES.values() if device in row.devices)
             return f"engine is {self.name!r}; it must be {others} on {DEVICES[device]}"
@@ -55,7 +59,7 @@ class Row:
             return f"kernel is {kernel!r}; it must be None with the {self.name} engine, which has its own"
         if model.config.endless and part.file:
             return f"model has positions 'alibi'; it must have 'table' with {part.name}, a user's attention"
-        if device == "cuda" and part.operator and (d := model.config.head_dim) > WIDEST:
+        if device == "cuda" and part.operator and d > WIDEST:
             return f"model has heads of d={d}; d must be at most {WIDEST} on CUDA in {part.name}"
         if not self.drafts and not (isinstance(draft, str) and draft in ("auto", "off")):
             who = " and the ".join(row.name for row in ENGINES.values() if row.drafts)
@@ -82,14 +86,17 @@ def choose(model: Checkpoint | GPT, options: EngineOptions) -> tuple[Engine, lis
     Raises ValueError naming the wrong option, Unfit or BuildError if there is no other engine.
     """
     options.context(model.config)
-    named, device = options.engine is not None, options.device
+    named = options.engine is not None
+    device = options.device
     if named:
         one_of("engine", options.engine, ENGINES)  # type: ignore[arg-type]
-    refused, unfit = "", list[str]()
+    refused = ""
+    unfit: list[str] = []
     for row in ENGINES.values():
         if row.name != options.engine if named else device not in row.devices:
             continue
-        if reason := row.refuses(model, options):
+        reason = row.refuses(model, options)
+        if reason:
             refused = reason
             continue
         try:

@@ -31,7 +31,9 @@ INVOCATIONS = 256  # of a workgroup
 TILES = (256, 128, 64, 32, 16)  # keys of attention's, the largest that fits
 BUFFERS = 8  # of a shader; the portable least too
 TEXT = np.dtype([(name, np.uint32) for name in ("slot", "length", "at", "count", "flags")])  # TEXT words
-FIRST, PROMPT, LAST = 1, 2, 4  # flags of a text
+FIRST = 1  # flags of a text
+PROMPT = 2
+LAST = 4
 DISPATCH_SECONDS = 0.01  # of a dispatch: no watchdog ends it, and Ctrl-C takes effect
 FIRST_STEP_SECONDS = 1e-3  # of one text, and of ten more: the guess before one was measured
 MOST_OUT = 1 << 26  # bytes of the logits that a dispatch keeps
@@ -68,8 +70,11 @@ class Shape:
 
     def pack(self, tensors: Mapping[str, Floats]) -> Floats:
         """The weights as decoder.wgsl describes them."""
-        c, W, A = self.config, self.width, self.heads
-        straight, hidden = np.arange(c.n_embd), np.arange(4 * c.n_embd)
+        c = self.config
+        W = self.width
+        A = self.heads
+        straight = np.arange(c.n_embd)
+        hidden = np.arange(4 * c.n_embd)
         packed: list[Floats] = []
 
         def matrix(name: str, inputs: NDArray, K: int, outputs: NDArray, N: int) -> None:
@@ -113,23 +118,32 @@ def source_for(
     config: GPTConfig, weights: Precision, kv_cache: CachePrecision, capacity: int, on: Adapter
 ) -> Source:
     """The shader for a model. Raises Unfit, in a sentence, if the engine or the adapter does not take it."""
-    shape, limits = Shape(config), on.limits
+    shape = Shape(config)
+    limits = on.limits
     if weights is not Precision.FP32:
         raise Unfit(f"the webgpu engine has weights in fp32, not {weights}")
     if shape.heads > INVOCATIONS:
-        most = 4 * INVOCATIONS
-        raise Unfit(f"the webgpu engine takes rows of {most} numbers, not {4 * shape.heads} in all heads")
+        takes = f"the webgpu engine takes rows of {4 * INVOCATIONS} numbers"
+        raise Unfit(f"{takes}, not {4 * shape.heads} in all heads")
     if limits["max-storage-buffers-per-shader-stage"] < BUFFERS:
         raise Unfit(f"the webgpu engine needs {BUFFERS} buffers in a shader; {on.name} has fewer")
-    room, most = limits["max-compute-workgroup-storage-size"], limits["max-storage-buffer-binding-size"]
-    if not (tiles := [tile for tile in TILES if shape.shared(tile) <= room]):
+    room = limits["max-compute-workgroup-storage-size"]
+    most = limits["max-storage-buffer-binding-size"]
+    tiles = [tile for tile in TILES if shape.shared(tile) <= room]
+    if not tiles:
         needed = shape.shared(TILES[-1])
         raise Unfit(f"the webgpu engine needs {needed:,} bytes of workgroup memory; {on.name} has {room:,}")
-    if (size := shape.cached(kv_cache, capacity)) > most:
+    size = shape.cached(kv_cache, capacity)
+    if size > most:
         raise Unfit(f"the keys of a text take {size:,} bytes; {on.name} has buffers of {most:,}")
-    needed = next((tile for tile in reversed(tiles) if tile >= config.block_size), tiles[0])
-    constants = {"LAYERS": config.n_layer, "HEADS": config.n_head, "HEAD_DIM": config.head_dim}
-    constants |= {"VOCAB": config.vocab_size, "BIAS": int(config.bias), "TILE": needed}
+    constants = {
+        "LAYERS": config.n_layer,
+        "HEADS": config.n_head,
+        "HEAD_DIM": config.head_dim,
+        "VOCAB": config.vocab_size,
+        "BIAS": int(config.bias),
+        "TILE": next((tile for tile in reversed(tiles) if tile >= config.block_size), tiles[0]),
+    }
     files = (SOURCES / name for name in (f"cache_{kv_cache}.wgsl", *FILES))
     return Source(tuple(files), tuple(constants.items()))
 
@@ -180,26 +194,34 @@ class WebGpuEngine(Slots):
 
     def __init__(self, model: "Checkpoint | GPT", options: EngineOptions) -> None:
         check_plain("webgpu", model.config)
-        gpu, c, V = opened(), model.config, model.config.vocab_size
-        slots, capacity, kv_cache = options.slots, options.context(c), options.kv_cache
-        source = source_for(c, options.weights, kv_cache, capacity, gpu.adapter)
-        self._gpu, self._pipeline = gpu, gpu.pipeline(source, "decode")
+        gpu = self._gpu = opened()
+        c = model.config
+        slots = options.slots
+        capacity = options.context(c)
+        source = source_for(c, options.weights, options.kv_cache, capacity, gpu.adapter)
+        self._pipeline = gpu.pipeline(source, "decode")
         super().__init__(c, slots, capacity)
         self._lock = LOCK  # all engines share the device
         self._at_once = SHORT
         self._step_seconds: dict[int, float] = {}  # of so many texts in a dispatch
         self._scale = math.log2(math.e) / math.sqrt(c.head_dim)
         self._weights = gpu.buffer(Shape(c).pack(model.weights))
-        cached = Shape(c).cached(kv_cache, capacity)
-        sizes = {"keys": cached, "values": cached, "logits": 4 * V, "counts": 8 * V}
-        sizes |= {"settings": 4 * (SETTINGS + V)}
+        V = c.vocab_size
+        cached = Shape(c).cached(options.kv_cache, capacity)
+        sizes = {
+            "keys": cached,
+            "values": cached,
+            "logits": 4 * V,
+            "counts": 8 * V,
+            "settings": 4 * (SETTINGS + V),
+        }
         most = min(MOST_GROUPS, gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values()))
         self._chunks = []
         for first in range(0, slots, most):
             n = min(most, slots - first)
             held = {name: (gpu.buffer(n * size), size) for name, size in sizes.items()}
-            buffers = gpu.buffer(32, uniform=True), held, gpu.buffer(1 << 12), gpu.buffer(1 << 12)
-            self._chunks.append(Chunk(first, n, *buffers))
+            params = gpu.buffer(32, uniform=True)
+            self._chunks.append(Chunk(first, n, params, held, gpu.buffer(1 << 12), gpu.buffer(1 << 12)))
 
     @property
     def description(self) -> str:
@@ -233,8 +255,9 @@ class WebGpuEngine(Slots):
         return done + int(counts.max()), self._run(pieces)[1]
 
     def _read_prompts(self) -> None:
-        waiting, done = self._prompts, 0
+        waiting = self._prompts
         self._prompts = {}
+        done = 0
         while waiting:
             done, _ = self._read_on(waiting, done)
             waiting = {slot: prompt for slot, prompt in waiting.items() if len(prompt.ids) > done}
@@ -293,7 +316,9 @@ class WebGpuEngine(Slots):
         Returns the tokens (rows, texts) and, with `every`, the logits that they were chosen from, or without
         numbers those after each token: (tokens, texts, V).
         """
-        rows, most, texts = len(pieces.numbers), int(pieces.counts.max()), len(pieces.at)
+        rows = len(pieces.numbers)
+        texts = len(pieces.at)
+        most = int(pieces.counts.max())
         steps = max(1, rows + most - (rows > 0 and most > 0))
         start = time.perf_counter()
         chosen = np.empty((rows, texts), np.int32)
@@ -302,7 +327,8 @@ class WebGpuEngine(Slots):
         together = texts if steps > 1 else self._steps(texts, DISPATCH_SECONDS * texts)
         numbers = pieces.at // self._chunks[0].slots  # of the slots' chunks
         for number in np.unique(numbers):
-            chunk, places = self._chunks[number], np.flatnonzero(numbers == number)
+            chunk = self._chunks[number]
+            places = np.flatnonzero(numbers == number)
             for first in range(0, len(places), together):
                 group = places[first : first + together]
                 chosen[:, group], logits[:, group] = self._dispatch(chunk, pieces.of(group), pieces.kept)
@@ -312,11 +338,16 @@ class WebGpuEngine(Slots):
     def _dispatch(self, chunk: Chunk, pieces: Pieces, kept: int) -> tuple[NDArray[np.int32], Floats]:
         """_run() for slots of one chunk, in one dispatch. kept: rows of logits."""
         at, cached, counts, flags, tokens, numbers, _ = pieces
-        gpu, texts, rows, V = self._gpu, len(at), len(numbers), self.config.vocab_size
+        gpu = self._gpu
+        texts = len(at)
+        rows = len(numbers)
+        V = self.config.vocab_size
         self._upload_settings()
         words = np.zeros(texts, TEXT)
-        words["slot"], words["length"] = at - chunk.first, cached
-        words["count"], words["flags"] = counts, flags
+        words["slot"] = at - chunk.first
+        words["length"] = cached
+        words["count"] = counts
+        words["flags"] = flags
         words["at"] = texts * TEXT.itemsize // 4 + np.cumsum(counts) - counts
         parts = [words, tokens[np.arange(tokens.shape[1]) < counts[:, None]], halves(numbers).reshape(-1)]
         work = np.concatenate([part.view(np.uint32) for part in parts])

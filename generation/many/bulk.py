@@ -58,7 +58,8 @@ def run(
             job = replace(job, settings=replace(job.settings, seed=seed_for(directory)))
         manifest = Manifest(directory, job)
         remove_unfinished(directory, "texts-*", MANIFEST)
-        if bad := manifest.check_files():
+        bad = manifest.check_files()
+        if bad:
             notice(f"{len(bad)} files are missing or changed, the first is {bad[0]}; they are written again")
         settings = replace(job.settings, **manifest.content["resolved"])
         missing = deque(task for task in job.tasks() if file_of(task, settings) not in manifest.shards)
@@ -90,14 +91,15 @@ def _write_all(
     """Let the pool write the missing shards. Record each shard and each lost worker."""
     state = Progress(job.texts, manifest.texts)
     attempts: dict[int, int] = {}
-    given = in_a_row = 0
+    running = 0
+    in_a_row = 0
     progress(state)
-    while missing or given:
+    while missing or running:
         while missing and pool.idle:
             pool.give(job.with_lines(missing.popleft()))
-            given += 1
+            running += 1
         for task, outcome in pool.wait():
-            given -= 1
+            running -= 1
             name = file_of(task, settings)
             attempts[task.first] = attempts.get(task.first, 0) + 1
             if isinstance(outcome, Loss):
@@ -125,5 +127,5 @@ def _write_all(
                 state.done += task.count
                 state.tokens += outcome.tokens
             progress(state)
-        manifest.content["complete"] = not (missing or given or manifest.content["failed"])
+        manifest.content["complete"] = not (missing or running or manifest.content["failed"])
         manifest.save(lazily=True)

@@ -50,7 +50,8 @@ def open_pool(
         import ray
     except ImportError:
         raise BulkError("--ray needs Ray; install it (pip install -e '.[cluster]')") from None
-    if ours := not ray.is_initialized():
+    ours = not ray.is_initialized()
+    if ours:
         try:
             with warnings.catch_warnings(action="ignore"):
                 ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -58,11 +59,12 @@ def open_pool(
             raise BulkError(f"no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from None
     passed = {name: os.environ[name] for name in (prebuilt.COMPILE,) if name in os.environ}
     limits = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 2}
-    kind = ray.remote(**limits, runtime_env={"env_vars": passed} if passed else None)(Actor)
-    shared, ask_seconds = ray.put(settings), min(MOST_ASK_SECONDS, timeout / 4)
+    remote = ray.remote(**limits, runtime_env={"env_vars": passed} if passed else None)(Actor)
+    shared = ray.put(settings)
+    ask_seconds = min(MOST_ASK_SECONDS, timeout / 4)
     count = max(1, min(workers or int(ray.cluster_resources().get("CPU", 0)), shards))
     closed = ray.shutdown if ours else lambda: None
-    return Pool(lambda: RayWorker(ray, kind.remote(shared), ask_seconds), count, timeout, closed)
+    return Pool(lambda: RayWorker(ray, remote.remote(shared), ask_seconds), count, timeout, closed)
 
 
 class RayWorker(Worker):
@@ -75,14 +77,17 @@ class RayWorker(Worker):
 
     def __init__(self, ray: Any, actor: Any, ask_seconds: float) -> None:
         super().__init__()
-        self._ray, self._actor, self._ask_seconds = ray, actor, ask_seconds
+        self._ray = ray
+        self._actor = actor
+        self._ask_seconds = ask_seconds
         self._death = "the actor was lost"
 
     def start(self) -> None:
         self._get(self._actor.alive.remote())
 
     def write(self, task: Task) -> Iterator[Any]:
-        writing, before = self._actor.write.remote(task), None
+        writing = self._actor.write.remote(task)
+        before = None
         while not self._ray.wait([writing], timeout=self._ask_seconds)[0]:
             signs = self._get(self._actor.alive.remote())
             if signs != before:

@@ -53,8 +53,12 @@ class Job:
 
     def request(self) -> dict[str, Any]:
         """All that decides the bytes of the files, as JSON. The model's name is not part of it."""
-        decides = asdict(self.settings) | {"texts": self.texts, "shard_size": self.shard_size}
-        decides |= {"prompts_sha256": self.prompts.sha256 if self.prompts else None}
+        decides = {
+            **asdict(self.settings),
+            "texts": self.texts,
+            "shard_size": self.shard_size,
+            "prompts_sha256": self.prompts.sha256 if self.prompts else None,
+        }
         del decides["model"]
         if self.settings.device == "cpu":  # older manifests name neither this nor the next
             del decides["device"]
@@ -79,11 +83,14 @@ class Prompts:
     """
 
     def __init__(self, path: Path, shard_size: int) -> None:
-        self.path, self.lines, self._begins = path, 0, dict[int, int]()
+        self.path = path
+        self.lines = 0
+        self._begins: dict[int, int] = {}
         self._file = open(path, "rb")
         weakref.finalize(self, self._file.close)
         self._before = self._written_at()
-        digest, at = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        at = 0
         for line in self._file:
             if not at and line.startswith(corpus.UTF_16):
                 corpus.decode(line, str(path))  # which refuses it
@@ -114,27 +121,39 @@ class Manifest:
     content: dict[str, Any]
 
     def __init__(self, directory: Path, job: Job) -> None:
-        self.path, other = directory / MANIFEST, "choose another directory"
-        self._saved_at = self._save_seconds = 0.0
+        self.path = directory / MANIFEST
+        self._saved_at = 0.0
+        self._save_seconds = 0.0
+        other = "choose another directory"
         request = job.request()
         if not self.path.exists():
             if any(directory.glob("texts-*")):
                 raise BulkError(f"{directory} has texts, but no {MANIFEST}; {other}")
-            named = {"version": VERSION, "model": job.settings.model, "request": request}
-            named |= {"request_sha256": hash_of(request), "resolved": job.resolved, "complete": False}
-            self.content = named | {"machines": {}, "workers_lost": [], "failed": {}, "shards": {}}
+            self.content = {
+                "version": VERSION,
+                "model": job.settings.model,
+                "request": request,
+                "request_sha256": hash_of(request),
+                "resolved": job.resolved,
+                "complete": False,
+                "machines": {},
+                "workers_lost": [],
+                "failed": {},
+                "shards": {},
+            }
             return
         try:
             self.content = json.loads(self.path.read_bytes())
-            held, version = self.content["request"], self.content["version"]
-            {**held}
+            recorded = {**self.content["request"]}
+            version = self.content["version"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise BulkError(f"{self.path} is not a manifest; remove it, or {other}") from None
         if version != VERSION:
             raise BulkError(f"{self.path} has version {version}; this program writes {VERSION}")
-        if self.content.get("request_sha256") != hash_of(held):
+        if self.content.get("request_sha256") != hash_of(recorded):
             raise BulkError(f"{self.path} was changed: its request does not match request_sha256")
-        if names := [name for name in {**held, **request} if held.get(name) != request.get(name)]:
+        names = [name for name in recorded | request if recorded.get(name) != request.get(name)]
+        if names:
             raise BulkError(f"{directory} holds texts of another request ({', '.join(names)}); {other}")
         try:
             self._check(job)
@@ -143,8 +162,10 @@ class Manifest:
 
     def _check(self, job: Job) -> None:
         """Raise an error for what no run of the job records; the directory may come from someone else."""
-        content, resolved = self.content, self.content["resolved"]
-        if unknown := resolved.keys() - RESOLVED:
+        content = self.content
+        resolved = content["resolved"]
+        unknown = resolved.keys() - RESOLVED
+        if unknown:
             raise ValueError(f"resolved has {min(unknown)!r:.100}")
         EngineOptions.of(asdict(job.settings) | resolved)
         one_of("engine", resolved.get("engine", "native"), ENGINES)
@@ -186,7 +207,8 @@ class Manifest:
 
     def add(self, name: str, task: Task, shard: Shard, attempts: int) -> bool:
         """Record a shard after its file was written. Returns whether another machine wrote those before."""
-        key, machines = hash_of(shard.machine)[:16], self.content["machines"]
+        key = hash_of(shard.machine)[:16]
+        machines = self.content["machines"]
         differs = bool(machines) and key not in machines
         machines[key] = shard.machine
         self.content["failed"].pop(name, None)

@@ -16,7 +16,9 @@ from shakespeare.generation.many.jobs import BulkError
 from shakespeare.generation.many.shards import Loss, Scribe, Settings, Shard, Stop, Task
 
 # What a worker says: it can take tasks; it still writes; it died.
-READY, ALIVE, GONE = "ready", "alive", "gone"
+READY = "ready"
+ALIVE = "alive"
+GONE = "gone"
 TICK = 0.5  # seconds between two checks of the workers' silence
 STALL_SECONDS = 120.0  # a worker that opens its model on a busy machine is silent
 MOST_FAILED_STARTS = 20  # in a row
@@ -79,7 +81,9 @@ class Pool:
         closed: Callable[[], object] = lambda: None,
     ) -> None:
         self.workers = workers
-        self._new, self._timeout, self._closed = start, timeout, closed
+        self._new = start
+        self._timeout = timeout
+        self._closed = closed
         self._said: queue.SimpleQueue[tuple[Worker, Any]] = queue.SimpleQueue()
         self._failed_starts = 0
         self._looked = time.monotonic()  # when silence was measured last
@@ -93,7 +97,8 @@ class Pool:
     def give(self, task: Task) -> None:
         """Let a worker write a task."""
         worker = next(worker for worker in self.all if worker.ready and worker.task is None)
-        worker.task, worker.silent = task, 0.0
+        worker.task = task
+        worker.silent = 0.0
         worker.tasks.put(task)
 
     def wait(self) -> list[tuple[Task, Shard | Loss]]:
@@ -102,12 +107,14 @@ class Pool:
             with contextlib.suppress(queue.Empty):
                 worker, word = self._said.get(timeout=TICK)
                 if word == READY:
-                    worker.ready, self._failed_starts = True, 0
+                    worker.ready = True
+                    self._failed_starts = 0
                     return []
                 if word == ALIVE:
                     worker.silent = 0.0
                 else:
-                    task, worker.task = worker.task, None
+                    task = worker.task
+                    worker.task = None
                     if word == GONE:
                         worker.end()
                         self.all[self.all.index(worker)] = self._start()
@@ -119,7 +126,8 @@ class Pool:
                         raise BulkError(f"no worker starts: {word.reason}")
             # Ctrl-Z stops the workers too, so only time in which the driver runs counts.
             now = time.monotonic()
-            passed, self._looked = min(now - self._looked, 2 * TICK), now
+            passed = min(now - self._looked, 2 * TICK)
+            self._looked = now
             for worker in self.all:
                 worker.silent += passed
                 if worker.task and worker.silent > self._timeout and not worker.loss:
@@ -173,7 +181,8 @@ class Process(Worker):
         self._process.join()
 
     def death(self) -> str:
-        if (code := self._process.exitcode or 0) < 0:
+        code = self._process.exitcode or 0
+        if code < 0:
             return f"{self.name} was killed by {signal.Signals(-code).name}"
         return f"{self.name} ended with exit code {code}"
 

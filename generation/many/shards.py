@@ -128,10 +128,13 @@ def resolved(settings: Settings, checkpoint: Checkpoint, texts: int) -> dict[str
     if s.device == "cuda":
         return {"engine": Scribe(s, texts).engine.name}
     engine = open_engine(checkpoint, EngineOptions.of(vars(s), threads=1)).name
-    br, bc, simd = s.br, s.bc, helpers_of(s.part, s.simd) or "auto"
+    simd = helpers_of(s.part, s.simd) or "auto"
+    br = s.br
+    bc = s.bc
     if PARTS[s.part].tiled:
         tuned = tiles.tile(simd, 1, checkpoint.config.head_dim, capacity_of(s, checkpoint), causal=True)
-        br, bc = br or tuned[0], bc or tuned[1]
+        br = br or tuned[0]
+        bc = bc or tuned[1]
     return {"engine": engine, "simd": simd, "br": br, "bc": bc}
 
 
@@ -150,9 +153,16 @@ def this_machine(device: str, kernels: str, *packages: str) -> dict[str, str]:
 
         gpu = {"gpu": cuda.gpu().name}
     features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
-    known = {"processor": processor.name(), "instructions": processor.instructions(), "features": features}
-    known |= {"kernels": kernels, "python": platform.python_version(), "shakespeare-attention": __version__}
-    return gpu | known | {name: metadata.version(name) for name in packages}
+    return {
+        **gpu,
+        "processor": processor.name(),
+        "instructions": processor.instructions(),
+        "features": features,
+        "kernels": kernels,
+        "python": platform.python_version(),
+        "shakespeare-attention": __version__,
+        **{name: metadata.version(name) for name in packages},
+    }
 
 
 def request_for(settings: Settings, tokenizer: Tokenizer, index: int) -> Request:
@@ -174,9 +184,12 @@ def request_of_line(
     entry = json.loads(line.decode())
     if not isinstance(entry, dict):
         raise ValueError(f"the line is a {type(entry).__name__}; it must be an object")
-    if unknown := entry.keys() - {"id", "prompt", "options"}:
+    unknown = entry.keys() - {"id", "prompt", "options"}
+    if unknown:
         raise ValueError(f"{min(unknown)!r} is unknown; a line has id, prompt and options")
-    identity, prompt, options = entry.get("id"), entry.get("prompt"), entry.get("options", {})
+    identity = entry.get("id")
+    prompt = entry.get("prompt")
+    options = entry.get("options", {})
     if not isinstance(identity, (str, int)) or isinstance(identity, bool):
         raise TypeError("id must be a string or a whole number")
     str(identity).encode()  # raises for half of a surrogate pair
@@ -184,7 +197,8 @@ def request_of_line(
         raise TypeError("prompt must be a string")
     if not isinstance(options, dict):
         raise TypeError("options must be an object")
-    if unknown := options.keys() - set(LINE_OPTIONS):
+    unknown = options.keys() - set(LINE_OPTIONS)
+    if unknown:
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
     endless = ("top_k", "max_new_tokens")  # for which null is a value
     given = {name: value for name, value in options.items() if value is not None or name in endless}
@@ -225,15 +239,18 @@ class Scribe:
 
     def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
         """Write a task's texts. Raises Stop soon after wanted() is false."""
-        start, cpu_start = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        cpu_start = time.process_time()
         rejected: list[tuple[int, str]] = []
         written = self._together(task, wanted) or self._each(task, wanted, rejected)
         parquet = self.settings.format == "parquet"
-        packages = ["pyarrow"] * parquet + ["torch"] * (self.engine.name == "torch")
         data = in_parquet(written, task.lines is not None) if parquet else in_jsonl(written)
-        tokens = sum(row["new_tokens"] for row in written)
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        seconds = time.perf_counter() - start
+        cpu_seconds = time.process_time() - cpu_start
+        uses = {"pyarrow": parquet, "torch": self.engine.name == "torch"}
+        packages = [name for name, used in uses.items() if used]
         machine = this_machine(self.settings.device, prebuilt.level("decoder"), *packages)
+        tokens = sum(row["new_tokens"] for row in written)
         return Shard(data, len(written), tokens, seconds, cpu_seconds, rejected, machine)
 
     def _each(
@@ -251,15 +268,20 @@ class Scribe:
                     raise Stop
             if not piece:
                 row = rows[done.number]
-                row["seed"], row["text"] = done.request.seed, done.text
-                row["new_tokens"], row["finish_reason"] = done.new_tokens, done.finish_reason
+                row["seed"] = done.request.seed
+                row["text"] = done.text
+                row["new_tokens"] = done.new_tokens
+                row["finish_reason"] = done.finish_reason
         return rows
 
     def _together(self, task: Task, wanted: Callable[[], bool]) -> list[dict[str, Any]]:
         """Rows of texts that begin and end together, else none. _each() takes 2.7 times as long (Zen 3)."""
-        s, engine, tokenizer = self.settings, self.engine, self.checkpoint.tokenizer
+        s = self.settings
+        engine = self.engine
+        tokenizer = self.checkpoint.tokenizer
         first = request_for(s, tokenizer, task.first)
-        tokens, slots = s.max_new_tokens, range(task.count)
+        tokens = s.max_new_tokens
+        slots = range(task.count)
         fit = task.count <= self.at_once and 0 < tokens <= engine.capacity + 1 - len(first.ids)
         may_end = s.stop or engine.config.eos_token_id and not s.ignore_eos
         if task.lines is not None or may_end or not s.use_cache or not fit:
@@ -310,7 +332,7 @@ def in_jsonl(rows: Sequence[dict]) -> bytes:
     """A line of JSON for each row; index is its first field."""
     # One call takes half the time of one for each row. In strings this border has escaped quotes.
     lines = json.dumps(rows, ensure_ascii=False)[1:-1].replace('}, {"index": ', '}\n{"index": ')
-    return (lines + "\n" * bool(rows)).encode()
+    return f"{lines}\n".encode() if rows else b""
 
 
 def check_parquet() -> None:
@@ -327,10 +349,14 @@ def in_parquet(rows: Sequence[dict], with_id: bool) -> bytes:
     import pyarrow
     from pyarrow import parquet
 
-    columns = {"index": pyarrow.int64(), "id": pyarrow.string(), "seed": pyarrow.uint64()}
-    columns |= {"text": pyarrow.string(), "new_tokens": pyarrow.int32(), "finish_reason": pyarrow.string()}
-    if not with_id:
-        del columns["id"]
+    columns = {
+        "index": pyarrow.int64(),
+        **({"id": pyarrow.string()} if with_id else {}),
+        "seed": pyarrow.uint64(),
+        "text": pyarrow.string(),
+        "new_tokens": pyarrow.int32(),
+        "finish_reason": pyarrow.string(),
+    }
     rows = [row | {"id": str(row["id"])} for row in rows] if with_id else rows
     out = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(columns)), out)
