@@ -55,18 +55,19 @@ from shakespeare.model.gpt import GPT, causal_attention
 
 OURS = {"cpu": ("native", "torch"), "cuda": ("torch", "cuda", "webgpu")}
 ENGINES = dict.fromkeys([*OURS["cpu"], *OURS["cuda"]])
-TORCH = (CachedPyTorch, Transformers)
 LIBRARIES = (CTranslate2, CTranslate2Int8, LlamaCpp, LlamaCppQ8)
-ON_DEVICE = {"cpu": (UncachedPyTorch, *TORCH, *LIBRARIES), "cuda": (*TORCH, GraphPyTorch)}
-PEERS: dict[str, dict[str, Callable[..., Peer]]]
-PEERS = {device: {kind.__name__: kind for kind in kinds} for device, kinds in ON_DEVICE.items()}
+PEERS: dict[str, dict[str, Callable[..., Peer]]] = {
+    "cpu": {kind.__name__: kind for kind in (UncachedPyTorch, CachedPyTorch, Transformers, *LIBRARIES)},
+    "cuda": {kind.__name__: kind for kind in (CachedPyTorch, Transformers, GraphPyTorch)},
+}
 DEVICE = "cuda"  # PyTorch's name of the GPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_ERROR_ON_GPU = {"fp32": Peer.most_error, "bf16": 0.5}
 LOSS_TOKENS = 16_384  # tokens over which a loss is measured
 LEAST_SECONDS = 0.05  # of one measurement
 SAMPLE_BYTES = 4 << 20  # read in a bandwidth sample; as many as a token of the first case reads
-WRONG_EXIT_CODE, BUSY_EXIT_CODE = 1, 3
+WRONG_EXIT_CODE = 1
+BUSY_EXIT_CODE = 3
 FORMAT = 1  # of the file that --save writes
 MEMORY_LIMIT = "memory limit"  # the last row of a table
 
@@ -86,7 +87,7 @@ class Case:
     threads: int = 1
 
     def __str__(self) -> str:
-        threads = f", {self.threads} threads" * (self.threads > 1)
+        threads = f", {self.threads} threads" if self.threads > 1 else ""
         return f"{self.model}, {self.prompt} + {self.count} tokens, batch {self.batch}{threads}"
 
 
@@ -100,7 +101,7 @@ CASES = {
 }
 GPT2 = {"124M": GPTConfig(), "355M": GPTConfig(n_layer=24, n_head=16, n_embd=1024)}
 for size, batch, threads in itertools.product(GPT2, (1, 8), (1, 2)):
-    name = size + f"x{batch}" * (batch > 1) + f"-{threads}t" * (threads > 1)
+    name = size + (f"x{batch}" if batch > 1 else "") + (f"-{threads}t" if threads > 1 else "")
     CASES[name] = Case(size, batch, 4, 32, slow_without_cache=True, threads=threads)
 ON_CPU = ("batch1", "batch32", "long", "prefill")  # the cases that are timed there by default
 ON_GPU = [name for name, case in CASES.items() if case.model not in GPT2]
@@ -131,7 +132,8 @@ def on_cpu(case: Case, engines: Iterable[str], peers: Iterable[str]) -> dict[str
 
 def on_gpu(case: Case, dtype: str, engines: Iterable[str], peers: Iterable[str]) -> dict[str, Open]:
     """The contenders of a case on a GPU, with weights and cache in a dtype."""
-    model, precisions = model_of(case.model), (Precision(dtype), CachePrecision(dtype))
+    model = model_of(case.model)
+    precisions = (Precision(dtype), CachePrecision(dtype))
 
     def opened(kind: Callable[..., Peer], *arguments: Any) -> Peer:
         peer = kind(model, *arguments)
@@ -176,8 +178,10 @@ def measure(
     case: Case, contenders: Mapping[str, Open], rounds: int, clock: Cpu
 ) -> tuple[Figures, dict[str, Peer]]:
     """Open, verify and time contenders: their figures, see finished(), and those that are right."""
-    model, failed = model_of(case.model), dict[str, str]()
-    peers, timers = dict[str, Peer](), dict[str, Timer]()
+    model = model_of(case.model)
+    failed = dict[str, str]()
+    peers = dict[str, Peer]()
+    timers = dict[str, Timer]()
     for name, opened in contenders.items():
         with attempt(failed, name):
             peer = opened()
@@ -200,12 +204,13 @@ def measure(
             call: Callable[[], Any] = partial(peer.prefill, prompt)
             call()
         else:
-            call = partial(peer.greedy_batch, [prompt] * case.batch, case.count)
+            call = partial(peer.greedy_batch, [prompt for _ in range(case.batch)], case.count)
             texts = call()
             figures[name]["agreement"] = f"{agreement(texts, expected)} of {case.count}"
             if case.batch > 1:
                 alone = agreement(texts, peer.greedy_batch([prompt], case.count)[0])
-                figures[name]["agreement"] += f", {alone} as when alone" * (alone < case.count)
+                if alone < case.count:
+                    figures[name]["agreement"] += f", {alone} as when alone"
         return call
 
     def guard(samples: Samples) -> AbstractContextManager[None]:
@@ -219,8 +224,8 @@ def measure(
         pass
     for name, timer in timers.items():
         figures[name] |= asdict(timer.samples)
-    figures |= {name: {"failed": reason} for name, reason in failed.items()}
-    return figures, {name: peers[name] for name in timers if name not in failed}
+    reasons = {name: {"failed": reason} for name, reason in failed.items()}
+    return figures | reasons, {name: peers[name] for name in timers if name not in failed}
 
 
 def rate(case: Case, seconds: float) -> dict[str, float]:
@@ -243,9 +248,14 @@ def finished(case: Case, figures: Figures, limit: float | None = None) -> Figure
     if not samples:
         return figures
     first = next(iter(samples.values())).median
-    for name, of in samples.items():
-        figures[name] |= rate(case, of.median) | {"relative": of.median / first}
-        figures[name] |= {"quiet": of.quiet, "all": of.disturbance, "spread": of.spread}
+    for name, timed in samples.items():
+        figures[name] |= {
+            **rate(case, timed.median),
+            "relative": timed.median / first,
+            "quiet": timed.quiet,
+            "all": timed.disturbance,
+            "spread": timed.spread,
+        }
     if limit is None:
         return figures
     return figures | {MEMORY_LIMIT: rate(case, limit) | {"relative": limit / first}}
@@ -255,8 +265,8 @@ def show(case: Case, figures: Figures) -> None:
     """Print the figures as a table."""
     first = next((name for name, f in figures.items() if "relative" in f), "none")
     limit = figures.get(MEMORY_LIMIT, {}).get("relative")
-    titles = f"contender | {'ms' if case.count == 1 else 'tokens/s'} | spread | {QUIET} | of memory limit "
-    titles += f"| {first} = 1 | logit error | loss | greedy text"
+    titles = f"contender | {'ms' if case.count == 1 else 'tokens/s'} | spread | {QUIET} | of memory limit"
+    titles += f" | {first} = 1 | logit error | loss | greedy text"
     show_table(titles, (row(name, f, limit) for name, f in figures.items()))
 
 
@@ -304,33 +314,38 @@ def time_on_cpu(
 ) -> dict[str, Any]:
     """Measure and print the cases; what --save keeps."""
     click.echo(f"{extension.describe('auto')}; PyTorch {torch.__version__}")
-    clock, peaks = Cpu(SAMPLE_BYTES), [machine.fma_peak()]  # from here: the compilers are done
+    clock = Cpu(SAMPLE_BYTES)  # from here: the compilers are done
+    peaks = [machine.fma_peak()]
     results: dict[str, Figures] = {}
     for title in cases:
         case = CASES[title]
         click.echo(f"\n{title}: {case}\n")
         torch.set_num_threads(case.threads)
         figures, right = measure(case, on_cpu(case, engines, peers), rounds, clock)
-        limit, below = None, ""
+        limit = None
+        below = ""
         if case.batch == 1 and case.count > 1:
             needed = 4 * (model_of(case.model).config.num_params + cached(case))
             bandwidth = machine.read_bandwidth(int(needed))
-            limit, below = case.count * needed / bandwidth, add_losses(case, figures, right)
+            limit = case.count * needed / bandwidth
+            below = add_losses(case, figures, right)
             below += f"A token needs {needed / 1e6:.2f} MB, read by one thread at {bandwidth / 1e9:.0f} GB/s"
         del right  # frees the contenders
         results[title] = finished(case, figures, limit)
         show(case, results[title])
         click.echo(f"\n{below}" if below else "")
     peaks.append(machine.fma_peak())
-    about = machine.describe() | {"simd_name": extension.load().simd_name()}
-    if busy := machine.busy(clock.load, peaks, 1):
+    facts = machine.describe() | {"simd_name": extension.load().simd_name()}
+    busy = machine.busy(clock.load, peaks, 1)
+    if busy:
         click.echo(busy)
-    return {"machine": about, "threads": 1, "busy": busy, "cases": results}
+    return {"machine": facts, "threads": 1, "busy": busy, "cases": results}
 
 
 def limit_on_gpu(case: Case, dtype: str, gpu: Gpu) -> tuple[float, str]:
     """(seconds of a case that the GPU allows, the bound of it)."""
-    params, of_text = model_of(case.model).config.num_params, cached(case)
+    params = model_of(case.model).config.num_params
+    of_text = cached(case)
     steps, tokens = (case.count, case.batch) if case.count > 1 else (1, case.prompt)
     moved = Dtype(dtype).bytes * (params + case.batch * of_text)
     operations = 2 * tokens * (params + (of_text if case.count > 1 else of_text / 2))

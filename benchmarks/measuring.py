@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import click
 
+from shakespeare.lab.text import markdown_lines
+
 MOST_REASON = 200  # characters of why a contender failed
 QUIET = "quiet | all samples' time"  # titles: how many samples were quiet; all samples' median over theirs
 
@@ -27,7 +29,5 @@ def percent(share: float) -> str:
 
 def show_table(titles: str, rows: Iterable[str]) -> None:
     """Print a Markdown table row by row; ' | ' separates cells."""
-    click.echo(f"| {titles} |")
-    click.echo("|---" * (titles.count("|") + 1) + "|")
-    for row in rows:
-        click.echo(f"| {row} |")
+    for line in markdown_lines(titles.split(" | "), ([row] for row in rows)):
+        click.echo(line)

@@ -45,33 +45,39 @@ ROW = "{seed} | {seconds:.1f} | {training_seconds:.1f} | {steps:,} | {characters
 FORMAT = 1  # of the file that --save writes
 
 
-def train(seed: int, steps: int, given: Sequence[str], out: str) -> tuple[float, dict[str, Any]]:
+def train(seed: int, steps: int, arguments: Sequence[str], out: str) -> tuple[float, dict[str, Any]]:
     """Seconds from the start of a process of `gpt.py train` to its record, and that record, training.json.
 
-    given: further options. Raises ClickException with the last line of a run that failed, UsageError for an
-    option that `train` refuses.
+    arguments: further options. Raises ClickException with the last line of a run that failed, UsageError for
+    an option that `train` refuses.
     """
     command = [sys.executable, "-m", "shakespeare", "train", "speedrun", "--quiet", "--overwrite"]
-    command += ["--out", out, "--seed", str(seed), "--steps", str(steps), *given]
+    command += ["--out", out, "--seed", str(seed), "--steps", str(steps), *arguments]
     start = time.time()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr.strip() or "train failed").splitlines()[-1]
-        raise (click.UsageError if done.returncode == 2 else click.ClickException)(f"seed {seed}: {said}")
+        reason = (done.stderr.strip() or "train failed").splitlines()[-1]
+        raise (click.UsageError if done.returncode == 2 else click.ClickException)(f"seed {seed}: {reason}")
     record = Path(out, "training.json")
     return record.stat().st_mtime - start, json.loads(record.read_text())
 
 
-def measured(seed: int, steps: int, given: Sequence[str], text: str) -> dict[str, Any]:
+def measured(seed: int, steps: int, arguments: Sequence[str], text: str) -> dict[str, Any]:
     """A seed's figures: seconds, training_seconds, steps, characters, loss, and the curve of `train`."""
     with tempfile.TemporaryDirectory() as out:
-        seconds, record = train(seed, steps, given, out)
+        seconds, record = train(seed, steps, arguments, out)
         loss = held_out_loss(out, text, part="part4").nats
     block, batch = (record["recipe"][name] for name in ("block_size", "batch_chars"))
     characters = record["steps"] * max(1, batch // block) * block
-    figures = {"seed": seed, "seconds": round(seconds, 2), "training_seconds": record["seconds"]}
-    figures |= {"steps": record["steps"], "characters": characters, "loss": round(loss, 4)}
-    return figures | {"curve": record["curve"]}
+    return {
+        "seed": seed,
+        "seconds": round(seconds, 2),
+        "training_seconds": record["seconds"],
+        "steps": record["steps"],
+        "characters": characters,
+        "loss": round(loss, 4),
+        "curve": record["curve"],
+    }
 
 
 @click.command(context_settings={"show_default": True, "ignore_unknown_options": True})
@@ -88,31 +94,35 @@ def main(corpus_file, device, threads, seeds, target, steps, save, others) -> No
     try:
         if save:
             saved.check_file(save)
-        text, file = options.read_corpus(corpus_file), corpus_file or corpus.INPUT
-        about = machine.describe() | ({"gpu": Gpu().describe()} if device == "cuda" else {})
+        text = options.read_corpus(corpus_file)
+        file = corpus_file or corpus.INPUT
+        facts = machine.describe() | ({"gpu": Gpu().describe()} if device == "cuda" else {})
     except (ValueError, OSError, BuildError) as error:
         raise click.UsageError(str(error)) from None
-    usual, recipe = RECIPES[device][0], RECIPES[device][1].split()
+    usual = RECIPES[device][0]
+    recipe = RECIPES[device][1].split()
     threads = options.threads_for(threads)
-    given = [*recipe, *others, "--corpus", str(file), "--device", device, "--threads", str(threads)]
-    where = about["gpu"]["name"] if device == "cuda" else f"{about['cpu']}, threads: {threads}"
+    arguments = [*recipe, *others, "--corpus", str(file), "--device", device, "--threads", str(threads)]
+    where = facts["gpu"]["name"] if device == "cuda" else f"{facts['cpu']}, threads: {threads}"
     asked = " ".join(["--steps", str(steps or usual), *recipe, *others])
-    click.echo(f"{where}; PyTorch {about['torch']}; train {asked}\n")
+    click.echo(f"{where}; PyTorch {facts['torch']}; train {asked}\n")
     with tempfile.TemporaryDirectory() as out:
-        train(0, 1, given, out)
-    load, runs = machine.Load(), []
+        train(0, 1, arguments, out)
+    load = machine.Load()
+    runs = []
 
     def run(seed: int) -> str:
-        runs.append(measured(seed, steps or usual, given, text))
+        runs.append(measured(seed, steps or usual, arguments, text))
         return ROW.format(**runs[-1]) + ("not reached" if runs[-1]["loss"] > target else "")
 
     show_table(TITLES, map(run, seeds))
     seconds, training = (statistics.median(r[name] for r in runs) for name in ("seconds", "training_seconds"))
     click.echo(f"\nmedian: {seconds:.1f} s from Enter, {training:.1f} s of training")
-    for line in (busy := machine.busy_text(load.others(), threads)):
+    busy = machine.busy_text(load.others(), threads)
+    for line in busy:
         click.echo(line)
     if save:
-        known = {"machine": about, "device": device, "threads": threads, "target": target, "busy": busy}
+        known = {"machine": facts, "device": device, "threads": threads, "target": target, "busy": busy}
         saved.write({"format": FORMAT} | known | {"options": asked, "runs": runs}, Path(save))
     sys.exit(1 if any(run["loss"] > target for run in runs) else 0)
 

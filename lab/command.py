@@ -21,7 +21,7 @@ class Stopped(Exception):
 
 
 def environment() -> dict[str, str]:
-    """That of a process of this package."""
+    """The environment of a process of this package."""
     path = os.pathsep.join(filter(None, (str(IMPORTS), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": path}
 

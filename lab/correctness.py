@@ -35,7 +35,6 @@ from shakespeare.lab.cuda import gpu
 from shakespeare.lab.text import counted
 from shakespeare.lab.timing import in_turns
 
-B, H, D = 1, 4, 32  # the lab's sizes
 # Relative and absolute tolerance. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7. Two
 # correct results may be rounded to neighbours, which are 1/128 apart in bfloat16 and 1/1024 in float16.
 TOLERANCES = {Dtype.FP32: (1e-4, 1e-5), Dtype.BF16: (1 / 64, 1e-4), Dtype.FP16: (1 / 512, 1e-4)}
@@ -64,13 +63,14 @@ class Run:
 
 
 def synthetic_qkv(
-    N: int, dtype: Dtype = Dtype.FP32, batch: int = B, heads: int = H, d: int = D, device: str = "cpu"
+    N: int, dtype: Dtype = Dtype.FP32, batch: int = 1, heads: int = 4, d: int = 32, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The lab's inputs, each (batch, heads, N, d): planes over the position i and the feature j."""
-    kind = getattr(torch, dtype.torch_name)
-    i, j = torch.arange(N)[:, None], torch.arange(d)[None, :]
+    torch_dtype = getattr(torch, dtype.torch_name)
+    i = torch.arange(N)[:, None]
+    j = torch.arange(d)[None, :]
     planes = (a * i + b * j for a, b in ((0.0002, 0.0001), (0.0006, 0.0003), (0.00015, 0.0008)))
-    q, k, v = (m.to(device, kind).expand(batch, heads, N, d).contiguous() for m in planes)
+    q, k, v = (m.to(device, torch_dtype).expand(batch, heads, N, d).contiguous() for m in planes)
     return q, k, v
 
 
@@ -104,8 +104,10 @@ def measure(
             torch.cuda.synchronize()
     results: Any = recorded.kineto_results  # PyTorch's public averages give sums, not the peak
     events = [event for event in results.events() if event.name() == "[memory]"]
-    held = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    memory = max(held, default=0)
+    allocated_bytes = accumulate(
+        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
+    )
+    memory = max(allocated_bytes, default=0)
     if on:
         out, memory = on.allocated(function)
         (seconds,) = on.time(function, 1)
@@ -132,7 +134,8 @@ def in_slices(function: Callable[..., Tensor], count: int, tensors: Sequence[Ten
 
 def mismatch(expected: Tensor, got: Tensor, dtype: Dtype = Dtype.FP32) -> str | None:
     """One line on the largest difference of two results (B, H, N, d) in a dtype; None if they agree."""
-    expected, got = expected.float(), got.float()
+    expected = expected.float()
+    got = got.float()
     rtol, atol = TOLERANCES[dtype]
     off = ~torch.isclose(got, expected, rtol, atol)
     if not off.any():
@@ -202,7 +205,7 @@ class Test:
         ours = PARTS[part].operator is not None
         options: dict[str, Any] = {"causal": cell.causal, "scale": 1.0, **self.rules}
         if cell.device != "webgpu":
-            options |= {"br": cell.br, "bc": cell.bc, "simd": cell.simd or "auto", "kernel": self.kernel}
+            options.update(br=cell.br, bc=cell.bc, simd=cell.simd or "auto", kernel=self.kernel)
         elif ours:
             return webgpu.attention(*tensors, causal=cell.causal, scale=1.0, kernel=self.kernel)
         else:  # PyTorch's on the CPU
@@ -275,9 +278,9 @@ def normal(cell: Cell) -> list[Tensor]:
     """q, k, v and dout, each (B, H, N, d): normal numbers in the layout (B, N, H, d)."""
     generator = torch.Generator().manual_seed(0)
     size = (cell.batch, cell.N, cell.heads, cell.d)
-    kind = getattr(torch, Dtype(cell.dtype).torch_name)
+    torch_dtype = getattr(torch, Dtype(cell.dtype).torch_name)
     numbers = (torch.randn(size, generator=generator) for _ in range(4))
-    return [t.to(cell.device, kind).transpose(1, 2) for t in numbers]
+    return [t.to(cell.device, torch_dtype).transpose(1, 2) for t in numbers]
 
 
 def backward_of(forward: Callable[..., Tensor], tensors: Sequence[Tensor], dout: Tensor) -> Callable[[], Any]:
@@ -331,13 +334,14 @@ def gradients(test: Test, echo: Callable[[str], None]) -> bool:
     return True
 
 
-def four_d_access(seed: int | None = None, echo: Callable[[str], None] = print) -> bool:
+def four_d_access(echo: Callable[[str], None]) -> bool:
     """Read a random element of a random 4-D tensor through the extension. False if it is wrong."""
     generator = torch.Generator()
-    generator.seed() if seed is None else generator.manual_seed(seed)
+    generator.seed()
     t = torch.rand(2, 4, 16, 32, generator=generator)
     index = tuple(int(torch.randint(n, (), generator=generator)) for n in t.shape)
-    expected, result = t[index].item(), extension.load().read_4d(t, *index)
+    expected = t[index].item()
+    result = extension.load().read_4d(t, *index)
     echo(f"Tensor Shape: {tuple(t.shape)}")
     echo(f"4D Tensor Index: {index}")
     echo(f"Expected: {expected:.6f}")

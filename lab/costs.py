@@ -16,7 +16,8 @@ def scratch(part: str, case: Case, simd: str | None = "auto") -> int:
 
     Raises ValueError for a name that is not in PARTS, and BuildError as extension.load() does.
     """
-    row, sizes = check_part(part), (1, case.heads, case.Nq, case.Nk, case.d)
+    row = check_part(part)
+    sizes = (1, case.heads, case.Nq, case.Nk, case.d)
     if row.file:
         kernel = user_kernel.loaded(row.file)
         if not isinstance(kernel, user_kernel.Native):

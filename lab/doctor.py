@@ -22,7 +22,9 @@ from shakespeare.attention_ext.build import cache, nvrtc, prebuilt, recipes, too
 from shakespeare.checkpoints import PRESENT
 from shakespeare.lab.command import run as run_command
 
-OK, ABSENT, BROKEN = "ok", "--", "FAIL"
+OK = "ok"
+ABSENT = "--"
+BROKEN = "FAIL"
 
 OLDEST_TORCH = (2, 10)
 # Other packages that the commands import: distribution names.
@@ -32,14 +34,20 @@ PACKAGES = (
     "numpy",
     "platformdirs",
     "safetensors",
-    *["ninja"] * (sys.platform != "win32"),
+    *(() if sys.platform == "win32" else ["ninja"]),
 )
 # A package of each of setup.cfg's extras, without those that have a line of their own.
-EXTRAS = {"torch": "pybind11", "serve": "starlette", "web": "ziglang", "lab": "matplotlib"}
-EXTRAS["bench"] = "ctranslate2"
+EXTRAS = {
+    "torch": "pybind11",
+    "serve": "starlette",
+    "web": "ziglang",
+    "lab": "matplotlib",
+    "bench": "ctranslate2",
+}
 INSTALL = "pip install -c constraints.txt -e ."
 
-VERSION_SECONDS, TORCH_SECONDS = 10, 120  # torch takes long to read from a cold disk
+VERSION_SECONDS = 10
+TORCH_SECONDS = 120  # torch takes long to read from a cold disk
 BUILD_BYTES = 16 << 20  # free space that a build needs; it writes some 2 MB
 
 TORCH = "import torch; print(torch.__version__)"
@@ -51,7 +59,7 @@ try:
 except BuildError as error:
     print(f"!{error}")
 else:
-    slow = ", right but slow: it is the CPU" * adapter.is_cpu
+    slow = ", right but slow: it is the CPU" if adapter.is_cpu else ""
     features = ", ".join(sorted(adapter.features)) or "no optional features"
     print(f"{adapter.name} by {adapter.backend}, {features}{slow}")
 """
@@ -91,14 +99,18 @@ def examine() -> Iterator[tuple[str, str, str]]:
     unknown = set()
     for name, (look, *needs) in CHECKS.items():
         if lacking := [needed for needed in needs if needed in unknown]:
-            state, text = ABSENT, f"not checked without {lacking[0]}"
+            state = ABSENT
+            text = f"not checked without {lacking[0]}"
         else:
             try:
-                state, text = OK, look()
+                state = OK
+                text = look()
             except Missing as error:
-                state, text = ABSENT, str(error)
+                state = ABSENT
+                text = str(error)
             except Exception as error:
-                state, text = BROKEN, _reason(error)
+                state = BROKEN
+                text = _reason(error)
         if state != OK:
             unknown.add(name)
         yield name, state, "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
@@ -108,8 +120,8 @@ def _reason(error: Exception) -> str:
     """The error's message, with its type unless the message was written for users."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    told = isinstance(error, (Broken, BuildError, ValueError)) and str(error)
-    return str(error) if told else f"{type(error).__name__}: {error}"
+    readable = isinstance(error, (Broken, BuildError, ValueError)) and str(error)
+    return str(error) if readable else f"{type(error).__name__}: {error}"
 
 
 def _output(command: list[str], seconds: float) -> str:
@@ -186,7 +198,8 @@ def _python_header() -> str:
 
 
 def _ispc() -> str:
-    if (ispc := toolchain.find_ispc()) is None:
+    ispc = toolchain.find_ispc()
+    if ispc is None:
         remedy = "scripts/install-ispc.sh gets it on Debian 12"
         raise Missing(f"not found (--simd auto works without it); {remedy}")
     return _version([ispc], "let ISPC name an ISPC compiler that works, or unset it")
@@ -205,10 +218,12 @@ def _cache() -> str:
     cache.check_owner(directory)
     if hasattr(os, "statvfs") and os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
         raise Broken(f"{directory} is mounted noexec, so nothing can be loaded from it; {cache.ELSEWHERE}")
-    if (free := shutil.disk_usage(there).free) < BUILD_BYTES:
+    free = shutil.disk_usage(there).free
+    if free < BUILD_BYTES:
         room = f"{directory} has room for {free >> 20} MiB; a build needs {BUILD_BYTES >> 20}"
         raise Broken(f"{room}; {cache.ELSEWHERE}")
-    return f"{directory}, {free / 2**30:.1f} GiB free" + " (the first build makes it)" * (there != directory)
+    made = "" if there == directory else " (the first build makes it)"
+    return f"{directory}, {free / 2**30:.1f} GiB free{made}"
 
 
 def _decoder() -> str:
@@ -236,7 +251,8 @@ def _compiled(recipe: Callable[[], Any], program: str, *arguments: str) -> str:
 def _gpu() -> str:
     import torch  # the line of torch has tried it
 
-    if (built := torch.version.cuda) is None:
+    built = torch.version.cuda
+    if built is None:
         raise Missing("this PyTorch has no CUDA (for part4 --device cuda); pytorch.org has builds with it")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     if not gpus:
@@ -258,9 +274,10 @@ def _nvrtc() -> str:
 def _webgpu() -> str:
     if _installed("wgpu") is None:
         raise Missing(f"wgpu not installed (part4 --device webgpu on any GPU); {INSTALL[:-1]}'.[webgpu]'")
-    if (said := _python_says(WEBGPU)).startswith("!"):
-        raise Missing(said[1:])
-    return said
+    adapter = _python_says(WEBGPU)
+    if adapter.startswith("!"):
+        raise Missing(adapter[1:])
+    return adapter
 
 
 def _checkpoint(name: str) -> str:

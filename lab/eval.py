@@ -51,7 +51,8 @@ def held_out_loss(
     as in EngineOptions. threads: of the native engine.
     Raises ValueError naming what is wrong, BuildError without a GPU or what compiles the kernels.
     """
-    checkpoint, options = load(model), EngineOptions(part=part, device=device, kernel=kernel)
+    checkpoint = load(model)
+    options = EngineOptions(part=part, device=device, kernel=kernel)
     if refused := ENGINES["torch"].refuses(checkpoint, options):
         raise ValueError(refused)
     if device == "cuda":
@@ -61,8 +62,8 @@ def held_out_loss(
     _, held_out = corpus.split(checkpoint.tokenizer.normal(text))
     ids = checkpoint.tokenizer.encode(held_out)
     if len(ids) < 2:
-        held = f"its last 10 %, which are evaluated, have {counted(len(ids), 'token')}"
-        raise ValueError(f"text has {counted(len(text), 'character')}; {held} and must have at least 2")
+        amount = f"its last 10 %, which are evaluated, have {counted(len(ids), 'token')}"
+        raise ValueError(f"text has {counted(len(text), 'character')}; {amount} and must have at least 2")
     if ENGINES["native"].refuses(checkpoint, options) is None:
         precisions = {"weights": weights, "kv_cache": kv_cache}
         opened = open_engine(checkpoint, part=part, slots=1, threads=threads, **precisions)
@@ -85,9 +86,11 @@ def held_out_loss(
 
 def native_loss(engine: Engine, ids: Sequence[int]) -> float:
     """What model.loss.evaluate() gives for two tokens or more, by the log-probabilities of prompts."""
-    config, total = engine.config, 0.0
+    config = engine.config
+    total = 0.0
     reach = config.reach or 1
-    T, before = max(config.block_size, reach), reach - 1  # tokens that a window sees ahead of its own
+    T = max(config.block_size, reach)
+    before = reach - 1  # tokens that a window sees ahead of its own
     for start in range(0, len(ids) - 1, T):
         engine.begin(0, ids[max(0, start - before) : start + T], top=0)
         while not engine.read(0):

@@ -448,8 +448,8 @@ def moved_table(answer: Answer) -> str:
     moved = {stream.name: (stream.traffic(1), stream.traffic(l2)) for stream in count.streams}
     rows = [(name, shared.get(name), moved.get(name, (0, 0))) for name in ORDER if name in {*shared, *moved}]
     fewest = sum(each.fewest for each in count.shared)
-    whole = Shared("all", count.wavefronts, fewest) if shared else None
-    rows.append(("all", whole, (count.from_memory(1), count.from_memory(l2))))
+    total = Shared("all", count.wavefronts, fewest) if shared else None
+    rows.append(("all", total, (count.from_memory(1), count.from_memory(l2))))
     lines: list[tuple[str, Sequence[str]]] = [("moved", titles)]
     for name, near, far in rows:
         texts = ["-", "-"]

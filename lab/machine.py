@@ -24,7 +24,7 @@ SAMPLE_SECONDS = 2e-4
 LIMIT_SECONDS = 0.3  # time in which a limit of the machine is measured
 SLOWED_BELOW = 0.95  # a sample below this share of the fastest is slowed, any other quiet
 MOST_SLOWED_SHARE = 0.1  # on a busy machine a larger share of the samples is slowed
-# Of control groups, version 2 and 1: the limit, its use, and in memory.stat the files that memory can drop.
+# Files of control groups, version 2 and 1: the limit, its use, and in memory.stat what memory can drop.
 GROUP_FILES = (
     ("memory.max", "memory.current", "(?:in)?active_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_(?:in)?active_file"),
@@ -69,7 +69,8 @@ class Load:
 
     def others(self) -> float | None:
         """The mean number of processors that other programs took since this was made; None if unknown."""
-        if (now := processor_times()) is None or self._start is None:
+        now = processor_times()
+        if now is None or self._start is None:
             return None
         busy, own, wall = (b - a for a, b in zip(self._start, now))
         return max(0.0, busy - own) / wall
@@ -85,7 +86,8 @@ class Load:
             self._fastest = max(rates[0], self._fastest[0]), max(rates[1], self._fastest[1])
             return rates
 
-        end, rates = time.perf_counter() + patience, measure()
+        end = time.perf_counter() + patience
+        rates = measure()
         self._samples.append(rates)
         while self._share(rates) < SLOWED_BELOW and time.perf_counter() < end:
             rates = measure()
@@ -129,7 +131,8 @@ def _on(threads: int, limit: Callable[..., float], *arguments: float) -> float:
 def busy(load: Load, peaks: list[float], threads: int) -> str | None:
     """The reason why figures since `load` was made are not firm, else None. peaks: before and after."""
     reasons = taken(load.others(), min(threads, processor.cores()))
-    if (slowed := load.slowed()) > MOST_SLOWED_SHARE:
+    slowed = load.slowed()
+    if slowed > MOST_SLOWED_SHARE:
         reasons.append(f"the core or the shared cache was slow in {100 * slowed:.0f} % of samples")
     if max(peaks) / min(peaks) > 1 + BUSY_SHARE:
         reasons.append(f"the FMA peak went from {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s")
@@ -192,12 +195,21 @@ def page_faults() -> int:
 
 def describe() -> dict:
     """The head of a table of figures: processor, caches, SIMD, versions, commit, date."""
-    known: dict = {"cpu": processor.name(), "microarchitecture": processor.microarchitecture()}
-    known |= {"cores": processor.cores(), "caches": [asdict(cache) for cache in processor.caches()]}
-    known |= {"isa": torch.backends.cpu.get_cpu_capability(), "simd": AUTO}
-    known |= {"os": f"{platform.system()} {platform.machine()}", "python": platform.python_version()}
-    known |= {"torch": torch.__version__, "compiler": compiler(), "version": __version__, "commit": commit()}
-    return known | {"date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}
+    return {
+        "cpu": processor.name(),
+        "microarchitecture": processor.microarchitecture(),
+        "cores": processor.cores(),
+        "caches": [asdict(cache) for cache in processor.caches()],
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "simd": AUTO,
+        "os": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "compiler": compiler(),
+        "version": __version__,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
+    }
 
 
 def compiler() -> str | None:

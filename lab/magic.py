@@ -35,15 +35,22 @@ def gpt(line: str) -> None:
     command = [sys.executable, "-m", "shakespeare", *shlex.split(line)]
     env = environment() | {"PYTHONUNBUFFERED": "1"}  # lines appear as they are printed
     env.pop("FORCE_COLOR", None)  # ipykernel 6 sets it; it would show progress bars
-    settings: dict[str, Any] = {"env": env, "text": True, "errors": "replace", "stdin": subprocess.DEVNULL}
-    settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    settings: dict[str, Any] = {
+        "env": env,
+        "text": True,
+        "errors": "replace",
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+    }
     # In a session of its own an interrupt reaches the command once.
     with subprocess.Popen(command, **settings, start_new_session=True) as child:
         assert child.stdout
         try:
-            for said in child.stdout:
-                if not (picture := PICTURE.fullmatch(said)):
-                    print(said, end="", flush=True)
+            for line_of_output in child.stdout:
+                picture = PICTURE.fullmatch(line_of_output)
+                if not picture:
+                    print(line_of_output, end="", flush=True)
                 elif picture[2] == "png":
                     display(Image(f"{picture[1]}.png", retina=True))  # type: ignore[no-untyped-call]
         except KeyboardInterrupt:

@@ -10,9 +10,8 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        trim_threshold, mmap_max = -1, -4  # from malloc.h
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_max, 0)
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD of malloc.h
+        mallopt(-4, 0)  # M_MMAP_MAX
 
 
 def return_freed_memory() -> None:

@@ -68,7 +68,7 @@ def layout(asked: Question, count: int) -> tuple[Rows, Rows]:
     """The rows of q and of k of each rank."""
     keys = parallel.rows(asked.method, asked.N, count)
     if asked.method == "split":
-        return ((range(asked.queries),),) * count, keys
+        return tuple((range(asked.queries),) for _ in range(count)), keys
     return parallel.rows(asked.method, asked.queries, count), keys
 
 
@@ -83,7 +83,8 @@ def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
     lse = out.new_full(out.shape[:3], -torch.inf)
     for first in range(0, asked.N if checked else 0, BLOCK):
         keys = [range(first, min(first + BLOCK, asked.N))]
-        k, v = rows_of("k", asked, keys).double(), rows_of("v", asked, keys).double()
+        k = rows_of("k", asked, keys).double()
+        v = rows_of("v", asked, keys).double()
         s = asked.scale * (q @ k.mT)
         if asked.causal:
             s = s.masked_fill(torch.arange(first, keys[0].stop) > position[:, None], -torch.inf)
@@ -108,7 +109,8 @@ def run(asked: Question, echo: Callable[[str], None] = print) -> bool:
 
 def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     queries, keys = layout(asked, ranks.count)
-    mine, here = queries[ranks.rank], keys[ranks.rank]
+    mine = queries[ranks.rank]
+    here = keys[ranks.rank]
     echo(describe(asked, ranks))
     q = rows_of("q", asked, mine).to(ranks.device)
     k, v = (rows_of(name, asked, here).to(ranks.device) for name in "kv")
@@ -116,7 +118,9 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     out = parallel.attention(asked.method, q, k, v, **options)  # compares the arguments, and warms up
 
     seconds: list[float] = []
-    waited, total, traffic = 0.0, 0.0, Traffic()
+    waited = 0.0
+    total = 0.0
+    traffic = Traffic()
     known = [length(rows) for rows in keys] if asked.method == "split" or asked.queries == asked.N else None
     while len(seconds) < ROUNDS and sum(seconds) < LONG:
         traffic = Traffic()
@@ -125,7 +129,8 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
         out = parallel.attention(asked.method, q, k, v, **options, lengths=known, traffic=traffic)
         synchronize(ranks)
         took = time.perf_counter() - start
-        total, waited = total + took, waited + traffic.waited
+        total += took
+        waited += traffic.waited
         longest = torch.tensor(took, dtype=torch.float64)
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         seconds.append(longest.item())
@@ -137,13 +142,14 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
         checked, expected = exact(asked, mine)
         got = out[:, :, checked].cpu()
         error = float((got.double() - expected).abs().max()) if checked else 0.0
-        if checked and (difference := mismatch(expected, got)):
+        difference = mismatch(expected, got) if checked else None
+        if difference:
             wrong.append(f"float64: {difference}")
     alone = compare_with_one_process(asked, ranks, queries, out, min(seconds), wrong)
     if (traffic.sent, traffic.exchanges) != formula:
         wrong.append(f"sent {traffic.sent} bytes in {traffic.exchanges} exchanges; by the formula {formula}")
     sent, exchanges = zip((traffic.sent, traffic.exchanges), formula)
-    everyone: list = [None] * ranks.count
+    everyone: list = [None for _ in range(ranks.count)]
     row = (ranks.rank, length(mine), length(here), *sent, *exchanges, waited / total)
     dist.all_gather_object(everyone, (row, error, wrong))
     rows, errors, all_wrong = zip(*everyone)
@@ -177,23 +183,24 @@ def compare_with_one_process(
     fits = seconds * ranks.count < asked.timeout / 4 and (available is None or 2 * need < available)
     if not of_rank_0(float(fits)):
         return None
-    everyone: list = [None] * ranks.count
+    everyone: list = [None for _ in range(ranks.count)]
     dist.gather_object(out.cpu(), None if ranks.rank else everyone)
     if ranks.rank:
         return of_rank_0(0.0)
-    whole = [rows_of(n, asked, [range(asked.queries if n == "q" else asked.N)]) for n in "qkv"]
-    q, k, v = (t.to(ranks.device) for t in whole)
+    tensors = [rows_of(n, asked, [range(asked.queries if n == "q" else asked.N)]) for n in "qkv"]
+    q, k, v = (t.to(ranks.device) for t in tensors)
 
-    held: list[Tensor] = []
+    computed: list[Tensor] = []
 
     def compute() -> None:
-        held[:] = [attention(asked.part, q, k, v, causal=asked.causal, scale=asked.scale)]
+        computed[:] = [attention(asked.part, q, k, v, causal=asked.causal, scale=asked.scale)]
         synchronize(ranks)
 
     alone = min(Clock().time(compute, 2))
     for rank, (chunks, got) in enumerate(zip(queries, everyone)):
-        if got.numel() and (different := mismatch(take(held[0].cpu(), chunks), got)):
-            wrong.append(f"one process, rows of rank {rank}: {different}")
+        difference = mismatch(take(computed[0].cpu(), chunks), got) if got.numel() else None
+        if difference:
+            wrong.append(f"one process, rows of rank {rank}: {difference}")
     return of_rank_0(alone)
 
 
@@ -216,7 +223,9 @@ def describe(asked: Question, ranks: Ranks) -> str:
 
 def conclusions(seconds: Sequence[float], alone: float | None, waiting: float) -> dict[str, str]:
     """The measured times beside one process's. waiting: a share."""
-    count, fastest, median = dist.get_world_size(), min(seconds), statistics.median(seconds)
+    count = dist.get_world_size()
+    fastest = min(seconds)
+    median = statistics.median(seconds)
     one = "not compared: it would take too much memory or more than a quarter of --timeout"
     if alone is not None:
         faster = alone / fastest

@@ -62,11 +62,12 @@ DEFAULT_TOKENS = 200  # tokens to write if the block size allows it
 REPETITIONS = 9  # repetitions with recording, and as many without; odd, so that one is the median
 CUDA_REPETITIONS = 5
 SEED = 1337
-# Of a training step.
+# For training steps.
 CHARACTERS = 2048  # characters of a batch by default
 SHOWN = 12  # PyTorch's operators in the table
 SECONDS = 2.0  # time of a profile
-LEAST_STEPS, MOST_STEPS = 5, 100
+LEAST_STEPS = 5
+MOST_STEPS = 100
 SIZES = ("block_size", "n_layer", "n_head", "n_embd")  # of GPTConfig and Recipe
 
 
@@ -83,7 +84,8 @@ class Hooks:
     """The spans of a PyTorch engine by hooks on the model's modules, all in the calling thread."""
 
     def __init__(self, engine: TorchEngine) -> None:
-        self._engine, self._choose = engine, engine.choose
+        self._engine = engine
+        self._choose = engine.choose
         self._spans: list[Span] = []
         self._handles: list[Any] = []
         self._inside: list[str] = []  # kinds of work that have begun, each in the one before
@@ -153,7 +155,7 @@ class Phase:
         """
         wall = sum(end - begin for begin, end in self.calls)
         took = dict.fromkeys((*KINDS, "other"), 0)
-        rest = [wall] * self.threads  # of each thread
+        rest = [wall for _ in range(self.threads)]  # of each thread
         for kind, thread, begin, end in self.spans:
             took[kind] += end - begin
             rest[thread] -= end - begin
@@ -197,18 +199,26 @@ def run(
     together. Raises TypeError or ValueError naming a wrong argument, BuildError.
     """
     prompt_tokens, tokens = lengths(checkpoint, prompt_tokens, tokens)
-    precisions: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache}
     capacity = prompt_tokens + tokens
     unbounded = EngineOptions.of({"kv_cache": kv_cache}, capacity=capacity, threads=2**31)
     most, _ = slots_for(2**31, checkpoint.config, unbounded)
     if not 1 <= texts <= most:
         raise ValueError(f"texts is {texts}; it must be from 1 to {most} with caches of {capacity} tokens")
-    sized: dict[str, Any] = precisions | {"slots": texts, "capacity": capacity}
+    sized: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache, "slots": texts, "capacity": capacity}
     engine = open_engine(checkpoint, part=part, **sized, **engine_options)
-    simd = helpers_of(part, engine_options.get("simd", "auto"))
-    about = {"model": model, "part": part, "engine": engine.name, "simd": simd}
-    sizes = {"texts": texts, "prompt_tokens": prompt_tokens, "new_tokens": tokens, "repetitions": REPETITIONS}
-    settings = about | precisions | {"threads": torch.get_num_threads()} | sizes
+    settings = {
+        "model": model,
+        "part": part,
+        "engine": engine.name,
+        "simd": helpers_of(part, engine_options.get("simd", "auto")),
+        "weights": weights,
+        "kv_cache": kv_cache,
+        "threads": torch.get_num_threads(),
+        "texts": texts,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": tokens,
+        "repetitions": REPETITIONS,
+    }
     if texts > 1 and isinstance(engine, Decoder):  # the table's steps have one token of each text
         engine.set_draft(None)
     load = Load()
@@ -230,14 +240,15 @@ def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Pha
             pair = _repetition(engine, spans_of, recorded, ids, tokens)
             if repetition >= 0:  # the first one warms up
                 phases[recorded].append(pair)
-    prefill, decode = (sorted(of, key=lambda phase: phase.seconds) for of in zip(*phases[True]))
-    plain = [statistics.median(phase.seconds for phase in of) for of in zip(*phases[False])]
+    prefill, decode = (sorted(repeated, key=lambda phase: phase.seconds) for repeated in zip(*phases[True]))
+    plain = [statistics.median(phase.seconds for phase in repeated) for repeated in zip(*phases[False])]
     return prefill[REPETITIONS // 2], decode[REPETITIONS // 2], plain
 
 
 def _own_text(engine: Engine, prompt_tokens: int) -> list[int]:
     """The model's text after token 0, which is the first of these tokens."""
-    writer, ids = _writer(engine, [0], 1), [0]
+    writer = _writer(engine, [0], 1)
+    ids = [0]
     while len(ids) < prompt_tokens:
         ids += [token for _, tokens in writer.step(1) for token in tokens]
     return ids
@@ -286,16 +297,26 @@ def figures(settings: dict[str, Any], prefill: Phase, decode: Phase, plain: Sequ
     tokens = steps * settings.get("texts", 1)
 
     def speeds(prefill: float, decode: float) -> dict[str, float]:
-        us = {"decode_us_per_step": 1e6 * decode / steps, "decode_us_per_token": 1e6 * decode / tokens}
-        return {"prefill_ms": 1e3 * prefill, **us, "tokens_per_second": tokens / decode}
+        return {
+            "prefill_ms": 1e3 * prefill,
+            "decode_us_per_step": 1e6 * decode / steps,
+            "decode_us_per_token": 1e6 * decode / tokens,
+            "tokens_per_second": tokens / decode,
+        }
 
     recorded = speeds(prefill.seconds, decode.seconds)
     rows = []
     for (kind, of_prefill), of_decode in zip(prefill.shares().items(), decode.shares().values()):
-        ms = recorded["prefill_ms"] * of_prefill
-        us = {name: recorded[name] * of_decode for name in ("decode_us_per_step", "decode_us_per_token")}
-        of_kind = {"kind": kind, "prefill_ms": ms, "prefill_percent": 100 * of_prefill}
-        rows.append(of_kind | us | {"decode_percent": 100 * of_decode})
+        rows.append(
+            {
+                "kind": kind,
+                "prefill_ms": recorded["prefill_ms"] * of_prefill,
+                "prefill_percent": 100 * of_prefill,
+                "decode_us_per_step": recorded["decode_us_per_step"] * of_decode,
+                "decode_us_per_token": recorded["decode_us_per_token"] * of_decode,
+                "decode_percent": 100 * of_decode,
+            }
+        )
     return settings | {"rows": rows, "recorded": recorded, "not_recorded": speeds(*plain)}
 
 

@@ -30,7 +30,9 @@ DEFAULT_TOKENS = 200  # tokens that each part writes if the block size allows it
 # Seconds of a part's turn: after a single token the caches would hold another part's data.
 TURN_SECONDS = 0.01
 REDRAW_SECONDS = 1 / 15  # least time between two pictures
-MOST_ROWS, WIDEST_COLUMN = 20, 60  # limits of a column's text
+MOST_ROWS = 20  # of a column's text
+WIDEST_COLUMN = 60
+ENDINGS = {1: "st", 2: "nd", 3: "rd"}  # of places up to 20
 
 Echo = Callable[..., None]  # click.echo's signature
 
@@ -39,10 +41,13 @@ class Runner:
     """One part's growing text, without the prompt, and its seconds. writer: of one text. count: tokens."""
 
     def __init__(self, part: str, writer: Writer, tokenizer: Tokenizer, count: int) -> None:
-        self.part, self.engine, self.count = part, writer.engine, count
+        self.part = part
+        self.engine = writer.engine
+        self.count = count
         self.tokens: list[int] = []
         self.text = ""
-        self._writer, self._decoder = writer, tokenizer.decoder()
+        self._writer = writer
+        self._decoder = tokenizer.decoder()
 
     @property
     def seconds(self) -> float:
@@ -122,8 +127,10 @@ def describe(runners: Sequence[Runner], use_cache: bool) -> str:
     lines += dict.fromkeys(engine.description for engine in ours)
     names = dict.fromkeys(r.engine.name for r in runners)
     if len(names) > 1:
-        of = {name: ", ".join(r.part for r in runners if r.engine.name == name) for name in names}
-        own = "; ".join(f"{name} for {parts}" for name, parts in of.items() if name != "torch")
+        parts_by_engine = {
+            name: ", ".join(r.part for r in runners if r.engine.name == name) for name in names
+        }
+        own = "; ".join(f"{name} for {parts}" for name, parts in parts_by_engine.items() if name != "torch")
         lines.append(f"Engines differ, not attention alone: {own}")
     return "\n".join(lines)
 
@@ -190,17 +197,13 @@ def columns(runners: Sequence[Runner], prompt: str, console: Console) -> Group:
     for r in runners:
         state = f"{len(r.tokens)} of {r.count}"
         if r.part in place:
-            state = f"{ordinal(place[r.part])} in {r.seconds:.2f} s"
+            nth = place[r.part]
+            state = f"{nth}{ENDINGS.get(nth, 'th')} in {r.seconds:.2f} s"
         head = f"{r.part} {r.engine.name}\n{r.rate:,.0f} tokens/s\n{state}"
         table.add_column(Text(head, no_wrap=True, overflow="crop"), width=width)
     table.add_row(*(tail(prompt + r.text, width, height, console) for r in runners))
     # The cursor's line stays empty: a terminal echoes ^C there, which would move the picture.
     return Group(table, "")
-
-
-def ordinal(place: int) -> str:
-    """1 as '1st', for 1 to 20."""
-    return f"{place}" + {1: "st", 2: "nd", 3: "rd"}.get(place, "th")
 
 
 def tail(text: str, width: int, height: int, console: Console) -> Text:
@@ -225,7 +228,8 @@ def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[
     for line in table_lines(runners):
         echo(line)
     first = next((r for r in runners if r.part == "part0"), runners[0])
-    differing = {r.part: at for r in runners if (at := parting(first.tokens, r.tokens)) is not None}
+    found = {r.part: parting(first.tokens, r.tokens) for r in runners}
+    differing = {part: at for part, at in found.items() if at is not None}
     for r in runners if differing else [max(runners, key=lambda r: len(r.tokens))]:
         echo()
         if differing:
@@ -249,7 +253,8 @@ def report(runners: Sequence[Runner], prompt: str, echo: Echo, shown: Callable[[
 def table_lines(runners: Sequence[Runner]) -> list[str]:
     """The table of speeds, the winner first."""
     base = next((r for r in runners if r.part == "part0"), min(runners, key=lambda r: r.rate))
-    place, form = places(runners), "{:<6}{:7}{:8}{:>6}{:>10}{:>10}{:>12}"
+    place = places(runners)
+    form = "{:<6}{:7}{:8}{:>6}{:>10}{:>10}{:>12}"
     lines = [form.format("place", "part", "engine", "tokens", "seconds", "tokens/s", f"over {base.part}")]
     for r in sorted(runners, key=lambda r: (place.get(r.part, math.inf), -r.rate)):
         figures = len(r.tokens), f"{r.seconds:.3f}", f"{r.rate:,.0f}"

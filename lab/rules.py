@@ -14,10 +14,10 @@ WORDS = ("alibi", "sinks", "bias")
 HOW = "window=KEYS, softcap=BOUND, documents=KEYS, alibi, sinks, bias or some of them joined by +"
 
 
-def parse(text: str) -> dict[str, Any]:
+def parse(text: str | None) -> dict[str, Any]:
     """The arguments of example() in 'window=255+alibi'; {} in 'none'. Raises ValueError for another text."""
     found: dict[str, Any] = {}
-    for rule in () if text == "none" else text.split("+"):
+    for rule in () if text in (None, "none") else text.split("+"):
         name, _, number = rule.partition("=")
         try:
             value = NUMBERS[name](number) if name in NUMBERS else name in WORDS and not number
@@ -46,13 +46,19 @@ def example(
     from 1 on. sinks: a logit of 0 for each head. documents: keys of each, one after the other. bias: normal
     numbers, the same for each head.
     """
-    found: dict[str, Any] = {"window": window and (window, window), "softcap": softcap}
-    found["alibi_slopes"] = 2.0 ** (-8 / H * torch.arange(1.0, H + 1)) if alibi else None
-    found["sinks"] = torch.zeros(H) if sinks else None
-    found["documents"] = documents and (torch.arange(N) // documents)[None]
-    found["bias"] = torch.randn(1, 1, N, N, generator=torch.Generator().manual_seed(0)) if bias else None
-    tensors = {name: t.to(device) for name, t in found.items() if isinstance(t, torch.Tensor)}
-    return {name: value for name, value in found.items() if value is not None} | tensors
+    found: dict[str, Any] = {
+        "window": window and (window, window),
+        "softcap": softcap,
+        "alibi_slopes": 2.0 ** (-8 / H * torch.arange(1.0, H + 1)) if alibi else None,
+        "sinks": torch.zeros(H) if sinks else None,
+        "documents": documents and (torch.arange(N) // documents)[None],
+        "bias": torch.randn(1, 1, N, N, generator=torch.Generator().manual_seed(0)) if bias else None,
+    }
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def text(given: dict[str, Any]) -> str:
@@ -66,12 +72,15 @@ def seen(
 ) -> list[range]:
     """The keys that each of N queries sees, of N."""
     i = torch.arange(N)
-    begin, end = torch.zeros(N, dtype=torch.int64), torch.full((N,), N)
+    begin = torch.zeros(N, dtype=torch.int64)
+    end = torch.full((N,), N)
     if window is not None:
-        begin, end = i - window, i + window + 1
+        begin = i - window
+        end = i + window + 1
     if documents is not None:
         first = i // documents * documents
-        begin, end = torch.maximum(begin, first), torch.minimum(end, first + documents)
+        begin = torch.maximum(begin, first)
+        end = torch.minimum(end, first + documents)
     end = torch.minimum(end, i + 1) if causal else end
     return list(map(range, begin.clamp(min=0).tolist(), end.clamp(max=N).tolist()))
 
@@ -92,10 +101,10 @@ def exact(tensors: list[torch.Tensor], text: str, causal: bool) -> torch.Tensor:
     H, N = q.shape[1:3]
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for b, h in itertools.product(range(q.shape[0]), range(H)):
-        given = example(H, N, q.device, **parse(text))
-        given |= {name: given[name][h : h + 1] for name in ("alibi_slopes", "sinks") if name in given}
+        options = example(H, N, q.device, **parse(text))
+        options |= {name: options[name][h : h + 1] for name in ("alibi_slopes", "sinks") if name in options}
         head = [t[b : b + 1, h : h + 1] for t in tensors]
-        rules = ruling.checked(given, head[0], N)
+        rules = ruling.checked(options, head[0], N)
         doubles = (t.double() for t in head)
         result: Any = reference.attention(*doubles, causal=causal, scale=q.shape[3] ** -0.5, rules=rules)
         out[b, h] = result[0, 0]

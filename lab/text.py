@@ -1,17 +1,24 @@
 """The forms in which figures are shown: tables in Markdown, counts and sizes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def markdown(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table in Markdown."""
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    return "\n".join(lines + [f"| {' | '.join(map(str, row))} |" for row in rows])
+    return "\n".join(markdown_lines(titles, rows))
+
+
+def markdown_lines(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
+    """The lines of a table in Markdown."""
+    yield f"| {' | '.join(titles)} |"
+    yield "|" + "".join("---|" for _ in titles)
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
 
 
 def counted(count: int, what: str) -> str:
     """'1 rank', '2 ranks'."""
-    return f"{count} {what}{'s' * (count != 1)}"
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def scaled(number: float) -> str:

@@ -145,8 +145,8 @@ class Samples:
 
     def cut(self, rounds: int) -> None:
         """Keep only the first rounds."""
-        for kept in (self.seconds, self.every, self.paces):
-            del kept[rounds:]
+        for series in (self.seconds, self.every, self.paces):
+            del series[rounds:]
 
 
 class Timer:

@@ -165,8 +165,12 @@ def part0(case: Case, block: Block) -> Iterator[Stream]:
 
 def part1(case: Case, block: Block) -> Iterator[Stream]:
     """Each query reads all of K. Each number of the output reads a column of V and a row of S."""
-    Nq, d, K = case.Nq, case.d, case.K
-    S, row, column = Nq * case.seen, case.span, walk(case.span, d)
+    Nq = case.Nq
+    d = case.d
+    K = case.K
+    S = Nq * case.seen
+    row = case.span
+    column = walk(case.span, d)
     moved = S * d
     yield Stream("Q", case.Q)
     yield Stream("K", K, [(row * d, moved)])
@@ -178,18 +182,26 @@ def part1(case: Case, block: Block) -> Iterator[Stream]:
 
 def part2(case: Case, block: Block) -> Iterator[Stream]:
     """S in tiles of T keys, each tile of K transposed once; then O in tiles of T queries, each reading V."""
-    Nq, d, n, Q = case.Nq, case.d, case.reach(block.part2_tile), case.Q
-    T, depth, panel = block.part2_tile, min(d, block.part2_depth), block.panel
-    V, S = n * d, Nq * n
+    Nq = case.Nq
+    d = case.d
+    n = case.reach(block.part2_tile)
+    Q = case.Q
+    T = block.part2_tile
+    depth = min(d, block.part2_depth)
+    panel = block.panel
+    V = n * d
+    S = Nq * n
     chunks = math.ceil(d / block.part2_depth)
-    tile, thin = T * T, T * depth  # a tile of S; one of Q or K
+    tile = T * T  # of S
+    thin = T * depth  # of Q or K
     strip = panel * (depth + T)
     yield Stream("Q", Q, [(Q + Nq * T, n / T * Q), (thin + strip, n / panel * Q)])
     yield Stream("K", case.K)
     # a transposed tile of K: again for each T queries
     yield Stream("Kt", thin, [(2 * thin + tile, Nq / T * V)], True)
     # written, again for each further chunk of d; normalised; read for each panel of V
-    passes, panels = 1 + chunks, math.ceil(d / panel)
+    passes = 1 + chunks
+    panels = math.ceil(d / panel)
     chunk = Nq * (T + depth)
     again = [(chunk, chunks * S), (S + V, (passes + 1) * S), (tile + thin, (passes + panels) * S)]
     yield Stream("S", S, again, True)
@@ -201,7 +213,9 @@ def part2(case: Case, block: Block) -> Iterator[Stream]:
 
 def part3(case: Case, block: Block) -> Iterator[Stream]:
     """Each query reads all of K, then all of V; its row of S lies between them."""
-    K, row, S = case.span * case.d, case.span, case.Nq * case.seen
+    K = case.span * case.d
+    row = case.span
+    S = case.Nq * case.seen
     again = [(2 * K + row, S * case.d)]
     least = case.threads * case.K  # each thread has its own cache
     yield Stream("Q", case.Q)
@@ -214,18 +228,26 @@ def part3(case: Case, block: Block) -> Iterator[Stream]:
 
 def part4(case: Case, block: Block) -> Iterator[Stream]:
     """Each tile of Br queries reads all of K and V, in tiles of Bc keys that all its strips share."""
-    d, Q, Br, Bc = case.d, case.Q, case.Br, case.Bc
-    panel, step = block.panel, block.part4_step
+    d = case.d
+    Q = case.Q
+    Br = case.Br
+    Bc = case.Bc
+    panel = block.panel
+    step = block.part4_step
     n = case.reach(min(panel, Br))
-    K, S = n * d, case.Nq * n
-    Tr, strips = math.ceil(case.Nq / Br), math.ceil(Br / panel)
+    K = n * d
+    S = case.Nq * n
+    Tr = math.ceil(case.Nq / Br)
+    strips = math.ceil(Br / panel)
     state = 2 * Br * d  # Qt and Ot
-    St, thin = step * panel, min(step, Bc) * d
+    St = step * panel
+    thin = min(step, Bc) * d
     strip = 2 * min(Br, panel) * d + St  # Qt, Ot and St
     few = St + walk(min(step, Bc), d)
     # read by each tile, and in it by each strip; V by walks down a few columns, part of a line
     of_tile = case.reach(Br) * d
-    tile, each_strip = (2 * of_tile + state, Tr * of_tile), (2 * Bc * d + strip, Tr * strips * K)
+    tile = (2 * of_tile + state, Tr * of_tile)
+    each_strip = (2 * Bc * d + strip, Tr * strips * K)
     least = min(case.threads, Tr) * case.K  # each thread has its own cache
     yield Stream("Q", Q)
     yield Stream("K", least, [tile, each_strip])

@@ -36,8 +36,11 @@ class GraphPyTorch(CachedPyTorch):
 
     def step(self, B: int) -> None:
         """Read the token at `position` of each text, and store the likeliest next one."""
-        c, at, tokens = self.config, self.position, self.tokens[B]
-        C, T = c.n_embd, c.block_size
+        c = self.config
+        at = self.position
+        tokens = self.tokens[B]
+        C = c.n_embd
+        T = c.block_size
         x = F.embedding(tokens.index_select(0, at)[0], self.wte) + self.wpe.index_select(0, at)  # (B, C)
         seen = (torch.arange(T, device=self.device) <= at)[None, None, None]
         for (ln_1, c_attn, c_proj, ln_2, c_fc, down), cache in zip(self.layers, self.cache(B)):
@@ -66,7 +69,8 @@ class GraphPyTorch(CachedPyTorch):
 
     @torch.inference_mode()
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        B, T = len(prompts), len(prompts[0])
+        B = len(prompts)
+        T = len(prompts[0])
         if count == 1:
             return self.first_tokens(prompts)
         if B not in self.steps:
@@ -82,7 +86,8 @@ class GraphPyTorch(CachedPyTorch):
         """The likeliest token after a prompt each."""
         given = torch.tensor(prompts, device=self.device)
         if given.numel() not in self.prompts:
-            ids, out = given.clone(), torch.zeros(len(prompts), 1, dtype=torch.int64, device=self.device)
+            ids = given.clone()
+            out = torch.zeros(len(prompts), 1, dtype=torch.int64, device=self.device)
 
             def read() -> None:
                 out.copy_(self.forward(ids, 0).argmax(-1, keepdim=True))

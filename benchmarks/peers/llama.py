@@ -30,7 +30,8 @@ class LlamaCpp(Peer):
         rounded = "" if self.precision == "F32" else f", {self.precision}"
         self.name = f"llama.cpp (llama-cpp-python {llama_cpp.__version__}){rounded}"
         self.api = llama_cpp
-        self.config, self.threads = model.config, threads
+        self.config = model.config
+        self.threads = threads
         self.silence = llama_cpp.llama_log_callback(lambda level, text, data: None)  # must outlive its use
         llama_cpp.llama_log_set(self.silence, ctypes.c_void_p(0))
         parameters = llama_cpp.llama_model_default_params()
@@ -76,7 +77,9 @@ class LlamaCpp(Peer):
         self, prompts: list[list[int]], count: int, flash: bool = False, every: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """The tokens (B, count) after the prompts, and last logits (B, V). every: (T, V) of one prompt."""
-        api, (B, T) = self.api, (len(prompts), len(prompts[0]))
+        api = self.api
+        B = len(prompts)
+        T = len(prompts[0])
         context, batch = self.context(B, flash)
         size = B * self.config.block_size
         fields = batch.token, batch.pos, batch.logits

@@ -83,12 +83,14 @@ class Own(Peer):
         if self.device == "cpu":
             requests = [Request(ids, sampling=GREEDY, max_new_tokens=count) for ids in prompts]
             return write(self.engine, requests)
-        engine, slots = self.engine, range(len(prompts))
+        engine = self.engine
+        slots = range(len(prompts))
         engine.begin(0, prompts[0])  # all are the same
         engine.read(0)
         if len(slots) > 1:
             engine.copy(0, *slots[1:])
-        uniforms, rows = np.zeros((count, len(slots))), list[Any]()
+        uniforms = np.zeros((count, len(slots)))
+        rows = list[Any]()
         while (written := sum(map(len, rows))) < count:
             rows.append(engine.write(slots, uniforms[written:], 1.0))
         return np.concatenate(rows).T.tolist()

@@ -49,9 +49,12 @@ class CachedPyTorch(Peer):
         self, model: GPT, threads: int, device: str = "cpu", dtype: torch.dtype = torch.float32
     ) -> None:
         torch.set_num_threads(threads)
-        self.config, self.device, self.dtype = model.config, device, dtype
+        self.config = model.config
+        self.device = device
+        self.dtype = dtype
         weights = {name: tensor.to(device, dtype) for name, tensor in named_weights(model).items()}
-        self.wte, self.wpe = weights["wte.weight"], weights["wpe.weight"]
+        self.wte = weights["wte.weight"]
+        self.wpe = weights["wpe.weight"]
         self.layers = [
             tuple(
                 (weights[f"h.{layer}.{name}.weight"], weights.get(f"h.{layer}.{name}.bias"))
@@ -65,7 +68,9 @@ class CachedPyTorch(Peer):
     def forward(self, ids: Tensor, start: int) -> Tensor:
         """Logits (B, V) after `ids` (B, T), which continue the `start` tokens in the cache."""
         c = self.config
-        (B, T), C, stop = ids.shape, c.n_embd, start + ids.shape[1]
+        B, T = ids.shape
+        C = c.n_embd
+        stop = start + T
         x = (F.embedding(ids, self.wte) + self.wpe[start:stop]).view(B * T, C)
         for (ln_1, c_attn, c_proj, ln_2, c_fc, down), cache in zip(self.layers, self.cache(B)):
             qkv = F.linear(F.layer_norm(x, (C,), *ln_1), *c_attn)  # (B T, 3 C)
@@ -91,11 +96,13 @@ class CachedPyTorch(Peer):
 
     @torch.inference_mode()
     def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        ids, start = torch.tensor(prompts, device=self.device), 0  # (B, T)
+        ids = torch.tensor(prompts, device=self.device)  # (B, T)
+        start = 0
         tokens = []
         for _ in range(count):
             tokens.append(self.forward(ids, start).argmax(-1, keepdim=True))  # (B, 1)
-            start, ids = start + ids.shape[1], tokens[-1]
+            start += ids.shape[1]
+            ids = tokens[-1]
         return torch.cat(tokens, dim=1).tolist()
 
 
@@ -113,7 +120,8 @@ class Transformers(Peer):
 
         self.name = f"transformers {transformers.__version__}"
         torch.set_num_threads(threads)
-        self.gpt, self.device = gpt2(model).to(device, dtype), device
+        self.gpt = gpt2(model).to(device, dtype)
+        self.device = device
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
@@ -131,9 +139,12 @@ def gpt2(model: GPT) -> Any:
     """The weights as transformers' GPT2LMHeadModel; biases that they lack are 0."""
     import transformers
 
-    settings: dict[str, Any] = {"n_positions": model.config.block_size, "activation_function": "gelu"}
-    settings |= {name: getattr(model.config, name) for name in ("vocab_size", "n_embd", "n_layer", "n_head")}
-    settings |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    settings: dict[str, Any] = {
+        "n_positions": model.config.block_size,
+        "activation_function": "gelu",
+        **{name: getattr(model.config, name) for name in ("vocab_size", "n_embd", "n_layer", "n_head")},
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
     gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings)).eval()
     state = {
         f"transformer.{name}": w.T if ".c_" in name and w.dim() == 2 else w

@@ -69,7 +69,8 @@ def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
             if tiled:
                 rows = batch * heads * queries
                 tuned = tiles.tile(resolve_simd(simd or "auto"), threads, d, N, causal, rows)
-                br, bc = br or tuned[0], bc or tuned[1]
+                br = br or tuned[0]
+                bc = bc or tuned[1]
             where = sweep.dtype, sweep.device, l2, rule, sweep.backward
             cells.append(Cell(name, simd, *shape, br, bc, threads, *where))
     return list(dict.fromkeys(cells))
@@ -78,8 +79,8 @@ def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
 def check(names: Sequence[str], sweep: Sweep) -> None:
     """Raise ValueError for an unknown or repeated name, a dtype that a contender lacks, or too few tokens."""
     one_of("device", sweep.device, DEVICES)
-    where = "" if sweep.device == "cpu" else f"on {DEVICES[sweep.device]} "
-    where = "with backward " * sweep.backward + where
+    where = "with backward " if sweep.backward else ""
+    where += "" if sweep.device == "cpu" else f"on {DEVICES[sweep.device]} "
     named = ("contender", names, known_on(sweep.device, sweep.backward))
     for what, chosen, known in (named, ("simd", sweep.simds, SIMD), ("l2", sweep.l2s, L2)):
         for name in chosen:
@@ -88,9 +89,9 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
         if len(set(chosen)) < len(chosen) or not chosen:
             raise ValueError(f"{what} is {','.join(chosen)!r}; it must name one or more, each once")
     totals = ("tokens", sweep.tokens, "N", sweep.lengths), ("columns", sweep.columns, "d", sweep.widths)
-    for what, total, of, each in totals:
+    for what, total, option, each in totals:
         if total and total < max(each):
-            raise ValueError(f"{what} is {total}; it must be at least {of}={max(each)}")
+            raise ValueError(f"{what} is {total}; it must be at least {option}={max(each)}")
     ruled = [rule for rule in sweep.rules if rules.parse(rule)]
     takes = sweep.device == "cuda" or (sweep.device, sweep.dtype) == ("cpu", Dtype.FP32)
     if ruled and not (takes and sweep.queries is None):
@@ -133,7 +134,8 @@ def default_names(
         and (contender.package is None or importlib.util.find_spec(contender.package))
     )
     if not taken:
-        raise ValueError(f"dtype is {dtype!r}; no part takes it{' backward' * backward} on {DEVICES[device]}")
+        what = "it backward" if backward else "it"
+        raise ValueError(f"dtype is {dtype!r}; no part takes {what} on {DEVICES[device]}")
     return taken
 
 

@@ -39,7 +39,7 @@ class Cell:
 
     def options(self, device: Any) -> dict[str, Any]:
         """The options of attention() for the rules, with tensors on a device."""
-        found = rules.example(self.heads, self.N, device, **rules.parse(self.rules or "none"))
+        found = rules.example(self.heads, self.N, device, **rules.parse(self.rules))
         if "documents" in found:
             found["documents"] = found["documents"].expand(self.batch, self.N)
         return found
@@ -47,7 +47,7 @@ class Cell:
     @property
     def seen(self) -> list[range]:
         """The keys that each query sees, by the rules."""
-        return rules.seen(self.N, self.causal, **rules.parse(self.rules or "none"))
+        return rules.seen(self.N, self.causal, **rules.parse(self.rules))
 
     @property
     def by_amx(self) -> bool:
@@ -80,9 +80,9 @@ class Cell:
 
         On CUDA the copies of k and v are slices. Gradients take up to four times as much.
         """
-        B, H, Nq, Nk, d = self.batch, self.heads, self.queries, self.N, self.d
         copies = 2 * 8 if self.device == "cpu" else 0
-        return (4 if self.backward else 1) * B * H * d * (Nq * (2 * 4 + 4 * 8) + Nk * (2 * 4 + copies))
+        row = self.queries * (2 * 4 + 4 * 8) + self.N * (2 * 4 + copies)
+        return (4 if self.backward else 1) * self.batch * self.heads * self.d * row
 
     @property
     def least_traffic(self) -> float:

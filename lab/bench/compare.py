@@ -55,7 +55,8 @@ def check(before: Run, cells: list[Cell], rounds: int) -> None:
     except ImportError:
         raise ValueError("--compare needs SciPy: pip install -c constraints.txt -e '.[lab]'") from None
     old = {result.cell: len(result.seconds) for result in before.results if result.seconds}
-    if not (both := [cell for cell in cells if cell in old]):
+    both = [cell for cell in cells if cell in old]
+    if not both:
         raise ValueError("no cell was timed in both runs, so there is nothing to compare")
     fewest = min(old[cell] for cell in both)
     least_p = 2 / math.comb(fewest + rounds, rounds)  # if all rounds of one run are faster
@@ -81,11 +82,11 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
     corrected = stats.false_discovery_control(p) if p else []
     medians = ((cell, statistics.median(a), statistics.median(b)) for cell, a, b in both)
     compared = [Difference(*of_cell, float(chance)) for of_cell, chance in zip(medians, corrected)]
-    real = [d for d in compared if d.p < FALSE_DISCOVERY_RATE and abs(d.change) > threshold]
-    real.sort(key=lambda difference: -difference.change)
+    differing = [d for d in compared if d.p < FALSE_DISCOVERY_RATE and abs(d.change) > threshold]
+    differing.sort(key=lambda difference: -difference.change)
     broken = [r for r in now.results if r.status == "wrong" and r.cell in old and old[r.cell].status == "ok"]
     alone = sum(cell not in new for cell in old), sum(cell not in old for cell in new)
-    return Comparison(len(both), real, broken, alone)
+    return Comparison(len(both), differing, broken, alone)
 
 
 def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
@@ -103,13 +104,16 @@ def text(compared: Comparison, before: Run, now: Run, threshold: float) -> str:
         alone = f"{compared.alone[0]} cells of the earlier run and {compared.alone[1]} of this"
         lines.append(f"Not compared: {alone}, as the other run lacks them.")
     lines += [f"Right before, wrong now: {case(r.cell)}; {r.note}" for r in compared.broken]
-    cells, real = counted(compared.cells, "cell"), compared.differences
-    if not real:
+    cells = counted(compared.cells, "cell")
+    differing = compared.differences
+    if not differing:
         return "\n".join([*lines, f"No difference above {100 * threshold:g} % and above chance in {cells}."])
     figures = []
-    for d in real:
+    for d in differing:
         change = f"{100 * d.change:+.1f} % {'slower' if d.change > 0 else 'faster'}"
         figures.append((f"{1e3 * d.before:.4g}", f"{1e3 * d.now:.4g}", change, f"{d.p:.0e}"))
-    lines.append(f"{len(real)} of {cells} differ by more than {100 * threshold:g} % and by more than chance:")
+    lines.append(
+        f"{len(differing)} of {cells} differ by more than {100 * threshold:g} % and by more than chance:"
+    )
     titles = ("before, ms", "now, ms", "change", "by chance")
-    return "\n".join([*lines, "", beside_cells([asdict(d.cell) for d in real], titles, figures)])
+    return "\n".join([*lines, "", beside_cells([asdict(d.cell) for d in differing], titles, figures)])

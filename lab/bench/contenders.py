@@ -27,8 +27,10 @@ from shakespeare.lab.correctness import backward_of
 
 Call = Callable[[], Any]  # gives the output, or the gradients of q, k and v
 SPLIT = "split"  # the kernel for few queries, which has no number
-OF_KERNEL = {name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()}
-OF_KERNEL |= BACKWARD
+OF_KERNEL = {
+    **{name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()},
+    **BACKWARD,
+}
 OF_STEP = {f"webgpu{name}": step for name, step in STEPS.items()}
 # Backends of PyTorch's SDPA: the title, the kind and the name in warnings.
 SDPA = {
@@ -81,7 +83,8 @@ def of_part(name: str, part: Part) -> Contender:
 
 def contenders() -> dict[str, Contender]:
     """All contenders by name, the parts first."""
-    fp32, on_cuda = (Dtype.FP32,), {"cuda": tuple(Dtype)}
+    fp32 = (Dtype.FP32,)
+    on_cuda = {"cuda": tuple(Dtype)}
     known = Contenders((name, of_part(name, part)) for name, part in PARTS.items())
     for name, kernel in OF_KERNEL.items():
         known[name] = Contender(f"kernel {kernel.name}", attention_call, {"cuda": kernel.dtypes})
@@ -129,11 +132,12 @@ def sdpa_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """PyTorch's scaled_dot_product_attention on contiguous inputs; with rules all of them are a mask."""
     if not cell.rules:
         return partial(F.scaled_dot_product_attention, q, k, v, is_causal=cell.causal)
-    given = cell.options(q.device)
-    if none := {"softcap", "sinks"} & given.keys():
-        raise ValueError(f"scaled_dot_product_attention has no {' and no '.join(sorted(none))}")
+    rules = cell.options(q.device)
+    lacking = {"softcap", "sinks"} & rules.keys()
+    if lacking:
+        raise ValueError(f"scaled_dot_product_attention has no {' and no '.join(sorted(lacking))}")
     scores = torch.zeros(*q.shape[:3], cell.N, device=q.device)
-    changed, seen = ruling.checked(given, q, cell.N).change(scores, cell.causal)
+    changed, seen = ruling.checked(rules, q, cell.N).change(scores, cell.causal)
     mask = changed.masked_fill(~seen, -torch.inf).to(q.dtype)
     return partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask)
 
@@ -142,12 +146,13 @@ def flex_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """PyTorch's FlexAttention, compiled; its block mask is made beforehand, as its users do."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    given = cell.options(q.device)
-    if "sinks" in given:
+    rules = cell.options(q.device)
+    if "sinks" in rules:
         raise ValueError("FlexAttention has no sinks")
-    left, right = given.get("window", (cell.N, cell.N))
-    right, documents = 0 if cell.causal else right, given.get("documents")
-    slopes, bias, cap = (given.get(name) for name in ("alibi_slopes", "bias", "softcap"))
+    left, right = rules.get("window", (cell.N, cell.N))
+    right = 0 if cell.causal else right
+    documents = rules.get("documents")
+    slopes, bias, cap = (rules.get(name) for name in ("alibi_slopes", "bias", "softcap"))
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
         near = (j >= i - left) & (j <= i + right)
@@ -170,12 +175,14 @@ def flex_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
 def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """FlashAttention on views (B, N, H, d). Raises ValueError for rules that it lacks."""
     _, module, its_names = FLASH_ATTN[cell.contender]
-    given = cell.options(q.device)
-    if none := given.keys() - its_names.keys():
-        raise ValueError(f"contender {cell.contender!r} has no {' and no '.join(sorted(none))}")
-    if "sinks" in given:
-        given["sinks"] = given["sinks"].bfloat16()
-    views, options = [t.transpose(1, 2) for t in (q, k, v)], {its_names[name]: x for name, x in given.items()}
+    rules = cell.options(q.device)
+    lacking = rules.keys() - its_names.keys()
+    if lacking:
+        raise ValueError(f"contender {cell.contender!r} has no {' and no '.join(sorted(lacking))}")
+    if "sinks" in rules:
+        rules["sinks"] = rules["sinks"].bfloat16()
+    views = [t.transpose(1, 2) for t in (q, k, v)]
+    options = {its_names[name]: x for name, x in rules.items()}
     attend: Callable[..., Any]
 
     def call() -> Tensor:
@@ -193,12 +200,12 @@ def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
 
 def sdpa_backend_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """SDPA by one backend. Raises ValueError, with PyTorch's reason, if it refuses the inputs."""
-    _, kind, name = SDPA[cell.contender]
+    _, backend, name = SDPA[cell.contender]
     if cell.rules:
         raise ValueError(f"contender {cell.contender!r} takes no rules")
 
     def call() -> Tensor:
-        with sdpa_kernel(kind):
+        with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
 
     with warnings.catch_warnings(record=True) as caught:
@@ -237,7 +244,9 @@ def onnx_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
         raise ValueError(f"contender 'onnx' needs ONNX Runtime: {install}") from None
     if cell.rules:
         raise ValueError("contender 'onnx' takes no rules")
-    B, H, d = cell.batch, cell.heads, cell.d
+    B = cell.batch
+    H = cell.heads
+    d = cell.d
     settings = {"num_heads": H, "scale": d**-0.5, "unidirectional": int(cell.causal)}
     node = helper.make_node("MultiHeadAttention", ["q", "k", "v"], ["o"], domain="com.microsoft", **settings)
     lengths = {"q": q.shape[2], "k": cell.N, "v": cell.N, "o": q.shape[2]}

@@ -17,7 +17,8 @@ from shakespeare.lab.bench.results import Result
 from shakespeare.lab.cuda.gpu import Gpu
 from shakespeare.lab.text import counted
 
-SEQUENTIAL_FLOPS, SEQUENTIAL_CALLS = 6e9, 3  # most operations of a call, some two seconds; timed calls
+SEQUENTIAL_FLOPS = 6e9  # most operations of a call, some two seconds
+SEQUENTIAL_CALLS = 3
 CHANGED_PEAK = 0.05  # change between the beginning and the end above which figures are not firm
 
 
@@ -52,7 +53,8 @@ class GpuBench(Bench):
                 self.done.tensor_peaks[dtype] = self.clock.tensor_peak(Dtype(dtype))
 
     def _busy(self) -> str | None:
-        before, after = self.done.peaks[1], self.clock.fma_peak()
+        before = self.done.peaks[1]
+        after = self.clock.fma_peak()
         if abs(after / before - 1) <= CHANGED_PEAK:
             return None
         what = f"its FMA peak went from {before / 1e12:.3g} to {after / 1e12:.3g} TFLOP/s"
@@ -109,7 +111,7 @@ def time_sequential(small: Cell) -> Result:
 def sequential_text(result: Result) -> str:
     """One line on the timed case; times for larger cells are scaled by work."""
     cell = result.cell
-    case = f"N {cell.N}, d {cell.d}, {counted(cell.heads, 'head')}" + ", causal" * cell.causal
+    case = f"N {cell.N}, d {cell.d}, {counted(cell.heads, 'head')}{', causal' if cell.causal else ''}"
     if result.median is None:
         return f"sequential C++ ({case}): {result.status}: {result.note}"
     return f"sequential C++ (part1, one core of the CPU, {case}): {result.median:.3g} s; scaled by work"

@@ -32,7 +32,8 @@ from shakespeare.lab.traffic import traffic as total
 
 # Largest error over the largest expected value. bfloat16 rounds by up to 0.4 %, float16 by 0.05 %.
 WRONG_ERROR = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-2, Dtype.FP16: 2e-3}
-ROUNDS, MIN_TIME_SECONDS = 10, 0.2
+ROUNDS = 10
+MIN_TIME_SECONDS = 0.2
 SLICE = 2**24  # float64 scores that exact_output() holds at once
 BUFFER_CACHES = 4  # a sample of the bandwidth reads this many times the size of the core's last own cache
 FURTHER_SHARE = 0.25  # share of the time so far that further passes may take
@@ -57,8 +58,8 @@ class Bench:
     def __init__(
         self,
         cells: Sequence[Cell],
-        rounds: int = ROUNDS,
-        min_time: float = MIN_TIME_SECONDS,
+        rounds: int,
+        min_time: float,
         available: int | None = None,
     ) -> None:
         check_memory(cells, available)
@@ -89,8 +90,9 @@ class Bench:
             torch.set_num_threads(threads)
             self.done.peaks[threads] = machine.fma_peak(threads=threads)
             self.done.bandwidths[threads] = machine.read_bandwidth(BUFFER_CACHES * self.done.cache, threads)
-            if any(cell.dtype == Dtype.BF16 for cell in self.cells) and (peak := machine.amx_peak(threads)):
-                self.done.amx_peaks[threads] = peak
+            products = machine.amx_peak(threads) if any(c.dtype == Dtype.BF16 for c in self.cells) else 0
+            if products:
+                self.done.amx_peaks[threads] = products
         self.clock = Cpu(BUFFER_CACHES * self.done.cache)  # after compilers
 
     def _busy(self) -> str | None:
@@ -204,17 +206,16 @@ def skipping(result: Result) -> Iterator[None]:
 def inputs(cell: Cell, device: torch.device | str = "cpu") -> list[Tensor]:
     """q (B, H, Nq, d), k and v (B, H, N, d), and for gradients dout: random, the same for all of a group."""
     generator = torch.Generator(device).manual_seed(0)
-    kind = getattr(torch, Dtype(cell.dtype).torch_name)
+    torch_dtype = getattr(torch, Dtype(cell.dtype).torch_name)
     rows = (cell.queries, cell.N, cell.N, cell.queries)[: 3 + cell.backward]
     shapes = ((cell.batch, cell.heads, n, cell.d) for n in rows)
-    return [torch.randn(shape, generator=generator, device=device).to(kind) for shape in shapes]
+    return [torch.randn(shape, generator=generator, device=device).to(torch_dtype) for shape in shapes]
 
 
-def exact_output(tensors: Sequence[Tensor], causal: bool, ruled: str | None = None) -> Tensor:
+def exact_output(tensors: Sequence[Tensor], causal: bool) -> Tensor:
     """The output (B, H, Nq, d) in float64, in slices of heads and queries whose scores fit the memory."""
-    if ruled:
-        return rules.exact(list(tensors), ruled, causal)
-    (B, H, Nq, d), Nk = tensors[0].shape, tensors[1].shape[2]
+    B, H, Nq, d = tensors[0].shape
+    Nk = tensors[1].shape[2]
     rows = max(1, min(Nq, SLICE // Nk))
     heads = max(1, SLICE // (rows * Nk))
     q, k, v = (t.reshape(1, B * H, -1, d) for t in tensors)
@@ -233,11 +234,13 @@ def exact_of(cell: Cell, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """What a cell computes, in float64: its output, or the gradients of q, k and v."""
     if cell.backward:
         return exact_gradients(tensors, cell.causal)
-    return (exact_output(tensors, cell.causal, cell.rules),)
+    if cell.rules:
+        return (rules.exact(list(tensors), cell.rules, cell.causal),)
+    return (exact_output(tensors, cell.causal),)
 
 
 def verify(
-    cell: Cell, tensors: Sequence[Tensor], exact: Sequence[Tensor], allocated: Allocated = allocated
+    cell: Cell, tensors: Sequence[Tensor], exact: Sequence[Tensor], allocated: Allocated
 ) -> tuple[Result, Call | None]:
     """Compare a cell with exact_of(); also return the call to time, or None.
 
@@ -257,7 +260,8 @@ def compared(cell: Cell, found: Any, memory: int, exact: Sequence[Tensor]) -> Re
 
     The largest error of all gradients is compared with the largest number in any.
     """
-    outs, errors = found if cell.backward else (found,), []
+    outs = found if cell.backward else (found,)
+    errors = []
     for out, right in zip(outs, exact):
         error = (out - right).abs().nan_to_num(nan=torch.inf)  # (B, H, Nq, d)
         worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
@@ -268,7 +272,8 @@ def compared(cell: Cell, found: Any, memory: int, exact: Sequence[Tensor]) -> Re
     if not contenders()[cell.contender].own_allocator and cell.device != "webgpu":
         result.scratch = max(0, memory - sum(out.nbytes for out in outs))
     if not largest <= WRONG_ERROR[Dtype(cell.dtype)] * max(float(right.abs().max()) for right in exact):
-        result.status, result.note = "wrong", note
+        result.status = "wrong"
+        result.note = note
     return result
 
 

@@ -28,8 +28,14 @@ except ImportError:
 COLOURS = ("#000000", "#D55E00", "#E69F00", "#009E73", "#0072B2", "#CC79A7")
 MARKERS = ("s", "v", "^", "D", "o", "X", "P")
 LINES = ("-", "--", "-.", ":")
-SETTINGS = {"axes.grid": True, "grid.color": "#d9d9d9", "axes.axisbelow": True}
-SETTINGS |= {"font.size": 11, "svg.hashsalt": "shakespeare", "legend.frameon": False}
+SETTINGS = {
+    "axes.grid": True,
+    "grid.color": "#d9d9d9",
+    "axes.axisbelow": True,
+    "font.size": 11,
+    "svg.hashsalt": "shakespeare",
+    "legend.frameon": False,
+}
 
 
 def look(contender: str) -> dict[str, Any]:
@@ -135,7 +141,8 @@ def roofline(run: Run) -> Figure | None:
 
     def panel(axes: Axes, results: list[Result]) -> None:
         threads = results[0].cell.threads
-        peak, bandwidth = run.peaks[threads] / 1e9, run.bandwidths[threads] / 1e9
+        peak = run.peaks[threads] / 1e9
+        bandwidth = run.bandwidths[threads] / 1e9
         ridge = peak / bandwidth
         results = sorted(results, key=lambda r: -(r.median or 0))  # of several tiles the fastest counts
         points = {
@@ -147,7 +154,8 @@ def roofline(run: Run) -> Figure | None:
             side = ("right", (-8, -4)) if i < len(points) // 2 else ("left", (8, -4))  # clear of neighbours
             axes.annotate(name, point, side[1], ha=side[0], **small)
         intensities = [ridge, *(x for x, _ in points.values())]
-        left, right = min(intensities) / 2, max(intensities) * 2
+        left = min(intensities) / 2
+        right = max(intensities) * 2
         axes.plot([left, ridge, right], [left * bandwidth, peak, peak], color="#666666", linewidth=1.5)
         axes.annotate(f"FMA peak, {peak:.0f} GFLOP/s", (right, peak), (-4, 4), ha="right", **small)
         axes.annotate(f"{bandwidth:.0f} GB/s", (left, left * bandwidth), (14, 2), **small)
@@ -177,7 +185,7 @@ def ladder(run: Run) -> Figure | None:
     axes.set_xlabel("times as fast as sequential C++")
     cell = kernels[0].cell
     shape = f"({cell.batch}, {cell.heads}, {cell.N}, {cell.d})"
-    title = [f"CUDA kernels at {shape}, {cell.dtype}" + ", causal" * cell.causal]
+    title = [f"CUDA kernels at {shape}, {cell.dtype}{', causal' if cell.causal else ''}"]
     figure.suptitle("\n".join(title + [sequential_text(result) for result in run.sequential]), fontsize=9)
     return figure
 
@@ -199,8 +207,8 @@ def _panels(results: list[Result], title: str, panel: Callable[[Axes, list[Resul
     handles: dict[str, Any] = {}
     panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
     for axes, (causal, d, threads) in zip(panels, sorted(groups)):
-        words = [f"d = {d}"] + ["causal"] * causal + [counted(threads, "thread")]
-        axes.set_title(", ".join(words), fontsize=11)
+        mask = "causal, " if causal else ""
+        axes.set_title(f"d = {d}, {mask}{counted(threads, 'thread')}", fontsize=11)
         panel(axes, groups[causal, d, threads])
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
     for axes in panels[len(groups) :]:

@@ -72,7 +72,8 @@ def row(run: Run, result: Result) -> dict:
     over_part0, over_sdpa, over_onnx: the speed over that contender of the group, the fastest of SDPA's
     backends. over_kernel_before: over the previous number. over_sequential: over part1 on one core.
     """
-    cell, median = result.cell, result.median
+    cell = result.cell
+    median = result.median
     named = asdict(cell) | {"status": result.status, "note": result.note}
     figures: dict = dict.fromkeys(FIGURES) | {"error": result.error, "scratch": result.scratch}
     if median is None:
@@ -159,7 +160,8 @@ def header(run: Run) -> str:
         ]
         limits += [f"memory {name} at {scaled(rate)}B/s" for name, rate in gpu["bandwidths"].items()]
         if "backend" in gpu:
-            what, by = f"{gpu['kind']}, {gpu['features']}", f"{gpu['backend']} by wgpu {gpu['wgpu']}"
+            what = f"{gpu['kind']}, {gpu['features']}"
+            by = f"{gpu['backend']} by wgpu {gpu['wgpu']}"
         else:
             what = f"compute capability {gpu['capability']}, {gpu['multiprocessors']} multiprocessors, "
             what += f"{size_text(gpu['memory'])}, L2 {size_text(gpu['l2'])}"
@@ -200,11 +202,8 @@ def table(rows: list[dict]) -> str:
 def beside_cells(rows: Sequence[dict], titles: Sequence[str], figures: Sequence[Sequence[str]]) -> str:
     """A Markdown table of cells, given as dictionaries, and figures; what all cells share stands above it."""
     varying, alike = _case(rows)
-    same = [
-        f"{CASE[name]} {case_text(name, values.pop())}"
-        for name in alike
-        if (values := {r[name] for r in rows if r[name] is not None})
-    ]
+    shared = ((name, {r[name] for r in rows if r[name] is not None}) for name in alike)
+    same = [f"{CASE[name]} {case_text(name, *values)}" for name, values in shared if values]
     lines = [
         [r["contender"], *(case_text(name, r[name]) for name in varying), *of_cell]
         for r, of_cell in zip(rows, figures)
@@ -225,9 +224,10 @@ def infirm(run: Run) -> str | None:
         " ".join([r["contender"], *(f"{CASE[n]}={case_text(n, r[n])}" for n in varying if r[n] is not None)])
         for r in loose[:MOST_NAMED]
     ]
-    more = ["..."] * (len(loose) > MOST_NAMED)
+    if len(loose) > MOST_NAMED:
+        names.append("...")
     where = f"in {len(loose)} of {len(rows)} cells the median's interval is wider than"
-    return f"Not firm: {where} {100 * FIRM_MARGIN:g} % either way ({', '.join(names + more)})."
+    return f"Not firm: {where} {100 * FIRM_MARGIN:g} % either way ({', '.join(names)})."
 
 
 def _case(rows: Sequence[dict]) -> tuple[list[str], list[str]]:
@@ -276,7 +276,7 @@ def load(file: Path) -> Run:
         if content["format"] not in READABLE:
             raise ValueError(f"its format is {content['format']!r}, not one of {READABLE}")
         _check_values(content)
-        run = Run(**{of.name: content[of.name] for of in fields(Run) if of.name in content})
+        run = Run(**{member.name: content[member.name] for member in fields(Run) if member.name in content})
         for name in ("peaks", "bandwidths", "amx_peaks"):
             setattr(run, name, {int(threads): rate for threads, rate in getattr(run, name).items()})
         run.results = [_result(entry) for entry in content["results"]]
@@ -294,16 +294,28 @@ def _result(entry: dict) -> Result:
     result = Result(**entry | {"cell": Cell(**entry["cell"])})
     result.error_at = result.error_at and tuple(result.error_at)
     values = vars(result) | vars(result.cell)
-    one_of: dict[str, Any] = {"contender": contenders(), "simd": (None, *SIMD), "dtype": list(Dtype)}
-    one_of |= {"device": DEVICES, "l2": (None, *L2), "causal": (False, True), "backward": (False, True)}
-    one_of["status"] = "ok", "wrong", "skipped"
-    kinds: dict[str, Any] = dict.fromkeys(("N", "queries", "d", "batch", "heads", "threads"), int)
-    kinds |= dict.fromkeys(("br", "bc"), int | None) | {"note": str | None, "rules": str | None}
-    kinds |= dict.fromkeys(("error", "scratch", "traffic", "reading"), int | float | None)
-    holds = {name: values[name] in known for name, known in one_of.items()}
-    holds |= {name: isinstance(values[name], kind) for name, kind in kinds.items()}
+    one_of: dict[str, Any] = {
+        "contender": contenders(),
+        "simd": (None, *SIMD),
+        "dtype": list(Dtype),
+        "device": DEVICES,
+        "l2": (None, *L2),
+        "causal": (False, True),
+        "backward": (False, True),
+        "status": ("ok", "wrong", "skipped"),
+    }
+    kinds: dict[str, Any] = {
+        **dict.fromkeys(("N", "queries", "d", "batch", "heads", "threads"), int),
+        **dict.fromkeys(("br", "bc"), int | None),
+        **dict.fromkeys(("note", "rules"), str | None),
+        **dict.fromkeys(("error", "scratch", "traffic", "reading"), int | float | None),
+    }
+    holds = {
+        **{name: values[name] in known for name, known in one_of.items()},
+        **{name: isinstance(values[name], kind) for name, kind in kinds.items()},
+        "paces": len(result.paces) == len(result.seconds) and max(result.paces, default=1) <= 1,
+    }
     holds["N"] = holds["N"] and (result.cell.rules is None or result.cell.N <= MOST_RULED_KEYS)
-    holds["paces"] = len(result.paces) == len(result.seconds) and max(result.paces, default=1) <= 1
     for name, right in holds.items():
         if not right:
             raise ValueError(f"{name} is {values[name]!r}")

@@ -57,7 +57,8 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
         once(default, 1)
         repeats = max(1, math.ceil(LEAST_SECONDS / seconds.pop(default)[-1]))
         seconds[default] = []
-        end, halvings = time.perf_counter() + budget, max(1, math.ceil(math.log2(len(remaining))))
+        end = time.perf_counter() + budget
+        halvings = max(1, math.ceil(math.log2(len(remaining))))
         for halving in range(halvings):
             share = time.perf_counter() + (end - time.perf_counter()) / (halvings - halving)
             while not seconds[default] or time.perf_counter() < share:
@@ -67,10 +68,12 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
             timed = [tile for tile in remaining if seconds[tile]]
             remaining = sorted(timed, key=lambda tile: statistics.median(seconds[tile]))
             remaining = remaining[: max(1, math.ceil(len(remaining) / 2))]
-            best, standard = remaining[0], statistics.median(seconds[default])
+            best = remaining[0]
+            standard = statistics.median(seconds[default])
             fastest = statistics.median(seconds[best])
             if fastest > (1 - LEAST_GAIN) * standard:
-                best, fastest = default, standard
+                best = default
+                fastest = standard
             remaining = list(dict.fromkeys([*remaining, default]))  # the default is timed to the end
             yield Tuned(simd, cell.threads, cell.d, cell.N, cell.causal, *best, fastest, standard)
     finally:

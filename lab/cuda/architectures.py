@@ -72,8 +72,10 @@ def occupancy(on: Architecture, threads: int, registers: int, shared: int) -> di
     """
     warps = -(-threads // WARP)
     each = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT  # registers of a warp
-    by_registers = REGISTERS // QUARTERS // each * QUARTERS // warps if each else on.blocks
     bytes_each = -(-(shared + on.reserved) // SHARED_UNIT) * SHARED_UNIT
-    by_shared = on.shared // bytes_each if bytes_each else on.blocks
-    allowed = {"registers": by_registers, "shared memory": by_shared}
-    return allowed | {"threads": on.warps // warps, "blocks": on.blocks}
+    return {
+        "registers": REGISTERS // QUARTERS // each * QUARTERS // warps if each else on.blocks,
+        "shared memory": on.shared // bytes_each if bytes_each else on.blocks,
+        "threads": on.warps // warps,
+        "blocks": on.blocks,
+    }

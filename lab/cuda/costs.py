@@ -28,7 +28,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Count:
-    """A call's counts, over all launches. shared: empty if it is left to a profiler."""
+    """The counts of a call, over all launches. shared: empty if it is left to a profiler."""
 
     launches: int
     blocks: int
@@ -106,13 +106,14 @@ def global_streams(
 
     scratch, repeats: of the launches' plan.
     """
-    tile, d = kernel.tile, kernel.width
+    tile = kernel.tile
+    d = kernel.width
     backward = kernel.row.name in BACKWARD
     row = float(case.dtype.bytes * case.heads * d)  # bytes of all heads
     tiles = -(-case.Nq // tile.br)
 
     def passed(name: str, length: int, rows: int, at_a_time: int) -> Stream:
-        """Of a matrix that is read again. at_a_time: its rows between two readings."""
+        """The stream of a matrix that is read again. at_a_time: its rows between two readings."""
         # between two passes over a head's rows, those of two matrices of all heads that are worked on
         working_set = 2 * row / case.heads * at_a_time * together
         moved = min(met * rows, tiles * length) + (length if backward else 0)

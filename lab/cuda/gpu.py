@@ -30,7 +30,9 @@ MOST_CALLS = 50  # most calls that the host launches ahead
 HOST_MARGIN = 1.5  # factor of the pause over the time of launching
 LONGEST_PAUSE = 0.05  # seconds
 
-CHAINS, LINKS = 16, 16  # see csrc/cuda/limits.cu
+# See csrc/cuda/limits.cu
+CHAINS = 16
+LINKS = 16
 LIMITS_TILE = Tile(1, 1, 256, 0, {"CHAINS": CHAINS, "LINKS": LINKS})
 # A row like those of kernels.KERNELS, so that the same code compiles and launches it.
 LIMITS = Kernel(
@@ -59,9 +61,14 @@ class Gpu(Clock):
 
     def describe(self) -> dict:
         """The GPU's facts above a table of figures, besides machine.describe()."""
-        on, capability = self._on, ".".join(map(str, self._on.capability))
-        facts = {"name": on.name, "capability": capability, "multiprocessors": on.multiprocessors}
-        return facts | {"memory": on.memory, "l2": self.l2, "cuda": torch.version.cuda}
+        return {
+            "name": self._on.name,
+            "capability": ".".join(map(str, self._on.capability)),
+            "multiprocessors": self._on.multiprocessors,
+            "memory": self._on.memory,
+            "l2": self.l2,
+            "cuda": torch.version.cuda,
+        }
 
     def free(self) -> int:
         """Bytes that can still be allocated."""
@@ -116,15 +123,16 @@ class Gpu(Clock):
         never = torch.zeros(1, device=self.device)
 
         def chains() -> None:
-            pointer, repeats = ctypes.c_void_p(never.data_ptr()), ctypes.c_int(FMA_REPEATS)
+            pointer = ctypes.c_void_p(never.data_ptr())
+            repeats = ctypes.c_int(FMA_REPEATS)
             self._launch("fma_chains", blocks, pointer, repeats, ctypes.c_float(0.5), ctypes.c_float(1))
 
         return 2 * CHAINS * LINKS * FMA_REPEATS * blocks * LIMITS_TILE.threads / self._best(chains)
 
     def tensor_peak(self, dtype: Dtype) -> float:
         """Floating-point operations per second of PyTorch's product of two large random matrices."""
-        kind = getattr(torch, dtype.torch_name)
-        a, b = (torch.randn(MATMUL_SIDE, MATMUL_SIDE, device=self.device).to(kind) for _ in range(2))
+        torch_dtype = getattr(torch, dtype.torch_name)
+        a, b = (torch.randn(MATMUL_SIDE, MATMUL_SIDE, device=self.device).to(torch_dtype) for _ in range(2))
         out = torch.empty_like(a)
         return 2 * MATMUL_SIDE**3 / self._best(lambda: torch.mm(a, b, out=out))
 
@@ -133,7 +141,8 @@ class Gpu(Clock):
         size = min(MOST_COPIED, self.free() // 4)
         a, b = (torch.zeros(size // 4, device=self.device) for _ in range(2))
         size = 4 * a.numel()
-        read, copy = self._best(lambda: self._read(a)), self._best(lambda: b.copy_(a))
+        read = self._best(lambda: self._read(a))
+        copy = self._best(lambda: b.copy_(a))
         return {"read": size / read, "copied": 2 * size / copy}
 
     def reading(self, size: float, cold: bool) -> float:

@@ -57,9 +57,13 @@ class Gpu(Clock):
     def describe(self) -> dict:
         """The adapter's facts above a table of figures, besides machine.describe()."""
         adapter = self.gpu.adapter
-        features = " and ".join(sorted(adapter.features)) or "no optional features"
-        facts = {"name": adapter.name, "backend": adapter.backend, "kind": adapter.kind}
-        return facts | {"features": features, "wgpu": importlib.metadata.version("wgpu")}
+        return {
+            "name": adapter.name,
+            "backend": adapter.backend,
+            "kind": adapter.kind,
+            "features": " and ".join(sorted(adapter.features)) or "no optional features",
+            "wgpu": importlib.metadata.version("wgpu"),
+        }
 
     def free(self) -> None:
         """Bytes that can still be allocated: WebGPU does not say."""
@@ -75,7 +79,8 @@ class Gpu(Clock):
             for _ in range(times):
                 call.call.launch()
 
-        return [self._mean(launch, count)] * count
+        mean = self._mean(launch, count)
+        return [mean for _ in range(count)]
 
     def fma_peak(self) -> float:
         """The highest number of float32 operations per second, by chains in registers."""
@@ -106,7 +111,7 @@ class Gpu(Clock):
         return size / self.bandwidth
 
     def _rate(self, entry: str, each: int, repeats: int) -> float:
-        """Of what an entry point does `each` times for an invocation, how many a second."""
+        """The rate per second of what an entry point does `each` times for an invocation."""
         groups = 8 if self.gpu.adapter.is_cpu else GROUPS
         return each * groups * 256 / self._seconds(entry, repeats, groups)
 
@@ -122,8 +127,8 @@ class Gpu(Clock):
         """The mean seconds of so many launches, after others if the GPU has rested, until its clock is up."""
         rested = self._wait() - self._busy_until > RESTED_SECONDS and not self.gpu.adapter.is_cpu
         start = time.perf_counter()
-        end = start + WARM_SECONDS * rested
-        while start < end:
+        end = start + WARM_SECONDS
+        while rested and start < end:
             launch(1)
             start = self._wait()
         launch(times)

@@ -72,7 +72,8 @@ def check(
     """
     with contextlib.closing(Checker()) as checker:
         for exercise, file in exercises:
-            start, count = time.perf_counter(), len(exercise.stages)
+            start = time.perf_counter()
+            count = len(exercise.stages)
             result = Result(exercise.name, weights.get(exercise.name, count), count)
             if not file.is_file():
                 result.failed = f"there is no {file.name}"
@@ -102,8 +103,10 @@ def _attention(
     exercise: Exercise, file: Path, result: Result, checker: Checker, seconds: float, seed: int
 ) -> Iterator[tuple[str, str]]:
     """Yield each stage that a kernel or its backward pass passes, with a note; raise Failed at another."""
-    backward, windowed = exercise.kind == "backward", exercise.kind == "window"
-    verdict, every = checker.check(file, seconds, seed, backward, windowed), cases.seeded(0, windowed)
+    backward = exercise.kind == "backward"
+    windowed = exercise.kind == "window"
+    verdict = checker.check(file, seconds, seed, backward, windowed)
+    every = cases.seeded(0, windowed)
     checker.warm(file)
     right = {case for i, case in enumerate(every) if i in verdict.passed or str(case) in verdict.skipped}
     for stage in ("plain", "causal", "awkward"):
@@ -125,7 +128,8 @@ def _attention(
         raise Failed(figures.sentence if figures else verdict.why)
     if verdict.library:
         raise Failed(verdict.library)
-    result.ms, result.share = figures.ms["own"], figures.share
+    result.ms = figures.ms["own"]
+    result.share = figures.share
     note = f"{result.ms:.3g} ms, {100 * figures.share:.3g} % of the FMA peak "
     result.note = f"{note}({figures.peak / 1e9:.3g} GFLOP/s), {figures.cpu}"
     if 100 * figures.share < exercise.share:

@@ -203,7 +203,7 @@ The backward pass in Triton: a program has a tile of keys, and adds to dQ beside
 - arXiv:2307.08691, Algorithm 2
 - docs/use/try.md, Triton
 - triton-lang.org: tl.atomic_add, reset_to_zero of triton.autotune
-> Sij = scale ... at, inside = (head * Nk
+> Sij = scale ... at = (head * Nk
 Pij <- exp(scale * Qi Kj^T - lse_i), masked: 0                       lines 10, 11
 dVj <- dVj + Pij^T dOi                                               line 12
 dSij <- scale * Pij * (dOi Vj^T - Di)                                lines 13, 14
@@ -258,11 +258,12 @@ class Exercise:
         text = (ROOT / self.source).read_text(encoding="utf-8")
         if self.source.endswith(".cpp"):  # naive_attention, flash_scratch ...
             text = re.sub(r"\b(?!backward)[a-z]+_(scratch|attention)\b", r"\1", text)
-        return text + CALLED * (self.file == "9-backward.py")
+        return text + CALLED if self.file == "9-backward.py" else text
 
     def text(self) -> str:
         """The solution with its gaps."""
-        done, rest = "", self.solution()
+        done = ""
+        rest = self.solution()
         for gap in self.gaps:
             part, rest = cut(rest, gap, "#" if self.source.endswith(".py") else "//")
             done += part

@@ -21,7 +21,8 @@ from shakespeare.own.trial.player import LOAD_SECONDS, Player
 MODEL = "shakes128"
 SECONDS = 120  # that the check may take
 FLOOR = 5e-7  # of the error, a share of the largest number
-ROUNDS, STEPS = 7, 20  # STEPS: timed ones of a round
+ROUNDS = 7
+STEPS = 20  # timed ones of a round
 LEAST_SECONDS = 0.02  # of the products in a round
 PROMPT = 30  # tokens before the timed steps
 COMPARED = 0.1  # share of the timed steps whose logits are compared
@@ -48,19 +49,20 @@ class Decoder:
         self._end = time.monotonic() + SECONDS
 
     def logits(self, ids: Tensor, new: bool = False, cached: bool = True) -> tuple[Tensor, float]:
-        """Those of more tokens (B, T), after earlier calls' unless `new`, and the seconds of the call."""
+        """The logits of more tokens (B, T), after earlier ones unless `new`, and the seconds of the call."""
         if time.monotonic() > self._end:
             raise Failed(f"it did not end within {SECONDS} s, and was ended")
         B, T = ids.shape
         shapes = {"logits": (B, T, self.config.vocab_size)}
-        given = {"ids": np.ascontiguousarray(ids.numpy().astype(np.float32))}
-        got, seconds, _ = self._player.call(given, self._seconds, shapes=shapes, new=new, cached=cached)
+        arrays = {"ids": np.ascontiguousarray(ids.numpy().astype(np.float32))}
+        got, seconds, _ = self._player.call(arrays, self._seconds, shapes=shapes, new=new, cached=cached)
         return torch.from_numpy(got), seconds
 
     @torch.inference_mode()
     def compare(self, ids: Tensor, steps: list[int], what: str) -> None:
         """Read the tokens so many at a time, with a cache; without one if there is one step."""
-        parts, cached = ids.split(steps, 1), len(steps) > 1
+        parts = ids.split(steps, 1)
+        cached = len(steps) > 1
         got = torch.cat([self.logits(part, i == 0, cached)[0] for i, part in enumerate(parts)], 1)
         passed(got, self.exact(ids), self.peer(ids), f"the logits of {what}")
 
@@ -89,7 +91,9 @@ def stages(file: Path, share: float, seconds: float) -> Iterator[tuple[str, str]
     with one_thread(), contextlib.closing(Player(with_torch=True, threads=1)) as player:
         player.ask({"load": str(file.resolve()), "model": MODEL}, LOAD_SECONDS)
         mine = Decoder(player, seconds)
-        tokens, compare, full = mine.tokens, mine.compare, mine.config.block_size
+        tokens = mine.tokens
+        compare = mine.compare
+        full = mine.config.block_size
         compare(tokens(1, 20), [20], "20 tokens")
         yield "plain", ""
         compare(tokens(1, 20), [1] * 20, "20 tokens, one at a time")
@@ -98,7 +102,8 @@ def stages(file: Path, share: float, seconds: float) -> Iterator[tuple[str, str]
         compare(tokens(1, 1), [1], "a token")
         compare(tokens(1, full), [full - 2, 1, 1], f"{full} tokens, the last two one at a time")
         yield "awkward", ""
-        again, what = tokens(1, 30), "30 tokens, in calls that follow others"
+        again = tokens(1, 30)
+        what = "30 tokens, in calls that follow others"
         for _ in range(2):  # a weight, key or value that a call has changed
             compare(again, [10, *[1] * 20], what)
         compare(again, [30], what)
@@ -112,8 +117,8 @@ def fast(mine: Decoder, share: float) -> str:
 
     A step's time is taken with what handing it over takes. No step has the context of another one.
     """
-    kept = mine.peer.state_dict().values()
-    weights = [t for t in kept if t.dim() == 2 and len(t) != mine.config.block_size]
+    tensors = mine.peer.state_dict().values()
+    weights = [t for t in tensors if t.dim() == 2 and len(t) != mine.config.block_size]
     rows = [torch.randn(1, t.shape[1]) for t in weights]
     products = Timer(lambda: [row @ t.T for row, t in zip(rows, weights)], Cpu(), LEAST_SECONDS)
     seconds = list[float]()

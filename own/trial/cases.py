@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shakespeare.lab.text import counted
+
 Array = NDArray[np.float32]
 Floats = NDArray[np.floating]
 ALLOWED = 4  # times the error of a float32 result
@@ -57,9 +59,11 @@ class Case:
         return mask if self.window is None else np.triu(mask, self.Nk - self.Nq - self.window)
 
     def __str__(self) -> str:
-        heads = f"{self.B * self.H} head{'s' * (self.B * self.H > 1)}"
         rows = f"N = {self.Nk}" if self.Nq == self.Nk else f"Nq = {self.Nq}, Nk = {self.Nk}"
-        words = [f"{heads} of {rows}, d = {self.d}", "causal" if self.causal else "no mask"]
+        words = [
+            f"{counted(self.B * self.H, 'head')} of {rows}, d = {self.d}",
+            "causal" if self.causal else "no mask",
+        ]
         words += [f"a window of {self.window}"] if self.window is not None else []
         words += [f"scale = {self.scale}"] if self.scale is not None else []
         words += [f"{self.scores} scores"] if self.scores != "plain" else []
@@ -107,7 +111,7 @@ WINDOWED = tuple(replace(case, window=case.Nq // 4) for case in CASES if case.ca
 
 def seeded(seed: int, windowed: bool = False) -> list[Case]:
     """The cases with inputs of a seed, also those with a window."""
-    return [replace(case, seed=seed) for case in CASES + WINDOWED * windowed]
+    return [replace(case, seed=seed) for case in CASES + (WINDOWED if windowed else ())]
 
 
 def seed_of(file: Path, secret: int | None) -> int:
@@ -143,32 +147,36 @@ def floor(largest: float) -> float:
     return max(1e-6, 2.0**-24 * largest)
 
 
-def fused(whole: Array) -> list[Array]:
+def fused(matrix: Array) -> list[Array]:
     """q, k and v, each (B, H, N, d), in one matrix (B, N, 3, H, d)."""
-    return [whole[:, :, i].swapaxes(1, 2) for i in range(3)]
+    return [matrix[:, :, i].swapaxes(1, 2) for i in range(3)]
 
 
 @functools.cache
 def inputs(case: Case) -> list[Array]:
     """q, k and v, always the same for a seed."""
     random = np.random.default_rng(case.seed * 100_000_007 + case.Nq * 10_007 + case.Nk * 101 + case.d)
-    B, H, d = case.B, case.H, case.d
+    B = case.B
+    H = case.H
+    d = case.d
     if case.fused:
         return fused(random.standard_normal((B, case.Nk, 3, H, d), np.float32))
     q, k, v = (random.standard_normal((B, H, n, d), np.float32) for n in (case.Nq, case.Nk, case.Nk))
     if case.scores == "large":
         q *= np.float32(LARGE / np.abs(case.applied * q @ turned(k)).max())
     if case.scores == "growing":
-        q, rise = np.abs(q) + np.float32(0.5), np.linspace(0, 1, case.Nk, dtype=np.float32)
+        q = np.abs(q) + np.float32(0.5)
+        rise = np.linspace(0, 1, case.Nk, dtype=np.float32)
         k = np.ones_like(k) * rise[:, None] + np.float32(0.01) * k
         q *= np.float32(STEEP) / np.float32(np.abs(case.applied * q @ turned(k)).max())
     return [q, k, v]
 
 
-def given(case: Case) -> list[Array]:
+def call_inputs(case: Case) -> list[Array]:
     """What a call is given: the inputs, with NaN for keys and values that no query sees."""
     q, *kv = inputs(case)
-    if case.window is not None and (unseen := case.Nk - case.Nq - case.window) > 0:
+    unseen = 0 if case.window is None else case.Nk - case.Nq - case.window
+    if unseen > 0:
         kv = [np.concatenate([np.full_like(t[:, :, :unseen], np.nan), t[:, :, unseen:]], 2) for t in kv]
     return [q, *kv]
 
@@ -184,7 +192,7 @@ class Numbers:
         self.scores = self.scale * (self.q @ turned(self.k))
         self.s = np.where(self.seen, self.scores, kind(-np.inf))
 
-    def of(self, q: Floats, k: Floats, v: Floats) -> Floats:
+    def output(self, q: Floats, k: Floats, v: Floats) -> Floats:
         """The output for other matrices."""
         return attention(q, k, v, self.seen, self.scale)
 
@@ -197,8 +205,9 @@ def turned(t: Floats) -> Floats:
 @functools.cache
 def expected(case: Case) -> Expected:
     """The result (B, H, Nq, d) in float64, and the allowed error beside NumPy's float32."""
-    exact, peer = Numbers(case), Numbers(case, np.float32)
-    out, other = (each.of(each.q, each.k, each.v) for each in (exact, peer))
+    exact = Numbers(case)
+    peer = Numbers(case, np.float32)
+    out, other = (each.output(each.q, each.k, each.v) for each in (exact, peer))
     return beside(out, other, floor(np.abs(exact.scores).max()))
 
 

@@ -30,7 +30,8 @@ from shakespeare.own.trial.gradients import INPUTS
 from shakespeare.own.trial.player import JIT_SECONDS, PAGE, Cpu, Player, Wrong, end_strangers, strangers
 from shakespeare.own.trial.speed import Size
 
-ROUNDS, MIN_TIME = 6, 0.06  # rounds, and seconds of all calls of a size
+ROUNDS = 6
+MIN_TIME = 0.06  # seconds of all calls of a size
 MOST_CALLS = 40  # of a round
 EMPTY_CALLS = 4  # of a round
 COMPARED = 0.1  # share of the outputs that are compared
@@ -86,7 +87,9 @@ class Clock(timing.Cpu):
         self._player, self._peer = self._players
         try:
             name = f"empty{kind if kind.startswith('.') else '.py'}"
-            self._peer.load(user_kernel.kept(name, EMPTY[kind + " backward" * backward]), backward=backward)
+            self._peer.load(
+                user_kernel.kept(name, EMPTY[f"{kind} backward" if backward else kind]), backward=backward
+            )
             self._peer.ask({"seal": True})
             empty = self._timer(self._peer, self._empty, EMPTY_CALLS)
             empty.round()  # before the file can do anything
@@ -105,13 +108,13 @@ class Clock(timing.Cpu):
             player.close()
         end_strangers(self._others)
 
-    def _timer(self, player: Player, timed: Timed, most: int) -> timing.Timer:
+    def _timer(self, player: Player, timed: Timed, most_calls: int) -> timing.Timer:
         """A timer of a player's calls at a size, of at most so many in a round."""
         call = partial(self._call, player, timed)
         bytes_kept = 4 * self._size.heads * timed.N * timed.d * (3 if self._size.backward else 1)
-        most = max(1, min(most, self.most_kept // bytes_kept // ROUNDS))
+        most_calls = max(1, min(most_calls, self.most_kept // bytes_kept // ROUNDS))
         once = min(self.time(call, 2))
-        least = min(MIN_TIME / ROUNDS, most * once)
+        least = min(MIN_TIME / ROUNDS, most_calls * once)
         return timing.Timer(call, self, least, samples=timed, once=once)
 
     def time(self, call: Callable[[], float], count: int, cold: bool = False) -> list[float]:
@@ -161,7 +164,7 @@ class Clock(timing.Cpu):
         return min(self._empty.seconds)
 
     def seconds(self) -> list[float]:
-        """Those of a call at each size, without handing it over; 0 if it takes no longer than that."""
+        """The seconds of a call at each size without handing it over; 0 if it takes no longer than that."""
         return [max(0.0, timed.median - self.handing) for timed in self.sizes]
 
     def library(self) -> str:
@@ -170,7 +173,8 @@ class Clock(timing.Cpu):
 
     def scratch(self) -> int | None:
         """The floats of scratch that the file says."""
-        size, timed = self._size, self.sizes[0]
+        size = self._size
+        timed = self.sizes[0]
         return self._player.scratch(1, size.heads, timed.N, timed.N, timed.d, size.causal, size.threads)
 
     @contextlib.contextmanager
@@ -193,9 +197,16 @@ class Clock(timing.Cpu):
     def _call(self, player: Player, timed: Timed, limit: float = 600.0) -> float:
         """The seconds of a call with new inputs at a new place; its output and its CPU time are kept."""
         seed = secrets.randbits(64)
-        asked: dict[str, Any] = {"causal": self._size.causal, "scale": timed.d**-0.5, "scratch_fill": None}
-        asked |= {"threads": self._size.threads, "fill": math.nan, "place": places}
-        out, seconds, cpu = player.call(self._inputs(seed, timed), limit, **asked)
+        out, seconds, cpu = player.call(
+            self._inputs(seed, timed),
+            limit,
+            fill=math.nan,
+            place=places,
+            causal=self._size.causal,
+            scale=timed.d**-0.5,
+            scratch_fill=None,
+            threads=self._size.threads,
+        )
         if player is self._player:
             timed.outs.append((seed, out))
             self._taken.append((seconds, cpu))
@@ -203,11 +214,12 @@ class Clock(timing.Cpu):
 
     def _compare(self, timed: Timed) -> None:
         """Compare a random tenth of the outputs and the last one. Raises Wrong."""
-        count, random = len(timed.outs), secrets.SystemRandom()
-        whole = {*random.sample(range(count), max(1, round(COMPARED * count))), count - 1}
-        most = {n: MOST_SCORES if n in whole else FEW_SCORES for n in range(count)}
+        count = len(timed.outs)
+        random = secrets.SystemRandom()
+        in_full = {*random.sample(range(count), max(1, round(COMPARED * count))), count - 1}
+        most_scores = {n: MOST_SCORES if n in in_full else FEW_SCORES for n in range(count)}
         outs = enumerate(timed.outs)
-        wrong = [n for n, (seed, out) in outs if not self._is_right(timed, seed, out, most[n])]
+        wrong = [n for n, (seed, out) in outs if not self._is_right(timed, seed, out, most_scores[n])]
         if not wrong:
             return
         seed, got = timed.outs[wrong[0]]
@@ -224,21 +236,21 @@ class Clock(timing.Cpu):
         raise Wrong(Finding("late" if "missing" in what else "changes", what))
 
     def _inputs(self, seed: int, timed: Timed) -> dict[str, Any]:
-        """Those of a call, always the same for a seed."""
-        given = normal(seed, self._size.heads, timed.N, timed.d, "qkv")
+        """The inputs of a call, always the same for a seed."""
+        matrices = normal(seed, self._size.heads, timed.N, timed.d, "qkv")
         if not self._size.backward:
-            return given
-        tensors = map(torch.from_numpy, given.values())
+            return matrices
+        tensors = map(torch.from_numpy, matrices.values())
         out, lse = attention("part4", *tensors, causal=self._size.causal, return_lse=True)
         dout = normal(seed + 1, self._size.heads, timed.N, timed.d, ["dout"])
-        return given | {"out": out.numpy(), "lse": lse.numpy()} | dout
+        return matrices | {"out": out.numpy(), "lse": lse.numpy()} | dout
 
-    def _is_right(self, timed: Timed, seed: int, result: Any, most: int) -> bool:
+    def _is_right(self, timed: Timed, seed: int, result: Any, most_scores: int) -> bool:
         """Whether random rows of a result are right; it and the inputs may be tensors on a GPU."""
-        given = {name: torch.as_tensor(t).cpu().numpy() for name, t in self._inputs(seed, timed).items()}
+        matrices = {name: torch.as_tensor(t).cpu().numpy() for name, t in self._inputs(seed, timed).items()}
         got = torch.as_tensor(result).cpu().numpy()
-        of = gradients_of if self._size.backward else outputs_of
-        checked = sampled(given, self._size.causal, of, most)
+        compute = gradients_of if self._size.backward else outputs_of
+        checked = sampled(matrices, self._size.causal, compute, most_scores)
         return all(expected.allows(got[0, h, rows]) for h, rows, expected in checked)
 
 
@@ -250,17 +262,19 @@ def normal(seed: int, heads: int, N: int, d: int, names: Iterable[str]) -> dict[
 
 Rows = NDArray[np.int64]
 Head = dict[str, Any]  # of one head, matrices by name
-Of = Callable[[Head, Rows, bool, Any], list[Any]]
+Compute = Callable[[Head, Rows, bool, Any], list[Any]]
 
 
-def sampled(given: Head, causal: bool, of: Of, most: int) -> Iterator[tuple[int, Rows, Expected]]:
+def sampled(
+    matrices: Head, causal: bool, compute: Compute, most_scores: int
+) -> Iterator[tuple[int, Rows, Expected]]:
     """For each head random rows of a result, and what is expected of them; all rows if they are few."""
-    _, heads, N, d = given["q"].shape
-    count = max(1, min(N, most // (heads * N)))
+    _, heads, N, d = matrices["q"].shape
+    count = max(1, min(N, most_scores // (heads * N)))
     for h in range(heads):
         rows = np.sort(np.random.default_rng(secrets.randbits(64)).choice(N, count, replace=False))
         exact, peer = (
-            of({name: t[0, h].astype(kind) for name, t in given.items()}, rows, causal, kind(d**-0.5))
+            compute({name: t[0, h].astype(kind) for name, t in matrices.items()}, rows, causal, kind(d**-0.5))
             for kind in (np.float64, np.float32)
         )
         for i, (right, other) in enumerate(zip(exact, peer)):
@@ -277,7 +291,8 @@ def outputs_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
 def gradients_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
     """The rows of dq, dk and dv, by csrc/attention.h."""
     q, k, v, out, lse, dout = (head[name] for name in INPUTS)
-    at, D = np.arange(len(k)), (dout * out).sum(-1)
+    at = np.arange(len(k))
+    D = (dout * out).sum(-1)
 
     def weights(some: Rows, other: Rows) -> tuple[Any, Any]:
         """P and dS of some queries and keys."""
@@ -287,14 +302,16 @@ def gradients_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
         p = np.exp(s)
         return p, scale * p * (dout[some] @ v[other].T - D[some, None])
 
-    (_, of_queries), (p, of_keys) = weights(rows, at), weights(at, rows)
+    _, of_queries = weights(rows, at)
+    p, of_keys = weights(at, rows)
     return [of_queries @ k, of_keys.T @ q, p.T @ dout]
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Offsets in a random slot of the shared memory, each by some cache lines from the slot's own."""
     room = [-(-n // PAGE) * PAGE + JITTER * LINE for n in sizes]
-    start, offsets = secrets.randbelow(SLOTS) * sum(room), []
+    start = secrets.randbelow(SLOTS) * sum(room)
+    offsets = []
     for n in room:
         offsets.append(start + LINE * secrets.randbelow(JITTER))
         start += n

@@ -54,29 +54,35 @@ class Subject(NamedTuple):
     guesses: Callable[[Case], Guesses]
 
     def rows(self, case: Case) -> dict[str, int]:
-        """Those of each matrix of a result."""
+        """The rows of each matrix of a result."""
         return {name: case.Nq if like == "q" else case.Nk for name, like in self.into.items()}
 
 
-def diagnose(run: Run, wrong: dict[Case, Floats], of: Subject) -> Finding | None:
+def diagnose(run: Run, wrong: dict[Case, Floats], subject: Subject) -> Finding | None:
     """The mistake that explains the wrong results, by case; None if none fits."""
     if any(case.window is not None and np.isnan(got).any() for case, got in wrong.items()):
         return Finding("mask", "it gives NaN: are keys read that no query sees? They hold NaN")
-    by_memory = (finding for case in reversed(wrong) if (finding := of_memory(run, case, of)))
-    return next(by_memory, None) or of_precision(wrong, of) or of_guesses(wrong, of) or of_maximum(wrong)
+    by_memory = filter(None, (of_memory(run, case, subject) for case in reversed(wrong)))
+    return (
+        next(by_memory, None)
+        or of_precision(wrong, subject)
+        or of_guesses(wrong, subject)
+        or of_maximum(wrong)
+    )
 
 
-def of_memory(run: Run, case: Case, of: Subject) -> Finding | None:
+def of_memory(run: Run, case: Case, subject: Subject) -> Finding | None:
     """What another content of out, of the scratch, other strides or one thread changes."""
-    right = of.expected(case).allows
-    first, second = run(case, fill=3.0), run(case, fill=5.0)
+    right = subject.expected(case).allows
+    first = run(case, fill=3.0)
+    second = run(case, fill=5.0)
     left = (first == 3.0) & (second == 5.0)
     if left.any():
-        name, part = first_part(of.rows(case), left)
+        name, part = first_part(subject.rows(case), left)
         return _unwritten(case, name, left[:, :, part])
     again = run(case, fill=3.0)
     if not same(first, second) and same(first, again):
-        name, _ = first_part(of.rows(case), first != second)
+        name, _ = first_part(subject.rows(case), first != second)
         return Finding("leftover", f"{name} is added to, not set: what it held before is in the result")
     if case.threads > 1 and right(run(case, threads=1)):
         return Finding("race", f"it is right with one thread and wrong with {case.threads}: they race")
@@ -85,7 +91,7 @@ def of_memory(run: Run, case: Case, of: Subject) -> Finding | None:
     if not same(first, again):
         return Finding("race", "the same call gives different results: threads race, or memory is not set")
     what = "it is right only for contiguous matrices: use row_stride, head_stride and batch_stride"
-    strided = case.fused and right(run(case, inputs=[np.ascontiguousarray(t) for t in of.inputs(case)]))
+    strided = case.fused and right(run(case, inputs=[np.ascontiguousarray(t) for t in subject.inputs(case)]))
     return Finding("strides", what) if strided else None
 
 
@@ -99,7 +105,8 @@ def first_part(rows: dict[str, int], off: NDArray[np.bool_]) -> tuple[str, slice
     """The first matrix of a result of which a number is off: its name and rows."""
     end = 0
     for name, count in rows.items():
-        part, end = slice(end, end + count), end + count
+        part = slice(end, end + count)
+        end = end + count
         if off[:, :, part].any():
             break
     return name, part
@@ -107,7 +114,8 @@ def first_part(rows: dict[str, int], off: NDArray[np.bool_]) -> tuple[str, slice
 
 def _unwritten(case: Case, name: str, left: NDArray[np.bool_]) -> Finding:
     """The mistake of a result of which a part is not written."""
-    heads, rows = np.asarray(left.all((2, 3))), np.asarray(left.all((0, 1, 3)))
+    heads = np.asarray(left.all((2, 3)))
+    rows = np.asarray(left.all((0, 1, 3)))
     first = int(rows.argmax())
     if left.all():
         what = f"nothing is written for N = {min(case.Nq, case.Nk)}: are tiles larger than N left out?"
@@ -120,9 +128,9 @@ def _unwritten(case: Case, name: str, left: NDArray[np.bool_]) -> Finding:
     return Finding("tail", what)
 
 
-def of_precision(wrong: Mapping[Case, Floats], of: Subject) -> Finding | None:
+def of_precision(wrong: Mapping[Case, Floats], subject: Subject) -> Finding | None:
     """Whether all results are near, but for large scores, whose rounding is large."""
-    plain = [(got, of.expected(case)) for case, got in wrong.items() if case.scores == "plain"]
+    plain = [(got, subject.expected(case)) for case, got in wrong.items() if case.scores == "plain"]
     error = max((exact.error(got).max() / np.abs(exact.out).max() for got, exact in plain), default=np.inf)
     if not error < ROUNDED:
         return None
@@ -131,18 +139,20 @@ def of_precision(wrong: Mapping[Case, Floats], of: Subject) -> Finding | None:
     return Finding("precision", what)
 
 
-def of_guesses(wrong: Mapping[Case, Floats], of: Subject) -> Finding | None:
+def of_guesses(wrong: Mapping[Case, Floats], subject: Subject) -> Finding | None:
     """The guess that is the result in most of the first small cases; the first one of several."""
     small = [case for case, got in wrong.items() if case.work <= MOST_GUESSED and np.isfinite(got).any()]
-    counts = Counter(f for case in small[:MOST_CASES] for f in dict.fromkeys(matching(case, wrong[case], of)))
+    counts = Counter(
+        f for case in small[:MOST_CASES] for f in dict.fromkeys(matching(case, wrong[case], subject))
+    )
     return counts.most_common(1)[0][0] if counts else None
 
 
-def matching(case: Case, got: Floats, of: Subject) -> Iterator[Finding]:
+def matching(case: Case, got: Floats, subject: Subject) -> Iterator[Finding]:
     """The guesses that are the result, in their order."""
-    exact = of.expected(case).out
+    exact = subject.expected(case).out
     with np.errstate(all="ignore"):
-        for kind, sentence, guess in of.guesses(case):
+        for kind, sentence, guess in subject.guesses(case):
             known = np.isfinite(guess)
             if known.mean() < 0.5:
                 continue
@@ -160,7 +170,8 @@ def softmax(s: Floats, axis: int = -1) -> Floats:
 
 def of_scale(case: Case, call: Numbers) -> Guesses:
     """Scores that are multiplied by something else."""
-    scale, d = case.applied, case.d
+    scale = case.applied
+    d = case.d
     for sentence, factor in (
         ("the scores are not scaled", 1.0),
         ("the scores are scaled twice", scale * scale),
@@ -175,7 +186,8 @@ def of_scale(case: Case, call: Numbers) -> Guesses:
 def masks(case: Case) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
     """Other masks (Nq, Nk), with kind and sentence."""
     i, j = np.indices((case.Nq, case.Nk))
-    offset, rule = case.Nk - case.Nq, "query i sees the keys j <= i + (Nk - Nq)"
+    offset = case.Nk - case.Nq
+    rule = "query i sees the keys j <= i + (Nk - Nq)"
     first = "all rows of a tile see the keys of its first row: the last one sees most"
     if case.window is not None:
         what = "the window is not applied: query i sees no key before i + Nk - Nq - left"
@@ -194,7 +206,9 @@ def masks(case: Case) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
 
 def of_mask(case: Case, call: Numbers) -> Guesses:
     """Other masks."""
-    scores, v, seen = call.scores, call.v, call.seen
+    scores = call.scores
+    v = call.v
+    seen = call.seen
     for kind, sentence, mask in masks(case):
         yield kind, sentence, softmax(np.where(mask, scores, -np.inf)) @ v
     if case.causal:
@@ -204,27 +218,31 @@ def of_mask(case: Case, call: Numbers) -> Guesses:
 
 def of_matrices(case: Case, call: Numbers) -> Guesses:
     """Matrices that are read or written in another order, or exchanged."""
-    q, k, v, p = call.q, call.k, call.v, softmax(call.s)
+    q = call.q
+    k = call.k
+    v = call.v
+    p = softmax(call.s)
 
     def turned(t: Floats) -> Floats:
         return t.reshape(*t.shape[:2], case.d, -1).swapaxes(2, 3)
 
     out = p @ v
-    yield "transposed", "K is read as (d, N): it is (N, d)", call.of(q, turned(k), v)
+    yield "transposed", "K is read as (d, N): it is (N, d)", call.output(q, turned(k), v)
     yield "transposed", "V is read as (d, N): it is (N, d)", p @ turned(v)
-    yield "transposed", "Q is read as (d, N): it is (N, d)", call.of(turned(q), k, v)
+    yield "transposed", "Q is read as (d, N): it is (N, d)", call.output(turned(q), k, v)
     by_columns, by_rows = (out.swapaxes(*axes).reshape(out.shape) for axes in ((2, 3), (1, 2)))
     yield "transposed", "out is written as (d, N): it is (N, d)", by_columns
     yield "transposed", "out is written as (B, N, H, d): it is (B, H, N, d)", by_rows
     what = "the softmax is taken over the queries: it is over the keys, the rows of S"
     yield "transposed", what, softmax(call.s, -2) @ v
-    yield "matrices", "K and V are exchanged", call.of(q, v, k)
+    yield "matrices", "K and V are exchanged", call.output(q, v, k)
     yield "matrices", "P is multiplied by K, not by V", p @ k
 
 
 def of_sums(case: Case, call: Numbers) -> Guesses:
     """Weights that are divided by something else."""
-    e, what = np.exp(call.s - call.s.max(-1, keepdims=True)), "the weights are not divided by their sum"
+    e = np.exp(call.s - call.s.max(-1, keepdims=True))
+    what = "the weights are not divided by their sum"
     yield "sum", what, e @ call.v
     yield "sum", what, np.exp(call.s) @ call.v
     yield "sum", "the weights are divided by the number of keys, not by their sum", e @ call.v / case.Nk
@@ -232,14 +250,21 @@ def of_sums(case: Case, call: Numbers) -> Guesses:
 
 def of_heads(case: Case, call: Numbers) -> Guesses:
     """Heads that read another head's matrices."""
-    heads, given = np.arange(case.B * case.H), {"q": call.q, "k": call.k, "v": call.v}
-    indices = {"first head": 0 * heads, "first batch": heads % case.H}
-    indices["first head of its batch"] = heads // case.H * case.H
+    heads = np.arange(case.B * case.H)
+    matrices_by_name = {"q": call.q, "k": call.k, "v": call.v}
+    indices = {
+        "first head": 0 * heads,
+        "first batch": heads % case.H,
+        "first head of its batch": heads // case.H * case.H,
+    }
     for names in ("q", "k", "v", "kv", "qkv") if len(heads) > 1 else ():
         for where, index in indices.items():
-            read = {name: given[name].reshape(-1, *given[name].shape[2:])[index] for name in names}
-            matrices = (read.get(name, t).reshape(t.shape) for name, t in given.items())
-            yield "heads", f"every head reads {' and '.join(names)} of the {where}", call.of(*matrices)
+            read = {
+                name: matrices_by_name[name].reshape(-1, *matrices_by_name[name].shape[2:])[index]
+                for name in names
+            }
+            matrices = (read.get(name, t).reshape(t.shape) for name, t in matrices_by_name.items())
+            yield "heads", f"every head reads {' and '.join(names)} of the {where}", call.output(*matrices)
 
 
 def of_tails(case: Case, call: Numbers) -> Guesses:
@@ -252,7 +277,7 @@ def of_tails(case: Case, call: Numbers) -> Guesses:
         yield "tail", f"in P V {what} left out: the tail of a tile", product / e.sum(-1, keepdims=True)
     for c in range(1, case.d):
         what = f"the columns of q and k from {c} on are left out of the scores"
-        yield "tail", what, call.of(call.q[..., :c], call.k[..., :c], call.v)
+        yield "tail", what, call.output(call.q[..., :c], call.k[..., :c], call.v)
 
 
 def of_tiles(case: Case, call: Numbers) -> Guesses:
@@ -260,7 +285,8 @@ def of_tiles(case: Case, call: Numbers) -> Guesses:
     for tile in (tile for tile in TILES if tile < case.Nk):
         for power_of_l, power_of_o, what in UNCORRECTED:
             m = np.full((*call.s.shape[:3], 1), -np.inf)
-            l, o = np.zeros_like(m), np.zeros_like(call.q)
+            l = np.zeros_like(m)
+            o = np.zeros_like(call.q)
             for j in range(0, case.Nk, tile):
                 s = call.s[..., j : j + tile]
                 new = np.maximum(m, s.max(-1, keepdims=True))
@@ -279,11 +305,11 @@ def guesses(case: Case) -> Guesses:
         yield from some(case, call)
 
 
-FORWARD = Subject("qkv", {"out": "q"}, cases.given, cases.expected, guesses)
+FORWARD = Subject("qkv", {"out": "q"}, cases.call_inputs, cases.expected, guesses)
 
 
 def of_maximum(wrong: Mapping[Case, Floats]) -> Finding | None:
     """Whether only large scores are wrong, and give NaN or infinity."""
-    if any(case.scores == "plain" for case in wrong) or all(np.isfinite(out).all() for out in wrong.values()):
+    if any(case.scores == "plain" for case in wrong) or all(np.isfinite(got).all() for got in wrong.values()):
         return None
     return Finding("maximum", "large scores give NaN or infinity: subtract the row's maximum, or lse, first")

@@ -27,8 +27,11 @@ class GpuClock(Clock):
 
     def __init__(self, file: Path, size: Size) -> None:
         self._gpu = Gpu()
-        self._turn, of = 0, BACKWARD if size.backward else FORWARD
-        self._given, self._into, self._shape = of.names, [*of.into], (1, size.heads, size.N, size.d)
+        self._turn = 0
+        subject = BACKWARD if size.backward else FORWARD
+        self._given = subject.names
+        self._into = [*subject.into]
+        self._shape = (1, size.heads, size.N, size.d)
         shapes = {name: self._shape[: 3 if name == "lse" else 4] for name in (*self._given, *self._into)}
         self._memory = [{n: (Memory(4 * math.prod(s)), s) for n, s in shapes.items()} for _ in range(SETS)]
         self._sets = [{n: m.tensor(*s) for n, (m, s) in each.items()} for each in self._memory]
@@ -37,16 +40,17 @@ class GpuClock(Clock):
 
     def _call(self, player: Player, timed: Timed, limit: float = 600.0) -> float:
         self._turn = (self._turn + 1) % SETS
-        tensors, seed = self._sets[self._turn], secrets.randbits(62)
+        tensors = self._sets[self._turn]
+        seed = secrets.randbits(62)
         handles = {name: (m.handle().hex(), shape) for name, (m, shape) in self._memory[self._turn].items()}
-        request = {"gpu": handles, "into": self._into, "causal": self._size.causal, "scale": timed.d**-0.5}
-        player.ask(request)
+        size = self._size
+        player.ask({"gpu": handles, "into": self._into, "causal": size.causal, "scale": timed.d**-0.5})
         player.stop()
-        given = self._inputs(seed, timed)
+        matrices = self._inputs(seed, timed)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()  # before the inputs are there, because a kernel on the GPU can wait for them
-        for name, t in given.items():
+        for name, t in matrices.items():
             tensors[name].copy_(t)
         for name in self._into:
             tensors[name].fill_(torch.nan)

@@ -62,7 +62,7 @@ def _watch_torch(note: Callable[[str], object]) -> None:
     import torch
 
     watched = torch.library.Library("aten", "IMPL")
-    gradients = {f"{name.removesuffix('_forward')}_backward": said for name, said in OPERATORS.items()}
+    gradients = {f"{name.removesuffix('_forward')}_backward": label for name, label in OPERATORS.items()}
     for operator, name in (OPERATORS | gradients).items():
         for key in ("CPU", "CUDA"):
             try:
@@ -90,7 +90,8 @@ def in_text(file: Path, sources: Sequence[Path]) -> set[str]:
         return set()
     recipe = recipes.own(file)
     included = "\n".join(map(str, recipe.first_read()))
-    if nm := shutil.which("nm"):
+    nm = shutil.which("nm")
+    if nm:
         command = [nm, "--undefined-only", "--demangle", str(recipe.first_object())]
         text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return {f"{a}_attention" if a else b for a, b in OWN_PART.findall(f"{text}\n{included}")}

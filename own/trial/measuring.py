@@ -48,9 +48,17 @@ def ladder(size: Size, device: str) -> list[Cell]:
     """What is timed beside the file: the ladder, or the part with gradients, and SDPA."""
     known = known_on(device, size.backward)
     names = [name for name in (*LADDER[device], "sdpa") if name in known]
-    sizes: dict[str, Any] = {"lengths": [size.N], "widths": [size.d], "heads": size.heads}
-    sizes |= {"masks": [size.causal], "threads": [size.threads], "backward": size.backward}
-    return plan(names, device=device, l2s=["cold"], **sizes)
+    return plan(
+        names,
+        device=device,
+        l2s=["cold"],
+        lengths=[size.N],
+        widths=[size.d],
+        heads=size.heads,
+        masks=[size.causal],
+        threads=[size.threads],
+        backward=size.backward,
+    )
 
 
 def timed(bench: Bench, clock: Clock) -> dict[str, float]:
@@ -124,7 +132,8 @@ def faster(rate: float, limit: float) -> Finding:
 
 def moved(cell: Any) -> dict[str, float] | None:
     """The bytes of one head into the first two caches, by cachegrind."""
-    first, last = processor.caches()[0], processor.caches()[:2][-1]
+    first = processor.caches()[0]
+    last = processor.caches()[:2][-1]
     missed = counters.misses(cell.contender, cell.case(heads=1, threads=1), "auto", (first, last), SECONDS)
     if missed.l1 is None or missed.last is None:
         return None

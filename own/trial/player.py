@@ -100,7 +100,10 @@ def strangers() -> set[int]:
 def end_strangers(others: set[int]) -> None:
     """Kill the strangers but for `others`, which were there before a user's file ran."""
     end = time.monotonic() + STOP_SECONDS
-    while (left := strangers() - others) and time.monotonic() < end:
+    while time.monotonic() < end:
+        left = strangers() - others
+        if not left:
+            return
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -143,14 +146,16 @@ class Player:
         self._socket, theirs = socket.socketpair()
         self._notes, notes = os.pipe()
         os.set_blocking(self._notes, False)
-        given = (theirs.fileno(), notes, self._file)
-        command = [sys.executable, "-m", "shakespeare.own.trial.player_process", *map(str, given)]
+        descriptors = (theirs.fileno(), notes, self._file)
+        command = [sys.executable, "-m", "shakespeare.own.trial.player_process", *map(str, descriptors)]
         if with_torch:
             command.append("torch")
         libraries = ("OMP", "OPENBLAS", "MKL", "NUMBA") if threads else ()
         env = environment() | {f"{name}_NUM_THREADS": str(threads) for name in libraries}
         nothing: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        self._process = subprocess.Popen(command, **nothing, env=env, pass_fds=given, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, **nothing, env=env, pass_fds=descriptors, start_new_session=True
+        )
         self.pid = self._process.pid
         Player.every.add(self)
         theirs.close()
@@ -203,32 +208,27 @@ class Player:
         """
         self._check_last()
         bases = {name: _base(t) for name, t in inputs.items()}
-        whole = {id(base): base for base in bases.values()}
+        wholes = {id(base): base for base in bases.values()}
         shapes = shapes or {name: inputs[like].shape for name, like in self._into.items()}
-        sizes = [*(t.nbytes for t in whole.values()), *(4 * math.prod(shape) for shape in shapes.values())]
+        sizes = [*(t.nbytes for t in wholes.values()), *(4 * math.prod(shape) for shape in shapes.values())]
         offsets, size = (place or at_ends)(sizes)
         if size > len(self._memory):
             self._last = []
             os.ftruncate(self._file, size)
             self._memory = mmap.mmap(self._file, size)
-        begins = dict(zip(whole, offsets))
+        begins = dict(zip(wholes, offsets))
         arrays = {}
         for name, t in inputs.items():
             offset = begins[id(bases[name])] + t.ctypes.data - bases[name].ctypes.data
             arrays[name] = offset, t.shape, t.strides
-        into = [*zip(offsets[len(whole) :], shapes.values())]
+        into = [*zip(offsets[len(wholes) :], shapes.values())]
         guards = [] if place else [offset + n for offset, n in zip(offsets, sizes)]
-        asked |= {
-            "size": len(self._memory),
-            "arrays": arrays,
-            "into": dict(zip(shapes, into)),
-            "guards": guards,
-        }
-        self.ask(asked, PREPARE_SECONDS)
+        placed = {"size": len(self._memory), "arrays": arrays, "into": dict(zip(shapes, into))}
+        self.ask({**asked, **placed, "guards": guards})
         self.stop()
         self._check_last()
-        copies = [self._at(offset, t.shape) for offset, t in zip(offsets, whole.values())]
-        for copy, t in zip(copies, whole.values()):
+        copies = [self._at(offset, t.shape) for offset, t in zip(offsets, wholes.values())]
+        for copy, t in zip(copies, wholes.values()):
             copy[...] = t
         shared = [self._at(*at) for at in into]
         for t in shared:
@@ -237,7 +237,7 @@ class Player:
         taken = self.go(seconds)
         results = [t.copy() for t in shared]
         self._last = [*zip(shared, results)]
-        for copy, base in zip(copies, whole.values()):
+        for copy, base in zip(copies, wholes.values()):
             if not np.array_equal(copy, base, equal_nan=True):
                 names = (name for name, each in bases.items() if each is base)
                 raise Wrong(Finding("inputs", f"the kernel writes into {' or '.join(names)}"))
@@ -314,7 +314,10 @@ class Player:
         os.kill(self.pid, signal.SIGSTOP)
         states = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
         end = time.monotonic() + STOP_SECONDS
-        while not (event := os.waitid(os.P_PID, self.pid, states)):
+        while True:
+            event = os.waitid(os.P_PID, self.pid, states)
+            if event:
+                break
             if time.monotonic() > end:  # it waits for a child that shares its memory
                 raise Gone(Finding("endless", "it cannot be stopped after a call"))
         if event.si_code != os.CLD_STOPPED:
@@ -363,14 +366,14 @@ def _raise(answer: bytes) -> dict[str, Any]:
     if answer == DONE:
         return {}
     try:
-        said: dict[str, Any] = dict(json.loads(answer))
+        fields: dict[str, Any] = dict(json.loads(answer))
     except (ValueError, TypeError):
         raise Gone(MALFORMED) from None
-    if "refused" in said:
-        raise BuildError(str(said["refused"]), str(said.get("output", "")))
-    if "raised" in said:
-        raise RuntimeError(str(said["raised"]))
-    return said
+    if "refused" in fields:
+        raise BuildError(str(fields["refused"]), str(fields.get("output", "")))
+    if "raised" in fields:
+        raise RuntimeError(str(fields["raised"]))
+    return fields
 
 
 def _base(t: Any) -> Array:

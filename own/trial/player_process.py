@@ -29,12 +29,16 @@ from shakespeare.own.trial import cases, library
 from shakespeare.own.trial.cases import CASES, Array
 
 Arrays = dict[str, Array]
-GO, DONE = b"go\n", b".\n"
+GO = b"go\n"
+DONE = b".\n"
 PAGE = mmap.PAGESIZE
 COMPILED_FOR = "sm_80"  # without a GPU
 ONCE = 13  # cases that compute-sanitizer watches
 GUARD = 1024  # floats of NaN after each matrix on a GPU
-DIES_WITH_PARENT, NOT_DUMPABLE, NO_NEW_PRIVILEGES = 1, 4, 38  # of Linux's prctl()
+# Options of Linux's prctl()
+DIES_WITH_PARENT = 1
+NOT_DUMPABLE = 4
+NO_NEW_PRIVILEGES = 38
 # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: a container's root reads its user's files
 KEPT_CAPABILITIES = 0b110
 
@@ -65,7 +69,8 @@ class Caller:
         """What GO calls. scratch_fill: of new scratch, which ends where memory does; None keeps the last."""
         kernel = self.kernel
         if isinstance(kernel, user_kernel.Native):
-            (B, H, Nq, d), Nk = arrays["q"].shape, arrays["k"].shape[2]
+            B, H, Nq, d = arrays["q"].shape
+            Nk = arrays["k"].shape[2]
             floats = kernel.scratch(B, H, Nq, Nk, d, causal, threads)
             if scratch_fill is not None:
                 self._scratch = guarded(floats, scratch_fill)
@@ -74,15 +79,15 @@ class Caller:
             return kernel.prepared(arrays, into, causal, scale, threads, self._scratch, window)
         if self.source.device == "cuda":
             return self._on_gpu(arrays, into, (causal, scale))
-        given: Sequence[Any] = [*arrays.values()]
+        inputs: Sequence[Any] = [*arrays.values()]
         if kernel.takes_tensors:
             import torch
 
             torch.set_num_threads(threads)
-            given = [*map(torch.from_numpy, given)]
+            inputs = [*map(torch.from_numpy, inputs)]
 
         def call() -> None:
-            self.result = kernel(*given, causal, scale)
+            self.result = kernel(*inputs, causal, scale)
             self.copy(into)
 
         return call
@@ -94,32 +99,33 @@ class Caller:
             for t, result in zip(into.values(), results):
                 np.copyto(t, result.detach().cpu().numpy() if self.kernel.takes_tensors else result)
 
-    def _on_gpu(self, given: Arrays, into: Arrays, asked: tuple[bool, float]) -> Callable[[], object]:
+    def _on_gpu(self, inputs: Arrays, into: Arrays, asked: tuple[bool, float]) -> Callable[[], object]:
         """A call on a GPU, where `guard` numbers that are NaN follow each matrix."""
         import torch
 
         self.kernel.in_turn = True  # so that each of Triton's tiles is tried
 
         def call() -> None:
-            whole, views = [], []
-            for t in (*given.values(), *into.values()):
+            buffers = []
+            views = []
+            for t in (*inputs.values(), *into.values()):
                 strides = [stride // 4 for stride in t.strides]
                 count = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, strides))
                 flat = np.lib.stride_tricks.as_strided(t, (count,), (4,))  # with what lies between its rows
                 padded = np.concatenate([flat, np.full(self.guard, np.nan, np.float32)])
-                whole.append(torch.from_numpy(padded).to("cuda"))
-                views.append(whole[-1].as_strided(t.shape, strides))
-            bits = [t.view(torch.int32) for t in whole]  # NaN is not equal to itself
+                buffers.append(torch.from_numpy(padded).to("cuda"))
+                views.append(buffers[-1].as_strided(t.shape, strides))
+            bits = [t.view(torch.int32) for t in buffers]  # NaN is not equal to itself
             before = [t.clone() for t in bits]
             out = {"out": views[-1]} if isinstance(self.kernel, user_kernel.OnCuda) else {}
-            self.result = self.kernel(*views[: len(given)], *asked, **out)
+            self.result = self.kernel(*views[: len(inputs)], *asked, **out)
             torch.cuda.synchronize()
-            for name, now, then in zip((*given, *into), bits, before):
+            for name, now, then in zip((*inputs, *into), bits, before):
                 same = (now == then).cpu()
                 if not same[len(same) - self.guard :].all():
                     raise RuntimeError(f"out of bounds: it writes beyond {name}")
                 if name not in into and not same.all():
-                    given[name][...] = np.nan  # the judge sees it
+                    inputs[name][...] = np.nan  # the judge sees it
             self.copy(into)
 
         return call
@@ -154,7 +160,8 @@ class Decoder:
         from shakespeare.model import load
 
         checkpoint = load(name)
-        self._config, self._caches = checkpoint.config, list[Any]()
+        self._config = checkpoint.config
+        self._caches = list[Any]()
         module: Any = user_kernel.imported(file)
         self._model = module.GPT.of(checkpoint.config, checkpoint.weights)
 
@@ -165,7 +172,8 @@ class Decoder:
         from shakespeare.model.kv_cache import KVCache
 
         torch.set_num_threads(1)
-        ids, config = arrays["ids"], self._config
+        ids = arrays["ids"]
+        config = self._config
         if new:
             sizes = len(ids), config.n_head, config.block_size, config.head_dim
             self._caches = [KVCache(*sizes) for _ in range(config.n_layer)] if cached else []
@@ -220,9 +228,9 @@ def once(file: Path) -> None:
     caller = Caller(file, None)
     caller.guard = 0
     for case in CASES[:ONCE]:
-        given = dict(zip("qkv", cases.inputs(case)))
-        out = {"out": np.empty(given["q"].shape, np.float32)}
-        caller.prepare(given, out, case.causal, case.applied, 1, None)()
+        inputs = dict(zip("qkv", cases.inputs(case)))
+        out = {"out": np.empty(inputs["q"].shape, np.float32)}
+        caller.prepare(inputs, out, case.causal, case.applied, 1, None)()
 
 
 def give_up_rights() -> None:
@@ -231,14 +239,15 @@ def give_up_rights() -> None:
         c = ctypes.CDLL(None)
         c.prctl(DIES_WITH_PARENT, signal.SIGKILL)
         c.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # nor does what it starts get them back
-        header, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+        rights = (ctypes.c_uint32 * 6)()
         c.capget(header, rights)
         rights[:] = [rights[0] & KEPT_CAPABILITIES, rights[1] & KEPT_CAPABILITIES, 0, 0, 0, 0]
         c.capset(header, rights)
 
 
 class Desk:
-    """Answers requests."""
+    """Answers requests. call: what GO calls."""
 
     def __init__(self, memory: int) -> None:
         self._file = memory
@@ -246,7 +255,7 @@ class Desk:
         self._guards = list[int]()
         self._caller: Any = None
         self._into: Arrays = {}
-        self._call: Callable[[], object] = lambda: None
+        self.call: Callable[[], object] = lambda: None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked. Raises BuildError if a file cannot be loaded, RuntimeError as the kernel does."""
@@ -258,7 +267,7 @@ class Desk:
             return self._load(Path(request["load"]), **request)
         elif "gpu" in request:
             asked = request["causal"], request["scale"]
-            self._call = self._caller.on_gpu_memory(request["gpu"], request["into"], asked)
+            self.call = self._caller.on_gpu_memory(request["gpu"], request["into"], asked)
         elif "again" in request:
             self._caller.copy(self._into)
         elif "scratch" in request:
@@ -291,12 +300,8 @@ class Desk:
         def placed(offset: int, shape: Sequence[int], strides: Sequence[int] | None = None) -> Array:
             return np.ndarray(shape, np.float32, self._memory, offset, strides)
 
-        given, self._into = ({name: placed(*at) for name, at in some.items()} for some in (arrays, into))
-        self._call = self._caller.prepare(given, self._into, **asked)
-
-    def go(self) -> None:
-        """Make the prepared call."""
-        self._call()
+        inputs, self._into = ({name: placed(*at) for name, at in some.items()} for some in (arrays, into))
+        self.call = self._caller.prepare(inputs, self._into, **asked)
 
 
 def main(channel: int, notes: int, memory: int, with_torch: bool = False) -> None:
@@ -311,8 +316,11 @@ def main(channel: int, notes: int, memory: int, with_torch: bool = False) -> Non
             if torch.cuda.is_available():
                 torch.zeros(1, device="cuda")
                 nvrtc.versions()
-    desk, read, write, text = Desk(memory), os.read, os.write, b""
-    go, known = desk.go, set[str]()
+    desk = Desk(memory)
+    read = os.read
+    write = os.write
+    text = b""
+    known = set[str]()
 
     def note(name: str) -> None:
         if name not in known:
@@ -327,7 +335,7 @@ def main(channel: int, notes: int, memory: int, with_torch: bool = False) -> Non
         answer: Any = {}
         try:
             if text == GO:
-                go()
+                desk.call()
             else:
                 answer = desk.answer(json.loads(text))
         except BuildError as error:

@@ -29,7 +29,7 @@ def spans(numbers: list[int]) -> str:
     known = set(numbers)
     starts, ends = ([n for n in numbers if n + step not in known] for step in (-1, 1))
     texts = [f"{a} to {b}" if b > a else f"{a}" for a, b in zip(starts, ends)]
-    return ", ".join(texts[:6]) + ", ..." * (len(texts) > 6)
+    return ", ".join(texts if len(texts) <= 6 else [*texts[:6], "..."])
 
 
 def verdict(file: Path, outcome: Verdict, size: Size) -> str:
@@ -56,11 +56,11 @@ def verdict(file: Path, outcome: Verdict, size: Size) -> str:
     return "\n".join(lines)
 
 
-def shown(case: Case, of: Subject, got: Floats) -> dict[str, Any]:
+def shown(case: Case, subject: Subject, got: Floats) -> dict[str, Any]:
     """What is shown of a wrong result: the worst number, a picture, and the numbers of the worst row."""
-    exact = of.expected(case)
+    exact = subject.expected(case)
     ratio = exact.error(got) / exact.allowed
-    matrix, part = first_part(of.rows(case), ratio > 1)
+    matrix, part = first_part(subject.rows(case), ratio > 1)
     ratio = ratio[:, :, part]
     off = ratio > 1
     b, h, i, c = (int(n) for n in np.unravel_index(ratio.argmax(), ratio.shape))
@@ -117,13 +117,12 @@ def library(file: Path, outcome: Verdict, size: Size) -> str:
 
 def memory(file: Path, outcome: Verdict, size: Size) -> str:
     """What the sanitizers say."""
-    titles = ("memory", *[""] * len(outcome.memory))
-    return "\n".join(map(line, titles, outcome.memory))
+    return "\n".join(line("" if i else "memory", message) for i, message in enumerate(outcome.memory))
 
 
 def call(device: str, size: Size) -> str:
     """The timed call, in words."""
-    mask = ("causal" if size.causal else "no mask") + ", backward" * size.backward
+    mask = ("causal" if size.causal else "no mask") + (", backward" if size.backward else "")
     case = f"{counted(size.heads, 'head')} of N = {size.N}, d = {size.d}, {mask}"
     return f"{case}, {counted(size.threads, 'thread')}" if device == "cpu" else case
 
@@ -160,17 +159,17 @@ def speed(file: Path, outcome: Verdict, size: Size) -> str:
     return "\n".join(lines)
 
 
-def header(file: Path, said: dict[str, Any], size: Size) -> str:
+def header(file: Path, found: dict[str, Any], size: Size) -> str:
     """What score_mod.tried() found, in lines."""
-    if said["wrong"]:
-        return f"{file.name} is wrong\n{line('at', said['at'])}\nbecause     {said['wrong']}"
-    ms = dict(said["ms"])
+    if found["wrong"]:
+        return f"{file.name} is wrong\n{line('at', found['at'])}\nbecause     {found['wrong']}"
+    ms = dict(found["ms"])
     cost = f"part4 takes {ms['part4']:.3g} ms with it, {ms.pop('without'):.3g} without"
     none = "none, so no gradient: float slope(float s, At at) is score's derivative by s"
     lines = (
         f"{file.name} is right in {counted(len(CASES), 'case')}, in {', '.join(ms)}",
-        line("slope", "as score's differences say; part4's gradients are right" if said["slope"] else none),
-        line("speed", f"{cost}: {call('cpu', size)}; {said['cpu']}"),
+        line("slope", "as score's differences say; part4's gradients are right" if found["slope"] else none),
+        line("speed", f"{cost}: {call('cpu', size)}; {found['cpu']}"),
         line("ladder", ", ".join(f"{name} {each:.3g}" for name, each in ms.items()) + " ms with it"),
     )
     return "\n".join(lines)

@@ -50,12 +50,12 @@ def search(file: Path, backward: bool, crashed: int | None, stop: Stop = None) -
     for each in searches:
         finding = None
         try:
-            said, finding = each()
+            message, finding = each()
         except BuildError as error:
-            said = f"not searched: {error}"
+            message = f"not searched: {error}"
         except subprocess.TimeoutExpired:
-            said = f"not searched: a sanitizer took more than {SECONDS} s"
-        yield said, finding
+            message = f"not searched: a sanitizer took more than {SECONDS} s"
+        yield message, finding
         if finding:
             return
 
@@ -71,10 +71,10 @@ def _races(file: Path, backward: bool, stop: Stop) -> tuple[str, Finding | None]
     if re.search(r"\bomp\b", user_kernel.joined(user_kernel.sources(file))):
         return "races were not searched: ThreadSanitizer does not know OpenMP's threads", None
     for case in RACES:
-        said = _said(file, "thread", case, backward, stop)
-        if "FATAL: ThreadSanitizer" in said:
+        report = _said(file, "thread", case, backward, stop)
+        if "FATAL: ThreadSanitizer" in report:
             return "races were not searched: ThreadSanitizer does not run here", None
-        if finding := of_thread_sanitizer(said, *names(file)):
+        if finding := of_thread_sanitizer(report, *names(file)):
             return f"ThreadSanitizer: {finding.sentence}", finding
     return f"no race in {len(RACES)} calls under ThreadSanitizer", None
 
@@ -98,8 +98,8 @@ def _cuda(file: Path, stop: Stop) -> tuple[str, Finding | None]:
     words = [sys.executable, "-m", "shakespeare.own.trial.player_process", "once", str(file.resolve())]
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--print-limit", "3", *words]
-        said = "\n".join(run(command, SECONDS, stop, **env)[1:])
-        if finding := of_compute_sanitizer(said, *names(file)):
+        report = "\n".join(run(command, SECONDS, stop, **env)[1:])
+        if finding := of_compute_sanitizer(report, *names(file)):
             return f"compute-sanitizer: {finding.sentence}", finding
     return "no access out of bounds and no race by compute-sanitizer", None
 
@@ -109,32 +109,33 @@ def names(file: Path) -> list[str]:
     return [path.name for path in user_kernel.sources(file)]
 
 
-def lines_in(said: str, *names: str) -> list[str]:
+def lines_in(report: str, *names: str) -> list[str]:
     """Where a report names a user's file: ' at mine.cpp:28'."""
     either = "|".join(map(re.escape, names))
-    return [f" at {place}" for place in re.findall(rf"(?:{either}):\d+", said)]
+    return [f" at {place}" for place in re.findall(rf"(?:{either}):\d+", report)]
 
 
-def of_address_sanitizer(said: str, *names: str) -> Finding | None:
+def of_address_sanitizer(report: str, *names: str) -> Finding | None:
     """The access that AddressSanitizer found, with its line in a user's file; else None."""
-    error = re.search(r"ERROR: AddressSanitizer: ([\w-]+)", said)
+    error = re.search(r"ERROR: AddressSanitizer: ([\w-]+)", report)
     if not error:
         return None
-    kind, where = error[1], "".join(lines_in(said, *names)[:1])
-    access = re.search(r"(READ|WRITE) of size (\d+)", said)
+    kind = error[1]
+    where = "".join(lines_in(report, *names)[:1])
+    access = re.search(r"(READ|WRITE) of size (\d+)", report)
     if kind in ERRORS or not access:
         return Finding("bounds" if kind == "SEGV" else "crash", f"{ERRORS.get(kind, kind)}{where}")
     place = f"out of bounds ({kind.replace('-', ' ')})"
-    if region := re.search(r"located \d+ bytes (.*?)\[(0x[0-9a-f]+)", said):
+    if region := re.search(r"located \d+ bytes (.*?)\[(0x[0-9a-f]+)", report):
         side = "before" if re.search("left|before", region[1]) else "beyond"
-        matrices = {int(at, 16): matrix for matrix, at in re.findall(r"([a-z]\w*) at (0x[0-9a-f]+)", said)}
+        matrices = {int(at, 16): matrix for matrix, at in re.findall(r"([a-z]\w*) at (0x[0-9a-f]+)", report)}
         place = f"{side} {matrices.get(int(region[2], 16), 'a matrix')}"
     return Finding("bounds", f"{access[1].lower()} of {access[2]} bytes {place}{where}")
 
 
-def of_thread_sanitizer(said: str, *names: str) -> Finding | None:
+def of_thread_sanitizer(report: str, *names: str) -> Finding | None:
     """The race that ThreadSanitizer found in a user's file; else None."""
-    for race in said.split("WARNING: ThreadSanitizer: data race")[1:]:
+    for race in report.split("WARNING: ThreadSanitizer: data race")[1:]:
         stacks = re.split(r"\n\s+(?:Previous )?(?:[Ww]rite|[Rr]ead|Atomic) ", race)[1:3]
         at = [line for stack in stacks for line in lines_in(stack, *names)[:1]]
         if at:
@@ -143,13 +144,13 @@ def of_thread_sanitizer(said: str, *names: str) -> Finding | None:
     return None
 
 
-def of_compute_sanitizer(said: str, *names: str) -> Finding | None:
+def of_compute_sanitizer(report: str, *names: str) -> Finding | None:
     """The access or the race that compute-sanitizer found; else None."""
-    where = "".join(lines_in(said, *names)[:1])
-    if access := re.search(r"Invalid (\S+) (read|write|atomic) of size (\d+)", said):
+    where = "".join(lines_in(report, *names)[:1])
+    if access := re.search(r"Invalid (\S+) (read|write|atomic) of size (\d+)", report):
         memory = access[1].strip("_")
         return Finding("bounds", f"{access[2]} of {access[3]} bytes out of bounds of {memory} memory{where}")
-    if re.search(r"Race reported|Potential \S+ hazard|hazard detected", said):
+    if re.search(r"Race reported|Potential \S+ hazard|hazard detected", report):
         what = f"threads of a block race for shared memory{where}: is a __syncthreads() missing?"
         return Finding("race", what)
     return None

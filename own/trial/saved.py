@@ -20,8 +20,17 @@ SIZE = {"N": float, "d": float, "heads": float, "causal": bool, "threads": float
 CALL = {"cpu": str, "device": str, **SIZE}  # what two entries must share to be compared
 # What a line holds. sha256: of the sources. ms, share: of the timed call, and of the peak. library: as in
 # Verdict. date: in UTC. version: of this project.
-FIELDS = {"file": str, "sha256": str, **CALL, "ms": float, "share": float, "right": bool}
-FIELDS |= {"library": str, "date": str, "version": str}
+FIELDS = {
+    "file": str,
+    "sha256": str,
+    **CALL,
+    "ms": float,
+    "share": float,
+    "right": bool,
+    "library": str,
+    "date": str,
+    "version": str,
+}
 HOW = "--save FILE.jsonl keeps this result for a ranking by bench --load"
 TITLES = ("rank", "file", "of", "ms", "% of the peak", "times as fast as the best", "date")
 
@@ -74,7 +83,7 @@ def entries(path: Path) -> list[Entry]:
     Raises ValueError, which names the file and the line, for another form.
     """
     found = []
-    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path] * path.exists():
+    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else filter(Path.exists, [path]):
         for number, line in enumerate(file.read_text(errors="replace").split("\n"), 1):
             try:
                 found += [_checked(json.loads(line)) | {"of": file.stem}] if line else []
@@ -123,12 +132,12 @@ def text(rows: list[Entry], form: str) -> str:
 
         return flat(rows, form)
     tables = []
-    for of, group in groupby(rows, call):
+    for key, group in groupby(rows, call):
         lines = []
         for e in group:
             ms, share, over = (f"{x:.3g}" if x else "" for x in (e["ms"], 100 * e["share"], e["over_best"]))
             lines.append([e["rank"] or e["library"], e["file"], e["of"], ms, share, over, e["date"]])
-        cpu, device, *size = of
+        cpu, device, *size = key
         title = f"{cpu}: {report.call(device, Size(**dict(zip(SIZE, size))))}"
         tables.append(f"{title}\n\n{markdown(TITLES, lines)}")
     return "\n\n".join(tables) or "Nothing was saved."

@@ -48,14 +48,15 @@ def check_slope(mod: rules.ScoreMod, s: Tensor) -> None:
     off = off & (score > rules.HIDDEN) & narrow.isfinite() | slope.isnan()
     if off.double().mean() > KINKS:
         place = off.nonzero()[0].tolist()
-        given, right = slope[tuple(place)], narrow[tuple(place)]
-        raise ValueError(f"slope{at(s, place)} is {given:.6g}; score's differences there are {right:.6g}")
+        got = slope[tuple(place)]
+        right = narrow[tuple(place)]
+        raise ValueError(f"slope{at(s, place)} is {got:.6g}; score's differences there are {right:.6g}")
 
 
 def check(mod: rules.ScoreMod, header: Path, case: Case) -> None:
     """Raise ValueError unless all parts compute what the header says, with gradients if it has a slope."""
     torch.set_num_threads(case.threads)
-    q, k, v = given = [*map(torch.from_numpy, cases.inputs(case))]
+    q, k, v = tensors = [*map(torch.from_numpy, cases.inputs(case))]
     s = (case.applied * q) @ k.mT
     score, again, near = (mod.change(t)[0] for t in (s, s, s + NEAR * s))
     for place in (score.isnan() | (score == math.inf)).nonzero()[:1].tolist():
@@ -69,11 +70,12 @@ def check(mod: rules.ScoreMod, header: Path, case: Case) -> None:
     floor = cases.floor(float(grown[grown.isfinite()].max()))
     call = partial(attention, causal=case.causal, scale=case.applied, score_mod=header)
     kinds = torch.double, q.dtype, q.dtype
-    doubles, *leaves = ([t.to(kind, copy=True).requires_grad_() for t in given] for kind in kinds)
+    doubles, *leaves = ([t.to(dtype, copy=True).requires_grad_() for t in tensors] for dtype in kinds)
     ruled: Any = {"rules": rules.checked({"score_mod": header}, q, case.Nk)}
     exact: Any = reference.attention(*doubles, causal=case.causal, scale=case.applied, **ruled)
-    results: dict[str, list[Tensor]] = {part: [call(part, *given)] for part in ("part0", *LADDER["cpu"])}
-    definition, names = [exact.detach()], ["output"]
+    results: dict[str, list[Tensor]] = {part: [call(part, *tensors)] for part in ("part0", *LADDER["cpu"])}
+    definition = [exact.detach()]
+    names = ["output"]
     if mod.has_slope:
         names += [f"gradient of {name}" for name in "qkv"]
         definition += torch.autograd.grad(exact.sum(), doubles)

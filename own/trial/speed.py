@@ -25,7 +25,8 @@ WIDER = 2  # d is so many times larger in the call that tells the softmax's time
 MUCH = 0.4  # share of the time that a softmax should not take
 GROWN = 1.35  # by this much a score costs more at N than at N / SMALLER where the caches are the bound
 NEAR = 0.7  # share of the peak that leaves little
-PART2, PART3 = "docs/learn/attention.md#part-2-blocks", "docs/learn/attention.md#part-3-one-row-at-a-time"
+PART2 = "docs/learn/attention.md#part-2-blocks"
+PART3 = "docs/learn/attention.md#part-3-one-row-at-a-time"
 PART4 = "docs/learn/attention.md#part-4-tiles-and-an-online-softmax"
 GPU = "docs/learn/gpu.md#how-attention-gets-fast-on-a-gpu"
 # What bounds a kernel: where that is explained, and what to do next.
@@ -109,7 +110,7 @@ class Figures:
 
     @property
     def share(self) -> float:
-        """Of the peak."""
+        """The share of the peak that the kernel reaches."""
         return self.flops / (1e-3 * self.ms["own"]) / self.peak
 
     @property
@@ -132,13 +133,16 @@ class Figures:
 
 def measure(file: Path, size: Size, stop: Stop = None) -> Figures | Finding:
     """The figures of a right kernel, or why there are none. Raises Stopped if stop()."""
-    if why := user_kernel.read(file).untimed:
+    why = user_kernel.read(file).untimed
+    if why:
         return Finding(UNTIMED, why)
-    said = told("measuring", file, size, stop, "it was not timed")
-    return said if isinstance(said, Finding) else Figures(**said)
+    answer = from_process("measuring", file, size, stop, "it was not timed")
+    return answer if isinstance(answer, Finding) else Figures(**answer)
 
 
-def told(module: str, file: Path, size: Size, stop: Stop, failed: str, *asked: str, **settings: str) -> Any:
+def from_process(
+    module: str, file: Path, size: Size, stop: Stop, failed: str, *asked: str, **settings: str
+) -> Any:
     """What a module's process prints of a file, as JSON; a Finding if it is one, or if the process failed."""
     command = [sys.executable, "-m", f"shakespeare.own.trial.{module}", str(file.resolve())]
     command += [json.dumps(asdict(size)), *asked]
@@ -149,8 +153,8 @@ def told(module: str, file: Path, size: Size, stop: Stop, failed: str, *asked: s
     if code or not out:
         why = signalled(code) if code < 0 else (err.splitlines() or ["no reason given"])[-1]
         return Finding(UNTIMED, f"{failed}: {why}")
-    said = json.loads(out.splitlines()[-1])
-    return Finding(**said) if "kind" in said else said
+    answer = json.loads(out.splitlines()[-1])
+    return Finding(**answer) if "kind" in answer else answer
 
 
 def place(figures: Figures) -> str:
@@ -166,12 +170,13 @@ def place(figures: Figures) -> str:
 
 def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
     """What bounds it and what to do next, and where that is explained. text: the kernel's source."""
-    name, rate = bound(figures, size, text), figures.products
+    name = bound(figures, size, text)
+    rate = figures.products
     page, sentence = HINTS[name]
     if name in figures.ms:
         return f"{name} takes {figures.ms[name]:.3g} ms: {sentence}", page
     waits = rate * figures.latency < 8 * size.threads
-    said = sentence.format(
+    advice = sentence.format(
         share=100 * figures.share,
         softmax=100 * figures.softmax,
         chain="one addition waits for the one before it" if waits else "one number at a time",
@@ -183,12 +188,14 @@ def hint(figures: Figures, size: Size, text: str) -> tuple[str, str]:
         matrix=size_text(4 * size.N * size.N),
         scratch=size_text(figures.scratch or 0),
     )
-    return said, page
+    return advice, page
 
 
 def bound(figures: Figures, size: Size, text: str) -> str:
     """What bounds a kernel, one of HINTS."""
-    ms, rate, scratch = figures.ms, figures.products, figures.scratch or 0
+    ms = figures.ms
+    rate = figures.products
+    scratch = figures.scratch or 0
     if figures.device == "cuda":
         return next((name for name in LADDER["cuda"][1:] if ms.get(name, 0) < 0.9 * ms["own"]), "float32")
     if figures.share >= NEAR:

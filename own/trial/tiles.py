@@ -18,7 +18,7 @@ from typing import Any
 from shakespeare.attention_ext import user_kernel
 from shakespeare.lab.cuda.architectures import SHEETS
 from shakespeare.own.trial.diagnosis import Finding
-from shakespeare.own.trial.speed import Size, Stop, told
+from shakespeare.own.trial.speed import Size, Stop, from_process
 
 Tiles = list[dict[str, Any]]
 
@@ -32,7 +32,7 @@ def swept(file: Path, size: Size, stop: Stop = None, arch: str = "sm_90") -> Til
     """
     if not user_kernel.read(file).triton:
         return []
-    return told("tiles", file, size, stop, "they were not compiled", arch, TRITON_INTERPRET="0")
+    return from_process("tiles", file, size, stop, "they were not compiled", arch, TRITON_INTERPRET="0")
 
 
 def no_gpu(arch: str) -> Any:
@@ -57,7 +57,8 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
     import torch
     import triton
 
-    on_gpu, rows = user_kernel.has_gpu(), Tiles()
+    on_gpu = user_kernel.has_gpu()
+    rows = Tiles()
     if not on_gpu:
         triton.runtime.driver.set_active(no_gpu(arch))
 
@@ -65,11 +66,19 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
         (cubin,) = (path for name, path in metadata_group.items() if name.endswith(".cubin"))
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
         used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        row = {"kernel": src.name, "arch": f"sm_{metadata['target'].arch}", "shared": metadata["shared"]}
-        row |= {"warps": metadata["num_warps"], "stages": metadata["num_stages"], "fits": True, "ms": None}
+        row = {
+            "kernel": src.name,
+            "arch": f"sm_{metadata['target'].arch}",
+            "shared": metadata["shared"],
+            "warps": metadata["num_warps"],
+            "stages": metadata["num_stages"],
+            "fits": True,
+            "ms": None,
+        }
         for name, title in (("registers", "REG"), ("spilled", "STACK")):
             row[name] = max(map(int, re.findall(rf"\b{title}:(\d+)", used)))
-        names, constants = src.fn.arg_names, src.constants.items()
+        names = src.fn.arg_names
+        constants = src.constants.items()
         rows.append(row | {"sizes": {names[i]: n for (i, *_), n in constants if i in src.fn.constexprs}})
 
     triton.knobs.compilation.listener = keep
@@ -84,7 +93,8 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
             for config, (ms, *_) in getattr(tuner, "configs_timings", {}).items():
                 asked = row["sizes"] | config.kwargs, config.num_warps, config.num_stages
                 if asked == (row["sizes"], row["warps"], row["stages"]):
-                    row |= {"fits": ms < math.inf, "ms": ms if on_gpu and ms < math.inf else None}
+                    row["fits"] = ms < math.inf
+                    row["ms"] = ms if on_gpu and ms < math.inf else None
             row["sizes"] = {name: row["sizes"][name] for name in tuner.configs[0].kwargs}
     return sorted(rows, key=lambda row: row["ms"] or math.inf)
 

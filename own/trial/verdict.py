@@ -86,8 +86,10 @@ class Verdict:
         """Add what sanitizers find. Raises Stopped if stop()."""
         if self.refused or self.finding and self.finding.kind == "endless":
             return
-        for said, finding in sanitizers.search(file, self.backward, self.case if self.wrong else None, stop):
-            self.memory.append(said)
+        for message, finding in sanitizers.search(
+            file, self.backward, self.case if self.wrong else None, stop
+        ):
+            self.memory.append(message)
             if finding:
                 self.add(finding, "a call under a sanitizer")
 
@@ -97,7 +99,7 @@ class Verdict:
         settle: Callable[[], object],
         chosen: Mapping[Case, int],
         seconds: float,
-        of: Subject,
+        subject: Subject,
     ) -> None:
         """Try a kernel with cases, and explain what is wrong. Raises as Player.call() does.
 
@@ -114,7 +116,7 @@ class Verdict:
                 self.case = number
             start = time.perf_counter()
             results = (run(case) for _ in range(case.repeats))
-            bad = next((got for got in results if not of.expected(case).allows(got)), None)
+            bad = next((got for got in results if not subject.expected(case).allows(got)), None)
             spent = time.perf_counter() - start
             self.tried += 1
             if bad is None:
@@ -123,14 +125,14 @@ class Verdict:
                 if not wrong:
                     settle()
                     self.wrong = True
-                    self.shown = case, of, bad
+                    self.shown = case, subject, bad
                 wrong[case] = bad
             if case.work >= MEASURED_WORK:
                 fastest = min(fastest, spent / case.work / case.repeats)
         settle()
         if wrong:
             with contextlib.suppress(RuntimeError, Wrong, Gone):
-                self.finding = diagnosis.diagnose(run, wrong, of)
+                self.finding = diagnosis.diagnose(run, wrong, subject)
 
 
 class Checker:
@@ -165,8 +167,10 @@ class Checker:
 
         seconds: that a call may take before it is endless. seed: of the inputs. windowed: also with a window.
         """
-        played, source, verdict = self.warm(file), user_kernel.read(file), Verdict(backward=backward)
-        of = BACKWARD if backward else FORWARD
+        played = self.warm(file)
+        source = user_kernel.read(file)
+        verdict = Verdict(backward=backward)
+        subject = BACKWARD if backward else FORWARD
         on_gpu = source.device == "cuda"
         most_work = SIMULATED_WORK if source.simulated == "numba" else math.inf
         every = enumerate(cases.seeded(seed, windowed))
@@ -175,21 +179,21 @@ class Checker:
         if source.triton and on_gpu:  # it compiles for new sizes and tiles
             seconds = compiling
         limits = chain([compiling], repeat(seconds))
-        beside = threading.Thread(target=lambda: [*map(of.expected, chosen)])
+        beside = threading.Thread(target=lambda: [*map(subject.expected, chosen)])
         beside.start()  # while a compiler runs
 
         def run(case: Case, inputs: Sequence[Array] | None = None, **settings: Any) -> Floats:
-            given = dict(zip(of.names, of.inputs(case) if inputs is None else inputs))
+            matrices = dict(zip(subject.names, subject.inputs(case) if inputs is None else inputs))
             asked: dict[str, Any] = {"causal": case.causal, "scale": case.applied, "threads": case.threads}
             if windowed:
                 asked["window"] = case.window
-            return np.array(played.call(given, next(limits), **asked | settings)[0], np.float64)
+            return np.array(played.call(matrices, next(limits), **asked | settings)[0], np.float64)
 
         try:
             played.load(file, None if on_gpu else MOST_MEMORY, backward)
             beside.join()
             verdict.sources = played.sources
-            verdict.try_cases(run, played.settle, chosen, math.inf if on_gpu else seconds, of)
+            verdict.try_cases(run, played.settle, chosen, math.inf if on_gpu else seconds, subject)
             verdict.library = played.library(file)
         except BuildError as error:
             verdict.refused = str(error)

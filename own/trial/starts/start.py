@@ -9,7 +9,8 @@ import torch
 
 
 def attention(q, k, v, causal, scale):
-    Nq, Nk = q.shape[2], k.shape[2]
+    Nq = q.shape[2]
+    Nk = k.shape[2]
     # S = scale * Q K^T, for all heads at once
     S = scale * (q @ k.mT)  # (B, H, Nq, Nk)
     if causal:  # query i sees the keys j <= i + (Nk - Nq)

@@ -39,16 +39,21 @@ def forward(
     CAUSAL: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(Nq, BLOCK_M)
-    i0, head = tl.program_id(0) % tiles * BLOCK_M, (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = head // H, head % H
-    i, c = i0 + tl.arange(0, BLOCK_M), tl.arange(0, COLS)
+    i0 = tl.program_id(0) % tiles * BLOCK_M
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    b = head // H
+    h = head % H
+    i = i0 + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, COLS)
     Qi = load(q, q_s, b, h, i, c, Nq, d)
     Oi = tl.zeros([BLOCK_M, COLS], tl.float32)
-    m, l = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
     keys = tl.minimum(Nk, i0 + BLOCK_M + Nk - Nq) if CAUSAL else Nk
     for j0 in range(0, keys, BLOCK_N):
         j = j0 + tl.arange(0, BLOCK_N)
-        Kj, Vj = load(k, k_s, b, h, j, c, Nk, d), load(v, v_s, b, h, j, c, Nk, d)
+        Kj = load(k, k_s, b, h, j, c, Nk, d)
+        Vj = load(v, v_s, b, h, j, c, Nk, d)
         # 'ieee': float32. Triton's default rounds to TF32, which has 10 bits of a fraction.
         Sij = scale * tl.dot(Qi, tl.trans(Kj), input_precision="ieee")
         seen = j[None, :] < Nk
@@ -56,7 +61,8 @@ def forward(
             seen &= j[None, :] <= i[:, None] + (Nk - Nq)
         Sij = tl.where(seen, Sij, float("-inf"))
         m_new = tl.maximum(m, tl.max(Sij, 1))
-        correction, Pij = tl.exp(m - m_new), tl.exp(Sij - m_new[:, None])
+        correction = tl.exp(m - m_new)
+        Pij = tl.exp(Sij - m_new[:, None])
         l = correction * l + tl.sum(Pij, 1)
         Oi = correction[:, None] * Oi + tl.dot(Pij, Vj, input_precision="ieee")
         m = m_new
@@ -66,7 +72,8 @@ def forward(
 
 def attention(q, k, v, causal, scale):
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
-    (B, H, Nq, d), Nk = q.shape, k.shape[2]
+    B, H, Nq, d = q.shape
+    Nk = k.shape[2]
     out = torch.empty(q.shape, device=q.device)
     strides = (t.stride()[:3] for t in (q, k, v))
     COLS = max(16, triton.next_power_of_2(d))  # tl.dot takes at least 16

@@ -38,15 +38,21 @@ def backward(
     CAUSAL: tl.constexpr, COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(Nk, BLOCK_N)
-    j0, head = tl.program_id(0) % tiles * BLOCK_N, (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = head // H, head % H
-    j, c = j0 + tl.arange(0, BLOCK_N), tl.arange(0, COLS)
-    Kj, Vj = load(k, k_s, b, h, j, c, Nk, d), load(v, v_s, b, h, j, c, Nk, d)
-    dKj, dVj = tl.zeros([BLOCK_N, COLS], tl.float32), tl.zeros([BLOCK_N, COLS], tl.float32)
+    j0 = tl.program_id(0) % tiles * BLOCK_N
+    head = (tl.program_id(0) // tiles).to(tl.int64)
+    b = head // H
+    h = head % H
+    j = j0 + tl.arange(0, BLOCK_N)
+    c = tl.arange(0, COLS)
+    Kj = load(k, k_s, b, h, j, c, Nk, d)
+    Vj = load(v, v_s, b, h, j, c, Nk, d)
+    dKj = tl.zeros([BLOCK_N, COLS], tl.float32)
+    dVj = tl.zeros([BLOCK_N, COLS], tl.float32)
     first = tl.maximum(0, j0 - (Nk - Nq)) // BLOCK_M * BLOCK_M if CAUSAL else 0
     for i0 in range(first, Nq, BLOCK_M):
         i = i0 + tl.arange(0, BLOCK_M)
-        Qi, dOi = load(q, q_s, b, h, i, c, Nq, d), load(dout, dout_s, b, h, i, c, Nq, d)
+        Qi = load(q, q_s, b, h, i, c, Nq, d)
+        dOi = load(dout, dout_s, b, h, i, c, Nq, d)
         lse_i = tl.load(lse + head * Nq + i, mask=i < Nq, other=0.0)
         Di = tl.load(dots + head * Nq + i, mask=i < Nq, other=0.0)
         seen = (i[:, None] < Nq) & (j[None, :] < Nk)
@@ -57,17 +63,20 @@ def backward(
         dVj += tl.dot(tl.trans(Pij), dOi, input_precision="ieee")
         dPij = tl.dot(dOi, tl.trans(Vj), input_precision="ieee")
         dSij = scale * Pij * (dPij - Di[:, None])
-        at, inside = (head * Nq + i[:, None]) * d + c[None, :], (i[:, None] < Nq) & (c[None, :] < d)
+        at = (head * Nq + i[:, None]) * d + c[None, :]
+        inside = (i[:, None] < Nq) & (c[None, :] < d)
         tl.atomic_add(dq + at, tl.dot(dSij, Kj, input_precision="ieee"), mask=inside, sem="relaxed")
         dKj += tl.dot(tl.trans(dSij), Qi, input_precision="ieee")
-    at, inside = (head * Nk + j[:, None]) * d + c[None, :], (j[:, None] < Nk) & (c[None, :] < d)
+    at = (head * Nk + j[:, None]) * d + c[None, :]
+    inside = (j[:, None] < Nk) & (c[None, :] < d)
     tl.store(dk + at, dKj, mask=inside)
     tl.store(dv + at, dVj, mask=inside)
 
 
 def attention_backward(q, k, v, out, lse, dout, causal, scale):
     q, k, v, dout = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v, dout))
-    (B, H, Nq, d), Nk = q.shape, k.shape[2]
+    B, H, Nq, d = q.shape
+    Nk = k.shape[2]
     dq, dk, dv = (torch.zeros(t.shape, device=q.device) for t in (q, k, v))
     dots = (dout * out).sum(-1).contiguous()  # D, (B, H, Nq)
     strides = [t.stride()[:3] for t in (q, k, v, dout)]
