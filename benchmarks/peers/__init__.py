@@ -8,6 +8,8 @@ from torch import Tensor
 
 from shakespeare.model.gpt import GPT
 
+Texts = list[list[int]]  # token ids of equally long texts
+
 
 class Peer:
     """An engine that holds a model's weights; the first call with a batch size may allocate its buffers.
@@ -29,7 +31,7 @@ class Peer:
         """Logits (T, V) of the token after each of `ids` (T,); only rounded weights need it, for the loss."""
         raise NotImplementedError
 
-    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+    def greedy_batch(self, prompts: Texts, count: int) -> Texts:
         """The `count` likeliest tokens that follow each of several prompts of equal length."""
         raise NotImplementedError
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Peer
+from benchmarks.peers import Peer, Texts
 from benchmarks.peers.pytorch import gpt2
 from shakespeare.model.gpt import GPT
 
@@ -49,7 +49,7 @@ class CTranslate2(Peer):
     def every_logits(self, ids: list[int]) -> Tensor:
         return torch.from_numpy(np.array(self.generator.forward_batch([ids])))[0]
 
-    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+    def greedy_batch(self, prompts: Texts, count: int) -> Texts:
         named = [[str(token) for token in prompt] for prompt in prompts]
         settings = {"max_length": count, "end_token": [], "include_prompt_in_result": False}
         return [result.sequences_ids[0] for result in self.generator.generate_batch(named, **settings)]

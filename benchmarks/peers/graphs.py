@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.peers import Texts
 from benchmarks.peers.pytorch import CachedPyTorch
 from shakespeare.model.gpt import GPT
 
@@ -36,21 +37,16 @@ class GraphPyTorch(CachedPyTorch):
 
     def step(self, B: int) -> None:
         """Read the token at `position` of each text, and store the likeliest next one."""
-        c = self.config
         at = self.position
         tokens = self.tokens[B]
-        C = c.n_embd
-        T = c.block_size
         x = F.embedding(tokens.index_select(0, at)[0], self.wte) + self.wpe.index_select(0, at)  # (B, C)
-        seen = (torch.arange(T, device=self.device) <= at)[None, None, None]
-        for (ln_1, c_attn, c_proj, ln_2, c_fc, down), cache in zip(self.layers, self.cache(B)):
-            qkv = F.linear(F.layer_norm(x, (C,), *ln_1), *c_attn)
-            qkv = qkv.view(B, 1, 3, c.n_head, c.head_dim).permute(2, 0, 3, 1, 4)  # (3, B, H, 1, d)
+        seen = (torch.arange(self.config.block_size, device=self.device) <= at)[None, None, None]
+
+        def over_cache(qkv: Tensor, cache: Tensor) -> Tensor:
             cache.index_copy_(3, at, qkv[1:])
-            y = attend(qkv[0], cache[0], cache[1], seen)  # (B, H, 1, d)
-            x = x + F.linear(y.transpose(1, 2).reshape(B, C), *c_proj)
-            x = x + F.linear(F.gelu(F.linear(F.layer_norm(x, (C,), *ln_2), *c_fc)), *down)
-        tokens.index_copy_(0, at + 1, F.linear(F.layer_norm(x, (C,), *self.ln_f), self.wte).argmax(-1)[None])
+            return attend(qkv[0], cache[0], cache[1], seen)
+
+        tokens.index_copy_(0, at + 1, self.last_logits(x[:, None], over_cache).argmax(-1)[None])
         self.position += 1
 
     def captured(self, run: Callable[[], object]) -> Callable[[], object]:
@@ -68,7 +64,7 @@ class GraphPyTorch(CachedPyTorch):
         return graph.replay
 
     @torch.inference_mode()
-    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+    def greedy_batch(self, prompts: Texts, count: int) -> Texts:
         B = len(prompts)
         T = len(prompts[0])
         if count == 1:
@@ -82,7 +78,7 @@ class GraphPyTorch(CachedPyTorch):
             self.steps[B]()
         return self.tokens[B][T : T + count].T.tolist()
 
-    def first_tokens(self, prompts: list[list[int]]) -> list[list[int]]:
+    def first_tokens(self, prompts: Texts) -> Texts:
         """The likeliest token after a prompt each."""
         given = torch.tensor(prompts, device=self.device)
         if given.numel() not in self.prompts:

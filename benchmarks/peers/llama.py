@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Peer
+from benchmarks.peers import Peer, Texts
 from shakespeare.model.gguf_file import write_gguf
 from shakespeare.model.gpt import GPT
 
@@ -74,7 +74,7 @@ class LlamaCpp(Peer):
         return self.contexts[B, flash]
 
     def run(
-        self, prompts: list[list[int]], count: int, flash: bool = False, every: bool = False
+        self, prompts: Texts, count: int, flash: bool = False, every: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """The tokens (B, count) after the prompts, and last logits (B, V). every: (T, V) of one prompt."""
         api = self.api
@@ -107,7 +107,7 @@ class LlamaCpp(Peer):
     def every_logits(self, ids: list[int]) -> Tensor:
         return torch.tensor(self.run([ids], 1, every=True)[1])
 
-    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+    def greedy_batch(self, prompts: Texts, count: int) -> Texts:
         return self.run(prompts, count)[0].tolist()
 
     def prefill(self, ids: list[int]) -> None:

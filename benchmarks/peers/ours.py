@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Peer
+from benchmarks.peers import Peer, Texts
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.gpu import opened
 from shakespeare.generation.engines.engine import Engine
@@ -28,7 +28,7 @@ def name_of(engine: str, weights: Precision, kv_cache: CachePrecision) -> str:
     return f"{engine} part4{precision}" + ("" if kv_cache is CachePrecision.FP32 else f" kv-{kv_cache}")
 
 
-def write(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+def write(engine: Engine, requests: Sequence[Request]) -> Texts:
     """The tokens of texts that are written together."""
     writer = Writer(engine, len(requests))
     texts = {writer.join(request): list[int]() for request in requests}
@@ -79,7 +79,7 @@ class Own(Peer):
             rows.append(self.engine.logits(0))
         return torch.tensor(rows)  # (T, V)
 
-    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+    def greedy_batch(self, prompts: Texts, count: int) -> Texts:
         if self.device == "cpu":
             requests = [Request(ids, sampling=GREEDY, max_new_tokens=count) for ids in prompts]
             return write(self.engine, requests)

@@ -1,12 +1,13 @@
 """Engines on PyTorch: its model without and with a key-value cache, and transformers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.peers import Peer, named_weights
+from benchmarks.peers import Peer, Texts, named_weights
 from shakespeare.model.gpt import GPT, causal_attention
 
 
@@ -28,7 +29,7 @@ class UncachedPyTorch(Peer):
         return self.gpt(torch.tensor([ids]), last_only=True)[0, -1]
 
     @torch.inference_mode()
-    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+    def greedy_batch(self, prompts: Texts, count: int) -> Texts:
         ids = torch.tensor(prompts)  # (B, T)
         for _ in range(count):
             token = self.gpt(ids, last_only=True).argmax(-1)  # (B, 1)
@@ -67,17 +68,27 @@ class CachedPyTorch(Peer):
 
     def forward(self, ids: Tensor, start: int) -> Tensor:
         """Logits (B, V) after `ids` (B, T), which continue the `start` tokens in the cache."""
-        c = self.config
         B, T = ids.shape
-        C = c.n_embd
         stop = start + T
-        x = (F.embedding(ids, self.wte) + self.wpe[start:stop]).view(B * T, C)
-        for (ln_1, c_attn, c_proj, ln_2, c_fc, down), cache in zip(self.layers, self.cache(B)):
-            qkv = F.linear(F.layer_norm(x, (C,), *ln_1), *c_attn)  # (B T, 3 C)
-            qkv = qkv.view(B, T, 3, c.n_head, c.head_dim).permute(2, 0, 3, 1, 4)  # (3, B, H, T, d)
+
+        def attend(qkv: Tensor, cache: Tensor) -> Tensor:
             cache[:, :, :, start:stop] = qkv[1:]
             k, v = cache[:, :, :, :stop].unbind()
-            y = F.scaled_dot_product_attention(qkv[0], k, v, is_causal=T > 1)  # (B, H, T, d)
+            return F.scaled_dot_product_attention(qkv[0], k, v, is_causal=T > 1)
+
+        return self.last_logits(F.embedding(ids, self.wte) + self.wpe[start:stop], attend)
+
+    def last_logits(self, x: Tensor, attend: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Logits (B, V) of the last tokens from embeddings (B, T, C).
+
+        attend: from q, k and v (3, B, H, T, d) and a layer's cache to the heads (B, H, T, d).
+        """
+        c = self.config
+        B, T, C = x.shape
+        x = x.view(B * T, C)
+        for (ln_1, c_attn, c_proj, ln_2, c_fc, down), cache in zip(self.layers, self.cache(B)):
+            qkv = F.linear(F.layer_norm(x, (C,), *ln_1), *c_attn)  # (B T, 3 C)
+            y = attend(qkv.view(B, T, 3, c.n_head, c.head_dim).permute(2, 0, 3, 1, 4), cache)
             x = x + F.linear(y.transpose(1, 2).reshape(B * T, C), *c_proj)
             x = x + F.linear(F.gelu(F.linear(F.layer_norm(x, (C,), *ln_2), *c_fc)), *down)
         return F.linear(F.layer_norm(x.view(B, T, C)[:, -1], (C,), *self.ln_f), self.wte)
@@ -95,7 +106,7 @@ class CachedPyTorch(Peer):
         return self.forward(torch.tensor([ids], device=self.device), 0)[0].float().cpu()
 
     @torch.inference_mode()
-    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+    def greedy_batch(self, prompts: Texts, count: int) -> Texts:
         ids = torch.tensor(prompts, device=self.device)  # (B, T)
         start = 0
         tokens = []
@@ -128,7 +139,7 @@ class Transformers(Peer):
         return self.gpt(torch.tensor([ids], device=self.device), logits_to_keep=1).logits[0, -1].float().cpu()
 
     @torch.inference_mode()
-    def greedy_batch(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+    def greedy_batch(self, prompts: Texts, count: int) -> Texts:
         ids = torch.tensor(prompts, device=self.device)
         mask = torch.ones_like(ids)
         out = self.gpt.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)

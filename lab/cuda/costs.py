@@ -107,9 +107,8 @@ def global_streams(
     scratch, repeats: of the launches' plan.
     """
     tile = kernel.tile
-    d = kernel.width
     backward = kernel.row.name in BACKWARD
-    row = float(case.dtype.bytes * case.heads * d)  # bytes of all heads
+    row = float(case.dtype.bytes * case.heads * kernel.width)  # bytes of all heads
     tiles = -(-case.Nq // tile.br)
 
     def passed(name: str, length: int, rows: int, at_a_time: int) -> Stream:
