@@ -94,12 +94,12 @@ class Source(NamedTuple):
             os.environ[SIMULATORS[self.simulated][1]] = "1"
 
 
-def checked_name(file: Path, backward: bool = False) -> str:
-    """A file's name. Raises ValueError if its suffix is none of a kernel's, or of a backward pass's."""
-    if file.suffix not in (suffixes := [*BACKWARD] if backward else SUFFIXES):
+def check_name(file: Path, backward: bool = False) -> None:
+    """Raise ValueError if a file's suffix is none of a kernel's, or of a backward pass's."""
+    suffixes = [*BACKWARD] if backward else SUFFIXES
+    if file.suffix not in suffixes:
         with_it = "with --backward " if backward else ""
         raise ValueError(f"FILE is {str(file)!r}; {with_it}it must end with {', '.join(suffixes)}")
-    return file.name
 
 
 def read(file: Path) -> Source:
@@ -114,7 +114,8 @@ def read(file: Path) -> Source:
     def imports(pattern: str) -> bool:
         return bool(re.search(rf"^\s*({pattern})\b", text, re.M))
 
-    triton, torch = imports(r"(import|from)\s+triton"), imports(r"(import|from)\s+torch")
+    triton = imports(r"(import|from)\s+triton")
+    torch = imports(r"(import|from)\s+torch")
     on_gpu = imports(r"from\s+numba\s+import\s.*\bcuda|(import|from)\s+numba\.cuda")
     package = "triton" if triton else "numba" if on_gpu else ""
     device, simulated = ("cuda", "") if package and has_gpu() else ("cpu", package)
@@ -263,9 +264,12 @@ class Native:
             raise BuildError(f"{file.name} must define {(BACKWARD if backward else MISSING)[file.suffix]}")
         self._struct: type[Sizes] = Gradient if backward else Call
         ends = "backward" if backward else "call"
-        self._scratch, self._run = self._c[f"own_scratch_of_{ends}"], self._c[f"own_{ends}"]
-        self._scratch.restype, self._run.restype = ctypes.c_int64, ctypes.c_char_p
-        self._scratch.argtypes, self._run.argtypes = (POINTER,), (POINTER, POINTER)
+        self._scratch = self._c[f"own_scratch_of_{ends}"]
+        self._run = self._c[f"own_{ends}"]
+        self._scratch.restype = ctypes.c_int64
+        self._run.restype = ctypes.c_char_p
+        self._scratch.argtypes = (POINTER,)
+        self._run.argtypes = (POINTER, POINTER)
 
     def scratch(self, B: int, H: int, Nq: int, Nk: int, d: int, causal: bool, threads: int) -> int:
         """The floats of scratch of a call. Raises RuntimeError if the file asks for less than none."""
@@ -293,7 +297,8 @@ class Native:
             name: t if t.shape[-1] == 1 or t.strides[-1] == 4 else np.ascontiguousarray(t)
             for name, t in given.items()
         }
-        (B, H, Nq, d), Nk = given["q"].shape, given["k"].shape[2]
+        B, H, Nq, d = given["q"].shape
+        Nk = given["k"].shape[2]
         if scratch is None:
             scratch = np.empty(self.scratch(B, H, Nq, Nk, d, causal, threads), np.float32)
         sizes = B, H, Nq, Nk, d, causal, scale, min(TILE, Nq), min(TILE, Nk), threads
@@ -302,10 +307,12 @@ class Native:
         # struct Rules of csrc/rules.h: left, and zeros for right, as it is causal, and for what is not given
         rules = window is not None and (ctypes.c_int64 * 32)(window)
         call = self._struct(*sizes, rules=ctypes.addressof(rules) if rules else None, **fields)
-        function, pointers = self._run, (ctypes.byref(call), scratch.ctypes.data)
+        function = self._run
+        pointers = (ctypes.byref(call), scratch.ctypes.data)
 
         def run(kept: Any = (given, into, call, scratch, rules)) -> None:
-            if why := function(*pointers):
+            why = function(*pointers)
+            if why:
                 raise RuntimeError(f"the kernel threw: {why.decode(errors='replace')}")
 
         return run
@@ -391,7 +398,8 @@ class OnCuda:
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        (B, H, Nq, d), Nk = q.shape, k.shape[2]
+        B, H, Nq, d = q.shape
+        Nk = k.shape[2]
         with torch.cuda.device(q.device):
             _, function, (br, threads, shared) = self._compiled(d, q.device.index or 0)
             data = (t.data_ptr() for t in (q, k, v, out))
@@ -460,7 +468,8 @@ class InPython:
         self.in_turn = bool(source.simulated)  # a simulator measures nothing
         if not callable(self._function):
             raise BuildError(f"{file.name} must define {(BACKWARD if backward else MISSING)['.py']}")
-        self._file, self._source = file, source
+        self._file = file
+        self._source = source
         self.takes_tensors = source.needs_torch
 
     def __call__(self, q: Any, k: Any, v: Any, *rest: Any, threads: int = 1) -> Any:
@@ -498,7 +507,8 @@ class InPython:
             result = torch.as_tensor(result, device=like.device).to(torch.float32)
         else:
             result = np.asarray(result, np.float32)
-        got, must = tuple(result.shape), tuple(like.shape)
+        got = tuple(result.shape)
+        must = tuple(like.shape)
         if got != must:
             raise RuntimeError(f"the function returned the shape {got}; it must be {name}'s, {must}")
         return result
@@ -512,7 +522,8 @@ def imported(file: Path) -> ModuleType:
     linecache.checkcache(str(file))
     for name in _modules.pop(file, ()):
         sys.modules.pop(name, None)
-    before, folder = set(sys.modules), str(file.parent)
+    before = set(sys.modules)
+    folder = str(file.parent)
     was = sys.dont_write_bytecode
     sys.dont_write_bytecode = True  # two versions that are saved in one second have the same bytecode file
     importlib.invalidate_caches()
@@ -540,7 +551,9 @@ def tuned(module: ModuleType) -> list[Any]:
 
 def reason(error: BaseException, file: Path) -> str:
     """What was raised, with its line in a user's file. Triton's errors have it in their cause."""
-    text, at, chain = "".join(linecache.getlines(str(file))), 0, [error]
+    text = "".join(linecache.getlines(str(file)))
+    at = 0
+    chain = [error]
     while cause := chain[-1].__cause__:
         chain.append(cause)
     for each in chain:
@@ -553,5 +566,5 @@ def reason(error: BaseException, file: Path) -> str:
         if line and (function := str(getattr(each, "src", None))) in text:
             at = text.count("\n", 0, text.index(function)) + line
     raised = chain[-1] if type(error).__module__.startswith("triton") else error
-    said = (str(getattr(raised, "error_message", None) or raised).strip().splitlines() or [""])[0]
-    return f"{type(raised).__name__}: {said}" + (f" at {file.name}:{at}" if at else "")
+    message = (str(getattr(raised, "error_message", None) or raised).strip().splitlines() or [""])[0]
+    return f"{type(raised).__name__}: {message}" + (f" at {file.name}:{at}" if at else "")

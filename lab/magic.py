@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shakespeare.attention_ext.user_kernel import checked_name
+from shakespeare.attention_ext.user_kernel import check_name
 from shakespeare.lab.command import environment
 
 CTRL_C_SECONDS = 2  # that a command may take to end when the cell is interrupted
@@ -68,7 +68,7 @@ def attention(line: str, cell: str) -> None:
 
     file = Path(next(iter(shlex.split(line)), "nothing"))
     try:
-        checked_name(file)
+        check_name(file)
     except ValueError as error:
         raise UsageError(str(error)) from None
     file.write_text(cell, encoding="utf-8")

@@ -57,7 +57,7 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     if new:
         if file:
             raise click.UsageError("FILE does not go with --new")
-        user_kernel.checked_name(new, asked["backward"])
+        user_kernel.check_name(new, asked["backward"])
         starts.write(new, asked["backward"], asked["triton"])
         option = " --backward" if asked["backward"] else ""
         notice(f"Wrote {new}. Now: {to_type()} try {shlex.quote(str(new))}{option}")
@@ -65,7 +65,7 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     if file is None:
         raise click.UsageError("Missing argument 'FILE'.")
     if file.suffix != ".h":
-        user_kernel.checked_name(file, asked["backward"])
+        user_kernel.check_name(file, asked["backward"])
     if not file.is_file():
         raise click.UsageError(f"FILE is {str(file)!r}; there is no such file")
     if file.suffix == ".h":
