@@ -29,6 +29,7 @@ CHECKED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 RACES = ["-fsanitize=thread"]
 TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]  # they need no runtime library
 ZIG = [sys.executable, "-m", "ziglang", "c++"]
+QUICKLY = ["-O0", "-fno-sanitize=all"]  # without zig's checks, whose library is compiled too
 PARTS = recipes.found(CSRC, *recipes.KERNELS)
 PORTABLE = [HERE / "kernels.cpp", ROOT / "model" / "csrc" / "precision.cpp", *PARTS]
 BINDINGS = ("bindings.cpp",)  # for Python
@@ -37,9 +38,9 @@ WITHOUT_BINDINGS = {
     for package in ("model", "generation", "training")
 }
 TRAINING = [HERE / "training.cpp", *WITHOUT_BINDINGS["model"], *WITHOUT_BINDINGS["training"], *PARTS]
+UNCHECKED = "-fno-sanitize=address,undefined"
 # The float64 reference takes most of the time: it is optimised, and not sanitized.
-OPTIMISED = ("-O2", "-fno-sanitize=address,undefined")
-OF_A_SOURCE = {HERE / "kernels.cpp": OPTIMISED}
+OF_A_SOURCE = {HERE / "kernels.cpp": ("-O2", UNCHECKED)}
 DECODER = [HERE / "decoder.cpp", *WITHOUT_BINDINGS["model"], *WITHOUT_BINDINGS["generation"], *PARTS]
 
 
@@ -58,15 +59,17 @@ def flags(compiler: str | Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def link(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Compile and link: link(command, sources, *objects). All workers share what a command compiles."""
+    """Compile and link: link(command, sources, *objects). All workers share what a command compiles.
+
+    options: more flags of a source.
+    """
     own = tmp_path_factory.mktemp("programs")
 
-    def link(command: list[str], sources: list[Path], *objects: Path) -> Path:
+    def link(command: list[str], sources: list[Path], *objects: Path, options=OF_A_SOURCE) -> Path:
         command = [*command, "-std=c++17", "-g1", *flags(command[0])]
         includes = (f"-I{CSRC}", f"-I{ROOT}")
         compiled = [
-            ninja.Object(source, tuple(command), (*includes, *OF_A_SOURCE.get(source, ())))
-            for source in sources
+            ninja.Object(source, tuple(command), (*includes, *options.get(source, ()))) for source in sources
         ]
         program = Path(tempfile.mkdtemp(dir=own)) / sources[0].stem
         ninja.build(shared / "objects", compiled, command, [*map(str, objects), "-pthread"], program)
@@ -122,7 +125,10 @@ def with_helpers(simd: str, link, command: list[str], tmp_path: Path, target: st
         objects = [tmp_path / "simd.o"]
         run(ispc, CSRC / recipes.ISPC_SOURCE, f"--target={target}", "-O3", "--pic", "-o", objects[0])
     own, options = recipes.HELPERS[simd]
-    return link([*command, *options], [*PORTABLE, *recipes.found(CSRC, *own)], *objects)
+    # The sanitizers check the helpers. The kernels are compiled with them for the portable helpers, below.
+    kernels = {**dict.fromkeys(PORTABLE, (UNCHECKED,)), **OF_A_SOURCE}
+    sources = [*PORTABLE, *recipes.found(CSRC, *own)]
+    return link([*command, *options], sources, *objects, options=kernels)
 
 
 def test_amx_where_there_is_none(native, link, full, tmp_path):
@@ -207,7 +213,7 @@ def test_programs_for_a_mac_compile_and_link(target, cpu, link, full):
         pytest.skip("only in the full set")
     command = [*ZIG, "-target", target, f"-mcpu={cpu}"]
     for sources in ([*PARTS, *recipes.found(CSRC, *recipes.PROGRAM)], PORTABLE, DECODER):
-        program = link([*command, "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror"], sources)
+        program = link([*command, *QUICKLY, "-Wall", "-Wextra", "-Wpedantic", "-Werror"], sources)
         assert program.read_bytes()[:4] == b"\xcf\xfa\xed\xfe"  # a 64-bit program of macOS
 
 
