@@ -201,15 +201,16 @@ def test_when_the_cuda_engine_has_drafts(emulated, monkeypatch):
     [*((part, "portable") for part in PARTS_HERE), *itertools.product(["part4"], ["ispc", "off"])],
 )
 def test_thousands_of_texts_are_the_same(part, simd, kv_cache, model, kinds):
-    """12 cases of 351 texts of the tiny model and 63 of a shipped one: 4,968 in all."""
+    """12 cases of 117 texts of the tiny model and 36 of a shipped one: 1,836 in all."""
     with or_skip():
         built.load_library("decoder", ("model", "generation"), simd)
+    drafts = [*kinds.values()]
     for seed, weights in enumerate(("fp32", "bf16", "int8")):
-        for draft in kinds.values():
-            same(model, draft, MANY, seed, part=part, simd=simd, kv_cache=kv_cache, weights=weights)
+        draft = drafts[seed - (kv_cache == "bf16")]  # each kind of cache pairs them another way
+        same(model, draft, MANY, seed, part=part, simd=simd, kv_cache=kv_cache, weights=weights)
     shakes = load("shakes128")
     assert shakes.draft
-    same(shakes, shakes.draft, 21, 7, part=part, simd=simd, kv_cache=kv_cache)
+    same(shakes, shakes.draft, 12, 7, part=part, simd=simd, kv_cache=kv_cache)
 
 
 def test_the_draft_of_a_model_hits(model, kinds):

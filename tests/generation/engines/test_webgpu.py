@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from steps import SAMPLINGS, forced, prefill
+from steps import MIXED, SAMPLINGS, forced, prefill
 from support import full, naming
 
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
@@ -113,14 +113,15 @@ def test_the_logits_are_the_cpus(extension, change, kv_cache):
 
 
 @pytest.mark.usefixtures("adapter")
-@pytest.mark.parametrize("seeds, length", [(3, 12), full(16, 12)])
-def test_its_texts_are_those_of_the_cpu(extension, seeds, length):
+@pytest.mark.parametrize("seeds, samplings", [(3, ({}, *SAMPLINGS)), full(16, (MIXED,))], ids=("3", "16"))
+def test_its_texts_are_those_of_the_cpu(extension, seeds, samplings):
+    length = 12
     checkpoint = load("shakes128")
     on_gpu = open_engine(checkpoint, "webgpu", device="webgpu", slots=seeds)
     on_cpu = open_engine(checkpoint, slots=seeds, draft="off")
     ids = checkpoint.tokenizer.encode("ROMEO:")
     numbers = np.random.default_rng(0).random((length, seeds))
-    for settings in ({}, *SAMPLINGS):
+    for settings in samplings:
         texts = []
         for engine in (on_gpu, on_cpu):
             for slot in range(seeds):
