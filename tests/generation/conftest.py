@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
+from support import full
 
 from shakespeare import load
 from shakespeare.attention_ext import PARTS
@@ -20,14 +21,12 @@ from shakespeare.generation.many.processes import local_pool
 from shakespeare.generation.many.shards import Settings
 from shakespeare.model import checkpoint
 
-# Each part in each of its engines. One kernel stands for all by default.
+# Each engine, and each part in the native one. By default one kernel stands for all.
 ENGINES = [
-    pytest.param(
-        (part, name), id=f"{part} {name}", marks=[] if part in ("part0", "part4") else pytest.mark.full
-    )
-    for part, row in PARTS.items()
-    for name in (("native", "torch") if row.operator else ("torch",))
-] + [pytest.param(("part4", name), id=f"part4 {name}", marks=pytest.mark.full) for name in ("cuda", "webgpu")]
+    *(("part0", "torch"), ("part4", "native"), ("part4", "torch")),
+    *(full((part, "native")) for part, row in PARTS.items() if row.operator and part != "part4"),
+    *(full(("part4", name)) for name in ("cuda", "webgpu")),
+]
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +39,7 @@ def no_cuda_engine() -> str | None:
     return None
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=ENGINES, ids=" ".join)
 def engine(request):
     """Run the test for each part in each of its engines; opens an engine of a model."""
     part, name = request.param
@@ -96,8 +95,8 @@ def slow_expected(slow, tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def long(job) -> Job:
-    """Some four seconds of two cores: forty files."""
-    return replace(job, texts=160, settings=replace(job.settings, max_new_tokens=6000))
+    """Some two seconds of two cores: twenty files."""
+    return replace(job, texts=80, settings=replace(job.settings, max_new_tokens=6000))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from support import naming
+from support import full, naming
 
 from shakespeare import generate, load
 from shakespeare.generation.engines.table import open_engine
@@ -117,10 +117,11 @@ def test_streams_that_share_an_engine_are_each_as_alone(engine):
             assert list(made) == alone[1:]
 
 
-@pytest.mark.parametrize("part", ["part0", "part1", "part4"])
-def test_pytorchs_defaults_change_no_text(extension, part):
+@pytest.mark.parametrize("part", ["part0", *map(full, ("part1", "part2", "part3")), "part4"])
+def test_neither_the_part_nor_pytorchs_defaults_change_a_text(extension, part):
     checkpoint, options = tiny.checkpoint(), dict(engine="torch", logit_bias=((3, 1.0),), part=part)
     text = generate(checkpoint, "ab", 40, **options)
+    assert text == generate(checkpoint, "ab", 40, logit_bias=((3, 1.0),))  # by the native engine
     dtype = torch.get_default_dtype()
     try:
         torch.set_default_device("meta")
