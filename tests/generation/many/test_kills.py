@@ -1,4 +1,4 @@
-"""SIGKILL of workers at ten random moments, on one machine and on Ray, and workers that stall.
+"""SIGKILL of workers at six random moments, on one machine and on Ray, and workers that stall.
 
 However a worker is killed, no text is lost, none is written twice, and its files have the same bytes.
 """
@@ -22,7 +22,7 @@ from shakespeare.generation.many.processes import STALL_SECONDS, Pool, local_poo
 
 pytestmark = pytest.mark.full
 
-KILLS = 10
+KILLS = 6
 
 
 def kill_at_random_moments(job, expected, seconds, out: Path, open_pool, kill) -> list[str]:
