@@ -26,7 +26,7 @@ from shakespeare.attention_ext.webgpu.steps import STEPS, Tile, choose, up
 # (B, H, Nq, Nk, d): one row, tiles that are not full, widths that are padded, few queries, wide heads
 SHAPES = [(2, 3, 63, 63, 24), (1, 1, 1025, 1025, 24)]  # each width is another shader to compile
 MORE = [(1, 1, 1, 1, 1), (1, 2, 50, 123, 32), (1, 1, 1, 300, 64), (1, 2, 123, 123, 80), (1, 1, 130, 257, 128)]
-MORE += [(1, 1, 40, 64, 256), (1, 2, 33, 97, 200), (1, 1, 1025, 1025, 64), (1, 1, 63, 123, 33)]
+MORE += [(1, 1, 40, 64, 256), (1, 2, 33, 97, 100), (1, 1, 1025, 1025, 64), (1, 1, 63, 123, 33)]
 WIDTHS = (1, 24, 32, 33, 64, 80, 100, 128, 256)
 HALF = 2.0**-11  # half a unit in the last place of 16 bits, by which step 6 rounds K, V and the weights
 
@@ -73,7 +73,7 @@ def test_awkward_shapes(step, shape):
         check(step, *qkv(*shape), causal)
 
 
-@pytest.mark.parametrize("count, widths", [(8, (24,)), full(250, WIDTHS)])
+@pytest.mark.parametrize("count, widths", [(8, (24,)), full(120, WIDTHS)])
 def test_generated_cases(step, count, widths):
     rng = random.Random(int(step))
     for seed in range(count):
