@@ -64,7 +64,8 @@ def test_the_last_stage_is_judged_by_the_share_of_the_limit(tmp_path, extension,
     slow, fast = (Figures({"own": 1.0}, 1e8 * s, 1e11, 0, "a processor", "cpu") for s in shares)
     calling = dataclasses.replace(fast, library="calls a library")
     monkeypatch.setattr(speed, "measure", Mock(side_effect=[slow, fast, calling]))
-    (file := tmp_path / fused.file).write_text(fused.solution())
+    file = tmp_path / fused.file
+    file.write_text(fused.solution())
     found = list(checks.check(3 * [(fused, file)], SECONDS))
     assert [each.points for each in found] == [4, 5, 4]
     assert [each.share for each in found] == [*map(pytest.approx, shares), None]
