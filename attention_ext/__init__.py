@@ -7,13 +7,12 @@ extension compiled, on first use: `gpt.py --help` needs neither.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext import tiles
-from shakespeare.attention_ext.checks import check_tensors, finite, truth
+from shakespeare.attention_ext.checks import Sizes, check_tensors, finite, truth
 from shakespeare.attention_ext.parts import (
     AUTO,
     PARTS,
@@ -31,22 +30,15 @@ if TYPE_CHECKING:
 __all__ = ["AUTO", "PARTS", "SIMD", "BuildError", "Part", "attention", "operator"]
 
 
-class Options(TypedDict, total=False):
+class Options(ruling.Options, total=False):
     """The options of attention() that do not change what it returns."""
 
-    causal: bool
+    causal: bool | None
     scale: float | None
     br: int | None
     bc: int | None
-    simd: str
+    simd: str | None
     kernel: str | None
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    bias: Tensor | None
-    documents: Tensor | None
-    score_mod: str | Path | None
 
 
 @overload
@@ -56,7 +48,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    return_lse: Literal[False] = ...,
+    return_lse: Literal[False] | None = ...,
     **_: Unpack[Options],
 ) -> Tensor: ...
 
@@ -68,147 +60,225 @@ def attention(
 
 
 def attention(
-    part: str | Part, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[Options]
+    part: str | Part,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | None = False,
+    scale: float | None = None,
+    return_lse: bool | None = False,
+    br: int | None = None,
+    bc: int | None = None,
+    simd: str | None = "auto",
+    kernel: str | None = None,
+    **rules: Unpack[ruling.Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v by one of PARTS.
 
-    part: 'part0' to 'part4', a Part, or the path of a file with a kernel of your own (docs/use/try.md), in
-    float32.
-    q: (B, H, Nq, d). k, v: (B, H, Nk, d). All float32, in part0 and part4 also all bfloat16, on the CPU, with
-    any strides and no empty dimension; in parts 1 to 4 Nq * Nk must be below 2^50. part0 and part4 also take
-    tensors on one CUDA device, float32, bfloat16 or float16; part4's d is then at most 256, and Nq and Nk
-    below 2^31 - 1023.
-    k and v may have fewer heads, Hk: query head h then reads head h * Hk / H.
-    causal: query i sees the keys j <= i + (Nk - Nq), as in flash-attention; PyTorch's is_causal means j <= i.
-    Nq must be at most Nk. False by default.
-    scale: multiplies the scores; 1/sqrt(d) by default.
-    br, bc: part4's tile, in queries and keys, each at least 1. None takes the tile that `gpt.py bench --tune`
-    found for this case on this machine, else a default. On CUDA they must be None; other parts ignore them.
-    simd: one of SIMD, the helpers under the kernels, 'auto' by default; 'off' uses scalar loops. part0, CUDA
-    and gradients ignore it.
-    kernel: part4's kernel on CUDA, by its name in cuda.kernels: one of KERNELS, or one of BACKWARD, for the
-    gradients. What is not named is the fastest that accepts the tensors. On the CPU it must be None; part0
-    ignores it on CUDA.
-    Rules, in part0, for float32 on the CPU in parts 1 to 4, and but for bias and score_mod on CUDA in part4,
-    with flash-attention's names; p = i + Nk - Nq:
-    window: (left, right): query i sees the keys p - left to p + right; None is no limit on that side.
-    softcap: scores become softcap * tanh(s / softcap), before what follows.
-    alibi_slopes: (H,) or (B, H); alibi_slopes[h] * |p - j| is subtracted.
-    bias: (1 or B, 1 or H, Nq, Nk) is added; a boolean one hides the keys where it is False.
-    sinks: (H,), a logit that joins the softmax's sum and has no value.
-    documents: (B, Nk), whole numbers: query i sees keys of key p's document only.
-    score_mod: the path of a C++ header with `float score(float s, At at)`, which changes the score last
-    (at.b, at.h, at.i, at.j); perhaps `bool seen(At)`, and for gradients `float slope(float s, At)`, the
-    derivative by s.
-    A query that sees no key gives 0, with the logsumexp -inf or its sink, and no gradients.
+    Shapes
+        q: (B, H, Nq, d). k, v: (B, Hk, Nk, d), where Hk divides H: query head h reads head h * Hk / H.
+        The output is (B, H, Nq, d), contiguous, in q's dtype. Tensors have any strides, no empty dimension.
+        On the CPU: float32, in part0 and part4 also bfloat16. In parts 1 to 4 Nq * Nk is below 2^50.
+        On CUDA: part0 and part4, float32, bfloat16 or float16, all tensors on one device. part4's d is at
+        most 256, Nq and Nk below 2^31 - 1023.
 
-    Returns the output, (B, H, Nq, d), contiguous, in q's dtype; with return_lse also the logsumexp of each
-    row, m + log(l), (B, H, Nq), float32, for reference.merge(). Sums and the softmax are float32. With AMX
-    part4 truncates the softmax's weights to bfloat16, divides by the sum of the truncated weights, and copies
-    V, so its scratch grows with N.
+    Options. A number may be NumPy's or a tensor (); None stands for each default.
+        part: 'part0' to 'part4', a Part, or the path of a file with a kernel of your own (docs/use/try.md),
+        in float32.
+        causal: query i sees the keys j <= i + (Nk - Nq), as in flash-attention; PyTorch's is_causal means
+        j <= i. Nq must be at most Nk. False by default.
+        scale: multiplies the scores; 1/sqrt(d) by default.
+        return_lse: also returns the logsumexp of each row, m + log(l), (B, H, Nq), float32, for
+        reference.merge().
+        br, bc: part4's tile, in queries and keys, each at least 1. None takes the tile that `gpt.py bench
+        --tune` found for this case on this machine, else a default. On CUDA they must be None; other parts
+        ignore them.
+        simd: one of SIMD, the helpers under the kernels, 'auto' by default; 'off' uses scalar loops. part0,
+        CUDA and gradients ignore it.
+        kernel: part4's kernel on CUDA, by its name in cuda.kernels: one of KERNELS, or one of BACKWARD, for
+        the gradients. By default the fastest that accepts the tensors. On the CPU it must be None; part0
+        ignores it on CUDA.
 
-    A NaN or infinity in q reaches its row only; in a key or value that is seen, the queries that see it; in a
-    masked key or value it may reach the rows of the same tile, as in PyTorch. Denormal numbers count as 0.
-    part0, and part4 for float32 on the CPU and for each dtype on CUDA, compute gradients, also of the
-    logsumexp, bias and sinks. part4 uses FlashAttention-2, stores no N x N numbers, has no second gradients.
-    A number may be NumPy's or a tensor (); None stands for each default.
-    Raises TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
-    argument, and BuildError if the extension or a CUDA kernel cannot be compiled.
+    Rules, with flash-attention's names; p = i + Nk - Nq
+        They hold in part0, for float32 on the CPU in parts 1 to 4, and but for bias and score_mod on CUDA in
+        part4. A query that sees no key gives 0, with the logsumexp -inf or its sink, and no gradients.
+        window: (left, right): query i sees the keys p - left to p + right; None is no limit on that side.
+        softcap: scores become softcap * tanh(s / softcap), before what follows.
+        alibi_slopes: (H,) or (B, H); alibi_slopes[h] * |p - j| is subtracted.
+        bias: (1 or B, 1 or H, Nq, Nk) is added; a boolean one hides the keys where it is False.
+        sinks: (H,), a logit that joins the softmax's sum and has no value.
+        documents: (B, Nk), whole numbers: query i sees keys of key p's document only.
+        score_mod: the path of a C++ header with `float score(float s, At at)`, which changes the score last
+        (at.b, at.h, at.i, at.j); perhaps `bool seen(At)`, and for gradients `float slope(float s, At)`, the
+        derivative by s.
+
+    Gradients
+        part0, and part4 for float32 on the CPU and for each dtype on CUDA, compute gradients, also of the
+        logsumexp, bias and sinks. part4 uses FlashAttention-2, stores no N x N numbers, has no second
+        gradients.
+
+    Numbers
+        Sums and the softmax are float32. Denormal numbers count as 0. With AMX part4 truncates the softmax's
+        weights to bfloat16, divides by the sum of the truncated weights, and copies V, so its scratch grows
+        with N.
+        A NaN or infinity in q reaches its row only; in a key or value that is seen, the queries that see it;
+        in a masked key or value it may reach the rows of the same tile, as in PyTorch.
+
+    Errors
+        TypeError for arguments of a wrong type, ValueError for wrong shapes and values, each naming the
+        argument; BuildError if the extension or a CUDA kernel cannot be compiled; RuntimeError without memory
+        on the CPU, torch.OutOfMemoryError on CUDA.
     """
-    call: dict[str, Any] = options  # type: ignore[assignment]
-    given: dict[str, Any] = {}
-    if not ruling.NAMES.isdisjoint(call):
-        given = {name: call.pop(name) for name in ruling.NAMES & call.keys()}
-        given = {name: value for name, value in given.items() if value is not None}
-    causal, scale, br, bc, helpers, kernel = _checked(**call)
-    return_lse = return_lse is not None and truth("return_lse", return_lse)
-    import torch
-
     row = check_part(part)
-    try:
-        if given or row.operator is None:
-            check_tensors(row, q, k, v, causal, grouped=True)
-        gradient = q.requires_grad or k.requires_grad or v.requires_grad
-        if given:
-            gradient = gradient or any(getattr(value, "requires_grad", False) for value in given.values())
-        gradient = gradient and torch.is_grad_enabled()
-        device = "cpu" if q.is_cpu else q.device.type  # the type takes 0.6 us
-        if device == "cuda" and row.operator is None:  # PyTorch's attention ignores them
-            kernel = br = bc = None
-        # Every part takes float32 on the CPU.
-        if device != "cpu" or q.dtype is not torch.float32 or gradient or given or kernel is not None:
-            question = row.name, device, q.dtype, gradient, tuple(sorted(given)), kernel, br, bc
-            if question not in _answers:
-                _answers[question] = compatible(row, *question[1:])
-            if _answers[question]:
-                raise ValueError(_answers[question])
-        rules = ruling.checked(given, q, k.shape[2]) if given else None
-        if gradient and rules and rules.score_mod and not rules.score_mod.has_slope:
-            header = rules.score_mod.header
-            raise ValueError(f"score_mod is {header}; its gradient needs slope(float s, At at)")
-        if device == "cuda" and row.operator:
-            ruled = bool(rules) or k.shape[1] < q.shape[1]
-            more = (rules or ruling.Rules()).on_cuda(q.shape[2]) if ruled else ()
-            compute = operator(row.name, "cuda", gradient, return_lse and not gradient and not ruled, ruled)
-            found = compute(q, k, v, causal, scale, kernel, *more)
-            return found[0] if (gradient or ruled) and not return_lse else found
-        (B, H, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
-        scale = 1 / math.sqrt(d) if scale is None else scale
-        if row.attend:
-            if return_lse:
-                raise ValueError(f"return_lse is True; it must be False with {row.name}, which has none")
-            return row.attend(q, *_all_heads(q, k, v), causal, scale)
-        if row.operator is None:
-            from shakespeare.attention_ext.reference import attention as part0
-
-            return part0(q, k, v, causal=causal, scale=scale, return_lse=return_lse, rules=rules)
-        if Nq == 1 and Hk < H and rules is None:  # the queries of a group see the same keys
-            folded = q.reshape(B, Hk, H // Hk, d)
-            both = attention(row, folded, k, v, scale=scale, br=br, bc=bc, simd=helpers, return_lse=True)
-            out, lse = (t.reshape(B, H, 1, *t.shape[3:]) for t in both)
-            return (out, lse) if return_lse else out
-        if (row.name, helpers, gradient, False, bool(rules)) not in _operators:
-            check_tensors(row, q, k, v, causal, grouped=True)  # before it is compiled
-        tile: tuple[int, ...] = ()
-        if row.tiled:
-            tuned = tiles.DEFAULT
-            if not (br and bc or torch.compiler.is_compiling()):  # a compiled graph cannot read files
-                tuned = tiles.tile(helpers, torch.get_num_threads(), d, Nk, causal, B * H * Nq)
-            tile = (br or tuned[0], bc or tuned[1])
-        rest = tile if gradient else (return_lse, *tile)  # the backward pass needs the logsumexp
-        if rules:
-            rest = (*rest, *(() if tile else (1, 1)), *rules.arguments(q))
-        out, lse = operator(row.name, helpers, gradient, ruled=bool(rules))(q, k, v, causal, scale, *rest)
-        return (out, lse) if return_lse else out
-    except Exception as error:  # the operators in C++ check the tensors too, but raise RuntimeErrors
-        check_tensors(row, q, k, v, causal, grouped=True)
-        if type(error) is RuntimeError and q.is_cuda and row.operator:
-            from shakespeare.attention_ext.cuda import operators
-
-            operators.raise_reason(error)
-        raise
-
-
-def _checked(causal=False, scale=None, br=None, bc=None, simd="auto", kernel=None) -> tuple:
-    """The checked options of attention(), with the helpers for simd."""
     causal = causal is not None and truth("causal", causal)
-    scale = None if scale is None else finite("scale", scale)
-    if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
-    helpers = resolve_simd("auto" if simd is None else simd)
+    return_lse = return_lse is not None and truth("return_lse", return_lse)
+    if scale is not None:
+        scale = finite("scale", scale)
     if br is not None or bc is not None:
         br, bc = tiles.checked_sides(br, bc)
-    return causal, scale, br, bc, helpers, kernel
+    simd = resolve_simd("auto" if simd is None else simd)
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
+    sizes = check_tensors(row, q, k, v, causal, grouped=True)
+    given = ruling.named(rules) if rules else {}
+    gradient = q.requires_grad or k.requires_grad or v.requires_grad
+    if given:
+        gradient = gradient or any(getattr(value, "requires_grad", False) for value in given.values())
+    if gradient:
+        import torch
+
+        gradient = torch.is_grad_enabled()
+    if gradient or given or kernel is not None or not q.is_cpu:  # check_tensors() has checked the rest
+        _check_row(row, q, gradient, given, kernel, br, bc)
+    checked = ruling.checked(given, q, sizes[4], gradient) if given else None
+    if scale is None:
+        scale = 1 / math.sqrt(sizes[5])
+    if row.attend:
+        return _by_user(row, q, k, v, causal, scale, return_lse)
+    if row.operator is None:
+        from shakespeare.attention_ext import reference
+
+        return reference.attention(q, k, v, causal=causal, scale=scale, return_lse=return_lse, rules=checked)
+    if q.is_cpu:
+        return _on_cpu(row, q, k, v, sizes, causal, scale, return_lse, gradient, checked, br, bc, simd)
+    return _on_cuda(row, q, k, v, sizes, causal, scale, return_lse, gradient, checked, kernel)
 
 
-def _all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with as many heads as q."""
+_accepted: set[tuple[Any, ...]] = set()  # what compatible() found to go together
+
+
+def _check_row(
+    row: Part,
+    q: Tensor,
+    gradient: bool,
+    rules: Collection[str],
+    kernel: str | None,
+    br: int | None,
+    bc: int | None,
+) -> None:
+    """Raise ValueError with the sentence of compatible(), if it has one."""
+    device = q.device.type
+    if device == "cuda" and row.operator is None:  # PyTorch's attention ignores them
+        kernel = br = bc = None
+    asked = row.name, device, q.dtype, gradient, tuple(sorted(rules)), kernel, br, bc
+    if asked not in _accepted:  # torch.compile can trace a look-up in a table
+        reason = compatible(row, *asked[1:])
+        if reason:
+            raise ValueError(reason)
+        _accepted.add(asked)
+
+
+def _by_user(
+    row: Part, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, return_lse: bool
+) -> Tensor:
+    """The output of the kernel in a user's file."""
+    if return_lse:
+        raise ValueError(f"return_lse is True; it must be False with {row.name}, which has none")
     group = q.shape[1] // k.shape[1]
-    return (k, v) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+    if group > 1:
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    assert row.attend
+    return row.attend(q, k, v, causal, scale)
 
 
-_answers: dict[tuple[Any, ...], str | None] = {}  # of compatible()
+def _on_cpu(
+    row: Part,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sizes: Sizes,
+    causal: bool,
+    scale: float,
+    return_lse: bool,
+    gradient: bool,
+    rules: ruling.Rules | None,
+    br: int | None,
+    bc: int | None,
+    simd: str,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Parts 1 to 4."""
+    import torch
+
+    B, H, Hk, Nq, Nk, d = sizes
+    folded = Nq == 1 and Hk < H and rules is None
+    if folded:  # the queries of a group see the same keys
+        q = q.reshape(B, Hk, H // Hk, d)
+        causal = False
+    if not row.tiled:
+        br = bc = 1
+    elif not (br and bc):
+        tuned = tiles.DEFAULT
+        if not torch.compiler.is_compiling():  # a compiled graph cannot read files
+            tuned = tiles.tile(simd, torch.get_num_threads(), d, Nk, causal, B * H * Nq)
+        br = br or tuned[0]
+        bc = bc or tuned[1]
+    rest: tuple[Any, ...] = (br, bc) if gradient else (return_lse, br, bc)  # gradients need the logsumexp
+    if rules:
+        rest += rules.arguments(q)
+    out, lse = operator(row.name, simd, gradient, ruled=rules is not None)(q, k, v, causal, scale, *rest)
+    if folded:
+        out = out.reshape(B, H, 1, d)
+    if not return_lse:
+        return out
+    return out, lse.reshape(B, H, 1) if folded else lse
+
+
+def _on_cuda(
+    row: Part,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sizes: Sizes,
+    causal: bool,
+    scale: float,
+    return_lse: bool,
+    gradient: bool,
+    rules: ruling.Rules | None,
+    kernel: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Part 4."""
+    _, H, Hk, Nq, _, _ = sizes
+    ruled = rules is not None or Hk < H
+    more = (rules or ruling.Rules()).on_cuda(Nq) if ruled else ()
+    compute = operator(row.name, "cuda", gradient, return_lse, ruled)
+    try:
+        found = compute(q, k, v, causal, scale, kernel, *more)
+    except RuntimeError as error:  # the launcher's; the planner's own may have another type
+        from shakespeare.attention_ext.cuda import operators
+
+        operators.raise_reason(error)
+        raise
+    return found[0] if (gradient or ruled) and not return_lse else found
+
+
 _operators: dict[tuple[str, str, bool, bool, bool], Callable] = {}
+ON_CUDA = {  # the operators of cuda.operators, by gradient and ruled
+    (False, False): "flash",
+    (False, True): "flash_ruled",
+    (True, False): "flash_with_gradient",
+    (True, True): "flash_ruled_with_gradient",
+}
 
 
 def operator(
@@ -216,27 +286,30 @@ def operator(
 ) -> Callable:
     """The PyTorch operator of one of parts 1 to 4; compiles the extension on first use.
 
-    simd: one of SIMD, or 'cuda' for part4's operator on CUDA. gradient: part4's with a gradient.
-    lse: on CUDA, the one that also gives the logsumexp; the others take it as an argument. ruled: the one
-    that takes rules.
+    simd: one of SIMD, or 'cuda' for part4's operator on CUDA. gradient: part4's with a gradient. ruled: the
+    one that takes rules. lse: on CUDA, also gives the logsumexp, as those with a gradient or rules do; the
+    others take it as an argument.
     Raises ValueError for a part without such an operator, and errors as extension.load() does.
     """
     key = part, simd, gradient, lse, ruled
-    if key not in _operators:  # torch.compile can trace a look-up in a table but not a build
-        from shakespeare.attention_ext import extension  # the command line starts without it
+    found = _operators.get(key)  # torch.compile can trace a look-up in a table but not a build
+    if found is None:
+        found = _operators[key] = _load(*key)
+    return found
 
-        if simd == "cuda":
-            from shakespeare.attention_ext.cuda import operators
 
-            kind = "_with_gradient" if gradient else "_with_lse" if lse and not ruled else ""
-            _operators[key] = getattr(operators, f"flash{'_ruled' * ruled}{kind}")
-        else:
-            row = check_part(part)
-            name = row.gradient if gradient else row.operator
-            if ruled and name:
-                name = f"{name}_ruled"
-            if name is None:
-                what = "with a gradient" if gradient else "with an operator"
-                raise ValueError(f"part is {part!r}; it must be one {what}; {part} has none")
-            _operators[key] = getattr(extension.load(simd), name).default
-    return _operators[key]
+def _load(part: str, simd: str, gradient: bool, lse: bool, ruled: bool) -> Callable:
+    if simd == "cuda":
+        from shakespeare.attention_ext.cuda import operators
+
+        if lse and not (gradient or ruled):
+            return operators.flash_with_lse
+        return getattr(operators, ON_CUDA[gradient, ruled])
+    from shakespeare.attention_ext import extension  # the command line starts without it
+
+    row = check_part(part)
+    name = row.gradient if gradient else row.operator
+    if name is None:
+        what = "with a gradient" if gradient else "with an operator"
+        raise ValueError(f"part is {part!r}; it must be one {what}; {part} has none")
+    return getattr(extension.load(simd), f"{name}_ruled" if ruled else name).default

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from shakespeare.attention_ext.parts import DEVICES, MOST_SCORES, Part
 
 Function = TypeVar("Function", bound=Callable)
+Sizes = tuple[int, int, int, int, int, int]  # B, H, Hk, Nq, Nk, d
 
 
 def plain(value: Any) -> Any:
@@ -49,6 +50,8 @@ def finite(name: str, value: Any) -> float:
 
 def truth(name: str, value: Any) -> bool:
     """The bool of True, False, 1, 0 or NumPy's, or an array or tensor () of one. Raises TypeError."""
+    if isinstance(value, bool):
+        return value
     held = plain(value)
     if not isinstance(held, int) or held not in (0, 1):
         raise TypeError(f"{name} is a {kind(value)}; it must be True or False")
@@ -86,51 +89,71 @@ def set_defaults(record: Any) -> None:
 def set_whole(record: Any, *names: str) -> None:
     """Make ints of these fields of a dataclass, unless they are None. Raises TypeError as whole()."""
     for name in names:
-        if (value := getattr(record, name)) is not None:
+        value = getattr(record, name)
+        if value is not None:
             object.__setattr__(record, name, whole(name, value))
 
 
-def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1, grouped: bool = False) -> None:
-    """Raise TypeError or ValueError naming a tensor that the part does not take. least: rows it must have.
+_checked: set[tuple[Any, ...]] = set()  # parts, devices and dtypes that check_tensors() let pass
 
-    grouped: heads of q may share one of k and v.
+
+def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1, grouped: bool = False) -> Sizes:
+    """check_shapes() of tensors that the part takes; raises TypeError or ValueError naming another.
+
+    least: rows a tensor must have. grouped: heads of q may share one of k and v.
     """
     import torch
 
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
-        if t.device.type not in part.dtypes:
-            where = " or ".join(DEVICES[kind] for kind in part.dtypes if kind != "webgpu")
-            raise ValueError(f"{name} is on {t.device}; it must be on {where} in {part.name}")
-        if t.device != q.device:
-            raise ValueError(f"{name} is on {t.device}; it must be on q's {q.device}")
-        dtypes = part.dtypes[t.device.type]
-        if str(t.dtype).removeprefix("torch.") not in dtypes:
-            known = " or ".join(f"torch.{dtype}" for dtype in dtypes)
-            raise TypeError(f"{name} is {t.dtype}; it must be {known} in {part.name}")
-        if t.dtype != q.dtype:
-            raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
-    check_shapes(q, k, v, causal, least, grouped)
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        name, t = next((name, t) for name, t in zip("qkv", (q, k, v)) if not isinstance(t, torch.Tensor))
+        raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
+    formats = part.name, q.device, q.dtype, k.device, k.dtype, v.device, v.dtype
+    if formats not in _checked:
+        for name, t in zip("qkv", (q, k, v)):
+            _check_format(part, name, t, q)
+        _checked.add(formats)
+    return check_shapes(q, k, v, causal, least, grouped)
 
 
-def check_shapes(q, k, v, causal: bool, least: int = 1, grouped: bool = False) -> None:
-    """Raise ValueError, naming the argument, unless tensors or arrays have the shapes of a call."""
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if len(t.shape) != 4 or 0 in t.shape and (least or 0 in (*t.shape[:2], t.shape[3])):
-            must = "it must be (B, H, N, d) with no empty dimension" + " but N" * (not least)
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; {must}")
-    (B, H, Nq, d), Nk = q.shape, k.shape[2]
-    if grouped and H % k.shape[1]:
-        raise ValueError(f"q has H={H} heads; it must be a multiple of k's {k.shape[1]}")
-    if k.shape != (B, k.shape[1] if grouped else H, Nk, d):
-        must = f"it must be ({B}, {H}, Nk, {d}), as q is {tuple(q.shape)}"
-        raise ValueError(f"k has shape {tuple(k.shape)}; {must}")
-    if v.shape != k.shape:
-        raise ValueError(f"v has shape {tuple(v.shape)}; it must be k's, {tuple(k.shape)}")
+def _check_format(part: Part, name: str, t, q) -> None:
+    """Raise TypeError or ValueError unless the part takes a tensor's device and dtype, and q has the same."""
+    if t.device.type not in part.dtypes:
+        where = " or ".join(DEVICES[kind] for kind in part.dtypes if kind != "webgpu")
+        raise ValueError(f"{name} is on {t.device}; it must be on {where} in {part.name}")
+    if t.device != q.device:
+        raise ValueError(f"{name} is on {t.device}; it must be on q's {q.device}")
+    dtypes = part.dtypes[t.device.type]
+    if str(t.dtype).removeprefix("torch.") not in dtypes:
+        known = " or ".join(f"torch.{dtype}" for dtype in dtypes)
+        raise TypeError(f"{name} is {t.dtype}; it must be {known} in {part.name}")
+    if t.dtype != q.dtype:
+        raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
+
+
+def check_shapes(q, k, v, causal: bool, least: int = 1, grouped: bool = False) -> Sizes:
+    """The sizes B, H, Hk, Nq, Nk and d of a call's tensors or arrays.
+
+    Raises ValueError, naming the argument, unless they have the shapes of a call.
+    """
+    of_q = q.shape
+    of_k = k.shape
+    for name, shape in (("q", of_q), ("k", of_k)):
+        if len(shape) != 4 or not all(shape if least else (*shape[:2], shape[3])):
+            must = f"it must be (B, H, N, d) with no empty dimension{'' if least else ' but N'}"
+            raise ValueError(f"{name} has shape {tuple(shape)}; {must}")
+    B, H, Nq, d = of_q
+    Bk, Hk, Nk, dk = of_k
+    if grouped and H % Hk:
+        raise ValueError(f"q has H={H} heads; it must be a multiple of k's {Hk}")
+    if Bk != B or dk != d or Hk != H and not grouped:
+        must = f"it must be ({B}, {H}, Nk, {d}), as q is {tuple(of_q)}"
+        raise ValueError(f"k has shape {tuple(of_k)}; {must}")
+    if v.shape != of_k:
+        raise ValueError(f"v has shape {tuple(v.shape)}; it must be k's, {tuple(of_k)}")
     if causal and Nq > Nk:
         raise ValueError(f"q has Nq={Nq} rows; with causal=True it must have at most Nk={Nk}")
     check_size(Nq, Nk)
+    return B, H, Hk, Nq, Nk, d
 
 
 def check_size(Nq: int, Nk: int) -> None:

@@ -7,16 +7,30 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from shakespeare.attention_ext.checks import finite, kind, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAMES = frozenset(("window", "softcap", "alibi_slopes", "sinks", "bias", "documents", "score_mod"))
+
+class Options(TypedDict, total=False):
+    """The rules among attention()'s arguments."""
+
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    bias: Tensor | None
+    documents: Tensor | None
+    score_mod: str | Path | None
+
+
+NAMES = frozenset(Options.__annotations__)
 NO_LIMIT = 2**50  # keys to a side: further than any
 HIDDEN = -3.4e38  # above HIDDEN of csrc/rules.h, below any score
 
@@ -37,7 +51,8 @@ class ScoreMod:
     def __init__(self, header: Path) -> None:
         from shakespeare.attention_ext.build import recipes
 
-        self.header, self._library = header, ctypes.CDLL(str(recipes.score_mod(header).make()))
+        self.header = header
+        self._library = ctypes.CDLL(str(recipes.score_mod(header).make()))
         self._library.has_slope.restype = ctypes.c_bool
         self.has_slope = self._library.has_slope()
         self.address = ctypes.cast(self._library.change, ctypes.c_void_p).value
@@ -46,7 +61,8 @@ class ScoreMod:
         """Scores (B, H, Nq, Nk), float32 and contiguous, as it changes them, and its derivative there."""
         import torch
 
-        s, slopes = s.clone(), torch.zeros_like(s)
+        slopes = torch.zeros_like(s)
+        s = s.clone()
         for b, h in ((b, h) for b in range(s.shape[0]) for h in range(s.shape[1])):
             strip = Strip(s[b, h].data_ptr(), s.shape[3], 1, 0, s.shape[2], 0, s.shape[3], 1.0, True)
             address = ctypes.c_void_p(slopes[b, h].data_ptr())
@@ -101,7 +117,8 @@ class Rules:
         if self.bias is not None and self.bias.dtype == torch.bool:
             seen = seen & self.bias
         elif self.bias is not None:
-            s, seen = s + self.bias, seen & (self.bias > -torch.inf)
+            s = s + self.bias
+            seen = seen & (self.bias > -torch.inf)
         if self.score_mod:
             s = _modified()(s, self.score_mod)
             seen = seen & (s.detach() > HIDDEN)
@@ -146,12 +163,25 @@ def extents(documents: Tensor, Nq: int) -> Tensor:
     return torch.stack([t.where(grow, otherwise) for t, otherwise in found], -1).int()
 
 
-def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
-    """The rules of these arguments of attention(), for k with Nk rows. Raises TypeError or ValueError."""
+def named(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of attention()'s rules that are not None. Raises TypeError for a name that is none of a rule."""
+    for name in rules:
+        if name not in NAMES:
+            raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
+    return {name: value for name, value in rules.items() if value is not None}
+
+
+def checked(given: dict[str, Any], q: Tensor, Nk: int, gradient: bool = False) -> Rules:
+    """The rules of these arguments of attention(), for k with Nk rows. Raises TypeError or ValueError.
+
+    gradient: whether gradients are computed.
+    """
     import torch
 
-    (B, H, Nq, _), found = q.shape, dict[str, Any]()
-    if (window := given.get("window")) is not None:
+    B, H, Nq, _ = q.shape
+    found = dict[str, Any]()
+    window = given.get("window")
+    if window is not None:
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise TypeError(f"window is a {kind(window)}; it must be (left, right)")
         for name, keys in zip(("left", "right"), window):
@@ -161,13 +191,15 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
             if found[name] < 0:
                 raise ValueError(f"window is {window}; its sides must be at least 0, or None for no limit")
             found[name] = min(found[name], NO_LIMIT)
-    if (softcap := given.get("softcap")) is not None:
+    softcap = given.get("softcap")
+    if softcap is not None:
         found["softcap"] = finite("softcap", softcap)
         if not 1e-30 <= found["softcap"] <= 1e30:  # it and its inverse are float32's
             raise ValueError(f"softcap is {softcap}; it must be above 0, from 1e-30 to 1e30")
 
     def tensor(name: str, *shapes: tuple[int, ...], dtypes: tuple = (torch.float32,)) -> None:
-        if (t := given.get(name)) is None:
+        t = given.get(name)
+        if t is None:
             return
         if not isinstance(t, torch.Tensor) or t.dtype not in dtypes:
             is_a = t.dtype if isinstance(t, torch.Tensor) else f"a {type(t).__name__}"
@@ -179,7 +211,8 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {must}")
         found[name] = t
 
-    if (header := given.get("score_mod")) is not None:
+    header = given.get("score_mod")
+    if header is not None:
         if not isinstance(header, str | Path):
             raise TypeError(f"score_mod is a {kind(header)}; it must be the path of a C++ header")
         path = Path(header).absolute()
@@ -188,7 +221,10 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int) -> Rules:
         from shakespeare.attention_ext.build import cache, recipes
 
         files = lambda: (path, *recipes.score_mod(path).read())  # noqa: E731
-        found["score_mod"] = cache.latest(_mods, path, lambda: ScoreMod(path), files)
+        mod = cache.latest(_mods, path, lambda: ScoreMod(path), files)
+        if gradient and not mod.has_slope:
+            raise ValueError(f"score_mod is {path}; its gradient needs slope(float s, At at)")
+        found["score_mod"] = mod
     tensor("alibi_slopes", (B, H), (H,))
     tensor("sinks", (H,))
     tensor("bias", *((b, h, Nq, Nk) for b in (B, 1) for h in (H, 1)), dtypes=(torch.float32, torch.bool))

@@ -181,6 +181,8 @@ WRONG_TENSORS = [
     (dict(bc=-3), ValueError, "bc is -3; it must be at least 1"),
     (dict(bc=2**63), ValueError, "bc is 9223372036854775808; it must be at least 1 and fit 63 bits"),
     (dict(bc=2.5), TypeError, "bc is a float; it must be a whole number"),
+    (dict(windows=(1, 1)), TypeError, "got an unexpected keyword argument 'windows'"),
+    (dict(scale=math.inf, score_mod="none.h"), ValueError, "scale is inf; it must be finite"),
 ]
 APART = [
     ("part1", "cuda", {}, "part is 'part1'; it must be part0 or part4 on CUDA"),
