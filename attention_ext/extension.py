@@ -108,7 +108,8 @@ def _register(name: str, operators: Any) -> None:
         return gradient if gradient.shape == of.shape else gradient.unflatten(1, (of.shape[1], -1)).sum(2)
 
     for rules in ("", "_ruled"):
-        forward, backward = f"{name}::part4_with_gradient{rules}", f"{name}::part4_backward{rules}"
+        forward = f"{name}::part4_with_gradient{rules}"
+        backward = f"{name}::part4_backward{rules}"
         torch.library.register_fake(forward, fake_with_gradient)
         torch.library.register_fake(backward, fake_backward)
         torch.library.register_autograd(forward, gradient, setup_context=save)
@@ -136,11 +137,13 @@ def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ct
     """The library `name` of the C++ in `package`/csrc, from a wheel or compiled. Raises as load() does."""
     with _loading:
         if resolve_simd(simd) == AUTO and prebuilt.in_wheel():
-            library, remedy = prebuilt.checked(name), prebuilt.REMEDY
+            library = prebuilt.checked(name)
+            remedy = prebuilt.REMEDY
         else:
             from shakespeare.attention_ext.build import recipes  # a wheel needs no compiler's
 
-            library, remedy = recipes.library(name, packages, simd).make(), "delete it to compile it again"
+            library = recipes.library(name, packages, simd).make()
+            remedy = "delete it to compile it again"
         try:
             return ctypes.CDLL(str(library))
         except OSError as error:
@@ -177,7 +180,7 @@ def describe(simd: str = "auto") -> str:
 
 def describe_helpers(name: str, threads: int) -> str:
     """One line for people: SIMD helpers, the processor's instruction set and a number of threads."""
-    return f"SIMD: {name}, {processor.instructions()}, {threads} thread{'s' * (threads > 1)}"
+    return f"SIMD: {name}, {processor.instructions()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def scratch(
@@ -191,7 +194,8 @@ def scratch(
     dtype: Dtype = Dtype.FP32,
 ) -> int:
     """Bytes of scratch for a call of one of parts 1 to 4, by its kernel. sizes: B, H, Nq, Nk and d."""
-    name, bf16 = check_part(part).operator, dtype is Dtype.BF16
+    name = check_part(part).operator
+    bf16 = dtype is Dtype.BF16
     return 4 * load(simd).scratch(name, bf16, *sizes, br, bc, threads)
 
 

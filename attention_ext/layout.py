@@ -53,8 +53,10 @@ def kernel_calls(
     # first, first_key: the rows of a rank's tensors at which a chunk begins
     for first, q in zip(accumulate(map(len, queries), initial=0), queries):
         for first_key, k in zip(accumulate(map(len, keys), initial=0), keys):
-            start, stop = q.start + offset, q.stop + offset  # query i sees the keys up to i + offset
-            low, high = max(start, k.start), min(stop, k.stop)
+            start = q.start + offset
+            stop = q.stop + offset  # query i sees the keys up to i + offset
+            low = max(start, k.start)
+            high = min(stop, k.stop)
             if low < high:
                 rows = slice(first + low - start, first + high - start)
                 yield rows, slice(first_key, first_key + high - k.start), True
@@ -69,7 +71,8 @@ def describe(
     """A rank's arguments, as the ranks compare them, or what is wrong with them."""
     try:
         check_tensors(check_part(part), q, k, v, causal=False, least=0)
-        causal, scale = truth("causal", causal), None if scale is None else finite("scale", scale)
+        causal = truth("causal", causal)
+        scale = None if scale is None else finite("scale", scale)
     except (TypeError, ValueError) as error:
         return error
     shapes = {name: tuple(t.shape) for name, t in (("q", q), ("k", k), ("v", v))}
@@ -97,13 +100,15 @@ def agreed_rows(described: Sequence[dict | Exception]) -> tuple[Rows, Rows, int]
         for rank, mine in enumerate(everyone):
             if mine[name] != usual:
                 raise ValueError(f"rank {rank} has {name} {mine[name]}; rank 0 has {usual}".replace("'", ""))
-    method, P = everyone[0]["method"], len(everyone)
+    method = everyone[0]["method"]
+    P = len(everyone)
     n, m = ([mine[name][2] for mine in described] for name in "qk")  # type: ignore[index]
-    Nq, Nk = (n[0] if method == "split" else sum(n)), sum(m)
+    Nq = n[0] if method == "split" else sum(n)
+    Nk = sum(m)
     of_both = (Nq, n), (Nk, m)
     queries, keys = (zigzag_rows(N, P) if method == "zigzag" else contiguous(x) for N, x in of_both)
     if method == "split":
-        queries = ((range(Nq),),) * P
+        queries = tuple((range(Nq),) for _ in range(P))
     for name, layout, held in (("q", queries, n), ("k", keys, m)):
         for rank, chunks in enumerate(layout):
             if length(chunks) != held[rank]:

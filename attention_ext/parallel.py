@@ -106,7 +106,8 @@ class Mixture:
         if not q.numel() or not k.numel():
             return
         for i, j, causal in kernel_calls(queries, keys, call.causal, call.offset):
-            tensors, before = (q[:, :, i], k[:, :, j], v[:, :, j]), (self.out[:, :, i], self.lse[:, :, i])
+            tensors = (q[:, :, i], k[:, :, j], v[:, :, j])
+            before = (self.out[:, :, i], self.lse[:, :, i])
             out, lse = attention_ext.attention(
                 call.part, *tensors, causal=causal, return_lse=True, **call.options
             )
@@ -122,7 +123,8 @@ def split(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mine = Mixture(q)
     mine.add(call, q, call.queries[call.rank], k, v, call.keys[call.rank])
     packed = torch.cat((mine.out, mine.lse[..., None]), dim=-1)  # (B, H, Nq, d + 1)
-    out, lse = torch.zeros_like(mine.out), torch.full_like(mine.lse, -torch.inf)
+    out = torch.zeros_like(mine.out)
+    lse = torch.full_like(mine.lse, -torch.inf)
     for partial in _all_gather(call, packed):  # in rank order, so that all ranks have the same bits
         out, lse = reference.merge(out, lse, partial[..., :-1], partial[..., -1])
     return out
@@ -134,7 +136,8 @@ def gather(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v: (B, H, n, d), a rank's rows. Returns (B, H, n, d). Memory: all of K and V on every rank.
     """
     padded = k.new_zeros(2, *k.shape[:2], max(map(length, call.keys)), k.shape[3])
-    padded[0, :, :, : k.shape[2]], padded[1, :, :, : v.shape[2]] = k, v
+    padded[0, :, :, : k.shape[2]] = k
+    padded[1, :, :, : v.shape[2]] = v
     blocks = [block[..., : length(keys), :] for block, keys in zip(_all_gather(call, padded), call.keys)]
     k, v = torch.cat(blocks, dim=3)  # (2, B, H, N, d)
     mixture = Mixture(q)
@@ -150,11 +153,13 @@ def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     of the processors' time is used; zigzag_rows() balances the work, as zhuzilin's zigzag_ring_flash_attn.
     Liu, Zaharia & Abbeel 2023, arXiv:2310.01889; Brandon et al. 2023, arXiv:2311.09431 ('striped').
     """
-    P, rank = call.P, call.rank
+    P = call.P
+    rank = call.rank
     mixture = Mixture(q)
     held = torch.stack((k, v))  # (2, B, H, n, d)
     for turn in range(P):
-        owner, next_owner = (rank - turn) % P, (rank - turn - 1) % P
+        owner = (rank - turn) % P
+        next_owner = (rank - turn - 1) % P
         if turn < P - 1:
             arriving = held.new_empty(*held.shape[:3], length(call.keys[next_owner]), held.shape[4])
             ways = (dist.isend, held, (rank + 1) % P), (dist.irecv, arriving, (rank - 1) % P)
@@ -181,7 +186,8 @@ def ulysses(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     B, H, _, d = q.shape
     heads = contiguous(shares(B * H, call.P))
     mine = heads[call.rank][0]
-    n, m = [length(rows) for rows in call.queries], [length(rows) for rows in call.keys]
+    n = [length(rows) for rows in call.queries]
+    m = [length(rows) for rows in call.keys]
     qkv = [t.reshape(B * H, -1, d) for t in (q, k, v)]
     sending = [torch.cat([t[h.start : h.stop] for t in qkv], dim=1) for (h,) in heads]  # (h, n + 2 m, d)
     arrived = _all_to_all(call, sending, [(len(mine), n[r] + 2 * m[r], d) for r in range(call.P)])
@@ -229,7 +235,8 @@ def expected(
 ) -> tuple[int, int]:
     """The bytes that a rank sends and the exchanges. heads: in all texts. width: bytes of a number."""
     P = len(keys)
-    n, m = [length(rows) for rows in queries], [length(rows) for rows in keys]
+    n = [length(rows) for rows in queries]
+    m = [length(rows) for rows in keys]
     if P == 1:
         return 0, 0
     if method == "split":
@@ -273,9 +280,10 @@ def attention(
     """
     # gloo's collectives refuse the tensors of inference_mode
     with torch.inference_mode(False), torch.no_grad():
-        rank, P = dist.get_rank(group), dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        P = dist.get_world_size(group)
         mine = layout.describe(method, part, causal, options.get("scale"), q, k, v)
-        described: list = [mine] * P
+        described: list = [mine for _ in range(P)]
         if lengths is None:
             dist.all_gather_object(described, mine, group=group)
         elif not isinstance(mine, Exception):
@@ -284,7 +292,8 @@ def attention(
                 raise ValueError(f"lengths is {list(lengths)}; it must have the rows of each of {P} ranks")
         queries, keys, offset = layout.agreed_rows(described)
         one_of("method", method, METHODS)
-        causal, options["scale"] = described[rank]["causal"], described[rank]["scale"]
+        causal = described[rank]["causal"]
+        options["scale"] = described[rank]["scale"]
         traffic = Traffic() if traffic is None else traffic
         call = Call(part, causal, options, queries, keys, offset, rank, P, group, traffic)
         return METHODS[method](call, q, k, v).to(q.dtype)

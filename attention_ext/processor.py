@@ -14,7 +14,8 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 CPUS = Path("/sys/devices/system/cpu")
-GROUPS, GROUPS_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
+GROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 IDENTIFIER = os.environ.get("PROCESSOR_IDENTIFIER", "")  # Windows' 'AMD64 Family 25 Model 97 Stepping 2, ...'
 AVX2 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}  # and what comes with it
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -179,7 +180,8 @@ def _cores_of_windows() -> int:
         return 0
     import ctypes
 
-    ask, size = ctypes.windll.kernel32.GetLogicalProcessorInformation, ctypes.c_uint32()
+    ask = ctypes.windll.kernel32.GetLogicalProcessorInformation
+    size = ctypes.c_uint32()
     ask(None, ctypes.byref(size))
     records = ctypes.create_string_buffer(size.value)  # of 32 bytes: a mask of 8, then 0 for a core
     return records.raw[8::32].count(0) if ask(records, ctypes.byref(size)) else 0

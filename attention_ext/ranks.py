@@ -52,7 +52,8 @@ def join(device: str = "cpu", timeout: float = 30.0) -> Iterator[Ranks]:
     timeout = finite("timeout", timeout)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ValueError("started without torchrun: python -m torch.distributed.run --nproc-per-node P ...")
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    count = int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_WORLD_SIZE", count))
     where = torch.device("cpu")
     if device == "cuda":
@@ -121,12 +122,15 @@ class RollCall:
     """Finds the ranks that are still there, by keys in the run's store."""
 
     def __init__(self, rank: int, count: int, patience: float) -> None:
-        self.rank, self.count, self.patience = rank, count, patience
+        self.rank = rank
+        self.count = count
+        self.patience = patience
         self.lock = threading.Lock()
         self._run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store: dist.Store | None = None
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else rank 0 opens its port later
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            address = os.environ["MASTER_ADDR"]
+            port = int(os.environ["MASTER_PORT"])
             self._store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
 
     def _key(self, rank: int) -> str:
@@ -143,7 +147,8 @@ class RollCall:
         if self._store is None:
             return None
         others = [rank for rank in range(self.count) if rank != self.rank]
-        end, silent = time.monotonic() + self.patience, others
+        end = time.monotonic() + self.patience
+        silent = others
         try:
             while silent and time.monotonic() < end:
                 silent = [rank for rank in silent if not self._store.check([self._key(rank)])]

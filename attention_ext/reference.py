@@ -24,9 +24,10 @@ def attention(
     """
     dtype = q.dtype
     if dtype.itemsize < torch.float32.itemsize:
-        q, k, v = q.float(), k.float(), v.float()
-    if (group := q.shape[1] // k.shape[1]) > 1:
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        q, k, v = (t.float() for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     s = (scale * q) @ k.mT  # (B, H, Nq, Nk)
     if rules:
         p, lse = _ruled(s, rules, causal)
@@ -68,10 +69,12 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     """
     m = torch.maximum(lse_a, lse_b)
     m = m.masked_fill(m == -torch.inf, 0)  # -inf - -inf would be NaN
-    weight_a, weight_b = (lse_a - m).exp(), (lse_b - m).exp()
+    weight_a = (lse_a - m).exp()
+    weight_b = (lse_b - m).exp()
     l = weight_a + weight_b
     nothing = torch.zeros((), dtype=out_a.dtype, device=out_a.device)
-    seen_a, seen_b = (lse_a != -torch.inf)[..., None], (lse_b != -torch.inf)[..., None]
+    seen_a = (lse_a != -torch.inf)[..., None]
+    seen_b = (lse_b != -torch.inf)[..., None]
     out = torch.where(seen_a, weight_a[..., None] * out_a, nothing)
     out = out + torch.where(seen_b, weight_b[..., None] * out_b, nothing)
     return torch.where(seen_a | seen_b, out / l[..., None], nothing), m + l.log()
@@ -146,7 +149,7 @@ def flash_attention_backward(
     Nk = k.shape[2]
     scale = d**-0.5 if scale is None else scale
     mask = seen(Nq, Nk, q.device) if causal else None
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)  # line 3
+    dq, dk, dv = map(torch.zeros_like, (q, k, v))  # line 3
     D = (dout * out).sum(-1) - (0 if dlse is None else dlse)  # line 4
     for j0 in range(0, Nk, bc):  # line 5
         j = slice(j0, j0 + bc)

@@ -53,7 +53,8 @@ AROUND = re.compile(
     r"^.*?(?=transformer\.|lm_head\.)|\b(module|_orig_mod|_(fsdp|checkpoint)_wrapped_module)\."
 )
 INSIDE = ("wte.", "wpe.", "h.", "ln_f.")
-GPT2_TOKENS, GPT2_PADDED = 50257, 51200  # of GPT-2's vocabulary, and the most that a model pads it to
+GPT2_TOKENS = 50257  # of GPT-2's vocabulary
+GPT2_PADDED = 51200  # the most that a model pads it to
 TO_TRAIN = "it must be one of characters to train it"
 Named = TypeVar("Named")
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
@@ -111,7 +112,9 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
         from shakespeare.model.gguf_file import read_gguf
 
         args, stored, tokenizer = read_gguf(path)
-        dataset, drop, path = None, list, path.parent
+        dataset = None
+        drop = list
+        path = path.parent
     elif path.is_file():
         args, stored, dataset, drop = _read_nanogpt(path)
         path = path.parent
@@ -237,7 +240,8 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None, Callable[[], 
         if not file.is_file():
             raise CheckpointError(f"{path} has no {file.name}; a checkpoint directory must have one")
     args = _object_in(config_file)
-    stored, drops = Stored(), []
+    stored = Stored()
+    drops = []
     for file in files:
         if file.suffix == ".bin":
             tensors = _unpickled(file)
@@ -245,13 +249,13 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None, Callable[[], 
                 raise CheckpointError(
                     f"{file} holds a {type(tensors).__name__}; it must be a dict of tensors"
                 )
-            stored |= _arrays(tensors)
+            stored.update(_arrays(tensors))
             continue
         try:
             tensors, drop = tensors_of(file)
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
-        stored |= tensors
+        stored.update(tensors)
         drops.append(drop)
     weights = _named(files[0], stored)
     if "model_type" in args or "architectures" in args:  # of transformers
@@ -260,7 +264,8 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None, Callable[[], 
             weights = huggingface.turned(weights, args)
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
-    if (generation := path / "generation_config.json").is_file():
+    generation = path / "generation_config.json"
+    if generation.is_file():
         named = _object_in(generation).get("eos_token_id")
         args["eos_token_id"] = args.get("eos_token_id") if named is None else named
     return args, weights, args.pop("dataset", None), lambda: [drop() for drop in drops]

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"  # one tensor, unless the head is untied
+EMBEDDING = "transformer.wte.weight"
+HEAD = "lm_head.weight"  # EMBEDDING's tensor, unless the head is untied
 PLACES = "transformer.wpe.weight"
 POSITIONS = ("table", "alibi")
 MOST_SIZE = 2**31
@@ -53,7 +54,8 @@ class GPTConfig:
         if self.endless:
             sizes.append("window")
         for field in sizes:
-            value, most = getattr(self, field), MOST.get(field, MOST_SIZE)
+            value = getattr(self, field)
+            most = MOST.get(field, MOST_SIZE)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
                 must = f"a whole number of at least 1 and at most {most}"
                 raise ValueError(f"{field} is {value!r:.40}; it must be {must}")

@@ -51,7 +51,8 @@ def read(path: Path) -> str:
     if path.is_dir():
         raise ValueError(f"{path} is a folder; it must be a file of text{hint}")
     text = decode(path.read_bytes(), str(path), hint)
-    if (at := text.find("\0")) >= 0:
+    at = text.find("\0")
+    if at >= 0:
         what = f"holds a NUL, character {at}: it is binary, as nanoGPT's train.bin, or UTF-16"
         raise ValueError(f"{path} {what}; it must be text in UTF-8{hint}")
     return text.replace("\r", "\n").replace(MARK, "")

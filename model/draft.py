@@ -19,8 +19,11 @@ from shakespeare.model.tokenizer import CharTokenizer, Tokenizer
 FILE = "draft.safetensors"
 # As in generation/csrc/cuda/ngrams_table.h:
 ORDER = 5  # the most tokens of a context
-BUCKETS, WAYS, LISTED = 2**13, 4, 8
-BUCKET_SHIFT, TAG_SHIFT = 51, 19
+BUCKETS = 2**13
+WAYS = 4
+LISTED = 8
+BUCKET_SHIFT = 51
+TAG_SHIFT = 19
 MOST_BYTES = 2**20  # of a file
 MOST_VOCABULARY = 256  # a token takes a byte
 
@@ -46,7 +49,8 @@ class Draft:
         shapes = {"vocabulary": (self.vocabulary.size,), "tags": (BUCKETS, WAYS)}
         shapes["pairs"] = (BUCKETS, WAYS, LISTED, 2)
         for name, shape in shapes.items():
-            array, dtype = getattr(self, name), "uint8" if name == "pairs" else "uint32"
+            array = getattr(self, name)
+            dtype = "uint8" if name == "pairs" else "uint32"
             if (array.dtype, array.shape) != (dtype, shape):
                 raise ValueError(f"{name} is {array.dtype} {array.shape}; it must be {dtype} {shape}")
             if not array.flags.c_contiguous:  # engines read its memory

@@ -20,7 +20,8 @@ from shakespeare.model.files import write_file
 from shakespeare.model.huggingface import CHARACTERS, END, TRANSPOSED, tables
 from shakespeare.model.tokenizer import CharTokenizer, HuggingFaceTokenizer, Tokenizer
 
-FORMATS, GGUF_TYPES = ("hf", "gguf", "nanogpt"), ("f32", "f16", "q8_0")
+FORMATS = ("hf", "gguf", "nanogpt")
+GGUF_TYPES = ("f32", "f16", "q8_0")
 NANOGPT = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")  # its GPTConfig
 NO_LOSS = 1e9  # nanoGPT's best_val_loss before it has one
 
@@ -41,13 +42,15 @@ def export(model: Any, to: str, out: str | Path, type: str = "f32", text: str = 
     if out.exists() and (to == "gguf" or not out.is_dir() or any(out.iterdir())):
         kind = "file" if to == "gguf" else "directory"
         raise ValueError(f"out is {str(out)!r}, which exists; it must be a new {kind}")
-    checkpoint, name = loaded(model), "GPT"
+    checkpoint = loaded(model)
+    name = "GPT"
     if checkpoint.config.endless:
         must = f"it must be 'table' for {to}: GPT-2's architecture has one"
         raise ValueError(f"model has positions 'alibi'; {must}")
     record: dict[str, Any] = {}
     if not isinstance(model, Checkpoint):
-        name, file = directory_of(model).resolve().name, directory_of(model) / "training.json"
+        name = directory_of(model).resolve().name
+        file = directory_of(model) / "training.json"
         record = json.loads(file.read_bytes()) if file.is_file() else {}
     if to == "gguf":
         gguf_file.write_gguf(out, checkpoint.config, checkpoint.weights, type.upper(), checkpoint.tokenizer)
@@ -67,19 +70,28 @@ def write_hf(checkpoint: Checkpoint, out: Path, card: str) -> None:
 
     "bias": false, which transformers ignores, tells this project that the biases are zeros.
     """
-    c, (tokenizer, end) = checkpoint.config, _tokenizer(checkpoint.tokenizer)
+    c = checkpoint.config
+    tokenizer, end = _tokenizer(checkpoint.tokenizer)
     ends: Any = dict(bos_token_id=end, eos_token_id=None)
     if c.eos_token_id:
         ends["eos_token_id"] = c.eos_token_id if len(c.eos_token_id) > 1 else c.eos_token_id[0]
-    config = {field: getattr(c, field) for field in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
-    config |= dict(architectures=["GPT2LMHeadModel"], model_type="gpt2", n_positions=c.block_size)
-    config |= dict(activation_function="gelu_new" if c.tanh_gelu else "gelu", layer_norm_epsilon=1e-5)
-    config |= dict(tie_word_embeddings=not c.untied_head, **ends)
-    settings = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=c.block_size)
-    settings |= dict(clean_up_tokenization_spaces=False)
-    # GPT-2 would embed token_type_ids too
-    settings |= dict(model_input_names=["input_ids", "attention_mask"])
-    settings |= {} if end is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)
+    config = dict(
+        **{field: getattr(c, field) for field in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")},
+        architectures=["GPT2LMHeadModel"],
+        model_type="gpt2",
+        n_positions=c.block_size,
+        activation_function="gelu_new" if c.tanh_gelu else "gelu",
+        layer_norm_epsilon=1e-5,
+        tie_word_embeddings=not c.untied_head,
+        **ends,
+    )
+    settings = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_max_length=c.block_size,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],  # GPT-2 would embed token_type_ids too
+        **({} if end is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)),
+    )
     generation = dict(do_sample=True, top_k=0, max_length=c.block_size, **ends)
     held = dict(config=config, tokenizer=tokenizer, tokenizer_config=settings, generation_config=generation)
     # what cannot be encoded leaves no directory
@@ -159,7 +171,8 @@ def write_nanogpt(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any]) 
         best_val_loss=record.get("val_loss", NO_LOSS),
         config={"dataset": dataset, "eos_token_id": [*c.eos_token_id]},
     )
-    torch.save(held, file := io.BytesIO())
+    file = io.BytesIO()
+    torch.save(held, file)
     (out / "data" / dataset).mkdir(parents=True, exist_ok=True)
     write_file(out / "ckpt.pt", file.getvalue())
     if isinstance(checkpoint.tokenizer, CharTokenizer):

@@ -45,7 +45,8 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None
+            error.filename = str(path)
+            error.filename2 = None
         raise
     if sys.platform == "win32":
         return  # it opens no directory
@@ -104,7 +105,8 @@ def tensors_of(path: Path) -> tuple[Stored, Callable[[], object]]:
 
 def _decoded(data: mmap.mmap | bytearray, begin: int, stored: dict[str, Any]) -> np.ndarray:
     """The array of a tensor of a safetensors file. bfloat16, which NumPy lacks, becomes float32."""
-    kind, (first, end) = stored["dtype"], stored["data_offsets"]
+    kind = stored["dtype"]
+    first, end = stored["data_offsets"]
     held = memoryview(data)[begin + first : begin + end]
     if kind == "BF16":
         flat = (np.frombuffer(held, np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -21,7 +21,11 @@ TANH = "shakespeare.tanh_gelu"  # llama.cpp ignores it: its GELU is the one by t
 EPSILON = 1e-5
 ESCAPED = {"\\": "\\\\", "\0": "\\x00"}  # as in RWKV's vocabularies; a string of GGUF ends at a NUL
 ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]  # llama.cpp ends at each
-NORMAL, CONTROL, USERS, UNUSED = 1, 3, 4, 5  # gguf.TokenType
+# gguf.TokenType
+NORMAL = 1
+CONTROL = 3
+USERS = 4
+UNUSED = 5
 
 
 def write_gguf(
@@ -68,15 +72,18 @@ def _name(names: Any, name: str) -> str:
 def _add_tokens(writer: Any, tokenizer: Tokenizer | None) -> None:
     if tokenizer is None:
         return writer.add_tokenizer_model("none")
-    texts, types = [f"[PAD{i}]" for i in range(len(tokenizer))], [UNUSED] * len(tokenizer)
     if isinstance(tokenizer, CharTokenizer):
         # RWKV's tokenizer takes the longest token that fits: it needs no merges, and no token ends a text.
         writer.add_tokenizer_model("rwkv")
-        texts, types = [ESCAPED.get(c, c) for c in tokenizer.characters], [NORMAL] * len(tokenizer)
+        texts = [ESCAPED.get(c, c) for c in tokenizer.characters]
+        types = [NORMAL for _ in texts]
     else:
         vocab, special, merges = huggingface.tables(tokenizer)
+        texts = [f"[PAD{i}]" for i in range(len(tokenizer))]
+        types = [UNUSED for _ in texts]
         for text, id in (vocab | special).items():
-            texts[id], types[id] = text, CONTROL if text in special else NORMAL
+            texts[id] = text
+            types[id] = CONTROL if text in special else NORMAL
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
         writer.add_token_merges([" ".join(pair) for pair in merges])
@@ -121,7 +128,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
 
     try:
         reader = Reader(path)
-        if (kind := held("general.architecture")) != "gpt2":
+        kind = held("general.architecture")
+        if kind != "gpt2":
             raise ValueError(f"it is a model of the architecture {kind!r}; it must be 'gpt2'")
         if abs(held("gpt2.attention.layer_norm_epsilon") - EPSILON) > 1e-9:
             raise ValueError(f"the epsilon of its LayerNorm must be {EPSILON}")
@@ -147,7 +155,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
 
 def _tokenizer(held: Any, source: str) -> Tokenizer:
     """The vocabulary of a file."""
-    texts, kind = held("tokenizer.ggml.tokens"), held("tokenizer.ggml.model")
+    texts = held("tokenizer.ggml.tokens")
+    kind = held("tokenizer.ggml.model")
     if kind == "rwkv":
         known = {escaped: c for c, escaped in ESCAPED.items()}
         return CharTokenizer([known.get(text, text) for text in texts], source)

@@ -29,7 +29,8 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
         super().__init__()
-        self.n_head, self.window = config.n_head, config.window
+        self.n_head = config.n_head
+        self.window = config.window
         self.attend = attend
         if config.endless:  # of no checkpoint; with memory also where parameters have none yet
             slopes = torch.tensor(config.alibi_slopes, device="cpu")
@@ -107,7 +108,8 @@ def causal_attention(
 
     window, alibi_slopes: an endless model's, as in attention().
     """
-    Nq, Nk = q.shape[2], k.shape[2]
+    Nq = q.shape[2]
+    Nk = k.shape[2]
     if alibi_slopes is not None:
         bias = alibi_bias(Nq, Nk, window[0], alibi_slopes).to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
@@ -136,7 +138,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
         super().__init__()
-        self.config, self.attend = config, attend
+        self.config = config
+        self.attend = attend
         self.transformer = Transformer(config, attend)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_head()

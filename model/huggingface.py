@@ -20,7 +20,8 @@ from shakespeare.model.tokenizer import (
     VocabularyError,
 )
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 # Files of tensors, and what names the shards that they may be split into; the first that is there counts.
 FILES = {WEIGHTS: INDEX, PICKLED: f"{PICKLED}.index.json"}
@@ -54,7 +55,8 @@ def configuration(args: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: args.get(name, value) for name, value in FIELDS.items()}
     found["block_size"] = found.pop("n_positions")
     found["eos_token_id"] = args.get("eos_token_id")
-    if (activation := args.get("activation_function", "gelu_new")) not in list(TANH):
+    activation = args.get("activation_function", "gelu_new")
+    if activation not in list(TANH):
         raise ValueError(f"activation_function is {activation!r}; it must be one of {', '.join(TANH)}")
     inner = args.get("n_inner")
     if isinstance(found["n_embd"], int) and inner not in (None, 4 * found["n_embd"]):
@@ -109,7 +111,8 @@ def vocabulary(directory: Path) -> Tokenizer | None:
     Raises VocabularyError for files that are malformed or that their package does not read. Warns of tokens
     in other files that are not read.
     """
-    file, pairs = directory / "tokenizer.json", directory / "merges.txt"
+    file = directory / "tokenizer.json"
+    pairs = directory / "merges.txt"
     if not file.is_file():
         file = directory / "vocab.json"
         if not file.is_file() or not pairs.is_file():
@@ -138,7 +141,8 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def _text(file: Path) -> str:
-    if (size := file.stat().st_size) > MOST_BYTES:
+    size = file.stat().st_size
+    if size > MOST_BYTES:
         raise VocabularyError(f"{file} has {size} bytes; it must have at most {MOST_BYTES}")
     return file.read_text("utf-8")
 
@@ -146,7 +150,8 @@ def _text(file: Path) -> str:
 def _characters(held: Any, source: str) -> CharTokenizer | None:
     """The characters of a tokenizer.json that has no other tokens or steps, as export writes it."""
     model = held["model"]
-    ids, pairs = model["vocab"], model.get("merges")
+    ids = model["vocab"]
+    pairs = model.get("merges")
     steps = [held.get(name) for name in ("added_tokens", "normalizer", "post_processor")]
     other_split = held.get("pre_tokenizer") not in (None, CHARACTERS)
     if any(steps) or pairs or other_split or model.get("type", "BPE") not in ("BPE", "WordLevel"):
@@ -183,7 +188,7 @@ def added_tokens(directory: Path) -> dict[str, Added]:
                 found[each["content"]] = Added(name, int(id), flags)
             for role, value in held.items():
                 if role.endswith(("_token", "special_tokens")):
-                    special |= dict.fromkeys(_contents(value), name)
+                    special.update(dict.fromkeys(_contents(value), name))
     return {token: Added(name, None, {"special": True}) for token, name in special.items()} | found
 
 
@@ -208,7 +213,8 @@ def warn_of_unread(directory: Path, known: Container[str]) -> None:
 
 def _complete(directory: Path, text: str, held: Any) -> HuggingFaceTokenizer:
     """The vocabulary of a tokenizer.json with tokens of the files beside it, as transformers adds them."""
-    source, vocab = str(directory / "tokenizer.json"), held["model"]["vocab"]
+    source = str(directory / "tokenizer.json")
+    vocab = held["model"]["vocab"]
     if isinstance(vocab, list):  # of Unigram: pairs of a token and its score
         vocab = {each[0]: id for id, each in enumerate(vocab)}
     own = {each["content"]: each["id"] for each in held.get("added_tokens") or ()}
@@ -244,9 +250,11 @@ def _checked(tokens: Iterable[tuple[Any, Any, str]]) -> dict[str, int]:
         shown = f"{file}: the id of {token!r:.80} is {id!r:.80}"
         if type(id) is not int or not 0 <= id <= LARGEST_ID:
             raise VocabularyError(f"{shown}; it must be from 0 to {LARGEST_ID}")
-        if (owner := owners.setdefault(id, token)) != token:
+        owner = owners.setdefault(id, token)
+        if owner != token:
             raise VocabularyError(f"{shown}, which is that of {owner!r:.80}; ids must differ")
-        if (first := ids.setdefault(token, id)) != id:
+        first = ids.setdefault(token, id)
+        if first != id:
             raise VocabularyError(f"{shown} and {first}; it must be one")
     return ids
 
@@ -275,7 +283,8 @@ def tables(
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return _tables_of(json.loads(tokenizer.tokenizer.to_str()), tokenizer.source)
-    ranks, special = tokenizer._encoding._mergeable_ranks, tokenizer._encoding._special_tokens
+    ranks = tokenizer._encoding._mergeable_ranks
+    special = tokenizer._encoding._special_tokens
     letters = {bytes([byte]): letter for letter, byte in BYTES.items()}
     shown: dict[bytes, str] = {token: "".join(letters[bytes([byte])] for byte in token) for token in ranks}
     merges = []
@@ -291,7 +300,8 @@ def tables(
 
 def _tables_of(held: Any, source: str) -> tuple[dict[str, int], dict[str, int], list[tuple[str, str]]]:
     """The tables of a tokenizer.json."""
-    split, after = held["pre_tokenizer"], held["post_processor"]
+    split = held["pre_tokenizer"]
+    after = held["post_processor"]
     usual = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     plain = held["normalizer"] is None and (after or usual)["type"] == "ByteLevel"
     if held["model"]["type"] != "BPE" or not plain or not usual.items() <= (split or {}).items():

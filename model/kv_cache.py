@@ -33,7 +33,9 @@ class KVCache:
     def of(self, start: int, end: int, length: int) -> KVCache:
         """The cache of texts start .. end - 1 with `length` tokens each. It shares this cache's memory."""
         part = copy.copy(self)
-        part.k, part.v, part.length = self.k[start:end], self.v[start:end], length
+        part.k = self.k[start:end]
+        part.v = self.v[start:end]
+        part.length = length
         return part
 
     def positions(self, count: int) -> Tensor:
@@ -49,9 +51,11 @@ class KVCache:
 
         Views if the buffers have this type. Raises ValueError if the buffers are too short.
         """
-        start, end = self.length, self.length + k.shape[2]
+        start = self.length
+        end = self.length + k.shape[2]
         if self.endless:
-            held, most = min(start, self.k.shape[2]), min(end, self.k.shape[2])
+            held = min(start, self.k.shape[2])
+            most = min(end, self.k.shape[2])
             self.length = end
             found = []
             for buffer, new in ((self.k, k), (self.v, v)):

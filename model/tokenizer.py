@@ -128,7 +128,8 @@ class CharTokenizer:
 
     def decode_all(self, ids: NDArray[Any]) -> list[str]:
         """The texts of ids (texts, tokens)."""
-        text, length = self.decoder().feed_all(ids.ravel()), ids.shape[1]
+        text = self.decoder().feed_all(ids.ravel())
+        length = ids.shape[1]
         return [text[at : at + length] for at in range(0, len(text), length)]
 
     def decoder(self) -> _CharDecoder:
@@ -138,7 +139,8 @@ class CharTokenizer:
 
 class _CharDecoder:
     def __init__(self, characters: Sequence[str], points: NDArray[np.uint32]) -> None:
-        self.feed, self._points = characters.__getitem__, points
+        self.feed = characters.__getitem__
+        self._points = points
 
     def feed_all(self, ids: Sequence[int] | NDArray[Any]) -> str:
         if len(ids) < FEW:
@@ -244,7 +246,8 @@ class GPT2Tokenizer(BytesTokenizer):
     """
 
     def __init__(self, ranks: dict[bytes, int], special: dict[str, int], source: str) -> None:
-        self.source, tiktoken = source, _tiktoken()
+        self.source = source
+        tiktoken = _tiktoken()
         self._encoding = tiktoken.Encoding(
             source, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
@@ -252,7 +255,8 @@ class GPT2Tokenizer(BytesTokenizer):
     @classmethod
     def downloaded(cls) -> GPT2Tokenizer:
         """GPT-2's own, which tiktoken downloads once and caches. Raises VocabularyError without network."""
-        found, tiktoken = cls.__new__(cls), _tiktoken()
+        found = cls.__new__(cls)
+        tiktoken = _tiktoken()
         try:
             found._encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken's download can raise nearly anything
@@ -301,7 +305,8 @@ class HuggingFaceTokenizer(BytesTokenizer):
             raise VocabularyError(f"{source} needs tokenizers: pip install tokenizers") from None
         if together := set(decoders) & {"BPEDecoder", "CTC"}:
             raise VocabularyError(f"{source}: the decoder is {together.pop()}; it must decode token by token")
-        self.source, self._size = source, max(ids.values()) + 1
+        self.source = source
+        self._size = max(ids.values()) + 1
         self.tokenizer = self._tried("read", Tokenizer.from_str, file)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -311,7 +316,8 @@ class HuggingFaceTokenizer(BytesTokenizer):
         contents = self.tokenizer.get_added_tokens_decoder()
         self._bytes: dict[int, bytes] = {}
         for token, id in ids.items():
-            if (known := self.tokenizer.token_to_id(token)) != id:
+            known = self.tokenizer.token_to_id(token)
+            if known != id:
                 must = f"for tokenizers it is {known}; ids must be without gaps"
                 raise VocabularyError(f"{source}: the id of {token!r} is {id}, but {must}")
             if "ByteLevel" in decoders:
@@ -320,9 +326,10 @@ class HuggingFaceTokenizer(BytesTokenizer):
             elif "ByteFallback" in decoders and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
                 self._bytes[id] = bytes.fromhex(byte[1])
             else:  # what it adds to a text before it: the first token of a text may lose its space
-                once, twice = (self._tried("decoded", self._decode, [id] * count) for count in (1, 2))
+                once, twice = (self._tried("decoded", self._decode, ids) for ids in ([id], [id, id]))
                 self._bytes[id] = twice[len(once) :].encode()
-        if (largest := max(self.encode(""), default=0)) >= self._size:
+        largest = max(self.encode(""), default=0)
+        if largest >= self._size:
             raise VocabularyError(f"{source}: it adds the id {largest} to texts, which no token has")
 
     def _decode(self, ids: list[int]) -> str:

@@ -35,7 +35,9 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            (rows, cols), momentum, parameters = group["shape"], group["momentum"], group["params"]
+            rows, cols = group["shape"]
+            momentum = group["momentum"]
+            parameters = group["params"]
             nesterov = []
             for p in parameters:  # (n * rows, cols), n matrices each
                 buffer = self.state[p]["momentum"].lerp_(p.grad, 1 - momentum)

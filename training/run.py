@@ -68,7 +68,8 @@ def train(
     notes: list[str] = []
     if recipe.test_share:
         recipe, notes = fit(text, recipe)
-    model, tokenizer = None, None
+    model = None
+    tokenizer = None
     if start is not None:
         model, tokenizer, new = fitted(start, text, recipe.block_size, recipe.seed)
         if new:
@@ -77,7 +78,8 @@ def train(
     for note in notes:
         watcher.note(note)
     out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of training steps
-    size, on = len(material.tokenizer), torch.device(device)
+    size = len(material.tokenizer)
+    on = torch.device(device)
     trainer = Trainer(recipe, size, material.training, on, part, start=model, dtype=dtype)
     identity = {
         "corpus_sha256": _sha256(text.encode()),
@@ -124,8 +126,12 @@ class _Run:
         identity: dict,
     ) -> None:
         recipe = trainer.recipe
-        self.trainer, self.material, self.old = trainer, material, old
-        self.out, self.watcher, self.identity = out, watcher, identity
+        self.trainer = trainer
+        self.material = material
+        self.old = old
+        self.out = out
+        self.watcher = watcher
+        self.identity = identity
         self.schedule = Schedule(recipe) if recipe.minutes is None else ByTime(recipe)
         self.record: dict[str, Any] = identity | {"curve": self.schedule.curve}
         self.best: dict[str, Tensor] = {}
@@ -133,8 +139,10 @@ class _Run:
         self._launched: Any = torch.cuda.Event() if trainer.device.type == "cuda" else None
         self._loss_sum = torch.zeros((), device=trainer.device, dtype=torch.float64)
         self._losses = 0
-        self._saved_at, self._save_seconds = time.monotonic(), 0.0
-        self._evaluated_at, self._evaluation_seconds = -1, 0.0  # the training steps before the last one
+        self._saved_at = time.monotonic()
+        self._save_seconds = 0.0
+        self._evaluated_at = -1  # the training steps before the last evaluation
+        self._evaluation_seconds = 0.0
 
     def measure_start(self, model: GPT) -> None:
         """Measure the model that is fine-tuned, before any training step."""
@@ -158,7 +166,8 @@ class _Run:
             self.watcher.stepped(self.schedule)
             if self.watcher.stops():
                 self._save_state()  # as that of a continuing run, without a row for this evaluation
-                if (loss := self._loss(self.material.watched)) < self.best_loss:
+                loss = self._loss(self.material.watched)
+                if loss < self.best_loss:
                     self._save_best(self.record | self._best_at(loss))
                 raise KeyboardInterrupt
         self._save_state()
@@ -171,15 +180,18 @@ class _Run:
             self.record["val_loss"] = self._loss(self.material.validation)
             self.record["test_loss"] = self._loss(self.material.test)
             self._measure_old("old_loss_after", self.trainer.averaged)
-            done, seconds = self.schedule.done, self.schedule.elapsed()
-            self.record |= {"steps": done, "seconds": round(seconds, 1)}
+            done = self.schedule.done
+            seconds = self.schedule.elapsed()
+            self.record["steps"] = done
+            self.record["seconds"] = round(seconds, 1)
             self.record["characters_per_second"] = round(done * self.schedule.characters / seconds)
         save_record(self.out, self.record)  # with the whole curve, past the best one
         (self.out / FILE).unlink(missing_ok=True)
         return self.record
 
     def _step(self) -> None:
-        trainer, schedule = self.trainer, self.schedule
+        trainer = self.trainer
+        schedule = self.schedule
         start = time.monotonic()
         trainer.lr.fill_(schedule.rate())
         trainer.decay.fill_(trainer.recipe.average_decay(schedule.done))
@@ -199,7 +211,8 @@ class _Run:
 
         Raises ValueError if the loss is infinite or NaN.
         """
-        start, done = time.monotonic(), self.schedule.done
+        start = time.monotonic()
+        done = self.schedule.done
         if self._evaluated_at == done:
             return
         loss = self._loss(self.material.watched)
@@ -208,7 +221,8 @@ class _Run:
         self._reserve(self._evaluation_seconds / self.material.watched.numel())
         train_loss = self._loss_sum.item() / max(1, self._losses)
         self._loss_sum.zero_()
-        self._losses, self._evaluated_at = 0, done
+        self._losses = 0
+        self._evaluated_at = done
         row = [done, None if math.isnan(train_loss) else round(train_loss, 4), round(loss, 4)]
         self.schedule.curve.append(row)
         if not math.isfinite(loss):
@@ -216,12 +230,13 @@ class _Run:
         if loss < self.best_loss:
             self.best_loss = loss
             self.best = _copied(self.trainer.averaged)
-            self.record |= self._best_at(loss)
+            self.record.update(self._best_at(loss))
             self._save_best(self.record)
         self.watcher.evaluated(self.schedule)
 
     def _best_at(self, loss: float) -> dict[str, Any]:
-        done, seconds = self.schedule.done, round(self.schedule.seconds)
+        done = self.schedule.done
+        seconds = round(self.schedule.seconds)
         return {"val_loss": loss, "best_step": done, "seconds_to_best": seconds}
 
     def _save_best(self, record: dict) -> None:
@@ -244,7 +259,8 @@ class _Run:
 
     def _save_state(self) -> None:
         start = time.monotonic()
-        if not math.isfinite(total := self._loss_sum.item()):  # no run can continue from such weights
+        total = self._loss_sum.item()
+        if not math.isfinite(total):  # no run can continue from such weights
             when = f"before step {self.schedule.done}"
             raise ValueError(f"the training loss is {total} {when}: training diverged")
         tensors = self.trainer.state_dict() | {f"best.{name}": t for name, t in self.best.items()}

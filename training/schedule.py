@@ -25,7 +25,9 @@ class Schedule:
     STATE: tuple[str, ...] = ("done", "seconds")
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.done, self.seconds = recipe, 0, 0.0
+        self.recipe = recipe
+        self.done = 0
+        self.seconds = 0.0
         self.step_seconds = self.finishing = 0.0
         self.characters = max(1, recipe.batch_chars // recipe.block_size) * recipe.block_size
         self.curve: list[list[float | None]] = []
@@ -46,7 +48,8 @@ class Schedule:
         """Count a training step, the seconds that it took, and the time since the one before."""
         self.done += 1
         lap = time.monotonic()
-        self.seconds, self._lap = self.seconds + lap - self._lap, lap
+        self.seconds += lap - self._lap
+        self._lap = lap
 
     def evaluated(self, seconds: float) -> None:
         """Record the seconds of an evaluation."""

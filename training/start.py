@@ -13,7 +13,8 @@ from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.recipe import Recipe
 
 # Fine-tuning takes half the rates: lower loss on other prose than with full or quarter rates (shakes256).
-RATES, SHARE = ("muon_lr", "adam_lr", "position_lr"), 0.5
+RATES = ("muon_lr", "adam_lr", "position_lr")
+SHARE = 0.5
 NOISE = 0.1  # noise of a new character's embedding, as a share of the others' spread
 
 
@@ -26,9 +27,9 @@ def recipe_of(recipe: Recipe, model: GPT, block_size: int | None) -> Recipe:
     if block_size is not None and block_size > c.block_size and not c.endless:
         raise ValueError(f"block_size is {block_size}; it must be at most {c.block_size}, that of the model")
     names = ("n_layer", "n_head", "n_embd", "positions", "window")
-    changes: dict[str, Any] = {name: getattr(c, name) for name in names}
-    changes |= {name: SHARE * getattr(recipe, name) for name in RATES}
-    return dataclasses.replace(recipe, block_size=block_size or c.block_size, **changes)
+    sizes: dict[str, Any] = {name: getattr(c, name) for name in names}
+    rates = {name: SHARE * getattr(recipe, name) for name in RATES}
+    return dataclasses.replace(recipe, block_size=block_size or c.block_size, **sizes, **rates)
 
 
 def fitted(checkpoint: Checkpoint, text: str, block_size: int, seed: int) -> tuple[GPT, CharTokenizer, str]:

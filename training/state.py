@@ -51,7 +51,8 @@ def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor],
         with safetensors.safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["state"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        saved, progress = about["run"], about["progress"]
+        saved = about["run"]
+        progress = about["progress"]
         version = about["format"]
         if not isinstance(saved, dict) or not isinstance(progress, dict):
             raise TypeError("its metadata is not that of a run")
@@ -68,7 +69,8 @@ def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor],
 def _difference(saved: dict, run: dict) -> tuple[str, Any, Any] | None:
     """(name, saved value, value now) of the first difference, also inside a dictionary; None if equal."""
     for name in sorted(saved.keys() | run.keys()):
-        was, now = saved.get(name), run.get(name)
+        was = saved.get(name)
+        now = run.get(name)
         if was == now:
             continue
         if isinstance(was, dict) and isinstance(now, dict):

@@ -14,7 +14,9 @@ from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.recipe import Recipe
 
 SHORTEST = 2000  # characters of an own text: its validation part has a hundred
-WINDOW, PASSAGES = 32, 500  # characters of a passage in the search for repetitions, number of passages
+# The search for repetitions takes PASSAGES passages of WINDOW characters.
+WINDOW = 32
+PASSAGES = 500
 FLATTERED = 0.3  # share of repeated passages that gives a note
 FACTOR = 0x9E3779B97F4A7C15  # of a hash: odd, with bits everywhere
 MOST_EVALUATED = 100_000  # characters of each held-out part; they give the loss to about 0.005 nats
@@ -46,7 +48,8 @@ def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
     if len(text) < SHORTEST:
         raise ValueError(f"text has {len(text):,} characters; it must have at least {SHORTEST:,}")
     training, held_out = corpus.split(text)
-    share, notes = repeated_share(training, held_out), []
+    share = repeated_share(training, held_out)
+    notes = []
     if share > FLATTERED:
         notes = [f"{share:.0%} of the text's last tenth is also in the rest; the losses flatter the model"]
     bounds = {
@@ -54,7 +57,8 @@ def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
         "batch_chars": len(training),
     }
     for name, most in bounds.items():
-        if (wanted := getattr(recipe, name)) > most:
+        wanted = getattr(recipe, name)
+        if wanted > most:
             notes.append(f"the text has {len(text):,} characters; {name} is {most} instead of {wanted}")
             changed: dict[str, Any] = {name: most}
             recipe = dataclasses.replace(recipe, **changed)
@@ -80,7 +84,9 @@ def repeated_share(training: str, held_out: str) -> float:
 
 def _hashes(points: NDArray[np.uint32]) -> NDArray[np.uint64]:
     """The hash of each passage of WINDOW code points: a polynomial modulo 2**64, by doubling its length."""
-    hashes, factor, length = points.astype(np.uint64), FACTOR, 1
+    hashes = points.astype(np.uint64)
+    factor = FACTOR
+    length = 1
     while length < WINDOW:
         hashes = hashes[:-length] * np.uint64(factor) + hashes[length:]
         factor = factor**2 % 2**64
@@ -98,8 +104,10 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
     if len(training) <= recipe.block_size:
         has = f"text has {len(training)} characters for training"
         raise ValueError(f"{has}; it must have more than block_size={recipe.block_size}")
-    end, size = len(held_out) - int(recipe.test_share * len(text)), recipe.block_size
-    validation, test = held_out[:end].long(), held_out[end:].long()
+    end = len(held_out) - int(recipe.test_share * len(text))
+    size = recipe.block_size
+    validation = held_out[:end].long()
+    test = held_out[end:].long()
     if not recipe.test_share:
         return Material(tokenizer, training, validation, validation, test)
     watched = windows(validation, size, MOST_WATCHED)

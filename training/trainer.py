@@ -56,7 +56,8 @@ def windowed(config: GPTConfig, dropout: float, device: torch.device) -> Callabl
         return F.pad(t, (0, 0, w, 0)).unfold(2, 2 * w, w).transpose(-1, -2).flatten(1, 2)  # (B, H n, 2 w, d)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
-        mask, queries = bias.flatten(0, 1).to(q.dtype), q.reshape(q.shape[0], -1, w, q.shape[3])
+        mask = bias.flatten(0, 1).to(q.dtype)
+        queries = q.reshape(q.shape[0], -1, w, q.shape[3])
         return F.scaled_dot_product_attention(queries, keys(k), keys(v), mask, dropout).reshape(q.shape)
 
     return attend
@@ -91,7 +92,10 @@ class Trainer:
         dtype: Dtype = Dtype.BF16,
     ) -> None:
         torch.manual_seed(recipe.seed)
-        self.recipe, self.ids, self.device, self.dtype = recipe, ids.to(device), device, dtype
+        self.recipe = recipe
+        self.ids = ids.to(device)
+        self.device = device
+        self.dtype = dtype
         self.batch = max(1, recipe.batch_chars // recipe.block_size)
         sizes: dict[str, Any] = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
         fixed = GPTConfig(bias=False) if start is None else start.config
@@ -99,7 +103,8 @@ class Trainer:
         sdpa: Callable[..., Tensor] = partial(F.scaled_dot_product_attention, is_causal=True)
         with_dropout: Callable[..., Tensor] = partial(sdpa, dropout_p=recipe.dropout)
         if config.endless:
-            with_dropout, sdpa = windowed(config, recipe.dropout, device), causal_attention
+            with_dropout = windowed(config, recipe.dropout, device)
+            sdpa = causal_attention
         attend = with_dropout if part == "part0" else partial(attention, part, causal=True, simd=simd)
         self.model = GPT(config, attend)
         positions = None if config.endless else self.model.transformer.wpe.weight
@@ -134,8 +139,9 @@ class Trainer:
         groups = [dict(params=ps, lr=torch.zeros((), device=device)) for ps in (others, placed)]
         of_matrices = [dict(params=ps, shape=shape) for shape, ps in matrices.items()]
         self.muon: Any = (States if native else Muon)(of_matrices, **every, momentum=MOMENTUM)
-        every |= dict(betas=(0.9, 0.99), eps=1e-8, fused=on_gpu, capturable=on_gpu)
-        self.adam: Any = (States if native else torch.optim.AdamW)(groups, **every)
+        self.adam: Any = (States if native else torch.optim.AdamW)(
+            groups, **every, betas=(0.9, 0.99), eps=1e-8, fused=on_gpu, capturable=on_gpu
+        )
         for other in (*others, *placed):
             averages = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
             self.adam.state[other] = {"step": torch.zeros((), device=device), **averages}
@@ -157,7 +163,8 @@ class Trainer:
             for tensor, name in ((p, "value"), (average, "average")):
                 views[name].copy_(tensor.detach())
                 tensor.data = views[name]
-            p.grad, first = views["gradient"], views["first"]
+            p.grad = views["gradient"]
+            first = views["first"]
             every = dict(step=flat.updates, momentum=first, exp_avg=first, exp_avg_sq=views["second"])
             state = (self.muon if p in self.muon.state else self.adam).state[p]
             state.update({name: every[name] for name in state})
@@ -165,7 +172,9 @@ class Trainer:
 
     def _native_step(self, simd: str) -> Any:
         """The TrainingStep on the tensors of the model, its average and its optimizers."""
-        recipe, config, group = self.recipe, self.model.config, self.adam.param_groups[0]
+        recipe = self.recipe
+        config = self.model.config
+        group = self.adam.param_groups[0]
         br, bc = tiles.DEFAULT
         states = {**self.muon.state, **self.adam.state}
         parameters = []
@@ -177,12 +186,23 @@ class Trainer:
             names = ("value", "gradient", "average", "exp_avg", "exp_avg_sq")
             none = dict.fromkeys(names, np.empty(0, np.float32)) | {"step": np.zeros(1, np.float32)}
             parameters.insert(1, none)
-        options: dict[str, Any] = {name: getattr(config, name) or 0 for name in SIZES}
-        options |= dict(batch=self.batch, vocab_size=config.vocab_size, threads=torch.get_num_threads())
-        options |= dict(muon_rate=recipe.muon_lr, adam_rate=recipe.adam_lr, position_rate=recipe.position_lr)
-        options |= dict(weight_decay=recipe.weight_decay, momentum=MOMENTUM, clip=CLIP)
-        options |= dict(betas=group["betas"], epsilon=group["eps"])
-        return load_training_step(simd)(parameters, br=br, bc=bc, **options)
+        return load_training_step(simd)(
+            parameters,
+            br=br,
+            bc=bc,
+            **{name: getattr(config, name) or 0 for name in SIZES},
+            batch=self.batch,
+            vocab_size=config.vocab_size,
+            threads=torch.get_num_threads(),
+            muon_rate=recipe.muon_lr,
+            adam_rate=recipe.adam_lr,
+            position_rate=recipe.position_lr,
+            weight_decay=recipe.weight_decay,
+            momentum=MOMENTUM,
+            clip=CLIP,
+            betas=group["betas"],
+            epsilon=group["eps"],
+        )
 
     def _batch_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean cross-entropy, a scalar, of the model on tokens x (B, T) and the next ones y (B, T)."""
@@ -193,7 +213,8 @@ class Trainer:
 
     def _step(self) -> None:
         """Do a training step on the next batch, and set self.loss."""
-        T, places = self.recipe.block_size, (self.place + self._strides) % 1  # (batch + 1,)
+        T = self.recipe.block_size
+        places = (self.place + self._strides) % 1  # (batch + 1,)
         starts = (places[:-1, None] * (len(self.ids) - T)).long()
         self.place.copy_(places[-1])
         self._gradients(self.ids[starts + torch.arange(T + 1, device=self.device)].long())  # (batch, T + 1)
@@ -219,7 +240,7 @@ class Trainer:
         if self.native:
             return self.native.update(self.lr, self.decay)
         recipe = self.recipe
-        peaks = [recipe.muon_lr] * len(self.muon.param_groups) + [recipe.adam_lr, recipe.position_lr]
+        peaks = *(recipe.muon_lr for _ in self.muon.param_groups), recipe.adam_lr, recipe.position_lr
         for group, peak in zip((*self.muon.param_groups, *self.adam.param_groups), peaks):
             group["lr"].copy_(peak * self.lr)
         self.muon.step()
@@ -282,8 +303,8 @@ class Trainer:
         named = {"place": self.place}
         for kind, model in (("model", self.model), ("averaged", self.averaged)):
             weights = model.state_dict().items()
-            named |= {f"{kind}.{name}": t for name, t in weights if name != "lm_head.weight"}
+            named.update({f"{kind}.{name}": t for name, t in weights if name != "lm_head.weight"})
         for kind, optimizer in (("muon", self.muon), ("adam", self.adam)):
             for index, values in enumerate(optimizer.state.values()):
-                named |= {f"{kind}.{index}.{name}": t for name, t in values.items()}
+                named.update({f"{kind}.{index}.{name}": t for name, t in values.items()})
         return named

@@ -134,7 +134,8 @@ def is_private(group: int) -> bool:
     import pwd
 
     try:
-        entry, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+        entry = grp.getgrgid(group)
+        user = pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return group == 0
     return group == 0 or (entry.gr_name == user and set(entry.gr_mem) <= {user})

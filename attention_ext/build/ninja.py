@@ -81,7 +81,8 @@ def build(
         for item in sorted(objects, key=_urgency, reverse=True):
             statements.append(_statement(item.name, [str(item.source)], item.command(), f"{item.name}.d"))
             tools[item.name] = item.tool
-        manifest, log = folder / f"{target.name}.ninja", target.parent.parent / "build.log"
+        manifest = folder / f"{target.name}.ninja"
+        log = target.parent.parent / "build.log"
         manifest.write_text(RULE + "".join(statements))
         command = [*find(), "-C", str(folder), "-f", manifest.name, f"-j{jobs}", str(target)]
         compiled = [folder / name for name in names]
@@ -135,7 +136,8 @@ def names_in(depfile: str) -> set[Path]:
 def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, log: Path) -> None:
     """Run ninja until a command of it fails. tools: what makes each target. lock: a descriptor of all."""
     log.unlink(missing_ok=True)
-    output, env = "", toolchain.environment()
+    output = ""
+    env = toolchain.environment()
     pipes: dict = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with subprocess.Popen(command, env=env, pass_fds=(lock,), errors="replace", **pipes) as process:
         assert process.stdout

@@ -53,7 +53,8 @@ def in_wheel() -> bool:
 
 def checked(name: str) -> Path:
     """The library of find(). Raises BuildError if there is none or its checksum is wrong."""
-    if (library := find(name)) is None:
+    library = find(name)
+    if library is None:
         raise BuildError(f"{FOLDER} has no {name} for this processor, {processor.machine()}; {REMEDY}")
     return _verified(library)
 

@@ -112,12 +112,14 @@ class Recipe:
 
     def _folder(self) -> Path:
         """The folder of the objects."""
-        version, machine = toolchain.version(*self.compiler), processor.capabilities()
+        version = toolchain.version(*self.compiler)
+        machine = processor.capabilities()
         identity = cache.fingerprint([shlex.join(self.compiler), version, machine, str(ROOT)])
         return cache.real(cache.directory()) / f"attention_ext_objects_{identity}"
 
     def _compiled(self, work: Path, named: Path) -> Path:
-        file, folder = work / self.file, self._folder()
+        file = work / self.file
+        folder = self._folder()
         link = (*self.link, *toolchain.libraries(self.compiler))
         try:
             ninja.build(folder, self.objects(), self.compiler, link, file)
@@ -155,7 +157,8 @@ def operators(simd: str = "auto") -> Recipe:
 
 def launcher() -> Recipe:
     """Part 4's CUDA operator; it needs torch, but no CUDA headers. Raises BuildError without a compiler."""
-    what, sources = "the launcher of CUDA kernels", found(CSRC, *LAUNCHER)
+    what = "the launcher of CUDA kernels"
+    sources = found(CSRC, *LAUNCHER)
     return with_torch(replace(_recipe("attention_ext_cuda", "launcher.so", what, sources), link=LINK))
 
 
@@ -170,7 +173,8 @@ def library(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
 
 def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
     """library() as a Python module of PYBIND11_MODULE(name, m). Raises BuildError without Python's header."""
-    what, header = name.replace("_", " "), toolchain.python_header()
+    what = name.replace("_", " ")
+    header = toolchain.python_header()
     if not header.is_file():
         remedy = "install it (Debian, Ubuntu: apt install python3-dev), or choose part0"
         raise BuildError(f"the {what} needs Python's header, and {header} is missing; {remedy}")
@@ -206,7 +210,8 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
     """
     file = Path(os.path.realpath(file))
     ispc = _ispc(f"{file.name} is in ISPC") if file.suffix == ".ispc" else None
-    over, defines = kernels(), ("-DOWN", *(("-DOWN_ISPC",) if ispc else ()))
+    over = kernels()
+    defines = ("-DOWN", *(("-DOWN_ISPC",) if ispc else ()))
     flags = (*over.flags, *defines)
     if program == "simulated":
         flags = (*(f"-march={march}" if flag == toolchain.NATIVE else flag for flag in flags), "-g")
@@ -256,7 +261,8 @@ def found(folder: Path, *patterns: str) -> tuple[Path, ...]:
 
 def _ispc(why: str) -> str:
     """The ISPC compiler. Raises BuildError, which says why it is needed, without one."""
-    if (ispc := toolchain.find_ispc()) is None:
+    ispc = toolchain.find_ispc()
+    if ispc is None:
         raise BuildError(f"{why}, but no ispc was found on PATH; scripts/install-ispc.sh gets it")
     return ispc
 
@@ -281,7 +287,8 @@ def with_torch(recipe: Recipe) -> Recipe:
 
     folder = Path(torch.__file__).parent
     libraries = (f"-L{folder / 'lib'}", "-Wl,--as-needed", "-ltorch_cpu", "-lc10")
-    flags, includes = (*recipe.flags, TORCH_VERSION), (*recipe.includes, str(folder / "include"))
+    flags = (*recipe.flags, TORCH_VERSION)
+    includes = (*recipe.includes, str(folder / "include"))
     link = recipe.link if sys.platform == "darwin" else (*recipe.link, *libraries)
     versions = (*recipe.versions, torch.__version__)
     return replace(recipe, flags=flags, includes=includes, link=link, versions=versions)

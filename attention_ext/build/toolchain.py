@@ -62,7 +62,8 @@ def jobs() -> int:
 
     Raises BuildError for a wrong $MAX_JOBS.
     """
-    if not (chosen := os.environ.get("MAX_JOBS")):
+    chosen = os.environ.get("MAX_JOBS")
+    if not chosen:
         return processor.cores()
     if not re.fullmatch("0*[1-9][0-9]{0,5}", chosen):
         raise BuildError(f"MAX_JOBS is {chosen!r}; it must be a number of compilers, at least 1")

@@ -71,7 +71,8 @@ def gpu(index: int = 0) -> Gpu:
         raise BuildError(f"device is 'cuda', and no GPU can be used: {str(error).splitlines()[0]}") from None
     name = checked(driver.cuDeviceGetName(128, device)).split(b"\0")[0].decode()
     major, minor = (attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR"))
-    kilohertz, bits = attribute("MEMORY_CLOCK_RATE", index), attribute("GLOBAL_MEMORY_BUS_WIDTH", index)
+    kilohertz = attribute("MEMORY_CLOCK_RATE", index)
+    bits = attribute("GLOBAL_MEMORY_BUS_WIDTH", index)
     return Gpu(
         name,
         capability=(major, minor),
@@ -129,7 +130,8 @@ class Memory:
 
     def __init__(self, size: int, host: bool = False) -> None:
         driver = bindings()
-        self.size, self._free = size, driver.cuMemFreeHost if host else driver.cuMemFree
+        self.size = size
+        self._free = driver.cuMemFreeHost if host else driver.cuMemFree
         if host:
             self.address = int(checked(driver.cuMemHostAlloc(size, driver.CU_MEMHOSTALLOC_PORTABLE)))
             self.bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.address))
@@ -245,14 +247,22 @@ def prepared_launch(
     """A launch for the driver. cluster: blocks of each. cooperative: all run at once. early: see launch()."""
     driver = bindings()
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes, config.hStream = shared, stream
-    attribute, kinds = driver.CUlaunchAttribute(), driver.CUlaunchAttributeID
+    config.gridDimX = blocks
+    config.gridDimY = 1
+    config.gridDimZ = 1
+    config.blockDimX = threads
+    config.blockDimY = 1
+    config.blockDimZ = 1
+    config.sharedMemBytes = shared
+    config.hStream = stream
+    attribute = driver.CUlaunchAttribute()
+    kinds = driver.CUlaunchAttributeID
     if cluster:
         attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         size = attribute.value.clusterDim
-        size.x, size.y, size.z = cluster, 1, 1
+        size.x = cluster
+        size.y = 1
+        size.z = 1
         attribute.value.clusterDim = size
     elif early:
         attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -260,7 +270,8 @@ def prepared_launch(
     else:
         attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         attribute.value.cooperative = int(cooperative)
-    config.attrs, config.numAttrs = [attribute], 1
+    config.attrs = [attribute]
+    config.numAttrs = 1
     return config
 
 
@@ -279,12 +290,18 @@ def source(
     row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int, int], rules: int = 0
 ) -> nvrtc.Source:
     """The kernel to compile. d: as given, not yet padded. rules: RULES of csrc/cuda/rules.h."""
-    macros = {"FORMAT": FORMATS[dtype], "HEAD_DIM": row.padded(d), **tile.sizes}
-    macros |= {"RULES": rules} if rules else {}
-    macros |= {"BR": tile.br, "BC": tile.bc, "THREADS": tile.threads}
+    macros = {
+        "FORMAT": FORMATS[dtype],
+        "HEAD_DIM": row.padded(d),
+        **tile.sizes,
+        **({"RULES": rules} if rules else {}),
+        "BR": tile.br,
+        "BC": tile.bc,
+        "THREADS": tile.threads,
+    }
     file = Path(row.sources[dtype])  # a path, if it is a user's
     folder = file.parent if file.is_absolute() else None
-    arch = f"sm_{capability[0]}{capability[1]}{'a' * row.only}"  # for instructions of this one alone
+    arch = f"sm_{capability[0]}{capability[1]}{'a' if row.only else ''}"  # for instructions of this one alone
     return nvrtc.Source(file.name, arch, macros, folder, lines=folder is not None)
 
 
@@ -308,7 +325,8 @@ def compiled(kernel: str | None, call: Sizes, d: int, dtype: Dtype, index: int, 
 
 def resident(kernel: Compiled) -> int:
     """The most blocks of each of a kernel's functions that a multiprocessor holds at a time."""
-    most, tile = bindings().cuOccupancyMaxActiveBlocksPerMultiprocessor, kernel.tile
+    most = bindings().cuOccupancyMaxActiveBlocksPerMultiprocessor
+    tile = kernel.tile
     return min(checked(most(function, tile.threads, tile.shared)) for function in kernel.functions.values())
 
 
@@ -316,7 +334,8 @@ def describe(part: str, kernel: str | None, d: int, dtype: Dtype = Dtype.FP32) -
     """What computes a part on the current GPU, in a line for people."""
     import torch
 
-    row, on = PARTS[part], gpu(torch.cuda.current_device())
+    row = PARTS[part]
+    on = gpu(torch.cuda.current_device())
     if row.operator is None:
         return f"Attention by {row.summary} on {on.name}"
     chosen, _ = choose(kernel, d, dtype, on)

@@ -197,7 +197,7 @@ def choose(
         except ValueError:
             continue
     major, minor = on.capability
-    ruled = " with rules" * (rules > 0)
+    ruled = " with rules" if rules else ""
     raise ValueError(
         f"no kernel{ruled} takes d = {d} on this GPU, of compute capability {major}.{minor} "
         f"with {on.shared} bytes of shared memory for a block"

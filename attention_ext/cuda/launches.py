@@ -13,7 +13,8 @@ from shakespeare.attention_ext.parts import Dtype
 
 EARLY_LAUNCH = (9, 0)  # the least compute capability
 PADDING_OF_ROWS = 256  # of csrc/cuda/backward.h
-MOST_WAVES, WAVE_COST = 8, 0.02  # of blocks, by which splits() chooses
+MOST_WAVES = 8  # of blocks, among which splits() chooses
+WAVE_COST = 0.02
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def once(kernel: Compiled, of: Sizes) -> Plan:
 
 def for_each_tile_of_keys(kernel: Compiled, of: Sizes) -> Plan:
     """Kernel 1: as many launches as tiles of keys, with the state of all rows in global memory."""
-    bc, d = kernel.tile.bc, kernel.width
+    bc = kernel.tile.bc
+    d = kernel.width
     launch = _launch(kernel, _tiles(kernel, of.heads, of.Nq))
     return _plan(kernel, launch, scratch=of.heads * of.Nq * (d + 2), repeats=-(-of.Nk // bc), step=bc)
 
@@ -90,8 +92,10 @@ def resident(kernel: Compiled, of: Sizes) -> Plan:
     rows, those of a warpgroup.
     """
     tiles = _tiles(kernel, of.heads, of.Nq)
-    blocks, uneven = min(tiles, kernel.on.multiprocessors), of.uneven or of.Nq % kernel.tile.br > 0
-    scratch, box = int(uneven and blocks < tiles), kernel.tile.sizes["BOX"]
+    blocks = min(tiles, kernel.on.multiprocessors)
+    uneven = of.uneven or of.Nq % kernel.tile.br > 0
+    scratch = int(uneven and blocks < tiles)
+    box = kernel.tile.sizes["BOX"]
     return _plan(kernel, _launch(kernel, blocks), br=64, box=box, scratch=scratch)
 
 
@@ -100,20 +104,26 @@ def split(kernel: Compiled, of: Sizes) -> Plan:
 
     The queries of heads that share k and v are rows of the same tiles.
     """
-    rows, sizes = _tiles(kernel, of.heads // of.group, of.Nq * of.group), kernel.tile.sizes
+    rows = _tiles(kernel, of.heads // of.group, of.Nq * of.group)
+    sizes = kernel.tile.sizes
     count = splits(rows, of.Nk, kernel.tile.bc, kernel.on.multiprocessors * sizes["BLOCKS"])
-    attend, merge = _launch(kernel, rows * count), _launch(kernel, of.heads * of.Nq, 1)
-    merge.x, merge.shared, merge.early = sizes["MERGE_THREADS"], 0, kernel.on.capability >= EARLY_LAUNCH
+    attend = _launch(kernel, rows * count)
+    merge = _launch(kernel, of.heads * of.Nq, 1)
+    merge.x = sizes["MERGE_THREADS"]
+    merge.shared = 0
+    merge.early = kernel.on.capability >= EARLY_LAUNCH
     return _plan(kernel, attend, merge, scratch=of.heads * of.Nq * count * (kernel.width + 2), number=count)
 
 
 def backward(kernel: Compiled, of: Sizes) -> Plan:
     """The gradients: lanes for each row, then a block for each tile of keys, then for each of queries."""
-    rows, lanes = of.heads * tiles.up(of.Nq, PADDING_OF_ROWS), kernel.tile.sizes.get("ROW_LANES", 32)
+    rows = of.heads * tiles.up(of.Nq, PADDING_OF_ROWS)
+    lanes = kernel.tile.sizes.get("ROW_LANES", 32)
     keys = of.heads // of.group * -(-of.Nk // kernel.tile.bc)
     blocks = -(-lanes * rows // kernel.tile.threads), keys, _tiles(kernel, of.heads, of.Nq)
     launches = [_launch(kernel, count, number) for number, count in enumerate(blocks)]
-    launches[0].shared, boxes = 0, {}
+    launches[0].shared = 0
+    boxes = {}
     if "BOX" in kernel.tile.sizes:
         boxes = {"br": 64, "bc": 64, "box": kernel.tile.sizes["BOX"]}
         for launch in launches[1:]:  # a block takes one tile after the other
@@ -126,12 +136,14 @@ def _tiles(kernel: Compiled, heads: int, Nq: int) -> int:
 
 
 def _launch(kernel: Compiled, blocks: int, function: int = 0) -> Launch:
-    tile, named = kernel.tile, kernel.functions[kernel.row.functions[function]]
+    tile = kernel.tile
+    named = kernel.functions[kernel.row.functions[function]]
     return Launch(int(named), blocks, tile.threads // tile.threads_y, tile.threads_y, tile.shared)
 
 
 def _plan(kernel: Compiled, *launches: Launch, repeats: int = 1, **others: int) -> Plan:
-    row, tile = kernel.row, kernel.tile
+    row = kernel.row
+    tile = kernel.tile
     sizes = {"width": kernel.width, "vectors": row.vectors, "br": tile.br, "bc": tile.bc, **others}
     return Plan((Launch * 3)(*launches), len(launches), repeats, **sizes)
 
@@ -142,12 +154,14 @@ def splits(rows: int, keys: int, together: int, slots: int) -> int:
     rows: blocks for one split. together: keys that a block takes at a time. slots: blocks that run at once.
     """
     most = -(-keys // together)
-    best, chosen = -1.0, 1
+    best = -1.0
+    chosen = 1
     for waves in range(1, MOST_WAVES + 1):
         count = min(most, max(1, waves * slots // rows))
         used = rows * count / (-(-rows * count // slots) * slots) - WAVE_COST * waves
         if used > best + 1e-9:
-            best, chosen = used, count
+            best = used
+            chosen = count
     return chosen
 
 
@@ -206,7 +220,7 @@ class Kernel:
         if not self.runs_on(on.capability, dtype):
             major, minor = self.least(dtype)
             needs = f"{major}.x" if self.only else f"{major}.{minor} or more"
-            needs += f" in {dtype}" * bool(self.earlier)
+            needs += f" in {dtype}" if self.earlier else ""
             needs += f"; {on.name} has {'.'.join(map(str, on.capability))}"
             raise ValueError(f"kernel is {self.name!r}; it needs compute capability {needs}")
         least = 0

@@ -101,7 +101,8 @@ def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     found = flash_backward(*call, *(ctx.rules or NO_RULES))
     if not ctx.rules:
         return *found, None, None, None
-    sinks, dsinks = ctx.rules[4], None
+    sinks = ctx.rules[4]
+    dsinks = None
     if sinks is not None and sinks.requires_grad:
         dsinks = extension.of_sinks(dout.float(), dlse, out.float(), lse, sinks)
     return *found, *[None] * 7, dsinks, None, None
@@ -117,7 +118,9 @@ for _name, _of in (("flash_with_lse", _fake_with_lse), ("flash_ruled", _fake_rul
 library.register_fake("attention_ext_cuda::flash", _fake)
 library.register_fake("attention_ext_cuda::flash_backward", _fake_backward)
 library.register_autograd("attention_ext_cuda::flash_backward", extension.refuse_second)
-flash, flash_with_lse = _operators.flash.default, _operators.flash_with_lse.default
-flash_ruled, flash_backward = _operators.flash_ruled.default, _operators.flash_backward.default
+flash = _operators.flash.default
+flash_with_lse = _operators.flash_with_lse.default
+flash_ruled = _operators.flash_ruled.default
+flash_backward = _operators.flash_backward.default
 flash_with_gradient = _operators.flash_with_gradient.default
 flash_ruled_with_gradient = _operators.flash_ruled_with_gradient.default

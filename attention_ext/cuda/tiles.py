@@ -120,7 +120,8 @@ def kernel2(padding: int) -> Tiles:
 
 def kernel3(state: str) -> Tiles:
     def tiles(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Iterator[Tile]:
-        threads, in_shared = 128, state == "shared"
+        threads = 128
+        in_shared = state == "shared"
         share = 1 if d <= 64 else 2 if d <= 128 else 4
         pitch = up(d, 4 * share)
         blocks = {"shared": 1, "registers": 3 if d <= 32 else 2, "spilled": 8}[state]
@@ -165,9 +166,18 @@ def kernel4(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
         )
     for columns, bc, warps, blocks, dims, keys in next(row[1:] for row in rows if d <= row[0]):
         warp_rows = rows_of_thread * 32 // columns
-        sizes = {"TX": columns, "TM": rows_of_thread, "BLOCKS": blocks, "DIMS": dims, "KEYS": keys}
-        sizes |= {"WARP_ROWS": warp_rows, "Q_ROW": odd(up(d, dims), 4), "K_ROW": odd(dims, 4)}
-        sizes |= {"V_ROW": up(d, 4 * columns), "P_ROW": warp_rows + (4 if warp_rows == 8 else 8)}
+        sizes = {
+            "TX": columns,
+            "TM": rows_of_thread,
+            "BLOCKS": blocks,
+            "DIMS": dims,
+            "KEYS": keys,
+            "WARP_ROWS": warp_rows,
+            "Q_ROW": odd(up(d, dims), 4),
+            "K_ROW": odd(dims, 4),
+            "V_ROW": up(d, 4 * columns),
+            "P_ROW": warp_rows + (4 if warp_rows == 8 else 8),
+        }
         sizes["SLAB"] = max(bc * sizes["K_ROW"], keys * sizes["V_ROW"])
         numbers = warps * (warp_rows * sizes["Q_ROW"] + keys * sizes["P_ROW"]) + 2 * sizes["SLAB"]
         fours = up(d, dims) // 4  # of a row
@@ -247,7 +257,8 @@ def kernel6(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> I
     # more queries share K and V, if no multiprocessor idles; small tiles waste less of short rows
     widest = 80 if queries.of_head >= 4096 else 64
     bc = {32: 128, 64: 128, 128: 80 if wide else 128, 192: 112, 256: widest}[width]
-    groups, stages = 3 if wide else 2, 3 if wide or width <= 64 else 2
+    groups = 3 if wide else 2
+    stages = 3 if wide or width <= 64 else 2
     shared = dtype.bytes * width * (64 * groups + 2 * stages * bc) + 24 * groups + 32 * stages + 1024
     sizes = {"WIDTH": width, "BOX": min(64, width), "STAGES": stages, "SHARED": shared}
     yield Tile(64 * groups, bc, 128 * (groups + 1), shared, sizes, tensor=True)
@@ -258,7 +269,8 @@ def split(d: int, dtype: Dtype, queries: Queries, capability: Capability) -> Ite
     merge = {"MERGE_THREADS": 128, "MERGE_LANES": 1 << (d // 4 - 1).bit_length()}
     if _multiplies_16(dtype, queries.of_head, capability):
         sharers = 2 if d > 160 else 1
-        strip, width = 8 if dtype is Dtype.FP32 and d > 32 else 16, up(d, 32 * sharers)
+        strip = 8 if dtype is Dtype.FP32 and d > 32 else 16
+        width = up(d, 32 * sharers)
         q_row = odd(width * dtype.bytes, 64)
         sizes = {"TENSOR": 1, "STRIP": strip, "BLOCKS": 2, "LANES": 1, "WIDTH": width, "Q_ROW": q_row}
         for warps in (8 if d <= 64 else 4, 2):
@@ -313,10 +325,12 @@ def on_tensor_cores(d: int, dtype: Dtype, queries: Queries, capability: Capabili
             (256, (4, 1, 16, 0, 1, 1, 1, 16, 0, 1, 16, 2)),
         )
     width = up(d, 32 if dtype is Dtype.FP32 else 16)  # as the products see it
-    stride, lanes = odd(width * dtype.bytes, 16), min(32, 1 << (width * dtype.bytes // 16 - 1).bit_length())
+    stride = odd(width * dtype.bytes, 16)
+    lanes = min(32, 1 << (width * dtype.bytes // 16 - 1).bit_length())
     for warps, *others in next((row[1:] for row in rows if d <= row[0]), ()):
         sizes = dict(zip(names, others), WIDTH=width, STRIDE=stride, ROW_LANES=lanes)
-        row, half = 16 * warps * width * dtype.bytes, 1 + sizes["K_PAIRED"]  # row: bytes of one of X and Y
+        row = 16 * warps * width * dtype.bytes  # bytes of one of X and Y
+        half = 1 + sizes["K_PAIRED"]
         keys = row * sizes["K_M"] * (1 - sizes["K_HELD"]) * 2 // half
         if sizes["K_PAIRED"]:
             keys += warps // 2 * sizes["K_M"] * 16 * sizes["K_CHUNK"] * dtype.bytes
@@ -331,7 +345,14 @@ def backward4(d: int, dtype: Dtype, queries: Queries, capability: Capability) ->
     rows = ((32, 128, 4, 128, 4), (64, 128, 3, 128, 3), (128, 64, 4, 128, 2))
     for width, k_tile, k_stages, q_tile, q_stages in [row for row in rows if d <= row[0]][:1]:
         stages = k_stages * (k_tile * (4 * width + 8) + 16), q_stages * (q_tile * 4 * width + 16)
-        sizes = {"K_TILE": k_tile, "K_STAGES": k_stages, "Q_TILE": q_tile, "Q_STAGES": q_stages}
-        sizes |= {"WIDTH": width, "BOX": min(64, width), "ROW_LANES": width // 8}
+        sizes = {
+            "K_TILE": k_tile,
+            "K_STAGES": k_stages,
+            "Q_TILE": q_tile,
+            "Q_STAGES": q_stages,
+            "WIDTH": width,
+            "BOX": min(64, width),
+            "ROW_LANES": width // 8,
+        }
         shared = 4 * width * 128 + max(stages) + 20 + 1024
         yield Tile(128, 128, 384, shared, sizes, exponentials=2, tensor=True)

@@ -31,7 +31,10 @@ class Call:
     ) -> None:
         q, k, _ = arrays
         B, H, Nq, d = q.shape
-        Nk, self.shape, self.gpu, self.dtype = k.shape[2], q.shape, gpu, q.dtype
+        Nk = k.shape[2]
+        self.shape = q.shape
+        self.gpu = gpu
+        self.dtype = q.dtype
         self.step, self.tile = choose(kernel, d, Dtype.of(q.dtype), gpu.adapter)
         self.pipeline = gpu.pipeline(self.step.source(d, Dtype.of(q.dtype), self.tile))
         self.padded = 4 * up(d, 4)
@@ -120,7 +123,8 @@ def attention(
         if name not in ruling.NAMES:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
     check_compatible(PART, "webgpu", rules=tuple(name for name, value in rules.items() if value is not None))
-    causal, return_lse = truth("causal", causal), truth("return_lse", return_lse)
+    causal = truth("causal", causal)
+    return_lse = truth("return_lse", return_lse)
     arrays = arrays_of(q, k, v, causal)
     applied = 1 / math.sqrt(q.shape[3]) if scale is None else finite("scale", scale)
     with LOCK:

@@ -64,7 +64,8 @@ def unrolled(lines: Sequence[str], constants: Mapping[str, int]) -> list[str]:
     written: list[str] = []
     at = 0
     while at < len(lines):
-        if (loop := _LOOP.fullmatch(lines[at])) is None:
+        loop = _LOOP.fullmatch(lines[at])
+        if loop is None:
             written.append(lines[at])
             at += 1
             continue
@@ -122,8 +123,10 @@ class Gpu:
                 del os.environ["XDG_RUNTIME_DIR"]
         if adapter is None:
             raise BuildError(f"device is 'webgpu', and no adapter was found; it needs {DRIVER}")
-        info, limits = adapter.info, dict(adapter.limits)
-        name, features = info["device"] or info["description"], frozenset(OPTIONAL) & adapter.features
+        info = adapter.info
+        limits = dict(adapter.limits)
+        name = info["device"] or info["description"]
+        features = frozenset(OPTIONAL) & adapter.features
         self.adapter = Adapter(name, info["backend_type"], info["adapter_type"], features, limits)
         with _errors():
             wanted = {"required_features": sorted(features), "required_limits": limits}
@@ -153,7 +156,8 @@ class Gpu:
         text = ffi.new("char[]", code.encode())
         source = ffi.new("WGPUShaderSourceWGSL *")
         source.chain.sType = lib.WGPUSType_ShaderSourceWGSL
-        source.code.data, source.code.length = text, len(text) - 1
+        source.code.data = text
+        source.code.length = len(text) - 1
         descriptor = ffi.new("WGPUShaderModuleDescriptor *")
         descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", source)
         made = lib.wgpuDeviceCreateShaderModuleTrusted(self.device._internal, descriptor, NO_CHECKS)
@@ -168,7 +172,8 @@ class Gpu:
 
         size = content if isinstance(content, int) else content.nbytes
         size = max(16, (size + 3) // 4 * 4)
-        name, most = self.adapter.name, self.adapter.limits["max-storage-buffer-binding-size"]
+        name = self.adapter.name
+        most = self.adapter.limits["max-storage-buffer-binding-size"]
         if size > most:
             raise BuildError(f"{name} allows {most:,} bytes in a buffer, and {size:,} are needed")
         usage = wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST

@@ -83,9 +83,16 @@ class Step:
 
     def constants(self, fours: int, tile: Tile) -> dict[str, int]:
         """What common.wgsl says that the host puts in front, for rows of so many fours."""
-        sizes = {"D4": fours, "LANES": tile.lanes, "LINES": tile.lines, "ROWS": tile.rows, "KEYS": tile.keys}
-        sizes |= {"WIDTH": tile.width(fours), "COLUMNS": math.gcd(AT_ONCE, 4 * fours)}
-        return sizes | {"SOME": math.gcd(AT_ONCE, max(1, tile.bc // 2))}
+        return {
+            "D4": fours,
+            "LANES": tile.lanes,
+            "LINES": tile.lines,
+            "ROWS": tile.rows,
+            "KEYS": tile.keys,
+            "WIDTH": tile.width(fours),
+            "COLUMNS": math.gcd(AT_ONCE, 4 * fours),
+            "SOME": math.gcd(AT_ONCE, max(1, tile.bc // 2)),
+        }
 
     def source(self, d: int, dtype: Dtype, tile: Tile) -> Source:
         """The shader for rows of d numbers in a dtype."""

@@ -20,7 +20,8 @@ class Endless {
         }
         for (const float& slope : slopes) {
             Rules& rules = of_head.emplace_back(Rules{});
-            rules.left = window - 1, rules.slopes = &slope;
+            rules.left = window - 1;
+            rules.slopes = &slope;
         }
     }
     Endless(const Endless&) = delete;

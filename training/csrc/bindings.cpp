@@ -95,7 +95,9 @@ class TrainingStep {
         if (shape.rows > 0) {
             p.first = take("momentum", n);
         } else {
-            p.first = take("exp_avg", n), p.second = take("exp_avg_sq", n), p.updates = take("step", 1);
+            p.first = take("exp_avg", n);
+            p.second = take("exp_avg_sq", n);
+            p.updates = take("step", 1);
         }
         return p;
     }

@@ -175,8 +175,11 @@ class Gradients {
         const int64_t d = s.d(), ld = of.qkv.ld, row = first_row(head);
         const float *const q = of.qkv.row(row) + head % s.H * d, *const k = q + s.C, *const v = k + s.C;
         Call a = call_of<Call>(s, i0, n);
-        a.q = {q + i0 * ld, 0, 0, ld, 1}, a.k = {k, 0, 0, ld, 1}, a.v = {v, 0, 0, ld, 1};
-        a.out = of.out + (head * s.T + i0) * d, a.lse = of.lse + head * s.T + i0;
+        a.q = {q + i0 * ld, 0, 0, ld, 1};
+        a.k = {k, 0, 0, ld, 1};
+        a.v = {v, 0, 0, ld, 1};
+        a.out = of.out + (head * s.T + i0) * d;
+        a.lse = of.lse + head * s.T + i0;
         a.rules = endless.of(head % s.H);
         return a;
     }
@@ -253,7 +256,9 @@ class Gradients {
         const int64_t first = first_row(head), d = s.d(), at = head % s.H * d;
         auto a = attention<AttentionGradient>(l, head, 0, s.T);
         a.dout = {memory.djoined.row(first) + at, 0, 0, memory.djoined.ld, 1};
-        a.dq = t.dq, a.dk = t.dk, a.dv = t.dv;
+        a.dq = t.dq;
+        a.dk = t.dk;
+        a.dv = t.dv;
         flash_backward(a, t.attention);
         for (int64_t i = 0; i < s.T; i++) {
             float* to = memory.dqkv[l % 2].row(first + i) + at;

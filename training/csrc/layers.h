@@ -146,8 +146,10 @@ struct ThreadScratch {
         int64_t most = flash_backward_scratch(call_of<AttentionGradient>(s, 0, s.T));
         for (const int64_t n : {std::min(s.Br, s.T), s.T % s.Br})
             if (n > 0) most = std::max(most, flash_scratch(call_of<Attention>(s, s.T - n, n)));
-        g = scratch.matrix(MOST_ROWS, 4 * s.C), d_normal = scratch.matrix(MOST_ROWS, s.C);
-        tile = scratch.take(WeightGradient::scratch()), attention = scratch.take(most);
+        g = scratch.matrix(MOST_ROWS, 4 * s.C);
+        d_normal = scratch.matrix(MOST_ROWS, s.C);
+        tile = scratch.take(WeightGradient::scratch());
+        attention = scratch.take(most);
         for (float** each : {&dq, &dk, &dv}) *each = scratch.take(s.T * s.d());
     }
 };
@@ -200,7 +202,8 @@ struct Memory {
         for (simd::Matrix* each : {&x, &dx, &dx_2, &djoined}) *each = scratch.matrix(M, s.C);
         dlogits = scratch.matrix(M, s.V);
         for (simd::Matrix& each : dqkv) each = scratch.matrix(M, 3 * s.C);
-        g = scratch.matrix(M, 4 * s.C), dh = scratch.matrix(M, 4 * s.C);
+        g = scratch.matrix(M, 4 * s.C);
+        dh = scratch.matrix(M, 4 * s.C);
         losses = scratch.take(M);
         for (int64_t l = 0; l < s.L; l++)
             layers.emplace_back(s, parameters.data() + FIRST_LAYER + l * OF_LAYER, scratch);

@@ -40,7 +40,9 @@ class Arguments(ctypes.Structure):
 
 def shared_bytes(config: GPTConfig, dtype: Dtype) -> int:
     """Shared of passes.cu."""
-    C, vocabulary, piece = config.n_embd, up(config.vocab_size, 32), 16 // dtype.bytes
+    C = config.n_embd
+    vocabulary = up(config.vocab_size, 32)
+    piece = 16 // dtype.bytes
     elements = C + piece + max(4 * C, vocabulary) + piece
     return ROWS * (4 * (C + max(C, vocabulary)) + dtype.bytes * elements)
 
@@ -63,30 +65,59 @@ class TrainingStep:
     ) -> None:
         from shakespeare.attention_ext.cuda import operators  # which compiles the launcher
 
-        index, kind, device = torch.cuda.current_device(), getattr(torch, dtype.torch_name), flat.value.device
+        index = torch.cuda.current_device()
+        kind = getattr(torch, dtype.torch_name)
+        device = flat.value.device
         driver.activate(index)
         on = driver.gpu(index)
-        C, L, T = config.n_embd, config.n_layer, config.block_size
-        self.operators, self.config, self.batch, self.rows = operators, config, batch, batch * T
-        self.blocks, self.shared = -(-self.rows // ROWS), shared_bytes(config, dtype)
-        padded, vocabulary = self.blocks * ROWS, up(config.vocab_size, 32)
+        C = config.n_embd
+        L = config.n_layer
+        T = config.block_size
+        self.operators = operators
+        self.config = config
+        self.batch = batch
+        self.rows = batch * T
+        self.blocks = -(-self.rows // ROWS)
+        self.shared = shared_bytes(config, dtype)
+        padded = self.blocks * ROWS
+        vocabulary = up(config.vocab_size, 32)
         # many threads where a block has a multiprocessor for itself
         self.threads = 512 if self.blocks <= on.multiprocessors else 256
-        macros = {"FORMAT": driver.FORMATS[dtype], "EMBD": C, "VOCAB": config.vocab_size}
-        macros |= {"HEAD_SIZE": config.head_dim, "THREADS": self.threads, "DROPOUT": int(recipe.dropout > 0)}
-        self.early, arch = on.capability >= EARLY_LAUNCH, "sm_{}{}".format(*on.capability)
+        macros = {
+            "FORMAT": driver.FORMATS[dtype],
+            "EMBD": C,
+            "VOCAB": config.vocab_size,
+            "HEAD_SIZE": config.head_dim,
+            "THREADS": self.threads,
+            "DROPOUT": int(recipe.dropout > 0),
+        }
+        self.early = on.capability >= EARLY_LAUNCH
+        arch = "sm_{}{}".format(*on.capability)
         self.module = driver.Module(nvrtc.Source("passes.cu", arch, macros, FOLDER))
 
         def kept(layers: int, width: int, dtype: torch.dtype = kind) -> Tensor:
             return torch.zeros(layers, padded, width, dtype=dtype, device=device)
 
-        widths = {"joined": C, "g": 4 * C, "h": 4 * C, "qkv": 3 * C}
-        widths |= {"dqkv": 3 * C, "dh": 4 * C, "down": C, "projected": C}
-        self.kept = {name: kept(L, width) for name, width in widths.items()}
-        self.kept |= {"normals": kept(2 * L + 1, C), "factors": kept(2 * L + 1, 1, torch.float32)}
-        self.kept |= {"dlogits": kept(1, vocabulary), "onehot": kept(1, vocabulary), "dout": kept(1, C)}
-        self.kept |= {name: kept(1, C, torch.float32) for name in ("x", "dx", "dx0_float")}
-        self.kept |= {"losses": kept(1, 1, torch.float32), "dx0": kept(1, C)}
+        self.kept = {
+            "joined": kept(L, C),
+            "g": kept(L, 4 * C),
+            "h": kept(L, 4 * C),
+            "qkv": kept(L, 3 * C),
+            "dqkv": kept(L, 3 * C),
+            "dh": kept(L, 4 * C),
+            "down": kept(L, C),
+            "projected": kept(L, C),
+            "normals": kept(2 * L + 1, C),
+            "factors": kept(2 * L + 1, 1, torch.float32),
+            "dlogits": kept(1, vocabulary),
+            "onehot": kept(1, vocabulary),
+            "dout": kept(1, C),
+            "x": kept(1, C, torch.float32),
+            "dx": kept(1, C, torch.float32),
+            "dx0_float": kept(1, C, torch.float32),
+            "losses": kept(1, 1, torch.float32),
+            "dx0": kept(1, C),
+        }
         self.tokens = torch.zeros(batch, T + 1, dtype=torch.int64, device=device)
         k = self.kept
         operands = [(k["dlogits"][0], k["normals"][2 * L]), (k["onehot"][0], k["dx0"][0])]
@@ -94,21 +125,28 @@ class TrainingStep:
             inputs = k["normals"][2 * layer], k["joined"][layer], k["normals"][2 * layer + 1], k["g"][layer]
             outputs = (k[name][layer] for name in ("dqkv", "projected", "dh", "down"))
             operands += zip(outputs, inputs)
-        exact, losses = k["dx0_float"][0][: self.rows], k["losses"].flatten()[: self.rows]
+        exact = k["dx0_float"][0][: self.rows]
+        losses = k["losses"].flatten()[: self.rows]
         self._update = Update(config, recipe, flat, operands, exact, losses, loss, dtype, index)
         self.update = self._update.step
-        pointers = {name: t.data_ptr() for name, t in self.kept.items()}
-        pointers |= {"tokens": self.tokens.data_ptr(), "packed": self._update.packed.data_ptr()}
-        pointers |= {"wte": flat.views(0)["value"].data_ptr(), "updates": flat.updates.data_ptr()}
+        tensors = {
+            **self.kept,
+            "tokens": self.tokens,
+            "packed": self._update.packed,
+            "wte": flat.views(0)["value"],
+            "updates": flat.updates,
+        }
         if not config.endless:
-            pointers["wpe"] = flat.views(1)["value"].data_ptr()
+            tensors["wpe"] = flat.views(1)["value"]
+        pointers = {name: t.data_ptr() for name, t in tensors.items()}
         sizes: dict[str, Any] = dict(rows=self.rows, padded=padded, T=T, layers=L)
         self.arguments = Arguments(**pointers, **sizes, seed=recipe.seed % 2**32, dropout=recipe.dropout)
 
         heads = (batch, T, -1, config.n_head, config.head_dim)
         self.qkv = [t[: self.rows].view(heads).permute(2, 0, 3, 1, 4) for t in k["qkv"]]  # (3, B, H, T, d)
         self.dout = k["dout"][0][: self.rows].view(*heads[:2], *heads[3:]).transpose(1, 2)
-        self.scale, self.rules = 1 / math.sqrt(config.head_dim), operators.NO_RULES
+        self.scale = 1 / math.sqrt(config.head_dim)
+        self.rules = operators.NO_RULES
         if config.window is not None:
             slopes = torch.tensor(config.alibi_slopes, device=device)
             given = {"window": (config.window - 1, 0), "alibi_slopes": slopes}
@@ -116,7 +154,9 @@ class TrainingStep:
 
     def gradients(self, tokens: Tensor) -> None:
         """Write the gradients, before they are clipped, and the loss for tokens (B, T + 1)."""
-        ops, last, results = self.operators, self.config.n_layer - 1, []
+        ops = self.operators
+        last = self.config.n_layer - 1
+        results = []
         self.tokens.copy_(tokens)
         self._update.pack()
         self._launch("begin")
@@ -137,6 +177,7 @@ class TrainingStep:
     def _launch(self, name: str, *layer: int, **tensors: Tensor) -> None:
         for field, tensor in tensors.items():
             setattr(self.arguments, field, tensor.data_ptr())
-        function, given = self.module.function(name, self.shared), (self.arguments, *map(ctypes.c_int, layer))
+        function = self.module.function(name, self.shared)
+        given = (self.arguments, *map(ctypes.c_int, layer))
         how: dict[str, Any] = dict(shared=self.shared, early=self.early)
         driver.launch(function, self.blocks, self.threads, *given, **how)

@@ -56,7 +56,8 @@ class Flat:
 
     def views(self, i: int) -> dict[str, Tensor]:
         """Parameter i, in its shape, in each of the five tensors."""
-        begin, shape = self.offsets[i], self.shapes[i]
+        begin = self.offsets[i]
+        shape = self.shapes[i]
         return {name: getattr(self, name)[begin : begin + math.prod(shape)].view(shape) for name in FLAT}
 
 
@@ -103,10 +104,17 @@ class Update:
         dtype: Dtype,
         index: int,
     ) -> None:
-        on, self.kind, self.size = driver.gpu(index), getattr(torch, dtype.torch_name), dtype.bytes
-        self.config, self.recipe, self.flat, self.losses, self.loss = config, recipe, flat, losses, loss
+        on = driver.gpu(index)
+        self.kind = getattr(torch, dtype.torch_name)
+        self.size = dtype.bytes
+        self.config = config
+        self.recipe = recipe
+        self.flat = flat
+        self.losses = losses
+        self.loss = loss
         self.early = on.capability >= EARLY_LAUNCH
-        arch, macros = "sm_{}{}".format(*on.capability), {"FORMAT": driver.FORMATS[dtype], "THREADS": THREADS}
+        arch = "sm_{}{}".format(*on.capability)
+        macros = {"FORMAT": driver.FORMATS[dtype], "THREADS": THREADS}
         self.module = driver.Module(nvrtc.Source("update.cu", arch, macros, FOLDER))
         sizes = [self.module.ints("products", 9)[3 * i : 3 * i + 3] for i in range(3)]
         # rows and columns of a tile, bytes of shared memory
@@ -134,7 +142,8 @@ class Update:
     def step(self, fraction: Tensor, decay: Tensor) -> None:
         """Clip; step the optimizers by a share of the peak rates, and the average by its decay; scalars."""
         flat = (ctypes.c_void_p * len(FLAT))(*(getattr(self.flat, name).data_ptr() for name in FLAT))
-        clip, updates = (self.squares, len(self.squares)), self.flat.updates
+        clip = (self.squares, len(self.squares))
+        updates = self.flat.updates
         self._launch("momentum", self.muon, flat, self.x[0], *clip, self.squares_of_x, updates)
         for i in range(ITERATIONS):  # the first one divides X by its norm, and X X^T by its square
             tiles = self.iterations[i % 2]
@@ -152,7 +161,8 @@ class Update:
         """A block for each job, and `more`."""
         given = [ARGUMENTS.get(type(each), lambda same: same)(each) for each in (table, *arguments)]
         shared = self.products.get(name, [0])[-1]
-        function, how = self.module.function(name, shared), dict[str, Any](shared=shared, early=self.early)
+        function = self.module.function(name, shared)
+        how = dict[str, Any](shared=shared, early=self.early)
         driver.launch(function, len(table) + more, THREADS, *given, **how)
 
     def _zeros(self, count: int, kind: torch.dtype = torch.float32) -> Tensor:
@@ -172,7 +182,8 @@ class Update:
         a, b: the address, elements from row to row, and from one row or column of the product to the next.
         norm: the address of the sums of X's squares, and their count.
         """
-        (n, k, depth), (height, width, _) = shape, self.products[name]
+        n, k, depth = shape
+        height, width, _ = self.products[name]
         size = 4 if name == "weight_gradients" else self.size
         return [
             (a[0] + i * a[2] * self.size, b[0] + j * b[2] * self.size, out + (i * k + j) * size, *norm)
@@ -182,7 +193,8 @@ class Update:
 
     def _gradients(self, operands: Sequence[tuple[Tensor, Tensor]], dx0: Tensor, slots: int) -> None:
         """The tables of gradients(). slots: blocks that the GPU holds at a time."""
-        (height, width, _), rows = self.products["weight_gradients"], len(operands[0][0])
+        height, width, _ = self.products["weight_gradients"]
+        rows = len(operands[0][0])
         count = sum(-(-dy.shape[1] // height) * -(-x.shape[1] // width) for dy, x in operands)
 
         def cost(slices: int) -> float:  # in rows
@@ -190,7 +202,9 @@ class Update:
 
         slices = _cut(rows, up(-(-rows // min(range(1, slots + 1), key=cost)), 32))
         self.partials = self._zeros(len(slices) * self.sums[-1])
-        partials, tiles, strips = self.partials.data_ptr(), [], []
+        partials = self.partials.data_ptr()
+        tiles = []
+        strips = []
         for number, (first, depth) in enumerate(slices):
             for pair, sums in zip(operands, self.sums):
                 a, b = ((t[first].data_ptr(), t.shape[1], 1) for t in pair)
@@ -200,39 +214,51 @@ class Update:
 
         every = [(w, partials, self.sums[-1], len(slices)) for w in self.weights]
         if PLACES in self.at:
-            T, C = self.config.block_size, self.config.n_embd
+            T = self.config.block_size
+            C = self.config.n_embd
             places = Weight(self.at[PLACES], T, C, gamma=-1, sums=0, matrices=1)
             every.append((places, dx0.data_ptr(), T * C, len(dx0) // T))
         for w, sums, slice, count in every:
             embedding = 0 if w.matrices else sums + self.sums[1] * 4
             for i, j, h, _ in _grid(w.rows, THREADS // 2 if w.gamma < 0 else w.rows, w.width, 8):
-                place, gamma = i * w.width + j, -1 if w.gamma < 0 else w.gamma + j
+                place = i * w.width + j
+                gamma = -1 if w.gamma < 0 else w.gamma + j
                 addresses = sums + (w.sums + place) * 4, embedding and embedding + place * 4
                 strips.append((*addresses, slice, w.at + place, gamma, count, h, w.width))
-        self.strips, self.squares = self._table(STRIP, strips), self._zeros(len(strips))
+        self.strips = self._table(STRIP, strips)
+        self.squares = self._zeros(len(strips))
 
     def _optimizers(self) -> None:
         """The tables of step(), and Muon's X, twice, S and P of all matrices."""
         pieces: list[tuple] = []
-        matrices, x, s = [], 0, 0  # X's rows, columns and beginning, that of S, the squares' and their count
+        matrices = []  # X's rows, columns and beginning, that of S, the squares' and their count
+        x = 0
+        s = 0
         for w in self.weights:
             for number in range(w.matrices):
-                rows, cols, begin = w.rows // w.matrices, w.width, len(pieces)
+                rows = w.rows // w.matrices
+                cols = w.width
+                begin = len(pieces)
                 to = (1, rows) if rows > cols else (cols, 1)  # the next row, column
                 for i, j, h, _ in _grid(rows, THREADS // 4, cols, 32):
-                    at, scale = w.at + (number * rows + i) * cols + j, math.sqrt(max(1, rows / cols))
+                    at = w.at + (number * rows + i) * cols + j
+                    scale = math.sqrt(max(1, rows / cols))
                     muon = x + i * to[0] + j * to[1], h, cols, *to, 1, self.recipe.muon_lr, scale
                     pieces.append((at, *muon))
                 n, m = sorted((rows, cols))
                 matrices.append((n, m, x, s, begin, len(pieces) - begin))
-                x, s = x + n * m, s + n * n
-        self.x, self.square = [self._zeros(x, self.kind) for _ in range(2)], self._zeros(2 * s, self.kind)
-        self.squares_of_x, self.muon = self._zeros(len(pieces)), self._table(PIECE, pieces)
+                x += n * m
+                s += n * n
+        self.x = [self._zeros(x, self.kind) for _ in range(2)]
+        self.square = self._zeros(2 * s, self.kind)
+        self.squares_of_x = self._zeros(len(pieces))
+        self.muon = self._table(PIECE, pieces)
         self.iterations = []  # with even and with odd numbers
         for x_now, x_next in (self.x, self.x[::-1]):
             jobs: dict[str, list[tuple]] = {"gram": [], "polynomial": [], "apply": []}
             for n, m, x, at, begin, count in matrices:
-                norm, X = (self.squares_of_x[begin:].data_ptr(), count), x_now[x:].data_ptr()
+                norm = (self.squares_of_x[begin:].data_ptr(), count)
+                X = x_now[x:].data_ptr()
                 S, P = ((self.square[place:].data_ptr(), n, n) for place in (at, s + at))
                 jobs["gram"] += self._tiles("gram", (X, m, m), (X, m, m), S[0], (n, n, m), norm)
                 jobs["polynomial"] += self._tiles("polynomial", S, S, P[0], (n, n, n))
@@ -247,11 +273,14 @@ class Update:
         self.pieces = self._table(PIECE, pieces)
 
     def _packings(self) -> None:
-        jobs, out, columns = [], 0, 64 // self.size  # of a packed matrix's block
+        jobs = []
+        out = 0
+        columns = 64 // self.size  # of a packed matrix's block
         for w in self.weights:
             rows = up(w.rows, 32)
             for transposed, (n, k) in enumerate(((rows, w.width), (w.width, rows))):
                 of = w.at, w.gamma, out, w.rows, w.width, n, k, transposed
                 jobs += [(*of, first) for first, _ in _cut(n // 8 * (k // columns), THREADS // 32)]
                 out += n * k
-        self.packed, self.packings = self._zeros(out, self.kind), self._table(PACKING, jobs)
+        self.packed = self._zeros(out, self.kind)
+        self.packings = self._table(PACKING, jobs)

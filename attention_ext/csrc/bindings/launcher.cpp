@@ -316,7 +316,8 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, c
     REQUIRE(!causal || s[2] <= of_k[2], "q has more rows than k; with causal it must not");
     const int format = type == ScalarType::Float ? 0 : type == ScalarType::BFloat16 ? 1 : 2;
     Sizes sizes{device, format, s[0], s[1], s[2], of_k[2], s[3], group};
-    sizes.seen = sizes.Nk, sizes.causal = causal;
+    sizes.seen = sizes.Nk;
+    sizes.causal = causal;
     if (given) {
         sizes.rules =
             1 | 2 * (given->softcap != 0) | 4 * given->slopes.has_value() | 8 * given->documents.has_value();
@@ -330,10 +331,15 @@ Call call_of(const Sizes& s, const Matrices& q, const Matrices& k, const Matrice
     constexpr double LN2 = 0.693147180559945309417;
     const double factor = scale ? *scale : 1 / std::sqrt(static_cast<double>(s.d));
     Call call{q.data, k.data, v.data, out};
-    call.q_strides = q.strides, call.k_strides = k.strides, call.v_strides = v.strides;
-    call.batches = static_cast<int>(s.B), call.heads = static_cast<int>(s.H);
-    call.Nq = static_cast<int>(s.Nq), call.Nk = static_cast<int>(s.Nk);
-    call.causal = s.causal, call.scale = static_cast<float>(factor / LN2);
+    call.q_strides = q.strides;
+    call.k_strides = k.strides;
+    call.v_strides = v.strides;
+    call.batches = static_cast<int>(s.B);
+    call.heads = static_cast<int>(s.H);
+    call.Nq = static_cast<int>(s.Nq);
+    call.Nk = static_cast<int>(s.Nk);
+    call.causal = s.causal;
+    call.scale = static_cast<float>(factor / LN2);
     if (given) {
         call.rules = given->of(q.tensor, s, s.causal);
         call.causal = call.rules.right < s.Nq && call.rules.left >= s.Nk;  // later queries see more
@@ -423,7 +429,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
     Sizes s = sizes_of(q_, k_, v_, causal, given);
     for (const Tensor* t : {&dout_, &out_})
         REQUIRE(sizes_of(*t, k_, v_, causal, given).all() == s.all(), "dout and out must be as q is");
-    s.seen = s.Nk, s.kernel = kernel.value_or(GRADIENT);
+    s.seen = s.Nk;
+    s.kernel = kernel.value_or(GRADIENT);
     if (dlse) dlse = torch::stable::contiguous(*dlse);
     const OnDevice current(s.device);
     const Plan plan = plan_for(s);
@@ -441,7 +448,9 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
     };
     call.lse = static_cast<float*>(const_cast<void*>(data(lse, "lse")));
     Gradients to{dout.data, dout.strides, data(dlse, "dlse"), rows.mutable_data_ptr()};
-    to.dq = dq.mutable_data_ptr(), to.dk = dk.mutable_data_ptr(), to.dv = dv.mutable_data_ptr();
+    to.dq = dq.mutable_data_ptr();
+    to.dk = dk.mutable_data_ptr();
+    to.dv = dv.mutable_data_ptr();
     const Matrices* const inputs[] = {&q, &k, &v, &dout};
     TensorMap maps[4];
     void *parameters[] = {&call, &to, &maps[0], &maps[1], &maps[2], &maps[3]}, *const stream = stream_of(s);

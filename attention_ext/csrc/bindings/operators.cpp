@@ -69,7 +69,9 @@ template <class Element> MatricesOf<Element> matrices(const Tensor& t) {
 
 template <class Element, class Call>
 void set_inputs(Call& a, const Tensor& q, const Tensor& k, const Tensor& v) {
-    a.q = matrices<Element>(q), a.k = matrices<Element>(k), a.v = matrices<Element>(v);
+    a.q = matrices<Element>(q);
+    a.k = matrices<Element>(k);
+    a.v = matrices<Element>(v);
     a.k.group = a.v.group = a.H / k.size(1);
 }
 
@@ -108,7 +110,9 @@ class Given : public Rules {
                 mask = of<bool>(bias, "bias", {B, H, a.Nq, a.Nk});
             else
                 Rules::bias = of<float>(bias, "bias", {B, H, a.Nq, a.Nk});
-            bias_row = a.Nk, bias_head = H == 1 ? 0 : a.Nq * a.Nk, bias_batch = B == 1 ? 0 : H * a.Nq * a.Nk;
+            bias_row = a.Nk;
+            bias_head = H == 1 ? 0 : a.Nq * a.Nk;
+            bias_batch = B == 1 ? 0 : H * a.Nq * a.Nk;
         }
         if (documents.numel() == 0) return;
         REQUIRE(a.Nq <= a.Nk, "q has Nq=", a.Nq, "; with documents it must be at most Nk=", a.Nk);
@@ -215,9 +219,12 @@ template <class... Rule> struct Operators {
                      dv = floats({a.B, a.H, a.Nk, a.d});
         set_inputs<float>(a, q, k, v);
         a.dout = matrices<float>(dout);
-        a.out = data<const float>(out), a.lse = data<const float>(lse);
+        a.out = data<const float>(out);
+        a.lse = data<const float>(lse);
         a.dlse = dlse.numel() > 0 ? data<const float>(dlse) : nullptr;
-        a.dq = data<float>(dq), a.dk = data<float>(dk), a.dv = data<float>(dv);
+        a.dq = data<float>(dq);
+        a.dk = data<float>(dk);
+        a.dv = data<float>(dv);
         const Tensor dbias = of_bias ? floats({a.B, a.H, a.Nq, a.Nk}) : floats({0});
         if (of_bias) a.dbias = std::fill_n(data<float>(dbias), dbias.numel(), 0.0f) - dbias.numel();
         const Tensor scratch = floats({flash_backward_scratch(a)});

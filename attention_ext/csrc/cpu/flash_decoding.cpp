@@ -378,7 +378,8 @@ bool flash_decoding_takes(const Attention& a) {
 
 // The call of one of a head's queries.
 static Attention one_query(Attention a) {
-    a.Nq = 1, a.Br = 1;
+    a.Nq = 1;
+    a.Br = 1;
     return a;
 }
 
@@ -392,7 +393,8 @@ void flash_decoding_together(const Attention& a, float* scratch) {
     }
     for (int64_t i = 0; i < a.Nq; i++) {
         one.Nk = a.seen(i);
-        one.q.data = a.q.data + i * a.q.row_stride, one.out = a.out + i * a.d;
+        one.q.data = a.q.data + i * a.q.row_stride;
+        one.out = a.out + i * a.d;
         split_attention(one, scratch);
     }
 }

@@ -142,9 +142,12 @@ struct TileScratch {
 
     TileScratch(const Sizes& n, int64_t queries, Scratch& scratch) {
         const auto words = [&](int64_t count) { return reinterpret_cast<uint32_t*>(scratch.take(count)); };
-        Q = words(queries * n.d / 2), O = scratch.take(queries * n.d);
+        Q = words(queries * n.d / 2);
+        O = scratch.take(queries * n.d);
         for (float** each : {&m, &l, &all}) *each = scratch.take(queries);
-        S = scratch.take(BLOCK * BLOCK), correction = scratch.take(BLOCK), P = words(n.step * BLOCK / 2);
+        S = scratch.take(BLOCK * BLOCK);
+        correction = scratch.take(BLOCK);
+        P = words(n.step * BLOCK / 2);
     }
 };
 
@@ -168,7 +171,8 @@ template <bool LSE> class Strip : TileScratch {
           i0(i0),
           scale(a.scale * SIMD_LOG2E),
           most_l(std::min(MOST, MOST_SUM / keys.largest)) {
-        Q += r0 * n.d / 2, O += r0 * n.d;
+        Q += r0 * n.d / 2;
+        O += r0 * n.d;
         for (float** each : {&m, &l, &all}) *each += r0;
     }
 

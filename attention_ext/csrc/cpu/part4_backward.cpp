@@ -143,7 +143,9 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
     Scratch own(scratch);
     const Panel t(d, own);
     Queries i{};
-    i.first = i0, i.count = std::min(R, a.Nq - i0), i.padded = round_up(i.count, portable::lanes());
+    i.first = i0;
+    i.count = std::min(R, a.Nq - i0);
+    i.padded = round_up(i.count, portable::lanes());
     i.Q = {a.q.at(b, h) + i0 * a.q.row_stride, a.q.row_stride};
     i.dO = {a.dout.at(b, h) + i0 * a.dout.row_stride, a.dout.row_stride};
     load(t, i, a.out + row * d, a.lse + row, a.dlse ? a.dlse + row : nullptr, a.scale, factor(a));

@@ -135,7 +135,9 @@ struct Window {
         const int64_t right = std::clamp<int64_t>(all.last + 1, left, o.s.keys);
         for (const auto& [begin, end] : {Range{0, left}, Range{right, o.s.keys}}) {
             Strip part = o.s;
-            part.data += begin * part.key_stride, part.j0 += begin, part.keys = end - begin;
+            part.data += begin * part.key_stride;
+            part.j0 += begin;
+            part.keys = end - begin;
             if (part.keys > 0) apply(part, Window({o.rules, o.a, part, o.b, o.h}));
         }
     }

@@ -17,8 +17,12 @@ struct Shared {
     float *Q, *dO, *K, *V, *P, *dS;
 
     __device__ inline explicit Shared(float* memory) {
-        Q = memory, dO = Q + SIDE * PITCH, K = dO + SIDE * PITCH, V = K + SIDE * PITCH;
-        P = V + SIDE * PITCH, dS = P + SIDE * (SIDE + 1);
+        Q = memory;
+        dO = Q + SIDE * PITCH;
+        K = dO + SIDE * PITCH;
+        V = K + SIDE * PITCH;
+        P = V + SIDE * PITCH;
+        dS = P + SIDE * (SIDE + 1);
     }
 };
 

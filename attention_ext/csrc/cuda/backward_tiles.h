@@ -128,7 +128,8 @@ template <bool OF_KEYS> struct Pass {
     // Two of a row's weights as the left operand of a product has them.
     __device__ inline static void put(Weights& A, int i, int n, int h, float first, float second) {
         if constexpr (FORMAT == FP32) {
-            A[i][n][2 * h] = __float_as_uint(first), A[i][n][2 * h + 1] = __float_as_uint(second);
+            A[i][n][2 * h] = __float_as_uint(first);
+            A[i][n][2 * h + 1] = __float_as_uint(second);
         } else {
             A[i][n / 2][n % 2 * 2 + h] = pack(first, second);
         }
@@ -166,7 +167,9 @@ template <bool OF_KEYS> struct Pass {
                             const Pair pair = OF_KEYS
                                                   ? pair_of(call, head, first + column, first_row, row, score)
                                                   : pair_of(call, head, first_row + row, first, column, score);
-                            seen = pair.seen, score = pair.score, slope = pair.slope;
+                            seen = pair.seen;
+                            score = pair.score;
+                            slope = pair.slope;
                         }
                         p[e] = MASKED && !seen ? 0.0f : exp2_approx(score - lse);
                         if (GIVEN) p[e] = weight(P, i, n, h, e);

@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncwarp();  // every lane of the row has read m and l
     if (column > 0) return;
-    state_m[at] = m_new, state_l[at] = l;
+    state_m[at] = m_new;
+    state_l[at] = l;
     if (last && call.lse) call.lse[at] = LN2 * subtrahend(m_new) + logf(l);
 }

@@ -63,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_kernel2(const Ca
             for (int lane = COLUMNS / 2; lane > 0; lane /= 2)
                 m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, lane));
             const float correction = exp2_approx(m[i] - subtrahend(m_new));
-            m[i] = m_new, l[i] *= correction;
+            m[i] = m_new;
+            l[i] *= correction;
             for (int c = 0; c < WIDTH; ++c) o[i][c] *= correction;
             for (int j = 0; j < EACH; ++j) {
                 const float p = exp2_approx(s[i][j] - subtrahend(m_new));

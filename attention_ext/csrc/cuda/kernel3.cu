@@ -41,7 +41,10 @@ __device__ float dot(float4 a, float4 b, float sum) {
 }
 
 __device__ void add(float4& o, float p, float4 v) {
-    o.x = fmaf(p, v.x, o.x), o.y = fmaf(p, v.y, o.y), o.z = fmaf(p, v.z, o.z), o.w = fmaf(p, v.w, o.w);
+    o.x = fmaf(p, v.x, o.x);
+    o.y = fmaf(p, v.y, o.y);
+    o.z = fmaf(p, v.z, o.z);
+    o.w = fmaf(p, v.w, o.w);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(const Call call) {
@@ -86,10 +89,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_kernel3(
                 m_new = fmaxf(m_new, s[j]);
             }
             const float correction = exp2_approx(m - subtrahend(m_new));
-            m = m_new, l *= correction;
+            m = m_new;
+            l *= correction;
             UNROLLED(i, QUADS) {
                 float4& all = O(i);
-                all.x *= correction, all.y *= correction, all.z *= correction, all.w *= correction;
+                all.x *= correction;
+                all.y *= correction;
+                all.z *= correction;
+                all.w *= correction;
             }
             UNROLLED(j, STRIP) l += s[j] = exp2_approx(s[j] - subtrahend(m));
             UNROLLED(i, QUADS) {

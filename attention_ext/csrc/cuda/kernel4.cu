@@ -92,7 +92,8 @@ struct Slabs {
     // The slab that began to arrive is `now`, and nobody reads `next`.
     __device__ inline void swap() {
         const int free = now;
-        now = next, next = free;
+        now = next;
+        next = free;
         __syncthreads();
     }
 #if __CUDA_ARCH__ >= 800
@@ -133,7 +134,10 @@ struct Slabs {
 
 __device__ inline void load4(float to[4], const float* from) {
     float4 x = *(const float4*)from;
-    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    to[0] = x.x;
+    to[1] = x.y;
+    to[2] = x.z;
+    to[3] = x.w;
 }
 
 // Row i of the thread is row 4 * rg + ROW(i) of its warp.

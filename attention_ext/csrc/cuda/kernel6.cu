@@ -104,7 +104,8 @@ template <int rows>
 __device__ inline void copy_rows(unsigned to, const TensorMap& map, const Strides& strides, int batch, int head,
                                  int first, unsigned full) {
     hold(head), hold(batch);  // what follows is not kept from one copy to the next: registers are few
-    head = strides.head ? head : 0, batch = strides.batch ? batch : 0;
+    head = strides.head ? head : 0;
+    batch = strides.batch ? batch : 0;
     barrier_expect(full, rows * width * 2);
     for (int b = 0; b < boxes; b++)
         copy_box(to + b * (rows * box_row), &map, b * BOX, first, head, batch, full);
@@ -148,7 +149,8 @@ __device__ void produce(const TensorMap& q_map, const TensorMap& k_map, const Te
             barrier_wait(at + v_empty, ring.phase ^ 1);
             copy_rows<Bc>(to + v_at, v_map, call.v_strides, tile.batch, head, j0, at + v_full);
             ring.next();
-            first = false, j0 += Bc;
+            first = false;
+            j0 += Bc;
         } while (j0 < end);
     }
     give(tiles, [](int, unsigned full) { barrier_arrive(full); });

@@ -26,7 +26,8 @@ __device__ inline int first_seen(const Call& call, int query) {
 // Of the queries i to `last` of a head of all batches; may be empty.
 __device__ inline Range range_of(const Call& call, long long head, int i, int last) {
 #if RULES
-    last = min(last, call.Nq - 1), i = min(i, last);
+    last = min(last, call.Nq - 1);
+    i = min(i, last);
     Range range{first_seen(call, i), keys_seen(call, last), first_seen(call, last), keys_seen(call, i)};
 #if RULES & DOCUMENTS
     const int4* const extents = call.rules.extents + head / call.heads * ((call.Nq + 15) / 16);
@@ -34,10 +35,13 @@ __device__ inline Range range_of(const Call& call, long long head, int i, int la
 #pragma unroll 1
     for (int n = i / 16; n <= last / 16; n++) {
         const int4 of = extents[n];  // what some of 16 queries see, then what all see
-        first = min(first, of.x), end = max(end, of.y);
-        range.all_first = max(range.all_first, of.z), range.all_end = min(range.all_end, of.w);
+        first = min(first, of.x);
+        end = max(end, of.y);
+        range.all_first = max(range.all_first, of.z);
+        range.all_end = min(range.all_end, of.w);
     }
-    range.first = max(range.first, first), range.end = min(range.end, end);
+    range.first = max(range.first, first);
+    range.end = min(range.end, end);
 #endif
     range.end = max(range.first, range.end);
     return range;
@@ -66,11 +70,14 @@ struct Row {
 
     __device__ inline Row(const Call& call, long long head, int i, int j0) {
         i = min(i, call.Nq - 1);
-        first = first_seen(call, i) - j0, end = keys_seen(call, i) - j0;
-        cap = call.rules.softcap, cap_below = call.rules.softcap_below;
+        first = first_seen(call, i) - j0;
+        end = keys_seen(call, i) - j0;
+        cap = call.rules.softcap;
+        cap_below = call.rules.softcap_below;
         [[maybe_unused]] const int p = i + call.Nk - call.Nq - j0;
 #if RULES & ALIBI
-        own = (float)p, slope = call.rules.slopes[head] * LOG2E;
+        own = (float)p;
+        slope = call.rules.slopes[head] * LOG2E;
 #endif
 #if RULES & DOCUMENTS
         documents = call.rules.documents + head / call.heads * call.Nk + j0;

@@ -137,7 +137,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int w = 0; w < TEAMS; w++) {
             const float weight = exp2_approx(m_shared[w][i] - subtrahend(top));
             const float4 y = *(const float4*)&o_shared[w][i][c];
-            x.x += weight * y.x, x.y += weight * y.y, x.z += weight * y.z, x.w += weight * y.w;
+            x.x += weight * y.x;
+            x.y += weight * y.y;
+            x.z += weight * y.z;
+            x.w += weight * y.w;
             total += weight * l_shared[w][i];
         }
         const long long at = (block.head * Nq + i0 + i) * splits + split;
@@ -166,8 +169,10 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
         const float4 x = place < d / 4 ? o_splits[(long long)s * (d / 4) + place] : float4{0, 0, 0, 0};
         const float top = fmaxf(m, stat.x), less = subtrahend(top);
         const float shrink = exp2_approx(m - less), weight = exp2_approx(stat.x - less);
-        o.x = o.x * shrink + weight * x.x, o.y = o.y * shrink + weight * x.y;
-        o.z = o.z * shrink + weight * x.z, o.w = o.w * shrink + weight * x.w;
+        o.x = o.x * shrink + weight * x.x;
+        o.y = o.y * shrink + weight * x.y;
+        o.z = o.z * shrink + weight * x.z;
+        o.w = o.w * shrink + weight * x.w;
         l = l * shrink + weight * stat.y;
         m = top;
     }
@@ -180,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
         float x = 0, total = 0;
         UNROLLED(n, SHARES) {
             const float weight = exp2_approx(stats_shared[n].x - subtrahend(m));
-            x += weight * ((const float*)&o_shared[n][0])[c], total += weight * stats_shared[n].y;
+            x += weight * ((const float*)&o_shared[n][0])[c];
+            total += weight * stats_shared[n].y;
         }
 #if RULES
         float top = m;

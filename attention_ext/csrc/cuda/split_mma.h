@@ -117,7 +117,10 @@ __device__ inline void add_sharer(Scores& S, Exchange& shared, int turn) {
     UNROLLED(n, UNITS * TILES) {
         const float4 other = shared[turn][1 - warp][n][lane];
         float (&s)[4] = S[n / TILES][n % TILES];
-        s[0] += other.x, s[1] += other.y, s[2] += other.z, s[3] += other.w;
+        s[0] += other.x;
+        s[1] += other.y;
+        s[2] += other.z;
+        s[3] += other.w;
     }
 }
 

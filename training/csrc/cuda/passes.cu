@@ -140,7 +140,8 @@ struct Dropout {
     __device__ inline Dropout(const Step& s, int place) {
 #if DROPOUT
         key = mixed(mixed(s.seed + (unsigned)*s.updates * 0x9e3779b9u) + place);
-        least = (unsigned)(s.dropout * 4294967296.0f), factor = 1 / (1 - s.dropout);
+        least = (unsigned)(s.dropout * 4294967296.0f);
+        factor = 1 / (1 - s.dropout);
 #endif
     }
     // The finalizer of MurmurHash3: each bit of x changes half of the others'.
@@ -192,8 +193,10 @@ __device__ inline void normalize_backward(const Step& s, int which, bool add) {
     for (int r = threadIdx.x / 32; r < ROWS; r += WARPS) {
         float y[C / 32], dy[C / 32], mean = 0, along = 0;
         UNROLLED(i, C / 32) {
-            y[i] = to_float(normal[r * C + lane + 32 * i]), dy[i] = m.y[r][lane + 32 * i];
-            mean += dy[i], along += dy[i] * y[i];
+            y[i] = to_float(normal[r * C + lane + 32 * i]);
+            dy[i] = m.y[r][lane + 32 * i];
+            mean += dy[i];
+            along += dy[i] * y[i];
         }
         mean = sum<1, 32>(mean) / C, along = sum<1, 32>(along) / C;
         const float factor = kept(s, s.factors, which, 1)[r];
@@ -321,19 +324,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(const Step s, int 
     __syncthreads();
     const Dropout of_projection(s, 2 * layer + 1), of_mlp(s, 2 * layer + 2);
     product<C, C>(m.narrow[0], PITCH, weight(s, layer, PROJECTION), [&](int r, int c, float a, float b) {
-        m.x[r][c] += of_projection(a, r, c), m.x[r][c + 1] += of_projection(b, r, c + 1);
+        m.x[r][c] += of_projection(a, r, c);
+        m.x[r][c + 1] += of_projection(b, r, c + 1);
     });
     __syncthreads();
     normalize(s, 2 * layer + 1);
     Element *const h = kept(s, s.h, layer, 4 * C), *const g = kept(s, s.g, layer, 4 * C);
     product<C, 4 * C>(m.narrow[0], PITCH, weight(s, layer, UP), [&](int r, int c, float a, float b) {
         put(h + r * 4 * C + c, a, b);
-        a *= 0.5f * (1 + erff(a * 0.70710678f)), b *= 0.5f * (1 + erff(b * 0.70710678f));
+        a *= 0.5f * (1 + erff(a * 0.70710678f));
+        b *= 0.5f * (1 + erff(b * 0.70710678f));
         put(&m.wide[r][c], a, b), put(g + r * 4 * C + c, a, b);
     });
     __syncthreads();
     product<4 * C, C>(m.wide[0], LONG, weight(s, layer, DOWN), [&](int r, int c, float a, float b) {
-        m.x[r][c] += of_mlp(a, r, c), m.x[r][c + 1] += of_mlp(b, r, c + 1);
+        m.x[r][c] += of_mlp(a, r, c);
+        m.x[r][c + 1] += of_mlp(b, r, c + 1);
     });
     __syncthreads();
     if (layer + 1 < s.layers) {
@@ -360,6 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward(const Step s, int
     float* const exact = kept(s, s.dx0_float, 0, C);
     each<C, 1>([&](int r, int c) {
         const float x = dropped(m.x[r][c], r, c);
-        to[r * C + c] = to_element(x), exact[r * C + c] = x;
+        to[r * C + c] = to_element(x);
+        exact[r * C + c] = x;
     });
 }

@@ -270,8 +270,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const float4 w = scaled ? *(const float4*)(value + strip.at + place) : float4{};
         float4 x = {};
         add_slices(x, strip.sums + place, strip);
-        of_gamma.x += x.x * w.x, of_gamma.y += x.y * w.y, of_gamma.z += x.z * w.z, of_gamma.w += x.w * w.w;
-        x.x *= gamma.x, x.y *= gamma.y, x.z *= gamma.z, x.w *= gamma.w;
+        of_gamma.x += x.x * w.x;
+        of_gamma.y += x.y * w.y;
+        of_gamma.z += x.z * w.z;
+        of_gamma.w += x.w * w.w;
+        x.x *= gamma.x;
+        x.y *= gamma.y;
+        x.z *= gamma.z;
+        x.w *= gamma.w;
         if (strip.added) add_slices(x, strip.added + place, strip);
         square += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
         ((float4*)gradient)[(strip.at + place) / 4] = x;
@@ -370,7 +376,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         UNROLLED(i, HEIGHT)
             if (piece.inside(i)) {
                 const long long at = piece.in_flat(i);
-                g[i] = flat.gradient[at], first[i] = flat.first[at], second[i] = flat.second[at];
+                g[i] = flat.gradient[at];
+                first[i] = flat.first[at];
+                second[i] = flat.second[at];
             }
         const float clip = clip_factor(squares, count);
         const float length = rate / -expm1f(*updates * LOG_BETA_1);  // over 1 - beta_1^updates

@@ -62,7 +62,8 @@ INLINE void few_block(Matrix C, bool add, ConstMatrix A, const Element* B, int64
                 const int64_t at = unknown(k);
                 for (int i = 0; i < R; i++) {
                     const Vec a = kept(A.row(i)[at] - Vec{});
-                    acc[i][v] += a * x, acc[i][v + 1] += a * y;
+                    acc[i][v] += a * x;
+                    acc[i][v + 1] += a * y;
                 }
             }
         } else if constexpr (R < VS) {

@@ -108,7 +108,8 @@ void softmax_gradient(Matrix S, Matrix dP, int64_t rows, int64_t cols, int64_t f
             const Vec p = live(nan_if(x, exp2_bounded(x > 0 ? Vec{} : x)));
             store(s, p);
             store(dp, live(p * (load(dp) - of_row)));
-            s += S.ld, dp += dP.ld;
+            s += S.ld;
+            dp += dP.ld;
         };
         for (int64_t j = 0; j < all; j++) step([](Vec x) { return x; });
         for (int64_t j = all; j < some; j++)
