@@ -20,7 +20,7 @@ from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype, Precision
 from shakespeare.attention_ext.webgpu import steps
 from shakespeare.attention_ext.webgpu.gpu import Source
 from shakespeare.checkpoints import PRESENT
-from shakespeare.generation.engines import webgpu
+from shakespeare.generation.engines import slots, webgpu
 from shakespeare.generation.sampling import NUMBERS
 from shakespeare.model.checkpoint import SUMS, bf16_bits, shipped
 from shakespeare.web import bundle, traffic
@@ -130,8 +130,9 @@ def facts() -> str:
 
 
 def shaders() -> dict[str, Any]:
-    """The WGSL of the decoder, which lacks its constants, and of each step: see step_shaders()."""
-    decoder = Source(tuple(webgpu.SOURCES / name for name in ("cache_fp32.wgsl", *webgpu.FILES)))
+    """The WGSL of the decoder, which lacks the model's constants, and of each step: see step_shaders()."""
+    files = tuple(webgpu.SOURCES / name for name in ("cache_fp32.wgsl", *webgpu.FILES))
+    decoder = Source(files, (*slots.PLACES.items(), ("SETTINGS", slots.SETTINGS)))
     return {"decoder": bare(decoder.text()), "steps": {step.name: step_shaders(step) for step in STEPS}}
 
 

@@ -18,9 +18,6 @@ const char* error(int* kind);
 
 const char* simd_name();
 
-// The names of SAMPLING_NUMBERS, each followed by a line end.
-const char* sampling_names();
-
 // sizes: block_size, vocab_size, n_layer, n_head, n_embd, br, bc, slots, capacity, threads, cache_bytes,
 // tanh_gelu, window. The tensors have names, data, numbers of floats and layouts; they are copied. A layout is
 // the sum of 1 if it is transposed, and 2 if its file is mapped, whose pages are released. Null if it fails.
@@ -29,7 +26,7 @@ Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv
                      const int64_t* layouts);
 void close_decoder(Handle* decoder);
 
-// numbers: all of SAMPLING_NUMBERS, in their order; NaN for one that changes nothing. logprobs, and top of
+// numbers: all of cuda/sampling_table.h, in their order; NaN for one that changes nothing. logprobs, and top of
 // begin(): NO_LOGPROB, or how many alternatives each has.
 bool set_sampling(Handle* decoder, int64_t slot, const double* numbers, int64_t biases, const int64_t* tokens,
                   const double* values, int64_t logprobs);

@@ -70,7 +70,6 @@ const char* error(int* kind) {
 }
 
 const char* simd_name() { return simd::name(); }
-const char* sampling_names() { return SAMPLING_NAMES; }
 Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
                      int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats,
                      const int64_t* layouts) {

@@ -138,8 +138,11 @@ class Decoder::Drafting {
                 const int64_t token = choose_next(*text);
                 const Guess& guess = i == guesses ? text->next : text->guesses[i];
                 const bool hit = guess.token == token;
-                if (guess.token >= 0)
-                    slot_of(*text).confidence.learn(guess, hit), counts.guesses++, counts.hits += hit;
+                if (guess.token >= 0) {
+                    slot_of(*text).confidence.learn(guess, hit);
+                    counts.guesses++;
+                    counts.hits += hit;
+                }
                 given++;
                 if (i == guesses || !hit) break;
                 counts.accepted++;

@@ -6,16 +6,7 @@
 #include <utility>
 #include <vector>
 
-// The numeric settings, in the order of generation/sampling.py, each with the value that changes nothing.
-#define SAMPLING_NUMBERS(NUMBER)  \
-    NUMBER(temperature, 1)        \
-    NUMBER(top_k, 0)              \
-    NUMBER(top_p, 1)              \
-    NUMBER(min_p, 0)              \
-    NUMBER(typical_p, 1)          \
-    NUMBER(repetition_penalty, 1) \
-    NUMBER(presence_penalty, 0)   \
-    NUMBER(frequency_penalty, 0)
+#include "cuda/sampling_table.h"
 
 // The settings of a text.
 struct Sampling {
@@ -24,10 +15,6 @@ struct Sampling {
 #undef NUMBER
     std::vector<std::pair<int64_t, double>> logit_bias{};  // (token, what is added to its logit)
 };
-
-#define NUMBER(name, off) #name "\n"
-inline constexpr char SAMPLING_NAMES[] = SAMPLING_NUMBERS(NUMBER);
-#undef NUMBER
 
 // The settings with these numbers, all of SAMPLING_NUMBERS; NaN for one that changes nothing.
 Sampling sampling_of(const double* numbers);

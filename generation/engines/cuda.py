@@ -26,7 +26,7 @@ from shakespeare.generation.engines import layouts
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.layouts import Floats, Grid, Launch, Layout
 from shakespeare.generation.engines.native import DraftCounts
-from shakespeare.generation.engines.slots import ADJUSTED, SETTINGS, Prompt, Slots
+from shakespeare.generation.engines.slots import PLACES, SETTINGS, Prompt, Slots
 from shakespeare.generation.engines.slots import Unfit as Unfit
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING
@@ -330,7 +330,7 @@ class CudaEngine(Slots):
         if plain not in self._drafted:
             drafted = self._clusters[0].alone(True, self._gpu.on.shared)
             self._drafted[plain] = Launch(*drafted, plain.blocks, plain.leading)
-        if self._settings["sampling"][at, ADJUSTED].any():
+        if self._settings["sampling"][at, PLACES["ADJUSTED"]].any():
             return plain
         guesses, hits = self._guessed[at].sum(0)
         return plain if guesses >= TRIED * count and hits < LEAST_HITS * guesses else self._drafted[plain]

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from shakespeare.attention_ext import extension, processor, tiles
 from shakespeare.attention_ext.parts import resolve_simd
 from shakespeare.generation.engines.engine import EngineOptions, Tokens, rows_of
+from shakespeare.generation.engines.slots import NAMES
 from shakespeare.generation.logprobs import check_top
 from shakespeare.generation.sampling import Sampling
 from shakespeare.model.checkpoint import Checkpoint
@@ -108,7 +109,6 @@ class Decoder:
         self._lock = threading.Lock()
         self._c = library(helpers)
         self.description = extension.describe_helpers(self._c.simd_name().decode(), self.threads)
-        self._settings = self._c.sampling_names().decode().split()
         shape = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)
         room = self.slots, self.capacity, self.threads, processor.caches()[-1].size
         sizes = (*shape, *tile, *room, c.tanh_gelu, c.window or 0)
@@ -144,8 +144,8 @@ class Decoder:
         raise TypeError("a Decoder cannot be copied")
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
-        values = (getattr(sampling, name) for name in self._settings)
-        numbers = (c_double * len(self._settings))(*(math.nan if v is None else v for v in values))
+        values = (getattr(sampling, name) for name in NAMES)
+        numbers = (c_double * len(NAMES))(*(math.nan if v is None else v for v in values))
         tokens, biases = zip(*sampling.logit_bias) if sampling.logit_bias else ((), ())
         added = (c_double * len(biases))(*biases)
         top = alternatives("logprobs", logprobs)

@@ -2,9 +2,11 @@
 
 import contextlib
 import math
+import re
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +16,14 @@ from shakespeare.generation import logprobs
 from shakespeare.generation.engines.engine import Tokens, rows_of
 from shakespeare.generation.engines.engine import Unfit as Unfit
 from shakespeare.generation.logprobs import TokenLogprob
-from shakespeare.generation.sampling import NUMBERS, Sampling
+from shakespeare.generation.sampling import Sampling
 from shakespeare.model.config import GPTConfig
 
-SETTINGS = len(NUMBERS) + 2  # a text's settings and what follows from them
-ADJUSTED = len(NUMBERS)  # whether logits are changed before the choice
+TABLE = Path(__file__).parent.parent / "csrc" / "cuda" / "sampling_table.h"
+NAMES = re.findall(r"NUMBER\((\w+),", TABLE.read_text("utf-8"))  # of the settings, in the kernels' order
+# The places of the settings and of what follows from them: whether logits are changed before the choice.
+PLACES = {name.upper(): place for place, name in enumerate((*NAMES, "adjusted", "inverse_temperature"))}
+SETTINGS = len(PLACES)
 
 
 class Prompt(NamedTuple):
@@ -207,5 +212,5 @@ class Slots:
 
 def settings(sampling: Sampling) -> NDArray[np.float64]:
     """What a kernel is told of the choice of a text's tokens, (SETTINGS,)."""
-    numbers = [getattr(sampling, name) or 0 for name in NUMBERS]
+    numbers = [getattr(sampling, name) or 0 for name in NAMES]
     return np.array([*numbers, sampling.adjusts, 1 / max(sampling.temperature, 1e-300)], float)

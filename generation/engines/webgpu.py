@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Source, opened
 from shakespeare.generation.engines.engine import EngineOptions, check_plain
-from shakespeare.generation.engines.slots import SETTINGS, Prompt, Slots, Unfit
+from shakespeare.generation.engines.slots import PLACES, SETTINGS, Prompt, Slots, Unfit
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, GPTConfig
 
@@ -137,6 +137,8 @@ def source_for(
     if size > most:
         raise Unfit(f"the keys of a text take {size:,} bytes; {on.name} has buffers of {most:,}")
     constants = {
+        **PLACES,
+        "SETTINGS": SETTINGS,
         "LAYERS": config.n_layer,
         "HEADS": config.n_head,
         "HEAD_DIM": config.head_dim,

@@ -2,7 +2,7 @@
 import { DECODER } from "./facts.js";
 import { Unfit } from "./gpu.js";
 
-const { INVOCATIONS, FIRST, PROMPT, TEXT, SETTINGS } = DECODER;
+const { INVOCATIONS, FIRST, PROMPT, TEXT } = DECODER;
 const TILES = [256, 128, 64, 32, 16]; // keys of attention's, the largest that fits
 const DISPATCH_MS = 30; // no watchdog ends it
 
@@ -95,9 +95,9 @@ export class GpuDecoder {
     const { gpu, config } = model,
       V = config.vocab_size,
       cache = model.cached(capacity) * this.count;
-    const settings = settingsOf(kernels.inOrder(sampling)),
-      rows = new Float32Array(this.count * (SETTINGS + V));
-    for (let i = 0; i < this.count; i++) rows.set(settings, SETTINGS * i);
+    const settings = settingsOf(kernels.byName(sampling)),
+      rows = new Float32Array(this.count * (settings.length + V));
+    for (let i = 0; i < this.count; i++) rows.set(settings, settings.length * i);
     this.params = gpu.buffer(32, GPUBufferUsage.UNIFORM);
     this.buffers = [cache, cache, 4 * V * this.count, 8 * V * this.count, rows].map((of) => gpu.buffer(of));
     this.milliseconds = 1 + this.count / 10; // of a token of each text
@@ -158,10 +158,11 @@ function rounded(x) {
   return new Float32Array(bits.buffer)[0];
 }
 
-// The decoder's ten settings, from those in the kernels' order.
-function settingsOf([temperature, ...others]) {
-  const [repetition, presence, frequency] = others.slice(-3),
-    adjusts = repetition !== 1 || presence !== 0 || frequency !== 0,
-    inFloat32 = temperature > 0 ? Math.max(temperature, 1e-30) : 0;
-  return [inFloat32, ...others, Number(adjusts), Math.min(1e30, 1 / Math.max(temperature, 1e-300))];
+// The decoder's settings, from {name: value} in the kernels' order.
+function settingsOf(sampling) {
+  const { temperature, repetition_penalty, presence_penalty, frequency_penalty } = sampling,
+    adjusts = repetition_penalty !== 1 || presence_penalty !== 0 || frequency_penalty !== 0,
+    inFloat32 = temperature > 0 ? Math.max(temperature, 1e-30) : 0,
+    numbers = Object.values({ ...sampling, temperature: inFloat32 });
+  return [...numbers, Number(adjusts), Math.min(1e30, 1 / Math.max(temperature, 1e-300))];
 }

@@ -45,9 +45,11 @@ export class Kernels {
   }
 
   // Settings of sampling, {name: value}, in the kernels' order; a missing one is off.
-  inOrder(sampling) {
-    return Float64Array.from(Object.entries(this.settings), ([name, off]) => sampling[name] ?? off);
+  byName(sampling) {
+    return Object.fromEntries(Object.entries(this.settings).map(([name, off]) => [name, Number(sampling[name] ?? off)]));
   }
+
+  inOrder(sampling) { return Float64Array.from(Object.values(this.byName(sampling))); }
 
   // The row of a part's name. Raises Refused if there is none.
   part(name) {

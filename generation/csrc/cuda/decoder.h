@@ -5,6 +5,7 @@
 #pragma once
 
 #include "online.h"
+#include "sampling_table.h"
 
 constexpr int WIDTH = HEADS * HEAD_DIM, HIDDEN = 4 * WIDTH;
 
@@ -55,10 +56,14 @@ template <class Layer, class Head, int share> struct __align__(16) Model {
 };
 struct Weights;  // of each kernel its own Model
 
-// A text's settings: those of generation/csrc/sampling.h, in its order; and what follows from them, first
-// whether logits are changed before the choice.
-enum { TEMPERATURE, TOP_K, TOP_P, MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY };
-enum { ADJUSTED = FREQUENCY + 1, INVERSE_TEMPERATURE, SETTINGS };
+// The places of a text's settings, and of what follows from them. adjusted: whether logits are changed before
+// the choice.
+#define NUMBER(name, off) name,
+struct Setting {
+    enum { SAMPLING_NUMBERS(NUMBER) adjusted, inverse_temperature, count };
+};
+#undef NUMBER
+constexpr int SETTINGS = Setting::count;
 enum Phase { EMBEDDING, QKV, ATTENTION, PROJECTION, MLP_UP, MLP_DOWN, HEAD, SAMPLING, WAITING, PHASES };
 
 // A text, or a token of a prompt. length: tokens in the cache. token: the one to be read next; -1 if the logits

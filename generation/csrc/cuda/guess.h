@@ -12,8 +12,8 @@ struct Taste {
     bool greedy, filtered;
 
     __device__ explicit Taste(const double* settings)  // never 0, so that the power of 0 is 0
-        : exponent(2 * float(SHARPNESS) * fmaxf(fminf(settings[INVERSE_TEMPERATURE], 1e30f), 1e-30f)),
-          greedy(settings[TEMPERATURE] == 0 || exponent > GREEDY),
+        : exponent(2 * float(SHARPNESS) * fmaxf(fminf(settings[Setting::inverse_temperature], 1e30f), 1e-30f)),
+          greedy(settings[Setting::temperature] == 0 || exponent > GREEDY),
           filtered(Filters{settings}.any()) {}
 };
 

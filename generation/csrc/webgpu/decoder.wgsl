@@ -5,7 +5,7 @@
 // A source: the constants, cache_fp32.wgsl or cache_bf16.wgsl, this file, sampling.wgsl. Grid: (texts, 1, 1).
 //
 // Constants, each `const NAME: u32`: LAYERS, HEADS, HEAD_DIM, VOCAB; BIAS, 1 if layers have one, else 0; TILE,
-// the keys of a tile of attention, a power of two from 16 to 256. HEADS * ceil(HEAD_DIM / 4) is at most 256.
+// the keys of a tile of attention, a power of two from 16 to 256; SETTINGS, and the place of each. HEADS * ceil(HEAD_DIM / 4) is at most 256.
 // Bytes of workgroup memory: 16 (W + max(W, A) + max(4 W, A) + 256) + 4 max(HEADS * TILE, 2 VOCAB, 256)
 // + 4 HEADS + 192, with W and A as below. With TILE 64 that fits the portable 16 KB up to a width of 384.
 //
@@ -18,9 +18,9 @@
 // 3 values    a slot and layer: [capacity][A] quads. A quad of bfloat16 is 8 bytes
 // 4 logits    f32 [slots][VOCAB], the latest
 // 5 counts    u32 [slots][2][VOCAB]: how often a token has occurred; how often since the prompt
-// 6 settings  f32 [slots][10], then f32 [slots][VOCAB], added to the logits. The ten: temperature, top_k, top_p,
-//             min_p, typical_p, repetition_penalty, presence_penalty, frequency_penalty; 1 if a penalty or a bias
-//             changes logits, else 0; 1 / temperature, at most 1e30
+// 6 settings  f32 [slots][SETTINGS], then f32 [slots][VOCAB], added to the logits. The settings: those of
+//             cuda/sampling_table.h; ADJUSTED, 1 if a penalty or a bias changes logits, else 0;
+//             INVERSE_TEMPERATURE, at most 1e30
 // 7 work      u32: TEXT words of each text, then what they point to: the tokens to be read, and at uniforms_at
 //             for each (row, text) a number in [0, 1) as f32 bits, the nearest f32 below it and the rest
 // 8 out       u32: [rows][texts], the chosen tokens, -1 where logits hold NaN or the largest is infinite; with
@@ -65,7 +65,6 @@ const TEXT = 5u;
 const FIRST = 1u;
 const PROMPT = 2u;
 const LAST = 4u;
-const SETTINGS = 10u;
 const LOWEST = -1e30;  // below all scores and logits; WGSL has no infinity
 
 struct Params {

@@ -1,17 +1,13 @@
 // The choice of a token by a workgroup, for decoder.wgsl, as generation/csrc/sampling.cpp does it.
 
-// The filters, in order.
-const TOP_K = 0u;
-const TYPICAL_P = 1u;
-const TOP_P = 2u;
-const MIN_P = 3u;
-const LIMITS = array(1u, 4u, 2u, 3u);  // their places among the settings
+const FILTERS = array(TOP_K, TYPICAL_P, TOP_P, MIN_P);  // in order
 const OWN = (VOCAB + INVOCATIONS - 1u) / INVOCATIONS;  // tokens of an invocation
 
 // Sets filtered weights to 0, without a sort: a token is kept if those before it sum to less than the limit.
 fn filter_weights(slot_settings: u32, id: u32) {
-    for (var rule = TOP_K; rule <= MIN_P; rule++) {
-        let limit = settings[slot_settings + LIMITS[rule]];
+    for (var turn = 0u; turn < 4u; turn++) {
+        let rule = FILTERS[turn];
+        let limit = settings[slot_settings + rule];
         if rule == TOP_K && (limit == 0.0 || limit >= f32(VOCAB)) { continue; }
         if (rule == TYPICAL_P || rule == TOP_P) && limit >= 1.0 { continue; }
         if rule == MIN_P && limit == 0.0 { continue; }
@@ -51,17 +47,17 @@ fn filter_weights(slot_settings: u32, id: u32) {
 // `numbers`; to `next`, which is VOCAB if the logits hold NaN, or the largest is infinite.
 fn choose(slot: u32, uniform_at: u32, id: u32) {
     let at = slot * SETTINGS;
-    let temperature = settings[at];
-    let repetition = settings[at + 5u];
-    let presence = settings[at + 6u];
-    let frequency = settings[at + 7u];
+    let temperature = settings[at + TEMPERATURE];
+    let repetition = settings[at + REPETITION_PENALTY];
+    let presence = settings[at + PRESENCE_PENALTY];
+    let frequency = settings[at + FREQUENCY_PENALTY];
     let bias = params.slots * SETTINGS + slot * VOCAB;
     var wrong = 0.0;  // how many are NaN, or infinite
     var best = -3.4e38;
     for (var i = id; i < VOCAB; i += INVOCATIONS) {
         var y = numbers[i];
         wrong += f32((bitcast<u32>(y) & 0x7fffffffu) > 0x7f800000u);
-        if settings[at + 8u] != 0.0 {
+        if settings[at + ADJUSTED] != 0.0 {
             if repetition != 1.0 && counts[2u * slot * VOCAB + i] > 0u {
                 y = select(y * repetition, y / repetition, y > 0.0);
             }
@@ -79,9 +75,9 @@ fn choose(slot: u32, uniform_at: u32, id: u32) {
         atomicStore(&first_beyond, VOCAB);
         atomicStore(&last_kept, 0u);
     }
-    // Of temperature 0 the factor is 1e30, so all weights but those of the largest logits are 0, and the first is taken.
+    // The factor of temperature 0 is 1e30: all weights but those of the largest logits are 0, and the first is taken.
     for (var i = id; i < VOCAB; i += INVOCATIONS) {
-        let exponent = max((numbers[i] - best) * settings[at + 9u], -200.0);
+        let exponent = max((numbers[i] - best) * settings[at + INVERSE_TEMPERATURE], -200.0);
         numbers[i] = exp(exponent);
         numbers[VOCAB + i] = exponent;
     }
