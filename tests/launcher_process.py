@@ -168,8 +168,25 @@ def check(operators: Any, kernel: Kernel, dtype: Dtype, shape: tuple[int, ...], 
     return 2 * len(cases)
 
 
+def reason(operators: Any, q: torch.Tensor, k: torch.Tensor) -> type:
+    """The type of the error behind the launcher's."""
+    try:
+        operators.flash(q, k, k, False, None, "2")
+    except RuntimeError as error:
+        try:
+            operators.raise_reason(error)
+        except Exception as behind:
+            return type(behind)
+    return RuntimeError
+
+
 def main() -> None:
     operators = loaded()
+    wide = torch.randn(1, 1, 4, 257)
+    long = torch.zeros(1).expand(1, 2**15, 2**30, 8)  # it takes four bytes, its copy a pebibyte
+    assert reason(operators, wide, wide) is ValueError
+    assert reason(operators, long, long[:, :, :1]) is torch.OutOfMemoryError
+    assert reason(operators, wide, wide[..., :4]) is RuntimeError
     calls = 0
     try:
         for kernel in KERNELS.values():

@@ -18,10 +18,11 @@ PART = PARTS["part4"]
 DTYPES = list(Dtype)
 MOST_TEXT = 1023  # bytes of an error that the launcher takes
 NO_RULES = (-1, 0, 0.0, None, None, None, None)  # of flash_backward
-FULL = "CUDA out of memory"  # the beginning of the launcher's error
+PLANNING = 1  # Failure of bindings/launcher.cpp
+MEMORY = 2
 NUMBERS = (*[ctypes.c_int] * 4, *[ctypes.c_int64] * 6)
 PLANNER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, *NUMBERS, ctypes.POINTER(Plan), ctypes.c_void_p)
-_failed = threading.local()  # `error`: what _planned() raised last in this thread, and its text
+_failed = threading.local()  # `error`: what _planned() raised last in this thread
 
 
 @PLANNER
@@ -35,7 +36,7 @@ def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, 
         plan[0] = chosen.row.plan(chosen, call)
     except BaseException as error:  # ctypes passes none on
         text = f"{error or type(error).__name__}".encode()[:MOST_TEXT].decode(errors="ignore")
-        _failed.error = text, error
+        _failed.error = error
         ctypes.memmove(why, text.encode() + b"\0", len(text.encode()) + 1)
         return False
     return True
@@ -43,10 +44,10 @@ def _planned(name, format, index, causal, rules, heads, group, Nq, Nk, seen, d, 
 
 def raise_reason(error: Exception) -> None:
     """Raise the error behind a RuntimeError of the launcher, if it has another type."""
-    text, reason = _failed.__dict__.pop("error", ("", None))
-    if reason is not None and str(error).startswith(text):
-        raise reason
-    if str(error).startswith(FULL):
+    failure = _operators.last_failure()
+    if failure == PLANNING:
+        raise _failed.__dict__.pop("error")
+    if failure == MEMORY:
         raise torch.OutOfMemoryError(str(error)) from None
 
 

@@ -75,7 +75,6 @@ torch::stable::Tensor new_tensor(const int64_t (&size)[n], torch::headeronly::Sc
     const AOTITorchError error = aoti_torch_empty_strided(
         n, size, stride, dtype, on_cpu ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
         on_cpu ? 0 : beside->get_device_index(), &handle);
-    // cuda/operators.py knows the beginning
     REQUIRE(error == AOTI_TORCH_SUCCESS,
             on_cpu ? "" : "CUDA out of memory: ", "there is not enough memory for ", size[0] * stride[0],
             " numbers");

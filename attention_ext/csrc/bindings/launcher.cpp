@@ -13,6 +13,7 @@
 #include <map>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "bindings/boundary.h"
 
@@ -174,6 +175,12 @@ struct Sizes {
     bool operator<(const Sizes& other) const { return all() < other.all(); }
 };
 
+// What failed in this thread's last call; attention_ext/cuda/operators.py has the same numbers.
+enum Failure : int64_t { NONE, PLANNING, MEMORY };
+thread_local Failure failure = NONE;
+
+int64_t last_failure() { return std::exchange(failure, NONE); }
+
 // Fills in the plan and returns true, or writes why there is none.
 constexpr size_t MOST_TEXT = 1024;
 using Planner = bool(const char* kernel, int format, int device, int causal, int rules, int64_t heads,
@@ -195,13 +202,23 @@ Plan plan_for(const Sizes& sizes) {
     Plan plan{};
     char why[MOST_TEXT] = "";
     const char* kernel = sizes.kernel.empty() ? nullptr : sizes.kernel.c_str();
+    failure = PLANNING;
     REQUIRE(planner(kernel, sizes.format, sizes.device, sizes.causal, sizes.rules, sizes.B * sizes.H,
                     sizes.group, sizes.Nq, sizes.Nk, sizes.seen, sizes.d, &plan, why),
             why);
+    failure = NONE;
     const std::lock_guard<std::mutex> held(mutex);
     if (known.size() >= MOST_PLANS) known.clear();
     known.emplace(sizes, plan);
     return plan;
+}
+
+// new_tensor() beside another.
+template <size_t n> Tensor on_device(const int64_t (&size)[n], ScalarType type, const Tensor& beside) {
+    failure = MEMORY;
+    const Tensor made = new_tensor(size, type, &beside);
+    failure = NONE;
+    return made;
 }
 
 // A tensor (B, H, N, d) as a kernel reads it.
@@ -224,7 +241,7 @@ Matrices laid_out(const Tensor& t, const Plan& plan, int bytes) {
     }
     if (fits) return {t, data, {stride[0], stride[1], stride[2]}};
     const long long N = size[2], width = plan.width;
-    Tensor copy = new_tensor({size[0], size[1], N, width}, t.scalar_type(), &t);
+    Tensor copy = on_device({size[0], size[1], N, width}, t.scalar_type(), t);
     if (width > size[3]) torch::stable::zero_(copy);
     Tensor without_padding = torch::stable::narrow(copy, 3, 0, size[3]);
     torch::stable::copy_(without_padding, t);
@@ -298,6 +315,7 @@ struct Given {
 
 // Throws unless the tensors fit each other. The planner checks the sizes.
 Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, const Given* given) {
+    failure = NONE;
     const ScalarType type = q.scalar_type();
     REQUIRE(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
             "q must be float32, bfloat16 or float16");
@@ -369,10 +387,10 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
     const Plan plan = plan_for(s);
     const int bytes = s.format == 0 ? 4 : 2;
     const Matrices q = laid_out(q_, plan, bytes), k = laid_out(k_, plan, bytes), v = laid_out(v_, plan, bytes);
-    Tensor out = new_tensor({s.B, s.H, s.Nq, plan.width}, q_.scalar_type(), &q_);
-    if (lse) *lse = new_tensor({s.B, s.H, s.Nq}, ScalarType::Float, &q_);
+    Tensor out = on_device({s.B, s.H, s.Nq, plan.width}, q_.scalar_type(), q_);
+    if (lse) *lse = on_device({s.B, s.H, s.Nq}, ScalarType::Float, q_);
     std::optional<Tensor> held;
-    if (plan.scratch) held = new_tensor({plan.scratch}, ScalarType::Float, &q_);
+    if (plan.scratch) held = on_device({plan.scratch}, ScalarType::Float, q_);
 
     Call call = call_of(s, q, k, v, out.mutable_data_ptr(), scale, given);
     call.lse = lse ? static_cast<float*>((*lse)->mutable_data_ptr()) : nullptr;
@@ -438,9 +456,9 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
     const Matrices q = laid(q_), k = laid(k_), v = laid(v_), dout = laid(dout_);
     const Matrices out = laid(torch::stable::contiguous(out_));
     const auto like = [&](const Matrices& m) {
-        return new_tensor({s.B, m.tensor.size(1), m.tensor.size(2), plan.width}, q_.scalar_type(), &q_);
+        return on_device({s.B, m.tensor.size(1), m.tensor.size(2), plan.width}, q_.scalar_type(), q_);
     };
-    Tensor dq = like(q), dk = like(k), dv = like(v), rows = new_tensor({plan.scratch}, ScalarType::Float, &q_);
+    Tensor dq = like(q), dk = like(k), dv = like(v), rows = on_device({plan.scratch}, ScalarType::Float, q_);
 
     Call call = call_of(s, q, k, v, const_cast<void*>(out.data), scale, given);
     const auto data = [&](const std::optional<Tensor>& t, const char* name) {
@@ -477,6 +495,7 @@ STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
            rules + " -> (Tensor, Tensor, Tensor)")
               .c_str());
     m.def("plan_by(int function) -> ()");
+    m.def("last_failure() -> int");
 }
 
 #define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
@@ -491,4 +510,5 @@ LIBRARY_IMPL(attention_ext_cuda, LAUNCHER_DEVICE, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(attention_ext_cuda, CompositeExplicitAutograd, m) {
     m.impl("plan_by", BOX(&plan_by));
+    m.impl("last_failure", BOX(&last_failure));
 }
