@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.measuring import QUIET, attempt, percent, show_table
-from benchmarks.peers import Peer
+from benchmarks.peers import Peer, Texts
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
 from benchmarks.peers.graphs import GraphPyTorch
 from benchmarks.peers.llama import LlamaCpp, LlamaCppQ8
@@ -154,18 +154,17 @@ def on_gpu(case: Case, dtype: str, engines: Iterable[str], peers: Iterable[str])
 
 def exact_logits(model: GPT, ids: list[int]) -> Tensor:
     """Logits (V,) after `ids` in float64."""
-    exact = GPT(model.config, partial(F.scaled_dot_product_attention, is_causal=True)).double().eval()
-    exact.load_state_dict(model.state_dict())
+    exact = model.with_attention(partial(F.scaled_dot_product_attention, is_causal=True)).double()
     with torch.inference_mode():
         return exact(torch.tensor([ids]), last_only=True)[0, -1]
 
 
-def agreement(texts: list[list[int]], expected: list[int]) -> int:
+def agreement(texts: Texts, expected: list[int]) -> int:
     """The number of tokens before the first difference, in the text that differs first."""
     return min(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(t, expected))) for t in texts)
 
 
-def loss(every_logits: Callable[[list[int]], Tensor], texts: list[list[int]]) -> float:
+def loss(every_logits: Callable[[list[int]], Tensor], texts: Texts) -> float:
     """Mean loss of the tokens of each text but the first, in nats."""
     total = sum(
         F.cross_entropy(every_logits(ids[:-1]).double(), torch.tensor(ids[1:]), reduction="sum")
@@ -243,8 +242,11 @@ def finished(case: Case, figures: Figures, limit: float | None = None) -> Figure
     Added: quiet, all: the quiet rounds, and the median of all over theirs. rate(): of the quiet
     median. relative: the time over the first contender's. spread: the interquartile range over the median.
     """
-    names = "seconds", "every", "paces"
-    samples = {n: Samples(**{name: f[name] for name in names}) for n, f in figures.items() if "seconds" in f}
+    samples = {
+        name: Samples(seconds=f["seconds"], every=f["every"], paces=f["paces"])
+        for name, f in figures.items()
+        if "seconds" in f
+    }
     if not samples:
         return figures
     first = next(iter(samples.values())).median
@@ -281,9 +283,18 @@ def row(name: str, f: Mapping[str, Any], limit: float | None) -> str:
         return form(f[figure]) if figure in f else ""
 
     speed = f"{f['ms']:.2f}" if "ms" in f else f"{f['tokens_per_second']:.0f}"
-    cells = [name, speed, cell("spread", percent), cell("quiet"), cell("all", "{:.2f}".format)]
-    cells += [percent(limit / f["relative"]) if limit else "", f"{f['relative']:.2f}"]
-    cells += [cell("error", "{:.0e}".format), cell("loss", "{:.4f}".format), cell("agreement")]
+    cells = (
+        name,
+        speed,
+        cell("spread", percent),
+        cell("quiet"),
+        cell("all", "{:.2f}".format),
+        percent(limit / f["relative"]) if limit else "",
+        f"{f['relative']:.2f}",
+        cell("error", "{:.0e}".format),
+        cell("loss", "{:.4f}".format),
+        cell("agreement"),
+    )
     return " | ".join(cells)
 
 

@@ -21,8 +21,7 @@ class UncachedPyTorch(Peer):
 
     def __init__(self, model: GPT, threads: int) -> None:
         torch.set_num_threads(threads)
-        self.gpt = GPT(model.config, causal_attention).eval()
-        self.gpt.load_state_dict(model.state_dict())
+        self.gpt = model.with_attention(causal_attention)
 
     @torch.inference_mode()
     def logits(self, ids: list[int]) -> Tensor:
