@@ -263,8 +263,7 @@ def _gpu() -> str:
 
 
 def _nvrtc() -> str:
-    packages = {name: _installed(name) for name in ("cuda-core", "cuda-bindings")}
-    if missing := [name for name, version in packages.items() if version is None]:
+    if missing := [name for name in ("cuda-core", "cuda-bindings") if _installed(name) is None]:
         what = "not installed (CUDA kernels, for part4 --device cuda)"
         raise Missing(f"{' and '.join(missing)} {what}; {nvrtc.INSTALL}")
     core, version = nvrtc.versions()

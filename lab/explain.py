@@ -77,17 +77,16 @@ def case_text(cell: Cell) -> str:
     rows = ""
     if cell.queries != cell.N:
         rows = f"{cell.queries} {'query' if cell.queries == 1 else 'queries'} and "
-    words = [f"{counted(cell.batch * cell.heads, 'head')} of {rows}N = {cell.N}", f"d = {cell.d}"]
-    if cell.br:
-        words += [f"Br = {cell.br}", f"Bc = {cell.bc}"]
-    if cell.device != "cpu":
-        words.append(cell.dtype)
-    words.append("causal" if cell.causal else "no mask")
-    if cell.rules:
-        words.append(cell.rules)
-    if cell.device == "cpu":
-        words.append(counted(cell.threads, "thread"))
-    return ", ".join(words)
+    on_cpu = cell.device == "cpu"
+    words = (
+        f"{counted(cell.batch * cell.heads, 'head')} of {rows}N = {cell.N}, d = {cell.d}",
+        f"Br = {cell.br}, Bc = {cell.bc}" if cell.br else "",
+        "" if on_cpu else cell.dtype,
+        "causal" if cell.causal else "no mask",
+        cell.rules,
+        counted(cell.threads, "thread") if on_cpu else "",
+    )
+    return ", ".join(filter(None, words))
 
 
 def arithmetic_text(flops: float, what: str = "scores and for output") -> str:
@@ -112,9 +111,8 @@ def bound_text(limits: Sequence[Limit]) -> str:
 def measured(cell: Cell) -> tuple[Run, Result]:
     """A run of this cell alone, and its result. Raises ValueError if it could not be timed."""
     bench = (Bench if cell.device == "cpu" else GpuBench)([cell], ROUNDS, MIN_TIME_SECONDS)
-    for _ in bench.run():
-        pass
-    result = bench.done.results[0]
+    list(bench.run())
+    (result,) = bench.done.results
     if result.median is None:
         raise ValueError(f"{cell.contender} was not timed: {result.status}, {result.note}")
     return bench.done, result

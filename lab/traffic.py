@@ -165,10 +165,9 @@ def part0(case: Case, block: Block) -> Iterator[Stream]:
 
 def part1(case: Case, block: Block) -> Iterator[Stream]:
     """Each query reads all of K. Each number of the output reads a column of V and a row of S."""
-    Nq = case.Nq
     d = case.d
     K = case.K
-    S = Nq * case.seen
+    S = case.Nq * case.seen
     row = case.span
     column = walk(case.span, d)
     moved = S * d

@@ -60,16 +60,16 @@ class Case:
 
     def __str__(self) -> str:
         rows = f"N = {self.Nk}" if self.Nq == self.Nk else f"Nq = {self.Nq}, Nk = {self.Nk}"
-        words = [
+        words = (
             f"{counted(self.B * self.H, 'head')} of {rows}, d = {self.d}",
             "causal" if self.causal else "no mask",
-        ]
-        words += [f"a window of {self.window}"] if self.window is not None else []
-        words += [f"scale = {self.scale}"] if self.scale is not None else []
-        words += [f"{self.scores} scores"] if self.scores != "plain" else []
-        words += ["q, k and v strided as in the model"] if self.fused else []
-        words += [f"{self.threads} threads"] if self.threads > 1 else []
-        return ", ".join(words)
+            "" if self.window is None else f"a window of {self.window}",
+            "" if self.scale is None else f"scale = {self.scale}",
+            "" if self.scores == "plain" else f"{self.scores} scores",
+            "q, k and v strided as in the model" if self.fused else "",
+            f"{self.threads} threads" if self.threads > 1 else "",
+        )
+        return ", ".join(filter(None, words))
 
 
 # Small ones first: the first wrong case is shown. Each property has a pair of cases that differ in it.
