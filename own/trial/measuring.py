@@ -108,11 +108,19 @@ def measured(file: Path, size: Size) -> Figures | Finding:
         return faster(cell.flops / max(seconds, 1e-9), limit)
     name = processor.name() if on_cpu else torch.cuda.get_device_name()
     small, wide = [1e3 * s if s else None for s in others] or (None, None)
-    l2 = processor.caches()[:2][-1].size
-    figures = Figures(ms | {"own": 1e3 * seconds}, cell.flops, peak, l2, name, device, small, wide)
-    figures.library = library
-    figures.handing_ms = 1e3 * clock.handing
-    figures.busy = bench.done.busy
+    figures = Figures(
+        ms | {"own": 1e3 * seconds},
+        cell.flops,
+        peak,
+        processor.caches()[:2][-1].size,
+        name,
+        device,
+        small,
+        wide,
+        library=library,
+        handing_ms=1e3 * clock.handing,
+        busy=bench.done.busy,
+    )
     if on_cpu:
         figures.busy = machine.busy(clock.load, [peak, machine.fma_peak(threads=threads)], threads)
         figures.latency = machine.fma_latency()

@@ -196,13 +196,15 @@ def tiles(file: Path, outcome: Verdict, size: Size) -> str:
 def as_json(file: Path, outcome: Verdict, size: Size) -> dict[str, Any]:
     """The whole result for --json; what is not of JSON's types has the values in its vars()."""
     names = ("tried", "skipped", "finding", "backward", "memory", "library", "tiles", "right")
-    known: dict[str, Any] = {name: getattr(outcome, name) for name in names}
-    known["file"] = str(file)
-    known["refused"] = outcome.refused or None
-    known["at"] = outcome.at if outcome.wrong else None
-    known["first_wrong"] = shown(*outcome.shown) if outcome.shown else None
-    known["size"] = size
-    known["simulated"] = read(file).simulated or None
+    known: dict[str, Any] = {
+        **{name: getattr(outcome, name) for name in names},
+        "file": str(file),
+        "refused": outcome.refused or None,
+        "at": outcome.at if outcome.wrong else None,
+        "first_wrong": shown(*outcome.shown) if outcome.shown else None,
+        "size": size,
+        "simulated": read(file).simulated or None,
+    }
     figures = outcome.figures
     if isinstance(figures, Finding):
         known["speed"] = {"kind": figures.kind, "note": figures.sentence}

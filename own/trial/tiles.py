@@ -77,9 +77,10 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
         }
         for name, title in (("registers", "REG"), ("spilled", "STACK")):
             row[name] = max(map(int, re.findall(rf"\b{title}:(\d+)", used)))
-        names = src.fn.arg_names
         constants = src.constants.items()
-        rows.append(row | {"sizes": {names[i]: n for (i, *_), n in constants if i in src.fn.constexprs}})
+        rows.append(
+            row | {"sizes": {src.fn.arg_names[i]: n for (i, *_), n in constants if i in src.fn.constexprs}}
+        )
 
     triton.knobs.compilation.listener = keep
     module: Any = user_kernel.imported(file)
