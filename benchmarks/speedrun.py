@@ -51,8 +51,8 @@ def train(seed: int, steps: int, arguments: Sequence[str], out: str) -> tuple[fl
     arguments: further options. Raises ClickException with the last line of a run that failed, UsageError for
     an option that `train` refuses.
     """
-    command = [sys.executable, "-m", "shakespeare", "train", "speedrun", "--quiet", "--overwrite"]
-    command += ["--out", out, "--seed", str(seed), "--steps", str(steps), *arguments]
+    words = ("train", "speedrun", "--quiet", "--overwrite", "--out", out, "--seed", str(seed))
+    command = [sys.executable, "-m", "shakespeare", *words, "--steps", str(steps), *arguments]
     start = time.time()
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

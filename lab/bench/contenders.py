@@ -91,9 +91,11 @@ def contenders() -> dict[str, Contender]:
     for name, step in OF_STEP.items():
         takes = (Dtype.FP16,) if "shader-f16" in step.needs else (*fp32, Dtype.FP16)
         known[name] = Contender(f"step {step.name}", attention_call, {"webgpu": takes}, "wgpu", True)
-    known["sdpa"] = Contender("PyTorch SDPA", sdpa_call, on_cuda | {"cpu": (*fp32, Dtype.BF16)})
-    known["flex"] = Contender("FlexAttention", flex_call, on_cuda | {"cpu": fp32}, own_allocator=True)
-    known["onnx"] = Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True)
+    known.update(
+        sdpa=Contender("PyTorch SDPA", sdpa_call, on_cuda | {"cpu": (*fp32, Dtype.BF16)}),
+        flex=Contender("FlexAttention", flex_call, on_cuda | {"cpu": fp32}, own_allocator=True),
+        onnx=Contender("ONNX Runtime", onnx_call, {"cpu": fp32}, "onnxruntime", own_allocator=True),
+    )
     for name, (title, module, _) in FLASH_ATTN.items():
         known[name] = Contender(title, flash_attn_call, {"cuda": HALVES}, module.partition(".")[0])
     for name, (title, _, _) in SDPA.items():

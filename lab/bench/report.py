@@ -34,8 +34,15 @@ MACHINE_COLUMNS = ("cpu", "isa", "simd_name", "torch", "commit", "date")
 
 # Columns that identify a cell. In Markdown the columns that are the same in all rows stand above the table.
 _CASE = "simd N queries d batch heads causal dtype br bc threads device l2 rules backward".split()
-CASE = dict(zip(_CASE, _CASE)) | {"simd": "SIMD", "causal": "mask", "br": "Br", "bc": "Bc", "l2": "L2"}
-CASE["backward"] = "pass"
+CASE = {
+    **dict(zip(_CASE, _CASE)),
+    "simd": "SIMD",
+    "causal": "mask",
+    "br": "Br",
+    "bc": "Bc",
+    "l2": "L2",
+    "backward": "pass",
+}
 # A row's figures, with titles and formats in Markdown ('' takes three digits); None if not shown there.
 FIGURES = {
     "ms": ("ms", ""),
@@ -153,12 +160,14 @@ def header(run: Run) -> str:
     software = f"{m['os']}, Python {m['python']}, PyTorch {m['torch']}"
     when = f"commit {m['commit']}, {m['date']} UTC"
     if gpu := m.get("gpu"):
-        limits = [f"FMA peak {scaled(run.peaks[1])}FLOP/s in fp32"]
-        limits += [
-            f"{scaled(peak)}FLOP/s in {dtype} by PyTorch's product of large random matrices"
-            for dtype, peak in run.tensor_peaks.items()
+        limits = [
+            f"FMA peak {scaled(run.peaks[1])}FLOP/s in fp32",
+            *(
+                f"{scaled(peak)}FLOP/s in {dtype} by PyTorch's product of large random matrices"
+                for dtype, peak in run.tensor_peaks.items()
+            ),
+            *(f"memory {name} at {scaled(rate)}B/s" for name, rate in gpu["bandwidths"].items()),
         ]
-        limits += [f"memory {name} at {scaled(rate)}B/s" for name, rate in gpu["bandwidths"].items()]
         if "backend" in gpu:
             what = f"{gpu['kind']}, {gpu['features']}"
             by = f"{gpu['backend']} by wgpu {gpu['wgpu']}"
@@ -232,9 +241,13 @@ def infirm(run: Run) -> str | None:
 
 def _case(rows: Sequence[dict]) -> tuple[list[str], list[str]]:
     """The names of CASE that differ between rows, and the others. Usual values of some are left out."""
-    usual = {"queries": lambda r: r["N"], "dtype": lambda r: Dtype.FP32, "device": lambda r: "cpu"}
-    usual["backward"] = lambda r: False
-    usual["threads"] = lambda r: r["threads"] if r["device"] != "cpu" else None
+    usual = {
+        "queries": lambda r: r["N"],
+        "dtype": lambda r: Dtype.FP32,
+        "device": lambda r: "cpu",
+        "backward": lambda r: False,
+        "threads": lambda r: r["threads"] if r["device"] != "cpu" else None,
+    }
     names = [n for n in CASE if n not in usual or any(r[n] not in (None, usual[n](r)) for r in rows)]
     varying = [name for name in names if len({r[name] for r in rows if r[name] is not None}) > 1]
     return varying, [name for name in names if name not in varying]

@@ -144,8 +144,8 @@ def from_process(
     module: str, file: Path, size: Size, stop: Stop, failed: str, *asked: str, **settings: str
 ) -> Any:
     """What a module's process prints of a file, as JSON; a Finding if it is one, or if the process failed."""
-    command = [sys.executable, "-m", f"shakespeare.own.trial.{module}", str(file.resolve())]
-    command += [json.dumps(asdict(size)), *asked]
+    program = (sys.executable, "-m", f"shakespeare.own.trial.{module}")
+    command = [*program, str(file.resolve()), json.dumps(asdict(size)), *asked]
     try:
         code, out, err = run(command, SECONDS, stop, **environment() | settings)
     except subprocess.TimeoutExpired:
