@@ -67,10 +67,11 @@ def test_the_gpu_writes_the_texts_of_the_cpu_and_loses_none(visit, extension):
     """SwiftShader shows that it is right, never that it is fast."""
     if visit.browser != "chromium":
         pytest.skip("only Chromium brings SwiftShader for WebGPU")
-    queries = [QUERY, QUERY | {"seed": "8"}, QUERY | FILTERS, QUERY | {"temperature": 0}]
-    queries.append(QUERY | {"length": 300, "context": "reset"})  # beyond the window
-    lost = QUERY | {"seed": "9", "length": 230, "pace": 150}
-    made = visit("gpu", queries=queries, lost=lost, wall=5, flags=SWIFTSHADER)
+    short = QUERY | {"length": 20}
+    queries = [short, short | {"seed": "8"}, QUERY | FILTERS, short | {"temperature": 0}]
+    queries.append(QUERY | {"model": "shakes128", "length": 130, "context": "reset"})  # beyond the window
+    lost = QUERY | {"seed": "9", "length": 150, "pace": 150}
+    made = visit("gpu", queries=queries, lost=lost, wall=2, flags=SWIFTSHADER)
     if not made["texts"]:
         pytest.skip(made["note"])
     expected = [native(queries[0]), native(queries[1]), native(queries[2], **SAME_FILTERS)]
@@ -78,7 +79,7 @@ def test_the_gpu_writes_the_texts_of_the_cpu_and_loses_none(visit, extension):
     assert made["texts"] == expected
     assert all(" on google swiftshader" in by for by in made["by"])
     assert made["lost"]["text"] == native(lost) and "the GPU was lost" in made["lost"]["status"]
-    wall = [native(lost | {"seed": 9 + i, "length": 100}) for i in range(5)]
+    wall = [native(lost | {"seed": 9 + i, "length": 100}) for i in range(2)]
     assert made["wall"]["texts"] == wall and made["wall"]["opened"] == wall[1]
 
 
