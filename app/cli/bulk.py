@@ -10,13 +10,12 @@ import click
 from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice, progress
 from shakespeare.attention_ext import PARTS, processor
+from shakespeare.generation.many import SHARD_SIZE, STALL_SECONDS
 
 if TYPE_CHECKING:
     from shakespeare.generation.many.bulk import Progress
     from shakespeare.generation.many.jobs import Job
 
-STALL_SECONDS = 120.0  # generation.many.processes.STALL_SECONDS
-SHARD_SIZE = 1024  # generation.many.jobs.SHARD_SIZE
 GPU_SHARD_SIZE = 8192  # which are written at once, if the GPU's memory suffices
 GPU_WORKERS = 2  # one prepares and packs texts while the GPU writes those of the other
 SIZES = f"{SHARD_SIZE}, on a GPU {GPU_SHARD_SIZE}"

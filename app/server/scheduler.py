@@ -45,11 +45,13 @@ LANE_METRICS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "queued": (Gauge, "texts_queued", "Texts that wait for a slot."),
     "occupancy": (partial(Histogram, buckets=TEXTS), "batch_texts", "Texts written by a step."),
     "first_token": (
-        *(partial(Histogram, buckets=SECONDS), "time_to_first_token_seconds"),
+        partial(Histogram, buckets=SECONDS),
+        "time_to_first_token_seconds",
         "From a request's arrival to a text's first token.",
     ),
     "token_seconds": (
-        *(partial(Histogram, buckets=TOKEN_SECONDS), "time_per_token_seconds"),
+        partial(Histogram, buckets=TOKEN_SECONDS),
+        "time_per_token_seconds",
         "A text's mean time for a token, without its prompt's.",
     ),
     "prompt_tokens": (Counter, "prompt_tokens", "Tokens of the prompts of texts that began."),

@@ -36,7 +36,7 @@ CacheShape cache_of(const ModelShape& s, const DecoderSizes& sizes, CachePrecisi
     const int64_t most = s.window > 0 ? std::max<int64_t>(1, s.window / 8) : sizes.capacity;
     const int64_t panel = round_up(std::min({sizes.bc, most, MAX_PANEL_KEYS}),
                                    kv == CachePrecision::bf16 ? 2 * portable::lanes() : simd::lanes());
-    // Of an endless text two windows, so that the last one moves to the front once in a window's tokens.
+    // An endless text has two windows, so that the last one moves to the front once in a window's tokens.
     const int64_t keys = s.window > 0 ? 2 * round_up(s.window, panel) + panel : sizes.capacity;
     return {s.n_layer, s.n_head, s.n_embd / s.n_head, keys, transposed, panel, kv};
 }

@@ -5,13 +5,11 @@ It needs cuda-bindings and a GPU, but no PyTorch; cuda-core and NVRTC only for k
 
 import contextlib
 import ctypes
-import functools
 import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,27 +55,18 @@ class Work(ctypes.Structure):
     ]
 
 
-@functools.cache
-def may_lock(directory: Path) -> bool:
-    """Whether the directory is there, or could be made, and only this user and root can change it."""
-    with contextlib.suppress(OSError, BuildError):
-        cache.create(directory)
-        return True
-    return False
-
-
 @contextlib.contextmanager
 def turn(identity: str) -> Iterator[None]:
     """Have a GPU alone among the launches of all processes that take turns: two at a time both end late.
 
     Without a directory for its lock, this process takes no turns.
     """
-    directory = cache.directory()
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            if may_lock(directory):
-                file = stack.enter_context(open(directory / f"gpu_{identity}", "w"))
-                cache.lock(file.fileno())
+        with contextlib.suppress(OSError, BuildError):
+            directory = cache.directory()
+            cache.create(directory)
+            file = stack.enter_context(open(directory / f"gpu_{identity}", "w"))
+            cache.lock(file.fileno())
         yield
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from shakespeare.attention_ext.build import prebuilt
+from shakespeare.generation.many import STALL_SECONDS
 from shakespeare.generation.many.jobs import BulkError
-from shakespeare.generation.many.processes import ALIVE, STALL_SECONDS, Pool, Worker
+from shakespeare.generation.many.processes import ALIVE, Pool, Worker
 from shakespeare.generation.many.shards import Loss, Scribe, Settings, Shard, Task
 
 MOST_ASK_SECONDS = 10.0  # longest time between two questions whether an actor still writes

@@ -15,12 +15,12 @@ from shakespeare.attention_ext.checks import set_whole, whole
 from shakespeare.attention_ext.parts import one_of
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import ENGINES
+from shakespeare.generation.many import SHARD_SIZE
 from shakespeare.generation.many.shards import Settings, Shard, Task
 from shakespeare.generation.sampling import LARGEST_SEED, RANDOM, drawn_seed
 from shakespeare.model import corpus
 from shakespeare.model.files import write_file
 
-SHARD_SIZE = 1024
 MANIFEST = "manifest.json"
 VERSION = 1  # of the manifest's format
 RESOLVED = {"engine", "simd", "br", "bc"}  # what shards.resolved() may choose

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import connection, resource_tracker
 from typing import Any
 
+from shakespeare.generation.many import STALL_SECONDS
 from shakespeare.generation.many.jobs import BulkError
 from shakespeare.generation.many.shards import Loss, Scribe, Settings, Shard, Stop, Task
 
@@ -20,7 +21,6 @@ READY = "ready"
 ALIVE = "alive"
 GONE = "gone"
 TICK = 0.5  # seconds between two checks of the workers' silence
-STALL_SECONDS = 120.0  # a worker that opens its model on a busy machine is silent
 MOST_FAILED_STARTS = 20  # in a row
 
 

@@ -34,7 +34,7 @@ async function newWorker() {
   return new Worker(URL.createObjectURL(new Blob([await asset("worker.js")], { type: "text/javascript" })));
 }
 
-// A call's error after the Engine was closed.
+// The error of a call after the Engine was closed.
 export class Closed extends Error {}
 
 // A Session in a worker; call() calls a method of it. With a model it is a source of Writing in text.js.

@@ -28,7 +28,7 @@ struct Pass {
     Shared& s = own();
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const unsigned block = rank();
-    // Of this block, and the bytes of a number of each text.
+    // units: this block's. row_bytes: of a number of each text.
     const int units = UNITS % BLOCKS == 0 ? OWN_UNITS : (UNITS - int(block) + BLOCKS - 1) / BLOCKS;
     const int row_bytes = texts * int(sizeof(float));
     // Results are collected in memory that no thread reads in that phase.

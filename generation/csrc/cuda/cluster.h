@@ -26,7 +26,7 @@ constexpr int OWN_UNITS = (UNITS + BLOCKS - 1) / BLOCKS;
 constexpr int KEY_LANES = HEAD_DIM / 4, WARP_KEYS = LANES / KEY_LANES, SPLIT_KEYS = TEAM * WARP_KEYS;
 constexpr int ROUND = SPLITS * SPLIT_KEYS;  // keys until a split's next ones
 
-// Of a text's memory for one thing after the other: the warps' results of attention, the MLP's hidden numbers,
+// The floats of a text's memory for one thing after the other: the warps' results of attention, the MLP's hidden numbers,
 // the logits and the weights of the choice.
 constexpr int LOGITS = BLOCKS * HEAD_ROWS, WEIGHTS = (LOGITS + 1) / 2 * 2;
 constexpr int VARIOUS = (most(most(HIDDEN, TEAM* PARTIAL), WEIGHTS + 2 * VOCAB) + 3) / 4 * 4;
@@ -38,7 +38,7 @@ struct Weights : Model<Layer, Weight[HEAD_ROWS][WIDTH], SHARE> {};
 
 constexpr int BARRIERS = 4;
 
-// Of a unit of attention: each text's output, not divided by its sum, and m and l.
+// The result of a unit of attention: each text's output, not divided by its sum, and m and l.
 struct __align__(16) Result {
     float output[TEXTS][HEAD_DIM], state[TEXTS][2];
 };

@@ -19,7 +19,7 @@ __device__ inline Strip load_strip(const Work& work, long long at, int left) {
     }
     return strip;
 }
-// Of text t, from key j0 on, without the key that this step adds.
+// The keys of text t from j0 on, without the key that this step adds.
 __device__ inline Strip load_strip(const Work& work, int layer, int head, int t, int j0) {
     const Shared& s = own();
     const int lane = threadIdx.x % LANES, j = j0 + lane / KEY_LANES;

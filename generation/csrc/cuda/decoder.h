@@ -30,7 +30,7 @@ struct Norm {
     }
 };
 
-// Of the outputs of a layer's matrices; null if layers have none.
+// The biases of a layer's matrices; null if layers have none.
 struct Biases {
     const float *qkv, *proj, *fc, *out;
 };

@@ -286,7 +286,7 @@ const TO_FC = 2u;
 const TO_OUT = 3u;
 const TO_LOGITS = 4u;
 
-// Of each, in quads from the layer's first weight: the LayerNorm before it, if any, the matrix, the bias.
+// A product's weights, in quads from the layer's first one: the LayerNorm before it, if any, the matrix, the bias.
 const NORM = array(0u, 0u, LN_2, 0u, 0u);
 const MATRIX = array(QKV, PROJ, FC, OUT, HEAD - LN_F);
 const MATRIX_BIAS = array(QKV_BIAS, PROJ_BIAS, FC_BIAS, OUT_BIAS, 0u);

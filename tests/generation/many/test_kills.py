@@ -16,9 +16,9 @@ from unittest.mock import Mock
 import pytest
 from bulk_jobs import check
 
-from shakespeare.generation.many import bulk, cluster
+from shakespeare.generation.many import STALL_SECONDS, bulk, cluster
 from shakespeare.generation.many.jobs import BulkError
-from shakespeare.generation.many.processes import STALL_SECONDS, Pool, local_pool
+from shakespeare.generation.many.processes import Pool, local_pool
 
 pytestmark = pytest.mark.full
 
