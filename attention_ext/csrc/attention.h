@@ -82,7 +82,7 @@ template <class Element> struct AttentionOf : AttentionSizes {
     float* lse_at(int64_t b, int64_t h) const { return lse ? lse + (b * H + h) * Nq : nullptr; }
 };
 
-using Attention = AttentionOf<float>;  // attention.isph and own/kernel.py have the same layout
+using Attention = AttentionOf<float>;  // attention.isph and user_kernel.py have the same layout
 
 // A backward pass: the gradients of `out` and `lse`, in float32.
 //
