@@ -42,7 +42,7 @@ $ python gpt.py --help
 MARKED = re.compile(r"(<!-- results: \w+ -->\n).*?(<!-- end of results -->)", re.DOTALL)
 SPEEDRUN = "docs/results/speedrun.md"
 
-README = "amd-zen-3"  # the processor of its table
+README = "amd-zen-5"  # the processor of its table
 
 # Figures that part 4's tables leave out.
 HIDDEN = ("iqr_ms", "margin", "quiet", "all_ms", "gbps", "bandwidth_share", "scratch", "error")
