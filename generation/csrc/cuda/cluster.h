@@ -26,8 +26,8 @@ constexpr int OWN_UNITS = (UNITS + BLOCKS - 1) / BLOCKS;
 constexpr int KEY_LANES = HEAD_DIM / 4, WARP_KEYS = LANES / KEY_LANES, SPLIT_KEYS = TEAM * WARP_KEYS;
 constexpr int ROUND = SPLITS * SPLIT_KEYS;  // keys until a split's next ones
 
-// The floats of a text's memory for one thing after the other: the warps' results of attention, the MLP's hidden numbers,
-// the logits and the weights of the choice.
+// The floats of a text's memory for one thing after the other: the warps' results of attention, the MLP's
+// hidden numbers, the logits and the weights of the choice.
 constexpr int LOGITS = BLOCKS * HEAD_ROWS, WEIGHTS = (LOGITS + 1) / 2 * 2;
 constexpr int VARIOUS = (most(most(HIDDEN, TEAM* PARTIAL), WEIGHTS + 2 * VOCAB) + 3) / 4 * 4;
 

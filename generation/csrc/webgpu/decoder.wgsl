@@ -5,7 +5,8 @@
 // A source: the constants, cache_fp32.wgsl or cache_bf16.wgsl, this file, sampling.wgsl. Grid: (texts, 1, 1).
 //
 // Constants, each `const NAME: u32`: LAYERS, HEADS, HEAD_DIM, VOCAB; BIAS, 1 if layers have one, else 0; TILE,
-// the keys of a tile of attention, a power of two from 16 to 256; SETTINGS, and the place of each. HEADS * ceil(HEAD_DIM / 4) is at most 256.
+// the keys of a tile of attention, a power of two from 16 to 256; SETTINGS, and the place of each. HEADS *
+// ceil(HEAD_DIM / 4) is at most 256.
 // Bytes of workgroup memory: 16 (W + max(W, A) + max(4 W, A) + 256) + 4 max(HEADS * TILE, 2 VOCAB, 256)
 // + 4 HEADS + 192, with W and A as below. With TILE 64 that fits the portable 16 KB up to a width of 384.
 //
