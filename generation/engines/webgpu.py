@@ -375,8 +375,8 @@ class WebGpuEngine(Slots):
             buffer, _ = chunk.held["settings"]
             slots = slice(chunk.first, chunk.first + chunk.slots)
             numbers = np.clip(self._settings["sampling"][slots], -1e30, 1e30)
-            temperature = numbers[:, 0]  # one above 0 stays above 0
-            numbers[:, 0] = np.where(temperature > 0, np.maximum(temperature, 1e-30), 0)
+            temperature = numbers[:, PLACES["TEMPERATURE"]]  # one above 0 stays above 0
+            temperature[:] = np.where(temperature > 0, np.maximum(temperature, 1e-30), 0)
             self._gpu.write(buffer, numbers.astype(np.float32))
             if "bias" in self._stale:
                 bias = self._settings["bias"][slots].astype(np.float32)

@@ -200,7 +200,7 @@ def test_when_the_cuda_engine_has_drafts(emulated, monkeypatch):
     "part, simd",
     [*((part, "portable") for part in PARTS_HERE), *itertools.product(["part4"], ["ispc", "off"])],
 )
-def test_thousands_of_texts_are_the_same(part, simd, kv_cache, model, kinds):
+def test_many_texts_are_the_same(part, simd, kv_cache, model, kinds):
     """12 cases of 117 texts of the tiny model and 36 of a shipped one: 1,836 in all."""
     with or_skip():
         built.load_library("decoder", ("model", "generation"), simd)

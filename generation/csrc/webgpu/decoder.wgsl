@@ -381,7 +381,7 @@ fn decode(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) 
             for (var i = id; i < VOCAB; i += INVOCATIONS) { out[kept + i] = bitcast<u32>(numbers[i]); }
         }
         if chooses {
-            if settings[slot * SETTINGS + 8u] != 0.0 {  // the token that was just read is counted
+            if settings[slot * SETTINGS + ADJUSTED] != 0.0 {  // the token that was just read is counted
                 storageBarrier();
             }
             choose(slot, params.uniforms_at + 2u * place, id);
@@ -396,7 +396,7 @@ fn decode(@builtin(workgroup_id) group: vec3u, @builtin(local_invocation_index) 
                 }
             }
         }
-        if settings[slot * SETTINGS + 8u] != 0.0 { storageBarrier(); }  // for the counts; it waits for memory
+        if settings[slot * SETTINGS + ADJUSTED] != 0.0 { storageBarrier(); }  // for the counts; it waits for memory
         workgroupBarrier();
     }
 }
