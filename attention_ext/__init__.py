@@ -165,7 +165,7 @@ def attention(
     return _on_cuda(row, q, k, v, sizes, causal, scale, return_lse, gradient, checked, kernel)
 
 
-_accepted: set[tuple[Any, ...]] = set()  # what compatible() found to go together
+_accepted: dict[tuple[Any, ...], bool] = {}  # what compatible() found to go together
 
 
 def _check_row(
@@ -186,7 +186,7 @@ def _check_row(
         reason = compatible(row, *asked[1:])
         if reason:
             raise ValueError(reason)
-        _accepted.add(asked)
+        _accepted[asked] = True
 
 
 def _by_user(

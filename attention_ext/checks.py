@@ -94,7 +94,8 @@ def set_whole(record: Any, *names: str) -> None:
             object.__setattr__(record, name, whole(name, value))
 
 
-_checked: set[tuple[Any, ...]] = set()  # parts, devices and dtypes that check_tensors() let pass
+# What check_tensors() let pass. torch.compile guards a set as a whole, of a dict the keys that it looks up.
+_checked: dict[tuple[Any, ...], bool] = {}
 
 
 def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1, grouped: bool = False) -> Sizes:
@@ -107,11 +108,11 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1, grouped: bo
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         name, t = next((name, t) for name, t in zip("qkv", (q, k, v)) if not isinstance(t, torch.Tensor))
         raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
-    formats = part.name, q.device, q.dtype, k.device, k.dtype, v.device, v.dtype
+    formats = part.name, *part.dtypes, q.device, q.dtype, k.device, k.dtype, v.device, v.dtype
     if formats not in _checked:
         for name, t in zip("qkv", (q, k, v)):
             _check_format(part, name, t, q)
-        _checked.add(formats)
+        _checked[formats] = True
     return check_shapes(q, k, v, causal, least, grouped)
 
 

@@ -46,7 +46,7 @@ def raise_reason(error: Exception) -> None:
     """Raise the error behind a RuntimeError of the launcher, if it has another type."""
     failure = _operators.last_failure()
     if failure == PLANNING:
-        raise _failed.__dict__.pop("error")
+        raise _failed.__dict__.pop("error", error)
     if failure == MEMORY:
         raise torch.OutOfMemoryError(str(error)) from None
 

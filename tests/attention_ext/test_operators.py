@@ -39,6 +39,11 @@ def test_opcheck_and_compiling_without_a_graph_break(kernel, dtype, extension):
     expected = layer(q, k, v)  # builds the extension, which torch.compile cannot do
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), expected)
+    other = torch.ones(1, 1, 2, 2, dtype=torch.bfloat16)
+    for br in (None, 1):  # calls of another kind
+        attention("part0", other, other, other, br=br, softcap=br)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(q, k, v)
 
 
 def test_an_operator_called_directly_checks_too(kernel):
