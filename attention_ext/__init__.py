@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from shakespeare.attention_ext import default_tile
 from shakespeare.attention_ext import rules as ruling
-from shakespeare.attention_ext import tiles
 from shakespeare.attention_ext.checks import Sizes, check_tensors, finite, truth
 from shakespeare.attention_ext.parts import (
     AUTO,
@@ -136,7 +136,7 @@ def attention(
     if scale is not None:
         scale = finite("scale", scale)
     if br is not None or bc is not None:
-        br, bc = tiles.checked_sides(br, bc)
+        br, bc = default_tile.checked_sides(br, bc)
     simd = resolve_simd("auto" if simd is None else simd)
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
@@ -228,9 +228,9 @@ def _on_cpu(
     if not row.tiled:
         br = bc = 1
     elif not (br and bc):
-        tuned = tiles.DEFAULT
+        tuned = default_tile.DEFAULT
         if not torch.compiler.is_compiling():  # a compiled graph cannot read files
-            tuned = tiles.tile(simd, torch.get_num_threads(), d, Nk, causal, B * H * Nq)
+            tuned = default_tile.tile(simd, torch.get_num_threads(), d, Nk, causal, B * H * Nq)
         br = br or tuned[0]
         bc = bc or tuned[1]
     rest: tuple[Any, ...] = (br, bc) if gradient else (return_lse, br, bc)  # gradients need the logsumexp

@@ -379,10 +379,10 @@ class OnCuda:
     def _compiled(self, d: int, index: int) -> tuple[Any, Any, list[int]]:
         """The library, the function, and BR, THREADS and SHARED, for heads of width d on a GPU."""
         if (d, index) not in self._on:
-            from shakespeare.attention_ext.cuda import gpu
+            from shakespeare.attention_ext.cuda import driver
 
-            major, minor = gpu.gpu(index).capability
-            module = gpu.Module(self.source(d, f"sm_{major}{minor}"))
+            major, minor = driver.gpu(index).capability
+            module = driver.Module(self.source(d, f"sm_{major}{minor}"))
             launch = module.ints("attention_launch", 3)
             self._on[d, index] = module, module.function("attention", launch[2]), launch
         return self._on[d, index]
@@ -393,7 +393,7 @@ class OnCuda:
         """The output (B, H, Nq, d), in `out` if given. Raises BuildError, RuntimeError if a launch fails."""
         import torch
 
-        from shakespeare.attention_ext.cuda import gpu
+        from shakespeare.attention_ext.cuda import driver
 
         q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
         if out is None:
@@ -407,7 +407,7 @@ class OnCuda:
             call = CudaCall(*data, None, *strides, B, H, Nq, Nk, causal, scale * math.log2(math.e))
             blocks = B * H * -(-Nq // br)
             try:
-                gpu.launch(function, blocks, threads, call, shared=shared)
+                driver.launch(function, blocks, threads, call, shared=shared)
             except BuildError as error:
                 what = f"{blocks} blocks of {threads} threads and {shared} bytes of shared memory"
                 raise RuntimeError(f"the launch of {what} failed: {error}") from None
@@ -430,12 +430,12 @@ class OnLadder:
 
     def source(self, d: int, arch: str) -> nvrtc.Source:
         """What NVRTC compiles for heads of width d and an architecture such as sm_90."""
-        from shakespeare.attention_ext.cuda import gpu
+        from shakespeare.attention_ext.cuda import driver
         from shakespeare.attention_ext.cuda.kernels import Gpu
 
         capability = int(arch[3:-1]), int(arch[-1])
         tile = self._row.tile(d, Dtype.FP32, Gpu(arch, capability, SHARED_BYTES, 1))
-        return gpu.source(self._row, tile, d, Dtype.FP32, capability)
+        return driver.source(self._row, tile, d, Dtype.FP32, capability)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         """The output (B, H, Nq, d) on q's GPU."""

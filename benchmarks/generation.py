@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.measuring import QUIET, attempt, percent, show_table
+from benchmarks.common import QUIET, attempt, percent, show_table
 from benchmarks.peers import Peer, Texts
 from benchmarks.peers.ctranslate import CTranslate2, CTranslate2Int8
 from benchmarks.peers.graphs import GraphPyTorch
@@ -45,8 +45,8 @@ from benchmarks.peers.pytorch import CachedPyTorch, Transformers, UncachedPyTorc
 from shakespeare.app.cli import options
 from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Dtype, Precision
-from shakespeare.lab import machine, saved
-from shakespeare.lab.cuda.gpu import Gpu
+from shakespeare.lab import machine, result_files
+from shakespeare.lab.cuda.device import Gpu
 from shakespeare.lab.timing import Cpu, Samples, Timer
 from shakespeare.lab.timing import rounds as timed_rounds
 from shakespeare.model import corpus, load
@@ -402,7 +402,7 @@ def main(device, dtypes, cases, engines, peers, rounds, save) -> None:
     chosen = PEERS[device] if peers is None else peers
     try:
         if save:
-            saved.check_file(save)
+            result_files.check_file(save)
         if device == "cuda":
             content = time_on_gpu(cases or ON_GPU, dtypes, engines, chosen, rounds)
         else:
@@ -410,7 +410,7 @@ def main(device, dtypes, cases, engines, peers, rounds, save) -> None:
     except (ValueError, BuildError) as error:
         raise click.UsageError(str(error)) from None
     if save:
-        saved.write(content | {"format": FORMAT, "rounds": rounds}, Path(save))
+        result_files.write(content | {"format": FORMAT, "rounds": rounds}, Path(save))
     known = (figures for case in content["cases"].values() for figures in case.values())
     if content.get("busy") or any("error" in figures and "seconds" not in figures for figures in known):
         sys.exit(BUSY_EXIT_CODE if content.get("busy") else WRONG_EXIT_CODE)

@@ -22,11 +22,11 @@ from typing import Any
 
 import click
 
-from benchmarks.measuring import show_table
+from benchmarks.common import show_table
 from shakespeare.app.cli import options
 from shakespeare.attention_ext import BuildError
-from shakespeare.lab import machine, saved
-from shakespeare.lab.cuda.gpu import Gpu
+from shakespeare.lab import machine, result_files
+from shakespeare.lab.cuda.device import Gpu
 from shakespeare.lab.eval import held_out_loss
 from shakespeare.model import corpus
 
@@ -93,7 +93,7 @@ def main(corpus_file, device, threads, seeds, target, steps, save, others) -> No
     """Train from scratch for each seed; print the times to the loss, and their median."""
     try:
         if save:
-            saved.check_file(save)
+            result_files.check_file(save)
         text = options.read_corpus(corpus_file)
         file = corpus_file or corpus.INPUT
         facts = machine.describe() | ({"gpu": Gpu().describe()} if device == "cuda" else {})
@@ -123,7 +123,7 @@ def main(corpus_file, device, threads, seeds, target, steps, save, others) -> No
         click.echo(line)
     if save:
         known = {"machine": facts, "device": device, "threads": threads, "target": target, "busy": busy}
-        saved.write({"format": FORMAT} | known | {"options": asked, "runs": runs}, Path(save))
+        result_files.write({"format": FORMAT} | known | {"options": asked, "runs": runs}, Path(save))
     sys.exit(1 if any(run["loss"] > target for run in runs) else 0)
 
 

@@ -51,7 +51,7 @@ def slots_for(texts: int, config: GPTConfig, options: EngineOptions) -> tuple[in
 
 def has_gpu() -> bool:
     """Whether WebGPU finds a GPU that is not the CPU."""
-    from shakespeare.attention_ext.webgpu.gpu import opened
+    from shakespeare.attention_ext.webgpu.driver import opened
 
     try:
         return not opened().adapter.is_cpu

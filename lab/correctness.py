@@ -23,16 +23,16 @@ from torch.autograd.profiler_util import EventList
 from torch.nn.functional import scaled_dot_product_attention
 
 from shakespeare.attention_ext import PARTS, attention, extension, operator, reference, webgpu
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import GRADIENT, WIDEST
 from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.parts import DEVICES, Dtype, check_compatible, resolve_simd
-from shakespeare.attention_ext.webgpu.gpu import opened
+from shakespeare.attention_ext.webgpu.driver import opened
 from shakespeare.attention_ext.webgpu.steps import choose as choose_step
 from shakespeare.lab import machine
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.cuda import gpu
-from shakespeare.lab.text import counted
+from shakespeare.lab.cuda import device
+from shakespeare.lab.formats import counted
 from shakespeare.lab.timing import in_turns
 
 # Relative and absolute tolerance. The lab allows 1e-4 on outputs of 0.08 to 0.2, and rounding is 1e-7. Two
@@ -81,7 +81,7 @@ def allocated(function: Callable[[], Tensor]) -> tuple[Tensor, int]:
 
 
 def measure(
-    name: str, function: Callable[[], Tensor], on: gpu.Gpu | None = None, warm_up: bool = True
+    name: str, function: Callable[[], Tensor], on: device.Gpu | None = None, warm_up: bool = True
 ) -> Run:
     """Call `function` to warm up, and under PyTorch's profiler, as a row called `name`.
 
@@ -163,7 +163,7 @@ class Test:
     """The lab's test of a cell, by a kernel of CUDA or a step of WebGPU; None for the fastest."""
 
     cell: Cell
-    on: gpu.Gpu | None
+    on: device.Gpu | None
     kernel: str | None
     rules: dict[str, Any]
 
@@ -228,7 +228,7 @@ def run(
     if score_mod:
         rules["score_mod"] = score_mod
     allowed = check_compatible(part, cell.device, cell.dtype, gradient=cell.backward, rules=tuple(rules))
-    on = gpu.Gpu() if where == "cuda" else None
+    on = device.Gpu() if where == "cuda" else None
     test = Test(cell, on, kernel, rules)
     title = PARTS[part].title
     shown = test.describe()  # refused before anything is compiled
@@ -266,9 +266,9 @@ def run(
     echo(f"Manual Execution Time:  {ours.seconds:.6f} s\n")
     echo(ours.table)
 
-    for label, result, device in (("REFERENCE", expected, where), (part.upper(), ours, cell.device)):
+    for label, result, ran_on in (("REFERENCE", expected, where), (part.upper(), ours, cell.device)):
         echo(f"{label} - {title} statistics")
-        echo(f"{device} time:  {1e3 * result.seconds:.3f}ms")
+        echo(f"{ran_on} time:  {1e3 * result.seconds:.3f}ms")
         echo(f"mem usage:  {result.memory} bytes\n")
     echo(f"speed-up over PyTorch:  {expected.seconds / ours.seconds:.2f}x")
     return True

@@ -53,7 +53,7 @@ BUILD_BYTES = 16 << 20  # free space that a build needs; it writes some 2 MB
 TORCH = "import torch; print(torch.__version__)"
 WEBGPU = """
 from shakespeare.attention_ext.parts import BuildError
-from shakespeare.attention_ext.webgpu.gpu import opened
+from shakespeare.attention_ext.webgpu.driver import opened
 try:
     adapter = opened().adapter
 except BuildError as error:

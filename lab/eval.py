@@ -14,7 +14,7 @@ from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.checks import none_is_default
 from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.table import ENGINES, open_engine
-from shakespeare.lab.text import counted
+from shakespeare.lab.formats import counted
 from shakespeare.model import corpus
 from shakespeare.model.checkpoint import load
 
@@ -56,7 +56,7 @@ def held_out_loss(
     if refused := ENGINES["torch"].refuses(checkpoint, options):
         raise ValueError(refused)
     if device == "cuda":
-        from shakespeare.attention_ext.cuda import gpu as driver
+        from shakespeare.attention_ext.cuda import driver
 
         driver.check_gpu()
     _, held_out = corpus.split(checkpoint.tokenizer.normal(text))

@@ -11,29 +11,29 @@ import torch
 
 from shakespeare.attention_ext import extension, processor
 from shakespeare.attention_ext.build.nvrtc import Resources
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, WIDEST, choose, queries_of
 from shakespeare.attention_ext.cuda.launches import Compiled, Kernel, Sizes
 from shakespeare.attention_ext.parts import BuildError, Dtype, check_compatible, check_part
 from shakespeare.attention_ext.processor import Cache
 from shakespeare.attention_ext.webgpu.steps import STEPS
 from shakespeare.attention_ext.webgpu.steps import choose as choose_step
-from shakespeare.lab import counters, machine, rules
+from shakespeare.lab import counters, machine, rule_options
 from shakespeare.lab.bench.cases import check_memory
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import OF_KERNEL
 from shakespeare.lab.bench.cuda import GpuBench
-from shakespeare.lab.bench.measure import MIN_TIME_SECONDS, ROUNDS, Bench, inputs
 from shakespeare.lab.bench.results import Result, Run
+from shakespeare.lab.bench.sweep import MIN_TIME_SECONDS, ROUNDS, Bench, inputs
 from shakespeare.lab.costs import block_of, scratch
 from shakespeare.lab.cuda import architectures
 from shakespeare.lab.cuda.architectures import SHEETS, WARP, architecture, occupancy
 from shakespeare.lab.cuda.costs import WAVEFRONT, Count, Shared, counts
-from shakespeare.lab.text import counted, markdown, scaled, size_text
+from shakespeare.lab.formats import counted, markdown, scaled, size_text
 from shakespeare.lab.timing import in_turns, quartiles
 from shakespeare.lab.traffic import FLOAT_BYTES, Case, Stream, streams, traffic
 from shakespeare.lab.webgpu.costs import step_counts
-from shakespeare.lab.webgpu.gpu import Gpu, prepared
+from shakespeare.lab.webgpu.device import Gpu, prepared
 
 AMX_SOFTMAX_INSTRUCTIONS = 7.5  # instructions of part4_amx.cpp for a vector, without loads and stores
 SCALAR = ("part1",)  # parts that use one lane of a vector, and sum each output in one chain of additions
@@ -293,7 +293,7 @@ def skipped_text(cell: Cell) -> str:
     if not (cell.br and cell.bc):
         pairs = 100 - 100 * seen / sum(map(len, without.seen))
         return f"skipped     {pairs:.3g} % of the pairs of a query and a key; {saved}"
-    ruled, all_keys = (list(map(len, rules.together(each.seen, cell.br))) for each in (cell, without))
+    ruled, all_keys = (list(map(len, rule_options.together(each.seen, cell.br))) for each in (cell, without))
     tiles, all_tiles = (sum(-(-keys // cell.bc) for keys in each) for each in (ruled, all_keys))
     row = cell.batch * cell.heads * 2 * FLOAT_BYTES * cell.d
     return (
@@ -315,7 +315,7 @@ def computed(cell: Cell) -> int:
             strip = seen[r : min(r + block.panel, i + cell.br)]
             rows = len(strip) if "documents" in str(cell.rules) else block.lanes
             begin = min(keys.start for keys in strip)
-            ends = rules.together(strip, rows)
+            ends = rule_options.together(strip, rows)
             count += sum(ends[n // rows].stop - begin for n in range(len(strip)))
     return count
 

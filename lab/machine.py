@@ -17,7 +17,7 @@ from shakespeare import __version__
 from shakespeare.attention_ext import AUTO, BuildError, extension, processor
 from shakespeare.attention_ext.build import toolchain
 from shakespeare.lab.command import ROOT
-from shakespeare.lab.text import size_text
+from shakespeare.lab.formats import size_text
 
 BUSY_SHARE = 0.05  # on a busy machine others take more than this share of the measured threads' time
 SAMPLE_SECONDS = 2e-4

@@ -18,7 +18,7 @@ from shakespeare.attention_ext.parallel import Traffic
 from shakespeare.attention_ext.ranks import Ranks, join, meet
 from shakespeare.lab import machine
 from shakespeare.lab.correctness import mismatch
-from shakespeare.lab.text import counted
+from shakespeare.lab.formats import counted
 from shakespeare.lab.timing import Clock
 
 BLOCK = 4096  # rows of one seed

@@ -34,8 +34,8 @@ from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request, Uniforms
 from shakespeare.generation.texts import slots_for
 from shakespeare.generation.writer import Writer
+from shakespeare.lab.formats import counted, markdown
 from shakespeare.lab.machine import Load, busy_text
-from shakespeare.lab.text import counted, markdown
 from shakespeare.lab.timing import Clock
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import GPTConfig

@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 from shakespeare.app.cli import COMMANDS, cli, command_of  # noqa: E402
 from shakespeare.attention_ext import PARTS  # noqa: E402
-from shakespeare.lab import saved  # noqa: E402
+from shakespeare.lab import result_files  # noqa: E402
 from shakespeare.lab.bench import report  # noqa: E402
-from shakespeare.lab.text import markdown  # noqa: E402
+from shakespeare.lab.formats import markdown  # noqa: E402
 
 CLI_HEAD = """\
 # The command line
@@ -149,7 +149,7 @@ def results() -> dict[str, str]:
     """The documents of docs/results/, by path. Raises ValueError for a file that is wrong."""
     documents: dict[str, str] = {}
     for kind, (title, command, lines) in KINDS.items():
-        for file in sorted(saved.RESULTS.glob(f"{kind}-*.json")):
+        for file in sorted(result_files.RESULTS.glob(f"{kind}-*.json")):
             how = f"`python {command} --save benchmarks/results/{file.name}`:"
             section = [f"\n## {title}\n", f"{how}\n", *lines(file), ""]
             machine = json.loads(file.read_text())["machine"]
@@ -162,7 +162,7 @@ def results() -> dict[str, str]:
 
 def speedrun() -> str:
     """The table of benchmarks.speedrun's files, the fastest first, and the best loss of a shipped model."""
-    files = [json.loads(file.read_text()) for file in saved.RESULTS.glob("speedrun*-*.json")]
+    files = [json.loads(file.read_text()) for file in result_files.RESULTS.glob("speedrun*-*.json")]
     files.sort(key=lambda run: statistics.median(each["seconds"] for each in run["runs"]))
     titles = ["machine", "threads", "options of `train`", "seeds", "Enter, s", "training, s", "characters"]
     shown = markdown([*titles, "loss", "commit"], map(speedrun_row, files))
@@ -196,7 +196,7 @@ def speedrun_row(run: dict[str, Any]) -> list[str]:
 
 def readme(text: str) -> str:
     """The README with its table of parts from the file."""
-    run = report.load(saved.RESULTS / f"bench-{README}.json")
+    run = report.load(result_files.RESULTS / f"bench-{README}.json")
     rows = [described(report.row(run, result)) for result in run.results]
     return marked(text, markdown(["part", "idea", "ms", "times PyTorch (more is faster)"], rows))
 

@@ -25,8 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from shakespeare.app.cli import options  # noqa: E402
 from shakespeare.attention_ext.build import nvrtc, prebuilt, recipes, toolchain  # noqa: E402
-from shakespeare.attention_ext.cuda import gpu as driver  # noqa: E402
-from shakespeare.attention_ext.cuda import kernels  # noqa: E402
+from shakespeare.attention_ext.cuda import driver, kernels  # noqa: E402
 from shakespeare.attention_ext.cuda.tiles import LARGE, Queries  # noqa: E402
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision  # noqa: E402
 from shakespeare.generation.engines import layouts  # noqa: E402

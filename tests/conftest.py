@@ -24,12 +24,12 @@ import torch
 from support import ROOT, Done, found_program, or_skip
 
 from shakespeare.app import cli as command_line
-from shakespeare.attention_ext import PARTS, extension, tiles
+from shakespeare.attention_ext import PARTS, default_tile, extension
 from shakespeare.attention_ext.build import cache, nvrtc, toolchain
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import Gpu
-from shakespeare.attention_ext.webgpu.gpu import Adapter, opened
-from shakespeare.lab import saved
+from shakespeare.attention_ext.webgpu.driver import Adapter, opened
+from shakespeare.lab import result_files
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,9 +49,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def own_tiles(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
     """Give each test an empty file of tuned tiles instead of this machine's."""
     monkeypatch.setenv("ATTENTION_TILES", str(tmp_path_factory.mktemp("tiles") / "tiles.json"))
-    tiles.forget()
+    default_tile.forget()
     yield
-    tiles.forget()
+    default_tile.forget()
 
 
 @pytest.fixture(scope="session")
@@ -114,9 +114,9 @@ def threads():
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory in place of benchmarks/results."""
-    monkeypatch.setattr(saved, "RESULTS", tmp_path / "results")
-    saved.RESULTS.mkdir()
-    return saved.RESULTS
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path / "results")
+    result_files.RESULTS.mkdir()
+    return result_files.RESULTS
 
 
 class Quiet:

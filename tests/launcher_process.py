@@ -19,7 +19,7 @@ import torch
 
 from shakespeare.attention_ext import reference
 from shakespeare.attention_ext.build import recipes
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu, Kernel, choose
 from shakespeare.attention_ext.cuda.tiles import Queries
 from shakespeare.attention_ext.parts import Dtype

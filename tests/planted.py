@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from shakespeare.own.trial import starts
+from shakespeare.judge import starts
 
 STARTS = Path(starts.__file__).parent
 NAIVE, ISPC, CUDA, TORCH = ((STARTS / f"start.{end}").read_text() for end in ("cpp", "ispc", "cu", "py"))

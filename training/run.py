@@ -19,11 +19,11 @@ from shakespeare.model.config import HEAD
 from shakespeare.model.corpus import split
 from shakespeare.model.gpt import GPT
 from shakespeare.model.loss import evaluate
+from shakespeare.training.finetuning import fitted
+from shakespeare.training.material import MOST_OLD, Material, divide, fit, windows
 from shakespeare.training.recipe import Recipe
 from shakespeare.training.schedule import ByTime, Schedule, Watcher
-from shakespeare.training.start import fitted
 from shakespeare.training.state import FILE, check_state, load_state, only_run, save_state
-from shakespeare.training.text import MOST_OLD, Material, divide, fit, windows
 from shakespeare.training.trainer import Trainer
 
 STATE_SECONDS = 8.0  # time between two states, unless writing one takes long

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shakespeare.attention_ext import attention, extension, tiles
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext import attention, default_tile, extension
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, alibi_bias, causal_attention
@@ -175,7 +175,7 @@ class Trainer:
         recipe = self.recipe
         config = self.model.config
         group = self.adam.param_groups[0]
-        br, bc = tiles.DEFAULT
+        br, bc = default_tile.DEFAULT
         states = {**self.muon.state, **self.adam.state}
         parameters = []
         for p, average in zip(self.model.parameters(), self.averaged.parameters()):

@@ -13,12 +13,12 @@ from typing import Any
 
 from safetensors.numpy import load, save
 
-from shakespeare.attention_ext import tiles
+from shakespeare.attention_ext import default_tile
 from shakespeare.attention_ext.build import cache, prebuilt
 from shakespeare.attention_ext.build.recipes import CSRC, KERNELS, ROOT, Recipe, found
 from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype, Precision
 from shakespeare.attention_ext.webgpu import steps
-from shakespeare.attention_ext.webgpu.gpu import Source
+from shakespeare.attention_ext.webgpu.driver import Source
 from shakespeare.checkpoints import PRESENT
 from shakespeare.generation.engines import slots, webgpu
 from shakespeare.generation.sampling import NUMBERS
@@ -119,7 +119,7 @@ def facts() -> str:
         "PRECISIONS": list(Precision),
         "BUILDS": list(BUILDS),
         "PIECE": PIECE,
-        "TILE": tiles.DEFAULT,
+        "TILE": default_tile.DEFAULT,
         "SLIDERS": sliders,
         "STEPS": [step.name for step in STEPS],
         "FASTEST": steps.FASTEST,

@@ -102,22 +102,22 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     options.check()
     options.refuse_combinations(ONLY_WITH, NOT_WITH)
     if load and (load.is_dir() or load.suffix == ".jsonl"):
-        from shakespeare.own.trial import saved as tried
+        from shakespeare.judge import ranking as tried
 
         options.refuse(("compare", "plot"), "does not go with a ranking")
         click.echo(tried.text(tried.ranking(tried.entries(load)), asked["form"]))
         return True
-    from shakespeare.lab import saved
+    from shakespeare.lab import result_files
     from shakespeare.lab.bench import cases, report
     from shakespeare.lab.bench import compare as comparing
 
     sizes = {name: asked[name] for name in ("contenders", "queries", "dtype", "device", *CASES)}
     if asked["show"]:
-        from shakespeare.attention_ext import processor, tiles
+        from shakespeare.attention_ext import default_tile, processor
         from shakespeare.lab.bench import tune as tuning
 
-        tuned = tiles.read()
-        file = tiles.path()
+        tuned = default_tile.read()
+        file = default_tile.path()
         shown = f"{tuning.text(tuned)}\n\nFrom {file}, for {processor.name()}."
         click.echo(shown if tuned else f"Nothing is kept for this processor in {file}.")
         return True
@@ -137,7 +137,7 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
         cells = [result.cell for result in old.results]
         rounds = old.rounds
     if save:
-        saved.check_file(save)
+        result_files.check_file(save)
     before = report.load(compare) if compare else None
     if before:
         comparing.check(before, cells, rounds)
@@ -169,8 +169,8 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
 def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: bool) -> tuple["Run", bool]:
     """The run of a sweep, and whether Ctrl-C stopped it. against_cpu: also time sequential C++."""
     from shakespeare.lab.bench.cuda import GpuBench
-    from shakespeare.lab.bench.measure import Bench
-    from shakespeare.lab.webgpu.gpu import Gpu
+    from shakespeare.lab.bench.sweep import Bench
+    from shakespeare.lab.webgpu.device import Gpu
 
     bench: Bench | GpuBench
     device = cells[0].device
@@ -194,7 +194,7 @@ def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: boo
 
 def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int]) -> None:
     """Tune and keep each cell's tile within `budget` seconds in all. br, bc: sides to try; empty for all."""
-    from shakespeare.attention_ext import tiles
+    from shakespeare.attention_ext import default_tile
     from shakespeare.lab.bench import tune
     from shakespeare.lab.bench.cases import check_memory
 
@@ -215,8 +215,8 @@ def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int])
     finally:  # Ctrl-C keeps the finished cells
         if tuned:
             click.echo(tune.text(tuned))
-            tiles.write(tuned)
-            click.echo(f"\nKept in {tiles.path()} for part4's auto tiles on this processor.")
+            default_tile.write(tuned)
+            click.echo(f"\nKept in {default_tile.path()} for part4's auto tiles on this processor.")
 
 
 def plan_of(tune: bool, contenders, masks, causal: bool, rules: str, **sizes) -> list:

@@ -34,7 +34,7 @@ def course(words: tuple[str, ...], **asked: Any) -> bool:
         raise click.UsageError("the arguments must be DIRECTORY, or check and perhaps DIRECTORY.")
     if not checks:
         options.refuse(OF_CHECK, "goes with check only")
-        from shakespeare.own.course import exercises
+        from shakespeare.judge.course import exercises
 
         files = exercises.write(Path(words[0]))
         command = f"{to_type()} course check {shlex.quote(words[0])}"
@@ -47,7 +47,7 @@ def check(
     path: Path, as_json: bool, seconds: float, weight: tuple[str, ...], seed: int | None, **files: Path | None
 ) -> bool:
     """Check the exercises, print what is done, and write it to files, by the names of their forms."""
-    from shakespeare.own.course import checks, results
+    from shakespeare.judge.course import checks, results
 
     secret = options.secret_seed(seed)
     weights = checks.weighted(weight)

@@ -37,17 +37,17 @@ def make_draft(directory: Path, text: str | None, seconds: float = math.inf) -> 
     text: None for one that the model writes. seconds: the most time of the model's reading. Returns None,
     with a notice, where the kernels do not compile or no draft can have the model's vocabulary.
     """
-    from shakespeare.generation import draft
+    from shakespeare.generation import draft_maker
     from shakespeare.model import corpus, load
     from shakespeare.model.checkpoint import save_draft
 
     checkpoint = load(str(directory))
     try:
         if text is None:
-            ids = draft.own_text(checkpoint)
+            ids = draft_maker.own_text(checkpoint)
         else:
-            ids = checkpoint.tokenizer.encode(draft.excerpt(corpus.split(text)[0]))
-        return save_draft(directory, draft.make(checkpoint, ids, seconds))
-    except (BuildError, draft.NoDraft) as error:
+            ids = checkpoint.tokenizer.encode(draft_maker.excerpt(corpus.split(text)[0]))
+        return save_draft(directory, draft_maker.make(checkpoint, ids, seconds))
+    except (BuildError, draft_maker.NoDraft) as error:
         notice(f"{program()}: warning: {error}")
         return None

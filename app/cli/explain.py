@@ -39,7 +39,7 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     if device != "cpu" and part != "part4":
         raise click.UsageError(f"PART is {part}; it must be part4 with --device {device}")
     options.check()
-    from shakespeare.lab import rules
+    from shakespeare.lab import rule_options
     from shakespeare.lab.bench.cases import plan
     from shakespeare.lab.bench.cell import Cell
     from shakespeare.lab.explain import explain as explained
@@ -51,7 +51,7 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
         lists = {"lengths": "N", "widths": "d", "masks": "causal", "simds": "simd"}
         lists.update((name, name) for name in ("br", "bc", "threads"))
         swept = {name: [sizes.pop(size)] for name, size in lists.items()}
-        (cell,) = plan([part], **sizes, **swept, rules=[rules.text(given)])
+        (cell,) = plan([part], **sizes, **swept, rules=[rule_options.text(given)])
     else:
         options.refuse(options.RULES, f"does not go with --device {device}")
         for name in ("simd", "br", "bc", "threads"):

@@ -19,7 +19,7 @@ from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS
 from shakespeare.attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, compatible, is_file
 from shakespeare.checkpoints import DEFAULT, PRESENT
 from shakespeare.generation.sampling import LARGEST_SEED, NUMBERS, RANDOM, Sampling, drawn_seed
-from shakespeare.lab import saved
+from shakespeare.lab import result_files
 
 if TYPE_CHECKING:
     from shakespeare.model.tokenizer import Tokenizer
@@ -227,9 +227,9 @@ def save(kind: str, what: str) -> Decorator:
             return value
         device = context.params.get("device", "cpu")
         if device == "cpu":
-            return str(saved.default_file(kind))
+            return str(result_files.default_file(kind))
         gpu = importlib.import_module(f"shakespeare.lab.{device}.gpu")
-        return str(saved.default_file(f"{kind}_{device}", gpu.Gpu().describe()["name"]))
+        return str(result_files.default_file(f"{kind}_{device}", gpu.Gpu().describe()["name"]))
 
     help = f"Save {what} to FILE; without FILE, to this processor's or GPU's in benchmarks/results/."
     alone = {"is_flag": False, "flag_value": ""}  # the callback's value for --save without FILE

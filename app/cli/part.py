@@ -114,13 +114,13 @@ def check(part: str, asked: dict[str, Any]) -> None:
 def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
     """Run the lab's test of a part or of its gradients; False on a mismatch."""
     threads = options.set_threads(threads, sleeping=False)
-    from shakespeare.lab import correctness, rules
+    from shakespeare.lab import correctness, rule_options
     from shakespeare.lab.bench.cell import Cell
 
     names = ("simd", "N", "d", "batch", "heads", "causal", "br", "bc", "backward", "dtype", "device")
     sizes = {name: asked[name] for name in names}
     given = {name: asked[name] for name in options.RULES}
-    ruled = rules.text(given) if any(given.values()) else None
+    ruled = rule_options.text(given) if any(given.values()) else None
     cell = Cell(part, queries=asked["N"], threads=threads, rules=ruled, **sizes)
     # Python's own handler of Ctrl-C would wait until a kernel returns.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)

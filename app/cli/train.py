@@ -115,8 +115,8 @@ def train(
     from shakespeare.model.checkpoint import load
     from shakespeare.model.config import GPTConfig
     from shakespeare.model.corpus import alphabet
+    from shakespeare.training.finetuning import recipe_of
     from shakespeare.training.run import train as run
-    from shakespeare.training.start import recipe_of
     from shakespeare.training.state import FILE
 
     start = None if init is None else load(init, to_train=True)
@@ -203,7 +203,7 @@ def default_part(name: str, device: str, dropout: float) -> str:
     if name in RECIPES or dropout and device == "cpu":
         return "part0"
     if device == "cuda":
-        from shakespeare.attention_ext.cuda.gpu import check_gpu
+        from shakespeare.attention_ext.cuda.driver import check_gpu
 
         check_gpu()  # else the launcher would be compiled in vain
     try:

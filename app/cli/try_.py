@@ -49,8 +49,8 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     --inference the kernel writes text. Exit code 0: right; 1: wrong, crashed or endless; 2: used wrongly.
     """
     from shakespeare.attention_ext import user_kernel
-    from shakespeare.own.trial import saved, starts
-    from shakespeare.own.trial.speed import Size
+    from shakespeare.judge import ranking, starts
+    from shakespeare.judge.speed import Size
 
     if asked["triton"] and not (new and new.suffix == ".py"):
         raise click.UsageError("--triton goes with --new FILE.py only")
@@ -80,7 +80,7 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
     options.refuse(asked.keys() - OWN - BOTH - {"inference"}, "goes with --inference only")
     asked["secret"] = options.secret_seed(asked["seed"] if options.given("seed") else None)
     if asked["save"]:
-        saved.check_file(asked["save"])
+        ranking.check_file(asked["save"])
     if again:
         options.refuse(("as_json",), "does not go with --watch")
     given = {name: asked[name] for name in ("d", "causal", "cachegrind", "backward")}
@@ -91,7 +91,7 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
 
 def try_header(file: Path, threads: int, asked: dict[str, Any]) -> bool:
     """Try a change of scores, for attention's score_mod, and print the report."""
-    from shakespeare.own.trial import cases, report, speed
+    from shakespeare.judge import cases, report, speed
 
     options.refuse((asked.keys() | {"again"}) - HEADER, "does not go with a header")
     size = speed.Size(asked["N"] or 1024, asked["d"], asked["heads"] or 4, asked["causal"], threads)
@@ -107,8 +107,8 @@ def try_header(file: Path, threads: int, asked: dict[str, Any]) -> bool:
 def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
     """Try the file and print the report; with `again` once more at each save."""
     from shakespeare.attention_ext.build.cache import saves
-    from shakespeare.own.trial import cases, report
-    from shakespeare.own.trial.verdict import Checker
+    from shakespeare.judge import cases, report
+    from shakespeare.judge.verdict import Checker
 
     watched = {file}
     with contextlib.closing(Checker()) as checker:
@@ -147,9 +147,9 @@ def explain(
     checker: Any, file: Path, verdict: Any, size: Any, asked: dict[str, Any], stop: Stop = None
 ) -> bool:
     """Print sanitizers, speed, hint; return whether the kernel passes. stop: the file was saved again."""
+    from shakespeare.judge import ranking, report
+    from shakespeare.judge.speed import Figures
     from shakespeare.lab.command import Stopped
-    from shakespeare.own.trial import report, saved
-    from shakespeare.own.trial.speed import Figures
 
     def say(text: str) -> None:
         if text and not asked["as_json"] and not (stop and stop()):
@@ -162,9 +162,9 @@ def explain(
         return False
     if isinstance(verdict.figures, Figures):
         if asked["save"]:
-            say(report.line("saved", saved.keep(file, verdict, size, asked["save"])))
+            say(report.line("saved", ranking.keep(file, verdict, size, asked["save"])))
         else:
-            say(report.line("save", saved.HOW))
+            say(report.line("save", ranking.HOW))
     if asked["as_json"]:
         click.echo(json.dumps(report.as_json(file, verdict, size), default=vars))
     if stop and not stop():

@@ -25,11 +25,11 @@ HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 TORCH_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10, the oldest with all that is used
 ISPC_SOURCE = "simd/simd.ispc"
 FLAGS_OF_ISPC = ("-O3", "--pic")
-KERNELS = ("cpu/*.cpp", "simd/portable/*.cpp")  # the latter: simd/portable.h, used over every helper
+KERNELS = ("cpu/*.cpp", "simd/vectors/*.cpp")  # the latter: simd/portable.h, used over every helper
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
 LAUNCHER = ("bindings/launcher.cpp",)
 PROGRAM = ("tools/alone.cpp",)
-OWN = ("tools/own.cpp",)
+OWN = ("tools/user_kernel.cpp",)
 # Programs of a user's file, and their linker's arguments: two sanitizers, and a simulator of caches.
 OWN_PROGRAMS = {"address": ("-fsanitize=address",), "thread": ("-fsanitize=thread",), "simulated": ()}
 # Python has loaded its own functions before a library is loaded.

@@ -9,7 +9,7 @@ from torch import Tensor, library
 from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.checks import check_size, check_tensors
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, GRADIENT, MOST_ROWS, WIDEST, check_kernel
 from shakespeare.attention_ext.cuda.launches import Plan, Sizes
 from shakespeare.attention_ext.parts import PARTS, Dtype

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shakespeare.attention_ext import rules as ruling
 from shakespeare.attention_ext.checks import check_shapes, finite, none_is_default, truth
 from shakespeare.attention_ext.parts import PARTS, Dtype, check_compatible
-from shakespeare.attention_ext.webgpu.gpu import LOCK, Gpu, Lost, grid, opened
+from shakespeare.attention_ext.webgpu.driver import LOCK, Gpu, Lost, grid, opened
 from shakespeare.attention_ext.webgpu.steps import WIDEST, choose, up
 
 PART = PARTS["part4"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shakespeare.attention_ext.parts import Dtype, one_of
-from shakespeare.attention_ext.webgpu.gpu import Adapter, Source
+from shakespeare.attention_ext.webgpu.driver import Adapter, Source
 
 WIDEST = 256  # the largest d
 MOST_FOURS = 16  # of a thread's numbers of O, in tiles that are preferred: with more, registers spill

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.peers import Peer, Texts
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
-from shakespeare.attention_ext.webgpu.gpu import opened
+from shakespeare.attention_ext.webgpu.driver import opened
 from shakespeare.generation.engines.engine import Engine
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache
-from shakespeare.attention_ext.cuda.gpu import Memory, launch_prepared, synchronize
-from shakespeare.attention_ext.cuda.gpu import gpu as gpu
+from shakespeare.attention_ext.cuda.driver import Memory, launch_prepared, synchronize
+from shakespeare.attention_ext.cuda.driver import gpu as gpu
 from shakespeare.attention_ext.parts import Precision
 from shakespeare.generation.engines import layouts
 from shakespeare.generation.engines.engine import EngineOptions

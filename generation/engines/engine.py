@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shakespeare.attention_ext import parts, tiles
+from shakespeare.attention_ext import default_tile, parts
 from shakespeare.attention_ext.checks import set_defaults, set_whole
 from shakespeare.attention_ext.cuda.kernels import KERNELS
 from shakespeare.attention_ext.parts import CachePrecision, Part, Precision
@@ -80,7 +80,7 @@ class EngineOptions:
         set_field = functools.partial(object.__setattr__, self)
         set_field("weights", member(Precision, "weights", self.weights))
         set_field("kv_cache", member(CachePrecision, "kv_cache", self.kv_cache))
-        br, bc = tiles.checked_sides(self.br, self.bc)
+        br, bc = default_tile.checked_sides(self.br, self.bc)
         set_field("br", br)
         set_field("bc", bc)
         parts.resolve_simd(self.simd)

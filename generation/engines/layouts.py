@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.cuda import gpu
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.launches import Gpu
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
 from shakespeare.generation.engines.engine import check_plain
@@ -86,7 +86,7 @@ class Layout(ABC):
         c = self.config
         macros = {
             **macros,
-            "FORMAT": gpu.FORMATS[Dtype(self.kv_cache)],
+            "FORMAT": driver.FORMATS[Dtype(self.kv_cache)],
             "WEIGHT_BITS": WEIGHT_BITS[self.weights],
             "LAYERS": c.n_layer,
             "HEADS": c.n_head,
@@ -332,14 +332,14 @@ class Device:
     """The first GPU, with a stream for the engines, and the kernels of layouts on it. on: what it is."""
 
     def __init__(self) -> None:
-        self.on = gpu.gpu()
+        self.on = driver.gpu()
         self.activate()
-        self.stream = gpu.stream()
+        self.stream = driver.stream()
         self._clusters: dict[Cluster, int] = {}
 
     def activate(self) -> None:
         """Make the GPU's context the calling thread's."""
-        gpu.activate()
+        driver.activate()
 
     def prepare(self, kernels: Iterable[tuple[Layout, int]]) -> None:
         """Compile those that nobody has compiled yet, at the same time: each takes a second or two."""
@@ -348,7 +348,7 @@ class Device:
     @functools.cache
     def kernel(self, layout: Layout, texts: int) -> tuple[Any, object]:
         """The function for passes of so many texts, and what keeps it alive."""
-        module = gpu.Module(layout.source(texts, self.on.capability))
+        module = driver.Module(layout.source(texts, self.on.capability))
         in_clusters = isinstance(layout, Cluster)
         shared = self.on.shared if in_clusters else layout.shared(texts)
         return module.function("decode", shared, in_clusters), module
@@ -359,7 +359,7 @@ class Device:
         cluster = layout.blocks if isinstance(layout, Cluster) else 0
         waiting = isinstance(layout, Grid) and layout.prompt  # for each other, so all blocks must run
         shared = shared or layout.shared(texts)
-        return gpu.prepared_launch(blocks, THREADS, shared, self.stream, cluster, waiting)
+        return driver.prepared_launch(blocks, THREADS, shared, self.stream, cluster, waiting)
 
     def clusters(self, layout: Cluster, drafts: bool = False) -> int:
         """The most clusters that run at a time, a block on a multiprocessor; 0 if none of this size runs.
@@ -369,14 +369,14 @@ class Device:
         if layout not in self._clusters:
             function, _ = self.kernel(*layout.alone(drafts, self.on.shared))
             config = self.launch(layout, 1, layout.blocks, self.on.shared)
-            self._clusters[layout] = gpu.most_clusters(function, config)
+            self._clusters[layout] = driver.most_clusters(function, config)
         return self._clusters[layout]
 
     @functools.cache
     def resident(self, layout: Grid, texts: int) -> int:
         """The most blocks that run at a time."""
-        shared = layout.shared(texts) + gpu.attribute("RESERVED_SHARED_MEMORY_PER_BLOCK")
-        of_one = gpu.attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // shared
+        shared = layout.shared(texts) + driver.attribute("RESERVED_SHARED_MEMORY_PER_BLOCK")
+        of_one = driver.attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR") // shared
         return min(RESIDENT, of_one) * self.on.multiprocessors
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shakespeare.attention_ext import extension, processor, tiles
+from shakespeare.attention_ext import default_tile, extension, processor
 from shakespeare.attention_ext.parts import resolve_simd
 from shakespeare.generation.engines.engine import EngineOptions, Tokens, rows_of
 from shakespeare.generation.engines.slots import NAMES
@@ -104,7 +104,7 @@ class Decoder:
         self.threads = min(of_torch(), processor.cores()) if options.threads is None else options.threads
         helpers = resolve_simd(options.simd)
         # Each thread calls the kernel itself, so the tile is one thread's.
-        tuned = tiles.tile(helpers, 1, c.head_dim, self.capacity, causal=True)
+        tuned = default_tile.tile(helpers, 1, c.head_dim, self.capacity, causal=True)
         tile = options.br or tuned[0], options.bc or tuned[1]
         self._lock = threading.Lock()
         self._c = library(helpers)

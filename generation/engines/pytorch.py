@@ -176,9 +176,9 @@ def open_torch(model: Checkpoint | GPT, options: EngineOptions) -> Engine:
     graphs = device == "cuda" and kernel is None and not part.file and not gpt.config.endless
     engine = TorchEngine(placed, options, graphs)
     if device == "cuda" and not part.file:
-        from shakespeare.attention_ext.cuda import gpu
+        from shakespeare.attention_ext.cuda import driver
 
-        engine.description = gpu.describe(part.name, kernel, gpt.config.head_dim)
+        engine.description = driver.describe(part.name, kernel, gpt.config.head_dim)
     elif part.operator:
         helpers = extension.load(options.simd).simd_name()
         engine.description = extension.describe_helpers(helpers, torch.get_num_threads())
@@ -192,7 +192,7 @@ def on_device(model: GPT, device: str, part: Part, kernel: str | None) -> GPT:
     """
     if device == "cpu":
         return model
-    from shakespeare.attention_ext.cuda import gpu as driver
+    from shakespeare.attention_ext.cuda import driver
     from shakespeare.attention_ext.cuda.launches import Sizes
 
     driver.check_gpu()

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.parts import CachePrecision, Precision
-from shakespeare.attention_ext.webgpu.gpu import LOCK, MOST_GROUPS, Adapter, Source, opened
+from shakespeare.attention_ext.webgpu.driver import LOCK, MOST_GROUPS, Adapter, Source, opened
 from shakespeare.generation.engines.engine import EngineOptions, check_plain
 from shakespeare.generation.engines.slots import PLACES, SETTINGS, Prompt, Slots, Unfit
 from shakespeare.model.checkpoint import Checkpoint

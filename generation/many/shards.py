@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare import __version__
-from shakespeare.attention_ext import processor, tiles
+from shakespeare.attention_ext import default_tile, processor
 from shakespeare.attention_ext.build import prebuilt
 from shakespeare.attention_ext.checks import set_whole
 from shakespeare.attention_ext.parts import PARTS, helpers_of
@@ -132,7 +132,9 @@ def resolved(settings: Settings, checkpoint: Checkpoint, texts: int) -> dict[str
     br = s.br
     bc = s.bc
     if PARTS[s.part].tiled:
-        tuned = tiles.tile(simd, 1, checkpoint.config.head_dim, capacity_of(s, checkpoint), causal=True)
+        tuned = default_tile.tile(
+            simd, 1, checkpoint.config.head_dim, capacity_of(s, checkpoint), causal=True
+        )
         br = br or tuned[0]
         bc = bc or tuned[1]
     return {"engine": engine, "simd": simd, "br": br, "bc": bc}

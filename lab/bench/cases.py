@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shakespeare.attention_ext import PARTS, SIMD, tiles
+from shakespeare.attention_ext import PARTS, SIMD, default_tile
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, MOST_SPLIT
 from shakespeare.attention_ext.parts import DEVICES, Dtype, check_compatible, is_file, one_of, resolve_simd
-from shakespeare.lab import machine, rules
+from shakespeare.lab import machine, rule_options
 from shakespeare.lab.bench.cell import L2, Cell
 from shakespeare.lab.bench.contenders import GRADIENTS, SPLIT, contenders
 
@@ -20,8 +20,8 @@ class Sweep:
 
     tokens, columns: for a batch of tokens / N and columns / d heads. queries: by default as many as keys. br,
     bc: None for the tuned tile. simds: names from SIMD. A GPU has no choice of tiles, threads and simds; on
-    CUDA every contender is timed with each of l2s, from L2. rules: as rules.parse() takes them, on the CPU in
-    fp32 and on CUDA, for as many queries as keys. backward: of gradients, for as many queries as keys.
+    CUDA every contender is timed with each of l2s, from L2. rules: as rule_options.parse() takes them, on the
+    CPU in fp32 and on CUDA, for as many queries as keys. backward: of gradients, for as many queries as keys.
     """
 
     lengths: Sequence[int] = (1024,)
@@ -68,7 +68,7 @@ def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
         for simd, (br, bc) in itertools.product(sweep.simds if part and part.operator else (None,), sides):
             if tiled:
                 rows = batch * heads * queries
-                tuned = tiles.tile(resolve_simd(simd or "auto"), threads, d, N, causal, rows)
+                tuned = default_tile.tile(resolve_simd(simd or "auto"), threads, d, N, causal, rows)
                 br = br or tuned[0]
                 bc = bc or tuned[1]
             where = sweep.dtype, sweep.device, l2, rule, sweep.backward
@@ -92,7 +92,7 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
     for what, total, option, each in totals:
         if total and total < max(each):
             raise ValueError(f"{what} is {total}; it must be at least {option}={max(each)}")
-    ruled = [rule for rule in sweep.rules if rules.parse(rule)]
+    ruled = [rule for rule in sweep.rules if rule_options.parse(rule)]
     takes = sweep.device == "cuda" or (sweep.device, sweep.dtype) == ("cpu", Dtype.FP32)
     if ruled and not (takes and sweep.queries is None):
         where = "on the CPU in fp32 and on CUDA, without queries"

@@ -6,7 +6,7 @@ from typing import Any
 
 from shakespeare.attention_ext import AUTO, extension
 from shakespeare.attention_ext.parts import Dtype, resolve_simd
-from shakespeare.lab import rules
+from shakespeare.lab import rule_options
 from shakespeare.lab.traffic import Case
 
 L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last call left, or other data
@@ -17,7 +17,7 @@ class Cell:
     """One contender at one case: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
 
     simd, br, bc: None if it has none. threads: of the CPU. device: of DEVICES. l2: of L2 on CUDA, else None.
-    rules: as rules.parse() takes them. backward: the gradients of q, k and v are computed.
+    rules: as rule_options.parse() takes them. backward: the gradients of q, k and v are computed.
     """
 
     contender: str
@@ -39,7 +39,7 @@ class Cell:
 
     def options(self, device: Any) -> dict[str, Any]:
         """The options of attention() for the rules, with tensors on a device."""
-        found = rules.example(self.heads, self.N, device, **rules.parse(self.rules))
+        found = rule_options.example(self.heads, self.N, device, **rule_options.parse(self.rules))
         if "documents" in found:
             found["documents"] = found["documents"].expand(self.batch, self.N)
         return found
@@ -47,7 +47,7 @@ class Cell:
     @property
     def seen(self) -> list[range]:
         """The keys that each query sees, by the rules."""
-        return rules.seen(self.N, self.causal, **rules.parse(self.rules))
+        return rule_options.seen(self.N, self.causal, **rule_options.parse(self.rules))
 
     @property
     def by_amx(self) -> bool:

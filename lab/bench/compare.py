@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.report import beside_cells, case
 from shakespeare.lab.bench.results import Result, Run
-from shakespeare.lab.text import counted
+from shakespeare.lab.formats import counted
 
 FALSE_DISCOVERY_RATE = 0.01  # share of the reported differences that may be chance
 THRESHOLD = 0.05  # share of the time; two runs of the same code on a quiet machine differ by less

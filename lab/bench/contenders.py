@@ -120,7 +120,7 @@ def prepared(cell: Cell, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = 
 def attention_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     """attention() with the cell's part, tile and SIMD helpers, or with one of part4's kernels on a GPU."""
     if cell.device == "webgpu":
-        from shakespeare.lab.webgpu.gpu import prepared
+        from shakespeare.lab.webgpu.device import prepared
 
         step = OF_STEP.get(cell.contender)
         return prepared(q, k, v, cell.causal, step.name if step else None)

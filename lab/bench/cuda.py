@@ -12,10 +12,10 @@ from typing import Any
 
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.bench.measure import Bench, Verified, skipping
 from shakespeare.lab.bench.results import Result
-from shakespeare.lab.cuda.gpu import Gpu
-from shakespeare.lab.text import counted
+from shakespeare.lab.bench.sweep import Bench, Verified, skipping
+from shakespeare.lab.cuda.device import Gpu
+from shakespeare.lab.formats import counted
 
 SEQUENTIAL_FLOPS = 6e9  # most operations of a call, some two seconds
 SEQUENTIAL_CALLS = 3

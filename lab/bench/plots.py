@@ -13,7 +13,7 @@ from shakespeare.lab.bench import report
 from shakespeare.lab.bench.contenders import OF_KERNEL, contenders
 from shakespeare.lab.bench.cuda import sequential_text
 from shakespeare.lab.bench.results import Result, Run
-from shakespeare.lab.text import counted, size_text
+from shakespeare.lab.formats import counted, size_text
 
 try:
     import matplotlib

@@ -15,12 +15,12 @@ from typing import Any
 
 from shakespeare.attention_ext import SIMD
 from shakespeare.attention_ext.parts import DEVICES, Dtype
-from shakespeare.lab import saved
+from shakespeare.lab import result_files
 from shakespeare.lab.bench.cell import L2, Cell
 from shakespeare.lab.bench.contenders import SDPA, contenders
 from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text
 from shakespeare.lab.bench.results import Result, Run
-from shakespeare.lab.text import counted, markdown, scaled, size_text
+from shakespeare.lab.formats import counted, markdown, scaled, size_text
 from shakespeare.lab.timing import FIRM_MARGIN, interval, quartiles
 
 FORMAT = 4  # of as_json()
@@ -279,7 +279,7 @@ def as_json(run: Run) -> dict:
 
 def save(run: Run, file: Path) -> None:
     """Write a run to a file, which is replaced atomically."""
-    saved.write(as_json(run), file)
+    result_files.write(as_json(run), file)
 
 
 def load(file: Path) -> Run:

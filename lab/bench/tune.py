@@ -14,11 +14,11 @@ from functools import partial
 import torch
 
 from shakespeare.attention_ext import attention
+from shakespeare.attention_ext.default_tile import DEFAULT, Tuned
 from shakespeare.attention_ext.parts import resolve_simd
-from shakespeare.attention_ext.tiles import DEFAULT, Tuned
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.bench.measure import inputs
-from shakespeare.lab.text import markdown
+from shakespeare.lab.bench.sweep import inputs
+from shakespeare.lab.formats import markdown
 from shakespeare.lab.timing import Clock
 
 SIDES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from shakespeare.attention_ext.build.nvrtc import SOURCES
-from shakespeare.attention_ext.cuda import gpu
+from shakespeare.attention_ext.cuda import driver as cuda_driver
 from shakespeare.attention_ext.cuda.launches import Gpu
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.generation.engines import cuda, layouts
@@ -127,7 +127,7 @@ class Device:
 def install(directory: Path, monkeypatch, threads: int, clusters: tuple[int, ...]) -> None:
     """Let the cuda engine run here, with threads a block and sizes of clusters, built in a directory."""
     driver, device = Driver(), Device(directory)
-    monkeypatch.setattr(gpu, "bindings", lambda: driver)
+    monkeypatch.setattr(cuda_driver, "bindings", lambda: driver)
     monkeypatch.setattr(cuda, "gpu", lambda: device.on)
     monkeypatch.setattr(layouts, "device", lambda: device)
     for name, value in (("THREADS", threads), ("CLUSTERS", clusters)):

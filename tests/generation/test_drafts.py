@@ -16,7 +16,7 @@ from support import full, or_skip
 
 from shakespeare.attention_ext import extension as built
 from shakespeare.attention_ext.parts import PARTS
-from shakespeare.generation import draft as maker
+from shakespeare.generation import draft_maker as maker
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling

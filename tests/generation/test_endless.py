@@ -9,7 +9,7 @@ from support import full
 from torch.nn import functional as F
 
 from shakespeare.attention_ext.parts import PARTS
-from shakespeare.generation import draft as drafts
+from shakespeare.generation import draft_maker as drafts
 from shakespeare.generation.engines.engine import Unfit
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request

@@ -11,7 +11,7 @@ from shakespeare.lab import counters, machine
 from shakespeare.lab.bench.cases import plan
 from shakespeare.lab.costs import block_of
 from shakespeare.lab.explain import computed, skipped_text
-from shakespeare.lab.text import size_text
+from shakespeare.lab.formats import size_text
 from shakespeare.lab.traffic import Case, streams, traffic
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("extension")]

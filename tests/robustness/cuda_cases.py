@@ -9,7 +9,7 @@ import sys
 import torch
 
 from shakespeare.attention_ext import attention
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, KERNELS
 from shakespeare.attention_ext.cuda.tiles import LARGE
 from shakespeare.generation.engines.table import open_engine

@@ -15,12 +15,12 @@ from support import naming
 from training_texts import TINY
 
 from shakespeare.attention_ext.build.nvrtc import Source
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.gpt import causal_attention
 from shakespeare.training.cuda.update import FOLDER
+from shakespeare.training.finetuning import recipe_of
 from shakespeare.training.recipe import Recipe
-from shakespeare.training.start import recipe_of
 from shakespeare.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("extension")

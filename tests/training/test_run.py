@@ -13,9 +13,9 @@ from shakespeare.model import corpus
 from shakespeare.model.checkpoint import load
 from shakespeare.model.loss import evaluate
 from shakespeare.training import run
+from shakespeare.training.material import windows
 from shakespeare.training.recipe import OWN_TEXT, Recipe
 from shakespeare.training.run import train
-from shakespeare.training.text import windows
 from shakespeare.training.trainer import Trainer, sinusoids
 
 TEXT = "abcdefgh" * 100
@@ -82,7 +82,7 @@ def test_the_ingredients_of_the_recipe():
 
 def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(tmp_path, monkeypatch):
     """While it runs, it watches a part of the validation text only."""
-    monkeypatch.setattr("shakespeare.training.text.MOST_WATCHED", 96)
+    monkeypatch.setattr("shakespeare.training.material.MOST_WATCHED", 96)
     text = words(8000)
     record = train(TINY, text, out=tmp_path)
     loaded = load(str(tmp_path))

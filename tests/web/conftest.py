@@ -12,7 +12,7 @@ from node_process import WEB_TESTS, Node
 from support import found_program, printed
 
 from shakespeare.attention_ext.build import cache
-from shakespeare.own.trial import player
+from shakespeare.judge import player
 from shakespeare.web import build
 
 BROWSERS = {"chromium": ("CHROMIUM", ("chromium",)), "firefox": ("FIREFOX", ("firefox-esr", "firefox"))}

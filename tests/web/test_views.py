@@ -12,7 +12,7 @@ import torch
 from support import full, naming, printed
 
 from shakespeare.generation.sampling import NUMBERS
-from shakespeare.lab import rules
+from shakespeare.lab import rule_options
 from shakespeare.web import build
 
 KERNELS = ("part1", "part2", "part3", "part4")
@@ -57,7 +57,7 @@ def test_the_caches_take_in_about_what_explain_counts(node, part):
         call = (sizes["N"], sizes["N"], 32, 1, True, sizes["Br"], sizes["Bc"])
         ruled = sizes.get("left") == 20  # its count knows no whole lines and no edges
         if ruled:
-            call += (1, "fp32", fmean(map(len, rules.seen(48, True, 20))))
+            call += (1, "fp32", fmean(map(len, rule_options.seen(48, True, 20))))
         counted = sum(node("traffic", part=part, of=call, block=block, cache=cache))
         came, _ = node("walk", part=part, sizes=sizes, l1=cache, l2=PLENTY)["bytes"][-1]
         low, high = (0.99, 1.07) if cache == PLENTY and not ruled else (1 / 2.7, 2.7)

@@ -11,7 +11,7 @@
 #include "model/csrc/linear.h"
 #include "parts.h"
 #include "simd/portable.h"
-#include "simd/portable/vectors.h"
+#include "simd/vectors/vectors.h"
 #include "training_step.h"
 
 namespace training {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shakespeare.attention_ext import rules
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import WIDEST
 from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
 from shakespeare.attention_ext.cuda.tiles import up

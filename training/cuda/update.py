@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
 from shakespeare.attention_ext.cuda.tiles import up
 from shakespeare.attention_ext.parts import Dtype

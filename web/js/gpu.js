@@ -1,4 +1,4 @@
-// A GPU through WebGPU: adapter, device, shaders, buffers and dispatches, as in attention_ext/webgpu/gpu.py.
+// A GPU through WebGPU: adapter, device, shaders, buffers and dispatches, as in attention_ext/webgpu/driver.py.
 
 const OPTIONAL = ["subgroups"]; // features that are asked for where they exist
 const LIMITS = [

@@ -26,7 +26,7 @@
 #include <cmath>
 #include <vector>
 
-#include "simd/portable/vectors.h"
+#include "simd/vectors/vectors.h"
 #include "threads.h"
 
 namespace amx {

@@ -7,7 +7,7 @@
 #include "attention.h"
 #include "simd/constants.h"
 #include "simd/portable.h"
-#include "simd/portable/vectors.h"
+#include "simd/vectors/vectors.h"
 
 using namespace portable;
 

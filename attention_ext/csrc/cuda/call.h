@@ -1,5 +1,5 @@
 // The arguments of every kernel and shared functions. No CUDA header: NVRTC compiles each file alone, with
-// the kernel's macros and these, set by cuda/gpu.py and cuda/tiles.py:
+// the kernel's macros and these, set by cuda/driver.py and cuda/tiles.py:
 //   FORMAT    0, 1 or 2: q, k, v and the output are float32, bfloat16 or float16
 //   HEAD_DIM  d, a multiple of what the kernel's row in cuda/kernels.py asks for
 //   BR, BC    queries and keys of a tile

@@ -1,7 +1,7 @@
 // What a GPU can do at most, and a pause. A grid has any number of blocks.
 #include "call.h"
 
-// Macros of its own, by lab/cuda/gpu.py:
+// Macros of its own, by lab/cuda/device.py:
 //   CHAINS  independent multiply-adds of a thread; a warp's next one waits four cycles
 //   LINKS   of each chain between two branches
 constexpr int LOADS = 4;  // of 16 bytes, in flight for each thread

@@ -17,7 +17,7 @@
 #include "threads.h"
 
 #if defined(OWN)
-#include "tools/own.h"
+#include "tools/user_kernel.h"
 
 // The backward pass, called as a part: dout is q, and lse is 0.
 int64_t scratch_of_gradient(const Attention& a) { return own_backward_scratch({a}); }

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cpu/tiles_of_amx.h"
-#include "simd/portable/vectors.h"
+#include "simd/vectors/vectors.h"
 
 using portable::Vec, portable::W;
 

@@ -1,7 +1,7 @@
 // The table of a draft's contexts, which the decoder and the cuda engine read as the file has it.
 //
 // A bucket has the tags of WAYS contexts. Each context has LISTED pairs: a token, and the code of its
-// probability. model/draft.py describes the file, generation/draft.py makes it.
+// probability. model/draft.py describes the file, generation/draft_maker.py makes it.
 #pragma once
 
 constexpr int CONTEXT = 5;  // the most tokens of a context

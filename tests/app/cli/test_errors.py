@@ -133,7 +133,7 @@ def test_too_little_memory_is_one_line(failed, monkeypatch):
 def test_without_nvrtc(failed, monkeypatch):
     """As on a machine with a GPU and without cuda-core."""
     missing = Mock(side_effect=nvrtc.missing("cuda.core is missing"))
-    monkeypatch.setattr("shakespeare.lab.cuda.gpu.Gpu", missing)
+    monkeypatch.setattr("shakespeare.lab.cuda.device.Gpu", missing)
     assert "pip install cuda-core" in failed("part4", "--device", "cuda")
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shakespeare.attention_ext import attention, operator, reference
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.attention_ext.rules import checked

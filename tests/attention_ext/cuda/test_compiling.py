@@ -10,7 +10,7 @@ import torch
 from support import ROOT, naming, printed
 
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import EVERY, FASTEST, KERNELS, WIDEST, Gpu, choose, queries_of
 from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.cuda.tiles import LARGE, Queries

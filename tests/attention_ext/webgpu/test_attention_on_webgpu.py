@@ -20,7 +20,7 @@ from support import full, naming, or_skip, printed
 
 from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.attention_ext.webgpu import attention, calls
-from shakespeare.attention_ext.webgpu.gpu import SOURCES, Gpu, opened
+from shakespeare.attention_ext.webgpu.driver import SOURCES, Gpu, opened
 from shakespeare.attention_ext.webgpu.steps import STEPS, Tile, choose, up
 
 # (B, H, Nq, Nk, d): one row, tiles that are not full, widths that are padded, few queries, wide heads

@@ -17,7 +17,7 @@ from support import ROOT, full, naming, or_skip, resident
 
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache, nvrtc, prebuilt
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import KERNELS, Gpu
 from shakespeare.attention_ext.cuda.launches import Sizes
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision

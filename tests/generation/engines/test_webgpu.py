@@ -16,7 +16,7 @@ from steps import MIXED, SAMPLINGS, forced, prefill
 from support import full, naming
 
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
-from shakespeare.attention_ext.webgpu import gpu as by_webgpu
+from shakespeare.attention_ext.webgpu import driver as by_webgpu
 from shakespeare.generation.engines import webgpu
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.sampling import Sampling

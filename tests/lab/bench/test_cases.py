@@ -5,7 +5,7 @@ import itertools
 import pytest
 from support import naming
 
-from shakespeare.attention_ext import tiles
+from shakespeare.attention_ext import default_tile
 from shakespeare.lab.bench.cases import plan
 
 
@@ -15,8 +15,8 @@ def test_a_plan_is_every_contender_at_every_case(extension):
     assert len(cells) == 2 * 2 * 2 * (1 + 2 + 1)
     assert len({cell.group for cell in cells}) == 8
     each = itertools.product((1, 2), (8, 16), (False, True))
-    chosen = {tiles.tile("portable", threads, 4, N, causal, 4 * N)[0] for threads, N, causal in each}
-    assert tiles.DEFAULT[0] in chosen
+    chosen = {default_tile.tile("portable", threads, 4, N, causal, 4 * N)[0] for threads, N, causal in each}
+    assert default_tile.DEFAULT[0] in chosen
     assert {(cell.br, cell.bc) for cell in cells} == {(None, None), (2, 3), *((br, 3) for br in chosen)}
     assert {cell.simd for cell in cells if cell.contender != "part4"} == {None}
 

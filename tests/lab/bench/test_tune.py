@@ -2,7 +2,7 @@
 
 import pytest
 
-from shakespeare.attention_ext import tiles
+from shakespeare.attention_ext import default_tile
 from shakespeare.lab.bench import cases, tune
 
 
@@ -29,6 +29,6 @@ def test_the_command_keeps_and_shows_it(cli, extension):
     shown = cli("bench", "--tune", "--show")
     assert "Nothing is kept for this processor" in shown.stdout
     done = cli("bench", "--tune", "-N", 64, "-d", "16,24", "--budget", 0.5)
-    assert [(t.d, t.N, t.threads) for t in tiles.read()] == [(16, 64, 1), (24, 64, 1)]
+    assert [(t.d, t.N, t.threads) for t in default_tile.read()] == [(16, 64, 1), (24, 64, 1)]
     shown = cli("bench", "--tune", "--show")
-    assert tune.text(tiles.read()) in done.stdout and tune.text(tiles.read()) in shown.stdout
+    assert tune.text(default_tile.read()) in done.stdout and tune.text(default_tile.read()) in shown.stdout

@@ -11,7 +11,7 @@ from shakespeare.attention_ext.cuda.kernels import EVERY
 from shakespeare.attention_ext.cuda.launches import Compiled, Gpu
 from shakespeare.attention_ext.cuda.tiles import Access
 from shakespeare.lab.cuda.costs import WAVEFRONT, counts, visits, wavefronts
-from shakespeare.lab.text import size_text
+from shakespeare.lab.formats import size_text
 from shakespeare.lab.traffic import Case
 
 H200 = Gpu("NVIDIA H200", (9, 0), 227 << 10, 132, 60 << 20)

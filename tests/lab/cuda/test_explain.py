@@ -8,7 +8,7 @@ from support import cell as of_sizes
 from support import full
 
 from shakespeare.attention_ext import BuildError
-from shakespeare.attention_ext.cuda import gpu as driver
+from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import EVERY
 from shakespeare.lab.bench.cases import Cell
 from shakespeare.lab.cuda.architectures import SHEETS, architecture, occupancy

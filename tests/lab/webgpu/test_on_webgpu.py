@@ -30,12 +30,12 @@ def test_the_test_of_a_part(adapter, kernel, dtype):
 
 
 def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
-    from shakespeare.lab.webgpu import gpu
+    from shakespeare.lab.webgpu import device
 
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0.001)
+    monkeypatch.setattr(device, "LEAST_SECONDS", 0.001)
     names = ("webgpu1", "webgpu2", "part4")
     cells = cases.plan(names, lengths=(24,), widths=(8,), heads=2, device="webgpu")
-    bench = GpuBench(cells, 2, 0.01, gpu=gpu.Gpu())
+    bench = GpuBench(cells, 2, 0.01, gpu=device.Gpu())
     list(bench.run())
     found = [(each.cell.contender, each.status, len(each.seconds)) for each in bench.done.results]
     assert found == [(name, "ok", 2) for name in names]
@@ -44,7 +44,7 @@ def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
 
 
 def test_explain_has_a_row_for_a_step(adapter, monkeypatch):
-    monkeypatch.setattr("shakespeare.lab.webgpu.gpu.LEAST_SECONDS", 0.001)
+    monkeypatch.setattr("shakespeare.lab.webgpu.device.LEAST_SECONDS", 0.001)
     said: list[str] = []
     explain(cell(), said.append, kernel="2")
     text = "\n".join(said)

@@ -1,0 +1,41 @@
+// The C interface of a library that holds a user's kernel, for user_kernel.py, which fills in the structs.
+#include "tools/user_kernel.h"
+
+#include <string>
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// Runs it. Returns what it threw, valid until the next call, or null.
+template <class Call> const char* caught(void (*kernel)(const Call&, float*), const Call& call, float* floats) {
+    static std::string why;
+    const NoDenormals flushed;
+    const OpenMPThreads limited(call.threads);
+    try {
+        kernel(call, floats);
+        return nullptr;
+    } catch (const std::exception& error) {
+        why = error.what();
+    } catch (...) {
+        why = "an exception";
+    }
+    return why.c_str();
+}
+
+}  // namespace
+
+// Whether the file defines the attention, or the backward pass.
+EXPORTED bool own_defines(bool backward) {
+    return backward ? attention_backward != nullptr : attention != nullptr;
+}
+
+// The floats of scratch that a call needs, and the call.
+EXPORTED int64_t own_scratch_of_call(const Attention* call) { return own_scratch(*call); }
+EXPORTED const char* own_call(const Attention* call, float* floats) { return caught(attention, *call, floats); }
+
+// The same of a backward pass.
+EXPORTED int64_t own_scratch_of_backward(const AttentionGradient* call) { return own_backward_scratch(*call); }
+EXPORTED const char* own_backward(const AttentionGradient* call, float* floats) {
+    return caught(attention_backward, *call, floats);
+}

@@ -1,0 +1,124 @@
+"""The trial of a user's change of scores, a header for attention's score_mod.
+
+python -m shakespeare.judge.score_mod FILE SIZE SECONDS SEED
+
+runs the header, and prints what tried() finds as JSON. The definition is PyTorch's softmax in float64 of the
+header's scores of all pairs.
+"""
+
+import json
+import math
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shakespeare.attention_ext import attention, processor, reference, rules
+from shakespeare.attention_ext.parts import BuildError
+from shakespeare.judge import cases
+from shakespeare.judge.cases import Case
+from shakespeare.judge.clock import MIN_TIME, ROUNDS
+from shakespeare.judge.player_process import give_up_rights
+from shakespeare.judge.speed import LADDER, Size
+from shakespeare.lab import timing
+
+NEAR = 2.0**-12  # how far apart, as a share, two scores are whose changes tell how rounding grows
+STEP = 2.0**-6  # of the differences
+KINKS = 0.01  # share of the pairs that may lie at a kink of the score, where differences mean nothing
+
+
+def at(s: Tensor, place: list[int]) -> str:
+    """A call of the header."""
+    return f"({s[tuple(place)]:.6g}, At{{{', '.join(map(str, place))}}})"
+
+
+def check_slope(mod: rules.ScoreMod, s: Tensor) -> None:
+    """Raise ValueError unless slope is score's derivative, by differences of two steps."""
+    score, slope = mod.change(s)
+    wide, narrow = (
+        (mod.change(s + step)[0].double() - mod.change(s - step)[0]) / ((s + step).double() - (s - step))
+        for step in (STEP, STEP / 2)
+    )
+    rounding = 2.0**-22 * (score.abs() + narrow.abs() * s.abs()) / STEP
+    off = (slope - narrow).abs() > 4 * (wide - narrow).abs() + 4 * rounding + 1e-4 * narrow.abs()
+    off = off & (score > rules.HIDDEN) & narrow.isfinite() | slope.isnan()
+    if off.double().mean() > KINKS:
+        place = off.nonzero()[0].tolist()
+        got = slope[tuple(place)]
+        right = narrow[tuple(place)]
+        raise ValueError(f"slope{at(s, place)} is {got:.6g}; score's differences there are {right:.6g}")
+
+
+def check(mod: rules.ScoreMod, header: Path, case: Case) -> None:
+    """Raise ValueError unless all parts compute what the header says, with gradients if it has a slope."""
+    torch.set_num_threads(case.threads)
+    q, k, v = tensors = [*map(torch.from_numpy, cases.inputs(case))]
+    s = (case.applied * q) @ k.mT
+    score, again, near = (mod.change(t)[0] for t in (s, s, s + NEAR * s))
+    for place in (score.isnan() | (score == math.inf)).nonzero()[:1].tolist():
+        raise ValueError(f"score{at(s, place)} is {score[tuple(place)]:.6g}")
+    if not torch.equal(score, again):
+        raise ValueError("score is another number at a second call: it must depend on s and at alone")
+    if mod.has_slope and case.scores != "large":  # there differences are rounded too much
+        check_slope(mod, s)
+    shown = score > rules.HIDDEN
+    grown = torch.cat([(near - score)[shown] / NEAR, score[shown], s.flatten()]).abs()
+    floor = cases.floor(float(grown[grown.isfinite()].max()))
+    call = partial(attention, causal=case.causal, scale=case.applied, score_mod=header)
+    kinds = torch.double, q.dtype, q.dtype
+    doubles, *leaves = ([t.to(dtype, copy=True).requires_grad_() for t in tensors] for dtype in kinds)
+    ruled: Any = {"rules": rules.checked({"score_mod": header}, q, case.Nk)}
+    exact: Any = reference.attention(*doubles, causal=case.causal, scale=case.applied, **ruled)
+    results: dict[str, list[Tensor]] = {part: [call(part, *tensors)] for part in ("part0", *LADDER["cpu"])}
+    definition = [exact.detach()]
+    names = ["output"]
+    if mod.has_slope:
+        names += [f"gradient of {name}" for name in "qkv"]
+        definition += torch.autograd.grad(exact.sum(), doubles)
+        for part, own in zip(("part0", "part4"), leaves):
+            results[part] += torch.autograd.grad(call(part, *own).sum(), own)
+    peers = results.pop("part0")
+    for part, found in results.items():
+        for name, right, peer, got in zip(names, definition, peers, found):
+            if not cases.beside(right.numpy(), peer.numpy(), floor).allows(got.double().numpy()):
+                raise ValueError(f"{part}'s {name} differs from the definition's")
+
+
+def timed(header: Path, size: Size) -> dict[str, float]:
+    """Milliseconds of the parts with the header, and of part 4 without."""
+    torch.set_num_threads(size.threads)
+    q, k, v = map(torch.from_numpy, cases.inputs(Case(1, size.heads, size.N, size.N, size.d)))
+    call = partial(attention, q=q, k=k, v=v, causal=size.causal)
+    calls = {part: partial(call, part, score_mod=header) for part in LADDER["cpu"]}
+    calls["without"] = partial(call, "part4")
+    samples = timing.in_turns(list(calls.values()), ROUNDS, MIN_TIME / ROUNDS)
+    return {name: 1e3 * s.median for name, s in zip(calls, samples)}
+
+
+def tried(header: Path, size: Size, seconds: float, seed: int) -> dict[str, Any]:
+    """wrong: a sentence, or ''; at: the case. slope: whether there is one. ms: of the parts, and 'without'.
+
+    seconds: that a case may take before it is endless.
+    """
+    where = "compiling it"
+    try:
+        mod = rules.ScoreMod(header)
+        for case in cases.seeded(seed):
+            where = str(case)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            check(mod, header, case)
+    except (ValueError, BuildError) as error:
+        return {"wrong": getattr(error, "output", "") + str(error), "at": where}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return {"wrong": "", "slope": mod.has_slope, "ms": timed(header, size), "cpu": processor.name()}
+
+
+if __name__ == "__main__":
+    give_up_rights()
+    file, sizes, seconds, seed = sys.argv[1:]
+    print(json.dumps(tried(Path(file), Size(**json.loads(sizes)), float(seconds), int(seed))))
