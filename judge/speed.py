@@ -136,7 +136,7 @@ def measure(file: Path, size: Size, stop: Stop = None) -> Figures | Finding:
     why = user_kernel.read(file).untimed
     if why:
         return Finding(UNTIMED, why)
-    answer = from_process("measuring", file, size, stop, "it was not timed")
+    answer = from_process("shakespeare.judge.measuring", file, size, stop, "it was not timed")
     return answer if isinstance(answer, Finding) else Figures(**answer)
 
 
@@ -144,7 +144,7 @@ def from_process(
     module: str, file: Path, size: Size, stop: Stop, failed: str, *asked: str, **settings: str
 ) -> Any:
     """What a module's process prints of a file, as JSON; a Finding if it is one, or if the process failed."""
-    program = (sys.executable, "-m", f"shakespeare.judge.{module}")
+    program = (sys.executable, "-m", module)
     command = [*program, str(file.resolve()), json.dumps(asdict(size)), *asked]
     try:
         code, out, err = run(command, SECONDS, stop, **environment() | settings)

@@ -32,7 +32,7 @@ def swept(file: Path, size: Size, stop: Stop = None, arch: str = "sm_90") -> Til
     """
     if not user_kernel.read(file).triton:
         return []
-    return from_process("tiles", file, size, stop, "they were not compiled", arch, TRITON_INTERPRET="0")
+    return from_process(__name__, file, size, stop, "they were not compiled", arch, TRITON_INTERPRET="0")
 
 
 def no_gpu(arch: str) -> Any:

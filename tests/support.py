@@ -155,7 +155,7 @@ def cell(contender: str, N: int = 1024, **change: Any) -> Cell:
 
 
 class FakeGpu(Clock):
-    """In place of lab.cuda.gpu.Gpu: a GPU on which a call takes 1 ms, twice that with a cold cache."""
+    """In place of lab.cuda.device.Gpu: a GPU on which a call takes 1 ms, twice that with a cold cache."""
 
     device, l2 = torch.device("cpu"), 50 << 20
 

@@ -1,7 +1,9 @@
 """The top folders are floors: imports point downwards only, also those inside functions."""
 
 import ast
+import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from support import ROOT
 
@@ -34,3 +36,12 @@ def test_imports_point_downwards():
         for file in (ROOT / floor).rglob("*.py"):
             upwards = [(line, top) for line, top in imported(file.read_text()) if top in FLOORS[i + 1 :]]
             assert not upwards, file
+
+
+def test_modules_that_a_text_names_exist():
+    found = 0
+    for file in (file for floor in FLOORS for file in (ROOT / floor).rglob("*.py")):
+        for name in re.findall(r'"(shakespeare(?:\.\w+){2,})"', file.read_text()):
+            assert find_spec(name), f"{file} names {name}"
+            found += 1
+    assert found > 5

@@ -30,6 +30,8 @@ LARGEST_SIZE = 2**31 - 1
 MOST_THREADS = 1024  # as in attention_ext/csrc/attention.h
 WIDEST_HEAD = 2**20
 MOST_HEADS = 2**16  # also the most in a batch
+# Modules of the GPU that a measurement runs on; they import torch.
+GPUS = {"cuda": "shakespeare.lab.cuda.device", "webgpu": "shakespeare.lab.webgpu.device"}
 MOST_NUMBERS = 1000  # in a list: a typing error must not fill the memory
 
 Decorator = Callable[[Callable], Callable]
@@ -228,8 +230,8 @@ def save(kind: str, what: str) -> Decorator:
         device = context.params.get("device", "cpu")
         if device == "cpu":
             return str(result_files.default_file(kind))
-        gpu = importlib.import_module(f"shakespeare.lab.{device}.gpu")
-        return str(result_files.default_file(f"{kind}_{device}", gpu.Gpu().describe()["name"]))
+        module = importlib.import_module(GPUS[device])
+        return str(result_files.default_file(f"{kind}_{device}", module.Gpu().describe()["name"]))
 
     help = f"Save {what} to FILE; without FILE, to this processor's or GPU's in benchmarks/results/."
     alone = {"is_flag": False, "flag_value": ""}  # the callback's value for --save without FILE

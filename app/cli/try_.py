@@ -97,7 +97,9 @@ def try_header(file: Path, threads: int, asked: dict[str, Any]) -> bool:
     size = speed.Size(asked["N"] or 1024, asked["d"], asked["heads"] or 4, asked["causal"], threads)
     seed = cases.seed_of(file, options.secret_seed(asked["seed"] if options.given("seed") else None))
     words = map(str, (asked["seconds"], seed))
-    told: Any = speed.from_process("score_mod", file, size, None, "it was not tried", *words)
+    told: Any = speed.from_process(
+        "shakespeare.judge.score_mod", file, size, None, "it was not tried", *words
+    )
     said = told if isinstance(told, dict) else {"wrong": told.sentence, "at": "a case"}
     known = {"file": str(file), "right": not said["wrong"], **said}
     click.echo(json.dumps(known) if asked["as_json"] else report.header(file, said, size))

@@ -25,7 +25,7 @@ CHANGED_PEAK = 0.05  # change between the beginning and the end above which figu
 class GpuBench(Bench):
     """A sweep on a GPU.
 
-    against_cpu: also time sequential C++. gpu: the GPU that measures, also lab.webgpu.gpu's. Raises
+    against_cpu: also time sequential C++. gpu: the GPU that measures, also lab.webgpu.device's. Raises
     BuildError without a GPU or a compiler for it, ValueError for cells that do not fit its memory.
     """
 
