@@ -18,13 +18,15 @@ Sizes = tuple[int, int, int, int, int, int]  # B, H, Hk, Nq, Nk, d
 
 def plain(value: Any) -> Any:
     """What a number of NumPy, or an array or tensor (), holds; any other value as it is."""
+    if isinstance(value, int | float):  # also those that torch.compile has made symbols
+        return value
     return value.item() if getattr(value, "shape", None) == () else value
 
 
 def whole(name: str, value: Any, must: str = "a whole number") -> int:
     """The int of a whole number: Python's, NumPy's, or an array or tensor (). Raises TypeError for others."""
     held = plain(value)
-    if not isinstance(held, bool) and not hasattr(held, "shape"):
+    if not isinstance(held, bool) and (isinstance(held, int) or not hasattr(held, "shape")):
         try:
             return operator.index(held)
         except TypeError:
