@@ -26,6 +26,7 @@ MUCH = 0.4  # share of the time that a softmax should not take
 GROWN = 1.35  # by this much a score costs more at N than at N / SMALLER where the caches are the bound
 NEAR = 0.7  # share of the peak that leaves little
 PART2 = "docs/learn/attention.md#part-2-blocks"
+VECTORS = "docs/learn/attention.md#many-sums-and-vectors"
 PART3 = "docs/learn/attention.md#part-3-one-row-at-a-time"
 PART4 = "docs/learn/attention.md#part-4-tiles-and-an-online-softmax"
 GPU = "docs/learn/gpu.md#how-attention-gets-fast-on-a-gpu"
@@ -38,7 +39,7 @@ HINTS = {
         "cpu/softmax.h takes the exponentials of a whole vector at a time",
     ),
     "lanes": (
-        PART2,
+        VECTORS,
         "{chain} in the products: {rate:.3g} GFLOP/s, and one lane of {lanes} gives {lane:.3g}. Let the "
         "inner loop run over neighbours with a sum each: O[c] += P[j] * V[j][c] reads V along its rows, and "
         "S[j] += Q[c] * Kt[c][j] takes a transposed tile of K",
@@ -59,7 +60,7 @@ HINTS = {
         "the products use the helpers, and wait for the cache: rows a multiple of 4 KiB apart share a few of "
         "its sets. Let a tile of K^T or of S lie by itself, its rows one after the other",
     ),
-    "registers": (PART2, "the vectors wait: keep a block of sums in registers, as simd::multiply does"),
+    "registers": (VECTORS, "the vectors wait: keep a block of sums in registers, as simd::multiply does"),
     "kernel2": (GPU, "one launch for all keys, and several scores a thread, which read shared memory less"),
     "kernel3": (GPU, "the row's state in registers, and keys that a whole warp reads at once"),
     "kernel4": (GPU, "8 x 8 scores a thread, vector loads, and copies that run beside the arithmetic"),

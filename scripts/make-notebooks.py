@@ -22,8 +22,6 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
-# On GitHub; to be replaced by the project's address. No account's name begins with a hyphen.
-REPOSITORY = "-OWNER-/shakespeare-attention"
 CELL_SECONDS = 600  # that a cell may take
 
 # In a section: a block with a command of gpt.py, without the pipe that shortens its output; a figure.
@@ -33,19 +31,11 @@ PIECE = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 HEAD = """
-[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/\
-{repository}/blob/main/notebooks/{name})
-
 The text of [{document}](../{document}), with its commands as cells, some of them shorter. An output is of the
 processor that it names; the figures in the text are the document's.
 """
 INSTALL = """\
-# Colab has no copy of the project, so it is installed. The first command then compiles the kernels.
-import importlib.util
-
-if importlib.util.find_spec("shakespeare") is None:
-    %pip install --quiet "shakespeare-attention[{extras}] @ git+https://github.com/{repository}"
-
+# In a clone: pip install -c constraints.txt -e '.[{extras},notebook]'. The first command compiles the kernels.
 %load_ext shakespeare.lab.magic"""
 
 
@@ -53,7 +43,7 @@ if importlib.util.find_spec("shakespeare") is None:
 class Notebook:
     """A notebook of a document.
 
-    extras: what Colab installs. shorter: words of commands, and what a cell has instead. figures: the command
+    extras: what it needs beside 'notebook'. shorter: words of commands, and what a cell has instead. figures: the command
     that draws a figure; the others are drawn by an earlier one.
     """
 
@@ -70,11 +60,7 @@ NOTEBOOK = {
         "1-attention-on-a-cpu.ipynb",
         "docs/learn/attention.md",
         "lab",
-        shorter={
-            "-N 64:1024*4 -r 5": "-N 64:1024*4 -r 3 --min-time 0.03",
-            "-t 1,2": "-t 1,2 -r 5",
-            "--simd off,portable -r 5": "--simd off,portable -N 512 -r 3 --min-time 0.03",
-        },
+        shorter={},
         figures={
             "tiles": "bench part4 -br 32,64,192 -bc 64,256 -r 3 --min-time 0.03 --plot out",
             "time": "bench part0,part1,part2,part3,part4,sdpa,rows.cpp -N 64:1024*4"
@@ -108,8 +94,8 @@ def make(notebook: Notebook, own: dict[str, list]) -> nbformat.NotebookNode:
     for section in re.split(r"^(?=#+ )", document, flags=re.MULTILINE)[1:]:
         title, _, text = section.partition("\n")
         if not cells:
-            head = HEAD.format(repository=REPOSITORY, name=notebook.name, document=notebook.document)
-            install = INSTALL.format(extras=notebook.extras, repository=REPOSITORY)
+            head = HEAD.format(document=notebook.document)
+            install = INSTALL.format(extras=notebook.extras)
             cells = [new_markdown_cell(f"{title}\n{head}".strip()), new_code_cell(install)]
             section = text
         cells += [*cells_of(notebook, section), *own.pop(title.lstrip("# "), ())]

@@ -71,7 +71,7 @@ S[i] <- softmax(S[i]) over the keys that i sees
 for c:  O[i][c] <- sum of S[i][j] * V[j][c] over the keys j that i sees
 # 2-blocked attention_ext/csrc/cpu/part2_blocked.cpp 15 attention
 Cut both products into tiles that stay in cache, and let all lanes of a vector work.
-- docs/learn/attention.md, part 2
+- docs/learn/attention.md, part 2, and many sums and vectors
 - attention_ext/csrc/simd/helpers.h: transpose, multiply, multiply_add
 > for (int64_t j0 = 0; j0 < Nk; j0 += T) {
 for key tiles j0, at most DEPTH columns c0 at a time:
@@ -106,7 +106,7 @@ m_new <- max(m, rowmax(S)), P <- 2^(S - m_new), l <- 2^(m - m_new) * l + rowsum(
 O^T <- O^T diag(2^(m - m_new)) + V^T P^T, where query r sees the first `first + r` keys
 # 4-window attention_ext/csrc/cpu/part4_flash.cpp 20 window
 A window: query i sees the keys from i + Nk - Nq - left on, and no tile before them is read.
-- docs/learn/attention.md, Rules
+- docs/learn/rules.md
 - attention_ext/csrc/rules.h: keys, staircase and change
 > const Range seen = tile.seen ... tile.store
 for key tiles j0, at most a.Bc keys, from the first key that any of the tile's queries sees to the last:
