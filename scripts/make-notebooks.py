@@ -35,7 +35,7 @@ The text of [{document}](../{document}), with its commands as cells, some of the
 processor that it names; the figures in the text are the document's.
 """
 INSTALL = """\
-# In a clone: pip install -c constraints.txt -e '.[{extras},notebook]'. The first command compiles the kernels.
+# In a clone: pip install -c constraints.txt -e '.[{extras},notebook]'. The first command compiles kernels.
 %load_ext shakespeare.lab.magic"""
 
 
@@ -43,8 +43,8 @@ INSTALL = """\
 class Notebook:
     """A notebook of a document.
 
-    extras: what it needs beside 'notebook'. shorter: words of commands, and what a cell has instead. figures: the command
-    that draws a figure; the others are drawn by an earlier one.
+    extras: what it needs beside 'notebook'. shorter: words of commands, and what a cell has instead.
+    figures: the command that draws a figure; the others are drawn by an earlier one.
     """
 
     name: str

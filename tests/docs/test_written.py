@@ -10,14 +10,7 @@ from support import ROOT, printed
 
 DOCUMENTS = "import json, runpy; print(json.dumps(runpy.run_path('scripts/make-docs.py')['documents']()))"
 # Words of the first notebook's commands, and what a test runs instead.
-SMALLER = {
-    **{f"explain part{n}": f"explain part{n} -N 128" for n in (1, 2, 3, 4)},
-    "-N 64:1024*4": "-N 64,128",
-    "-t 1,2": "-t 1,2 -N 128 -r 3",
-    "--simd off,portable -r 5": "--simd off,portable -N 64 -r 3",
-    "--tokens 2048 -N 128,1024": "--tokens 128 -N 64,128",
-    "shakes1024": "shakes128",
-}
+SMALLER = {f"explain part{n}": f"explain part{n} -N 128" for n in (1, 2, 3, 4)}
 PATHS = re.compile(r"/(home|root|tmp|work|usr|opt|content)/|site-packages")
 
 
