@@ -36,6 +36,8 @@ Options without a command are those of `part4 --inference`. `gpt.py` itself has:
 
 ## Options of several commands
 
+`part4` stands for all parts.
+
 {}
 """
 MARKED = re.compile(r"(<!-- results: \w+ -->\n).*?(<!-- end of results -->)", re.DOTALL)
@@ -55,20 +57,16 @@ CASES = {
 
 
 def cli_document() -> str:
-    """docs/use/cli.md: options that several commands share once, then each command's own.
-
-    Of an option with several meanings, the shared rows name their commands.
-    """
+    """docs/use/cli.md: options that several commands share once, with these, then each command's own."""
     context = click.Context(cli, info_name="gpt.py", terminal_width=98, **cli.context_settings)
     commands = {name: command_of(name) for name in COMMANDS if name not in PARTS or name == "part4"}
     rows = {name: option_rows(command, context) for name, command in commands.items()}
     count = Counter(row for of_command in rows.values() for row in of_command)
-    meanings = Counter(option_name(row) for row in count)
-    shared_rows = []
-    for row in (row for row in count if count[row] > 1):
-        users = ", ".join(name for name in commands if row in rows[name])
-        shared_rows.append((row[0], row[1] if meanings[option_name(row)] == 1 else f"{row[1]} In {users}."))
-    lines = [CLI_HEAD.format(table(option_rows(cli, context)), table(shared_rows))]
+    users = {
+        row: ", ".join(name for name in commands if row in rows[name]) for row in count if count[row] > 1
+    }
+    shared = markdown(["option", "what it does", "commands"], [(*row, users[row]) for row in users])
+    lines = [CLI_HEAD.format(table(option_rows(cli, context)), shared)]
     for name, command in commands.items():
         usage = command.get_usage(click.Context(command, info_name=name, parent=context))
         lines += [f"## {name}", "", f"`{usage.removeprefix('Usage: ')}`", ""]
@@ -77,15 +75,8 @@ def cli_document() -> str:
         if name == "part4":
             lines += [f"{', '.join(PARTS)} have the same options.", ""]
         own = [row for row in rows[name] if count[row] == 1]
-        shared = [row[0].split(" ")[0].strip("`,") for row in rows[name] if count[row] > 1]
         lines += [table(own), ""] if own else []
-        lines += [f"And {', '.join(f'`{option}`' for option in shared)}.", ""] if shared else []
     return "\n".join(lines).rstrip() + "\n"
-
-
-def option_name(row: tuple[str, ...]) -> str:
-    """The long name of a row's option, or its only one."""
-    return re.findall(r"(?<![^`\s])--?[\w-]+", row[0])[-1]
 
 
 def option_rows(command: click.Command, parent: click.Context) -> list[tuple[str, ...]]:

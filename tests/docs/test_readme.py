@@ -36,7 +36,7 @@ def test_every_linked_file_and_heading_exists():
 def test_every_shown_command_is_valid():
     """The options are parsed; other tests check the output."""
     python = r"python (?:-m torch\.distributed\.run [-.\w ]+ )?(?:\.\./)?gpt\.py "
-    shown = matches(rf"(?:{python}|`gpt\.py (?=[^ `]+ [^`\[A-Z]))([^\n|;`]+)")
+    shown = matches(rf"(?:{python}|`gpt\.py (?=[^ `]+ [^`\[A-Z]))([^\n|;`&]+)")
     assert len(shown) > 100
     for file, command in shown:
         words = shlex.split(command.replace("$part", "part1").replace("$n", "128"), comments=True)
