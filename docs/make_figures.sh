@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Remakes every figure and every block of output of docs/learn/attention.md, in some six minutes on an idle machine.
+# Remakes every figure and every block of output of the walk on a CPU, in some six minutes on an idle machine.
 #
 #     docs/make_figures.sh [PYTHON]
 set -euo pipefail
@@ -13,4 +13,4 @@ trap 'rm -rf "$work"' EXIT
     -bc 16,32,64,128,256,512,1024 -r 5 --min-time 0.05 --plot "$work/tiles" > /dev/null
 mkdir -p docs/figures
 cp "$work"/lengths/{time,memory,roofline}.svg "$work"/tiles/tiles.svg docs/figures/
-"$python" docs/rerun.py docs/learn/attention.md
+"$python" docs/rerun.py docs/learn/attention.md docs/learn/rules.md
