@@ -221,6 +221,10 @@ def _on_cpu(
     import torch
 
     B, H, Hk, Nq, Nk, d = sizes
+    transformed = _transformed(q, k, v)
+    if transformed:  # an inner vmap hides whether an outer transform needs gradients
+        gradient = True
+        _check_row(row, q, gradient, (), None, None, None)
     folded = Nq == 1 and Hk < H and rules is None
     if folded:  # the queries of a group see the same keys
         q = q.reshape(B, Hk, H // Hk, d)
@@ -236,12 +240,31 @@ def _on_cpu(
     rest: tuple[Any, ...] = (br, bc) if gradient else (return_lse, br, bc)  # gradients need the logsumexp
     if rules:
         rest += rules.arguments(q)
-    out, lse = operator(row.name, simd, gradient, ruled=rules is not None)(q, k, v, causal, scale, *rest)
+    compute = operator(row.name, simd, gradient, ruled=rules is not None)
+    if transformed:
+        compute = transformed[compute]
+    out, lse = compute(q, k, v, causal, scale, *rest)
     if folded:
         out = out.reshape(B, H, 1, d)
     if not return_lse:
         return out
     return out, lse.reshape(B, H, 1) if folded else lse
+
+
+def _transformed(*tensors: Tensor) -> dict[Callable, Callable] | None:
+    """What stands for each operator under torch.func; None if no transform is at work.
+
+    Raises RuntimeError if a tensor has a forward-mode gradient.
+    """
+    import torch
+
+    if torch.compiler.is_compiling():
+        return None
+    if torch.autograd.forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+        return None
+    from shakespeare.attention_ext import torch_func
+
+    return torch_func.functions if torch_func.active(*tensors) else None
 
 
 def _on_cuda(
@@ -259,9 +282,13 @@ def _on_cuda(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Part 4."""
     _, H, Hk, Nq, _, _ = sizes
+    transformed = _transformed(q, k, v)
+    gradient = gradient or transformed is not None
     ruled = rules is not None or Hk < H
     more = (rules or ruling.Rules()).on_cuda(Nq) if ruled else ()
     compute = operator(row.name, "cuda", gradient, return_lse, ruled)
+    if transformed:
+        compute = transformed[compute]
     try:
         found = compute(q, k, v, causal, scale, kernel, *more)
     except RuntimeError as error:  # the launcher's; the planner's own may have another type

@@ -63,6 +63,8 @@ def _register(name: str, operators: Any) -> None:
     """Tell PyTorch of the operators' outputs, for torch.compile and opcheck, and of part4's gradient."""
     import torch
 
+    from shakespeare.attention_ext import torch_func
+
     def fake(part, q, k, v, causal, scale, return_lse, *tile_and_rules):
         check_tensors(part, q, k, v, causal, grouped=True)
         lse = q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
@@ -79,26 +81,29 @@ def _register(name: str, operators: Any) -> None:
         return tuple(found)
 
     def save(ctx, inputs, output) -> None:
-        q, k, v, ctx.causal, ctx.scale, br, bc, *ctx.rules = inputs
-        ctx.save_for_backward(q, k, v, *output)
+        q, k, v, ctx.causal, ctx.scale, br, bc, *rules = inputs
+        ctx.numbers = rules[:4]
+        ctx.save_for_backward(q, k, v, *output, *rules[4:])
         ctx.set_materialize_grads(False)
 
     def gradient(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
         dout = out.new_zeros(1).expand_as(out) if dout is None else dout
         dlse = out.new_empty(0) if dlse is None else dlse
         call = (dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale)
-        if not ctx.rules:
-            dq, dk, dv = operators.part4_backward.default(*call)
+        backward = operators.part4_backward_ruled if tensors else operators.part4_backward
+        compute = torch_func.functions[backward.default] if torch_func.active() else backward.default
+        if not tensors:
+            dq, dk, dv = compute(*call)
             return dq, summed(dk, k), summed(dv, v), None, None, None, None
-        *_, bias, sinks, _ = ctx.rules
-        of_bias = bias.requires_grad
-        dq, dk, dv, dbias = operators.part4_backward_ruled.default(*call, of_bias, *ctx.rules)
+        _, bias, sinks, _ = tensors
+        of_bias, of_sinks_too = ctx.needs_input_grad[-3:-1]
+        dq, dk, dv, dbias = compute(*call, of_bias, *ctx.numbers, *tensors)
         for side in (0, 1):
             if of_bias and bias.shape[side] == 1:
                 dbias = dbias.sum(side, keepdim=True)
         dsinks = None
-        if sinks.requires_grad:
+        if of_sinks_too:
             dsinks = of_sinks(dout, dlse if dlse.numel() else None, out, lse, sinks)
         rest = (None,) * 9  # causal, scale, the tile and the first five of the rules
         return dq, summed(dk, k), summed(dv, v), *rest, dbias if of_bias else None, dsinks, None
@@ -114,6 +119,8 @@ def _register(name: str, operators: Any) -> None:
         torch.library.register_fake(backward, fake_backward)
         torch.library.register_autograd(forward, gradient, setup_context=save)
         torch.library.register_autograd(backward, refuse_second)
+        torch_func.register(getattr(operators, f"part4_with_gradient{rules}").default, gradient, save)
+        torch_func.register(getattr(operators, f"part4_backward{rules}").default, refuse_second)
         for part in PARTS.values():
             if part.operator:
                 by_part = functools.partial(fake, part)

@@ -229,10 +229,10 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int, gradient: bool = False) -
     tensor("sinks", (H,))
     tensor("bias", *((b, h, Nq, Nk) for b in (B, 1) for h in (H, 1)), dtypes=(torch.float32, torch.bool))
     tensor("documents", (B, Nk), dtypes=(torch.int64, torch.int32))
-    for name, t in found.items():
-        if name not in ("alibi_slopes", "sinks") or t.is_cuda or torch.compiler.is_compiling():
-            continue  # a GPU would be waited for, and a compiled graph reads no values
-        if not torch.isfinite(t).all():
+    # A GPU would be waited for; torch.compile and torch.func read no values.
+    read = q.is_cpu and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    for name in ("alibi_slopes", "sinks") if read else ():
+        if name in found and not torch.isfinite(found[name]).all():
             raise ValueError(f"{name} holds NaN or infinity; it must be finite")
     if "alibi_slopes" in found:
         if found["alibi_slopes"].requires_grad:

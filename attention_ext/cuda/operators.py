@@ -6,7 +6,7 @@ import threading
 import torch
 from torch import Tensor, library
 
-from shakespeare.attention_ext import extension
+from shakespeare.attention_ext import extension, torch_func
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.checks import check_size, check_tensors
 from shakespeare.attention_ext.cuda import driver
@@ -89,23 +89,24 @@ def _fake_backward(dout, dlse, q, k, v, *rest):
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, ctx.causal, ctx.scale, name, *ctx.rules = inputs
+    q, k, v, ctx.causal, ctx.scale, name, *rules = inputs
+    ctx.numbers = rules[:3]
     ctx.kernel = name if name in BACKWARD else None  # else the forward pass's
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(q, k, v, *output, *rules[3:])
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
     dout = out.new_zeros(1).expand_as(out) if dout is None else dout
     call = (dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.kernel)
-    found = flash_backward(*call, *(ctx.rules or NO_RULES))
-    if not ctx.rules:
+    compute = torch_func.functions[flash_backward] if torch_func.active() else flash_backward
+    found = compute(*call, *((*ctx.numbers, *tensors) if tensors else NO_RULES))
+    if not tensors:
         return *found, None, None, None
-    sinks = ctx.rules[4]
     dsinks = None
-    if sinks is not None and sinks.requires_grad:
-        dsinks = extension.of_sinks(dout.float(), dlse, out.float(), lse, sinks)
+    if ctx.needs_input_grad[-3]:
+        dsinks = extension.of_sinks(dout.float(), dlse, out.float(), lse, tensors[1])
     return *found, *[None] * 7, dsinks, None, None
 
 
@@ -125,3 +126,6 @@ flash_ruled = _operators.flash_ruled.default
 flash_backward = _operators.flash_backward.default
 flash_with_gradient = _operators.flash_with_gradient.default
 flash_ruled_with_gradient = _operators.flash_ruled_with_gradient.default
+torch_func.register(flash_with_gradient, _gradient, _save)
+torch_func.register(flash_ruled_with_gradient, _gradient, _save)
+torch_func.register(flash_backward, extension.refuse_second)

@@ -257,3 +257,60 @@ def test_the_reference_is_exact_in_float64():
             exact = expected(q, k, v, dout, torch.zeros_like(dlse) if of_lse is None else dlse, causal, 0.7)
             with naming(causal, br, bc):
                 torch.testing.assert_close(list(grads), exact, rtol=1e-11, atol=1e-11)
+
+
+def test_torch_func_transforms_it():
+    """grad, jacrev, vmap and vmap(grad), with and without rules, beside part0's."""
+    shape = (3, 2, 4, 9, 8)  # the first dimension is mapped
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    k, v = k[:, :, :2], v[:, :, :2]
+    sinks, slopes = torch.randn(3, 4, generator=generator), torch.rand(4, generator=generator)
+    documents = torch.arange(9).expand(2, 9) // 5
+    bias = torch.randn(3, 1, 4, 9, 9, generator=generator)
+    cases = (
+        ({}, {}),
+        ({}, {"window": (3, 0), "softcap": 2.0, "alibi_slopes": slopes, "documents": documents}),
+        ({"sinks": sinks}, {}),
+        ({"bias": bias}, {"sinks": sinks[0]}),
+    )
+    for mapped, fixed in cases:
+        with naming(*mapped, *fixed):
+
+            def results(part, fixed=fixed, mapped=mapped):
+                def attend(q, k, v, *mapped_values):
+                    rules = dict(zip(mapped, mapped_values)) | fixed
+                    return attention(part, q, k, v, causal=True, **rules)
+
+                def loss(*tensors):
+                    return attend(*tensors).square().sum()
+
+                tensors = (q, k, v, *mapped.values())
+                leaves = tuple(range(len(tensors)))
+                first = tuple(t[0] for t in tensors)
+                yield torch.vmap(attend)(*tensors)
+                yield torch.vmap(attend, in_dims=(0, None, None, *(0 for _ in mapped)))(
+                    q, k[0], v[0], *mapped.values()
+                )
+                yield from torch.func.grad(loss, leaves)(*first)
+                yield from torch.vmap(torch.func.grad(loss, leaves))(*tensors)
+                yield from torch.func.grad(lambda *t: torch.vmap(attend)(*t).square().sum(), leaves)(*tensors)
+                yield torch.func.jacrev(lambda q: attend(q, *first[1:])[0, 0, :2])(first[0])
+
+            for got, must in zip(results("part4"), results("part0"), strict=True):
+                torch.testing.assert_close(got, must, rtol=1e-4, atol=1e-5)
+
+
+def test_torch_func_is_told_what_only_part0_has():
+    q, k, v = torch.randn(3, 2, 2, 5, 8)
+    loss = lambda q, part="part4": attention(part, q, k, v).sum()  # noqa: E731
+    second = lambda q: torch.func.grad(loss)(q).square().sum()  # noqa: E731
+    with pytest.raises(RuntimeError, match="^part4 has no second gradient; only part0 has$"):
+        torch.func.grad(second)(q)
+    for forward in (lambda: torch.func.jvp(loss, (q,), (q,)), lambda: torch.func.jacfwd(loss)(q)):
+        with pytest.raises(RuntimeError, match="^part4 has no forward-mode gradient; only part0 has$"):
+            forward()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="only part0 has$"):
+        loss(torch.autograd.forward_ad.make_dual(q, q))
+    with pytest.raises(ValueError, match="part is 'part2'; it must be part0 or part4 for gradients"):
+        torch.vmap(lambda q: attention("part2", q[None], k[:1], v[:1]))(q)
