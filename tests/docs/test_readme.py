@@ -48,21 +48,22 @@ def test_every_shown_command_is_valid():
 def test_every_named_option_exists():
     """Those in backquotes, of any command; --local-addr is torchrun's, --max_iters nanoGPT's."""
     known = {option for name in COMMANDS for each in command_of(name).params for option in each.opts}
-    known |= {option for each in cli.params for option in each.opts} | {
-        "--help",
-        "--local-addr",
-        "--max_iters",
-    }
+    known |= {option for each in cli.params for option in each.opts}
+    known.update(("--help", "--local-addr", "--max_iters"))
     for file, option in matches(r"`(?:-\w+, )?(--\w[-\w]*)[^`\n]*`"):
         with naming(file.name, option):
             assert option in known
 
 
-def test_a_listing_has_the_columns_and_contenders_that_bench_prints():
+def test_a_listing_has_the_columns_and_rows_that_the_program_prints():
     titles = {"contender", *report.CASE.values(), *(title for title, _ in report.SHOWN.values())}
     blocks = matches(r"```text\n\$ python gpt\.py (?:bench|race|explain) [^\n]*\n(.*?)```", re.S)
     assert len(blocks) > 10
+    explain = (ROOT / "lab/explain.py").read_text()
     for file, block in blocks:
+        for label in re.findall(r"^([A-Za-z][\w /]+?) {2,}", block, re.M):
+            with naming(file.name, label):
+                assert label in explain
         rows = [re.split(r" \| ", line.strip("| \n")) for line in block.splitlines() if line.startswith("| ")]
         for row in rows:
             with naming(file.name, row):
@@ -80,8 +81,11 @@ def test_a_listing_names_its_processor():
                 assert not re.search(figures, section) or re.search(names, head + section)
 
 
-def test_a_linked_figure_is_the_results():
-    """A figure that is told again links to the document that has it."""
+def test_a_figure_stands_in_one_document():
+    """Where it is told again it is a link to the document that has it."""
+    rates = {(file, rate) for file, rate in matches(r"(?<![\[\d.,])([\d.,]+ (?:tokens/s|[GT]FLOP/s))")}
+    by_hand = [rate for file, rate in rates if file.parent.name != "results"]
+    assert sorted(by_hand) == sorted(set(by_hand))
     links = matches(r"\[([\d.,]+) [^\]]*\]\(([^)#]*)#?[^)]*\)")
     assert len(links) > 3
     for file, (figure, link) in links:
