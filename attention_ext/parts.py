@@ -38,6 +38,11 @@ class Dtype(enum.StrEnum):
         """The bytes of a number."""
         return 4 if self is Dtype.FP32 else 2
 
+    @property
+    def rounding(self) -> float:
+        """How far correct results may be rounded apart in 16 bits, as a share of the largest; 0 in fp32."""
+        return {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}[self.value]
+
     @classmethod
     def of(cls, dtype: object) -> "Dtype":
         """The Dtype of its name, or of PyTorch's dtype or its name. Raises ValueError if there is none."""

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import cache, nvrtc, recipes
+from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS, Gpu
 from shakespeare.attention_ext.parts import SUFFIXES, BuildError, Dtype, Part
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float32]
 POINTER = ctypes.c_void_p
-SHARED_BYTES = 163 * 1024  # of a block, for which a kernel of the ladder is compiled where there is no GPU
+SHARED_BYTES = 227 * 1024  # of a block, for which a kernel of the ladder is compiled where there is no GPU
 # What runs a kernel in Python without a GPU, by its package: its name, and the variable that asks for it.
 SIMULATORS = {
     "numba": ("Numba's simulator", "NUMBA_ENABLE_CUDASIM"),
@@ -67,6 +68,7 @@ class Source(NamedTuple):
     device: 'cuda' for .cu, and on a GPU for Python with Triton or Numba's CUDA; else 'cpu'. torch: it
     imports torch or Triton. simulated: which of SIMULATORS runs it, or ''. compiling: Python that is compiled
     at its first call. ladder: '1' for CUDA C++ that defines attention_kernel1, or ''.
+    dtypes: of q, k and v.
     """
 
     text: str
@@ -76,6 +78,7 @@ class Source(NamedTuple):
     compiling: bool = False
     ladder: str = ""
     triton: bool = False
+    dtypes: tuple[Dtype, ...] = (Dtype.FP32,)
 
     @property
     def needs_torch(self) -> bool:
@@ -107,7 +110,9 @@ def read(file: Path) -> Source:
     text = file.read_text("utf-8-sig", errors="replace")
     if file.suffix == ".cu":
         defined = re.search(r"__global__[^;{]*?\battention_kernel(\d)\s*\(", text)
-        return Source(text, "cuda", ladder=defined[1] if defined else "")
+        ladder = defined[1] if defined else ""
+        dtypes = KERNELS[ladder].dtypes if ladder in KERNELS else tuple(Dtype)
+        return Source(text, "cuda", ladder=ladder, dtypes=dtypes)
     if file.suffix != ".py":
         return Source(text, "cpu")
 
@@ -120,7 +125,18 @@ def read(file: Path) -> Source:
     package = "triton" if triton else "numba" if on_gpu else ""
     device, simulated = ("cuda", "") if package and has_gpu() else ("cpu", package)
     compiling = triton or imports(r"(import|from)\s+numba")
-    return Source(text, device, triton or torch, simulated, compiling, triton=triton)
+    dtypes: tuple[Dtype, ...] = (Dtype.FP32,)
+    if triton:  # its interpreter multiplies the bits of bfloat16
+        dtypes = tuple(Dtype) if device == "cuda" else (Dtype.FP32, Dtype.FP16)
+    return Source(text, device, triton or torch, simulated, compiling, triton=triton, dtypes=dtypes)
+
+
+def dtype_for(file: Path, dtype: str | None) -> Dtype:
+    """A dtype, by default the first that a file's kernel takes. Raises ValueError if it does not take it."""
+    dtypes = read(file).dtypes
+    if dtype and dtype not in dtypes:
+        raise ValueError(f"dtype is {dtype!r}; it must be {' or '.join(dtypes)} for {file.name}")
+    return Dtype(dtype or dtypes[0])
 
 
 @functools.cache
@@ -143,7 +159,8 @@ def row(part: str) -> Part:
 
 
 def _row(part: str, file: Path) -> Part:
-    takes = {read(file).device: ("float32",)}
+    source = read(file)
+    takes = {source.device: tuple(dtype.torch_name for dtype in source.dtypes)}
     by_file = functools.partial(attend, file)
     summary = f"the kernel in {file.name}"
     return Part(part, "YOUR ATTENTION", summary, dtypes=takes, ruled={}, file=file, attend=by_file)
@@ -370,22 +387,24 @@ class OnCuda:
 
     def __init__(self, file: Path, source: Source) -> None:
         self._file = kept("own.cu", CUDA.format(name=file.name, text=source.text), sources(file))
-        self._on: dict[tuple[int, int], tuple[Any, Any, list[int]]] = {}
+        self._on: dict[tuple[int, Dtype, int], tuple[Any, Any, list[int]]] = {}
 
-    def source(self, d: int, arch: str) -> nvrtc.Source:
+    def source(self, d: int, dtype: Dtype, arch: str) -> nvrtc.Source:
         """What NVRTC compiles for heads of width d and an architecture such as sm_90."""
-        return nvrtc.Source("own.cu", arch, {"FORMAT": 0, "HEAD_DIM": d}, self._file.parent, lines=True)
+        macros = {"FORMAT": list(Dtype).index(dtype), "HEAD_DIM": d}
+        return nvrtc.Source("own.cu", arch, macros, self._file.parent, lines=True)
 
-    def _compiled(self, d: int, index: int) -> tuple[Any, Any, list[int]]:
-        """The library, the function, and BR, THREADS and SHARED, for heads of width d on a GPU."""
-        if (d, index) not in self._on:
+    def _compiled(self, *key: Any) -> tuple[Any, Any, list[int]]:
+        """The library, the function, and BR, THREADS and SHARED, for heads of width d in a dtype on a GPU."""
+        if key not in self._on:
             from shakespeare.attention_ext.cuda import driver
 
+            d, dtype, index = key
             major, minor = driver.gpu(index).capability
-            module = driver.Module(self.source(d, f"sm_{major}{minor}"))
+            module = driver.Module(self.source(d, dtype, f"sm_{major}{minor}"))
             launch = module.ints("attention_launch", 3)
-            self._on[d, index] = module, module.function("attention", launch[2]), launch
-        return self._on[d, index]
+            self._on[key] = module, module.function("attention", launch[2]), launch
+        return self._on[key]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, *, out: Tensor | None = None
@@ -401,7 +420,7 @@ class OnCuda:
         B, H, Nq, d = q.shape
         Nk = k.shape[2]
         with torch.cuda.device(q.device):
-            _, function, (br, threads, shared) = self._compiled(d, q.device.index or 0)
+            _, function, (br, threads, shared) = self._compiled(d, Dtype.of(q.dtype), q.device.index or 0)
             data = (t.data_ptr() for t in (q, k, v, out))
             strides = (Strides(*t.stride()[:3]) for t in (q, k, v))
             call = CudaCall(*data, None, *strides, B, H, Nq, Nk, causal, scale * math.log2(math.e))
@@ -420,22 +439,19 @@ class OnLadder:
     takes_tensors = True
 
     def __init__(self, file: Path, source: Source) -> None:
-        from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS
-
         if source.ladder not in KERNELS:
             raise BuildError(f"{file.name} defines attention_kernel{source.ladder}; the ladder has none")
         path = str(kept(file.name, source.text, sources(file)))
-        self._row = replace(KERNELS[source.ladder], name=path, sources={Dtype.FP32: path})
+        self._row = replace(KERNELS[source.ladder], name=path, sources=dict.fromkeys(source.dtypes, path))
         EVERY[path] = self._row  # where the launcher looks
 
-    def source(self, d: int, arch: str) -> nvrtc.Source:
+    def source(self, d: int, dtype: Dtype, arch: str) -> nvrtc.Source:
         """What NVRTC compiles for heads of width d and an architecture such as sm_90."""
         from shakespeare.attention_ext.cuda import driver
-        from shakespeare.attention_ext.cuda.kernels import Gpu
 
         capability = int(arch[3:-1]), int(arch[-1])
-        tile = self._row.tile(d, Dtype.FP32, Gpu(arch, capability, SHARED_BYTES, 1))
-        return driver.source(self._row, tile, d, Dtype.FP32, capability)
+        tile = self._row.tile(d, dtype, Gpu(arch, capability, SHARED_BYTES, 1))
+        return driver.source(self._row, tile, d, dtype, capability)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         """The output (B, H, Nq, d) on q's GPU."""
@@ -500,11 +516,11 @@ class InPython:
         return tuple(map(self._formed, result, (q, k, v), "qkv"))
 
     def _formed(self, result: Any, like: Any, name: str) -> Any:
-        """A result in float32, which must have the shape of an input."""
+        """A result, which must have the shape of an input, in that one's dtype."""
         if self.takes_tensors:
             import torch
 
-            result = torch.as_tensor(result, device=like.device).to(torch.float32)
+            result = torch.as_tensor(result, device=like.device).to(like.dtype)
         else:
             result = np.asarray(result, np.float32)
         got = tuple(result.shape)

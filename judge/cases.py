@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab.formats import counted
 
 Array = NDArray[np.float32]
@@ -26,6 +27,7 @@ class Case:
     scores: 'plain', 'large' (LARGE) or 'growing' (each key above those before it). fused: views of one matrix
     (B, N, 3 H d), as in the model. repeats: calls, each of which must be right. seed: of the inputs.
     window: of a causal call, the keys before its own that a query sees; keys that no query sees hold NaN.
+    dtype: to which q, k and v are rounded.
     """
 
     B: int
@@ -41,6 +43,7 @@ class Case:
     repeats: int = 1
     seed: int = 0
     window: int | None = None
+    dtype: Dtype = Dtype.FP32
 
     @property
     def applied(self) -> float:
@@ -68,6 +71,7 @@ class Case:
             "" if self.scores == "plain" else f"{self.scores} scores",
             "q, k and v strided as in the model" if self.fused else "",
             f"{self.threads} threads" if self.threads > 1 else "",
+            "" if self.dtype is Dtype.FP32 else self.dtype,
         )
         return ", ".join(filter(None, words))
 
@@ -109,9 +113,9 @@ CASES = (
 WINDOWED = tuple(replace(case, window=case.Nq // 4) for case in CASES if case.causal)
 
 
-def seeded(seed: int, windowed: bool = False) -> list[Case]:
-    """The cases with inputs of a seed, also those with a window."""
-    return [replace(case, seed=seed) for case in CASES + (WINDOWED if windowed else ())]
+def seeded(seed: int, windowed: bool = False, dtype: Dtype = Dtype.FP32) -> list[Case]:
+    """The cases with inputs of a seed in a dtype, also those with a window."""
+    return [replace(case, seed=seed, dtype=dtype) for case in CASES + (WINDOWED if windowed else ())]
 
 
 def seed_of(file: Path, secret: int | None) -> int:
@@ -136,15 +140,31 @@ class Expected(NamedTuple):
         return bool((self.error(got) <= self.allowed).all())
 
 
-def beside(exact: Floats, peer: Floats, floor: float) -> Expected:
-    """What may differ from float64: ALLOWED times `peer`'s error, and `floor` of the largest number."""
+def beside(exact: Floats, peer: Floats, floor: float, dtype: Dtype = Dtype.FP32) -> Expected:
+    """What may differ from float64: ALLOWED times float32's error, and rounding of the largest number.
+
+    peer: the result in float32. floor: its share of the largest number that any result may err.
+    """
     error = float(np.abs(peer - exact).max())
-    return Expected(exact, ALLOWED * (error + floor * max(1.0, float(np.abs(exact).max()))))
+    largest = float(np.abs(exact).max())
+    return Expected(exact, ALLOWED * (error + floor * max(1.0, largest) + dtype.rounding * largest))
 
 
 def floor(largest: float) -> float:
     """The larger of 1e-6 and the largest score's rounding, which is the relative error of a weight."""
     return max(1e-6, 2.0**-24 * largest)
+
+
+def rounded(t: Array, dtype: Dtype) -> Array:
+    """float32 numbers that a dtype has, the nearest ones."""
+    if dtype is Dtype.FP16:
+        return t.astype(np.float16).astype(np.float32)
+    if dtype is Dtype.BF16:
+        t = t.copy()
+        bits = t.view(np.uint32)
+        bits += 0x7FFF + (bits >> 16 & 1)  # ties to even
+        bits &= 0xFFFF0000
+    return t
 
 
 def fused(matrix: Array) -> list[Array]:
@@ -160,7 +180,7 @@ def inputs(case: Case) -> list[Array]:
     H = case.H
     d = case.d
     if case.fused:
-        return fused(random.standard_normal((B, case.Nk, 3, H, d), np.float32))
+        return fused(rounded(random.standard_normal((B, case.Nk, 3, H, d), np.float32), case.dtype))
     q, k, v = (random.standard_normal((B, H, n, d), np.float32) for n in (case.Nq, case.Nk, case.Nk))
     if case.scores == "large":
         q *= np.float32(LARGE / np.abs(case.applied * q @ turned(k)).max())
@@ -169,7 +189,7 @@ def inputs(case: Case) -> list[Array]:
         rise = np.linspace(0, 1, case.Nk, dtype=np.float32)
         k = np.ones_like(k) * rise[:, None] + np.float32(0.01) * k
         q *= np.float32(STEEP) / np.float32(np.abs(case.applied * q @ turned(k)).max())
-    return [q, k, v]
+    return [rounded(t, case.dtype) for t in (q, k, v)]
 
 
 def call_inputs(case: Case) -> list[Array]:
@@ -204,11 +224,11 @@ def turned(t: Floats) -> Floats:
 
 @functools.cache
 def expected(case: Case) -> Expected:
-    """The result (B, H, Nq, d) in float64, and the allowed error beside NumPy's float32."""
+    """The result (B, H, Nq, d) in float64, and the allowed error."""
     exact = Numbers(case)
     peer = Numbers(case, np.float32)
     out, other = (each.output(each.q, each.k, each.v) for each in (exact, peer))
-    return beside(out, other, floor(np.abs(exact.scores).max()))
+    return beside(out, other, floor(np.abs(exact.scores).max()), case.dtype)
 
 
 def attention(q: Floats, k: Floats, v: Floats, seen: NDArray[np.bool_], scale: Any) -> Floats:

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext import attention, user_kernel
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.judge import cases
 from shakespeare.judge.cases import Array, Expected
 from shakespeare.judge.diagnosis import Finding
@@ -88,12 +89,14 @@ class Clock(timing.Cpu):
         try:
             name = f"empty{kind if kind.startswith('.') else '.py'}"
             self._peer.load(
-                user_kernel.kept(name, EMPTY[f"{kind} backward" if backward else kind]), backward=backward
+                user_kernel.kept(name, EMPTY[f"{kind} backward" if backward else kind]),
+                backward=backward,
+                dtype=size.dtype,
             )
             self._peer.ask({"seal": True})
             empty = self._timer(self._peer, self._empty, EMPTY_CALLS)
             empty.round()  # before the file can do anything
-            self._player.load(file, backward=backward)
+            self._player.load(file, backward=backward, dtype=size.dtype)
             self._call(self._player, self.sizes[0], 600.0 + JIT_SECONDS * source.compiling)
             timers = [self._timer(self._player, timed, MOST_CALLS) for timed in self.sizes]
             self._taken.clear()  # a first call may compile, or start a pool
@@ -247,10 +250,12 @@ class Clock(timing.Cpu):
 
     def _is_right(self, timed: Timed, seed: int, result: Any, most_scores: int) -> bool:
         """Whether random rows of a result are right; it and the inputs may be tensors on a GPU."""
-        matrices = {name: torch.as_tensor(t).cpu().numpy() for name, t in self._inputs(seed, timed).items()}
-        got = torch.as_tensor(result).cpu().numpy()
-        compute = gradients_of if self._size.backward else outputs_of
-        checked = sampled(matrices, self._size.causal, compute, most_scores)
+        size = self._size
+        tensors = {"": result, **self._inputs(seed, timed)}
+        matrices = {name: torch.as_tensor(t).cpu().float().numpy() for name, t in tensors.items()}
+        got = matrices.pop("")
+        compute = gradients_of if size.backward else outputs_of
+        checked = sampled(matrices, size.causal, compute, most_scores, Dtype(size.dtype))
         return all(expected.allows(got[0, h, rows]) for h, rows, expected in checked)
 
 
@@ -266,7 +271,7 @@ Compute = Callable[[Head, Rows, bool, Any], list[Any]]
 
 
 def sampled(
-    matrices: Head, causal: bool, compute: Compute, most_scores: int
+    matrices: Head, causal: bool, compute: Compute, most_scores: int, dtype: Dtype
 ) -> Iterator[tuple[int, Rows, Expected]]:
     """For each head random rows of a result, and what is expected of them; all rows if they are few."""
     _, heads, N, d = matrices["q"].shape
@@ -278,7 +283,7 @@ def sampled(
             for kind in (np.float64, np.float32)
         )
         for i, (right, other) in enumerate(zip(exact, peer)):
-            yield h, rows + i * N, cases.beside(right, other, 1e-6)
+            yield h, rows + i * N, cases.beside(right, other, 1e-6, dtype)
 
 
 def outputs_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:

@@ -134,8 +134,12 @@ def of_precision(wrong: Mapping[Case, Floats], subject: Subject) -> Finding | No
     error = max((exact.error(got).max() / np.abs(exact.out).max() for got, exact in plain), default=np.inf)
     if not error < ROUNDED:
         return None
-    what = f"the results are near, but {error:.0e} of the largest off; float32 gives 1e-6. Are numbers "
-    what += "rounded to 16 bits, or products to TF32 (Triton: input_precision='ieee')?"
+    dtype = next(iter(wrong)).dtype
+    what = f"the results are near, but {error:.0e} of the largest off; {dtype} gives "
+    if dtype.rounding:
+        what += f"{dtype.rounding:.0e}. Scores, sums and the output before its end belong in float32"
+    else:
+        what += "1e-6. Are numbers rounded to 16 bits, or products to TF32 (Triton: input_precision='ieee')?"
     return Finding("precision", what)
 
 
@@ -158,7 +162,7 @@ def matching(case: Case, got: Floats, subject: Subject) -> Iterator[Finding]:
                 continue
             largest = max(np.abs(guess[known]).max(), 1e-3)
             apart = np.abs(guess - exact)[known].max() / largest
-            if np.abs(got - guess)[known].max() / largest <= min(LIKE, apart / 8):
+            if np.abs(got - guess)[known].max() / largest <= min(LIKE + 4 * case.dtype.rounding, apart / 8):
                 yield Finding(kind, sentence)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.cuda.driver import Memory
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.judge.clock import Clock, Timed
 from shakespeare.judge.diagnosis import FORWARD
 from shakespeare.judge.gradients import BACKWARD
@@ -33,8 +34,11 @@ class GpuClock(Clock):
         self._into = [*subject.into]
         self._shape = (1, size.heads, size.N, size.d)
         shapes = {name: self._shape[: 3 if name == "lse" else 4] for name in (*self._given, *self._into)}
-        self._memory = [{n: (Memory(4 * math.prod(s)), s) for n, s in shapes.items()} for _ in range(SETS)]
-        self._sets = [{n: m.tensor(*s) for n, (m, s) in each.items()} for each in self._memory]
+        dtype = Dtype(size.dtype)
+        self._memory = [
+            {n: (Memory(dtype.bytes * math.prod(s)), s) for n, s in shapes.items()} for _ in range(SETS)
+        ]
+        self._sets = [{n: m.tensor(s, dtype) for n, (m, s) in each.items()} for each in self._memory]
         self.most_kept = int(KEPT_SHARE * self._gpu.free())
         super().__init__(file, size)
 
@@ -66,7 +70,10 @@ class GpuClock(Clock):
 
     def _inputs(self, seed: int, timed: Timed) -> dict[str, Tensor]:
         generator = torch.Generator("cuda").manual_seed(seed)
-        q, k, v, dout = (torch.randn(self._shape, device="cuda", generator=generator) for _ in range(4))
+        kind = getattr(torch, Dtype(self._size.dtype).torch_name)
+        q, k, v, dout = (
+            torch.randn(self._shape, device="cuda", generator=generator).to(kind) for _ in range(4)
+        )
         if not self._size.backward:
             return {"q": q, "k": k, "v": v}
         out, lse = attention("part4", q, k, v, causal=self._size.causal, return_lse=True)

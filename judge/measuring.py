@@ -20,7 +20,7 @@ from shakespeare.judge.clock import MIN_TIME, ROUNDS, Clock
 from shakespeare.judge.diagnosis import Finding
 from shakespeare.judge.gpu_clock import GpuClock
 from shakespeare.judge.player import Gone, Wrong, close_this_process
-from shakespeare.judge.speed import LADDER, SECONDS, SMALLER, UNTIMED, WIDER, Figures, Size
+from shakespeare.judge.speed import LADDER, LADDER_IN_16_BITS, SECONDS, SMALLER, UNTIMED, WIDER, Figures, Size
 from shakespeare.lab import counters, machine
 from shakespeare.lab.bench.cases import known_on, plan
 from shakespeare.lab.bench.cell import Cell
@@ -28,6 +28,7 @@ from shakespeare.lab.bench.cuda import GpuBench
 from shakespeare.lab.bench.sweep import Bench
 
 PEAK_TRIES = 4  # measurements of the limits before a kernel is faster
+ABOVE_MATMUL = 1.25  # times a matrix product's speed that tensor cores may reach, by their data sheets
 
 
 def main(file: Path, size: Size) -> Figures | Finding:
@@ -47,7 +48,8 @@ def main(file: Path, size: Size) -> Figures | Finding:
 def ladder(size: Size, device: str) -> list[Cell]:
     """What is timed beside the file: the ladder, or the part with gradients, and SDPA."""
     known = known_on(device, size.backward)
-    names = [name for name in (*LADDER[device], "sdpa") if name in known]
+    rungs = LADDER[device] if size.dtype == Dtype.FP32 else LADDER_IN_16_BITS
+    names = [name for name in (*rungs, "sdpa") if name in known]
     return plan(
         names,
         device=device,
@@ -58,6 +60,7 @@ def ladder(size: Size, device: str) -> list[Cell]:
         masks=[size.causal],
         threads=[size.threads],
         backward=size.backward,
+        dtype=size.dtype,
     )
 
 
@@ -95,8 +98,10 @@ def measured(file: Path, size: Size) -> Figures | Finding:
             products = machine.amx_peak(threads)
             bandwidth = machine.read_bandwidth(int(read), threads)
         else:
-            peak = max(peak, gpu.fma_peak())
-            products = gpu.tensor_peak(Dtype.BF16)
+            in_16_bits = size.dtype != Dtype.FP32
+            products = gpu.tensor_peak(Dtype(size.dtype) if in_16_bits else Dtype.BF16)
+            peak = max(peak, products if in_16_bits else gpu.fma_peak())
+            products *= 3 * ABOVE_MATMUL if in_16_bits else 1
             bandwidth = max(gpu.bandwidths().values())
         limit = max(limit, peak, products / 3)  # float32 as three products of bfloat16
         if cell.flops <= limit * seconds and read <= bandwidth * seconds:

@@ -178,14 +178,16 @@ class Player:
         """Whether the process has not ended."""
         return self._process.poll() is None
 
-    def load(self, file: Path, most_memory: int | None = None, backward: bool = False) -> None:
+    def load(
+        self, file: Path, most_memory: int | None = None, backward: bool = False, dtype: str = "fp32"
+    ) -> None:
         """Load a kernel, or its backward pass; C++ and ISPC are compiled here. Raises BuildError, Gone."""
         file = file.resolve()
         user_kernel.check(file, backward)
         self._into = (BACKWARD if backward else FORWARD).into
         made = str(recipes.own(file).make()) if file.suffix in (".cpp", ".ispc") else None
         request = {"load": str(file), "library": made, "most_memory": most_memory, "backward": backward}
-        imported = self.ask(request, LOAD_SECONDS).get("imported", ())
+        imported = self.ask({**request, "dtype": dtype}, LOAD_SECONDS).get("imported", ())
         self.sources = [*dict.fromkeys((*user_kernel.sources(file), *map(Path, imported)))]
 
     def call(

@@ -23,7 +23,7 @@ import numpy as np
 
 from shakespeare.attention_ext import user_kernel
 from shakespeare.attention_ext.build import nvrtc
-from shakespeare.attention_ext.parts import BuildError
+from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.judge import borrowed, cases
 from shakespeare.judge.cases import CASES, Array
 from shakespeare.lab.memory import keep_freed_memory
@@ -32,7 +32,7 @@ Arrays = dict[str, Array]
 GO = b"go\n"
 DONE = b".\n"
 PAGE = mmap.PAGESIZE
-COMPILED_FOR = "sm_80"  # without a GPU
+COMPILED_FOR = "sm_90"  # without a GPU
 ONCE = 13  # cases that compute-sanitizer watches
 GUARD = 1024  # floats of NaN after each matrix on a GPU
 # Options of Linux's prctl()
@@ -46,15 +46,16 @@ KEPT_CAPABILITIES = 0b110
 class Caller:
     """A loaded kernel or backward pass, and the call that GO makes."""
 
-    def __init__(self, file: Path, library: str | None, backward: bool = False) -> None:
+    def __init__(self, file: Path, library: str | None, backward: bool = False, dtype: str = "fp32") -> None:
         self.source = user_kernel.read(file)
         native = library and user_kernel.Native(file, backward, Path(library))
         self.kernel: Any = native or user_kernel.loaded(file, backward)
         self.guard = GUARD if isinstance(self.kernel, user_kernel.OnCuda) else 0
         self.result: Any = None  # that of the last call in Python
         self._scratch = np.empty(0, np.float32)
+        self._dtype = Dtype(dtype)
         if self.source.device == "cuda":
-            check_gpu(self.kernel)
+            check_gpu(self.kernel, self._dtype)
 
     def prepare(
         self,
@@ -84,10 +85,12 @@ class Caller:
             import torch
 
             torch.set_num_threads(threads)
+            kind = getattr(torch, self._dtype.torch_name)
             inputs = [*map(torch.from_numpy, inputs)]
 
         def call() -> None:
-            self.result = kernel(*inputs, causal, scale)
+            given = [t.to(kind) for t in inputs] if kernel.takes_tensors else inputs
+            self.result = kernel(*given, causal, scale)
             self.copy(into)
 
         return call
@@ -97,13 +100,15 @@ class Caller:
         if self.result is not None:
             results = self.result if isinstance(self.result, tuple) else (self.result,)
             for t, result in zip(into.values(), results):
-                np.copyto(t, result.detach().cpu().numpy() if self.kernel.takes_tensors else result)
+                np.copyto(t, result.detach().cpu().float().numpy() if self.kernel.takes_tensors else result)
 
     def _on_gpu(self, inputs: Arrays, into: Arrays, asked: tuple[bool, float]) -> Callable[[], object]:
         """A call on a GPU, where `guard` numbers that are NaN follow each matrix."""
         import torch
 
         self.kernel.in_turn = True  # so that each of Triton's tiles is tried
+        kind = getattr(torch, self._dtype.torch_name)
+        bits_kind = getattr(torch, f"int{8 * self._dtype.bytes}")
 
         def call() -> None:
             buffers = []
@@ -113,9 +118,9 @@ class Caller:
                 count = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, strides))
                 flat = np.lib.stride_tricks.as_strided(t, (count,), (4,))  # with what lies between its rows
                 padded = np.concatenate([flat, np.full(self.guard, np.nan, np.float32)])
-                buffers.append(torch.from_numpy(padded).to("cuda"))
+                buffers.append(torch.from_numpy(padded).to("cuda", kind))
                 views.append(buffers[-1].as_strided(t.shape, strides))
-            bits = [t.view(torch.int32) for t in buffers]  # NaN is not equal to itself
+            bits = [t.view(bits_kind) for t in buffers]  # NaN is not equal to itself
             before = [t.clone() for t in bits]
             out = {"out": views[-1]} if isinstance(self.kernel, user_kernel.OnCuda) else {}
             self.result = self.kernel(*views[: len(inputs)], *asked, **out)
@@ -140,7 +145,7 @@ class Caller:
 
         tensors = {}
         for name, (handle, shape) in handles.items():
-            tensors[name] = driver.tensor_at(driver.opened(bytes.fromhex(handle)), shape)
+            tensors[name] = driver.tensor_at(driver.opened(bytes.fromhex(handle)), shape, self._dtype)
         into = [tensors.pop(name) for name in names]
         in_place = {"out": into[0]} if isinstance(self.kernel, user_kernel.OnCuda) else {}
 
@@ -205,7 +210,7 @@ def protect(memory: mmap.mmap, pages: Iterable[int], flags: int) -> None:
         ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + page), ctypes.c_size_t(PAGE), flags)
 
 
-def check_gpu(kernel: Any) -> None:
+def check_gpu(kernel: Any, dtype: Dtype) -> None:
     """Raise BuildError if there is no GPU, or if CUDA's compiler refuses the kernel."""
     from shakespeare.attention_ext.cuda import driver
 
@@ -214,18 +219,18 @@ def check_gpu(kernel: Any) -> None:
     except BuildError:
         if isinstance(kernel, user_kernel.InPython):
             raise
-        _, resources = kernel.source(64, COMPILED_FOR).compile()
+        _, resources = kernel.source(64, dtype, COMPILED_FOR).compile()
         what = f"it compiles for {COMPILED_FOR}, with {resources.registers} registers, and is not tried"
         raise BuildError(f"{what}: no GPU and driver are found here (see nvidia-smi)") from None
     if not isinstance(kernel, user_kernel.OnCuda):
         return
     major, minor = driver.gpu(0).capability
-    nvrtc.make_all(kernel.source(d, f"sm_{major}{minor}") for d in {case.d for case in CASES})
+    nvrtc.make_all(kernel.source(d, dtype, f"sm_{major}{minor}") for d in {case.d for case in CASES})
 
 
-def once(file: Path) -> None:
+def once(file: Path, dtype: str) -> None:
     """Call a file's kernel in this process, for compute-sanitizer."""
-    caller = Caller(file, None)
+    caller = Caller(file, None, dtype=dtype)
     caller.guard = 0
     for case in CASES[:ONCE]:
         inputs = dict(zip("qkv", cases.inputs(case)))
@@ -278,13 +283,13 @@ class Desk:
         return {}
 
     def _load(
-        self, file: Path, load: str, library: str | None, most_memory: int | None, backward: bool
+        self, file: Path, load: str, library: str | None, most_memory: int | None, **asked: Any
     ) -> dict[str, Any]:
         if most_memory:
             with contextlib.suppress(OSError, ValueError):
                 mapped = PAGE * int(Path("/proc/self/statm").read_text().split()[0])
                 resource.setrlimit(resource.RLIMIT_AS, (mapped + most_memory,) * 2)
-        self._caller = Caller(file, library, backward)
+        self._caller = Caller(file, library, **asked)
         return {} if library else {"imported": [*map(str, user_kernel.sources(file)[1:])]}
 
     def _prepare(
@@ -351,7 +356,7 @@ def main(channel: int, notes: int, memory: int, with_torch: bool = False) -> Non
 if __name__ == "__main__":
     if sys.argv[1] == "once":
         give_up_rights()
-        once(Path(sys.argv[2]))
+        once(Path(sys.argv[2]), sys.argv[3])
     elif sys.argv[1] == "run":
         give_up_rights()
         os.execv(sys.argv[2], sys.argv[2:])

@@ -16,7 +16,15 @@ from shakespeare.lab import result_files
 from shakespeare.lab.formats import markdown
 
 Entry = dict[str, Any]
-SIZE = {"N": float, "d": float, "heads": float, "causal": bool, "threads": float, "backward": bool}
+SIZE = {
+    "N": float,
+    "d": float,
+    "heads": float,
+    "causal": bool,
+    "threads": float,
+    "backward": bool,
+    "dtype": str,
+}
 CALL = {"cpu": str, "device": str, **SIZE}  # what two entries must share to be compared
 # What a line holds. sha256: of the sources. ms, share: of the timed call, and of the peak. library: as in
 # Verdict. date: in UTC. version: of this project.
@@ -94,6 +102,8 @@ def entries(path: Path) -> list[Entry]:
 
 def _checked(entry: Any) -> Entry:
     for name, kind in FIELDS.items():
+        if isinstance(entry, dict) and name == "dtype":
+            entry = {"dtype": "fp32", **entry}  # earlier files lack it
         if not isinstance(entry, dict) or name not in entry:
             raise ValueError(f"it lacks {name}")
         value = entry[name]

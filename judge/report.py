@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.attention_ext.user_kernel import SIMULATORS, has_gpu, joined, read, sources
 from shakespeare.judge.cases import CASES, Case, Floats
 from shakespeare.judge.diagnosis import Finding, Subject, first_part
-from shakespeare.judge.speed import LADDER, Figures, Size, hint, place
+from shakespeare.judge.speed import Figures, Size, hint, place
 from shakespeare.judge.verdict import Verdict
 from shakespeare.lab.formats import counted, size_text
 
@@ -40,6 +41,7 @@ def verdict(file: Path, outcome: Verdict, size: Size) -> str:
     if outcome.right:
         simulated = read(file).simulated
         where = f", in {SIMULATORS[simulated][0]}" if simulated else ""
+        where += "" if size.dtype == Dtype.FP32 else f", in {size.dtype}"
         lines = [f"{name} is right in {counted(outcome.tried, 'case')}{where}"]
         if outcome.library:
             lines.append(library(file, outcome, size))
@@ -123,6 +125,7 @@ def memory(file: Path, outcome: Verdict, size: Size) -> str:
 def call(device: str, size: Size) -> str:
     """The timed call, in words."""
     mask = ("causal" if size.causal else "no mask") + (", backward" if size.backward else "")
+    mask += "" if size.dtype == Dtype.FP32 else f", {size.dtype}"
     case = f"{counted(size.heads, 'head')} of N = {size.N}, d = {size.d}, {mask}"
     return f"{case}, {counted(size.threads, 'thread')}" if device == "cpu" else case
 
@@ -135,15 +138,18 @@ def speed(file: Path, outcome: Verdict, size: Size) -> str:
     mine = figures.ms["own"]
     rate = figures.flops / (1e-3 * mine) / 1e9
     lines = [line("speed", f"{mine:.3g} ms: {call(figures.device, size)}; {figures.cpu}")]
-    lines.append(line("", f"{rate:.3g} GFLOP/s, {100 * figures.share:.2g} % of the FMA peak"))
+    peak = "FMA peak" if size.dtype == Dtype.FP32 else "speed of a large matrix product"
+    speed = f"{rate:.3g} GFLOP/s" if rate < 1e4 else f"{1e-3 * rate:.3g} TFLOP/s"
+    lines.append(line("", f"{speed}, {100 * figures.share:.2g} % of the {peak}"))
     if mine < NEAR * figures.handing_ms:
         what = f"{figures.handing_ms:.2g} ms more were for handing each call over: larger calls are firmer"
         lines.append(line("", what))
     if sdpa := figures.ms.get("sdpa"):
         what = "SDPA's backward pass" if size.backward else "SDPA"
         lines.append(line("", f"{sdpa / mine:.3g} times as fast as PyTorch's {what} ({sdpa:.3g} ms)"))
-    if known := [(ms, name) for name, ms in figures.ms.items() if name in LADDER[figures.device]]:
-        steps = ", ".join(f"{name} {ms:.3g}" for ms, name in sorted(known, reverse=True))
+    if figures.ladder:
+        known = sorted(((figures.ms[name], name) for name in figures.ladder), reverse=True)
+        steps = ", ".join(f"{name} {ms:.3g}" for ms, name in known)
         lines.append(line("ladder", f"{place(figures)} ({steps} ms)"))
     if figures.scratch is not None:
         lines.append(line("scratch", size_text(figures.scratch)))

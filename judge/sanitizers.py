@@ -34,7 +34,7 @@ ERRORS = {"SEGV": "it reads or writes where no memory is", "FPE": "it divides a 
 Said = Iterator[tuple[str, Finding | None]]  # what a sanitizer says, and what it has found
 
 
-def search(file: Path, backward: bool, crashed: int | None, stop: Stop = None) -> Said:
+def search(file: Path, backward: bool, crashed: int | None, dtype: str, stop: Stop = None) -> Said:
     """Yield what each sanitizer says until one finds something. Raises Stopped if stop().
 
     crashed: the number of the first case that is wrong or ends the process, if there is one.
@@ -46,7 +46,7 @@ def search(file: Path, backward: bool, crashed: int | None, stop: Stop = None) -
         if THREADS.search(user_kernel.joined(user_kernel.sources(file))):
             searches.append(partial(_races, file, backward, stop))
     elif file.suffix == ".cu":
-        searches = [partial(_cuda, file, stop)]
+        searches = [partial(_cuda, file, dtype, stop)]
     for each in searches:
         finding = None
         try:
@@ -90,12 +90,12 @@ def _said(file: Path, sanitizer: str, case: Case, backward: bool, stop: Stop) ->
     return run(command, SECONDS, stop, ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1")[2]
 
 
-def _cuda(file: Path, stop: Stop) -> tuple[str, Finding | None]:
+def _cuda(file: Path, dtype: str, stop: Stop) -> tuple[str, Finding | None]:
     tool = shutil.which("compute-sanitizer")
     if not tool:
         return "not searched: compute-sanitizer was not found on PATH", None
     env = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that each matrix has bounds
-    words = [sys.executable, "-m", "shakespeare.judge.player_process", "once", str(file.resolve())]
+    words = [sys.executable, "-m", "shakespeare.judge.player_process", "once", str(file.resolve()), dtype]
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--print-limit", "3", *words]
         report = "\n".join(run(command, SECONDS, stop, **env)[1:])

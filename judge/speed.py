@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shakespeare.attention_ext import user_kernel
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.judge.diagnosis import Finding
 from shakespeare.judge.player import signalled
 from shakespeare.lab.command import environment, run
@@ -20,6 +21,7 @@ SECONDS = 600  # that a measurement, or compiling Triton's tiles, may take
 UNTIMED = "untimed"  # the kind of a finding that says nothing against a kernel
 UNMEASURED = (UNTIMED, "threads", "faster")  # the kinds that do not make a result wrong
 LADDER = {"cpu": ("part1", "part2", "part3", "part4"), "cuda": ("kernel1", "kernel2", "kernel3", "kernel4")}
+LADDER_IN_16_BITS = ("kernel3", "kernel5", "kernel6")
 SMALLER = 16  # N is so many times smaller in the call that fits the first caches
 WIDER = 2  # d is so many times larger in the call that tells the softmax's time from the products'
 MUCH = 0.4  # share of the time that a softmax should not take
@@ -64,13 +66,19 @@ HINTS = {
     "kernel2": (GPU, "one launch for all keys, and several scores a thread, which read shared memory less"),
     "kernel3": (GPU, "the row's state in registers, and keys that a whole warp reads at once"),
     "kernel4": (GPU, "8 x 8 scores a thread, vector loads, and copies that run beside the arithmetic"),
+    "kernel5": (GPU, "products by mma.sync, beside the exponentials of the chunk before"),
+    "kernel6": (GPU, "copies by TMA, wgmma, and warpgroups that take turns"),
     "float32": (GPU, "as fast as float32 gets on these units: tensor cores are next"),
+    "16 bits": (GPU, "as fast as the kernels here; bench has cuDNN and FlashAttention at your sizes"),
 }
 
 
 @dataclass(frozen=True)
 class Size:
-    """The timed call, of gradients if backward. cachegrind: count its bytes. alone: without the ladder."""
+    """The timed call, of gradients if backward. cachegrind: count its bytes. alone: without the ladder.
+
+    dtype: of its inputs, a Dtype.
+    """
 
     N: int = 1024
     d: int = 32
@@ -80,6 +88,7 @@ class Size:
     cachegrind: bool = False
     alone: bool = False
     backward: bool = False
+    dtype: str = Dtype.FP32.value
 
 
 @dataclass
@@ -87,8 +96,9 @@ class Figures:
     """What was measured.
 
     ms: medians of a call: 'own', the ladder's parts, sdpa. small_ms: at N / SMALLER; wide_ms: at WIDER * d.
-    flops: of a call. peak: multiply-adds'. latency: seconds of a dependent one. lanes: of a vector. scratch,
-    l2: bytes. moved: bytes of one head into each of two simulated caches; least: the fewest possible.
+    flops: of a call. peak: multiply-adds', in 16 bits a large product's. latency: seconds of a dependent
+    multiply-add. lanes: of a vector. scratch, l2: bytes. moved: bytes of one head into each of two simulated
+    caches; least: the fewest possible.
     handing_ms: that handing a call over took more. library: as Verdict's.
     """
 
@@ -113,6 +123,11 @@ class Figures:
     def share(self) -> float:
         """The share of the peak that the kernel reaches."""
         return self.flops / (1e-3 * self.ms["own"]) / self.peak
+
+    @property
+    def ladder(self) -> list[str]:
+        """The ladder's parts that were timed, in its order."""
+        return [name for name in self.ms if name not in ("own", "sdpa")]
 
     @property
     def softmax(self) -> float:
@@ -161,7 +176,7 @@ def from_process(
 def place(figures: Figures) -> str:
     """Where it stands on the ladder: 'between part2 and part3'; the slowest part first."""
     mine = figures.ms["own"]
-    names = sorted((n for n in LADDER[figures.device] if n in figures.ms), key=lambda n: -figures.ms[n])
+    names = sorted(figures.ladder, key=lambda n: -figures.ms[n])
     slower = [name for name in names if figures.ms[name] > mine]
     faster = [name for name in names if figures.ms[name] <= mine]
     if slower and faster:
@@ -198,7 +213,9 @@ def bound(figures: Figures, size: Size, text: str) -> str:
     rate = figures.products
     scratch = figures.scratch or 0
     if figures.device == "cuda":
-        return next((name for name in LADDER["cuda"][1:] if ms.get(name, 0) < 0.9 * ms["own"]), "float32")
+        rest = "float32" if size.dtype == Dtype.FP32 else "16 bits"
+        better = (name for name in figures.ladder if name in HINTS and ms[name] < 0.9 * ms["own"])
+        return next(better, rest)
     if figures.share >= NEAR:
         return "peak"
     helped = re.search(r"softmax_row|exp_sum|online_softmax", text)

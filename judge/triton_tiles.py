@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shakespeare.attention_ext import user_kernel
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.judge.diagnosis import Finding
 from shakespeare.judge.speed import Size, Stop, from_process
 from shakespeare.lab.cuda.architectures import SHEETS
@@ -84,7 +85,8 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
 
     triton.knobs.compilation.listener = keep
     module: Any = user_kernel.imported(file)
-    q, k, v = (torch.randn(1, size.heads, size.N, size.d, device="cuda" if on_gpu else "cpu") for _ in "qkv")
+    like = {"device": "cuda" if on_gpu else "cpu", "dtype": getattr(torch, Dtype(size.dtype).torch_name)}
+    q, k, v = (torch.randn(1, size.heads, size.N, size.d, **like) for _ in "qkv")
     if size.backward:
         module.attention_backward(q, k, v, v, q[..., 0].contiguous(), k, size.causal, size.d**-0.5)
     else:

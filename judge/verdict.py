@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shakespeare.attention_ext import user_kernel
-from shakespeare.attention_ext.parts import BuildError
+from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.judge import cases, diagnosis, player, sanitizers, speed, triton_tiles
 from shakespeare.judge.cases import Array, Case, Floats
 from shakespeare.judge.diagnosis import FORWARD, Finding, Subject
@@ -82,12 +82,12 @@ class Verdict:
         self.wrong = True
         self.finding = finding
 
-    def sanitize(self, file: Path, stop: Stop = None) -> None:
+    def sanitize(self, file: Path, dtype: str = "fp32", stop: Stop = None) -> None:
         """Add what sanitizers find. Raises Stopped if stop()."""
         if self.refused or self.finding and self.finding.kind == "endless":
             return
         for message, finding in sanitizers.search(
-            file, self.backward, self.case if self.wrong else None, stop
+            file, self.backward, self.case if self.wrong else None, dtype, stop
         ):
             self.memory.append(message)
             if finding:
@@ -161,11 +161,18 @@ class Checker:
         return self._player
 
     def check(
-        self, file: Path, seconds: float, seed: int = 0, backward: bool = False, windowed: bool = False
+        self,
+        file: Path,
+        seconds: float,
+        seed: int = 0,
+        backward: bool = False,
+        windowed: bool = False,
+        dtype: Dtype = Dtype.FP32,
     ) -> Verdict:
         """Try the kernel of a file, or its backward pass, with all cases.
 
-        seconds: that a call may take before it is endless. seed: of the inputs. windowed: also with a window.
+        seconds: that a call may take before it is endless. seed, dtype: of the inputs. windowed: also with a
+        window.
         """
         played = self.warm(file)
         source = user_kernel.read(file)
@@ -173,7 +180,7 @@ class Checker:
         subject = BACKWARD if backward else FORWARD
         on_gpu = source.device == "cuda"
         most_work = SIMULATED_WORK if source.simulated == "numba" else math.inf
-        every = enumerate(cases.seeded(seed, windowed))
+        every = enumerate(cases.seeded(seed, windowed, dtype))
         chosen = {case: n for n, case in every if case.work <= most_work}
         compiling = seconds + JIT_SECONDS * source.compiling
         if source.triton and on_gpu:  # it compiles for new sizes and tiles
@@ -190,7 +197,7 @@ class Checker:
             return np.array(played.call(matrices, next(limits), **asked | settings)[0], np.float64)
 
         try:
-            played.load(file, None if on_gpu else MOST_MEMORY, backward)
+            played.load(file, None if on_gpu else MOST_MEMORY, backward, dtype)
             beside.join()
             verdict.sources = played.sources
             verdict.try_cases(run, played.settle, chosen, math.inf if on_gpu else seconds, subject)
@@ -214,7 +221,7 @@ class Checker:
         With size.alone Triton's tiles are not compiled. Raises Stopped if stop().
         """
         known = verdict.finding
-        verdict.sanitize(file, stop)
+        verdict.sanitize(file, size.dtype, stop)
         if not stop:  # else a compiler may run for the next save
             player.end_strangers(self._others)
         if verdict.finding != known:

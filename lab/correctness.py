@@ -42,8 +42,6 @@ MATRICES = 2  # N x N float32 matrices that the reference holds for each head at
 FREE_SHARE = 0.9  # share of a GPU's free memory that they may take
 FLOOR = 1e-6  # allowed error of any float32 gradient, as a share of the largest
 ROUNDING = 2.0**-23  # the same for a sum of one term; for d terms it grows with the root of d
-# Two results may be rounded to neighbours in 16 bits, which are so far apart, as a share of the largest.
-NEIGHBOURS = {Dtype.FP32: 0.0, Dtype.BF16: 2.0**-8, Dtype.FP16: 2.0**-11}
 ROUNDS = 9  # of the gradients
 LEAST_SECONDS = 0.02  # least time of a round
 
@@ -310,7 +308,7 @@ def gradients(test: Test, echo: Callable[[str], None]) -> bool:
     sdpa = partial(scaled_dot_product_attention, is_causal=cell.causal)
     both = [backward_of(forward, tensors, dout) for forward in (ours, sdpa)]
     exact = exact_gradients([*tensors, dout], cell.causal)
-    floor = max(FLOOR, ROUNDING * math.sqrt(cell.d)) + NEIGHBOURS[Dtype(cell.dtype)]
+    floor = max(FLOOR, ROUNDING * math.sqrt(cell.d)) + Dtype(cell.dtype).rounding
     passed = True
     for name, right, *got in zip(("dq", "dk", "dv"), exact, *(backward() for backward in both)):
         error, pytorchs = (float((gradient - right).abs().max()) for gradient in got)

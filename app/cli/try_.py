@@ -14,14 +14,19 @@ import click
 from shakespeare.app.cli import options, watch
 from shakespeare.app.cli.part import Session, converse, inference_options, write
 from shakespeare.app.cli.terminal import notice, to_type
+from shakespeare.attention_ext.cuda.kernels import KERNELS
+from shakespeare.attention_ext.parts import Dtype
 
 Stop = Callable[[], bool] | None
 # Options of the engine that a file does not take, as open_engine() has them by default.
 FIXED = {"simd": "auto", "br": None, "bc": None, "kernel": None}
 # Options that do not go with --inference, and that go with it too.
-OWN = {"new", "backward", "triton", "again", "N", "d", "heads", "causal", "cachegrind", "seconds", "save"}
+TIMED = {"N", "d", "heads", "causal", "cachegrind", "seconds", "dtype"}
+OWN = TIMED | {"new", "backward", "triton", "origin", "again", "save"}
 THREADS = {"show_default": "1; all cores with --inference", **options.BOUNDED}
 BOTH = {"file", "threads", "as_json", "seed"}
+RUNGS = [f"kernel{name}" for name in KERNELS if name.isdigit()]
+DTYPE = "Format of q, k, v and the output: 16 bits for CUDA (.cu) and Triton, without gradients."
 HEADER = BOTH | {"N", "d", "heads", "causal", "seconds"}  # that go with a header
 
 
@@ -30,6 +35,8 @@ HEADER = BOTH | {"N", "d", "heads", "causal", "seconds"}  # that go with a heade
 @options.file("--new", "Write a working start to this file: .cpp, .ispc, .cu or .py.")
 @options.flag("--backward", "Try attention_backward(), the gradients of q, k and v. In .cpp and .py.")
 @options.flag("--triton", "With --new: a start in Triton (.py).")
+@options.choice("--from", "origin", "With --new: a kernel of the ladder (.cu).", of=RUNGS, default=None)
+@options.choice("--dtype", DTYPE, of=Dtype, default=None, show_default="the first that FILE takes")
 @options.flag("--watch", "again", "Try again at every save, until Ctrl-C.")
 @options.size("-N", "N", "Keys and queries of the timed call.", show_default="1024; 4096 on CUDA")
 @options.width
@@ -54,13 +61,22 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
 
     if asked["triton"] and not (new and new.suffix == ".py"):
         raise click.UsageError("--triton goes with --new FILE.py only")
+    origin = asked["origin"]
+    if origin and not (new and new.suffix == ".cu"):
+        raise click.UsageError("--from goes with --new FILE.cu only")
+    if asked["backward"]:
+        options.refuse(("dtype",), "does not go with --backward")
     if new:
         if file:
             raise click.UsageError("FILE does not go with --new")
         user_kernel.check_name(new, asked["backward"])
-        starts.write(new, asked["backward"], asked["triton"])
+        kernel = origin and origin.removeprefix("kernel")
+        written = starts.write(new, asked["backward"], asked["triton"], kernel, asked["dtype"])
         option = " --backward" if asked["backward"] else ""
-        notice(f"Wrote {new}. Now: {to_type()} try {shlex.quote(str(new))}{option}")
+        option += f" --dtype {asked['dtype']}" if asked["dtype"] else ""
+        notice(
+            f"Wrote {' and '.join(map(str, written))}. Now: {to_type()} try {shlex.quote(str(new))}{option}"
+        )
         return True
     if file is None:
         raise click.UsageError("Missing argument 'FILE'.")
@@ -83,7 +99,8 @@ def attempt(file: Path | None, new: Path | None, again: bool, threads: int | Non
         ranking.check_file(asked["save"])
     if again:
         options.refuse(("as_json",), "does not go with --watch")
-    given = {name: asked[name] for name in ("d", "causal", "cachegrind", "backward")}
+    asked["dtype"] = user_kernel.dtype_for(file, asked["dtype"])
+    given = {name: asked[name] for name in ("d", "causal", "cachegrind", "backward", "dtype")}
     N, heads = (4096, 100) if device == "cuda" else (1024, 4)
     size = Size(N=asked["N"] or N, heads=asked["heads"] or heads, threads=threads or 1, **given)
     return try_once(file, size, asked, again)
@@ -119,7 +136,7 @@ def try_once(file: Path, size: Any, asked: dict[str, Any], again: bool) -> bool:
             begin = time.time_ns()
             start = time.perf_counter()
             seed = cases.seed_of(file, asked["secret"])
-            verdict = checker.check(file, asked["seconds"], seed, asked["backward"])
+            verdict = checker.check(file, asked["seconds"], seed, asked["backward"], dtype=asked["dtype"])
             if not asked["as_json"]:
                 click.echo(report.verdict(file, verdict, size))
             if not again:

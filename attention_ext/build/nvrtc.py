@@ -89,7 +89,7 @@ class Source:
             std="c++17",
             device_as_default_execution_space=True,  # a generic lambda cannot say where it runs
             define_macro=[(name, str(value)) for name, value in self.macros.items()] or None,
-            include_path=[str(SOURCES), *([str(self.folder)] if self.folder else [])],
+            include_path=[*([str(self.folder)] if self.folder else []), str(SOURCES)],
             ptxas_options=["-v"],
             lineinfo=self.lines or None,
             no_cache=True,  # the log would be empty

@@ -160,9 +160,9 @@ class Memory:
         """What opened() takes in another process."""
         return bytes(checked(bindings().cuIpcGetMemHandle(self.address)).reserved)
 
-    def tensor(self, *shape: int) -> Tensor:
-        """A float32 tensor in this memory, which must live as long."""
-        return tensor_at(self.address, shape)
+    def tensor(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
+        """A tensor in this memory, which must live as long."""
+        return tensor_at(self.address, shape, dtype)
 
     def write_later(self, host: Memory, size: int, stream: Any) -> None:
         """Let a stream copy so many bytes of the host to the beginning."""
@@ -181,17 +181,17 @@ class Memory:
             self._free(self.address)
 
 
-def tensor_at(address: int, shape: Sequence[int]) -> Tensor:
-    """A contiguous float32 tensor in memory at an address on the GPU."""
+def tensor_at(address: int, shape: Sequence[int], dtype: Dtype) -> Tensor:
+    """A contiguous tensor in memory at an address on the GPU."""
     import torch
 
     class Shared:
         __cuda_array_interface__: ClassVar[dict[str, Any]] = {
-            **{"shape": tuple(shape), "typestr": "<f4", "version": 3},
+            **{"shape": tuple(shape), "typestr": f"<i{dtype.bytes}", "version": 3},
             "data": (address, False),
         }
 
-    return torch.as_tensor(Shared(), device="cuda")
+    return torch.as_tensor(Shared(), device="cuda").view(getattr(torch, dtype.torch_name))
 
 
 class Module:

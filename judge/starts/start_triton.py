@@ -1,7 +1,7 @@
 """Attention of your own in Triton: out = softmax(scale * q k^T) v for each batch and head.
 
-q: (B, H, Nq, d). k, v: (B, H, Nk, d). out: (B, H, Nq, d). float32, on a GPU; without one Triton interprets
-this file. q, k and v may have any strides, and may not be changed.
+q: (B, H, Nq, d). k, v: (B, H, Nk, d). out: (B, H, Nq, d). float32, or with --dtype 16 bits, on a GPU; without
+one Triton interprets this file. q, k and v may have any strides, and may not be changed.
 
 The loop nest, FlashAttention-2 (arXiv:2307.08691), Algorithm 1:
 
@@ -64,7 +64,7 @@ def forward(
         correction = tl.exp(m - m_new)
         Pij = tl.exp(Sij - m_new[:, None])
         l = correction * l + tl.sum(Pij, 1)
-        Oi = correction[:, None] * Oi + tl.dot(Pij, Vj, input_precision="ieee")
+        Oi = correction[:, None] * Oi + tl.dot(Pij.to(Vj.dtype), Vj, input_precision="ieee")
         m = m_new
     at = out + (head * Nq + i[:, None]) * d + c[None, :]
     tl.store(at, Oi / l[:, None], mask=(i[:, None] < Nq) & (c[None, :] < d))
@@ -74,7 +74,7 @@ def attention(q, k, v, causal, scale):
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     B, H, Nq, d = q.shape
     Nk = k.shape[2]
-    out = torch.empty(q.shape, device=q.device)
+    out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
     strides = (t.stride()[:3] for t in (q, k, v))
     COLS = max(16, triton.next_power_of_2(d))  # tl.dot takes at least 16
     forward[lambda tile: (triton.cdiv(Nq, tile["BLOCK_M"]) * B * H,)](

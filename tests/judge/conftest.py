@@ -21,9 +21,9 @@ def tried(checker, tmp_path, monkeypatch):
     """The verdict on a text in a file of this name, by the cases and, where it is searched, by sanitizers."""
     monkeypatch.setattr(sanitizers, "SECONDS", SECONDS)
 
-    def call(name, text, *, seconds=SECONDS, searched=True, backward=False):
+    def call(name, text, *, seconds=SECONDS, searched=True, **asked):
         (tmp_path / name).write_text(text)
-        found = checker.check(tmp_path / name, seconds, backward=backward)
+        found = checker.check(tmp_path / name, seconds, **asked)
         if searched:
             found.sanitize(tmp_path / name)
         return found

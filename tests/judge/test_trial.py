@@ -12,14 +12,15 @@ import pytest
 import torch
 from planted import CUDA, FLASH, MISTAKES, NAIVE, NUMPY, RIGHT, TORCH, WITH_SANITIZER, Mistake
 from support import ROOT, naming
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from shakespeare import generate
 from shakespeare.app.server.requests import CompletionBody
 from shakespeare.attention_ext import attention, user_kernel
 from shakespeare.attention_ext.build import toolchain
-from shakespeare.attention_ext.parts import SUFFIXES
-from shakespeare.judge import ranking, report, sanitizers, speed
-from shakespeare.judge.cases import CASES
+from shakespeare.attention_ext.parts import SUFFIXES, Dtype
+from shakespeare.judge import ranking, report, sanitizers, speed, starts
+from shakespeare.judge.cases import CASES, expected, inputs, seeded
 from shakespeare.judge.speed import Figures, Size
 from shakespeare.judge.verdict import SIMULATED_WORK, Verdict
 from shakespeare.model import load
@@ -73,10 +74,37 @@ def test_without_a_gpu_a_kernel_in_cuda_is_compiled(tried, nvrtc, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     found = tried("mine.cu", CUDA)
-    assert "it compiles for sm_80" in found.refused and "not tried" in found.refused
+    assert "it compiles for sm_90" in found.refused and "not tried" in found.refused
     (tmp_path / "body.cuh").write_text(CUDA.replace("call.scale", "call.nothing"))
     found = tried("mine.cu", '#include "body.cuh"')
     assert "body.cuh(" in found.refused and "nothing" in found.refused
+
+
+def test_a_kernel_of_the_ladder_is_tried_in_its_dtypes(checker, nvrtc, tmp_path):
+    for kernel, dtype in (("4", Dtype.FP32), ("5", Dtype.FP16), ("6", Dtype.BF16)):
+        with naming(kernel):
+            file = tmp_path / f"mine{kernel}.cu"
+            starts.write(file, kernel=kernel, dtype=dtype)
+            found = checker.check(file, SECONDS, dtype=dtype)
+            assert found.right or re.search("compiles for sm_90|needs compute capability", found.why), found
+    (tmp_path / "kernel5.h").write_text("#error edited")  # a header beside the file is its own
+    assert "edited" in checker.check(tmp_path / "mine5.cu", SECONDS, dtype=Dtype.FP16).why
+
+
+def test_16_bits_have_their_own_tolerance():
+    """PyTorch's result in 16 bits is right, and that with a scale 2 % off is wrong in most cases."""
+    for dtype in (Dtype.BF16, Dtype.FP16):
+        wrong = 0
+        for case in seeded(0, dtype=dtype):
+            exact = [torch.tensor(t) for t in inputs(case)]
+            given = [t.to(getattr(torch, dtype.torch_name)) for t in exact]
+            assert all(map(torch.equal, exact, (t.float() for t in given)))
+            mask = torch.from_numpy(case.seen())
+            out, off = (sdpa(*given, mask, scale=case.applied * by) for by in (1, 1.02))
+            with naming(case):
+                assert expected(case).allows(out.double().numpy())
+            wrong += not expected(case).allows(off.double().numpy())
+        assert wrong > 9
 
 
 @pytest.mark.parametrize(
@@ -156,7 +184,8 @@ def test_the_ladder_and_the_hints():
     ladder = {"part1": 100.0, "part2": 3.0, "part3": 8.0, "part4": 2.5, "sdpa": 6.0}
 
     def timed(ms: float, device="cpu", small_ms=0.0, wide_ms=None, scratch=4 << 20) -> Figures:
-        times = ladder | {"own": ms, "kernel1": 9.0, "kernel2": 1.0}
+        rungs = ladder if device == "cpu" else {"kernel1": 9.0, "kernel2": 1.0}
+        times = rungs | {"own": ms}
         small = small_ms or ms / 256
         return Figures(times, 0.537e9, 120e9, 1 << 20, "a CPU", device, small, wide_ms, 1e-9, 16, scratch)
 
@@ -177,8 +206,10 @@ def test_the_ladder_and_the_hints():
         (timed(7, scratch=1 << 19), "", "leaves the first caches"),
         (timed(5.5), "", "of the peak"),
         (timed(5, "cuda"), "", "kernel2 takes 1 ms"),
+        (timed(1, "cuda"), "", "tensor cores are next"),
     ):
         assert words in speed.hint(figures, Size(), text)[0]
+    assert "cuDNN" in speed.hint(timed(1, "cuda"), Size(dtype="bf16"), "")[0]
 
 
 def test_the_pages_of_the_hints_exist():
@@ -196,6 +227,13 @@ def test_the_command(cli, failed, extension, tmp_path):
     for suffix in SUFFIXES:
         cli("try", "--new", f"mine{suffix}")
     assert "that file exists" in failed("try", "--new", "mine.cpp")
+    Path("kernel5.h").touch()
+    assert "kernel5.h exists" in failed("try", "--new", "five.cu", "--from", "kernel5")
+    assert "it must be fp32 for kernel4.cu" in failed(
+        "try", "--new", "a.cu", "--from", "kernel4", "--dtype", "bf16"
+    )
+    assert "--from goes with --new FILE.cu only" in failed("try", "mine.cu", "--from", "kernel6")
+    assert "it must be fp32 for mine.cpp" in failed("try", "mine.cpp", "--dtype", "fp16")
     assert "python gpt.py try 'restart. 1.cpp'\n" in cli("try", "--new", "restart. 1.cpp").stderr
     assert "-N does not go with --inference" in failed("try", "mine.cpp", "-N", 3, "--inference")
     Path("mine.cpp").write_text(NAIVE.replace("a.scale * s", "s"))

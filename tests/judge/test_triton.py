@@ -9,6 +9,7 @@ from planted import STARTS
 from support import naming
 
 from shakespeare.attention_ext import user_kernel
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.judge import triton_tiles, verdict
 from shakespeare.judge.cases import CASES
 from shakespeare.judge.diagnosis import Finding
@@ -32,7 +33,9 @@ with_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton is not 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", ["start_triton.py", "start_triton_backward.py"])
 def test_the_starts_compile_without_a_gpu(name, arch):
-    found = triton_tiles.swept(STARTS / name, Size(N=128, d=16, backward="backward" in name), arch=arch)
+    backward = "backward" in name
+    size = Size(N=128, d=16, backward=backward, dtype=Dtype.FP32 if backward else Dtype.BF16)
+    found = triton_tiles.swept(STARTS / name, size, arch=arch)
     (listed,) = (line for line in (STARTS / name).read_text().splitlines() if line.startswith("TILES"))
     assert isinstance(found, list) and len(found) == listed.count("("), found
     for row in found:
@@ -63,6 +66,7 @@ def test_mistakes_are_found(tried, monkeypatch):
             text = (BACKWARD if backward else START).replace(old, new)
             found = tried("mine.py", text, backward=backward)
             assert found.wrong and (found.finding.kind if found.finding else "") == kind, found
+    assert tried("mine.py", START, dtype=Dtype.FP16).right
 
 
 def test_without_triton_a_sentence_says_so(tmp_path, monkeypatch):

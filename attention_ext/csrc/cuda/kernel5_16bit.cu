@@ -14,6 +14,9 @@
 // Measured: NVIDIA H200, bf16, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 298, 353, 322;
 //     1.42, 1.22 and 1.01 times SDPA's flash backend.
 #include "kernel5.h"
+#if FORMAT == FP32
+#error "this is kernel 5 in 16 bits: --dtype must be bf16 or fp16"
+#endif
 
 // Macros beside those of kernel5.h:
 //   PIPE      0: one chunk after the other; 1: the next scores beside this softmax; 2: the product before, too

@@ -17,6 +17,9 @@
 // Measured: NVIDIA H200, (100, 1, 4096, d), no mask, TFLOP/s at d = 32, 64 and 128: 66.0, 72.6, 61.1; that is
 //     1.72, 1.69 and 1.40 times kernel 4, and 3.19, 2.04 and 1.30 times SDPA's efficient backend.
 #include "kernel5.h"
+#if FORMAT != FP32
+#error "this is kernel 5 in float32: --dtype must be fp32"
+#endif
 
 // Macros beside those of kernel5.h: Q_SPLIT 1: the queries are kept as their two parts; 0: split at each use.
 
