@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from shakespeare.attention_ext import default_tile
 from shakespeare.attention_ext import rules as ruling
-from shakespeare.attention_ext.checks import Sizes, check_tensors, finite, truth
+from shakespeare.attention_ext.checks import Sizes, check_tensors, finite, truth, type_text
 from shakespeare.attention_ext.parts import (
     AUTO,
     PARTS,
@@ -139,7 +139,7 @@ def attention(
         br, bc = default_tile.checked_sides(br, bc)
     simd = resolve_simd("auto" if simd is None else simd)
     if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(f"kernel is a {type(kernel).__name__}; it must be a name")
+        raise TypeError(f"kernel is {type_text(kernel)}; it must be a name")
     sizes = check_tensors(row, q, k, v, causal, grouped=True)
     given = ruling.named(rules) if rules else {}
     gradient = q.requires_grad or k.requires_grad or v.requires_grad

@@ -31,14 +31,14 @@ def whole(name: str, value: Any, must: str = "a whole number") -> int:
             return operator.index(held)
         except TypeError:
             pass
-    raise TypeError(f"{name} is a {kind(value)}; it must be {must}")
+    raise TypeError(f"{name} is {type_text(value)}; it must be {must}")
 
 
 def real(name: str, value: Any, must: str = "a number") -> float:
     """The int or float of a real number, as whole() takes it; also infinite or NaN. Raises TypeError."""
     held = plain(value)
     if isinstance(held, bool) or not isinstance(held, numbers.Real):
-        raise TypeError(f"{name} is a {kind(value)}; it must be {must}")
+        raise TypeError(f"{name} is {type_text(value)}; it must be {must}")
     return int(held) if isinstance(held, numbers.Integral) else float(held)
 
 
@@ -56,14 +56,16 @@ def truth(name: str, value: Any) -> bool:
         return value
     held = plain(value)
     if not isinstance(held, int) or held not in (0, 1):
-        raise TypeError(f"{name} is a {kind(value)}; it must be True or False")
+        raise TypeError(f"{name} is {type_text(value)}; it must be True or False")
     return bool(held)
 
 
-def kind(value: object) -> str:
-    """A value's type, with the shape that an array or a tensor has."""
+def type_text(value: object) -> str:
+    """A value's type with its article, and the shape that an array or a tensor has: 'an int'."""
+    name = type(value).__name__
     shape = getattr(value, "shape", ())
-    return type(value).__name__ + (f" of shape {tuple(shape)}" if shape else "")
+    article = "an" if name[0] in "aeioAEIO" else "a"  # a uint8
+    return f"{article} {name} of shape {tuple(shape)}" if shape else f"{article} {name}"
 
 
 def none_is_default(function: Function) -> Function:
@@ -109,7 +111,7 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1, grouped: bo
 
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         name, t = next((name, t) for name, t in zip("qkv", (q, k, v)) if not isinstance(t, torch.Tensor))
-        raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
+        raise TypeError(f"{name} is {type_text(t)}; it must be a tensor")
     formats = part.name, *part.dtypes, q.device, q.dtype, k.device, k.dtype, v.device, v.dtype
     if formats not in _checked:
         for name, t in zip("qkv", (q, k, v)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from shakespeare.attention_ext.checks import finite, kind, whole
+from shakespeare.attention_ext.checks import finite, type_text, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,7 +183,7 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int, gradient: bool = False) -
     window = given.get("window")
     if window is not None:
         if not isinstance(window, tuple | list) or len(window) != 2:
-            raise TypeError(f"window is a {kind(window)}; it must be (left, right)")
+            raise TypeError(f"window is {type_text(window)}; it must be (left, right)")
         for name, keys in zip(("left", "right"), window):
             if keys is None:
                 continue
@@ -214,7 +214,7 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int, gradient: bool = False) -
     header = given.get("score_mod")
     if header is not None:
         if not isinstance(header, str | Path):
-            raise TypeError(f"score_mod is a {kind(header)}; it must be the path of a C++ header")
+            raise TypeError(f"score_mod is {type_text(header)}; it must be the path of a C++ header")
         path = Path(header).absolute()
         if not path.is_file():
             raise ValueError(f"score_mod is {str(header)!r}; it must be the path of a C++ header")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float32]
 POINTER = ctypes.c_void_p
-SHARED_BYTES = 227 * 1024  # of a block, for which a kernel of the ladder is compiled where there is no GPU
+SHARED_BYTES = 227 * 1024  # a block has at most, where a kernel of the ladder is compiled without a GPU
 # What runs a kernel in Python without a GPU, by its package: its name, and the variable that asks for it.
 SIMULATORS = {
     "numba": ("Numba's simulator", "NUMBA_ENABLE_CUDASIM"),
@@ -111,8 +111,8 @@ def read(file: Path) -> Source:
     if file.suffix == ".cu":
         defined = re.search(r"__global__[^;{]*?\battention_kernel(\d)\s*\(", text)
         ladder = defined[1] if defined else ""
-        dtypes = KERNELS[ladder].dtypes if ladder in KERNELS else tuple(Dtype)
-        return Source(text, "cuda", ladder=ladder, dtypes=dtypes)
+        formats = KERNELS[ladder].dtypes if ladder in KERNELS else tuple(Dtype)
+        return Source(text, "cuda", ladder=ladder, dtypes=formats)
     if file.suffix != ".py":
         return Source(text, "cpu")
 
@@ -178,7 +178,7 @@ def sources(file: Path) -> list[Path]:
     found = [file.resolve()]
     with contextlib.suppress(BuildError):
         if file.suffix in (".cpp", ".ispc"):
-            found += recipes.own(file).read()
+            found += recipes.user_kernel(file).read()
         elif file.suffix == ".cu":
             found += nvrtc.included(file)
         else:
@@ -274,15 +274,15 @@ class Native:
 
     def __init__(self, file: Path, backward: bool = False, library: Path | None = None) -> None:
         try:
-            self._c = ctypes.CDLL(str(library or recipes.own(file).make()))
+            self._c = ctypes.CDLL(str(library or recipes.user_kernel(file).make()))
         except OSError as error:
             raise BuildError(f"{file.name} was compiled but cannot be loaded: {error}") from None
-        if not self._c.own_defines(backward):
+        if not self._c.user_kernel_defines(backward):
             raise BuildError(f"{file.name} must define {(BACKWARD if backward else MISSING)[file.suffix]}")
         self._struct: type[Sizes] = Gradient if backward else Call
         ends = "backward" if backward else "call"
-        self._scratch = self._c[f"own_scratch_of_{ends}"]
-        self._run = self._c[f"own_{ends}"]
+        self._scratch = self._c[f"user_kernel_scratch_of_{ends}"]
+        self._run = self._c[f"user_kernel_{ends}"]
         self._scratch.restype = ctypes.c_int64
         self._run.restype = ctypes.c_char_p
         self._scratch.argtypes = (POINTER,)
@@ -298,7 +298,7 @@ class Native:
 
     def prepared(
         self,
-        given: Mapping[str, Array],
+        matrices_by_name: Mapping[str, Array],
         into: Mapping[str, Array],
         causal: bool,
         scale: float,
@@ -310,24 +310,26 @@ class Native:
 
         window: keys before its own that a query sees, of a causal call.
         """
-        given = {
+        matrices_by_name = {
             name: t if t.shape[-1] == 1 or t.strides[-1] == 4 else np.ascontiguousarray(t)
-            for name, t in given.items()
+            for name, t in matrices_by_name.items()
         }
-        B, H, Nq, d = given["q"].shape
-        Nk = given["k"].shape[2]
+        B, H, Nq, d = matrices_by_name["q"].shape
+        Nk = matrices_by_name["k"].shape[2]
         if scratch is None:
             scratch = np.empty(self.scratch(B, H, Nq, Nk, d, causal, threads), np.float32)
         sizes = B, H, Nq, Nk, d, causal, scale, min(TILE, Nq), min(TILE, Nk), threads
         strided = ("q", "k", "v", "dout")
-        fields = {n: matrices(t) if n in strided else t.ctypes.data for n, t in {**given, **into}.items()}
+        fields = {
+            n: matrices(t) if n in strided else t.ctypes.data for n, t in {**matrices_by_name, **into}.items()
+        }
         # struct Rules of csrc/rules.h: left, and zeros for right, as it is causal, and for what is not given
         rules = window is not None and (ctypes.c_int64 * 32)(window)
         call = self._struct(*sizes, rules=ctypes.addressof(rules) if rules else None, **fields)
         function = self._run
         pointers = (ctypes.byref(call), scratch.ctypes.data)
 
-        def run(kept: Any = (given, into, call, scratch, rules)) -> None:
+        def run(alive: Any = (matrices_by_name, into, call, scratch, rules)) -> None:
             why = function(*pointers)
             if why:
                 raise RuntimeError(f"the kernel threw: {why.decode(errors='replace')}")
@@ -360,7 +362,7 @@ class CudaCall(ctypes.Structure):
     ]
 
 
-def kept(name: str, text: str, beside: Sequence[Path] = ()) -> Path:
+def cached_file(name: str, text: str, beside: Sequence[Path] = ()) -> Path:
     """A file of this name and text among the builds: NVRTC's folder of sources has nothing else.
 
     beside: the user's file and what it includes from below its folder, which is kept there too.
@@ -368,7 +370,7 @@ def kept(name: str, text: str, beside: Sequence[Path] = ()) -> Path:
     paths = (path for path in beside[1:] if path.is_relative_to(beside[0].parent))
     texts = {str(path.relative_to(beside[0].parent)): joined([path]) for path in paths} | {name: text}
     named = cache.fingerprint(word for item in texts.items() for word in item)
-    folder = cache.real(cache.directory()) / f"attention_ext_own_{named}"
+    folder = cache.folder(f"attention_ext_user_kernel_{named}")
     for place, content in texts.items():
 
         def write(work: Path, content: str = content) -> Path:
@@ -386,13 +388,14 @@ class OnCuda:
     takes_tensors = True
 
     def __init__(self, file: Path, source: Source) -> None:
-        self._file = kept("own.cu", CUDA.format(name=file.name, text=source.text), sources(file))
+        text = CUDA.format(name=file.name, text=source.text)
+        self._file = cached_file("user_kernel.cu", text, sources(file))
         self._on: dict[tuple[int, Dtype, int], tuple[Any, Any, list[int]]] = {}
 
     def source(self, d: int, dtype: Dtype, arch: str) -> nvrtc.Source:
         """What NVRTC compiles for heads of width d and an architecture such as sm_90."""
         macros = {"FORMAT": list(Dtype).index(dtype), "HEAD_DIM": d}
-        return nvrtc.Source("own.cu", arch, macros, self._file.parent, lines=True)
+        return nvrtc.Source("user_kernel.cu", arch, macros, self._file.parent, lines=True)
 
     def _compiled(self, *key: Any) -> tuple[Any, Any, list[int]]:
         """The library, the function, and BR, THREADS and SHARED, for heads of width d in a dtype on a GPU."""
@@ -441,7 +444,7 @@ class OnLadder:
     def __init__(self, file: Path, source: Source) -> None:
         if source.ladder not in KERNELS:
             raise BuildError(f"{file.name} defines attention_kernel{source.ladder}; the ladder has none")
-        path = str(kept(file.name, source.text, sources(file)))
+        path = str(cached_file(file.name, source.text, sources(file)))
         self._row = replace(KERNELS[source.ladder], name=path, sources=dict.fromkeys(source.dtypes, path))
         EVERY[path] = self._row  # where the launcher looks
 
@@ -494,22 +497,22 @@ class InPython:
         rest: causal and scale; before them out, lse and dout for a backward pass. Raises RuntimeError with
         what the function raised, and if a result has a wrong form.
         """
-        given: Sequence[Any] = (q, k, v, *rest[:-2])
+        arguments: Sequence[Any] = (q, k, v, *rest[:-2])
         if self.takes_tensors and not self._source.torch:
             from numba import cuda
 
-            given = [cuda.as_cuda_array(t) for t in given]
+            arguments = [cuda.as_cuda_array(t) for t in arguments]
         elif self._source.simulated == "numba":  # it copies only contiguous arrays to a GPU
-            given = [np.ascontiguousarray(t) for t in given]
+            arguments = [np.ascontiguousarray(t) for t in arguments]
         if self.in_turn:
             turn = hash((*q.shape, k.shape[2], rest[-2]))
             for tuner, configs in self._tuned:
                 tuner.configs = [configs[turn % len(configs)]]
         try:
-            result = self._function(*given, *rest[-2:])
+            result = self._function(*arguments, *rest[-2:])
         except (Exception, SystemExit) as error:
             raise RuntimeError(f"the function raised {reason(error, self._file)}") from error
-        if len(given) == 3:
+        if len(arguments) == 3:
             return self._formed(result, q, "q")
         if not isinstance(result, (tuple, list)) or len(result) != 3:
             raise RuntimeError("the function must return dq, dk and dv")
@@ -532,7 +535,7 @@ class InPython:
 
 def imported(file: Path) -> ModuleType:
     """The module in a user's file. Raises what the file raises."""
-    module = ModuleType(f"own_{file.stem}")
+    module = ModuleType(f"user_kernel_{file.stem}")
     module.__file__ = str(file)
     sys.modules[module.__name__] = module
     linecache.checkcache(str(file))
@@ -578,7 +581,7 @@ def reason(error: BaseException, file: Path) -> str:
             if trace.tb_frame.f_code.co_filename == str(file):
                 at = trace.tb_lineno
             trace = trace.tb_next
-        line = getattr(getattr(each, "node", None), "lineno", 0)  # of a function that Triton compiles
+        line = getattr(getattr(each, "node", None), "lineno", 0)  # Triton counts from the function
         if line and (function := str(getattr(each, "src", None))) in text:
             at = text.count("\n", 0, text.index(function)) + line
     raised = chain[-1] if type(error).__module__.startswith("triton") else error

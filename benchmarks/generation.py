@@ -64,7 +64,7 @@ DEVICE = "cuda"  # PyTorch's name of the GPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_ERROR_ON_GPU = {"fp32": Peer.most_error, "bf16": 0.5}
 LOSS_TOKENS = 16_384  # tokens over which a loss is measured
-LEAST_SECONDS = 0.05  # of one measurement
+MIN_SECONDS = 0.05  # of one measurement
 SAMPLE_BYTES = 4 << 20  # read in a bandwidth sample; as many as a token of the first case reads
 WRONG_EXIT_CODE = 1
 BUSY_EXIT_CODE = 3
@@ -218,7 +218,7 @@ def measure(
     for name in peers:
         with attempt(failed, name):
             if call := verified(name):
-                timers[name] = Timer(call, clock, LEAST_SECONDS, once=clock.time(call, 1)[0])
+                timers[name] = Timer(call, clock, MIN_SECONDS, once=clock.time(call, 1)[0])
     for _ in timed_rounds(list(timers.values()), rounds, guard):
         pass
     for name, timer in timers.items():
@@ -389,11 +389,13 @@ def time_on_gpu(
 
 @click.command(context_settings={"show_default": True})
 @options.cpu_or_cuda
-@options.names("--dtypes", "Formats of weights and cache on a GPU.", of=DTYPES, default="fp32,bf16")
-@options.names("--cases", "Cases to time.", of=CASES, show_default=USUAL, default=None)
-@options.names("--engines", "Our engines.", of=ENGINES, show_default="all")
-@options.names("--peers", "Other engines.", of=PEERS["cpu"] | PEERS["cuda"], show_default="all installed")
-@options.whole("--rounds", "Rounds of each.", least=2, default=5)
+@options.names("--dtypes", "Formats of weights and cache on a GPU.", choices=DTYPES, default="fp32,bf16")
+@options.names("--cases", "Cases to time.", choices=CASES, show_default=USUAL, default=None)
+@options.names("--engines", "Our engines.", choices=ENGINES, show_default="all")
+@options.names(
+    "--peers", "Other engines.", choices=PEERS["cpu"] | PEERS["cuda"], show_default="all installed"
+)
+@options.integer("--rounds", "Rounds of each.", minimum=2, default=5)
 @options.save("generation", "the figures")
 def main(device, dtypes, cases, engines, peers, rounds, save) -> None:
     """Time text generation, our engines against others; print a Markdown table for each case."""

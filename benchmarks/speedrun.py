@@ -84,9 +84,9 @@ def measured(seed: int, steps: int, arguments: Sequence[str], text: str) -> dict
 @options.path("--corpus", "corpus_file", "Text to learn.", show_default="what prepare got")
 @options.cpu_or_cuda
 @options.threads
-@options.numbers("--seeds", "Seeds, each of a run.", most=options.LARGEST_SEED, default="1337:1341+1")
-@options.number("--target", "Loss to reach, in nats per character.", most=100, default=TARGET)
-@options.whole("--steps", "Training steps of a run.", show_default="the recipe's", default=None)
+@options.numbers("--seeds", "Seeds, each of a run.", maximum=options.LARGEST_SEED, default="1337:1341+1")
+@options.number("--target", "Loss to reach, in nats per character.", maximum=100, default=TARGET)
+@options.integer("--steps", "Training steps of a run.", show_default="the recipe's", default=None)
 @options.save("speedrun", "the runs, with their curves")
 @click.argument("others", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF TRAIN]")
 def main(corpus_file, device, threads, seeds, target, steps, save, others) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shakespeare.attention_ext.checks import kind, set_defaults, set_whole, truth
+from shakespeare.attention_ext.checks import set_defaults, set_whole, truth, type_text
 from shakespeare.generation.logprobs import TokenLogprob, check_top
 from shakespeare.generation.sampling import SEEDS, Sampling, drawn_seed
 
@@ -62,7 +62,7 @@ class Request:
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 0")
         if not isinstance(self.stop, Collection) or getattr(self.stop, "shape", None) == ():
-            raise TypeError(f"stop is a {kind(self.stop)}; it must be a string or several")
+            raise TypeError(f"stop is {type_text(self.stop)}; it must be a string or several")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise ValueError(f"stop is {list(self.stop)!r}; it must hold strings, none of them empty")

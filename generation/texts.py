@@ -10,7 +10,7 @@ from typing import Any, cast
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext import processor
-from shakespeare.attention_ext.checks import none_is_default, truth, whole
+from shakespeare.attention_ext.checks import none_is_default, truth, type_text, whole
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.table import open_engine
@@ -158,7 +158,7 @@ def complete(
     other texts, and as Writer.join() does.
     """
     if not isinstance(writer, Writer):
-        raise TypeError(f"writer is a {type(writer).__name__}; it must be Writer(open_engine(model))")
+        raise TypeError(f"writer is {type_text(writer)}; it must be Writer(open_engine(model))")
     if writer.texts:
         raise ValueError(f"writer holds {len(writer.texts)} texts; it must hold none")
     waiting = enumerate(requests)
@@ -231,7 +231,7 @@ def generate(
     checkpoint = loaded(checkpoint)
     sampling = Sampling(**options)
     if not isinstance(prompt, str):
-        raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a string")
+        raise TypeError(f"prompt is {type_text(prompt)}; it must be a string")
     if max_new_tokens is None or whole("max_new_tokens", max_new_tokens) == -1:
         max_new_tokens = checkpoint.config.block_size
     request = Request(

@@ -1,21 +1,20 @@
-"""The calls that a user's kernel is tried with: inputs, float64 results and allowed errors."""
+"""The calls that a user's kernel is tried with: inputs, and their results in float64."""
 
 import functools
 import hashlib
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.parts import Dtype
+from shakespeare.judge.tolerance import Expected, Floats, beside, floor
 from shakespeare.lab.formats import counted
 
 Array = NDArray[np.float32]
-Floats = NDArray[np.floating]
-ALLOWED = 4  # times the error of a float32 result
 LARGE = 300.0  # the largest score of a case with large scores: e^89 is beyond float32
 STEEP = 40.0  # by how much the scores of a growing case rise from the first key to the last
 
@@ -25,8 +24,8 @@ class Case:
     """A call: q is (B, H, Nq, d), k and v are (B, H, Nk, d). scale: None for 1/sqrt(d).
 
     scores: 'plain', 'large' (LARGE) or 'growing' (each key above those before it). fused: views of one matrix
-    (B, N, 3 H d), as in the model. repeats: calls, each of which must be right. seed: of the inputs.
-    window: of a causal call, the keys before its own that a query sees; keys that no query sees hold NaN.
+    (B, N, 3 H d), as in the model. repeats: calls, each of which must be right. seed: decides the inputs.
+    window: in a causal call, the keys before its own that a query sees; keys that no query sees hold NaN.
     dtype: to which q, k and v are rounded.
     """
 
@@ -125,36 +124,6 @@ def seed_of(file: Path, secret: int | None) -> int:
     return int(hashlib.sha256(b"%d " % secret + file.read_bytes()).hexdigest()[:15], 16)
 
 
-class Expected(NamedTuple):
-    """out: the result in float64. allowed: the largest error of a right one, for each number or for all."""
-
-    out: Floats
-    allowed: float | Floats
-
-    def error(self, got: Floats) -> Floats:
-        """How far each number of a result is off; infinity for NaN."""
-        return np.nan_to_num(np.abs(got - self.out), nan=np.inf, posinf=np.inf)
-
-    def allows(self, got: Floats) -> bool:
-        """Whether a result is right."""
-        return bool((self.error(got) <= self.allowed).all())
-
-
-def beside(exact: Floats, peer: Floats, floor: float, dtype: Dtype = Dtype.FP32) -> Expected:
-    """What may differ from float64: ALLOWED times float32's error, and rounding of the largest number.
-
-    peer: the result in float32. floor: its share of the largest number that any result may err.
-    """
-    error = float(np.abs(peer - exact).max())
-    largest = float(np.abs(exact).max())
-    return Expected(exact, ALLOWED * (error + floor * max(1.0, largest) + dtype.rounding * largest))
-
-
-def floor(largest: float) -> float:
-    """The larger of 1e-6 and the largest score's rounding, which is the relative error of a weight."""
-    return max(1e-6, 2.0**-24 * largest)
-
-
 def rounded(t: Array, dtype: Dtype) -> Array:
     """float32 numbers that a dtype has, the nearest ones."""
     if dtype is Dtype.FP16:
@@ -204,13 +173,13 @@ def call_inputs(case: Case) -> list[Array]:
 class Numbers:
     """The numbers of a case in float64 or float32. scores: scaled; s: with the mask."""
 
-    def __init__(self, case: Case, kind: type[np.floating[Any]] = np.float64) -> None:
-        self.q, self.k, self.v = (t.astype(kind) for t in inputs(case))
+    def __init__(self, case: Case, float_type: type[np.floating[Any]] = np.float64) -> None:
+        self.q, self.k, self.v = (t.astype(float_type) for t in inputs(case))
         self.case = case
-        self.scale = kind(case.applied)
+        self.scale = float_type(case.applied)
         self.seen = case.seen()
         self.scores = self.scale * (self.q @ turned(self.k))
-        self.s = np.where(self.seen, self.scores, kind(-np.inf))
+        self.s = np.where(self.seen, self.scores, float_type(-np.inf))
 
     def output(self, q: Floats, k: Floats, v: Floats) -> Floats:
         """The output for other matrices."""

@@ -23,22 +23,23 @@ from numpy.typing import NDArray
 
 from shakespeare.attention_ext import attention, user_kernel
 from shakespeare.attention_ext.parts import Dtype
-from shakespeare.judge import cases
-from shakespeare.judge.cases import Array, Expected
+from shakespeare.judge import cases, tolerance
+from shakespeare.judge.cases import Array
 from shakespeare.judge.diagnosis import Finding
 from shakespeare.judge.gradients import INPUTS
 from shakespeare.judge.player import JIT_SECONDS, PAGE, Cpu, Player, Wrong, end_strangers, strangers
 from shakespeare.judge.speed import Size
+from shakespeare.judge.tolerance import Expected
 from shakespeare.lab import timing
 
 ROUNDS = 6
 MIN_TIME = 0.06  # seconds of all calls of a size
-MOST_CALLS = 40  # of a round
-EMPTY_CALLS = 4  # of a round
+MAX_CALLS = 40  # calls of a round at most
+EMPTY_CALLS = 4  # calls of the empty kernel in a round, at most
 COMPARED = 0.1  # share of the outputs that are compared
-MOST_SCORES = 2**22  # of a comparison; of more, random rows are compared
-FEW_SCORES = 2**15  # of a comparison of each other output
-SLOTS = 4  # of matrices in the shared memory
+MAX_SCORES = 2**22  # scores of a comparison; of a larger call random rows are compared
+FEW_SCORES = 2**15  # scores of each other output that are compared
+SLOTS = 4  # places in the shared memory for a call
 LINE = 64  # bytes
 JITTER = 64  # lines that a matrix may begin later in its slot
 MUCH_CPU = 1.1  # times the wall time and the threads
@@ -54,7 +55,7 @@ EMPTY = {
     "torch backward": "import torch\n\n\ndef attention_backward(q, k, v, *rest):\n    return q, k, v\n",
     "numpy backward": "def attention_backward(q, k, v, *rest):\n    return q, k, v\n",
 }
-EMPTY_OF = {".cpp": ".cpp", ".ispc": ".cpp", ".cu": ".cu"}
+EMPTY_KEYS = {".cpp": ".cpp", ".ispc": ".cpp", ".cu": ".cu"}
 
 
 @dataclass(kw_only=True)
@@ -69,7 +70,7 @@ class Timed(timing.Samples):
 class Clock(timing.Cpu):
     """Times a file's kernel at a size, and at `more` of its (N, d), in another process. To be closed."""
 
-    most_kept = 2**27  # bytes of outputs of a size
+    max_output_bytes = 2**27  # bytes of outputs of a size
     pinned = hasattr(os, "sched_setaffinity")  # for one thread, judge and player
 
     def __init__(self, file: Path, size: Size, more: Sequence[tuple[int, int]] = ()) -> None:
@@ -83,13 +84,13 @@ class Clock(timing.Cpu):
         self._taken = list[tuple[float, Cpu]]()
         source = user_kernel.read(file)
         with_torch = source.needs_torch
-        kind = "torch" if source.ladder else EMPTY_OF.get(file.suffix, "torch" if with_torch else "numpy")
+        key = "torch" if source.ladder else EMPTY_KEYS.get(file.suffix, "torch" if with_torch else "numpy")
         self._players = [Player(with_torch, size.threads) for _ in range(2)]
         self._player, self._peer = self._players
         try:
-            name = f"empty{kind if kind.startswith('.') else '.py'}"
+            name = f"empty{key if key.startswith('.') else '.py'}"
             self._peer.load(
-                user_kernel.kept(name, EMPTY[f"{kind} backward" if backward else kind]),
+                user_kernel.cached_file(name, EMPTY[f"{key} backward" if backward else key]),
                 backward=backward,
                 dtype=size.dtype,
             )
@@ -98,7 +99,7 @@ class Clock(timing.Cpu):
             empty.round()  # before the file can do anything
             self._player.load(file, backward=backward, dtype=size.dtype)
             self._call(self._player, self.sizes[0], 600.0 + JIT_SECONDS * source.compiling)
-            timers = [self._timer(self._player, timed, MOST_CALLS) for timed in self.sizes]
+            timers = [self._timer(self._player, timed, MAX_CALLS) for timed in self.sizes]
             self._taken.clear()  # a first call may compile, or start a pool
         except BaseException:
             self.close()
@@ -111,14 +112,14 @@ class Clock(timing.Cpu):
             player.close()
         end_strangers(self._others)
 
-    def _timer(self, player: Player, timed: Timed, most_calls: int) -> timing.Timer:
+    def _timer(self, player: Player, timed: Timed, max_calls: int) -> timing.Timer:
         """A timer of a player's calls at a size, of at most so many in a round."""
         call = partial(self._call, player, timed)
-        bytes_kept = 4 * self._size.heads * timed.N * timed.d * (3 if self._size.backward else 1)
-        most_calls = max(1, min(most_calls, self.most_kept // bytes_kept // ROUNDS))
+        output_bytes = 4 * self._size.heads * timed.N * timed.d * (3 if self._size.backward else 1)
+        max_calls = max(1, min(max_calls, self.max_output_bytes // output_bytes // ROUNDS))
         once = min(self.time(call, 2))
-        least = min(MIN_TIME / ROUNDS, most_calls * once)
-        return timing.Timer(call, self, least, samples=timed, once=once)
+        seconds = min(MIN_TIME / ROUNDS, max_calls * once)
+        return timing.Timer(call, self, seconds, samples=timed, once=once)
 
     def time(self, call: Callable[[], float], count: int, cold: bool = False) -> list[float]:
         """The seconds that each of `count` calls of a player gives. cold has no effect."""
@@ -171,7 +172,7 @@ class Clock(timing.Cpu):
         return [max(0.0, timed.median - self.handing) for timed in self.sizes]
 
     def library(self) -> str:
-        """That the file calls another's attention: a sentence, or ''."""
+        """A sentence if the file calls another's attention; else ''."""
         return self._player.library(self._file)
 
     def scratch(self) -> int | None:
@@ -220,9 +221,9 @@ class Clock(timing.Cpu):
         count = len(timed.outs)
         random = secrets.SystemRandom()
         in_full = {*random.sample(range(count), max(1, round(COMPARED * count))), count - 1}
-        most_scores = {n: MOST_SCORES if n in in_full else FEW_SCORES for n in range(count)}
+        max_scores = {n: MAX_SCORES if n in in_full else FEW_SCORES for n in range(count)}
         outs = enumerate(timed.outs)
-        wrong = [n for n, (seed, out) in outs if not self._is_right(timed, seed, out, most_scores[n])]
+        wrong = [n for n, (seed, out) in outs if not self._is_right(timed, seed, out, max_scores[n])]
         if not wrong:
             return
         seed, got = timed.outs[wrong[0]]
@@ -248,14 +249,14 @@ class Clock(timing.Cpu):
         dout = normal(seed + 1, self._size.heads, timed.N, timed.d, ["dout"])
         return matrices | {"out": out.numpy(), "lse": lse.numpy()} | dout
 
-    def _is_right(self, timed: Timed, seed: int, result: Any, most_scores: int) -> bool:
+    def _is_right(self, timed: Timed, seed: int, result: Any, max_scores: int) -> bool:
         """Whether random rows of a result are right; it and the inputs may be tensors on a GPU."""
         size = self._size
         tensors = {"": result, **self._inputs(seed, timed)}
         matrices = {name: torch.as_tensor(t).cpu().float().numpy() for name, t in tensors.items()}
         got = matrices.pop("")
-        compute = gradients_of if size.backward else outputs_of
-        checked = sampled(matrices, size.causal, compute, most_scores, Dtype(size.dtype))
+        compute = gradient_rows if size.backward else output_rows
+        checked = sampled(matrices, size.causal, compute, max_scores, Dtype(size.dtype))
         return all(expected.allows(got[0, h, rows]) for h, rows, expected in checked)
 
 
@@ -266,34 +267,39 @@ def normal(seed: int, heads: int, N: int, d: int, names: Iterable[str]) -> dict[
 
 
 Rows = NDArray[np.int64]
-Head = dict[str, Any]  # of one head, matrices by name
+Head = dict[str, Any]  # the matrices of one head, by name
 Compute = Callable[[Head, Rows, bool, Any], list[Any]]
 
 
 def sampled(
-    matrices: Head, causal: bool, compute: Compute, most_scores: int, dtype: Dtype
+    matrices: Head, causal: bool, compute: Compute, max_scores: int, dtype: Dtype
 ) -> Iterator[tuple[int, Rows, Expected]]:
     """For each head random rows of a result, and what is expected of them; all rows if they are few."""
     _, heads, N, d = matrices["q"].shape
-    count = max(1, min(N, most_scores // (heads * N)))
+    count = max(1, min(N, max_scores // (heads * N)))
     for h in range(heads):
         rows = np.sort(np.random.default_rng(secrets.randbits(64)).choice(N, count, replace=False))
         exact, peer = (
-            compute({name: t[0, h].astype(kind) for name, t in matrices.items()}, rows, causal, kind(d**-0.5))
-            for kind in (np.float64, np.float32)
+            compute(
+                {name: t[0, h].astype(float_type) for name, t in matrices.items()},
+                rows,
+                causal,
+                float_type(d**-0.5),
+            )
+            for float_type in (np.float64, np.float32)
         )
         for i, (right, other) in enumerate(zip(exact, peer)):
-            yield h, rows + i * N, cases.beside(right, other, 1e-6, dtype)
+            yield h, rows + i * N, tolerance.beside(right, other, 1e-6, dtype)
 
 
-def outputs_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
+def output_rows(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
     """The output's rows."""
     at = np.arange(len(head["k"]))
     seen = at <= rows[:, None] if causal else np.ones((len(rows), len(at)), bool)
     return [cases.attention(head["q"][rows], head["k"], head["v"], seen, scale)]
 
 
-def gradients_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
+def gradient_rows(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
     """The rows of dq, dk and dv, by csrc/attention.h."""
     q, k, v, out, lse, dout = (head[name] for name in INPUTS)
     at = np.arange(len(k))
@@ -307,9 +313,9 @@ def gradients_of(head: Head, rows: Rows, causal: bool, scale: Any) -> list[Any]:
         p = np.exp(s)
         return p, scale * p * (dout[some] @ v[other].T - D[some, None])
 
-    _, of_queries = weights(rows, at)
-    p, of_keys = weights(at, rows)
-    return [of_queries @ k, of_keys.T @ q, p.T @ dout]
+    _, ds_queries = weights(rows, at)
+    p, ds_keys = weights(at, rows)
+    return [ds_queries @ k, ds_keys.T @ q, p.T @ dout]
 
 
 def places(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.judge import cases
-from shakespeare.judge.cases import Array, Case, Expected, Floats, Numbers
+from shakespeare.judge.cases import Array, Case, Numbers
+from shakespeare.judge.tolerance import Expected, Floats
 
 LIKE = 2e-3  # the largest difference, as a share of the largest number, of a result that a guess explains
-ROUNDED = 0.02  # of an imprecise one
-SUMMED = 1e-5  # of one that is summed in another order, as by a GPU's atomics
+ROUNDED = 0.02  # the same for an imprecise result
+SUMMED = 1e-5  # the same for a result that is summed in another order, as by a GPU's atomics
 TILES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512)  # keys of a tile, for guesses
-MOST_CASES = 4  # whose results are guessed
-MOST_GUESSED = 2**20  # multiply-adds of a call whose results are guessed
+MAX_CASES = 4  # whose results are guessed
+MAX_GUESSED = 2**20  # multiply-adds of a call whose results are guessed
 # Powers of the correction exp(m - m_new) that l and the output are multiplied by, and what is then wrong.
 UNCORRECTED = (
     (0, 0, "neither l nor the output is rescaled when the maximum rises"),
@@ -42,7 +43,7 @@ class Finding:
 
 
 class Subject(NamedTuple):
-    """What is tried. names: of the inputs. into: a result's matrices, with the input that has their shape.
+    """What is tried. names: the inputs'. into: a result's matrices, with the input that has their shape.
 
     A result of several matrices, (B, H, rows, d) each, has them below each other.
     """
@@ -62,16 +63,16 @@ def diagnose(run: Run, wrong: dict[Case, Floats], subject: Subject) -> Finding |
     """The mistake that explains the wrong results, by case; None if none fits."""
     if any(case.window is not None and np.isnan(got).any() for case, got in wrong.items()):
         return Finding("mask", "it gives NaN: are keys read that no query sees? They hold NaN")
-    by_memory = filter(None, (of_memory(run, case, subject) for case in reversed(wrong)))
+    by_memory = filter(None, (memory_finding(run, case, subject) for case in reversed(wrong)))
     return (
         next(by_memory, None)
-        or of_precision(wrong, subject)
-        or of_guesses(wrong, subject)
-        or of_maximum(wrong)
+        or precision_finding(wrong, subject)
+        or guessed_finding(wrong, subject)
+        or maximum_finding(wrong)
     )
 
 
-def of_memory(run: Run, case: Case, subject: Subject) -> Finding | None:
+def memory_finding(run: Run, case: Case, subject: Subject) -> Finding | None:
     """What another content of out, of the scratch, other strides or one thread changes."""
     right = subject.expected(case).allows
     first = run(case, fill=3.0)
@@ -97,8 +98,8 @@ def of_memory(run: Run, case: Case, subject: Subject) -> Finding | None:
 
 def same(one: Floats, other: Floats) -> bool:
     """Whether two results are equal, but for the order in which they were summed."""
-    most = np.abs(other[np.isfinite(other)]).max(initial=0.0)
-    return np.allclose(one, other, rtol=0, atol=SUMMED * most, equal_nan=True)
+    largest = np.abs(other[np.isfinite(other)]).max(initial=0.0)
+    return np.allclose(one, other, rtol=0, atol=SUMMED * largest, equal_nan=True)
 
 
 def first_part(rows: dict[str, int], off: NDArray[np.bool_]) -> tuple[str, slice]:
@@ -128,7 +129,7 @@ def _unwritten(case: Case, name: str, left: NDArray[np.bool_]) -> Finding:
     return Finding("tail", what)
 
 
-def of_precision(wrong: Mapping[Case, Floats], subject: Subject) -> Finding | None:
+def precision_finding(wrong: Mapping[Case, Floats], subject: Subject) -> Finding | None:
     """Whether all results are near, but for large scores, whose rounding is large."""
     plain = [(got, subject.expected(case)) for case, got in wrong.items() if case.scores == "plain"]
     error = max((exact.error(got).max() / np.abs(exact.out).max() for got, exact in plain), default=np.inf)
@@ -143,11 +144,11 @@ def of_precision(wrong: Mapping[Case, Floats], subject: Subject) -> Finding | No
     return Finding("precision", what)
 
 
-def of_guesses(wrong: Mapping[Case, Floats], subject: Subject) -> Finding | None:
+def guessed_finding(wrong: Mapping[Case, Floats], subject: Subject) -> Finding | None:
     """The guess that is the result in most of the first small cases; the first one of several."""
-    small = [case for case, got in wrong.items() if case.work <= MOST_GUESSED and np.isfinite(got).any()]
+    small = [case for case, got in wrong.items() if case.work <= MAX_GUESSED and np.isfinite(got).any()]
     counts = Counter(
-        f for case in small[:MOST_CASES] for f in dict.fromkeys(matching(case, wrong[case], subject))
+        f for case in small[:MAX_CASES] for f in dict.fromkeys(matching(case, wrong[case], subject))
     )
     return counts.most_common(1)[0][0] if counts else None
 
@@ -172,7 +173,7 @@ def softmax(s: Floats, axis: int = -1) -> Floats:
     return e / e.sum(axis, keepdims=True)
 
 
-def of_scale(case: Case, call: Numbers) -> Guesses:
+def scale_guesses(case: Case, call: Numbers) -> Guesses:
     """Scores that are multiplied by something else."""
     scale = case.applied
     d = case.d
@@ -208,7 +209,7 @@ def masks(case: Case) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
         yield "mask", "a mask is applied in a call without one", j <= i + offset
 
 
-def of_mask(case: Case, call: Numbers) -> Guesses:
+def mask_guesses(case: Case, call: Numbers) -> Guesses:
     """Other masks."""
     scores = call.scores
     v = call.v
@@ -220,7 +221,7 @@ def of_mask(case: Case, call: Numbers) -> Guesses:
         yield "mask", "masked weights are set to 0 after the sum is taken", (softmax(scores) * seen) @ v
 
 
-def of_matrices(case: Case, call: Numbers) -> Guesses:
+def matrix_guesses(case: Case, call: Numbers) -> Guesses:
     """Matrices that are read or written in another order, or exchanged."""
     q = call.q
     k = call.k
@@ -243,7 +244,7 @@ def of_matrices(case: Case, call: Numbers) -> Guesses:
     yield "matrices", "P is multiplied by K, not by V", p @ k
 
 
-def of_sums(case: Case, call: Numbers) -> Guesses:
+def sum_guesses(case: Case, call: Numbers) -> Guesses:
     """Weights that are divided by something else."""
     e = np.exp(call.s - call.s.max(-1, keepdims=True))
     what = "the weights are not divided by their sum"
@@ -252,7 +253,7 @@ def of_sums(case: Case, call: Numbers) -> Guesses:
     yield "sum", "the weights are divided by the number of keys, not by their sum", e @ call.v / case.Nk
 
 
-def of_heads(case: Case, call: Numbers) -> Guesses:
+def head_guesses(case: Case, call: Numbers) -> Guesses:
     """Heads that read another head's matrices."""
     heads = np.arange(case.B * case.H)
     matrices_by_name = {"q": call.q, "k": call.k, "v": call.v}
@@ -271,7 +272,7 @@ def of_heads(case: Case, call: Numbers) -> Guesses:
             yield "heads", f"every head reads {' and '.join(names)} of the {where}", call.output(*matrices)
 
 
-def of_tails(case: Case, call: Numbers) -> Guesses:
+def tail_guesses(case: Case, call: Numbers) -> Guesses:
     """Results without the last keys, and without the last columns of q and k."""
     e = np.exp(call.s - call.s.max(-1, keepdims=True))
     for n in range(1, case.Nk):
@@ -284,7 +285,7 @@ def of_tails(case: Case, call: Numbers) -> Guesses:
         yield "tail", what, call.output(call.q[..., :c], call.k[..., :c], call.v)
 
 
-def of_tiles(case: Case, call: Numbers) -> Guesses:
+def tile_guesses(case: Case, call: Numbers) -> Guesses:
     """Results of an online softmax over tiles of keys that does not correct its sums."""
     for tile in (tile for tile in TILES if tile < case.Nk):
         for power_of_l, power_of_o, what in UNCORRECTED:
@@ -305,14 +306,22 @@ def of_tiles(case: Case, call: Numbers) -> Guesses:
 def guesses(case: Case) -> Guesses:
     """The results of usual mistakes."""
     call = Numbers(case)
-    for some in (of_scale, of_mask, of_matrices, of_sums, of_heads, of_tails, of_tiles):
-        yield from some(case, call)
+    for guess in (
+        scale_guesses,
+        mask_guesses,
+        matrix_guesses,
+        sum_guesses,
+        head_guesses,
+        tail_guesses,
+        tile_guesses,
+    ):
+        yield from guess(case, call)
 
 
 FORWARD = Subject("qkv", {"out": "q"}, cases.call_inputs, cases.expected, guesses)
 
 
-def of_maximum(wrong: Mapping[Case, Floats]) -> Finding | None:
+def maximum_finding(wrong: Mapping[Case, Floats]) -> Finding | None:
     """Whether only large scores are wrong, and give NaN or infinity."""
     if any(case.scores == "plain" for case in wrong) or all(np.isfinite(got).all() for got in wrong.values()):
         return None

@@ -17,8 +17,8 @@ from shakespeare.judge.player import Player
 from shakespeare.judge.speed import Size
 from shakespeare.lab.cuda.device import Gpu
 
-SETS = 3  # of q, k, v and out
-KEPT_SHARE = 0.25  # of the free memory, for outputs
+SETS = 3  # sets of q, k, v and out, used in turn
+OUTPUT_SHARE = 0.25  # share of the free memory that outputs may take
 
 
 class GpuClock(Clock):
@@ -30,16 +30,17 @@ class GpuClock(Clock):
         self._gpu = Gpu()
         self._turn = 0
         subject = BACKWARD if size.backward else FORWARD
-        self._given = subject.names
+        self._input_names = subject.names
         self._into = [*subject.into]
         self._shape = (1, size.heads, size.N, size.d)
-        shapes = {name: self._shape[: 3 if name == "lse" else 4] for name in (*self._given, *self._into)}
+        names = (*self._input_names, *self._into)
+        shapes = {name: self._shape[: 3 if name == "lse" else 4] for name in names}
         dtype = Dtype(size.dtype)
         self._memory = [
             {n: (Memory(dtype.bytes * math.prod(s)), s) for n, s in shapes.items()} for _ in range(SETS)
         ]
         self._sets = [{n: m.tensor(s, dtype) for n, (m, s) in each.items()} for each in self._memory]
-        self.most_kept = int(KEPT_SHARE * self._gpu.free())
+        self.max_output_bytes = int(OUTPUT_SHARE * self._gpu.free())
         super().__init__(file, size)
 
     def _call(self, player: Player, timed: Timed, limit: float = 600.0) -> float:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from shakespeare.judge import cases
-from shakespeare.judge.cases import Array, Case, Expected, Floats, Numbers, turned
+from shakespeare.judge import cases, tolerance
+from shakespeare.judge.cases import Array, Case, Numbers, turned
 from shakespeare.judge.diagnosis import TILES, Guesses, Subject, masks
+from shakespeare.judge.tolerance import Expected, Floats
 
 
 @functools.cache
@@ -25,11 +26,11 @@ def inputs(case: Case) -> list[Array]:
 
 
 class Formulas(Numbers):
-    """Also those of a backward pass. D: (B, H, Nq, 1)."""
+    """The numbers of a case and of its backward pass. D: (B, H, Nq, 1)."""
 
-    def __init__(self, case: Case, kind: type[np.floating[Any]] = np.float64) -> None:
-        super().__init__(case, kind)
-        self.out, lse, self.dout = (t.astype(kind) for t in inputs(case)[3:])
+    def __init__(self, case: Case, float_type: type[np.floating[Any]] = np.float64) -> None:
+        super().__init__(case, float_type)
+        self.out, lse, self.dout = (t.astype(float_type) for t in inputs(case)[3:])
         self.lse = lse[..., None]
         self.p = self.weights(self.seen)
         self.dp = self.dout @ turned(self.v)
@@ -57,9 +58,9 @@ def expected(case: Case) -> Expected:
     exact = Formulas(case)
     peer = Formulas(case, np.float32).gradients()
     out = exact.gradients()
-    floor = cases.floor(np.abs(exact.scores).max())
+    floor = tolerance.floor(np.abs(exact.scores).max())
     pairs = zip(split(case, out), split(case, peer))
-    allowed = [np.full((len(t[0, 0]), 1), cases.beside(t, other, floor).allowed) for t, other in pairs]
+    allowed = [np.full((len(t[0, 0]), 1), tolerance.beside(t, other, floor).allowed) for t, other in pairs]
     return Expected(out, np.concatenate(allowed))
 
 

@@ -28,22 +28,22 @@ import numpy as np
 from shakespeare.attention_ext import user_kernel
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
-from shakespeare.judge import borrowed
+from shakespeare.judge import library_calls
 from shakespeare.judge.cases import Array
 from shakespeare.judge.diagnosis import FORWARD, Finding
 from shakespeare.judge.gradients import BACKWARD
 from shakespeare.judge.player_process import DONE, GO, NOT_DUMPABLE, PAGE
-from shakespeare.lab.command import environment
+from shakespeare.lab.subprocesses import environment
 
 LOAD_SECONDS = 300.0  # that loading a file may take
 PREPARE_SECONDS = 60.0  # that a player may take for what is not a call
 JIT_SECONDS = 60.0  # more for the first call of Numba and Triton, which compile at it
-FILL = 3.0  # of out before a call
+FILL = 3.0  # out holds it before a call
 STOP_SECONDS = 10.0  # that a player may take to stop, and what it leaves behind to end
 LATE_SECONDS = 0.1  # that a wrong result is given to change
 PROCESS_CLOCK = 2  # CPUCLOCK_SCHED of Linux
-SUBREAPER = 36  # of Linux's prctl()
-MOST_ANSWER = 1 << 16  # bytes
+SUBREAPER = 36  # option of Linux's prctl()
+MAX_ANSWER_BYTES = 1 << 16  # bytes
 SIGNALS = {
     "SIGSEGV": "segmentation fault: it reads or writes where no memory is",
     "SIGBUS": "bus error: it reads or writes where no memory is",
@@ -142,7 +142,7 @@ class Player:
         self._into = FORWARD.into
         self.sources = list[Path]()
         self._stopped = False
-        self._held = list[int]()
+        self._stopped_children = list[int]()
         self._socket, theirs = socket.socketpair()
         self._notes, notes = os.pipe()
         os.set_blocking(self._notes, False)
@@ -179,14 +179,14 @@ class Player:
         return self._process.poll() is None
 
     def load(
-        self, file: Path, most_memory: int | None = None, backward: bool = False, dtype: str = "fp32"
+        self, file: Path, memory_limit: int | None = None, backward: bool = False, dtype: str = "fp32"
     ) -> None:
         """Load a kernel, or its backward pass; C++ and ISPC are compiled here. Raises BuildError, Gone."""
         file = file.resolve()
         user_kernel.check(file, backward)
         self._into = (BACKWARD if backward else FORWARD).into
-        made = str(recipes.own(file).make()) if file.suffix in (".cpp", ".ispc") else None
-        request = {"load": str(file), "library": made, "most_memory": most_memory, "backward": backward}
+        made = str(recipes.user_kernel(file).make()) if file.suffix in (".cpp", ".ispc") else None
+        request = {"load": str(file), "library": made, "memory_limit": memory_limit, "backward": backward}
         imported = self.ask({**request, "dtype": dtype}, LOAD_SECONDS).get("imported", ())
         self.sources = [*dict.fromkeys((*user_kernel.sources(file), *map(Path, imported)))]
 
@@ -198,39 +198,43 @@ class Player:
         fill: float = FILL,
         place: Callable[[Sequence[int]], tuple[list[int], int]] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
-        **asked: Any,
+        **settings: Any,
     ) -> tuple[Array, float, Cpu]:
         """The result of a call, its seconds, and the CPU time that the player took from the inputs on.
 
         Several matrices of a result lie below each other. inputs: those that a Subject names; they may be
-        views of one matrix. seconds: after which it is endless. fill: of the result before the call. place:
-        gives the offsets of matrices of so many bytes in the shared memory, and its size; by default each
-        ends at a page without rights. shapes: of the result's matrices, by default the Subject's. asked: what
-        the player's prepare() takes besides. Raises Wrong, Gone, RuntimeError with what the kernel raised.
+        views of one matrix. seconds: after which it is endless. fill: the result's numbers before the call.
+        place: gives the offsets of matrices of so many bytes in the shared memory, and its size; by default
+        each ends at a page without rights. shapes: the result's matrices', by default the Subject's.
+        settings: what prepare() takes besides. Raises Wrong, Gone, and RuntimeError with what the kernel
+        raised.
         """
         self._check_last()
         bases = {name: _base(t) for name, t in inputs.items()}
-        wholes = {id(base): base for base in bases.values()}
+        bases_by_id = {id(base): base for base in bases.values()}
         shapes = shapes or {name: inputs[like].shape for name, like in self._into.items()}
-        sizes = [*(t.nbytes for t in wholes.values()), *(4 * math.prod(shape) for shape in shapes.values())]
+        sizes = [
+            *(t.nbytes for t in bases_by_id.values()),
+            *(4 * math.prod(shape) for shape in shapes.values()),
+        ]
         offsets, size = (place or at_ends)(sizes)
         if size > len(self._memory):
             self._last = []
             os.ftruncate(self._file, size)
             self._memory = mmap.mmap(self._file, size)
-        begins = dict(zip(wholes, offsets))
+        begins = dict(zip(bases_by_id, offsets))
         arrays = {}
         for name, t in inputs.items():
             offset = begins[id(bases[name])] + t.ctypes.data - bases[name].ctypes.data
             arrays[name] = offset, t.shape, t.strides
-        into = [*zip(offsets[len(wholes) :], shapes.values())]
+        into = [*zip(offsets[len(bases_by_id) :], shapes.values())]
         guards = [] if place else [offset + n for offset, n in zip(offsets, sizes)]
         placed = {"size": len(self._memory), "arrays": arrays, "into": dict(zip(shapes, into))}
-        self.ask({**asked, **placed, "guards": guards})
+        self.ask({**settings, **placed, "guards": guards})
         self.stop()
         self._check_last()
-        copies = [self._at(offset, t.shape) for offset, t in zip(offsets, wholes.values())]
-        for copy, t in zip(copies, wholes.values()):
+        copies = [self._at(offset, t.shape) for offset, t in zip(offsets, bases_by_id.values())]
+        for copy, t in zip(copies, bases_by_id.values()):
             copy[...] = t
         shared = [self._at(*at) for at in into]
         for t in shared:
@@ -239,12 +243,12 @@ class Player:
         taken = self.go(seconds)
         results = [t.copy() for t in shared]
         self._last = [*zip(shared, results)]
-        for copy, base in zip(copies, wholes.values()):
+        for copy, base in zip(copies, bases_by_id.values()):
             if not np.array_equal(copy, base, equal_nan=True):
                 names = (name for name, each in bases.items() if each is base)
                 raise Wrong(Finding("inputs", f"the kernel writes into {' or '.join(names)}"))
-        whole_result = results[0] if len(results) == 1 else np.concatenate(results, 2)
-        return whole_result, taken, self.cpu_seconds().since(before)
+        joined = results[0] if len(results) == 1 else np.concatenate(results, 2)
+        return joined, taken, self.cpu_seconds().since(before)
 
     def go(self, seconds: float) -> float:
         """The seconds of the prepared call, after which the player is stopped. Raises as call() does."""
@@ -271,13 +275,13 @@ class Player:
             raise Wrong(LATE)
 
     def library(self, file: Path) -> str:
-        """That the loaded file calls another's attention: a sentence, or ''."""
-        names = borrowed.in_text(file.resolve(), self.sources)
+        """A sentence if the loaded file calls another's attention; else ''."""
+        names = library_calls.in_text(file.resolve(), self.sources)
         if not user_kernel.read(file).ladder:  # which this project's launcher launches
-            names |= borrowed.in_memory(self.pid, self.with_torch)
+            names |= library_calls.in_memory(self.pid, self.with_torch)
         with contextlib.suppress(BlockingIOError):
             names.update(os.read(self._notes, 1 << 12).decode(errors="replace").splitlines())
-        return borrowed.sentence(names)
+        return library_calls.sentence(names)
 
     def scratch(self, *sizes: int) -> int | None:
         """The floats of scratch that the file says for B, H, Nq, Nk, d, causal, threads; None for Python."""
@@ -296,7 +300,7 @@ class Player:
         try:
             with contextlib.suppress(BrokenPipeError):
                 self._socket.sendall(line)
-            answer = self._socket.recv(MOST_ANSWER)
+            answer = self._socket.recv(MAX_ANSWER_BYTES)
         except TimeoutError:
             what = f"a call did not end within {seconds:g} s, and was ended"
             raise Gone(Finding("endless", what)) from None
@@ -326,17 +330,18 @@ class Player:
             raise Gone(ended(self._process.wait()))
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)
         self._stopped = True
-        self._held = descendants(self.pid)  # later: until a child has begun, its parent cannot stop
-        self._signal_held(signal.SIGSTOP)
+        # Later: until a child has begun, its parent cannot stop.
+        self._stopped_children = descendants(self.pid)
+        self._signal_children(signal.SIGSTOP)
 
     def _resume(self) -> None:
         if self._stopped:
             self._stopped = False
             os.kill(self.pid, signal.SIGCONT)
-            self._signal_held(signal.SIGCONT)
+            self._signal_children(signal.SIGCONT)
 
-    def _signal_held(self, signal: int) -> None:
-        for pid in self._held:
+    def _signal_children(self, signal: int) -> None:
+        for pid in self._stopped_children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal)
 

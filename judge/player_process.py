@@ -24,9 +24,9 @@ import numpy as np
 from shakespeare.attention_ext import user_kernel
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.parts import BuildError, Dtype
-from shakespeare.judge import borrowed, cases
+from shakespeare.judge import cases, library_calls
 from shakespeare.judge.cases import CASES, Array
-from shakespeare.lab.memory import keep_freed_memory
+from shakespeare.lab.freed_memory import keep_freed_memory
 
 Arrays = dict[str, Array]
 GO = b"go\n"
@@ -40,7 +40,7 @@ DIES_WITH_PARENT = 1
 NOT_DUMPABLE = 4
 NO_NEW_PRIVILEGES = 38
 # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH: a container's root reads its user's files
-KEPT_CAPABILITIES = 0b110
+CAPABILITIES = 0b110
 
 
 class Caller:
@@ -67,7 +67,7 @@ class Caller:
         scratch_fill: float | None = np.nan,
         window: int | None = None,
     ) -> Callable[[], object]:
-        """What GO calls. scratch_fill: of new scratch, which ends where memory does; None keeps the last."""
+        """What GO calls. scratch_fill: fills new scratch, which ends where memory ends; None: the last."""
         kernel = self.kernel
         if isinstance(kernel, user_kernel.Native):
             B, H, Nq, d = arrays["q"].shape
@@ -79,7 +79,7 @@ class Caller:
                 self._scratch = np.ones(floats, np.float32)
             return kernel.prepared(arrays, into, causal, scale, threads, self._scratch, window)
         if self.source.device == "cuda":
-            return self._on_gpu(arrays, into, (causal, scale))
+            return self._on_gpu(arrays, into, causal, scale)
         inputs: Sequence[Any] = [*arrays.values()]
         if kernel.takes_tensors:
             import torch
@@ -102,7 +102,7 @@ class Caller:
             for t, result in zip(into.values(), results):
                 np.copyto(t, result.detach().cpu().float().numpy() if self.kernel.takes_tensors else result)
 
-    def _on_gpu(self, inputs: Arrays, into: Arrays, asked: tuple[bool, float]) -> Callable[[], object]:
+    def _on_gpu(self, inputs: Arrays, into: Arrays, causal: bool, scale: float) -> Callable[[], object]:
         """A call on a GPU, where `guard` numbers that are NaN follow each matrix."""
         import torch
 
@@ -123,7 +123,7 @@ class Caller:
             bits = [t.view(bits_kind) for t in buffers]  # NaN is not equal to itself
             before = [t.clone() for t in bits]
             out = {"out": views[-1]} if isinstance(self.kernel, user_kernel.OnCuda) else {}
-            self.result = self.kernel(*views[: len(inputs)], *asked, **out)
+            self.result = self.kernel(*views[: len(inputs)], causal, scale, **out)
             torch.cuda.synchronize()
             for name, now, then in zip((*inputs, *into), bits, before):
                 same = (now == then).cpu()
@@ -136,9 +136,9 @@ class Caller:
         return call
 
     def on_gpu_memory(
-        self, handles: dict[str, Any], names: list[str], asked: tuple[bool, float]
+        self, handles: dict[str, Any], names: list[str], causal: bool, scale: float
     ) -> Callable[[], object]:
-        """A call with the judge's memory on the GPU, (handle, shape) by name. names: of the results."""
+        """A call with the judge's memory on the GPU, (handle, shape) by name. names: the results'."""
         import torch
 
         from shakespeare.attention_ext.cuda import driver
@@ -150,7 +150,7 @@ class Caller:
         in_place = {"out": into[0]} if isinstance(self.kernel, user_kernel.OnCuda) else {}
 
         def call() -> None:
-            results = self.kernel(*tensors.values(), *asked, **in_place)
+            results = self.kernel(*tensors.values(), causal, scale, **in_place)
             for t, result in zip(() if in_place else into, results if len(into) > 1 else [results]):
                 t.copy_(result)
             torch.cuda.synchronize()
@@ -247,7 +247,7 @@ def give_up_rights() -> None:
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)
         rights = (ctypes.c_uint32 * 6)()
         c.capget(header, rights)
-        rights[:] = [rights[0] & KEPT_CAPABILITIES, rights[1] & KEPT_CAPABILITIES, 0, 0, 0, 0]
+        rights[:] = [rights[0] & CAPABILITIES, rights[1] & CAPABILITIES, 0, 0, 0, 0]
         c.capset(header, rights)
 
 
@@ -271,8 +271,9 @@ class Desk:
         elif "load" in request:
             return self._load(Path(request["load"]), **request)
         elif "gpu" in request:
-            asked = request["causal"], request["scale"]
-            self.call = self._caller.on_gpu_memory(request["gpu"], request["into"], asked)
+            self.call = self._caller.on_gpu_memory(
+                request["gpu"], request["into"], request["causal"], request["scale"]
+            )
         elif "again" in request:
             self._caller.copy(self._into)
         elif "scratch" in request:
@@ -283,17 +284,17 @@ class Desk:
         return {}
 
     def _load(
-        self, file: Path, load: str, library: str | None, most_memory: int | None, **asked: Any
+        self, file: Path, load: str, library: str | None, memory_limit: int | None, **settings: Any
     ) -> dict[str, Any]:
-        if most_memory:
+        if memory_limit:
             with contextlib.suppress(OSError, ValueError):
                 mapped = PAGE * int(Path("/proc/self/statm").read_text().split()[0])
-                resource.setrlimit(resource.RLIMIT_AS, (mapped + most_memory,) * 2)
-        self._caller = Caller(file, library, **asked)
+                resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_limit,) * 2)
+        self._caller = Caller(file, library, **settings)
         return {} if library else {"imported": [*map(str, user_kernel.sources(file)[1:])]}
 
     def _prepare(
-        self, size: int, arrays: dict[str, Any], into: dict[str, Any], guards: list[int], **asked: Any
+        self, size: int, arrays: dict[str, Any], into: dict[str, Any], guards: list[int], **settings: Any
     ) -> None:
         if size != len(self._memory):
             populated = getattr(mmap, "MAP_POPULATE", 0)  # no page is new in a timed call
@@ -306,7 +307,7 @@ class Desk:
             return np.ndarray(shape, np.float32, self._memory, offset, strides)
 
         inputs, self._into = ({name: placed(*at) for name, at in some.items()} for some in (arrays, into))
-        self.call = self._caller.prepare(inputs, self._into, **asked)
+        self.call = self._caller.prepare(inputs, self._into, **settings)
 
 
 def main(channel: int, notes: int, memory: int, with_torch: bool = False) -> None:
@@ -324,7 +325,7 @@ def main(channel: int, notes: int, memory: int, with_torch: bool = False) -> Non
     desk = Desk(memory)
     read = os.read
     write = os.write
-    text = b""
+    line = b""
     known = set[str]()
 
     def note(name: str) -> None:
@@ -332,24 +333,24 @@ def main(channel: int, notes: int, memory: int, with_torch: bool = False) -> Non
             known.add(name)
             write(notes, f"{name}\n".encode())
 
-    borrowed.watch(note, with_torch)
+    library_calls.watch(note, with_torch)
     while more := read(channel, 1 << 16):
-        text += more
-        if not text.endswith(b"\n"):
+        line += more
+        if not line.endswith(b"\n"):
             continue
         answer: Any = {}
         try:
-            if text == GO:
+            if line == GO:
                 desk.call()
             else:
-                answer = desk.answer(json.loads(text))
+                answer = desk.answer(json.loads(line))
         except BuildError as error:
             answer = {"refused": str(error), "output": error.output}
         except Exception as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
             answer = {"raised": why[:2000]}
         write(channel, json.dumps(answer).encode() + b"\n" if answer else DONE)
-        text = b""
+        line = b""
     os._exit(0)
 
 

@@ -26,8 +26,8 @@ SIZE = {
     "dtype": str,
 }
 CALL = {"cpu": str, "device": str, **SIZE}  # what two entries must share to be compared
-# What a line holds. sha256: of the sources. ms, share: of the timed call, and of the peak. library: as in
-# Verdict. date: in UTC. version: of this project.
+# What a line holds. sha256: the hash of the sources. ms, share: the timed call's, of the peak. library: as in
+# Verdict. date: in UTC. version: this project's.
 FIELDS = {
     "file": str,
     "sha256": str,
@@ -101,14 +101,20 @@ def entries(path: Path) -> list[Entry]:
 
 
 def _checked(entry: Any) -> Entry:
-    for name, kind in FIELDS.items():
+    for name, field_type in FIELDS.items():
         if isinstance(entry, dict) and name == "dtype":
             entry = {"dtype": "fp32", **entry}  # earlier files lack it
         if not isinstance(entry, dict) or name not in entry:
             raise ValueError(f"it lacks {name}")
         value = entry[name]
-        good = type(value) is kind or kind is float and type(value) is int
-        if not good or kind is float and not 0 < value < 1e18 or kind is str and not value.isprintable():
+        good = type(value) is field_type or field_type is float and type(value) is int
+        if (
+            not good
+            or field_type is float
+            and not 0 < value < 1e18
+            or field_type is str
+            and not value.isprintable()
+        ):
             raise ValueError(f"{name} is {value!r}")
     if not entry["right"]:
         raise ValueError("right is False")

@@ -8,9 +8,11 @@ import numpy as np
 
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.attention_ext.user_kernel import SIMULATORS, has_gpu, joined, read, sources
-from shakespeare.judge.cases import CASES, Case, Floats
+from shakespeare.judge.cases import CASES, Case
 from shakespeare.judge.diagnosis import Finding, Subject, first_part
-from shakespeare.judge.speed import Figures, Size, hint, place
+from shakespeare.judge.hints import hint
+from shakespeare.judge.speed import Figures, Size, place
+from shakespeare.judge.tolerance import Floats
 from shakespeare.judge.verdict import Verdict
 from shakespeare.lab.formats import counted, size_text
 
@@ -86,7 +88,7 @@ def shown(case: Case, subject: Subject, got: Floats) -> dict[str, Any]:
 
 def picture(error: Floats) -> list[str]:
     """The errors of a head (Nq, d), as multiples of the allowed one: the worst of a block is a character."""
-    rows, columns = (-(-n // most) for n, most in zip(error.shape, PICTURE))
+    rows, columns = (-(-n // limit) for n, limit in zip(error.shape, PICTURE))
     lines = []
     for i in range(0, error.shape[0], rows):
         worst = [error[i : i + rows, c : c + columns].max() for c in range(0, error.shape[1], columns)]
@@ -113,7 +115,7 @@ def first_wrong(found: dict[str, Any]) -> list[str]:
 
 
 def library(file: Path, outcome: Verdict, size: Size) -> str:
-    """Whose attention the file calls."""
+    """The line on the library whose attention the file calls."""
     return line("library", outcome.library)
 
 

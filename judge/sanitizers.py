@@ -15,7 +15,7 @@ from shakespeare.attention_ext.parts import BuildError
 from shakespeare.judge.cases import CASES, WINDOWED, Case
 from shakespeare.judge.diagnosis import Finding
 from shakespeare.judge.speed import Stop
-from shakespeare.lab.command import environment, run
+from shakespeare.lab.subprocesses import environment, run
 
 SECONDS = 60  # that a program under a sanitizer may take
 # Calls under AddressSanitizer: sizes that tiles do not divide.
@@ -31,10 +31,10 @@ MEMORY = (
 RACES = Case(1, 4, 200, 200, 16, causal=True, threads=4), Case(1, 1, 257, 257, 32, threads=3)
 THREADS = re.compile(r"\b(threads?|for_each_item|on_threads|async|future|atomic|parallel)\b")
 ERRORS = {"SEGV": "it reads or writes where no memory is", "FPE": "it divides a whole number by 0"}
-Said = Iterator[tuple[str, Finding | None]]  # what a sanitizer says, and what it has found
+Reports = Iterator[tuple[str, Finding | None]]  # what a sanitizer says, and what it has found
 
 
-def search(file: Path, backward: bool, crashed: int | None, dtype: str, stop: Stop = None) -> Said:
+def search(file: Path, backward: bool, crashed: int | None, dtype: str, stop: Stop = None) -> Reports:
     """Yield what each sanitizer says until one finds something. Raises Stopped if stop().
 
     crashed: the number of the first case that is wrong or ends the process, if there is one.
@@ -62,7 +62,7 @@ def search(file: Path, backward: bool, crashed: int | None, dtype: str, stop: St
 
 def _address(file: Path, backward: bool, cases: Sequence[Case], stop: Stop) -> tuple[str, Finding | None]:
     for case in cases:
-        if finding := of_address_sanitizer(_said(file, "address", case, backward, stop), *names(file)):
+        if finding := parse_address_sanitizer(_report(file, "address", case, backward, stop), *names(file)):
             return f"AddressSanitizer: {finding.sentence}", finding
     return f"no access out of bounds in {len(MEMORY)} calls under AddressSanitizer", None
 
@@ -71,20 +71,20 @@ def _races(file: Path, backward: bool, stop: Stop) -> tuple[str, Finding | None]
     if re.search(r"\bomp\b", user_kernel.joined(user_kernel.sources(file))):
         return "races were not searched: ThreadSanitizer does not know OpenMP's threads", None
     for case in RACES:
-        report = _said(file, "thread", case, backward, stop)
+        report = _report(file, "thread", case, backward, stop)
         if "FATAL: ThreadSanitizer" in report:
             return "races were not searched: ThreadSanitizer does not run here", None
-        if finding := of_thread_sanitizer(report, *names(file)):
+        if finding := parse_thread_sanitizer(report, *names(file)):
             return f"ThreadSanitizer: {finding.sentence}", finding
     return f"no race in {len(RACES)} calls under ThreadSanitizer", None
 
 
-def _said(file: Path, sanitizer: str, case: Case, backward: bool, stop: Stop) -> str:
+def _report(file: Path, sanitizer: str, case: Case, backward: bool, stop: Stop) -> str:
     """What a sanitizer writes about a call."""
     # As tools/alone.cpp takes them
     sizes = case.Nk, case.d, 64, 64, int(case.causal), case.B * case.H, 1, 0, case.Nq, case.threads
-    program = str(recipes.own(file.resolve(), sanitizer).make())
-    command = [program, "backward" if backward else "own", *map(str, sizes)]
+    program = str(recipes.user_kernel(file.resolve(), sanitizer).make())
+    command = [program, "backward" if backward else "forward", *map(str, sizes)]
     if os.geteuid() == 0:  # root's program could read the judge's memory
         command = [sys.executable, "-m", "shakespeare.judge.player_process", "run", *command]
     return run(command, SECONDS, stop, ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1")[2]
@@ -99,7 +99,7 @@ def _cuda(file: Path, dtype: str, stop: Stop) -> tuple[str, Finding | None]:
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--print-limit", "3", *words]
         report = "\n".join(run(command, SECONDS, stop, **env)[1:])
-        if finding := of_compute_sanitizer(report, *names(file)):
+        if finding := parse_compute_sanitizer(report, *names(file)):
             return f"compute-sanitizer: {finding.sentence}", finding
     return "no access out of bounds and no race by compute-sanitizer", None
 
@@ -115,17 +115,19 @@ def lines_in(report: str, *names: str) -> list[str]:
     return [f" at {place}" for place in re.findall(rf"(?:{either}):\d+", report)]
 
 
-def of_address_sanitizer(report: str, *names: str) -> Finding | None:
+def parse_address_sanitizer(report: str, *names: str) -> Finding | None:
     """The access that AddressSanitizer found, with its line in a user's file; else None."""
     error = re.search(r"ERROR: AddressSanitizer: ([\w-]+)", report)
     if not error:
         return None
-    kind = error[1]
+    error_name = error[1]
     where = "".join(lines_in(report, *names)[:1])
     access = re.search(r"(READ|WRITE) of size (\d+)", report)
-    if kind in ERRORS or not access:
-        return Finding("bounds" if kind == "SEGV" else "crash", f"{ERRORS.get(kind, kind)}{where}")
-    place = f"out of bounds ({kind.replace('-', ' ')})"
+    if error_name in ERRORS or not access:
+        return Finding(
+            "bounds" if error_name == "SEGV" else "crash", f"{ERRORS.get(error_name, error_name)}{where}"
+        )
+    place = f"out of bounds ({error_name.replace('-', ' ')})"
     if region := re.search(r"located \d+ bytes (.*?)\[(0x[0-9a-f]+)", report):
         side = "before" if re.search("left|before", region[1]) else "beyond"
         matrices = {int(at, 16): matrix for matrix, at in re.findall(r"([a-z]\w*) at (0x[0-9a-f]+)", report)}
@@ -133,7 +135,7 @@ def of_address_sanitizer(report: str, *names: str) -> Finding | None:
     return Finding("bounds", f"{access[1].lower()} of {access[2]} bytes {place}{where}")
 
 
-def of_thread_sanitizer(report: str, *names: str) -> Finding | None:
+def parse_thread_sanitizer(report: str, *names: str) -> Finding | None:
     """The race that ThreadSanitizer found in a user's file; else None."""
     for race in report.split("WARNING: ThreadSanitizer: data race")[1:]:
         stacks = re.split(r"\n\s+(?:Previous )?(?:[Ww]rite|[Rr]ead|Atomic) ", race)[1:3]
@@ -144,7 +146,7 @@ def of_thread_sanitizer(report: str, *names: str) -> Finding | None:
     return None
 
 
-def of_compute_sanitizer(report: str, *names: str) -> Finding | None:
+def parse_compute_sanitizer(report: str, *names: str) -> Finding | None:
     """The access or the race that compute-sanitizer found; else None."""
     where = "".join(lines_in(report, *names)[:1])
     if access := re.search(r"Invalid (\S+) (read|write|atomic) of size (\d+)", report):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shakespeare.attention_ext import attention, processor, reference, rules
 from shakespeare.attention_ext.parts import BuildError
-from shakespeare.judge import cases
+from shakespeare.judge import cases, tolerance
 from shakespeare.judge.cases import Case
 from shakespeare.judge.clock import MIN_TIME, ROUNDS
 from shakespeare.judge.player_process import give_up_rights
@@ -27,7 +27,7 @@ from shakespeare.judge.speed import LADDER, Size
 from shakespeare.lab import timing
 
 NEAR = 2.0**-12  # how far apart, as a share, two scores are whose changes tell how rounding grows
-STEP = 2.0**-6  # of the differences
+STEP = 2.0**-6  # scores differ by it where a derivative is estimated
 KINKS = 0.01  # share of the pairs that may lie at a kink of the score, where differences mean nothing
 
 
@@ -67,7 +67,7 @@ def check(mod: rules.ScoreMod, header: Path, case: Case) -> None:
         check_slope(mod, s)
     shown = score > rules.HIDDEN
     grown = torch.cat([(near - score)[shown] / NEAR, score[shown], s.flatten()]).abs()
-    floor = cases.floor(float(grown[grown.isfinite()].max()))
+    floor = tolerance.floor(float(grown[grown.isfinite()].max()))
     call = partial(attention, causal=case.causal, scale=case.applied, score_mod=header)
     kinds = torch.double, q.dtype, q.dtype
     doubles, *leaves = ([t.to(dtype, copy=True).requires_grad_() for t in tensors] for dtype in kinds)
@@ -79,12 +79,12 @@ def check(mod: rules.ScoreMod, header: Path, case: Case) -> None:
     if mod.has_slope:
         names += [f"gradient of {name}" for name in "qkv"]
         definition += torch.autograd.grad(exact.sum(), doubles)
-        for part, own in zip(("part0", "part4"), leaves):
-            results[part] += torch.autograd.grad(call(part, *own).sum(), own)
+        for part, inputs in zip(("part0", "part4"), leaves):
+            results[part] += torch.autograd.grad(call(part, *inputs).sum(), inputs)
     peers = results.pop("part0")
     for part, found in results.items():
         for name, right, peer, got in zip(names, definition, peers, found):
-            if not cases.beside(right.numpy(), peer.numpy(), floor).allows(got.double().numpy()):
+            if not tolerance.beside(right.numpy(), peer.numpy(), floor).allows(got.double().numpy()):
                 raise ValueError(f"{part}'s {name} differs from the definition's")
 
 
@@ -100,7 +100,7 @@ def timed(header: Path, size: Size) -> dict[str, float]:
 
 
 def tried(header: Path, size: Size, seconds: float, seed: int) -> dict[str, Any]:
-    """wrong: a sentence, or ''; at: the case. slope: whether there is one. ms: of the parts, and 'without'.
+    """wrong: a sentence, or ''; at: the case. slope: whether there is one. ms: the parts', and 'without'.
 
     seconds: that a case may take before it is endless.
     """

@@ -36,7 +36,7 @@ def swept(file: Path, size: Size, stop: Stop = None, arch: str = "sm_90") -> Til
     return from_process(__name__, file, size, stop, "they were not compiled", arch, TRITON_INTERPRET="0")
 
 
-def no_gpu(arch: str) -> Any:
+def absent_gpu(arch: str) -> Any:
     """Triton's driver of a GPU that is not there: kernels are compiled for it, and a launch does nothing."""
     from triton.backends.compiler import GPUTarget
 
@@ -61,7 +61,7 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
     on_gpu = user_kernel.has_gpu()
     rows = Tiles()
     if not on_gpu:
-        triton.runtime.driver.set_active(no_gpu(arch))
+        triton.runtime.driver.set_active(absent_gpu(arch))
 
     def keep(src: Any, metadata: Any, metadata_group: Any, **_: object) -> None:
         (cubin,) = (path for name, path in metadata_group.items() if name.endswith(".cubin"))
@@ -94,8 +94,8 @@ def compiled(file: Path, size: Size, arch: str) -> Tiles:
     for tuner in user_kernel.tuned(module):
         for row in (row for row in rows if row["kernel"] == tuner.base_fn.__name__):
             for config, (ms, *_) in getattr(tuner, "configs_timings", {}).items():
-                asked = row["sizes"] | config.kwargs, config.num_warps, config.num_stages
-                if asked == (row["sizes"], row["warps"], row["stages"]):
+                chosen = row["sizes"] | config.kwargs, config.num_warps, config.num_stages
+                if chosen == (row["sizes"], row["warps"], row["stages"]):
                     row["fits"] = ms < math.inf
                     row["ms"] = ms if on_gpu and ms < math.inf else None
             row["sizes"] = {name: row["sizes"][name] for name in tuner.configs[0].kwargs}

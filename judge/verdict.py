@@ -16,18 +16,19 @@ import numpy as np
 from shakespeare.attention_ext import user_kernel
 from shakespeare.attention_ext.parts import BuildError, Dtype
 from shakespeare.judge import cases, diagnosis, player, sanitizers, speed, triton_tiles
-from shakespeare.judge.cases import Array, Case, Floats
+from shakespeare.judge.cases import Array, Case
 from shakespeare.judge.diagnosis import FORWARD, Finding, Subject
 from shakespeare.judge.gradients import BACKWARD
 from shakespeare.judge.player import JIT_SECONDS, Gone, Player, Wrong
 from shakespeare.judge.speed import Figures, Size, Stop
+from shakespeare.judge.tolerance import Floats
 from shakespeare.judge.triton_tiles import Tiles
 
-MOST_MEMORY = 4 << 30  # bytes that a kernel on the CPU may map in the cases
-SHARE = 0.3  # of the limit that a case may be expected to take, by the fastest one before it
+MAX_MEMORY = 4 << 30  # bytes that a kernel on the CPU may map in the cases
+SHARE = 0.3  # of the limit: a case that is expected to take more, by the fastest one before it, is skipped
 MEASURED_WORK = 1000  # multiply-adds; a smaller call says little
 SIMULATED_WORK = 60_000  # multiply-adds of a case at most in Numba's simulator of CUDA
-BEYOND = re.compile("illegal memory access|misaligned address|out of bounds")  # of a GPU's memory
+BEYOND = re.compile("illegal memory access|misaligned address|out of bounds")  # a GPU reports it
 
 
 @dataclass
@@ -37,9 +38,9 @@ class Verdict:
     refused: why it could not be compiled; then nothing was tried. output: the compiler's. at, case: the first
     wrong case, or that of a crash, and its number. passed: the numbers of the right ones. tried: cases;
     skipped: those that would take too long. finding: what explains a wrong result. shown: the first wrong
-    case, what was tried, and the result. memory: what sanitizers say. tiles, figures: of a right kernel, or
-    why there are none. library: that another's attention does the work. backward: of the backward pass.
-    sources: the file, and what it includes or imports.
+    case, what was tried, and the result. memory: what sanitizers say. tiles, figures: a right kernel's, or
+    why there are none. library: a sentence if another's attention does the work. backward: the backward pass
+    is judged. sources: the file, and what it includes or imports.
     """
 
     refused: str = ""
@@ -171,17 +172,17 @@ class Checker:
     ) -> Verdict:
         """Try the kernel of a file, or its backward pass, with all cases.
 
-        seconds: that a call may take before it is endless. seed, dtype: of the inputs. windowed: also with a
-        window.
+        seconds: what a call may take before it is endless. seed, dtype: decide the inputs. windowed: also
+        with a window.
         """
         played = self.warm(file)
         source = user_kernel.read(file)
         verdict = Verdict(backward=backward)
         subject = BACKWARD if backward else FORWARD
         on_gpu = source.device == "cuda"
-        most_work = SIMULATED_WORK if source.simulated == "numba" else math.inf
+        max_work = SIMULATED_WORK if source.simulated == "numba" else math.inf
         every = enumerate(cases.seeded(seed, windowed, dtype))
-        chosen = {case: n for n, case in every if case.work <= most_work}
+        chosen = {case: n for n, case in every if case.work <= max_work}
         compiling = seconds + JIT_SECONDS * source.compiling
         if source.triton and on_gpu:  # it compiles for new sizes and tiles
             seconds = compiling
@@ -191,13 +192,13 @@ class Checker:
 
         def run(case: Case, inputs: Sequence[Array] | None = None, **settings: Any) -> Floats:
             matrices = dict(zip(subject.names, subject.inputs(case) if inputs is None else inputs))
-            asked: dict[str, Any] = {"causal": case.causal, "scale": case.applied, "threads": case.threads}
+            options: dict[str, Any] = {"causal": case.causal, "scale": case.applied, "threads": case.threads}
             if windowed:
-                asked["window"] = case.window
-            return np.array(played.call(matrices, next(limits), **asked | settings)[0], np.float64)
+                options["window"] = case.window
+            return np.array(played.call(matrices, next(limits), **options | settings)[0], np.float64)
 
         try:
-            played.load(file, None if on_gpu else MOST_MEMORY, backward, dtype)
+            played.load(file, None if on_gpu else MAX_MEMORY, backward, dtype)
             beside.join()
             verdict.sources = played.sources
             verdict.try_cases(run, played.settle, chosen, math.inf if on_gpu else seconds, subject)

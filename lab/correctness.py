@@ -42,8 +42,8 @@ MATRICES = 2  # N x N float32 matrices that the reference holds for each head at
 FREE_SHARE = 0.9  # share of a GPU's free memory that they may take
 FLOOR = 1e-6  # allowed error of any float32 gradient, as a share of the largest
 ROUNDING = 2.0**-23  # the same for a sum of one term; for d terms it grows with the root of d
-ROUNDS = 9  # of the gradients
-LEAST_SECONDS = 0.02  # least time of a round
+ROUNDS = 9  # rounds in which the gradients are timed
+MIN_SECONDS = 0.02  # least time of a round
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,16 @@ def mismatch(expected: Tensor, got: Tensor, dtype: Dtype = Dtype.FP32) -> str | 
     )
 
 
-def heads_at_once(N: int, least: int, free: float | None) -> int:
-    """The most heads whose N x N matrices fit in `free` bytes. Raises ValueError if below `least`."""
-    bytes_of_head = MATRICES * 4 * N * N
-    if free is not None and least * bytes_of_head > free:
-        most = int((free / (MATRICES * 4 * least)) ** 0.5)
-        need = f"the reference would need {least * bytes_of_head / 2**30:.0f} GiB"
-        raise ValueError(f"N is {N}; {need}, so it must be at most {most} here with {counted(least, 'head')}")
-    return least if free is None else int(free) // bytes_of_head
+def heads_at_once(N: int, heads: int, free: float | None) -> int:
+    """The most heads whose N x N matrices fit in `free` bytes. Raises ValueError if these heads do not."""
+    head_bytes = MATRICES * 4 * N * N
+    if free is not None and heads * head_bytes > free:
+        limit = int((free / (MATRICES * 4 * heads)) ** 0.5)
+        need = f"the reference would need {heads * head_bytes / 2**30:.0f} GiB"
+        raise ValueError(
+            f"N is {N}; {need}, so it must be at most {limit} here with {counted(heads, 'head')}"
+        )
+    return heads if free is None else int(free) // head_bytes
 
 
 @dataclass(frozen=True)
@@ -312,13 +314,13 @@ def gradients(test: Test, echo: Callable[[str], None]) -> bool:
     passed = True
     for name, right, *got in zip(("dq", "dk", "dv"), exact, *(backward() for backward in both)):
         error, pytorchs = (float((gradient - right).abs().max()) for gradient in got)
-        most = 2 * pytorchs + floor * float(right.abs().max())
-        echo(f"{name}: largest error {error:.2e}, PyTorch's {pytorchs:.2e}, allowed {most:.2e}")
-        passed = passed and error <= most  # NaN is not
+        allowed = 2 * pytorchs + floor * float(right.abs().max())
+        echo(f"{name}: largest error {error:.2e}, PyTorch's {pytorchs:.2e}, allowed {allowed:.2e}")
+        passed = passed and error <= allowed  # NaN is not
     echo(f"manual gradients == float64 gradients {passed}\n")
     if not passed:
         return False
-    samples, sdpas = in_turns(both, ROUNDS, LEAST_SECONDS, test.on)
+    samples, sdpas = in_turns(both, ROUNDS, MIN_SECONDS, test.on)
     rate = cell.flops / samples.median
     speed = f"{rate / 1e12:.1f} TFLOP/s"
     if not test.on:

@@ -13,9 +13,9 @@ from shakespeare.attention_ext import BuildError, processor
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import check_part
 from shakespeare.attention_ext.processor import Cache
-from shakespeare.lab.command import run
-from shakespeare.lab.costs import scratch
 from shakespeare.lab.machine import check_memory
+from shakespeare.lab.scratch import scratch
+from shakespeare.lab.subprocesses import run
 from shakespeare.lab.traffic import FLOAT_BYTES, Block, Case
 
 SWEPT_BYTES = 256 << 20  # bytes written before each call under perf, to empty all caches
@@ -63,7 +63,7 @@ def misses(part: str, case: Case, simd: str, caches: tuple[Cache, Cache] | None,
     check_memory(f"N is {case.Nk}; the matrices that are counted", need)
     march = "native" if caches is None else SIMULATED
     row = check_part(part)
-    recipe = recipes.own(row.file, "simulated", march) if row.file else recipes.program(simd, march)
+    recipe = recipes.user_kernel(row.file, "simulated", march) if row.file else recipes.program(simd, march)
     program = recipe.make()
 
     case_words = (row.operator, case.Nk, case.d, case.br, case.bc, int(case.causal), case.heads)

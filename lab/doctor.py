@@ -20,7 +20,7 @@ from typing import Any
 from shakespeare.attention_ext import AUTO, BuildError, processor
 from shakespeare.attention_ext.build import cache, nvrtc, prebuilt, recipes, toolchain
 from shakespeare.checkpoints import PRESENT
-from shakespeare.lab.command import run as run_command
+from shakespeare.lab.subprocesses import run as run_command
 
 OK = "ok"
 ABSENT = "--"

@@ -48,7 +48,7 @@ def held_out_loss(
 
     model: a name for load(). part: the attention. weights: a Precision or its name. kv_cache: a
     CachePrecision or its name, to which the keys and values that attention sees are rounded. device, kernel:
-    as in EngineOptions. threads: of the native engine.
+    as in EngineOptions. threads: the native engine's.
     Raises ValueError naming what is wrong, BuildError without a GPU or what compiles the kernels.
     """
     checkpoint = load(model)

@@ -19,21 +19,21 @@ from shakespeare.attention_ext.processor import Cache
 from shakespeare.attention_ext.webgpu.steps import STEPS
 from shakespeare.attention_ext.webgpu.steps import choose as choose_step
 from shakespeare.lab import counters, machine, rule_options
-from shakespeare.lab.bench.cases import check_memory
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.bench.contenders import OF_KERNEL
-from shakespeare.lab.bench.cuda import GpuBench
+from shakespeare.lab.bench.contenders import CUDA_CONTENDERS
+from shakespeare.lab.bench.gpu_bench import GpuBench
+from shakespeare.lab.bench.plan import check_memory
 from shakespeare.lab.bench.results import Result, Run
-from shakespeare.lab.bench.sweep import MIN_TIME_SECONDS, ROUNDS, Bench, inputs
-from shakespeare.lab.costs import block_of, scratch
+from shakespeare.lab.bench.runner import MIN_TIME_SECONDS, ROUNDS, Bench, inputs
 from shakespeare.lab.cuda import architectures
 from shakespeare.lab.cuda.architectures import SHEETS, WARP, architecture, occupancy
-from shakespeare.lab.cuda.costs import WAVEFRONT, Count, Shared, counts
+from shakespeare.lab.cuda.traffic import WAVEFRONT, Count, Shared, counts
 from shakespeare.lab.formats import counted, markdown, scaled, size_text
+from shakespeare.lab.scratch import block_of, scratch
 from shakespeare.lab.timing import in_turns, quartiles
 from shakespeare.lab.traffic import FLOAT_BYTES, Case, Stream, streams, traffic
-from shakespeare.lab.webgpu.costs import step_counts
 from shakespeare.lab.webgpu.device import Gpu, prepared
+from shakespeare.lab.webgpu.traffic import step_counts
 
 AMX_SOFTMAX_INSTRUCTIONS = 7.5  # instructions of part4_amx.cpp for a vector, without loads and stores
 SCALAR = ("part1",)  # parts that use one lane of a vector, and sum each output in one chain of additions
@@ -44,7 +44,7 @@ ORDER = ("Q", "dO", "K", "S", "P", "V", "m, l, O", "O", "dQ, dK, dV")  # rows of
 PROFILED = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum,dram__bytes.sum"
 STEP_TITLES = "step|tile|multiply-adds|exp2|workgroup memory|storage|predicted, ms|bound by|measured, ms"
 
-TIMED_CALLS = 5  # of a step
+TIMED_CALLS = 5  # calls of a step that are timed
 SUBGROUP = 32  # lanes of a GPU that read a number of workgroup memory at once, about; of a CPU it is one
 
 Echo = Callable[[str], None]
@@ -146,8 +146,8 @@ def levels(part: str, case: Case, simd: str | None) -> list[Level]:
     bounds = []
     caches = processor.caches()
     for cache, beyond in [*pairwise(caches), (caches[-1], None)]:
-        of_threads = case if cache.level < 3 else replace(case, threads=1)
-        come_in = streams(part, of_threads, block_of(simd)) if case.dtype is Dtype.FP32 else None
+        thread_case = case if cache.level < 3 else replace(case, threads=1)
+        come_in = streams(part, thread_case, block_of(simd)) if case.dtype is Dtype.FP32 else None
         if come_in is None:
             return []
         size = min(beyond.size // 2, 8 * cache.size) if beyond else 4 * cache.size
@@ -340,7 +340,7 @@ def on_cuda(cell: Cell, echo: Echo, kernel: str | None, arch: str | None) -> Non
     """A kernel of part 4 on a GPU. For the arguments and the errors see explain()."""
     answer = compiled(cell, kernel, arch)
     row = answer.kernel.row
-    name = next(name for name, known in OF_KERNEL.items() if known.name == row.name)
+    name = next(name for name, known in CUDA_CONTENDERS.items() if known.name == row.name)
     cell = replace(cell, contender=name, backward=row.name in BACKWARD)
     on = answer.kernel.on
     echo(
@@ -360,8 +360,8 @@ def on_cuda(cell: Cell, echo: Echo, kernel: str | None, arch: str | None) -> Non
         echo("measured    not: this is counted for an architecture, without a GPU")
         return
     run, result = measured(replace(cell, l2="warm"))
-    peak, _, least = limits[0]
-    echo(measured_text(result, cell.flops / least, peak))
+    peak, _, seconds = limits[0]
+    echo(measured_text(result, cell.flops / seconds, peak))
     if run.busy:
         echo(run.busy)
 
@@ -380,9 +380,9 @@ def compiled(cell: Cell, name: str | None = None, arch: str | None = None) -> An
     """The requested kernel, compiled for the GPU. For the arguments and the errors see explain()."""
     dtype = check_compatible("part4", "cuda", cell.dtype)
     Nk = cell.N
-    for what, size, most in (("d", cell.d, WIDEST), ("N", Nk, LONGEST)):
-        if size > most:
-            raise ValueError(f"{what} is {size}; it must be at most {most} on CUDA")
+    for what, size, limit in (("d", cell.d, WIDEST), ("N", Nk, LONGEST)):
+        if size > limit:
+            raise ValueError(f"{what} is {size}; it must be at most {limit} on CUDA")
     if cell.queries > (Nk if cell.causal else LONGEST):
         allowed = f"N={Nk} with a causal mask" if cell.causal else str(LONGEST)
         raise ValueError(f"queries is {cell.queries}; it must be at most {allowed}")
@@ -419,8 +419,8 @@ def resources_text(answer: Answer) -> str:
     spilled = f"{used.spill_stores} B stored, {used.spill_loads} B loaded" if used.spill_stores else "none"
     resident = f"{counted(answer.blocks, 'block')} a multiprocessor"
     warps = answer.blocks * -(-tile.threads // WARP)
-    most = architecture(answer.kernel.on).warps
-    share = f"{warps} of {most} warps = {100 * warps / most:.0f} %"
+    max_warps = architecture(answer.kernel.on).warps
+    share = f"{warps} of {max_warps} warps = {100 * warps / max_warps:.0f} %"
     others = ", ".join(f"{number} by {name}" for name, number in fits.items())
     source = "by the driver" if answer.driver else "counted from ptxas's report"
     fewest = min(fits.values())

@@ -16,14 +16,14 @@ import torch
 from shakespeare import __version__
 from shakespeare.attention_ext import AUTO, BuildError, extension, processor
 from shakespeare.attention_ext.build import toolchain
-from shakespeare.lab.command import ROOT
 from shakespeare.lab.formats import size_text
+from shakespeare.lab.subprocesses import ROOT
 
 BUSY_SHARE = 0.05  # on a busy machine others take more than this share of the measured threads' time
 SAMPLE_SECONDS = 2e-4
 LIMIT_SECONDS = 0.3  # time in which a limit of the machine is measured
 SLOWED_BELOW = 0.95  # a sample below this share of the fastest is slowed, any other quiet
-MOST_SLOWED_SHARE = 0.1  # on a busy machine a larger share of the samples is slowed
+MAX_SLOWED_SHARE = 0.1  # on a busy machine a larger share of the samples is slowed
 # Files of control groups, version 2 and 1: the limit, its use, and in memory.stat what memory can drop.
 GROUP_FILES = (
     ("memory.max", "memory.current", "(?:in)?active_file"),
@@ -72,8 +72,8 @@ class Load:
         now = processor_times()
         if now is None or self._start is None:
             return None
-        busy, own, wall = (b - a for a, b in zip(self._start, now))
-        return max(0.0, busy - own) / wall
+        busy, ours, wall = (b - a for a, b in zip(self._start, now))
+        return max(0.0, busy - ours) / wall
 
     def sample(self, size: int = 0, patience: float = 0.0) -> float:
         """The lower speed of NOPs or of reading `size` bytes on this thread, over the fastest so far.
@@ -107,7 +107,7 @@ def fma_peak(threads: int = 1) -> float:
 
 
 def amx_peak(threads: int = 1) -> float:
-    """The same for AMX's products in bfloat16; 0 without AMX."""
+    """The highest rate of AMX's products in bfloat16; 0 without AMX."""
     return _on(threads, extension.load().amx_peak, LIMIT_SECONDS)
 
 
@@ -132,7 +132,7 @@ def busy(load: Load, peaks: list[float], threads: int) -> str | None:
     """The reason why figures since `load` was made are not firm, else None. peaks: before and after."""
     reasons = taken(load.others(), min(threads, processor.cores()))
     slowed = load.slowed()
-    if slowed > MOST_SLOWED_SHARE:
+    if slowed > MAX_SLOWED_SHARE:
         reasons.append(f"the core or the shared cache was slow in {100 * slowed:.0f} % of samples")
     if max(peaks) / min(peaks) > 1 + BUSY_SHARE:
         reasons.append(f"the FMA peak went from {peaks[0] / 1e9:.0f} to {peaks[-1] / 1e9:.0f} GFLOP/s")
@@ -173,9 +173,9 @@ def available_memory() -> int | None:
 
         pages = Path("/proc/self/statm").read_text().split()
         for number, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
-            most = resource.getrlimit(number)[0]
-            if most != resource.RLIM_INFINITY:
-                left.append(most - int(used) * resource.getpagesize())
+            soft, _ = resource.getrlimit(number)
+            if soft != resource.RLIM_INFINITY:
+                left.append(soft - int(used) * resource.getpagesize())
     return max(0, min(left)) if left else None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shakespeare.attention_ext.user_kernel import check_name
-from shakespeare.lab.command import environment
+from shakespeare.lab.subprocesses import environment
 
 CTRL_C_SECONDS = 2  # that a command may take to end when the cell is interrupted
 PICTURE = re.compile(r"wrote (.*)\.(svg|png)\n")
@@ -47,10 +47,10 @@ def gpt(line: str) -> None:
     with subprocess.Popen(command, **settings, start_new_session=True) as child:
         assert child.stdout
         try:
-            for line_of_output in child.stdout:
-                picture = PICTURE.fullmatch(line_of_output)
+            for output_line in child.stdout:
+                picture = PICTURE.fullmatch(output_line)
                 if not picture:
-                    print(line_of_output, end="", flush=True)
+                    print(output_line, end="", flush=True)
                 elif picture[2] == "png":
                     display(Image(f"{picture[1]}.png", retina=True))  # type: ignore[no-untyped-call]
         except KeyboardInterrupt:

@@ -23,13 +23,13 @@ from shakespeare.lab.timing import Clock
 
 BLOCK = 4096  # rows of one seed
 CHECKED = 16  # rows of each rank that are compared with float64
-MOST_NUMBERS = 2**30  # most numbers of K to make again for the comparison with float64; about ten seconds
+MAX_NUMBERS = 2**30  # most numbers of K to make again for the comparison with float64; about ten seconds
 ROUNDS = 5  # rounds of the measurement, unless one takes longer than LONG seconds
 LONG = 2.0
 
 
 @dataclass(frozen=True)
-class Question:
+class Setup:
     """The arguments of the test: one sequence of N keys, and queries at its end."""
 
     method: str
@@ -52,44 +52,44 @@ class Question:
         return self.N - self.queries
 
 
-def rows_of(name: str, asked: Question, chunks: Sequence[range]) -> Tensor:
+def rows_of(name: str, setup: Setup, chunks: Sequence[range]) -> Tensor:
     """Rows of q, k or v, (1, H, n, d): standard normal, the same for every number of ranks."""
-    pieces = [torch.empty(1, asked.heads, 0, asked.d)]
+    pieces = [torch.empty(1, setup.heads, 0, setup.d)]
     for chunk in filter(len, chunks):
         for block in range(chunk.start // BLOCK, -(-chunk.stop // BLOCK)):
             generator = torch.Generator().manual_seed(3 * block + "qkv".index(name))
-            rows = torch.randn(1, asked.heads, BLOCK, asked.d, generator=generator)
+            rows = torch.randn(1, setup.heads, BLOCK, setup.d, generator=generator)
             first = block * BLOCK
             pieces.append(rows[:, :, max(0, chunk.start - first) : chunk.stop - first])
     return torch.cat(pieces, dim=2)
 
 
-def layout(asked: Question, count: int) -> tuple[Rows, Rows]:
+def layout(setup: Setup, count: int) -> tuple[Rows, Rows]:
     """The rows of q and of k of each rank."""
-    keys = parallel.rows(asked.method, asked.N, count)
-    if asked.method == "split":
-        return tuple((range(asked.queries),) for _ in range(count)), keys
-    return parallel.rows(asked.method, asked.queries, count), keys
+    keys = parallel.rows(setup.method, setup.N, count)
+    if setup.method == "split":
+        return tuple((range(setup.queries),) for _ in range(count)), keys
+    return parallel.rows(setup.method, setup.queries, count), keys
 
 
-def exact(asked: Question, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
+def exact(setup: Setup, chunks: Sequence[range]) -> tuple[list[int], Tensor]:
     """Some rows in float64 by the definition: their indices among the rank's rows, and (1, H, rows, d)."""
     n = length(chunks)
     checked = sorted({i * (n - 1) // max(1, CHECKED - 1) for i in range(CHECKED)}) if n else []
-    q = rows_of("q", asked, chunks)[:, :, checked].double()
+    q = rows_of("q", setup, chunks)[:, :, checked].double()
     position = torch.tensor([i for chunk in chunks for i in chunk], dtype=torch.long)[checked]
-    position += asked.offset
-    out = torch.zeros(1, asked.heads, len(checked), asked.d, dtype=torch.float64)
+    position += setup.offset
+    out = torch.zeros(1, setup.heads, len(checked), setup.d, dtype=torch.float64)
     lse = out.new_full(out.shape[:3], -torch.inf)
-    for first in range(0, asked.N if checked else 0, BLOCK):
-        keys = [range(first, min(first + BLOCK, asked.N))]
-        k = rows_of("k", asked, keys).double()
-        v = rows_of("v", asked, keys).double()
-        s = asked.scale * (q @ k.mT)
-        if asked.causal:
+    for first in range(0, setup.N if checked else 0, BLOCK):
+        keys = [range(first, min(first + BLOCK, setup.N))]
+        k = rows_of("k", setup, keys).double()
+        v = rows_of("v", setup, keys).double()
+        s = setup.scale * (q @ k.mT)
+        if setup.causal:
             s = s.masked_fill(torch.arange(first, keys[0].stop) > position[:, None], -torch.inf)
-        of_block = s.logsumexp(-1)
-        out, lse = reference.merge(out, lse, (s - of_block[..., None]).exp().nan_to_num() @ v, of_block)
+        block_lse = s.logsumexp(-1)
+        out, lse = reference.merge(out, lse, (s - block_lse[..., None]).exp().nan_to_num() @ v, block_lse)
     return checked, out
 
 
@@ -99,34 +99,34 @@ def synchronize(ranks: Ranks) -> None:
         torch.cuda.synchronize()
 
 
-def run(asked: Question, echo: Callable[[str], None] = print) -> bool:
+def run(setup: Setup, echo: Callable[[str], None] = print) -> bool:
     """Run the test on all ranks; rank 0 prints. False if any is wrong. Raises BuildError, LostRank."""
-    if PARTS[asked.part].operator:
-        operator(asked.part, "cuda" if asked.device == "cuda" else "auto")  # compiled before any rank waits
-    with join(asked.device, asked.timeout) as ranks:
-        return _run(asked, ranks, echo if ranks.rank == 0 else lambda line: None)
+    if PARTS[setup.part].operator:
+        operator(setup.part, "cuda" if setup.device == "cuda" else "auto")  # compiled before any rank waits
+    with join(setup.device, setup.timeout) as ranks:
+        return _run(setup, ranks, echo if ranks.rank == 0 else lambda line: None)
 
 
-def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
-    queries, keys = layout(asked, ranks.count)
+def _run(setup: Setup, ranks: Ranks, echo: Callable[[str], None]) -> bool:
+    queries, keys = layout(setup, ranks.count)
     mine = queries[ranks.rank]
     here = keys[ranks.rank]
-    echo(describe(asked, ranks))
-    q = rows_of("q", asked, mine).to(ranks.device)
-    k, v = (rows_of(name, asked, here).to(ranks.device) for name in "kv")
-    options: dict = {"part": asked.part, "causal": asked.causal, "scale": asked.scale}
-    out = parallel.attention(asked.method, q, k, v, **options)  # compares the arguments, and warms up
+    echo(describe(setup, ranks))
+    q = rows_of("q", setup, mine).to(ranks.device)
+    k, v = (rows_of(name, setup, here).to(ranks.device) for name in "kv")
+    options: dict = {"part": setup.part, "causal": setup.causal, "scale": setup.scale}
+    out = parallel.attention(setup.method, q, k, v, **options)  # compares the arguments, and warms up
 
     seconds: list[float] = []
     waited = 0.0
     total = 0.0
     traffic = Traffic()
-    known = [length(rows) for rows in keys] if asked.method == "split" or asked.queries == asked.N else None
+    known = [length(rows) for rows in keys] if setup.method == "split" or setup.queries == setup.N else None
     while len(seconds) < ROUNDS and sum(seconds) < LONG:
         traffic = Traffic()
         meet()
         start = time.perf_counter()
-        out = parallel.attention(asked.method, q, k, v, **options, lengths=known, traffic=traffic)
+        out = parallel.attention(setup.method, q, k, v, **options, lengths=known, traffic=traffic)
         synchronize(ranks)
         took = time.perf_counter() - start
         total += took
@@ -135,17 +135,17 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         seconds.append(longest.item())
 
-    formula = parallel.expected(asked.method, queries, keys, ranks.rank, asked.heads, asked.d)
+    formula = parallel.expected(setup.method, queries, keys, ranks.rank, setup.heads, setup.d)
     wrong = []
     error = None
-    if asked.N * asked.heads * asked.d <= MOST_NUMBERS:
-        checked, expected = exact(asked, mine)
+    if setup.N * setup.heads * setup.d <= MAX_NUMBERS:
+        checked, expected = exact(setup, mine)
         got = out[:, :, checked].cpu()
         error = float((got.double() - expected).abs().max()) if checked else 0.0
         difference = mismatch(expected, got) if checked else None
         if difference:
             wrong.append(f"float64: {difference}")
-    alone = compare_with_one_process(asked, ranks, queries, out, min(seconds), wrong)
+    alone = compare_with_one_process(setup, ranks, queries, out, min(seconds), wrong)
     if (traffic.sent, traffic.exchanges) != formula:
         wrong.append(f"sent {traffic.sent} bytes in {traffic.exchanges} exchanges; by the formula {formula}")
     sent, exchanges = zip((traffic.sent, traffic.exchanges), formula)
@@ -157,7 +157,7 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
     for row in rows:
         echo("{:4}{:10,}{:10,}{:15,}{:13,}{:11}{:12}{:14.0%}".format(*row))
     echo("")
-    compared = f"not compared: K has more than {MOST_NUMBERS:,} numbers"
+    compared = f"not compared: K has more than {MAX_NUMBERS:,} numbers"
     if error is not None:
         compared = f"largest error {max(errors):.1e}, in {CHECKED} rows of each rank"
     waiting = statistics.mean(row[-1] for row in rows)
@@ -171,29 +171,29 @@ def _run(asked: Question, ranks: Ranks, echo: Callable[[str], None]) -> bool:
 
 
 def compare_with_one_process(
-    asked: Question, ranks: Ranks, queries: Rows, out: Tensor, seconds: float, wrong: list[str]
+    setup: Setup, ranks: Ranks, queries: Rows, out: Tensor, seconds: float, wrong: list[str]
 ) -> float | None:
-    """Compare with rank 0 alone; its seconds, or None if too much. seconds: of all ranks. Adds to `wrong`."""
-    need = 8 * asked.heads * asked.d * (asked.N + asked.queries)
-    if PARTS[asked.part].name in ("part0", "part1", "part2"):
-        need += 12 * asked.heads * asked.N * asked.queries
+    """Compare with rank 0 alone; its seconds, or None if too much. seconds: all ranks'. Adds to `wrong`."""
+    need = 8 * setup.heads * setup.d * (setup.N + setup.queries)
+    if PARTS[setup.part].name in ("part0", "part1", "part2"):
+        need += 12 * setup.heads * setup.N * setup.queries
     available = machine.available_memory()
     if ranks.device.type == "cuda":
         available = torch.cuda.mem_get_info()[0]
-    fits = seconds * ranks.count < asked.timeout / 4 and (available is None or 2 * need < available)
-    if not of_rank_0(float(fits)):
+    fits = seconds * ranks.count < setup.timeout / 4 and (available is None or 2 * need < available)
+    if not broadcast(float(fits)):
         return None
     everyone: list = [None for _ in range(ranks.count)]
     dist.gather_object(out.cpu(), None if ranks.rank else everyone)
     if ranks.rank:
-        return of_rank_0(0.0)
-    tensors = [rows_of(n, asked, [range(asked.queries if n == "q" else asked.N)]) for n in "qkv"]
+        return broadcast(0.0)
+    tensors = [rows_of(n, setup, [range(setup.queries if n == "q" else setup.N)]) for n in "qkv"]
     q, k, v = (t.to(ranks.device) for t in tensors)
 
     computed: list[Tensor] = []
 
     def compute() -> None:
-        computed[:] = [attention(asked.part, q, k, v, causal=asked.causal, scale=asked.scale)]
+        computed[:] = [attention(setup.part, q, k, v, causal=setup.causal, scale=setup.scale)]
         synchronize(ranks)
 
     alone = min(Clock().time(compute, 2))
@@ -201,24 +201,24 @@ def compare_with_one_process(
         difference = mismatch(take(computed[0].cpu(), chunks), got) if got.numel() else None
         if difference:
             wrong.append(f"one process, rows of rank {rank}: {difference}")
-    return of_rank_0(alone)
+    return broadcast(alone)
 
 
-def of_rank_0(number: float) -> float:
+def broadcast(number: float) -> float:
     """Rank 0's number, on each rank."""
     sent = torch.tensor(number, dtype=torch.float64)
     dist.broadcast(sent, 0)
     return sent.item()
 
 
-def describe(asked: Question, ranks: Ranks) -> str:
+def describe(setup: Setup, ranks: Ranks) -> str:
     """Two lines on the test and its machine."""
-    mask = "causal" if asked.causal else "no mask"
-    backend = "NCCL" if asked.device == "cuda" else f"gloo, {counted(torch.get_num_threads(), 'thread')} each"
-    name = torch.cuda.get_device_name() if asked.device == "cuda" else processor.name()
-    case = f"{asked.heads} heads of N = {asked.N}, {asked.queries} queries, d = {asked.d}, {mask}"
+    mask = "causal" if setup.causal else "no mask"
+    backend = "NCCL" if setup.device == "cuda" else f"gloo, {counted(torch.get_num_threads(), 'thread')} each"
+    name = torch.cuda.get_device_name() if setup.device == "cuda" else processor.name()
+    case = f"{setup.heads} heads of N = {setup.N}, {setup.queries} queries, d = {setup.d}, {mask}"
     over = f"{counted(ranks.count, 'rank')} over {backend}\n{name}, {processor.cores()} cores\n"
-    return f"{asked.method}: {case}, {asked.part}; {over}"
+    return f"{setup.method}: {case}, {setup.part}; {over}"
 
 
 def conclusions(seconds: Sequence[float], alone: float | None, waiting: float) -> dict[str, str]:

@@ -17,7 +17,7 @@ call. Several texts are written in such calls here too.
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic_ns
 from typing import Any, NamedTuple
@@ -66,9 +66,9 @@ SEED = 1337
 CHARACTERS = 2048  # characters of a batch by default
 SHOWN = 12  # PyTorch's operators in the table
 SECONDS = 2.0  # time of a profile
-LEAST_STEPS = 5
-MOST_STEPS = 100
-SIZES = ("block_size", "n_layer", "n_head", "n_embd")  # of GPTConfig and Recipe
+MIN_STEPS = 5
+MAX_STEPS = 100
+SIZES = ("block_size", "n_layer", "n_head", "n_embd")  # fields of GPTConfig and Recipe
 
 
 class Span(NamedTuple):
@@ -155,7 +155,7 @@ class Phase:
         """
         wall = sum(end - begin for begin, end in self.calls)
         took = dict.fromkeys((*KINDS, "other"), 0)
-        rest = [wall for _ in range(self.threads)]  # of each thread
+        rest = [wall for _ in range(self.threads)]  # nanoseconds of each thread without a span
         for kind, thread, begin, end in self.spans:
             took[kind] += end - begin
             rest[thread] -= end - begin
@@ -182,37 +182,34 @@ def lengths(checkpoint: Checkpoint, prompt_tokens: int | None, tokens: int | Non
 
 def run(
     checkpoint: Checkpoint,
-    *,
+    options: EngineOptions,
     model: str,
-    part: str = "part4",
-    weights: str = "fp32",
-    kv_cache: str = "fp32",
-    prompt_tokens: int | None = None,
-    tokens: int | None = None,
-    texts: int = 1,
-    **engine_options: Any,
+    prompt_tokens: int | None,
+    tokens: int | None,
+    texts: int,
 ) -> dict[str, Any]:
     """The figures() of the reading of a prompt and the writing of `tokens` tokens of each text after it.
 
-    The prompt is the model's own text after token 0. The first token after it is not measured. part, weights,
-    kv_cache, engine_options: as in EngineOptions. prompt_tokens, tokens: as in lengths(). texts: are written
-    together. Raises TypeError or ValueError naming a wrong argument, BuildError.
+    The prompt is the model's own text after token 0. The first token after it is not measured. model: the
+    checkpoint's name. prompt_tokens, tokens: as in lengths(). texts: are written together. Raises TypeError
+    or ValueError naming a wrong argument, BuildError.
     """
     prompt_tokens, tokens = lengths(checkpoint, prompt_tokens, tokens)
     capacity = prompt_tokens + tokens
-    unbounded = EngineOptions.of({"kv_cache": kv_cache}, capacity=capacity, threads=2**31)
-    most, _ = slots_for(2**31, checkpoint.config, unbounded)
-    if not 1 <= texts <= most:
-        raise ValueError(f"texts is {texts}; it must be from 1 to {most} with caches of {capacity} tokens")
-    sized: dict[str, Any] = {"weights": weights, "kv_cache": kv_cache, "slots": texts, "capacity": capacity}
-    engine = open_engine(checkpoint, part=part, **sized, **engine_options)
+    options = replace(options, capacity=capacity)
+    max_texts, _ = slots_for(2**31, checkpoint.config, replace(options, threads=2**31))
+    if not 1 <= texts <= max_texts:
+        raise ValueError(
+            f"texts is {texts}; it must be from 1 to {max_texts} with caches of {capacity} tokens"
+        )
+    engine = open_engine(checkpoint, replace(options, slots=texts))
     settings = {
         "model": model,
-        "part": part,
+        "part": options.part,
         "engine": engine.name,
-        "simd": helpers_of(part, engine_options.get("simd", "auto")),
-        "weights": weights,
-        "kv_cache": kv_cache,
+        "simd": helpers_of(options.part, options.simd),
+        "weights": options.weights,
+        "kv_cache": options.kv_cache,
         "threads": torch.get_num_threads(),
         "texts": texts,
         "prompt_tokens": prompt_tokens,
@@ -232,12 +229,12 @@ def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Pha
     The phases are the repetitions with spans whose wall time is the median. Last, the median seconds without
     spans, of the prefill and of the decoding.
     """
-    ids = _own_text(engine, prompt_tokens)
-    spans_of = recorder(engine)
+    ids = _model_text(engine, prompt_tokens)
+    span_recorder = recorder(engine)
     phases: dict[bool, list[tuple[Phase, Phase]]] = {False: [], True: []}
     for repetition in range(-1, REPETITIONS):
         for recorded in (False, True) if repetition % 2 else (True, False):
-            pair = _repetition(engine, spans_of, recorded, ids, tokens)
+            pair = _repetition(engine, span_recorder, recorded, ids, tokens)
             if repetition >= 0:  # the first one warms up
                 phases[recorded].append(pair)
     prefill, decode = (sorted(repeated, key=lambda phase: phase.seconds) for repeated in zip(*phases[True]))
@@ -245,7 +242,7 @@ def measure(engine: Engine, prompt_tokens: int, tokens: int) -> tuple[Phase, Pha
     return prefill[REPETITIONS // 2], decode[REPETITIONS // 2], plain
 
 
-def _own_text(engine: Engine, prompt_tokens: int) -> list[int]:
+def _model_text(engine: Engine, prompt_tokens: int) -> list[int]:
     """The model's text after token 0, which is the first of these tokens."""
     writer = _writer(engine, [0], 1)
     ids = [0]
@@ -255,21 +252,21 @@ def _own_text(engine: Engine, prompt_tokens: int) -> list[int]:
 
 
 def _repetition(
-    engine: Engine, spans_of: Any, recorded: bool, ids: Sequence[int], tokens: int
+    engine: Engine, span_recorder: Any, recorded: bool, ids: Sequence[int], tokens: int
 ) -> tuple[Phase, Phase]:
     """One prefill, and the decoding of a text in each of the engine's slots after it."""
     threads = torch.get_num_threads() if engine.name == "native" else 1
 
     def phase(call: Callable[[int], int], left: int) -> Phase:
         """The calls that do `left` pieces of work; each is told how much is left, and returns what it did."""
-        spans_of.record(recorded)
+        span_recorder.record(recorded)
         calls = []
         while left:
             begin = monotonic_ns()
             left -= call(left)
             calls.append((begin, monotonic_ns()))
-        spans_of.record(False)
-        return Phase(calls, [Span(*span) for span in spans_of.spans()], threads)
+        span_recorder.record(False)
+        return Phase(calls, [Span(*span) for span in span_recorder.spans()], threads)
 
     def read(left: int) -> int:
         engine.begin(0, ids)
@@ -306,15 +303,15 @@ def figures(settings: dict[str, Any], prefill: Phase, decode: Phase, plain: Sequ
 
     recorded = speeds(prefill.seconds, decode.seconds)
     rows = []
-    for (kind, of_prefill), of_decode in zip(prefill.shares().items(), decode.shares().values()):
+    for (kind, prefill_share), decode_share in zip(prefill.shares().items(), decode.shares().values()):
         rows.append(
             {
                 "kind": kind,
-                "prefill_ms": recorded["prefill_ms"] * of_prefill,
-                "prefill_percent": 100 * of_prefill,
-                "decode_us_per_step": recorded["decode_us_per_step"] * of_decode,
-                "decode_us_per_token": recorded["decode_us_per_token"] * of_decode,
-                "decode_percent": 100 * of_decode,
+                "prefill_ms": recorded["prefill_ms"] * prefill_share,
+                "prefill_percent": 100 * prefill_share,
+                "decode_us_per_step": recorded["decode_us_per_step"] * decode_share,
+                "decode_us_per_token": recorded["decode_us_per_token"] * decode_share,
+                "decode_percent": 100 * decode_share,
             }
         )
     return settings | {"rows": rows, "recorded": recorded, "not_recorded": speeds(*plain)}
@@ -322,13 +319,11 @@ def figures(settings: dict[str, Any], prefill: Phase, decode: Phase, plain: Sequ
 
 def on_cuda(
     checkpoint: Checkpoint,
-    *,
+    options: EngineOptions,
     model: str,
-    texts: int,
-    weights: str,
-    kv_cache: str,
     prompt_tokens: int | None,
     tokens: int | None,
+    texts: int,
 ) -> dict[str, Any]:
     """The figures of `tokens` tokens of each of so many texts in the cuda engine; arguments as run()'s.
 
@@ -341,8 +336,7 @@ def on_cuda(
     ids = [i % checkpoint.config.vocab_size for i in range(prompt_tokens)]
     best: dict[bool, tuple[float, dict[str, int]]] = {}
     for clocks in (False, True):
-        options = EngineOptions.of({"weights": weights, "kv_cache": kv_cache}, slots=texts, device="cuda")
-        engine = CudaEngine(checkpoint, options, clocks=clocks)
+        engine = CudaEngine(checkpoint, replace(options, slots=texts), clocks=clocks)
         uniforms = Uniforms(0)
         for _ in range(CUDA_REPETITIONS):
             engine.begin(0, ids)
@@ -357,8 +351,8 @@ def on_cuda(
     return {
         "model": model,
         "engine": engine.description,
-        "weights": weights,
-        "kv_cache": kv_cache,
+        "weights": options.weights,
+        "kv_cache": options.kv_cache,
         "texts": texts,
         "prompt_tokens": prompt_tokens,
         "new_tokens": tokens,
@@ -389,7 +383,9 @@ def operations(config: GPTConfig, batch: int) -> int:
     return 6 * weights * batch * length + 7 * 2 * width * pairs
 
 
-def of_training(part: str, config: GPTConfig, batch: int | None = None, simd: str = "auto") -> dict[str, Any]:
+def training_figures(
+    part: str, config: GPTConfig, batch: int | None = None, simd: str = "auto"
+) -> dict[str, Any]:
     """The figures of training steps of a model of these sizes; for arguments and errors see trainer().
 
     rows: the time of each kind of work, the mean of all threads; their sum is step_ms. not_profiled_ms: the
@@ -401,7 +397,7 @@ def of_training(part: str, config: GPTConfig, batch: int | None = None, simd: st
     training = trainer(part, config, batch, simd)
     load = Load()
     clock = Clock()
-    steps = max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / max(clock.time(training.step, 2)))))
+    steps = max(MIN_STEPS, min(MAX_STEPS, int(SECONDS / max(clock.time(training.step, 2)))))
     plain = statistics.median(clock.time(training.step, steps))
     seconds, kinds = (_native if training.native else _pytorchs)(training, steps)
     kinds["other"] = seconds - sum(kinds.values())

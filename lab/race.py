@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shakespeare.attention_ext.parts import able, check_part
-from shakespeare.generation.engines.engine import Engine
+from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
-from shakespeare.generation.sampling import Sampling
 from shakespeare.generation.texts import capacity_for
 from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint
@@ -26,19 +25,18 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.text import Text
 
-DEFAULT_TOKENS = 200  # tokens that each part writes if the block size allows it
 # Seconds of a part's turn: after a single token the caches would hold another part's data.
 TURN_SECONDS = 0.01
 REDRAW_SECONDS = 1 / 15  # least time between two pictures
-MOST_ROWS = 20  # of a column's text
+MAX_ROWS = 20  # lines of a column's text
 WIDEST_COLUMN = 60
-ENDINGS = {1: "st", 2: "nd", 3: "rd"}  # of places up to 20
+ENDINGS = {1: "st", 2: "nd", 3: "rd"}  # endings of the places up to 20
 
 Echo = Callable[..., None]  # click.echo's signature
 
 
 class Runner:
-    """One part's growing text, without the prompt, and its seconds. writer: of one text. count: tokens."""
+    """One part's growing text, without the prompt, and its seconds. writer: writes it. count: tokens."""
 
     def __init__(self, part: str, writer: Writer, tokenizer: Tokenizer, count: int) -> None:
         self.part = part
@@ -75,39 +73,29 @@ class Runner:
 
 
 def line_up(
-    checkpoint: Checkpoint,
-    parts: Sequence[str],
-    *,
-    prompt: str = "\n",
-    max_new_tokens: int | None = None,
-    seed: int = 1337,
-    sampling: Sampling = Sampling(),
-    device: str = "cpu",
-    kernel: str | None = None,
-    use_cache: bool = True,
-    **engine: Any,
+    checkpoint: Checkpoint, parts: Sequence[str], request: Request, options: EngineOptions
 ) -> list[Runner]:
     """A runner for each part with a warm engine: kernels compiled, memory touched, threads started.
 
-    parts: at least two of PARTS, each once, or ValueError is raised. max_new_tokens: at most the block size.
-    device: of the parts that run there; 'webgpu' leaves others on the CPU. Other arguments and errors:
-    generate() and open_engine(). There are no drafts, so that a token is one pass.
+    parts: at least two of PARTS, each once, or ValueError is raised. options: their part, capacity, slots and
+    draft are not used; a draft's token would not be one pass. device: runs the parts that it can; 'webgpu'
+    leaves others on the CPU. Raises as open_engine().
     """
     if len(parts) < 2 or len(set(parts)) < len(parts):
         raise ValueError(f"parts is {','.join(parts)!r}; it must name two or more, each once")
-    count = max_new_tokens or min(DEFAULT_TOKENS, checkpoint.config.block_size)
-    ids = checkpoint.tokenizer.encode(prompt or "\n")
-    request = Request(ids, seed=seed, sampling=sampling, max_new_tokens=count, use_cache=use_cache)
-    engine |= {"capacity": capacity_for(checkpoint, request), "slots": 1, "draft": "off"}
+    options = replace(options, capacity=capacity_for(checkpoint, request), slots=1, draft="off")
     runners = []
     for part in parts:
-        own = kernel if check_part(part).operator else None
-        where = "cpu" if device == "webgpu" and part not in able(device) else device
-        writer = Writer(open_engine(checkpoint, part=part, kernel=own, device=where, **engine))
+        kernel = options.kernel if check_part(part).operator else None
+        device = options.device
+        if device == "webgpu" and part not in able(device):
+            device = "cpu"
+        chosen = replace(options, part=part, kernel=kernel, device=device)
+        writer = Writer(open_engine(checkpoint, chosen))
         writer.check(request)
         _warm_up(writer.engine, request)
         writer.join(request)
-        runners.append(Runner(part, writer, checkpoint.tokenizer, count))
+        runners.append(Runner(part, writer, checkpoint.tokenizer, request.max_new_tokens or 0))
     return runners
 
 
@@ -130,8 +118,8 @@ def describe(runners: Sequence[Runner], use_cache: bool) -> str:
         parts_by_engine = {
             name: ", ".join(r.part for r in runners if r.engine.name == name) for name in names
         }
-        own = "; ".join(f"{name} for {parts}" for name, parts in parts_by_engine.items() if name != "torch")
-        lines.append(f"Engines differ, not attention alone: {own}")
+        named = "; ".join(f"{name} for {parts}" for name, parts in parts_by_engine.items() if name != "torch")
+        lines.append(f"Engines differ, not attention alone: {named}")
     return "\n".join(lines)
 
 
@@ -162,8 +150,8 @@ def race(runners: Sequence[Runner]) -> Iterator[None]:
 def places(runners: Sequence[Runner]) -> dict[str, int]:
     """The places of the finished parts that no other part can still overtake."""
     finished = sorted((r for r in runners if r.done), key=lambda r: r.seconds)
-    least = min((r.seconds for r in runners if not r.done), default=math.inf)
-    return {r.part: place for place, r in enumerate(finished, 1) if r.seconds <= least}
+    fewest = min((r.seconds for r in runners if not r.done), default=math.inf)
+    return {r.part: place for place, r in enumerate(finished, 1) if r.seconds <= fewest}
 
 
 def _watch(runners: Sequence[Runner], prompt: str) -> None:
@@ -191,7 +179,7 @@ def columns(runners: Sequence[Runner], prompt: str, console: Console) -> Group:
 
     between = len(runners) - 1
     width = max(1, min(WIDEST_COLUMN, (console.width - between) // len(runners)))
-    height = max(1, min(MOST_ROWS, console.height - 5))  # the head has four lines, the cursor one
+    height = max(1, min(MAX_ROWS, console.height - 5))  # the head has four lines, the cursor one
     place = places(runners)
     table = Table(box=box.SQUARE, show_edge=False, padding=0)
     for r in runners:

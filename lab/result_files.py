@@ -10,10 +10,10 @@ from shakespeare.attention_ext import processor
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
-def default_file(kind: str, device: str = "") -> Path:
+def default_file(command: str, device: str = "") -> Path:
     """The file of a command's results, in RESULTS or the current folder. device: its name, or this CPU."""
     folder = RESULTS if RESULTS.is_dir() else Path()
-    return folder / f"{kind}-{processor.slug(device)}.json"
+    return folder / f"{command}-{processor.slug(device)}.json"
 
 
 def check_file(save: str) -> None:

@@ -61,12 +61,6 @@ def example(
     }
 
 
-def text(given: dict[str, Any]) -> str:
-    """What parse() takes for these options of example()."""
-    rules = (name if value is True else f"{name}={value}" for name, value in given.items() if value)
-    return "+".join(rules) or "none"
-
-
 def seen(
     N: int, causal: bool, window: int | None = None, documents: int | None = None, **_: Any
 ) -> list[range]:

@@ -21,13 +21,13 @@ from shakespeare.lab import machine
 
 CONFIDENCE = 0.95  # least confidence of a median's interval
 FIRM_MARGIN = 0.025  # largest margin of a firm median; two firm medians can differ by twice as much
-WARM_UP_SAMPLES = 20  # of the machine's speed, which show its fastest
+WARM_UP_SAMPLES = 20  # first samples of the speed, which show the fastest
 PATIENCE = 0.01  # seconds; longest wait for a quiet machine before a burst
-WAIT_SHARE = 0.1  # of the time, for all these waits
+WAIT_SHARE = 0.1  # share of the time that all these waits may take
 BURST_SECONDS = 0.005  # time between two samples of the speed; disturbances take some 10 ms
 PAGE_FAULT_SECONDS = 1e-6  # about
-MOST_FAULT_SHARE = 0.01  # share of a round's time; with more, the round is measured again
-MOST_TRIES = 4  # tries of such a round; further rounds of a contender that needs all of them have one
+MAX_FAULT_SHARE = 0.01  # share of a round's time; with more, the round is measured again
+MAX_TRIES = 4  # tries of such a round; further rounds of a contender that needs all of them have one
 
 T = TypeVar("T")
 
@@ -93,8 +93,8 @@ class Cpu(Clock):
 class Samples:
     """What a contender's rounds took.
 
-    seconds: of the median call in calm() bursts of a round. every: in all its bursts. paces: the machine's
-    speed in the calmest burst, over the fastest.
+    seconds: the median call's in calm() bursts of a round. every: that in all its bursts. paces: the
+    machine's speed in the calmest burst, over the fastest.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -152,15 +152,15 @@ class Samples:
 class Timer:
     """A contender: a call that is timed in rounds.
 
-    least: seconds of the calls of a round, at least. once: seconds of a call, by default of the second one.
-    cold: as in Clock.time().
+    min_seconds: what the calls of a round take. once: seconds of a call, by default of the second one. cold:
+    as in Clock.time().
     """
 
     def __init__(
         self,
         call: Callable[[], Any],
         clock: Clock,
-        least: float = 0.0,
+        min_seconds: float = 0.0,
         *,
         samples: Samples | None = None,
         once: float | None = None,
@@ -170,9 +170,9 @@ class Timer:
         self._call = call
         self._clock = clock
         self._cold = cold
-        self._tries = MOST_TRIES
+        self._tries = MAX_TRIES
         self._once = clock.time(call, 2)[1] if once is None else once
-        repeats = max(1, math.ceil(least / self._once))
+        repeats = max(1, math.ceil(min_seconds / self._once))
         self._bursts = spread(repeats, max(1, round(repeats * self._once / clock.burst)))
 
     def round(self) -> None:
@@ -181,7 +181,7 @@ class Timer:
             self._clock.time(self._call, 1)
         for _ in range(self._tries):
             times, paces, pages = self._time_bursts()
-            if pages * PAGE_FAULT_SECONDS <= MOST_FAULT_SHARE * sum(map(sum, times)):
+            if pages * PAGE_FAULT_SECONDS <= MAX_FAULT_SHARE * sum(map(sum, times)):
                 break
         else:
             self._tries = 1
@@ -235,19 +235,19 @@ def rounds(
 
 
 def in_turns(
-    calls: Sequence[Callable[[], Any]], count: int, least: float = 0.0, clock: Clock | None = None
+    calls: Sequence[Callable[[], Any]], count: int, min_seconds: float = 0.0, clock: Clock | None = None
 ) -> list[Samples]:
     """The samples of calls that take turns; clock: by default a new Cpu. Otherwise as in Timer, rounds()."""
     clock = clock or Cpu()
-    timers = [Timer(call, clock, least) for call in calls]
+    timers = [Timer(call, clock, min_seconds) for call in calls]
     for _ in rounds(timers, count):
         pass
     return [timer.samples for timer in timers]
 
 
-def calm(timed: list[T], paces: Sequence[float], least: int) -> list[T]:
-    """The items that were timed undisturbed, and the next calmest ones if there are fewer than `least`."""
-    enough = min([machine.SLOWED_BELOW, *sorted(paces, reverse=True)[:least]])
+def calm(timed: list[T], paces: Sequence[float], count: int) -> list[T]:
+    """The items that were timed undisturbed, and the next calmest ones if there are fewer than `count`."""
+    enough = min([machine.SLOWED_BELOW, *sorted(paces, reverse=True)[:count]])
     return [item for item, pace in zip(timed, paces) if pace >= enough]
 
 

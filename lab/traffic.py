@@ -6,8 +6,8 @@ recently used lines are replaced first. So a stream has the floats that must com
 loop around it the working set (the floats of one iteration) with the floats that come in when the working set
 does not fit. Every call starts with an empty cache. Written lines come in too. The counts are for float32.
 
-COUNTS holds the counts by part; those of a part without a row are unknown. web/traffic.py translates this
-file for the page, and names the forms of Python that it knows.
+COUNTS holds the counts by part; those of a part without a row are unknown. web/python_to_js.py translates
+this file for the page, and names the forms of Python that it knows.
 """
 
 import math
@@ -100,22 +100,22 @@ class Case:
 class Stream:
     """One matrix and its bytes that come in; the counts of a part are in floats and for one head.
 
-    least: the least bytes. again: for each loop its working set and the bytes that come in if it does not
+    minimum: the least bytes. again: for each loop its working set and the bytes that come in if it does not
     fit. scratch: whether the same memory serves every head.
     """
 
     name: str
-    least: float
+    minimum: float
     again: Sequence[tuple[float, float]] = ()
     scratch: bool = False
 
     def traffic(self, cache: float) -> float:
         """Bytes that come into a cache of `cache` bytes."""
         loops = [
-            self.least + overfull(working_set, cache) * (moved - self.least)
+            self.minimum + overfull(working_set, cache) * (moved - self.minimum)
             for working_set, moved in self.again
         ]
-        return max(0, self.least, *loops)
+        return max(0, self.minimum, *loops)
 
 
 def overfull(working_set: float, cache: float) -> float:
@@ -123,18 +123,18 @@ def overfull(working_set: float, cache: float) -> float:
     return min(1, max(0, working_set - cache) / (cache / CACHE_WAYS))
 
 
-def of_all_heads(stream: Stream, heads: int) -> Stream:
+def all_heads(stream: Stream, heads: int) -> Stream:
     """The stream of all heads in bytes, from that of one head in floats."""
-    least = FLOAT_BYTES * stream.least * (1 if stream.scratch else heads)
+    minimum = FLOAT_BYTES * stream.minimum * (1 if stream.scratch else heads)
     again = [(FLOAT_BYTES * size, FLOAT_BYTES * heads * moved) for size, moved in stream.again]
-    return Stream(stream.name, least, again, stream.scratch)
+    return Stream(stream.name, minimum, again, stream.scratch)
 
 
 def streams(part: str, case: Case, block: Block) -> list[Stream] | None:
     """The streams of a call of a part in float32, all heads together; None if they are not counted."""
     if part not in COUNTS:
         return None
-    return [of_all_heads(stream, case.heads) for stream in COUNTS[part](case, block)]
+    return [all_heads(stream, case.heads) for stream in COUNTS[part](case, block)]
 
 
 def traffic(counted: Iterable[Stream], cache: float) -> float:
@@ -216,12 +216,12 @@ def part3(case: Case, block: Block) -> Iterator[Stream]:
     row = case.span
     S = case.Nq * case.seen
     again = [(2 * K + row, S * case.d)]
-    least = case.threads * case.K  # each thread has its own cache
+    minimum = case.threads * case.K  # each thread has its own cache
     yield Stream("Q", case.Q)
-    yield Stream("K", least, again)
+    yield Stream("K", minimum, again)
     # written after K, read for the maximum, read with V
     yield Stream("S", case.threads * row, [(K + row, 3 * S)], True)
-    yield Stream("V", least, again)
+    yield Stream("V", minimum, again)
     yield Stream("O", case.Q)
 
 
@@ -244,13 +244,13 @@ def part4(case: Case, block: Block) -> Iterator[Stream]:
     strip = 2 * min(Br, panel) * d + St  # Qt, Ot and St
     few = St + walk(min(step, Bc), d)
     # read by each tile, and in it by each strip; V by walks down a few columns, part of a line
-    of_tile = case.reach(Br) * d
-    tile = (2 * of_tile + state, Tr * of_tile)
+    tile_floats = case.reach(Br) * d
+    tile = (2 * tile_floats + state, Tr * tile_floats)
     each_strip = (2 * Bc * d + strip, Tr * strips * K)
-    least = min(case.threads, Tr) * case.K  # each thread has its own cache
+    minimum = min(case.threads, Tr) * case.K  # each thread has its own cache
     yield Stream("Q", Q)
-    yield Stream("K", least, [tile, each_strip])
-    yield Stream("V", least, [tile, each_strip, (few, Tr * strips * K * LINE / block.rows)])
+    yield Stream("K", minimum, [tile, each_strip])
+    yield Stream("V", minimum, [tile, each_strip, (few, Tr * strips * K * LINE / block.rows)])
     # Qt is read, Ot read and written for each step of keys
     by_tile = (state + 2 * Bc * d, 2 * Q * max(1, n / Bc))
     by_strip = (strip + 2 * thin, 2 * Q * max(1, n / step))

@@ -25,6 +25,7 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from shakespeare.attention_ext.checks import type_text
 from shakespeare.checkpoints import DEFAULT, PRESENT
 from shakespeare.checkpoints import SHIPPED as SHIPPED
 from shakespeare.model import huggingface
@@ -101,7 +102,7 @@ def load(name: str | Path, to_train: bool = False) -> Checkpoint:
     draft that does not fit.
     """
     if not isinstance(name, (str, Path)):
-        raise TypeError(f"model is a {type(name).__name__}; it must be a name, a path or what load() gives")
+        raise TypeError(f"model is {type_text(name)}; it must be a name, a path or what load() gives")
     path = _path_of(name)
     if path.is_dir() and not (path / "config.json").is_file() and (path / "ckpt.pt").is_file():
         path = path / "ckpt.pt"
@@ -190,7 +191,7 @@ def named_draft(name: str | Path, tokenizer: Tokenizer) -> Draft:
     """The draft of a shipped model, of a directory or in a file. Raises DraftError unless it fits."""
     if not isinstance(name, (str, Path)):
         must = "it must be 'auto', 'off', a name, a path or a Draft"
-        raise TypeError(f"draft is a {type(name).__name__}; {must}")
+        raise TypeError(f"draft is {type_text(name)}; {must}")
     path = shipped(str(name)) if str(name) in SHIPPED else Path(name)
     return load_draft(path / DRAFT if path.is_dir() else path, tokenizer)
 
@@ -246,9 +247,7 @@ def _read_directory(path: Path) -> tuple[dict, Stored, str | None, Callable[[], 
         if file.suffix == ".bin":
             tensors = _unpickled(file)
             if not isinstance(tensors, dict):
-                raise CheckpointError(
-                    f"{file} holds a {type(tensors).__name__}; it must be a dict of tensors"
-                )
+                raise CheckpointError(f"{file} holds {type_text(tensors)}; it must be a dict of tensors")
             stored.update(_arrays(tensors))
             continue
         try:
@@ -278,7 +277,7 @@ def _object_in(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{file} holds a {type(found).__name__}; it must be an object")
+        raise CheckpointError(f"{file} holds {type_text(found)}; it must be an object")
     return found
 
 

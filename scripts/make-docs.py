@@ -61,7 +61,7 @@ def cli_document() -> str:
     context = click.Context(cli, info_name="gpt.py", terminal_width=98, **cli.context_settings)
     commands = {name: command_of(name) for name in COMMANDS if name not in PARTS or name == "part4"}
     rows = {name: option_rows(command, context) for name, command in commands.items()}
-    count = Counter(row for of_command in rows.values() for row in of_command)
+    count = Counter(row for command_rows in rows.values() for row in command_rows)
     users = {
         row: ", ".join(name for name in commands if row in rows[name]) for row in count if count[row] > 1
     }
@@ -74,8 +74,8 @@ def cli_document() -> str:
         lines += [command.epilog, ""] if command.epilog else []
         if name == "part4":
             lines += [f"{', '.join(PARTS)} have the same options.", ""]
-        own = [row for row in rows[name] if count[row] == 1]
-        lines += [table(own), ""] if own else []
+        unshared = [row for row in rows[name] if count[row] == 1]
+        lines += [table(unshared), ""] if unshared else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -173,8 +173,8 @@ def speedrun() -> str:
         file.parent.name: json.loads(file.read_text()) for file in ROOT.glob("checkpoints/*/training.json")
     }
     name, best = min(records.items(), key=lambda record: record[1]["val_loss"])
-    of = f"{name}, block size {best['recipe']['block_size']}"
-    return f"{shown}\n\nThe best loss of a shipped model: {best['val_loss']:.4f} ({of}).\n"
+    model = f"{name}, block size {best['recipe']['block_size']}"
+    return f"{shown}\n\nThe best loss of a shipped model: {best['val_loss']:.4f} ({model}).\n"
 
 
 def speedrun_row(run: dict[str, Any]) -> list[str]:

@@ -83,13 +83,13 @@ NOTEBOOK = {
 }
 
 
-def make(notebook: Notebook, own: dict[str, list]) -> nbformat.NotebookNode:
-    """The notebook without outputs. own: the cells that end its sections, by heading.
+def make(notebook: Notebook, tagged: dict[str, list]) -> nbformat.NotebookNode:
+    """The notebook without outputs. tagged: the cells that end its sections, by heading.
 
     Raises ValueError if the document lacks a section, a figure or words that the notebook names.
     """
     document = (ROOT / notebook.document).read_text()
-    own = dict(own)
+    tagged = dict(tagged)
     cells: list[nbformat.NotebookNode] = []
     for section in re.split(r"^(?=#+ )", document, flags=re.MULTILINE)[1:]:
         title, _, text = section.partition("\n")
@@ -98,8 +98,11 @@ def make(notebook: Notebook, own: dict[str, list]) -> nbformat.NotebookNode:
             install = INSTALL.format(extras=notebook.extras)
             cells = [new_markdown_cell(f"{title}\n{head}".strip()), new_code_cell(install)]
             section = text
-        cells += [*cells_of(notebook, section), *own.pop(title.lstrip("# "), ())]
-    for missing in [*(name for name in (*notebook.shorter, *notebook.figures) if name not in document), *own]:
+        cells += [*cells_of(notebook, section), *tagged.pop(title.lstrip("# "), ())]
+    for missing in [
+        *(name for name in (*notebook.shorter, *notebook.figures) if name not in document),
+        *tagged,
+    ]:
         raise ValueError(f"{notebook.document} has no {missing!r}")
     for number, cell in enumerate(cells):
         cell.id = f"{number:02}"

@@ -117,7 +117,7 @@ ONLY = "Only for this one; may be repeated."
 
 
 @click.command()
-@options.choice("--platform", "platforms", ONLY, of=PLATFORMS, default=None, multiple=True)
+@options.choice("--platform", "platforms", ONLY, choices=PLATFORMS, default=None, multiple=True)
 @options.folder("--out", "Folder of the wheels.", default=ROOT / "dist")
 def main(platforms: tuple[str, ...], out: Path) -> None:
     """Write the wheels."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shakespeare.attention_ext import Part, attention, parts
-from shakespeare.attention_ext.checks import kind, whole
+from shakespeare.attention_ext.checks import type_text, whole
 
 __version__ = "2.8.3"  # flash-attn's, whose functions these are
 MODULES = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding")
@@ -97,7 +97,7 @@ def _options(
     if window_size == (-1, -1) and not softcap and alibi_slopes is None:
         return {"causal": causal, "scale": softmax_scale}
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
-        raise TypeError(f"window_size is a {kind(window_size)}; it must be (left, right)")
+        raise TypeError(f"window_size is {type_text(window_size)}; it must be (left, right)")
     left, right = (
         None if keys < 0 else keys for keys in (whole("window_size", side) for side in window_size)
     )

@@ -1,6 +1,7 @@
 """Fixtures for all tests. Nothing here needs a network, a GPU or the corpus."""
 
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -144,6 +145,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     It runs in this process: importing torch takes seconds.
     """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("shakespeare"), "propagate", True)
 
     def run(*args: str | int | Path, input: str | bytes = b"", code: int | None = 0) -> Done:
         data = input.encode() if isinstance(input, str) else input

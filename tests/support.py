@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from shakespeare.attention_ext import BuildError
-from shakespeare.lab.bench.cases import Cell, plan
-from shakespeare.lab.bench.cuda import smaller
+from shakespeare.lab.bench.gpu_bench import smaller
+from shakespeare.lab.bench.plan import Cell, plan
 from shakespeare.lab.bench.results import Result, Run
+from shakespeare.lab.bench.sweep import Sweep
 from shakespeare.lab.timing import Clock
 from shakespeare.lab.traffic import COUNTS
 
@@ -120,7 +121,7 @@ def bench_run(change=1.0, rounds=10, names=("part0", "part4", "sdpa"), **fields)
     done = Run(machine(), rounds, 0.1, 1 << 20, complete=True)
     done.peaks, done.bandwidths = {1: 1e11, 2: 2e11}, {1: 1e10, 2: 2e10}
     sizes = dict(lengths=(64, 128), widths=(16,), threads=(1, 2), br=(192,), bc=(256,)) | fields
-    for cell in plan(names, **sizes):
+    for cell in plan(names, Sweep(**sizes)):
         factor = change if cell.contender == "part4" else 1
         done.results.append(known(cell, 1e-3 * cell.N / 64 * factor, rounds))
         done.results[-1].traffic = 1000.0 if cell.contender in COUNTS else None
@@ -195,7 +196,7 @@ def gpu_run() -> Run:
     done = Run(machine(gpu=gpu), 10, 0.1, FakeGpu.l2, complete=True)
     done.peaks, done.bandwidths = {1: 5e13}, {1: 3e12}
     names = ("part0", "kernel1", "kernel2", "kernel3-spilled", "kernel3", "sdpa-math")
-    for cell in plan(names, lengths=(4096,), heads=1, batch=100, device="cuda"):
+    for cell in plan(names, Sweep(lengths=(4096,), heads=1, batch=100, device="cuda")):
         number = int(re.sub(r"\D", "", cell.contender.split("-")[0]) or 2)
         done.results.append(known(cell, 1e-3 / max(1, number), 10))
     small = smaller(done.results[0].cell)

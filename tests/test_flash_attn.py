@@ -212,7 +212,7 @@ def test_what_is_refused_names_the_argument():
         (lambda: flash_attn_func(q, k, None), "v is a NoneType; it must be a tensor"),
         (
             lambda: flash_attn_func(q, k, v, window_size=3),
-            r"window_size is a int; it must be \(left, right\)",
+            r"window_size is an int; it must be \(left, right\)",
         ),
         (
             lambda: flash_attn_func(q, k, v, alibi_slopes=SLOPES[:3]),

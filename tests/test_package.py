@@ -15,7 +15,7 @@ from shakespeare.attention_ext.build import prebuilt
 
 pytestmark = pytest.mark.full
 
-PACKAGES = ("app", "attention_ext", "checkpoints", "generation", "lab", "model", "own", "training", "web")
+PACKAGES = ("app", "attention_ext", "checkpoints", "generation", "judge", "lab", "model", "training", "web")
 CACHES = shutil.ignore_patterns("__pycache__")
 TEXT = ("part4", "--inference", "-m", "shakes256", "--num-samples", "1", "--max-new-tokens", "60")
 

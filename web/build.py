@@ -23,7 +23,7 @@ from shakespeare.checkpoints import PRESENT
 from shakespeare.generation.engines import slots, webgpu
 from shakespeare.generation.sampling import NUMBERS
 from shakespeare.model.checkpoint import SUMS, bf16_bits, shipped
-from shakespeare.web import bundle, traffic
+from shakespeare.web import bundle, python_to_js
 
 WEB = Path(__file__).resolve().parent
 # Each build of the kernels: its flags. 'relaxed' has fused multiply-adds, which not every browser has.
@@ -38,7 +38,7 @@ FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "
 STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs]
 STEPS_D = 32
 PIECE = 1 << 14  # bytes of a build: gzip finds what is the same in the last 32 KB
-PORTABLE_BYTES = 16_384  # of workgroup memory that WebGPU promises
+PORTABLE_BYTES = 16_384  # workgroup memory that WebGPU promises
 PORTABLE_INVOCATIONS = 256
 # Training's threads would wait for each other here, and the page has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
@@ -53,7 +53,7 @@ NO_ZIG = "the page's kernels are compiled by ziglang, which is missing here: pip
 
 def path() -> Path:
     """The page's folder in the build cache, made or not. Raises BuildError without a home directory."""
-    return cache.real(cache.directory()) / f"attention_ext_page_{fingerprint()}" / "page"
+    return cache.folder(f"attention_ext_page_{fingerprint()}") / "page"
 
 
 def make() -> Path:
@@ -70,7 +70,7 @@ def put(folder: Path) -> None:
 
     Raises BuildError as make() does, ValueError if the folder holds other files.
     """
-    folder = cache.real(folder)
+    folder = cache.resolved(folder)
     check_replaceable(folder)
     page = make()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def write_scripts(folder: Path) -> None:
     """Write the modules into a new folder, with facts.js and traffic.js."""
     shutil.copytree(WEB / "js", folder)
     write_text(folder / "facts.js", facts())
-    write_text(folder / "traffic.js", traffic.javascript())
+    write_text(folder / "traffic.js", python_to_js.javascript())
 
 
 def facts() -> str:
@@ -173,24 +173,24 @@ def check_replaceable(folder: Path) -> None:
     remedy = "choose another one, or remove it yourself"
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"folder is {folder}, a file; {remedy}")
-    own: set[str] = set()
+    made: set[str] = set()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it has no stamp of a build
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
-        own = {STAMP, *stamp["files"]} if stamp["made by"] == MAKER else own
-    own.update([parent.as_posix() for name in own for parent in Path(name).parents])
+        made = {STAMP, *stamp["files"]} if stamp["made by"] == MAKER else made
+    made.update([parent.as_posix() for name in made for parent in Path(name).parents])
     paths = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")))
     for path in paths:
-        if path not in own:
+        if path not in made:
             must = "it must be empty, or hold a page that was made before and nothing else"
             raise ValueError(f"folder is {folder}; {must}, but it has {path}; {remedy}")
 
 
 def fingerprint() -> str:
     """A hash of the sources and the checkpoints."""
-    own = [(WEB / name).read_bytes() for name in files(WEB) if not name.endswith(".pyc")]
+    page = [(WEB / name).read_bytes() for name in files(WEB) if not name.endswith(".pyc")]
     sums = [(shipped(name) / SUMS).read_bytes() for name in PRESENT]
-    texts = (*FLAGS, facts(), json.dumps(shaders()), traffic.SOURCE.read_bytes())
-    return cache.fingerprint([*texts, *own, *sums], CSRC, *FOLDERS)
+    texts = (*FLAGS, facts(), json.dumps(shaders()), python_to_js.SOURCE.read_bytes())
+    return cache.fingerprint([*texts, *page, *sums], CSRC, *FOLDERS)
 
 
 def compiled(build: str) -> Path:
@@ -200,8 +200,8 @@ def compiled(build: str) -> Path:
         return from_wheel
     if not importlib.util.find_spec("ziglang"):
         raise BuildError(NO_ZIG)
-    own = (path for folder in FOLDERS for path in found(folder, "*.cpp"))
-    sources = (*found(CSRC, *KERNELS, "tools/limits.cpp"), *own)
+    others = (path for folder in FOLDERS for path in found(folder, "*.cpp"))
+    sources = (*found(CSRC, *KERNELS, "tools/limits.cpp"), *others)
     return Recipe(
         name=f"attention_ext_web_{build}",
         file="kernels.wasm",
@@ -232,7 +232,7 @@ def write_models(folder: Path) -> None:
     index = {}
     for name in PRESENT:
         directory = shipped(name)
-        config, meta = (json.loads((directory / f"{kind}.json").read_bytes()) for kind in ("config", "meta"))
+        config, meta = (json.loads((directory / f"{file}.json").read_bytes()) for file in ("config", "meta"))
         exact = (directory / "model.safetensors").read_bytes()
         offered = {}
         for precision, content in (("bf16", rounded(exact)), ("fp32", exact)):
@@ -261,8 +261,8 @@ def planes(content: bytes) -> bytes:
 
     So gzip finds the exponents of bfloat16 and float32 together. js/models.js restores the order.
     """
-    whole = len(content) // 4 * 4
-    return b"".join([*(content[first:whole:4] for first in range(4)), content[whole:]])
+    end = len(content) // 4 * 4
+    return b"".join([*(content[first:end:4] for first in range(4)), content[end:]])
 
 
 def mixed(builds: list[bytes]) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from shakespeare import __version__
+from shakespeare.app.cli import nanogpt
 from shakespeare.app.cli.terminal import NOTICES, notice, one_line, program
 from shakespeare.attention_ext import PARTS, BuildError
 from shakespeare.attention_ext.build import prebuilt
@@ -31,7 +32,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Show": ("web",),
 }
 COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
-MODULES = {"4Daccess": "four_d_access", "try": "try_"}  # of commands whose names no module can have
+MODULES = {"4Daccess": "four_d_access", "try": "try_"}  # commands whose names no module can have
 # What a plain install lacks and some commands need.
 NEEDED = {
     **{name: f"{name}: pip install {name}" for name in ("pooch", "rich", "gguf")},
@@ -50,44 +51,21 @@ NO_MEMORY = (
 APART = "ATTENTION_APART"  # set in the process that runs a user's kernel
 CTRL_C_SECONDS = 2  # until a process that does not end at Ctrl-C is killed
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
-RECIPE = "leave it out, train's recipe decides"
-# nanoGPT's words that are none of the command's, and what to type instead.
-NANOGPT = {
-    **dict.fromkeys(("sample", "sample.py"), "part4 --inference"),
-    **{f"{name}.py": name for name in ("train", "prepare", "bench")},
-    "--start": "--prompt TEXT or --prompt-file FILE, with --inference",
-    "--out_dir": "-m DIRECTORY with --inference, --out DIRECTORY of train",
-    "--init_from": "-m MODEL with --inference; --init MODEL or --resume of train",
-    "--max_iters": "--minutes or --steps of train",
-    "--batch_size": "--batch-chars of train, batch size times block size",
-    "--block_size": "--block-size of train; a model keeps its own",
-    "--dataset": "--corpus FILE of train and eval",
-    "--dtype": "--weights and --kv-cache with --inference; train takes float32",
-    "--compile": "leave it out, kernels are always compiled",
-    **dict.fromkeys(("--eval_iters", "--eval_interval", "--log_interval"), "leave it out, train decides"),
-    **dict.fromkeys(("--wandb_log", "--wandb_project", "--wandb_run_name", "--backend"), "leave it out"),
-    "--eval_only": "eval, a command",
-    "config/": "options of train, config files are not read",
-    **dict.fromkeys(("--n_layer", "--n_head", "--n_embd", "--dropout"), "a number, an option of train"),
-    **dict.fromkeys(("--bias", "--learning_rate", "--min_lr", "--decay_lr", "--warmup_iters"), RECIPE),
-    **dict.fromkeys(("--beta1", "--beta2", "--weight_decay", "--grad_clip", "--lr_decay_iters"), RECIPE),
-    "--gradient_accumulation_steps": "--batch-chars of train, all characters of a step",
-}
 
 
 class Commands(click.Group):
     """A group whose help shows its commands in sections. A command's file is imported when it is needed."""
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        own = {"-h", *(word for option in self.params for word in option.opts), "--help"}
-        at = next((i for i, word in enumerate(args) if word not in own), len(args))
+        options = {"-h", *(word for option in self.params for word in option.opts), "--help"}
+        at = next((i for i, word in enumerate(args) if word not in options), len(args))
         if at < len(args) and args[at].startswith("-"):
             args = [*args[:at], "part4", "--inference", *args[at:]]
         return super().parse_args(context, args)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
         folder, _, word = args[0].rpartition("/")
-        hint = nanogpt("command", "config/" if folder == "config" else word)
+        hint = nanogpt.hint("command", "config/" if folder == "config" else word)
         if hint:
             raise click.UsageError(hint)
         name, command, rest = super().resolve_command(context, args)
@@ -125,15 +103,8 @@ def hyphened(word: str, known: Collection[str]) -> str:
     """--top_k=5 and -top_k=5 as --top-k=5, if --top-k is known or nanoGPT's; any other word as it is."""
     name, *value = word.split("=", 1)
     meant = "--" + name.lstrip("-").replace("_", "-")
-    known_too = meant in known or "--" + meant[2:].replace("-", "_") in NANOGPT
+    known_too = meant in known or "--" + meant[2:].replace("-", "_") in nanogpt.WORDS
     return "=".join([meant, *value]) if name[:1] == "-" and name not in known and known_too else word
-
-
-def nanogpt(kind: str, word: str) -> str:
-    """What to type for an unknown option or command that is one of nanoGPT's words; else ''."""
-    theirs = f"--{word[2:].replace('-', '_')}" if kind == "option" else word
-    known = NANOGPT.get(theirs)
-    return f"No such {kind} {theirs!r}, which is nanoGPT's; here: {known}" if known else ""
 
 
 def first_sentence(command: click.Command) -> str:
@@ -160,13 +131,15 @@ def main(arguments: list[str] | None = None) -> None:
 
     A command that returns False gives exit code 1, a wrong request one line on stderr and exit code 2.
     """
-    if os.getpid() == 1:  # of a container, which no signal ends that has no handler
+    if os.getpid() == 1:  # the process of a container: a signal ends it only by a handler
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # Modules are no garbage; looking for some in them took 0.7 s of part4's test on a Zen 3.
     gc.set_threshold(50_000)
     # Kineto writes a line to stderr at each start and stop of the profiler unless told not to.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    logging.getLogger("shakespeare").addHandler(NOTICES)
+    logger = logging.getLogger("shakespeare")
+    logger.addHandler(NOTICES)
+    logger.propagate = False  # a handler of the root logger would show each line again
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it takes fewer arguments
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):  # a notebook's have none
@@ -186,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except click.NoSuchOption as error:
-        fail(nanogpt("option", error.option_name) or error.format_message())
+        fail(nanogpt.hint("option", error.option_name) or error.format_message())
     except click.ClickException as error:
         fail(error.format_message())
     except (click.Abort, KeyboardInterrupt):

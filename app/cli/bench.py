@@ -2,8 +2,9 @@
 
 import time
 from contextlib import closing
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,20 +12,20 @@ from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice, progress, to_type
 from shakespeare.attention_ext import PARTS
 from shakespeare.attention_ext.parts import DEVICES, is_file
+from shakespeare.lab.bench.sweep import Sweep
 
 if TYPE_CHECKING:  # they import torch
-    from shakespeare.lab.bench.cases import Cell
+    from shakespeare.lab.bench.plan import Cell
     from shakespeare.lab.bench.results import Run
 
 # Operations per second, to weight the cells of the progress bar.
 ASSUMED_FLOPS = {"cpu": 5e10, "cuda": 2e13, "webgpu": 1e11}
 MASKS = ("none", "causal")
 # The case of the lab's homework.
-ON_CUDA = {"lengths": (4096,), "heads": 1, "batch": 100}
+ON_CUDA: dict[str, Any] = {"lengths": (4096,), "heads": 1, "batch": 100}
 # For options.refuse_combinations().
 ONLY_WITH = {"show": "tune", "budget": "tune", "fail_on_regression": "compare", "threshold": "compare"}
-SIZES = ("lengths", "widths", "br", "bc", "threads", "simds", "heads", "batch", "tokens", "columns")
-CASES = (*SIZES, "masks", "causal", "l2s", "rules", "backward")
+CASES = tuple(field.name for field in fields(Sweep))
 MEASURING = ("contenders", "queries", "dtype", "device", "rounds", "min_time", "save")
 NOT_WITH = {
     "compare": ("form", "dry_run"),
@@ -33,7 +34,7 @@ NOT_WITH = {
     "tokens": ("batch",),
     "columns": ("heads",),
     "backward": ("rules", "queries", "plot", "tune"),
-    "load": (*CASES, *MEASURING, "dry_run", "tune"),
+    "load": (*CASES, "causal", *MEASURING, "dry_run", "tune"),
     "tune": (*MEASURING, "form", "compare", "plot", "rules"),
 }
 
@@ -44,12 +45,12 @@ LOAD = "Show the run in this file instead of measuring, or rank what try saved: 
 sweep_options = options.all_of(
     click.argument("contenders", type=options.Names(files=True), required=False, metavar="[CONTENDERS]"),
     options.numbers("-N", "lengths", "Numbers of keys.", default="1024", show_default="1024; 4096 on CUDA"),
-    options.numbers("-d", "widths", "Head widths.", most=options.WIDEST_HEAD, default="32"),
+    options.numbers("-d", "widths", "Head widths.", maximum=options.WIDEST_HEAD, default="32"),
     options.numbers("-br", "--br", "Rows of part4's tiles, in queries.", auto=True, default="auto"),
     options.numbers("-bc", "--bc", "Columns of part4's tiles, in keys.", auto=True, default="auto"),
     options.some_threads,
     options.simds,
-    options.names("--mask", "masks", f"Masks, from {', '.join(MASKS)}.", of=MASKS, default="none"),
+    options.names("--mask", "masks", f"Masks, from {', '.join(MASKS)}.", choices=MASKS, default="none"),
     options.option("--rules", RULES, default="none"),
     options.flag("--causal", "The same as --mask causal."),
     options.flag("--backward", "Time the gradients, which part0, part4 and others' attention have."),
@@ -63,20 +64,22 @@ sweep_options = options.all_of(
     options.names("--l2", "l2s", L2, default="warm,cold"),
 )
 run_options = options.all_of(
-    options.whole("-r", "--rounds", "Times each contender is timed.", least=2, most=10**6, default=10),
-    options.number("--min-time", "Seconds of timing per contender, at least.", most=3600, default=0.2),
-    options.choice("-o", "--output", "form", "Format of the results.", of=("md", "csv", "json", "jsonl")),
+    options.integer("-r", "--rounds", "Times each contender is timed.", minimum=2, maximum=10**6, default=10),
+    options.number("--min-time", "Seconds of timing per contender, at least.", maximum=3600, default=0.2),
+    options.choice(
+        "-o", "--output", "form", "Format of the results.", choices=("md", "csv", "json", "jsonl")
+    ),
     options.flag("--dry-run", "Print what would be measured."),
     options.save("bench", "the run"),
     options.option("--load", LOAD, type=click.Path(exists=True, path_type=Path)),
     options.file("--compare", "Show significant differences from the run in this file.", exists=True),
-    options.number("--threshold", "Smallest difference that --compare shows, in %.", most=100, default=5),
+    options.number("--threshold", "Smallest difference that --compare shows, in %.", maximum=100, default=5),
     options.flag("--fail-on-regression", "Exit with 1 if --compare finds a slower result."),
     options.folder("--plot", "Draw the results into this directory."),
 )
 tune_options = options.all_of(
     options.flag("--tune", "Find part4's fastest tiles and keep them for auto."),
-    options.number("--budget", "Seconds of --tune for all cases.", most=86400, above=True, default=60),
+    options.number("--budget", "Seconds of --tune for all cases.", maximum=86400, above=True, default=60),
     options.flag("--show", "With --tune: print the kept tiles instead of measuring."),
 )
 
@@ -85,7 +88,27 @@ tune_options = options.all_of(
 @sweep_options
 @run_options
 @tune_options
-def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
+@options.gathered("sweep", Sweep, (name for name in CASES if name not in ("masks", "rules")))
+def bench(
+    sweep: Sweep,
+    contenders: tuple[str, ...] | None,
+    masks: tuple[str, ...],
+    rules: str,
+    causal: bool,
+    rounds: int,
+    min_time: float,
+    form: str,
+    dry_run: bool,
+    save: str | None,
+    load: Path | None,
+    compare: Path | None,
+    threshold: float,
+    fail_on_regression: bool,
+    plot: Path | None,
+    tune: bool,
+    budget: float,
+    show: bool,
+) -> bool:
     """Time CONTENDERS over a sweep: part0 to part4, sdpa (PyTorch's), onnx (ONNX Runtime's), flex
     (PyTorch's FlexAttention, compiled).
 
@@ -102,17 +125,16 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     options.check()
     options.refuse_combinations(ONLY_WITH, NOT_WITH)
     if load and (load.is_dir() or load.suffix == ".jsonl"):
-        from shakespeare.judge import ranking as tried
+        from shakespeare.judge import ranking
 
         options.refuse(("compare", "plot"), "does not go with a ranking")
-        click.echo(tried.text(tried.ranking(tried.entries(load)), asked["form"]))
+        click.echo(ranking.text(ranking.ranking(ranking.entries(load)), form))
         return True
     from shakespeare.lab import result_files
-    from shakespeare.lab.bench import cases, report
     from shakespeare.lab.bench import compare as comparing
+    from shakespeare.lab.bench import plan, report
 
-    sizes = {name: asked[name] for name in ("contenders", "queries", "dtype", "device", *CASES)}
-    if asked["show"]:
+    if show:
         from shakespeare.attention_ext import default_tile, processor
         from shakespeare.lab.bench import tune as tuning
 
@@ -121,16 +143,21 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
         shown = f"{tuning.text(tuned)}\n\nFrom {file}, for {processor.name()}."
         click.echo(shown if tuned else f"Nothing is kept for this processor in {file}.")
         return True
-    if save and sizes["contenders"] is None:
-        if {*save.split(",")} <= {name for device in DEVICES for name in cases.known_on(device)}:
+    if save and contenders is None:
+        if {*save.split(",")} <= {name for device in DEVICES for name in plan.known_on(device)}:
             raise click.UsageError(f"--save is {save!r}; it must be a file; CONTENDERS come before --save")
-    cells = [] if load else plan_of(tune, **sizes)
-    if asked["dry_run"]:
+    sweep = replace(
+        sweep,
+        masks=[True] if causal else [mask == "causal" for mask in masks],
+        rules=rules.split(","),
+    )
+    cells = [] if load else planned(sweep, contenders, tune)
+    if dry_run:
         click.echo(report.plan_text(cells, rounds))
         return True
     if tune:
-        rows, columns = ([n for n in sizes[side] if n] for side in ("br", "bc"))
-        find_tiles(cells, asked["budget"], rows, columns)
+        rows, columns = ([n for n in sides if n] for sides in (sweep.br, sweep.bc))
+        find_tiles(cells, budget, rows, columns)
         return True
     old = report.load(load) if load else None
     if old:
@@ -145,16 +172,16 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
         from shakespeare.lab.bench import plots
 
         plot.mkdir(parents=True, exist_ok=True)
-    run, stopped = (old, False) if old else measured(cells, rounds, asked["min_time"], plot is not None)
+    run, stopped = (old, False) if old else measured(cells, rounds, min_time, plot is not None)
 
     if save and any(result.seconds for result in run.results):  # else the file may hold another run
         report.save(run, Path(save))
-    click.echo(report.text(run, asked["form"]))
+    click.echo(report.text(run, form))
     slower = False
     if before:
-        threshold = asked["threshold"] / 100
-        compared = comparing.compare(before, run, threshold)
-        click.echo("\n" + comparing.text(compared, before, run, threshold))
+        share = threshold / 100
+        compared = comparing.compare(before, run, share)
+        click.echo("\n" + comparing.text(compared, before, run, share))
         slower = compared.worse
     for sentence in filter(None, (run.busy, report.infirm(run))):
         notice(sentence)
@@ -163,13 +190,13 @@ def bench(rounds, save, load, compare, plot, tune, **asked) -> bool:
     if stopped:
         raise KeyboardInterrupt
     wrong = not old and any(result.status == "wrong" for result in run.results)
-    return not wrong and not (slower and asked["fail_on_regression"])
+    return not wrong and not (slower and fail_on_regression)
 
 
 def measured(cells: list["Cell"], rounds: int, min_time: float, against_cpu: bool) -> tuple["Run", bool]:
     """The run of a sweep, and whether Ctrl-C stopped it. against_cpu: also time sequential C++."""
-    from shakespeare.lab.bench.cuda import GpuBench
-    from shakespeare.lab.bench.sweep import Bench
+    from shakespeare.lab.bench.gpu_bench import GpuBench
+    from shakespeare.lab.bench.runner import Bench
     from shakespeare.lab.webgpu.device import Gpu
 
     bench: Bench | GpuBench
@@ -196,7 +223,7 @@ def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int])
     """Tune and keep each cell's tile within `budget` seconds in all. br, bc: sides to try; empty for all."""
     from shakespeare.attention_ext import default_tile
     from shakespeare.lab.bench import tune
-    from shakespeare.lab.bench.cases import check_memory
+    from shakespeare.lab.bench.plan import check_memory
 
     check_memory(cells)
     tuned = []
@@ -219,22 +246,20 @@ def find_tiles(cells: list["Cell"], budget: float, br: list[int], bc: list[int])
             click.echo(f"\nKept in {default_tile.path()} for part4's auto tiles on this processor.")
 
 
-def plan_of(tune: bool, contenders, masks, causal: bool, rules: str, **sizes) -> list:
-    """The cells of a sweep. With `tune`: those of the tiled parts, without tiles."""
-    from shakespeare.lab.bench import cases
+def planned(sweep: Sweep, contenders: tuple[str, ...] | None, tune: bool) -> list["Cell"]:
+    """The cells of a sweep; with --tune those of the tiled parts, without tiles."""
+    from shakespeare.lab.bench import plan
 
     tiled = tuple(name for name, part in PARTS.items() if part.tiled)
-    if sizes["device"] == "cuda":
-        sizes.update((name, size) for name, size in ON_CUDA.items() if not options.given(name))
+    if sweep.device == "cuda":
+        sweep = replace(sweep, **{name: n for name, n in ON_CUDA.items() if not options.is_given(name)})
     names = tiled if tune else contenders
     if names is None:
-        names = cases.default_names(*(sizes[name] for name in ("dtype", "device", "queries", "backward")))
+        names = plan.default_names(sweep.dtype, sweep.device, sweep.queries, sweep.backward)
     if tune:
-        sizes["br"] = (None,)
-        sizes["bc"] = (None,)
-    if not {*tiled} & {*names} and (*sizes["br"], *sizes["bc"]) != (None, None):
+        sweep = replace(sweep, br=(None,), bc=(None,))
+    if not {*tiled} & {*names} and (*sweep.br, *sweep.bc) != (None, None):
         raise click.UsageError(f"-br and -bc go with {', '.join(tiled)} only, which has tiles")
     for name in filter(is_file, names):
         notice(f"{name} runs in the process that measures; {to_type()} try {name} has a judge.")
-    masked = [True] if causal else [mask == "causal" for mask in masks]
-    return cases.plan(names, masks=masked, rules=rules.split(","), **sizes)
+    return plan.plan(names, sweep)

@@ -1,6 +1,6 @@
 """bulk: very many texts in files, over processes or a cluster."""
 
-from dataclasses import fields
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,19 +23,23 @@ TIMEOUT = "Seconds of silence after which a worker is killed and its file tried 
 
 bulk_options = options.all_of(
     options.model,
-    options.size("--texts", "Texts to write; text i has the seed SEED + i.", most=options.LARGEST_SEED),
+    options.size("--texts", "Texts to write; text i has the seed SEED + i.", maximum=options.LARGEST_SEED),
     options.folder("--out", "Directory of the files.", required=True),
-    options.choice("--part", "Attention to use.", of=PARTS, default="part4"),
+    options.choice("--part", "Attention to use.", choices=PARTS, default="part4"),
     options.cpu_or_cuda,
-    options.choice("--format", "Format of the files; parquet needs pyarrow.", of=("jsonl", "parquet")),
-    options.size("--workers", "Processes.", most=2**16, show_default=f"one a core, on a GPU {GPU_WORKERS}"),
+    options.choice("--format", "Format of the files; parquet needs pyarrow.", choices=("jsonl", "parquet")),
+    options.size(
+        "--workers", "Processes.", maximum=2**16, show_default=f"one a core, on a GPU {GPU_WORKERS}"
+    ),
     options.option("--ray", "Write on this Ray cluster; 'auto' finds a running one.", metavar="ADDRESS"),
     options.file("--prompts", 'File with a text in each line: {"id": ..., "prompt": ..., "options": {...}}.'),
-    options.number("--timeout", TIMEOUT, least=1, most=86400, default=STALL_SECONDS),
-    options.size("--shard-size", "Texts in a file.", most=10**9, show_default=SIZES),
+    options.number("--timeout", TIMEOUT, minimum=1, maximum=86400, default=STALL_SECONDS),
+    options.size("--shard-size", "Texts in a file.", maximum=10**9, show_default=SIZES),
     options.prompt,
     options.sampling,
-    options.text(options.any_seed(default=1337, callback=None)),  # a job that goes on keeps the one it drew
+    options.text_options(
+        options.any_seed(default=1337, callback=None)
+    ),  # a job that goes on keeps the one it drew
     options.engine,
     options.simd,
     options.weights,
@@ -43,45 +47,63 @@ bulk_options = options.all_of(
 )
 
 
+@dataclass(frozen=True)
+class BulkOptions(options.TextOptions):
+    """The values of bulk's options."""
+
+    texts: int | None
+    out: Path
+    part: str
+    device: str
+    format: str
+    workers: int | None
+    ray: str | None
+    prompts: Path | None
+    timeout: float
+    shard_size: int | None
+    simd: str
+
+
 @click.command()
 @bulk_options
-def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **asked) -> bool:
+@options.gathered("chosen", BulkOptions)
+def bulk(chosen: BulkOptions) -> bool:
     """Write very many texts to files, over processes or a Ray cluster. Run again, it continues.
 
     A file holds SHARD_SIZE texts. OUT/manifest.json records the request and the files that are complete. The
     bytes of a file are the same for any number of workers, kills and restarts. Ctrl-C stops; the same
     command continues. The exit code is 1 if files were left out because their workers died repeatedly.
     """
-    cuda = asked["device"] == "cuda"
+    cuda = chosen.device == "cuda"
+    out = chosen.out
     options.check()
     if cuda:
         options.refuse(("ray",), "does not go with --device cuda: its processes share the first GPU here")
-    if asked["prompts"] is not None:
+    if chosen.prompts is not None:
         options.refuse(("texts", "prompt", "prompt_file"), "does not go with --prompts")
-    elif asked["texts"] is None:
+    elif chosen.texts is None:
         raise click.UsageError("give --texts N or --prompts FILE")
     processor.let_waiting_threads_sleep()
     from shakespeare.generation.many import bulk as writing_many
     from shakespeare.generation.many.processes import local_pool
 
-    asked["shard_size"] = asked["shard_size"] or (GPU_SHARD_SIZE if cuda else SHARD_SIZE)
-    processes = workers or (GPU_WORKERS if cuda else processor.cores())
-    job = job_of(**asked)
+    processes = chosen.workers or (GPU_WORKERS if cuda else processor.cores())
+    job = job_of(chosen, chosen.shard_size or (GPU_SHARD_SIZE if cuda else SHARD_SIZE))
 
     def open_pool(settings, shards):
-        if ray is None:
-            return local_pool(settings, min(processes, shards), timeout)
+        if chosen.ray is None:
+            return local_pool(settings, min(processes, shards), chosen.timeout)
         from shakespeare.generation.many import cluster
 
-        return cluster.open_pool(ray, workers, settings, shards, timeout)
+        return cluster.open_pool(chosen.ray, chosen.workers, settings, shards, chosen.timeout)
 
-    with progress() as (update, say):
+    with progress() as (update, print_line):
 
         def show(state: "Progress") -> None:
             update(completed=state.texts, total=state.total, description=described(state))
 
         try:
-            manifest = writing_many.run(job, out, open_pool, say, show)
+            manifest = writing_many.run(job, out, open_pool, print_line, show)
         except (KeyboardInterrupt, SystemExit):
             notice(f"\nstopped; the same command goes on ({out})", nl=False)
             raise
@@ -101,30 +123,33 @@ def bulk(out: Path, workers: int | None, ray: str | None, timeout: float, **aske
     return not left_out
 
 
-def job_of(prompts: Path | None, texts: int | None, shard_size: int, **asked) -> "Job":
+def job_of(chosen: BulkOptions, shard_size: int) -> "Job":
     """The job that the options ask for. Raises ValueError, CheckpointError or BuildError."""
     from shakespeare.generation.many import shards
     from shakespeare.generation.many.jobs import Job, Prompts
     from shakespeare.model import load
 
-    if asked["format"] == "parquet":
+    if chosen.format == "parquet":
         shards.check_parquet()
-    checkpoint = load(asked["model"])
-    found = None if prompts is None else Prompts(prompts, shard_size)
-    if found is None:
-        asked["prompt"] = options.read_prompt(asked["prompt"], asked["prompt_file"]) or "\n"
-        options.encoded(checkpoint.tokenizer, asked["prompt"])
-    options.warn_of_stops(checkpoint.tokenizer, asked["stop"])
-    if asked["max_new_tokens"] is None:
-        asked["max_new_tokens"] = checkpoint.config.block_size
-    asked["sampling"] = options.take_sampling(asked)
-    asked["fingerprint"] = shards.fingerprint(checkpoint)
-    asked["use_cache"] = not asked["no_kv_cache"]
-    names = {field.name for field in fields(shards.Settings)} & asked.keys()
-    settings = shards.Settings(**{name: asked[name] for name in names})
+    checkpoint = load(chosen.model)
+    prompts = Prompts(chosen.prompts, shard_size) if chosen.prompts else None
+    prompt = None
+    if prompts is None:
+        prompt = options.read_prompt(chosen.prompt, chosen.prompt_file) or "\n"
+        options.encoded(checkpoint.tokenizer, prompt)
+    options.warn_of_stops(checkpoint.tokenizer, chosen.stop)
+    length = chosen.max_new_tokens
+    settings = options.made(
+        shards.Settings,
+        chosen,
+        prompt=prompt,
+        max_new_tokens=checkpoint.config.block_size if length is None else length,
+        fingerprint=shards.fingerprint(checkpoint),
+        use_cache=not chosen.no_kv_cache,
+    )
     shards.request_for(settings, checkpoint.tokenizer, 0)  # checks the settings
-    texts = found.lines if found else texts or 0
-    return Job(settings, texts, shard_size, found, shards.resolved(settings, checkpoint, shard_size))
+    texts = prompts.lines if prompts else chosen.texts or 0
+    return Job(settings, texts, shard_size, prompts, shards.resolved(settings, checkpoint, shard_size))
 
 
 def described(state: "Progress") -> str:

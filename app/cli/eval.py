@@ -13,25 +13,36 @@ TEXT = "Text; its last 10 % are evaluated."
 @click.command("eval")
 @options.model
 @options.path("--corpus", "corpus_file", TEXT, show_default="what prepare got")
-@options.choice("--part", "Attention to evaluate with.", of=PARTS, default="part4")
+@options.choice("--part", "Attention to evaluate with.", choices=PARTS, default="part4")
 @options.weights
 @options.kv_cache
 @options.cpu_or_cuda
 @options.kernel
 @options.threads
-def evaluate(model: str, corpus_file: Path | None, threads: int | None, **asked) -> None:
+def evaluate(
+    model: str,
+    corpus_file: Path | None,
+    part: str,
+    weights: str,
+    kv_cache: str,
+    device: str,
+    kernel: str | None,
+    threads: int | None,
+) -> None:
     """Print the loss on the last 10 % of a text, over contiguous windows of the block size.
 
     An endless model reads the text from its beginning to its end.
     """
     options.check()
-    if PARTS[asked["part"]].operator and asked["device"] == "cpu":
+    if PARTS[part].operator and device == "cpu":
         threads = options.threads_for(threads)
     else:
         threads = options.set_threads(threads)
     from shakespeare.lab.eval import held_out_loss
 
-    measured = held_out_loss(model, options.read_corpus(corpus_file), threads=threads, **asked)
+    measured = held_out_loss(
+        model, options.read_corpus(corpus_file), part, weights, kv_cache, device, kernel, threads
+    )
     click.echo(f"{model}: {measured.nats:.4f} nats = {measured.bits:.4f} bits per character")
     windows = f"windows of {measured.window} tokens" if measured.window else "one text without an end"
     click.echo(f"({measured.characters:,} characters, {windows})")

@@ -1,5 +1,7 @@
 """explain: what one call of attention costs, and why."""
 
+from dataclasses import dataclass, replace
+
 import click
 
 from shakespeare.app.cli import options
@@ -7,6 +9,19 @@ from shakespeare.lab.cuda.architectures import SHEETS
 
 DEFAULTS = {"batch": 1, "heads": 4, "N": 1024}
 ON_CUDA = {"batch": 100, "heads": 1, "N": 4096}
+
+
+@dataclass(frozen=True)
+class ExplainOptions(options.CallOptions):
+    """The values of explain's options."""
+
+    part: str
+    cuda_queries: int | None
+    threads: int
+    arch: str | None
+    cachegrind: bool
+
+
 ARCH = "Explain the kernel for this architecture without measuring it; needs no GPU."
 
 
@@ -25,9 +40,10 @@ ARCH = "Explain the kernel for this architecture without measuring it; needs no 
 @options.dtype
 @options.device
 @options.with_backward
-@options.choice("--arch", ARCH, of=SHEETS, default=None)
+@options.choice("--arch", ARCH, choices=SHEETS, default=None)
 @options.flag("--cachegrind", "Simulate the caches with valgrind; takes about fifty times as long.")
-def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> None:
+@options.gathered("chosen", ExplainOptions)
+def explain(chosen: ExplainOptions) -> None:
     """Show what PART costs and why: arithmetic, scratch, bytes into each cache, the bound, the time.
 
     The bytes are the algorithm's own count. The cache misses of one head are shown beside them if Linux's
@@ -36,26 +52,32 @@ def explain(part, device, kernel, arch, cuda_queries, cachegrind, **sizes) -> No
     part4's steps in WGSL are explained: their counts, the adapter's limits, the time that these allow, and
     the time.
     """
+    device = chosen.device
+    part = chosen.part
     if device != "cpu" and part != "part4":
         raise click.UsageError(f"PART is {part}; it must be part4 with --device {device}")
     options.check()
-    from shakespeare.lab import rule_options
-    from shakespeare.lab.bench.cases import plan
     from shakespeare.lab.bench.cell import Cell
+    from shakespeare.lab.bench.plan import plan
+    from shakespeare.lab.bench.sweep import Sweep
     from shakespeare.lab.explain import explain as explained
 
-    for name, size in (ON_CUDA if device == "cuda" else DEFAULTS).items():
-        sizes[name] = sizes[name] or size
-    given = {rule: sizes.pop(rule) for rule in options.RULES}
+    usual = ON_CUDA if device == "cuda" else DEFAULTS
+    batch, heads, N = (getattr(chosen, name) or size for name, size in usual.items())
+    chosen = replace(chosen, batch=batch, heads=heads, N=N)
     if device == "cpu":
-        lists = {"lengths": "N", "widths": "d", "masks": "causal", "simds": "simd"}
-        lists.update((name, name) for name in ("br", "bc", "threads"))
-        swept = {name: [sizes.pop(size)] for name, size in lists.items()}
-        (cell,) = plan([part], **sizes, **swept, rules=[rule_options.text(given)])
+        lists = {
+            "lengths": [chosen.N],
+            "widths": [chosen.d],
+            "masks": [chosen.causal],
+            "simds": [chosen.simd],
+            "rules": [chosen.rules],
+            **{name: [getattr(chosen, name)] for name in ("br", "bc", "threads")},
+        }
+        (cell,) = plan([part], options.made(Sweep, chosen, **lists))
     else:
         options.refuse(options.RULES, f"does not go with --device {device}")
-        for name in ("simd", "br", "bc", "threads"):
-            del sizes[name]
-        queries = cuda_queries or sizes["N"]
-        cell = Cell(part, None, queries=queries, br=None, bc=None, threads=1, device=device, **sizes)
-    explained(cell, click.echo, cachegrind, kernel, arch)
+        unused = dict.fromkeys(("simd", "br", "bc", "rules"))
+        queries = chosen.cuda_queries or chosen.N
+        cell = options.made(Cell, chosen, contender=part, queries=queries, threads=1, **unused)
+    explained(cell, click.echo, chosen.cachegrind, chosen.kernel, chosen.arch)

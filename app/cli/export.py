@@ -12,9 +12,11 @@ from shakespeare.checkpoints import PRESENT
 
 @click.command()
 @options.option("-m", "--model", f"Model: {', '.join(PRESENT)} or a path.", required=True)
-@options.choice("--to", "Format of the result.", of=("hf", "gguf", "nanogpt"), default=None, required=True)
+@options.choice(
+    "--to", "Format of the result.", choices=("hf", "gguf", "nanogpt"), default=None, required=True
+)
 @options.path("--out", "New directory; with gguf a new file.", required=True)
-@options.choice("--type", "Type of a GGUF file's matrices.", of=("f32", "f16", "q8_0"))
+@options.choice("--type", "Type of a GGUF file's matrices.", choices=("f32", "f16", "q8_0"))
 def export(model: str, to: str, out: Path, type: str) -> None:
     """Write a model for transformers, llama.cpp or nanoGPT.
 

@@ -1,5 +1,6 @@
 """What several commands share: types of values, options, and settings made before a command starts."""
 
+import functools
 import importlib
 import math
 import os
@@ -7,9 +8,10 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -27,14 +29,15 @@ if TYPE_CHECKING:
 ESCAPE = re.compile(r"\\[nrt]")
 SHELL = "; in a shell $'\\n' is a line end"
 LARGEST_SIZE = 2**31 - 1
-MOST_THREADS = 1024  # as in attention_ext/csrc/attention.h
+MAX_THREADS = 1024  # MOST_THREADS of attention_ext/csrc/attention.h
 WIDEST_HEAD = 2**20
-MOST_HEADS = 2**16  # also the most in a batch
+MAX_HEADS = 2**16  # also the most in a batch
 # Modules of the GPU that a measurement runs on; they import torch.
 GPUS = {"cuda": "shakespeare.lab.cuda.device", "webgpu": "shakespeare.lab.webgpu.device"}
-MOST_NUMBERS = 1000  # in a list: a typing error must not fill the memory
+MAX_NUMBERS = 1000  # in a list: a typing error must not fill the memory
 
 Decorator = Callable[[Callable], Callable]
+Form = TypeVar("Form")  # a dataclass
 
 
 class Number(click.FloatRange):
@@ -77,12 +80,12 @@ class TileSize(click.ParamType):
 
 
 class Numbers(click.ParamType):
-    """Whole numbers from 1 to `most`: '32,64', '1:8' (by 1), '1:9+2', '256:4096*2'; 'auto' where allowed."""
+    """Whole numbers up to `maximum`: '32,64', '1:8' (by 1), '1:9+2', '256:4096*2'; 'auto' where allowed."""
 
     name = "list"
 
-    def __init__(self, most: int = LARGEST_SIZE, auto: bool = False) -> None:
-        self.most = most
+    def __init__(self, maximum: int = LARGEST_SIZE, auto: bool = False) -> None:
+        self.maximum = maximum
         self.auto = auto
 
     def convert(self, value, parameter, context) -> tuple[int | None, ...]:
@@ -101,13 +104,13 @@ class Numbers(click.ParamType):
             last = int(form[2] or number)
             if number > last:
                 self.fail(f"{item!r} goes down; it must go up")
-            if last > self.most:
-                self.fail(f"{item!r} has {last}; it must be at most {self.most}")
-            while number <= last and len(numbers) <= MOST_NUMBERS:
+            if last > self.maximum:
+                self.fail(f"{item!r} has {last}; it must be at most {self.maximum}")
+            while number <= last and len(numbers) <= MAX_NUMBERS:
                 numbers.append(number)
                 number = number * int(form[4]) if form[3] == "*" else number + int(form[4] or 1)
-        if len(numbers) > MOST_NUMBERS:
-            self.fail(f"{value!r} has more than {MOST_NUMBERS} numbers")
+        if len(numbers) > MAX_NUMBERS:
+            self.fail(f"{value!r} has more than {MAX_NUMBERS} numbers")
         return tuple(dict.fromkeys(numbers))
 
 
@@ -122,24 +125,24 @@ class PartOrFile(click.Choice):
 
 
 class Names(click.ParamType):
-    """Names separated by commas, each one of `of`; an empty `of` admits any. files: also users' kernels."""
+    """Names separated by commas, each one of `choices`, if there are any. files: also users' kernels."""
 
     name = "list"
 
-    def __init__(self, of: Collection[str] = (), files: bool = False) -> None:
-        self.of = of
+    def __init__(self, choices: Collection[str] = (), files: bool = False) -> None:
+        self.choices = choices
         self.files = files
 
     def convert(self, value, parameter, context) -> tuple[str, ...]:
         names = value if isinstance(value, tuple) else tuple(value.split(",") if value else ())
-        known = [*self.of, *(name for name in names if self.files and is_file(name))]
-        wrong = [name for name in names if self.of and name not in known]
+        known = [*self.choices, *(name for name in names if self.files and is_file(name))]
+        wrong = [name for name in names if self.choices and name not in known]
         if wrong:
-            self.fail(f"{wrong[0]!r} must be one of {', '.join(self.of)}", parameter, context)
+            self.fail(f"{wrong[0]!r} must be one of {', '.join(self.choices)}", parameter, context)
         return names
 
 
-def given(name: str) -> bool:
+def is_given(name: str) -> bool:
     """Whether the user gave this parameter of the current command."""
     return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
@@ -147,9 +150,14 @@ def given(name: str) -> bool:
 def refuse(names: Collection[str], why: str) -> None:
     """Raise UsageError, '--option why', if the user gave one of these parameters of the current command."""
     for parameter in click.get_current_context().command.params:
-        if parameter.name in names and given(parameter.name):
+        if parameter.name in names and is_given(parameter.name):
             option = isinstance(parameter, click.Option)
             raise click.UsageError(f"{parameter.opts[0] if option else parameter.name.upper()} {why}")
+
+
+def refuse_others(names: Collection[str], why: str) -> None:
+    """Raise UsageError as refuse() does, for the parameters that are not among these."""
+    refuse(click.get_current_context().params.keys() - names, why)
 
 
 def refuse_combinations(
@@ -160,10 +168,10 @@ def refuse_combinations(
     only_with: the option that each one needs. not_with: the options that each one excludes.
     """
     for name, needed in only_with.items():
-        if not given(needed):
+        if not is_given(needed):
             refuse((name,), f"goes with --{needed} only")
     for name, useless in not_with.items():
-        if given(name):
+        if is_given(name):
             refuse(useless, f"does not go with --{name.replace('_', '-')}")
 
 
@@ -178,35 +186,55 @@ def all_of(*options: Decorator) -> Decorator:
     return add
 
 
+def gathered(name: str, make: Callable, parameters: Iterable[str] = ()) -> Decorator:
+    """Let a command take these parameters, by default a dataclass's fields, as one: what make() gives."""
+    names = tuple(parameters) or [field.name for field in fields(make)]  # type: ignore[arg-type]
+
+    def add(command: Callable) -> Callable:
+        @functools.wraps(command)
+        def call(**values):
+            return command(**{name: make(**{each: values.pop(each) for each in names})}, **values)
+
+        return call
+
+    return add
+
+
+def made(form: type[Form], values: object, **others) -> Form:
+    """A dataclass from the values whose names are fields of it, and from the others."""
+    names = {field.name for field in fields(form)} & vars(values).keys()  # type: ignore[arg-type]
+    return form(**{name: getattr(values, name) for name in names} | others)
+
+
 def option(*words: str, **settings) -> Decorator:
     """click.option(); the last word is the help."""
     *names, help = words
     return click.option(*names, help=help, **settings)
 
 
-def numbers(*words: str, most: int = LARGEST_SIZE, auto: bool = False, **settings) -> Decorator:
+def numbers(*words: str, maximum: int = LARGEST_SIZE, auto: bool = False, **settings) -> Decorator:
     """A list of Numbers."""
-    return option(*words, type=Numbers(most, auto), **settings)
+    return option(*words, type=Numbers(maximum, auto), **settings)
 
 
-def names(*words: str, of: Collection[str] = (), **settings) -> Decorator:
+def names(*words: str, choices: Collection[str] = (), **settings) -> Decorator:
     """A list of Names."""
-    return option(*words, type=Names(of), **settings)
+    return option(*words, type=Names(choices), **settings)
 
 
-def whole(*words: str, least: int = 1, most: int | None = None, **settings) -> Decorator:
-    """A whole number from `least` to `most`."""
-    return option(*words, type=click.IntRange(least, most), **settings)
+def integer(*words: str, minimum: int = 1, maximum: int | None = None, **settings) -> Decorator:
+    """A whole number from `minimum` to `maximum`."""
+    return option(*words, type=click.IntRange(minimum, maximum), **settings)
 
 
-def number(*words: str, most: float, least: float = 0, above: bool = False, **settings) -> Decorator:
-    """A number from `least` to `most`. above: without `least` itself."""
-    return option(*words, type=Number(least, most, min_open=above), **settings)
+def number(*words: str, maximum: float, minimum: float = 0, above: bool = False, **settings) -> Decorator:
+    """A number from `minimum` to `maximum`. above: without `minimum` itself."""
+    return option(*words, type=Number(minimum, maximum, min_open=above), **settings)
 
 
-def choice(*words: str, of: Iterable[str], **settings) -> Decorator:
+def choice(*words: str, choices: Iterable[str], **settings) -> Decorator:
     """One of these words, by default the first."""
-    known = [str(word) for word in of]
+    known = [str(word) for word in choices]
     return option(*words, type=click.Choice(known), **({"default": known[0]} | settings))
 
 
@@ -216,22 +244,22 @@ def file(*words: str, exists: bool = False, **settings) -> Decorator:
 
 
 flag = partial(option, is_flag=True)
-size = partial(whole, most=LARGEST_SIZE)  # it fits 31 bits
-path = partial(option, type=click.Path(path_type=Path))  # of a file or of standard input
+size = partial(integer, maximum=LARGEST_SIZE)  # it fits 31 bits
+path = partial(option, type=click.Path(path_type=Path))  # a file, or - for standard input
 folder = partial(option, type=Directory(file_okay=False, path_type=Path))
 
 
-def save(kind: str, what: str) -> Decorator:
-    """--save [FILE]; without FILE the one for this processor's results of a kind, or for the GPU's."""
+def save(command: str, what: str) -> Decorator:
+    """--save [FILE]; without FILE the one for this processor's results of a command, or for the GPU's."""
 
     def default(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
         if value != "":
             return value
         device = context.params.get("device", "cpu")
         if device == "cpu":
-            return str(result_files.default_file(kind))
+            return str(result_files.default_file(command))
         module = importlib.import_module(GPUS[device])
-        return str(result_files.default_file(f"{kind}_{device}", module.Gpu().describe()["name"]))
+        return str(result_files.default_file(f"{command}_{device}", module.Gpu().describe()["name"]))
 
     help = f"Save {what} to FILE; without FILE, to this processor's or GPU's in benchmarks/results/."
     alone = {"is_flag": False, "flag_value": ""}  # the callback's value for --save without FILE
@@ -239,13 +267,13 @@ def save(kind: str, what: str) -> Decorator:
     return option("--save", help, type=file, metavar="[FILE]", callback=default, **alone)
 
 
-def warned_of_threads(context, parameter, value):
+def warn_of_threads(context, parameter, value):
     """The value of --threads. Prints a warning if it is more than the cores."""
     from shakespeare.attention_ext.processor import cores
 
-    most = max(value) if isinstance(value, tuple) else value or 1
-    if most > cores():
-        notice(f"{program()}: warning: --threads is {most}; this process may use {cores()} cores")
+    count = max(value) if isinstance(value, tuple) else value or 1
+    if count > cores():
+        notice(f"{program()}: warning: --threads is {count}; this process may use {cores()} cores")
     return value
 
 
@@ -273,26 +301,26 @@ def set_threads(threads: int | None, sleeping: bool = True) -> int:
     return count
 
 
-BOUNDED: dict[str, Any] = {"most": MOST_THREADS, "callback": warned_of_threads}
-MOST = "Most threads to use; a text takes the fastest number of them."
-threads = size("--threads", MOST, show_default="all cores", **BOUNDED)
+BOUNDED: dict[str, Any] = {"maximum": MAX_THREADS, "callback": warn_of_threads}
+MAX_THREADS_HELP = "Most threads to use; a text takes the fastest number of them."
+threads = size("--threads", MAX_THREADS_HELP, show_default="all cores", **BOUNDED)
 one_thread = size("-t", "--threads", "Threads to use.", default=1, **BOUNDED)
 some_threads = numbers("-t", "--threads", "Numbers of threads.", default="1", **BOUNDED)
 
 # A call of attention, and where and how it is computed.
-batch: Callable = partial(size, "-B", "--batch", "Batch size.", most=MOST_HEADS)
-heads: Callable = partial(size, "--heads", "Number of heads.", most=MOST_HEADS)
-width = size("-d", "d", "Head width.", most=WIDEST_HEAD, default=32)
+batch: Callable = partial(size, "-B", "--batch", "Batch size.", maximum=MAX_HEADS)
+heads: Callable = partial(size, "--heads", "Number of heads.", maximum=MAX_HEADS)
+width = size("-d", "d", "Head width.", maximum=WIDEST_HEAD, default=32)
 causal = flag("--causal", "Use a causal mask.")
 part = click.argument("part", type=PartOrFile(), metavar="PART")
 HELPERS = "SIMD helpers of attention's forward pass"
-simd = choice("--simd", f"{HELPERS}: auto is portable, off is scalar loops.", of=SIMD)
-simds = names("--simd", "simds", f"{HELPERS}, from {', '.join(SIMD)}.", of=SIMD, default="auto")
-dtype = choice("--dtype", "Format of the inputs and the output.", of=Dtype)
+simd = choice("--simd", f"{HELPERS}: auto is portable, off is scalar loops.", choices=SIMD)
+simds = names("--simd", "simds", f"{HELPERS}, from {', '.join(SIMD)}.", choices=SIMD, default="auto")
+dtype = choice("--dtype", "Format of the inputs and the output.", choices=Dtype)
 _device: Callable = partial(choice, "--device", is_eager=True)  # the defaults of other options depend on it
 DEVICE = "Device of the attention; cuda is an NVIDIA GPU, for part0 and part4"
-device = _device(f"{DEVICE}; webgpu any GPU, for part4.", of=DEVICES)
-cpu_or_cuda = _device(f"{DEVICE}.", of=("cpu", "cuda"))
+device = _device(f"{DEVICE}; webgpu any GPU, for part4.", choices=DEVICES)
+cpu_or_cuda = _device(f"{DEVICE}.", choices=("cpu", "cuda"))
 FASTEST = "by default the fastest that accepts the inputs"
 KERNEL = f"Part4's kernel on CUDA, or its step 1 to 6 on WebGPU; {FASTEST}."
 kernel = option("--kernel", KERNEL, type=Kernel(list(KERNELS)))
@@ -302,13 +330,40 @@ CPU_ONLY = ("br", "bc", "threads", "simds", "cachegrind", "tune", "budget", "sho
 CUDA_ONLY = ("arch", "cuda_queries", "l2s")
 
 
+@dataclass(frozen=True)
+class CallOptions:
+    """The values of the options of a call of attention."""
+
+    batch: int
+    heads: int
+    N: int
+    d: int
+    br: int | None
+    bc: int | None
+    causal: bool
+    rules: str
+    simd: str
+    dtype: str
+    device: str
+    kernel: str | None
+
+
 RULES = ("window", "softcap", "alibi", "sinks", "documents")
+
+
+def rules_text(**rules) -> str:
+    """The rules as `bench --rules` and lab.rule_options name them: 'window=255+alibi', or 'none'."""
+    words = (name if value is True else f"{name}={value}" for name, value in rules.items() if value)
+    return "+".join(words) or "none"
+
+
 rules = all_of(
     size("--window", "Keys to each side of a query that it sees.", default=None),
-    number("--softcap", "Bound of the scores, by tanh.", most=1e6, above=True, default=None),
+    number("--softcap", "Bound of the scores, by tanh.", maximum=1e6, above=True, default=None),
     flag("--alibi", "Subtract a slope for each head times the distance of a key."),
     flag("--sinks", "Add a logit of 0 for each head to the softmax."),
     size("--documents", "Keys of a document; a query sees its own only.", default=None),
+    gathered("rules", rules_text, RULES),
 )
 
 
@@ -325,12 +380,12 @@ def check(part: str | None = None) -> None:
 
     part: by default the command's own. bench has none, and checks each contender.
     """
-    asked = click.get_current_context().params
-    device = asked["device"]
-    part = part or asked.get("part")
+    values = click.get_current_context().params
+    device = values["device"]
+    part = part or values.get("part")
     names = ("kernel", "simd", "dtype", "br", "bc") if part else ("kernel", "simd")
-    named = {name: asked[name] for name in names if given(name)}
-    gradient = bool(part and asked.get("backward"))
+    named = {name: values[name] for name in names if is_given(name)}
+    gradient = bool(part and values.get("backward"))
     reason = compatible(part or "part4", device, gradient=gradient, **named)
     if reason:
         raise click.UsageError(reason)
@@ -346,13 +401,13 @@ model = option("-m", "--model", f"{MODEL}.", default=DEFAULT)
 engine = choice(
     "--engine",
     "Engine that runs the model; auto is native for parts 1 to 4, for part4 also cuda or webgpu, else torch.",
-    of=("auto", "native", "torch", "cuda", "webgpu"),
+    choices=("auto", "native", "torch", "cuda", "webgpu"),
     callback=lambda context, parameter, value: None if value == "auto" else value,
 )
 MATRICES = "Precision of the matrices; bf16 halves the bytes of weights read for a token"
-weights = choice("--weights", f"{MATRICES}, int8 quarters them.", of=Precision)
+weights = choice("--weights", f"{MATRICES}, int8 quarters them.", choices=Precision)
 CACHED = "Precision of the cached keys and values; bf16 halves part4's bytes."
-kv_cache = choice("--kv-cache", CACHED, of=CachePrecision)
+kv_cache = choice("--kv-cache", CACHED, choices=CachePrecision)
 DRAFTS = "the model's draft, nothing, or the draft of a model or in a file. It changes no text."
 DRAFT = f"What guesses the next tokens of few texts in the native and the cuda engine: {DRAFTS}"
 draft = option("--draft", DRAFT, default="auto", metavar="auto|off|NAME")
@@ -361,22 +416,22 @@ draft = option("--draft", DRAFT, default="auto", metavar="auto|off|NAME")
 prompt = all_of(
     option("--prompt", "Text to continue.", show_default="a line end"),
     path("--prompt-file", "File to continue, - for standard input."),
-    whole(
+    integer(
         "--max-new-tokens",
         "Tokens to write per sample; -1 is the default.",
-        least=-1,
+        minimum=-1,
         show_default="the model's block size",
         callback=lambda context, parameter, value: None if value == -1 else value,
     ),
 )
-SECRET_SEED = "SHAKESPEARE_COURSE_SEED"  # of the environment
+SECRET_SEED = "SHAKESPEARE_COURSE_SEED"  # a variable of the environment
 
 
-def secret_seed(given: int | None) -> int | None:
-    """A given seed, or the environment's, which is then removed: a user's file must not find it there."""
+def secret_seed(seed: int | None) -> int | None:
+    """This seed, or the environment's, which is then removed: a user's file must not find it there."""
     secret = os.environ.pop(SECRET_SEED, None)
-    if given is not None or secret is None:
-        return given
+    if seed is not None or secret is None:
+        return seed
     if not re.fullmatch(r"\d{1,18}", secret, re.ASCII):
         raise ValueError(f"{SECRET_SEED} is not a whole number of at most 18 digits")  # nor shown
     return int(secret)
@@ -392,7 +447,7 @@ def drawn(context, parameter, value):
 
 
 SEED = "Seed of the random numbers; -1 draws one."
-any_seed: Callable = partial(whole, "--seed", SEED, least=RANDOM, most=LARGEST_SEED, callback=drawn)
+any_seed: Callable = partial(integer, "--seed", SEED, minimum=RANDOM, maximum=LARGEST_SEED, callback=drawn)
 seed = any_seed(default=1337)
 no_kv_cache = flag("--no-kv-cache", "Recompute the whole window for each token.")
 
@@ -400,25 +455,41 @@ no_kv_cache = flag("--no-kv-cache", "Recompute the whole window for each token."
 def sampling_option(name: str) -> Decorator:
     """The option of a setting of Sampling."""
     known = NUMBERS[name]
-    kind: Any = click.IntRange if known.whole else click.FloatRange
-    bounds = kind(known.least, None if known.most == math.inf else known.most, min_open=known.above)
+    number_type: Any = click.IntRange if known.whole else click.FloatRange
+    bounds = number_type(known.least, None if known.most == math.inf else known.most, min_open=known.above)
     return option(f"--{name.replace('_', '-')}", known.help, type=bounds, default=known.default)
 
 
-sampling = all_of(*map(sampling_option, NUMBERS))  # take_sampling() takes them
+sampling = all_of(*map(sampling_option, NUMBERS), gathered("sampling", Sampling, NUMBERS))
 CONTEXT = "Past the block size: slide the window, or restart it with its last half."
 
 
-def text(seed: Decorator = seed) -> Decorator:
+def text_options(seed: Decorator = seed) -> Decorator:
     """The options of a text, with this --seed."""
     stop = option("--stop", "End a sample before this text; may be repeated.", multiple=True)
     ignore_eos = flag("--ignore-eos", "Write on after a token that ends a text.")
-    return all_of(stop, seed, ignore_eos, choice("--context", CONTEXT, of=("slide", "reset")), no_kv_cache)
+    return all_of(
+        stop, seed, ignore_eos, choice("--context", CONTEXT, choices=("slide", "reset")), no_kv_cache
+    )
 
 
-def take_sampling(asked: dict[str, Any]) -> Sampling:
-    """Make a Sampling from click's options; its settings are removed from them."""
-    return Sampling(**{name: asked.pop(name) for name in NUMBERS})
+@dataclass(frozen=True)
+class TextOptions:
+    """The values of the options of the model, its engine, and the text that it writes."""
+
+    model: str
+    engine: str | None
+    weights: str
+    kv_cache: str
+    prompt: str | None
+    prompt_file: Path | None
+    max_new_tokens: int | None
+    sampling: Sampling
+    stop: tuple[str, ...]
+    seed: int
+    context: str
+    ignore_eos: bool
+    no_kv_cache: bool
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str | None:
@@ -438,7 +509,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
 
 def encoded(tokenizer: "Tokenizer", prompt: str) -> list[int]:
     """The ids of a prompt. Raises ValueError with a hint if --prompt is meant otherwise than it is taken."""
-    shown = prompt if given("prompt") else ""
+    shown = prompt if is_given("prompt") else ""
     hint = SHELL if ESCAPE.search(shown) else ""
     if shown.startswith("FILE:"):  # nanoGPT's --start
         hint = f"; --prompt-file {shlex.quote(shown.removeprefix('FILE:'))} continues a file"

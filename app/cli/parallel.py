@@ -19,11 +19,22 @@ METHODS = ("split", "gather", "ring", "zigzag", "ulysses")  # attention_ext.para
 @options.heads(default=4)
 @options.width
 @options.causal
-@options.choice("--part", "What computes.", of=PARTS, default="part4")
+@options.choice("--part", "What computes.", choices=PARTS, default="part4")
 @options.cpu_or_cuda
 @options.one_thread
-@options.number("--timeout", TIMEOUT, least=1, most=86400, default=30.0)
-def parallel(method: str, threads: int, queries: int | None, **asked) -> bool:
+@options.number("--timeout", TIMEOUT, minimum=1, maximum=86400, default=30.0)
+def parallel(
+    method: str,
+    N: int,
+    queries: int | None,
+    heads: int,
+    d: int,
+    causal: bool,
+    part: str,
+    device: str,
+    threads: int,
+    timeout: float,
+) -> bool:
     """Test attention over processes by METHOD: its result, bytes, exchanges, waiting and time.
 
     torchrun starts it once for each process:
@@ -37,9 +48,9 @@ def parallel(method: str, threads: int, queries: int | None, **asked) -> bool:
     rank is reported at most --timeout and five seconds after another rank began to wait for it.
     """
     options.check()
-    queries = queries or (1 if method == "split" else asked["N"])
-    if asked["causal"] and queries > asked["N"]:
-        raise click.UsageError(f"--queries is {queries}; with --causal it must be at most N = {asked['N']}")
+    queries = queries or (1 if method == "split" else N)
+    if causal and queries > N:
+        raise click.UsageError(f"--queries is {queries}; with --causal it must be at most N = {N}")
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         module = "-m shakespeare" if program() == "shakespeare" else "gpt.py"
         command = f"python -m torch.distributed.run --nproc-per-node 2 {module} parallel {method}"
@@ -48,11 +59,11 @@ def parallel(method: str, threads: int, queries: int | None, **asked) -> bool:
     from shakespeare.attention_ext.ranks import LostRank
     from shakespeare.lab import parallel as over_processes
 
-    question = over_processes.Question(method=method, queries=queries, **asked)
+    setup = over_processes.Setup(method, N, queries, heads, d, causal, part, device, timeout)
     try:
-        return over_processes.run(question, click.echo)
+        return over_processes.run(setup, click.echo)
     except LostRank as error:
-        if asked["device"] == "cuda":  # a kernel that waits for the lost rank may block the usual exit
+        if device == "cuda":  # a kernel that waits for the lost rank may block the usual exit
             notice(f"{program()}: error: {error}")
             os._exit(2)
         raise click.ClickException(str(error)) from error

@@ -4,9 +4,9 @@ import contextlib
 import json
 import signal
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,7 +17,7 @@ from shakespeare.attention_ext.cuda.kernels import BACKWARD
 from shakespeare.attention_ext.parts import helpers_of
 
 if TYPE_CHECKING:
-    from shakespeare.generation.engines.engine import Engine
+    from shakespeare.generation.engines.engine import Engine, EngineOptions
     from shakespeare.generation.texts import Completion
     from shakespeare.generation.writer import Writer
 
@@ -26,6 +26,7 @@ RULES = {*options.RULES, "score_mod"}
 TEST_ONLY = {"batch", "heads", "N", "d", "causal", "dtype", "backward", "again", *RULES}
 NOT_BACKWARD = {"br", "bc", *RULES}
 NOT_WITH = {"inference": TEST_ONLY, "backward": NOT_BACKWARD, "interactive": ("num_samples", "as_json")}
+BOTH = {"br", "bc", "threads", "simd", "inference", "device", "kernel"}  # that go with test and inference
 MEASURED = ("new_tokens", "prefill_seconds", "decode_seconds", "tokens_per_second", "finish_reason")
 
 SEPARATOR = "-" * 15
@@ -55,9 +56,9 @@ inference_options = options.all_of(
     options.flag("--inference", "Write text instead of running the test."),
     options.model,
     options.prompt,
-    options.whole("--num-samples", "Samples to write; sample i has the seed SEED + i.", default=2),
+    options.integer("--num-samples", "Samples to write; sample i has the seed SEED + i.", default=2),
     options.sampling,
-    options.text(),
+    options.text_options(),
     options.engine,
     options.weights,
     options.kv_cache,
@@ -65,6 +66,27 @@ inference_options = options.all_of(
     options.flag("--json", "as_json", "Print one JSON object per sample."),
     options.flag("--interactive", "Continue each line that you type."),
 )
+
+
+@dataclass(frozen=True)
+class InferenceOptions(options.TextOptions):
+    """The values of inference_options."""
+
+    inference: bool
+    num_samples: int
+    draft: str
+    as_json: bool
+    interactive: bool
+
+
+@dataclass(frozen=True)
+class PartOptions(InferenceOptions, options.CallOptions):
+    """The values of a part's options."""
+
+    threads: int | None
+    score_mod: Path | None
+    backward: bool
+    again: bool
 
 
 def command_of(part: str) -> click.Command:
@@ -78,54 +100,53 @@ def command_of(part: str) -> click.Command:
     )
     @test_options
     @inference_options
-    def command(threads: int | None, **asked: Any) -> bool:
-        check(part, asked)
-        if asked["inference"] or asked["device"] != "cpu":
-            asked.update((side, None) for side in ("br", "bc") if not options.given(side))
-        if asked["inference"]:
-            asked["threads"] = options.threads_for(threads)
-            session = Session(part, asked)
-            converse(session) if asked["interactive"] else write(session)
+    @options.gathered("chosen", PartOptions)
+    def command(chosen: PartOptions) -> bool:
+        check(part, chosen)
+        if chosen.inference or chosen.device != "cpu":
+            br = chosen.br if options.is_given("br") else None
+            chosen = replace(chosen, br=br, bc=chosen.bc if options.is_given("bc") else None)
+        if chosen.inference:
+            threads = options.threads_for(chosen.threads)
+            from shakespeare.generation.engines.engine import EngineOptions
+
+            run_inference(chosen, EngineOptions.of(vars(chosen), part=part, threads=threads))
             return True
-        if asked["again"]:
+        if chosen.again:
             from shakespeare.attention_ext.build.recipes import CSRC
 
             watch.tests(CSRC)
-        return test(part, threads, asked)
+        return test(part, chosen)
 
     return command
 
 
-def check(part: str, asked: dict[str, Any]) -> None:
+def check(part: str, chosen: PartOptions) -> None:
     """Raise UsageError for an option that would be ignored, or that the part lacks."""
-    if not asked["inference"]:
-        both = {"br", "bc", "threads", "simd", "inference", "device", "kernel"}
-        options.refuse(asked.keys() - TEST_ONLY - both, "goes with --inference only")
+    if not chosen.inference:
+        options.refuse_others(TEST_ONLY | BOTH, "goes with --inference only")
     options.refuse_combinations(not_with=NOT_WITH)
-    if asked["interactive"] and str(asked["prompt_file"]) == "-":
+    if chosen.interactive and str(chosen.prompt_file) == "-":
         raise click.UsageError("--prompt-file - does not go with --interactive, which reads standard input")
     options.check(part)
-    kernel = asked["kernel"]
-    if kernel and asked["backward"] != (kernel in BACKWARD):
+    kernel = chosen.kernel
+    if kernel and chosen.backward != (kernel in BACKWARD):
         names = " or ".join(BACKWARD)
         raise click.UsageError(f"kernel is {kernel!r}; it must be {names} with --backward, and only there")
 
 
-def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
+def test(part: str, chosen: PartOptions) -> bool:
     """Run the lab's test of a part or of its gradients; False on a mismatch."""
-    threads = options.set_threads(threads, sleeping=False)
-    from shakespeare.lab import correctness, rule_options
+    threads = options.set_threads(chosen.threads, sleeping=False)
+    from shakespeare.lab import correctness
     from shakespeare.lab.bench.cell import Cell
 
-    names = ("simd", "N", "d", "batch", "heads", "causal", "br", "bc", "backward", "dtype", "device")
-    sizes = {name: asked[name] for name in names}
-    given = {name: asked[name] for name in options.RULES}
-    ruled = rule_options.text(given) if any(given.values()) else None
-    cell = Cell(part, queries=asked["N"], threads=threads, rules=ruled, **sizes)
+    rules = None if chosen.rules == "none" else chosen.rules
+    cell = options.made(Cell, chosen, contender=part, queries=chosen.N, threads=threads, rules=rules)
     # Python's own handler of Ctrl-C would wait until a kernel returns.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        return correctness.run(cell, click.echo, asked["kernel"], asked["score_mod"])
+        return correctness.run(cell, click.echo, chosen.kernel, chosen.score_mod)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -133,57 +154,62 @@ def test(part: str, threads: int | None, asked: dict[str, Any]) -> bool:
 class Session:
     """What is written and by which engine. Raises ValueError for wrong options.
 
-    asked: the options, by click's names. Without a prompt, a line end that is not shown is continued.
+    engine: without the capacity. Without a prompt, a line end that is not shown is continued.
     """
 
-    def __init__(self, part: str, asked: dict[str, Any]) -> None:
+    def __init__(self, chosen: InferenceOptions, engine: "EngineOptions") -> None:
         from shakespeare.generation.request import Request
         from shakespeare.model import load
 
-        self.part = part
-        self.asked = asked
-        self.checkpoint = load(asked["model"])
-        prompt = options.read_prompt(asked["prompt"], asked["prompt_file"])
-        self.shown_prompt = self.checkpoint.tokenizer.normal(prompt or "")
+        self.chosen = chosen
+        self.engine = engine
+        self.checkpoint = load(chosen.model)
+        tokenizer = self.checkpoint.tokenizer
+        prompt = options.read_prompt(chosen.prompt, chosen.prompt_file)
+        self.shown_prompt = tokenizer.normal(prompt or "")
         self.prompt = self.shown_prompt or "\n"
-        options.warn_of_stops(self.checkpoint.tokenizer, asked["stop"])
-        length = asked["max_new_tokens"]
-        self.request = Request(  # of the first sample
-            options.encoded(self.checkpoint.tokenizer, self.prompt),
-            **{name: asked[name] for name in ("seed", "stop", "context", "ignore_eos")},
-            sampling=options.take_sampling(asked),
-            use_cache=not asked["no_kv_cache"],
+        options.warn_of_stops(tokenizer, chosen.stop)
+        length = chosen.max_new_tokens
+        self.request = options.made(  # the first sample's
+            Request,
+            chosen,
+            ids=options.encoded(tokenizer, self.prompt),
+            use_cache=not chosen.no_kv_cache,
             max_new_tokens=self.checkpoint.config.block_size if length is None else length,
         )
-        if self.request.seed + asked["num_samples"] - 1 > options.LARGEST_SEED:
+        if self.request.seed + chosen.num_samples - 1 > options.LARGEST_SEED:
             raise ValueError(f"seed is {self.request.seed}; the last sample's must be less than 2**63")
 
     def writer(self, texts: int, capacity: int) -> "Writer":
         """Open the requested engine for so many texts, and say what writes them."""
-        from shakespeare.generation.engines.engine import EngineOptions
         from shakespeare.generation.engines.table import choose
         from shakespeare.generation.texts import slots_for
         from shakespeare.generation.writer import Writer
 
         config = self.checkpoint.config
-        asked = self.asked
-        chosen = EngineOptions.of(asked, part=self.part, capacity=capacity)
-        at_once, slots = slots_for(texts, config, chosen)
-        engine, unfit = choose(self.checkpoint, replace(chosen, slots=slots))
+        sized = replace(self.engine, capacity=capacity)
+        at_once, slots = slots_for(texts, config, sized)
+        engine, unfit = choose(self.checkpoint, replace(sized, slots=slots))
         writer = Writer(engine, at_once)
         writer.check(self.request)
         for why in unfit:
             notice(why)
-        notice(f"Running inference using dnn model {asked['model']}")
+        notice(f"Running inference using dnn model {self.chosen.model}")
         notice(f"number of parameters: {config.num_params / 1e6:.2f}M")
         meta = Path(self.checkpoint.tokenizer.source)
         with contextlib.suppress(OSError, ValueError):  # it is outside the current folder, or that is removed
             meta = meta.relative_to(Path.cwd())
         notice(f"Loading meta from {meta}...")
-        precisions = {"weights": asked["weights"], "cache": asked["kv_cache"]}
+        precisions = {"weights": sized.weights, "cache": sized.kv_cache}
         rounded = "".join(f", {what} in {name}" for what, name in precisions.items() if name != "fp32")
         notice(f"{engine.description}, {engine.name} engine{rounded}")
         return writer
+
+
+def run_inference(chosen: InferenceOptions, engine: "EngineOptions") -> None:
+    """Write the samples, or in turns."""
+    session = Session(chosen, engine)
+    converse(session) if chosen.interactive else write(session)
 
 
 def write(session: Session) -> None:
@@ -191,8 +217,8 @@ def write(session: Session) -> None:
     from shakespeare.generation.texts import capacity_for, complete
 
     request = session.request
-    count = session.asked["num_samples"]
-    as_json = session.asked["as_json"]
+    count = session.chosen.num_samples
+    as_json = session.chosen.as_json
     writer = session.writer(count, capacity_for(session.checkpoint, request))
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     ascii = not encoding.lower().startswith("utf")  # a character that stdout lacks must not break the JSON
@@ -220,20 +246,22 @@ def write(session: Session) -> None:
             if not as_json and shown < count:
                 click.echo(f"{SEPARATOR}\n{session.shown_prompt}", nl=False)
     rate = tokens / max(writer.seconds, 1e-9)
-    done = f"{tokens} tokens in {writer.seconds:.2f} s with {session.part}, {writer.engine.name} engine"
+    done = (
+        f"{tokens} tokens in {writer.seconds:.2f} s with {session.engine.part}, {writer.engine.name} engine"
+    )
     notice(f"{done}: {rate:,.0f} tokens/s")
 
 
-def record(session: Session, engine: "Engine", completion: "Completion") -> dict[str, Any]:
+def record(session: Session, engine: "Engine", completion: "Completion") -> dict[str, object]:
     """What --json prints of a sample."""
-    asked = session.asked
+    part = session.engine.part
     return {
-        "model": asked["model"],
-        "part": session.part,
+        "model": session.chosen.model,
+        "part": part,
         "engine": engine.name,
         "device": engine.device,
-        "simd": helpers_of(session.part, asked["simd"]) if engine.device == "cpu" else None,
-        "threads": asked["threads"],
+        "simd": helpers_of(part, session.engine.simd) if engine.device == "cpu" else None,
+        "threads": session.engine.threads,
         "seed": completion.request.seed,
         "prompt": session.prompt,
         "text": completion.text,

@@ -8,7 +8,7 @@ import click
 from shakespeare.app.cli import options
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-MOST_CHARACTERS = 2**16  # different ones, which the ids of train.bin tell apart
+MAX_CHARACTERS = 2**16  # different ones, which the ids of train.bin tell apart
 
 
 @click.command()
@@ -32,7 +32,7 @@ def prepare(corpus_file: Path | None, out: Path | None) -> None:
     text = corpus.read(path)
     tokenizer = CharTokenizer.from_text(text)
     characters = tokenizer.characters
-    if len(characters) > MOST_CHARACTERS:
+    if len(characters) > MAX_CHARACTERS:
         has = f"{path} has {len(characters)} different characters"
         raise ValueError(f"{has}; it must have at most 65536, for train.bin")
     training, validation = corpus.split(tokenizer.encode_array(text))

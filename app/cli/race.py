@@ -6,15 +6,20 @@ from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import PARTS
 from shakespeare.attention_ext.parts import able
+from shakespeare.generation.sampling import Sampling
 
-TOKENS = "200, or the block size if that is less"
+TOKENS = 200  # that each part writes if the block size allows it
 
 
 @click.command()
 @click.argument("parts", type=options.Names(PARTS, files=True), required=False)
 @options.model
 @options.option("--prompt", "Text to continue.", default="\n", show_default="a line end")
-@options.whole("--max-new-tokens", "Tokens that each part writes.", show_default=TOKENS)
+@options.integer(
+    "--max-new-tokens",
+    "Tokens that each part writes.",
+    show_default=f"{TOKENS}, or the block size if that is less",
+)
 @options.seed
 @options.sampling
 @options.no_kv_cache
@@ -23,7 +28,20 @@ TOKENS = "200, or the block size if that is less"
 @options.device
 @options.kernel
 @options.one_thread
-def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
+def race(
+    parts: tuple[str, ...] | None,
+    model: str,
+    prompt: str,
+    max_new_tokens: int | None,
+    seed: int,
+    sampling: Sampling,
+    no_kv_cache: bool,
+    engine: str | None,
+    simd: str,
+    device: str,
+    kernel: str | None,
+    threads: int,
+) -> bool:
     """Let PARTS, names separated by commas, write the same text, and time each alone.
 
     On a terminal, and with the package rich, the texts grow in columns at their true relative speeds. A
@@ -34,16 +52,23 @@ def race(parts, model, prompt, threads, no_kv_cache, **asked) -> bool:
     the others on the CPU.
     """
     options.check()
-    asked["threads"] = options.threads_for(threads)
+    threads = options.threads_for(threads)
+    from shakespeare.generation.engines.engine import EngineOptions
+    from shakespeare.generation.request import Request
     from shakespeare.lab import race as racing
     from shakespeare.model import load
 
-    names = parts or (able("cuda") if asked["device"] == "cuda" else tuple(PARTS))
-    asked["use_cache"] = not no_kv_cache
-    sampling = options.take_sampling(asked)
+    names = parts or (able("cuda") if device == "cuda" else tuple(PARTS))
     checkpoint = load(model)
     prompt = checkpoint.tokenizer.normal(prompt) or "\n"
-    options.encoded(checkpoint.tokenizer, prompt)
-    runners = racing.line_up(checkpoint, names, prompt=prompt, sampling=sampling, **asked)
-    notice(f"{model}, {racing.describe(runners, asked['use_cache'])}")
+    request = Request(
+        options.encoded(checkpoint.tokenizer, prompt),
+        seed=seed,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens or min(TOKENS, checkpoint.config.block_size),
+        use_cache=not no_kv_cache,
+    )
+    opened = EngineOptions(engine, simd=simd, device=device, kernel=kernel, threads=threads)
+    runners = racing.line_up(checkpoint, names, request, opened)
+    notice(f"{model}, {racing.describe(runners, not no_kv_cache)}")
     return racing.run(runners, prompt, click.echo)

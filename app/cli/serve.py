@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -14,8 +15,8 @@ from shakespeare.attention_ext.build import prebuilt
 
 PACKAGES = ("hypercorn", "prometheus_client", "pydantic", "starlette")
 
-MOST_SLOTS = 4096
-SHOWN = f"{Settings.slots}; what an eighth of a GPU's memory holds, at most {MOST_SLOTS}"
+MAX_SLOTS = 4096
+SHOWN = f"{Settings.slots}; what an eighth of a GPU's memory holds, at most {MAX_SLOTS}"
 TEXTS = "Texts written at once for each model and part."
 MODEL = f"{options.MODEL}; NAME=PATH gives it a name in the API. May be repeated."
 KEY_FILE = "File with a key in each line; other users cannot see it in a list of processes."
@@ -24,18 +25,20 @@ HOST = "Admit this name in the Host header too, or * for any; may be repeated."
 ROOT = "Where a proxy has the server, as /texts; the proxy may leave it in a request's path or take it away."
 GRACE = "Seconds that running requests have to finish after SIGTERM or Ctrl-C."
 MANY = {"multiple": True}
+# The options whose values the server's settings take as they are.
+SETTINGS = ("part", "device", "port", "queue", "weights", "kv_cache", "draft", "root_path", "grace")
 
 serve_options = options.all_of(
     options.option("-m", "--model", "models", MODEL, default=Settings.models, **MANY, metavar="[NAME=]PATH"),
-    options.choice("--part", "Attention of requests that name no part.", of=PARTS, default="part4"),
+    options.choice("--part", "Attention of requests that name no part.", choices=PARTS, default="part4"),
     options.cpu_or_cuda,
     options.option("--host", "Address to listen at; localhost is 127.0.0.1 and ::1.", default=Settings.host),
-    options.whole(
-        "--port", "Port to listen at; 0 takes a free one.", least=0, most=65535, default=Settings.port
+    options.integer(
+        "--port", "Port to listen at; 0 takes a free one.", minimum=0, maximum=65535, default=Settings.port
     ),
-    options.size("--slots", TEXTS, most=MOST_SLOTS, show_default=SHOWN),
+    options.size("--slots", TEXTS, maximum=MAX_SLOTS, show_default=SHOWN),
     options.size(
-        "--queue", "Texts that may wait for each model and part.", most=10**6, default=Settings.queue
+        "--queue", "Texts that may wait for each model and part.", maximum=10**6, default=Settings.queue
     ),
     options.threads,
     options.weights,
@@ -47,34 +50,45 @@ serve_options = options.all_of(
     options.option("--allow-host", "hosts", HOST, **MANY, metavar="NAME"),
     options.option("--root-path", ROOT, default="", show_default=False, metavar="PATH"),
     options.flag("--insecure", "Listen beyond this machine without a key."),
-    options.number("--grace", GRACE, most=86_400, default=Settings.grace),
+    options.number("--grace", GRACE, maximum=86_400, default=Settings.grace),
 )
 
 
 def paths_by_name(models: Iterable[str]) -> dict[str, str]:
     """The models of -m, each PATH or NAME=PATH, by their names. Raises ValueError."""
     paths: dict[str, str] = {}
-    for given in dict.fromkeys(models):
-        name, equals, path = given.partition("=")
-        if not equals or Path(given).exists():
-            name = path = given
+    for argument in dict.fromkeys(models):
+        name, equals, path = argument.partition("=")
+        if not equals or Path(argument).exists():
+            name = path = argument
         if not (name and path and name.isprintable()):
-            raise ValueError(f"--model is {given!r}; it must be [NAME=]PATH in printable characters")
+            raise ValueError(f"--model is {argument!r}; it must be [NAME=]PATH in printable characters")
         if name in paths:
-            raise ValueError(f"--model is {given!r}; {name} is the name of {paths[name]} already")
+            raise ValueError(f"--model is {argument!r}; {name} is the name of {paths[name]} already")
         paths[name] = path
     return paths
 
 
 @click.command()
 @serve_options
-def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origins, hosts, **asked) -> None:
+@options.gathered("settings", Settings, SETTINGS)
+def serve(
+    settings: Settings,
+    models: tuple[str, ...],
+    host: str,
+    threads: int | None,
+    slots: int | None,
+    api_keys: tuple[str, ...],
+    api_key_file: Path | None,
+    insecure: bool,
+    origins: tuple[str, ...],
+    hosts: tuple[str, ...],
+) -> None:
     """Serve models through OpenAI's API.
 
     It needs more packages: pip install -e '.[serve]'. A request with a seed gets the text that --inference
     writes with that seed, alone or among others. Sampling has OpenAI's defaults: temperature 1, all tokens.
     """
-    device = asked["device"]
     options.check()
     processor.let_waiting_threads_sleep()  # before torch is imported
     try:
@@ -108,20 +122,21 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
         check_origin(origin)
     for name in hosts:
         check_host(name)
-    asked["root_path"] = checked_root(asked["root_path"])
+    root_path = checked_root(settings.root_path)
     page = None
     with contextlib.suppress(BuildError):  # a server needs no page
         page = build.path()
         if prebuilt.page(next(iter(build.BUILDS))).is_file():  # nothing is to be compiled
             build.make()
     checkpoints = {name: load(path) for name, path in paths_by_name(models).items()}
-    if slots is None and device == "cuda":
-        options_of_engines = EngineOptions.of(asked)
+    if slots is None and settings.device == "cuda":
+        engine_options = EngineOptions.of(vars(settings) | {"slots": MAX_SLOTS, "threads": None})
         configs = (checkpoint.config for checkpoint in checkpoints.values())
-        slots = min(slots_for(MOST_SLOTS, config, options_of_engines)[0] for config in configs)
-    settings = Settings(
-        tuple(checkpoints),
-        **asked,
+        slots = min(slots_for(MAX_SLOTS, config, engine_options)[0] for config in configs)
+    settings = replace(
+        settings,
+        models=tuple(checkpoints),
+        root_path=root_path,
         host=host,
         slots=slots or Settings.slots,
         threads=options.threads_for(threads),
@@ -138,5 +153,5 @@ def serve(models, host, threads, slots, api_keys, api_key_file, insecure, origin
         notice(f"Loading {shown}; http://{f'[{address}]' if ':' in address else address}:{port}")
         running.serve(server, listener, notice)
     except MemoryError:
-        asked_for = f"{shown} with --slots {settings.slots}"
-        raise ValueError(f"memory does not suffice for {asked_for}; fewer slots need less") from None
+        needed = f"{shown} with --slots {settings.slots}"
+        raise ValueError(f"memory does not suffice for {needed}; fewer slots need less") from None

@@ -51,10 +51,10 @@ def one_line(text: str) -> str:
 
 @contextmanager
 def progress(times: bool = False) -> Iterator[tuple[Callable[..., None], Callable[[str], None]]]:
-    """(update, say) of a progress bar on stderr, if that is a terminal and rich is installed.
+    """(update, print_line) of a progress bar on stderr, if that is a terminal and rich is installed.
 
     update: takes the arguments of rich's Progress.update(), and draws at once: a thread would disturb what is
-    measured. say: prints a line above the bar. times: show the time spent and left.
+    measured. print_line: prints a line above the bar. times: show the time spent and left.
     """
     try:
         from rich.console import Console
@@ -77,8 +77,8 @@ def progress(times: bool = False) -> Iterator[tuple[Callable[..., None], Callabl
                 bar.refresh()
                 drawn = time.monotonic()
 
-        def say(line: str) -> None:
+        def print_line(line: str) -> None:
             text = f"{program()}: {one_line(line)}"
             notice(text) if hidden else console.print(text, markup=False)
 
-        yield update, say
+        yield update, print_line

@@ -1,13 +1,13 @@
 """train: learn a text, for some minutes or by the recipe of a shipped model."""
 
 import contextlib
-import dataclasses
 import math
 import re
 import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,65 +25,100 @@ from shakespeare.training.recipe import OWN_TEXT, RECIPES
 MODEL_SIZES = ("n_layer", "n_head", "n_embd")
 ENDLESS = ("positions", "window")
 # Options that do not go with a shipped recipe.
-OWN_ONLY = (*"minutes init old_corpus rates block_size batch_chars dropout".split(), *MODEL_SIZES, *ENDLESS)
-RATES = ("muon_lr", "adam_lr", "position_lr", "weight_decay")  # of a recipe
-OF_RATES = f"Rates of the recipe, of {', '.join(RATES)}."
-WINDOW = 256  # of --positions alibi
+NOT_WITH_RECIPE = (
+    *"minutes init old_corpus rates block_size batch_chars dropout".split(),
+    *MODEL_SIZES,
+    *ENDLESS,
+)
+RATES = ("muon_lr", "adam_lr", "position_lr", "weight_decay")  # fields of Recipe that --rates sets
+RATES_HELP = f"Rates of the recipe, of {', '.join(RATES)}."
+WINDOW = 256  # characters that a model with --positions alibi sees by default
 LONGEST = 100_000  # minutes
 TRAINED_SECONDS = 5.0  # in which a new model reads its text for a draft
 LARGEST_BLOCK = 2**16  # characters
 LARGEST_BATCH = 2**24
-MOST_LAYERS = 100
-MOST_EMBEDDED = 2**14
-PARAMETER_BYTES = 20  # of one with its gradient, average and two moments
-ACTIVATION_BYTES = 80  # of a character
+MAX_LAYERS = 100
+MAX_EMBEDDED = 2**14
+PARAMETER_BYTES = 20  # a parameter takes with its gradient, average and two moments
+ACTIVATION_BYTES = 80  # the activations of a character take
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The values of the options that change a recipe; None leaves it as it is."""
+
+    minutes: float | None
+    steps: int | None
+    block_size: int | None
+    n_layer: int | None
+    n_head: int | None
+    n_embd: int | None
+    dropout: float | None
+    positions: str | None
+    window: int | None
+    batch_chars: int | None
+    seed: int | None
 
 
 @click.command(epilog=f"Shipped names: {', '.join(RECIPES)}.")
 @click.argument("name")
 @options.path("--corpus", "corpus_file", "Text to learn.", show_default="what prepare got")
-@options.number("--minutes", "Minutes that the run takes.", most=LONGEST, above=True, show_default="3")
-@options.whole("--steps", "Train for this many steps instead.", show_default="the shipped recipe's")
+@options.number("--minutes", "Minutes that the run takes.", maximum=LONGEST, above=True, show_default="3")
+@options.integer("--steps", "Train for this many steps instead.", show_default="the shipped recipe's")
 @options.option("--init", "Model to start from: a shipped name, a directory or ckpt.pt.")
 @options.path("--old-corpus", "Measure what --init's model forgets of this text.")
 @options.size(
-    "--block-size", "Characters that the model sees.", most=LARGEST_BLOCK, show_default="128, or --init's"
+    "--block-size", "Characters that the model sees.", maximum=LARGEST_BLOCK, show_default="128, or --init's"
 )
-@options.size("--n-layer", "Layers.", most=MOST_LAYERS, show_default="4, or --init's")
-@options.size("--n-head", "Heads of a layer.", most=MOST_EMBEDDED, show_default="4, or --init's")
-@options.size("--n-embd", "Width of a layer.", most=MOST_EMBEDDED, show_default="128, or --init's")
-@options.number("--dropout", "Share of dropout; on the CPU with part0 only.", most=0.9, show_default="0")
+@options.size("--n-layer", "Layers.", maximum=MAX_LAYERS, show_default="4, or --init's")
+@options.size("--n-head", "Heads of a layer.", maximum=MAX_EMBEDDED, show_default="4, or --init's")
+@options.size("--n-embd", "Width of a layer.", maximum=MAX_EMBEDDED, show_default="128, or --init's")
+@options.number("--dropout", "Share of dropout; on the CPU with part0 only.", maximum=0.9, show_default="0")
 @options.choice(
     "--positions",
     "How the model tells positions apart: by a table as long as a block, or ALiBi, which has no end.",
-    of=POSITIONS,
+    choices=POSITIONS,
     default=None,
     show_default="table, or --init's",
 )
 @options.size(
-    "--window", "Characters that it sees with --positions alibi.", most=LARGEST_BLOCK, show_default="256"
+    "--window", "Characters that it sees with --positions alibi.", maximum=LARGEST_BLOCK, show_default="256"
 )
-@options.size("--batch-chars", "Characters of a step.", most=LARGEST_BATCH, show_default="2048")
-@options.option("--rates", OF_RATES, metavar="NAME=NUMBER,...", show_default="the recipe's")
+@options.size("--batch-chars", "Characters of a step.", maximum=LARGEST_BATCH, show_default="2048")
+@options.option("--rates", RATES_HELP, metavar="NAME=NUMBER,...", show_default="the recipe's")
 @options.any_seed(show_default="1337")
-@options.choice("--device", "Device to train on.", of=("cpu", "cuda"))
+@options.choice("--device", "Device to train on.", choices=("cpu", "cuda"))
 @options.choice(
     "--part",
     "Attention to train with; part4 does not drop its weights.",
-    of=able(gradient=True),
+    choices=able(gradient=True),
     default=None,
     show_default="part4 where it compiles, part0 for shipped names and for dropout on the CPU",
 )
 @options.choice(
-    "--dtype", "Numbers of products on CUDA.", of=("bf16", "fp32"), default=None, show_default="bf16"
+    "--dtype", "Numbers of products on CUDA.", choices=("bf16", "fp32"), default=None, show_default="bf16"
 )
 @options.folder("--out", "Directory of the checkpoint.", show_default="out/NAME")
 @options.flag("--resume", "Go on with a run that was stopped; give its options again.")
 @options.flag("--overwrite", "Replace the checkpoint in --out.")
 @options.flag("--quiet", "Print the end and warnings only.")
 @options.threads
+@options.gathered("changes", Changes)
 def train(
-    name, corpus_file, init, old_corpus, rates, device, part, dtype, out, resume, overwrite, quiet, **changes
+    changes: Changes,
+    name: str,
+    corpus_file: Path | None,
+    init: str | None,
+    old_corpus: Path | None,
+    rates: str | None,
+    device: str,
+    part: str | None,
+    dtype: str | None,
+    out: Path | None,
+    resume: bool,
+    overwrite: bool,
+    quiet: bool,
+    threads: int | None,
 ) -> None:
     """Train a model called NAME on a text for some minutes.
 
@@ -93,19 +128,20 @@ def train(
         hint = "; nanoGPT's config files are not read" if name.endswith(".py") else ""
         raise click.UsageError(f"NAME is {name!r}; it must be letters, digits, '.', '-' and '_'{hint}")
     if name in RECIPES:
-        options.refuse(OWN_ONLY, f"does not go with {name}, which has a recipe of its own")
+        options.refuse(NOT_WITH_RECIPE, f"does not go with {name}, which has a recipe of its own")
     options.refuse_combinations(
         {"old_corpus": "init"},
         not_with={"steps": ("minutes",), "resume": ("overwrite",), "init": (*MODEL_SIZES, *ENDLESS)},
     )
-    if changes["positions"] == "alibi":
-        changes["window"] = changes["window"] or WINDOW
-    elif changes["window"] is not None:
+    changed = {option: value for option, value in vars(changes).items() if value is not None}
+    if changes.positions == "alibi":
+        changed.setdefault("window", WINDOW)
+    elif changes.window is not None:
         raise click.UsageError("--window goes with --positions alibi only")
     if device == "cpu" and dtype not in (None, "fp32"):
         raise click.UsageError(f"--dtype {dtype} goes with --device cuda only")
-    given_rates = rates_of(rates)
-    options.set_threads(changes.pop("threads"))
+    changed.update(parsed_rates(rates))
+    options.set_threads(threads)
     directory = out or Path("out") / name
     check_directory(directory, replaces=resume or overwrite)
     text = options.read_corpus(corpus_file)
@@ -120,26 +156,24 @@ def train(
     from shakespeare.training.state import FILE
 
     start = None if init is None else load(init, to_train=True)
-    changes = {option: value for option, value in changes.items() if value is not None} | given_rates
-    if "steps" in changes and name not in RECIPES:
-        changes["minutes"] = None
-        changes["eval_every"] = math.ceil(changes["steps"] / 20)
-    recipe = dataclasses.replace(RECIPES.get(name, OWN_TEXT), **changes)
+    if changes.steps is not None and name not in RECIPES:
+        changed.update(minutes=None, eval_every=math.ceil(changes.steps / 20))
+    recipe = replace(RECIPES.get(name, OWN_TEXT), **changed)
     if start:
-        recipe = recipe_of(recipe, start.model, changes.get("block_size"))
+        recipe = recipe_of(recipe, start.model, changes.block_size)
     shape = {name: getattr(recipe, name) for name in (*MODEL_SIZES, *ENDLESS, "block_size")}
     config = GPTConfig(vocab_size=len(alphabet(text)), **shape)
     if device == "cpu":
         activations = ACTIVATION_BYTES * recipe.batch_chars * recipe.n_embd * recipe.n_layer
         needed = PARAMETER_BYTES * config.num_params + activations
         check_memory(f"n_layer={recipe.n_layer} and n_embd={recipe.n_embd}", needed)
-    if not set(MODEL_SIZES).isdisjoint(changes) and config.num_params > len(text):
+    if not set(MODEL_SIZES).isdisjoint(changed) and config.num_params > len(text):
         notice(
             f"the model has {config.num_params:,} parameters, more than the text's {len(text):,} characters: "
             "in a long run it learns the text by heart; --dropout or a smaller model helps"
         )
     part = part or default_part(name, device, recipe.dropout)
-    about = {"part": None if name in RECIPES and part == "part0" else part, "dtype": dtype, "init": init}
+    facts = {"part": None if name in RECIPES and part == "part0" else part, "dtype": dtype, "init": init}
     old_text = None if old_corpus is None else options.read_corpus(old_corpus)
     try:
         with stoppable() as stops, watch(name, quiet, stops) as watcher:
@@ -153,7 +187,7 @@ def train(
                 start=start,
                 old_text=old_text,
                 resume=resume,
-                about={option: value for option, value in about.items() if value is not None},
+                about={option: value for option, value in facts.items() if value is not None},
                 watcher=watcher,
             )
     except KeyboardInterrupt:
@@ -166,16 +200,17 @@ def train(
     print_end(record, directory, text)
 
 
-def rates_of(text: str | None) -> dict[str, float]:
+def parsed_rates(rates: str | None) -> dict[str, float]:
     """The rates that --rates gives. Raises UsageError for another name and for what is not a number."""
-    if text is None:
+    if rates is None:
         return {}
     with contextlib.suppress(ValueError):
-        given = {name: float(number) for name, number in (item.split("=") for item in text.split(","))}
-        if given.keys() <= {*RATES}:
-            return given
+        pairs = (item.split("=") for item in rates.split(","))
+        found = {name: float(number) for name, number in pairs}
+        if found.keys() <= {*RATES}:
+            return found
     must = f"it must be NAME=NUMBER,... with names of {', '.join(RATES)}"
-    raise click.UsageError(f"--rates is {text!r}; {must}")
+    raise click.UsageError(f"--rates is {rates!r}; {must}")
 
 
 def check_directory(directory: Path, replaces: bool) -> None:
@@ -225,16 +260,16 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
     A second Ctrl-C raises KeyboardInterrupt. A second SIGTERM does nothing: `timeout` sends two at once.
     """
-    asked = threading.Event()
+    stopped = threading.Event()
 
     def stop(number: int, frame: object) -> None:
-        if asked.is_set() and number == signal.SIGINT:
+        if stopped.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.set()
+        stopped.set()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked.is_set
+        yield stopped.is_set
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -245,7 +280,7 @@ def command_to_resume() -> str:
     context = click.get_current_context()
     words = ["train", context.params["name"]]
     for option in context.command.params:
-        if isinstance(option, click.Option) and options.given(str(option.name)):
+        if isinstance(option, click.Option) and options.is_given(str(option.name)):
             value = context.params[str(option.name)]
             words += [option.opts[0]] if option.is_flag else [option.opts[0], str(value)]
     words = [word for word in words if word not in ("--resume", "--overwrite")]

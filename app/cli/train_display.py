@@ -35,7 +35,7 @@ SAMPLE_ROWS = 8
 
 @contextlib.contextmanager
 def watch(name: str, quiet: bool, stops: Callable[[], bool]) -> Iterator[Watcher]:
-    """A picture on a terminal, else lines. stops: of Watcher."""
+    """A picture on a terminal, else lines. stops: tells whether the run is to stop."""
     seen = all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
     console = Console(stderr=True)
     drawn = console.encoding.startswith("utf") and not console.is_dumb_terminal  # bars are in Unicode only
@@ -68,7 +68,7 @@ class Lines(Watcher):
 
 
 class Picture(Watcher):
-    """Draws losses, speed and a sample of the averaged weights on a terminal. part, tokens: of a sample."""
+    """Draws losses, speed and a sample of the averaged weights, of `tokens` by `part`, on a terminal."""
 
     part = "part4"
     tokens = 300

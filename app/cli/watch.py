@@ -27,21 +27,21 @@ def tests(folder: Path) -> NoReturn:
     while True:
         before = saves(folder.rglob("*.*"))
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as child:
-            said = None
-            while said is None:
+            output = None
+            while output is None:
                 try:
-                    said, _ = child.communicate(timeout=POLL_SECONDS)
+                    output, _ = child.communicate(timeout=POLL_SECONDS)
                 except subprocess.TimeoutExpired:
                     if saves(folder.rglob("*.*")) != before:
                         child.kill()
-        timed = TIME.search(said)
+        timed = TIME.search(output)
         if child.returncode == 0 and timed:
             seconds = float(timed[1]) / (1000 if timed[2] == "ms" else 1)
             change = f", {(seconds / last - 1):+.0%} of {1e3 * last:.3g} ms before" if last else ""
             click.echo(f"right, {1e3 * seconds:.3g} ms{change}")
             last = seconds
         elif child.returncode > 0:
-            click.echo(said, nl=False)
+            click.echo(output, nl=False)
         notice("waiting for a source to be saved (Ctrl-C ends)")
         while saves(folder.rglob("*.*")) == before:
             time.sleep(POLL_SECONDS)

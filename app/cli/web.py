@@ -9,7 +9,7 @@ from shakespeare.app.cli.terminal import notice
 
 
 @click.command()
-@options.whole("--port", "Port on 127.0.0.1; 0 takes a free one.", least=0, most=65535, default=8080)
+@options.integer("--port", "Port on 127.0.0.1; 0 takes a free one.", minimum=0, maximum=65535, default=8080)
 @options.folder("--out", "Folder of the page's files.", show_default="in the build cache")
 @options.flag("--build", "only_build", "Make the files and exit.")
 def web(port: int, out: Path | None, only_build: bool) -> None:

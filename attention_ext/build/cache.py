@@ -24,13 +24,13 @@ from typing import Any
 from shakespeare.attention_ext.parts import BuildError
 
 LOCK = "building"  # this file in a build's directory is locked while a process compiles there
-MOST_KEPT = 16  # builds of a name; each saved source makes one
+MAX_BUILDS = 16  # builds of a name; each saved source makes one
 BUILD_SECONDS = 600  # no build takes longer
 ELSEWHERE = "TORCH_EXTENSIONS_DIR can name another directory"
 # Errors of what a disk does not have, as flock and fsync on many disks of networks.
 UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 log = logging.getLogger(__name__)
-_compiling = threading.local()  # seconds: of this thread so far
+_compiling = threading.local()  # seconds: what this thread has waited so far
 
 
 def clock() -> float:
@@ -60,7 +60,7 @@ def fingerprint(facts: Iterable[str | bytes], *paths: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-Saves = dict[Path, tuple[int, int]]  # of files: what a save changes
+Saves = dict[Path, tuple[int, int]]  # each file has its time of change and its size
 
 
 def saves(files: Iterable[Path]) -> Saves:
@@ -96,12 +96,17 @@ def directory() -> Path:
         raise BuildError(f"{error}; {ELSEWHERE}") from None
 
 
+def folder(name: str) -> Path:
+    """The folder of a build in the cache."""
+    return resolved(directory()) / name
+
+
 def check_owner(directory: Path) -> None:
     """Raise BuildError if others could write to a directory or replace it; /tmp's sticky bit is accepted."""
     if sys.platform == "win32":  # it has no such bits: the user's own folder is trusted
         return
     trusted = (0, os.geteuid(), os.stat("/").st_uid)  # root may have another id in a container
-    directory = real(directory)
+    directory = resolved(directory)
     for path in filter(Path.exists, (directory, *directory.parents)):
         status = path.stat()
         if status.st_uid not in trusted:
@@ -141,7 +146,7 @@ def is_private(group: int) -> bool:
     return group == 0 or (entry.gr_name == user and set(entry.gr_mem) <= {user})
 
 
-def real(path: str | Path) -> Path:
+def resolved(path: str | Path) -> Path:
     """The path with symbolic links resolved, because whoever can change a link decides what is loaded."""
     return Path(os.path.realpath(path))
 
@@ -215,6 +220,6 @@ def prune(keep: Path) -> None:
     for path in keep.parent.glob(f"{keep.name.rpartition('_')[0]}_*"):
         with contextlib.suppress(FileNotFoundError):
             used[path] = path.stat().st_mtime
-    for old in sorted(used, key=lambda path: used[path], reverse=True)[MOST_KEPT:]:
+    for old in sorted(used, key=lambda path: used[path], reverse=True)[MAX_BUILDS:]:
         if old != keep and used[old] < time.time() - BUILD_SECONDS:
             shutil.rmtree(old, ignore_errors=True)

@@ -48,8 +48,8 @@ class Object:
 
     def command(self) -> list[str]:
         """The command that compiles it, without the object."""
-        kind = ("-M", "-MT") if self.source.suffix == ".ispc" else ("-c", "-MMD", "-MQ")
-        return [*self.tool, *self.flags, str(self.source), *kind, self.name, "-MF", f"{self.name}.d"]
+        dependencies = ("-M", "-MT") if self.source.suffix == ".ispc" else ("-c", "-MMD", "-MQ")
+        return [*self.tool, *self.flags, str(self.source), *dependencies, self.name, "-MF", f"{self.name}.d"]
 
 
 def find() -> list[str]:
@@ -67,7 +67,7 @@ def build(
 ) -> None:
     """Compile the objects that a change concerns, the last saved sources first, and link `target`.
 
-    folder: of the objects. linker, link: its command, and its arguments after the objects. The output of a
+    folder: holds the objects. linker, link: its command, and its arguments after the objects. The output of a
     failure stays in build.log beside the folder of `target`.
     Raises BuildError, with the compiler's `output`; OSError if folder cannot be written.
     """
@@ -77,7 +77,7 @@ def build(
         names = [item.name for item in objects]
         statements = [_statement(str(target), names, [*linker, *names, *link])]
         tools = {str(target): linker}
-        # of those of a checkout the longest first, so that no processor waits for one that began late
+        # The files of a new checkout have one age: the longest is first, so that no processor waits late.
         for item in sorted(objects, key=_urgency, reverse=True):
             statements.append(_statement(item.name, [str(item.source)], item.command(), f"{item.name}.d"))
             tools[item.name] = item.tool
@@ -130,7 +130,7 @@ def names_in(depfile: str) -> set[Path]:
     """The real paths of the files of a dependency file, but for those that are gone."""
     words = re.findall(r"(?:\\.|[^\s\\])+", depfile)
     names = (re.sub(r"[\\$](.)", r"\1", word) for word in words if not word.endswith(":"))
-    return {path for path in map(cache.real, names) if path.is_file()}
+    return {path for path in map(cache.resolved, names) if path.is_file()}
 
 
 def _run(command: Sequence[str], tools: Mapping[str, Sequence[str]], lock: int, log: Path) -> None:

@@ -26,7 +26,7 @@ _IMPORTING = threading.Lock()  # cuda.core's modules import each other, which th
 class Resources:
     """The resources of a compiled kernel, as ptxas reports them.
 
-    registers: of a thread, 32 bits. stack, spill_stores, spill_loads: its bytes of local memory. shared:
+    registers: 32-bit ones of a thread. stack, spill_stores, spill_loads: its bytes of local memory. shared:
     static bytes of a block. losses: ptxas's warnings of lost performance.
     """
 
@@ -42,7 +42,7 @@ class Resources:
 class Source:
     """A kernel to compile: its file, its macros, and the architecture, such as sm_90a.
 
-    folder: of the file; None for SOURCES, whose headers every file may include. lines: keep line numbers.
+    folder: holds the file; None for SOURCES, whose headers every file may include. lines: keep line numbers.
     """
 
     file: str
@@ -64,7 +64,7 @@ class Source:
     def path(self) -> Path:
         """Where the compiled kernel is kept. Raises BuildError if NVRTC is missing."""
         named = self.fingerprint(*versions())
-        return cache.real(cache.directory()) / f"attention_ext_cuda_{named}" / f"{Path(self.file).stem}.cubin"
+        return cache.folder(f"attention_ext_cuda_{named}") / f"{Path(self.file).stem}.cubin"
 
     def make(self) -> bytes:
         """The machine code, from a wheel or compiled if need be.
@@ -77,10 +77,10 @@ class Source:
         cache.make(file, f"{self.file} for {self.arch}", self._write)
         return file.read_bytes()
 
-    def compile(self, kind: Literal["cubin", "ptx"] = "cubin") -> tuple[bytes, Resources]:
+    def compile(self, target_type: Literal["cubin", "ptx"] = "cubin") -> tuple[bytes, Resources]:
         """The machine code and its resources, always compiled anew. Raises BuildError as make() does.
 
-        kind: "ptx" gives text without resources, which the driver compiles for a later architecture.
+        target_type: "ptx" gives text without resources, which the driver compiles for a later architecture.
         """
         core = _core()
         options = core.ProgramOptions(
@@ -97,7 +97,7 @@ class Source:
         log = io.StringIO()
         text = ((self.folder or SOURCES) / self.file).read_text()
         try:
-            code = core.Program(text, "c++", options).compile(kind, logs=log).code
+            code = core.Program(text, "c++", options).compile(target_type, logs=log).code
         except Exception as error:  # cuda-core has types of its own for each compiler
             what = f"{self.file} for {self.arch}"
             raise BuildError(f"NVRTC failed to compile {what}: {_reason(error)}") from None
@@ -129,15 +129,15 @@ def make_all(sources: Iterable[Source]) -> list[bytes]:
 def parse(log: str) -> Resources:
     """The resources that ptxas -v reports for a source with one kernel, or for its largest kernel."""
 
-    def most(pattern: str) -> int:
+    def largest(pattern: str) -> int:
         return max((int(number) for number in re.findall(pattern, log)), default=0)
 
     return Resources(
-        registers=most(r"Used (\d+) registers"),
-        stack=most(r"(\d+) bytes stack frame"),
-        spill_stores=most(r"(\d+) bytes spill stores"),
-        spill_loads=most(r"(\d+) bytes spill loads"),
-        shared=most(r"(\d+) bytes smem"),
+        registers=largest(r"Used (\d+) registers"),
+        stack=largest(r"(\d+) bytes stack frame"),
+        spill_stores=largest(r"(\d+) bytes spill stores"),
+        spill_loads=largest(r"(\d+) bytes spill loads"),
+        shared=largest(r"(\d+) bytes smem"),
         losses=tuple(line for line in log.splitlines() if "Performance Loss" in line or "C75" in line),
     )
 

@@ -39,8 +39,8 @@ def find(name: str) -> Path | None:
     if not in_wheel():
         return None
     features = processor.features()
-    for kind, needed in LEVELS.get(processor.machine(), {}).items():
-        library = FOLDER / f"{name}-{kind}{SUFFIXES.get(sys.platform, '.so')}"
+    for processor_level, needed in LEVELS.get(processor.machine(), {}).items():
+        library = FOLDER / f"{name}-{processor_level}{SUFFIXES.get(sys.platform, '.so')}"
         if needed <= features and library.is_file():
             return library
     return None

@@ -24,14 +24,14 @@ HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 TORCH_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10, the oldest with all that is used
 ISPC_SOURCE = "simd/simd.ispc"
-FLAGS_OF_ISPC = ("-O3", "--pic")
+ISPC_FLAGS = ("-O3", "--pic")
 KERNELS = ("cpu/*.cpp", "simd/vectors/*.cpp")  # the latter: simd/portable.h, used over every helper
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
 LAUNCHER = ("bindings/launcher.cpp",)
 PROGRAM = ("tools/alone.cpp",)
-OWN = ("tools/user_kernel.cpp",)
+USER_KERNEL = ("tools/user_kernel.cpp",)
 # Programs of a user's file, and their linker's arguments: two sanitizers, and a simulator of caches.
-OWN_PROGRAMS = {"address": ("-fsanitize=address",), "thread": ("-fsanitize=thread",), "simulated": ()}
+USER_PROGRAMS = {"address": ("-fsanitize=address",), "thread": ("-fsanitize=thread",), "simulated": ()}
 # Python has loaded its own functions before a library is loaded.
 LINK = ("-shared", "-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-shared",)
 
@@ -40,7 +40,7 @@ LINK = ("-shared", "-undefined", "dynamic_lookup") if sys.platform == "darwin" e
 class Recipe:
     """A file to compile, and everything that decides its content.
 
-    name: of the directory, before the fingerprint. what: for messages. sources: in C++ and ISPC. folders: of
+    name: the directory's, before the fingerprint. what: for messages. sources: in C++ and ISPC. folders: of
     headers; every file in them enters the fingerprint, and so does what the first source includes elsewhere.
     includes: folders of packages' headers. link: the linker's arguments. ispc: its command. versions: of
     packages whose headers are included. needs: a recipe whose objects are also linked.
@@ -65,10 +65,10 @@ class Recipe:
         tops = (path for folder in self.folders for path in sorted(folder.iterdir()))
         # NVRTC compiles what is in cuda, but for the tables, which C++ includes too
         shared = (path for folder in self.folders for path in sorted(folder.glob("cuda/*_table.h")))
-        own = sorted({*self.sources, *self.read()})
-        paths = (*(path for path in tops if path.name != "cuda"), *shared, *own)
+        sources = sorted({*self.sources, *self.read()})
+        paths = (*(path for path in tops if path.name != "cuda"), *shared, *sources)
         named = cache.fingerprint(facts, *paths)
-        return cache.real(cache.directory()) / f"{self.name}_{named}" / self.file
+        return cache.folder(f"{self.name}_{named}") / self.file
 
     def make(self) -> Path:
         """The file, compiled if need be. Raises BuildError as cache.make() does, or if compiling fails."""
@@ -107,15 +107,14 @@ class Recipe:
 
     def read(self) -> list[Path]:
         """Those of first_read() that are not in folders: a user's."""
-        own = (path for path in self.first_read() if not {*self.folders} & {*path.parents})
-        return sorted(own)
+        return sorted(path for path in self.first_read() if not {*self.folders} & {*path.parents})
 
     def _folder(self) -> Path:
         """The folder of the objects."""
         version = toolchain.version(*self.compiler)
         machine = processor.capabilities()
         identity = cache.fingerprint([shlex.join(self.compiler), version, machine, str(ROOT)])
-        return cache.real(cache.directory()) / f"attention_ext_objects_{identity}"
+        return cache.folder(f"attention_ext_objects_{identity}")
 
     def _compiled(self, work: Path, named: Path) -> Path:
         file = work / self.file
@@ -141,10 +140,10 @@ def kernels(simd: str = "auto") -> Recipe:
     """The kernels' objects. Raises ValueError unless simd is one of SIMD, BuildError without a compiler."""
     helpers = resolve_simd(simd)
     ispc = _ispc("simd is 'ispc'") if helpers == "ispc" else None
-    own, flags = HELPERS[helpers]
-    sources = found(CSRC, *KERNELS, *own, *([ISPC_SOURCE] if ispc else []))
+    helper_sources, flags = HELPERS[helpers]
+    sources = found(CSRC, *KERNELS, *helper_sources, *([ISPC_SOURCE] if ispc else []))
     recipe = _recipe(f"attention_ext_kernels_{helpers}", "", "the kernels", sources, *flags)
-    return replace(recipe, ispc=(ispc, *FLAGS_OF_ISPC, "--target=host") if ispc else ())
+    return replace(recipe, ispc=(ispc, *ISPC_FLAGS, "--target=host") if ispc else ())
 
 
 def operators(simd: str = "auto") -> Recipe:
@@ -203,24 +202,24 @@ def program(simd: str = "auto", march: str = "native") -> Recipe:
     return replace(over, file="alone", what="a standalone program of the kernels", sources=sources)
 
 
-def own(file: Path, program: str = "", march: str = "native") -> Recipe:
-    """The library of a user's file in C++ or ISPC, or one of OWN_PROGRAMS.
+def user_kernel(file: Path, program: str = "", march: str = "native") -> Recipe:
+    """The library of a user's file in C++ or ISPC, or one of USER_PROGRAMS.
 
     march: as in program(), for 'simulated'. Raises BuildError if a compiler is missing.
     """
     file = Path(os.path.realpath(file))
     ispc = _ispc(f"{file.name} is in ISPC") if file.suffix == ".ispc" else None
     over = kernels()
-    defines = ("-DOWN", *(("-DOWN_ISPC",) if ispc else ()))
+    defines = ("-DUSER_KERNEL", *(("-DUSER_KERNEL_ISPC",) if ispc else ()))
     flags = (*over.flags, *defines)
     if program == "simulated":
         flags = (*(f"-march={march}" if flag == toolchain.NATIVE else flag for flag in flags), "-g")
         over = replace(over, flags=flags)
     elif program:  # the kernels are not instrumented
-        flags = (*flags, "-g", "-O1", "-fno-omit-frame-pointer", *OWN_PROGRAMS[program])
-    caller = found(CSRC, *(PROGRAM if program else OWN))
+        flags = (*flags, "-g", "-O1", "-fno-omit-frame-pointer", *USER_PROGRAMS[program])
+    caller = found(CSRC, *(PROGRAM if program else USER_KERNEL))
     base = replace(over, flags=flags, sources=caller, ispc=(), needs=over)
-    link = (*OWN_PROGRAMS.get(program, ()), *(() if program else LINK), "-pthread")
+    link = (*USER_PROGRAMS.get(program, ()), *(() if program else LINK), "-pthread")
     if sys.platform != "darwin":  # a copy of a part may have names of the parts
         link = ("-Wl,--allow-multiple-definition", "-Wl,--no-undefined", *link)
     openmp: tuple[str, ...] = ("-Werror=source-uses-openmp",)
@@ -230,13 +229,11 @@ def own(file: Path, program: str = "", march: str = "native") -> Recipe:
     how = {"address": " with AddressSanitizer", "thread": " with ThreadSanitizer"}.get(program, "")
     target = "avx2-i32x8" if march == "haswell" else "host"
     parent = f"-I{file.parent}"
-    command = (
-        (ispc, f"--target={target}", *FLAGS_OF_ISPC, *(("-g",) if program else ()), parent) if ispc else ()
-    )
+    command = (ispc, f"--target={target}", *ISPC_FLAGS, *(("-g",) if program else ()), parent) if ispc else ()
     return replace(
         base,
-        name="attention_ext_own",
-        file="program" if program else "own.so",
+        name="attention_ext_user_kernel",
+        file="program" if program else "user_kernel.so",
         what=f"{file.name}{how}",
         sources=(file,),
         flags=(*flags, *openmp, parent),

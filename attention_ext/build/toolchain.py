@@ -20,7 +20,7 @@ VERSION_SECONDS = 60  # the time limit of a compiler's --version
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ("-std=c++17", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden")
 # GCC 13 splits multiply-adds for some processors; the bits of a row would then depend on its place in a tile.
-FLAGS_OF_GCC = ("--param=avoid-fma-max-bits=0",)
+GCC_FLAGS = ("--param=avoid-fma-max-bits=0",)
 WSL = "compiling needs Linux or a Mac; on Windows use WSL"
 NO_COMPILER = "parts 1 to 4 need a C++ compiler and none was found; install one "
 NO_COMPILER += "(Debian, Ubuntu: apt install g++; macOS: xcode-select --install; or pip install ziglang)"
@@ -85,18 +85,18 @@ def environment() -> dict[str, str]:
 def version(*command: str) -> bytes:
     """A compiler's output for --version. Raises BuildError if it does not run."""
     try:
-        asked: dict = dict(stdin=subprocess.DEVNULL, capture_output=True, timeout=VERSION_SECONDS)
-        return subprocess.run([*command, "--version"], check=True, env=environment(), **asked).stdout
+        settings: dict = dict(stdin=subprocess.DEVNULL, capture_output=True, timeout=VERSION_SECONDS)
+        return subprocess.run([*command, "--version"], check=True, env=environment(), **settings).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"the compiler {shlex.join(command)} does not run: {error}") from None
 
 
 def flags(command: Sequence[str]) -> tuple[str, ...]:
-    """FLAGS, and FLAGS_OF_GCC if the compiler is GCC. Raises BuildError if it does not run.
+    """FLAGS, and GCC_FLAGS if the compiler is GCC. Raises BuildError if it does not run.
 
     A command that names a processor, as CXX="g++ -march=haswell", gets no NATIVE, which would override it.
     """
-    chosen = (*FLAGS, *FLAGS_OF_GCC) if b"Free Software Foundation" in version(*command) else FLAGS
+    chosen = (*FLAGS, *GCC_FLAGS) if b"Free Software Foundation" in version(*command) else FLAGS
     named = any(word.startswith(("-march=", "-mcpu=")) for word in command)
     return tuple(flag for flag in chosen if not (named and flag == NATIVE))
 

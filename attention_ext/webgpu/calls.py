@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext import rules as ruling
-from shakespeare.attention_ext.checks import check_shapes, finite, none_is_default, truth
+from shakespeare.attention_ext.checks import check_shapes, finite, none_is_default, truth, type_text
 from shakespeare.attention_ext.parts import PARTS, Dtype, check_compatible
 from shakespeare.attention_ext.webgpu.driver import LOCK, Gpu, Lost, grid, opened
 from shakespeare.attention_ext.webgpu.steps import WIDEST, choose, up
@@ -81,9 +81,9 @@ def arrays_of(q: Any, k: Any, v: Any, causal: bool) -> list[NDArray[Any]]:
     for name, t in (("q", q), ("k", k), ("v", v)):
         tensor = torch is not None and isinstance(t, torch.Tensor)
         if not tensor and not isinstance(t, np.ndarray):
-            raise TypeError(f"{name} is a {type(t).__name__}; it must be a NumPy array or a tensor")
+            raise TypeError(f"{name} is {type_text(t)}; it must be a NumPy array or a tensor")
         if type(t) is not type(q):
-            raise TypeError(f"{name} is a {type(t).__name__}; it must be a {type(q).__name__}, as q is")
+            raise TypeError(f"{name} is {type_text(t)}; it must be as q is, {type_text(q)}")
         if tensor and t.device.type != "cpu":
             raise ValueError(f"{name} is on {t.device}; it must be on the CPU")
         if str(t.dtype).removeprefix("torch.") not in DTYPES:

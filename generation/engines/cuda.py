@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +56,9 @@ class Work(ctypes.Structure):
     ]
 
 
+_lock_folders: set[Path] = set()  # whose owner was checked
+
+
 @contextlib.contextmanager
 def turn(identity: str) -> Iterator[None]:
     """Have a GPU alone among the launches of all processes that take turns: two at a time both end late.
@@ -64,7 +68,9 @@ def turn(identity: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, BuildError):
             directory = cache.directory()
-            cache.create(directory)
+            if directory not in _lock_folders or not directory.is_dir():
+                cache.create(directory)
+                _lock_folders.add(directory)
             file = stack.enter_context(open(directory / f"gpu_{identity}", "w"))
             cache.lock(file.fileno())
         yield

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shakespeare import __version__
 from shakespeare.attention_ext import default_tile, processor
 from shakespeare.attention_ext.build import prebuilt
-from shakespeare.attention_ext.checks import set_whole
+from shakespeare.attention_ext.checks import set_whole, type_text
 from shakespeare.attention_ext.parts import PARTS, helpers_of
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import open_engine
@@ -185,7 +185,7 @@ def request_of_line(
     """
     entry = json.loads(line.decode())
     if not isinstance(entry, dict):
-        raise ValueError(f"the line is a {type(entry).__name__}; it must be an object")
+        raise ValueError(f"the line is {type_text(entry)}; it must be an object")
     unknown = entry.keys() - {"id", "prompt", "options"}
     if unknown:
         raise ValueError(f"{min(unknown)!r} is unknown; a line has id, prompt and options")

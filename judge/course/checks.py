@@ -9,26 +9,26 @@ from pathlib import Path
 
 from shakespeare.attention_ext import user_kernel
 from shakespeare.judge import cases
-from shakespeare.judge.course.exercises import EXERCISES, Exercise, Failed, asked
+from shakespeare.judge.course.exercises import EXERCISES, Exercise, Failed, includes
 from shakespeare.judge.player import Found
 from shakespeare.judge.speed import Figures, Size
 from shakespeare.judge.verdict import Checker
 
 Files = list[tuple[Exercise, Path]]
-SIZES = {"cpu": Size(alone=True), "cuda": Size(4096, 32, 100, alone=True)}  # of the timed call
+SIZES = {"cpu": Size(alone=True), "cuda": Size(4096, 32, 100, alone=True)}  # the timed calls, by device
 
 
 @dataclass
 class Result:
     """What an exercise has reached.
 
-    of: points that all stages give. passed: the stages, in order; laps: the seconds of each. failed: why the
-    next one is not passed; '' if all are. note: of the timed call. ms, share: its milliseconds, and its share
-    of the limit. seconds: that the check took.
+    full_points: points that all stages give. passed: the stages, in order; laps: the seconds of each. failed:
+    why the next one is not passed; '' if all are. note: describes the timed call. ms, share: its
+    milliseconds, and its share of the limit. seconds: that the check took.
     """
 
     name: str
-    of: float
+    full_points: float
     stages: int
     passed: list[str] = field(default_factory=list)
     laps: list[float] = field(default_factory=list)
@@ -40,8 +40,13 @@ class Result:
 
     @property
     def points(self) -> float:
-        """The same for each stage."""
-        return self.of * (len(self.passed) / self.stages)
+        """The points, of which each stage gives as many."""
+        return self.full_points * (len(self.passed) / self.stages)
+
+    def as_json(self) -> dict[str, object]:
+        """The result for --json."""
+        named = {"of" if name == "full_points" else name: value for name, value in vars(self).items()}
+        return named | {"points": self.points}
 
 
 def weighted(texts: Iterable[str]) -> dict[str, float]:
@@ -81,11 +86,11 @@ def check(
                 continue
             failures: tuple[type[Exception], ...] = (Failed,)
             stages = _attention(exercise, file, result, checker, seconds, cases.seed_of(file, secret))
-            if exercise.kind == "decoder":
-                from shakespeare.judge.course import models  # imports torch
+            if exercise.task == "decoder":
+                from shakespeare.judge.course import decoder  # imports torch
 
                 failures = (Failed, Found, RuntimeError)  # a player's call raises these
-                stages = models.stages(file, exercise.share, seconds)
+                stages = decoder.stages(file, exercise.share, seconds)
             try:
                 for stage, note in stages:
                     result.passed.append(stage)
@@ -103,14 +108,14 @@ def _attention(
     exercise: Exercise, file: Path, result: Result, checker: Checker, seconds: float, seed: int
 ) -> Iterator[tuple[str, str]]:
     """Yield each stage that a kernel or its backward pass passes, with a note; raise Failed at another."""
-    backward = exercise.kind == "backward"
-    windowed = exercise.kind == "window"
+    backward = exercise.task == "backward"
+    windowed = exercise.task == "window"
     verdict = checker.check(file, seconds, seed, backward, windowed)
     every = cases.seeded(0, windowed)
     checker.warm(file)
     right = {case for i, case in enumerate(every) if i in verdict.passed or str(case) in verdict.skipped}
     for stage in ("plain", "causal", "awkward"):
-        wrong = [case for case in every if asked(stage, case, windowed) and case not in right]
+        wrong = [case for case in every if includes(stage, case, windowed) and case not in right]
         if wrong or not verdict.passed:
             raise Failed(verdict.why or f"wrong for {wrong[0]}")
         yield stage, ""

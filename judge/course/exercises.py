@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shakespeare.judge.cases import Case
-from shakespeare.lab.command import ROOT
+from shakespeare.lab.subprocesses import ROOT
 
 EVEN = (1, 4, 8, 64)  # N of the first two stages, which tiles divide
 STAGES = {
@@ -15,14 +15,14 @@ STAGES = {
     "memory": "no access out of bounds, and no race, as far as the sanitizers here find them",
     "fast": "as fast as {share:g} % of the FMA peak",
 }
-OF_DECODER = {
+DECODER_STAGES = {
     "plain": "right for a prompt, without a cache",
     "causal": "right one token at a time, with a cache",
     "awkward": "right for several texts, a prompt of 1 token, and a cache that is full at the end",
     "memory": "no weight and no earlier key or value is changed",
     "fast": "as fast as {share:g} % of its matrix products alone",
 }
-OF_WINDOW = STAGES | {
+WINDOW_STAGES = STAGES | {
     "plain": "right without a window",
     "causal": "right with a causal window, at even sizes",
     "awkward": "right at awkward sizes too, where keys that no query sees hold NaN: they are not read",
@@ -232,7 +232,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Exercise:
-    """A row of the course, as COURSE has it. share: of the limit, in %, that the last stage asks for."""
+    """A row of the course, as COURSE has it. share: % of the limit that the last stage asks for."""
 
     name: str
     source: str
@@ -240,7 +240,7 @@ class Exercise:
     reading: str
     gaps: list[str]
     share: float
-    kind: str
+    task: str
 
     @property
     def file(self) -> str:
@@ -250,7 +250,7 @@ class Exercise:
     @property
     def stages(self) -> dict[str, str]:
         """What each stage asks for, in order."""
-        texts = {"decoder": OF_DECODER, "window": OF_WINDOW}.get(self.kind, STAGES)
+        texts = {"decoder": DECODER_STAGES, "window": WINDOW_STAGES}.get(self.task, STAGES)
         return {key: text.format(share=self.share) for key, text in texts.items()}
 
     def solution(self) -> str:
@@ -273,13 +273,13 @@ class Exercise:
         """Its page, as Markdown."""
         stages = "\n".join(f"{i}. {text}" for i, text in enumerate(self.stages.values(), 1))
         tools = f"python gpt.py course check {self.file}    # the stages, one by one\n"
-        if self.kind != "decoder":
-            words = f"{self.file} --backward" if self.kind == "backward" else self.file
+        if self.task != "decoder":
+            words = f"{self.file} --backward" if self.task == "backward" else self.file
             tools += f"python gpt.py try {words}    # the first wrong case, its diagnosis, a hint\n"
         return PAGE.format(self=self, tools=tools, stages=stages)
 
 
-def asked(stage: str, case: Case, windowed: bool = False) -> bool:
+def includes(stage: str, case: Case, windowed: bool = False) -> bool:
     """Whether a stage of 'attention' or 'backward', or of 'window', asks for a case."""
     if stage == "plain" and windowed:
         return case.window is None
@@ -289,11 +289,11 @@ def asked(stage: str, case: Case, windowed: bool = False) -> bool:
 
 def parsed(text: str) -> Exercise:
     """The exercise of a block of COURSE."""
-    about, *gaps = text.split("\n> ")
-    head, _, rest = about.partition("\n")
+    front, *gaps = text.split("\n> ")
+    head, _, rest = front.partition("\n")
     goal, _, reading = rest.partition("\n- ")
-    name, source, share, kind = head.split()
-    return Exercise(name, source, goal.replace("\n", " "), f"- {reading}", gaps, float(share), kind)
+    name, source, share, task = head.split()
+    return Exercise(name, source, goal.replace("\n", " "), f"- {reading}", gaps, float(share), task)
 
 
 EXERCISES = tuple(map(parsed, COURSE.split("\n# ")[1:]))

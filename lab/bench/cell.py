@@ -9,15 +9,13 @@ from shakespeare.attention_ext.parts import Dtype, resolve_simd
 from shakespeare.lab import rule_options
 from shakespeare.lab.traffic import Case
 
-L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last call left, or other data
-
 
 @dataclass(frozen=True)
 class Cell:
     """One contender at one case: q is (batch, heads, queries, d), k and v are (batch, heads, N, d).
 
-    simd, br, bc: None if it has none. threads: of the CPU. device: of DEVICES. l2: of L2 on CUDA, else None.
-    rules: as rule_options.parse() takes them. backward: the gradients of q, k and v are computed.
+    simd, br, bc: None if it has none. threads: the CPU's. device: one of DEVICES. l2: one of L2 on CUDA, else
+    None. rules: as rule_options.parse() takes them. backward: the gradients of q, k and v are computed.
     """
 
     contender: str

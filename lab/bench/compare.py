@@ -11,7 +11,7 @@ from shakespeare.lab.formats import counted
 
 FALSE_DISCOVERY_RATE = 0.01  # share of the reported differences that may be chance
 THRESHOLD = 0.05  # share of the time; two runs of the same code on a quiet machine differ by less
-MOST_EXACT_ROUNDS = 20  # with at most this many the test is exact, with more a normal approximation
+MAX_EXACT_ROUNDS = 20  # with at most this many the test is exact, with more a normal approximation
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ def compare(before: Run, now: Run, threshold: float = THRESHOLD) -> Comparison:
     new = {result.cell for result in now.results}
     both = [(r.cell, old[r.cell].counted, r.counted) for r in now.results if r.cell in old]
     both = [(cell, a, b) for cell, a, b in both if a and b]
-    methods = ["exact" if max(len(a), len(b)) <= MOST_EXACT_ROUNDS else "asymptotic" for _, a, b in both]
+    methods = ["exact" if max(len(a), len(b)) <= MAX_EXACT_ROUNDS else "asymptotic" for _, a, b in both]
     p = [float(stats.mannwhitneyu(a, b, method=how).pvalue) for how, (_, a, b) in zip(methods, both)]
     corrected = stats.false_discovery_control(p) if p else []
     medians = ((cell, statistics.median(a), statistics.median(b)) for cell, a, b in both)
-    compared = [Difference(*of_cell, float(chance)) for of_cell, chance in zip(medians, corrected)]
+    compared = [Difference(*cell_medians, float(chance)) for cell_medians, chance in zip(medians, corrected)]
     differing = [d for d in compared if d.p < FALSE_DISCOVERY_RATE and abs(d.change) > threshold]
     differing.sort(key=lambda difference: -difference.change)
     broken = [r for r in now.results if r.status == "wrong" and r.cell in old and old[r.cell].status == "ok"]

@@ -27,11 +27,11 @@ from shakespeare.lab.correctness import backward_of
 
 Call = Callable[[], Any]  # gives the output, or the gradients of q, k and v
 SPLIT = "split"  # the kernel for few queries, which has no number
-OF_KERNEL = {
+CUDA_CONTENDERS = {
     **{name if name == SPLIT else f"kernel{name}": kernel for name, kernel in KERNELS.items()},
     **BACKWARD,
 }
-OF_STEP = {f"webgpu{name}": step for name, step in STEPS.items()}
+WEBGPU_CONTENDERS = {f"webgpu{name}": step for name, step in STEPS.items()}
 # Backends of PyTorch's SDPA: the title, the kind and the name in warnings.
 SDPA = {
     "sdpa-math": ("math", SDPBackend.MATH, "Math"),
@@ -71,10 +71,10 @@ class Contenders(dict[str, Contender]):
     def __missing__(self, name: str) -> Contender:
         if not is_file(name):
             raise KeyError(name)
-        return of_part(name, check_part(name))
+        return part_contender(name, check_part(name))
 
 
-def of_part(name: str, part: Part) -> Contender:
+def part_contender(name: str, part: Part) -> Contender:
     """The contender of a row of PARTS, or of a user's file."""
     dtypes = {device: tuple(map(Dtype.of, names)) for device, names in part.dtypes.items()}
     own_allocator = part.file is not None and "cpu" in part.dtypes
@@ -85,10 +85,10 @@ def contenders() -> dict[str, Contender]:
     """All contenders by name, the parts first."""
     fp32 = (Dtype.FP32,)
     on_cuda = {"cuda": tuple(Dtype)}
-    known = Contenders((name, of_part(name, part)) for name, part in PARTS.items())
-    for name, kernel in OF_KERNEL.items():
+    known = Contenders((name, part_contender(name, part)) for name, part in PARTS.items())
+    for name, kernel in CUDA_CONTENDERS.items():
         known[name] = Contender(f"kernel {kernel.name}", attention_call, {"cuda": kernel.dtypes})
-    for name, step in OF_STEP.items():
+    for name, step in WEBGPU_CONTENDERS.items():
         takes = (Dtype.FP16,) if "shader-f16" in step.needs else (*fp32, Dtype.FP16)
         known[name] = Contender(f"step {step.name}", attention_call, {"webgpu": takes}, "wgpu", True)
     known.update(
@@ -122,9 +122,9 @@ def attention_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
     if cell.device == "webgpu":
         from shakespeare.lab.webgpu.device import prepared
 
-        step = OF_STEP.get(cell.contender)
+        step = WEBGPU_CONTENDERS.get(cell.contender)
         return prepared(q, k, v, cell.causal, step.name if step else None)
-    kernel = OF_KERNEL.get(cell.contender)
+    kernel = CUDA_CONTENDERS.get(cell.contender)
     part, name = ("part4", kernel.name) if kernel else (cell.contender, None)
     chosen: dict[str, Any] = {"br": cell.br, "bc": cell.bc, "simd": cell.simd or "auto", "kernel": name}
     return partial(attention, part, q, k, v, causal=cell.causal, **chosen, **cell.options(q.device))

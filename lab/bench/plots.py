@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shakespeare.lab.bench import report
-from shakespeare.lab.bench.contenders import OF_KERNEL, contenders
-from shakespeare.lab.bench.cuda import sequential_text
+from shakespeare.lab.bench.contenders import CUDA_CONTENDERS, contenders
+from shakespeare.lab.bench.gpu_bench import sequential_text
 from shakespeare.lab.bench.results import Result, Run
 from shakespeare.lab.formats import counted, size_text
 
@@ -111,7 +111,7 @@ def tiles(run: Run) -> Figure | None:
     def panel(axes: Axes, results: list[Result]) -> None:
         share = np.full((len(rows), len(columns)), np.nan)
         best = min(r.median or 0 for r in results)
-        for r in results:  # of several SIMD helpers the fastest
+        for r in results:  # the fastest of several SIMD helpers counts
             at = rows.index(r.cell.br), columns.index(r.cell.bc)
             share[at] = np.fmax(share[at], 100 * best / (r.median or 1))
         axes.grid(False)
@@ -144,7 +144,7 @@ def roofline(run: Run) -> Figure | None:
         peak = run.peaks[threads] / 1e9
         bandwidth = run.bandwidths[threads] / 1e9
         ridge = peak / bandwidth
-        results = sorted(results, key=lambda r: -(r.median or 0))  # of several tiles the fastest counts
+        results = sorted(results, key=lambda r: -(r.median or 0))  # the fastest of several tiles counts
         points = {
             r.cell.contender: (r.cell.flops / (r.traffic or 1), r.cell.flops / (r.median or 1) / 1e9)
             for r in results
@@ -167,13 +167,13 @@ def roofline(run: Run) -> Figure | None:
 
 def ladder(run: Run) -> Figure | None:
     """The speed-up of each CUDA kernel over C++, in the first case with kernels and the first state of L2."""
-    kernels = [r for r in run.results if r.cell.contender in OF_KERNEL and r.median]
+    kernels = [r for r in run.results if r.cell.contender in CUDA_CONTENDERS and r.median]
     rows = [report.row(run, r) for r in kernels if r.cell.group == kernels[0].cell.group]
     if len(rows) < 2 or not rows[0]["over_sequential"]:
         return None
     figure = Figure(figsize=(10, 1.6 + 0.4 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    table = [OF_KERNEL[row["contender"]] for row in reversed(rows)]
+    table = [CUDA_CONTENDERS[row["contender"]] for row in reversed(rows)]
     values = [row["over_sequential"] for row in reversed(rows)]
     hatches = ["//" if "-" in kernel.name else "" for kernel in table]  # variants, such as 3-spilled
     names = [f"{kernel.name}: {kernel.summary}" for kernel in table]

@@ -16,17 +16,18 @@ from typing import Any
 from shakespeare.attention_ext import SIMD
 from shakespeare.attention_ext.parts import DEVICES, Dtype
 from shakespeare.lab import result_files
-from shakespeare.lab.bench.cell import L2, Cell
+from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import SDPA, contenders
-from shakespeare.lab.bench.cuda import sequential_seconds, sequential_text
+from shakespeare.lab.bench.gpu_bench import sequential_seconds, sequential_text
 from shakespeare.lab.bench.results import Result, Run
+from shakespeare.lab.bench.sweep import L2
 from shakespeare.lab.formats import counted, markdown, scaled, size_text
 from shakespeare.lab.timing import FIRM_MARGIN, interval, quartiles
 
-FORMAT = 4  # of as_json()
+FORMAT = 4  # version of as_json()
 READABLE = (2, 3, FORMAT)  # format 2 has no traffic, format 3 no device
-MOST_NAMED = 3  # cells that infirm() names
-MOST_RULED_KEYS = 2**22  # of a cell with rules in a file: each query's range of keys is made
+MAX_NAMED = 3  # cells that infirm() names
+MAX_RULED_KEYS = 2**22  # keys of a cell with rules in a file: each query's range of them is made
 # The baselines of "over ..." columns; the fastest one counts.
 BASELINES: dict[str, tuple[str, ...]] = {"part0": ("part0",), "sdpa": ("sdpa", *SDPA), "onnx": ("onnx",)}
 # Repeated in each row of CSV and JSON lines.
@@ -214,8 +215,8 @@ def beside_cells(rows: Sequence[dict], titles: Sequence[str], figures: Sequence[
     shared = ((name, {r[name] for r in rows if r[name] is not None}) for name in alike)
     same = [f"{CASE[name]} {case_text(name, *values)}" for name, values in shared if values]
     lines = [
-        [r["contender"], *(case_text(name, r[name]) for name in varying), *of_cell]
-        for r, of_cell in zip(rows, figures)
+        [r["contender"], *(case_text(name, r[name]) for name in varying), *cell_figures]
+        for r, cell_figures in zip(rows, figures)
     ]
     table = markdown(["contender", *(CASE[name] for name in varying), *titles], lines)
     return "\n".join([", ".join(same), "", table])
@@ -231,9 +232,9 @@ def infirm(run: Run) -> str | None:
     varying, _ = _case(rows)
     names = [
         " ".join([r["contender"], *(f"{CASE[n]}={case_text(n, r[n])}" for n in varying if r[n] is not None)])
-        for r in loose[:MOST_NAMED]
+        for r in loose[:MAX_NAMED]
     ]
-    if len(loose) > MOST_NAMED:
+    if len(loose) > MAX_NAMED:
         names.append("...")
     where = f"in {len(loose)} of {len(rows)} cells the median's interval is wider than"
     return f"Not firm: {where} {100 * FIRM_MARGIN:g} % either way ({', '.join(names)})."
@@ -317,7 +318,7 @@ def _result(entry: dict) -> Result:
         "backward": (False, True),
         "status": ("ok", "wrong", "skipped"),
     }
-    kinds: dict[str, Any] = {
+    forms: dict[str, Any] = {
         **dict.fromkeys(("N", "queries", "d", "batch", "heads", "threads"), int),
         **dict.fromkeys(("br", "bc"), int | None),
         **dict.fromkeys(("note", "rules"), str | None),
@@ -325,10 +326,10 @@ def _result(entry: dict) -> Result:
     }
     holds = {
         **{name: values[name] in known for name, known in one_of.items()},
-        **{name: isinstance(values[name], kind) for name, kind in kinds.items()},
+        **{name: isinstance(values[name], form) for name, form in forms.items()},
         "paces": len(result.paces) == len(result.seconds) and max(result.paces, default=1) <= 1,
     }
-    holds["N"] = holds["N"] and (result.cell.rules is None or result.cell.N <= MOST_RULED_KEYS)
+    holds["N"] = holds["N"] and (result.cell.rules is None or result.cell.N <= MAX_RULED_KEYS)
     for name, right in holds.items():
         if not right:
             raise ValueError(f"{name} is {values[name]!r}")

@@ -36,7 +36,7 @@ class Run:
     own last one, by threads. amx_peaks: AMX's in bfloat16, if used. busy: why the figures are not firm.
     complete: False if the run was stopped. On a GPU: cache is L2 (0: unknown), threads are 1, tensor_peaks is
     the peak of a product of large matrices by dtype, sequential is part1 on one core, for
-    lab.bench.cuda.smaller() cells.
+    lab.bench.gpu_bench.smaller() cells.
     """
 
     machine: dict

@@ -17,13 +17,13 @@ from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.default_tile import DEFAULT, Tuned
 from shakespeare.attention_ext.parts import resolve_simd
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.bench.sweep import inputs
+from shakespeare.lab.bench.runner import inputs
 from shakespeare.lab.formats import markdown
 from shakespeare.lab.timing import Clock
 
 SIDES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
-LEAST_GAIN = 0.01  # share of the time that a tile must save to replace the default one
-LEAST_SECONDS = 2e-3  # least time of one measurement; a clock tick is negligible beside it
+MIN_GAIN = 0.01  # share of the time that a tile must save to replace the default one
+MIN_SECONDS = 2e-3  # least time of one measurement; a clock tick is negligible beside it
 
 
 def candidates(N: int, br: Sequence[int] = (), bc: Sequence[int] = ()) -> list[tuple[int, int]]:
@@ -55,7 +55,7 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
     try:
         once(default, 1)  # compiles, and wakes the threads
         once(default, 1)
-        repeats = max(1, math.ceil(LEAST_SECONDS / seconds.pop(default)[-1]))
+        repeats = max(1, math.ceil(MIN_SECONDS / seconds.pop(default)[-1]))
         seconds[default] = []
         end = time.perf_counter() + budget
         halvings = max(1, math.ceil(math.log2(len(remaining))))
@@ -71,7 +71,7 @@ def tune(cell: Cell, budget: float, tried: Sequence[tuple[int, int]] | None = No
             best = remaining[0]
             standard = statistics.median(seconds[default])
             fastest = statistics.median(seconds[best])
-            if fastest > (1 - LEAST_GAIN) * standard:
+            if fastest > (1 - MIN_GAIN) * standard:
                 best = default
                 fastest = standard
             remaining = list(dict.fromkeys([*remaining, default]))  # the default is timed to the end

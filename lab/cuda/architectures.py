@@ -68,7 +68,7 @@ def rate(on: Gpu, clock: float) -> float:
 def occupancy(on: Architecture, threads: int, registers: int, shared: int) -> dict[str, int]:
     """The blocks of a kernel that each resource of a multiprocessor allows, which holds the fewest of them.
 
-    threads: of a block. registers: of a thread. shared: bytes of a block, static and dynamic.
+    threads: a block's. registers: a thread's. shared: bytes of a block, static and dynamic.
     """
     warps = -(-threads // WARP)
     each = -(-registers * WARP // REGISTER_UNIT) * REGISTER_UNIT  # registers of a warp

@@ -21,12 +21,12 @@ from shakespeare.lab.timing import Clock
 
 FLUSH_CACHES = 4  # the buffer that clears the L2 cache has this many times its size
 MATMUL_SIDE = 8192
-MOST_COPIED = 2**31  # bytes
+MAX_COPIED = 2**31  # bytes
 READING_BLOCKS = 16  # for each multiprocessor
 COMPUTING_BLOCKS = 4  # all resident: with more, some multiprocessors would end late
 FMA_REPEATS = 5000  # some 5 ms
 TIMED = 13  # calls for a limit; the GPU's clock is up after some
-MOST_CALLS = 50  # most calls that the host launches ahead
+MAX_CALLS = 50  # most calls that the host launches ahead
 HOST_MARGIN = 1.5  # factor of the pause over the time of launching
 LONGEST_PAUSE = 0.05  # seconds
 
@@ -87,7 +87,7 @@ class Gpu(Clock):
     def time(self, call: Callable[[], Any], count: int, cold: bool = False) -> list[float]:
         """Seconds of each of `count` calls, after one that shows how long the host launches it."""
         seconds = list[float]()
-        while left := min(MOST_CALLS, count - len(seconds)):
+        while left := min(MAX_CALLS, count - len(seconds)):
             torch.cuda.synchronize()
             start = time.perf_counter()
             call()
@@ -138,7 +138,7 @@ class Gpu(Clock):
 
     def bandwidths(self) -> dict[str, float]:
         """Bytes per second of the memory: read by a kernel, and read and written by a copy."""
-        size = min(MOST_COPIED, self.free() // 4)
+        size = min(MAX_COPIED, self.free() // 4)
         a, b = (torch.zeros(size // 4, device=self.device) for _ in range(2))
         size = 4 * a.numel()
         read = self._best(lambda: self._read(a))

@@ -20,9 +20,9 @@ from shakespeare.attention_ext.webgpu.driver import Source, opened
 from shakespeare.lab.timing import Clock
 
 GROUPS = 2048  # workgroups of a measurement of a limit, of 256 invocations
-LEAST_SECONDS = 0.02  # of such a measurement
+MIN_SECONDS = 0.02  # such a measurement takes at least
 RESTED_SECONDS = 0.05  # after which a GPU may lower its clock
-WARM_SECONDS = 0.5  # of work until the clock is up again
+WARM_SECONDS = 0.5  # a rested GPU works until its clock is up again
 TIMED = 5  # measurements of a limit; the fastest counts
 READ = 2**28  # bytes, at most
 
@@ -44,9 +44,9 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, causal: bool, step: str | None) ->
 
 
 class Gpu(Clock):
-    """The process's adapter, for lab.bench.cuda.GpuBench. Raises BuildError if there is none."""
+    """The process's adapter, for lab.bench.gpu_bench.GpuBench. Raises BuildError if there is none."""
 
-    device = "cpu"  # of the tensors
+    device = "cpu"  # where the tensors are
     l2 = 0  # unknown
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Gpu(Clock):
         pipeline = self.gpu.pipeline(Source(("limits.wgsl",), (("REPEATS", repeats),)), entry)
         launch = partial(self.gpu.run, pipeline, [self._never, *buffers], (groups,))
         self._mean(launch, 1)
-        times = max(1, round(LEAST_SECONDS / self._mean(launch, 1)))
+        times = max(1, round(MIN_SECONDS / self._mean(launch, 1)))
         return min(self._mean(launch, times) for _ in range(TIMED))
 
     def _mean(self, launch: Callable[[int], None], times: int) -> float:

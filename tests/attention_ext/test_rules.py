@@ -185,7 +185,7 @@ def test_a_users_change_of_scores_has_gradients(extension, tmp_path):
 @pytest.mark.parametrize(
     "part, given, message",
     [
-        ("part1", dict(window=5), "window is a int; it must be .left, right."),
+        ("part1", dict(window=5), "window is an int; it must be .left, right."),
         ("part1", dict(window=(1, -1)), "its sides must be at least 0, or None for no limit"),
         ("part2", dict(softcap=0), "softcap is 0; it must be above 0"),
         ("part0", dict(softcap=math.nan), "softcap is nan; it must be finite"),

@@ -188,15 +188,15 @@ def test_wrong_arguments_are_named_before_anything_is_written(shakes):
     for change, error, message in (
         (dict(prompt=b"A"), TypeError, "prompt is a bytes; it must be a string"),
         (dict(br="8"), TypeError, "br is a str"),
-        (dict(stream=2), TypeError, "stream is a int; it must be True or False"),
+        (dict(stream=2), TypeError, "stream is an int; it must be True or False"),
         (dict(use_cache="no"), TypeError, "use_cache is a str; it must be True or False"),
         (dict(part=["part4"]), ValueError, "part is .*; it must be one of"),
         (dict(device={}), ValueError, "device is {}; it must be one of"),
         (dict(engine=5), ValueError, "engine is 5; it must be one of"),
-        (dict(part="part4", draft=5), TypeError, "draft is a int; it must be 'auto', 'off', a name"),
+        (dict(part="part4", draft=5), TypeError, "draft is an int; it must be 'auto', 'off', a name"),
         (dict(temprature=1.0), TypeError, r"generate\(\) got an unexpected keyword argument 'temprature'"),
         (dict(capacity=4), TypeError, r"generate\(\) got an unexpected keyword argument 'capacity'"),
-        (dict(stop=3), TypeError, "stop is a int; it must be a string or several"),
+        (dict(stop=3), TypeError, "stop is an int; it must be a string or several"),
     ):
         with naming(change), pytest.raises(error, match=message):
             generate(shakes, **dict(stream=True, part="part0") | change)

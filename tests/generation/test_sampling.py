@@ -113,7 +113,7 @@ def test_wrong_settings_are_named():
     for change, error, message in (
         (dict(temperature=math.nan), ValueError, "temperature is nan"),
         (dict(temperature="1"), TypeError, "temperature is a str"),
-        (dict(temperature=np.array([0.5])), TypeError, r"temperature is a ndarray of shape \(1,\); it"),
+        (dict(temperature=np.array([0.5])), TypeError, r"temperature is an ndarray of shape \(1,\); it"),
         (dict(top_k=np.float64(3)), TypeError, "top_k is a float64; it must be a whole number or None"),
         (dict(top_k=-2), ValueError, "top_k is -2"),
         (dict(top_p=0), ValueError, "top_p is 0"),

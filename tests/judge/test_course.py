@@ -14,7 +14,7 @@ from support import full
 from shakespeare.app.cli import options
 from shakespeare.attention_ext import user_kernel
 from shakespeare.judge import cases, speed
-from shakespeare.judge.course import checks, models, results
+from shakespeare.judge.course import checks, decoder, grade_files
 from shakespeare.judge.course.exercises import EXERCISES, STAGES, write
 from shakespeare.judge.speed import Figures
 
@@ -24,7 +24,7 @@ INTERPRETED = 10**6  # multiply-adds of a case at most in Triton's interpreter
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    monkeypatch.setattr(models, "SECONDS", SECONDS)
+    monkeypatch.setattr(decoder, "SECONDS", SECONDS)
 
 
 def results_of(tries: list, folder) -> list[checks.Result]:
@@ -71,9 +71,9 @@ def test_the_last_stage_is_judged_by_the_share_of_the_limit(tmp_path, extension,
     assert [each.share for each in found] == [*map(pytest.approx, shares), None]
     assert found[0].failed.endswith(f"(100 GFLOP/s), a processor; {fused.share:g} % is asked for")
     assert found[2].failed == "calls a library"
-    assert models.judged(1.0, 0.202, 20.0).startswith("1e+03 ms, 20.2 % of")
-    with pytest.raises(models.Failed):
-        models.judged(1.0, 0.198, 20.0)
+    assert decoder.judged(1.0, 0.202, 20.0).startswith("1e+03 ms, 20.2 % of")
+    with pytest.raises(decoder.Failed):
+        decoder.judged(1.0, 0.198, 20.0)
 
 
 def test_exercises_for_a_gpu_compile(nvrtc, tmp_path):
@@ -112,14 +112,14 @@ def test_other_programs_read_the_points():
     done = checks.Result(first.name, 10.0, 5, list(STAGES), [0.5] * 5, "", "2 ms", 2.0, 0.1234, 2.5)
     half = checks.Result(second.name, 5, 5, list(STAGES)[:2], [1.0, 1.0], "a\x1b<b>&\x00\ud800", seconds=3.0)
     checked = [(first, done), (second, half)]
-    found = json.loads(results.gradescope(checked))
+    found = json.loads(grade_files.gradescope(checked))
     assert [test["score"] for test in found["tests"]] == [2] * 5 + [1, 1, 0, 0, 0]
     assert [test["status"] for test in found["tests"]] == ["passed"] * 7 + ["failed"] * 3
     assert {test["max_score"] for test in found["tests"][5:]} == {1}
     assert found["tests"][4]["output"] == "2 ms" and found["tests"][7]["output"] == "a?<b>&??"
     entry = {"name": "1-naive, % of the FMA peak", "value": 12.3, "order": "desc"}
     assert found["leaderboard"] == [entry] and found["execution_time"] == 5.5
-    full, part = ElementTree.fromstring(results.junit(checked))
+    full, part = ElementTree.fromstring(grade_files.junit(checked))
     counts = ("name", "tests", "failures", "errors", "skipped", "time")
     assert [full.get(name) for name in counts] == ["1-naive", "5", "0", "0", "0", "2.500"]
     assert [part.get(name) for name in counts] == ["2-blocked", "5", "1", "0", "2", "3.000"]
@@ -136,7 +136,7 @@ def test_weights(tmp_path):
             checks.weighted([wrong])
     *_, missing = checks.named(tmp_path, weights)
     (result,) = checks.check([missing], SECONDS, weights)
-    assert (result.points, result.of, result.failed) == (0, 2.5, "there is no 4-flash.cpp")
+    assert (result.points, result.full_points, result.failed) == (0, 2.5, "there is no 4-flash.cpp")
 
 
 def test_each_file_has_inputs_of_its_own_and_the_seed_leaves_the_environment(tmp_path, monkeypatch):

@@ -8,10 +8,11 @@ import torch
 from shakespeare.attention_ext import PARTS, extension
 from shakespeare.attention_ext.processor import caches
 from shakespeare.lab import counters, machine
-from shakespeare.lab.bench.cases import plan
-from shakespeare.lab.costs import block_of
+from shakespeare.lab.bench.plan import plan
+from shakespeare.lab.bench.sweep import Sweep
 from shakespeare.lab.explain import computed, skipped_text
 from shakespeare.lab.formats import size_text
+from shakespeare.lab.scratch import block_of
 from shakespeare.lab.traffic import Case, streams, traffic
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("extension")]
@@ -46,7 +47,7 @@ def test_what_rules_skip(rule, causal):
     shown = (i - j).abs() <= 16 if causal else i // 20 == j // 20
     shown = shown & (j <= i) if causal else shown
     sizes = {"masks": (causal,), "rules": (rule,), "lengths": (96,)}
-    cell, alone = (plan(["part4"], br=(side,), bc=(8,), **sizes)[0] for side in (32, 1))
+    cell, alone = (plan(["part4"], Sweep(br=(side,), bc=(8,), **sizes))[0] for side in (32, 1))
     assert cell.flops == pytest.approx(4 * 4 * 32 * shown.sum().item())
     rows = [tile.any(0).nonzero().flatten() for tile in shown.split(32)]
     read = sum(-(-int(keys[-1] + 1 - keys[0]) // 8) for keys in rows)
@@ -54,7 +55,7 @@ def test_what_rules_skip(rule, causal):
     assert f"skipped     {whole - read} of {whole} tiles of 32 x 8; " in skipped_text(cell)
     assert "100 % of the scores computed are seen" in skipped_text(alone)
     assert shown.sum() < computed(cell) < 96 * 96 and computed(alone) == shown.sum()
-    (third,) = plan(["part3"], **sizes)
+    (third,) = plan(["part3"], Sweep(**sizes))
     share = 1 - shown.sum().item() / (96 * 97 / 2 if causal else 96 * 96)
     assert f"skipped     {100 * share:.3g} % of the pairs" in skipped_text(third)
 

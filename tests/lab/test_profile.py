@@ -115,7 +115,7 @@ SMALL = GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=2, n_embd=16, bi
 def test_a_profile_adds_up(part, extension, monkeypatch, threads):
     threads(2)
     monkeypatch.setattr(profile, "SECONDS", 0.01)
-    p = profile.of_training(part, SMALL, 3)
+    p = profile.training_figures(part, SMALL, 3)
     kinds = {row["kind"]: row["ms"] for row in json.loads(json.dumps(p))["rows"]}
     assert sum(kinds.values()) == pytest.approx(p["step_ms"])
     assert p["not_profiled_ms"] > 0 and p["steps"] >= 5

@@ -5,7 +5,7 @@
 // calls PART, a part's operator, REPEATS >= 0 times on one thread and prints the sum of its output. q, k, v
 // and out are (1, HEADS, N, d), q and out with QUERIES rows, BR and BC part 4's tile, CAUSAL 0 or 1. All is
 // allocated before the first call. SWEEP bytes are written before the first call and after the last one, to
-// empty smaller caches. Built with OWN, the kernel is that of a user's file, with THREADS threads; its
+// empty smaller caches. Built with USER_KERNEL, the kernel is that of a user's file, with THREADS threads; its
 // backward pass if PART is `backward`.
 #include <algorithm>
 #include <cerrno>
@@ -16,11 +16,11 @@
 #include "parts.h"
 #include "threads.h"
 
-#if defined(OWN)
+#if defined(USER_KERNEL)
 #include "tools/user_kernel.h"
 
 // The backward pass, called as a part: dout is q, and lse is 0.
-int64_t scratch_of_gradient(const Attention& a) { return own_backward_scratch({a}); }
+int64_t scratch_of_gradient(const Attention& a) { return user_kernel_backward_scratch({a}); }
 void gradient(const Attention& a, float* floats) {
     const int64_t queries = a.B * a.H * a.Nq, keys = a.B * a.H * a.Nk;
     std::vector<float> lse(queries), dq(queries * a.d), dk(keys * a.d), dv(keys * a.d);
@@ -30,9 +30,11 @@ void gradient(const Attention& a, float* floats) {
                        floats);
 }
 
-const Part own{"own", {own_scratch, own_attention}, none, none};
-const Part own_backward{"backward", {scratch_of_gradient, gradient}, none, none};
-const Part* part_of(const char* name) { return name == std::string("backward") ? &own_backward : &own; }
+const Part user_forward{"forward", {user_kernel_scratch, user_kernel_attention}, none, none};
+const Part user_backward{"backward", {scratch_of_gradient, gradient}, none, none};
+const Part* part_of(const char* name) {
+    return name == std::string("backward") ? &user_backward : &user_forward;
+}
 #else
 void on_threads(int threads, const std::function<void(int)>& body) {
     for (int thread = 0; thread < threads; thread++) body(thread);
@@ -119,7 +121,7 @@ int main(int argc, char** argv) {
                       out};
     float *scratch = zeros(part->scratch(a)), *other = zeros(sweep / sizeof(float));
 
-#if defined(OWN)  // for who reads a sanitizer's report
+#if defined(USER_KERNEL)  // for who reads a sanitizer's report
     std::fprintf(stderr, "q at %p, k at %p, v at %p, out at %p, scratch at %p\n", (const void*)q,
                  (const void*)k, (const void*)v, (const void*)out, (const void*)scratch);
 #endif

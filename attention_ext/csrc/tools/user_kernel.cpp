@@ -26,16 +26,20 @@ template <class Call> const char* caught(void (*kernel)(const Call&, float*), co
 }  // namespace
 
 // Whether the file defines the attention, or the backward pass.
-EXPORTED bool own_defines(bool backward) {
+EXPORTED bool user_kernel_defines(bool backward) {
     return backward ? attention_backward != nullptr : attention != nullptr;
 }
 
 // The floats of scratch that a call needs, and the call.
-EXPORTED int64_t own_scratch_of_call(const Attention* call) { return own_scratch(*call); }
-EXPORTED const char* own_call(const Attention* call, float* floats) { return caught(attention, *call, floats); }
+EXPORTED int64_t user_kernel_scratch_of_call(const Attention* call) { return user_kernel_scratch(*call); }
+EXPORTED const char* user_kernel_call(const Attention* call, float* floats) {
+    return caught(attention, *call, floats);
+}
 
 // The same of a backward pass.
-EXPORTED int64_t own_scratch_of_backward(const AttentionGradient* call) { return own_backward_scratch(*call); }
-EXPORTED const char* own_backward(const AttentionGradient* call, float* floats) {
+EXPORTED int64_t user_kernel_scratch_of_backward(const AttentionGradient* call) {
+    return user_kernel_backward_scratch(*call);
+}
+EXPORTED const char* user_kernel_backward(const AttentionGradient* call, float* floats) {
     return caught(attention_backward, *call, floats);
 }

@@ -10,7 +10,7 @@
 #include "attention.h"
 #include "threads.h"
 
-#if defined(OWN_ISPC)
+#if defined(USER_KERNEL_ISPC)
 #define C_NAME \
     extern "C"  // ISPC's functions take struct Attention of attention.isph, which has the same layout
 #else
@@ -41,12 +41,12 @@ class OpenMPThreads {
     const int before;
 };
 
-inline int64_t own_scratch(const Attention& a) { return scratch ? scratch(a) : 0; }
-inline void own_attention(const Attention& a, float* floats) {
+inline int64_t user_kernel_scratch(const Attention& a) { return scratch ? scratch(a) : 0; }
+inline void user_kernel_attention(const Attention& a, float* floats) {
     const OpenMPThreads limited(a.threads);
     attention(a, floats);
 }
-inline int64_t own_backward_scratch(const AttentionGradient& a) {
+inline int64_t user_kernel_backward_scratch(const AttentionGradient& a) {
     return backward_scratch ? backward_scratch(a) : 0;
 }
 

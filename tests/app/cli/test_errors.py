@@ -177,7 +177,7 @@ def test_without_a_compiler_part0_works_and_the_others_say_what_to_install(tmp_p
 ENDLESS = ("part0", "--inference", "-m", "shakes2048", "--max-new-tokens", 1_000_000)
 
 
-def test_what_the_library_logs_is_shown(cli, monkeypatch):
+def test_what_the_library_logs_is_shown_once(cli, caplog, monkeypatch):
     def log(echo):
         library = logging.getLogger("shakespeare.attention_ext")
         library.warning("Compiling %s...", "a kernel")
@@ -185,6 +185,7 @@ def test_what_the_library_logs_is_shown(cli, monkeypatch):
 
     monkeypatch.setattr("shakespeare.lab.doctor.run", log)
     assert cli("doctor").stderr == "Compiling a kernel...\ngpt.py: error: rank 1 did not\\nanswer\n"
+    assert not caplog.records  # of the root logger's handlers
 
 
 def test_more_threads_than_cores_are_warned_of_in_one_line(cli):

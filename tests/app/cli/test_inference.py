@@ -3,12 +3,13 @@
 import json
 import re
 
+import click
 import pytest
 import tiny
 from support import ROOT, naming
 from training_texts import words
 
-from shakespeare.app.cli import command_of, options
+from shakespeare.app.cli import options
 from shakespeare.attention_ext import PARTS
 from shakespeare.generation.sampling import NUMBERS, Sampling
 from shakespeare.model.checkpoint import DRAFT, save
@@ -34,8 +35,8 @@ def test_the_samplings_options_reach_it():
     settings |= dict(presence_penalty=-1.0, frequency_penalty=1.5)
     assert settings.keys() == NUMBERS.keys()
     words = [str(word) for name, value in settings.items() for word in ("--" + name.replace("_", "-"), value)]
-    asked = command_of("part4").make_context("part4", words).params
-    assert options.take_sampling(asked) == Sampling(**settings) and not asked.keys() & settings
+    command = click.command("sampled")(options.sampling(lambda sampling: sampling))
+    assert command.main(words, standalone_mode=False) == Sampling(**settings)
 
 
 def test_json_has_an_object_for_each_sample(cli, extension):

@@ -7,7 +7,7 @@ from support import cell
 
 from shakespeare.attention_ext import PARTS, attention
 from shakespeare.lab import correctness
-from shakespeare.lab.costs import scratch
+from shakespeare.lab.scratch import scratch
 from shakespeare.lab.traffic import Case
 
 CAUSAL = pytest.mark.parametrize("causal", [[], ["--causal"]], ids=["full", "causal"])

@@ -115,7 +115,7 @@ def test_ninja_that_is_missing_is_a_sentence(monkeypatch):
 
 
 def test_the_builds_used_least_recently_are_deleted_but_none_that_may_be_running(tmp_path):
-    folders = [tmp_path / f"attention_ext_own_{i}" for i in range(cache.MOST_KEPT + 4)]
+    folders = [tmp_path / f"attention_ext_user_kernel_{i}" for i in range(cache.MAX_BUILDS + 4)]
     for folder in folders:
         folder.mkdir()
     cache.prune(folders[0])

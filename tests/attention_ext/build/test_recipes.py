@@ -22,7 +22,7 @@ def test_every_source_is_compiled_and_every_part_has_a_row():
     compiled = {*recipe.sources, *training.sources, *recipe.needs.sources, *recipes.program("off").sources}
     compiled |= {*recipes.operators("portable").sources, *recipes.kernels("off").sources}
     compiled |= {*recipes.score_mod(Path("mine.h")).sources, *recipes.launcher().sources}
-    compiled |= {*(recipes.CSRC / source for source in recipes.OWN)}
+    compiled |= {*(recipes.CSRC / source for source in recipes.USER_KERNEL)}
     assert on_disk == compiled | {recipes.CSRC / source for source in recipes.HELPERS["ispc"][0]}
     rows = re.findall(r"^ +PART\((\w+), (\w+), ", (recipes.CSRC / "parts.h").read_text(), re.M)
     assert {"_".join(row) for row in rows} == {part.operator for part in PARTS.values() if part.operator}
@@ -90,7 +90,7 @@ def test_openmp_that_is_missing_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     (tmp_path / "mine.cpp").write_text("#pragma omp parallel\n")
     with pytest.raises(BuildError, match="^mine.cpp: it uses OpenMP, which this compiler lacks"):
-        recipes.own(tmp_path / "mine.cpp").make()
+        recipes.user_kernel(tmp_path / "mine.cpp").make()
 
 
 def test_a_compiler_is_told_the_home_that_the_environment_does_not_name(monkeypatch):

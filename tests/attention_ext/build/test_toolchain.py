@@ -7,7 +7,7 @@ from shakespeare.attention_ext.build import toolchain
 
 def test_only_gcc_gets_the_flags_of_gcc(tmp_path):
     for name, banner in (("gcc", "Copyright (C) Free Software Foundation"), ("clang", "clang version 19")):
-        added = toolchain.FLAGS_OF_GCC if name == "gcc" else ()
+        added = toolchain.GCC_FLAGS if name == "gcc" else ()
         compiler = script(tmp_path / name, f"echo '{banner}'")
         assert toolchain.flags([compiler]) == (*toolchain.FLAGS, *added)
         named = toolchain.flags([compiler, "-march=haswell"])

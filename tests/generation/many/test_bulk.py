@@ -329,7 +329,7 @@ MALFORMED = {
     '{"id": 1, "prompt": "a", "options": {"temperature": 1%s}}' % ("0" * 400): "must be a number of",
     '{"id": 1, "prompt": "a", "options": {"max_new_tokens": null}}': "max_new_tokens must be",
     '{"id": 1, "prompt": "a", "options": {"max_new_tokens": 99999999}}': "at most 1048576",
-    '{"id": 1, "prompt": "a", "options": {"stop": 1}}': "stop is a int; it must be a string or several",
+    '{"id": 1, "prompt": "a", "options": {"stop": 1}}': "stop is an int; it must be a string or several",
     '{"id": 1, "prompt": "a", "options": {"stop": [""]}}': "stop is ['']",
     "\udcff": "can't decode",
     "[" * 100000: "recursion",

@@ -3,7 +3,8 @@
 import pytest
 
 from shakespeare.attention_ext import default_tile
-from shakespeare.lab.bench import cases, tune
+from shakespeare.lab.bench import plan, tune
+from shakespeare.lab.bench.sweep import Sweep
 
 
 def test_tuning_finds_the_fastest_within_the_budget(monkeypatch, extension):
@@ -16,7 +17,7 @@ def test_tuning_finds_the_fastest_within_the_budget(monkeypatch, extension):
 
     monkeypatch.setattr(tune, "attention", pretend)
     monkeypatch.setattr(tune.time, "perf_counter", lambda: clock[0])
-    (cell,) = cases.plan(["part4"], lengths=[1024], widths=[16])
+    (cell,) = plan.plan(["part4"], Sweep(lengths=[1024], widths=[16]))
     *_, last = tune.tune(cell, budget=60)
     assert (last.br, last.bc) == (48, 128)
     assert last.seconds == pytest.approx(0.01) and last.default_seconds == pytest.approx(0.01 + 0.004)

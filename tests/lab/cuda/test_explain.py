@@ -10,7 +10,7 @@ from support import full
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import EVERY
-from shakespeare.lab.bench.cases import Cell
+from shakespeare.lab.bench.plan import Cell
 from shakespeare.lab.cuda.architectures import SHEETS, architecture, occupancy
 from shakespeare.lab.explain import compiled, explain
 

@@ -6,15 +6,16 @@ from support import cell as of_sizes
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.attention_ext.webgpu.steps import STEPS, Tile
 from shakespeare.lab import correctness
-from shakespeare.lab.bench import cases, report
-from shakespeare.lab.bench.cuda import GpuBench
+from shakespeare.lab.bench import plan, report
+from shakespeare.lab.bench.gpu_bench import GpuBench
+from shakespeare.lab.bench.sweep import Sweep
 from shakespeare.lab.explain import explain
-from shakespeare.lab.webgpu.costs import step_counts
+from shakespeare.lab.webgpu.traffic import step_counts
 
 pytestmark = pytest.mark.usefixtures("adapter")
 
 
-def cell(**changes) -> cases.Cell:
+def cell(**changes) -> plan.Cell:
     return of_sizes("part4", device="webgpu", **{"N": 24, "d": 8, "heads": 2} | changes)
 
 
@@ -32,9 +33,9 @@ def test_the_test_of_a_part(adapter, kernel, dtype):
 def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
     from shakespeare.lab.webgpu import device
 
-    monkeypatch.setattr(device, "LEAST_SECONDS", 0.001)
+    monkeypatch.setattr(device, "MIN_SECONDS", 0.001)
     names = ("webgpu1", "webgpu2", "part4")
-    cells = cases.plan(names, lengths=(24,), widths=(8,), heads=2, device="webgpu")
+    cells = plan.plan(names, Sweep(lengths=(24,), widths=(8,), heads=2, device="webgpu"))
     bench = GpuBench(cells, 2, 0.01, gpu=device.Gpu())
     list(bench.run())
     found = [(each.cell.contender, each.status, len(each.seconds)) for each in bench.done.results]
@@ -44,7 +45,7 @@ def test_bench_checks_and_times_each_step(monkeypatch, tmp_path):
 
 
 def test_explain_has_a_row_for_a_step(adapter, monkeypatch):
-    monkeypatch.setattr("shakespeare.lab.webgpu.device.LEAST_SECONDS", 0.001)
+    monkeypatch.setattr("shakespeare.lab.webgpu.device.MIN_SECONDS", 0.001)
     said: list[str] = []
     explain(cell(), said.append, kernel="2")
     text = "\n".join(said)

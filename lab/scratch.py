@@ -1,4 +1,4 @@
-"""The costs of a call beside its traffic: its scratch, and the sizes of the kernels' blocks."""
+"""The memory of a call beside its traffic: its scratch, and the sizes of the kernels' blocks."""
 
 from shakespeare.attention_ext import extension, user_kernel
 from shakespeare.attention_ext.parts import check_part

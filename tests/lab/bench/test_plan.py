@@ -6,12 +6,13 @@ import pytest
 from support import naming
 
 from shakespeare.attention_ext import default_tile
-from shakespeare.lab.bench.cases import plan
+from shakespeare.lab.bench.plan import plan
+from shakespeare.lab.bench.sweep import Sweep
 
 
 def test_a_plan_is_every_contender_at_every_case(extension):
     sizes = dict(lengths=(8, 16), widths=(4,), masks=(False, True), threads=(1, 2))
-    cells = plan(["part0", "part4", "sdpa"], **sizes, br=(2, None), bc=(3,))
+    cells = plan(["part0", "part4", "sdpa"], Sweep(**sizes, br=(2, None), bc=(3,)))
     assert len(cells) == 2 * 2 * 2 * (1 + 2 + 1)
     assert len({cell.group for cell in cells}) == 8
     each = itertools.product((1, 2), (8, 16), (False, True))
@@ -22,7 +23,7 @@ def test_a_plan_is_every_contender_at_every_case(extension):
 
 
 def test_a_plan_with_as_many_tokens_and_columns_at_every_size():
-    cells = plan(["part0"], lengths=(8, 24), widths=(4, 16), tokens=64, columns=32)
+    cells = plan(["part0"], Sweep(lengths=(8, 24), widths=(4, 16), tokens=64, columns=32))
     assert {(cell.N, cell.d, cell.batch, cell.heads) for cell in cells} == {
         *((8, 4, 8, 8), (8, 16, 8, 2), (24, 4, 2, 8), (24, 16, 2, 2))
     }
@@ -44,4 +45,4 @@ def test_a_wrong_plan():
         (dict(names=["kernel1"], device="cuda", l2s=["hot"]), "l2 is 'hot'; on CUDA it must be one of warm,"),
     ):
         with naming(arguments), pytest.raises(ValueError, match=message):
-            plan(**arguments)
+            plan(arguments.pop("names"), Sweep(**arguments))

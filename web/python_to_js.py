@@ -40,8 +40,8 @@ TOTAL = "const total = (numbers) => numbers.reduce((sum, number) => sum + number
 def javascript() -> str:
     """The module's text; it exports all that lab/traffic.py defines."""
     tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    kept = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr))]
-    exports = [f"export {translated(node)}" for node in kept]
+    definitions = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr))]
+    exports = [f"export {translated(node)}" for node in definitions]
     return "\n".join(["// Made from lab/traffic.py.", TOTAL, *exports])
 
 
@@ -87,10 +87,10 @@ def parameters(arguments: ast.arguments) -> str:
 def members(body: list[ast.stmt]) -> str:
     """The constructor of a dataclass, its getters and its methods."""
     fields = [node for node in body if isinstance(node, ast.AnnAssign)]
-    given = [translated(f.target) + (f" = {translated(f.value)}" if f.value else "") for f in fields]
-    kept = " ".join(f"this.{name} = {name};" for name in map(translated, (f.target for f in fields)))
+    parameters = [translated(f.target) + (f" = {translated(f.value)}" if f.value else "") for f in fields]
+    assignments = " ".join(f"this.{name} = {name};" for name in map(translated, (f.target for f in fields)))
     functions = [node for node in body if isinstance(node, ast.FunctionDef)]
     methods = [
         ("get " if f.decorator_list else "") + translated(f).removeprefix("function ") for f in functions
     ]
-    return " ".join([f"constructor({', '.join(given)}) {{ {kept} }}", *methods])
+    return " ".join([f"constructor({', '.join(parameters)}) {{ {assignments} }}", *methods])

@@ -10,8 +10,9 @@ from support import FakeGpu, gpu_run
 
 from shakespeare.attention_ext import attention
 from shakespeare.attention_ext.rules import NAMES
-from shakespeare.lab.bench import contenders, cuda, report
-from shakespeare.lab.bench.cases import plan
+from shakespeare.lab.bench import contenders, gpu_bench, report
+from shakespeare.lab.bench.plan import plan
+from shakespeare.lab.bench.sweep import Sweep
 
 CASE = dict(lengths=(64,), widths=(16,), heads=2, device="cuda")
 
@@ -25,7 +26,7 @@ def on_cpu(monkeypatch):
 
 
 def measured(names, rounds=3, gpu=None, **case):
-    bench = cuda.GpuBench(plan(names, **CASE | case), rounds, 0.01, gpu=gpu or FakeGpu())
+    bench = gpu_bench.GpuBench(plan(names, Sweep(**CASE | case)), rounds, 0.01, gpu=gpu or FakeGpu())
     assert all(bench.run())
     return bench.done
 
@@ -100,7 +101,7 @@ def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(monkeyp
     done = measured(["part0"], gpu=FakeGpu(free=10**6))
     assert {r.note for r in done.results} == {"needs more memory than the GPU has free"}
     with pytest.raises(ValueError, match="N=64, queries=64, d=16, heads=2, batch=1 need 96 KiB, and 1000 B"):
-        cuda.GpuBench(plan(["part0"], **CASE), 2, 0.01, gpu=FakeGpu(free=1000))
+        gpu_bench.GpuBench(plan(["part0"], Sweep(**CASE)), 2, 0.01, gpu=FakeGpu(free=1000))
 
 
 def test_bytes_are_counted_where_they_bound(monkeypatch):
@@ -135,7 +136,7 @@ def test_the_ladder(tmp_path, cli):
 
 def test_the_command_measures_on_the_gpu(monkeypatch, cli):
     on_cpu(monkeypatch)
-    monkeypatch.setattr(cuda, "Gpu", FakeGpu)
+    monkeypatch.setattr(gpu_bench, "Gpu", FakeGpu)
     small = ["-N", 64, "-d", 16, "--batch", 2, "-r", 2, "--min-time", 0]
     done = cli("bench", "part0,kernel2,sdpa-math", "--device", "cuda", *small, "--save", "run.json")
     assert "Fake GPU, compute capability 9.0, 132 multiprocessors" in done.stdout

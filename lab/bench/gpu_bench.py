@@ -13,7 +13,7 @@ from typing import Any
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.results import Result
-from shakespeare.lab.bench.sweep import Bench, Verified, skipping
+from shakespeare.lab.bench.runner import Bench, Verified, skipping
 from shakespeare.lab.cuda.device import Gpu
 from shakespeare.lab.formats import counted
 
@@ -69,12 +69,12 @@ class GpuBench(Bench):
     def _count(self, result: Result) -> None:
         """Count the bytes of q, k, v and the output, if moving them takes longer than the arithmetic."""
         cell = result.cell
-        least = cell.least_traffic
-        if least / self.done.bandwidths[1] > cell.flops / self.done.peak(cell):
-            result.traffic = least
+        traffic = cell.least_traffic
+        if traffic / self.done.bandwidths[1] > cell.flops / self.done.peak(cell):
+            result.traffic = traffic
             alike = (r for r in self.done.results if (r.cell.inputs, r.cell.l2) == (cell.inputs, cell.l2))
             known = next((r.reading for r in alike if r.reading), None)
-            result.reading = known or self.clock.reading(least, cell.l2 == "cold")
+            result.reading = known or self.clock.reading(traffic, cell.l2 == "cold")
 
 
 def smaller(cell: Cell) -> Cell:

@@ -1,4 +1,4 @@
-"""gpt.py bench in the terminal: its arguments, the plan and the progress bar."""
+"""The lists of numbers that options take, and what a dry run of bench prints."""
 
 from shakespeare.app.cli.options import Numbers
 

@@ -13,7 +13,7 @@ from shakespeare.attention_ext.cuda.launches import Compiled, Sizes
 from shakespeare.attention_ext.cuda.tiles import Access
 from shakespeare.lab.traffic import Case, Stream
 
-BANKS = 32  # of shared memory, and lanes of a warp
+BANKS = 32  # banks of shared memory, and lanes of a warp
 WAVEFRONT = 4 * BANKS  # bytes
 
 
@@ -104,7 +104,7 @@ def global_streams(
 ) -> list[Stream]:
     """Each tile of queries passes K and V; for gradients each tile of keys passes Q and dO too.
 
-    scratch, repeats: of the launches' plan.
+    scratch, repeats: those of the launches' plan.
     """
     tile = kernel.tile
     backward = kernel.row.name in BACKWARD

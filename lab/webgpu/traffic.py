@@ -3,7 +3,7 @@
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.attention_ext.webgpu.steps import Step, Tile, up
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.cuda.costs import visits
+from shakespeare.lab.cuda.traffic import visits
 
 FOUR = 16  # bytes of four float32 numbers
 

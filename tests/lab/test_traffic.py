@@ -5,7 +5,7 @@ import pytest
 from shakespeare.attention_ext import PARTS, attention
 from shakespeare.attention_ext.processor import Cache
 from shakespeare.lab import correctness, counters
-from shakespeare.lab.costs import block_of, scratch
+from shakespeare.lab.scratch import block_of, scratch
 from shakespeare.lab.traffic import COUNTS, Case, streams, traffic
 
 SMALL, LARGE = 32 << 10, 1 << 40

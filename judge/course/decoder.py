@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shakespeare.judge.cases import beside
 from shakespeare.judge.course.exercises import Failed
 from shakespeare.judge.player import LOAD_SECONDS, Player
+from shakespeare.judge.tolerance import beside
 from shakespeare.lab.timing import Cpu, Timer
 from shakespeare.model import load
 from shakespeare.model.gpt import GPT
 
 MODEL = "shakes128"
 SECONDS = 120  # that the check may take
-FLOOR = 5e-7  # of the error, a share of the largest number
+FLOOR = 5e-7  # allowed error, as a share of the largest number
 ROUNDS = 7
 STEPS = 20  # timed ones of a round
-LEAST_SECONDS = 0.02  # of the products in a round
+MIN_SECONDS = 0.02  # the products of a round take at least
 PROMPT = 30  # tokens before the timed steps
 COMPARED = 0.1  # share of the timed steps whose logits are compared
 
@@ -120,7 +120,7 @@ def fast(mine: Decoder, share: float) -> str:
     tensors = mine.peer.state_dict().values()
     weights = [t for t in tensors if t.dim() == 2 and len(t) != mine.config.block_size]
     rows = [torch.randn(1, t.shape[1]) for t in weights]
-    products = Timer(lambda: [row @ t.T for row, t in zip(rows, weights)], Cpu(), LEAST_SECONDS)
+    products = Timer(lambda: [row @ t.T for row, t in zip(rows, weights)], Cpu(), MIN_SECONDS)
     seconds = list[float]()
     for _ in range(ROUNDS):
         ids = mine.tokens(1, PROMPT + STEPS)

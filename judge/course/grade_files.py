@@ -30,7 +30,7 @@ def gradescope(checked: Checked) -> str:
     tests = []
     leaderboard = []
     for exercise, result in checked:
-        points = result.of / result.stages
+        points = result.full_points / result.stages
         for name, status, message, _ in stages(exercise, result):
             score, status = (points, status) if status == "passed" else (0, "failed")
             tests.append(
@@ -57,17 +57,17 @@ def junit(checked: Checked) -> str:
     for exercise, result in checked:
         found = list(stages(exercise, result))
         failed, skipped = (str(sum(s[1] == status for s in found)) for status in ("failed", "skipped"))
-        about = {
+        attributes = {
             "tests": str(len(found)),
             "failures": failed,
             "errors": "0",
             "skipped": skipped,
             "time": f"{result.seconds:.3f}",
         }
-        suite = ElementTree.SubElement(root, "testsuite", about, name=result.name)
+        suite = ElementTree.SubElement(root, "testsuite", attributes, name=result.name)
         for name, status, message, seconds in found:
-            about = {"classname": result.name, "name": name, "time": f"{seconds:.3f}"}
-            case = ElementTree.SubElement(suite, "testcase", about)
+            attributes = {"classname": result.name, "name": name, "time": f"{seconds:.3f}"}
+            case = ElementTree.SubElement(suite, "testcase", attributes)
             if status != "passed":
                 ElementTree.SubElement(case, "failure" if status == "failed" else status, message=message)
             elif message:

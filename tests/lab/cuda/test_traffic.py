@@ -10,7 +10,7 @@ from support import naming
 from shakespeare.attention_ext.cuda.kernels import EVERY
 from shakespeare.attention_ext.cuda.launches import Compiled, Gpu
 from shakespeare.attention_ext.cuda.tiles import Access
-from shakespeare.lab.cuda.costs import WAVEFRONT, counts, visits, wavefronts
+from shakespeare.lab.cuda.traffic import WAVEFRONT, counts, visits, wavefronts
 from shakespeare.lab.formats import size_text
 from shakespeare.lab.traffic import Case
 

@@ -3,49 +3,18 @@
 import importlib.util
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from shakespeare.attention_ext import PARTS, SIMD, default_tile
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, MOST_SPLIT
 from shakespeare.attention_ext.parts import DEVICES, Dtype, check_compatible, is_file, one_of, resolve_simd
 from shakespeare.lab import machine, rule_options
-from shakespeare.lab.bench.cell import L2, Cell
+from shakespeare.lab.bench.cell import Cell
 from shakespeare.lab.bench.contenders import GRADIENTS, SPLIT, contenders
+from shakespeare.lab.bench.sweep import L2, Sweep
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """The cases of a sweep: every length with every width, mask and number of threads.
-
-    tokens, columns: for a batch of tokens / N and columns / d heads. queries: by default as many as keys. br,
-    bc: None for the tuned tile. simds: names from SIMD. A GPU has no choice of tiles, threads and simds; on
-    CUDA every contender is timed with each of l2s, from L2. rules: as rule_options.parse() takes them, on the
-    CPU in fp32 and on CUDA, for as many queries as keys. backward: of gradients, for as many queries as keys.
-    """
-
-    lengths: Sequence[int] = (1024,)
-    widths: Sequence[int] = (32,)
-    queries: int | None = None
-    batch: int = 1
-    heads: int = 4
-    tokens: int | None = None
-    columns: int | None = None
-    masks: Sequence[bool] = (False,)
-    br: Sequence[int | None] = (None,)
-    bc: Sequence[int | None] = (None,)
-    threads: Sequence[int] = (1,)
-    simds: Sequence[str] = ("auto",)
-    dtype: str = Dtype.FP32.value
-    device: str = "cpu"
-    l2s: Sequence[str] = L2
-    rules: Sequence[str] = ("none",)
-    backward: bool = False
-
-
-def plan(names: Sequence[str], **sizes: Any) -> list[Cell]:
-    """The cells of a sweep. sizes: the fields of Sweep. Raises ValueError naming the wrong argument."""
-    sweep = Sweep(**sizes)
+def plan(names: Sequence[str], sweep: Sweep) -> list[Cell]:
+    """The cells of a sweep of these contenders. Raises ValueError naming the wrong argument."""
     check(names, sweep)
     on_cpu = sweep.device == "cpu"
     cells = []

@@ -35,9 +35,9 @@ NAMED = re.compile(
     r"|memory_efficient_attention|\w*einsum|cudnn\w*|shakespeare|onnxruntime|autograd\.grad|requires_grad_)\b"
 )
 KERNELS = [part.operator.partition("_")[2] for part in PARTS.values() if part.operator]
-OWN_PART = re.compile(rf"\b({'|'.join(KERNELS)})_(?:attention|backward)\b|\bcpu/(part\d_\w+)\.cpp")
+PART_NAMES = re.compile(rf"\b({'|'.join(KERNELS)})_(?:attention|backward)\b|\bcpu/(part\d_\w+)\.cpp")
 LIBRARIES = re.compile(r"/(libtorch_cpu|libcudnn\w*|libdnnl|libmkl\w*|onnxruntime\w*)[.\w-]*$", re.M)
-EXTENSION = re.compile(r"/attention_ext(?!_own)\w*/[^/\n]*\.so$", re.M)
+EXTENSION = re.compile(r"/attention_ext(?!_user_kernel)\w*/[^/\n]*\.so$", re.M)
 
 
 def watch(note: Callable[[str], object], with_torch: bool) -> None:
@@ -45,9 +45,9 @@ def watch(note: Callable[[str], object], with_torch: bool) -> None:
     numpy: Any = importlib.import_module("numpy")
 
     def noted(function: Any, name: str = "einsum") -> Any:
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
             note(name)
-            return function(*given, **named)
+            return function(*arguments, **named)
 
         return call
 
@@ -70,15 +70,15 @@ def _watch_torch(note: Callable[[str], object]) -> None:
             except RuntimeError:  # this build has none
                 continue
 
-            def call(keys: Any, *given: Any, kernel: Any = kernel, name: str = name, **named: Any) -> Any:
+            def call(keys: Any, *arguments: Any, kernel: Any = kernel, name: str = name, **named: Any) -> Any:
                 note(name)
-                return kernel.call_boxed(keys, *given, **named)
+                return kernel.call_boxed(keys, *arguments, **named)
 
             watched.impl(operator, call, key, with_keyset=True)
-    _kept.append(watched)
+    _registered.append(watched)
 
 
-_kept: list[Any] = []  # what is registered as long as this lives
+_registered: list[Any] = []  # what is registered as long as this lives
 
 
 def in_text(file: Path, sources: Sequence[Path]) -> set[str]:
@@ -88,13 +88,13 @@ def in_text(file: Path, sources: Sequence[Path]) -> set[str]:
         return set(NAMED.findall(re.sub(r"#.*|(\"\"\"|''')[\s\S]*?\1", "", text)))  # not in words
     if file.suffix == ".cu":
         return set()
-    recipe = recipes.own(file)
+    recipe = recipes.user_kernel(file)
     included = "\n".join(map(str, recipe.first_read()))
     nm = shutil.which("nm")
     if nm:
         command = [nm, "--undefined-only", "--demangle", str(recipe.first_object())]
         text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return {f"{a}_attention" if a else b for a, b in OWN_PART.findall(f"{text}\n{included}")}
+    return {f"{a}_attention" if a else b for a, b in PART_NAMES.findall(f"{text}\n{included}")}
 
 
 def in_memory(pid: int, with_torch: bool) -> set[str]:

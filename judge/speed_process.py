@@ -1,6 +1,6 @@
 """Measures a user's kernel: the judge's side, in a process that does not run the file.
 
-python -m shakespeare.judge.measuring FILE SIZE
+python -m shakespeare.judge.speed_process FILE SIZE
 
 prints speed.Figures or a Finding as JSON, as SIZE is.
 """
@@ -22,10 +22,11 @@ from shakespeare.judge.gpu_clock import GpuClock
 from shakespeare.judge.player import Gone, Wrong, close_this_process
 from shakespeare.judge.speed import LADDER, LADDER_IN_16_BITS, SECONDS, SMALLER, UNTIMED, WIDER, Figures, Size
 from shakespeare.lab import counters, machine
-from shakespeare.lab.bench.cases import known_on, plan
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.bench.cuda import GpuBench
-from shakespeare.lab.bench.sweep import Bench
+from shakespeare.lab.bench.gpu_bench import GpuBench
+from shakespeare.lab.bench.plan import known_on, plan
+from shakespeare.lab.bench.runner import Bench
+from shakespeare.lab.bench.sweep import Sweep
 
 PEAK_TRIES = 4  # measurements of the limits before a kernel is faster
 ABOVE_MATMUL = 1.25  # times a matrix product's speed that tensor cores may reach, by their data sheets
@@ -50,8 +51,7 @@ def ladder(size: Size, device: str) -> list[Cell]:
     known = known_on(device, size.backward)
     rungs = LADDER[device] if size.dtype == Dtype.FP32 else LADDER_IN_16_BITS
     names = [name for name in (*rungs, "sdpa") if name in known]
-    return plan(
-        names,
+    sweep = Sweep(
         device=device,
         l2s=["cold"],
         lengths=[size.N],
@@ -62,6 +62,7 @@ def ladder(size: Size, device: str) -> list[Cell]:
         backward=size.backward,
         dtype=size.dtype,
     )
+    return plan(names, sweep)
 
 
 def timed(bench: Bench, clock: Clock) -> dict[str, float]:
@@ -92,7 +93,7 @@ def measured(file: Path, size: Size) -> Figures | Finding:
         library = clock.library()
     read = cell.least_traffic * (5 / 8 if size.backward else 3 / 4)  # without what is written
     peak = limit = 0.0
-    for _ in range(PEAK_TRIES):  # of a machine that was busy
+    for _ in range(PEAK_TRIES):  # a busy machine shows too low limits
         if on_cpu:
             peak = max(peak, machine.fma_peak(threads=threads))
             products = machine.amx_peak(threads)

@@ -19,7 +19,7 @@ from shakespeare.app.server.requests import CompletionBody
 from shakespeare.attention_ext import attention, user_kernel
 from shakespeare.attention_ext.build import toolchain
 from shakespeare.attention_ext.parts import SUFFIXES, Dtype
-from shakespeare.judge import ranking, report, sanitizers, speed, starts
+from shakespeare.judge import hints, ranking, report, sanitizers, speed, starts
 from shakespeare.judge.cases import CASES, expected, inputs, seeded
 from shakespeare.judge.speed import Figures, Size
 from shakespeare.judge.verdict import SIMULATED_WORK, Verdict
@@ -208,12 +208,12 @@ def test_the_ladder_and_the_hints():
         (timed(5, "cuda"), "", "kernel2 takes 1 ms"),
         (timed(1, "cuda"), "", "tensor cores are next"),
     ):
-        assert words in speed.hint(figures, Size(), text)[0]
-    assert "cuDNN" in speed.hint(timed(1, "cuda"), Size(dtype="bf16"), "")[0]
+        assert words in hints.hint(figures, Size(), text)[0]
+    assert "cuDNN" in hints.hint(timed(1, "cuda"), Size(dtype="bf16"), "")[0]
 
 
 def test_the_pages_of_the_hints_exist():
-    for page in (*(page for page, _ in speed.HINTS.values()), report.MISTAKES):
+    for page in (*(page for page, _ in hints.HINTS.values()), report.MISTAKES):
         file, anchor = page.split("#")
         lines = (ROOT / file).read_text().splitlines()
         titles = [line.lstrip("# ").lower().replace(" ", "-") for line in lines if line.startswith("#")]
@@ -297,14 +297,14 @@ READ of size 4 at 0x10 thread T0
     #0 0x55 in attention(AttentionOf<float> const&, float*) /a/mine.cpp:28
 0x10 is located 0 bytes to the right of 16-byte region [0x0a,0x10)
 q at 0x01, k at 0x0a"""
-    found = sanitizers.of_address_sanitizer(said, "mine.cpp")
+    found = sanitizers.parse_address_sanitizer(said, "mine.cpp")
     assert found.sentence == "read of 4 bytes beyond k at mine.cpp:28"
     memcheck = """========= Invalid __global__ read of size 4 bytes
 =========     at attention+0x1e0 in mine.cu:31"""
-    found = sanitizers.of_compute_sanitizer(memcheck, "mine.cu")
+    found = sanitizers.parse_compute_sanitizer(memcheck, "mine.cu")
     assert found.sentence == "read of 4 bytes out of bounds of global memory at mine.cu:31"
     race = "========= Error: Race reported between Write access at attention+0x1 in mine.cu:24"
-    assert sanitizers.of_compute_sanitizer(race, "mine.cu").kind == "race"
+    assert sanitizers.parse_compute_sanitizer(race, "mine.cu").kind == "race"
 
 
 def test_pictures_and_spans():
