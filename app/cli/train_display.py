@@ -81,7 +81,8 @@ class Picture(Watcher):
         self._drawn = 0.0
 
     def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
-        self._averaged, self._tokenizer = averaged, tokenizer
+        self._averaged = averaged
+        self._tokenizer = tokenizer
         self._prompt = "\n" if "\n" in tokenizer.characters else tokenizer.characters[0]
         self._next_sample = time.monotonic() + SAMPLE_SECONDS
 

@@ -86,7 +86,8 @@ def latest(
 
 def directory() -> Path:
     """$TORCH_EXTENSIONS_DIR, else torch_extensions in the user's cache. Raises BuildError without a home."""
-    if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if chosen:
         return Path(chosen)
     import platformdirs
 

@@ -55,7 +55,8 @@ class Object:
 def find() -> list[str]:
     """ninja's command: the package's, else that on PATH. Raises BuildError if there is none."""
     for folder in (sysconfig.get_path("scripts"), None):
-        if path := shutil.which("ninja", path=folder):
+        path = shutil.which("ninja", path=folder)
+        if path:
             return [path]
     if importlib.util.find_spec("ninja"):
         return [sys.executable, "-m", "ninja"]

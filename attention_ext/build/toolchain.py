@@ -37,7 +37,8 @@ def find_compiler() -> list[str]:
     except ValueError as error:
         raise BuildError(f"CXX is {os.environ['CXX']!r}; it must be a compiler's command: {error}") from None
     if chosen:
-        if path := shutil.which(chosen[0]):
+        path = shutil.which(chosen[0])
+        if path:
             return [os.path.abspath(path), *chosen[1:]]
         raise BuildError(f"CXX is {chosen[0]!r}; it must be a C++ compiler, and no such program was found")
     for name in ("c++", "g++", "clang++"):
@@ -50,8 +51,10 @@ def find_compiler() -> list[str]:
 
 def find_ispc() -> str | None:
     """The ISPC compiler: $ISPC, else ispc on PATH; None without one. Raises BuildError for a wrong $ISPC."""
-    if chosen := os.environ.get("ISPC"):
-        if path := shutil.which(chosen):
+    chosen = os.environ.get("ISPC")
+    if chosen:
+        path = shutil.which(chosen)
+        if path:
             return os.path.abspath(path)
         raise BuildError(f"ISPC is {chosen!r}; it must be the ISPC compiler, and no such program was found")
     return shutil.which("ispc")
