@@ -13,4 +13,6 @@ trap 'rm -rf "$work"' EXIT
     -bc 16,32,64,128,256,512,1024 -r 5 --min-time 0.05 --plot "$work/tiles" > /dev/null
 mkdir -p docs/figures
 cp "$work"/lengths/{time,memory,roofline}.svg "$work"/tiles/tiles.svg docs/figures/
+"$python" gpt.py bench --load benchmarks/results/bench_flash-nvidia-h100.json --plot "$work/flash" > /dev/null
+cp "$work/flash/rates.svg" docs/figures/rates.svg
 "$python" docs/rerun.py docs/learn/attention.md docs/learn/rules.md

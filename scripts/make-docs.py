@@ -3,7 +3,8 @@
 python scripts/make-docs.py
 
 docs/use/cli.md has all options, docs/results/ a document for each processor of benchmarks/results/. The
-tables of the README and of the speedrun stand between `<!-- results: ... -->` and `<!-- end of results -->`.
+tables of the README, docs/learn/gpu.md and the speedrun stand between `<!-- results: ... -->` and
+`<!-- end of results -->`.
 """
 
 import inspect
@@ -44,6 +45,9 @@ MARKED = re.compile(r"(<!-- results: \w+ -->\n).*?(<!-- end of results -->)", re
 SPEEDRUN = "docs/results/speedrun.md"
 
 README = "amd-zen-5"  # the processor of its table
+GPU = "docs/learn/gpu.md"
+FLASH = result_files.RESULTS / "bench_flash-nvidia-h100.json"
+OTHERS = {"sdpa-cudnn": "cuDNN", "flash-attn-4": "FA4"}
 
 # Figures that part 4's tables leave out.
 HIDDEN = ("iqr_ms", "margin", "quiet", "all_ms", "gbps", "bandwidth_share", "scratch", "error")
@@ -204,6 +208,22 @@ def readme(text: str) -> str:
     return marked(text, markdown(["part", "idea", "ms", "times PyTorch (more is faster)"], rows))
 
 
+def beside_others() -> str:
+    """How many times as fast as the faster of cuDNN and FlashAttention-4 kernel 6 is, by d, mask and N."""
+    ms: dict[tuple[str, int], dict[str, float]] = {}
+    for result in report.load(FLASH).results:
+        cell = result.cell
+        row = f"d = {cell.d}{', causal' if cell.causal else ''}"
+        ms.setdefault((row, cell.N), {})[cell.contender] = result.median or 0
+    lengths = sorted({N for _, N in ms})
+    rows = {row: [row] for row, _ in ms}
+    for (row, _), times in ms.items():
+        other = min(OTHERS, key=times.__getitem__)
+        ratio = times[other] / times["kernel6"]
+        rows[row].append(f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.3f}** {OTHERS[other]}")
+    return markdown(["", *(f"N = {N}" for N in lengths)], rows.values())
+
+
 def marked(text: str, shown: str) -> str:
     """The text with another table between the marks."""
     return MARKED.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", text)
@@ -221,7 +241,8 @@ def described(row: dict[str, Any]) -> list[str]:
 def documents() -> dict[str, str]:
     """The text of every document that this script writes, by its path."""
     readme_text = readme((ROOT / "README.md").read_text())
-    fixed = {"README.md": readme_text, "docs/use/cli.md": cli_document()}
+    gpu = marked((ROOT / GPU).read_text(), beside_others())
+    fixed = {"README.md": readme_text, "docs/use/cli.md": cli_document(), GPU: gpu}
     return fixed | results() | {SPEEDRUN: marked((ROOT / SPEEDRUN).read_text(), speedrun())}
 
 

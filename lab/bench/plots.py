@@ -70,6 +70,16 @@ def time(run: Run) -> Figure | None:
     return _by_length(timed, title, "ms a call", lambda r: 1e3 * (r.median or 0), min)
 
 
+def rates(run: Run) -> Figure | None:
+    """Operations per second of a call on a GPU against N; a panel as of time()."""
+    timed = [r for r in run.results if r.median and r.cell.device == "cuda"]
+    title = "Speed of attention by length"
+    figure = _by_length(timed, title, "TFLOP/s", lambda r: 1e-12 * r.cell.flops / (r.median or 1), max)
+    for axes in figure.axes if figure else ():
+        axes.set_yscale("linear")
+    return figure
+
+
 def memory(run: Run) -> Figure | None:
     """Scratch against N, log-log."""
     sized = [r for r in run.results if r.scratch]
@@ -207,8 +217,9 @@ def _panels(results: list[Result], title: str, panel: Callable[[Axes, list[Resul
     handles: dict[str, Any] = {}
     panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
     for axes, (causal, d, threads) in zip(panels, sorted(groups)):
-        mask = "causal, " if causal else ""
-        axes.set_title(f"d = {d}, {mask}{counted(threads, 'thread')}", fontsize=11)
+        words = f"d = {d}" + (", causal" if causal else "")
+        words += f", {counted(threads, 'thread')}" if results[0].cell.device == "cpu" else ""
+        axes.set_title(words, fontsize=11)
         panel(axes, groups[causal, d, threads])
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
     for axes in panels[len(groups) :]:
@@ -228,4 +239,4 @@ def _log_log(axes: Axes, x: str, y: str, base: int = 2) -> None:
     axes.set(xlabel=x, ylabel=y)
 
 
-PICTURES: tuple[Callable[[Run], Figure | None], ...] = (time, tiles, roofline, memory, ladder)
+PICTURES: tuple[Callable[[Run], Figure | None], ...] = (time, rates, tiles, roofline, memory, ladder)
