@@ -139,6 +139,10 @@ GPT2 = "-m benchmarks.generation --cases 124M,124M-2t,124Mx8,124Mx8-2t,355M,355M
 GPT2 += " --engines native --peers CTranslate2,CTranslate2Int8,LlamaCpp,LlamaCppQ8 --rounds 2"
 BACKWARD = "gpt.py bench --backward --device cuda --dtype bf16 --tokens 16384 --columns 2048"
 BACKWARD += " -N 4096 -d 64,128 --mask none,causal --l2 warm -r 5"
+FLASH_COMMAND = "gpt.py bench kernel6,sdpa-flash,sdpa-cudnn,flash-attn-4 --device cuda --dtype bf16"
+FLASH_COMMAND += (
+    " --tokens 16384 --columns 2048 -N 512:16384*2 -d 64,128,256 --mask none,causal --l2 warm -r 5"
+)
 # The kinds of files of results: heading, the command that saves one, and what shows it.
 KINDS = {
     "bench": ("The five parts", "gpt.py bench part0,part1,part2,part3,part4,sdpa", bench),
@@ -148,7 +152,7 @@ KINDS = {
     "generation_gpt2": ("Text of models of GPT-2's sizes, against other engines", GPT2, generation),
     "bench_cuda": ("Attention on the GPU", "gpt.py bench --device cuda", bench),
     "bench_backward": ("Gradients", BACKWARD, bench),
-    "bench_flash": ("FlashAttention's shapes", "gpt.py bench --tokens 16384 --columns 2048", bench),
+    "bench_flash": ("FlashAttention's shapes", FLASH_COMMAND, bench),
 }
 
 

@@ -72,7 +72,6 @@ NOTEBOOK = {
         "docs/learn/gpu.md",
         "cuda,lab",
         shorter={
-            ",sdpa-math --device cuda -d 32,64,128": " --device cuda -d 32,128",
             "--queries 1 -N 8192:131072*4 --batch 1 --heads 32 -d 64,128": (
                 "--queries 1 --plot out -N 8192:131072*4 --batch 1 --heads 32 -d 64"
             ),
