@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.util
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -140,16 +141,14 @@ def refuse_second(ctx, *grads):
     raise RuntimeError("part4 has no second gradient; only part0 has")
 
 
-def load_library(name: str, packages: tuple[str, ...], simd: str = "auto") -> ctypes.CDLL:
-    """The library `name` of the C++ in `package`/csrc, from a wheel or compiled. Raises as load() does."""
+def load_library(name: str, recipe: Callable[[str], Recipe], simd: str = "auto") -> ctypes.CDLL:
+    """The library `name`, from a wheel or compiled over one of SIMD. Raises as load() does."""
     with _loading:
         if resolve_simd(simd) == AUTO and prebuilt.in_wheel():
             library = prebuilt.checked(name)
             remedy = prebuilt.REMEDY
         else:
-            from shakespeare.attention_ext.build import recipes  # a wheel needs no compiler's
-
-            library = recipes.library(name, packages, simd).make()
+            library = recipe(simd).make()
             remedy = "delete it to compile it again"
         try:
             return ctypes.CDLL(str(library))

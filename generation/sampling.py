@@ -1,7 +1,7 @@
 """How a token is chosen from the logits: the settings of a text, and the choice in PyTorch.
 
 Sampling alone names a setting, its default, its bounds and its help, for the command line, the server, the
-page and the native engine. The settings need no torch, only a choice does.
+page and, in the order of its fields, for all kernels. The settings need no torch, only a choice does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_BIAS = 100  # of a token's logit, up or down, as in OpenAI's API
 
 
 @dataclass(frozen=True)
-class Number:
+class Setting:
     """The values that a setting may have.
 
     help: a sentence for the command line. above: `least` itself is excluded. off: the value that changes
@@ -72,9 +72,9 @@ class Number:
         return f"{low} and at most {self.most}" if self.above else f"from {self.least} to {self.most}"
 
 
-def number(default: float, help: str, **more: Any) -> Any:
-    """A field of Sampling that is a Number. Its default is off, unless another value is."""
-    return field(default=default, metadata={"number": Number(default, help, **{"off": default} | more)})
+def setting(default: float, help: str, **more: Any) -> Any:
+    """A field of Sampling that is a Setting. Its default is off, unless another value is."""
+    return field(default=default, metadata={"setting": Setting(default, help, **{"off": default} | more)})
 
 
 OF_ALL: dict[str, Any] = {"most": 1, "above": True, "slider": (0.05, 1, 0.05)}  # a share of the probability
@@ -101,14 +101,14 @@ class Sampling:
     Raises ValueError or TypeError naming the first setting that is out of range.
     """
 
-    temperature: float = number(
+    temperature: float = setting(
         0.8,
         "Divide the logits by this; 0 takes the likeliest token.",
         off=1.0,
         served=(0, 2),
         slider=(0, 2, 0.05),
     )
-    top_k: int | None = number(
+    top_k: int | None = setting(
         200,
         "Choose among the k likeliest tokens; 0 or -1: among all.",
         least=-1,
@@ -116,32 +116,32 @@ class Sampling:
         off=None,
         slider=(1, None, 1),
     )
-    top_p: float = number(
+    top_p: float = setting(
         1.0, "Choose among the likeliest tokens that together have this probability.", **OF_ALL
     )
-    min_p: float = number(
+    min_p: float = setting(
         0.0, "Choose among tokens with at least this share of the highest probability.", most=1
     )
-    typical_p: float = number(
+    typical_p: float = setting(
         1.0, "Choose among the tokens of typical surprise that together have this probability.", **OF_ALL
     )
-    repetition_penalty: float = number(
+    repetition_penalty: float = setting(
         1.0,
         "Above 1, tokens that have occurred become less likely.",
         above=True,
         # A penalty of 1e-37 makes a logit infinite, which would end the texts of others in the batch too.
         served=(0.01, 100),
     )
-    presence_penalty: float = number(
+    presence_penalty: float = setting(
         0.0, "Subtract this from the logits of tokens that have been written.", least=-2, most=2
     )
-    frequency_penalty: float = number(
+    frequency_penalty: float = setting(
         0.0, "Subtract this from a token's logit for each time that it has been written.", least=-2, most=2
     )
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, known in NUMBERS.items():
+        for name, known in SETTINGS.items():
             object.__setattr__(self, name, known.checked(name, getattr(self, name)))
         pairs = () if self.logit_bias is None else self.logit_bias
         if not isinstance(pairs, tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
@@ -160,6 +160,11 @@ class Sampling:
         object.__setattr__(self, "logit_bias", checked)
 
     @property
+    def numbers(self) -> list[float]:
+        """The settings that are numbers, as kernels take them."""
+        return [getattr(self, name) or 0 for name in SETTINGS]
+
+    @property
     def adjusts(self) -> bool:
         """Whether it changes logits before the choice."""
         penalties = self.presence_penalty, self.frequency_penalty
@@ -172,7 +177,9 @@ def drawn_seed(seed: int) -> int:
 
 
 # The settings that are numbers, by their names.
-NUMBERS: dict[str, Number] = {f.name: f.metadata["number"] for f in fields(Sampling) if f.metadata}
+SETTINGS: dict[str, Setting] = {f.name: f.metadata["setting"] for f in fields(Sampling) if f.metadata}
+# What a kernel takes for a setting that changes nothing.
+OFF = {name: known.off or 0 for name, known in SETTINGS.items()}
 
 
 def sample(

@@ -229,7 +229,9 @@ def _cache() -> str:
 def _decoder() -> str:
     if BROUGHT:
         return f"{BROUGHT} ({_python_says(DECODER, str(BROUGHT))})"
-    return _compiled(functools.partial(recipes.library, "decoder", ("model", "generation")), DECODER)
+    from shakespeare.generation.engines import native  # it imports NumPy, which may be missing
+
+    return _compiled(native.recipe, DECODER)
 
 
 def _compiled(recipe: Callable[[], Any], program: str, *arguments: str) -> str:

@@ -17,13 +17,18 @@ from shakespeare.model.files import write_file
 from shakespeare.model.tokenizer import CharTokenizer, Tokenizer
 
 FILE = "draft.safetensors"
-# As in generation/csrc/cuda/ngrams_table.h:
 ORDER = 5  # the most tokens of a context
-BUCKETS = 2**13
-WAYS = 4
-LISTED = 8
-BUCKET_SHIFT = 51
+BUCKETS = 2**13  # of the table
+WAYS = 4  # contexts of a bucket
+LISTED = 8  # tokens of a context
+BUCKET_SHIFT = 51  # of a hash: its bits above are the bucket's number
 TAG_SHIFT = 19
+FACTOR = 0x9E3779B97F4A7C15  # of a hash
+# The same for generation/csrc/cuda/ngrams_table.h; 64 bits of a macro have a sign.
+MACROS = {
+    **{"ORDER": ORDER, "CONTEXTS": BUCKETS * WAYS, "WAYS": WAYS, "LISTED": LISTED},
+    **{"BUCKET_SHIFT": BUCKET_SHIFT, "TAG_SHIFT": TAG_SHIFT, "FACTOR": FACTOR - 2**64},
+}
 MOST_BYTES = 2**20  # of a file
 MOST_VOCABULARY = 256  # a token takes a byte
 
@@ -67,7 +72,7 @@ class Draft:
 
 def hashes(recent: NDArray[np.int64], length: int) -> NDArray[np.uint64]:
     """The hashes of contexts of so many tokens, a byte each, as context_hash() in ngrams_table.h."""
-    return (recent | length << 8 * ORDER).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (recent | length << 8 * ORDER).astype(np.uint64) * np.uint64(FACTOR)
 
 
 def code_points(tokenizer: Tokenizer) -> NDArray[np.uint32]:

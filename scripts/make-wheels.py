@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from shakespeare.app.cli import options  # noqa: E402
-from shakespeare.attention_ext.build import nvrtc, prebuilt, recipes, toolchain  # noqa: E402
+from shakespeare.attention_ext.build import nvrtc, prebuilt, toolchain  # noqa: E402
 from shakespeare.attention_ext.cuda import driver, kernels  # noqa: E402
 from shakespeare.attention_ext.cuda.tiles import LARGE, Queries  # noqa: E402
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision  # noqa: E402
-from shakespeare.generation.engines import layouts  # noqa: E402
+from shakespeare.generation.engines import layouts, native  # noqa: E402
 from shakespeare.model import load  # noqa: E402
 from shakespeare.web import build  # noqa: E402
 
@@ -47,13 +47,15 @@ ZIG = (sys.executable, "-m", "ziglang", "c++")
 
 def compile_for(target: str, level: str, library: Path) -> None:
     """Compile the decoder for a kind of processor."""
-    recipe = recipes.library("decoder", ("model", "generation"))
+    recipe = native.recipe()
     assert recipe.needs
     machine = ("-target", target, f"-mcpu={level}")
     flags = (*(flag for flag in toolchain.flags(ZIG) if flag != toolchain.NATIVE), "-fPIC", *machine)
     # Linking compiles the C++ library: without -mcpu once for all levels.
-    others = {"compiler": ZIG, "flags": flags, "file": "decoder", "link": ("-shared", "-s", *machine[:2])}
-    shutil.copyfile(replace(recipe, **others, needs=replace(recipe.needs, **others)).make(), library)
+    others = {"compiler": ZIG, "file": "decoder", "link": ("-shared", "-s", *machine[:2])}
+    needs = replace(recipe.needs, **others, flags=flags)
+    made = replace(recipe, **others, flags=(*flags, *native.DEFINES), needs=needs).make()
+    shutil.copyfile(made, library)
 
 
 def sources() -> Iterator[nvrtc.Source]:

@@ -1,4 +1,4 @@
-"""A new part needs one file and one row per language: a sixth part in a copy of this repository."""
+"""In a copy of the repository a sixth part is a file and a row per language, a sampling setting one field."""
 
 import json
 import os
@@ -19,6 +19,9 @@ CPP_ROW = "    PART(part5, plain, none, none)"
 PYTHON_ROW = """\
         Part("part5", "PLAIN ATTENTION", "a part that a test adds", operator="part5_plain"),
 """
+# A setting that the torch engine alone does something with.
+SETTING = '    gain: float = setting(1.0, "Multiply the logits by this.", above=True)\n'
+USE = "    logits = logits * sampling.gain\n"
 
 
 def insert(file, before, text):
@@ -29,7 +32,7 @@ def insert(file, before, text):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory, extension):
-    """A copy of the repository with a sixth part."""
+    """A copy of the repository with a sixth part and another sampling setting."""
     made = tmp_path_factory.mktemp("copy")
     leave = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "out", "node_modules")
     copy_tree(ROOT, made, ignore=leave, symlinks=True)
@@ -39,6 +42,9 @@ def copy(tmp_path_factory, extension):
     (last,) = re.findall(r"^ *PART\(part4, flash, flash_decoding, flash_bf16\)", rows, re.M)
     (csrc / "parts.h").write_text(rows.replace(last, f"{last} \\\n{CPP_ROW}"))
     insert(made / "attention_ext" / "parts.py", r"^    \)\n\}$", PYTHON_ROW)
+    sampling = made / "generation" / "sampling.py"
+    insert(sampling, r"^    logit_bias: tuple", SETTING)
+    insert(sampling, r"^    penalty = sampling.repetition_penalty$", USE)
     return made
 
 
@@ -88,3 +94,21 @@ def test_it_writes_the_text(run):
     texts = {run("gpt.py", "part5", *common, "--engine", engine) for engine in ("native", "torch")}
     assert texts == {run("gpt.py", "part4", *common)} and len(texts.pop()) == 61
     assert "part5" in run("gpt.py", "race", "part4,part5", "--max-new-tokens", 20)
+
+
+def test_a_sampling_setting_is_carried_to_every_engine(run):
+    """The C++ decoder is compiled with it, the page and the server know it, the torch engine applies it."""
+    common = ("gpt.py", "part4", "--inference", "-m", "shakes128", "--num-samples", 1, "--max-new-tokens", 60)
+    plain, native, applied = (
+        run(*common, *more) for more in ((), ("--gain", 9), ("--gain", 9, "--engine", "torch"))
+    )
+    assert plain == native != applied
+    assert "--gain FLOAT" in run("gpt.py", "part4", "--help")
+    program = """
+from shakespeare.app.server.requests import CompletionBody
+from shakespeare.generation.engines import slots
+from shakespeare.web import build
+assert CompletionBody(model="", prompt="a", gain=2.0).gain == 2
+assert '"gain": 1.0' in build.facts() and "const GAIN: u32 = 8u;" in build.shaders()["decoder"]
+"""
+    run("-c", program)

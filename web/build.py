@@ -20,8 +20,8 @@ from shakespeare.attention_ext.parts import PARTS, BuildError, Dtype, Precision
 from shakespeare.attention_ext.webgpu import steps
 from shakespeare.attention_ext.webgpu.driver import Source
 from shakespeare.checkpoints import PRESENT
-from shakespeare.generation.engines import slots, webgpu
-from shakespeare.generation.sampling import NUMBERS
+from shakespeare.generation.engines import native, slots, webgpu
+from shakespeare.generation.sampling import OFF, SETTINGS
 from shakespeare.model.checkpoint import SUMS, bf16_bits, shipped
 from shakespeare.web import bundle, python_to_js
 
@@ -109,7 +109,7 @@ def write_scripts(folder: Path) -> None:
 
 def facts() -> str:
     """A module with what Python's tables say."""
-    numbers = {name: known for name, known in NUMBERS.items() if known.slider}
+    numbers = {name: known for name, known in SETTINGS.items() if known.slider}
     sliders = [{"name": name, "default": n.default, "slider": n.slider} for name, n in numbers.items()]
     wgsl = (webgpu.SOURCES / "decoder.wgsl").read_text(encoding="utf-8")
     constants = re.findall(r"^const (\w+) = (\d+)u;", wgsl, re.M)  # such as the flags of a text
@@ -121,6 +121,7 @@ def facts() -> str:
         "PIECE": PIECE,
         "TILE": default_tile.DEFAULT,
         "SLIDERS": sliders,
+        "OFF": OFF,
         "STEPS": [step.name for step in STEPS],
         "FASTEST": steps.FASTEST,
         "DECODER": {name: int(value) for name, value in constants},
@@ -132,7 +133,7 @@ def facts() -> str:
 def shaders() -> dict[str, Any]:
     """The WGSL of the decoder, which lacks the model's constants, and of each step: see step_shaders()."""
     files = tuple(webgpu.SOURCES / name for name in ("cache_fp32.wgsl", *webgpu.FILES))
-    decoder = Source(files, (*slots.PLACES.items(), ("SETTINGS", slots.SETTINGS)))
+    decoder = Source(files, tuple(slots.CONSTANTS.items()))
     return {"decoder": bare(decoder.text()), "steps": {step.name: step_shaders(step) for step in STEPS}}
 
 
@@ -207,7 +208,7 @@ def compiled(build: str) -> Path:
         file="kernels.wasm",
         what=f"the kernels to WebAssembly ({build}){ONCE if build == next(iter(BUILDS)) else ''}",
         compiler=(sys.executable, "-m", "ziglang", "c++"),
-        flags=(*FLAGS, *BUILDS[build]),
+        flags=(*FLAGS, *native.DEFINES, *BUILDS[build]),
         sources=tuple(path for path in sources if path.name not in LEFT_OUT),
         folders=(CSRC, *FOLDERS),
         link=FLAGS,  # the same for each build, so that zig compiles its libraries once

@@ -29,10 +29,10 @@ from shakespeare.generation.request import CONTEXTS, Request
 from shakespeare.generation.sampling import (
     LARGEST_SEED,
     MOST_BIAS,
-    NUMBERS,
     RANDOM,
-    Number,
+    SETTINGS,
     Sampling,
+    Setting,
     drawn_seed,
 )
 from shakespeare.model.checkpoint import Checkpoint
@@ -157,7 +157,7 @@ class StreamOptions(idle(include_obfuscation=[False])):  # type: ignore[misc]
     )
 
 
-def setting(name: str, known: Number) -> Any:
+def setting(name: str, known: Setting) -> Any:
     """The type and the field of a setting of Sampling. Its default changes nothing, as in OpenAI's API."""
     least, most = known.served or (known.least, known.most)
     low: Any = {"gt": least} if known.above and not known.served else {"ge": least}
@@ -170,7 +170,7 @@ def setting(name: str, known: Number) -> Any:
 Settable: Any = pydantic.create_model(
     "Settable",
     __base__=idle(**IDLE_IN_REQUESTS),
-    **{name: setting(name, known) for name, known in NUMBERS.items()},
+    **{name: setting(name, known) for name, known in SETTINGS.items()},
 )
 
 
@@ -248,7 +248,7 @@ class Body(Settable):
             raise wrong(f"seed is {seed}; the last choice's must be less than 2**63.", "seed")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         try:
-            sampling = Sampling(**{name: getattr(self, name) for name in NUMBERS}, logit_bias=bias)
+            sampling = Sampling(**{name: getattr(self, name) for name in SETTINGS}, logit_bias=bias)
             return [
                 Request(
                     prompts[i // candidates],

@@ -161,13 +161,19 @@ def launcher() -> Recipe:
     return with_torch(replace(_recipe("attention_ext_cuda", "launcher.so", what, sources), link=LINK))
 
 
-def library(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:
-    """The C++ in the folders `package`/csrc and the kernels, without Python. Raises as kernels() does."""
+def library(
+    name: str, packages: tuple[str, ...], simd: str = "auto", defines: tuple[str, ...] = ()
+) -> Recipe:
+    """The C++ in the folders `package`/csrc and the kernels, without Python. Raises as kernels() does.
+
+    defines: flags of the C++ in these folders.
+    """
     over = kernels(simd)
     folders = tuple(ROOT / package / "csrc" for package in packages)
     sources = tuple(path for folder in folders for path in found(folder, "*.cpp"))
     title = name.replace("_", " ")
-    return _library(over.name.replace("kernels", name), f"the {title}", over, (CSRC, *folders), sources)
+    prefix = over.name.replace("kernels", name)
+    return _library(prefix, f"the {title}", over, (CSRC, *folders), sources, *defines)
 
 
 def module(name: str, packages: tuple[str, ...], simd: str = "auto") -> Recipe:

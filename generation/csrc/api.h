@@ -26,10 +26,9 @@ Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv
                      const int64_t* layouts);
 void close_decoder(Handle* decoder);
 
-// numbers: all of cuda/sampling_table.h, in their order; NaN for one that changes nothing. logprobs, and top of
-// begin(): NO_LOGPROB, or how many alternatives each has.
-bool set_sampling(Handle* decoder, int64_t slot, const double* numbers, int64_t biases, const int64_t* tokens,
-                  const double* values, int64_t logprobs);
+// logprobs, and top of begin(): NO_LOGPROB, or how many alternatives each has.
+bool set_sampling(Handle* decoder, int64_t slot, const SamplingNumbers* numbers, int64_t biases,
+                  const int64_t* tokens, const double* values, int64_t logprobs);
 
 bool begin(Handle* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues, int64_t top);
 bool read_for(Handle* decoder, int64_t slot, double seconds, bool* done);

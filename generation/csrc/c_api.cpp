@@ -97,10 +97,10 @@ Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv
 
 void close_decoder(Handle* decoder) { delete decoder; }
 
-bool set_sampling(Handle* decoder, int64_t slot, const double* numbers, int64_t biases, const int64_t* tokens,
-                  const double* values, int64_t logprobs) {
+bool set_sampling(Handle* decoder, int64_t slot, const SamplingNumbers* numbers, int64_t biases,
+                  const int64_t* tokens, const double* values, int64_t logprobs) {
     return guarded([&] {
-        Sampling sampling = sampling_of(numbers);
+        Sampling sampling{*numbers};
         for (int64_t i = 0; i < biases; i++) sampling.logit_bias.emplace_back(tokens[i], values[i]);
         decoder->set_sampling(slot, sampling, logprobs);
     });

@@ -22,7 +22,7 @@ class Tail {
     uint64_t recent() const { return bytes; }  // the latest token lowest
     void push(int64_t token) {
         bytes = bytes << 8 | static_cast<uint8_t>(token);
-        count = std::min(count + 1, CONTEXT);
+        count = std::min(count + 1, ORDER);
     }
     void clear() { count = 0; }
 

@@ -49,15 +49,6 @@ void keep_typical(std::vector<double>& weight, double least, double typical_p) {
 
 }  // namespace
 
-Sampling sampling_of(const double* numbers) {
-    Sampling s;
-#define NUMBER(name, off) \
-    if (const double number = *numbers++; !std::isnan(number)) s.name = number;
-    SAMPLING_NUMBERS(NUMBER)
-#undef NUMBER
-    return s;
-}
-
 void weigh(const float* logits, const Occurrences& text, const Sampling& s, std::vector<double>& weight) {
     const size_t n = text.seen.size();
     OF_THIS_THREAD std::vector<double> sorted;

@@ -6,18 +6,15 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/sampling_table.h"
-
-// The settings of a text.
-struct Sampling {
-#define NUMBER(name, off) double name = off;
-    SAMPLING_NUMBERS(NUMBER)
-#undef NUMBER
-    std::vector<std::pair<int64_t, double>> logit_bias{};  // (token, what is added to its logit)
+// The settings that are numbers, in the order of generation/sampling.py: name = the value that changes nothing.
+struct SamplingNumbers {
+    double SAMPLING_NUMBERS;
 };
 
-// The settings with these numbers, all of SAMPLING_NUMBERS; NaN for one that changes nothing.
-Sampling sampling_of(const double* numbers);
+// The settings of a text.
+struct Sampling : SamplingNumbers {
+    std::vector<std::pair<int64_t, double>> logit_bias{};  // (token, what is added to its logit)
+};
 
 // The occurrences of each token of the vocabulary in a text.
 struct Occurrences {

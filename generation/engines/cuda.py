@@ -25,7 +25,7 @@ from shakespeare.generation.engines import layouts
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.layouts import Floats, Grid, Launch, Layout
 from shakespeare.generation.engines.native import DraftCounts
-from shakespeare.generation.engines.slots import PLACES, SETTINGS, Prompt, Slots
+from shakespeare.generation.engines.slots import PLACES, ROW, Prompt, Slots
 from shakespeare.generation.engines.slots import Unfit as Unfit
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING
@@ -128,7 +128,7 @@ class CudaEngine(Slots):
             "logits": 4 * V,
             "seen": 4 * V,
             "written": 4 * V,
-            "sampling": 8 * SETTINGS,
+            "sampling": 8 * ROW,
             "bias": 8 * V,
         }
         self._arrays = {name: Memory(slots * size) for name, size in self._sizes.items()}

@@ -15,7 +15,8 @@ from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.launches import Gpu
 from shakespeare.attention_ext.parts import CachePrecision, Dtype, Precision
 from shakespeare.generation.engines.engine import check_plain
-from shakespeare.generation.engines.slots import SETTINGS, Unfit
+from shakespeare.generation.engines.slots import CONSTANTS, ROW, Unfit
+from shakespeare.model import draft
 from shakespeare.model.checkpoint import bf16_bits
 from shakespeare.model.config import EMBEDDING, GPTConfig
 
@@ -85,6 +86,8 @@ class Layout(ABC):
     def _source(self, file: str, texts: int, capability: tuple[int, int], **macros: int) -> nvrtc.Source:
         c = self.config
         macros = {
+            **CONSTANTS,
+            **draft.MACROS,
             **macros,
             "FORMAT": driver.FORMATS[Dtype(self.kv_cache)],
             "WEIGHT_BITS": WEIGHT_BITS[self.weights],
@@ -171,7 +174,7 @@ class Cluster(Layout):
         qkv = -(-units // self.blocks) * 3 * c.head_dim
         result = -(-texts * (c.head_dim + 2) // 4) * 16
         size = texts * (4 * (2 * c.n_embd + qkv + various) + 16) + units * result
-        size += 8 * SETTINGS + 8 * BARRIERS + self._counters()
+        size += 8 * ROW + 8 * BARRIERS + self._counters()
         return self.image.itemsize + -(-size // 16) * 16
 
     def attending(self, texts: int) -> tuple[int, int]:

@@ -20,14 +20,14 @@ from numpy.typing import ArrayLike, NDArray
 from shakespeare.attention_ext import default_tile, extension, processor
 from shakespeare.attention_ext.parts import resolve_simd
 from shakespeare.generation.engines.engine import EngineOptions, Tokens, rows_of
-from shakespeare.generation.engines.slots import NAMES
 from shakespeare.generation.logprobs import check_top
-from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.sampling import OFF, Sampling
 from shakespeare.model.checkpoint import Checkpoint
-from shakespeare.model.draft import Draft
+from shakespeare.model.draft import MACROS, Draft
 from shakespeare.model.files import is_mapped
 
 if TYPE_CHECKING:
+    from shakespeare.attention_ext.build.recipes import Recipe
     from shakespeare.model.gpt import GPT
 
 # What a failure of each kind in csrc/api.h raises.
@@ -51,6 +51,11 @@ class DraftCounts(NamedTuple):
     accepted: int
 
 
+# What the C++ takes from Python's tables: see csrc/sampling.h and csrc/cuda/ngrams_table.h.
+DEFINES = (
+    f"-DSAMPLING_NUMBERS={','.join(f'{name}={off}' for name, off in OFF.items())}",
+    *(f"-D{name}={number}" for name, number in MACROS.items()),
+)
 HEADER = Path(__file__).parent.parent / "csrc" / "api.h"
 # How ctypes names the types of its signatures; pointers to anything else are addresses.
 TYPES: dict[str, Any] = {
@@ -72,10 +77,17 @@ def signatures() -> dict[str, tuple[Any, list[Any]]]:
     return result
 
 
+def recipe(simd: str = "auto") -> Recipe:
+    """How the library is compiled. Raises as recipes.kernels() does."""
+    from shakespeare.attention_ext.build import recipes  # a wheel needs no compiler's
+
+    return recipes.library("decoder", ("model", "generation"), simd, DEFINES)
+
+
 @functools.cache
 def library(simd: str = "auto") -> ctypes.CDLL:
     """The library of csrc/ over one of SIMD, compiled if need be. Raises as extension.load() does."""
-    loaded = extension.load_library("decoder", ("model", "generation"), simd)
+    loaded = extension.load_library("decoder", recipe, simd)
     for name, (returned, parameters) in signatures().items():
         function = getattr(loaded, name)
         function.restype = returned
@@ -144,8 +156,7 @@ class Decoder:
         raise TypeError("a Decoder cannot be copied")
 
     def set_sampling(self, slot: int, sampling: Sampling, logprobs: int | None = None) -> None:
-        values = (getattr(sampling, name) for name in NAMES)
-        numbers = (c_double * len(NAMES))(*(math.nan if v is None else v for v in values))
+        numbers = (c_double * len(OFF))(*sampling.numbers)
         tokens, biases = zip(*sampling.logit_bias) if sampling.logit_bias else ((), ())
         added = (c_double * len(biases))(*biases)
         top = alternatives("logprobs", logprobs)

@@ -2,11 +2,9 @@
 
 import contextlib
 import math
-import re
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +14,13 @@ from shakespeare.generation import logprobs
 from shakespeare.generation.engines.engine import Tokens, rows_of
 from shakespeare.generation.engines.engine import Unfit as Unfit
 from shakespeare.generation.logprobs import TokenLogprob
-from shakespeare.generation.sampling import Sampling
+from shakespeare.generation.sampling import SETTINGS, Sampling
 from shakespeare.model.config import GPTConfig
 
-TABLE = Path(__file__).parent.parent / "csrc" / "cuda" / "sampling_table.h"
-NAMES = re.findall(r"NUMBER\((\w+),", TABLE.read_text("utf-8"))  # of the settings, in the kernels' order
-# The places of the settings and of what follows from them: whether logits are changed before the choice.
-PLACES = {name.upper(): place for place, name in enumerate((*NAMES, "adjusted", "inverse_temperature"))}
-SETTINGS = len(PLACES)
+# The places of a text's settings and of what follows from them: whether logits are changed before the choice.
+PLACES = {name.upper(): place for place, name in enumerate((*SETTINGS, "adjusted", "inverse_temperature"))}
+ROW = len(PLACES)
+CONSTANTS = {**PLACES, "SETTINGS": ROW}  # of kernels
 
 
 class Prompt(NamedTuple):
@@ -211,6 +208,5 @@ class Slots:
 
 
 def settings(sampling: Sampling) -> NDArray[np.float64]:
-    """What a kernel is told of the choice of a text's tokens, (SETTINGS,)."""
-    numbers = [getattr(sampling, name) or 0 for name in NAMES]
-    return np.array([*numbers, sampling.adjusts, 1 / max(sampling.temperature, 1e-300)], float)
+    """What a kernel takes for the choice of a text's tokens, (ROW,)."""
+    return np.array([*sampling.numbers, sampling.adjusts, 1 / max(sampling.temperature, 1e-300)], float)

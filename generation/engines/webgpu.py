@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shakespeare.attention_ext.parts import CachePrecision, Precision
 from shakespeare.attention_ext.webgpu.driver import LOCK, MOST_GROUPS, Adapter, Source, opened
 from shakespeare.generation.engines.engine import EngineOptions, check_plain
-from shakespeare.generation.engines.slots import PLACES, SETTINGS, Prompt, Slots, Unfit
+from shakespeare.generation.engines.slots import CONSTANTS, PLACES, ROW, Prompt, Slots, Unfit
 from shakespeare.model.checkpoint import Checkpoint
 from shakespeare.model.config import EMBEDDING, GPTConfig
 
@@ -137,8 +137,7 @@ def source_for(
     if size > most:
         raise Unfit(f"the keys of a text take {size:,} bytes; {on.name} has buffers of {most:,}")
     constants = {
-        **PLACES,
-        "SETTINGS": SETTINGS,
+        **CONSTANTS,
         "LAYERS": config.n_layer,
         "HEADS": config.n_head,
         "HEAD_DIM": config.head_dim,
@@ -215,7 +214,7 @@ class WebGpuEngine(Slots):
             "values": cached,
             "logits": 4 * V,
             "counts": 8 * V,
-            "settings": 4 * (SETTINGS + V),
+            "settings": 4 * (ROW + V),
         }
         most = min(MOST_GROUPS, gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values()))
         self._chunks = []
@@ -380,7 +379,7 @@ class WebGpuEngine(Slots):
             self._gpu.write(buffer, numbers.astype(np.float32))
             if "bias" in self._stale:
                 bias = self._settings["bias"][slots].astype(np.float32)
-                self._gpu.write(buffer, bias, 4 * SETTINGS * chunk.slots)
+                self._gpu.write(buffer, bias, 4 * ROW * chunk.slots)
         self._stale.clear()
 
 

@@ -26,7 +26,7 @@ from shakespeare.attention_ext.parts import PARTS, helpers_of
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request, Uniforms
-from shakespeare.generation.sampling import NUMBERS, RANDOM, Sampling
+from shakespeare.generation.sampling import RANDOM, SETTINGS, Sampling
 from shakespeare.generation.texts import capacity_for, complete, slots_for
 from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint, load
@@ -36,7 +36,7 @@ from shakespeare.model.tokenizer import Tokenizer
 MOST_NEW_TOKENS = 2**20  # limit for a line of a prompts file: an endless text would block its shard
 ASK_SECONDS = 0.2  # time between two questions whether a shard is still wanted
 WRITE_SECONDS = 1.0  # of a call of the engine: nobody waits for its tokens
-LINE_OPTIONS = (*NUMBERS, "max_new_tokens", "seed", "stop", "context", "ignore_eos")
+LINE_OPTIONS = (*SETTINGS, "max_new_tokens", "seed", "stop", "context", "ignore_eos")
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def request_of_line(
         given["max_new_tokens"] = checkpoint.config.block_size
     tokenizer = checkpoint.tokenizer
     request = replace(request_for(settings, tokenizer, index), ids=tokenizer.encode(prompt or "\n"))
-    sampling = replace(settings.sampling, **{name: given.pop(name) for name in NUMBERS if name in given})
+    sampling = replace(settings.sampling, **{name: given.pop(name) for name in SETTINGS if name in given})
     request = replace(request, sampling=sampling, **given)
     most = request.max_new_tokens
     if most is None or most > max(MOST_NEW_TOKENS, settings.max_new_tokens):

@@ -110,8 +110,7 @@ class Device:
     @functools.cache
     def kernel(self, layout: layouts.Layout, texts: int) -> tuple:
         source = layout.source(texts, self.on.capability)
-        named = source.file + "-".join(f"{name}{value}" for name, value in source.macros.items())
-        work = self._directory / named
+        work = self._directory / source.fingerprint()
         if not work.is_dir():
             self._directory.mkdir(exist_ok=True)
             made = Path(tempfile.mkdtemp(dir=self._directory))

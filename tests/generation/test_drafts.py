@@ -14,9 +14,9 @@ import torch
 from steps import prefill, write, write_at_random
 from support import full, or_skip
 
-from shakespeare.attention_ext import extension as built
 from shakespeare.attention_ext.parts import PARTS
 from shakespeare.generation import draft_maker as maker
+from shakespeare.generation.engines import native
 from shakespeare.generation.engines.table import open_engine
 from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import Sampling
@@ -203,7 +203,7 @@ def test_when_the_cuda_engine_has_drafts(emulated, monkeypatch):
 def test_many_texts_are_the_same(part, simd, kv_cache, model, kinds):
     """12 cases of 117 texts of the tiny model and 36 of a shipped one: 1,836 in all."""
     with or_skip():
-        built.load_library("decoder", ("model", "generation"), simd)
+        native.library(simd)
     drafts = [*kinds.values()]
     for seed, weights in enumerate(("fp32", "bf16", "int8")):
         draft = drafts[seed - (kv_cache == "bf16")]  # each kind of cache pairs them another way

@@ -8,9 +8,8 @@ import pytest
 import torch
 from support import naming
 
-from shakespeare.generation.engines.slots import NAMES
 from shakespeare.generation.request import Uniforms
-from shakespeare.generation.sampling import NUMBERS, Sampling, sample
+from shakespeare.generation.sampling import Sampling, sample
 
 PLAIN = dict(temperature=1.0, top_k=None)
 UNIFORMS = [i / 997 for i in range(997)]
@@ -103,10 +102,6 @@ def test_settings_are_kept_as_numbers_of_python():
         assert repr(kept) == repr(Sampling(0.5, 3, 1, logit_bias=((1, 2.5),)))
     assert Sampling(None, top_p=None, logit_bias=None) == Sampling() != Sampling(top_k=None)
     assert Sampling(top_k=0) == Sampling(top_k=-1) == Sampling(top_k=None)
-
-
-def test_the_kernels_table_has_the_settings():
-    assert sorted(NAMES) == sorted(NUMBERS)
 
 
 def test_wrong_settings_are_named():

@@ -20,6 +20,7 @@ from support import found_program, or_skip, printed
 
 from shakespeare.attention_ext.build import ninja, recipes, toolchain
 from shakespeare.attention_ext.build.recipes import CSRC, ROOT
+from shakespeare.generation.engines.native import DEFINES
 
 pytestmark = pytest.mark.full
 
@@ -66,7 +67,7 @@ def link(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     own = tmp_path_factory.mktemp("programs")
 
     def link(command: list[str], sources: list[Path], *objects: Path, options=OF_A_SOURCE) -> Path:
-        command = [*command, "-std=c++17", "-g1", *flags(command[0])]
+        command = [*command, "-std=c++17", "-g1", *flags(command[0]), *DEFINES]
         includes = (f"-I{CSRC}", f"-I{ROOT}")
         compiled = [
             ninja.Object(source, tuple(command), (*includes, *options.get(source, ()))) for source in sources

@@ -13,7 +13,7 @@ from support import ROOT
 
 from shakespeare import generate
 from shakespeare.attention_ext.parts import PARTS
-from shakespeare.generation.sampling import NUMBERS, Sampling, sample
+from shakespeare.generation.sampling import SETTINGS, Sampling, sample
 from shakespeare.lab.traffic import Block, Case, streams
 from shakespeare.model.checkpoint import load, save
 from shakespeare.model.gpt import alibi_bias, causal_attention
@@ -128,7 +128,7 @@ def test_the_distribution_shown_is_the_one_drawn_from(node):
     ):
         logits = torch.tensor([rng.gauss(0, 2) for _ in range(65)])
         sampling = Sampling(**{"top_k": None} | settings)
-        settings = {name: getattr(sampling, name) for name in NUMBERS}
+        settings = {name: getattr(sampling, name) for name in SETTINGS}
         counts = counts_of(ids[:prompt], ids[prompt:], len(logits))
         given = {"sampling": settings, "ids": ids, "prompt": prompt}
         model, filtered = node("distribution", logits=logits.tolist(), **given)

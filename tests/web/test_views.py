@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import full, naming, printed
 
-from shakespeare.generation.sampling import NUMBERS
+from shakespeare.generation.sampling import SETTINGS
 from shakespeare.lab import rule_options
 from shakespeare.web import build
 
@@ -202,7 +202,7 @@ def test_the_command_writes_the_same_text(node, extension, choices):
     node.load(precision="bf16")
     defaults = {"seed": "1337", "context": "slide"}
     chosen = defaults | choices | {"prompt": choices["prompt"] or "\n"}
-    names = {name: name.replace("_", "") for name in NUMBERS}
+    names = {name: name.replace("_", "") for name in SETTINGS}
     chosen["sampling"] = {name: chosen[choice] for name, choice in names.items() if choice in chosen}
     assert shown == f"{chosen['prompt']}{node('text', **chosen)}\n"
 

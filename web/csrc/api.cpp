@@ -58,22 +58,17 @@ Writer* open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t pa
 
 EXPORT(close_decoder) void close_decoder(Writer* writer) { delete writer; }
 
-// The names of the operators of PARTS, each followed by a line end, and after an empty line those of
-// SAMPLING_NUMBERS, each with the value that changes nothing.
+// The names of the operators of PARTS, each followed by a line end.
 EXPORT(names) const char* names() {
     static std::string lines;
     lines.clear();
     for (const Part& part : PARTS) lines += std::string(part.name) + '\n';
-#define NUMBER(name, off) #name " " #off "\n"
-    lines += "\n" SAMPLING_NUMBERS(NUMBER);
-#undef NUMBER
     return lines.c_str();
 }
 
-// Begins a text. sampling: as sampling_of() takes it.
-EXPORT(begin_text) void begin_text(Writer* writer, uint64_t seed, const double* sampling) {
+EXPORT(begin_text) void begin_text(Writer* writer, uint64_t seed, const SamplingNumbers* sampling) {
     writer->uniforms = Uniforms(seed);
-    writer->decoder.set_sampling(0, sampling_of(sampling));
+    writer->decoder.set_sampling(0, {*sampling});
 }
 
 // to (count, 2) <- a seed's numbers from `first` on, for decoder.wgsl: the nearest float below, and the rest.
@@ -108,15 +103,15 @@ EXPORT(write_tokens) int32_t write_tokens(Writer* writer, int32_t most, int32_t*
 }
 
 // to (V) <- the probabilities from which a token is drawn, after `count` tokens, of which the first `prompt`
-// were given. sampling: as sampling_of() takes it.
+// were given.
 EXPORT(distribution)
 void distribution(const float* logits, int32_t V, const int32_t* ids, int32_t count, int32_t prompt,
-                  const double* sampling, double* to) {
+                  const SamplingNumbers* sampling, double* to) {
     Occurrences text{std::vector<char>(V), std::vector<int32_t>(V)};
     for (int32_t i = 0; i < count; i++) text.seen[ids[i]] = 1;
     for (int32_t i = prompt; i < count; i++) text.written[ids[i]]++;
     std::vector<double> weight;
-    weigh(logits, text, sampling_of(sampling), weight);
+    weigh(logits, text, {*sampling}, weight);
     const double total = std::accumulate(weight.begin(), weight.end(), 0.0);
     std::transform(weight.begin(), weight.end(), to, [&](double w) { return w / total; });
 }

@@ -1,4 +1,5 @@
 // An instance of the kernels in WebAssembly, and access to its memory.
+import { OFF } from "./facts.js";
 
 // An error that the kernels report.
 export class Refused extends Error {}
@@ -34,10 +35,8 @@ export class Kernels {
     });
     kernels.c = exports;
     exports._initialize();
-    const [operators, settings] = kernels.string(exports.names()).split("\n\n");
-    kernels.settings = Object.fromEntries(settings.match(/.+/g).map((line) => line.split(" ")));
     // The rows of csrc/parts.h, whose operators are a name and an algorithm: part4_flash.
-    kernels.parts = operators.split("\n").map((operator) => {
+    kernels.parts = kernels.string(exports.names()).match(/.+/g).map((operator) => {
       const [name, ...algorithm] = operator.split("_");
       return { name, algorithm: algorithm.join(" ") };
     });
@@ -46,7 +45,7 @@ export class Kernels {
 
   // Settings of sampling, {name: value}, in the kernels' order; a missing one is off.
   byName(sampling) {
-    return Object.fromEntries(Object.entries(this.settings).map(([name, off]) => [name, Number(sampling[name] ?? off)]));
+    return Object.fromEntries(Object.entries(OFF).map(([name, off]) => [name, Number(sampling[name] ?? off)]));
   }
 
   inOrder(sampling) { return Float64Array.from(Object.values(this.byName(sampling))); }

@@ -29,10 +29,10 @@ constexpr int OF_LANE = (VOCAB + LANES - 1) / LANES;  // tokens of a lane
 // What of a text's settings leaves tokens out.
 struct Filters {
     const double* settings;
-    double top_k = settings[Setting::top_k];
-    double top_p = settings[Setting::top_p];
-    double min_p = settings[Setting::min_p];
-    double typical_p = settings[Setting::typical_p];
+    double top_k = settings[TOP_K];
+    double top_p = settings[TOP_P];
+    double min_p = settings[MIN_P];
+    double typical_p = settings[TYPICAL_P];
     __device__ bool any() const { return top_k > 0 || typical_p < 1 || top_p < 1 || min_p > 0; }
 };
 
@@ -141,11 +141,11 @@ __device__ inline int pick(const float (&weight)[OF_LANE], float uniform) {
 __device__ inline int choose(const Work& work, long long at, const float* logits, const double* settings,
                              double uniform, double* memory) {
     const Filters filters{settings};
-    const double temperature = settings[Setting::temperature];
-    const double repetition = settings[Setting::repetition_penalty];
-    const double presence = settings[Setting::presence_penalty];
-    const double frequency = settings[Setting::frequency_penalty];
-    const bool adjusted = settings[Setting::adjusted] != 0, penalised = presence != 0 || frequency != 0;
+    const double temperature = settings[TEMPERATURE];
+    const double repetition = settings[REPETITION_PENALTY];
+    const double presence = settings[PRESENCE_PENALTY];
+    const double frequency = settings[FREQUENCY_PENALTY];
+    const bool adjusted = settings[ADJUSTED] != 0, penalised = presence != 0 || frequency != 0;
     const int lane = threadIdx.x % LANES, first = lane * OF_LANE;
     float logit[OF_LANE], largest = -INF;
     bool numbers = true;
@@ -185,7 +185,7 @@ __device__ inline int choose(const Work& work, long long at, const float* logits
     }
     // float32's exp and sums err by less than the logits do.
     float kept[OF_LANE];  // 0 where a filter leaves a token out
-    const float inverse = fmaxf(fminf(settings[Setting::inverse_temperature], 3e38f), 1e-30f);  // 0 stays 0
+    const float inverse = fmaxf(fminf(settings[INVERSE_TEMPERATURE], 3e38f), 1e-30f);  // 0 stays 0
     UNROLLED(e, OF_LANE) kept[e] = expf(below[e] * inverse);
     if (filters.any()) filter(filters, memory, kept);
     return pick(kept, float(uniform));

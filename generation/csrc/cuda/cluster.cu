@@ -172,7 +172,7 @@ __device__ inline void write_with_drafts(const Work& work, int number, Exchange&
     float* logits = s.various[block % TEXTS];
     auto* memory = reinterpret_cast<double*>(logits + WEIGHTS);
     int held = text.length, pending = text.token, passes = 0, drafted = 0, guesses = 0;
-    int known = min(held, CONTEXT - 1);
+    int known = min(held, ORDER - 1);
     unsigned long long recent = unsigned(text.flags);
     const auto add = [&](int token) { recent = recent << 8 | unsigned(token), known++; };
     if (pending >= 0) add(pending);

@@ -1,11 +1,11 @@
 // What the kernels of the cuda engine share: the model's sizes, what they are given, and small functions.
 //
 // Macros by engines/cuda.py beside those of online.h: WEIGHT_BITS, 32 or 16 (bfloat16); LAYERS, HEADS, VOCAB;
-// TEXTS of a pass; BIAS of layers; CLOCKS: whether cycles of the phases are counted; SHARED_BYTES of a block.
+// TEXTS of a pass; BIAS of layers; CLOCKS: whether cycles of the phases are counted; SHARED_BYTES of a block;
+// SETTINGS of a text and the place of each; those of ngrams_table.h.
 #pragma once
 
 #include "online.h"
-#include "sampling_table.h"
 
 constexpr int WIDTH = HEADS * HEAD_DIM, HIDDEN = 4 * WIDTH;
 
@@ -56,14 +56,6 @@ template <class Layer, class Head, int share> struct __align__(16) Model {
 };
 struct Weights;  // of each kernel its own Model
 
-// The places of a text's settings, and of what follows from them. adjusted: whether logits are changed before
-// the choice.
-#define NUMBER(name, off) name,
-struct Setting {
-    enum { SAMPLING_NUMBERS(NUMBER) adjusted, inverse_temperature, count };
-};
-#undef NUMBER
-constexpr int SETTINGS = Setting::count;
 enum Phase { EMBEDDING, QKV, ATTENTION, PROJECTION, MLP_UP, MLP_DOWN, HEAD, SAMPLING, WAITING, PHASES };
 
 // A text, or a token of a prompt. length: tokens in the cache. token: the one to be read next; -1 if the logits

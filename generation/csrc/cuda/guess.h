@@ -12,8 +12,8 @@ struct Taste {
     bool greedy, filtered;
 
     __device__ explicit Taste(const double* settings)  // never 0, so that the power of 0 is 0
-        : exponent(2 * float(SHARPNESS) * fmaxf(fminf(settings[Setting::inverse_temperature], 1e30f), 1e-30f)),
-          greedy(settings[Setting::temperature] == 0 || exponent > GREEDY),
+        : exponent(2 * float(SHARPNESS) * fmaxf(fminf(settings[INVERSE_TEMPERATURE], 1e30f), 1e-30f)),
+          greedy(settings[TEMPERATURE] == 0 || exponent > GREEDY),
           filtered(Filters{settings}.any()) {}
 };
 
@@ -21,9 +21,9 @@ struct Taste {
 __device__ inline int guess(const Work& work, unsigned long long recent, int known, float uniform,
                             const Taste& taste, const double* settings, double* memory) {
     const int lane = threadIdx.x % LANES, length = lane / WAYS + 1;
-    const unsigned long long hash = context_hash(recent, min(length, CONTEXT));
+    const unsigned long long hash = context_hash(recent, min(length, ORDER));
     const unsigned context = unsigned(hash >> BUCKET_SHIFT) * WAYS + lane % WAYS;
-    const bool same = length <= min(known, CONTEXT) && work.tags[context] == unsigned(hash >> TAG_SHIFT);
+    const bool same = length <= min(known, ORDER) && work.tags[context] == unsigned(hash >> TAG_SHIFT);
     const unsigned found = __ballot_sync(~0u, same);  // without one, any guess will do
     const uint4 pairs = work.pairs[__shfl_sync(~0u, context, 31 - __clz(found | 1))];
     const unsigned words[] = {pairs.x, pairs.y, pairs.z, pairs.w};

@@ -20,7 +20,7 @@
 // 4 logits    f32 [slots][VOCAB], the latest
 // 5 counts    u32 [slots][2][VOCAB]: how often a token has occurred; how often since the prompt
 // 6 settings  f32 [slots][SETTINGS], then f32 [slots][VOCAB], added to the logits. The settings: those of
-//             cuda/sampling_table.h; ADJUSTED, 1 if a penalty or a bias changes logits, else 0;
+//             generation/sampling.py; ADJUSTED, 1 if a penalty or a bias changes logits, else 0;
 //             INVERSE_TEMPERATURE, at most 1e30
 // 7 work      u32: TEXT words of each text, then what they point to: the tokens to be read, and at uniforms_at
 //             for each (row, text) a number in [0, 1) as f32 bits, the nearest f32 below it and the rest

@@ -11,7 +11,7 @@ from training_texts import words
 
 from shakespeare.app.cli import options
 from shakespeare.attention_ext import PARTS
-from shakespeare.generation.sampling import NUMBERS, Sampling
+from shakespeare.generation.sampling import SETTINGS, Sampling
 from shakespeare.model.checkpoint import DRAFT, save
 from shakespeare.model.tokenizer import CharTokenizer
 
@@ -33,7 +33,7 @@ def test_inference_notices_go_to_stderr_and_text_to_stdout(cli, part, monkeypatc
 def test_the_samplings_options_reach_it():
     settings = dict(temperature=0.5, top_k=3, top_p=0.4, min_p=0.1, typical_p=0.6, repetition_penalty=2.0)
     settings |= dict(presence_penalty=-1.0, frequency_penalty=1.5)
-    assert settings.keys() == NUMBERS.keys()
+    assert settings.keys() == SETTINGS.keys()
     words = [str(word) for name, value in settings.items() for word in ("--" + name.replace("_", "-"), value)]
     command = click.command("sampled")(options.sampling(lambda sampling: sampling))
     assert command.main(words, standalone_mode=False) == Sampling(**settings)

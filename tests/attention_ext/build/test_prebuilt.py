@@ -6,6 +6,7 @@ import pytest
 
 from shakespeare.attention_ext import BuildError, extension, processor
 from shakespeare.attention_ext.build import prebuilt
+from shakespeare.generation.engines import native
 
 
 @pytest.fixture
@@ -58,4 +59,4 @@ def test_a_library_that_cannot_be_loaded_is_a_sentence(wheel, monkeypatch, tmp_p
     ):
         library.unlink() if content is None else library.write_bytes(content)
         with pytest.raises(BuildError, match=f"{why}.*; {prebuilt.REMEDY}"):
-            extension.load_library("decoder", ("model", "generation"))
+            extension.load_library("decoder", native.recipe)

@@ -12,12 +12,13 @@ from support import ROOT, script
 
 from shakespeare.attention_ext import PARTS, BuildError, processor
 from shakespeare.attention_ext.build import recipes, toolchain
+from shakespeare.generation.engines import native
 
 
 def test_every_source_is_compiled_and_every_part_has_a_row():
     packages = ("attention_ext", "generation", "model", "training")  # the page has a build of its own
     on_disk = {path for package in packages for path in (recipes.ROOT / package).glob("csrc/**/*.cpp")}
-    recipe = recipes.library("decoder", ("model", "generation"), "portable")
+    recipe = native.recipe("portable")
     training = recipes.module("training_step", ("model", "training"), "portable")
     compiled = {*recipe.sources, *training.sources, *recipe.needs.sources, *recipes.program("off").sources}
     compiled |= {*recipes.operators("portable").sources, *recipes.kernels("off").sources}
@@ -44,7 +45,7 @@ def test_what_decides_the_path_and_its_absence_does_not(monkeypatch, tmp_path):
     def paths():
         small = dataclasses.replace(recipes.program("portable"), folders=(tmp_path,), sources=(source,))
         training = recipes.module("training_step", ("training", "model"))
-        made = (small, recipes.library("decoder", ("model", "generation")), recipes.operators(), training)
+        made = (small, native.recipe(), recipes.operators(), training)
         return [recipe.path() for recipe in made]
 
     before = paths()
