@@ -123,10 +123,13 @@ def on_cpu(case: Case, engines: Iterable[str], peers: Iterable[str]) -> dict[str
         kinds += [("native", weights, CachePrecision.FP32) for weights in (Precision.BF16, Precision.INT8)]
         kinds.append(("native", Precision.FP32, CachePrecision.BF16))
     contenders: dict[str, Open]
-    contenders = {name_of(*kind): partial(Own, model, kind[0], case.batch, *kind[1:]) for kind in kinds}
-    for name, kind in PEERS["cpu"].items():
-        if name in peers and not (kind is UncachedPyTorch and case.slow_without_cache):
-            contenders[name] = partial(kind, model, case.threads)
+    contenders = {
+        name_of(*contender): partial(Own, model, contender[0], case.batch, *contender[1:])
+        for contender in kinds
+    }
+    for name, contender in PEERS["cpu"].items():
+        if name in peers and not (contender is UncachedPyTorch and case.slow_without_cache):
+            contenders[name] = partial(contender, model, case.threads)
     return contenders
 
 
@@ -135,9 +138,9 @@ def on_gpu(case: Case, dtype: str, engines: Iterable[str], peers: Iterable[str])
     model = model_of(case.model)
     precisions = (Precision(dtype), CachePrecision(dtype))
 
-    def opened(kind: Callable[..., Peer], *arguments: Any) -> Peer:
-        peer = kind(model, *arguments)
-        peer.name += "" if kind is Own else f" {dtype}"
+    def opened(contender: Callable[..., Peer], *arguments: Any) -> Peer:
+        peer = contender(model, *arguments)
+        peer.name += "" if contender is Own else f" {dtype}"
         peer.most_error = MOST_ERROR_ON_GPU[dtype]
         return peer
 
@@ -146,9 +149,9 @@ def on_gpu(case: Case, dtype: str, engines: Iterable[str], peers: Iterable[str])
         name_of(name, *precisions): partial(opened, Own, name, case.batch, *precisions, DEVICE)
         for name in ours
     }
-    for name, kind in PEERS["cuda"].items():
+    for name, contender in PEERS["cuda"].items():
         if name in peers:
-            contenders[f"{name} {dtype}"] = partial(opened, kind, 1, DEVICE, DTYPES[dtype])
+            contenders[f"{name} {dtype}"] = partial(opened, contender, 1, DEVICE, DTYPES[dtype])
     return contenders
 
 

@@ -49,8 +49,8 @@ def make(checkpoint: Checkpoint, ids: Sequence[int], seconds: float = math.inf) 
         raise NoDraft("the model's block size is 1; a draft needs one of at least 2")
     if len(ids) == 0:
         raise ValueError("the text is empty; a draft needs one")
-    text = np.array(ids, np.int64)
-    found = _contexts(text, *_expected(checkpoint, text, seconds), len(vocabulary))
+    corpus = np.array(ids, np.int64)
+    found = _contexts(corpus, *_expected(checkpoint, corpus, seconds), len(vocabulary))
     hashes, gains, pairs = map(np.concatenate, zip(*found))
     tags = np.zeros((drafts.BUCKETS, drafts.WAYS), np.uint32)
     table = np.zeros((*tags.shape, drafts.LISTED, 2), np.uint8)
@@ -77,8 +77,8 @@ def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
     writer = Writer(open_engine(checkpoint, "native", slots=AT_ONCE, draft="off"))
     for seed in range(AT_ONCE):
         first = [seed % checkpoint.config.vocab_size]
-        asked: Any = {"seed": seed, "max_new_tokens": -(-count // AT_ONCE)}
-        writer.join(Request(first, **asked, context="reset", ignore_eos=True))
+        share = -(-count // AT_ONCE)
+        writer.join(Request(first, seed=seed, max_new_tokens=share, context="reset", ignore_eos=True))
     written = []
     while step := writer.step():
         written.append([tokens for _, tokens in step])
@@ -86,23 +86,23 @@ def own_text(checkpoint: Checkpoint, count: int = OWN_TOKENS) -> list[int]:
 
 
 def _expected(
-    checkpoint: Checkpoint, text: NDArray[np.int64], seconds: float
+    checkpoint: Checkpoint, corpus: NDArray[np.int64], seconds: float
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """The likeliest tokens and their probabilities, (N, top); unread places have the text's own only."""
     top = min(LIKELIEST, checkpoint.config.vocab_size)
-    tokens = np.zeros((len(text), top), np.uint8)
-    shares = np.zeros((len(text), top), np.float32)
-    tokens[:, 0] = text
+    tokens = np.zeros((len(corpus), top), np.uint8)
+    shares = np.zeros((len(corpus), top), np.float32)
+    tokens[:, 0] = corpus
     shares[:, 0] = 1
     size = min(WINDOW, checkpoint.config.block_size)
     engine = open_engine(checkpoint, "native", slots=1, capacity=size, draft="off")
     assert isinstance(engine, Decoder)
-    starts = np.arange(0, max(1, len(text) - size // 4), max(1, size * 3 // 4))
+    starts = np.arange(0, max(1, len(corpus) - size // 4), max(1, size * 3 // 4))
     end = time.monotonic() + seconds
     for start in np.random.default_rng(0).permutation(starts):
         if time.monotonic() > end:
             break
-        ids = text[start : start + size].tolist()
+        ids = corpus[start : start + size].tolist()
         if len(ids) == 1:
             continue  # nothing follows it
         engine.begin(0, ids, top=top)
@@ -116,20 +116,22 @@ def _expected(
 
 
 def _contexts(
-    text: NDArray[np.int64], tokens: NDArray[np.uint8], shares: NDArray[np.float32], V: int
+    corpus: NDArray[np.int64], tokens: NDArray[np.uint8], shares: NDArray[np.float32], V: int
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
     """The frequent contexts of each length: hashes, the guesses that each changes, and the pairs."""
     before = np.zeros(1, np.int64)
-    least = LEAST_COUNT
+    threshold = LEAST_COUNT
     lower = np.bincount(tokens.ravel(), shares.ravel(), V)[None] + SMOOTHING / V
     lower = (lower / lower.sum()).astype(np.float32)  # (contexts before, V), their probabilities
-    recent = np.zeros(len(text), np.int64)  # the tokens before each place, a byte each, the latest one lowest
+    recent = np.zeros(
+        len(corpus), np.int64
+    )  # the tokens before each place, a byte each, the latest one lowest
     for n in range(1, drafts.ORDER + 1):
-        recent[n:] += text[:-n] << 8 * (n - 1)
+        recent[n:] += corpus[:-n] << 8 * (n - 1)
         known, place, occurrences = np.unique(recent[n:], return_inverse=True, return_counts=True)
         if len(known) > MOST_CONTEXTS:
-            least = max(least, 1 + int(np.partition(occurrences, -MOST_CONTEXTS)[-MOST_CONTEXTS]))
-        frequent = occurrences >= least  # so is each one's shorter context
+            threshold = max(threshold, 1 + int(np.partition(occurrences, -MOST_CONTEXTS)[-MOST_CONTEXTS]))
+        frequent = occurrences >= threshold  # so is each one's shorter context
         place = np.where(frequent, np.cumsum(frequent) - 1, -1)[place]
         at = n + np.flatnonzero(place >= 0)
         known = known[frequent]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from shakespeare.attention_ext.checks import set_defaults, set_whole, truth, type_text
 from shakespeare.generation.logprobs import TokenLogprob, check_top
-from shakespeare.generation.sampling import SEEDS, Sampling, drawn_seed
+from shakespeare.generation.sampling import SEEDS, Sampling, Uniforms, drawn_seed
 
 CONTEXTS = ("slide", "reset")
 UNIFORMS_AT_ONCE = 256  # one draw costs as much as a small model's token
@@ -79,38 +78,6 @@ class Request:
         request = object.__new__(Request)
         request.__dict__.update(self.__dict__, seed=seed)
         return request
-
-
-class Uniforms:
-    """The numbers in [0, 1) of a seed, torch.rand's in float64: each call gives the next ones.
-
-    Seeding takes 3 us, a new generator 0.2 ms (Zen 3), so all texts share one for their first numbers.
-    """
-
-    _shared: Any = np.random.MT19937()
-    _seeding = np.random.RandomState(_shared)  # its seed() is the one of PyTorch
-    _lock = threading.Lock()
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed & 0xFFFFFFFF  # the bits that PyTorch uses
-        self._own: Any = None
-        self._given = 0  # raw numbers of the first call
-
-    def __call__(self, count: int) -> NDArray[np.float64]:
-        if self._given and self._own is None:
-            self._own = np.random.MT19937()
-            np.random.RandomState(self._own).seed(self._seed)
-            self._own.random_raw(self._given, output=False)
-        if self._own is not None:
-            raw = self._own.random_raw(2 * count)
-        else:
-            with self._lock:
-                self._seeding.seed(self._seed)
-                raw = self._shared.random_raw(2 * count)
-            self._given = 2 * count
-        halves = raw.view(np.int64)  # which becomes float twice as fast as uint64
-        joined = (halves[::2] << 32 | halves[1::2]) & (2**53 - 1)  # the upper half comes first
-        return joined * 2.0**-53
 
 
 class Text:

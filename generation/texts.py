@@ -38,14 +38,14 @@ def slots_for(texts: int, config: GPTConfig, options: EngineOptions) -> tuple[in
     tokens = 3 * config.window if config.window else options.context(config)  # of an endless text at most
     numbers = 2 * config.n_layer * config.n_embd * tokens  # K and V of a text
     cache_bytes = options.kv_cache.bytes * numbers
-    most = max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes)
+    limit = max(AT_ONCE, MOST_CACHE_BYTES // cache_bytes)
     if options.device == "cuda":
         from shakespeare.generation.engines import cuda
 
-        most = max(1, cuda.gpu().memory // GPU_SHARE // cache_bytes)
+        limit = max(1, cuda.gpu().memory // GPU_SHARE // cache_bytes)
     elif options.device == "cpu" or not has_gpu():
-        most = min(most, AT_ONCE * (options.threads or processor.threads()))
-    at_once = min(texts, most)
+        limit = min(limit, AT_ONCE * (options.threads or processor.threads()))
+    at_once = min(texts, limit)
     return at_once, at_once + (texts > at_once)
 
 
@@ -64,29 +64,29 @@ class StopFilter:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.stop = tuple(stop)
-        self._held = ""
+        self._pending = ""
         self.found: str | None = None  # the stop string that ended the text
 
     def feed(self, text: str) -> str:
         """Take more text; return what may be shown now. Sets `found` at a stop string."""
         if not self.stop:
             return text
-        self._held += text
-        places = [(self._held.find(s), s) for s in self.stop if s in self._held]
+        self._pending += text
+        places = [(self._pending.find(s), s) for s in self.stop if s in self._pending]
         if places:
             at, self.found = min(places)
             return self._release(at)
-        begun = range(max(0, len(self._held) + 1 - max(map(len, self.stop))), len(self._held))
-        kept = (at for at in begun if any(s.startswith(self._held[at:]) for s in self.stop))
-        return self._release(next(kept, len(self._held)))
+        begun = range(max(0, len(self._pending) + 1 - max(map(len, self.stop))), len(self._pending))
+        kept = (at for at in begun if any(s.startswith(self._pending[at:]) for s in self.stop))
+        return self._release(next(kept, len(self._pending)))
 
     def end(self) -> str:
         """Return the text held back, as no stop string follows; empty after a stop string."""
-        return "" if self.found else self._release(len(self._held))
+        return "" if self.found else self._release(len(self._pending))
 
     def _release(self, length: int) -> str:
-        released = self._held[:length]
-        self._held = self._held[length:]
+        released = self._pending[:length]
+        self._pending = self._pending[length:]
         return released
 
 
@@ -136,10 +136,10 @@ class Completion(Text):
 
     def end(self) -> str:
         """Show what was held back; return it. The decoder's last characters may complete a stop string."""
-        held = "" if self._filter.found else self._filter.feed(self._decoder.end()) + self._filter.end()
+        rest = "" if self._filter.found else self._filter.feed(self._decoder.end()) + self._filter.end()
         self.finish_reason = "stop" if self._filter.found or self.at_eos else "length"
         self.stopped_by = self._filter.found or ""
-        return self._show(held)
+        return self._show(rest)
 
     def _show(self, text: str) -> str:
         if text:
@@ -267,5 +267,5 @@ def generate(
 def capacity_for(checkpoint: Checkpoint, request: Request) -> int:
     """Tokens of context that a request needs, at most the model's block size."""
     longest = checkpoint.config.block_size
-    most = longest if request.max_new_tokens is None else request.max_new_tokens
-    return min(longest, max(1, len(request.ids) + most))
+    limit = longest if request.max_new_tokens is None else request.max_new_tokens
+    return min(longest, max(1, len(request.ids) + limit))

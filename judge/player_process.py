@@ -168,7 +168,7 @@ class Decoder:
         self._config = checkpoint.config
         self._caches = list[Any]()
         module: Any = user_kernel.imported(file)
-        self._model = module.GPT.of(checkpoint.config, checkpoint.weights)
+        self._model = module.GPT.from_weights(checkpoint.config, checkpoint.weights)
 
     def prepare(self, arrays: Arrays, into: Arrays, new: bool, cached: bool) -> Callable[[], object]:
         """What GO calls: the logits of tokens `ids`. new: with empty caches, if it is `cached`."""

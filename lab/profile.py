@@ -31,7 +31,8 @@ from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.native import Decoder
 from shakespeare.generation.engines.pytorch import TorchEngine
 from shakespeare.generation.engines.table import open_engine
-from shakespeare.generation.request import Request, Uniforms
+from shakespeare.generation.request import Request
+from shakespeare.generation.sampling import Uniforms
 from shakespeare.generation.texts import slots_for
 from shakespeare.generation.writer import Writer
 from shakespeare.lab.formats import counted, markdown

@@ -80,7 +80,7 @@ class Checkpoint:
         """The model in evaluation mode with PyTorch's attention. Imports torch; it shares the weights."""
         from shakespeare.model.gpt import GPT
 
-        return GPT.of(self.config, self.weights)
+        return GPT.from_weights(self.config, self.weights)
 
 
 def shipped(name: str) -> Path:

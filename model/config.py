@@ -55,9 +55,9 @@ class GPTConfig:
             sizes.append("window")
         for field in sizes:
             value = getattr(self, field)
-            most = MOST.get(field, MOST_SIZE)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                must = f"a whole number of at least 1 and at most {most}"
+            limit = MOST.get(field, MOST_SIZE)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+                must = f"a whole number of at least 1 and at most {limit}"
                 raise ValueError(f"{field} is {value!r:.40}; it must be {must}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd is {self.n_embd}; it must be a multiple of n_head={self.n_head}")

@@ -105,13 +105,13 @@ def tensors_of(path: Path) -> tuple[Stored, Callable[[], object]]:
 
 def _decoded(data: mmap.mmap | bytearray, begin: int, stored: dict[str, Any]) -> np.ndarray:
     """The array of a tensor of a safetensors file. bfloat16, which NumPy lacks, becomes float32."""
-    kind = stored["dtype"]
+    dtype = stored["dtype"]
     first, end = stored["data_offsets"]
-    held = memoryview(data)[begin + first : begin + end]
-    if kind == "BF16":
-        flat = (np.frombuffer(held, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    elif kind in FLOATS:
-        flat = np.frombuffer(held, FLOATS[kind])
+    content = memoryview(data)[begin + first : begin + end]
+    if dtype == "BF16":
+        flat = (np.frombuffer(content, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    elif dtype in FLOATS:
+        flat = np.frombuffer(content, FLOATS[dtype])
         flat = flat if flat.flags.aligned else flat.copy()
     else:
         raise ValueError(NO_FLOATS)
@@ -133,26 +133,26 @@ def locked(file: Path, does: str) -> Iterator[None]:
     if another process holds it: 'another process (PID) DOES in DIRECTORY', or if it is another kind of file.
     """
     while True:
-        with open(file, "a+", errors="replace", opener=_open) as held:
-            held.seek(1)  # nobody else reads the first byte, which is locked on Windows
-            owner = held.read(PID_DIGITS)
+        with open(file, "a+", errors="replace", opener=_open) as lock_file:
+            lock_file.seek(1)  # nobody else reads the first byte, which is locked on Windows
+            owner = lock_file.read(PID_DIGITS)
             if owner and not owner.isdigit():
                 raise ValueError(
                     f"{file} is not a lock of this program; remove it, or choose another directory"
                 )
             who = f"another process ({owner or 'new'})"
-            if not lock(held.fileno(), wait=False):
+            if not lock(lock_file.fileno(), wait=False):
                 raise ValueError(f"{who} {does} in {file.parent}")
-            if not _is_still(held.fileno(), file):  # its owner removed it between open() and lock()
+            if not _is_still(lock_file.fileno(), file):  # its owner removed it between open() and lock()
                 continue
-            held.truncate(0)
-            held.write(f" {os.getpid()}")
-            held.flush()
+            lock_file.truncate(0)
+            lock_file.write(f" {os.getpid()}")
+            lock_file.flush()
             try:
                 yield
             finally:
                 if sys.platform == "win32":
-                    held.close()  # it removes no open file, whoever has opened it
+                    lock_file.close()  # it removes no open file, whoever has opened it
                 with contextlib.suppress(OSError):
                     file.unlink()  # while it is locked, so that it is no other process's
             return

@@ -37,14 +37,14 @@ def write_gguf(
     if type == "Q8_0" and config.n_embd % 32:
         raise ValueError(f"type is 'q8_0', but n_embd is {config.n_embd}; it must be a multiple of 32")
     kind = gguf.GGMLQuantizationType[type]
-    whole = gguf.LlamaFileType.ALL_F32 if type == "F32" else gguf.LlamaFileType[f"MOSTLY_{type}"]
+    file_type = gguf.LlamaFileType.ALL_F32 if type == "F32" else gguf.LlamaFileType[f"MOSTLY_{type}"]
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(None, "gpt2")
     for ours, theirs in FIELDS.items():
         writer.add_uint32(f"gpt2.{theirs}", getattr(config, ours))
     writer.add_feed_forward_length(4 * config.n_embd)
     writer.add_layer_norm_eps(EPSILON)
-    writer.add_file_type(whole)
+    writer.add_file_type(file_type)
     writer.add_vocab_size(config.vocab_size)
     writer.add_bool(TANH, config.tanh_gelu)
     _add_tokens(writer, tokenizer)
@@ -54,8 +54,10 @@ def write_gguf(
         writer.add_uint32(key, end)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
     for name, array in with_biases(config, weights).items():
-        of = kind if array.ndim == 2 and name != "transformer.wpe.weight" else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(_name(names, name), gguf.quantize(array, of), raw_dtype=of)
+        quantization = (
+            kind if array.ndim == 2 and name != "transformer.wpe.weight" else gguf.GGMLQuantizationType.F32
+        )
+        writer.add_tensor(_name(names, name), gguf.quantize(array, quantization), raw_dtype=quantization)
     with replacing(path) as unfinished:
         writer.write_header_to_file(unfinished)
         writer.write_kv_data_to_file()

@@ -156,7 +156,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     @classmethod
-    def of(cls, config: GPTConfig, weights: Mapping[str, NDArray[np.float32]]) -> GPT:
+    def from_weights(cls, config: GPTConfig, weights: Mapping[str, NDArray[np.float32]]) -> GPT:
         """A model in evaluation mode over these arrays, which it shares if they can be written to."""
         # those of a map are copied
         arrays = {name: a if a.flags.writeable else a.copy() for name, a in weights.items()}

@@ -70,9 +70,9 @@ def configuration(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def files(directory: Path) -> list[Path]:
     """The files that hold the tensors. Raises ValueError for an index that is malformed."""
-    for whole, index in FILES.items():
-        if (directory / whole).is_file():
-            return [directory / whole]
+    for name, index in FILES.items():
+        if (directory / name).is_file():
+            return [directory / name]
         if (directory / index).is_file():
             return _shards(directory, index)
     return [directory / WEIGHTS]
@@ -147,13 +147,13 @@ def _text(file: Path) -> str:
     return file.read_text("utf-8")
 
 
-def _characters(held: Any, source: str) -> CharTokenizer | None:
+def _characters(tokenizer: Any, source: str) -> CharTokenizer | None:
     """The characters of a tokenizer.json that has no other tokens or steps, as export writes it."""
-    model = held["model"]
+    model = tokenizer["model"]
     ids = model["vocab"]
     pairs = model.get("merges")
-    steps = [held.get(name) for name in ("added_tokens", "normalizer", "post_processor")]
-    other_split = held.get("pre_tokenizer") not in (None, CHARACTERS)
+    steps = [tokenizer.get(name) for name in ("added_tokens", "normalizer", "post_processor")]
+    other_split = tokenizer.get("pre_tokenizer") not in (None, CHARACTERS)
     if any(steps) or pairs or other_split or model.get("type", "BPE") not in ("BPE", "WordLevel"):
         return None
     if any(len(token) != 1 for token in ids) or sorted(ids.values()) != list(range(len(ids))):
@@ -178,15 +178,15 @@ def added_tokens(directory: Path) -> dict[str, Added]:
         if not file.is_file():
             continue
         with _naming(file):
-            held = json.loads(_text(file))
+            stored = json.loads(_text(file))
             if name == "added_tokens.json":
-                for token, id in held.items():
+                for token, id in stored.items():
                     found.setdefault(token, Added(name, id, {"special": token in special}))
                 continue
-            for id, each in held.get("added_tokens_decoder", {}).items():
+            for id, each in stored.get("added_tokens_decoder", {}).items():
                 flags = {flag: each[flag] for flag in FLAGS if flag in each}
                 found[each["content"]] = Added(name, int(id), flags)
-            for role, value in held.items():
+            for role, value in stored.items():
                 if role.endswith(("_token", "special_tokens")):
                     special.update(dict.fromkeys(_contents(value), name))
     return {token: Added(name, None, {"special": True}) for token, name in special.items()} | found
@@ -211,13 +211,13 @@ def warn_of_unread(directory: Path, known: Container[str]) -> None:
         warnings.warn(f"{directory / name}: {what}", stacklevel=5)
 
 
-def _complete(directory: Path, text: str, held: Any) -> HuggingFaceTokenizer:
+def _complete(directory: Path, text: str, tokenizer: Any) -> HuggingFaceTokenizer:
     """The vocabulary of a tokenizer.json with tokens of the files beside it, as transformers adds them."""
     source = str(directory / "tokenizer.json")
-    vocab = held["model"]["vocab"]
+    vocab = tokenizer["model"]["vocab"]
     if isinstance(vocab, list):  # of Unigram: pairs of a token and its score
         vocab = {each[0]: id for id, each in enumerate(vocab)}
-    own = {each["content"]: each["id"] for each in held.get("added_tokens") or ()}
+    own = {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
     others = added_tokens(directory)
     tokens = [(token, id, source) for token, id in (*vocab.items(), *own.items())]
     tokens += [
@@ -227,7 +227,7 @@ def _complete(directory: Path, text: str, held: Any) -> HuggingFaceTokenizer:
     new = sorted(others.keys() & ids.keys() - own.keys(), key=ids.__getitem__)
     warn_of_unread(directory, ids)
     return HuggingFaceTokenizer(
-        text, ids, {token: others[token].flags for token in new}, _steps(held.get("decoder")), source
+        text, ids, {token: others[token].flags for token in new}, _steps(tokenizer.get("decoder")), source
     )
 
 
@@ -298,14 +298,14 @@ def tables(
     return {shown[token]: rank for token, rank in ranks.items()}, special, merges
 
 
-def _tables_of(held: Any, source: str) -> tuple[dict[str, int], dict[str, int], list[tuple[str, str]]]:
+def _tables_of(tokenizer: Any, source: str) -> tuple[dict[str, int], dict[str, int], list[tuple[str, str]]]:
     """The tables of a tokenizer.json."""
-    split = held["pre_tokenizer"]
-    after = held["post_processor"]
+    split = tokenizer["pre_tokenizer"]
+    after = tokenizer["post_processor"]
     usual = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    plain = held["normalizer"] is None and (after or usual)["type"] == "ByteLevel"
-    if held["model"]["type"] != "BPE" or not plain or not usual.items() <= (split or {}).items():
+    plain = tokenizer["normalizer"] is None and (after or usual)["type"] == "ByteLevel"
+    if tokenizer["model"]["type"] != "BPE" or not plain or not usual.items() <= (split or {}).items():
         raise ValueError(f"{source} encodes otherwise than GPT-2; it must be as GPT-2 for this format")
-    special = {each["content"]: each["id"] for each in held["added_tokens"]}
-    vocab = {token: id for token, id in held["model"]["vocab"].items() if token not in special}
-    return vocab, special, [tuple(pair) for pair in held["model"]["merges"]]
+    special = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+    vocab = {token: id for token, id in tokenizer["model"]["vocab"].items() if token not in special}
+    return vocab, special, [tuple(pair) for pair in tokenizer["model"]["merges"]]

@@ -30,7 +30,7 @@ class KVCache:
         self.v = torch.zeros_like(self.k)
         self.length = 0
 
-    def of(self, start: int, end: int, length: int) -> KVCache:
+    def slots(self, start: int, end: int, length: int) -> KVCache:
         """The cache of texts start .. end - 1 with `length` tokens each. It shares this cache's memory."""
         part = copy.copy(self)
         part.k = self.k[start:end]
@@ -54,13 +54,13 @@ class KVCache:
         start = self.length
         end = self.length + k.shape[2]
         if self.endless:
-            held = min(start, self.k.shape[2])
-            most = min(end, self.k.shape[2])
+            cached = min(start, self.k.shape[2])
+            filled = min(end, self.k.shape[2])
             self.length = end
             found = []
             for buffer, new in ((self.k, k), (self.v, v)):
-                every = torch.cat([buffer[:, :, :held], new.to(buffer.dtype)], 2)
-                buffer[:, :, :most] = every[:, :, every.shape[2] - most :]
+                every = torch.cat([buffer[:, :, :cached], new.to(buffer.dtype)], 2)
+                buffer[:, :, :filled] = every[:, :, every.shape[2] - filled :]
                 found.append(every.to(new.dtype))
             return found[0], found[1]
         if end > self.k.shape[2]:

@@ -57,7 +57,7 @@ def in_bf16(model: GPT) -> GPT:
     return _with_matrices(model, lambda weight: weight.bfloat16().float(), nn.Linear)
 
 
-def _with_matrices(model: GPT, rounded: Callable[[Tensor], Tensor], kind: type[nn.Linear]) -> GPT:
+def _with_matrices(model: GPT, rounded: Callable[[Tensor], Tensor], linear: type[nn.Linear]) -> GPT:
     """The model with its linear layers replaced by layers of a kind with rounded weights."""
     other = model.with_attention(model.attend)
     for parent in list(other.modules()):
@@ -65,7 +65,7 @@ def _with_matrices(model: GPT, rounded: Callable[[Tensor], Tensor], kind: type[n
             if not isinstance(module, nn.Linear):
                 continue
             with torch.device("meta"):
-                layer = kind(module.in_features, module.out_features, module.bias is not None)
+                layer = linear(module.in_features, module.out_features, module.bias is not None)
             layer.weight = nn.Parameter(rounded(module.weight.detach()), requires_grad=False)
             layer.bias = module.bias
             setattr(parent, name, layer)

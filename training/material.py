@@ -56,11 +56,11 @@ def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
         "block_size": len(held_out) // 4 // 8 * 8,  # two windows in each half of the last tenth
         "batch_chars": len(training),
     }
-    for name, most in bounds.items():
+    for name, limit in bounds.items():
         wanted = getattr(recipe, name)
-        if wanted > most:
-            notes.append(f"the text has {len(text):,} characters; {name} is {most} instead of {wanted}")
-            changed: dict[str, Any] = {name: most}
+        if wanted > limit:
+            notes.append(f"the text has {len(text):,} characters; {name} is {limit} instead of {wanted}")
+            changed: dict[str, Any] = {name: limit}
             recipe = dataclasses.replace(recipe, **changed)
     return recipe, notes
 
@@ -115,14 +115,14 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
     return Material(tokenizer, training, validation, watched, windows(test, size, MOST_EVALUATED))
 
 
-def windows(ids: Tensor, block_size: int, most: int) -> Tensor:
+def windows(ids: Tensor, block_size: int, limit: int) -> Tensor:
     """ids (N,) if they are at most `most`, else evenly spaced windows (n, block_size + 1) of them.
 
     Neighbouring windows share a token, because the last one of a window is only predicted.
     """
-    if len(ids) <= most:
+    if len(ids) <= limit:
         return ids
     block_size = min(block_size, len(ids) - 1)
     every = ids.unfold(0, block_size + 1, block_size)
-    count = max(1, min(len(every), most // block_size))
+    count = max(1, min(len(every), limit // block_size))
     return every[torch.linspace(0, len(every) - 1, count).round().long()]

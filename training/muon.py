@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 MOMENTUM = 0.95
+ITERATIONS = 5  # of Newton-Schulz
+QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients, with a steep slope at 0
+LEAST_NORM = 1e-7  # added to a matrix's norm
 
 
 class States:
@@ -47,11 +50,11 @@ class Muon(torch.optim.Optimizer):
                 x = x.mT
             if x.is_cuda:
                 x = x.bfloat16()
-            x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-            # the nearest orthogonal matrices, by a quintic with a steep slope at 0; Jordan's coefficients
-            for _ in range(5):
+            x = x / (x.norm(dim=(-2, -1), keepdim=True) + LEAST_NORM)
+            first, third, fifth = QUINTIC
+            for _ in range(ITERATIONS):  # x becomes the nearest orthogonal matrices
                 a = x @ x.mT
-                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+                x = first * x + (third * a + fifth * a @ a) @ x
             x = (x.mT if rows > cols else x).float()
             scale = math.sqrt(max(1, rows / cols))
             for p, u in zip(parameters, x.split([len(matrices) for matrices in nesterov])):

@@ -14,6 +14,9 @@ DECAYS: dict[str, Callable[[float], float]] = {
     # constant, then linear: 'warm-up, stable, decay'
     "late": lambda progress: min(1.0, (1 - progress) / 0.4),
 }
+CLIP = 1.0  # the largest norm of all gradients
+BETAS = (0.9, 0.99)  # of AdamW
+EPSILON = 1e-8
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ FORMAT = 1
 
 def save_state(directory: Path, tensors: dict[str, Tensor], run: dict[str, Any], progress: dict) -> None:
     """Write a run's state. run: the run's settings as JSON; load_state() needs the same. Raises OSError."""
-    about = {"format": FORMAT, "run": run, "progress": progress}
-    write_file(directory / FILE, safetensors.torch.save(tensors, {"state": json.dumps(about)}))
+    described = {"format": FORMAT, "run": run, "progress": progress}
+    write_file(directory / FILE, safetensors.torch.save(tensors, {"state": json.dumps(described)}))
 
 
 @contextlib.contextmanager
@@ -49,11 +49,11 @@ def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor],
     path = directory / FILE
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {})["state"])
+            described = json.loads((file.metadata() or {})["state"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        saved = about["run"]
-        progress = about["progress"]
-        version = about["format"]
+        saved = described["run"]
+        progress = described["progress"]
+        version = described["format"]
         if not isinstance(saved, dict) or not isinstance(progress, dict):
             raise TypeError("its metadata is not that of a run")
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -25,11 +25,10 @@ from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, alibi_bias, causal_attention
 from shakespeare.training.cuda import step
 from shakespeare.training.cuda.update import Flat
-from shakespeare.training.muon import MOMENTUM, Muon, States
-from shakespeare.training.recipe import Recipe
+from shakespeare.training.muon import LEAST_NORM, MOMENTUM, QUINTIC, Muon, States
+from shakespeare.training.recipe import BETAS, CLIP, EPSILON, Recipe
 
 SIZES = ("block_size", "n_layer", "n_head", "n_embd", "positions", "window")
-CLIP = 1.0  # the largest norm of all gradients
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -140,7 +139,7 @@ class Trainer:
         of_matrices = [dict(params=ps, shape=shape) for shape, ps in matrices.items()]
         self.muon: Any = (States if native else Muon)(of_matrices, **every, momentum=MOMENTUM)
         self.adam: Any = (States if native else torch.optim.AdamW)(
-            groups, **every, betas=(0.9, 0.99), eps=1e-8, fused=on_gpu, capturable=on_gpu
+            groups, **every, betas=BETAS, eps=EPSILON, fused=on_gpu, capturable=on_gpu
         )
         for other in (*others, *placed):
             averages = {name: torch.zeros_like(other) for name in ("exp_avg", "exp_avg_sq")}
@@ -174,7 +173,6 @@ class Trainer:
         """The TrainingStep on the tensors of the model, its average and its optimizers."""
         recipe = self.recipe
         config = self.model.config
-        group = self.adam.param_groups[0]
         br, bc = default_tile.DEFAULT
         states = {**self.muon.state, **self.adam.state}
         parameters = []
@@ -200,8 +198,10 @@ class Trainer:
             weight_decay=recipe.weight_decay,
             momentum=MOMENTUM,
             clip=CLIP,
-            betas=group["betas"],
-            epsilon=group["eps"],
+            quintic=QUINTIC,
+            least_norm=LEAST_NORM,
+            betas=BETAS,
+            epsilon=EPSILON,
         )
 
     def _batch_loss(self, x: Tensor, y: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from shakespeare.attention_ext import PARTS, SIMD
 from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS
 from shakespeare.attention_ext.parts import DEVICES, CachePrecision, Dtype, Precision, compatible, is_file
 from shakespeare.checkpoints import DEFAULT, PRESENT
-from shakespeare.generation.sampling import LARGEST_SEED, SETTINGS, RANDOM, Sampling, drawn_seed
+from shakespeare.generation.sampling import LARGEST_SEED, RANDOM, SETTINGS, Sampling, drawn_seed
 from shakespeare.lab import result_files
 
 if TYPE_CHECKING:
@@ -455,8 +455,10 @@ no_kv_cache = flag("--no-kv-cache", "Recompute the whole window for each token."
 def sampling_option(name: str) -> Decorator:
     """The option of a setting of Sampling."""
     known = SETTINGS[name]
-    number_type: Any = click.IntRange if known.whole else click.FloatRange
-    bounds = number_type(known.least, None if known.most == math.inf else known.most, min_open=known.above)
+    number_type: Any = click.IntRange if known.integral else click.FloatRange
+    bounds = number_type(
+        known.minimum, None if known.maximum == math.inf else known.maximum, min_open=known.above
+    )
     return option(f"--{name.replace('_', '-')}", known.help, type=bounds, default=known.default)
 
 

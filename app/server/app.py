@@ -162,9 +162,9 @@ class Application:
 class Endpoint:
     """An endpoint that writes texts, as an ASGI application, without Starlette's layers around it."""
 
-    def __init__(self, app: Application, kind: type[Body]) -> None:
+    def __init__(self, app: Application, schema: type[Body]) -> None:
         self.app = app
-        self.kind = kind
+        self.schema = schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; raises ApiError before the response has begun."""
@@ -186,7 +186,7 @@ class Endpoint:
                 pass
             app.leave(call)
 
-        body = parse(self.kind, data)
+        body = parse(self.schema, data)
         reason = compatible(body.part or settings.part, settings.device)
         if reason:
             raise ApiError(400, f"{reason}.", "part")
@@ -238,19 +238,19 @@ async def send_response(send: Send, body: bytes, status: int = 200, headers: Map
     await send({"type": "http.response.body", "body": body})
 
 
-async def read_body(request: Request, most: int) -> bytearray:
+async def read_body(request: Request, limit: int) -> bytearray:
     """A request's body. Raises ApiError 413 or 415, or ClientDisconnect."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a browser sends it to another site only with that site's consent
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":  # a browser sends it to another site only with that site's consent
         raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
     close = {"connection": "close"}
-    long = ApiError(413, f"The body is longer than {most} bytes.", code="body_too_large", headers=close)
+    long = ApiError(413, f"The body is longer than {limit} bytes.", code="body_too_large", headers=close)
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
+    if length.isdecimal() and int(length) > limit:
         raise long
     data = bytearray()  # it may come byte by byte
     async for part in request.stream():
         data += part
-        if len(data) > most:
+        if len(data) > limit:
             raise long
     return data

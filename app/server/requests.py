@@ -146,7 +146,9 @@ def one_of(values: list[Any]) -> Any:
 def idle(**known: Any) -> Any:
     """A base of objects with these fields, which have no effect."""
     note = Field(None, description="Accepted; nothing depends on it.")
-    fields: Any = {name: (one_of(of) if isinstance(of, list) else of, note) for name, of in known.items()}
+    fields: Any = {
+        name: (one_of(values) if isinstance(values, list) else values, note) for name, values in known.items()
+    }
     return pydantic.create_model("Idle", __base__=Fields, **fields)
 
 
@@ -159,12 +161,12 @@ class StreamOptions(idle(include_obfuscation=[False])):  # type: ignore[misc]
 
 def setting(name: str, known: Setting) -> Any:
     """The type and the field of a setting of Sampling. Its default changes nothing, as in OpenAI's API."""
-    least, most = known.served or (known.least, known.most)
-    low: Any = {"gt": least} if known.above and not known.served else {"ge": least}
-    bounds = Field(**low, le=most)
-    kind: Any = Annotated[int, bounds, WHOLE] if known.whole else Annotated[float, bounds]
+    minimum, maximum = known.served or (known.minimum, known.maximum)
+    low: Any = {"gt": minimum} if known.above and not known.served else {"ge": minimum}
+    bounds = Field(**low, le=maximum)
+    number: Any = Annotated[int, bounds, WHOLE] if known.integral else Annotated[float, bounds]
     note = None if name in OPENAIS else f"{known.help} Not in OpenAI's API."
-    return (kind | None if known.off is None else kind), Field(known.off, description=note)
+    return (number | None if known.off is None else number), Field(known.off, description=note)
 
 
 Settable: Any = pydantic.create_model(
@@ -223,23 +225,23 @@ class Body(Settable):
         check_tokens("logit_bias", (token for token, _ in bias), config.vocab_size)
         name, tokens = self.limit
         texts = len(prompts) * candidates
-        most = min(settings.most_texts, settings.slots + settings.queue)
-        if texts > most:
-            field = "prompt" if len(prompts) > most else "best_of" if self.ranked else "n"
-            raise wrong(f"The request has {texts} texts; this server admits at most {most} in one.", field)
+        limit = min(settings.most_texts, settings.slots + settings.queue)
+        if texts > limit:
+            field = "prompt" if len(prompts) > limit else "best_of" if self.ranked else "n"
+            raise wrong(f"The request has {texts} texts; this server admits at most {limit} in one.", field)
         if tokens == BLOCK_SIZE:
             tokens = min(config.block_size, settings.most_tokens, settings.most_request_tokens // texts)
         if tokens > settings.most_tokens:
             raise wrong(f"{name} is {tokens}; it must be at most {settings.most_tokens}.", name)
-        most = settings.most_request_tokens
-        if texts * tokens > most:
-            message = f"The request asks for up to {texts * tokens} tokens; at most {most} are written."
+        limit = settings.most_request_tokens
+        if texts * tokens > limit:
+            message = f"The request asks for up to {texts * tokens} tokens; at most {limit} are written."
             raise wrong(message, name)
         echoed = max(map(len, prompts)) if self.echo else 0
         scores = 0 if alternatives is None else texts * (tokens + echoed)
-        most = settings.most_scores
-        if scores > most:
-            message = f"logprobs of up to {scores} tokens are asked for; at most {most} are sent."
+        limit = settings.most_scores
+        if scores > limit:
+            message = f"logprobs of up to {scores} tokens are asked for; at most {limit} are sent."
             raise wrong(message, "logprobs")
         if texts * echoed > settings.body_bytes:
             raise wrong("The prompt is too long to be echoed so often.", "echo")
@@ -300,12 +302,12 @@ class CompletionBody(Body):
         if self.stream and self.ranked:
             raise wrong("best_of must equal n with stream: candidates are compared when they end.", "best_of")
         single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        given: list[Any] = [self.prompt] if single else self.prompt  # type: ignore[list-item,assignment]
-        if not given or [] in given:
-            least = "token" if given else "text"
-            raise wrong(f"prompt is empty; it must have at least one {least}.", "prompt")
+        prompts: list[Any] = [self.prompt] if single else self.prompt  # type: ignore[list-item,assignment]
+        if not prompts or [] in prompts:
+            unit = "token" if prompts else "text"
+            raise wrong(f"prompt is empty; it must have at least one {unit}.", "prompt")
         ids = [
-            encoded(each or START, tokenizer, "prompt") if isinstance(each, str) else each for each in given
+            encoded(each or START, tokenizer, "prompt") if isinstance(each, str) else each for each in prompts
         ]
         check_tokens("prompt", map(max, ids), len(tokenizer))
         return ids
@@ -425,14 +427,14 @@ def without_nulls(value: Any, numbers: Iterator[int]) -> Any:
     return {name: without_nulls(each, numbers) for name, each in value.items() if each is not None}
 
 
-def parse(kind: type[AnyBody], data: bytes | bytearray) -> AnyBody:
+def parse(model: type[AnyBody], data: bytes | bytearray) -> AnyBody:
     """The body of a request. Raises ApiError 400 that names the first wrong field in `param`."""
     try:
         body = from_json(data.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"The body is not JSON: {error}.") from None
     try:
-        return kind.model_validate(without_nulls(body, count()))
+        return model.model_validate(without_nulls(body, count()))
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
     name = path(first["loc"])

@@ -222,8 +222,8 @@ class Call:
             shown = None if self.body.alternatives is None else self._shown(scores)
             message = {"role": "assistant", "content": text, "refusal": None}
             content = {"message": message} if self._chat else {"text": text}
-            about = {"index": index, "logprobs": shown, "finish_reason": choice.finish_reason}
-            choices.append(about | content)
+            common = {"index": index, "logprobs": shown, "finish_reason": choice.finish_reason}
+            choices.append(common | content)
         return dumps(self._common | {"choices": choices, "usage": self._usage} | self._play).encode()
 
     @property

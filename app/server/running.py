@@ -149,11 +149,11 @@ def allow_connections() -> None:
     if sys.platform != "win32":  # which has no such limit
         import resource
 
-        files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = FILES if most == resource.RLIM_INFINITY else min(FILES, most)
+        files, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = FILES if hard_limit == resource.RLIM_INFINITY else min(FILES, hard_limit)
         if files < wanted:
             with suppress(OSError, ValueError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard_limit))
 
 
 def serve(server: Server, listener: socket.socket, say: Callable[[str], None]) -> None:

@@ -67,14 +67,14 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self._lanes = {
-            key: kind(f"attention_{name}", meaning, ("model", "part"), registry=registry)
-            for key, (kind, name, meaning) in LANE_METRICS.items()
+            key: metric(f"attention_{name}", meaning, ("model", "part"), registry=registry)
+            for key, (metric, name, meaning) in LANE_METRICS.items()
         }
         self.dropped = Counter("attention_streams_dropped", "Readers dropped as too slow.", registry=registry)
         refused = "attention_requests_refused", "Requests answered by an error.", ("status",)
         self.refused = Counter(*refused, registry=registry)
 
-    def of(self, model: str, part: str) -> SimpleNamespace:
+    def labelled(self, model: str, part: str) -> SimpleNamespace:
         """The metrics of a model and part."""
         return SimpleNamespace(**{name: metric.labels(model, part) for name, metric in self._lanes.items()})
 
@@ -97,7 +97,7 @@ class Lane:
         self.left = 0
         self.credit = 0.0
         self.opening = False
-        self._metrics = metrics.of(model, part)
+        self._metrics = metrics.labelled(model, part)
         self._deliver = deliver
         self._row_seconds = 0.0  # time for one token of each text in the last step
         self._writer: Writer | None = None
@@ -169,8 +169,8 @@ class Lane:
         # A text's first token is sent at once.
         joining = any(choice.sent_at == 0 for choice in running)
         fitting = int(STEP_SECONDS / self._row_seconds) if self._row_seconds else 1
-        most = max(1, min(STEP_TOKENS // len(running), fitting)) if self._device == "cpu" else math.inf
-        written = writer.step(1 if joining else most)  # a call on a GPU ends itself: cuda.SECONDS
+        limit = max(1, min(STEP_TOKENS // len(running), fitting)) if self._device == "cpu" else math.inf
+        written = writer.step(1 if joining else limit)  # a call on a GPU ends itself: cuda.SECONDS
         now = time.monotonic()
         if written:
             self._row_seconds = (now - start) / max(1, *(len(tokens) for _, tokens in written))
@@ -313,7 +313,7 @@ class Scheduler:
         return self._lanes[model, part]
 
     def _engine(self, lane: Lane) -> Engine:
-        options = EngineOptions.of(vars(self.settings), part=lane.part, slots=lane.slots + 1)
+        options = EngineOptions.from_names(vars(self.settings), part=lane.part, slots=lane.slots + 1)
         return open_engine(self.checkpoints[lane.model], options)
 
     def _open(self, lane: Lane) -> None:

@@ -72,22 +72,22 @@ def secured(app: ASGIApp, settings: Settings, refuse: Callable[[ApiError, Send],
 
 def host_refusal(hosts: frozenset[str], scope: Scope) -> ApiError | None:
     """The refusal of another host name, as that of another site's page after DNS rebinding."""
-    given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    if len(given) == 1:
-        host = host_of(given[0])
+    headers = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    if len(headers) == 1:
+        host = host_of(headers[0])
         if host in hosts or is_loopback(host):
             return None
-    if not given and scope["http_version"] != "1.1":  # no browser: HTTP/1.0 needs no Host
+    if not headers and scope["http_version"] != "1.1":  # no browser: HTTP/1.0 needs no Host
         return None
-    shown = ascii(given[0][:100]) if given else "missing"
+    shown = ascii(headers[0][:100]) if headers else "missing"
     message = f"The Host header is {shown}; the server must be started with --allow-host to admit it."
     return ApiError(403, message, code="host_not_allowed")
 
 
 def key_refusal(keys: Sequence[bytes], scope: Scope) -> ApiError | None:
     """The refusal of a request without a key; its time tells nothing of the keys."""
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, key = given.partition(b" ")
+    authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, key = authorization.partition(b" ")
     matches = [hmac.compare_digest(key.strip(), each) for each in keys]
     if scheme.lower() == b"bearer" and any(matches):
         return None

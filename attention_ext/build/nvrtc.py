@@ -47,7 +47,7 @@ class Source:
 
     file: str
     arch: str
-    macros: Mapping[str, int]
+    macros: Mapping[str, int | str]
     folder: Path | None = None
     lines: bool = False
 

@@ -80,16 +80,16 @@ class GraphPyTorch(CachedPyTorch):
 
     def first_tokens(self, prompts: Texts) -> Texts:
         """The likeliest token after a prompt each."""
-        given = torch.tensor(prompts, device=self.device)
-        if given.numel() not in self.prompts:
-            ids = given.clone()
+        new_ids = torch.tensor(prompts, device=self.device)
+        if new_ids.numel() not in self.prompts:
+            ids = new_ids.clone()
             out = torch.zeros(len(prompts), 1, dtype=torch.int64, device=self.device)
 
             def read() -> None:
                 out.copy_(self.forward(ids, 0).argmax(-1, keepdim=True))
 
-            self.prompts[given.numel()] = ids, out, self.captured(read)
-        ids, out, run = self.prompts[given.numel()]
-        ids.copy_(given)
+            self.prompts[new_ids.numel()] = ids, out, self.captured(read)
+        ids, out, run = self.prompts[new_ids.numel()]
+        ids.copy_(new_ids)
         run()
         return out.tolist()

@@ -60,8 +60,9 @@ class Own(Peer):
         self.rounded = weights is not Precision.FP32
         self.most_error = max(MOST_ERROR[weights], MOST_ERROR[kv_cache])
         self.device = engine if engine == "webgpu" else device
-        asked: dict = {"weights": weights, "kv_cache": kv_cache, "slots": slots, "device": self.device}
-        self.engine = open_engine(model, engine, **asked)
+        self.engine = open_engine(
+            model, engine, weights=weights, kv_cache=kv_cache, slots=slots, device=self.device
+        )
         for slot in range(slots):
             self.engine.set_sampling(slot, GREEDY)
 

@@ -32,10 +32,10 @@ namespace {
 thread_local std::string failure;
 thread_local int failure_kind = 0;
 
-template <class Body> bool guarded(const Body& body) {
+// Keeps for error() why a call failed. A handler of all exceptions calls it.
+bool failed() {
     try {
-        body();
-        return true;
+        throw;
     } catch (const std::invalid_argument& error) {
         failure = error.what();
         failure_kind = 1;
@@ -49,7 +49,13 @@ template <class Body> bool guarded(const Body& body) {
     return false;
 }
 
-#define GUARDED(...) return guarded([&] { __VA_ARGS__; })
+#define GUARDED(...)     \
+    try {                \
+        __VA_ARGS__;     \
+        return true;     \
+    } catch (...) {      \
+        return failed(); \
+    }
 
 // The row of this name in a table.
 template <class Row, size_t N>
@@ -72,91 +78,96 @@ const char* error(int* kind) {
 const char* simd_name() { return simd::name(); }
 Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
                      int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats,
-                     const int64_t* layouts) {
-    Handle* decoder = nullptr;
-    guarded([&] {
-        const Tensors lookup = [&](const std::string& name, int64_t wanted) -> Tensor {
-            for (int64_t i = 0; i < tensors; i++) {
-                if (name != names[i]) continue;
-                if (floats[i] == wanted) return {data[i], (layouts[i] & 1) != 0, (layouts[i] & 2) != 0};
-                throw std::invalid_argument("the size of " + name + " is " + std::to_string(floats[i]) +
-                                            "; it must be " + std::to_string(wanted));
-            }
-            const bool bias = name.size() > 5 && name.compare(name.size() - 5, 5, ".bias") == 0;
-            if (bias || name == "lm_head.weight") return nullptr;
-            throw std::invalid_argument("tensors has no " + name);
-        };
-        decoder =
-            new Handle(ModelShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[11] != 0, sizes[12]},
-                       lookup, find("precision", precision, PRECISIONS).precision,
-                       find("kv_cache", kv_cache, CACHE_PRECISIONS).precision, find("part", part, PARTS),
-                       DecoderSizes{sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]});
-    });
-    return decoder;
+                     const int64_t* layouts) try {
+    const Tensors lookup = [&](const std::string& name, int64_t wanted) -> Tensor {
+        for (int64_t i = 0; i < tensors; i++) {
+            if (name != names[i]) continue;
+            if (floats[i] == wanted) return {data[i], (layouts[i] & 1) != 0, (layouts[i] & 2) != 0};
+            throw std::invalid_argument("the size of " + name + " is " + std::to_string(floats[i]) +
+                                        "; it must be " + std::to_string(wanted));
+        }
+        const bool bias = name.size() > 5 && name.compare(name.size() - 5, 5, ".bias") == 0;
+        if (bias || name == "lm_head.weight") return nullptr;
+        throw std::invalid_argument("tensors has no " + name);
+    };
+    return new Handle(ModelShape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[11] != 0, sizes[12]},
+                      lookup, find("precision", precision, PRECISIONS).precision,
+                      find("kv_cache", kv_cache, CACHE_PRECISIONS).precision, find("part", part, PARTS),
+                      DecoderSizes{sizes[5], sizes[6], sizes[7], sizes[8], sizes[9], sizes[10]});
+} catch (...) {
+    failed();
+    return nullptr;
 }
 
 void close_decoder(Handle* decoder) { delete decoder; }
 
 bool set_sampling(Handle* decoder, int64_t slot, const SamplingNumbers* numbers, int64_t biases,
-                  const int64_t* tokens, const double* values, int64_t logprobs) {
-    return guarded([&] {
-        Sampling sampling{*numbers};
-        for (int64_t i = 0; i < biases; i++) sampling.logit_bias.emplace_back(tokens[i], values[i]);
-        decoder->set_sampling(slot, sampling, logprobs);
-    });
+                  const int64_t* tokens, const double* values, int64_t logprobs) try {
+    Sampling sampling{*numbers};
+    for (int64_t i = 0; i < biases; i++) sampling.logit_bias.emplace_back(tokens[i], values[i]);
+    decoder->set_sampling(slot, sampling, logprobs);
+    return true;
+} catch (...) {
+    return failed();
 }
 
 bool begin(Handle* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues, int64_t top) {
-    GUARDED(decoder->begin(slot, {ids, ids + count}, continues, top));
+    GUARDED(decoder->begin(slot, {ids, ids + count}, continues, top))
 }
 
 bool read_for(Handle* decoder, int64_t slot, double seconds, bool* done) {
-    GUARDED(*done = decoder->read(slot, seconds));
+    GUARDED(*done = decoder->read(slot, seconds))
 }
 
-bool drop(Handle* decoder, int64_t slot) { GUARDED(decoder->drop(slot)); }
+bool drop(Handle* decoder, int64_t slot) { GUARDED(decoder->drop(slot)) }
 
 bool write_rows(Handle* decoder, int64_t count, const int64_t* slots, int64_t rows, const double* uniforms,
-                const double* seconds, int64_t* tokens, int64_t* written) {
-    return guarded([&] {
-        std::vector<std::vector<double>> numbers;
-        for (int64_t i = 0; i < rows; i++)
-            numbers.emplace_back(uniforms + i * count, uniforms + (i + 1) * count);
-        const auto limit = seconds ? std::optional(*seconds) : std::nullopt;
-        const auto chosen = decoder->write({slots, slots + count}, numbers, limit);
-        *written = static_cast<int64_t>(chosen.size());
-        for (const std::vector<int64_t>& row : chosen) tokens = std::copy(row.begin(), row.end(), tokens);
-    });
+                const double* seconds, int64_t* tokens, int64_t* written) try {
+    std::vector<std::vector<double>> numbers;
+    for (int64_t i = 0; i < rows; i++) numbers.emplace_back(uniforms + i * count, uniforms + (i + 1) * count);
+    const auto limit = seconds ? std::optional(*seconds) : std::nullopt;
+    const auto chosen = decoder->write({slots, slots + count}, numbers, limit);
+    *written = static_cast<int64_t>(chosen.size());
+    for (const std::vector<int64_t>& row : chosen) tokens = std::copy(row.begin(), row.end(), tokens);
+    return true;
+} catch (...) {
+    return failed();
 }
 
-bool set_draft(Handle* decoder, const uint32_t* tags, const uint8_t* pairs) {
-    return guarded([&] {
-        if (!tags) return decoder->set_draft(nullptr);
-        const auto* first = reinterpret_cast<const Ngrams::Pair*>(pairs);
-        std::vector held(first, first + CONTEXTS * LISTED);
-        decoder->set_draft(std::make_shared<Ngrams>(std::vector(tags, tags + CONTEXTS), std::move(held),
-                                                    decoder->vocab_size()));
-    });
+bool set_draft(Handle* decoder, const uint32_t* tags, const uint8_t* pairs) try {
+    if (!tags) {
+        decoder->set_draft(nullptr);
+        return true;
+    }
+    const auto* first = reinterpret_cast<const Ngrams::Pair*>(pairs);
+    std::vector held(first, first + CONTEXTS * LISTED);
+    decoder->set_draft(
+        std::make_shared<Ngrams>(std::vector(tags, tags + CONTEXTS), std::move(held), decoder->vocab_size()));
+    return true;
+} catch (...) {
+    return failed();
 }
 
-bool draft_counts(Handle* decoder, DraftCounts* counts) { GUARDED(*counts = decoder->draft_counts()); }
+bool draft_counts(Handle* decoder, DraftCounts* counts) { GUARDED(*counts = decoder->draft_counts()) }
 
-bool copy(Handle* decoder, int64_t from, int64_t to) { GUARDED(decoder->copy(from, to)); }
+bool copy(Handle* decoder, int64_t from, int64_t to) { GUARDED(decoder->copy(from, to)) }
 
-bool logits(Handle* decoder, int64_t slot, float* to) {
-    return guarded([&] {
-        const std::vector<float> all = decoder->logits(slot);
-        std::copy(all.begin(), all.end(), to);
-    });
+bool logits(Handle* decoder, int64_t slot, float* to) try {
+    const std::vector<float> all = decoder->logits(slot);
+    std::copy(all.begin(), all.end(), to);
+    return true;
+} catch (...) {
+    return failed();
 }
 
-bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count, int64_t* top) {
-    return guarded([&] {
-        decoder->logprobs = decoder->take_logprobs(slot);
-        *count = static_cast<int64_t>(decoder->logprobs.size());
-        *top = 0;
-        for (const TokenLogprob& row : decoder->logprobs) *top = std::max<int64_t>(*top, row.top.size());
-    });
+bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count, int64_t* top) try {
+    decoder->logprobs = decoder->take_logprobs(slot);
+    *count = static_cast<int64_t>(decoder->logprobs.size());
+    *top = 0;
+    for (const TokenLogprob& row : decoder->logprobs) *top = std::max<int64_t>(*top, row.top.size());
+    return true;
+} catch (...) {
+    return failed();
 }
 
 void fetch_logprobs(const Handle* decoder, int64_t top, int64_t* tokens, double* logprobs) {
@@ -172,12 +183,13 @@ void fetch_logprobs(const Handle* decoder, int64_t top, int64_t* tokens, double*
     }
 }
 
-bool record(Handle* decoder, bool on) { GUARDED(decoder->record(on)); }
+bool record(Handle* decoder, bool on) { GUARDED(decoder->record(on)) }
 
-bool take_spans(Handle* decoder, int64_t* count, const Span** spans) {
-    return guarded([&] {
-        decoder->spans_taken = decoder->spans();
-        *count = static_cast<int64_t>(decoder->spans_taken.size());
-        *spans = decoder->spans_taken.data();
-    });
+bool take_spans(Handle* decoder, int64_t* count, const Span** spans) try {
+    decoder->spans_taken = decoder->spans();
+    *count = static_cast<int64_t>(decoder->spans_taken.size());
+    *spans = decoder->spans_taken.data();
+    return true;
+} catch (...) {
+    return failed();
 }

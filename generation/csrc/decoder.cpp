@@ -45,7 +45,7 @@ CacheShape cache_of(const ModelShape& s, const DecoderSizes& sizes, CachePrecisi
 
 int64_t Decoder::choose(int64_t number, double uniform) {
     Slot& slot = slots[number];
-    slot.pending = sample(slot.logits.data(), slot.text, uniform, slot.sampling);
+    slot.pending = draw(weigh(slot.logits.data(), slot.text, slot.sampling), uniform);
     slot.text.seen[slot.pending] = 1;
     slot.text.written[slot.pending]++;
     slot.tail.push(slot.pending);
@@ -88,9 +88,9 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
         one.kv = kv;
     }
     int64_t attended = part.scratch(one);
-    if (cache_shape.transposed) attended = std::max(attended, MOST_ROWS * d + part.few.together.scratch(one));
+    if (cache_shape.transposed) attended = std::max(attended, MOST_STEP_ROWS * d + part.few.together.scratch(one));
     const Layer& w = weights.layers[0];
-    const int64_t most = std::max(sizes.slots, MOST_ROWS);
+    const int64_t most = std::max(sizes.slots, MOST_STEP_ROWS);
     const auto lay_out = [&](Scratch at) {
         Rows shared{most};
         shared.X = at.matrix(most, w.proj.columns());
@@ -176,9 +176,8 @@ TokenRows Decoder::write(const std::vector<int64_t>& batch, const UniformRows& u
         if (!tokens.empty()) pass(tokens);
         for (size_t r = 0; r < tokens.size(); r++) finish_row(tokens[r], static_cast<int64_t>(r));
         std::vector<int64_t>& row = rows.emplace_back();
-        trace.timed("sampling", 0, [&] {
-            for (int64_t s = 0; s < all; s++) row.push_back(choose(batch[s], uniforms[i][s]));
-        });
+        const Timed timed(trace, "sampling", 0);
+        for (int64_t s = 0; s < all; s++) row.push_back(choose(batch[s], uniforms[i][s]));
     }
     return rows;
 }
@@ -194,13 +193,6 @@ void Decoder::copy(int64_t from, int64_t to) {
     b.text = a.text;
     b.tail = a.tail;
     b.prompt.reset();
-}
-
-void Decoder::make_room(Slot& slot) {
-    if (shape.window == 0 || slot.length < cache_shape.capacity) return;
-    const int64_t unseen = (slot.length + 1 - shape.window) / cache_shape.panel * cache_shape.panel;
-    slot.cache.drop(unseen, slot.length);
-    slot.length -= unseen;
 }
 
 int64_t Decoder::length(int64_t slot) const { return slots[slot].length + (slots[slot].pending >= 0); }

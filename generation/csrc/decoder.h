@@ -214,13 +214,9 @@ class Decoder {
                  /* threads */ 1, endless.of(head)}};
     }
 
-    // Room for a token in the cache of an endless model's text: what no query will see is dropped. When it
-    // happens depends on the text's tokens only, so that drafts change no bit.
-    void make_room(Slot&);
-
     void prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread);
     std::vector<Token> behind(const int64_t* begin, const int64_t* end);
-    void embed_rows(const std::vector<Token>& tokens, int64_t row);
+    void embed_rows(const std::vector<Token>& tokens, int64_t row, int64_t thread);
     void finish_row(const Token& token, int64_t row);
     void step(const Weights& model, const Token* tokens, bool apart, const Rows& rows, Member& member);
     void attend(const Token& first, int64_t count, int64_t layer, int64_t head, const float* q, int64_t ldQ,

@@ -12,7 +12,7 @@
 #include "cuda/ngrams_table.h"
 #include "sampling.h"
 
-constexpr int64_t MOST_ROWS = 8;           // of a step with drafts: pending tokens and drafts of all texts
+constexpr int64_t MOST_STEP_ROWS = 8;           // of a step with drafts: pending tokens and drafts of all texts
 constexpr int64_t MOST_DRAFTED_TEXTS = 4;  // more texts share a step's weights among themselves
 
 // The last tokens of a text, a byte each: only vocabularies of at most 256 tokens have drafts.
@@ -72,7 +72,7 @@ class DraftPace {
     // Whether a row that gives a token with this probability costs less than a later step for it. A step has at
     // most a row more than those before: how much one costs is not known beforehand.
     bool pays(int64_t rows, double probability) const {
-        if (rows >= std::min(MOST_ROWS, most + 1)) return false;
+        if (rows >= std::min(MOST_STEP_ROWS, most + 1)) return false;
         double price = cost(rows + 1) - cost(rows);
         // The row after it may be so cheap that both pay: products take rows in blocks.
         if (rows + 2 <= most) price = std::min(price, (cost(rows + 2) - cost(rows)) / 2);
@@ -106,7 +106,7 @@ class DraftPace {
             for (Cost& each : costs) each.now *= std::pow(change, COMMON);
         }
         // What was not tried for long becomes cheap, and is tried again; soon if it was hardly ever tried.
-        for (int64_t other = 2; other <= MOST_ROWS; other++)
+        for (int64_t other = 2; other <= MOST_STEP_ROWS; other++)
             if (other != rows) costs[other].now *= 1 - (costs[other].trials < TRIALS ? UNSURE : FORGOTTEN);
         const double share = std::max(SHARE, 1.0 / static_cast<double>(++steps));
         seconds += share * (cost.now - seconds);
@@ -123,7 +123,7 @@ class DraftPace {
         int trials = 0;
     };
     int64_t steps = 0, most = 0;              // most: rows of a step so far
-    std::array<Cost, MOST_ROWS + 1> costs{};  // by the number of rows
+    std::array<Cost, MOST_STEP_ROWS + 1> costs{};  // by the number of rows
     double seconds = 0, tokens = 0;           // of a step, on average
 };
 

@@ -28,10 +28,9 @@ class Decoder::Drafting {
     Drafting(Decoder& decoder, const std::vector<int64_t>& batch, const UniformRows& uniforms, int64_t most)
         : most(static_cast<size_t>(most)), decoder(decoder), uniforms(uniforms) {
         for (const int64_t slot : batch) texts.push_back({slot, texts.size()});
-        decoder.trace.timed("sampling", 0, [&] {
-            for (Growing& text : texts)
-                if (slot_of(text).pending < 0) choose_next(text);
-        });
+        const Timed timed(decoder.trace, "sampling", 0);
+        for (Growing& text : texts)
+            if (slot_of(text).pending < 0) choose_next(text);
     }
 
     size_t most;  // rows of tokens
@@ -50,15 +49,14 @@ class Decoder::Drafting {
         if (active.empty()) return false;
         const auto start = Clock::now();
         const int64_t texts_of_step = static_cast<int64_t>(active.size());
-        int64_t rows = texts_of_step, given = 0;
-        decoder.trace.timed("draft", 0, [&] { rows += guess(rows); });
+        const int64_t rows = texts_of_step + guess(texts_of_step);
         const std::vector<Token> tokens = tokens_of_step();
         decoder.pass(tokens);
-        decoder.trace.timed("sampling", 0, [&] { given = accept(tokens); });
-        decoder.draft_pace.took(rows, seconds_since(start), given);
+        const int64_t chosen = accept(tokens);
+        decoder.draft_pace.took(rows, seconds_since(start), chosen);
         DraftCounts& counts = decoder.counts;
         counts.steps++;
-        counts.tokens += given;
+        counts.tokens += chosen;
         counts.drafted += rows - texts_of_step;
         return true;
     }
@@ -97,10 +95,12 @@ class Decoder::Drafting {
 
     // Adds guesses to a step of `rows` rows while they pay, the likeliest first; returns how many.
     int64_t guess(int64_t rows) {
+        const Timed timed(decoder.trace, "draft", 0);
         for (Growing* text : active) {
             text->guesses.clear();
-            decoder.make_room(slot_of(*text));
-            text->tail = slot_of(*text).tail;
+            Slot& slot = slot_of(*text);
+            slot.length -= slot.cache.make_room(slot.length, decoder.shape.window);
+            text->tail = slot.tail;
             look_ahead(*text, 1);
         }
         for (int64_t guesses = 0;; guesses++) {
@@ -128,8 +128,9 @@ class Decoder::Drafting {
 
     // Chooses the tokens after these rows; returns how many.
     int64_t accept(const std::vector<Token>& tokens) {
+        const Timed timed(decoder.trace, "sampling", 0);
         DraftCounts& counts = decoder.counts;
-        int64_t first = 0, given = 0;
+        int64_t first = 0, chosen = 0;
         for (Growing* text : active) {
             const size_t guesses = text->guesses.size();
             for (size_t i = 0;; i++) {
@@ -143,13 +144,13 @@ class Decoder::Drafting {
                     counts.guesses++;
                     counts.hits += hit;
                 }
-                given++;
+                chosen++;
                 if (i == guesses || !hit) break;
                 counts.accepted++;
             }
             first += 1 + static_cast<int64_t>(guesses);
         }
-        return given;
+        return chosen;
     }
 
     Decoder& decoder;

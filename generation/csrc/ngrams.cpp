@@ -41,8 +41,7 @@ Guess Ngrams::guess(const Tail& tail, double uniform, const Occurrences& text, c
         std::vector<float> logits(vocab_size, UNLISTED);
         for (int i = 0; i < LISTED; i++)
             if (listed[i].code > 0) logits[listed[i].token] = static_cast<float>(std::log(weight[i]));
-        std::vector<double> weights;
-        weigh(logits.data(), text, s, weights);
+        const std::vector<double>& weights = weigh(logits.data(), text, s);
         for (int i = 0; i < LISTED; i++) weight[i] = listed[i].code > 0 ? weights[listed[i].token] : 0;
     }
     std::array<double, LISTED> ends;  // of the tokens' parts of the distribution

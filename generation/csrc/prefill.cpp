@@ -61,10 +61,9 @@ void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool contin
     };
     prompt.memory = Buffer(lay_out(Scratch()));
     lay_out(Scratch(prompt.memory));
-    trace.timed("embedding", 0, [&] {
-        for (int64_t t = 0; t < T; t++) weights.embed(prompt.X.row(t), prompt.ids[t], t);
-    });
     slot.prompt = std::move(begun);
+    const Timed timed(trace, "embedding", 0);
+    for (int64_t t = 0; t < T; t++) weights.embed(prompt.X.row(t), prompt.ids[t], t);
 }
 
 bool Decoder::read(int64_t number, double seconds) {
@@ -147,15 +146,17 @@ void Decoder::prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread)
         a.k = {q + d, 0, 0, ldQ, 1};
         a.v = {q + 2 * d, 0, 0, ldQ, 1};
         a.out = prompt.A + (h * T + t0) * d;
-        alone.timed("attention", [&] { part.attention(a, prompt.scratch[thread]); });
+        const Timed timed = alone.timed("attention");
+        part.attention(a, prompt.scratch[thread]);
     } else {
         const int64_t t0 = stages.from(layer) + i * PREFILL_ROWS;
         const Rows rows = prompt.rows_of(t0, T, thread);
-        alone.timed("attention", [&] {
+        {
+            const Timed timed = alone.timed("attention");
             for (int64_t r = 0; r < rows.count; r++)
                 for (int64_t h = 0; h < H; h++)
                     std::copy_n(prompt.A + (h * T + t0 + r) * d, d, rows.A.row(r) + h * d);
-        });
+        }
         Block<Member>(rows, alone).rest(w);
     }
 }

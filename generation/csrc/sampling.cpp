@@ -49,9 +49,9 @@ void keep_typical(std::vector<double>& weight, double least, double typical_p) {
 
 }  // namespace
 
-void weigh(const float* logits, const Occurrences& text, const Sampling& s, std::vector<double>& weight) {
+const std::vector<double>& weigh(const float* logits, const Occurrences& text, const Sampling& s) {
     const size_t n = text.seen.size();
-    OF_THIS_THREAD std::vector<double> sorted;
+    OF_THIS_THREAD std::vector<double> weight, sorted;
     weight.assign(logits, logits + n);
     const bool numbers = std::none_of(logits, logits + n, [](float x) { return std::isnan(x); });
     if (s.repetition_penalty != 1)
@@ -70,7 +70,7 @@ void weigh(const float* logits, const Occurrences& text, const Sampling& s, std:
         const auto first = static_cast<size_t>(best - weight.begin());
         weight.assign(n, 0);
         weight[first] = 1;
-        return;
+        return weight;
     }
 
     // weight <- exp((logit - max) / temperature), so the largest weight is 1
@@ -95,12 +95,10 @@ void weigh(const float* logits, const Occurrences& text, const Sampling& s, std:
     least = std::max(least, s.min_p * *std::max_element(weight.begin(), weight.end()));
 
     for (double& w : weight) w = w >= least ? w : 0;
+    return weight;
 }
 
-int64_t sample(const float* logits, const Occurrences& text, double uniform, const Sampling& s) {
-    OF_THIS_THREAD std::vector<double> weight;
-    weigh(logits, text, s, weight);
-    if (s.temperature == 0) return std::find(weight.begin(), weight.end(), 1) - weight.begin();
+int64_t draw(const std::vector<double>& weight, double uniform) {
     double point = uniform * std::accumulate(weight.begin(), weight.end(), 0.0);
     int64_t chosen = 0;
     for (size_t i = 0; i < weight.size(); i++) {

@@ -22,12 +22,12 @@ struct Occurrences {
     std::vector<int32_t> written;  // how often it has occurred since the prompt
 };
 
-// weight[i] <- a number proportional to the probability of token i, 0 for tokens that are not kept. Throws
-// std::invalid_argument for logits with NaN or an infinite maximum.
-void weigh(const float* logits, const Occurrences&, const Sampling&, std::vector<double>& weight);
+// A number proportional to the probability of each token, 0 for tokens that are not kept; until the thread's
+// next call. Throws std::invalid_argument for logits with NaN or an infinite maximum.
+const std::vector<double>& weigh(const float* logits, const Occurrences&, const Sampling&);
 
-// The token that `uniform`, in [0, 1), falls on. Throws as weigh() does.
-int64_t sample(const float* logits, const Occurrences&, double uniform, const Sampling&);
+// The token that `uniform`, in [0, 1), falls on, among tokens with these weights.
+int64_t draw(const std::vector<double>& weight, double uniform);
 
 constexpr int64_t NO_LOGPROB = -1;  // instead of a number of alternatives: no log-probabilities
 

@@ -33,7 +33,7 @@ inline void Decoder::attend(const Token& first, int64_t count, int64_t layer, in
         a.kv = cache_shape.precision;
     }
     if (count == 1) return part.attention(a, own);
-    part.few.together.attention(a, own + MOST_ROWS * d);
+    part.few.together.attention(a, own + MOST_STEP_ROWS * d);
     for (int64_t r = 0; r < count; r++) std::copy_n(a.out + r * d, d, to + r * ld);
 }
 
@@ -66,14 +66,15 @@ std::vector<Token> Decoder::behind(const int64_t* begin, const int64_t* end) {
     for (const int64_t* at = begin; at < end; at++) {
         Slot& slot = slots[*at];
         if (slot.pending < 0) continue;
-        make_room(slot);
+        slot.length -= slot.cache.make_room(slot.length, shape.window);
         tokens.push_back({*at, slot.pending, slot.length});
     }
     return tokens;
 }
 
 // The rows of these tokens begin at `row`.
-void Decoder::embed_rows(const std::vector<Token>& tokens, int64_t row) {
+void Decoder::embed_rows(const std::vector<Token>& tokens, int64_t row, int64_t thread) {
+    const Timed timed(trace, "embedding", thread);
     for (const Token& token : tokens) weights.embed(rows[0].X.row(row++), token.id, token.position);
 }
 
@@ -108,7 +109,7 @@ void Decoder::pass(const std::vector<Token>& tokens) {
     if (helped && (size.on_trial() || Clock::now() >= packed_until)) pack_for(members);
     const auto start = Clock::now();
     if (!pace.together(count, start)) members = 1;
-    trace.timed("embedding", 0, [&] { embed_rows(tokens, 0); });
+    embed_rows(tokens, 0, 0);
     team->run(members, [this, of = tokens.data(), count, apart](Member& member) {
         const bool shared = member.members > 1 && shared_by > 1;
         step(shared ? shares : weights, of, apart, rows[member.thread].from(0, count), member);
@@ -147,14 +148,13 @@ void Decoder::write_groups(const std::vector<int64_t>& batch, const UniformRows&
         const std::vector<Token> texts = behind(batch.data() + starts[g], batch.data() + starts[g + 1]);
         const int64_t size = static_cast<int64_t>(texts.size());
         if (size > 0) {
-            trace.timed("embedding", thread, [&] { embed_rows(texts, starts[g]); });
+            embed_rows(texts, starts[g], thread);
             Member alone(trace, static_cast<int>(thread));
             step(weights, texts.data(), true, rows[thread].from(starts[g], size), alone);
             for (int64_t r = 0; r < size; r++) finish_row(texts[r], starts[g] + r);
         }
-        trace.timed("sampling", thread, [&] {
-            for (int64_t s = starts[g]; s < starts[g + 1]; s++) chosen[s] = choose(batch[s], uniform[s]);
-        });
+        const Timed timed(trace, "sampling", thread);
+        for (int64_t s = starts[g]; s < starts[g + 1]; s++) chosen[s] = choose(batch[s], uniform[s]);
     };
     const auto write_all = [&](int64_t g, int64_t thread) {
         const auto start = Clock::now();

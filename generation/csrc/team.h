@@ -51,36 +51,49 @@ class Trace {
         return all;
     }
 
-    // Runs body(), with a span if recording. Helpers call it inside a piece only, before the caller reads.
-    template <class Body> void timed(const char* kind, int64_t thread, const Body& body) {
-        const int64_t begin = recording ? now() : 0;
-        body();
+    // The time; 0 unless recording.
+    int64_t now() const {
+        if (!recording) return 0;
+        const auto since = std::chrono::steady_clock::now().time_since_epoch();
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+    }
+
+    // Adds a span from `begin`, a now(), if recording. Helpers do inside a piece only, before the caller reads.
+    void add(const char* kind, int64_t thread, int64_t begin) {
         if (recording) tracks[thread].spans.push_back({kind, static_cast<int>(thread), begin, now()});
     }
 
-    // Runs body(), with a span of the caller's wait from its last piece on; a helper's may outlast the call.
-    template <class Body> void timed_waiting(int thread, const Body& body) {
-        if (thread > 0 || !recording) return body();
-        int64_t begin = now();
-        body();
-        std::vector<Span>& spans = tracks[0].spans;
-        if (!spans.empty()) begin = std::max(begin, spans.back().end);
-        spans.push_back({"waiting", 0, begin, now()});
+    // Adds the caller's wait in a stage that began then: from its last piece on. A helper's may outlast the
+    // call.
+    void add_wait(int thread, int64_t begin) {
+        if (thread > 0) return;
+        const std::vector<Span>& spans = tracks[0].spans;
+        add("waiting", 0, spans.empty() ? begin : std::max(begin, spans.back().end));
     }
 
   private:
     static constexpr int EXPECTED_SPANS = 1 << 16;
-
-    static int64_t now() {
-        const auto since = std::chrono::steady_clock::now().time_since_epoch();
-        return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-    }
 
     struct alignas(64) Track {  // a cache line each: threads write at the same time
         std::vector<Span> spans;
     };
     bool recording = false;
     std::vector<Track> tracks;
+};
+
+// A span from here to the end of the scope.
+class Timed {
+  public:
+    Timed(Trace& trace, const char* kind, int64_t thread)
+        : trace(trace), kind(kind), thread(thread), begin(trace.now()) {}
+    Timed(const Timed&) = delete;
+    Timed& operator=(const Timed&) = delete;
+    ~Timed() { trace.add(kind, thread, begin); }
+
+  private:
+    Trace& trace;
+    const char* kind;
+    int64_t thread, begin;
 };
 
 inline void yield() {
@@ -154,15 +167,17 @@ class Member {
     Member(Trace& trace, int thread, int members = 1, const Turn& turn = {})
         : thread(thread), members(members), trace(trace), turn(turn) {}
 
-    // body(), as a span of this kind.
-    template <class Body> void timed(const char* kind, const Body& body) { trace.timed(kind, thread, body); }
+    // A span of this kind to the end of the scope.
+    Timed timed(const char* kind) const { return {trace, kind, thread}; }
 
     // A stage: piece(i) for each i of 0 .. pieces - 1. A member's share is the same in every turn, for its
     // caches; a late member's is taken by another. Waits until all are done, unless the turn is over.
     template <class Piece> void share(int64_t pieces, const Piece& piece) {
         for (int64_t i = 0; members == 1 && i < pieces; i++) piece(i);
         if (members == 1) return;
-        trace.timed_waiting(thread, [&] { take_shares(pieces, piece); });
+        const int64_t begin = trace.now();
+        take_shares(pieces, piece);
+        trace.add_wait(thread, begin);
         stage++;
     }
 

@@ -165,8 +165,8 @@ class CudaEngine(Slots):
         self._drafts = np.zeros(4, int)  # passes, tokens, rows of guesses, guesses that were compared
         self._counted = np.zeros((0, 3), np.int32)  # of the last launch, as struct Work has them
         # Compiled now, not while texts wait: what as many texts as there are slots need, or fewer.
-        most = min(slots, self._many * layouts.RESIDENT * on.on.multiprocessors)  # more need the same
-        on.prepare(self._way(np.arange(count))[:2] for count in range(1, most + 1))
+        largest = min(slots, self._many * layouts.RESIDENT * on.on.multiprocessors)  # more need the same
+        on.prepare(self._way(np.arange(count))[:2] for count in range(1, largest + 1))
 
     @property
     def description(self) -> str:

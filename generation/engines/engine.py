@@ -93,7 +93,7 @@ class EngineOptions:
             parts.one_of("kernel", self.kernel, KERNELS)
 
     @classmethod
-    def of(cls, named: Mapping[str, Any], **more: Any) -> "EngineOptions":
+    def from_names(cls, named: Mapping[str, Any], **more: Any) -> "EngineOptions":
         """The options among these values, by their names; `more` comes first."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: named[name] for name in names if name in named} | more)
@@ -173,10 +173,10 @@ class Engine(Protocol):
         """The slot's latest logits (V,). Its last token was, or its next one will be, chosen from them."""
 
 
-def member(kind: type[Name], name: str, value: str) -> Name:
+def member(enum: type[Name], name: str, value: str) -> Name:
     """The member of an enum with this name. Raises ValueError naming the argument if there is none."""
-    parts.one_of(name, value, list(kind))
-    return kind(value)
+    parts.one_of(name, value, list(enum))
+    return enum(value)
 
 
 def rows_of(uniforms: ArrayLike, count: int) -> NDArray[np.float64]:

@@ -60,14 +60,14 @@ class Step:
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k and v, (n, H, 1, d), to the next layer's cache and let q attend to it."""
         cache = next(self.layers)
-        held = []
+        filled = []
         for buffer, new in ((cache.k, k), (cache.v, v)):
             buffer[self.slots, :, self.rows] = new[:, :, 0].to(buffer.dtype)
-            held.append(buffer[: len(self.slots)].to(q.dtype))
+            filled.append(buffer[: len(self.slots)].to(q.dtype))
         if self.flash is None:
-            return attend(q, *held, documents=self.documents)
+            return attend(q, *filled, documents=self.documents)
         rules = NO_LIMIT, NO_LIMIT, 0.0, None, None, self.documents, self.extents
-        return self.flash(q, *held, False, None, None, *rules)[0]
+        return self.flash(q, *filled, False, None, None, *rules)[0]
 
 
 def captured(step: Callable[[], None], pool: Any) -> Callable[[], None]:

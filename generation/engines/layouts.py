@@ -189,8 +189,8 @@ class Cluster(Layout):
     def most_texts(self, shared: int) -> int:
         """The most texts of a pass in so many bytes of shared memory; 0 if the model does not fit."""
         rows = -(-4 * self.config.n_embd // self.blocks * LANES // THREADS)  # a warp's, of the widest matrix
-        most = min(MOST_TEXTS, self.blocks) if rows <= LANES else 0
-        return max((texts for texts in range(1, most + 1) if self.shared(texts) <= shared), default=0)
+        limit = min(MOST_TEXTS, self.blocks) if rows <= LANES else 0
+        return max((texts for texts in range(1, limit + 1) if self.shared(texts) <= shared), default=0)
 
     def alone(self, drafts: bool, shared: int) -> "tuple[Cluster, int]":
         """(layout, rows) of a pass of one text; with drafts, if there is room for a guess."""
@@ -314,18 +314,18 @@ def layouts_for(
     if weights not in WEIGHT_BITS:
         raise Unfit(f"the cuda engine has weights in {' and '.join(WEIGHT_BITS)}, not {weights}")
     if on.capability < CAPABILITY:
-        has, least = (".".join(map(str, capability)) for capability in (on.capability, CAPABILITY))
-        raise Unfit(f"the cuda engine needs compute capability {least}; {on.name} has {has}")
+        has, needed = (".".join(map(str, capability)) for capability in (on.capability, CAPABILITY))
+        raise Unfit(f"the cuda engine needs compute capability {needed}; {on.name} has {has}")
     if config.head_dim not in HEAD_DIMS:
         raise Unfit(f"the cuda engine takes heads of {', '.join(map(str, HEAD_DIMS))}, not {config.head_dim}")
     if config.n_embd % CLUSTERS[-1]:
         raise Unfit(f"the cuda engine takes n_embd of multiples of {CLUSTERS[-1]}, not {config.n_embd}")
     grid = Grid(config, weights, kv_cache, clocks=clocks)
     size = grid.image.itemsize
-    most = on.l2 // CACHE_SHARE
-    if size > most or not grid.most_texts(on.shared):
+    limit = on.l2 // CACHE_SHARE
+    if size > limit or not grid.most_texts(on.shared):
         has = f"the model has {size:,} in {weights}"
-        raise Unfit(f"the cuda engine takes {most:,} bytes of weights on {on.name}; {has}")
+        raise Unfit(f"the cuda engine takes {limit:,} bytes of weights on {on.name}; {has}")
     sizes = CLUSTERS if on.capability >= CLUSTER_CAPABILITY else ()
     clusters = [Cluster(config, weights, kv_cache, n, clocks=clocks) for n in sizes if config.n_embd % n == 0]
     return [layout for layout in clusters if layout.most_texts(on.shared)], grid

@@ -88,10 +88,21 @@ def recipe(simd: str = "auto") -> Recipe:
 def library(simd: str = "auto") -> ctypes.CDLL:
     """The library of csrc/ over one of SIMD, compiled if need be. Raises as extension.load() does."""
     loaded = extension.load_library("decoder", recipe, simd)
+
+    def checked(result: Any, function: object, arguments: object) -> Any:
+        """The result of a function that may fail. Raises ValueError naming the wrong argument."""
+        if not result:
+            kind = c_int()
+            message = loaded.error(byref(kind)).decode()
+            raise FAILURES[kind.value](message)
+        return result
+
     for name, (returned, parameters) in signatures().items():
         function = getattr(loaded, name)
         function.restype = returned
         function.argtypes = parameters
+        if returned in (c_bool, c_void_p):
+            function.errcheck = checked
     return loaded
 
 
@@ -141,8 +152,6 @@ class Decoder:
             integers([tensor.size for tensor in tensors.values()]),
             integers([(not t.flags.c_contiguous) + 2 * is_mapped(t) for t in tensors.values()]),
         )
-        if not self._handle:
-            raise self._error()
         self.free = list(range(self.slots))
         for slot in self.free:
             self.set_sampling(slot, Sampling())
@@ -161,7 +170,7 @@ class Decoder:
         added = (c_double * len(biases))(*biases)
         top = alternatives("logprobs", logprobs)
         with self._lock:
-            self._do("set_sampling", slot, numbers, len(tokens), integers(tokens), added, top)
+            self._c.set_sampling(self._handle, slot, numbers, len(tokens), integers(tokens), added, top)
 
     def take_logprobs(self, slot: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
         rows = (list(zip(*row)) for row in zip(*(a.tolist() for a in self.take_logprob_arrays(slot))))
@@ -171,7 +180,7 @@ class Decoder:
         """The same as arrays (tokens, 1 + top): tokens, -1 where an alternative lacks; and logprobs."""
         count, top = c_int64(), c_int64()
         with self._lock:
-            self._do("take_logprobs", slot, byref(count), byref(top))
+            self._c.take_logprobs(self._handle, slot, byref(count), byref(top))
             shape = count.value, 1 + top.value
             tokens = np.empty(shape, np.int64)
             logprobs = np.empty(shape)
@@ -180,17 +189,17 @@ class Decoder:
 
     def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
         with self._lock:
-            self._do("begin", slot, len(ids), integers(ids), continues, alternatives("top", top))
+            self._c.begin(self._handle, slot, len(ids), integers(ids), continues, alternatives("top", top))
 
     def read(self, slot: int, seconds: float = math.inf) -> bool:
         done = c_bool()
         with self._lock:
-            self._do("read_for", slot, seconds, byref(done))
+            self._c.read_for(self._handle, slot, seconds, byref(done))
         return done.value
 
     def drop(self, slot: int) -> None:
         with self._lock:
-            self._do("drop", slot)
+            self._c.drop(self._handle, slot)
 
     def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
         numbers = rows_of(uniforms, len(slots))
@@ -200,57 +209,46 @@ class Decoder:
         limit = None if seconds is None else byref(c_double(seconds))
         arrays = (integers(slots), rows, numbers.ctypes.data, limit, tokens.ctypes.data, byref(written))
         with self._lock:
-            if not self._c.write_rows(self._handle, count, *arrays):
-                raise self._error()
+            self._c.write_rows(self._handle, count, *arrays)
         return tokens[: written.value]
 
     def set_draft(self, draft: Draft | None) -> None:
         """Guess tokens by this draft from now on, or not at all. It changes no text."""
         tables = (None, None) if draft is None else (draft.tags.ctypes.data, draft.pairs.ctypes.data)
         with self._lock:
-            self._do("set_draft", *tables)
+            self._c.set_draft(self._handle, *tables)
         self.draft = draft
 
     def draft_counts(self) -> DraftCounts:
         """What drafts did since the last call."""
         counts = (c_int64 * len(DraftCounts._fields))()
         with self._lock:
-            self._do("draft_counts", counts)
+            self._c.draft_counts(self._handle, counts)
         return DraftCounts(*counts)
 
     def copy(self, source: int, *targets: int) -> None:
         with self._lock:
             for target in targets:
-                self._do("copy", source, target)
+                self._c.copy(self._handle, source, target)
 
     def logits(self, slot: int) -> list[float]:
         logits = (c_float * self.config.vocab_size)()
         with self._lock:
-            self._do("logits", slot, logits)
+            self._c.logits(self._handle, slot, logits)
         return list(logits)
 
     def record(self, on: bool) -> None:
         """Switch the recording of spans on or off; it is off at first."""
         with self._lock:
-            self._do("record", on)
+            self._c.record(self._handle, on)
 
     def spans(self) -> list[tuple[str, int, int, int]]:
         """(kind, thread, begin, end) of each span since the last call, in nanoseconds; 0: the caller."""
         count = c_int64()
         spans = POINTER(Span)()
         with self._lock:
-            self._do("take_spans", byref(count), byref(spans))
+            self._c.take_spans(self._handle, byref(count), byref(spans))
             return [(s.kind.decode(), s.thread, s.begin, s.end) for s in spans[: count.value]]
-
-    def _do(self, function: str, *arguments: Any) -> None:
-        """Call a function that may fail. Raises ValueError naming the wrong argument."""
-        if not getattr(self._c, function)(self._handle, *arguments):
-            raise self._error()
-
-    def _error(self) -> Exception:
-        kind = c_int()
-        message = self._c.error(byref(kind)).decode()
-        return FAILURES[kind.value](message)
 
 
 def integers(numbers: Sequence[int]) -> ctypes.Array[c_int64]:

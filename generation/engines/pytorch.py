@@ -76,7 +76,7 @@ class TorchEngine(Slots):
         self._counts[slot, 0] += ids[0].bincount(minlength=self.config.vocab_size)
         kept = None
         if prompt.top is not None:  # a separate pass, so that the text's logits do not depend on it
-            caches = [cache.of(slot, slot + 1, 0) for cache in self._caches]
+            caches = [cache.slots(slot, slot + 1, 0) for cache in self._caches]
             kept = self.model(ids, caches)[0].cpu().numpy()
         self._append(slot, ids[:, -(self.config.reach or self.capacity) :])  # what is before decides nothing
         if self.device == "cuda":
@@ -133,9 +133,9 @@ class TorchEngine(Slots):
     @torch.inference_mode()
     def _copy(self, source: int, at: NDArray[np.int64]) -> None:
         length = int(self._lengths[source])
-        held = slice(length) if self._graphs is None else slice(-length, None)
+        filled = slice(length) if self._graphs is None else slice(-length, None)
         for buffer in (buffer for cache in self._caches for buffer in (cache.k, cache.v)):
-            buffer[at, :, held] = buffer[source, :, held].clone()
+            buffer[at, :, filled] = buffer[source, :, filled].clone()
 
     def _logits_of(self, slot: int) -> NDArray[np.float32]:
         return self._logits[slot].cpu().numpy()
@@ -151,7 +151,7 @@ class TorchEngine(Slots):
         count, new = ids.shape
         end = first + count
         length = int(self._lengths[first])
-        caches = [cache.of(first, end, length) for cache in self._caches]
+        caches = [cache.slots(first, end, length) for cache in self._caches]
         if self._graphs is not None:  # a prompt is read, to the last rows: see graph.py
             for cache in caches:
                 cache.k = cache.k[:, :, -new:]

@@ -143,18 +143,18 @@ class Slots:
             raise ValueError(f"slots is {list(slots)}; each must be named once")
         with self._lock:
             self._read_prompts()
-            held = self._lengths[at] + (self._pending[at] >= 0)
-            for wrong, state in ((held == 0, "first"), (held > self.capacity, "again: it is full")):
+            lengths = self._lengths[at] + (self._pending[at] >= 0)
+            for wrong, state in ((lengths == 0, "first"), (lengths > self.capacity, "again: it is full")):
                 if wrong.any():
                     raise ValueError(f"slot is {at[wrong][0]}; it must be read {state}")
-            rows = numbers[: self.capacity + 1 - int(held.max(initial=1))]
+            rows = numbers[: self.capacity + 1 - int(lengths.max(initial=1))]
             if not rows.size:
                 return np.empty(rows.shape, np.int64)
             scored = bool(self._tops) and not self._tops.keys().isdisjoint(slots)
             chosen, every = self._write(at, rows, seconds, scored)
             if (chosen < 0).any():
                 raise ValueError("logits hold NaN, or the largest is infinite; they must be numbers")
-            self._lengths[at] = held + len(chosen) - 1
+            self._lengths[at] = lengths + len(chosen) - 1
             self._pending[at] = chosen[-1]
             for i, slot in enumerate(slots if scored else ()):
                 if slot in self._tops:

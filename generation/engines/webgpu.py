@@ -88,8 +88,8 @@ class Shape:
             packed[-1][places] = tensor
 
         def norm(name: str) -> None:
-            for kind in ("weight", "bias")[: 1 + c.bias]:
-                vector(tensors[f"{name}.{kind}"], straight, W)
+            for field in ("weight", "bias")[: 1 + c.bias]:
+                vector(tensors[f"{name}.{field}"], straight, W)
 
         def rows(tensor: Floats) -> Floats:
             return np.pad(tensor, ((0, 0), (0, 4 * W - c.n_embd)))
@@ -128,14 +128,14 @@ def source_for(
     if limits["max-storage-buffers-per-shader-stage"] < BUFFERS:
         raise Unfit(f"the webgpu engine needs {BUFFERS} buffers in a shader; {on.name} has fewer")
     room = limits["max-compute-workgroup-storage-size"]
-    most = limits["max-storage-buffer-binding-size"]
+    limit = limits["max-storage-buffer-binding-size"]
     tiles = [tile for tile in TILES if shape.shared(tile) <= room]
     if not tiles:
         needed = shape.shared(TILES[-1])
         raise Unfit(f"the webgpu engine needs {needed:,} bytes of workgroup memory; {on.name} has {room:,}")
     size = shape.cached(kv_cache, capacity)
-    if size > most:
-        raise Unfit(f"the keys of a text take {size:,} bytes; {on.name} has buffers of {most:,}")
+    if size > limit:
+        raise Unfit(f"the keys of a text take {size:,} bytes; {on.name} has buffers of {limit:,}")
     constants = {
         **CONSTANTS,
         "LAYERS": config.n_layer,
@@ -156,7 +156,7 @@ class Chunk:
     first: int
     slots: int
     params: Any
-    held: dict[str, tuple[Any, int]]
+    buffers: dict[str, tuple[Any, int]]
     work: Any
     out: Any
 
@@ -182,7 +182,7 @@ class Pieces(NamedTuple):
         """The logits of each text that are wanted."""
         return (len(self.numbers) or int(self.counts.max())) if self.every else 0
 
-    def of(self, places: NDArray[np.int64]) -> "Pieces":
+    def select(self, places: NDArray[np.int64]) -> "Pieces":
         """Those of some of the texts."""
         chosen: dict[str, Any] = {name: getattr(self, name)[places] for name in self._fields[:5]}
         return self._replace(**chosen, numbers=self.numbers[:, places])
@@ -216,13 +216,13 @@ class WebGpuEngine(Slots):
             "counts": 8 * V,
             "settings": 4 * (ROW + V),
         }
-        most = min(MOST_GROUPS, gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values()))
+        limit = min(MOST_GROUPS, gpu.adapter.limits["max-storage-buffer-binding-size"] // max(sizes.values()))
         self._chunks = []
-        for first in range(0, slots, most):
-            n = min(most, slots - first)
-            held = {name: (gpu.buffer(n * size), size) for name, size in sizes.items()}
+        for first in range(0, slots, limit):
+            n = min(limit, slots - first)
+            buffers = {name: (gpu.buffer(n * size), size) for name, size in sizes.items()}
             params = gpu.buffer(32, uniform=True)
-            self._chunks.append(Chunk(first, n, params, held, gpu.buffer(1 << 12), gpu.buffer(1 << 12)))
+            self._chunks.append(Chunk(first, n, params, buffers, gpu.buffer(1 << 12), gpu.buffer(1 << 12)))
 
     @property
     def description(self) -> str:
@@ -303,7 +303,7 @@ class WebGpuEngine(Slots):
     def _place(self, slot: int, name: str) -> tuple[Any, int, int]:
         """The buffer that has a slot's bytes of a name, their offset there, and how many they are."""
         chunk = self._chunks[slot // self._chunks[0].slots]
-        buffer, size = chunk.held[name]
+        buffer, size = chunk.buffers[name]
         return buffer, (slot - chunk.first) * size, size
 
     def _steps(self, texts: int, seconds: float) -> int:
@@ -319,8 +319,8 @@ class WebGpuEngine(Slots):
         """
         rows = len(pieces.numbers)
         texts = len(pieces.at)
-        most = int(pieces.counts.max())
-        steps = max(1, rows + most - (rows > 0 and most > 0))
+        longest = int(pieces.counts.max())
+        steps = max(1, rows + longest - (rows > 0 and longest > 0))
         start = time.perf_counter()
         chosen = np.empty((rows, texts), np.int32)
         logits = np.empty((pieces.kept, texts, self.config.vocab_size), np.float32)
@@ -332,7 +332,7 @@ class WebGpuEngine(Slots):
             places = np.flatnonzero(numbers == number)
             for first in range(0, len(places), together):
                 group = places[first : first + together]
-                chosen[:, group], logits[:, group] = self._dispatch(chunk, pieces.of(group), pieces.kept)
+                chosen[:, group], logits[:, group] = self._dispatch(chunk, pieces.select(group), pieces.kept)
         self._step_seconds[texts] = (time.perf_counter() - start) / steps
         return chosen, logits
 
@@ -362,8 +362,8 @@ class WebGpuEngine(Slots):
         params[6:7] = np.array([self._scale], np.float32).view(np.uint32)
         gpu.write(chunk.params, params)
         gpu.write(chunk.work, work)
-        held = [buffer for buffer, _ in chunk.held.values()]
-        gpu.run(self._pipeline, [chunk.params, self._weights, *held, chunk.work, chunk.out], (texts,))
+        buffers = [buffer for buffer, _ in chunk.buffers.values()]
+        gpu.run(self._pipeline, [chunk.params, self._weights, *buffers, chunk.work, chunk.out], (texts,))
         out = gpu.read(chunk.out, np.uint32, max(1, size))[:size]
         chosen = out[: rows * texts].view(np.int32).reshape(rows, texts)
         return chosen, out[rows * texts :].view(np.float32).reshape(kept, texts, V)
@@ -371,7 +371,7 @@ class WebGpuEngine(Slots):
     def _upload_settings(self) -> None:
         """Write the settings that the device has not got."""
         for chunk in self._chunks if self._stale else ():
-            buffer, _ = chunk.held["settings"]
+            buffer, _ = chunk.buffers["settings"]
             slots = slice(chunk.first, chunk.first + chunk.slots)
             numbers = np.clip(self._settings["sampling"][slots], -1e30, 1e30)
             temperature = numbers[:, PLACES["TEMPERATURE"]]  # one above 0 stays above 0

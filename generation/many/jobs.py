@@ -167,7 +167,7 @@ class Manifest:
         unknown = resolved.keys() - RESOLVED
         if unknown:
             raise ValueError(f"resolved has {min(unknown)!r:.100}")
-        EngineOptions.of(asdict(job.settings) | resolved)
+        EngineOptions.from_names(asdict(job.settings) | resolved)
         one_of("engine", resolved.get("engine", "native"), ENGINES)
         tasks = {file_of(task, job.settings): task for task in job.tasks()}
         for name, shard in self.shards.items():

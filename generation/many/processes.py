@@ -53,18 +53,18 @@ class Worker:
         """How a worker that has ended died."""
         raise NotImplementedError
 
-    def converse(self, said: "queue.SimpleQueue[tuple[Worker, Any]]") -> None:
+    def converse(self, messages: "queue.SimpleQueue[tuple[Worker, Any]]") -> None:
         """Pass on tasks and put the worker's messages into `said`, until it is gone or a task is None."""
         try:
             self.start()
-            said.put((self, READY))
+            messages.put((self, READY))
             for task in iter(self.tasks.get, None):
                 for word in self.write(task):
-                    said.put((self, word))
+                    messages.put((self, word))
         except Exception as error:
             if not isinstance(error, (EOFError, OSError)):
                 self.loss = Loss(f"{type(error).__name__}: {error}")
-            said.put((self, GONE))
+            messages.put((self, GONE))
 
 
 class Pool:
@@ -84,7 +84,7 @@ class Pool:
         self._new = start
         self._timeout = timeout
         self._closed = closed
-        self._said: queue.SimpleQueue[tuple[Worker, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[Worker, Any]] = queue.SimpleQueue()
         self._failed_starts = 0
         self._looked = time.monotonic()  # when silence was measured last
         self.all = [self._start() for _ in range(workers)]
@@ -105,7 +105,7 @@ class Pool:
         """Wait until a task has ended, or a worker may take one; return the tasks that have ended."""
         while True:
             with contextlib.suppress(queue.Empty):
-                worker, word = self._said.get(timeout=TICK)
+                worker, word = self._messages.get(timeout=TICK)
                 if word == READY:
                     worker.ready = True
                     self._failed_starts = 0
@@ -144,7 +144,7 @@ class Pool:
 
     def _start(self) -> Worker:
         worker = self._new()
-        threading.Thread(target=worker.converse, args=(self._said,), daemon=True).start()
+        threading.Thread(target=worker.converse, args=(self._messages,), daemon=True).start()
         return worker
 
 

@@ -25,8 +25,8 @@ from shakespeare.attention_ext.checks import set_whole, type_text
 from shakespeare.attention_ext.parts import PARTS, helpers_of
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import open_engine
-from shakespeare.generation.request import Request, Uniforms
-from shakespeare.generation.sampling import RANDOM, SETTINGS, Sampling
+from shakespeare.generation.request import Request
+from shakespeare.generation.sampling import RANDOM, SETTINGS, Sampling, Uniforms
 from shakespeare.generation.texts import capacity_for, complete, slots_for
 from shakespeare.generation.writer import Writer
 from shakespeare.model.checkpoint import Checkpoint, load
@@ -127,7 +127,7 @@ def resolved(settings: Settings, checkpoint: Checkpoint, texts: int) -> dict[str
     s = settings
     if s.device == "cuda":
         return {"engine": Scribe(s, texts).engine.name}
-    engine = open_engine(checkpoint, EngineOptions.of(vars(s), threads=1)).name
+    engine = open_engine(checkpoint, EngineOptions.from_names(vars(s), threads=1)).name
     simd = helpers_of(s.part, s.simd) or "auto"
     br = s.br
     bc = s.bc
@@ -203,17 +203,17 @@ def request_of_line(
     if unknown:
         raise ValueError(f"option {min(unknown)!r} is unknown; it must be one of {', '.join(LINE_OPTIONS)}")
     endless = ("top_k", "max_new_tokens")  # for which null is a value
-    given = {name: value for name, value in options.items() if value is not None or name in endless}
-    if given.get("seed") == RANDOM:
-        del given["seed"]
-    if given.get("max_new_tokens") == -1:
-        given["max_new_tokens"] = checkpoint.config.block_size
+    chosen = {name: value for name, value in options.items() if value is not None or name in endless}
+    if chosen.get("seed") == RANDOM:
+        del chosen["seed"]
+    if chosen.get("max_new_tokens") == -1:
+        chosen["max_new_tokens"] = checkpoint.config.block_size
     tokenizer = checkpoint.tokenizer
     request = replace(request_for(settings, tokenizer, index), ids=tokenizer.encode(prompt or "\n"))
-    sampling = replace(settings.sampling, **{name: given.pop(name) for name in SETTINGS if name in given})
-    request = replace(request, sampling=sampling, **given)
-    most = request.max_new_tokens
-    if most is None or most > max(MOST_NEW_TOKENS, settings.max_new_tokens):
+    sampling = replace(settings.sampling, **{name: chosen.pop(name) for name in SETTINGS if name in chosen})
+    request = replace(request, sampling=sampling, **chosen)
+    limit = request.max_new_tokens
+    if limit is None or limit > max(MOST_NEW_TOKENS, settings.max_new_tokens):
         raise ValueError(f"max_new_tokens must be a whole number of at most {MOST_NEW_TOKENS}")
     return identity, request
 
@@ -235,7 +235,9 @@ class Scribe:
             raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
         self.settings = settings
         self.texts = texts if settings.device == "cuda" else 2**31
-        options = EngineOptions.of(vars(settings), threads=1, capacity=capacity_of(settings, self.checkpoint))
+        options = EngineOptions.from_names(
+            vars(settings), threads=1, capacity=capacity_of(settings, self.checkpoint)
+        )
         self.at_once, slots = slots_for(self.texts, self.checkpoint.config, options)
         self.engine = open_engine(self.checkpoint, replace(options, slots=slots))
 

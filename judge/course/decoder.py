@@ -42,8 +42,8 @@ class Decoder:
     def __init__(self, player: Player, seconds: float) -> None:
         checkpoint = load(MODEL)
         self.config = checkpoint.config
-        self.peer = GPT.of(self.config, checkpoint.weights)
-        self.exact = GPT.of(self.config, checkpoint.weights).double()
+        self.peer = GPT.from_weights(self.config, checkpoint.weights)
+        self.exact = GPT.from_weights(self.config, checkpoint.weights).double()
         self._player = player
         self._seconds = seconds  # that a call may take
         self._end = time.monotonic() + SECONDS

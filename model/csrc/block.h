@@ -38,33 +38,41 @@ template <class Member> class Block {
     template <class Attend> void qkv(const Layer& w, int64_t skipped, bool divisible, const Attend& attend) {
         each(w.qkv, divisible, [&](int64_t h, int64_t begin, int64_t end) {
             normalize(w.ln_1, w.qkv, begin, end);
-            member.timed("QKV",
-                         [&] { w.qkv.multiply(rows.Q.from(begin), operand, end - begin, h, false, skipped); });
-            member.timed("attention", [&] { attend(h, begin, end); });
+            {
+                const auto timed = member.timed("QKV");
+                w.qkv.multiply(rows.Q.from(begin), operand, end - begin, h, false, skipped);
+            }
+            const auto timed = member.timed("attention");
+            attend(h, begin, end);
         });
     }
 
     // What follows attention.
     void rest(const Layer& w) {
         each(w.proj, true, [&](int64_t p, int64_t begin, int64_t end) {
-            member.timed("projection", [&] { add(w.proj, rows.A, begin, end, p); });
+            const auto timed = member.timed("projection");
+            add(w.proj, rows.A, begin, end, p);
         });
         each(w.fc, true, [&](int64_t p, int64_t begin, int64_t end) {
             normalize(w.ln_2, w.fc, begin, end);
-            member.timed("MLP up", [&] { w.fc.multiply(rows.Y.from(begin), operand, end - begin, p, false); });
-            member.timed("MLP GELU", [&] {
-                for (int64_t r = begin; r < end; r++) w.gelu(rows.Y.row(r) + p * w.fc.width(), w.fc.columns(p));
-            });
+            {
+                const auto timed = member.timed("MLP up");
+                w.fc.multiply(rows.Y.from(begin), operand, end - begin, p, false);
+            }
+            const auto timed = member.timed("MLP GELU");
+            for (int64_t r = begin; r < end; r++) w.gelu(rows.Y.row(r) + p * w.fc.width(), w.fc.columns(p));
         });
         each(w.out, true, [&](int64_t p, int64_t begin, int64_t end) {
-            member.timed("MLP down", [&] { add(w.out, rows.Y, begin, end, p); });
+            const auto timed = member.timed("MLP down");
+            add(w.out, rows.Y, begin, end, p);
         });
     }
 
     void logits(const Weights& w) {
         each(w.head, true, [&](int64_t p, int64_t begin, int64_t end) {
             normalize(w.ln_f, w.head, begin, end);
-            member.timed("head", [&] { w.head.multiply(rows.L.from(begin), operand, end - begin, p, false); });
+            const auto timed = member.timed("head");
+            w.head.multiply(rows.L.from(begin), operand, end - begin, p, false);
         });
     }
 
@@ -93,10 +101,9 @@ template <class Member> class Block {
 
     void normalize(const LayerNorm& norm, const Linear& w, int64_t begin, int64_t end) {
         once(rows.X, w.inputs(), begin, end, [&] {
-            member.timed("norm", [&] {
-                for (int64_t r = begin; r < end; r++) norm(rows.N.row(r), rows.X.row(r));
-                set_operand(w, rows.N, begin, end);
-            });
+            const auto timed = member.timed("norm");
+            for (int64_t r = begin; r < end; r++) norm(rows.N.row(r), rows.X.row(r));
+            set_operand(w, rows.N, begin, end);
         });
     }
 

@@ -73,11 +73,14 @@ void Cache::copy(const Cache& other, int64_t length) const {
     }
 }
 
-void Cache::drop(int64_t keys, int64_t length) const {
+int64_t Cache::make_room(int64_t length, int64_t window) const {
+    if (window == 0 || length < shape.capacity) return 0;
+    const int64_t keys = (length + 1 - window) / shape.panel * shape.panel;
     for (int64_t i = 0; i < shape.layers * shape.heads; i++) {
         std::copy(K(0, i) + shape.K_words(keys), K(0, i) + shape.K_words(length), K(0, i));
         std::copy(V(0, i) + shape.V_words(keys), V(0, i) + shape.V_words(length), V(0, i));
     }
+    return keys;
 }
 
 void Cache::prefetch(int64_t layer, int64_t head, int64_t length) const {

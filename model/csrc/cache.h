@@ -82,8 +82,9 @@ class Cache {
     // Copies the first `length` positions of another cache of this shape.
     void copy(const Cache& other, int64_t length) const;
 
-    // Drops the first `keys` of `length` positions; of transposed K whole panels.
-    void drop(int64_t keys, int64_t length) const;
+    // Drops the keys that no query of a `window` will see if a text of `length` tokens fills the cache; returns
+    // how many. It depends on the text's tokens only, so that drafts change no bit. window: 0 if all are seen.
+    int64_t make_room(int64_t length, int64_t window) const;
 
     // Fetches the first line of each page into L2: the hardware prefetcher stops at the end of a page.
     void prefetch(int64_t layer, int64_t head, int64_t length) const;

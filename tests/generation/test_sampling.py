@@ -8,8 +8,7 @@ import pytest
 import torch
 from support import naming
 
-from shakespeare.generation.request import Uniforms
-from shakespeare.generation.sampling import Sampling, sample
+from shakespeare.generation.sampling import Sampling, Uniforms, sample
 
 PLAIN = dict(temperature=1.0, top_k=None)
 UNIFORMS = [i / 997 for i in range(997)]

@@ -18,6 +18,7 @@ from shakespeare.attention_ext.build.nvrtc import Source
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.gpt import causal_attention
+from shakespeare.training.cuda import update
 from shakespeare.training.cuda.update import FOLDER
 from shakespeare.training.finetuning import recipe_of
 from shakespeare.training.recipe import Recipe
@@ -168,10 +169,12 @@ def test_the_training_step_follows_pytorchs(threads, device):
 )
 def test_kernels_compile_without_spills(nvrtc, dtype, arch):
     macros = {"FORMAT": driver.FORMATS[Dtype(dtype)], "EMBD": 128, "VOCAB": 65, "HEAD_SIZE": 32, "DROPOUT": 1}
-    for file, threads in (("passes.cu", 512), ("update.cu", 256)):
-        _, resources = Source(file, arch, macros | {"THREADS": threads}, FOLDER).compile()
-        with naming(file, resources):
-            assert resources.spill_stores == 0 and resources.registers * threads <= 2**16
+    updates = update.source(Dtype(dtype), tuple(map(int, (arch[3:-1], arch[-1]))))
+    for source in (Source("passes.cu", arch, macros | {"THREADS": 512}, FOLDER), updates):
+        _, resources = source.compile()
+        with naming(source.file, resources):
+            assert resources.spill_stores == 0
+            assert resources.registers * source.macros["THREADS"] <= 2**16
 
 
 def test_a_gpu_gives_equal_bits_and_resumes(gpu):

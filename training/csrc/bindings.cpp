@@ -54,10 +54,17 @@ class TrainingStep {
         const int64_t window = options["window"].cast<int64_t>();
         step.sizes = {B, s.block_size, s.vocab_size, s.n_embd, s.n_head, s.n_layer, br, bc, threads, window};
         const auto betas = options["betas"].cast<std::pair<double, double>>();
-        step.settings = {
-            number("clip"),         number("muon_rate"), number("adam_rate"), number("position_rate"),
-            number("weight_decay"), number("momentum"),  betas.first,         betas.second,
-            number("epsilon")};
+        step.settings = {number("clip"),
+                         number("muon_rate"),
+                         number("adam_rate"),
+                         number("position_rate"),
+                         number("weight_decay"),
+                         number("momentum"),
+                         betas.first,
+                         betas.second,
+                         number("epsilon"),
+                         options["quintic"].cast<std::array<float, 3>>(),
+                         options["least_norm"].cast<float>()};
         const std::vector<training::Shape> shapes = training::shapes(step.sizes);
         for (size_t i = 0; i < shapes.size(); i++) step.parameters.push_back(parameter(i, shapes[i]));
         scratch = Buffer(training::scratch_floats(step.sizes));

@@ -32,7 +32,7 @@
 namespace training {
 namespace {
 
-constexpr int64_t LEAST_ROWS = 16;        // rows of a block
+constexpr int64_t LEAST_BLOCK_ROWS = 16;  // rows of a block
 constexpr int64_t BLOCKS_PER_THREAD = 4;  // enough that a late thread costs little
 constexpr int64_t CHUNK = 16384;          // gradients in a piece of their norm
 constexpr int64_t WIDTH = 16;             // columns of an embedding's gradient in a piece
@@ -54,7 +54,7 @@ class Gradients {
           weights(memory.weights()) {
         const int64_t M = s.rows();
         block_rows = round_up(M / (BLOCKS_PER_THREAD * s.threads), 8);
-        block_rows = std::clamp(block_rows, LEAST_ROWS, MOST_ROWS);
+        block_rows = std::clamp(block_rows, LEAST_BLOCK_ROWS, MOST_BLOCK_ROWS);
         blocks = (M + block_rows - 1) / block_rows;
         for (const Parameter& p : parameters)
             for (int64_t i = 0; i < p.shape.count; i += CHUNK)
@@ -66,7 +66,7 @@ class Gradients {
 
     int64_t phases() const { return /* pack, embed, four at the end */ 6 + 4 * s.L; }
 
-    void run(Member& m) {
+    void run(Worker& m) {
         m.run(static_cast<int64_t>(to_pack.size()), [&](int64_t i) {
             const auto [weight, panel] = to_pack[static_cast<size_t>(i)];
             weight->pack(panel);
@@ -129,7 +129,7 @@ class Gradients {
     int64_t id(int64_t row) const { return tokens[row + row / s.T]; }
     int64_t target(int64_t row) const { return tokens[row + row / s.T + 1]; }
     const Layer& layer(int64_t l) const { return memory.layers[static_cast<size_t>(l)]; }
-    const ThreadScratch& own(const Member& m) const { return memory.threads[static_cast<size_t>(m.thread)]; }
+    const ThreadScratch& own(const Worker& m) const { return memory.threads[static_cast<size_t>(m.thread)]; }
 
     void embed(Block b) const {
         for (int64_t r = b.first; r < b.end(); r++) {
@@ -140,14 +140,14 @@ class Gradients {
         }
     }
 
-    void normalize_rows(Member& m, Block b, const Normalized& to) const {
+    void normalize_rows(Worker& m, Block b, const Normalized& to) const {
         for (int64_t r = b.first; r < b.end(); r++)
             to.factor[r] = normalize(to.rows.row(r), memory.x.row(r), s.C);
         m.lap("norm");
     }
 
     // The way back: dx <- before + the gradient of the norm's input, from dy, that of its product with W.
-    void back(Member& m, Block b, simd::Matrix dx, simd::Matrix before, simd::Matrix dy, const Weight& W,
+    void back(Worker& m, Block b, simd::Matrix dx, simd::Matrix before, simd::Matrix dy, const Weight& W,
               const Normalized& of) const {
         const simd::Matrix d_normal = own(m).d_normal;
         multiply(d_normal, dy.from(b.first), W.backward, b.count);
@@ -159,13 +159,13 @@ class Gradients {
     }
 
     // y <- LN(x) W^T
-    void enter(Member& m, Block b, simd::Matrix y, const Normalized& to, const Weight& W) const {
+    void enter(Worker& m, Block b, simd::Matrix y, const Normalized& to, const Weight& W) const {
         normalize_rows(m, b, to);
         multiply(y.from(b.first), to.rows.from(b.first), W.forward, b.count);
         m.lap("products");
     }
 
-    void enter(Member& m, Block b, const Layer& next) const {
+    void enter(Worker& m, Block b, const Layer& next) const {
         enter(m, b, next.qkv, next.normal_1, next.w_qkv);
     }
 
@@ -187,7 +187,7 @@ class Gradients {
     int64_t first_row(int64_t head) const { return head / s.H * s.T; }
 
     // Attention of a tile of queries of a head.
-    void attend(Member& m, int64_t l, int64_t head, int64_t tile) const {
+    void attend(Worker& m, int64_t l, int64_t head, int64_t tile) const {
         const int64_t i0 = tile * s.Br, n = std::min(s.Br, s.T - i0), d = s.d();
         const auto a = attention<Attention>(l, head, i0, n);
         flash_attention(a, own(m).attention);
@@ -196,7 +196,7 @@ class Gradients {
     }
 
     // Projection, norm and MLP of layer l.
-    void leave(Member& m, Block b, int64_t l) const {
+    void leave(Worker& m, Block b, int64_t l) const {
         const Layer& of = layer(l);
         const simd::Matrix x = memory.x.from(b.first), h = of.h.from(b.first), g = own(m).g;
         multiply(x, of.joined.from(b.first), of.w_projection.forward, b.count, true);
@@ -219,7 +219,7 @@ class Gradients {
     }
 
     // The head, the loss and its gradient, and back through the last norm.
-    void predict(Member& m, Block b) const {
+    void predict(Worker& m, Block b) const {
         const Memory& a = memory;
         enter(m, b, a.dlogits, a.normal, a.w_head);
         const float share = 1 / static_cast<float>(s.rows());
@@ -237,7 +237,7 @@ class Gradients {
     }
 
     // From dx after layer l to dx_2 and the gradient of the attention's output.
-    void mlp_backward(Member& m, Block b, int64_t l) const {
+    void mlp_backward(Worker& m, Block b, int64_t l) const {
         const Layer& of = layer(l);
         const Memory& a = memory;
         const simd::Matrix dh = a.dh.from(b.first), g = a.g.from(b.first), h = of.h.from(b.first);
@@ -251,7 +251,7 @@ class Gradients {
         m.lap("products, backward");
     }
 
-    void head_backward(Member& m, int64_t l, int64_t head) const {
+    void head_backward(Worker& m, int64_t l, int64_t head) const {
         const ThreadScratch& t = own(m);
         const int64_t first = first_row(head), d = s.d(), at = head % s.H * d;
         auto a = attention<AttentionGradient>(l, head, 0, s.T);
@@ -275,7 +275,7 @@ class Gradients {
         return all;
     }
 
-    void compute(Member& m, const std::vector<WeightGradient>& each, int64_t tile) const {
+    void compute(Worker& m, const std::vector<WeightGradient>& each, int64_t tile) const {
         for (const WeightGradient& w : each) {
             if (tile < w.tiles()) {
                 w.compute(tile, s.rows(), own(m).tile);
@@ -290,7 +290,7 @@ class Gradients {
     }
 
     // Attention's backward pass over layer l's heads, and the weight gradients that are ready; longest first.
-    void backward_of_attention(Member& m, int64_t l) const {
+    void backward_of_attention(Worker& m, int64_t l) const {
         const Memory& a = memory;
         const Layer& of = layer(l);
         const std::vector<WeightGradient> ready{
@@ -341,7 +341,7 @@ class Gradients {
         return std::sqrt(sum);
     }
 
-    void finish(Member& m) {
+    void finish(Worker& m) {
         const std::vector<WeightGradient> ready{of_qkv(0)};
         const int64_t tiles = tiles_of(ready), columns = (s.C + WIDTH - 1) / WIDTH;
         m.run(tiles + columns + (s.window > 0 ? 0 : s.T), [&](int64_t i) {
@@ -381,7 +381,7 @@ int64_t gradients_scratch(const Sizes& s) {
 
 Result TrainingStep::gradients(const int64_t* tokens) {
     Gradients of(*this, tokens);
-    run_phases(of.phases(), sizes.threads, seconds, [&](Member& member) { of.run(member); });
+    run_phases(of.phases(), sizes.threads, seconds, [&](Worker& member) { of.run(member); });
     return of.result();
 }
 

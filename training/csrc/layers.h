@@ -129,7 +129,7 @@ struct WeightGradient {
 
 // ---- scratch: packed weights, activations, and each thread's own ----
 
-constexpr int64_t MOST_ROWS = 128;  // rows of a block
+constexpr int64_t MOST_BLOCK_ROWS = 128;  // rows of a block
 
 // A head's causal attention, or its gradient, for the queries i0 .. i0 + n - 1 and the keys before i0 + n.
 template <class Call> Call call_of(const Sizes& s, int64_t i0, int64_t n) {
@@ -146,8 +146,8 @@ struct ThreadScratch {
         int64_t most = flash_backward_scratch(call_of<AttentionGradient>(s, 0, s.T));
         for (const int64_t n : {std::min(s.Br, s.T), s.T % s.Br})
             if (n > 0) most = std::max(most, flash_scratch(call_of<Attention>(s, s.T - n, n)));
-        g = scratch.matrix(MOST_ROWS, 4 * s.C);
-        d_normal = scratch.matrix(MOST_ROWS, s.C);
+        g = scratch.matrix(MOST_BLOCK_ROWS, 4 * s.C);
+        d_normal = scratch.matrix(MOST_BLOCK_ROWS, s.C);
         tile = scratch.take(WeightGradient::scratch());
         attention = scratch.take(most);
         for (float** each : {&dq, &dk, &dv}) *each = scratch.take(s.T * s.d());

@@ -20,11 +20,11 @@ struct Phase {
 };
 
 // One thread's part. All threads run the same phases in the same order.
-class Member {
+class Worker {
   public:
     const int thread;
 
-    Member(std::vector<Phase>& phases, int thread) : thread(thread), phases(phases) {}
+    Worker(std::vector<Phase>& phases, int thread) : thread(thread), phases(phases) {}
 
     // Runs piece(i) for each i of 0 .. pieces - 1, in order, on whichever thread is free; then waits for all. A
     // thread that comes late finds no piece left, so the pool need not run the threads at once.
@@ -59,17 +59,17 @@ class Member {
     std::map<const char*, std::chrono::steady_clock::duration> spent;
 };
 
-// Runs work(member) on each of `threads` threads, with at most `most` phases.
+// Runs work(worker) on each of `threads` threads, with at most `most` phases.
 template <class Work>
 void run_phases(int64_t most, int threads, std::map<std::string, double>& seconds, const Work& work) {
     std::vector<Phase> phases(static_cast<size_t>(most));
     std::mutex mutex;
     on_threads(threads, [&](int thread) {
         const NoDenormals flushed;
-        Member member(phases, thread);
-        work(member);
+        Worker worker(phases, thread);
+        work(worker);
         const std::lock_guard<std::mutex> one(mutex);
-        member.add_to(seconds);
+        worker.add_to(seconds);
     });
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -45,9 +46,12 @@ struct Parameter {
     float* updates;         // AdamW: how many there were; Muon: null
 };
 
-// clip: gradients with a larger norm are scaled to this one. The rates are the learning rates' peaks.
+// clip: gradients with a larger norm are scaled to this one. The rates are the learning rates' peaks. quintic,
+// least_norm: as in training/muon.py.
 struct Settings {
     double clip, muon_rate, adam_rate, position_rate, weight_decay, momentum, beta_1, beta_2, epsilon;
+    std::array<float, 3> quintic;
+    float least_norm;
 };
 
 struct Result {

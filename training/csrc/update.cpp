@@ -20,9 +20,7 @@
 namespace training {
 namespace {
 
-constexpr int64_t WIDE = 2;  // from this ratio of columns to rows on, iterations are done on A
-constexpr float A1 = 3.4445f, A3 = -4.7750f, A5 = 2.0315f;  // Jordan's quintic, with a steep slope at 0
-constexpr float LEAST_NORM = 1e-7f;
+constexpr int64_t WIDE = 2;      // from this ratio of columns to rows on, iterations are done on A
 constexpr int64_t CHUNK = 4096;  // numbers in a piece of AdamW
 constexpr int64_t DEPTH = 256;   // terms of a sum at a time: half a panel of this many rows stays in L1
 
@@ -66,15 +64,16 @@ void product(simd::Matrix C, simd::Matrix X, simd::Matrix Y, int64_t rows, int64
 }
 
 // Q after `iterations` on A, which is overwritten.
-void polynomial(Workspace& w, int iterations) {
+void polynomial(Workspace& w, int iterations, const std::array<float, 3>& quintic) {
+    const auto [first, third, fifth] = quintic;
     const int64_t n = w.n;
     for (int i = 0; i < iterations; i++) {
         symmetric_product(w.square, w.A, w.A, n);
         for (int64_t r = 0; r < n; r++) {
             float* const p = w.P.data + r * w.P.ld;
             const float *const a = w.A.data + r * w.A.ld, *const a2 = w.square.data + r * w.square.ld;
-            for (int64_t c = 0; c < n; c++) p[c] = A3 * a[c] + A5 * a2[c];
-            p[r] += A1;
+            for (int64_t c = 0; c < n; c++) p[c] = third * a[c] + fifth * a2[c];
+            p[r] += first;
         }
         if (i + 1 < iterations) {
             symmetric_product(w.square, w.P, w.A, n);
@@ -90,12 +89,12 @@ void polynomial(Workspace& w, int iterations) {
 }
 
 // Replaces w.x, which is not 0, by about the nearest orthogonal matrix.
-void orthogonalize(Workspace& w, float norm) {
-    const float factor = 1 / (norm + LEAST_NORM);
+void orthogonalize(Workspace& w, float norm, const Settings& settings) {
+    const float factor = 1 / (norm + settings.least_norm);
     for (int64_t r = 0; r < w.m; r++) portable::scale_row(w.x.data + r * w.x.ld, w.n, factor);
     for (const int iterations : w.stages()) {
         symmetric_product(w.A, {w.x.data, 1, w.x.ld}, {w.x.data, w.x.ld}, w.n, w.m);
-        polynomial(w, iterations);
+        polynomial(w, iterations, settings.quintic);
         product(w.next_x, w.x, w.Q, w.m, w.n, w.n);
         std::swap(w.x, w.next_x);
     }
@@ -130,7 +129,7 @@ void muon(const Parameter& p, int64_t number, const Update& update, float* scrat
         square += sum_of(cols, [to](int64_t c) { return to[c] * to[c]; });
     }
     if (lying) portable::transpose(w.x, {x.data, x.ld}, rows, cols, 1.0f);
-    orthogonalize(w, std::sqrt(square));
+    orthogonalize(w, std::sqrt(square), s);
     simd::Matrix direction = w.x;
     if (lying) {
         direction = {w.next_x.data, row_stride(cols)};
@@ -209,7 +208,7 @@ void TrainingStep::update(double fraction, double average) {
                      [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
     const int64_t own = thread_scratch(sizes);
     const Update every{settings, fraction, average};
-    run_phases(1, sizes.threads, seconds, [&](Member& m) {
+    run_phases(1, sizes.threads, seconds, [&](Worker& m) {
         m.run(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
             const auto [parameter, number, cost] = pieces[static_cast<size_t>(i)];
             if (cost > 0) {

@@ -66,7 +66,7 @@ class TrainingStep:
         from shakespeare.attention_ext.cuda import operators  # which compiles the launcher
 
         index = torch.cuda.current_device()
-        kind = getattr(torch, dtype.torch_name)
+        dtype_of_products = getattr(torch, dtype.torch_name)
         device = flat.value.device
         driver.activate(index)
         on = driver.gpu(index)
@@ -95,7 +95,7 @@ class TrainingStep:
         arch = "sm_{}{}".format(*on.capability)
         self.module = driver.Module(nvrtc.Source("passes.cu", arch, macros, FOLDER))
 
-        def kept(layers: int, width: int, dtype: torch.dtype = kind) -> Tensor:
+        def kept(layers: int, width: int, dtype: torch.dtype = dtype_of_products) -> Tensor:
             return torch.zeros(layers, padded, width, dtype=dtype, device=device)
 
         self.kept = {

@@ -16,14 +16,21 @@ from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
 from shakespeare.attention_ext.cuda.tiles import up
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import EMBEDDING, PLACES, GPTConfig
-from shakespeare.training.recipe import Recipe
+from shakespeare.training.muon import ITERATIONS, LEAST_NORM, MOMENTUM, QUINTIC
+from shakespeare.training.recipe import BETAS, CLIP, EPSILON, Recipe
 
 FOLDER = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 THREADS = 256  # of a block
 RESIDENT = 2  # blocks of weight_gradients on a multiprocessor
 SLICE_COST = 64  # rows whose products take about as long as writing and reading a slice's sums
-ITERATIONS = 5
 ARGUMENTS: dict = {int: ctypes.c_int, float: ctypes.c_float, Tensor: lambda t: ctypes.c_void_p(t.data_ptr())}
+# Of update.cu: Muon's numbers and AdamW's.
+FACTORS = {
+    **dict(zip(("A1", "A3", "A5"), QUINTIC)),
+    **{"MOMENTUM": MOMENTUM, "LEAST_NORM": LEAST_NORM, "CLIP": CLIP, "EPSILON": EPSILON},
+    **{f"BLEND_{i}": 1 - beta for i, beta in enumerate(BETAS, 1)},
+    **{f"LOG_BETA_{i}": math.log(beta) for i, beta in enumerate(BETAS, 1)},
+}
 FLAT = ("value", "gradient", "average", "first", "second")
 # A layer's weights, and the norm before each
 LAYER = (("attn.c_attn", "ln_1"), ("attn.c_proj", ""), ("mlp.c_fc", "ln_2"), ("mlp.c_proj", ""))
@@ -72,14 +79,21 @@ class Weight(NamedTuple):
     matrices: int  # of Muon's; 0 in the head
 
 
-def _cut(length: int, most: int) -> list[tuple[int, int]]:
+def _cut(length: int, limit: int) -> list[tuple[int, int]]:
     """Where pieces begin, and their lengths."""
-    return [(begin, min(most, length - begin)) for begin in range(0, length, most)]
+    return [(begin, min(limit, length - begin)) for begin in range(0, length, limit)]
 
 
 def _grid(rows: int, height: int, columns: int, width: int) -> Iterator[tuple[int, int, int, int]]:
     """Row, column, rows and columns of the tiles of a matrix."""
     return ((i, j, h, w) for i, h in _cut(rows, height) for j, w in _cut(columns, width))
+
+
+def source(dtype: Dtype, capability: tuple[int, int]) -> nvrtc.Source:
+    """The kernels of update.cu."""
+    sizes = {"FORMAT": driver.FORMATS[dtype], "THREADS": THREADS}
+    numbers = {name: f"{number}f" for name, number in FACTORS.items()}
+    return nvrtc.Source("update.cu", "sm_{}{}".format(*capability), {**sizes, **numbers}, FOLDER)
 
 
 class Update:
@@ -105,7 +119,7 @@ class Update:
         index: int,
     ) -> None:
         on = driver.gpu(index)
-        self.kind = getattr(torch, dtype.torch_name)
+        self.dtype = getattr(torch, dtype.torch_name)
         self.size = dtype.bytes
         self.config = config
         self.recipe = recipe
@@ -113,9 +127,7 @@ class Update:
         self.losses = losses
         self.loss = loss
         self.early = on.capability >= EARLY_LAUNCH
-        arch = "sm_{}{}".format(*on.capability)
-        macros = {"FORMAT": driver.FORMATS[dtype], "THREADS": THREADS}
-        self.module = driver.Module(nvrtc.Source("update.cu", arch, macros, FOLDER))
+        self.module = driver.Module(source(dtype, on.capability))
         sizes = [self.module.ints("products", 9)[3 * i : 3 * i + 3] for i in range(3)]
         # rows and columns of a tile, bytes of shared memory
         self.products = dict(zip(("weight_gradients", "gram", "polynomial", "apply"), sizes[:2] + sizes[1:]))
@@ -136,8 +148,8 @@ class Update:
     def gradients(self) -> None:
         """Write the gradients, which are not clipped, and the mean loss."""
         self._launch("weight_gradients", self.tiles)
-        given = self.flat.value, self.flat.gradient, self.squares, self.losses, len(self.losses), self.loss
-        self._launch("reduce_gradients", self.strips, *given, more=1)
+        scalars = self.flat.value, self.flat.gradient, self.squares, self.losses, len(self.losses), self.loss
+        self._launch("reduce_gradients", self.strips, *scalars, more=1)
 
     def step(self, fraction: Tensor, decay: Tensor) -> None:
         """Clip; step the optimizers by a share of the peak rates, and the average by its decay; scalars."""
@@ -150,8 +162,8 @@ class Update:
             self._launch("gram", tiles["gram"], 0 if i else 2)
             self._launch("polynomial", tiles["polynomial"])
             self._launch("apply", tiles["apply"], 0 if i else 1)
-        given = fraction, decay, float(self.recipe.weight_decay)
-        self._launch("update", self.pieces, flat, self.x[ITERATIONS % 2], *clip, updates, *given)
+        scalars = fraction, decay, float(self.recipe.weight_decay)
+        self._launch("update", self.pieces, flat, self.x[ITERATIONS % 2], *clip, updates, *scalars)
 
     def pack(self) -> None:
         """Pack the weights for the next passes."""
@@ -159,19 +171,19 @@ class Update:
 
     def _launch(self, name: str, table: Tensor, *arguments: Any, more: int = 0) -> None:
         """A block for each job, and `more`."""
-        given = [ARGUMENTS.get(type(each), lambda same: same)(each) for each in (table, *arguments)]
+        scalars = [ARGUMENTS.get(type(each), lambda same: same)(each) for each in (table, *arguments)]
         shared = self.products.get(name, [0])[-1]
         function = self.module.function(name, shared)
         how = dict[str, Any](shared=shared, early=self.early)
-        driver.launch(function, len(table) + more, THREADS, *given, **how)
+        driver.launch(function, len(table) + more, THREADS, *scalars, **how)
 
-    def _zeros(self, count: int, kind: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(count, dtype=kind, device=self.flat.value.device)
+    def _zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=self.flat.value.device)
 
-    def _table(self, kind: np.dtype, jobs: list[tuple]) -> Tensor:
-        if kind is TILE:
+    def _table(self, dtype: np.dtype, jobs: list[tuple]) -> Tensor:
+        if dtype is TILE:
             jobs = sorted(jobs, key=lambda tile: -tile[-1])  # the longest sums first
-        data = np.array(jobs, kind).view(np.uint8).reshape(len(jobs), -1)
+        data = np.array(jobs, dtype).view(np.uint8).reshape(len(jobs), -1)
         return torch.from_numpy(data).to(self.flat.value.device)
 
     def _tiles(
@@ -249,8 +261,8 @@ class Update:
                 matrices.append((n, m, x, s, begin, len(pieces) - begin))
                 x += n * m
                 s += n * n
-        self.x = [self._zeros(x, self.kind) for _ in range(2)]
-        self.square = self._zeros(2 * s, self.kind)
+        self.x = [self._zeros(x, self.dtype) for _ in range(2)]
+        self.square = self._zeros(2 * s, self.dtype)
         self.squares_of_x = self._zeros(len(pieces))
         self.muon = self._table(PIECE, pieces)
         self.iterations = []  # with even and with odd numbers
@@ -282,5 +294,5 @@ class Update:
                 of = w.at, w.gamma, out, w.rows, w.width, n, k, transposed
                 jobs += [(*of, first) for first, _ in _cut(n // 8 * (k // columns), THREADS // 32)]
                 out += n * k
-        self.packed = self._zeros(out, self.kind)
+        self.packed = self._zeros(out, self.dtype)
         self.packings = self._table(PACKING, jobs)

@@ -110,8 +110,7 @@ void distribution(const float* logits, int32_t V, const int32_t* ids, int32_t co
     Occurrences text{std::vector<char>(V), std::vector<int32_t>(V)};
     for (int32_t i = 0; i < count; i++) text.seen[ids[i]] = 1;
     for (int32_t i = prompt; i < count; i++) text.written[ids[i]]++;
-    std::vector<double> weight;
-    weigh(logits, text, {*sampling}, weight);
+    const std::vector<double>& weight = weigh(logits, text, {*sampling});
     const double total = std::accumulate(weight.begin(), weight.end(), 0.0);
     std::transform(weight.begin(), weight.end(), to, [&](double w) { return w / total; });
 }

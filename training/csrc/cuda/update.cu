@@ -12,13 +12,13 @@
 //         update             Muon's and AdamW's step, and the average
 //         pack_weights       the weights as passes.cu reads them
 // Shared memory: STAGES stages of DEPTH terms of a product's operands.
+//
+// Macros by training/cuda/update.py: FORMAT, THREADS; A1, A3 and A5, the coefficients a, b and c; MOMENTUM,
+// LEAST_NORM; CLIP; BLEND_1 and BLEND_2, 1 - beta of AdamW, LOG_BETA_1 and LOG_BETA_2; EPSILON.
 #include "step.h"
 
 constexpr int WARPS = THREADS / 32, WARP_COLUMNS = 2, WARP_ROWS = WARPS / WARP_COLUMNS;  // of a product's tile
-constexpr float A1 = 3.4445f, A3 = -4.7750f, A5 = 2.0315f;  // a, b and c of training/muon.py
-constexpr float MOMENTUM = 0.95f, LEAST_NORM = 1e-7f, CLIP = 1.0f, CLIP_LEAST = 1e-6f;
-constexpr float BLEND_1 = 0.1f, BLEND_2 = 0.01f, EPSILON = 1e-8f;  // of AdamW: 1 - beta
-constexpr float LOG_BETA_1 = -0.10536051565782628f, LOG_BETA_2 = -0.01005033585350145f;
+constexpr float CLIP_LEAST = 1e-6f;
 
 // The sum of x over the block's threads.
 __device__ inline float block_sum(float x) {
