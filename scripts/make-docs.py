@@ -73,7 +73,8 @@ def cli_document() -> str:
     lines = [CLI_HEAD.format(table(option_rows(cli, context)), shared)]
     for name, command in commands.items():
         usage = command.get_usage(click.Context(command, info_name=name, parent=context))
-        lines += [f"## {name}", "", f"`{usage.removeprefix('Usage: ')}`", ""]
+        lines += [f"## {name}", ""]
+        lines += [] if usage.endswith(f"{name} [OPTIONS]") else [f"`{usage.removeprefix('Usage: ')}`", ""]
         lines += [inspect.cleandoc(command.help or "").replace("\b\n", ""), ""]
         lines += [command.epilog, ""] if command.epilog else []
         if name == "part4":
