@@ -105,6 +105,18 @@ def test_a_walk_is_short_and_a_section_shows_one_block_or_figure():
             )
 
 
+def test_the_lines_of_the_walk_are_the_kernels():
+    """But for the change of two loops that is an exercise."""
+    sources = "".join(file.read_text() for file in ROOT.glob("attention_ext/csrc/**/*.cpp"))
+    walk = (ROOT / "docs/learn/attention.md").read_text()
+    for block in re.findall(
+        r"^```cpp\n(.*?)^```", re.sub(r"## V by rows.*?\n## ", "", walk, flags=re.S), re.M | re.S
+    ):
+        for line in block.splitlines():
+            with naming(line):
+                assert line.strip() == "..." or re.sub(r"  // .*", "", line).strip() in sources
+
+
 def test_the_documents_call_python_in_one_way():
     """README makes and activates the virtual environment."""
     assert matches(r".*\.venv/bin/(?!activate).*") == []
