@@ -13,6 +13,7 @@ from support import full
 
 from shakespeare.app.cli import options
 from shakespeare.attention_ext import user_kernel
+from shakespeare.attention_ext.parts import Dtype
 from shakespeare.judge import cases, speed
 from shakespeare.judge.course import checks, decoder, grade_files
 from shakespeare.judge.course.exercises import EXERCISES, STAGES, write
@@ -81,7 +82,7 @@ def test_exercises_for_a_gpu_compile(nvrtc, tmp_path):
         (tmp_path / exercise.file).write_text(exercise.solution())
         kernel = user_kernel.loaded(tmp_path / exercise.file)
         assert isinstance(kernel, user_kernel.OnLadder)
-        _, resources = kernel.source(32, "sm_80").compile()
+        _, resources = kernel.source(32, Dtype.FP32, "sm_80").compile()
         assert resources.registers > 0
 
 
