@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -59,7 +60,7 @@ def test_what_the_interpreter_takes_and_a_gpu_does_not(tmp_path):
 @with_triton
 def test_mistakes_are_found(tried, monkeypatch):
     small = [case for case in CASES if case.work < MOST_WORK]
-    monkeypatch.setattr(verdict.cases, "seeded", lambda *_: small)
+    monkeypatch.setattr(verdict.cases, "seeded", lambda *asked: [replace(c, dtype=asked[2]) for c in small])
     for old, new, kind in MISTAKES:
         backward = old not in START
         with naming(new):
