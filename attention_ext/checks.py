@@ -64,7 +64,7 @@ def type_text(value: object) -> str:
     """A value's type with its article, and the shape that an array or a tensor has: 'an int'."""
     name = type(value).__name__
     shape = getattr(value, "shape", ())
-    article = "an" if name[0] in "aeioAEIO" else "a"  # a uint8
+    article = "an" if name[0] in "aeioAEIO" or name == "ndarray" else "a"  # a uint8
     return f"{article} {name} of shape {tuple(shape)}" if shape else f"{article} {name}"
 
 

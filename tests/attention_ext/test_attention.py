@@ -158,7 +158,7 @@ LIKE = SimpleNamespace(shape=Q.shape, dtype=Q.dtype, is_cpu=True, requires_grad=
 MANY = torch.zeros(1).expand(1, 1, 2**32, 1)  # it takes four bytes of memory
 WRONG_TENSORS = [
     (dict(q=[1.0]), TypeError, "q is a list; it must be a tensor"),
-    (dict.fromkeys("qkv", LIKE), TypeError, "q is a SimpleNamespace; it must be a tensor"),
+    (dict.fromkeys("qkv", LIKE), TypeError, "q is a SimpleNamespace of shape .*; it must be a tensor"),
     (dict(k=Q.double()), TypeError, "k is torch.float64; it must be torch.float32"),
     (dict(v=Q.to("meta")), ValueError, "v is on meta; it must be on the CPU"),
     (dict(q=Q[0]), ValueError, r"q has shape \(2, 5, 8\); it must be \(B, H, N, d\)"),
