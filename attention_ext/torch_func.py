@@ -21,7 +21,7 @@ def active(*tensors: Tensor) -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def refuse_forward(*_: Any) -> None:
+def refuse_forward(*_: Any) -> Any:
     """The gradient of forward mode."""
     raise RuntimeError("part4 has no forward-mode gradient; only part0 has")
 
@@ -42,7 +42,7 @@ def register(compute: Any, gradient: Callable, save: Callable = lambda ctx, inpu
             ctx.set_materialize_grads(True)  # PyTorch's rule for vmap takes no None
 
         backward = staticmethod(gradient)
-        jvp = staticmethod(refuse_forward)
+        jvp = staticmethod(refuse_forward)  # type: ignore[assignment]
 
     functions[compute] = Transformed.apply
     names = [argument.name for argument in compute._schema.arguments]

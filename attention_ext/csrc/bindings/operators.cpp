@@ -50,10 +50,14 @@ void check(const Tensor& t, const char* name, std::initializer_list<int64_t> sha
     REQUIRE(fits, name, " has shape ", shape(t.dim(), is), "; it must be ", shape(dimensions, must));
 }
 
-// t itself if its rows, or its columns, are contiguous, else a copy whose rows are.
-Tensor with_contiguous_rows(const Tensor& t, bool or_columns = false) {
+// Queries from which a copy of q, k and v costs less than rows that lie far apart, in few sets of the L1 cache.
+constexpr int64_t MANY = 128;
+
+// t itself if its rows, or its columns, are contiguous and, for many queries, beside each other; else a copy.
+Tensor with_contiguous_rows(const Tensor& t, int64_t queries, bool or_columns = false) {
     const bool rows = t.stride(3) == 1 || t.size(3) == 1, columns = t.stride(2) == 1;
-    return rows || (or_columns && columns) ? t : torch::stable::contiguous(t);
+    const bool apart = queries >= MANY && t.stride(2) != t.size(3);
+    return (rows && !apart) || (or_columns && columns) ? t : torch::stable::contiguous(t);
 }
 
 template <class Number> Number* data(const Tensor& t) {
@@ -169,8 +173,8 @@ template <class... Rule> struct Operators {
         std::optional<Given> given;
         if constexpr (RULED) a.rules = &given.emplace(a, rules...);
         const bool transposed = !IS_BF16<Element> && a.Nq <= part.few.queries;
-        const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_, transposed),
-                     v = with_contiguous_rows(v_);
+        const Tensor q = with_contiguous_rows(q_, a.Nq), k = with_contiguous_rows(k_, a.Nq, transposed),
+                     v = with_contiguous_rows(v_, a.Nq);
         const Tensor out = new_tensor({a.B, a.H, a.Nq, a.d}, TYPE<Element>);
         const Tensor lse = return_lse ? floats({a.B, a.H, a.Nq}) : floats({0});
         set_inputs<Element>(a, q, k, v);
@@ -212,9 +216,10 @@ template <class... Rule> struct Operators {
         check<float>(dout_, "dout", {a.B, a.H, a.Nq, a.d});
         check<float>(lse_, "lse", {a.B, a.H, a.Nq});
         if (dlse_.numel() > 0) check<float>(dlse_, "dlse", {a.B, a.H, a.Nq});
-        const Tensor q = with_contiguous_rows(q_), k = with_contiguous_rows(k_), v = with_contiguous_rows(v_),
-                     dout = with_contiguous_rows(dout_), out = torch::stable::contiguous(out_),
-                     lse = torch::stable::contiguous(lse_), dlse = torch::stable::contiguous(dlse_);
+        const Tensor q = with_contiguous_rows(q_, a.Nq), k = with_contiguous_rows(k_, a.Nq),
+                     v = with_contiguous_rows(v_, a.Nq), dout = with_contiguous_rows(dout_, a.Nq),
+                     out = torch::stable::contiguous(out_), lse = torch::stable::contiguous(lse_),
+                     dlse = torch::stable::contiguous(dlse_);
         const Tensor dq = floats({a.B, a.H, a.Nq, a.d}), dk = floats({a.B, a.H, a.Nk, a.d}),
                      dv = floats({a.B, a.H, a.Nk, a.d});
         set_inputs<float>(a, q, k, v);
