@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shakespeare.attention_ext import Part, attention, parts
-from shakespeare.attention_ext.checks import type_text, whole
+from shakespeare.attention_ext.checks import check_shapes, type_text, whole
 
 __version__ = "2.8.3"  # flash-attn's, whose functions these are
 MODULES = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding")
@@ -53,13 +53,14 @@ def attend(
 
     On the CPU, what a part takes in float32 only is computed in it.
     """
-    Nq, Nk = q.shape[2], k.shape[2]
+    Nq, Nk = q.size(2), k.size(2)
     if causal and Nq > Nk:  # the first queries see nothing
         more = dict(causal=True, scale=scale, window=window, return_lse=return_lse, **rules)
         out, lse = attend(part, q[:, :, Nq - Nk :], k, v, **more)
         out = F.pad(out, (0, 0, Nq - Nk, 0))
         return out, None if lse is None else F.pad(lse, (Nq - Nk, 0), value=-torch.inf)
     if not (Nq and Nk):
+        check_shapes(q, k, v, causal=False, least=0, grouped=True)
         all_zero = torch.ones((), dtype=torch.bool, device=q.device)
         return q.masked_fill(all_zero, 0), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     if rules:
@@ -78,7 +79,8 @@ def attend(
         gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if parts.compatible(part, "cpu", dtype, gradient, tuple(rules)):
             q, k, v = (t.float() if t.dtype is dtype else t for t in (q, k, v))
-    found = attention(part, q, k, v, causal=causal, scale=scale, return_lse=return_lse, **rules)
+    call: Any = attention  # mypy asks for literals
+    found = call(part, q, k, v, causal=causal, scale=scale, return_lse=return_lse, **rules)
     out, lse = found if return_lse else (found, None)
     return (out if q.dtype is dtype else out.to(dtype)), lse
 
@@ -110,7 +112,7 @@ def _options(
     }
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, sizes: str, names: Sequence[str] = "qkv") -> None:
+def _check(q: Any, k: Any, v: Any, sizes: str, names: Sequence[str] = "qkv") -> None:
     """Raise TypeError or ValueError unless these are tensors with sizes as `sizes` names q's.
 
     names: of q, k and v. k and v may have any S, and an Hk that divides H.
@@ -118,21 +120,20 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sizes: str, names: Sequence[str] = "
     for name, t in zip(names, (q, k, v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
-    dimensions = sizes.count(",") + 1
-    for name, t in zip(names, (q, k)):
-        shape = t.shape
-        if len(shape) != dimensions or not (shape[0] or dimensions == 3) or not (shape[-2] and shape[-1]):
+    of_q, of_k = q.shape, k.shape
+    dimensions = 3 if sizes[1] == "t" else 4
+    for name, shape in ((names[0], of_q), (names[1], of_k)):
+        if len(shape) != dimensions or not (shape[-1] and shape[-2] and (shape[0] or dimensions == 3)):
             must = "with no empty dimension but S" if dimensions == 4 else "with H and d above 0"
             raise ValueError(f"{name} has shape {tuple(shape)}; it must be {sizes} {must}")
-    H, d = q.shape[-2:]
-    if k.shape[-1] != d or H % k.shape[-2]:
-        must = f"its d must be {names[0]}'s {d}, its heads must divide {names[0]}'s {H}"
-        raise ValueError(f"{names[1]} has shape {tuple(k.shape)}; {must}")
-    if v.shape != k.shape:
-        raise ValueError(f"{names[2]} has shape {tuple(v.shape)}; it must be {names[1]}'s, {tuple(k.shape)}")
+    if of_q[-1] != of_k[-1] or of_q[-2] % of_k[-2]:
+        must = f"its d must be {names[0]}'s {of_q[-1]}, its heads must divide {names[0]}'s {of_q[-2]}"
+        raise ValueError(f"{names[1]} has shape {tuple(of_k)}; {must}")
+    if v.shape != of_k:
+        raise ValueError(f"{names[2]} has shape {tuple(v.shape)}; it must be {names[1]}'s, {tuple(of_k)}")
 
 
-def _unpack(packed: Tensor, name: str, count: int, sizes: str) -> tuple[Tensor, ...]:
+def _unpack(packed: Tensor, name: str, count: int, sizes: str) -> Any:
     """The tensors that lie packed in the dimension before H."""
     if not isinstance(packed, Tensor):
         raise TypeError(f"{name} is a {type(packed).__name__}; it must be a tensor")
@@ -162,12 +163,15 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Attention of q (B, Sq, H, d) over k and v (B, Sk, Hk, d): (B, Sq, H, d), logsumexp (B, H, Sq)."""
-    _check(q, k, v, "(B, S, H, d)")
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k has shape {tuple(k.shape)}; its B must be q's {q.shape[0]}")
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out, lse = attend("part4", q, k, v, return_lse=return_attn_probs, **options)
+    try:  # attention() checks the shapes, in its layout
+        in_heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = attend("part4", *in_heads, return_lse=return_attn_probs, **options)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        _check(q, k, v, "(B, S, H, d)")
+        if k.size(0) != q.size(0):
+            raise ValueError(f"k has shape {tuple(k.shape)}; its B must be q's {q.size(0)}") from None
+        raise
     return _as_flash(out.transpose(1, 2).contiguous(), lse, return_attn_probs)
 
 
@@ -227,8 +231,8 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise ValueError("block_table is given; it must be None, as pages are not taken")
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    by_text = alibi_slopes is not None and alibi_slopes.dim() == 2
-    if cu_seqlens_q is cu_seqlens_k and len(q) == len(k) and not by_text:
+    by_text = alibi_slopes if alibi_slopes is not None and alibi_slopes.dim() == 2 else None
+    if cu_seqlens_q is cu_seqlens_k and len(q) == len(k) and by_text is None:
         if q.is_cpu and not torch.compiler.is_compiling():
             _lengths(q, k, cu_seqlens_q, cu_seqlens_k)
         ends = cu_seqlens_q[1:].contiguous()
@@ -239,14 +243,15 @@ def flash_attn_varlen_func(
         out = out.transpose(1, 2)[0].contiguous()
         return _as_flash(out, None if lse is None else lse[0], return_attn_probs)
     lengths = _lengths(q, k, cu_seqlens_q, cu_seqlens_k)
-    outs, lses = [], []
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
     texts = zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]))
     for i, text in enumerate(texts):
-        if by_text and i < len(alibi_slopes):
-            options["alibi_slopes"] = alibi_slopes[i]
+        if by_text is not None and i < len(by_text):
+            options["alibi_slopes"] = by_text[i]
         out, lse = attend("part4", *(t[None].transpose(1, 2) for t in text), return_lse=True, **options)
         outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0])
+        lses.append(lse[0])  # type: ignore[index]
     return _as_flash(torch.cat(outs), torch.cat(lses, 1), return_attn_probs)
 
 
@@ -259,8 +264,9 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Any:
     """flash_attn_varlen_func() of qkv (total, 3, H, d)."""
-    texts = *_unpack(qkv, "qkv", 3, "(total, 3, H, d)"), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*texts, *options, **named)
+    q, k, v = _unpack(qkv, "qkv", 3, "(total, 3, H, d)")
+    lengths: Any = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(q, k, v, *lengths, *options, **named)
 
 
 @torch.no_grad()
@@ -310,7 +316,8 @@ def flash_attn_with_kvcache(
             raise ValueError("cache_seqlens is None; it must be given with k")
     texts = _places(B, rows, S, new, cache_seqlens, cache_batch_idx, cache_leftpad)
     options = _options(0, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    outs, lses = [], []
+    outs: list[Tensor] = []
+    lses: list[Any] = []
     for text, row, first, end in texts:
         if k is not None and v is not None:
             k_cache[row, end - new : end] = k[text]

@@ -10,12 +10,14 @@ gives the name of a kernel of one's own. docs/use/models.md says what is taken.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
@@ -24,6 +26,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from shakespeare.attention_ext.parts import PARTS, check_part
 from shakespeare.flash_attn import attend
 
+if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    raise ImportError(f"transformers is {transformers.__version__}; it must be 5.23 or a later 5.x")
 ARGUMENTS = {  # the models', by attention()'s
     "window": "sliding_window",
     "documents": "attention_mask or position_ids",
@@ -96,7 +100,10 @@ def _parsed(
             if None in found:
                 return None
             values = [[one for one in column if one is not None] for column in zip(*found)]
-            return tuple(column[0] if len(column) == 1 else None for column in values)
+            if max(map(len, values)) > 1:
+                return None
+            left, right, documents = (column[0] if column else None for column in values)
+            return left, right, documents
     return None
 
 
@@ -104,7 +111,7 @@ def mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Callable = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
@@ -112,7 +119,7 @@ def mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     **more: Any,
-) -> Mask | Tensor:
+) -> Mask | Tensor | None:
     """A Mask, or the matrix (B, 1, Nq, Nk) of what a Mask does not hold or the model asks a matrix for."""
     length = kv_length
     window = getattr(more.get("config"), "sliding_window", None)
@@ -175,7 +182,11 @@ def forward(
             must = "config.attention_dropout must be 0" if name == "dropout" else "it must be left out"
             raise ValueError(f"{name} is {value_of}; {must} with attn_implementation='shakespeare'")
     Nq, d = query.shape[2:]
-    rules = {"softcap": softcap, "sinks": None if s_aux is None else s_aux.float(), "bias": position_bias}
+    rules: dict[str, Any] = {
+        "softcap": softcap,
+        "sinks": None if s_aux is None else s_aux.float(),
+        "bias": position_bias,
+    }
     if isinstance(attention_mask, Mask):
         rules["window"] = attention_mask.window
         rules["documents"] = attention_mask.documents

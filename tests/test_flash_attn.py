@@ -43,7 +43,7 @@ RULES = [
     {"alibi_slopes": SLOPES},
     {"alibi_slopes": torch.stack((SLOPES, 2 * SLOPES)), "causal": True, "softcap": 2.0},
 ]
-SIZES = [(7, 7), (3, 21), (21, 3), (1, 9), (40, 33)]
+SIZES = [(7, 7), (3, 21), (21, 3), (1, 9), (40, 33), (130, 140)]
 
 
 def defined(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 import torch
 from support import ROOT, full, naming, or_skip
@@ -9,7 +11,7 @@ from support import ROOT, full, naming, or_skip
 from shakespeare.attention_ext import extension
 from shakespeare.attention_ext.parts import PARTS
 
-transformers = pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is missing")
+transformers = pytest.importorskip("transformers", minversion="5.23", reason="transformers 5.23 is missing")
 from shakespeare import transformers as door  # noqa: E402
 
 SMALL = dict(
@@ -187,6 +189,12 @@ def test_each_part_each_dtype_and_a_kernel_of_ones_own(tmp_path):
             torch.testing.assert_close(
                 *both(model, lambda: model(IDS, attention_mask=padded("left"))[0][1]), **close
             )
+
+
+def test_the_example_runs_a_model_on_a_kernel_of_ones_own(capsys):
+    example = runpy.run_path(str(ROOT / "docs" / "use" / "transformers_with_own_attention.py"))
+    example["main"](str(ROOT / "judge" / "starts" / "start.cpp"))
+    assert float(capsys.readouterr().out.split()[-1]) < 1e-4
 
 
 def test_what_is_not_taken_names_the_models_argument(tmp_path):
