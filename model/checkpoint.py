@@ -34,7 +34,7 @@ from shakespeare.model.draft import FILE as DRAFT
 from shakespeare.model.draft import Draft, DraftError
 from shakespeare.model.draft import load as load_draft
 from shakespeare.model.files import NO_FLOATS, Stored, tensors_of, write_file
-from shakespeare.model.tokenizer import NUMBERS, CharTokenizer, GPT2Tokenizer, Tokenizer, VocabularyError
+from shakespeare.model.tokenizer import ADMITTED, CharTokenizer, GPT2Tokenizer, Tokenizer, VocabularyError
 
 if TYPE_CHECKING:
     from shakespeare.model.gpt import GPT
@@ -338,7 +338,7 @@ def _unpickled(path: Path) -> Any:
         raise CheckpointError(f"{path} needs PyTorch: pip install torch") from None
     _check_stored(path)
     try:
-        with torch.serialization.safe_globals([(called, name) for name, called in NUMBERS.items()]):
+        with torch.serialization.safe_globals([(called, name) for name, called in ADMITTED.items()]):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -168,15 +168,15 @@ def _number(dtype: _Dtype, data: bytes) -> float:
 
 
 # What is called for NumPy's numbers in a pickle, by the names of NumPy 1 and 2.
-NUMBERS: dict[str, Any] = {f"numpy.{core}.multiarray.scalar": _number for core in ("core", "_core")}
-NUMBERS["numpy.dtype"] = _Dtype
+ADMITTED: dict[str, Any] = {f"numpy.{core}.multiarray.scalar": _number for core in ("core", "_core")}
+ADMITTED["numpy.dtype"] = _Dtype
 
 
 class _PlainUnpickler(pickle.Unpickler):
     """Admits numbers, strings, lists and dicts. Refuses every other global, so nothing else can be called."""
 
     def find_class(self, module: str, name: str):
-        if found := NUMBERS.get(f"{module}.{name}"):
+        if found := ADMITTED.get(f"{module}.{name}"):
             return found
         raise VocabularyError(f"it names {f'{module}.{name}'!r}; only built-in values are admitted")
 

@@ -140,9 +140,9 @@ bool set_draft(Handle* decoder, const uint32_t* tags, const uint8_t* pairs) try 
         return true;
     }
     const auto* first = reinterpret_cast<const Ngrams::Pair*>(pairs);
-    std::vector held(first, first + CONTEXTS * LISTED);
+    std::vector copied(first, first + CONTEXTS * LISTED);
     decoder->set_draft(
-        std::make_shared<Ngrams>(std::vector(tags, tags + CONTEXTS), std::move(held), decoder->vocab_size()));
+        std::make_shared<Ngrams>(std::vector(tags, tags + CONTEXTS), std::move(copied), decoder->vocab_size()));
     return true;
 } catch (...) {
     return failed();

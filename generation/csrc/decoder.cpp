@@ -45,9 +45,9 @@ CacheShape cache_of(const ModelShape& s, const DecoderSizes& sizes, CachePrecisi
 
 int64_t Decoder::choose(int64_t number, double uniform) {
     Slot& slot = slots[number];
-    slot.pending = draw(weigh(slot.logits.data(), slot.text, slot.sampling), uniform);
-    slot.text.seen[slot.pending] = 1;
-    slot.text.written[slot.pending]++;
+    slot.pending = draw(weigh(slot.logits.data(), slot.occurrences, slot.sampling), uniform);
+    slot.occurrences.seen[slot.pending] = 1;
+    slot.occurrences.written[slot.pending]++;
     slot.tail.push(slot.pending);
     if (slot.top >= 0)
         slot.logprobs.push_back(token_logprob(slot.logits.data(), shape.vocab_size, slot.pending, slot.top));
@@ -79,8 +79,8 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
         Slot& slot = slots[i];
         slot.cache = Cache(cache_shape, caches + i * cache_shape.words());
         slot.logits.resize(s.vocab_size);
-        slot.text.seen.resize(s.vocab_size);
-        slot.text.written.resize(s.vocab_size);
+        slot.occurrences.seen.resize(s.vocab_size);
+        slot.occurrences.written.resize(s.vocab_size);
     }
     Attention one = attention(1, cache_shape.capacity, 0);
     if (cache_shape.transposed) {
@@ -88,7 +88,8 @@ Decoder::Decoder(const ModelShape& s, const Tensors& tensors, Precision precisio
         one.kv = kv;
     }
     int64_t attended = part.scratch(one);
-    if (cache_shape.transposed) attended = std::max(attended, MOST_STEP_ROWS * d + part.few.together.scratch(one));
+    if (cache_shape.transposed)
+        attended = std::max(attended, MOST_STEP_ROWS * d + part.few.together.scratch(one));
     const Layer& w = weights.layers[0];
     const int64_t most = std::max(sizes.slots, MOST_STEP_ROWS);
     const auto lay_out = [&](Scratch at) {
@@ -190,7 +191,7 @@ void Decoder::copy(int64_t from, int64_t to) {
     b.length = a.length;
     b.pending = a.pending;
     b.logits = a.logits;
-    b.text = a.text;
+    b.occurrences = a.occurrences;
     b.tail = a.tail;
     b.prompt.reset();
 }

@@ -90,7 +90,7 @@ struct Slot {
     int64_t length = 0;    // tokens in the cache, an endless model's last ones; 0 while a prompt is read
     int64_t pending = -1;  // the token chosen last, if it is not in the cache yet
     std::vector<float> logits;
-    Occurrences text;
+    Occurrences occurrences;
     Tail tail;
     Sampling sampling;
     Confidence confidence;
@@ -211,7 +211,7 @@ class Decoder {
     // A call of the part for a head, without its tensors. Inlined into a step: one for each head and text.
     Attention attention(int64_t Nq, int64_t Nk, int64_t head) const {
         return {{1, 1, Nq, Nk, d, /* causal */ true, scale, std::min(br, Nq), std::min(bc, Nk),
-                 /* threads */ 1, endless.of(head)}};
+                 /* threads */ 1, endless.rules(head)}};
     }
 
     void prompt_piece(Slot& slot, int64_t stage, int64_t i, int64_t thread);

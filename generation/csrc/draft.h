@@ -12,7 +12,7 @@
 #include "cuda/ngrams_table.h"
 #include "sampling.h"
 
-constexpr int64_t MOST_STEP_ROWS = 8;           // of a step with drafts: pending tokens and drafts of all texts
+constexpr int64_t MOST_STEP_ROWS = 8;      // of a step with drafts: pending tokens and drafts of all texts
 constexpr int64_t MOST_DRAFTED_TEXTS = 4;  // more texts share a step's weights among themselves
 
 // The last tokens of a text, a byte each: only vocabularies of at most 256 tokens have drafts.
@@ -49,7 +49,7 @@ class Draft {
 // How often the guesses of a text hit, by their margins.
 class Confidence {
   public:
-    double of(const Guess& guess) const { return shares[bin(guess)]; }
+    double probability(const Guess& guess) const { return shares[bin(guess)]; }
     void learn(const Guess& guess, bool hit) {
         double& share = shares[bin(guess)];
         share += RATE * ((hit ? 1.0 : 0.0) - share);
@@ -91,7 +91,7 @@ class DraftPace {
         return last + (before > 0 ? last - before : FIRST_ROW * last) * static_cast<double>(rows - known);
     }
 
-    void took(int64_t rows, double elapsed, int64_t given) {
+    void took(int64_t rows, double elapsed, int64_t chosen) {
         Cost& cost = costs[rows];
         if (cost.trials < TRIALS) {
             cost.now = cost.least = cost.trials++ == 0 ? elapsed : std::min(cost.least, elapsed);
@@ -110,7 +110,7 @@ class DraftPace {
             if (other != rows) costs[other].now *= 1 - (costs[other].trials < TRIALS ? UNSURE : FORGOTTEN);
         const double share = std::max(SHARE, 1.0 / static_cast<double>(++steps));
         seconds += share * (cost.now - seconds);
-        tokens += share * (static_cast<double>(given) - tokens);
+        tokens += share * (static_cast<double>(chosen) - tokens);
     }
 
   private:
@@ -122,9 +122,9 @@ class DraftPace {
         double now = 0, least = 0;  // seconds; least: of the trials
         int trials = 0;
     };
-    int64_t steps = 0, most = 0;              // most: rows of a step so far
+    int64_t steps = 0, most = 0;                   // most: rows of a step so far
     std::array<Cost, MOST_STEP_ROWS + 1> costs{};  // by the number of rows
-    double seconds = 0, tokens = 0;           // of a step, on average
+    double seconds = 0, tokens = 0;                // of a step, on average
 };
 
 // What drafts did. guesses, hits: of all tokens that were chosen. drafted, accepted: rows that were spent on

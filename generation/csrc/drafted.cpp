@@ -89,8 +89,8 @@ class Decoder::Drafting {
         text.probability = 0;
         if (text.written.size() + ahead + 1 >= most) return;
         if (slot.length + 1 + static_cast<int64_t>(ahead) >= decoder.cache_shape.capacity) return;
-        text.next = decoder.draft->guess(text.tail, number(text, ahead), slot.text, slot.sampling);
-        if (text.next.token >= 0) text.probability = before * slot.confidence.of(text.next);
+        text.next = decoder.draft->guess(text.tail, number(text, ahead), slot.occurrences, slot.sampling);
+        if (text.next.token >= 0) text.probability = before * slot.confidence.probability(text.next);
     }
 
     // Adds guesses to a step of `rows` rows while they pay, the likeliest first; returns how many.

@@ -26,7 +26,7 @@ const Ngrams::Pair* Ngrams::find(const Tail& tail) const {
     return nullptr;
 }
 
-Guess Ngrams::guess(const Tail& tail, double uniform, const Occurrences& text, const Sampling& s) const {
+Guess Ngrams::guess(const Tail& tail, double uniform, const Occurrences& occurrences, const Sampling& s) const {
     const Pair* listed = find(tail);
     if (!listed) return {};
     const bool all_tokens = s.top_k == 0 || s.top_k >= static_cast<double>(vocab_size);
@@ -41,7 +41,7 @@ Guess Ngrams::guess(const Tail& tail, double uniform, const Occurrences& text, c
         std::vector<float> logits(vocab_size, UNLISTED);
         for (int i = 0; i < LISTED; i++)
             if (listed[i].code > 0) logits[listed[i].token] = static_cast<float>(std::log(weight[i]));
-        const std::vector<double>& weights = weigh(logits.data(), text, s);
+        const std::vector<double>& weights = weigh(logits.data(), occurrences, s);
         for (int i = 0; i < LISTED; i++) weight[i] = listed[i].code > 0 ? weights[listed[i].token] : 0;
     }
     std::array<double, LISTED> ends;  // of the tokens' parts of the distribution

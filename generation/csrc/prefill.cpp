@@ -13,13 +13,13 @@ void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool contin
     check("the number of ids", static_cast<int64_t>(ids.size()), 1, capacity);
     for (const int64_t id : ids) check("an id", id, 0, shape.vocab_size - 1);
     if (!continues) {
-        std::fill(slot.text.seen.begin(), slot.text.seen.end(), 0);
-        std::fill(slot.text.written.begin(), slot.text.written.end(), 0);
+        std::fill(slot.occurrences.seen.begin(), slot.occurrences.seen.end(), 0);
+        std::fill(slot.occurrences.written.begin(), slot.occurrences.written.end(), 0);
         slot.logprobs.clear();
     }
     slot.tail.clear();
     for (const int64_t id : ids) {
-        slot.text.seen[id] = 1;
+        slot.occurrences.seen[id] = 1;
         slot.tail.push(id);
     }
     slot.length = 0;
@@ -28,8 +28,8 @@ void Decoder::begin(int64_t number, const std::vector<int64_t>& ids, bool contin
     // What is far behind decides nothing, unless log-probabilities are wanted; whole tiles of it are left out,
     // so that the others' bits stay.
     const int64_t all = static_cast<int64_t>(ids.size()), reach = shape.n_layer * (shape.window - 1) + 1;
-    const bool whole = shape.window == 0 || top >= 0;
-    const int64_t T = all - (whole ? 0 : std::max<int64_t>(0, all - reach) / br * br);
+    const bool needs_all = shape.window == 0 || top >= 0;
+    const int64_t T = all - (needs_all ? 0 : std::max<int64_t>(0, all - reach) / br * br);
     const int64_t C = shape.n_embd, chunk = std::min(br, T);
     // A smaller last chunk may go through another kernel, which may need more: part 4 divides its keys.
     int64_t most = 0;

@@ -49,18 +49,18 @@ void keep_typical(std::vector<double>& weight, double least, double typical_p) {
 
 }  // namespace
 
-const std::vector<double>& weigh(const float* logits, const Occurrences& text, const Sampling& s) {
-    const size_t n = text.seen.size();
+const std::vector<double>& weigh(const float* logits, const Occurrences& occurrences, const Sampling& s) {
+    const size_t n = occurrences.seen.size();
     OF_THIS_THREAD std::vector<double> weight, sorted;
     weight.assign(logits, logits + n);
     const bool numbers = std::none_of(logits, logits + n, [](float x) { return std::isnan(x); });
     if (s.repetition_penalty != 1)
         for (size_t i = 0; i < n; i++)
-            if (text.seen[i])
+            if (occurrences.seen[i])
                 weight[i] = weight[i] > 0 ? weight[i] / s.repetition_penalty : weight[i] * s.repetition_penalty;
     if (s.presence_penalty != 0 || s.frequency_penalty != 0)
         for (size_t i = 0; i < n; i++)
-            if (const int32_t count = text.written[i])
+            if (const int32_t count = occurrences.written[i])
                 weight[i] -= count * s.frequency_penalty + s.presence_penalty;
     for (const auto& [token, bias] : s.logit_bias) weight[token] += bias;
     const auto best = std::max_element(weight.begin(), weight.end());

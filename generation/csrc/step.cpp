@@ -110,9 +110,9 @@ void Decoder::pass(const std::vector<Token>& tokens) {
     const auto start = Clock::now();
     if (!pace.together(count, start)) members = 1;
     embed_rows(tokens, 0, 0);
-    team->run(members, [this, of = tokens.data(), count, apart](Member& member) {
+    team->run(members, [this, row_tokens = tokens.data(), count, apart](Member& member) {
         const bool shared = member.members > 1 && shared_by > 1;
-        step(shared ? shares : weights, of, apart, rows[member.thread].from(0, count), member);
+        step(shared ? shares : weights, row_tokens, apart, rows[member.thread].from(0, count), member);
     });
     const auto end = Clock::now();
     if (helped) pace.took(count, members > 1, end - start, end);

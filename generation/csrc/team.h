@@ -145,7 +145,7 @@ struct Failure {
         try {
             body();
         } catch (...) {
-            const std::lock_guard<std::mutex> held(mutex);
+            const std::lock_guard<std::mutex> lock(mutex);
             if (!error) error = std::current_exception();
         }
     }
@@ -318,7 +318,7 @@ class Team {
 
     ~Team() {
         {
-            const std::lock_guard<std::mutex> held(mutex);
+            const std::lock_guard<std::mutex> lock(mutex);
             over.store(true);
         }
         woken.notify_all();
@@ -341,7 +341,7 @@ class Team {
         for (int m = 1; m < members; m++) wake |= seats[m].asleep.load(std::memory_order_relaxed);
         if (wake) {
             {
-                const std::lock_guard<std::mutex> held(mutex);
+                const std::lock_guard<std::mutex> lock(mutex);
             }
             woken.notify_all();
         }
@@ -372,10 +372,10 @@ class Team {
                 if (spins % 64) continue;
                 std::this_thread::yield();
                 if (std::chrono::steady_clock::now() - start < AWAKE) continue;
-                std::unique_lock<std::mutex> held(mutex);
+                std::unique_lock<std::mutex> lock(mutex);
                 seat.asleep.store(true, std::memory_order_relaxed);
                 std::atomic_thread_fence(std::memory_order_seq_cst);
-                woken.wait(held, [&] { return !idle(); });
+                woken.wait(lock, [&] { return !idle(); });
                 seat.asleep.store(false, std::memory_order_relaxed);
             }
             if (over.load(std::memory_order_relaxed)) return;

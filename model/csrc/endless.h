@@ -19,17 +19,17 @@ class Endless {
             slopes.push_back(static_cast<float>(std::exp2(-step * n)));
         }
         for (const float& slope : slopes) {
-            Rules& rules = of_head.emplace_back(Rules{});
-            rules.left = window - 1;
-            rules.slopes = &slope;
+            Rules& row = by_head.emplace_back(Rules{});
+            row.left = window - 1;
+            row.slopes = &slope;
         }
     }
     Endless(const Endless&) = delete;
     Endless& operator=(const Endless&) = delete;
 
-    const Rules* of(int64_t head) const { return of_head.empty() ? nullptr : &of_head[head]; }
+    const Rules* rules(int64_t head) const { return by_head.empty() ? nullptr : &by_head[head]; }
 
   private:
     std::vector<float> slopes;
-    std::vector<Rules> of_head;
+    std::vector<Rules> by_head;
 };

@@ -7,7 +7,7 @@
 #include "buffer.h"
 #include "simd/portable.h"
 
-// Of a function that runs once for a model: the page's code is small.
+// RUNS_ONCE marks a function that runs once for a model: the page's code is small.
 #if defined(__wasm__)
 #define RUNS_ONCE __attribute__((minsize))
 #else

@@ -148,13 +148,13 @@ class Gradients {
 
     // The way back: dx <- before + the gradient of the norm's input, from dy, that of its product with W.
     void back(Worker& m, Block b, simd::Matrix dx, simd::Matrix before, simd::Matrix dy, const Weight& W,
-              const Normalized& of) const {
+              const Normalized& normal) const {
         const simd::Matrix d_normal = own(m).d_normal;
         multiply(d_normal, dy.from(b.first), W.backward, b.count);
         m.lap("products, backward");
         for (int64_t r = b.first; r < b.end(); r++)
             normalize_backward(dx.row(r), before.data ? before.row(r) : nullptr, d_normal.row(r - b.first),
-                               of.rows.row(r), of.factor[r], s.C);
+                               normal.rows.row(r), normal.factor[r], s.C);
         m.lap("norm");
     }
 
@@ -171,16 +171,16 @@ class Gradients {
 
     // The call of layer l's attention, or of its gradient, for n queries of a head, from query i0 on.
     template <class Call> Call attention(int64_t l, int64_t head, int64_t i0, int64_t n) const {
-        const Layer& of = layer(l);
-        const int64_t d = s.d(), ld = of.qkv.ld, row = first_row(head);
-        const float *const q = of.qkv.row(row) + head % s.H * d, *const k = q + s.C, *const v = k + s.C;
+        const Layer& kept = layer(l);
+        const int64_t d = s.d(), ld = kept.qkv.ld, row = first_row(head);
+        const float *const q = kept.qkv.row(row) + head % s.H * d, *const k = q + s.C, *const v = k + s.C;
         Call a = call_of<Call>(s, i0, n);
         a.q = {q + i0 * ld, 0, 0, ld, 1};
         a.k = {k, 0, 0, ld, 1};
         a.v = {v, 0, 0, ld, 1};
-        a.out = of.out + (head * s.T + i0) * d;
-        a.lse = of.lse + head * s.T + i0;
-        a.rules = endless.of(head % s.H);
+        a.out = kept.out + (head * s.T + i0) * d;
+        a.lse = kept.lse + head * s.T + i0;
+        a.rules = endless.rules(head % s.H);
         return a;
     }
 
@@ -197,14 +197,14 @@ class Gradients {
 
     // Projection, norm and MLP of layer l.
     void leave(Worker& m, Block b, int64_t l) const {
-        const Layer& of = layer(l);
-        const simd::Matrix x = memory.x.from(b.first), h = of.h.from(b.first), g = own(m).g;
-        multiply(x, of.joined.from(b.first), of.w_projection.forward, b.count, true);
+        const Layer& kept = layer(l);
+        const simd::Matrix x = memory.x.from(b.first), h = kept.h.from(b.first), g = own(m).g;
+        multiply(x, kept.joined.from(b.first), kept.w_projection.forward, b.count, true);
         m.lap("products");
-        normalize_rows(m, b, of.normal_2);
-        const Linear& up = of.w_up.forward;
+        normalize_rows(m, b, kept.normal_2);
+        const Linear& up = kept.w_up.forward;
         for (int64_t p = 0; p < up.panels(); p++) {
-            up.multiply(h, of.normal_2.rows.from(b.first), b.count, p, false);
+            up.multiply(h, kept.normal_2.rows.from(b.first), b.count, p, false);
             m.lap("products");
             const int64_t at = p * up.width(), n = std::min(up.width(), 4 * s.C - at);
             for (int64_t r = 0; r < b.count; r++) {
@@ -214,7 +214,7 @@ class Gradients {
             }
             m.lap("GELU");
         }
-        multiply(x, g, of.w_down.forward, b.count, true);
+        multiply(x, g, kept.w_down.forward, b.count, true);
         m.lap("products");
     }
 
@@ -238,16 +238,16 @@ class Gradients {
 
     // From dx after layer l to dx_2 and the gradient of the attention's output.
     void mlp_backward(Worker& m, Block b, int64_t l) const {
-        const Layer& of = layer(l);
+        const Layer& kept = layer(l);
         const Memory& a = memory;
-        const simd::Matrix dh = a.dh.from(b.first), g = a.g.from(b.first), h = of.h.from(b.first);
-        multiply(dh, a.dx.from(b.first), of.w_down.backward, b.count);
+        const simd::Matrix dh = a.dh.from(b.first), g = a.g.from(b.first), h = kept.h.from(b.first);
+        multiply(dh, a.dx.from(b.first), kept.w_down.backward, b.count);
         m.lap("products, backward");
         // Whole rows: strips of a panel's width are read and written several times as slowly.
         for (int64_t r = 0; r < b.count; r++) portable::gelu_gradient(dh.row(r), g.row(r), h.row(r), 4 * s.C);
         m.lap("GELU, backward");
-        back(m, b, a.dx_2, a.dx, a.dh, of.w_up, of.normal_2);
-        multiply(a.djoined.from(b.first), a.dx_2.from(b.first), of.w_projection.backward, b.count);
+        back(m, b, a.dx_2, a.dx, a.dh, kept.w_up, kept.normal_2);
+        multiply(a.djoined.from(b.first), a.dx_2.from(b.first), kept.w_projection.backward, b.count);
         m.lap("products, backward");
     }
 
@@ -292,11 +292,11 @@ class Gradients {
     // Attention's backward pass over layer l's heads, and the weight gradients that are ready; longest first.
     void backward_of_attention(Worker& m, int64_t l) const {
         const Memory& a = memory;
-        const Layer& of = layer(l);
+        const Layer& kept = layer(l);
         const std::vector<WeightGradient> ready{
-            {a.dh, of.normal_2.rows, &of.w_up},
-            {a.dx, a.g, &of.w_down},
-            {a.dx_2, of.joined, &of.w_projection},
+            {a.dh, kept.normal_2.rows, &kept.w_up},
+            {a.dx, a.g, &kept.w_down},
+            {a.dx_2, kept.joined, &kept.w_projection},
             l + 1 < s.L ? of_qkv(l + 1) : WeightGradient{a.dlogits, a.normal.rows, &a.w_head}};
         const int64_t heads = s.B * s.H, tiles = tiles_of(ready);
         const bool long_heads = 2 * s.T * s.T * s.d() > TILE * WeightGradient::width() * s.rows();
@@ -380,9 +380,9 @@ int64_t gradients_scratch(const Sizes& s) {
 }
 
 Result TrainingStep::gradients(const int64_t* tokens) {
-    Gradients of(*this, tokens);
-    run_phases(of.phases(), sizes.threads, seconds, [&](Worker& member) { of.run(member); });
-    return of.result();
+    Gradients computed(*this, tokens);
+    run_phases(computed.phases(), sizes.threads, seconds, [&](Worker& worker) { computed.run(worker); });
+    return computed.result();
 }
 
 }  // namespace training

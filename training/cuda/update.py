@@ -24,7 +24,7 @@ THREADS = 256  # of a block
 RESIDENT = 2  # blocks of weight_gradients on a multiprocessor
 SLICE_COST = 64  # rows whose products take about as long as writing and reading a slice's sums
 ARGUMENTS: dict = {int: ctypes.c_int, float: ctypes.c_float, Tensor: lambda t: ctypes.c_void_p(t.data_ptr())}
-# Of update.cu: Muon's numbers and AdamW's.
+# The numbers of Muon and AdamW in update.cu.
 FACTORS = {
     **dict(zip(("A1", "A3", "A5"), QUINTIC)),
     **{"MOMENTUM": MOMENTUM, "LEAST_NORM": LEAST_NORM, "CLIP": CLIP, "EPSILON": EPSILON},

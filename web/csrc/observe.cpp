@@ -31,7 +31,7 @@ struct Observation {
     AttentionSizes sizes(int64_t h) const {
         const auto scale = static_cast<float>(1 / std::sqrt(static_cast<double>(d)));
         const int64_t Br = std::min(BR, T), Bc = std::min(BC, T);
-        return {1, 1, T, T, d, /* causal */ true, scale, Br, Bc, /* threads */ 1, endless.of(h)};
+        return {1, 1, T, T, d, /* causal */ true, scale, Br, Bc, /* threads */ 1, endless.rules(h)};
     }
 };
 
@@ -67,7 +67,7 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
         rows.Q = {o->qkv[l], o->ldQ};
         Block<Member> block(rows, alone);
         block.qkv(weights.layers[l], 0, true, [&](int64_t h, int64_t, int64_t) {  // all rows: it is alone
-            a.rules = o->endless.of(h);
+            a.rules = o->endless.rules(h);
             a.q = o->matrix(l, h, 0);
             a.k = o->matrix(l, h, 1);
             a.v = o->matrix(l, h, 2);
@@ -89,7 +89,7 @@ EXPORT(observed) void observed(const Observation* o, int32_t layer, int32_t head
 
 // ALiBi's slope of a head, or 0.
 EXPORT(observed_slope) float observed_slope(const Observation* o, int32_t head) {
-    const Rules* rules = o->endless.of(head);
+    const Rules* rules = o->endless.rules(head);
     return rules ? *rules->slopes : 0;
 }
 

@@ -171,8 +171,8 @@ __device__ inline void write_with_drafts(const Work& work, int number, Exchange&
     const long long at = (long long)text.slot * VOCAB;
     float* logits = s.various[block % TEXTS];
     auto* memory = reinterpret_cast<double*>(logits + WEIGHTS);
-    int held = text.length, pending = text.token, passes = 0, drafted = 0, guesses = 0;
-    int known = min(held, ORDER - 1);
+    int cached = text.length, pending = text.token, passes = 0, drafted = 0, guesses = 0;
+    int known = min(cached, ORDER - 1);
     unsigned long long recent = unsigned(text.flags);
     const auto add = [&](int token) { recent = recent << 8 | unsigned(token), known++; };
     if (pending >= 0) add(pending);
@@ -184,7 +184,7 @@ __device__ inline void write_with_drafts(const Work& work, int number, Exchange&
     int loaded = -LANES;
     for (int done = 0; done < work.rows;) {
         const bool reads = pending >= 0;
-        const int rows = reads ? min(min(TEXTS, work.rows - done), work.capacity - held) : 1;
+        const int rows = reads ? min(min(TEXTS, work.rows - done), work.capacity - cached) : 1;
         if (done + rows > loaded + LANES) {
             loaded = done;
             const int row = min(loaded + lane, work.rows - 1);
@@ -202,7 +202,7 @@ __device__ inline void write_with_drafts(const Work& work, int number, Exchange&
         if (thread == 0) s.token[0] = pending;
         if (thread < TEXTS) {
             s.slot[thread] = text.slot;
-            s.length[thread] = held + thread;
+            s.length[thread] = cached + thread;
         }
         __syncthreads();
         if (reads) Pass{work, rows, exchange}.run();
@@ -229,7 +229,7 @@ __device__ inline void write_with_drafts(const Work& work, int number, Exchange&
         }
         for (int i = 0; i <= right; i++) add(s.next[i]);
         pending = s.next[right];
-        held += reads ? right + 1 : 0;
+        cached += reads ? right + 1 : 0;
         done += right + 1;
         passes++;
         drafted += rows - 1;

@@ -13,9 +13,9 @@ __device__ inline Strip load_strip(const Work& work, long long at, int left) {
     const Element *K = work.keys + at, *V = work.values + at;
     Strip strip;
     UNROLLED(i, STRIP) {
-        const bool held = i * ROUND < left;
-        strip.k[i] = held ? load4(K + i * ROUND * HEAD_DIM) : float4{};
-        strip.v[i] = held ? load4(V + i * ROUND * HEAD_DIM) : float4{};
+        const bool exists = i * ROUND < left;
+        strip.k[i] = exists ? load4(K + i * ROUND * HEAD_DIM) : float4{};
+        strip.v[i] = exists ? load4(V + i * ROUND * HEAD_DIM) : float4{};
     }
     return strip;
 }

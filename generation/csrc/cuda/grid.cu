@@ -329,12 +329,12 @@ __device__ inline void step(const Work& work, int texts, bool logits, Turns& tur
         const Biases biases = vectors.biases();
         normalise(vectors.ln_1);
         multiply(layer.qkv, s.in[0], PITCH, [&](int r, int column, float y) {
-            const int of = column / WIDTH, k = column % WIDTH;  // of: q, k or v
+            const int which = column / WIDTH, k = column % WIDTH;  // which: q, k or v
             y = biased(y, biases.qkv, column);
-            if (of == 0) {
+            if (which == 0) {
                 s.various[r][k] = y * work.scale;
             } else if (r < texts && s.token[r] >= 0) {
-                Element* to = of == 1 ? work.keys : work.values;
+                Element* to = which == 1 ? work.keys : work.values;
                 to[head_at(work, s.slot[r], l, k / HEAD_DIM) + (long long)s.length[r] * HEAD_DIM +
                    k % HEAD_DIM] = to_element(y);
             }

@@ -110,9 +110,9 @@ template <int M, int N, int DEPTH, int STAGES, bool A_ACROSS, bool B_ACROSS> str
     }
 
     // sums <- sums + A B
-    __device__ inline void add(const Tile& of) {
+    __device__ inline void add(const Tile& global) {
         extern __shared__ __align__(128) unsigned char shared[];
-        const Tile tile = of;
+        const Tile tile = global;
         const auto load = [&](int n) {
             const int term = n * DEPTH, left = tile.depth - term;
             const unsigned to = shared_address(shared) + n % STAGES * STAGE;
@@ -180,7 +180,7 @@ using OfWeights = Product<2, FORMAT == FP32 ? 4 : 8, 32, FORMAT == FP32 ? 3 : 5,
 using OfRows = Product<1, 2, LINE, 5, false, false>;                                           // A B^T
 using OfX = Product<1, 4, LINE, 4, false, true>;                                               // A B
 
-// Of each: rows and columns of a tile, bytes of shared memory.
+// products: the rows and columns of each product's tile, and its bytes of shared memory.
 extern "C" __device__ int products[9] = {OfWeights::ROWS, OfWeights::COLUMNS, OfWeights::SHARED,
                                          OfRows::ROWS,    OfRows::COLUMNS,    OfRows::SHARED,
                                          OfX::ROWS,       OfX::COLUMNS,       OfX::SHARED};
@@ -313,7 +313,7 @@ struct Piece {
     float rate, scale;          // the rate's peak; what X is multiplied with beside it
 
     __device__ inline int first_row() const { return threadIdx.x / 32 * HEIGHT; }
-    // Of the thread's number i: whether there is one, and where
+    // inside: whether the thread has a number i. in_flat, in_X: where it is.
     __device__ inline bool inside(int i) const { return first_row() + i < rows; }
     __device__ inline long long in_flat(int i) const {
         return at + (long long)(first_row() + i) * width + threadIdx.x % 32;
