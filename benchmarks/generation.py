@@ -57,8 +57,8 @@ OURS = {"cpu": ("native", "torch"), "cuda": ("torch", "cuda", "webgpu")}
 ENGINES = dict.fromkeys([*OURS["cpu"], *OURS["cuda"]])
 LIBRARIES = (CTranslate2, CTranslate2Int8, LlamaCpp, LlamaCppQ8)
 PEERS: dict[str, dict[str, Callable[..., Peer]]] = {
-    "cpu": {kind.__name__: kind for kind in (UncachedPyTorch, CachedPyTorch, Transformers, *LIBRARIES)},
-    "cuda": {kind.__name__: kind for kind in (CachedPyTorch, Transformers, GraphPyTorch)},
+    "cpu": {peer.__name__: peer for peer in (UncachedPyTorch, CachedPyTorch, Transformers, *LIBRARIES)},
+    "cuda": {peer.__name__: peer for peer in (CachedPyTorch, Transformers, GraphPyTorch)},
 }
 DEVICE = "cuda"  # PyTorch's name of the GPU
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -26,7 +26,7 @@ class Read:
 
     def begin(self, text: Text) -> None:
         """Record that a text's slot holds this prompt."""
-        text.held = len(self.prompt)
+        text.cached = len(self.prompt)
         top = text.prompt_top
         if top is not None:
             text.prompt_logprobs = [None, *(each._replace(top=each.top[:top]) for each in self.logprobs)]
@@ -94,7 +94,7 @@ class Reader:
         """Record that a text's window is read. Copy a prompt to the other texts that wait for it."""
         del self.waiting[text]
         if not text.is_new:
-            text.held = len(text.window)
+            text.cached = len(text.window)
             return
         taken = [] if top is None else self._engine.take_logprobs(text.slot)
         done = Read(text.prompt, text.slot, top, list(map(TokenLogprob._make, taken)))

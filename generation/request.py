@@ -103,7 +103,7 @@ class Text:
         self.decode_seconds = 0.0
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.held = 0  # tokens in the engine's slot; 0 until the prompt is read
+        self.cached = 0  # tokens in the engine's slot; 0 until the prompt is read
         self._uncached = not request.use_cache
         self._uniforms = Uniforms(request.seed)
         self._drawn = NONE  # uniform numbers, one for each of the next tokens
@@ -126,12 +126,12 @@ class Text:
     @property
     def is_new(self) -> bool:
         """Whether its prompt has not been read yet."""
-        return self.held == 0
+        return self.cached == 0
 
     @property
     def needs_reading(self) -> bool:
         """Whether its prompt must be read before the next token, or its window again."""
-        return not 0 < self.held <= self._capacity or self._uncached and self.new_tokens > 0
+        return not 0 < self.cached <= self._capacity or self._uncached and self.new_tokens > 0
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
@@ -146,13 +146,13 @@ class Text:
     @property
     def room(self) -> int:
         """Tokens that fit its slot before its window must be read again."""
-        return 1 if self._uncached else self._capacity + 1 - self.held
+        return 1 if self._uncached else self._capacity + 1 - self.cached
 
     @property
     def window(self) -> list[int]:
         """The tokens that are read next: the prompt, or the window again."""
-        size = self.held or len(self._last)
-        if self.held > self._capacity:
+        size = self.cached or len(self._last)
+        if self.cached > self._capacity:
             size = self._capacity if self.request.context == "slide" else max(1, self._capacity // 2)
         return list(self._last)[-size:]
 
@@ -178,7 +178,7 @@ class Text:
         self._drawn = self._drawn[count:]
         if self._keeps:
             self._last.extend(tokens.tolist())
-        self.held += count
+        self.cached += count
         self.new_tokens += count
         self.remaining -= count
         return tokens

@@ -283,11 +283,11 @@ def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling, counts: Tensor |
     limits = (sampling.top_p, sampling.typical_p, sampling.min_p)
     if limits == (1, 1, 0) and (sampling.top_k or logits.shape[1]) >= logits.shape[1]:
         return place_of(weights, points).where(good, -1)  # on a GPU each operation that is left out is time
-    least = torch.zeros_like(largest)  # smaller weights are left out
+    threshold = torch.zeros_like(largest)  # smaller weights are left out
     if sampling.top_k is not None and sampling.top_k < logits.shape[1]:
-        least = weights.topk(sampling.top_k).values[:, -1:]
+        threshold = weights.topk(sampling.top_k).values[:, -1:]
     if sampling.typical_p < 1:
-        kept = (weights >= least) & (weights > 0)
+        kept = (weights >= threshold) & (weights > 0)
         weights = weights.where(kept, 0.0)
         logs = weights.log().where(kept, 0.0)
         mean = (weights * logs).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
@@ -296,10 +296,10 @@ def drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling, counts: Tensor |
         farthest = nearest.gather(-1, reached(weights.gather(-1, order), sampling.typical_p))
         weights = weights.where(distances <= farthest, 0.0)
     if sampling.top_p < 1:
-        kept = weights.where(weights >= least, 0.0).sort(-1, descending=True).values
-        least = kept.gather(-1, reached(kept, sampling.top_p))
-    least = torch.maximum(least, sampling.min_p * weights.amax(-1, keepdim=True))
-    return place_of(weights.where(weights >= least, 0.0), points).where(good, -1)
+        kept = weights.where(weights >= threshold, 0.0).sort(-1, descending=True).values
+        threshold = kept.gather(-1, reached(kept, sampling.top_p))
+    threshold = torch.maximum(threshold, sampling.min_p * weights.amax(-1, keepdim=True))
+    return place_of(weights.where(weights >= threshold, 0.0), points).where(good, -1)
 
 
 def place_of(weights: Tensor, points: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Writer:
         self.engine = engine
         self.seconds = 0.0  # total time of all steps
         self.texts: dict[Text, None] = {}  # in the order in which they joined
-        self._most = texts
+        self._max_texts = texts
         self._seconds = seconds
         self._worth = engine.tokens_at_once  # tokens of each text that are worth asking for now
         keeper = engine.slots - 1
@@ -61,7 +61,7 @@ class Writer:
     @property
     def free(self) -> int:
         """The number of texts that can join now."""
-        return min(self._most - len(self.texts), len(self.engine.free))
+        return min(self._max_texts - len(self.texts), len(self.engine.free))
 
     def check(self, request: Request) -> None:
         """Raise ValueError if a request's prompt or logit_bias has a token outside the model's vocabulary."""
@@ -83,7 +83,7 @@ class Writer:
         text = Text(text) if isinstance(text, Request) else text
         request = text.request
         self.check(request)
-        if len(self.texts) == self._most:
+        if len(self.texts) == self._max_texts:
             raise ValueError("the writer has no free slot; a text must leave before another can join")
         try:  # The lowest slots: an engine may copy to neighbours at once.
             slot = heapq.heappop(self.engine.free)
@@ -106,7 +106,7 @@ class Writer:
         self._reader.drop(text)
         heapq.heappush(self.engine.free, text.slot)
 
-    def step(self, most: float = math.inf) -> list[tuple[Text, NDArray[Any]]]:
+    def step(self, limit: float = math.inf) -> list[tuple[Text, NDArray[Any]]]:
         """Append 1 to `most` tokens to each unfinished text, as many as the engine writes in one call.
 
         Returns these texts in the order in which they joined, each with its new tokens, none of them of the
@@ -123,7 +123,7 @@ class Writer:
         writing = [text for text in unfinished if text.remaining > 0 and text not in self._reader.waiting]
         written: NDArray[Any] = np.empty((0, 0), int)  # (texts, tokens)
         if writing:
-            count = int(min(most, self._worth, *(min(text.room, text.remaining) for text in writing)))
+            count = int(min(limit, self._worth, *(min(text.room, text.remaining) for text in writing)))
             uniforms = np.zeros((len(writing), count))
             for row, text in zip(uniforms, writing):
                 if text.request.sampling.temperature > 0:  # else nothing is drawn

@@ -40,8 +40,8 @@ def export(model: Any, to: str, out: str | Path, type: str = "f32", text: str = 
             raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     out = Path(out)
     if out.exists() and (to == "gguf" or not out.is_dir() or any(out.iterdir())):
-        kind = "file" if to == "gguf" else "directory"
-        raise ValueError(f"out is {str(out)!r}, which exists; it must be a new {kind}")
+        place = "file" if to == "gguf" else "directory"
+        raise ValueError(f"out is {str(out)!r}, which exists; it must be a new {place}")
     checkpoint = loaded(model)
     name = "GPT"
     if checkpoint.config.endless:
@@ -93,9 +93,11 @@ def write_hf(checkpoint: Checkpoint, out: Path, card: str) -> None:
         **({} if end is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END)),
     )
     generation = dict(do_sample=True, top_k=0, max_length=c.block_size, **ends)
-    held = dict(config=config, tokenizer=tokenizer, tokenizer_config=settings, generation_config=generation)
+    contents = dict(
+        config=config, tokenizer=tokenizer, tokenizer_config=settings, generation_config=generation
+    )
     # what cannot be encoded leaves no directory
-    files = {f"{n}.json": json.dumps(v, ensure_ascii=False, indent=1).encode() for n, v in held.items()}
+    files = {f"{n}.json": json.dumps(v, ensure_ascii=False, indent=1).encode() for n, v in contents.items()}
     arrays = gguf_file.with_biases(c, checkpoint.weights).items()
     tensors = {n: np.ascontiguousarray(w.T if TRANSPOSED.search(n) else w) for n, w in arrays}
     files["model.safetensors"] = safetensors.numpy.save(tensors, {"format": "pt"})
@@ -163,7 +165,7 @@ def write_nanogpt(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any]) 
     split = [[t for t in tensors.values() if (t.dim() > 1) == matrices] for matrices in (True, False)]
     groups = [dict(params=split[0], weight_decay=0.1), dict(params=split[1], weight_decay=0.0)]
     dataset = re.sub(r"[^\w-]", "_", out.resolve().name)[:100]
-    held = dict(
+    contents = dict(
         model=tensors | {HEAD: tensors[EMBEDDING]},
         optimizer=torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99)).state_dict(),
         model_args={field: getattr(c, field) for field in NANOGPT},
@@ -172,7 +174,7 @@ def write_nanogpt(checkpoint: Checkpoint, out: Path, record: Mapping[str, Any]) 
         config={"dataset": dataset, "eos_token_id": [*c.eos_token_id]},
     )
     file = io.BytesIO()
-    torch.save(held, file)
+    torch.save(contents, file)
     (out / "data" / dataset).mkdir(parents=True, exist_ok=True)
     write_file(out / "ckpt.pt", file.getvalue())
     if isinstance(checkpoint.tokenizer, CharTokenizer):

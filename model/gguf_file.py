@@ -119,7 +119,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
                 raise ValueError("it ends too early")
             return found
 
-    def held(name: str) -> Any:
+    def value_of(name: str) -> Any:
         return reader.fields[name].contents()
 
     def numbers(tensor: Any) -> np.ndarray:
@@ -130,41 +130,41 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Stored, Tokenizer]:
 
     try:
         reader = Reader(path)
-        kind = held("general.architecture")
-        if kind != "gpt2":
-            raise ValueError(f"it is a model of the architecture {kind!r}; it must be 'gpt2'")
-        if abs(held("gpt2.attention.layer_norm_epsilon") - EPSILON) > 1e-9:
+        architecture = value_of("general.architecture")
+        if architecture != "gpt2":
+            raise ValueError(f"it is a model of the architecture {architecture!r}; it must be 'gpt2'")
+        if abs(value_of("gpt2.attention.layer_norm_epsilon") - EPSILON) > 1e-9:
             raise ValueError(f"the epsilon of its LayerNorm must be {EPSILON}")
         tensors = {t.name: t for t in reader.tensors}
-        args = {ours: held(f"gpt2.{theirs}") for ours, theirs in FIELDS.items()}
+        args = {ours: value_of(f"gpt2.{theirs}") for ours, theirs in FIELDS.items()}
         if args["n_layer"] > len(tensors):
             raise ValueError(f"it has {args['n_layer']} layers, but {len(tensors)} tensors")
-        args["eos_token_id"] = [held(key) for key in ENDS if key in reader.fields]
+        args["eos_token_id"] = [value_of(key) for key in ENDS if key in reader.fields]
         args["vocab_size"] = len(tensors["token_embd.weight"].data)
         args["untied_head"] = "output.weight" in tensors
-        args["tanh_gelu"] = TANH not in reader.fields or held(TANH)
+        args["tanh_gelu"] = TANH not in reader.fields or value_of(TANH)
         args["bias"] = any(t.data.any() for t in reader.tensors if t.name.endswith(".bias"))
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, args["n_layer"])
         theirs = {name: tensors.get(_name(names, name)) for name in GPTConfig(**args).shapes()}
         stored: Stored = {
             name: (tuple(t.shape[::-1].tolist()), partial(numbers, t)) for name, t in theirs.items() if t
         }
-        return args, stored, _tokenizer(held, str(path))
+        return args, stored, _tokenizer(value_of, str(path))
     except Exception as error:  # a damaged file can raise nearly anything
         reason = str(error) if isinstance(error, ValueError) else repr(error)
         raise CheckpointError(f"{path} is no GGUF file of a GPT-2: {reason}") from None
 
 
-def _tokenizer(held: Any, source: str) -> Tokenizer:
+def _tokenizer(value_of: Any, source: str) -> Tokenizer:
     """The vocabulary of a file."""
-    texts = held("tokenizer.ggml.tokens")
-    kind = held("tokenizer.ggml.model")
-    if kind == "rwkv":
+    texts = value_of("tokenizer.ggml.tokens")
+    algorithm = value_of("tokenizer.ggml.model")
+    if algorithm == "rwkv":
         known = {escaped: c for c, escaped in ESCAPED.items()}
         return CharTokenizer([known.get(text, text) for text in texts], source)
-    if kind != "gpt2":
-        raise ValueError(f"its vocabulary is {kind!r}; it must be of characters or GPT-2's")
-    types = dict(zip(texts, held("tokenizer.ggml.token_type")))
+    if algorithm != "gpt2":
+        raise ValueError(f"its vocabulary is {algorithm!r}; it must be of characters or GPT-2's")
+    types = dict(zip(texts, value_of("tokenizer.ggml.token_type")))
     vocab = {text: id for id, text in enumerate(texts) if types[text] in (NORMAL, CONTROL, USERS)}
-    merges = [tuple(pair.split(" ")) for pair in held("tokenizer.ggml.merges")]
+    merges = [tuple(pair.split(" ")) for pair in value_of("tokenizer.ggml.merges")]
     return huggingface.byte_pairs(vocab, merges, [t for t in vocab if types[t] != NORMAL], source)

@@ -49,9 +49,9 @@ def configuration(args: Mapping[str, Any]) -> dict[str, Any]:
 
     bias: False if config.json says so, as export writes it: GPT-2 always has biases, and they are zeros then.
     """
-    kind = args.get("model_type") or args.get("architectures")
-    if kind not in ("gpt2", ["GPT2LMHeadModel"]):
-        raise ValueError(f"it is a model of the architecture {kind!r}; it must be 'gpt2'")
+    architecture = args.get("model_type") or args.get("architectures")
+    if architecture not in ("gpt2", ["GPT2LMHeadModel"]):
+        raise ValueError(f"it is a model of the architecture {architecture!r}; it must be 'gpt2'")
     found = {name: args.get(name, value) for name, value in FIELDS.items()}
     found["block_size"] = found.pop("n_positions")
     found["eos_token_id"] = args.get("eos_token_id")
@@ -119,13 +119,13 @@ def vocabulary(directory: Path) -> Tokenizer | None:
             return None
     with _naming(file):
         text = _text(file)
-        held = json.loads(text)
+        stored = json.loads(text)
         if file.name == "tokenizer.json":
-            return _characters(held, str(file)) or _complete(directory, text, held)
+            return _characters(stored, str(file)) or _complete(directory, text, stored)
         merges = [tuple(line.split(" ")) for line in _text(pairs).splitlines() if line]
         merges = merges[1:] if merges[:1] and merges[0][0].startswith("#version") else merges
-        tokenizer = byte_pairs(held, merges, [END, *added_tokens(directory)], str(file))
-        warn_of_unread(directory, held)
+        tokenizer = byte_pairs(stored, merges, [END, *added_tokens(directory)], str(file))
+        warn_of_unread(directory, stored)
         return tokenizer
 
 
@@ -267,8 +267,8 @@ def byte_pairs(
     specials = {token: vocab[token] for token in special if token in vocab}
     ranks = {bytes(map(BYTES.__getitem__, t)): id for t, id in vocab.items() if t not in specials}
     order = [vocab["".join(merge)] for merge in merges]
-    whole = all(bytes([byte]) in ranks for byte in range(256)) and len(ranks) == 256 + len(merges)
-    if not whole or any(a >= b for a, b in zip(order, order[1:])):
+    complete = all(bytes([byte]) in ranks for byte in range(256)) and len(ranks) == 256 + len(merges)
+    if not complete or any(a >= b for a, b in zip(order, order[1:])):
         raise VocabularyError(f"{source}: its tokens must be 256 bytes, and one a merge with rising ids")
     return GPT2Tokenizer(ranks, specials, source)
 

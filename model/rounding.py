@@ -26,8 +26,8 @@ def round_weights(weight: Tensor) -> Tensor:
     """Round each row of (out, in), in groups of GROUP, to multiples of 1/127 of the group's largest."""
     groups = F.pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))  # (out, groups, GROUP)
     scale = groups.abs().amax(2, keepdim=True) / 127
-    whole = (groups / scale).nan_to_num(0).round().clamp(-127, 127)
-    return (whole * scale).flatten(1)[:, : weight.shape[1]]
+    multiples = (groups / scale).nan_to_num(0).round().clamp(-127, 127)
+    return (multiples * scale).flatten(1)[:, : weight.shape[1]]
 
 
 def round_activations(x: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ class CharTokenizer:
         except OSError:
             raise
         except Exception as error:  # a damaged pickle can raise nearly anything
-            said = " ".join(str(error).split())
-            raise VocabularyError(f"{path}: it must be a nanoGPT meta.pkl ({said})") from None
+            reason = " ".join(str(error).split())
+            raise VocabularyError(f"{path}: it must be a nanoGPT meta.pkl ({reason})") from None
         return cls(characters, str(path))
 
     def write_meta_json(self, path: Path) -> None:

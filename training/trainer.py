@@ -301,10 +301,10 @@ class Trainer:
     def _tensors(self) -> dict[str, Tensor]:
         """The tensors of the model, its average and the optimizers. The head's weight is the embedding's."""
         named = {"place": self.place}
-        for kind, model in (("model", self.model), ("averaged", self.averaged)):
+        for prefix, model in (("model", self.model), ("averaged", self.averaged)):
             weights = model.state_dict().items()
-            named.update({f"{kind}.{name}": t for name, t in weights if name != "lm_head.weight"})
-        for kind, optimizer in (("muon", self.muon), ("adam", self.adam)):
+            named.update({f"{prefix}.{name}": t for name, t in weights if name != "lm_head.weight"})
+        for prefix, optimizer in (("muon", self.muon), ("adam", self.adam)):
             for index, values in enumerate(optimizer.state.values()):
-                named.update({f"{kind}.{index}.{name}": t for name, t in values.items()})
+                named.update({f"{prefix}.{index}.{name}": t for name, t in values.items()})
         return named

@@ -209,7 +209,7 @@ async def whole(call: Call, send: Send) -> None:
     while call.left and not call.gone:
         await call.news()
     if not call.gone:
-        await send_response(send, call.whole())
+        await send_response(send, call.response())
 
 
 async def stream(call: Call, send: Send) -> None:

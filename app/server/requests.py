@@ -420,8 +420,8 @@ def without_nulls(value: Any, numbers: Iterator[int]) -> Any:
     if not isinstance(value, dict | list):
         return value
     if next(numbers) == MOST_NESTED or isinstance(value, dict) and len(value) > MOST_FIELDS:
-        most = f"at most {MOST_NESTED} lists and objects, each of at most {MOST_FIELDS} fields"
-        raise ApiError(400, f"The body must have {most}.")
+        limits = f"at most {MOST_NESTED} lists and objects, each of at most {MOST_FIELDS} fields"
+        raise ApiError(400, f"The body must have {limits}.")
     if isinstance(value, list):
         return [without_nulls(each, numbers) for each in value]
     return {name: without_nulls(each, numbers) for name, each in value.items() if each is not None}

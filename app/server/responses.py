@@ -51,7 +51,7 @@ class Choice(Completion):
         self._take_logprobs(self.shown_tokens - before)
         return piece
 
-    def take(self) -> tuple[str, list[Score]]:
+    def unsent(self) -> tuple[str, list[Score]]:
         """The text that may be sent, and the scores of the tokens that begin in it."""
         text = self.text
         self.pieces.clear()
@@ -188,7 +188,7 @@ class Call:
 
     def event(self, choice: Choice) -> bytes:
         """The events of a choice's new text. A chat's text and its end are two events, as in OpenAI's API."""
-        text, scores = choice.take()
+        text, scores = choice.unsent()
         if not text and not choice.finish_reason:
             return b""
         shown = "null" if self.body.alternatives is None else dumps(self._shown(scores))
@@ -207,7 +207,7 @@ class Call:
         usage = f',"choices":[],"usage":{dumps(self._usage)}}}\n\n'.encode()
         return (self._head + usage if self.body.options.include_usage else b"") + b"data: [DONE]\n\n"
 
-    def whole(self) -> bytes:
+    def response(self) -> bytes:
         """The response to a request without a stream."""
         each = self.body.candidates
         chosen: list[Choice] = []
@@ -218,7 +218,7 @@ class Call:
             chosen += ranked[: self.body.n]
         choices = []
         for index, choice in enumerate(chosen):
-            text, scores = choice.take()
+            text, scores = choice.unsent()
             shown = None if self.body.alternatives is None else self._shown(scores)
             message = {"role": "assistant", "content": text, "refusal": None}
             content = {"message": message} if self._chat else {"text": text}

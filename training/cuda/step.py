@@ -149,8 +149,8 @@ class TrainingStep:
         self.rules = operators.NO_RULES
         if config.window is not None:
             slopes = torch.tensor(config.alibi_slopes, device=device)
-            given = {"window": (config.window - 1, 0), "alibi_slopes": slopes}
-            self.rules = rules.checked(given, self.qkv[0][0], T).on_cuda(T)
+            options = {"window": (config.window - 1, 0), "alibi_slopes": slopes}
+            self.rules = rules.checked(options, self.qkv[0][0], T).on_cuda(T)
 
     def gradients(self, tokens: Tensor) -> None:
         """Write the gradients, before they are clipped, and the loss for tokens (B, T + 1)."""

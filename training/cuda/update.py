@@ -37,7 +37,7 @@ LAYER = (("attn.c_attn", "ln_1"), ("attn.c_proj", ""), ("mlp.c_fc", "ln_2"), ("m
 
 
 def _struct(**fields: str) -> np.dtype:
-    return np.dtype([(name, kind) for kind, names in fields.items() for name in names.split()], align=True)
+    return np.dtype([(name, dtype) for dtype, names in fields.items() for name in names.split()], align=True)
 
 
 # The structs of update.cu; u8 are addresses
@@ -291,8 +291,8 @@ class Update:
         for w in self.weights:
             rows = up(w.rows, 32)
             for transposed, (n, k) in enumerate(((rows, w.width), (w.width, rows))):
-                of = w.at, w.gamma, out, w.rows, w.width, n, k, transposed
-                jobs += [(*of, first) for first, _ in _cut(n // 8 * (k // columns), THREADS // 32)]
+                job = w.at, w.gamma, out, w.rows, w.width, n, k, transposed
+                jobs += [(*job, first) for first, _ in _cut(n // 8 * (k // columns), THREADS // 32)]
                 out += n * k
         self.packed = self._zeros(out, self.dtype)
         self.packings = self._table(PACKING, jobs)

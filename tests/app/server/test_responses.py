@@ -37,7 +37,7 @@ def logprobs(kind, text, **fields):
     choice.logprobs = [TokenLogprob(token, -1.0, [(0xC3, -2.0), (0xA9, -3.0)]) for token in text]
     choice.add(list(text))
     choice.end()
-    return json.loads(call.whole())["choices"][0]["logprobs"]
+    return json.loads(call.response())["choices"][0]["logprobs"]
 
 
 def test_a_part_of_a_character_has_its_own_bytes():

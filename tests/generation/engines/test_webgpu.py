@@ -139,7 +139,7 @@ def engine_of_tiny(adapter):
 
 
 def test_slots_are_divided_among_buffers(engine_of_tiny, monkeypatch):
-    whole, size = engine_of_tiny(slots=5), engine_of_tiny()._chunks[0].held["keys"][1]
+    whole, size = engine_of_tiny(slots=5), engine_of_tiny()._chunks[0].buffers["keys"][1]
     adapter = whole._gpu.adapter
     few = dict(adapter.limits) | {
         "max-storage-buffer-binding-size": max(
