@@ -116,7 +116,7 @@ def attention(
     Gradients
         part0, and part4 for float32 on the CPU and for each dtype on CUDA, compute gradients, also of the
         logsumexp, bias and sinks. part4 uses FlashAttention-2, stores no N x N numbers, has no second
-        gradients.
+        gradients. Both go through torch.func's grad, jacrev and vmap, part0 through its other transforms too.
 
     Numbers
         Sums and the softmax are float32. Denormal numbers count as 0. With AMX part4 truncates the softmax's

@@ -56,8 +56,9 @@ def register(compute: Any, gradient: Callable, save: Callable = lambda ctx, inpu
                 compute(*(t if dim is None else t.select(dim, i) for t, dim in zip(args, dims)))
                 for i in range(n)
             ]
-            return tuple(map(torch.stack, zip(*rows))), (0,) * len(rows[0])
-        q, at = given["q"], dims_of["q"]
+            return tuple(map(torch.stack, zip(*rows))), tuple(0 for _ in rows[0])
+        q = given["q"]
+        at = dims_of["q"]
         B = q.shape[0] if at is None else q.movedim(at, 0).shape[1]
 
         def folded(name: str, t: Any, dim: int | None) -> Any:

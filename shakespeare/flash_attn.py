@@ -53,7 +53,8 @@ def attend(
 
     On the CPU, what a part takes in float32 only is computed in it.
     """
-    Nq, Nk = q.size(2), k.size(2)
+    Nq = q.size(2)
+    Nk = k.size(2)
     if causal and Nq > Nk:  # the first queries see nothing
         more = dict(causal=True, scale=scale, window=window, return_lse=return_lse, **rules)
         out, lse = attend(part, q[:, :, Nq - Nk :], k, v, **more)
@@ -120,7 +121,8 @@ def _check(q: Any, k: Any, v: Any, sizes: str, names: Sequence[str] = "qkv") -> 
     for name, t in zip(names, (q, k, v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a tensor")
-    of_q, of_k = q.shape, k.shape
+    of_q = q.shape
+    of_k = k.shape
     dimensions = 3 if sizes[1] == "t" else 4
     for name, shape in ((names[0], of_q), (names[1], of_k)):
         if len(shape) != dimensions or not (shape[-1] and shape[-2] and (shape[0] or dimensions == 3)):
@@ -354,15 +356,11 @@ def _places(
         if value.shape != (B,):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be ({B},)")
     read = dict(zip(given, torch.stack([t.int() for t in given.values()]).tolist())) if given else {}
-    length = (
-        S
-        if cache_seqlens is None
-        else 0
-        if "cache_seqlens" in read
-        else whole("cache_seqlens", cache_seqlens)
-    )
-    lengths = read.get("cache_seqlens", [length] * B)
-    first = read.get("cache_leftpad", [0] * B)
+    if "cache_seqlens" not in read:
+        length = whole("cache_seqlens", S if cache_seqlens is None else cache_seqlens)
+        read["cache_seqlens"] = [length for _ in range(B)]
+    lengths = read["cache_seqlens"]
+    first = read.get("cache_leftpad", [0 for _ in range(B)])
     row = read.get("cache_batch_idx", [*range(B)])
     for name, values, least, most in (
         ("cache_seqlens", lengths, 0, S - new),
