@@ -15,6 +15,7 @@
 
 #include "bf16.h"
 #include "rules.h"
+#include "threads.h"
 
 inline constexpr int MOST_THREADS = 1024;  // of a call, and of a decoder's team
 
@@ -46,6 +47,7 @@ struct AttentionSizes {
     int64_t Br, Bc;  // part 4's tile, at most Nq and Nk
     int threads;
     const Rules* rules = nullptr;  // null if there are none; they include `causal`
+    Pool* pool = nullptr;          // null: the caller's thread does all
 
     // Query i sees the keys 0 .. seen(i) - 1.
     int64_t seen(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }

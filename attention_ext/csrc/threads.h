@@ -45,15 +45,16 @@ class NoDenormals {
     const uint64_t before;
 };
 
-// Runs body(thread) for thread = 0 .. threads - 1, perhaps concurrently. The linking program defines it.
-void on_threads(int threads, const std::function<void(int)>& body);
+// A pool of threads: runs body(thread) for thread = 0 .. threads - 1, perhaps concurrently.
+using Pool = void(int threads, const std::function<void(int)>& body);
 
 // body(head, item, thread) for each of `heads` heads and each item of 0 .. items - 1, a head's in order.
 // Threads begin with different heads, so that a head's K and V go to few cores, and then help with the others.
-template <class Body> void for_each_item(int64_t heads, int64_t items, int threads, const Body& body) {
+template <class Body>
+void for_each_item(int64_t heads, int64_t items, int threads, Pool* pool, const Body& body) {
     const NoDenormals flushed;
     const int64_t all = heads * items;
-    if (all == 1 || threads == 1) {
+    if (all == 1 || threads == 1 || !pool) {
         for (int64_t i = 0; i < all; i++) body(i / items, i % items, 0);
         return;
     }
@@ -63,7 +64,7 @@ template <class Body> void for_each_item(int64_t heads, int64_t items, int threa
     const int64_t count = std::min<int64_t>(heads, threads);  // queue q begins with head heads * q / count
     std::vector<Queue> queues(count);
     const int members = static_cast<int>(std::min<int64_t>(all, threads));
-    on_threads(members, [&](int thread) {
+    pool(members, [&](int thread) {
         const NoDenormals flushed_here;
         for (int64_t n = 0; n < count; n++) {
             const int64_t q = (count * thread / members + n) % count;
@@ -73,3 +74,10 @@ template <class Body> void for_each_item(int64_t heads, int64_t items, int threa
         }
     });
 }
+
+#if defined(USER_KERNEL)  // a user's file has no other pool
+Pool on_threads;
+template <class Body> void for_each_item(int64_t heads, int64_t items, int threads, const Body& body) {
+    for_each_item(heads, items, threads, on_threads, body);
+}
+#endif

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <new>
 #include <optional>
@@ -14,12 +13,6 @@
 #include "decoder.h"
 #include "ngrams.h"
 #include "simd/simd.h"
-#include "threads.h"
-
-// The decoder has its own threads, and its calls of a kernel have one.
-void on_threads(int threads, const std::function<void(int)>& body) {
-    for (int thread = 0; thread < threads; thread++) body(thread);
-}
 
 struct Handle : Decoder {
     using Decoder::Decoder;

@@ -22,7 +22,7 @@
 #include "threads.h"
 
 // New threads for each call: they share only what the kernels pass to them. The decoder has a team of its own.
-__attribute__((weak)) void on_threads(int threads, const std::function<void(int)>& body) {
+inline void on_new_threads(int threads, const std::function<void(int)>& body) {
     std::vector<std::thread> others;
     for (int thread = 1; thread < threads; thread++) others.emplace_back(body, thread);
     body(0);

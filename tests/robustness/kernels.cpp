@@ -95,7 +95,7 @@ struct Case {
         return {data, l.batch, l.head, l.row, l.column};
     }
     AttentionSizes sizes(int64_t rows, int64_t keys) const {
-        return {B, H, Nq, Nk, d, causal, scale, std::min(rows, Nq), keys, threads};
+        return {B, H, Nq, Nk, d, causal, scale, std::min(rows, Nq), keys, threads, nullptr, on_new_threads};
     }
 };
 

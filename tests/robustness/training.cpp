@@ -58,6 +58,7 @@ struct Stepped {
 Stepped run(const Case& c, int threads, Random& memory) {
     training::Sizes s = c.sizes;
     s.threads = threads;
+    s.pool = on_new_threads;
     Random random(c.seed);
     enum { VALUES, GRADIENTS, AVERAGES, FIRST, SECOND, STATES };
     constexpr const char* NAMES[] = {"parameter", "gradient", "average", "momentum", "square"};

@@ -52,7 +52,8 @@ class TrainingStep {
         const int64_t B = size("batch"), br = size("br"), bc = size("bc");
         const int threads = static_cast<int>(size("threads"));
         const int64_t window = options["window"].cast<int64_t>();
-        step.sizes = {B, s.block_size, s.vocab_size, s.n_embd, s.n_head, s.n_layer, br, bc, threads, window};
+        step.sizes = {B,  s.block_size, s.vocab_size, s.n_embd, s.n_head,          s.n_layer,
+                      br, bc,           threads,      window,   on_pytorch_threads};
         const auto betas = options["betas"].cast<std::pair<double, double>>();
         step.settings = {number("clip"),
                          number("muon_rate"),

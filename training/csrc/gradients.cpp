@@ -381,7 +381,8 @@ int64_t gradients_scratch(const Sizes& s) {
 
 Result TrainingStep::gradients(const int64_t* tokens) {
     Gradients computed(*this, tokens);
-    run_phases(computed.phases(), sizes.threads, seconds, [&](Worker& worker) { computed.run(worker); });
+    run_phases(computed.phases(), sizes.threads, sizes.pool, seconds,
+               [&](Worker& worker) { computed.run(worker); });
     return computed.result();
 }
 

@@ -59,12 +59,13 @@ class Worker {
     std::map<const char*, std::chrono::steady_clock::duration> spent;
 };
 
-// Runs work(worker) on each of `threads` threads, with at most `most` phases.
+// Runs work(worker) on each of `threads` threads of a pool, with at most `most` phases.
 template <class Work>
-void run_phases(int64_t most, int threads, std::map<std::string, double>& seconds, const Work& work) {
+void run_phases(int64_t most, int threads, Pool* pool, std::map<std::string, double>& seconds,
+                const Work& work) {
     std::vector<Phase> phases(static_cast<size_t>(most));
     std::mutex mutex;
-    on_threads(threads, [&](int thread) {
+    pool(threads, [&](int thread) {
         const NoDenormals flushed;
         Worker worker(phases, thread);
         work(worker);

@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "threads.h"
+
 namespace training {
 
 // B sequences of T tokens; V characters, width C, H heads, L layers; attention's tile Br x Bc. All at least 1,
@@ -20,6 +22,7 @@ struct Sizes {
     int64_t B, T, V, C, H, L, Br, Bc;
     int threads;
     int64_t window = 0;
+    Pool* pool = nullptr;
 
     int64_t rows() const { return B * T; }
     int64_t d() const { return C / H; }

@@ -208,7 +208,7 @@ void TrainingStep::update(double fraction, double average) {
                      [](const Piece& a, const Piece& b) { return a.cost > b.cost; });
     const int64_t own = thread_scratch(sizes);
     const Update every{settings, fraction, average};
-    run_phases(1, sizes.threads, seconds, [&](Worker& m) {
+    run_phases(1, sizes.threads, sizes.pool, seconds, [&](Worker& m) {
         m.run(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
             const auto [parameter, number, cost] = pieces[static_cast<size_t>(i)];
             if (cost > 0) {

@@ -11,11 +11,6 @@
 #include "page.h"
 #include "parts.h"
 #include "simd/simd.h"
-#include "threads.h"
-
-void on_threads(int threads, const std::function<void(int)>& body) {
-    for (int thread = 0; thread < threads; thread++) body(thread);
-}
 
 namespace {
 

@@ -81,8 +81,8 @@ torch::stable::Tensor new_tensor(const int64_t (&size)[n], torch::headeronly::Sc
     return torch::stable::Tensor(handle);
 }
 
-// Over PyTorch's pool, which must not see an exception either. A library includes this file once.
-void on_threads(int threads, const std::function<void(int)>& body) {
+// PyTorch's pool, which must not see an exception either.
+inline void on_pytorch_threads(int threads, const std::function<void(int)>& body) {
     std::exception_ptr failed;
     std::mutex mutex;
     torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {

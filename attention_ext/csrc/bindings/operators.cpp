@@ -15,7 +15,6 @@
 
 #include "bindings/boundary.h"
 #include "cpu/part4.h"
-#include "threads.h"
 #include "tools/limits.h"
 
 using torch::headeronly::ScalarType;
@@ -96,7 +95,9 @@ AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool cau
             "; their product must be below 2^50");
     REQUIRE(br >= 1 && bc >= 1, "the tile is ", br, " x ", bc, "; its sides must be at least 1");
     const int threads = static_cast<int>(std::min<uint32_t>(torch::stable::get_num_threads(), MOST_THREADS));
-    return {B, H, Nq, Nk, d, causal, scale, std::min(br, Nq), std::min(bc, Nk), threads};
+    AttentionSizes sizes{B, H, Nq, Nk, d, causal, scale, std::min(br, Nq), std::min(bc, Nk), threads};
+    sizes.pool = on_pytorch_threads;
+    return sizes;
 }
 
 // The rules of a call, of which Python has checked the numbers; an empty tensor stands for none.

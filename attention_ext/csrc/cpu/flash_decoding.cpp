@@ -22,7 +22,6 @@
 #include "parts.h"
 #include "simd/portable.h"
 #include "simd/simd.h"
-#include "threads.h"
 
 namespace part4 {
 namespace {
@@ -346,7 +345,7 @@ template <class Element> void split_attention(const AttentionOf<Element>& a, flo
     const int64_t heads = a.B * a.H, tiles = few ? a.Nq : turned ? 1 : (a.Nq + a.Br - 1) / a.Br;
     float* results = scratch + a.threads * thread_floats(a);
 
-    for_each_item(heads, splits.count * tiles, a.threads, [&](int64_t head, int64_t item, int thread) {
+    for_each_item(heads, splits.count * tiles, a.threads, a.pool, [&](int64_t head, int64_t item, int thread) {
         const int64_t s = item / tiles, i = tiles - 1 - item % tiles;  // causal: the longest first
         const int64_t i0 = few ? i : i * a.Br, row = head * a.Nq + i0;
         const AttentionOf<Element> part = splits.at(a, s);
@@ -362,7 +361,7 @@ template <class Element> void split_attention(const AttentionOf<Element>& a, flo
             attend(splits.out(s, results) + row * a.d, splits.lse(s, results) + row);
     });
     if (splits.count == 1) return;
-    for_each_item(heads, a.Nq, a.threads,
+    for_each_item(heads, a.Nq, a.threads, a.pool,
                   [&](int64_t head, int64_t i, int) { splits.merge(a, head * a.Nq + i, results); });
 }
 

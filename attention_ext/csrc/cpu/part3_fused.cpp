@@ -13,7 +13,6 @@
 #include "attention.h"
 #include "cpu/softmax.h"
 #include "simd/simd.h"
-#include "threads.h"
 
 namespace {
 
@@ -29,7 +28,7 @@ void fused_attention(const Attention& a, float* scratch) {
     const int64_t ldQ = a.q.row_stride, ldK = a.k.row_stride, ldV = a.v.row_stride;
     const int64_t groups = (Nq + QUERIES - 1) / QUERIES;
 
-    for_each_item(a.B * a.H, groups, a.threads, [&](int64_t head, int64_t item, int thread) {
+    for_each_item(a.B * a.H, groups, a.threads, a.pool, [&](int64_t head, int64_t item, int thread) {
         const int64_t b = head / a.H, h = head % a.H;
         const int64_t i0 = (groups - 1 - item) * QUERIES;  // causal: the longest rows first
         const float *Q = a.q.at(b, h), *K = a.k.at(b, h), *V = a.v.at(b, h);

@@ -27,7 +27,6 @@
 #include <vector>
 
 #include "simd/vectors/vectors.h"
-#include "threads.h"
 
 namespace amx {
 
@@ -451,12 +450,12 @@ void attention(const AttentionOf<Bf16>& a, float* scratch) {
     const Shared shared(a, n, Scratch(scratch));
     const int64_t heads = a.B * a.H, tile = tile_queries(a), tiles = (a.Nq + tile - 1) / tile;
 
-    for_each_item(heads, (n.blocks() + TOGETHER - 1) / TOGETHER, a.threads,
+    for_each_item(heads, (n.blocks() + TOGETHER - 1) / TOGETHER, a.threads, a.pool,
                   [&](int64_t head, int64_t item, int) {
                       const int64_t first = item * TOGETHER, end = std::min(first + TOGETHER, n.blocks());
                       for (int64_t block = first; block < end; block++) shared.pack(a, n, head, block);
                   });
-    for_each_item(heads, tiles, a.threads, [&](int64_t head, int64_t item, int thread) {
+    for_each_item(heads, tiles, a.threads, a.pool, [&](int64_t head, int64_t item, int thread) {
         const int64_t i0 = (tiles - 1 - item) * tile;  // causal: the longest first
         (a.lse ? attend_tile<true> : attend_tile<false>)(a, n, shared, head, i0, shared.tiles[thread]);
     });

@@ -28,7 +28,6 @@
 #include "cpu/part4.h"
 #include "simd/constants.h"
 #include "simd/portable.h"
-#include "threads.h"
 
 namespace {
 
@@ -185,7 +184,7 @@ int64_t flash_backward_scratch(const AttentionGradient& a) { return a.threads * 
 void flash_backward(const AttentionGradient& a, float* scratch) {
     const int64_t heads = a.B * a.H, panels = (a.Nq + portable::panel() - 1) / portable::panel();
     std::vector<std::atomic<int64_t>> done(heads * panels);
-    for_each_item(heads, panels, a.threads, [&](int64_t head, int64_t n, int thread) {
+    for_each_item(heads, panels, a.threads, a.pool, [&](int64_t head, int64_t n, int thread) {
         attend_panel(a, head, n, panels, &done[head * panels + n], scratch + thread * Panel::floats(a.d));
     });
 }

@@ -24,7 +24,6 @@
 #include "cpu/softmax.h"
 #include "simd/constants.h"
 #include "simd/simd.h"
-#include "threads.h"
 
 using part4::Tile;
 
@@ -32,7 +31,7 @@ int64_t flash_scratch(const Attention& a) { return a.threads * Tile::floats(a); 
 
 void flash_attention(const Attention& a, float* scratch) {
     const int64_t Tr = (a.Nq + a.Br - 1) / a.Br;
-    for_each_item(a.B * a.H, Tr, a.threads, [&](int64_t head, int64_t item, int thread) {
+    for_each_item(a.B * a.H, Tr, a.threads, a.pool, [&](int64_t head, int64_t item, int thread) {
         const int64_t i0 = (Tr - 1 - item) * a.Br;  // line 3; causal: the longest first
         const int64_t row = head * a.Nq + i0;
         part4::attend_tile(a, head, i0, scratch + thread * Tile::floats(a), a.out + row * a.d,

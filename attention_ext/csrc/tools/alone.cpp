@@ -14,7 +14,6 @@
 #include <cstdlib>
 
 #include "parts.h"
-#include "threads.h"
 
 #if defined(USER_KERNEL)
 #include "tools/user_kernel.h"
@@ -26,9 +25,10 @@ void gradient(const Attention& a, float* floats) {
     std::vector<float> lse(queries), dq(queries * a.d), dk(keys * a.d), dv(keys * a.d);
     std::fprintf(stderr, "lse at %p, dq at %p, dk at %p, dv at %p\n", (void*)lse.data(), (void*)dq.data(),
                  (void*)dk.data(), (void*)dv.data());
-    attention_backward({a, a.q, a.k, a.v, a.q, a.out, lse.data(), nullptr, dq.data(), dk.data(), dv.data()},
-                       floats);
+    run(attention_backward,
+        {a, a.q, a.k, a.v, a.q, a.out, lse.data(), nullptr, dq.data(), dk.data(), dv.data()}, floats);
 }
+void user_kernel_attention(const Attention& a, float* floats) { run(attention, a, floats); }
 
 const Part user_forward{"forward", {user_kernel_scratch, user_kernel_attention}, none, none};
 const Part user_backward{"backward", {scratch_of_gradient, gradient}, none, none};
@@ -36,9 +36,6 @@ const Part* part_of(const char* name) {
     return name == std::string("backward") ? &user_backward : &user_forward;
 }
 #else
-void on_threads(int threads, const std::function<void(int)>& body) {
-    for (int thread = 0; thread < threads; thread++) body(thread);
-}
 const Part* part_of(const char* name) { return find_part(name); }
 #endif
 

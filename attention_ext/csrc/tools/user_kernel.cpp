@@ -11,9 +11,8 @@ namespace {
 template <class Call> const char* caught(void (*kernel)(const Call&, float*), const Call& call, float* floats) {
     static std::string why;
     const NoDenormals flushed;
-    const OpenMPThreads limited(call.threads);
     try {
-        kernel(call, floats);
+        run(kernel, call, floats);
         return nullptr;
     } catch (const std::exception& error) {
         why = error.what();

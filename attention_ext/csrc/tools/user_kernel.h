@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "attention.h"
-#include "threads.h"
 
 #if defined(USER_KERNEL_ISPC)
 #define C_NAME \
@@ -42,15 +41,11 @@ class OpenMPThreads {
 };
 
 inline int64_t user_kernel_scratch(const Attention& a) { return scratch ? scratch(a) : 0; }
-inline void user_kernel_attention(const Attention& a, float* floats) {
-    const OpenMPThreads limited(a.threads);
-    attention(a, floats);
-}
 inline int64_t user_kernel_backward_scratch(const AttentionGradient& a) {
     return backward_scratch ? backward_scratch(a) : 0;
 }
 
-// Over threads of the call, because a library of one file has no pool.
+// A library of one file has no pool.
 void on_threads(int threads, const std::function<void(int)>& body) {
     std::exception_ptr failed;
     std::mutex mutex;
@@ -67,4 +62,11 @@ void on_threads(int threads, const std::function<void(int)>& body) {
     guarded(0);
     for (std::thread& other : others) other.join();
     if (failed) std::rethrow_exception(failed);
+}
+
+// A call of the file's attention, or of its backward pass.
+template <class Call> void run(void (*kernel)(const Call&, float*), Call call, float* floats) {
+    const OpenMPThreads limited(call.threads);
+    call.pool = on_threads;
+    kernel(call, floats);
 }
