@@ -239,7 +239,7 @@ def _on_cpu(
         bc = bc or tuned[1]
     rest: tuple[Any, ...] = (br, bc) if gradient else (return_lse, br, bc)  # gradients need the logsumexp
     if rules:
-        rest += rules.arguments(q)
+        rest += rules.arguments()
     compute = operator(row.name, simd, gradient, ruled=rules is not None)
     if transformed:
         compute = transformed[compute]
@@ -285,7 +285,7 @@ def _on_cuda(
     transformed = _transformed(q, k, v)
     gradient = gradient or transformed is not None
     ruled = rules is not None or Hk < H
-    more = (rules or ruling.Rules()).on_cuda(Nq) if ruled else ()
+    more = (rules or ruling.Rules()).on_cuda(Nq).arguments() if ruled else ()
     compute = operator(row.name, "cuda", gradient, return_lse, ruled)
     if transformed:
         compute = transformed[compute]

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import importlib.util
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from shakespeare.attention_ext import processor
 from shakespeare.attention_ext.build import prebuilt
 from shakespeare.attention_ext.checks import check_tensors
 from shakespeare.attention_ext.parts import AUTO, PARTS, BuildError, Dtype, check_part, resolve_simd
+from shakespeare.attention_ext.rules import ARGUMENTS
 
 if TYPE_CHECKING:
     import torch
@@ -81,10 +82,9 @@ def _register(name: str, operators: Any) -> None:
             found.append(q.new_empty((*q.shape[:3], k.shape[2]) if of_bias_and_rules[0] else (0,)))
         return tuple(found)
 
-    def save(ctx, inputs, output) -> None:
+    def save_call(ctx, inputs, output) -> None:
         q, k, v, ctx.causal, ctx.scale, br, bc, *rules = inputs
-        ctx.numbers = rules[:4]
-        ctx.save_for_backward(q, k, v, *output, *rules[4:])
+        save(ctx, rules, q, k, v, *output)
         ctx.set_materialize_grads(False)
 
     def gradient(ctx, dout: torch.Tensor | None, dlse: torch.Tensor | None):
@@ -92,22 +92,22 @@ def _register(name: str, operators: Any) -> None:
         dout = out.new_zeros(1).expand_as(out) if dout is None else dout
         dlse = out.new_empty(0) if dlse is None else dlse
         call = (dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale)
-        backward = operators.part4_backward_ruled if tensors else operators.part4_backward
+        rules, needed = saved_rules(ctx, tensors)
+        backward = operators.part4_backward_ruled if rules else operators.part4_backward
         compute = torch_func.functions[backward.default] if torch_func.active() else backward.default
-        if not tensors:
+        if not rules:
             dq, dk, dv = compute(*call)
             return dq, summed(dk, k), summed(dv, v), None, None, None, None
-        _, bias, sinks, _ = tensors
-        of_bias, of_sinks_too = ctx.needs_input_grad[-3:-1]
-        dq, dk, dv, dbias = compute(*call, of_bias, *ctx.numbers, *tensors)
+        bias = rules["bias"]
+        dq, dk, dv, dbias = compute(*call, needed["bias"], *rules.values())
         for side in (0, 1):
-            if of_bias and bias.shape[side] == 1:
+            if needed["bias"] and bias.shape[side] == 1:
                 dbias = dbias.sum(side, keepdim=True)
-        dsinks = None
-        if of_sinks_too:
-            dsinks = of_sinks(dout, dlse if dlse.numel() else None, out, lse, sinks)
-        rest = (None,) * 9  # causal, scale, the tile and the first five of the rules
-        return dq, summed(dk, k), summed(dv, v), *rest, dbias if of_bias else None, dsinks, None
+        found = {"bias": dbias} if needed["bias"] else {}
+        if needed["sinks"]:
+            found["sinks"] = of_sinks(dout, dlse if dlse.numel() else None, out, lse, rules["sinks"])
+        of_call = (None,) * 4  # causal, scale and the tile
+        return dq, summed(dk, k), summed(dv, v), *of_call, *map(found.get, ARGUMENTS)
 
     def summed(gradient: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         """The gradient of k or v from those of each of q's heads."""
@@ -118,14 +118,29 @@ def _register(name: str, operators: Any) -> None:
         backward = f"{name}::part4_backward{rules}"
         torch.library.register_fake(forward, fake_with_gradient)
         torch.library.register_fake(backward, fake_backward)
-        torch.library.register_autograd(forward, gradient, setup_context=save)
+        torch.library.register_autograd(forward, gradient, setup_context=save_call)
         torch.library.register_autograd(backward, refuse_second)
-        torch_func.register(getattr(operators, f"part4_with_gradient{rules}").default, gradient, save)
+        torch_func.register(getattr(operators, f"part4_with_gradient{rules}").default, gradient, save_call)
         torch_func.register(getattr(operators, f"part4_backward{rules}").default, refuse_second)
         for part in PARTS.values():
             if part.operator:
                 by_part = functools.partial(fake, part)
                 torch.library.register_fake(f"{name}::{part.operator}{rules}", by_part)
+
+
+def save(ctx, rules: Sequence[Any], *tensors: torch.Tensor) -> None:
+    """Keep tensors and the arguments of rules for a backward pass."""
+    import torch
+
+    of_rules = [rule if isinstance(rule, torch.Tensor) else None for rule in rules]
+    ctx.numbers = [None if isinstance(rule, torch.Tensor) else rule for rule in rules]
+    ctx.save_for_backward(*tensors, *of_rules)
+
+
+def saved_rules(ctx, tensors: Sequence[torch.Tensor | None]) -> tuple[dict[str, Any], dict[str, bool]]:
+    """Rules by name, and whether each needs a gradient. tensors: what save() kept of them."""
+    rules = [number if t is None else t for number, t in zip(ctx.numbers, tensors)]
+    return dict(zip(ARGUMENTS, rules)), dict(zip(ARGUMENTS, ctx.needs_input_grad[-len(ARGUMENTS) :]))
 
 
 def of_sinks(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from shakespeare.attention_ext.build.structs import CSRC, structure
 from shakespeare.attention_ext.checks import finite, type_text, whole
 
 if TYPE_CHECKING:
@@ -32,17 +33,8 @@ class Options(TypedDict, total=False):
 
 NAMES = frozenset(Options.__annotations__)
 NO_LIMIT = 2**50  # keys to a side: further than any
+Strip = structure(CSRC / "rules.h", "Strip")
 HIDDEN = -3.4e38  # above HIDDEN of csrc/rules.h, below any score
-
-
-class Strip(ctypes.Structure):
-    """struct Strip of csrc/rules.h."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "i0", "queries", "j0", "keys")),
-        *(("unit", ctypes.c_float), ("right", ctypes.c_bool)),
-    ]
 
 
 class ScoreMod:
@@ -73,34 +65,44 @@ class ScoreMod:
 _mods: dict[Path, Any] = {}
 
 
+# How an operator takes a field of Rules, by its annotation: the type in C++, and in PyTorch's schema.
+TYPES = {
+    "int": ("int64_t", "SymInt"),
+    "float": ("double", "float"),
+    "ScoreMod | None": ("std::optional<int64_t>", "int?"),
+    "Tensor | None": ("std::optional<Tensor>", "Tensor?"),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """The rules of a call, as attention() describes them; left and right are the window's."""
+    """The rules of a call, as attention() describes them; left and right are the window's.
+
+    The operators of parts 1 to 4 take all fields, in this order, of which C++ is told by macros().
+    """
 
     left: int = NO_LIMIT
     right: int = NO_LIMIT
     softcap: float = 0.0
-    alibi_slopes: Tensor | None = None  # (B, H)
-    sinks: Tensor | None = None
-    bias: Tensor | None = None
-    documents: Tensor | None = None
     score_mod: ScoreMod | None = None
+    alibi_slopes: Tensor | None = None  # (B, H)
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    documents: Tensor | None = None
+    extents: Tensor | None = None  # of documents, on CUDA
 
-    def arguments(self, q: Tensor) -> tuple[Any, ...]:
-        """What the operators of parts 1 to 4 take; an empty tensor stands for none."""
-        none = q.new_empty(0)
-        tensors = (self.alibi_slopes, self.bias, self.sinks, self.documents)
-        mod = self.score_mod.address if self.score_mod else 0
-        return self.left, self.right, self.softcap, mod, *(none if t is None else t for t in tensors)
+    def arguments(self) -> tuple[Any, ...]:
+        """What an operator takes."""
+        values = vars(self)
+        return tuple(value.address if isinstance(value, ScoreMod) else value for value in values.values())
 
-    def on_cuda(self, Nq: int) -> tuple[Any, ...]:
-        """What part 4's operator takes on CUDA."""
-        slopes = None if self.alibi_slopes is None else self.alibi_slopes.contiguous()
-        sinks = None if self.sinks is None else self.sinks.contiguous()
-        if self.documents is None:
-            return self.left, self.right, self.softcap, slopes, sinks, None, None
-        documents = self.documents.contiguous()
-        return self.left, self.right, self.softcap, slopes, sinks, documents, extents(documents, Nq)
+    def on_cuda(self, Nq: int) -> Rules:
+        """The rules with contiguous tensors and with extents, as part 4 takes them on CUDA."""
+        tensors = ("alibi_slopes", "sinks", "documents")
+        laid = {n: t.contiguous() for n, t in vars(self).items() if n in tensors and t is not None}
+        if "documents" in laid:
+            laid["extents"] = extents(laid["documents"], Nq)
+        return replace(self, **laid)
 
     def change(self, s: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """Scores (B, H, Nq, Nk) as the rules change them, and where a query sees a key, of a like shape."""
@@ -125,6 +127,17 @@ class Rules:
         if self.documents is not None:
             seen = seen & (self.documents[:, None, -Nq:, None] == self.documents[:, None, None])
         return s, seen
+
+
+ARGUMENTS = tuple(field.name for field in fields(Rules))  # what an operator takes, in its order
+
+
+def macros() -> tuple[str, ...]:
+    """What operators in C++ are compiled with: the types of their arguments, a struct's fields, a schema."""
+    types, kinds = zip(*(TYPES[str(field.type)] for field in fields(Rules)))
+    members = "".join(f"{type} {name};" for type, name in zip(types, ARGUMENTS))
+    schema = ", ".join(f"{kind} {name}" for kind, name in zip(kinds, ARGUMENTS))
+    return f"-DRULE_TYPES={','.join(types)}", f"-DRULE_FIELDS={members}", f'-DRULE_SCHEMA="{schema}"'
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shakespeare.attention_ext.build import cache, nvrtc, recipes
+from shakespeare.attention_ext.build import cache, nvrtc, recipes, structs
 from shakespeare.attention_ext.cuda.kernels import EVERY, KERNELS, Gpu
 from shakespeare.attention_ext.parts import SUFFIXES, BuildError, Dtype, Part
 
@@ -226,45 +226,15 @@ def attend(file: Path, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 TILE = 64  # br and bc of a call, for a kernel that has tiles
 
 
-class Matrices(ctypes.Structure):
-    """struct MatricesOf of csrc/attention.h; strides in floats."""
-
-    _strides = "batch_stride head_stride row_stride col_stride".split()
-    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in (*_strides, "group"))]
-
-
-class Sizes(ctypes.Structure):
-    """struct AttentionSizes of csrc/attention.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("B", "H", "Nq", "Nk", "d")),
-        *(("causal", ctypes.c_bool), ("scale", ctypes.c_float)),
-        *(("br", ctypes.c_int64), ("bc", ctypes.c_int64), ("threads", ctypes.c_int)),
-        ("rules", ctypes.c_void_p),
-    ]
+Call = structs.structure(structs.CSRC / "attention.h", "Attention")
+Gradient = structs.structure(structs.CSRC / "attention.h", "AttentionGradient")
+Rules = structs.structure(structs.CSRC / "rules.h", "Rules")
+CudaCall = structs.structure(structs.CSRC / "cuda" / "arguments.h", "Call")
 
 
-class Call(Sizes):
-    """struct Attention of csrc/attention.h."""
-
-    _fields_ = [
-        *((name, Matrices) for name in ("q", "k", "v")),
-        *(("out", ctypes.c_void_p), ("lse", ctypes.c_void_p), ("kv", ctypes.c_int)),
-    ]
-
-
-class Gradient(Sizes):
-    """struct AttentionGradient of csrc/attention.h."""
-
-    _fields_ = [
-        *((name, Matrices) for name in ("q", "k", "v", "dout")),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "dlse", "dq", "dk", "dv", "dbias")),
-    ]
-
-
-def matrices(t: Array) -> Matrices:
+def matrices(t: Array) -> tuple[int, ...]:
     """A matrix (B, H, N, d) with its columns beside each other, for a kernel in C++."""
-    return Matrices(t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1, 1)
+    return t.ctypes.data, *(s // 4 for s in t.strides[:3]), 1, 1
 
 
 class Native:
@@ -279,7 +249,8 @@ class Native:
             raise BuildError(f"{file.name} was compiled but cannot be loaded: {error}") from None
         if not self._c.user_kernel_defines(backward):
             raise BuildError(f"{file.name} must define {(BACKWARD if backward else MISSING)[file.suffix]}")
-        self._struct: type[Sizes] = Gradient if backward else Call
+        self._struct = Gradient if backward else Call
+        structs.check(self._struct, self._c.user_kernel_bytes(backward))
         ends = "backward" if backward else "call"
         self._scratch = self._c[f"user_kernel_scratch_of_{ends}"]
         self._run = self._c[f"user_kernel_{ends}"]
@@ -323,8 +294,7 @@ class Native:
         fields = {
             n: matrices(t) if n in strided else t.ctypes.data for n, t in {**matrices_by_name, **into}.items()
         }
-        # struct Rules of csrc/rules.h: left, and zeros for right, as it is causal, and for what is not given
-        rules = window is not None and (ctypes.c_int64 * 32)(window)
+        rules = None if window is None else Rules(left=window)  # right is 0: the call is causal
         call = self._struct(*sizes, rules=ctypes.addressof(rules) if rules else None, **fields)
         function = self._run
         pointers = (ctypes.byref(call), scratch.ctypes.data)
@@ -343,23 +313,6 @@ class Native:
         out = np.empty(q.shape, np.float32)
         self.prepared({"q": q, "k": k, "v": v}, {"out": out}, causal, scale, threads=threads)()
         return out
-
-
-class Strides(ctypes.Structure):
-    """struct Strides of csrc/cuda/call.h."""
-
-    _fields_ = [(name, ctypes.c_longlong) for name in ("batch", "head", "row")]
-
-
-class CudaCall(ctypes.Structure):
-    """struct Call of csrc/cuda/call.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
-        *((name, Strides) for name in ("q_strides", "k_strides", "v_strides")),
-        *((name, ctypes.c_int) for name in ("batches", "heads", "Nq", "Nk", "causal")),
-        ("scale", ctypes.c_float),
-    ]
 
 
 def cached_file(name: str, text: str, beside: Sequence[Path] = ()) -> Path:
@@ -425,7 +378,7 @@ class OnCuda:
         with torch.cuda.device(q.device):
             _, function, (br, threads, shared) = self._compiled(d, Dtype.of(q.dtype), q.device.index or 0)
             data = (t.data_ptr() for t in (q, k, v, out))
-            strides = (Strides(*t.stride()[:3]) for t in (q, k, v))
+            strides = (t.stride()[:3] for t in (q, k, v))
             call = CudaCall(*data, None, *strides, B, H, Nq, Nk, causal, scale * math.log2(math.e))
             blocks = B * H * -(-Nq // br)
             try:

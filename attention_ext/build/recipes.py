@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shakespeare.attention_ext import processor
+from shakespeare.attention_ext import processor, rules
 from shakespeare.attention_ext.build import cache, ninja, toolchain
 from shakespeare.attention_ext.parts import MOST_SCORES, BuildError, resolve_simd
 
@@ -25,6 +25,7 @@ HELPERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 TORCH_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # 2.10, the oldest with all that is used
 ISPC_SOURCE = "simd/simd.ispc"
 ISPC_FLAGS = ("-O3", "--pic")
+SHARED = ("*_table.h", "arguments.h")
 KERNELS = ("cpu/*.cpp", "simd/vectors/*.cpp")  # the latter: simd/portable.h, used over every helper
 OPERATORS = ("bindings/operators.cpp", "tools/limits.cpp")
 LAUNCHER = ("bindings/launcher.cpp",)
@@ -63,8 +64,8 @@ class Recipe:
         """The file's path, before and after it is made. Raises BuildError if a compiler does not run."""
         facts = [*self._facts(), *self.link, processor.capabilities()]
         tops = (path for folder in self.folders for path in sorted(folder.iterdir()))
-        # NVRTC compiles what is in cuda, but for the tables, which C++ includes too
-        shared = (path for folder in self.folders for path in sorted(folder.glob("cuda/*_table.h")))
+        # NVRTC compiles what is in cuda, and C++ includes these too
+        shared = (path for folder in self.folders for path in found(folder / "cuda", *SHARED))
         sources = sorted({*self.sources, *self.read()})
         paths = (*(path for path in tops if path.name != "cuda"), *shared, *sources)
         named = cache.fingerprint(facts, *paths)
@@ -150,7 +151,7 @@ def operators(simd: str = "auto") -> Recipe:
     """The library of attention's operators over one of SIMD; it needs torch. Raises as kernels() does."""
     over = kernels(simd)
     name = over.name.replace("kernels_", "")
-    facts = (f"-DATTENTION_EXT={name}", f"-DMOST_SCORES={MOST_SCORES}")
+    facts = (f"-DATTENTION_EXT={name}", f"-DMOST_SCORES={MOST_SCORES}", *rules.macros())
     return with_torch(_library(name, "the operators", over, (CSRC,), found(CSRC, *OPERATORS), *facts))
 
 
@@ -158,7 +159,8 @@ def launcher() -> Recipe:
     """Part 4's CUDA operator; it needs torch, but no CUDA headers. Raises BuildError without a compiler."""
     what = "the launcher of CUDA kernels"
     sources = found(CSRC, *LAUNCHER)
-    return with_torch(replace(_recipe("attention_ext_cuda", "launcher.so", what, sources), link=LINK))
+    recipe = _recipe("attention_ext_cuda", "launcher.so", what, sources, *rules.macros())
+    return with_torch(replace(recipe, link=LINK))
 
 
 def library(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
+from ctypes import Structure
 from dataclasses import dataclass, field
 from typing import Any
 
+from shakespeare.attention_ext.build.structs import CSRC, structure
 from shakespeare.attention_ext.cuda import tiles
 from shakespeare.attention_ext.cuda.tiles import LARGE, Capability, Queries, Tile, Tiles
 from shakespeare.attention_ext.parts import Dtype
@@ -36,26 +37,9 @@ class Gpu:
     identity: str = ""
 
 
-class Launch(ctypes.Structure):
-    """struct Launch of csrc/bindings/launcher.cpp."""
-
-    _fields_ = [
-        ("function", ctypes.c_void_p),
-        ("blocks", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("x", "y", "shared")),
-        ("early", ctypes.c_int32),
-    ]
-
-
-class Plan(ctypes.Structure):
-    """struct Plan of csrc/bindings/launcher.cpp, which has a function's arguments."""
-
-    _fields_ = [
-        ("launches", Launch * 3),
-        *((name, ctypes.c_int32) for name in ("count", "repeats", "number", "step")),
-        ("scratch", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("width", "vectors", "br", "bc", "box")),
-    ]
+LAUNCHER = CSRC / "bindings" / "launcher.cpp"
+Launch = structure(LAUNCHER, "Launch")
+Plan = structure(LAUNCHER, "Plan")
 
 
 @dataclass(frozen=True)
@@ -69,15 +53,15 @@ class Sizes:
     uneven: bool = False
 
 
-Planner = Callable[["Compiled", Sizes], Plan]
+Planner = Callable[["Compiled", Sizes], Structure]
 
 
-def once(kernel: Compiled, of: Sizes) -> Plan:
+def once(kernel: Compiled, of: Sizes) -> Structure:
     """A block for each tile of queries of each head."""
     return _plan(kernel, _launch(kernel, _tiles(kernel, of.heads, of.Nq)))
 
 
-def for_each_tile_of_keys(kernel: Compiled, of: Sizes) -> Plan:
+def for_each_tile_of_keys(kernel: Compiled, of: Sizes) -> Structure:
     """Kernel 1: as many launches as tiles of keys, with the state of all rows in global memory."""
     bc = kernel.tile.bc
     d = kernel.width
@@ -85,7 +69,7 @@ def for_each_tile_of_keys(kernel: Compiled, of: Sizes) -> Plan:
     return _plan(kernel, launch, scratch=of.heads * of.Nq * (d + 2), repeats=-(-of.Nk // bc), step=bc)
 
 
-def resident(kernel: Compiled, of: Sizes) -> Plan:
+def resident(kernel: Compiled, of: Sizes) -> Structure:
     """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other.
 
     Where tiles differ, a counter in the scratch gives the next one to whoever is done. Q is copied by 64
@@ -99,7 +83,7 @@ def resident(kernel: Compiled, of: Sizes) -> Plan:
     return _plan(kernel, _launch(kernel, blocks), br=64, box=box, scratch=scratch)
 
 
-def split(kernel: Compiled, of: Sizes) -> Plan:
+def split(kernel: Compiled, of: Sizes) -> Structure:
     """Few queries: a block for each split of the keys, then one for each row, which merges the results.
 
     The queries of heads that share k and v are rows of the same tiles.
@@ -115,7 +99,7 @@ def split(kernel: Compiled, of: Sizes) -> Plan:
     return _plan(kernel, attend, merge, scratch=of.heads * of.Nq * count * (kernel.width + 2), number=count)
 
 
-def backward(kernel: Compiled, of: Sizes) -> Plan:
+def backward(kernel: Compiled, of: Sizes) -> Structure:
     """The gradients: lanes for each row, then a block for each tile of keys, then for each of queries."""
     rows = of.heads * tiles.up(of.Nq, PADDING_OF_ROWS)
     lanes = kernel.tile.sizes.get("ROW_LANES", 32)
@@ -135,13 +119,13 @@ def _tiles(kernel: Compiled, heads: int, Nq: int) -> int:
     return heads * -(-Nq // kernel.tile.br)
 
 
-def _launch(kernel: Compiled, blocks: int, function: int = 0) -> Launch:
+def _launch(kernel: Compiled, blocks: int, function: int = 0) -> Structure:
     tile = kernel.tile
     named = kernel.functions[kernel.row.functions[function]]
     return Launch(int(named), blocks, tile.threads // tile.threads_y, tile.threads_y, tile.shared)
 
 
-def _plan(kernel: Compiled, *launches: Launch, repeats: int = 1, **others: int) -> Plan:
+def _plan(kernel: Compiled, *launches: Structure, repeats: int = 1, **others: int) -> Structure:
     row = kernel.row
     tile = kernel.tile
     sizes = {"width": kernel.width, "vectors": row.vectors, "br": tile.br, "bc": tile.bc, **others}

@@ -7,17 +7,18 @@ import torch
 from torch import Tensor, library
 
 from shakespeare.attention_ext import extension, torch_func
-from shakespeare.attention_ext.build import recipes
+from shakespeare.attention_ext.build import recipes, structs
 from shakespeare.attention_ext.checks import check_size, check_tensors
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import BACKWARD, GRADIENT, MOST_ROWS, WIDEST, check_kernel
 from shakespeare.attention_ext.cuda.launches import Plan, Sizes
 from shakespeare.attention_ext.parts import PARTS, Dtype
+from shakespeare.attention_ext.rules import ARGUMENTS, Rules
 
 PART = PARTS["part4"]
 DTYPES = list(Dtype)
 MOST_TEXT = 1023  # bytes of an error that the launcher takes
-NO_RULES = (-1, 0, 0.0, None, None, None, None)  # of flash_backward
+NO_RULES = Rules(left=-1).arguments()  # of flash_backward
 PLANNING = 1  # Failure of bindings/launcher.cpp
 MEMORY = 2
 NUMBERS = (*[ctypes.c_int] * 4, *[ctypes.c_int64] * 6)
@@ -77,7 +78,7 @@ def _fake_with_lse(q, k, v, causal, scale, name=None):
     return _fake(q, k, v, causal, scale, name), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _fake_ruled(q, k, v, causal, scale, name, left, right, softcap, slopes, sinks, documents, extents):
+def _fake_ruled(q, k, v, causal, scale, name, *rules):
     check(q, k, v, causal, name, grouped=True)
     if name is not None:
         check_kernel(name, rules=1)
@@ -90,9 +91,8 @@ def _fake_backward(dout, dlse, q, k, v, *rest):
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, ctx.causal, ctx.scale, name, *rules = inputs
-    ctx.numbers = rules[:3]
     ctx.kernel = name if name in BACKWARD else None  # else the forward pass's
-    ctx.save_for_backward(q, k, v, *output, *rules[3:])
+    extension.save(ctx, rules, q, k, v, *output)
     ctx.set_materialize_grads(False)
 
 
@@ -101,17 +101,18 @@ def _gradient(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | N
     dout = out.new_zeros(1).expand_as(out) if dout is None else dout
     call = (dout, dlse, q, k, v, out, lse, ctx.causal, ctx.scale, ctx.kernel)
     compute = torch_func.functions[flash_backward] if torch_func.active() else flash_backward
-    found = compute(*call, *((*ctx.numbers, *tensors) if tensors else NO_RULES))
-    if not tensors:
+    rules, needed = extension.saved_rules(ctx, tensors)
+    found = compute(*call, *(rules.values() or NO_RULES))
+    if not rules:
         return *found, None, None, None
-    dsinks = None
-    if ctx.needs_input_grad[-3]:
-        dsinks = extension.of_sinks(dout.float(), dlse, out.float(), lse, tensors[1])
-    return *found, *[None] * 7, dsinks, None, None
+    of_rules = {}
+    if needed["sinks"]:
+        of_rules["sinks"] = extension.of_sinks(dout.float(), dlse, out.float(), lse, rules["sinks"])
+    return *found, None, None, None, *map(of_rules.get, ARGUMENTS)
 
 
 _operators = extension.load_operators(recipes.launcher())  # BuildError if it cannot be compiled
-_operators.plan_by(ctypes.cast(_planned, ctypes.c_void_p).value)
+structs.check(Plan, _operators.plan_by(ctypes.cast(_planned, ctypes.c_void_p).value))
 for _name, _of in (("flash_with_lse", _fake_with_lse), ("flash_ruled", _fake_ruled)):
     _with_gradient = f"attention_ext_cuda::{_name.removesuffix('_with_lse')}_with_gradient"
     library.register_fake(f"attention_ext_cuda::{_name}", _of)

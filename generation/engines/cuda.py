@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.build import cache
+from shakespeare.attention_ext.build.structs import structure
 from shakespeare.attention_ext.cuda.driver import Memory, launch_prepared, synchronize
 from shakespeare.attention_ext.cuda.driver import gpu as gpu
 from shakespeare.attention_ext.parts import Precision
@@ -38,22 +39,11 @@ LEAST_HITS = 0.47  # of guesses: with fewer, a pass gives less than 1.8 tokens
 TRIED = 32  # guesses of a text, before they are judged
 SECONDS = 0.0075  # of a launch by default, less than the 0.01 in which Ctrl-C should take effect
 FIRST_ROW_SECONDS = 2e-5  # for each text of a multiprocessor: the guess before one was measured
-TEXT = np.dtype([(name, np.int32) for name in ("slot", "length", "token", "flags")])  # struct Text
+HEADER = layouts.SOURCES / "decoder.h"
+TEXT = np.dtype(structure(HEADER, "Text"))
+Work = structure(HEADER, "Work")
 FIRST = 1  # flags of a Text
 LAST = 2
-
-
-class Work(ctypes.Structure):
-    """struct Work of csrc/cuda/decoder.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weights", "tokens", "positions", "keys", "values", "logits")),
-        *((name, ctypes.c_void_p) for name in ("every", "seen", "written", "sampling", "bias", "texts")),
-        *((name, ctypes.c_void_p) for name in ("uniforms", "chosen", "cycles", "arrived")),
-        *((name, ctypes.c_void_p) for name in ("tags", "pairs", "drafts")),
-        *((name, ctypes.c_int) for name in ("count", "rows", "capacity", "leading")),
-        ("scale", ctypes.c_float),
-    ]
 
 
 _lock_folders: set[Path] = set()  # whose owner was checked

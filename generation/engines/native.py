@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shakespeare.attention_ext import default_tile, extension, processor
+from shakespeare.attention_ext.build.structs import structure
 from shakespeare.attention_ext.parts import resolve_simd
 from shakespeare.generation.engines.engine import EngineOptions, Tokens, rows_of
 from shakespeare.generation.logprobs import check_top
@@ -34,10 +35,8 @@ if TYPE_CHECKING:
 FAILURES = {1: ValueError, 2: MemoryError, 3: RuntimeError}
 
 
-class Span(ctypes.Structure):
-    """struct Span of csrc/team.h."""
-
-    _fields_ = [("kind", c_char_p), ("thread", c_int), ("begin", c_int64), ("end", c_int64)]
+HEADER = Path(__file__).parent.parent / "csrc" / "api.h"
+Span = structure(HEADER.parent / "team.h", "Span")
 
 
 class DraftCounts(NamedTuple):
@@ -56,7 +55,6 @@ DEFINES = (
     f"-DSAMPLING_NUMBERS={','.join(f'{name}={off}' for name, off in OFF.items())}",
     *(f"-D{name}={number}" for name, number in MACROS.items()),
 )
-HEADER = Path(__file__).parent.parent / "csrc" / "api.h"
 # How ctypes names the types of its signatures; pointers to anything else are addresses.
 TYPES: dict[str, Any] = {
     "void": None,

@@ -124,15 +124,17 @@ def test_everything_hidden_gives_zeros(attend):
 
 
 def test_operators_keep_pytorchs_contract(extension):
-    q, none = torch.randn(1, 2, 20, 8), torch.empty(0)
+    q = torch.randn(1, 2, 20, 8)
     bias, sinks = torch.randn(1, 1, 20, 20), torch.randn(2)
     kernels = load("auto")
     for part in PARTS.values():
         if part.operator:
-            call = (q, q, q, True, 0.3, True, 4, 8, 5, rules.NO_LIMIT, 2.0, 0, none, bias, sinks, none)
+            given = rules.Rules(left=5, softcap=2.0, bias=bias, sinks=sinks).arguments()
+            call = (q, q, q, True, 0.3, True, 4, 8, *given)
             torch_library.opcheck(getattr(kernels, f"{part.operator}_ruled").default, call)
     leaves = [t.clone().requires_grad_() for t in (q, q, q, bias, sinks)]
-    call = (*leaves[:3], True, 0.3, 4, 8, 5, rules.NO_LIMIT, 2.0, 0, none, *leaves[3:], none)
+    given = rules.Rules(left=5, softcap=2.0, bias=leaves[3], sinks=leaves[4]).arguments()
+    call = (*leaves[:3], True, 0.3, 4, 8, *given)
     torch_library.opcheck(kernels.part4_with_gradient_ruled.default, call)
 
 

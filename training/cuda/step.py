@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shakespeare.attention_ext import rules
 from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.build.structs import structure
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.kernels import WIDEST
 from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
@@ -23,19 +24,7 @@ from shakespeare.training.recipe import Recipe
 
 LEAST = (8, 0)  # compute capability
 ROWS = 16  # of a block of passes.cu
-POINTERS = """tokens wte wpe updates packed out dq dk dv x dx losses factors normals qkv joined h g
-dqkv dh down projected dout dlogits onehot dx0 dx0_float"""
-
-
-class Arguments(ctypes.Structure):
-    """Step of passes.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS.split()),
-        *((name, ctypes.c_int) for name in ("rows", "padded", "T", "layers")),
-        ("seed", ctypes.c_uint),
-        ("dropout", ctypes.c_float),
-    ]
+Arguments = structure(FOLDER / "passes.cu", "Step")
 
 
 def shared_bytes(config: GPTConfig, dtype: Dtype) -> int:
@@ -150,7 +139,7 @@ class TrainingStep:
         if config.window is not None:
             slopes = torch.tensor(config.alibi_slopes, device=device)
             options = {"window": (config.window - 1, 0), "alibi_slopes": slopes}
-            self.rules = rules.checked(options, self.qkv[0][0], T).on_cuda(T)
+            self.rules = rules.checked(options, self.qkv[0][0], T).on_cuda(T).arguments()
 
     def gradients(self, tokens: Tensor) -> None:
         """Write the gradients, before they are clipped, and the loss for tokens (B, T + 1)."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shakespeare.attention_ext.build import nvrtc
+from shakespeare.attention_ext.build.structs import structure
 from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
 from shakespeare.attention_ext.cuda.tiles import up
@@ -36,15 +37,10 @@ FLAT = ("value", "gradient", "average", "first", "second")
 LAYER = (("attn.c_attn", "ln_1"), ("attn.c_proj", ""), ("mlp.c_fc", "ln_2"), ("mlp.c_proj", ""))
 
 
-def _struct(**fields: str) -> np.dtype:
-    return np.dtype([(name, dtype) for dtype, names in fields.items() for name in names.split()], align=True)
-
-
-# The structs of update.cu; u8 are addresses
-TILE = _struct(u8="a b out squares", i4="count a_stride b_stride out_stride row column rows columns depth")
-STRIP = _struct(u8="sums added", i8="slice at gamma", i4="slices rows width")
-PIECE = _struct(i8="at x", i4="rows width x_row x_column muon", f4="rate scale")
-PACKING = _struct(i8="at gamma out", i4="rows width n k transposed first")
+# u8 are addresses
+TILE, STRIP, PIECE, PACKING = (
+    np.dtype(structure(FOLDER / "update.cu", name)) for name in ("Tile", "Strip", "Piece", "Packing")
+)
 
 
 class Flat:

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "bindings/boundary.h"
+#include "cuda/arguments.h"
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -119,33 +120,6 @@ class OnDevice {
     void* guard_ = nullptr;
 };
 
-// struct Strides, struct Rules and struct Call of cuda/call.h; without rules a kernel's Call ends with `scale`
-struct Strides {
-    long long batch, head, row;
-};
-struct Rules {
-    const void *slopes = nullptr, *sinks = nullptr, *documents = nullptr, *extents = nullptr;
-    int left = 0, right = 0, group = 1;
-    float softcap = 0, softcap_below = 0;
-};
-struct Call {
-    const void *q, *k, *v;
-    void* out;
-    float* lse = nullptr;
-    Strides q_strides{}, k_strides{}, v_strides{};
-    int batches = 0, heads = 0, Nq = 0, Nk = 0, causal = 0;
-    float scale = 0;
-    Rules rules{};
-};
-
-// struct Gradients of cuda/backward.h
-struct Gradients {
-    const void* dout;
-    Strides dout_strides;
-    const void *dlse, *rows;
-    void *dq, *dk, *dv;
-};
-
 // How a call is launched. Its Python side is in attention_ext/cuda/launches.py.
 struct Launch {
     void* function;  // the driver's
@@ -187,7 +161,11 @@ using Planner = bool(const char* kernel, int format, int device, int causal, int
                      int64_t group, int64_t Nq, int64_t Nk, int64_t seen, int64_t d, Plan*, char* why);
 Planner* planner = nullptr;
 
-void plan_by(int64_t function) { planner = reinterpret_cast<Planner*>(function); }
+// Returns the size of a Plan, which Python compares.
+int64_t plan_by(int64_t function) {
+    planner = reinterpret_cast<Planner*>(function);
+    return sizeof(Plan);
+}
 
 Plan plan_for(const Sizes& sizes) {
     constexpr size_t MOST_PLANS = 1 << 14;
@@ -276,32 +254,31 @@ void launch(const Launch& of, void** parameters, void* stream) {
     libraries().check(libraries().launch(&config, of.function, parameters, nullptr));
 }
 
-// The rules of a call, as flash_ruled() takes them.
+// The rules of a call as attention_ext/rules.py lists them, which gives the build RULE_FIELDS and RULE_TYPES.
 struct Given {
-    int64_t left, right;
-    double softcap;
-    std::optional<Tensor> slopes, sinks, documents, extents;
+    RULE_FIELDS
 
     // A tensor's address; throws unless it has this type and shape, and is contiguous on q's device.
-    static const void* data(const std::optional<Tensor>& t, const Tensor& q, const char* name, ScalarType type,
-                            std::initializer_list<int64_t> shape) {
+    template <class Number>
+    static const Number* data(const std::optional<Tensor>& t, const Tensor& q, const char* name,
+                              ScalarType type, std::initializer_list<int64_t> shape) {
         if (!t) return nullptr;
         bool fits = t->is_cuda() == q.is_cuda() && t->get_device_index() == q.get_device_index() &&
                     t->scalar_type() == type && t->is_contiguous() &&
                     t->dim() == static_cast<int64_t>(shape.size());
         for (size_t i = 0; fits && i < shape.size(); i++) fits = t->size(i) == shape.begin()[i];
         REQUIRE(fits, name, " has another device, type, shape or strides than it must have");
-        return t->const_data_ptr();
+        return static_cast<const Number*>(t->const_data_ptr());
     }
 
     Rules of(const Tensor& q, const Sizes& s, bool causal) const {
         constexpr double LOG2E = 1.44269504088896340736;
         REQUIRE(left >= 0 && right >= 0, "a window's sides must be at least 0");
         REQUIRE(!documents || (s.Nq <= s.Nk && extents), "documents need extents, and as many keys as queries");
-        Rules rules{data(slopes, q, "alibi_slopes", ScalarType::Float, {s.B, s.H}),
-                    data(sinks, q, "sinks", ScalarType::Float, {s.H}),
-                    data(documents, q, "documents", ScalarType::Long, {s.B, s.Nk}),
-                    data(extents, q, "extents", ScalarType::Int, {s.B, (s.Nq + 15) / 16, 4})};
+        Rules rules{data<float>(alibi_slopes, q, "alibi_slopes", ScalarType::Float, {s.B, s.H}),
+                    data<float>(sinks, q, "sinks", ScalarType::Float, {s.H}),
+                    data<long long>(documents, q, "documents", ScalarType::Long, {s.B, s.Nk}),
+                    data<int4>(extents, q, "extents", ScalarType::Int, {s.B, (s.Nq + 15) / 16, 4})};
         // No limit is as far as any key: NVRTC makes the kernels' comparison a difference, which must not
         // overflow.
         rules.left = static_cast<int>(std::min(left, s.Nk));
@@ -337,8 +314,8 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, c
     sizes.seen = sizes.Nk;
     sizes.causal = causal;
     if (given) {
-        sizes.rules =
-            1 | 2 * (given->softcap != 0) | 4 * given->slopes.has_value() | 8 * given->documents.has_value();
+        sizes.rules = RULED + SOFTCAP * (given->softcap != 0) + ALIBI * given->alibi_slopes.has_value() +
+                      DOCUMENTS * given->documents.has_value();
         sizes.seen = std::min(sizes.Nk, given->left + sizes.Nq + (causal ? 0 : given->right));
     }
     return sizes;
@@ -348,7 +325,11 @@ Call call_of(const Sizes& s, const Matrices& q, const Matrices& k, const Matrice
              std::optional<double> scale, const Given* given) {
     constexpr double LN2 = 0.693147180559945309417;
     const double factor = scale ? *scale : 1 / std::sqrt(static_cast<double>(s.d));
-    Call call{q.data, k.data, v.data, out};
+    Call call{};
+    call.q = q.data;
+    call.k = k.data;
+    call.v = v.data;
+    call.out = out;
     call.q_strides = q.strides;
     call.k_strides = k.strides;
     call.v_strides = v.strides;
@@ -422,28 +403,25 @@ std::tuple<Tensor, Tensor> flash_with_lse(const Tensor& q, const Tensor& k, cons
 }
 
 // With rules, and perhaps fewer heads of k and v.
+template <class... Rule>
 std::tuple<Tensor, Tensor> flash_ruled(const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
                                        std::optional<double> scale, std::optional<std::string> kernel,
-                                       int64_t left, int64_t right, double softcap,
-                                       std::optional<Tensor> slopes, std::optional<Tensor> sinks,
-                                       std::optional<Tensor> documents, std::optional<Tensor> extents) {
-    const Given given{left, right, softcap, slopes, sinks, documents, extents};
+                                       Rule... rules) {
+    const Given given{rules...};
     std::optional<Tensor> lse;
     const Tensor out = attend(q, k, v, causal, scale, kernel, &lse, &given);
     return {out, *lse};
 }
 
 // The gradients of q, k and v. out, lse: what the forward pass gave; left: of a window, -1 without rules.
+template <class... Rule>
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::optional<Tensor> dlse,
                                                   const Tensor& q_, const Tensor& k_, const Tensor& v_,
                                                   const Tensor& out_, const Tensor& lse, bool causal,
                                                   std::optional<double> scale,
-                                                  std::optional<std::string> kernel, int64_t left,
-                                                  int64_t right, double softcap, std::optional<Tensor> slopes,
-                                                  std::optional<Tensor> sinks, std::optional<Tensor> documents,
-                                                  std::optional<Tensor> extents) {
-    const Given rules{left, right, softcap, slopes, sinks, documents, extents};
-    const Given* const given = left < 0 ? nullptr : &rules;
+                                                  std::optional<std::string> kernel, Rule... rules) {
+    const Given all{rules...};
+    const Given* const given = all.left < 0 ? nullptr : &all;
     Sizes s = sizes_of(q_, k_, v_, causal, given);
     for (const Tensor* t : {&dout_, &out_})
         REQUIRE(sizes_of(*t, k_, v_, causal, given).all() == s.all(), "dout and out must be as q is");
@@ -462,13 +440,16 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
 
     Call call = call_of(s, q, k, v, const_cast<void*>(out.data), scale, given);
     const auto data = [&](const std::optional<Tensor>& t, const char* name) {
-        return Given::data(t, q_, name, ScalarType::Float, {s.B, s.H, s.Nq});
+        return Given::data<float>(t, q_, name, ScalarType::Float, {s.B, s.H, s.Nq});
     };
-    call.lse = static_cast<float*>(const_cast<void*>(data(lse, "lse")));
-    Gradients to{dout.data, dout.strides, data(dlse, "dlse"), rows.mutable_data_ptr()};
-    to.dq = dq.mutable_data_ptr();
-    to.dk = dk.mutable_data_ptr();
-    to.dv = dv.mutable_data_ptr();
+    call.lse = const_cast<float*>(data(lse, "lse"));
+    Gradients to{dout.data,
+                 dout.strides,
+                 data(dlse, "dlse"),
+                 static_cast<float2*>(rows.mutable_data_ptr()),
+                 dq.mutable_data_ptr(),
+                 dk.mutable_data_ptr(),
+                 dv.mutable_data_ptr()};
     const Matrices* const inputs[] = {&q, &k, &v, &dout};
     TensorMap maps[4];
     void *parameters[] = {&call, &to, &maps[0], &maps[1], &maps[2], &maps[3]}, *const stream = stream_of(s);
@@ -483,8 +464,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
 STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
     // torch.compile's code has arguments `kernel` of its own
     const std::string arguments = "(Tensor q, Tensor k, Tensor v, bool causal, float? scale, str? name";
-    const std::string optional = "Tensor? slopes, Tensor? sinks, Tensor? documents, Tensor? extents)";
-    const std::string rules = ", int left, int right, float softcap, " + optional;
+    const std::string rules = ", " RULE_SCHEMA ")";
     m.def(("flash" + arguments + "=None) -> Tensor").c_str());
     for (const char* name : {"flash_with_lse", "flash_with_gradient"})
         m.def((name + arguments + "=None) -> (Tensor, Tensor)").c_str());
@@ -494,7 +474,7 @@ STABLE_TORCH_LIBRARY(attention_ext_cuda, m) {
            "bool causal, float? scale, str? name" +
            rules + " -> (Tensor, Tensor, Tensor)")
               .c_str());
-    m.def("plan_by(int function) -> ()");
+    m.def("plan_by(int function) -> int");
     m.def("last_failure() -> int");
 }
 
@@ -503,9 +483,9 @@ LIBRARY_IMPL(attention_ext_cuda, LAUNCHER_DEVICE, m) {
     m.impl("flash", BOX(&flash));
     m.impl("flash_with_lse", BOX(&flash_with_lse));
     m.impl("flash_with_gradient", BOX(&flash_with_lse));
-    m.impl("flash_ruled", BOX(&flash_ruled));
-    m.impl("flash_ruled_with_gradient", BOX(&flash_ruled));
-    m.impl("flash_backward", BOX(&flash_backward));
+    m.impl("flash_ruled", BOX((&flash_ruled<RULE_TYPES>)));
+    m.impl("flash_ruled_with_gradient", BOX((&flash_ruled<RULE_TYPES>)));
+    m.impl("flash_backward", BOX((&flash_backward<RULE_TYPES>)));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attention_ext_cuda, CompositeExplicitAutograd, m) {

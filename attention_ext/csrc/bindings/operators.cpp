@@ -100,30 +100,34 @@ AttentionSizes sizes(const Tensor& q, const Tensor& k, const Tensor& v, bool cau
     return sizes;
 }
 
-// The rules of a call, of which Python has checked the numbers; an empty tensor stands for none.
+// The rules of a call as attention_ext/rules.py lists them, which gives the build RULE_FIELDS and RULE_TYPES.
+struct Arguments {
+    RULE_FIELDS
+};
+
+// The rules of a call, of which Python has checked the numbers.
 class Given : public Rules {
   public:
-    Given(const AttentionSizes& a, int64_t left, int64_t right, double softcap, int64_t mod,
-          const Tensor& slopes, const Tensor& bias, const Tensor& sinks, const Tensor& documents)
-        : Rules{left, a.causal ? std::min<int64_t>(right, 0) : right, static_cast<float>(softcap)} {
-        Rules::mod = reinterpret_cast<decltype(Rules::mod)>(mod);
-        if (slopes.numel() > 0) Rules::slopes = of<float>(slopes, "alibi_slopes", {a.B, a.H});
-        if (sinks.numel() > 0) Rules::sinks = of<float>(sinks, "sinks", {a.H});
-        if (bias.numel() > 0) {
-            const int64_t B = bias.size(0) == 1 ? 1 : a.B, H = bias.size(1) == 1 ? 1 : a.H;
-            if (bias.scalar_type() == ScalarType::Bool)
-                mask = of<bool>(bias, "bias", {B, H, a.Nq, a.Nk});
+    Given(const AttentionSizes& a, const Arguments& r)
+        : Rules{r.left, a.causal ? std::min<int64_t>(r.right, 0) : r.right, static_cast<float>(r.softcap)} {
+        mod = reinterpret_cast<decltype(mod)>(r.score_mod.value_or(0));
+        if (r.alibi_slopes) slopes = of<float>(*r.alibi_slopes, "alibi_slopes", {a.B, a.H});
+        if (r.sinks) sinks = of<float>(*r.sinks, "sinks", {a.H});
+        if (r.bias) {
+            const int64_t B = r.bias->size(0) == 1 ? 1 : a.B, H = r.bias->size(1) == 1 ? 1 : a.H;
+            if (r.bias->scalar_type() == ScalarType::Bool)
+                mask = of<bool>(*r.bias, "bias", {B, H, a.Nq, a.Nk});
             else
-                Rules::bias = of<float>(bias, "bias", {B, H, a.Nq, a.Nk});
+                bias = of<float>(*r.bias, "bias", {B, H, a.Nq, a.Nk});
             bias_row = a.Nk;
             bias_head = H == 1 ? 0 : a.Nq * a.Nk;
             bias_batch = B == 1 ? 0 : H * a.Nq * a.Nk;
         }
-        if (documents.numel() == 0) return;
+        if (!r.documents) return;
         REQUIRE(a.Nq <= a.Nk, "q has Nq=", a.Nq, "; with documents it must be at most Nk=", a.Nk);
-        Rules::documents = of<int64_t>(documents, "documents", {a.B, a.Nk});
+        documents = of<int64_t>(*r.documents, "documents", {a.B, a.Nk});
         apart = true;
-        for (int64_t b = 0; b < a.B; b++) extend(Rules::documents + b * a.Nk, a.Nk);
+        for (int64_t b = 0; b < a.B; b++) extend(documents + b * a.Nk, a.Nk);
         extents = found.data();
     }
 
@@ -172,7 +176,7 @@ template <class... Rule> struct Operators {
                                           int64_t br, int64_t bc, Rule... rules) {
         AttentionOf<Element> a{sizes<Element>(q_, k_, v_, causal, static_cast<float>(scale), br, bc)};
         std::optional<Given> given;
-        if constexpr (RULED) a.rules = &given.emplace(a, rules...);
+        if constexpr (RULED) a.rules = &given.emplace(a, Arguments{rules...});
         const bool transposed = !IS_BF16<Element> && a.Nq <= part.few.queries;
         const Tensor q = with_contiguous_rows(q_, a.Nq), k = with_contiguous_rows(k_, a.Nq, transposed),
                      v = with_contiguous_rows(v_, a.Nq);
@@ -212,7 +216,7 @@ template <class... Rule> struct Operators {
                                                                 bool of_bias, Rule... rules) {
         AttentionGradient a{sizes<float>(q_, k_, v_, causal, static_cast<float>(scale), 1, 1)};
         std::optional<Given> given;
-        if constexpr (RULED) a.rules = &given.emplace(a, rules...);
+        if constexpr (RULED) a.rules = &given.emplace(a, Arguments{rules...});
         check<float>(out_, "out", {a.B, a.H, a.Nq, a.d});
         check<float>(dout_, "dout", {a.B, a.H, a.Nq, a.d});
         check<float>(lse_, "lse", {a.B, a.H, a.Nq});
@@ -239,8 +243,7 @@ template <class... Rule> struct Operators {
     }
 };
 using Plain = Operators<>;
-using Ruled =
-    Operators<int64_t, int64_t, double, int64_t, const Tensor&, const Tensor&, const Tensor&, const Tensor&>;
+using Ruled = Operators<RULE_TYPES>;
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout, const Tensor& dlse, const Tensor& q,
                                             const Tensor& k, const Tensor& v, const Tensor& out,
@@ -313,9 +316,7 @@ void implement_all(torch::stable::detail::StableLibrary& m, std::index_sequence<
 
 LIBRARY(ATTENTION_EXT, m) {
     const std::string call = "(Tensor q, Tensor k, Tensor v, bool causal, float scale, ";
-    const std::string rules =
-        "SymInt left, SymInt right, float softcap, SymInt mod, Tensor alibi_slopes, Tensor bias, Tensor sinks, "
-        "Tensor documents";
+    const std::string rules = RULE_SCHEMA;
     const std::string of_both = ") -> (Tensor, Tensor)";
     for (const Part& part : PARTS) {
         const std::string name = part.name;

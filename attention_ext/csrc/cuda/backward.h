@@ -10,15 +10,6 @@
 #pragma once
 #include "rules.h"
 
-// Beside Call, whose `out` and `lse` are the forward pass's.
-struct Gradients {
-    const Element* dout;
-    Strides dout_strides;
-    const float* dlse;      // (B, H, Nq), or null: 0
-    float2* rows;           // (B H, padded_rows()): a query's logsumexp in powers of two, and its D
-    Element *dq, *dk, *dv;  // (B, H, Nq, d), (B, Hk, Nk, d) twice, contiguous
-};
-
 // A head's rows and those of the last tile that are none: their logsumexp is infinite, so P is 0.
 constexpr int PADDING_OF_ROWS = 256;
 __device__ inline long long padded_rows(const Call& call) {

@@ -10,42 +10,7 @@
 #define RULES 0
 #endif
 
-#include "numbers.h"
-
-// Elements from one batch, head and row to the next. The numbers of a row lie side by side.
-struct Strides {
-    long long batch, head, row;
-};
-
-#if RULES
-// Arrays are null where a rule is not given.
-struct Rules {
-    const float *slopes, *sinks;   // (B, H), (H)
-    const long long* documents;    // (B, Nk)
-    const int4* extents;           // (B, ceil(Nq / 16)), as rules.py's extents() gives them
-    int left, right;               // query i sees the keys p - left .. p + right, p = i + Nk - Nq
-    int group;                     // heads of q that read one head of k and v
-    float softcap, softcap_below;  // times log2(e); 1 / softcap
-};
-#endif
-
-// softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is
-// (B, H, Nq, d), contiguous; lse, (B, H, Nq), gets the rows' logsumexp unless it is null.
-//   causal  query i sees the keys j <= i + Nk - Nq. The score of a masked key becomes -inf and its weight 0. A
-//           NaN or infinity in its value may reach the rows of the same tile, because 0 times NaN is NaN.
-//   scale   of the scores, times log2(e), because the softmax takes powers of two
-struct Call {
-    const Element *q, *k, *v;
-    Element* out;
-    float* lse;
-    Strides q_strides, k_strides, v_strides;
-    int batches, heads, Nq, Nk;
-    int causal;
-    float scale;
-#if RULES
-    Rules rules;
-#endif
-};
+#include "arguments.h"
 
 // A loop that is unrolled, so that arrays which i indexes can be in registers.
 #define UNROLLED(i, count) _Pragma("unroll") for (int i = 0; i < (count); ++i)

@@ -4,11 +4,6 @@
 #pragma once
 #include "call.h"
 
-// RULES is a sum of these.
-#define RULED 1  // always: a window, perhaps without limits, sinks, and heads of q that share those of k and v
-#define SOFTCAP 2
-#define ALIBI 4
-#define DOCUMENTS 8
 constexpr bool CHANGES = (RULES & (SOFTCAP | ALIBI)) != 0;  // scores, beside hiding some
 
 // The keys `first` to `end` - 1 hold all that some query sees; those within `all` are seen by each.

@@ -29,6 +29,9 @@ EXPORTED bool user_kernel_defines(bool backward) {
     return backward ? attention_backward != nullptr : attention != nullptr;
 }
 
+// The size of their struct, which Python compares.
+EXPORTED int user_kernel_bytes(bool backward) { return backward ? sizeof(AttentionGradient) : sizeof(Attention); }
+
 // The floats of scratch that a call needs, and the call.
 EXPORTED int64_t user_kernel_scratch_of_call(const Attention* call) { return user_kernel_scratch(*call); }
 EXPORTED const char* user_kernel_call(const Attention* call, float* floats) {

@@ -1,0 +1,69 @@
+"""Structures of ctypes that are read from the C++ that declares them, so that a struct stands once."""
+
+import ctypes
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from shakespeare.attention_ext.parts import BuildError
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+TYPES: dict[str, Any] = {
+    **{name: getattr(ctypes, f"c_{name}") for name in ("bool", "int", "float", "double")},
+    **{f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("int32", "int64", "uint32", "uint64")},
+    **{name: getattr(ctypes, f"c_{name}") for name in ("int32", "int64")},  # of ISPC
+    **{"unsigned": ctypes.c_uint, "long long": ctypes.c_int64},
+}
+
+
+@functools.cache
+def structure(file: Path, name: str) -> Any:
+    """struct `name` of a file in C++ or ISPC, and its base's fields. A pointer is an address, an enum an int.
+
+    What stands under `#if` is left out. Raises ValueError for a type that the file does not declare.
+    """
+    text = re.sub(r"//.*|^#if[\s\S]*?^#endif|\buniform\s+", "", file.read_text("utf-8"), flags=re.M)
+    found = re.search(rf"struct[^;{{=]*\b{name}(?: : (\w+))? {{(.*?)^}};", text, re.M | re.S)
+    if not found:
+        if re.search(rf"enum(?: class)? {name}\b", text):
+            return ctypes.c_int
+        alias = re.search(rf"using {name} = (\w+)", text)
+        if not alias:
+            raise ValueError(f"{file.name} has no struct {name}")
+        return structure(file, alias[1])
+    base, body = found.groups()
+    body = re.sub(r"\{\s*\}", "", body)
+    while "{" in body:  # functions
+        body = re.sub(r"\{[^{}]*\}", ";", body)
+    fields = []
+    for statement in re.sub(r"\(\*(\w+)\)\([^)]*\)", r"*\1", body).split(";"):
+        declared = re.match(r"\s*(?:const )?(\w+(?: long)?)(?:<\w+>)?(?: const)?([^()]+)$", statement)
+        for star, field, count in re.findall(
+            r"(\*?)\s*(\w+)(?:\[(\d+)\])?[^,]*", declared[2] if declared else ""
+        ):
+            assert declared
+            if star:
+                known = ctypes.c_char_p if declared[1] == "char" else ctypes.c_void_p
+            else:
+                known = TYPES.get(declared[1]) or structure(file, declared[1])
+            fields.append((field, known * int(count) if count else known))
+    above = structure(file, base) if base else ctypes.Structure
+    return type(name, (above,), {"_fields_": fields, "__doc__": f"struct {name} of {file.name}."})
+
+
+def check(struct: Any, size: int) -> None:
+    """Raise BuildError unless a loaded library has as many bytes in a struct."""
+    if size != ctypes.sizeof(struct):
+        must = f"it must have {ctypes.sizeof(struct)} as {struct.__doc__}"
+        raise BuildError(f"struct {struct.__name__} has {size} bytes in the library; {must}")
+
+
+def offsets(struct: Any, start: int = 0) -> list[tuple[int, int]]:
+    """Where each number of a struct begins and how many bytes it has, those of structs in it one by one."""
+    found: list[tuple[int, int]] = []
+    for each in reversed(struct.__mro__):
+        for name, kind in vars(each).get("_fields_", ()):
+            at = start + getattr(struct, name).offset
+            found += offsets(kind, at) if hasattr(kind, "_fields_") else [(at, ctypes.sizeof(kind))]
+    return found

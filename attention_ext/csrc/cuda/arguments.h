@@ -1,0 +1,61 @@
+// The arguments of the kernels, which bindings/launcher.cpp fills in.
+#pragma once
+
+#ifdef FORMAT
+#include "numbers.h"
+#else  // the launcher, which knows no dtype
+#define RULES 1
+using Element = void;
+struct int4;
+struct float2;
+#endif
+
+// RULES is a sum of these.
+#define RULED 1  // always: a window, perhaps without limits, sinks, and heads of q that share those of k and v
+#define SOFTCAP 2
+#define ALIBI 4
+#define DOCUMENTS 8
+
+// Elements from one batch, head and row to the next. The numbers of a row lie side by side.
+struct Strides {
+    long long batch, head, row;
+};
+
+#if RULES
+// Arrays are null where a rule is not given.
+struct Rules {
+    const float *slopes, *sinks;   // (B, H), (H)
+    const long long* documents;    // (B, Nk)
+    const int4* extents;           // (B, ceil(Nq / 16)), as rules.py's extents() gives them
+    int left, right;               // query i sees the keys p - left .. p + right, p = i + Nk - Nq
+    int group;                     // heads of q that read one head of k and v
+    float softcap, softcap_below;  // times log2(e); 1 / softcap
+};
+#endif
+
+// softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is
+// (B, H, Nq, d), contiguous; lse, (B, H, Nq), gets the rows' logsumexp unless it is null.
+//   causal  query i sees the keys j <= i + Nk - Nq. The score of a masked key becomes -inf and its weight 0. A
+//           NaN or infinity in its value may reach the rows of the same tile, because 0 times NaN is NaN.
+//   scale   of the scores, times log2(e), because the softmax takes powers of two
+struct Call {
+    const Element *q, *k, *v;
+    Element* out;
+    float* lse;
+    Strides q_strides, k_strides, v_strides;
+    int batches, heads, Nq, Nk;
+    int causal;
+    float scale;
+#if RULES
+    Rules rules;
+#endif
+};
+
+// Beside Call, whose `out` and `lse` are the forward pass's.
+struct Gradients {
+    const Element* dout;
+    Strides dout_strides;
+    const float* dlse;      // (B, H, Nq), or null: 0
+    float2* rows;           // (B H, padded_rows()): a query's logsumexp in powers of two, and its D
+    Element *dq, *dk, *dv;  // (B, H, Nq, d), (B, Hk, Nk, d) twice, contiguous
+};
