@@ -1,4 +1,4 @@
-"""In a copy of the repository a sixth part is a file and a row per language, a sampling setting one field."""
+"""In a copy a sixth part is a file and a row per language, a sampling setting or a rule one field."""
 
 import json
 import os
@@ -23,6 +23,23 @@ PYTHON_ROW = """\
 SETTING = '    gain: float = setting(1.0, "Multiply the logits by this.", above=True)\n'
 USE = "    logits = logits * sampling.gain\n"
 
+# A rule that changes nothing, among the others' arguments.
+RULE = {
+    r"^    sinks: Tensor \| None$": "    shift: float | None\n",
+    r"^    bias: Tensor \| None = None$": "    shift: float = 0.0\n",
+    r'^    softcap = given.get\("softcap"\)$': '    found["shift"] = given.get("shift", 0)\n',
+}
+RULED = """
+import torch
+from shakespeare import attention
+tensors = [torch.randn(1, 2, 9, 8, requires_grad=True) for _ in "qkv"]
+bias, sinks = torch.randn(1, 1, 9, 9, requires_grad=True), torch.randn(2, requires_grad=True)
+leaves = [*tensors, bias, sinks]
+options = dict(window=(3, 2), softcap=2.0, bias=bias, sinks=sinks, shift=1.5)
+outs = [attention(part, *tensors, **options) for part in ("part0", "part4")]
+torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), leaves) for out in outs))
+"""
+
 
 def insert(file, before, text):
     content = file.read_text()
@@ -45,6 +62,8 @@ def copy(tmp_path_factory, extension):
     sampling = made / "generation" / "sampling.py"
     insert(sampling, r"^    logit_bias: tuple", SETTING)
     insert(sampling, r"^    penalty = sampling.repetition_penalty$", USE)
+    for before, text in RULE.items():
+        insert(made / "attention_ext" / "rules.py", before, text)
     return made
 
 
@@ -112,3 +131,7 @@ assert CompletionBody(model="", prompt="a", gain=2.0).gain == 2
 assert '"gain": 1.0' in build.facts() and "const GAIN: u32 = 8u;" in build.shaders()["decoder"]
 """
     run("-c", program)
+
+
+def test_a_rule_is_an_argument_of_all_operators(run):
+    run("-c", RULED)

@@ -1,0 +1,60 @@
+"""Structures that are read from C++ have the compiler's sizes and offsets, and a difference is an error."""
+
+import ctypes
+import re
+import subprocess
+
+import pytest
+from support import ROOT
+
+from shakespeare.attention_ext.build import structs, toolchain
+from shakespeare.attention_ext.parts import BuildError
+
+ATTENTION = structs.CSRC / "attention.h"
+STRUCTS = {
+    "attention.h": ("MatricesOf<float>", "Attention", "AttentionGradient"),
+    "rules.h": ("Strip", "Rules"),
+    "generation/csrc/team.h": ("Span",),
+    "generation/csrc/draft.h": ("DraftCounts",),
+}
+
+
+def read(header, name):
+    """The structure, and its fields and those above them."""
+    file = ROOT / header
+    struct = structs.structure(file if file.exists() else structs.CSRC / header, name.split("<")[0])
+    return struct, [field for each in reversed(struct.__mro__) for field, _ in vars(each).get("_fields_", ())]
+
+
+def test_sizes_and_offsets_are_the_compilers(extension, tmp_path):
+    mine, expressions = [], []
+    for header, names in STRUCTS.items():
+        for name in names:
+            struct, fields = read(header, name)
+            mine += [ctypes.sizeof(struct), *(getattr(struct, field).offset for field in fields)]
+            expressions += [f"sizeof({name})", *(f"offsetof({name}, {field})" for field in fields)]
+    includes = "".join(f'#include "{header}"\n' for header in STRUCTS)
+    text = f"{includes}#include <cstddef>\nextern const unsigned long N[] = {{{', '.join(expressions)}}};\n"
+    source, library = tmp_path / "sizes.cpp", tmp_path / "sizes.so"
+    source.write_text(text)
+    folders = (f"-I{folder}" for folder in (structs.CSRC, ROOT, ROOT / "model" / "csrc"))
+    command = [*toolchain.find_compiler(), "-std=c++17", "-w", "-shared", "-fPIC", *folders, str(source)]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    assert list((ctypes.c_ulong * len(mine)).in_dll(ctypes.CDLL(str(library)), "N")) == mine
+
+
+def test_a_kernel_in_ispc_has_the_same_struct():
+    ispc = structs.offsets(structs.structure(structs.CSRC / "attention.isph", "Attention"))
+    assert ispc == structs.offsets(structs.structure(ATTENTION, "Attention"))[: len(ispc)]
+
+
+def test_a_library_with_another_struct_is_refused(tmp_path):
+    planted = tmp_path / "attention.h"
+    planted.write_text(re.sub(r"( +)int threads;", r"\1int threads;\n\1double more;", ATTENTION.read_text()))
+    right, wrong = (structs.structure(file, "Attention") for file in (ATTENTION, planted))
+    structs.check(right, ctypes.sizeof(right))
+    size = ctypes.sizeof(right)
+    with pytest.raises(
+        BuildError, match=rf"AttentionOf has {size} bytes in the library; it must have {size + 8}"
+    ):
+        structs.check(wrong, size)
