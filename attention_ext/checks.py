@@ -112,11 +112,13 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1, grouped: bo
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         name, t = next((name, t) for name, t in zip("qkv", (q, k, v)) if not isinstance(t, torch.Tensor))
         raise TypeError(f"{name} is {type_text(t)}; it must be a tensor")
-    formats = part.name, *part.dtypes, q.device, q.dtype, k.device, k.dtype, v.device, v.dtype
-    if formats not in _checked:
-        for name, t in zip("qkv", (q, k, v)):
-            _check_format(part, name, t, q)
-        _checked[formats] = True
+    on_cpu = q.is_cpu and k.is_cpu and v.is_cpu and "cpu" in part.dtypes  # where each part takes float32
+    if not (on_cpu and q.dtype is k.dtype is v.dtype is torch.float32):
+        formats = part.name, *part.dtypes, q.device, q.dtype, k.device, k.dtype, v.device, v.dtype
+        if formats not in _checked:
+            for name, t in zip("qkv", (q, k, v)):
+                _check_format(part, name, t, q)
+            _checked[formats] = True
     return check_shapes(q, k, v, causal, least, grouped)
 
 
@@ -142,10 +144,11 @@ def check_shapes(q, k, v, causal: bool, least: int = 1, grouped: bool = False) -
     """
     of_q = q.shape
     of_k = k.shape
-    for name, shape in (("q", of_q), ("k", of_k)):
-        if len(shape) != 4 or not all(shape if least else (*shape[:2], shape[3])):
-            must = f"it must be (B, H, N, d) with no empty dimension{'' if least else ' but N'}"
-            raise ValueError(f"{name} has shape {tuple(shape)}; {must}")
+    if not (len(of_q) == len(of_k) == 4 and all(of_q) and all(of_k)):
+        for name, shape in (("q", of_q), ("k", of_k)):
+            if len(shape) != 4 or not all(shape if least else (*shape[:2], shape[3])):
+                must = f"it must be (B, H, N, d) with no empty dimension{'' if least else ' but N'}"
+                raise ValueError(f"{name} has shape {tuple(shape)}; {must}")
     B, H, Nq, d = of_q
     Bk, Hk, Nk, dk = of_k
     if grouped and H % Hk:

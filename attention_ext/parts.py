@@ -185,6 +185,8 @@ def is_file(part: str) -> bool:
 
 def check_part(part: str | Part) -> Part:
     """The row of a part, or of a user's file; a Part as it is. Raises ValueError for another name."""
+    if isinstance(part, str) and part in PARTS:
+        return PARTS[part]
     if isinstance(part, Part):
         return part
     if is_file(part):

@@ -45,9 +45,9 @@ class ScoreMod:
 
         self.header = header
         self._library = ctypes.CDLL(str(recipes.score_mod(header).make()))
-        self._library.has_slope.restype = ctypes.c_bool
-        self.has_slope = self._library.has_slope()
-        self.address = ctypes.cast(self._library.change, ctypes.c_void_p).value
+        self._library.score_mod_has_slope.restype = ctypes.c_bool
+        self.has_slope = self._library.score_mod_has_slope()
+        self.address = ctypes.cast(self._library.score_mod_change, ctypes.c_void_p).value
 
     def change(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """Scores (B, H, Nq, Nk), float32 and contiguous, as it changes them, and its derivative there."""
@@ -58,7 +58,7 @@ class ScoreMod:
         for b, h in ((b, h) for b in range(s.shape[0]) for h in range(s.shape[1])):
             strip = Strip(s[b, h].data_ptr(), s.shape[3], 1, 0, s.shape[2], 0, s.shape[3], 1.0, True)
             address = ctypes.c_void_p(slopes[b, h].data_ptr())
-            self._library.change(ctypes.byref(strip), ctypes.c_int64(b), ctypes.c_int64(h), address)
+            self._library.score_mod_change(ctypes.byref(strip), ctypes.c_int64(b), ctypes.c_int64(h), address)
         return s, slopes
 
 

@@ -63,13 +63,13 @@ const Row& find(const std::string& what, const std::string& name, const Row (&ta
 
 }  // namespace
 
-const char* error(int* kind) {
+const char* decoder_error(int* kind) {
     *kind = failure_kind;
     return failure.c_str();
 }
 
-const char* simd_name() { return simd::name(); }
-Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
+const char* decoder_simd_name() { return simd::name(); }
+Handle* decoder_open(const int64_t* sizes, const char* precision, const char* kv_cache, const char* part,
                      int64_t tensors, const char* const* names, const float* const* data, const int64_t* floats,
                      const int64_t* layouts) try {
     const Tensors lookup = [&](const std::string& name, int64_t wanted) -> Tensor {
@@ -92,10 +92,10 @@ Handle* open_decoder(const int64_t* sizes, const char* precision, const char* kv
     return nullptr;
 }
 
-void close_decoder(Handle* decoder) { delete decoder; }
+void decoder_close(Handle* decoder) { delete decoder; }
 
-bool set_sampling(Handle* decoder, int64_t slot, const SamplingNumbers* numbers, int64_t biases,
-                  const int64_t* tokens, const double* values, int64_t logprobs) try {
+bool decoder_set_sampling(Handle* decoder, int64_t slot, const SamplingNumbers* numbers, int64_t biases,
+                          const int64_t* tokens, const double* values, int64_t logprobs) try {
     Sampling sampling{*numbers};
     for (int64_t i = 0; i < biases; i++) sampling.logit_bias.emplace_back(tokens[i], values[i]);
     decoder->set_sampling(slot, sampling, logprobs);
@@ -104,18 +104,19 @@ bool set_sampling(Handle* decoder, int64_t slot, const SamplingNumbers* numbers,
     return failed();
 }
 
-bool begin(Handle* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues, int64_t top) {
+bool decoder_begin(Handle* decoder, int64_t slot, int64_t count, const int64_t* ids, bool continues,
+                   int64_t top) {
     GUARDED(decoder->begin(slot, {ids, ids + count}, continues, top))
 }
 
-bool read_for(Handle* decoder, int64_t slot, double seconds, bool* done) {
+bool decoder_read_for(Handle* decoder, int64_t slot, double seconds, bool* done) {
     GUARDED(*done = decoder->read(slot, seconds))
 }
 
-bool drop(Handle* decoder, int64_t slot) { GUARDED(decoder->drop(slot)) }
+bool decoder_drop(Handle* decoder, int64_t slot) { GUARDED(decoder->drop(slot)) }
 
-bool write_rows(Handle* decoder, int64_t count, const int64_t* slots, int64_t rows, const double* uniforms,
-                const double* seconds, int64_t* tokens, int64_t* written) try {
+bool decoder_write_rows(Handle* decoder, int64_t count, const int64_t* slots, int64_t rows,
+                        const double* uniforms, const double* seconds, int64_t* tokens, int64_t* written) try {
     std::vector<std::vector<double>> numbers;
     for (int64_t i = 0; i < rows; i++) numbers.emplace_back(uniforms + i * count, uniforms + (i + 1) * count);
     const auto limit = seconds ? std::optional(*seconds) : std::nullopt;
@@ -127,7 +128,7 @@ bool write_rows(Handle* decoder, int64_t count, const int64_t* slots, int64_t ro
     return failed();
 }
 
-bool set_draft(Handle* decoder, const uint32_t* tags, const uint8_t* pairs) try {
+bool decoder_set_draft(Handle* decoder, const uint32_t* tags, const uint8_t* pairs) try {
     if (!tags) {
         decoder->set_draft(nullptr);
         return true;
@@ -141,11 +142,11 @@ bool set_draft(Handle* decoder, const uint32_t* tags, const uint8_t* pairs) try 
     return failed();
 }
 
-bool draft_counts(Handle* decoder, DraftCounts* counts) { GUARDED(*counts = decoder->draft_counts()) }
+bool decoder_draft_counts(Handle* decoder, DraftCounts* counts) { GUARDED(*counts = decoder->draft_counts()) }
 
-bool copy(Handle* decoder, int64_t from, int64_t to) { GUARDED(decoder->copy(from, to)) }
+bool decoder_copy(Handle* decoder, int64_t from, int64_t to) { GUARDED(decoder->copy(from, to)) }
 
-bool logits(Handle* decoder, int64_t slot, float* to) try {
+bool decoder_logits(Handle* decoder, int64_t slot, float* to) try {
     const std::vector<float> all = decoder->logits(slot);
     std::copy(all.begin(), all.end(), to);
     return true;
@@ -153,7 +154,7 @@ bool logits(Handle* decoder, int64_t slot, float* to) try {
     return failed();
 }
 
-bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count, int64_t* top) try {
+bool decoder_take_logprobs(Handle* decoder, int64_t slot, int64_t* count, int64_t* top) try {
     decoder->logprobs = decoder->take_logprobs(slot);
     *count = static_cast<int64_t>(decoder->logprobs.size());
     *top = 0;
@@ -163,7 +164,7 @@ bool take_logprobs(Handle* decoder, int64_t slot, int64_t* count, int64_t* top) 
     return failed();
 }
 
-void fetch_logprobs(const Handle* decoder, int64_t top, int64_t* tokens, double* logprobs) {
+void decoder_fetch_logprobs(const Handle* decoder, int64_t top, int64_t* tokens, double* logprobs) {
     for (const TokenLogprob& row : decoder->logprobs) {
         *tokens++ = row.token;
         *logprobs++ = row.logprob;
@@ -176,9 +177,9 @@ void fetch_logprobs(const Handle* decoder, int64_t top, int64_t* tokens, double*
     }
 }
 
-bool record(Handle* decoder, bool on) { GUARDED(decoder->record(on)) }
+bool decoder_record(Handle* decoder, bool on) { GUARDED(decoder->record(on)) }
 
-bool take_spans(Handle* decoder, int64_t* count, const Span** spans) try {
+bool decoder_take_spans(Handle* decoder, int64_t* count, const Span** spans) try {
     decoder->spans_taken = decoder->spans();
     *count = static_cast<int64_t>(decoder->spans_taken.size());
     *spans = decoder->spans_taken.data();

@@ -91,7 +91,7 @@ def library(simd: str = "auto") -> ctypes.CDLL:
         """The result of a function that may fail. Raises ValueError naming the wrong argument."""
         if not result:
             kind = c_int()
-            message = loaded.error(byref(kind)).decode()
+            message = loaded.decoder_error(byref(kind)).decode()
             raise FAILURES[kind.value](message)
         return result
 
@@ -129,7 +129,7 @@ class Decoder:
         tile = options.br or tuned[0], options.bc or tuned[1]
         self._lock = threading.Lock()
         self._c = library(helpers)
-        self.description = extension.describe_helpers(self._c.simd_name().decode(), self.threads)
+        self.description = extension.describe_helpers(self._c.decoder_simd_name().decode(), self.threads)
         shape = (c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd)
         room = self.slots, self.capacity, self.threads, processor.caches()[-1].size
         sizes = (*shape, *tile, *room, c.tanh_gelu, c.window or 0)
@@ -139,7 +139,7 @@ class Decoder:
                 raise ValueError(f"{tensor} is {data.dtype}; it must be float32")
             if not data.flags.c_contiguous and not data.flags.f_contiguous:
                 raise ValueError(f"{tensor} has gaps; it or its transpose must be contiguous")
-        self._handle = self._c.open_decoder(
+        self._handle = self._c.decoder_open(
             integers(sizes),
             options.weights.encode(),
             options.kv_cache.encode(),
@@ -157,7 +157,7 @@ class Decoder:
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
-            self._c.close_decoder(self._handle)
+            self._c.decoder_close(self._handle)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Decoder cannot be copied")
@@ -168,7 +168,9 @@ class Decoder:
         added = (c_double * len(biases))(*biases)
         top = alternatives("logprobs", logprobs)
         with self._lock:
-            self._c.set_sampling(self._handle, slot, numbers, len(tokens), integers(tokens), added, top)
+            self._c.decoder_set_sampling(
+                self._handle, slot, numbers, len(tokens), integers(tokens), added, top
+            )
 
     def take_logprobs(self, slot: int) -> list[tuple[int, float, list[tuple[int, float]]]]:
         rows = (list(zip(*row)) for row in zip(*(a.tolist() for a in self.take_logprob_arrays(slot))))
@@ -178,26 +180,28 @@ class Decoder:
         """The same as arrays (tokens, 1 + top): tokens, -1 where an alternative lacks; and logprobs."""
         count, top = c_int64(), c_int64()
         with self._lock:
-            self._c.take_logprobs(self._handle, slot, byref(count), byref(top))
+            self._c.decoder_take_logprobs(self._handle, slot, byref(count), byref(top))
             shape = count.value, 1 + top.value
             tokens = np.empty(shape, np.int64)
             logprobs = np.empty(shape)
-            self._c.fetch_logprobs(self._handle, top, tokens.ctypes.data, logprobs.ctypes.data)
+            self._c.decoder_fetch_logprobs(self._handle, top, tokens.ctypes.data, logprobs.ctypes.data)
         return tokens, logprobs
 
     def begin(self, slot: int, ids: Sequence[int], continues: bool = False, top: int | None = None) -> None:
         with self._lock:
-            self._c.begin(self._handle, slot, len(ids), integers(ids), continues, alternatives("top", top))
+            self._c.decoder_begin(
+                self._handle, slot, len(ids), integers(ids), continues, alternatives("top", top)
+            )
 
     def read(self, slot: int, seconds: float = math.inf) -> bool:
         done = c_bool()
         with self._lock:
-            self._c.read_for(self._handle, slot, seconds, byref(done))
+            self._c.decoder_read_for(self._handle, slot, seconds, byref(done))
         return done.value
 
     def drop(self, slot: int) -> None:
         with self._lock:
-            self._c.drop(self._handle, slot)
+            self._c.decoder_drop(self._handle, slot)
 
     def write(self, slots: Sequence[int], uniforms: ArrayLike, seconds: float | None = None) -> Tokens:
         numbers = rows_of(uniforms, len(slots))
@@ -207,45 +211,45 @@ class Decoder:
         limit = None if seconds is None else byref(c_double(seconds))
         arrays = (integers(slots), rows, numbers.ctypes.data, limit, tokens.ctypes.data, byref(written))
         with self._lock:
-            self._c.write_rows(self._handle, count, *arrays)
+            self._c.decoder_write_rows(self._handle, count, *arrays)
         return tokens[: written.value]
 
     def set_draft(self, draft: Draft | None) -> None:
         """Guess tokens by this draft from now on, or not at all. It changes no text."""
         tables = (None, None) if draft is None else (draft.tags.ctypes.data, draft.pairs.ctypes.data)
         with self._lock:
-            self._c.set_draft(self._handle, *tables)
+            self._c.decoder_set_draft(self._handle, *tables)
         self.draft = draft
 
     def draft_counts(self) -> DraftCounts:
         """What drafts did since the last call."""
         counts = (c_int64 * len(DraftCounts._fields))()
         with self._lock:
-            self._c.draft_counts(self._handle, counts)
+            self._c.decoder_draft_counts(self._handle, counts)
         return DraftCounts(*counts)
 
     def copy(self, source: int, *targets: int) -> None:
         with self._lock:
             for target in targets:
-                self._c.copy(self._handle, source, target)
+                self._c.decoder_copy(self._handle, source, target)
 
     def logits(self, slot: int) -> list[float]:
         logits = (c_float * self.config.vocab_size)()
         with self._lock:
-            self._c.logits(self._handle, slot, logits)
+            self._c.decoder_logits(self._handle, slot, logits)
         return list(logits)
 
     def record(self, on: bool) -> None:
         """Switch the recording of spans on or off; it is off at first."""
         with self._lock:
-            self._c.record(self._handle, on)
+            self._c.decoder_record(self._handle, on)
 
     def spans(self) -> list[tuple[str, int, int, int]]:
         """(kind, thread, begin, end) of each span since the last call, in nanoseconds; 0: the caller."""
         count = c_int64()
         spans = POINTER(Span)()
         with self._lock:
-            self._c.take_spans(self._handle, byref(count), byref(spans))
+            self._c.decoder_take_spans(self._handle, byref(count), byref(spans))
             return [(s.kind.decode(), s.thread, s.begin, s.end) for s in spans[: count.value]]
 
 

@@ -25,24 +25,24 @@ struct Writer {
 
 }  // namespace
 
-EXPORT(allocate) void* allocate(int32_t bytes) { return std::malloc(std::max(bytes, 1)); }
-EXPORT(release) void release(void* memory) { std::free(memory); }
+EXPORT(allocate) void* page_allocate(int32_t bytes) { return std::malloc(std::max(bytes, 1)); }
+EXPORT(release) void page_release(void* memory) { std::free(memory); }
 
 EXPORT(open_checkpoint)
-Checkpoint* open_checkpoint(int32_t block_size, int32_t vocab_size, int32_t n_layer, int32_t n_head,
-                            int32_t n_embd, int32_t window) {
+Checkpoint* page_open_checkpoint(int32_t block_size, int32_t vocab_size, int32_t n_layer, int32_t n_head,
+                                 int32_t n_embd, int32_t window) {
     return new Checkpoint{{block_size, vocab_size, n_layer, n_head, n_embd, /* tanh_gelu */ false, window}, {}};
 }
 
 // The memory into which the page writes the tensor's floats.
-EXPORT(add_tensor) float* add_tensor(Checkpoint* checkpoint, const char* name, int32_t floats) {
+EXPORT(add_tensor) float* page_add_tensor(Checkpoint* checkpoint, const char* name, int32_t floats) {
     return checkpoint->tensors[name] = Buffer(floats);
 }
 
 // precision and part: rows of PRECISIONS and PARTS.
 EXPORT(open_decoder)
-Writer* open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t part, int32_t br, int32_t bc,
-                     int32_t capacity) {
+Writer* page_open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t part, int32_t br, int32_t bc,
+                          int32_t capacity) {
     return new Writer{{checkpoint->shape,
                        checkpoint->lookup(),
                        PRECISIONS[precision].precision,
@@ -51,23 +51,23 @@ Writer* open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t pa
                        {br, bc, 1, capacity, 1, CACHE_BYTES}}};
 }
 
-EXPORT(close_decoder) void close_decoder(Writer* writer) { delete writer; }
+EXPORT(close_decoder) void page_close_decoder(Writer* writer) { delete writer; }
 
 // The names of the operators of PARTS, each followed by a line end.
-EXPORT(names) const char* names() {
+EXPORT(names) const char* page_names() {
     static std::string lines;
     lines.clear();
     for (const Part& part : PARTS) lines += std::string(part.name) + '\n';
     return lines.c_str();
 }
 
-EXPORT(begin_text) void begin_text(Writer* writer, uint64_t seed, const SamplingNumbers* sampling) {
+EXPORT(begin_text) void page_begin_text(Writer* writer, uint64_t seed, const SamplingNumbers* sampling) {
     writer->uniforms = Uniforms(seed);
     writer->decoder.set_sampling(0, {*sampling});
 }
 
 // to (count, 2) <- a seed's numbers from `first` on, for decoder.wgsl: the nearest float below, and the rest.
-EXPORT(uniforms) void uniforms(uint64_t seed, int32_t first, int32_t count, float* to) {
+EXPORT(uniforms) void page_uniforms(uint64_t seed, int32_t first, int32_t count, float* to) {
     Uniforms numbers(seed);
     for (int32_t i = 0; i < first; i++) numbers.next();
     for (int32_t i = 0; i < count; i++) {
@@ -79,14 +79,14 @@ EXPORT(uniforms) void uniforms(uint64_t seed, int32_t first, int32_t count, floa
     }
 }
 
-EXPORT(prefill) void prefill(Writer* writer, const int32_t* ids, int32_t count, int32_t continues) {
+EXPORT(prefill) void page_prefill(Writer* writer, const int32_t* ids, int32_t count, int32_t continues) {
     writer->decoder.begin(0, {ids, ids + count}, continues);
     writer->decoder.read(0);
 }
 
 // Appends 1 to `most` tokens, for half a frame; returns their number. Token i was chosen from the i-th row of
 // logits (most, vocab_size).
-EXPORT(write_tokens) int32_t write_tokens(Writer* writer, int32_t most, int32_t* tokens, float* logits) {
+EXPORT(write_tokens) int32_t page_write_tokens(Writer* writer, int32_t most, int32_t* tokens, float* logits) {
     const auto end = Clock::now() + HALF_A_FRAME;
     int32_t i = 0;
     do {
@@ -100,8 +100,8 @@ EXPORT(write_tokens) int32_t write_tokens(Writer* writer, int32_t most, int32_t*
 // to (V) <- the probabilities from which a token is drawn, after `count` tokens, of which the first `prompt`
 // were given.
 EXPORT(distribution)
-void distribution(const float* logits, int32_t V, const int32_t* ids, int32_t count, int32_t prompt,
-                  const SamplingNumbers* sampling, double* to) {
+void page_distribution(const float* logits, int32_t V, const int32_t* ids, int32_t count, int32_t prompt,
+                       const SamplingNumbers* sampling, double* to) {
     Occurrences text{std::vector<char>(V), std::vector<int32_t>(V)};
     for (int32_t i = 0; i < count; i++) text.seen[ids[i]] = 1;
     for (int32_t i = prompt; i < count; i++) text.written[ids[i]]++;
@@ -111,9 +111,9 @@ void distribution(const float* logits, int32_t V, const int32_t* ids, int32_t co
 }
 
 // The sizes that the kernels are compiled with, as lab/traffic.py names them.
-EXPORT(lanes) int32_t lanes() { return static_cast<int32_t>(simd::lanes()); }
-EXPORT(panel) int32_t panel() { return static_cast<int32_t>(simd::panel()); }
-EXPORT(rows) int32_t rows() { return static_cast<int32_t>(simd::rows()); }
-EXPORT(part2_tile) int32_t part2_tile() { return part2::T; }
-EXPORT(part2_depth) int32_t part2_depth() { return part2::DEPTH; }
-EXPORT(part4_step) int32_t part4_step() { return part4::STEP; }
+EXPORT(lanes) int32_t page_lanes() { return static_cast<int32_t>(simd::lanes()); }
+EXPORT(panel) int32_t page_panel() { return static_cast<int32_t>(simd::panel()); }
+EXPORT(rows) int32_t page_rows() { return static_cast<int32_t>(simd::rows()); }
+EXPORT(part2_tile) int32_t page_part2_tile() { return part2::T; }
+EXPORT(part2_depth) int32_t page_part2_depth() { return part2::DEPTH; }
+EXPORT(part4_step) int32_t page_part4_step() { return part4::STEP; }

@@ -24,18 +24,18 @@ Attention call_of(int64_t H, int64_t N, int64_t d, int64_t Br, int64_t Bc, float
 }  // namespace
 
 EXPORT(scratch_floats)
-int32_t scratch_floats(int32_t part, int32_t H, int32_t N, int32_t d, int32_t Br, int32_t Bc) {
+int32_t page_scratch_floats(int32_t part, int32_t H, int32_t N, int32_t d, int32_t Br, int32_t Bc) {
     return static_cast<int32_t>(PARTS[part].scratch(call_of(H, N, d, Br, Bc, nullptr)));
 }
 
 EXPORT(attend)
-void attend(int32_t part, int32_t H, int32_t N, int32_t d, int32_t Br, int32_t Bc, float* data) {
+void page_attend(int32_t part, int32_t H, int32_t N, int32_t d, int32_t Br, int32_t Bc, float* data) {
     PARTS[part].attention(call_of(H, N, d, Br, Bc, data), data + int64_t{4} * H * N * d);
 }
 
-EXPORT(multiply_adds) double time_multiply_adds(int32_t steps) { return multiply_adds(steps); }
+EXPORT(multiply_adds) double page_multiply_adds(int32_t steps) { return multiply_adds(steps); }
 
 // `floats` is a multiple of 16.
-EXPORT(read_floats) double read_page_floats(const float* data, int32_t floats) {
+EXPORT(read_floats) double page_read_floats(const float* data, int32_t floats) {
     return read_floats(data, floats, /* passes */ 1);
 }

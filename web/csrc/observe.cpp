@@ -38,7 +38,7 @@ struct Observation {
 }  // namespace
 
 EXPORT(observe)
-Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int32_t* ids, int32_t count) {
+Observation* page_observe(const Checkpoint* checkpoint, int32_t precision, const int32_t* ids, int32_t count) {
     const ModelShape& s = checkpoint->shape;
     const Weights weights(s, checkpoint->lookup(), PRECISIONS[precision].precision);
     const int64_t T = count, C = s.n_embd;
@@ -79,22 +79,24 @@ Observation* observe(const Checkpoint* checkpoint, int32_t precision, const int3
     return o;
 }
 
-EXPORT(close_observation) void close_observation(Observation* o) { delete o; }
+EXPORT(close_observation) void page_close_observation(Observation* o) { delete o; }
 
 // to (T, d) <- q, k or v of a head
-EXPORT(observed) void observed(const Observation* o, int32_t layer, int32_t head, int32_t which, float* to) {
+EXPORT(observed)
+void page_observed(const Observation* o, int32_t layer, int32_t head, int32_t which, float* to) {
     for (int64_t t = 0; t < o->T; t++)
         std::copy_n(o->head(layer, head, which) + t * o->ldQ, o->d, to + t * o->d);
 }
 
 // ALiBi's slope of a head, or 0.
-EXPORT(observed_slope) float observed_slope(const Observation* o, int32_t head) {
+EXPORT(observed_slope) float page_observed_slope(const Observation* o, int32_t head) {
     const Rules* rules = o->endless.rules(head);
     return rules ? *rules->slopes : 0;
 }
 
 // P (T, T) <- the weights of attention; 0 where a key is masked. In double: the page shows the values.
-EXPORT(observed_weights) void observed_weights(const Observation* o, int32_t layer, int32_t head, float* P) {
+EXPORT(observed_weights)
+void page_observed_weights(const Observation* o, int32_t layer, int32_t head, float* P) {
     const AttentionSizes a = o->sizes(head);
     const float *Q = o->head(layer, head, 0), *K = o->head(layer, head, 1);
     std::vector<double> row(a.Nk);

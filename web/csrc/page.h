@@ -1,4 +1,4 @@
-// The page's interface: functions exported by name, with C's types and 32-bit sizes. The page has checked the
+// The page's interface: functions exported as page_NAME, with C's types and 32-bit sizes. The page has checked the
 // arguments and a checkpoint's tensors.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include "buffer.h"
 #include "generation/csrc/decoder.h"
 
-#define EXPORT(name) extern "C" __attribute__((export_name(#name)))
+#define EXPORT(name) extern "C" __attribute__((export_name("page_" #name)))
 
 struct Checkpoint {
     ModelShape shape;

@@ -36,7 +36,7 @@ export class Kernels {
     kernels.c = exports;
     exports._initialize();
     // The rows of csrc/parts.h, whose operators are a name and an algorithm: part4_flash.
-    kernels.parts = kernels.string(exports.names()).match(/.+/g).map((operator) => {
+    kernels.parts = kernels.string(exports.page_names()).match(/.+/g).map((operator) => {
       const [name, ...algorithm] = operator.split("_");
       return { name, algorithm: algorithm.join(" ") };
     });
@@ -67,17 +67,17 @@ export class Kernels {
 
   // Calls use(address) with newly allocated bytes and releases them afterwards.
   with(bytes, use) {
-    const at = this.c.allocate(bytes);
+    const at = this.c.page_allocate(bytes);
     if (!at) throw new Refused(`no memory for ${bytes} bytes`);
     const result = use(at);
-    this.c.release(at);
+    this.c.page_release(at);
     return result;
   }
 
   // Calls a function of the kernels; typed arrays are copied to their memory and back.
   call(name, ...given) {
     const n = given.findIndex(ArrayBuffer.isView);
-    if (n < 0) return this.c[name](...given);
+    if (n < 0) return this.c[`page_${name}`](...given);
     const array = given[n];
     return this.with(array.byteLength, (at) => {
       const copy = () => this.view(array.constructor, at, array.length);
@@ -91,7 +91,7 @@ export class Kernels {
   // A checkpoint's address; its tensors are copied.
   openCheckpoint({ config, tensors }) {
     const { block_size, vocab_size, n_layer, n_head, n_embd, window } = config;
-    const made = this.c.open_checkpoint(block_size, vocab_size, n_layer, n_head, n_embd, window ?? 0);
+    const made = this.call("open_checkpoint", block_size, vocab_size, n_layer, n_head, n_embd, window ?? 0);
     for (const [name, { data }] of tensors) {
       const at = this.call("add_tensor", made, new TextEncoder().encode(`${name}\0`), data.length);
       this.view(Float32Array, at, data.length).set(data);

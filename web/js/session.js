@@ -153,7 +153,7 @@ export class Session {
     const { kernels } = this,
       { n_layer: layers, n_head: heads, n_embd } = this.checkpoint.config,
       T = ids.length;
-    if (this.observations[of]) kernels.c.close_observation(this.observations[of].at);
+    if (this.observations[of]) kernels.call("close_observation", this.observations[of].at);
     delete this.observations[of];
     const at = kernels.call("observe", this.handle, this.precision, Int32Array.from(ids), T);
     this.observations[of] = { at, T, d: n_embd / heads };
@@ -183,7 +183,7 @@ export class Session {
     const { at, T, d } = this.observations[of],
       [q, k, v] = [0, 1, 2].map(() => new Float32Array(T * d));
     for (const [which, to] of [q, k, v].entries()) this.kernels.call("observed", at, layer, head, which, to);
-    return { q, k, v, T, d, slope: this.kernels.c.observed_slope(at, head) };
+    return { q, k, v, T, d, slope: this.kernels.call("observed_slope", at, head) };
   }
 
   // The walk (nest.js) of a part, or of a script (part "script"), behind caches (caches.js): {frames, first,
@@ -208,12 +208,11 @@ export class Session {
   // Then use(again, data, scratch): again() repeats the call, scratch is a number of floats.
   called({ part, heads, N, d }, use) {
     const { kernels } = this,
-      { attend, scratch_floats } = kernels.c,
       sizes = [kernels.part(part), heads, N, d, ...TILE],
       inputs = 3 * heads * N * d,
-      scratch = scratch_floats(...sizes);
+      scratch = kernels.call("scratch_floats", ...sizes);
     return kernels.with(4 * (inputs + heads * N * d + scratch), (data) => {
-      const again = () => attend(...sizes, data);
+      const again = () => kernels.call("attend", ...sizes, data);
       kernels.view(Float32Array, data, inputs).set(Array.from({ length: inputs }, () => 2 * Math.random() - 1));
       again(); // touches all memory
       return use(again, data, scratch);
@@ -240,26 +239,24 @@ export class Session {
 
   // Operations per second of multiply-adds in registers.
   peak({ ms = 200 } = {}) {
-    const { multiply_adds } = this.kernels.c,
-      steps = 200_000;
-    return (multiply_adds(steps) / timed(() => multiply_adds(steps), ms)) * 1e3;
+    const steps = 200_000,
+      multiply = () => this.kernels.call("multiply_adds", steps);
+    return (multiply() / timed(multiply, ms)) * 1e3;
   }
 
   // Bytes per second of sequential reads from a buffer.
   bandwidth({ bytes, ms = 150 }) {
-    const { read_floats } = this.kernels.c,
-      floats = Math.floor(bytes / 64) * 16;
+    const floats = Math.floor(bytes / 64) * 16;
     return this.kernels.with(4 * floats, (data) => {
       this.kernels.view(Float32Array, data, floats).fill(1);
-      const read = () => read_floats(data, floats);
+      const read = () => this.kernels.call("read_floats", data, floats);
       return (read() / timed(read, ms)) * 1e3;
     });
   }
 
   // The sizes that the kernels are compiled with, as traffic.js takes them.
   block() {
-    const { c } = this.kernels;
-    return Object.fromEntries(Object.keys(new Block()).map((name) => [name, c[name]()]));
+    return Object.fromEntries(Object.keys(new Block()).map((name) => [name, this.kernels.call(name)]));
   }
 }
 

@@ -32,10 +32,10 @@ template <class Where> None slope_of(float, Where, long) { return {}; }
 }  // namespace
 
 #pragma GCC visibility push(default)
-extern "C" bool has_slope() { return sizeof(slope_of(0, At{}, 0)) == sizeof(float); }
+extern "C" bool score_mod_has_slope() { return sizeof(slope_of(0, At{}, 0)) == sizeof(float); }
 
 // Rules::mod. The strip's scores are in units of 1 / unit; `slopes` may be null.
-extern "C" void change(const Strip& strip, int64_t b, int64_t h, float* slopes) {
+extern "C" void score_mod_change(const Strip& strip, int64_t b, int64_t h, float* slopes) {
     const bool queries_span = strip.query_stride == 1;
     const int64_t outer = queries_span ? strip.keys : strip.queries;
     const int64_t inner = queries_span ? strip.queries : strip.keys;
