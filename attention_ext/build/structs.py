@@ -57,13 +57,3 @@ def check(struct: Any, size: int) -> None:
     if size != ctypes.sizeof(struct):
         must = f"it must have {ctypes.sizeof(struct)} as {struct.__doc__}"
         raise BuildError(f"struct {struct.__name__} has {size} bytes in the library; {must}")
-
-
-def offsets(struct: Any, start: int = 0) -> list[tuple[int, int]]:
-    """Where each number of a struct begins and how many bytes it has, those of structs in it one by one."""
-    found: list[tuple[int, int]] = []
-    for each in reversed(struct.__mro__):
-        for name, kind in vars(each).get("_fields_", ()):
-            at = start + getattr(struct, name).offset
-            found += offsets(kind, at) if hasattr(kind, "_fields_") else [(at, ctypes.sizeof(kind))]
-    return found
