@@ -81,7 +81,7 @@ def follow(function: int, arguments: Any, dtype: torch.dtype) -> None:
         matrices(call.lse, lse.contiguous().stride(), lse.shape, torch.float32).copy_(lse)
 
 
-def read(call: CudaCall, dtype: torch.dtype) -> list[torch.Tensor]:
+def read(call: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     """q, k and v of a call, as a kernel would read them."""
     found, row = [], running.row
     for name in "qkv":

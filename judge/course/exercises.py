@@ -118,7 +118,7 @@ query r of the strip sees the first `first + r` of them; if first is keys, a.cha
 # 5-launches attention_ext/csrc/cuda/kernel1.cu 1 attention
 On a GPU: a launch for each tile of keys, with m, l and O in global memory in between.
 - docs/learn/gpu.md, kernel 1
-- attention_ext/csrc/cuda/call.h: what a call holds
+- attention_ext/csrc/cuda/arguments.h: what a call holds
 > s += Q[row * d + c] * K
 for c:  s <- s + Q[row][c] * K[column][c], both in shared memory
 > m_new = fmaxf(m_new ... __syncwarp();  // every lane

@@ -1,8 +1,8 @@
 // Attention of your own in CUDA: out = softmax(scale * q k^T) v for each batch and head.
 //
 // NVRTC compiles this file, without CUDA's headers. A block is launched for each BR queries of each head. BR,
-// THREADS and SHARED, the bytes of dynamic shared memory, are macros here; HEAD_DIM, d, is given. call.h says
-// what a call holds.
+// THREADS and SHARED, the bytes of dynamic shared memory, are macros here; HEAD_DIM, d, is given. arguments.h
+// says what a call holds.
 //
 // The loop nest: a thread has a query. It goes over all keys it sees twice, for the largest score m, and for
 // the weights p, their sum l and the output o.

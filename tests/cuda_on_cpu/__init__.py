@@ -25,7 +25,8 @@ HERE = Path(__file__).resolve().parent
 def build(work: Path, kernel: str, macros: dict[str, object]) -> None:
     """Build emulator.so of a kernel's file in a folder, with the headers here in place of those with PTX."""
     shutil.copytree(HERE, work, dirs_exist_ok=True)
-    shutil.copy(SOURCES / "call.h", work)
+    for name in ("call.h", "arguments.h"):
+        shutil.copy(SOURCES / name, work)
     flags = "-std=c++17 -O1 -U_FORTIFY_SOURCE -fno-strict-aliasing -shared -fPIC -w".split()
     flags += [f"-D{name}={value}" for name, value in (macros | {"KERNEL": f'"{kernel}"'}).items()]
     command = ["g++", *flags, "emulator.cpp", "-o", "emulator.so"]
