@@ -24,7 +24,8 @@ from shakespeare.lab.bench.contenders import CUDA_CONTENDERS
 from shakespeare.lab.bench.gpu_bench import GpuBench
 from shakespeare.lab.bench.plan import check_memory
 from shakespeare.lab.bench.results import Result, Run
-from shakespeare.lab.bench.runner import MIN_TIME_SECONDS, ROUNDS, Bench, inputs
+from shakespeare.lab.bench.runner import Bench, inputs
+from shakespeare.lab.bench.sweep import MIN_TIME_SECONDS, ROUNDS
 from shakespeare.lab.cuda import architectures
 from shakespeare.lab.cuda.architectures import SHEETS, WARP, architecture, occupancy
 from shakespeare.lab.cuda.traffic import WAVEFRONT, Count, Shared, counts

@@ -12,7 +12,7 @@ from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice, progress, to_type
 from shakespeare.attention_ext import PARTS
 from shakespeare.attention_ext.parts import DEVICES, is_file
-from shakespeare.lab.bench.sweep import Sweep
+from shakespeare.lab.bench.sweep import MIN_TIME_SECONDS, ROUNDS, Sweep
 
 if TYPE_CHECKING:  # they import torch
     from shakespeare.lab.bench.plan import Cell
@@ -64,8 +64,12 @@ sweep_options = options.all_of(
     options.names("--l2", "l2s", L2, default="warm,cold"),
 )
 run_options = options.all_of(
-    options.integer("-r", "--rounds", "Times each contender is timed.", minimum=2, maximum=10**6, default=10),
-    options.number("--min-time", "Seconds of timing per contender, at least.", maximum=3600, default=0.2),
+    options.integer(
+        "-r", "--rounds", "Times each contender is timed.", minimum=2, maximum=10**6, default=ROUNDS
+    ),
+    options.number(
+        "--min-time", "Seconds of timing per contender, at least.", maximum=3600, default=MIN_TIME_SECONDS
+    ),
     options.choice(
         "-o", "--output", "form", "Format of the results.", choices=("md", "csv", "json", "jsonl")
     ),

@@ -32,8 +32,6 @@ from shakespeare.lab.traffic import traffic as total
 
 # Largest error over the largest expected value. bfloat16 rounds by up to 0.4 %, float16 by 0.05 %.
 WRONG_ERROR = {Dtype.FP32: 1e-4, Dtype.BF16: 1e-2, Dtype.FP16: 2e-3}
-ROUNDS = 10
-MIN_TIME_SECONDS = 0.2
 SLICE = 2**24  # float64 scores that exact_output() holds at once
 BUFFER_CACHES = 4  # a sample of the bandwidth reads this many times the size of the core's last own cache
 FURTHER_SHARE = 0.25  # share of the time so far that further passes may take

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 L2 = ("warm", "cold")  # what the L2 cache holds before a call: what the last call left, or other data
 
+ROUNDS = 10  # times that each contender is timed, also by `gpt.py explain`
+MIN_TIME_SECONDS = 0.2  # of timing per contender, at least
+
 
 @dataclass(frozen=True)
 class Sweep:
