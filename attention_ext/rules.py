@@ -33,7 +33,6 @@ class Options(TypedDict, total=False):
 
 NAMES = frozenset(Options.__annotations__)
 NO_LIMIT = 2**50  # keys to a side: further than any
-Strip = structure(CSRC / "rules.h", "Strip")
 HIDDEN = -3.4e38  # above HIDDEN of csrc/rules.h, below any score
 
 
@@ -53,6 +52,7 @@ class ScoreMod:
         """Scores (B, H, Nq, Nk), float32 and contiguous, as it changes them, and its derivative there."""
         import torch
 
+        Strip = structure(CSRC / "rules.h", "Strip")
         slopes = torch.zeros_like(s)
         s = s.clone()
         for b, h in ((b, h) for b in range(s.shape[0]) for h in range(s.shape[1])):

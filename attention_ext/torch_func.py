@@ -69,7 +69,8 @@ def register(compute: Any, gradient: Callable, save: Callable = lambda ctx, inpu
             t = t.expand(n, *t.shape) if dim is None else t.movedim(dim, 0)
             if name == "bias":
                 t = t.expand(n, B, *t.shape[2:])
-            return t.flatten(0, 1)
+            t = t.flatten(0, 1)
+            return t if name in ("q", "k", "v", "dout") else t.contiguous()  # those may have strides on CUDA
 
         found = compute(*map(folded, names, args, dims))
         outs = tuple(t.unflatten(0, (n, B)) if t.numel() else t for t in found)

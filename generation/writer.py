@@ -107,7 +107,7 @@ class Writer:
         heapq.heappush(self.engine.free, text.slot)
 
     def step(self, limit: float = math.inf) -> list[tuple[Text, NDArray[Any]]]:
-        """Append 1 to `most` tokens to each unfinished text, as many as the engine writes in one call.
+        """Append 1 to `limit` tokens to each unfinished text, as many as the engine writes in one call.
 
         Returns these texts in the order in which they joined, each with its new tokens, none of them of the
         model's eos_token_id unless the request ignores it. With slice_seconds, texts whose prompt or window

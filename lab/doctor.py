@@ -66,7 +66,7 @@ else:
 BROUGHT = prebuilt.find("decoder")  # by a wheel
 DECODER = """
 import ctypes, sys
-name = ctypes.CDLL(sys.argv[1]).simd_name
+name = ctypes.CDLL(sys.argv[1]).decoder_simd_name
 name.restype = ctypes.c_char_p
 print(name().decode())
 """

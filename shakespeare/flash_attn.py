@@ -97,7 +97,7 @@ def _options(
     """The options of attend() that these arguments of flash-attn stand for."""
     if dropout_p:
         raise ValueError(f"dropout_p is {dropout_p}; it must be 0, as part 4 drops no probabilities")
-    if window_size == (-1, -1) and not softcap and alibi_slopes is None:
+    if window_size == (-1, -1) and softcap <= 0 and alibi_slopes is None:
         return {"causal": causal, "scale": softmax_scale}
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"window_size is {type_text(window_size)}; it must be (left, right)")
@@ -108,7 +108,7 @@ def _options(
         "causal": causal or right == 0,
         "scale": softmax_scale,
         "window": (left, right),
-        "softcap": softcap or None,
+        "softcap": softcap if softcap > 0 else None,
         "alibi_slopes": alibi_slopes,
     }
 
@@ -359,6 +359,8 @@ def _places(
     if "cache_seqlens" not in read:
         length = whole("cache_seqlens", S if cache_seqlens is None else cache_seqlens)
         read["cache_seqlens"] = [length for _ in range(B)]
+    if B > rows and "cache_batch_idx" not in read:
+        raise ValueError(f"k_cache has shape ({rows}, ...); it must have q's {B} texts, or cache_batch_idx")
     lengths = read["cache_seqlens"]
     first = read.get("cache_leftpad", [0 for _ in range(B)])
     row = read.get("cache_batch_idx", [*range(B)])

@@ -129,13 +129,13 @@ def mask(
         q_offset = int(q_offset)  # of a static cache
     if parsed and not isinstance(q_offset, Tensor):
         left, right, documents = parsed
+        wanted = documents is not None or allow_is_causal_skip or allow_is_bidirectional_skip or q_length == 1
         if right == 0:
             length = q_offset + q_length - kv_offset
         if attention_mask is not None:
             rows = attention_mask[:, kv_offset : kv_offset + length]
             if torch.compiler.is_compiling() or not rows.all():
                 documents = F.pad(rows, (0, length - rows.shape[1])).long()
-        wanted = documents is not None or allow_is_causal_skip or allow_is_bidirectional_skip or q_length == 1
         aligned = right == 0 or q_length == kv_length or (left is right is documents is None)
         if wanted and aligned and q_length <= length <= kv_length:
             return Mask((batch_size, 1, q_length, kv_length), (left, right), length, documents)

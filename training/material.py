@@ -116,7 +116,7 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
 
 
 def windows(ids: Tensor, block_size: int, limit: int) -> Tensor:
-    """ids (N,) if they are at most `most`, else evenly spaced windows (n, block_size + 1) of them.
+    """ids (N,) if they are at most `limit`, else evenly spaced windows (n, block_size + 1) of them.
 
     Neighbouring windows share a token, because the last one of a window is only predicted.
     """

@@ -21,7 +21,7 @@ TYPES: dict[str, Any] = {
 def structure(file: Path, name: str) -> Any:
     """struct `name` of a file in C++ or ISPC, and its base's fields. A pointer is an address, an enum an int.
 
-    What stands under `#if` is left out. Raises ValueError for a type that the file does not declare.
+    What stands under `#if` is left out. Raises BuildError for a type that the file does not declare.
     """
     text = re.sub(r"//.*|^#if[\s\S]*?^#endif|\buniform\s+", "", file.read_text("utf-8"), flags=re.M)
     found = re.search(rf"struct[^;{{=]*\b{name}(?: : (\w+))? {{(.*?)^}};", text, re.M | re.S)
@@ -30,7 +30,7 @@ def structure(file: Path, name: str) -> Any:
             return ctypes.c_int
         alias = re.search(rf"using {name} = (\w+)", text)
         if not alias:
-            raise ValueError(f"{file.name} has no struct {name}")
+            raise BuildError(f"{file.name} has no struct {name} that can be read")
         return structure(file, alias[1])
     base, body = found.groups()
     body = re.sub(r"\{\s*\}", "", body)

@@ -12,10 +12,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "bf16.h"
 #include "rules.h"
-#include "threads.h"
+
+// The Pool of threads.h, which a user's kernel need not include.
+using RunsThreads = void(int threads, const std::function<void(int)>& body);
 
 inline constexpr int MOST_THREADS = 1024;  // of a call, and of a decoder's team
 
@@ -47,7 +50,7 @@ struct AttentionSizes {
     int64_t Br, Bc;  // part 4's tile, at most Nq and Nk
     int threads;
     const Rules* rules = nullptr;  // null if there are none; they include `causal`
-    Pool* pool = nullptr;          // null: the caller's thread does all
+    RunsThreads* pool = nullptr;   // null: the caller's thread does all
 
     // Query i sees the keys 0 .. seen(i) - 1.
     int64_t seen(int64_t i) const { return causal ? i + 1 + (Nk - Nq) : Nk; }
@@ -84,7 +87,7 @@ template <class Element> struct AttentionOf : AttentionSizes {
     float* lse_at(int64_t b, int64_t h) const { return lse ? lse + (b * H + h) * Nq : nullptr; }
 };
 
-using Attention = AttentionOf<float>;  // attention.isph and user_kernel.py have the same layout
+using Attention = AttentionOf<float>;  // attention.isph has the same layout
 
 // A backward pass: the gradients of `out` and `lse`, in float32.
 //

@@ -289,7 +289,7 @@ def most_clusters(function: Any, config: Any) -> int:
 def source(
     row: Kernel, tile: Tile, d: int, dtype: Dtype, capability: tuple[int, int], rules: int = 0
 ) -> nvrtc.Source:
-    """The kernel to compile. d: as given, not yet padded. rules: RULES of csrc/cuda/rules.h."""
+    """The kernel to compile. d: as given, not yet padded. rules: RULES of csrc/cuda/arguments.h."""
     macros = {
         "FORMAT": FORMATS[dtype],
         "HEAD_DIM": row.padded(d),

@@ -25,7 +25,7 @@ namespace {
 thread_local std::string failure;
 thread_local int failure_kind = 0;
 
-// Keeps for error() why a call failed. A handler of all exceptions calls it.
+// Keeps for decoder_error() why a call failed. A handler of all exceptions calls it.
 bool failed() {
     try {
         throw;

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shakespeare.attention_ext.rules import NO_LIMIT
+from shakespeare.attention_ext.rules import Rules
 from shakespeare.model.gpt import GPT, Attend
 from shakespeare.model.kv_cache import KVCache
 
@@ -66,8 +66,8 @@ class Step:
             filled.append(buffer[: len(self.slots)].to(q.dtype))
         if self.flash is None:
             return attend(q, *filled, documents=self.documents)
-        rules = NO_LIMIT, NO_LIMIT, 0.0, None, None, self.documents, self.extents
-        return self.flash(q, *filled, False, None, None, *rules)[0]
+        rules = Rules(documents=self.documents, extents=self.extents)
+        return self.flash(q, *filled, False, None, None, *rules.arguments())[0]
 
 
 def captured(step: Callable[[], None], pool: Any) -> Callable[[], None]:

@@ -54,7 +54,7 @@ class Worker:
         raise NotImplementedError
 
     def converse(self, messages: "queue.SimpleQueue[tuple[Worker, Any]]") -> None:
-        """Pass on tasks and put the worker's messages into `said`, until it is gone or a task is None."""
+        """Pass on tasks and put the worker's messages into `messages`, until it is gone or a task is None."""
         try:
             self.start()
             messages.put((self, READY))

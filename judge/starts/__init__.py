@@ -38,5 +38,6 @@ def write(
             which = "that file" if path == file else path.name
             raise ValueError(f"--new is {str(file)!r}; {which} exists, and is not replaced")
     for path, origin in origins.items():
-        path.write_text(origin.read_text(encoding="utf-8"), encoding="utf-8")
+        with path.open("x", encoding="utf-8") as new:
+            new.write(origin.read_text(encoding="utf-8"))
     return [*origins]

@@ -12,6 +12,7 @@ from support import ROOT, copy_tree, script
 
 from shakespeare.attention_ext.build import recipes
 from shakespeare.attention_ext.parts import BuildError
+from shakespeare.generation.engines import native
 from shakespeare.lab import doctor
 from shakespeare.model import checkpoint
 
@@ -35,12 +36,13 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_this_machine_passes(cli, extension):
+    native.library()
     done = cli("doctor", code=None)
     lines = re.findall(r"^(ok  |--  |FAIL)  (.{14}) (.+)$", done.stdout, re.M)
     assert [name.strip() for _, name, _ in lines] == list(doctor.CHECKS)
     assert len(lines) == done.stdout.count("\n")
     states = {name.strip(): state.strip() for state, name, _ in lines}
-    needed = {"Python", "packages", "torch", "instructions", "threads", "compiler", "operators"}
+    needed = {"Python", "packages", "torch", "instructions", "threads", "compiler", "operators", "decoder"}
     for name in needed | set(checkpoint.SHIPPED):
         assert states[name] == "ok", done.stdout
     assert done.returncode == ("FAIL" in states.values()) and done.stderr == ""

@@ -1,5 +1,5 @@
-// The page's interface: functions exported as page_NAME, with C's types and 32-bit sizes. The page has checked the
-// arguments and a checkpoint's tensors.
+// The page's interface: functions exported as page_NAME, with C's types and 32-bit sizes. The page has checked
+// the arguments and a checkpoint's tensors.
 #pragma once
 
 #include <map>

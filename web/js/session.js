@@ -112,10 +112,9 @@ export class Session {
   // Keeps the decoder for the next text, because it packs and rounds the weights.
   open(part, capacity) {
     if (this.decoder?.part === part && this.decoder.capacity === capacity) return;
-    const { c } = this.kernels;
-    if (this.decoder) c.close_decoder(this.decoder.at);
+    if (this.decoder) this.kernels.call("close_decoder", this.decoder.at);
     this.decoder = null;
-    const at = c.open_decoder(this.handle, this.precision, part, ...TILE, capacity);
+    const at = this.kernels.call("open_decoder", this.handle, this.precision, part, ...TILE, capacity);
     this.decoder = { at, part, capacity };
   }
 

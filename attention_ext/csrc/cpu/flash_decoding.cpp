@@ -22,6 +22,7 @@
 #include "parts.h"
 #include "simd/portable.h"
 #include "simd/simd.h"
+#include "threads.h"
 
 namespace part4 {
 namespace {

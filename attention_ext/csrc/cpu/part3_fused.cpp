@@ -13,6 +13,7 @@
 #include "attention.h"
 #include "cpu/softmax.h"
 #include "simd/simd.h"
+#include "threads.h"
 
 namespace {
 

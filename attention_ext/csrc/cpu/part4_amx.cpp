@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "simd/vectors/vectors.h"
+#include "threads.h"
 
 namespace amx {
 

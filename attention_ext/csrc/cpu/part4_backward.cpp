@@ -28,6 +28,7 @@
 #include "cpu/part4.h"
 #include "simd/constants.h"
 #include "simd/portable.h"
+#include "threads.h"
 
 namespace {
 

@@ -24,6 +24,7 @@
 #include "cpu/softmax.h"
 #include "simd/constants.h"
 #include "simd/simd.h"
+#include "threads.h"
 
 using part4::Tile;
 

@@ -30,7 +30,9 @@ EXPORTED bool user_kernel_defines(bool backward) {
 }
 
 // The size of their struct, which Python compares.
-EXPORTED int user_kernel_bytes(bool backward) { return backward ? sizeof(AttentionGradient) : sizeof(Attention); }
+EXPORTED int user_kernel_bytes(bool backward) {
+    return backward ? sizeof(AttentionGradient) : sizeof(Attention);
+}
 
 // The floats of scratch that a call needs, and the call.
 EXPORTED int64_t user_kernel_scratch_of_call(const Attention* call) { return user_kernel_scratch(*call); }

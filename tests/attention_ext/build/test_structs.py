@@ -9,6 +9,7 @@ from support import ROOT
 
 from shakespeare.attention_ext.build import structs, toolchain
 from shakespeare.attention_ext.parts import BuildError
+from shakespeare.generation.engines import native
 
 ATTENTION = structs.CSRC / "attention.h"
 STRUCTS = {
@@ -48,8 +49,8 @@ def test_sizes_and_offsets_are_the_compilers(extension, tmp_path):
     source, library = tmp_path / "sizes.cpp", tmp_path / "sizes.so"
     source.write_text(text)
     folders = (f"-I{folder}" for folder in (structs.CSRC, ROOT, ROOT / "model" / "csrc"))
-    command = [*toolchain.find_compiler(), "-std=c++17", "-w", "-shared", "-fPIC", *folders, str(source)]
-    subprocess.run([*command, "-o", str(library)], check=True)
+    command = [*toolchain.find_compiler(), "-std=c++17", "-w", "-shared", "-fPIC", *native.DEFINES, *folders]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True)
     assert list((ctypes.c_ulong * len(mine)).in_dll(ctypes.CDLL(str(library)), "N")) == mine
 
 

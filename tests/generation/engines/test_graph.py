@@ -7,6 +7,7 @@ import torch
 from steps import choose, logits, prefill, write_at_random
 
 from shakespeare.attention_ext.parts import CachePrecision
+from shakespeare.attention_ext.rules import ARGUMENTS
 from shakespeare.generation.engines import pytorch
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.request import Request
@@ -70,7 +71,10 @@ def test_texts_that_join_leave_and_slide(no_graphs):
 def test_part_4s_operator_gets_the_keys_of_each_text(no_graphs):
     """On CUDA the operator reads the keys within the extents, and hides those of another document there."""
 
-    def flash(q, k, v, causal, scale, kernel, left, right, softcap, slopes, sinks, documents, extents):
+    def flash(q, k, v, causal, scale, kernel, *rules):
+        given = dict(zip(ARGUMENTS, rules, strict=True))
+        documents = given["documents"]
+        extents = given["extents"]
         assert extents.dtype == torch.int32 and extents.shape == (len(q), 1, 4)
         first, end, all_first, all_end = extents[:, 0].T[:, :, None]
         rows = torch.arange(k.shape[2])
