@@ -3,6 +3,8 @@
 
 #include <string>
 
+#include "threads.h"
+
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 namespace {
