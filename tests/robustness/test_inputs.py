@@ -97,7 +97,7 @@ def values(option: click.Parameter) -> list[str]:
         return [*map(str, [low, high, *beside, 5e-324, 1e308, -1e308, "1e400"]), *NO_NUMBERS]
     if isinstance(kind, click.IntRange | TileSize | Numbers):
         low = kind.min if isinstance(kind, click.IntRange) else 1
-        high = {TileSize: 2**31 - 1, Numbers: getattr(kind, "most", None)}.get(type(kind)) or kind.max
+        high = {TileSize: 2**31 - 1, Numbers: getattr(kind, "maximum", None)}.get(type(kind)) or kind.max
         numbers = [low - 1, low, low + 1, -(10**30)]
         if high is not None:
             numbers += [high, high + 1, 2**63, 10**30]
