@@ -73,7 +73,9 @@ Stepped run(const Case& c, int threads, Random& memory) {
     for (int64_t& token : tokens) token = random.from(0, s.V - 1);
 
     Guarded scratch(training::scratch_floats(s), memory);
-    training::TrainingStep step{s, {c.clip, 0.01, 0.01, 0.01, 0.1, 0.95, 0.9, 0.99, 1e-8}, {}, scratch.data};
+    const training::Settings settings{
+        c.clip, 0.01, 0.01, 0.01, 0.1, 0.95, 0.9, 0.99, 1e-8, {3.4445f, -4.7750f, 2.0315f}, 1e-7f};
+    training::TrainingStep step{s, settings, {}, scratch.data};
     const std::vector<training::Shape> shapes = training::shapes(s);
     std::vector<float> updates(shapes.size());
     for (size_t i = 0; i < shapes.size(); i++) {
