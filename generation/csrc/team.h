@@ -175,7 +175,7 @@ class Member {
     template <class Piece> void share(int64_t pieces, const Piece& piece) {
         for (int64_t i = 0; members == 1 && i < pieces; i++) piece(i);
         if (members == 1) return;
-        const int64_t begin = trace.now();
+        const int64_t begin = thread > 0 ? 0 : trace.now();  // a helper may outlast the call that reads it
         take_shares(pieces, piece);
         trace.add_wait(thread, begin);
         stage++;
