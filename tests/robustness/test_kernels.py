@@ -232,6 +232,6 @@ def test_no_compiler_warns(compiler, full, tmp_path):
     sources += [path for paths in WITHOUT_BINDINGS.values() for path in paths]
     sources += HERE.glob("*.cpp")
     warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC}", f"-I{ROOT}"]
-    command += ["-std=c++17", toolchain.NATIVE, *flags(command[0]), *warnings]
+    command += ["-std=c++17", toolchain.NATIVE, *flags(command[0]), *DEFINES, *warnings]
     with ThreadPoolExecutor(toolchain.jobs()) as pool:
         list(pool.map(lambda source: run(*command, source), sources))
