@@ -81,11 +81,8 @@ def setting(default: float, help: str, **more: Any) -> Any:
     return field(default=default, metadata={"setting": Setting(default, help, **{"off": default} | more)})
 
 
-OF_ALL: dict[str, Any] = {
-    "maximum": 1,
-    "above": True,
-    "slider": (0.05, 1, 0.05),
-}  # a share of the probability
+# The bounds of a share of the probability.
+SHARE: dict[str, Any] = {"maximum": 1, "above": True, "slider": (0.05, 1, 0.05)}
 
 
 @dataclass(frozen=True)
@@ -125,13 +122,13 @@ class Sampling:
         slider=(1, None, 1),
     )
     top_p: float = setting(
-        1.0, "Choose among the likeliest tokens that together have this probability.", **OF_ALL
+        1.0, "Choose among the likeliest tokens that together have this probability.", **SHARE
     )
     min_p: float = setting(
         0.0, "Choose among tokens with at least this share of the highest probability.", maximum=1
     )
     typical_p: float = setting(
-        1.0, "Choose among the tokens of typical surprise that together have this probability.", **OF_ALL
+        1.0, "Choose among the tokens of typical surprise that together have this probability.", **SHARE
     )
     repetition_penalty: float = setting(
         1.0,

@@ -62,8 +62,8 @@ def attend(
         return out, None if lse is None else F.pad(lse, (Nq - Nk, 0), value=-torch.inf)
     if not (Nq and Nk):
         check_shapes(q, k, v, causal=False, least=0, grouped=True)
-        all_zero = torch.ones((), dtype=torch.bool, device=q.device)
-        return q.masked_fill(all_zero, 0), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+        everywhere = torch.ones((), dtype=torch.bool, device=q.device)  # a fill that has a gradient
+        return q.masked_fill(everywhere, 0), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     if rules:
         rules = {name: value for name, value in rules.items() if value is not None}
     left, right = window

@@ -18,9 +18,9 @@ def write(
     kernel: str | None = None,
     dtype: str | None = None,
 ) -> list[Path]:
-    """Write the start for a file's suffix, which is one of report's, and return the files.
+    """Write the start for a file's suffix, .cpp, .ispc, .cu or .py, and return the files.
 
-    kernel: of KERNELS, in place of the naive part: its source for a dtype, and the header of its name.
+    kernel: a name of KERNELS, whose source for a dtype is written, and the header of its name if it has one.
     Raises ValueError if a file exists, or if the start does not take the dtype.
     """
     name = "start" + ("_triton" if triton else "") + ("_backward" if backward else "") + file.suffix
