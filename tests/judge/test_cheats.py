@@ -37,6 +37,7 @@ found["library"] = verdict.library or getattr(figures, "library", "")
 print(json.dumps(found | {"speed": figures and vars(figures)}))
 """
 GAIN = 4  # times as fast as its twin is a gain, also on a busy machine
+TRIES = 3  # of the twin, whose time a neighbour may have made several times as long
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the cheats use Linux")
 
@@ -103,8 +104,10 @@ def test_a_cheat_is_found(tried, tmp_path, extension, file, way, kind):
     elif "none" in kind.split("|") and not said & {*kind.split("|")}:
         twin = tmp_path / f"twin{file.suffix}"
         twin.write_text(TWINS[file.suffix])
-        honest = speed.measure(twin, speed.Size(256, alone=True)).ms["own"]
         assert found["right"] and figures.get("kind") in (None, "untimed", "threads"), found
-        assert figures.get("ms", {}).get("own", math.inf) > honest / GAIN, found
+        ms = figures.get("ms", {}).get("own", math.inf)
+        # A busy machine makes the twin slower, never faster.
+        twins = (speed.measure(twin, speed.Size(256, alone=True)).ms["own"] for _ in range(TRIES))
+        assert any(ms > honest / GAIN for honest in twins), found
     else:
         assert found["code"] == whole and said & {*kind.split("|")}, found
