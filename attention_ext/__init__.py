@@ -141,17 +141,17 @@ def attention(
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(f"kernel is {type_text(kernel)}; it must be a name")
     sizes = check_tensors(row, q, k, v, causal, grouped=True)
-    given = ruling.named(rules) if rules else {}
+    named = ruling.named(rules) if rules else {}
     gradient = q.requires_grad or k.requires_grad or v.requires_grad
-    if given:
-        gradient = gradient or any(getattr(value, "requires_grad", False) for value in given.values())
+    if named and not gradient:
+        gradient = ruling.any_gradient(named)
     if gradient:
         import torch
 
         gradient = torch.is_grad_enabled()
-    if gradient or given or kernel is not None or not q.is_cpu:  # check_tensors() has checked the rest
-        _check_row(row, q, gradient, given, kernel, br, bc)
-    checked = ruling.checked(given, q, sizes[4], gradient) if given else None
+    if gradient or named or kernel is not None or not q.is_cpu:  # check_tensors() has checked the rest
+        _check_row(row, q, gradient, named, kernel, br, bc)
+    checked = ruling.checked(named, q, sizes[4], gradient) if named else None
     if scale is None:
         scale = 1 / math.sqrt(sizes[5])
     if row.attend:

@@ -23,28 +23,30 @@ def plain(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () else value
 
 
-def whole(name: str, value: Any, must: str = "a whole number") -> int:
+def whole_number(name: str, value: Any, must: str = "a whole number") -> int:
     """The int of a whole number: Python's, NumPy's, or an array or tensor (). Raises TypeError for others."""
-    held = plain(value)
-    if not isinstance(held, bool) and (isinstance(held, int) or not hasattr(held, "shape")):
+    plain_value = plain(value)
+    if not isinstance(plain_value, bool) and (
+        isinstance(plain_value, int) or not hasattr(plain_value, "shape")
+    ):
         try:
-            return operator.index(held)
+            return operator.index(plain_value)
         except TypeError:
             pass
     raise TypeError(f"{name} is {type_text(value)}; it must be {must}")
 
 
-def real(name: str, value: Any, must: str = "a number") -> float:
-    """The int or float of a real number, as whole() takes it; also infinite or NaN. Raises TypeError."""
-    held = plain(value)
-    if isinstance(held, bool) or not isinstance(held, numbers.Real):
+def real_number(name: str, value: Any, must: str = "a number") -> float:
+    """The int or float of a real number, also an infinite one or NaN. Raises TypeError for others."""
+    plain_value = plain(value)
+    if isinstance(plain_value, bool) or not isinstance(plain_value, numbers.Real):
         raise TypeError(f"{name} is {type_text(value)}; it must be {must}")
-    return int(held) if isinstance(held, numbers.Integral) else float(held)
+    return int(plain_value) if isinstance(plain_value, numbers.Integral) else float(plain_value)
 
 
 def finite(name: str, value: Any) -> float:
-    """The float of a real number. Raises TypeError as real(), ValueError if it is infinite or NaN."""
-    number = real(name, value)
+    """The float of a real number. Raises TypeError as real_number(), ValueError if it is infinite or NaN."""
+    number = real_number(name, value)
     if not abs(number) <= sys.float_info.max:
         raise ValueError(f"{name} is {number}; it must be finite")
     return float(number)
@@ -54,10 +56,10 @@ def truth(name: str, value: Any) -> bool:
     """The bool of True, False, 1, 0 or NumPy's, or an array or tensor () of one. Raises TypeError."""
     if isinstance(value, bool):
         return value
-    held = plain(value)
-    if not isinstance(held, int) or held not in (0, 1):
+    plain_value = plain(value)
+    if not isinstance(plain_value, int) or plain_value not in (0, 1):
         raise TypeError(f"{name} is {type_text(value)}; it must be True or False")
-    return bool(held)
+    return bool(plain_value)
 
 
 def type_text(value: object) -> str:
@@ -74,11 +76,11 @@ def none_is_default(function: Function) -> Function:
     known = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
     @functools.wraps(function)
-    def called(*args, **given):
+    def called(*args, **options):
         names = list(parameters)[: len(args)]
         args = tuple(known.get(name) if v is None else v for name, v in zip_longest(names, args))
-        given = {name: known.get(name) if v is None else v for name, v in given.items()}
-        return function(*args, **given)
+        options = {name: known.get(name) if v is None else v for name, v in options.items()}
+        return function(*args, **options)
 
     return called  # type: ignore[return-value]
 
@@ -91,21 +93,21 @@ def set_defaults(record: Any) -> None:
 
 
 def set_whole(record: Any, *names: str) -> None:
-    """Make ints of these fields of a dataclass, unless they are None. Raises TypeError as whole()."""
+    """Make ints of these fields of a dataclass, unless they are None. Raises TypeError as whole_number()."""
     for name in names:
         value = getattr(record, name)
         if value is not None:
-            object.__setattr__(record, name, whole(name, value))
+            object.__setattr__(record, name, whole_number(name, value))
 
 
 # What check_tensors() let pass. torch.compile guards a set as a whole, of a dict the keys that it looks up.
 _checked: dict[tuple[Any, ...], bool] = {}
 
 
-def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1, grouped: bool = False) -> Sizes:
+def check_tensors(part: Part, q, k, v, causal: bool, min_rows: int = 1, grouped: bool = False) -> Sizes:
     """check_shapes() of tensors that the part takes; raises TypeError or ValueError naming another.
 
-    least: rows a tensor must have. grouped: heads of q may share one of k and v.
+    min_rows: rows a tensor must have. grouped: heads of q may share one of k and v.
     """
     import torch
 
@@ -119,7 +121,7 @@ def check_tensors(part: Part, q, k, v, causal: bool, least: int = 1, grouped: bo
             for name, t in zip("qkv", (q, k, v)):
                 _check_format(part, name, t, q)
             _checked[formats] = True
-    return check_shapes(q, k, v, causal, least, grouped)
+    return check_shapes(q, k, v, causal, min_rows, grouped)
 
 
 def _check_format(part: Part, name: str, t, q) -> None:
@@ -137,7 +139,7 @@ def _check_format(part: Part, name: str, t, q) -> None:
         raise TypeError(f"{name} is {t.dtype}; it must be q's {q.dtype}")
 
 
-def check_shapes(q, k, v, causal: bool, least: int = 1, grouped: bool = False) -> Sizes:
+def check_shapes(q, k, v, causal: bool, min_rows: int = 1, grouped: bool = False) -> Sizes:
     """The sizes B, H, Hk, Nq, Nk and d of a call's tensors or arrays.
 
     Raises ValueError, naming the argument, unless they have the shapes of a call.
@@ -146,8 +148,8 @@ def check_shapes(q, k, v, causal: bool, least: int = 1, grouped: bool = False) -
     of_k = k.shape
     if not (len(of_q) == len(of_k) == 4 and all(of_q) and all(of_k)):
         for name, shape in (("q", of_q), ("k", of_k)):
-            if len(shape) != 4 or not all(shape if least else (*shape[:2], shape[3])):
-                must = f"it must be (B, H, N, d) with no empty dimension{'' if least else ' but N'}"
+            if len(shape) != 4 or not all(shape if min_rows else (*shape[:2], shape[3])):
+                must = f"it must be (B, H, N, d) with no empty dimension{'' if min_rows else ' but N'}"
                 raise ValueError(f"{name} has shape {tuple(shape)}; {must}")
     B, H, Nq, d = of_q
     Bk, Hk, Nk, dk = of_k

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from shakespeare.attention_ext import processor
-from shakespeare.attention_ext.checks import whole
+from shakespeare.attention_ext.checks import whole_number
 
 # Within 2 % of the best tile in a sweep at N = 1024, d = 32, 64, 128 (gpt.py bench part4 -br ... -bc ...).
 DEFAULT = (192, 256)
@@ -73,7 +73,7 @@ def _fitting(simd: str, threads: int, d: int, causal: bool) -> tuple[Tuned, ...]
 
 def checked_sides(br: int | None, bc: int | None) -> tuple[int | None, int | None]:
     """Both sides; TypeError or ValueError unless each is None or a whole number of at least 1."""
-    br, bc = (None if size is None else whole(name, size) for name, size in (("br", br), ("bc", bc)))
+    br, bc = (None if size is None else whole_number(name, size) for name, size in (("br", br), ("bc", bc)))
     for name, size in (("br", br), ("bc", bc)):
         if size is not None and not 1 <= size < 2**63:
             raise ValueError(f"{name} is {size}; it must be at least 1 and fit 63 bits")

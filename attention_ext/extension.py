@@ -109,9 +109,13 @@ def _register(name: str, operators: Any) -> None:
         of_call = (None,) * 4  # causal, scale and the tile
         return dq, summed(dk, k), summed(dv, v), *of_call, *map(found.get, ARGUMENTS)
 
-    def summed(gradient: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    def summed(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """The gradient of k or v from those of each of q's heads."""
-        return gradient if gradient.shape == of.shape else gradient.unflatten(1, (of.shape[1], -1)).sum(2)
+        return (
+            gradient
+            if gradient.shape == tensor.shape
+            else gradient.unflatten(1, (tensor.shape[1], -1)).sum(2)
+        )
 
     for rules in ("", "_ruled"):
         forward = f"{name}::part4_with_gradient{rules}"

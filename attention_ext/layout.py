@@ -70,14 +70,14 @@ def describe(
 ) -> dict | Exception:
     """A rank's arguments, as the ranks compare them, or what is wrong with them."""
     try:
-        check_tensors(check_part(part), q, k, v, causal=False, least=0)
+        check_tensors(check_part(part), q, k, v, causal=False, min_rows=0)
         causal = truth("causal", causal)
         scale = None if scale is None else finite("scale", scale)
     except (TypeError, ValueError) as error:
         return error
     shapes = {name: tuple(t.shape) for name, t in (("q", q), ("k", k), ("v", v))}
-    about = {"method": method, "part": part, "causal": causal, "scale": scale}
-    return about | shapes | {"q.dtype": str(q.dtype), "q.device": q.device.type}
+    facts = {"method": method, "part": part, "causal": causal, "scale": scale}
+    return facts | shapes | {"q.dtype": str(q.dtype), "q.device": q.device.type}
 
 
 def with_rows(mine: dict, n: object) -> dict:
@@ -109,11 +109,11 @@ def agreed_rows(described: Sequence[dict | Exception]) -> tuple[Rows, Rows, int]
     queries, keys = (zigzag_rows(N, P) if method == "zigzag" else contiguous(x) for N, x in of_both)
     if method == "split":
         queries = tuple((range(Nq),) for _ in range(P))
-    for name, layout, held in (("q", queries, n), ("k", keys, m)):
+    for name, layout, rows_of_ranks in (("q", queries, n), ("k", keys, m)):
         for rank, chunks in enumerate(layout):
-            if length(chunks) != held[rank]:
-                must = f"zigzag_rows({sum(held)}, {P}) gives it {length(chunks)}"
-                raise ValueError(f"rank {rank}: {name} has {held[rank]} rows; {must}")
+            if length(chunks) != rows_of_ranks[rank]:
+                must = f"zigzag_rows({sum(rows_of_ranks)}, {P}) gives it {length(chunks)}"
+                raise ValueError(f"rank {rank}: {name} has {rows_of_ranks[rank]} rows; {must}")
     if not Nk and Nq:
         raise ValueError("k has no rows on any rank; it must have at least one")
     if everyone[0]["causal"] and Nq > Nk:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shakespeare import attention_ext
 from shakespeare.attention_ext import layout, reference
-from shakespeare.attention_ext.checks import none_is_default, whole
+from shakespeare.attention_ext.checks import none_is_default, whole_number
 from shakespeare.attention_ext.layout import Rows, contiguous, kernel_calls, length, shares, zigzag_rows
 from shakespeare.attention_ext.layout import take as take
 from shakespeare.attention_ext.parts import one_of
@@ -156,24 +156,24 @@ def ring(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     P = call.P
     rank = call.rank
     mixture = Mixture(q)
-    held = torch.stack((k, v))  # (2, B, H, n, d)
+    block = torch.stack((k, v))  # (2, B, H, n, d)
     for turn in range(P):
         owner = (rank - turn) % P
         next_owner = (rank - turn - 1) % P
         if turn < P - 1:
-            arriving = held.new_empty(*held.shape[:3], length(call.keys[next_owner]), held.shape[4])
-            ways = (dist.isend, held, (rank + 1) % P), (dist.irecv, arriving, (rank - 1) % P)
+            arriving = block.new_empty(*block.shape[:3], length(call.keys[next_owner]), block.shape[4])
+            ways = (dist.isend, block, (rank + 1) % P), (dist.irecv, arriving, (rank - 1) % P)
             operations = [  # an empty tensor is not sent
                 dist.P2POp(operation, tensor, group=call.group, group_peer=peer)
                 for operation, tensor, peer in ways
                 if tensor.numel()
             ]
             works = dist.batch_isend_irecv(operations) if operations else []
-            call.traffic.count(held.nbytes)
-        mixture.add(call, q, call.queries[rank], held[0], held[1], call.keys[owner])
+            call.traffic.count(block.nbytes)
+        mixture.add(call, q, call.queries[rank], block[0], block[1], call.keys[owner])
         if turn < P - 1:
             call.traffic.wait(works, q.device)
-            held = arriving
+            block = arriving
     return mixture.out
 
 
@@ -287,7 +287,7 @@ def attention(
         if lengths is None:
             dist.all_gather_object(described, mine, group=group)
         elif not isinstance(mine, Exception):
-            described = [layout.with_rows(mine, whole("lengths", n)) for n in lengths]
+            described = [layout.with_rows(mine, whole_number("lengths", n)) for n in lengths]
             if len(lengths) != P or described[rank] != mine:
                 raise ValueError(f"lengths is {list(lengths)}; it must have the rows of each of {P} ranks")
         queries, keys, offset = layout.agreed_rows(described)

@@ -44,7 +44,7 @@ class Dtype(enum.StrEnum):
         return {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}[self.value]
 
     @classmethod
-    def of(cls, dtype: object) -> "Dtype":
+    def parse(cls, dtype: object) -> "Dtype":
         """The Dtype of its name, or of PyTorch's dtype or its name. Raises ValueError if there is none."""
         name = str(dtype).removeprefix("torch.")
         name = {each.torch_name: each.value for each in cls}.get(name, name)
@@ -223,10 +223,10 @@ def compatible(
     """
     one_of("device", device, DEVICES)
     row = check_part(part)
-    number = Dtype.of(dtype)
+    number = Dtype.parse(dtype)
     where = f"on {DEVICES[device]}"
     here = f"with {row.name} {where}"
-    taken = [Dtype.of(name) for name in row.dtypes.get(device, ())]
+    taken = [Dtype.parse(name) for name in row.dtypes.get(device, ())]
     if not taken:
         return f"part is {row.name!r}; it must be {' or '.join(able(device))} {where}"
     if number not in taken:
@@ -256,7 +256,7 @@ def check_compatible(part: str | Part, device: str = "cpu", dtype: object = Dtyp
     reason = compatible(part, device, dtype, **more)
     if reason:
         raise ValueError(reason)
-    return Dtype.of(dtype)
+    return Dtype.parse(dtype)
 
 
 def resolve_simd(simd: str) -> str:

@@ -87,8 +87,8 @@ def features() -> set[str]:
         import ctypes
 
         has = ctypes.windll.kernel32.IsProcessorFeaturePresent
-        told = {40, 41, 43} if microarchitecture() else {40, 43}
-        return set().union(*(FEATURES_OF_WINDOWS[number] for number in told if has(number)))
+        numbers = {40, 41, 43} if microarchitecture() else {40, 43}
+        return set().union(*(FEATURES_OF_WINDOWS[number] for number in numbers if has(number)))
     return set(f"{_fields().get('flags', '')} {_fields().get('Features', '')}".split())
 
 

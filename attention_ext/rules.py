@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from shakespeare.attention_ext.build.structs import CSRC, structure
-from shakespeare.attention_ext.checks import finite, type_text, whole
+from shakespeare.attention_ext.checks import finite, type_text, whole_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,7 +184,15 @@ def named(rules: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in rules.items() if value is not None}
 
 
-def checked(given: dict[str, Any], q: Tensor, Nk: int, gradient: bool = False) -> Rules:
+def any_gradient(rules: Mapping[str, Any]) -> bool:
+    """Whether a tensor among these arguments of attention() requires a gradient."""
+    import torch
+
+    # torch.compile traces no getattr() of a dynamic number.
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in rules.values())
+
+
+def checked(options: dict[str, Any], q: Tensor, Nk: int, gradient: bool = False) -> Rules:
     """The rules of these arguments of attention(), for k with Nk rows. Raises TypeError or ValueError.
 
     gradient: whether gradients are computed.
@@ -193,25 +201,25 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int, gradient: bool = False) -
 
     B, H, Nq, _ = q.shape
     found: dict[str, Any] = {}  # torch.compile cannot trace dict[...]()
-    window = given.get("window")
+    window = options.get("window")
     if window is not None:
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise TypeError(f"window is {type_text(window)}; it must be (left, right)")
         for name, keys in zip(("left", "right"), window):
             if keys is None:
                 continue
-            found[name] = whole("window", keys, "(left, right), whole numbers or None")
+            found[name] = whole_number("window", keys, "(left, right), whole numbers or None")
             if found[name] < 0:
                 raise ValueError(f"window is {window}; its sides must be at least 0, or None for no limit")
             found[name] = min(found[name], NO_LIMIT)
-    softcap = given.get("softcap")
+    softcap = options.get("softcap")
     if softcap is not None:
         found["softcap"] = finite("softcap", softcap)
         if not 1e-30 <= found["softcap"] <= 1e30:  # it and its inverse are float32's
             raise ValueError(f"softcap is {softcap}; it must be above 0, from 1e-30 to 1e30")
 
     def tensor(name: str, *shapes: tuple[int, ...], dtypes: tuple = (torch.float32,)) -> None:
-        t = given.get(name)
+        t = options.get(name)
         if t is None:
             return
         if not isinstance(t, torch.Tensor) or t.dtype not in dtypes:
@@ -224,7 +232,7 @@ def checked(given: dict[str, Any], q: Tensor, Nk: int, gradient: bool = False) -
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {must}")
         found[name] = t
 
-    header = given.get("score_mod")
+    header = options.get("score_mod")
     if header is not None:
         if not isinstance(header, str | Path):
             raise TypeError(f"score_mod is {type_text(header)}; it must be the path of a C++ header")

@@ -49,7 +49,7 @@ def register(compute: Any, gradient: Callable, save: Callable = lambda ctx, inpu
 
     def rule(info: Any, dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
         n = info.batch_size
-        given = dict(zip(names, args))
+        named = dict(zip(names, args))
         dims_of = dict(zip(names, dims))
         if dims_of.get("sinks") is not None:  # they have no batch
             rows = [
@@ -57,7 +57,7 @@ def register(compute: Any, gradient: Callable, save: Callable = lambda ctx, inpu
                 for i in range(n)
             ]
             return tuple(map(torch.stack, zip(*rows))), tuple(0 for _ in rows[0])
-        q = given["q"]
+        q = named["q"]
         at = dims_of["q"]
         B = q.shape[0] if at is None else q.movedim(at, 0).shape[1]
 

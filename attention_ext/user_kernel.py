@@ -376,7 +376,7 @@ class OnCuda:
         B, H, Nq, d = q.shape
         Nk = k.shape[2]
         with torch.cuda.device(q.device):
-            _, function, (br, threads, shared) = self._compiled(d, Dtype.of(q.dtype), q.device.index or 0)
+            _, function, (br, threads, shared) = self._compiled(d, Dtype.parse(q.dtype), q.device.index or 0)
             data = (t.data_ptr() for t in (q, k, v, out))
             strides = (t.stride()[:3] for t in (q, k, v))
             call = CudaCall(*data, None, *strides, B, H, Nq, Nk, causal, scale * math.log2(math.e))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from shakespeare.attention_ext.checks import real, whole
+from shakespeare.attention_ext.checks import real_number, whole_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +61,7 @@ class Setting:
         must = "a whole number" if self.integral else "a number"
         if self.off is None:
             must += " or None"
-        value = (whole if self.integral else real)(name, value, must)
+        value = (whole_number if self.integral else real_number)(name, value, must)
         enough = value > self.minimum if self.above else value >= self.minimum
         if not enough or not value <= min(self.maximum, sys.float_info.max):
             raise ValueError(f"{name} is {value}; it must be {self.bounds}")
@@ -155,7 +155,8 @@ class Sampling:
         if not isinstance(pairs, tuple) or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
             raise TypeError("logit_bias must be a tuple of pairs, each a token id and a number")
         checked = tuple(
-            (whole("a token of logit_bias", t), real("a number of logit_bias", b)) for t, b in pairs
+            (whole_number("a token of logit_bias", t), real_number("a number of logit_bias", b))
+            for t, b in pairs
         )
         for token, bias in checked:
             if token < 0:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext import processor
-from shakespeare.attention_ext.checks import none_is_default, truth, type_text, whole
+from shakespeare.attention_ext.checks import none_is_default, truth, type_text, whole_number
 from shakespeare.attention_ext.parts import BuildError
 from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.table import open_engine
@@ -232,7 +232,7 @@ def generate(
     sampling = Sampling(**options)
     if not isinstance(prompt, str):
         raise TypeError(f"prompt is {type_text(prompt)}; it must be a string")
-    if max_new_tokens is None or whole("max_new_tokens", max_new_tokens) == -1:
+    if max_new_tokens is None or whole_number("max_new_tokens", max_new_tokens) == -1:
         max_new_tokens = checkpoint.config.block_size
     request = Request(
         checkpoint.tokenizer.encode(prompt or "\n"),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import cache
-from shakespeare.attention_ext.checks import real, whole
+from shakespeare.attention_ext.checks import real_number, whole_number
 from shakespeare.generation.engines.engine import Engine
 from shakespeare.generation.logprobs import TokenLogprob
 from shakespeare.generation.reading import Reader
@@ -38,8 +38,8 @@ class Writer:
         slice_seconds: float = math.inf,
         seconds: float | None = None,
     ) -> None:
-        texts = engine.slots if texts is None else whole("texts", texts)
-        slice_seconds = math.inf if slice_seconds is None else real("slice_seconds", slice_seconds)
+        texts = engine.slots if texts is None else whole_number("texts", texts)
+        slice_seconds = math.inf if slice_seconds is None else real_number("slice_seconds", slice_seconds)
         if not 1 <= texts <= engine.slots:
             raise ValueError(f"texts is {texts}; it must be from 1 to {engine.slots}, the engine's slots")
         if not slice_seconds >= 0:

@@ -89,8 +89,8 @@ class Caller:
             inputs = [*map(torch.from_numpy, inputs)]
 
         def call() -> None:
-            given = [t.to(kind) for t in inputs] if kernel.takes_tensors else inputs
-            self.result = kernel(*given, causal, scale)
+            arguments = [t.to(kind) for t in inputs] if kernel.takes_tensors else inputs
+            self.result = kernel(*arguments, causal, scale)
             self.copy(into)
 
         return call

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shakespeare.attention_ext import Part, attention, parts
-from shakespeare.attention_ext.checks import check_shapes, type_text, whole
+from shakespeare.attention_ext.checks import check_shapes, type_text, whole_number
 
 __version__ = "2.8.3"  # flash-attn's, whose functions these are
 MODULES = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding")
@@ -61,7 +61,7 @@ def attend(
         out = F.pad(out, (0, 0, Nq - Nk, 0))
         return out, None if lse is None else F.pad(lse, (Nq - Nk, 0), value=-torch.inf)
     if not (Nq and Nk):
-        check_shapes(q, k, v, causal=False, least=0, grouped=True)
+        check_shapes(q, k, v, causal=False, min_rows=0, grouped=True)
         everywhere = torch.ones((), dtype=torch.bool, device=q.device)  # a fill that has a gradient
         return q.masked_fill(everywhere, 0), q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     if rules:
@@ -102,7 +102,7 @@ def _options(
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(f"window_size is {type_text(window_size)}; it must be (left, right)")
     left, right = (
-        None if keys < 0 else keys for keys in (whole("window_size", side) for side in window_size)
+        None if keys < 0 else keys for keys in (whole_number("window_size", side) for side in window_size)
     )
     return {
         "causal": causal or right == 0,
@@ -349,28 +349,28 @@ def _places(
         "cache_leftpad": cache_leftpad,
         "cache_seqlens": cache_seqlens,
     }
-    given = {name: value for name, value in table.items() if isinstance(value, Tensor) and value.dim()}
-    for name, value in given.items():
+    tensors = {name: value for name, value in table.items() if isinstance(value, Tensor) and value.dim()}
+    for name, value in tensors.items():
         if value.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} is {value.dtype}; it must be torch.int32")
         if value.shape != (B,):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be ({B},)")
-    read = dict(zip(given, torch.stack([t.int() for t in given.values()]).tolist())) if given else {}
+    read = dict(zip(tensors, torch.stack([t.int() for t in tensors.values()]).tolist())) if tensors else {}
     if "cache_seqlens" not in read:
-        length = whole("cache_seqlens", S if cache_seqlens is None else cache_seqlens)
+        length = whole_number("cache_seqlens", S if cache_seqlens is None else cache_seqlens)
         read["cache_seqlens"] = [length for _ in range(B)]
     if B > rows and "cache_batch_idx" not in read:
         raise ValueError(f"k_cache has shape ({rows}, ...); it must have q's {B} texts, or cache_batch_idx")
     lengths = read["cache_seqlens"]
     first = read.get("cache_leftpad", [0 for _ in range(B)])
     row = read.get("cache_batch_idx", [*range(B)])
-    for name, values, least, most in (
+    for name, values, minimum, maximum in (
         ("cache_seqlens", lengths, 0, S - new),
         ("cache_leftpad", first, 0, S),
         ("cache_batch_idx", row, 0, rows - 1),
     ):
-        if min(values) < least or max(values) > most:
-            raise ValueError(f"{name} is {values}; it must be from {least} to {most}")
+        if min(values) < minimum or max(values) > maximum:
+            raise ValueError(f"{name} is {values}; it must be from {minimum} to {maximum}")
     if len({*lengths}) == len({*first}) == 1 and row == [*range(row[0], row[0] + B)]:
         return [(slice(0, B), slice(row[0], row[0] + B), first[0], lengths[0] + new)]
     return [(slice(i, i + 1), slice(row[i], row[i] + 1), first[i], lengths[i] + new) for i in range(B)]

@@ -85,18 +85,18 @@ def _parsed(
         return (local - 1, 0, None) if local else None
     if function.__module__ != masking_utils.__name__:
         return None
-    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
     match function.__qualname__.partition(".")[0]:
         case "sliding_window_overlay":
-            return held[0] - 1, None, None
+            return cells[0] - 1, None, None
         case "sliding_window_bidirectional_overlay":
-            return held[0], held[0], None
+            return cells[0], cells[0], None
         case "packed_sequence_mask_function":
-            return None, None, held[0]
+            return None, None, cells[0]
         case "remap_positions_for_packed_sequence":  # a text's positions grow by 1, as its rows do
-            return _parsed(next(filter(callable, held)))
+            return _parsed(next(filter(callable, cells)))
         case "and_masks":
-            found = [_parsed(each) for each in held[0]]
+            found = [_parsed(each) for each in cells[0]]
             if None in found:
                 return None
             values = [[one for one in column if one is not None] for column in zip(*found)]
@@ -210,8 +210,8 @@ def forward(
     try:
         out, _ = attend(part, query, key, value, causal=causal, scale=scaling, **rules)
     except ValueError as error:
-        rule, given, rest = str(error).partition(" is given; ")
-        if not given:
+        rule, found_rule, rest = str(error).partition(" is given; ")
+        if not found_rule:
             raise
         raise ValueError(f"{ARGUMENTS.get(rule, rule)} is given; {rest}") from None
     return out.transpose(1, 2)[..., :narrow], None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from shakespeare.attention_ext.checks import finite, set_defaults, whole
+from shakespeare.attention_ext.checks import finite, set_defaults, whole_number
 from shakespeare.attention_ext.parts import one_of
 
 # Share of the peak learning rate after the warm-up, by the progress in [0, 1]; each ends at 0.
@@ -60,7 +60,7 @@ class Recipe:
             value = getattr(self, each.name)
             if each.type is str or value is None and each.default is None:
                 continue
-            number = (finite if "float" in str(each.type) else whole)(each.name, value)
+            number = (finite if "float" in str(each.type) else whole_number)(each.name, value)
             if number < 0:
                 raise ValueError(f"{each.name} is {number}; it must be at least 0")
             object.__setattr__(self, each.name, number)

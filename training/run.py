@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shakespeare.attention_ext.checks import finite, none_is_default, whole
+from shakespeare.attention_ext.checks import finite, none_is_default, whole_number
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.checkpoint import Checkpoint, save, save_record
 from shakespeare.model.config import HEAD
@@ -284,10 +284,10 @@ class _Run:
             for name in self.record.keys() - self.identity - {"curve"}:
                 finite(name, self.record[name])
             self.schedule.load(progress["schedule"], self.record["curve"])
-            self._evaluated_at = whole("evaluated_at", progress["evaluated_at"])
+            self._evaluated_at = whole_number("evaluated_at", progress["evaluated_at"])
             total, count = progress["losses"]
             self._loss_sum.fill_(finite("the sum of losses", total))
-            self._losses = whole("the number of losses", count)
+            self._losses = whole_number("the number of losses", count)
             current = _copied(self.trainer.averaged)
             if progress["best_loss"] is not None:
                 self.best_loss = finite("best_loss", progress["best_loss"])

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shakespeare.attention_ext.checks import finite, whole
+from shakespeare.attention_ext.checks import finite, whole_number
 from shakespeare.model.gpt import GPT
 from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.recipe import DECAYS, Recipe
@@ -91,11 +91,11 @@ class Schedule:
     def load(self, state: dict[str, Any], curve: list[list[float | None]]) -> None:
         """Continue from a state() and a curve. Raises TypeError or ValueError for what is no number there."""
         for name in self.STATE:
-            setattr(self, name, (whole if name == "done" else finite)(name, state[name]))
+            setattr(self, name, (whole_number if name == "done" else finite)(name, state[name]))
         if not isinstance(curve, list):
             raise TypeError("the curve is no list")
         for done, training, validation in curve:
-            whole("a step of the curve", done)
+            whole_number("a step of the curve", done)
             finite("a training loss of the curve", 0 if training is None else training)
             finite("a validation loss of the curve", validation)
         self.curve = curve

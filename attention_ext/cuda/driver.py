@@ -140,7 +140,7 @@ class Memory:
             checked(driver.cuMemsetD8(self.address, 0, size))
 
     @classmethod
-    def of(cls, array: NDArray[Any]) -> Memory:
+    def from_array(cls, array: NDArray[Any]) -> Memory:
         """An array's numbers on the GPU."""
         memory = cls(array.nbytes)
         memory.write(array)
@@ -325,9 +325,11 @@ def compiled(kernel: str | None, call: Sizes, d: int, dtype: Dtype, index: int, 
 
 def resident(kernel: Compiled) -> int:
     """The most blocks of each of a kernel's functions that a multiprocessor holds at a time."""
-    most = bindings().cuOccupancyMaxActiveBlocksPerMultiprocessor
+    occupancy = bindings().cuOccupancyMaxActiveBlocksPerMultiprocessor
     tile = kernel.tile
-    return min(checked(most(function, tile.threads, tile.shared)) for function in kernel.functions.values())
+    return min(
+        checked(occupancy(function, tile.threads, tile.shared)) for function in kernel.functions.values()
+    )
 
 
 def describe(part: str, kernel: str | None, d: int, dtype: Dtype = Dtype.FP32) -> str:

@@ -56,55 +56,57 @@ class Sizes:
 Planner = Callable[["Compiled", Sizes], Structure]
 
 
-def once(kernel: Compiled, of: Sizes) -> Structure:
+def once(kernel: Compiled, call: Sizes) -> Structure:
     """A block for each tile of queries of each head."""
-    return _plan(kernel, _launch(kernel, _tiles(kernel, of.heads, of.Nq)))
+    return _plan(kernel, _launch(kernel, _tiles(kernel, call.heads, call.Nq)))
 
 
-def for_each_tile_of_keys(kernel: Compiled, of: Sizes) -> Structure:
+def for_each_tile_of_keys(kernel: Compiled, call: Sizes) -> Structure:
     """Kernel 1: as many launches as tiles of keys, with the state of all rows in global memory."""
     bc = kernel.tile.bc
     d = kernel.width
-    launch = _launch(kernel, _tiles(kernel, of.heads, of.Nq))
-    return _plan(kernel, launch, scratch=of.heads * of.Nq * (d + 2), repeats=-(-of.Nk // bc), step=bc)
+    launch = _launch(kernel, _tiles(kernel, call.heads, call.Nq))
+    return _plan(kernel, launch, scratch=call.heads * call.Nq * (d + 2), repeats=-(-call.Nk // bc), step=bc)
 
 
-def resident(kernel: Compiled, of: Sizes) -> Structure:
+def resident(kernel: Compiled, call: Sizes) -> Structure:
     """Kernel 6: at most a block for each multiprocessor, which takes one tile after the other.
 
     Where tiles differ, a counter in the scratch gives the next one to whoever is done. Q is copied by 64
     rows, those of a warpgroup.
     """
-    tiles = _tiles(kernel, of.heads, of.Nq)
+    tiles = _tiles(kernel, call.heads, call.Nq)
     blocks = min(tiles, kernel.on.multiprocessors)
-    uneven = of.uneven or of.Nq % kernel.tile.br > 0
+    uneven = call.uneven or call.Nq % kernel.tile.br > 0
     scratch = int(uneven and blocks < tiles)
     box = kernel.tile.sizes["BOX"]
     return _plan(kernel, _launch(kernel, blocks), br=64, box=box, scratch=scratch)
 
 
-def split(kernel: Compiled, of: Sizes) -> Structure:
+def split(kernel: Compiled, call: Sizes) -> Structure:
     """Few queries: a block for each split of the keys, then one for each row, which merges the results.
 
     The queries of heads that share k and v are rows of the same tiles.
     """
-    rows = _tiles(kernel, of.heads // of.group, of.Nq * of.group)
+    rows = _tiles(kernel, call.heads // call.group, call.Nq * call.group)
     sizes = kernel.tile.sizes
-    count = splits(rows, of.Nk, kernel.tile.bc, kernel.on.multiprocessors * sizes["BLOCKS"])
+    count = splits(rows, call.Nk, kernel.tile.bc, kernel.on.multiprocessors * sizes["BLOCKS"])
     attend = _launch(kernel, rows * count)
-    merge = _launch(kernel, of.heads * of.Nq, 1)
+    merge = _launch(kernel, call.heads * call.Nq, 1)
     merge.x = sizes["MERGE_THREADS"]
     merge.shared = 0
     merge.early = kernel.on.capability >= EARLY_LAUNCH
-    return _plan(kernel, attend, merge, scratch=of.heads * of.Nq * count * (kernel.width + 2), number=count)
+    return _plan(
+        kernel, attend, merge, scratch=call.heads * call.Nq * count * (kernel.width + 2), number=count
+    )
 
 
-def backward(kernel: Compiled, of: Sizes) -> Structure:
+def backward(kernel: Compiled, call: Sizes) -> Structure:
     """The gradients: lanes for each row, then a block for each tile of keys, then for each of queries."""
-    rows = of.heads * tiles.up(of.Nq, PADDING_OF_ROWS)
+    rows = call.heads * tiles.up(call.Nq, PADDING_OF_ROWS)
     lanes = kernel.tile.sizes.get("ROW_LANES", 32)
-    keys = of.heads // of.group * -(-of.Nk // kernel.tile.bc)
-    blocks = -(-lanes * rows // kernel.tile.threads), keys, _tiles(kernel, of.heads, of.Nq)
+    keys = call.heads // call.group * -(-call.Nk // kernel.tile.bc)
+    blocks = -(-lanes * rows // kernel.tile.threads), keys, _tiles(kernel, call.heads, call.Nq)
     launches = [_launch(kernel, count, number) for number, count in enumerate(blocks)]
     launches[0].shared = 0
     boxes = {}
@@ -137,11 +139,11 @@ def splits(rows: int, keys: int, together: int, slots: int) -> int:
 
     rows: blocks for one split. together: keys that a block takes at a time. slots: blocks that run at once.
     """
-    most = -(-keys // together)
+    limit = -(-keys // together)
     best = -1.0
     chosen = 1
     for waves in range(1, MOST_WAVES + 1):
-        count = min(most, max(1, waves * slots // rows))
+        count = min(limit, max(1, waves * slots // rows))
         used = rows * count / (-(-rows * count // slots) * slots) - WAVE_COST * waves
         if used > best + 1e-9:
             best = used
@@ -181,7 +183,7 @@ class Kernel:
         """The dtypes that it takes."""
         return tuple(self.sources)
 
-    def least(self, dtype: Dtype) -> Capability:
+    def least_capability(self, dtype: Dtype) -> Capability:
         """The least compute capability for a dtype."""
         return self.earlier.get(dtype, self.capability)
 
@@ -191,7 +193,9 @@ class Kernel:
 
     def runs_on(self, capability: Capability, dtype: Dtype) -> bool:
         """Whether a GPU of this compute capability can run the kernel in a dtype."""
-        return capability >= self.least(dtype) and not (self.only and capability[0] != self.capability[0])
+        return capability >= self.least_capability(dtype) and not (
+            self.only and capability[0] != self.capability[0]
+        )
 
     def padded(self, d: int) -> int:
         """The width of the heads that the kernel is compiled for."""
@@ -202,20 +206,20 @@ class Kernel:
         if dtype not in self.sources:
             raise ValueError(f"kernel is {self.name!r}; it takes {', '.join(self.sources)}, not {dtype}")
         if not self.runs_on(on.capability, dtype):
-            major, minor = self.least(dtype)
+            major, minor = self.least_capability(dtype)
             needs = f"{major}.x" if self.only else f"{major}.{minor} or more"
             needs += f" in {dtype}" if self.earlier else ""
             needs += f"; {on.name} has {'.'.join(map(str, on.capability))}"
             raise ValueError(f"kernel is {self.name!r}; it needs compute capability {needs}")
-        least = 0
+        needed = 0
         for tile in self.tiles(self.padded(d), dtype, queries, on.capability):
             if tile.shared <= on.shared:
                 return tile
-            least = tile.shared
-        if not least:
+            needed = tile.shared
+        if not needed:
             raise ValueError(f"kernel is {self.name!r}; it takes no heads of d = {d}; choose another kernel")
         raise ValueError(
-            f"kernel is {self.name!r}; with d = {d} it needs {least} bytes of shared memory, and this GPU "
+            f"kernel is {self.name!r}; with d = {d} it needs {needed} bytes of shared memory, and this GPU "
             f"gives a block {on.shared}; choose another kernel"
         )
 

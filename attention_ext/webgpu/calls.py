@@ -35,21 +35,21 @@ class Call:
         self.shape = q.shape
         self.gpu = gpu
         self.dtype = q.dtype
-        self.step, self.tile = choose(kernel, d, Dtype.of(q.dtype), gpu.adapter)
-        self.pipeline = gpu.pipeline(self.step.source(d, Dtype.of(q.dtype), self.tile))
+        self.step, self.tile = choose(kernel, d, Dtype.parse(q.dtype), gpu.adapter)
+        self.pipeline = gpu.pipeline(self.step.source(d, Dtype.parse(q.dtype), self.tile))
         self.padded = 4 * up(d, 4)
         self.rows = B * H * Nq
         buffers = [gpu.buffer(_padded(array, self.padded)) for array in arrays]
         self.out = gpu.buffer(self.rows * self.padded * q.itemsize)
         self.lse = gpu.buffer(4 * self.rows)
         groups = B * H * up(Nq, self.tile.br)
-        most = max(1, AT_ONCE.get(gpu.adapter.kind, 2**33) // (self.tile.br * Nk * 2 * self.padded))
+        limit = max(1, AT_ONCE.get(gpu.adapter.kind, 2**33) // (self.tile.br * Nk * 2 * self.padded))
         self.dispatches = []
-        for first in range(0, groups, most):
+        for first in range(0, groups, limit):
             call = np.array([B * H, Nq, Nk, causal, first, 0], np.uint32)
             call[5:] = np.float32(scale * math.log2(math.e)).view(np.uint32)
             bound = [*buffers, self.out, self.lse, gpu.buffer(call, uniform=True)]
-            self.dispatches.append((bound, grid(min(most, groups - first))))
+            self.dispatches.append((bound, grid(min(limit, groups - first))))
 
     def launch(self) -> None:
         """Compute, without waiting."""
@@ -143,11 +143,11 @@ def _attend(
     """The output and the logsumexp, by as many heads at once as fit a buffer."""
     B, H, Nq, d = arrays[0].shape
     size = 4 * up(d, 4) * arrays[0].itemsize * max(Nq, arrays[1].shape[2])  # bytes of a head
-    most = max(1, gpu.adapter.limits["max-storage-buffer-binding-size"] // size)
+    limit = max(1, gpu.adapter.limits["max-storage-buffer-binding-size"] // size)
     flat = [array.reshape(1, B * H, *array.shape[2:]) for array in arrays]
     parts = []
-    for h in range(0, B * H, most):
-        call = Call(gpu, [array[:, h : h + most] for array in flat], causal, scale, kernel)
+    for h in range(0, B * H, limit):
+        call = Call(gpu, [array[:, h : h + limit] for array in flat], causal, scale, kernel)
         call.launch()
         parts.append(call.read())
     outs, lses = zip(*parts)

@@ -46,7 +46,7 @@ class Source:
     def text(self) -> str:
         """The WGSL, as wgpu takes it."""
         lines = [ENABLED[feature] for feature in self.needs if feature in ENABLED]
-        lines += [f"alias {name} = {of};" for name, of in self.aliases]
+        lines += [f"alias {name} = {target};" for name, target in self.aliases]
         lines += [f"const {name}: u32 = {value}u;" for name, value in self.constants]
         for file in self.files:
             lines += unrolled((SOURCES / file).read_text().splitlines(), dict(self.constants))
@@ -173,9 +173,9 @@ class Gpu:
         size = content if isinstance(content, int) else content.nbytes
         size = max(16, (size + 3) // 4 * 4)
         name = self.adapter.name
-        most = self.adapter.limits["max-storage-buffer-binding-size"]
-        if size > most:
-            raise BuildError(f"{name} allows {most:,} bytes in a buffer, and {size:,} are needed")
+        limit = self.adapter.limits["max-storage-buffer-binding-size"]
+        if size > limit:
+            raise BuildError(f"{name} allows {limit:,} bytes in a buffer, and {size:,} are needed")
         usage = wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
         usage |= wgpu.BufferUsage.UNIFORM if uniform else wgpu.BufferUsage.STORAGE
         with _errors():
@@ -241,11 +241,11 @@ def _errors() -> Iterator[None]:
         raise
     except (wgpu.GPUError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = ": ".join(line for line in lines if line not in ("Validation Error", "Caused by:"))[:300]
-        if "lost" in said.lower():
+        reason = ": ".join(line for line in lines if line not in ("Validation Error", "Caused by:"))[:300]
+        if "lost" in reason.lower():
             _opened.cache_clear()
-            raise Lost(f"the WebGPU device was lost: {said}") from None
-        raise BuildError(f"WebGPU refused: {said}") from None
+            raise Lost(f"the WebGPU device was lost: {reason}") from None
+        raise BuildError(f"WebGPU refused: {reason}") from None
 
 
 LOCK = threading.RLock()  # a Gpu's calls are of one thread at a time

@@ -67,13 +67,13 @@ class Step:
 
     def tile(self, d: int, limits: Mapping[str, int]) -> Tile:
         """The tile for rows of d numbers, at most WIDEST. Raises ValueError if the limits allow none."""
-        most = limits["max-compute-workgroup-storage-size"]
+        limit = limits["max-compute-workgroup-storage-size"]
         threads = limits["max-compute-invocations-per-workgroup"]
         fours = up(d, 4)
-        fit = [t for t in self.tiles if self.memory(t, fours) <= most and t.threads <= threads]
+        fit = [t for t in self.tiles if self.memory(t, fours) <= limit and t.threads <= threads]
         if not fit:
-            least = min(self.memory(tile, fours) for tile in self.tiles)
-            needs = f"{least} bytes of workgroup memory, and the adapter allows {most}"
+            needed = min(self.memory(tile, fours) for tile in self.tiles)
+            needs = f"{needed} bytes of workgroup memory, and the adapter allows {limit}"
             raise ValueError(f"kernel is {self.name!r}; with d = {d} it needs {needs}")
         return self.best(fit, fours)[0]
 

@@ -103,12 +103,12 @@ class CudaEngine(Slots):
         self._at_once = self._read_together * self._read_blocks
         used: tuple[Layout, ...] = (*self._clusters, self._grid)
         tensors = model.weights
-        self._weights = {layout: Memory.of(layout.pack(tensors)) for layout in used}
+        self._weights = {layout: Memory.from_array(layout.pack(tensors)) for layout in used}
         self._weights[self._reader] = self._weights[self._grid]
         for layout in self._clusters[:1]:
             self._weights[replace(layout, drafts=True)] = self._weights[layout]
-        self._tokens = Memory.of(tensors[EMBEDDING])
-        self._positions = Memory.of(tensors["transformer.wpe.weight"][:capacity])
+        self._tokens = Memory.from_array(tensors[EMBEDDING])
+        self._positions = Memory.from_array(tensors["transformer.wpe.weight"][:capacity])
         V = c.vocab_size
         cached = c.n_embd * c.n_layer * capacity * options.kv_cache.bytes
         # Bytes of a slot of each array of struct Work.
@@ -148,8 +148,8 @@ class CudaEngine(Slots):
         self._kept += [self._tails, self._guessed]
         self.draft = draft
         if draft is not None:
-            self._tags = Memory.of(draft.tags)
-            self._pairs = Memory.of(draft.pairs)
+            self._tags = Memory.from_array(draft.tags)
+            self._pairs = Memory.from_array(draft.pairs)
             self._work.tags = self._tags.address
             self._work.pairs = self._pairs.address
         self._drafts = np.zeros(4, int)  # passes, tokens, rows of guesses, guesses that were compared

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shakespeare.attention_ext.checks import set_whole, whole
+from shakespeare.attention_ext.checks import set_whole, whole_number
 from shakespeare.attention_ext.parts import one_of
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import ENGINES
@@ -173,7 +173,9 @@ class Manifest:
         for name, shard in self.shards.items():
             if name not in tasks:
                 raise ValueError(f"the job has no file {name!r:.100}")
-            numbers = [whole(number, shard[number]) for number in ("first", "count", "texts", "tokens")]
+            numbers = [
+                whole_number(number, shard[number]) for number in ("first", "count", "texts", "tokens")
+            ]
             if numbers[:2] != [tasks[name].first, tasks[name].count]:
                 raise ValueError(f"{name} holds other texts")
             len(shard["rejected"])
@@ -241,7 +243,7 @@ class Manifest:
 def seed_for(directory: Path) -> int:
     """The seed that a directory's manifest records, else a random one."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return whole("seed", json.loads((directory / MANIFEST).read_bytes())["request"]["seed"])
+        return whole_number("seed", json.loads((directory / MANIFEST).read_bytes())["request"]["seed"])
     return drawn_seed(RANDOM)
 
 

@@ -76,7 +76,7 @@ class Contenders(dict[str, Contender]):
 
 def part_contender(name: str, part: Part) -> Contender:
     """The contender of a row of PARTS, or of a user's file."""
-    dtypes = {device: tuple(map(Dtype.of, names)) for device, names in part.dtypes.items()}
+    dtypes = {device: tuple(map(Dtype.parse, names)) for device, names in part.dtypes.items()}
     own_allocator = part.file is not None and "cpu" in part.dtypes
     return Contender(name, attention_call, dtypes, own_allocator=own_allocator)
 

@@ -167,6 +167,6 @@ class TrainingStep:
         for field, tensor in tensors.items():
             setattr(self.arguments, field, tensor.data_ptr())
         function = self.module.function(name, self.shared)
-        given = (self.arguments, *map(ctypes.c_int, layer))
+        arguments = (self.arguments, *map(ctypes.c_int, layer))
         how: dict[str, Any] = dict(shared=self.shared, early=self.early)
-        driver.launch(function, self.blocks, self.threads, *given, **how)
+        driver.launch(function, self.blocks, self.threads, *arguments, **how)
