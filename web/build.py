@@ -1,13 +1,13 @@
 """Make the page: compile the kernels to WebAssembly, convert the checkpoints, gather the files."""
 
 import contextlib
+import gzip
 import importlib.util
 import json
 import re
 import shutil
 import sys
 import tempfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from shakespeare.attention_ext.webgpu.driver import Source
 from shakespeare.checkpoints import PRESENT
 from shakespeare.generation.engines import native, slots, webgpu
 from shakespeare.generation.sampling import OFF, SETTINGS
+from shakespeare.lab import traffic
 from shakespeare.model.checkpoint import SUMS, bf16_bits, shipped
-from shakespeare.web import bundle, python_to_js
 
 WEB = Path(__file__).resolve().parent
 # Each build of the kernels: its flags. 'relaxed' has fused multiply-adds, which not every browser has.
@@ -37,14 +37,12 @@ FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "
 # Part 4's steps in WGSL that the page measures, with heads of this width: those in float32.
 STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs]
 STEPS_D = 32
-PIECE = 1 << 14  # bytes of a build: gzip finds what is the same in the last 32 KB
 PORTABLE_BYTES = 16_384  # workgroup memory that WebGPU promises
 PORTABLE_INVOCATIONS = 256
 # Training's threads would wait for each other here, and the page has no Python.
 LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
-EMBEDDED = (MODEL, "shakes1024")  # in the one file; the race needs the long window
 WEIGHTS = ".planes.gz"  # how the names of weights end
 STAMP = "shakespeare-page.json"  # names the files of a page in its folder
 MAKER = "gpt.py web --build"  # in the stamp
@@ -86,25 +84,24 @@ def write_page(work: Path) -> Path:
     """Write all files of the page into the new folder work/page, and the stamp that names them."""
     folder = work / "page"
     write_scripts(folder / "js")
-    kernels = mixed([compiled(name).read_bytes() for name in BUILDS])
-    (folder / "kernels.wasm.gz").write_bytes(packed(kernels))
-    shutil.copyfile(WEB / "style.css", folder / "style.css")
-    for name, content in (("sources", sources()), ("shaders", shaders())):
-        (folder / f"{name}.json.gz").write_bytes(packed(json.dumps(content).encode()))
-    write_models(folder / "models")
-    write_text(folder / "index.html", hinted((WEB / "index.html").read_text(encoding="utf-8"), folder))
+    copies = [(WEB / "index.html", "index.html"), (WEB / "style.css", "style.css")]
+    copies += [(compiled(name), f"kernels-{name}.wasm") for name in BUILDS]
+    copies += [(path, f"csrc/{path.name}") for path in sources()]
+    (folder / "csrc").mkdir()
+    for path, name in copies:
+        shutil.copyfile(path, folder / name)
+    write_text(folder / "shaders.json", json.dumps(shaders()))
+    write_weights(folder / "models")
     worker = (WEB / "sw.js").read_text(encoding="utf-8")
     write_text(folder / "sw.js", worker.replace("VERSION", fingerprint()))
-    write_text(folder / "shakespeare.html", bundle.one_file(folder, WEB, EMBEDDED))
     write_stamp(folder)
     return folder
 
 
 def write_scripts(folder: Path) -> None:
-    """Write the modules into a new folder, with facts.js and traffic.js."""
+    """Copy the modules into a new folder, and write facts.js beside them."""
     shutil.copytree(WEB / "js", folder)
     write_text(folder / "facts.js", facts())
-    write_text(folder / "traffic.js", python_to_js.javascript())
 
 
 def facts() -> str:
@@ -115,10 +112,9 @@ def facts() -> str:
     constants = re.findall(r"^const (\w+) = (\d+)u;", wgsl, re.M)  # such as the flags of a text
     tables = {
         "MODEL": MODEL,
+        "MODELS": models(),
         "WEIGHTS": PRECISIONS,
         "PRECISIONS": list(Precision),
-        "BUILDS": list(BUILDS),
-        "PIECE": PIECE,
         "TILE": default_tile.DEFAULT,
         "SLIDERS": sliders,
         "OFF": OFF,
@@ -126,6 +122,7 @@ def facts() -> str:
         "FASTEST": steps.FASTEST,
         "DECODER": {name: int(value) for name, value in constants},
         "NESTS": nests(),
+        "TRAFFIC": traffic.FORMULAS,
     }
     return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
 
@@ -190,7 +187,7 @@ def fingerprint() -> str:
     """A hash of the sources and the checkpoints."""
     page = [(WEB / name).read_bytes() for name in files(WEB) if not name.endswith(".pyc")]
     sums = [(shipped(name) / SUMS).read_bytes() for name in PRESENT]
-    texts = (*FLAGS, facts(), json.dumps(shaders()), python_to_js.SOURCE.read_bytes())
+    texts = (*FLAGS, facts(), json.dumps(shaders()))
     return cache.fingerprint([*texts, *page, *sums], CSRC, *FOLDERS)
 
 
@@ -215,10 +212,9 @@ def compiled(build: str) -> Path:
     ).make()
 
 
-def sources() -> dict[str, str]:
-    """The C++ of each part that is a kernel, for the page."""
-    paths = {name: CSRC / "cpu" / f"{part.operator}.cpp" for name, part in PARTS.items() if part.operator}
-    return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+def sources() -> list[Path]:
+    """The C++ of each part that is a kernel."""
+    return [CSRC / "cpu" / f"{part.operator}.cpp" for part in PARTS.values() if part.operator]
 
 
 def nests() -> dict[str, str]:
@@ -227,21 +223,25 @@ def nests() -> dict[str, str]:
     return {path.stem: path.read_text(encoding="utf-8").strip() for path in paths}
 
 
-def write_models(folder: Path) -> None:
-    """Write each shipped checkpoint's weights, packed, in fp32 and bf16, and models.json about them."""
-    folder.mkdir()
-    index = {}
+def models() -> dict[str, Any]:
+    """Each shipped checkpoint's configuration, characters, and paths of weights by precision."""
+    found = {}
     for name in PRESENT:
-        directory = shipped(name)
-        config, meta = (json.loads((directory / f"{file}.json").read_bytes()) for file in ("config", "meta"))
-        exact = (directory / "model.safetensors").read_bytes()
-        offered = {}
+        config, meta = (
+            json.loads((shipped(name) / f"{file}.json").read_bytes()) for file in ("config", "meta")
+        )
+        weights = {precision: f"models/{name}-{precision}{WEIGHTS}" for precision in PRECISIONS}
+        found[name] = {"config": config, "characters": meta["characters"], "weights": weights}
+    return found
+
+
+def write_weights(folder: Path) -> None:
+    """Write each shipped checkpoint's weights, packed, in bf16 and fp32."""
+    folder.mkdir()
+    for name in PRESENT:
+        exact = (shipped(name) / "model.safetensors").read_bytes()
         for precision, content in (("bf16", rounded(exact)), ("fp32", exact)):
-            path = folder / f"{name}-{precision}{WEIGHTS}"
-            path.write_bytes(packed(planes(content)))
-            offered[precision] = {"path": f"models/{path.name}"}
-        index[name] = {"config": config, "characters": meta["characters"], "files": offered}
-    write_text(folder / "models.json", json.dumps(index))
+            (folder / f"{name}-{precision}{WEIGHTS}").write_bytes(packed(planes(content)))
 
 
 def rounded(content: bytes) -> bytes:
@@ -266,35 +266,6 @@ def planes(content: bytes) -> bytes:
     return b"".join([*(content[first:end:4] for first in range(4)), content[end:]])
 
 
-def mixed(builds: list[bytes]) -> bytes:
-    """WebAssembly modules in pieces that take turns: gzip finds what they share. js/models.js takes one.
-
-    A custom section, which says nothing, makes all equally long.
-    """
-    size = ((max(map(len, builds)) + 6) // PIECE + 1) * PIECE
-    filled = []
-    for build in builds:
-        rest = size - len(build) - 6
-        length = [rest >> 7 * n & 127 | (128 if n < 4 else 0) for n in range(5)]  # LEB128
-        filled.append(build + bytes([0, *length]) + bytes(rest))
-    return b"".join(build[at : at + PIECE] for at in range(0, size, PIECE) for build in filled)
-
-
 def packed(content: bytes) -> bytes:
-    """Bytes as gzip, the same each time: few hosts compress them. Blocks are small: the kernels vary."""
-    gzip = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS + 16, 7)
-    return gzip.compress(content) + gzip.flush()
-
-
-def hinted(html: str, folder: Path) -> str:
-    """The page with hints of all that it loads; early.js requests the weights that the address names."""
-    weights = sorted(path.relative_to(folder).as_posix() for path in (folder / "models").glob(f"*{WEIGHTS}"))
-    early = (WEB / "early.js").read_text(encoding="utf-8").replace('"WEIGHTS"', json.dumps(weights))
-    early = early.replace("MODEL", MODEL).replace("PRECISION", next(iter(PRECISIONS)))
-    links = ['<link rel="preload" as="fetch" crossorigin href="models/models.json">']
-    names = sorted(bundle.modules(folder / "js", "main.js"))
-    links += [f'<link rel="modulepreload" href="js/{name}">' for name in names]
-    html = bundle.replaced(html, "(?<=script-src 'self')", f" '{bundle.digest(early)}'")
-    # A script behind a stylesheet waits for it.
-    html = bundle.replaced(html, '(?=<link rel="stylesheet")', f"<script>{early}</script>\n")
-    return bundle.replaced(html, "(?=</head>)", "\n".join([*links, ""]))
+    """Bytes as gzip, the same each time: few hosts compress them."""
+    return gzip.compress(content, 9, mtime=0)

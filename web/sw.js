@@ -1,8 +1,8 @@
-// Keeps the page's files and the weights that it has loaded, so that it opens without a network. Nothing else
-// is kept: other pages may share the origin, and a server may follow at this address.
+// Keeps the page's files, with the kernels and weights that it has loaded, so that it opens without a network. Nothing
+// else is kept: other pages may share the origin, and a server may follow at this address.
 const OWN = `shakespeare-attention ${registration.scope} `, // all pages of an origin share its caches
   CACHE = `${OWN}VERSION`, // web/build.py fills it in
-  isWeights = (name) => name.endsWith(".planes.gz");
+  isChosen = (name) => /\.(wasm|planes\.gz)$/.test(name); // a browser needs one of several
 
 // Revalidates with the server: the browser's own cache may have files of another version.
 const fresh = (path) => new Request(new URL(path, registration.scope), { cache: "no-cache" });
@@ -11,7 +11,7 @@ const on = (type, work) => self.addEventListener(type, (event) => event.waitUnti
 
 on("install", async () => {
   const { files } = await (await fetch(fresh("shakespeare-page.json"))).json(),
-    kept = files.filter((name) => !isWeights(name) && !["sw.js", "shakespeare.html"].includes(name));
+    kept = files.filter((name) => !isChosen(name) && name !== "sw.js");
   await (await caches.open(CACHE)).addAll(["./", ...kept].map(fresh));
   await self.skipWaiting();
 });
@@ -32,7 +32,7 @@ self.addEventListener("fetch", (event) => {
       const kept = await cache.match(name);
       if (kept) return kept;
       const answer = await fetch(request);
-      if (answer.ok && isWeights(name)) await cache.put(name, answer.clone());
+      if (answer.ok && isChosen(name)) await cache.put(name, answer.clone());
       return answer;
     }),
   );

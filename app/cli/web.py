@@ -21,7 +21,7 @@ def web(port: int, out: Path | None, only_build: bool) -> None:
         build.put(out)
     folder = out or build.make()
     if only_build:
-        click.echo(f"{folder}: open {folder / 'shakespeare.html'}, or publish the folder")
+        click.echo(f"{folder}: publish the folder, or show it with gpt.py web")
         return
     with folder_server.server(folder, port) as server:
         click.echo(f"http://127.0.0.1:{server.server_address[1]}/")

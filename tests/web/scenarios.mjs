@@ -7,7 +7,6 @@ import { createServer } from "node:http";
 import { readFile } from "node:fs/promises";
 import { createRequire } from "node:module";
 import { extname, join } from "node:path";
-import { pathToFileURL } from "node:url";
 import playwright from "playwright-core";
 
 const { browser: kind, program, folder, scenario, argument } = JSON.parse(process.argv[2]);
@@ -367,18 +366,6 @@ const scenarios = {
     await says("measure-status", "The GPU ");
     const rows = await page.$$eval("#figures tbody tr", (all) => all.map((row) => row.innerText.split("\t")));
     return { points: await numberOf("#roofline circle"), rows, status: await textOf("measure-status") };
-  },
-
-  // The one file, from the disk.
-  async disk({ query }) {
-    await page.goto(
-      `${pathToFileURL(join(folder, argument.file ?? "shakespeare.html"))}#write?pace=0&${new URLSearchParams(query)}`,
-    );
-    await written(query.length);
-    const text = await textOf("text-new");
-    await show("tiles");
-    await framesAreThere();
-    return text;
   },
 
   // One visit, and a second one without the server. On the origin are also another cache and another file.

@@ -6,7 +6,7 @@ const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
 const [{ Session }, { readCheckpoint, encode }, { PartNest }, formulas, board, traffic, state, writer] =
   await Promise.all(["session", "checkpoint", "tiling", "formulas", "board", "traffic", "state", "writer"].map(load));
-const [{ build }, { chosen }] = await Promise.all(["kernels", "models"].map(load));
+const { build } = await load("kernels");
 const session = new Session(),
   compiled = {};
 const bytes = (path) => {
@@ -63,11 +63,6 @@ const calls = {
     return [q, k, v].map((x) => Array.from(x));
   },
   build: () => build(),
-  // The browser's build in a file of mixed(), as characters; "" if it is no module.
-  chosen({ path }) {
-    const made = chosen(bytes(path));
-    return WebAssembly.validate(made) ? Buffer.from(made).toString("latin1") : "";
-  },
   block: () => session.block(),
   distribution: (a) => [formulas.softmax(a.logits), session.distribution(a)].map((p) => Array.from(p)),
   parts: () => session.kernels.parts,
@@ -76,10 +71,7 @@ const calls = {
     readCheckpoint(files(a));
     return "fine";
   },
-  // of: a Case's arguments
-  traffic: ({ part, of, block, cache }) =>
-    traffic.streams(part, new traffic.Case(...of), block).map((stream) => stream.traffic(cache)),
-  flops: ({ of }) => new traffic.Case(...of).flops,
+  traffic: ({ part, call, cache }) => traffic.traffic(traffic.streams(part, call), cache),
   anchors: ({ part, sizes }) => [...new Set([...new PartNest(part, sizes).frames()].flatMap(({ anchors }) => anchors))],
   script({ script, sizes }) {
     const { frames, ...made } = session.tiles({ part: "script", script, sizes, l1: 2048, l2: 8192 });

@@ -1,5 +1,6 @@
-"""Putting the page into a folder: over the page before, and a copy that ends in the middle."""
+"""Putting the page into a folder, over the page before and with a copy that ends in the middle; its list."""
 
+import re
 import shutil
 from unittest.mock import Mock
 
@@ -8,13 +9,12 @@ import pytest
 from shakespeare.web import build
 
 
-def test_a_browser_gets_its_build_whole_from_those_that_are_mixed(node, tmp_path):
-    """Of lengths around a piece's; a build is a module of custom sections."""
-    for counts in ((1, 4100), (4100, 1), (8188, 8190), (4091, 4092)):
-        builds = [b"\0asm\1\0\0\0" + (b"\0\2\1" + name) * n for name, n in zip((b"s", b"r"), counts)]
-        (tmp_path / "mixed").write_bytes(build.mixed(builds))
-        made = node("chosen", path=str(tmp_path / "mixed"))
-        assert made.encode("latin1").startswith(dict(zip(build.BUILDS, builds))[node("build")])
+def test_the_page_lists_its_modules_for_the_browser_to_load_at_once():
+    """A browser that finds them by their imports waits for the network once for each of them in a row."""
+    listed = re.findall(
+        r'<link rel="modulepreload" href="js/([^"]*)">', (build.WEB / "index.html").read_text()
+    )
+    assert listed == sorted([*(path.name for path in (build.WEB / "js").glob("*.js")), "facts.js"])
 
 
 def test_a_folder_holds_the_page_before_until_it_holds_the_new_one(tmp_path, monkeypatch):

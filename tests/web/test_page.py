@@ -1,5 +1,6 @@
-"""The page in Chromium and Firefox: texts, branches, views, one file, no network, hostile files, access."""
+"""The page in Chromium and Firefox: texts, branches, views, no network, hostile files, access."""
 
+import gzip
 import json
 import re
 
@@ -199,23 +200,13 @@ def test_measure_draws_a_point_for_each_part(visit):
     assert all(rate > 0 for _, rate in steps)
 
 
-@IN_BOTH
-def test_the_one_file_opens_from_a_disk(visit, extension, page_folder):
-    if visit.browser == "firefox":  # Playwright's eval() again; see scenarios.mjs
-        whole = (page_folder / "shakespeare.html").read_text()
-        plain = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", whole)
-        (page_folder / "plain.html").write_text(plain)
-        assert visit("disk", query=QUERY, file="plain.html") == native(QUERY)
-    else:
-        assert visit("disk", query=QUERY) == native(QUERY)
-
-
 def test_the_page_is_small(page_folder):
-    """The one file, without weights."""
-    html = (page_folder / "shakespeare.html").read_text()
-    weights = sum(map(len, re.findall(r'id="asset:models/[^"]*planes\.gz">([^<]*)<', html)))
-    assert weights > 3_000_000 and len(html) - weights < 320_000
-    assert not re.search(r"(?:src|href)=\"(?:https?:)?//", html)
+    """Packed, without weights, all that a browser may ask for."""
+    names = [name for name in build.files(page_folder) if not name.endswith(build.WEIGHTS)]
+    sizes = {name: len(gzip.compress((page_folder / name).read_bytes())) for name in names}
+    assert sum(sizes.values()) < 500_000, sizes
+    for name in ("index.html", "style.css"):
+        assert not re.search(r"(?:src|href)=\"(?:https?:)?//|url\(", (page_folder / name).read_text())
 
 
 @IN_BOTH

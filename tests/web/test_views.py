@@ -40,7 +40,7 @@ def test_the_frames_compute_every_score_and_every_output(node, part):
 
 @pytest.mark.parametrize("part", KERNELS)
 def test_the_anchors_are_in_the_source_once(node, part):
-    text = build.sources()[part]
+    (text,) = (path.read_text() for path in build.sources() if path.stem.startswith(part))
     anchors = node("anchors", part=part, sizes=SIZES[2])
     assert len(anchors) >= 3 and [text.count(anchor) for anchor in anchors] == [1] * len(anchors)
 
@@ -54,11 +54,11 @@ def test_the_caches_take_in_about_what_explain_counts(node, part):
     ):
         block = {"lanes": 4, "panel": sizes["Br"], "rows": 4}
         block |= {"part2_tile": sizes["Br"], "part2_depth": 64, "part4_step": sizes["Bc"]}
-        call = (sizes["N"], sizes["N"], 32, 1, True, sizes["Br"], sizes["Bc"])
-        ruled = sizes.get("left") == 20  # its count knows no whole lines and no edges
-        if ruled:
-            call += (1, "fp32", fmean(map(len, rule_options.seen(48, True, 20))))
-        counted = sum(node("traffic", part=part, of=call, block=block, cache=cache))
+        N, ruled = sizes["N"], sizes.get("left") == 20  # its count knows no whole lines and no edges
+        seen = fmean(map(len, rule_options.seen(48, True, 20))) if ruled else (N + 1) / 2
+        call = {"Nq": N, "Nk": N, "d": 32, "heads": 1, "br": sizes["Br"], "bc": sizes["Bc"]}
+        call |= {"threads": 1, "seen": seen, "ruled": int(ruled)}
+        counted = node("traffic", part=part, call=block | call, cache=cache)
         came, _ = node("walk", part=part, sizes=sizes, l1=cache, l2=PLENTY)["bytes"][-1]
         low, high = (0.99, 1.07) if cache == PLENTY and not ruled else (1 / 2.7, 2.7)
         assert low <= came / counted <= high, (sizes, cache, came, counted)

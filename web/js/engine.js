@@ -1,38 +1,7 @@
-// The page's side of the worker, and the files that both need: beside the page, or inside it.
+// The page's side of the worker.
 import { encode } from "./checkpoint.js";
+import { text } from "./files.js";
 import { parseBranches, sampling } from "./state.js";
-
-let shaders; // a promise
-
-const inside = (name) => document.getElementById(`asset:${name}`);
-
-// A file's bytes, unpacked as they arrive.
-export async function asset(name) {
-  const [start, bytes] = (await opened(name)).tee(),
-    reader = start.getReader(),
-    { value } = await reader.read();
-  reader.cancel();
-  const isPacked = value?.[0] === 0x1f && value[1] === 0x8b; // the server may have unpacked it
-  return new Response(isPacked ? bytes.pipeThrough(new DecompressionStream("gzip")) : bytes).arrayBuffer();
-}
-
-async function opened(name) {
-  const element = inside(name);
-  if (element) {
-    const bytes = Uint8Array.from(atob(element.textContent.trim()), (c) => c.charCodeAt(0));
-    return new Blob([bytes]).stream();
-  }
-  const answer = await fetch(name);
-  if (!answer.ok) throw new Error(`${name} was not found (${answer.status})`);
-  return answer.body;
-}
-
-export const json = async (name) => JSON.parse(new TextDecoder().decode(await asset(name)));
-
-async function newWorker() {
-  if (!inside("worker.js")) return new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
-  return new Worker(URL.createObjectURL(new Blob([await asset("worker.js")], { type: "text/javascript" })));
-}
 
 // The error of a call after the Engine was closed.
 export class Closed extends Error {}
@@ -41,7 +10,7 @@ export class Closed extends Error {}
 export class Engine {
   isPaced = true;
 
-  static async open() { return new Engine(await newWorker()); }
+  static open() { return new Engine(new Worker(new URL("./worker.js", import.meta.url), { type: "module" })); }
 
   constructor(worker) {
     this.worker = worker;
@@ -79,7 +48,7 @@ export class Engine {
   }
 
   async callWithShaders(method, argument = {}) {
-    return this.call(method, { ...argument, shaders: await (shaders ??= json("shaders.json.gz")) });
+    return this.call(method, { ...argument, shaders: JSON.parse(await text("shaders.json")) });
   }
 
   async begin({ prompt, length, branches, where, ...choices }) {

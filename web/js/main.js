@@ -2,10 +2,12 @@
 import { $, option, say } from "./dom.js";
 import { AttentionView } from "./attention.js";
 import { Closed } from "./engine.js";
+import { MODELS } from "./facts.js";
 import { bind } from "./fields.js";
+import { paths } from "./files.js";
 import { build } from "./kernels.js";
 import { MeasureView } from "./measure.js";
-import { Models } from "./models.js";
+import { openFiles, openModel } from "./models.js";
 import { RaceView } from "./race.js";
 import { openServer } from "./server.js";
 import { format, namesView, parse } from "./state.js";
@@ -25,12 +27,11 @@ class Page {
 
   async start() {
     say("build", `The kernels are the ${build() === "relaxed" ? "relaxed " : ""}SIMD build.`);
-    [this.models, this.server] = await Promise.all([Models.open(), openServer()]);
+    this.server = await openServer();
     Object.assign(this.choices, this.follow());
-    $("model").replaceChildren(...Object.keys(this.models.index).map((name) => option(name)));
+    $("model").replaceChildren(...Object.keys(MODELS).map((name) => option(name)));
     bind((changes) => this.choose(changes));
     this.views = Object.fromEntries(Object.entries(VIEWS).map(([name, View]) => [name, new View(this)]));
-    this.offerPrecisions();
     this.views.write.fill();
     addEventListener("hashchange", () => this.moved());
     this.show();
@@ -41,7 +42,6 @@ class Page {
   follow() {
     this.address = location.hash;
     const { view, choices } = parse(this.address);
-    if (!Object.hasOwn(this.models.index, choices.model)) [choices.model] = Object.keys(this.models.index);
     this.view = view;
     return choices;
   }
@@ -86,12 +86,6 @@ class Page {
     this.address = location.hash;
   }
 
-  offerPrecisions() {
-    const here = Object.keys(this.models.index[this.choices.model].files);
-    for (const option of $("weights").options) option.disabled = !here.includes(option.value);
-    if (!here.includes(this.choices.weights)) [this.choices.weights] = here;
-  }
-
   // Offers what can write with the model, else the CPU. gpu: {name, isCpu} or {why}; null until it is known.
   offerWriters(gpu = null) {
     const can = {
@@ -111,7 +105,6 @@ class Page {
 
   // The engine of the chosen model; null if it cannot be loaded, or if another was chosen meanwhile.
   async ready() {
-    this.offerPrecisions();
     const { model, weights } = this.choices,
       wanted = `${model} ${weights}`;
     if (this.own) return this.engine;
@@ -125,7 +118,7 @@ class Page {
 
   async load(model, weights, isWanted) {
     try {
-      const engine = await this.models.engine(model, weights);
+      const engine = await openModel(model, weights);
       if (isWanted()) return this.use(engine);
       engine.close();
     } catch (error) {
@@ -148,7 +141,7 @@ class Page {
   // A checkpoint from the reader's disk, until a model of the page is chosen.
   async openFiles(files) {
     try {
-      const engine = await this.models.engineOfFiles(files);
+      const engine = await openFiles(files);
       Object.assign(this, { own: true, wanted: null });
       this.use(engine);
       await this.views.write.restart();
@@ -179,9 +172,9 @@ class Page {
   // Lets the page open without a network; called after the first text, which needs the bandwidth. See sw.js.
   keep() {
     const workers = navigator.serviceWorker;
-    if (this.server || !workers || !location.protocol.startsWith("http")) return;
-    // The first visit's weights came before the worker, which keeps what passes it.
-    workers.oncontrollerchange = () => [...this.models.files.keys()].forEach((path) => fetch(path));
+    if (this.server || !workers) return;
+    // The first visit's weights and kernels came before the worker, which keeps what passes it.
+    workers.oncontrollerchange = () => paths().forEach((path) => fetch(path));
     workers.register("sw.js").catch(() => {}); // without it the page needs the network each time
   }
 

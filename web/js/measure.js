@@ -1,10 +1,11 @@
 // The view Measure: a roofline of one worker on this machine, after Williams, Waterman & Patterson 2009.
 import { $, brief, bytes, make, number, on, say, tableRow } from "./dom.js";
 import { STEPS, TILE } from "./facts.js";
-import { Case, streams, traffic } from "./traffic.js";
+import { streams, traffic } from "./traffic.js";
 
 const N = 1024,
-  CALL = new Case(N, N, 32, 4, false, ...TILE);
+  CALL = { heads: 4, N, d: 32 },
+  FLOPS = 4 * CALL.heads * N * N * CALL.d; // of the two products
 const BUFFERS = [16 << 10, 256 << 10, 64 << 20]; // in L1, in L2, in memory, on most machines
 const L1 = 32 << 10;
 const HEADS = ["part", "ms", "GFLOP/s", "of the peak", "bytes into 32 KB", "FLOP/byte", "scratch"];
@@ -21,7 +22,9 @@ export class MeasureView {
   async measure(engine) {
     say("measure-status", "Multiply-adds …");
     const peak = await engine.call("peak", {}),
-      block = await engine.call("block"),
+      [br, bc] = TILE,
+      sizes = { Nq: N, Nk: N, d: CALL.d, heads: CALL.heads, br, bc, threads: 1, seen: N, ruled: 0 },
+      call = { ...(await engine.call("block")), ...sizes },
       bandwidths = [],
       points = [];
     for (const size of BUFFERS) {
@@ -30,18 +33,18 @@ export class MeasureView {
     }
     for (const { name: part } of engine.parts) {
       say("measure-status", `${part} …`);
-      const { milliseconds, scratch } = await engine.call("attention", { part, N, heads: CALL.heads, d: CALL.d });
-      const counted = streams(part, CALL, block), // undefined for a part without counts
+      const { milliseconds, scratch } = await engine.call("attention", { part, ...CALL });
+      const counted = streams(part, call), // null for a part without counts
         moved = counted && traffic(counted, L1),
-        speed = CALL.flops / (milliseconds / 1e3);
-      points.push({ part, milliseconds, speed, moved, scratch, intensity: CALL.flops / moved });
+        speed = FLOPS / (milliseconds / 1e3);
+      points.push({ part, milliseconds, speed, moved, scratch, intensity: FLOPS / moved });
     }
     this.draw(peak, bandwidths, points);
     const [gpu, onGpu] = await this.measureGpu(engine);
     this.table(peak, points, onGpu);
     const reads = BUFFERS.map((size, i) => `${brief(bandwidths[i] / 1e9)} GB/s from ${bytes(size)}`).join(", "),
-      sizes = `${CALL.heads} heads, N = ${number(N)}, d = ${CALL.d}, no mask`;
-    say("measure-status", `One worker: ${brief(peak / 1e9)} GFLOP/s of multiply-adds; reads of ${reads}. ${sizes}. ${gpu}`);
+      shape = `${CALL.heads} heads, N = ${number(N)}, d = ${CALL.d}, no mask`;
+    say("measure-status", `One worker: ${brief(peak / 1e9)} GFLOP/s of multiply-adds; reads of ${reads}. ${shape}. ${gpu}`);
   }
 
   // Part 4's steps in WGSL: a sentence about the GPU, and a row for each.
@@ -50,11 +53,11 @@ export class MeasureView {
     let name, isCpu;
     for (const step of STEPS) {
       say("measure-status", `Step ${step} on the GPU …`);
-      const call = await engine.callWithShaders("gpuAttention", { step, N, heads: CALL.heads, d: CALL.d }),
+      const call = await engine.callWithShaders("gpuAttention", { step, ...CALL }),
         { milliseconds: ms, isRight, why } = call;
       if (call.name) ({ name, isCpu } = call);
       if (why && !name) return [`The GPU was not measured: ${why}.`, []];
-      const cells = isRight ? [brief(ms), brief(CALL.flops / ms / 1e6)] : [why ? `needs ${why}` : "wrong", "–"];
+      const cells = isRight ? [brief(ms), brief(FLOPS / ms / 1e6)] : [why ? `needs ${why}` : "wrong", "–"];
       rows.push([`step ${step} on the GPU`, ...cells, ...HEADS.slice(3).fill("–")]);
     }
     return [`The GPU is ${name}${isCpu ? ", a driver on the CPU, so it is slow" : ""}.`, rows];

@@ -1,54 +1,36 @@
 // The page's checkpoints, and workers that have loaded one.
-import { asset, Engine, json } from "./engine.js";
-import { BUILDS, PIECE } from "./facts.js";
-import { build } from "./kernels.js";
+import { Engine } from "./engine.js";
+import { MODELS } from "./facts.js";
+import { file, KERNELS, weightsOf } from "./files.js";
 
-// {name: {config, characters, files: {precision: {path}}}}
-export class Models {
-  static async open() {
-    const models = new Models();
-    models.index = await json("models/models.json");
-    models.files = new Map(); // promises of bytes, by the path of weights
-    models.module = asset("kernels.wasm.gz").then(chosen).then(compiled);
-    models.module.catch(() => {}); // it is awaited with a model
-    return models;
-  }
+const module = file(KERNELS).then(compiled);
+module.catch(() => {}); // it is awaited with a model
 
-  weights({ path }) {
-    if (!this.files.has(path)) {
-      const loading = asset(path).then(joined);
-      this.files.set(path, loading);
-      loading.catch(() => this.files.delete(path)); // the next attempt requests it again
-    }
-    return this.files.get(path);
-  }
+// A worker with a model of the page, and what its load() returns.
+export function openModel(name, precision) {
+  const { config, characters } = MODELS[name];
+  return opened(config, characters, file(weightsOf(name, precision)).then(joined), precision);
+}
 
-  // A worker with a model, and what its load() returns.
-  async engine(name, precision) {
-    const { config, characters, files } = this.index[name];
-    return this.engineOf(config, characters, this.weights(files[precision]), precision);
-  }
+// A worker with the checkpoint of the reader's files. Raises Error with a sentence.
+export async function openFiles(files) {
+  const ends = [".safetensors", "config.json", "meta.json"],
+    [weights, config, meta] = ends.map((end) => files.find(({ name }) => name.endsWith(end)));
+  if (!weights || !config || !meta) throw new Error("choose model.safetensors with its config.json and meta.json");
+  const { characters } = (await parsed(meta)) ?? {};
+  return opened(await parsed(config), characters, weights.arrayBuffer(), "fp32");
+}
 
-  // weights: a promise. The worker starts while they load.
-  async engineOf(config, characters, weights, precision) {
-    weights.catch(() => {}); // it is awaited below
-    const engine = await Engine.open();
-    try {
-      const files = { config, characters, weights: await weights, precision, module: await this.module };
-      return Object.assign(engine, await engine.call("load", files));
-    } catch (error) {
-      engine.close();
-      throw error;
-    }
-  }
-
-  // A worker with the checkpoint of the reader's files. Raises Error with a sentence.
-  async engineOfFiles(files) {
-    const ends = [".safetensors", "config.json", "meta.json"],
-      [weights, config, meta] = ends.map((end) => files.find(({ name }) => name.endsWith(end)));
-    if (!weights || !config || !meta) throw new Error("choose model.safetensors with its config.json and meta.json");
-    const { characters } = (await parsed(meta)) ?? {};
-    return this.engineOf(await parsed(config), characters, weights.arrayBuffer(), "fp32");
+// weights: a promise. The worker starts while they load.
+async function opened(config, characters, weights, precision) {
+  weights.catch(() => {}); // it is awaited below
+  const engine = Engine.open();
+  try {
+    const files = { config, characters, weights: await weights, precision, module: await module };
+    return Object.assign(engine, await engine.call("load", files));
+  } catch (error) {
+    engine.close();
+    throw error;
   }
 }
 
@@ -58,12 +40,6 @@ async function parsed(file) {
   } catch (error) {
     throw new Error(`${file.name} is not JSON: ${error.message}`);
   }
-}
-
-// This browser's build of those that mixed() in web/build.py put together.
-export function chosen(bytes) {
-  const mine = BUILDS.indexOf(build());
-  return new Uint8Array(bytes).filter((_, i) => Math.floor(i / PIECE) % BUILDS.length === mine).buffer;
 }
 
 // All workers share one module: Firefox on two cores may compile no further one while it optimizes several.

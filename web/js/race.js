@@ -2,6 +2,7 @@
 import { $, brief, copy, make, number, onSubmit, say, tableRow } from "./dom.js";
 import { encode } from "./checkpoint.js";
 import { FASTEST } from "./facts.js";
+import { openModel } from "./models.js";
 
 const CASE = { heads: 4, N: 1024, d: 32 };
 const MODEL = "shakes1024"; // has the long window
@@ -36,7 +37,7 @@ export class RaceView {
   async run(size, count) {
     this.cancelled = false;
     say("race-status", `Loading ${MODEL} …`);
-    this.engine ??= await this.page.models.engine(MODEL, "bf16");
+    this.engine ??= await openModel(MODEL, "bf16");
     this.offer(this.engine.parts);
     const past = await this.past(size);
     for (const lane of Object.values(this.lanes)) {

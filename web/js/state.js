@@ -1,5 +1,5 @@
 // The choices, as the address's fragment #view?name=value&... without defaults, and as a command.
-import { MODEL, SLIDERS, WEIGHTS } from "./facts.js";
+import { MODEL, MODELS, SLIDERS, WEIGHTS } from "./facts.js";
 
 const text = (value, admits = () => true) => ({ value, admits });
 // by: the values are multiples of it; 0 admits fractions.
@@ -24,7 +24,7 @@ export const SETTINGS = SLIDERS.map((setting) => ({
 }));
 
 export const CHOICES = {
-  model: text(MODEL),
+  model: text(MODEL, (name) => Object.hasOwn(MODELS, name)),
   weights: oneOf(WEIGHTS),
   where: oneOf({ browser: "this browser", gpu: "its GPU", server: "the server" }), // the server that the page comes from
   prompt: text("ROMEO:"),

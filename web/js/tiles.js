@@ -1,15 +1,18 @@
 // The view Tiles: the frames of a part over the text's own Q, K and V, with two small caches.
 import { $, bytes, frame, make, number, on, onSubmit, option, say, tableRow } from "./dom.js";
 import { draw, drawRow } from "./board.js";
-import { json } from "./engine.js";
 import { NESTS } from "./facts.js";
 import { fill } from "./fields.js";
+import { text } from "./files.js";
 import { online, results } from "./formulas.js";
 import { allHeads, Reading } from "./reading.js";
 import { MOST_SCRIPT } from "./state.js";
-import { Case, LINE, streams, traffic } from "./traffic.js";
+import { LINE, streams, traffic } from "./traffic.js";
 
 const A_FRAME_MS = 450;
+
+const sourceOf = ({ name, algorithm }) => `csrc/${name}_${algorithm.replaceAll(" ", "_")}.cpp`;
+
 export class TilesView extends Reading {
   constructor(page) {
     super(page, "tiles");
@@ -60,8 +63,8 @@ export class TilesView extends Reading {
 
   async read() {
     const { engine } = this;
-    this.sources ??= await json("sources.json.gz");
     this.block ??= await engine.call("block");
+    this.sources ??= Object.fromEntries(await Promise.all(engine.parts.map(async (part) => [part.name, await text(sourceOf(part))])));
     if (!this.isCurrent()) return;
     const parts = engine.parts.map(({ name, algorithm }) => option(name, `${name}, ${algorithm}`));
     $("tiles-part").replaceChildren(...parts, option("script", "your own script"));
@@ -118,9 +121,9 @@ export class TilesView extends Reading {
     this.showCode();
     if (part === "script") this.judge(walk);
     if (!this.frames) return;
-    const small = { ...block, part2_tile: Br, panel: Br, part4_step: Bc };
-    const keys = left < N - 1 ? walk.computed[1] / N : 0;
-    const counted = streams(part, new Case(N, N, d, 1, true, Br, Bc, 1, "fp32", keys), small);
+    const small = { ...block, part2_tile: Br, panel: Br, part4_step: Bc },
+      rules = { seen: walk.computed[1] / N, ruled: Number(left < N - 1) },
+      counted = streams(part, { ...small, ...rules, Nq: N, Nk: N, d, heads: 1, br: Br, bc: Bc, threads: 1 });
     this.counted = counted && [l1, l2].map((cache) => traffic(counted, cache));
     $("online").hidden = part !== "part4";
     $("row").max = N - 1;
@@ -135,11 +138,11 @@ export class TilesView extends Reading {
       nest = isScript ? this.script : this.nest();
     this.nestLines = nest.split("\n").map((line, n) => make("li", {}, `${String(n + 1).padStart(2)}  ${line}`));
     $("nest").replaceChildren(...this.nestLines);
-    const { algorithm = "" } = engine.parts.find(({ name }) => name === part) ?? {},
-      name = `${part}_${algorithm.replaceAll(" ", "_")}.cpp`,
-      text = isScript ? "" : this.sources[part];
+    const row = engine.parts.find(({ name }) => name === part),
+      name = row ? sourceOf(row).replace("csrc/", "") : "",
+      source = row ? this.sources[part] : "";
     say("source-title", isScript ? "Your loop nest" : `Our C++: ${name}`);
-    this.lines = text.split("\n").map((line) => make("span", {}, line || " "));
+    this.lines = source.split("\n").map((line) => make("span", {}, line || " "));
     $("source").replaceChildren(...this.lines);
     $("source").ariaLabel = name;
     $("source").hidden = isScript;

@@ -1,0 +1,37 @@
+// The page's files, each requested once: the kernels and the weights of the address at once, before the other modules,
+// because they are most of a first visit's bytes.
+import { MODELS } from "./facts.js";
+import { build } from "./kernels.js";
+import { parse } from "./state.js";
+
+export const KERNELS = `kernels-${build()}.wasm`; // this browser's
+export const weightsOf = (model, precision) => MODELS[model].weights[precision];
+
+const requested = new Map(); // promises of bytes, by path
+
+// The bytes of a file, unpacked.
+export function file(path) {
+  const known = requested.get(path);
+  if (known) return known;
+  const loading = loaded(path);
+  requested.set(path, loading);
+  loading.catch(() => requested.delete(path)); // the next attempt requests it again
+  return loading;
+}
+
+export const text = async (path) => new TextDecoder().decode(await file(path));
+
+export const paths = () => [...requested.keys()];
+
+async function loaded(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error(`${path} was not found (${answer.status})`);
+  const bytes = await answer.arrayBuffer(),
+    [first, second] = new Uint8Array(bytes);
+  if (first !== 0x1f || second !== 0x8b) return bytes; // it is not packed, or the server has unpacked it
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
+}
+
+const { model, weights } = parse(location.hash).choices;
+file(KERNELS);
+file(weightsOf(model, weights));
