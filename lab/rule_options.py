@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,19 +88,27 @@ def together(keys: list[range], rows: int) -> list[range]:
     ]
 
 
-def exact(tensors: list[torch.Tensor], text: str, causal: bool) -> torch.Tensor:
-    """The output (B, H, N, d) in float64, a head at a time."""
+def exact(tensors: Sequence[torch.Tensor], text: str, causal: bool) -> tuple[torch.Tensor, ...]:
+    """What q, k and v (B, H, N, d) give in float64, a head at a time.
+
+    It is the output; of four tensors, the last of them dout, the gradients of q, k and v.
+    """
     from shakespeare.attention_ext import reference
 
-    q, k, v = tensors
+    q = tensors[0]
     H, N = q.shape[1:3]
-    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    gradient = len(tensors) > 3
+    found = tuple(
+        torch.empty(t.shape, dtype=torch.float64, device=q.device) for t in tensors[: 1 + 2 * gradient]
+    )
     for b, h in itertools.product(range(q.shape[0]), range(H)):
         options = example(H, N, q.device, **parse(text))
         options |= {name: options[name][h : h + 1] for name in ("alibi_slopes", "sinks") if name in options}
-        head = [t[b : b + 1, h : h + 1] for t in tensors]
-        rules = ruling.checked(options, head[0], N)
-        doubles = (t.double() for t in head)
-        result: Any = reference.attention(*doubles, causal=causal, scale=q.shape[3] ** -0.5, rules=rules)
-        out[b, h] = result[0, 0]
-    return out
+        head = [t[b : b + 1, h : h + 1].double() for t in tensors]
+        leaves = [t.requires_grad_(gradient) for t in head[:3]]
+        rules = ruling.checked(options, leaves[0], N)
+        out: Any = reference.attention(*leaves, causal=causal, scale=q.shape[3] ** -0.5, rules=rules)
+        results = torch.autograd.grad(out, leaves, head[3]) if gradient else (out,)
+        for whole, result in zip(found, results):
+            whole[b, h] = result[0, 0]
+    return found

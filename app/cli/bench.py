@@ -33,7 +33,7 @@ NOT_WITH = {
     "causal": ("masks",),
     "tokens": ("batch",),
     "columns": ("heads",),
-    "backward": ("rules", "queries", "plot", "tune"),
+    "backward": ("queries", "plot", "tune"),
     "load": (*CASES, "causal", *MEASURING, "dry_run", "tune"),
     "tune": (*MEASURING, "form", "compare", "plot", "rules"),
 }
@@ -123,6 +123,7 @@ def bench(
     With --device cuda they are part0, part4 (its fastest kernel), kernel1 and the other kernels
     (kernel2-unpadded, ...), sdpa-math, sdpa-efficient, sdpa-flash and sdpa-cudnn (backends of PyTorch's),
     flash-attn, flash-attn-3 and flash-attn-4 if installed, and flex; by default all but flex, each once.
+    With --backward flash-attn-4-deterministic is one too: its sums have one order, as this project's.
     --plot then also times part1 on one core of the CPU. With --device webgpu they are part4 and its steps in
     WGSL, webgpu1 to webgpu6.
     """

@@ -46,8 +46,11 @@ FLASH_ATTN = {
     "flash-attn-3": ("FlashAttention-3", "flash_attn_interface", _BOTH),
     "flash-attn-4": ("FlashAttention-4", "flash_attn.cute", _BOTH | {"sinks": "learnable_sink"}),
 }
+DETERMINISTIC = "flash-attn-4-deterministic"  # its gradients' sums have one order
+FLASH_ATTN[DETERMINISTIC] = ("FlashAttention-4, deterministic", *FLASH_ATTN["flash-attn-4"][1:])
 
 GRADIENTS = (*able(gradient=True), "sdpa", "flex", *SDPA, *FLASH_ATTN, *BACKWARD)  # those that have them
+ONLY_GRADIENTS = (DETERMINISTIC, *BACKWARD)  # those that have nothing else
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,8 @@ def flash_attn_call(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
         rules["sinks"] = rules["sinks"].bfloat16()
     views = [t.transpose(1, 2) for t in (q, k, v)]
     options = {its_names[name]: x for name, x in rules.items()}
+    if cell.contender == DETERMINISTIC:
+        options["deterministic"] = True
     attend: Callable[..., Any]
 
     def call() -> Tensor:

@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Sequence
 
 from shakespeare.attention_ext import PARTS, SIMD, default_tile
-from shakespeare.attention_ext.cuda.kernels import BACKWARD, MOST_SPLIT
+from shakespeare.attention_ext.cuda.kernels import MOST_SPLIT
 from shakespeare.attention_ext.parts import DEVICES, Dtype, check_compatible, is_file, one_of, resolve_simd
 from shakespeare.lab import machine, rule_options
 from shakespeare.lab.bench.cell import Cell
-from shakespeare.lab.bench.contenders import GRADIENTS, SPLIT, contenders
+from shakespeare.lab.bench.contenders import GRADIENTS, ONLY_GRADIENTS, SPLIT, contenders
 from shakespeare.lab.bench.sweep import L2, Sweep
 
 
@@ -66,8 +66,8 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
     if ruled and not (takes and sweep.queries is None):
         where = "on the CPU in fp32 and on CUDA, without queries"
         raise ValueError(f"rule is {ruled[0]!r}; it must be none but {where}")
-    if sweep.backward and (ruled or sweep.queries is not None):
-        raise ValueError("backward is True; it must be False with rules and with queries")
+    if sweep.backward and sweep.queries is not None:
+        raise ValueError("backward is True; it must be False with queries")
     for name in names:
         taken = contenders()[name].dtypes.get(sweep.device, ())
         if name in PARTS or is_file(name):
@@ -79,7 +79,7 @@ def check(names: Sequence[str], sweep: Sweep) -> None:
 
 def known_on(device: str, backward: bool = False) -> tuple[str, ...]:
     """The contenders on a device of DEVICES. backward: those with gradients."""
-    able = (name for name in contenders() if (name in GRADIENTS if backward else name not in BACKWARD))
+    able = (name for name in contenders() if (name in GRADIENTS if backward else name not in ONLY_GRADIENTS))
     return tuple(name for name in able if device in contenders()[name].dtypes)
 
 

@@ -232,10 +232,10 @@ def exact_output(tensors: Sequence[Tensor], causal: bool) -> Tensor:
 
 def exact_of(cell: Cell, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """What a cell computes, in float64: its output, or the gradients of q, k and v."""
+    if cell.rules:
+        return rule_options.exact(tensors, cell.rules, cell.causal)
     if cell.backward:
         return exact_gradients(tensors, cell.causal)
-    if cell.rules:
-        return (rule_options.exact(list(tensors), cell.rules, cell.causal),)
     return (exact_output(tensors, cell.causal),)
 
 

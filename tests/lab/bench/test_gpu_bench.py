@@ -68,7 +68,10 @@ def test_gradients_are_verified_and_timed(monkeypatch):
 def test_rules_and_flash_attn(monkeypatch):
     """Its packages are made up; version 4 gives a pair."""
 
-    def flash_attn_func(q, k, v, causal, window_size=None, softcap=None, alibi_slopes=None):
+    def flash_attn_func(
+        q, k, v, causal, window_size=None, softcap=None, alibi_slopes=None, deterministic=False
+    ):
+        ordered.append(deterministic)
         rules = dict(window=window_size, softcap=softcap, alibi_slopes=alibi_slopes)
         by_head = (t.transpose(1, 2) for t in (q, k, v))
         return attention("part0", *by_head, causal=causal, **rules).transpose(1, 2)
@@ -78,10 +81,16 @@ def test_rules_and_flash_attn(monkeypatch):
         return flash_attn_func(*tensors, **options), None
 
     arguments = []
+    ordered = []
     monkeypatch.setattr(sys, "argv", ["gpt.py", "-d", "8"])  # which version 4's compiler would parse
 
     on_cpu(monkeypatch)
-    names, rules = ["kernel6", "sdpa-math", *contenders.FLASH_ATTN], ("window=5+softcap=3", "alibi")
+    names = [
+        "kernel6",
+        "sdpa-math",
+        *(name for name in contenders.FLASH_ATTN if name != contenders.DETERMINISTIC),
+    ]
+    rules = ("window=5+softcap=3", "alibi")
     case = dict(names=names, masks=(True,), rules=rules, dtype="bf16", l2s=("cold",))
     assert {r.status for r in measured(**case).results if "flash-attn" in r.cell.contender} == {"skipped"}
     modules = {module: flash_attn_func for _, module, _ in contenders.FLASH_ATTN.values()}
@@ -93,6 +102,9 @@ def test_rules_and_flash_attn(monkeypatch):
         assert status == ("skipped" if lacks else "ok"), (name, rule, note)
     assert found["flash-attn-4", "alibi"][1] == "contender 'flash-attn-4' has no alibi_slopes"
     assert arguments[0] == ["gpt.py"] and sys.argv == ["gpt.py", "-d", "8"]
+    assert not any(ordered)
+    done = measured(**case | {"names": [contenders.DETERMINISTIC], "rules": rules[:1], "backward": True})
+    assert [r.status for r in done.results] == ["ok"] and ordered[-1]
 
 
 def test_what_does_not_fit_is_skipped_and_inputs_that_do_not_are_refused(monkeypatch):

@@ -57,6 +57,22 @@ def test_rules(run, names, rules):
         assert float(row["GFLOP/s"]) == pytest.approx(8 * 4 * pairs * 16 / float(row["ms"]) / 1e6, rel=0.02)
 
 
+def test_gradients_with_rules(run, monkeypatch):
+    """Each is compared with float64's under the same rules."""
+    rules = ("window=5+documents=24", "alibi+softcap=3", "sinks+bias")
+    command = ("part0,part4,sdpa", *SMALL, "--causal", "--backward", "--rules", ",".join(rules), "-B", "2")
+    for row in records(run(*command)):
+        lacks = row["contender"] == "sdpa" and row["rules"] in rules[1:]
+        assert ("skipped" in row["ms"]) == lacks, row
+        assert lacks or float(row["error"]) < 1e-5
+    right = contenders.attention
+    monkeypatch.setattr(
+        contenders, "attention", lambda *args, alibi_slopes=None, **rest: right(*args, **rest)
+    )
+    wrong = {row["rules"] for row in records(run(*command, code=1)) if "wrong" in row["ms"]}
+    assert wrong == {"alibi+softcap=3"}
+
+
 def test_what_is_wrong_is_shown_and_not_timed(run, monkeypatch):
     right = contenders.attention
 
