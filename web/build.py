@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,17 @@ from shakespeare.model.checkpoint import SUMS, bf16_bits, shipped
 
 WEB = Path(__file__).resolve().parent
 # Each build of the kernels: its flags. 'relaxed' has fused multiply-adds, which not every browser has.
-BUILDS: dict[str, tuple[str, ...]] = {"simd": ("-msimd128",), "relaxed": ("-msimd128", "-mrelaxed-simd")}
-FLAGS = (  # -flto: faster kernels
-    *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O3", "-flto"),
+BUILDS: dict[str, tuple[str, ...]] = {"simd": (), "relaxed": ("-mrelaxed-simd",)}
+FLAGS = (
+    *("-target", "wasm32-wasi", "-mexec-model=reactor", "-std=c++17", "-O2", "-msimd128"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math", "-Wl,--strip-all"),
+    "-D_LIBCPP_REMOVE_TRANSITIVE_INCLUDES",  # headers take most of the time
 )
-ONCE = "; the first time zig compiles its C++ library too, which takes a minute or two"
+VECTORS = ("simd/vectors/*.cpp", "tools/limits.cpp")  # compiled for each build; the rest is the same in all
+# Files of zig's C++ library that the kernels need beside csrc/library.cpp, and their flags.
+LIBRARY = ("memory.cpp", "string.cpp")
+LIBRARY_FLAGS = ("-std=c++23", "-D_LIBCPP_BUILDING_LIBRARY", "-w")
+ONCE = "; the first time zig compiles C's library too, which takes a while"
 FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "web"))
 # Part 4's steps in WGSL that the page measures, with heads of this width: those in float32.
 STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs]
@@ -100,7 +106,7 @@ def write_page(work: Path) -> Path:
 
 def write_scripts(folder: Path) -> None:
     """Copy the modules into a new folder, and write facts.js beside them."""
-    shutil.copytree(WEB / "js", folder)
+    shutil.copytree(WEB / "js", folder, ignore=shutil.ignore_patterns("*.d.ts"))
     write_text(folder / "facts.js", facts())
 
 
@@ -196,20 +202,25 @@ def compiled(build: str) -> Path:
     from_wheel = prebuilt.page(build)
     if from_wheel.is_file():
         return from_wheel
-    if not importlib.util.find_spec("ziglang"):
+    zig = importlib.util.find_spec("ziglang")
+    if not zig or not zig.origin:
         raise BuildError(NO_ZIG)
-    others = (path for folder in FOLDERS for path in found(folder, "*.cpp"))
-    sources = (*found(CSRC, *KERNELS, "tools/limits.cpp"), *others)
-    return Recipe(
+    plain = (*FLAGS, *native.DEFINES)
+    every = {*found(CSRC, *KERNELS), *(path for folder in FOLDERS for path in found(folder, "*.cpp"))}
+    vectors = found(CSRC, *VECTORS)
+    library = Recipe(
         name=f"attention_ext_web_{build}",
         file="kernels.wasm",
         what=f"the kernels to WebAssembly ({build}){ONCE if build == next(iter(BUILDS)) else ''}",
         compiler=(sys.executable, "-m", "ziglang", "c++"),
-        flags=(*FLAGS, *native.DEFINES, *BUILDS[build]),
-        sources=tuple(path for path in sources if path.name not in LEFT_OUT),
+        flags=(*plain, *LIBRARY_FLAGS),
+        sources=found(Path(zig.origin).parent / "lib" / "libcxx" / "src", *LIBRARY),
         folders=(CSRC, *FOLDERS),
-        link=FLAGS,  # the same for each build, so that zig compiles its libraries once
-    ).make()
+        link=(*FLAGS, "-nostdlib++"),
+    )
+    shared = tuple(path for path in sorted(every.difference(vectors)) if path.name not in LEFT_OUT)
+    rest = replace(library, flags=plain, sources=shared, needs=library)
+    return replace(rest, flags=(*plain, *BUILDS[build]), sources=vectors, needs=rest).make()
 
 
 def sources() -> list[Path]:
