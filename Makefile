@@ -2,6 +2,7 @@
 .DEFAULT_GOAL := help
 python := .venv/bin/python
 eslint := tests/web/node_modules/.bin/eslint
+tsc := tests/web/node_modules/.bin/tsc
 cpp := $(shell git ls-files '*.cpp' '*.cu' '*.h' 2>/dev/null)
 
 .PHONY: help setup test test-all robustness lint format bench figures docs notebooks web wheels ci
@@ -28,6 +29,7 @@ lint:  ## Check format, style and types
 	.venv/bin/mypy
 	.venv/bin/clang-format --dry-run -Werror $(cpp)
 	@[ ! -x $(eslint) ] || $(eslint) -c tests/web/eslint.config.mjs web tests/web
+	@[ ! -x $(tsc) ] || $(tsc) -p tests/web
 
 format:  ## Format all sources
 	.venv/bin/ruff check --fix

@@ -11,10 +11,12 @@ from shakespeare.web import build
 
 def test_the_page_lists_its_modules_for_the_browser_to_load_at_once():
     """A browser that finds them by their imports waits for the network once for each of them in a row."""
+    modules = {path.name: path.read_text() for path in (build.WEB / "js").glob("*.js")}
     listed = re.findall(
         r'<link rel="modulepreload" href="js/([^"]*)">', (build.WEB / "index.html").read_text()
     )
-    assert listed == sorted([*(path.name for path in (build.WEB / "js").glob("*.js")), "facts.js"])
+    assert listed == sorted([*modules, "facts.js"])
+    assert [name for name, text in modules.items() if not text.startswith("// @ts-check\n//")] == []
 
 
 def test_a_folder_holds_the_page_before_until_it_holds_the_new_one(tmp_path, monkeypatch):

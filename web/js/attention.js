@@ -1,3 +1,4 @@
+// @ts-check
 // The view Attention: the weights of every layer and head for the text, as maps.
 import { $, colour, make, number, on, say, shown } from "./dom.js";
 import { allHeads, Reading } from "./reading.js";
@@ -21,11 +22,19 @@ function paint(canvas, P, n) {
 }
 
 export class AttentionView extends Reading {
+  /** @type {any} what observe() gives */ seen;
+  /** @type {Float32Array} weights (T, T) of the chosen head */ P;
+  /** @type {HTMLButtonElement[]} */ buttons;
+  /** @type {number} */ layer;
+  /** @type {number} */ head;
+  /** @type {number} the query whose row is shaded */ shaded;
+  /** @type {Float32Array} */ shadedOf;
+
   constructor(page) {
     super(page, "attention");
     for (const id of ["query", "key"]) on(id, "input", () => this.keep());
     const box = document.querySelector(".heat");
-    const at = ({ clientX, clientY }) => {
+    const at = (/** @type {any} a pointer event */ { clientX, clientY }) => {
       if (!this.P) return;
       const { left, top, width, height } = box.getBoundingClientRect(),
         { T } = this.seen;

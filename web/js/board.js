@@ -1,3 +1,4 @@
+// @ts-check
 // Draws the view Tiles: Q left of S, K above it, V below it, O right of it, scratch in the corners.
 import { colour } from "./dom.js";
 
@@ -6,6 +7,7 @@ const EDGE = 4; // around them, in cells
 const TITLES = { Kt: "tile of Kᵀ", Qt: "tile of Qᵀ", Ot: "tile of Oᵀ", ml: "m and l" };
 const SHADES = [0.18, 0.5, 1]; // in memory only, in L2, in L1
 
+/** @type {(rgb: number[], alpha?: number) => string} */
 const css = ([r, g, b], alpha = 1) => `rgb(${r} ${g} ${b} / ${alpha})`;
 
 // Sizes a canvas in device pixels; its pen works in CSS pixels.

@@ -1,3 +1,4 @@
+// @ts-check
 // Two set-associative caches with LRU replacement.
 import { CACHE_WAYS, FLOAT_BYTES, LINE } from "./traffic.js";
 

@@ -1,3 +1,4 @@
+// @ts-check
 // A checkpoint: configuration, tensors and vocabulary, checked as model/checkpoint.py checks them.
 import { check, isObject, readSafetensors } from "./safetensors.js";
 
@@ -54,6 +55,7 @@ function checkConfig(config) {
   check([true, false, 1, 0, null].includes(bias), `bias is ${JSON.stringify(bias)}; it must be true or false`);
 }
 
+/** @returns {Iterable<any>} [name, shape] of each tensor */
 function* expectedTensors({ block_size, vocab_size, n_layer, n_embd: C, bias = true, window }) {
   yield [EMBEDDING, [vocab_size, C]];
   if (!window) yield ["transformer.wpe.weight", [block_size, C]];

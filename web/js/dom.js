@@ -1,5 +1,7 @@
+// @ts-check
 // Small helpers for the page's elements.
 
+/** @type {(id: string) => any} an element of index.html, of its own kind */
 export const $ = (id) => document.getElementById(id);
 
 export const on = (id, type, call) => $(id).addEventListener(type, call);

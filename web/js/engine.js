@@ -1,3 +1,4 @@
+// @ts-check
 // The page's side of the worker.
 import { encode } from "./checkpoint.js";
 import { text } from "./files.js";
@@ -9,6 +10,11 @@ export class Closed extends Error {}
 // A Session in a worker; call() calls a method of it. With a model it is a source of Writing in text.js.
 export class Engine {
   isPaced = true;
+  /** @type {import("./facts.js").Config} */ config;
+  /** @type {string[]} the vocabulary */ characters;
+  /** @type {{ name: string, algorithm: string }[]} */ parts;
+  /** @type {string} */ gpuName;
+  /** @type {string | undefined} why the CPU writes in place of the GPU */ why;
 
   static open() { return new Engine(new Worker(new URL("./worker.js", import.meta.url), { type: "module" })); }
 

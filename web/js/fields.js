@@ -1,7 +1,9 @@
+// @ts-check
 // The fields: each shows the choice of its name, within its bounds, and a slider's <output> shows its value.
 import { $, make, option } from "./dom.js";
 import { admitted, CHOICES, SETTINGS } from "./state.js";
 
+/** @type {() => NodeListOf<any>} */
 const all = () => document.querySelectorAll("[name]:not(meta)");
 
 // Gives the fields their bounds; each change calls changed({name: value}).

@@ -1,3 +1,4 @@
+// @ts-check
 // The page's files, each requested once: the kernels and the weights of the address at once, before the other modules,
 // because they are most of a first visit's bytes.
 import { MODELS } from "./facts.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // The formulas of attention for one head, with a causal mask, a window and scaled scores.
 
 export function softmax(logits) {

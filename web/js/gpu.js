@@ -1,5 +1,7 @@
+// @ts-check
 // A GPU through WebGPU: adapter, device, shaders, buffers and dispatches, as in attention_ext/webgpu/driver.py.
 
+/** @type {GPUFeatureName[]} */
 const OPTIONAL = ["subgroups"]; // features that are asked for where they exist
 const LIMITS = [
   ...["maxBufferSize", "maxStorageBufferBindingSize"],
@@ -38,6 +40,12 @@ export async function findGpu() {
 }
 
 export class Gpu {
+  /** @type {GPUDevice} */ device;
+  /** @type {Record<string, number>} */ limits;
+  /** @type {GPUFeatureName[]} that it has, of OPTIONAL */ features;
+  name = "";
+  isLost = false;
+
   // Raises Unfit.
   static async open() {
     const adapter = await findAdapter(),
@@ -74,6 +82,7 @@ export class Gpu {
   write(buffer, array) { this.device.queue.writeBuffer(buffer, 0, array); }
 
   // Dispatches `times` times; buffers are bindings 0, 1 ... Returns the first `bytes` of `from`. Raises Lost.
+  /** @type {(pipeline: GPUComputePipeline, buffers: GPUBuffer[], groups: [number], bytes: number, more?: any) => Promise<ArrayBuffer>} */
   async run(pipeline, buffers, groups, bytes, { times = 1, from = buffers.at(-1) } = {}) {
     this.check();
     const { device } = this,

@@ -1,3 +1,4 @@
+// @ts-check
 // Part 4's steps in WGSL, compared with part 4 and timed.
 import { Unfit } from "./gpu.js";
 

@@ -1,3 +1,4 @@
+// @ts-check
 // The decoder on a GPU, generation/csrc/webgpu/decoder.wgsl, whose header describes the buffers.
 import { DECODER } from "./facts.js";
 import { Unfit } from "./gpu.js";
@@ -10,6 +11,12 @@ const quads = (numbers) => Math.ceil(numbers / 4);
 
 // The compiled decoder and the weights of a checkpoint on a GPU.
 export class GpuModel {
+  /** @type {import("./gpu.js").Gpu} */ gpu;
+  /** @type {import("./facts.js").Config} */ config;
+  /** @type {GPUComputePipeline} */ pipeline;
+  /** @type {GPUBuffer} */ weights;
+  /** @type {number} quads of all heads' numbers */ A;
+
   // shaders: WGSL. Raises Unfit.
   static async of(gpu, shaders, { config, tensors }, precision) {
     const { n_layer, n_head, n_embd, vocab_size, block_size, bias = true } = config,
@@ -49,6 +56,7 @@ async function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }
     byHead = (i) => Math.floor(i / d) * D + (i % d), // each head begins a quad
     qkv = (i) => Math.floor(i / C) * 4 * A + byHead(i % C);
   // rows x columns numbers value(r, c) in K x N, each at its row and column there
+  /** @type {(K: number, N: number, rows: number, columns: number, value: (r: number, c: number) => number, at?: any[]) => void} */
   const place = (K, N, rows, columns, value, [row, column] = [straight, straight]) => {
     const made = new Float32Array(K * N);
     for (let r = 0; r < rows; r++) for (let c = 0; c < columns; c++) made[row(r) * N + column(c)] = value(r, c);
@@ -59,6 +67,7 @@ async function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }
       rows = w.length / columns;
     place(rows, 4 * N, rows, columns, (r, c) => w[r * columns + c], [straight, column]);
   };
+  /** @type {(name: string, rows: any[], columns: any[]) => void} each the count, the quads and the places */
   const matrix = (name, [inputs, K, row], [outputs, N, column]) => {
     const w = data(`${name}.weight`);
     place(4 * K, 4 * N, inputs, outputs, (r, c) => w[c * inputs + r], [row, column]);
@@ -89,6 +98,14 @@ async function packed({ n_layer, n_head, n_embd: C, vocab_size: V, bias = true }
 
 // A decoder for Writer in writer.js, of texts of the same length that are written together.
 export class GpuDecoder {
+  /** @type {GpuModel} */ model;
+  /** @type {import("./kernels.js").Kernels} */ kernels;
+  /** @type {string[]} */ seeds;
+  /** @type {boolean} */ keepsLogits;
+  /** @type {number} */ capacity;
+  count = 0; // of texts
+  written = 0; // tokens of each
+
   // kernels: those in WebAssembly. keepsLogits: whether write() returns those of the tokens. Raises Unfit.
   constructor(model, kernels, { seeds, sampling, capacity, keepsLogits = true }) {
     Object.assign(this, { model, kernels, seeds, keepsLogits, capacity, count: seeds.length, held: 0, written: 0, ids: [] });

@@ -1,3 +1,4 @@
+// @ts-check
 // An instance of the kernels in WebAssembly, and access to its memory.
 import { OFF } from "./facts.js";
 
@@ -16,9 +17,13 @@ export const build = () => (WebAssembly.validate(RELAXED) ? "relaxed" : "simd");
 const EBADF = 8; // there are no files
 
 export class Kernels {
+  /** @type {Record<string, any>} */ c;
+  /** @type {{ name: string, algorithm: string }[]} */ parts;
+
+  /** @param {WebAssembly.Module} module @returns {Promise<Kernels>} */
   static async of(module) {
     const kernels = new Kernels();
-    const { exports } = await WebAssembly.instantiate(module, {
+    const imports = {
       page: {
         refuse: (text) => { throw new Refused(kernels.string(text)); },
       },
@@ -32,11 +37,11 @@ export class Kernels {
         fd_seek: () => EBADF,
         fd_write: () => EBADF,
       },
-    });
-    kernels.c = exports;
-    exports._initialize();
+    };
+    kernels.c = (await WebAssembly.instantiate(module, imports)).exports;
+    kernels.c._initialize();
     // The rows of csrc/parts.h, whose operators are a name and an algorithm: part4_flash.
-    kernels.parts = kernels.string(exports.page_names()).match(/.+/g).map((operator) => {
+    kernels.parts = kernels.string(kernels.c.page_names()).match(/.+/g).map((operator) => {
       const [name, ...algorithm] = operator.split("_");
       return { name, algorithm: algorithm.join(" ") };
     });

@@ -1,3 +1,4 @@
+// @ts-check
 // The page: the choices, the model, the views.
 import { $, option, say } from "./dom.js";
 import { AttentionView } from "./attention.js";
@@ -21,9 +22,11 @@ const VIEWS = {
 };
 
 class Page {
-  choices = {};
-  engine = null;
-  text = null;
+  /** @type {Record<string, any>} see state.js */ choices = {};
+  /** @type {import("./engine.js").Engine | null} */ engine = null;
+  /** @type {import("./text.js").Writing | null} */ text = null;
+  /** @type {Record<string, any>} */ views;
+  own = false; // whether the checkpoint is the reader's
 
   async start() {
     say("build", `The kernels are the ${build() === "relaxed" ? "relaxed " : ""}SIMD build.`);
@@ -165,7 +168,7 @@ class Page {
 
   written() {
     if (this.view !== "write") this.views[this.view].show?.();
-    document.documentElement.dataset.written = this.text.written;
+    document.documentElement.dataset.written = String(this.text.written);
     this.keep();
   }
 

@@ -1,3 +1,4 @@
+// @ts-check
 // The view Measure: a roofline of one worker on this machine, after Williams, Waterman & Patterson 2009.
 import { $, brief, bytes, make, number, on, say, tableRow } from "./dom.js";
 import { STEPS, TILE } from "./facts.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // The page's checkpoints, and workers that have loaded one.
 import { Engine } from "./engine.js";
 import { MODELS } from "./facts.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // A loop nest as a script (docs/use/page.md): it walks over one head's Q, K and V (N, d), causal, scaled.
 // A script may come from a link: it calls only what this file defines, and its steps are limited.
 // A frame: {name, title: with the loops' queries and keys, text, anchors: pieces of C++ lines, lines: numbers
@@ -50,6 +51,11 @@ const WORDS = ["for", "of", "in", "if", "frame", "read", "write", "multiply", "t
 
 // A line of the script; what it reads becomes functions of a Nest.
 class Line {
+  at = 0; // its number
+  code = "";
+  comment = "";
+  indent = 0;
+
   constructor(text, at) {
     const [code, ...comment] = text.split("#");
     Object.assign(this, { at, code: code.trim(), comment: comment.join("#").trim(), indent: code.search(/\S/) });
@@ -145,6 +151,7 @@ class Line {
     return (run) => run.span(from(run));
   }
 
+  /** @returns {[any, boolean]} the place, and whether it is transposed */
   factor() { return [this.place(), this.takes("'")]; }
 
   // {run(run, body): what the line does, an iterable of the frames that end; isLoop: whether lines belong to it}
@@ -213,6 +220,12 @@ const named = (one, several, { a, b }) => (b - a === 1 ? `${one} ${b}` : `${seve
 // The walk of a script. left: keys before its own that a query sees. Raises ScriptError. `matrices` is known from the start; computed() and `isTurned`,
 // whether S has keys as rows, after the last frame. rows: those of a product of the kernels at a time.
 export class Nest {
+  N = 0;
+  left = 0; // keys before its own that a query sees
+  steps = 0;
+  count = 0; // of frames
+  /** @type {typeof MOST} */ most;
+
   constructor(script, { N, d, Br, Bc, rows: R, left = N }, most = MOST) {
     Object.assign(this, { N, d, left, most, steps: 0, count: 0, scope: {}, isTurned: false });
     this.matrices = Object.fromEntries(["Q", "K", "V", "O"].map((name) => [name, [N, d]]));

@@ -1,3 +1,4 @@
+// @ts-check
 // The view Race: the parts write the same text one after the other.
 import { $, brief, copy, make, number, onSubmit, say, tableRow } from "./dom.js";
 import { encode } from "./checkpoint.js";
@@ -11,6 +12,9 @@ const SEED = 1; // of the text that fills the window
 const WARM_UPS = 2; // browsers optimise a kernel after its first runs
 
 export class RaceView {
+  /** @type {import("./engine.js").Engine | undefined} */ engine;
+  /** @type {{ name: string, algorithm: string }[]} */ parts;
+
   constructor(page) {
     this.page = page;
     onSubmit("race-form", (button) => {

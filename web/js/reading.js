@@ -1,7 +1,15 @@
+// @ts-check
 // What Attention and Tiles share: a view of the text, which the worker reads again when it has changed.
 import { encode } from "./checkpoint.js";
 
 export class Reading {
+  /** @type {any} the Page */ page;
+  /** @type {import("./engine.js").Engine} */ engine;
+  /** @type {import("./text.js").Writing | null} */ text;
+  /** @type {string} */ name;
+  length = 0; // of the text when it was read
+  /** @type {string[]} */ characters;
+
   // name: the worker's, for the text of this view. A view has read(), which loads what it shows, and redraw().
   constructor(page, name) {
     Object.assign(this, { page, name });
@@ -28,6 +36,10 @@ export class Reading {
       this.page.problem(error);
     }
   }
+
+  async read() {}
+
+  redraw() {}
 
   call(method, argument) { return this.engine.call(method, { of: this.name, ...argument }); }
 

@@ -1,3 +1,4 @@
+// @ts-check
 // Reads an untrusted safetensors file. It refuses what the Rust library refuses; the browser parses the JSON.
 
 // The message says what is wrong with a checkpoint.

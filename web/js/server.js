@@ -1,8 +1,10 @@
+// @ts-check
 // A text by `gpt.py serve`, if the page comes from there.
 import { sampling } from "./state.js";
 
 // The server {api: its address, models}, or null if the page does not come from such a server.
 export async function openServer() {
+  /** @type {HTMLMetaElement} */
   const meta = document.querySelector('meta[name="server"]');
   if (!meta) return null;
   const answer = await fetch(`${meta.content}/models`);
@@ -14,6 +16,8 @@ export async function openServer() {
 // A source of Writing in text.js, without logits.
 export class Server {
   isPaced = false;
+  /** @type {{ api: string, models: string[] }} */ server;
+  /** @type {AbortController} */ stopped;
   by = "by the server";
 
   constructor(server) { Object.assign(this, { server, stopped: new AbortController() }); }

@@ -1,3 +1,4 @@
+// @ts-check
 // The work of the page's worker: it holds a checkpoint and answers calls by name. It uses no DOM, so it runs in node.
 import { NESTS, PRECISIONS, TILE } from "./facts.js";
 import { simulate } from "./caches.js";
@@ -205,6 +206,7 @@ export class Session {
 
   // Calls a part on noise: q, k, v and the output (heads, N, d), one after the other at the address `data`.
   // Then use(again, data, scratch): again() repeats the call, scratch is a number of floats.
+  /** @type {(call: any, use: (again: () => void, data: number, scratch: number) => any) => any} */
   called({ part, heads, N, d }, use) {
     const { kernels } = this,
       sizes = [kernels.part(part), heads, N, d, ...TILE],
@@ -224,6 +226,7 @@ export class Session {
   }
 
   // A step in WGSL, compared with part 4: {name, isCpu, milliseconds, isRight}, or {why} it does not run.
+  /** @param {any} call */
   async gpuAttention({ shaders, step, ...sizes }) {
     try {
       if (!this.measured || this.measured.isLost) this.measured = await Gpu.open();

@@ -1,3 +1,4 @@
+// @ts-check
 // The choices, as the address's fragment #view?name=value&... without defaults, and as a command.
 import { MODEL, MODELS, SLIDERS, WEIGHTS } from "./facts.js";
 

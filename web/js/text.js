@@ -1,3 +1,4 @@
+// @ts-check
 // A text while it is written: its characters, the logits of each, and the speed. The source is an Engine or a
 // Server: begin(choices), then more(most) gives {piece, logits | null, isEnd, elapsed ms}, or null at the end.
 import { frame, isStill } from "./dom.js";
@@ -5,6 +6,9 @@ import { parseBranches } from "./state.js";
 import { stopped } from "./writer.js";
 
 export class Writing {
+  /** @type {any} */ source;
+  /** @type {Record<string, any>} */ choices;
+
   // choices: those of state.js.
   constructor(source, choices) {
     Object.assign(this, { source, choices, prompt: choices.prompt });

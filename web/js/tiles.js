@@ -1,3 +1,4 @@
+// @ts-check
 // The view Tiles: the frames of a part over the text's own Q, K and V, with two small caches.
 import { $, bytes, frame, make, number, on, onSubmit, option, say, tableRow } from "./dom.js";
 import { draw, drawRow } from "./board.js";
@@ -14,6 +15,21 @@ const A_FRAME_MS = 450;
 const sourceOf = ({ name, algorithm }) => `csrc/${name}_${algorithm.replaceAll(" ", "_")}.cpp`;
 
 export class TilesView extends Reading {
+  N = 0; // queries, and keys
+  d = 0;
+  /** @type {any[]} see nest.js */ frames;
+  /** @type {any} q, k, v of the head */ heads;
+  /** @type {{ S: Float64Array, P: Float64Array, O: Float64Array }} */ results;
+  /** @type {{ N: number, d: number, Br: number, Bc: number, left: number, rows: number }} */ sizes;
+  /** @type {Record<string, number>} of the kernels */ block;
+  /** @type {Record<string, number>} each matrix's place in floats */ first;
+  /** @type {Record<string, [number, number]>} */ matrices;
+  /** @type {boolean} whether S has keys as rows */ isTurned;
+  /** @type {string} */ part;
+  /** @type {string} */ script;
+  /** @type {Record<string, number[]>} the bytes of the parts beside a script's */ parts;
+  /** @type {Record<string, string>} the C++ by part */ sources;
+
   constructor(page) {
     super(page, "tiles");
     this.at = 0;

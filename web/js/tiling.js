@@ -1,3 +1,4 @@
+// @ts-check
 // The frames of a part in Tiles: those of its nest in web/nests, each with a text and pieces of C++ lines.
 // A part without a nest gets part 1's, the formula row by row.
 import { NESTS } from "./facts.js";

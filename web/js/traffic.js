@@ -1,3 +1,4 @@
+// @ts-check
 // Bytes that a call of a part brings into a cache: the formulas of lab/traffic.json, counted as lab/traffic.py does.
 import { TRAFFIC } from "./facts.js";
 

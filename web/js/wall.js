@@ -1,3 +1,4 @@
+// @ts-check
 // The view Wall: texts of neighbouring seeds, written at once on the GPU, or fewer one after the other on the CPU.
 import { $, frame, make, number, onSubmit, say } from "./dom.js";
 import { encode } from "./checkpoint.js";

@@ -1,3 +1,4 @@
+// @ts-check
 // The worker: calls of a Session by messages {id, method, argument}.
 import { Session } from "./session.js";
 import { CheckpointError } from "./safetensors.js";
@@ -18,7 +19,8 @@ async function answer({ id, method, argument }) {
   try {
     const result = await session[method](argument);
     const arrays = [result, ...Object.values(ArrayBuffer.isView(result) ? {} : (result ?? {}))];
-    self.postMessage({ id, result }, arrays.filter(ArrayBuffer.isView).map(({ buffer }) => buffer));
+    const transfer = arrays.filter(ArrayBuffer.isView).map(({ buffer }) => buffer);
+    self.postMessage({ id, result }, { transfer });
   } catch (error) {
     const spoilt = error instanceof Refused || error instanceof WebAssembly.RuntimeError;
     if (spoilt && session.checkpoint) await session.restart().catch(() => {}); // the next call reports the reason

@@ -1,3 +1,4 @@
+// @ts-check
 // The view Write: a text, the distribution of each of its characters, branches.
 import { $, brief, copy, number, on, onSubmit, say, shown } from "./dom.js";
 import { Closed } from "./engine.js";
@@ -13,8 +14,13 @@ const BARS = 10;
 const BARS_EVERY_MS = 100; // while a text is written
 
 export class WriteView {
+  /** @type {any} the Page */ page;
+  /** @type {Record<string, any>} */ choices;
+  /** @type {Text} the new text */ node;
+  /** @type {Record<string, any>[]} those of the bars */ rows;
+
   constructor(page) {
-    // selected: the chosen position. node: the new text.
+    // selected: the chosen position.
     Object.assign(this, { page, choices: page.choices, selected: null, drawn: 0, node: new Text("") });
     $("text-new").append(this.node);
     onSubmit("write-form", () => this.restart());

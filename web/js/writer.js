@@ -1,6 +1,11 @@
+// @ts-check
 // Writes a text with a decoder, as generation/writer.py and generation/texts.py do.
 
 export class Writer {
+  /** @type {any} */ decoder;
+  /** @type {any} */ request;
+  capacity = 0;
+
   // decoder: a CpuDecoder or a GpuDecoder, with a text begun. request: {ids, context: 'slide' or 'reset', useCache,
   // capacity: tokens that the decoder holds, forced: Map from the number of a new token to its id, ends: ids that
   // end the text}.
@@ -53,6 +58,10 @@ export class Writer {
 
 // A decoder of the kernels, which begins a text; its own text is dropped.
 export class CpuDecoder {
+  /** @type {import("./kernels.js").Kernels} */ kernels;
+  at = 0;
+  vocabSize = 0;
+
   // at: its address.
   constructor(kernels, at, vocabSize, { seed, sampling }) {
     Object.assign(this, { kernels, at, vocabSize });
