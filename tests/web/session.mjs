@@ -5,7 +5,7 @@ import { createInterface } from "node:readline";
 const modules = process.argv[2];
 const load = (name) => import(`${modules}/${name}.js`);
 const [{ Session }, { readCheckpoint, encode }, { PartNest }, formulas, board, traffic, state, writer] =
-  await Promise.all(["session", "checkpoint", "tiling", "formulas", "board", "traffic", "state", "writer"].map(load));
+  await Promise.all(["session", "checkpoint", "part_nests", "formulas", "draw_tiles", "traffic", "state", "writer"].map(load));
 const { build } = await load("kernels");
 const session = new Session(),
   compiled = {};

@@ -1,7 +1,7 @@
 // @ts-check
 // The view Tiles: the frames of a part over the text's own Q, K and V, with two small caches.
 import { $, bytes, frame, make, number, on, onSubmit, option, say, tableRow } from "./dom.js";
-import { draw, drawRow } from "./board.js";
+import { draw, drawRow } from "./draw_tiles.js";
 import { NESTS } from "./facts.js";
 import { fill } from "./fields.js";
 import { text } from "./files.js";

@@ -1,5 +1,5 @@
 // @ts-check
-// Draws the view Tiles: Q left of S, K above it, V below it, O right of it, scratch in the corners.
+// Draws the view Tiles on its canvases: Q left of S, K above it, V below it, O right of it, scratch in the corners.
 import { colour } from "./dom.js";
 
 const GAP = 3; // between the matrices, in cells
