@@ -422,10 +422,41 @@ const scenarios = {
       await page.evaluate(source);
       const { violations } = await page.evaluate(() => globalThis.axe.run());
       found.push(...violations.map(({ id, nodes }) => `${view}: ${id}: ${nodes[0].html}`));
+      const untold = await page.$$eval("main canvas, main svg", (all) =>
+        all
+          .filter((picture) => picture.checkVisibility() && !picture.closest("button[aria-label]"))
+          .filter(({ ariaLabel, role, attributes }) => role !== "img" || !ariaLabel || !attributes["aria-describedby"])
+          .map(({ id }) => id),
+      );
+      found.push(...untold.map((id) => `${view}: the picture ${id} has no text`));
       const wide = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
       if (wide > 0) found.push(`${view}: ${wide} pixels too wide`);
     }
     return found;
+  },
+
+  // For each view the number of controls that can be used, and those that Tab does not reach.
+  async tabs() {
+    await open({ length: 40 }, 40);
+    const made = {};
+    for (const view of ["write", "wall", "race", "attention", "tiles", "script", "measure"]) {
+      if (view === "script") {
+        await page.click("#as-script");
+        await says("script-status", "It computes");
+      } else await show(view);
+      if (view === "attention") await changes("heat-status", "");
+      if (view === "tiles") await framesAreThere();
+      const count = await page.evaluate(() => {
+        const all = [...document.querySelectorAll("a[href], button, input, select, textarea, summary")];
+        globalThis.left = new Set(all.filter((one) => one.checkVisibility() && !one.disabled));
+        document.addEventListener("focusin", ({ target }) => globalThis.left.delete(target));
+        document.querySelector(".skip").focus(); // Tab goes on from there
+        return globalThis.left.size;
+      });
+      for (let i = 0; i < count + 15 && (await page.evaluate(() => globalThis.left.size)); i++) await page.keyboard.press("Tab");
+      made[view] = [count, await page.evaluate(() => [...globalThis.left].map(({ id, textContent }) => id || textContent))];
+    }
+    return made;
   },
 
   // The keyboard alone: to the prompt, a text, a letter, a branch.

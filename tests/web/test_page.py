@@ -257,9 +257,18 @@ def test_wrong_files_give_a_sentence(visit, tmp_path):
     assert made["other"] == native(query, prompt="abc")
 
 
-@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
+@IN_BOTH
+@pytest.mark.parametrize("width, scheme", [(360, "dark"), (1440, "light")])
 def test_axe_finds_nothing_and_nothing_is_too_wide(visit, width, scheme):
+    """Nor a picture without a text."""
     assert visit("axe", width=width, scheme=scheme) == []
+
+
+@IN_BOTH
+def test_tab_reaches_every_control(visit):
+    made = visit("tabs")
+    assert min(count for count, _ in made.values()) > 5  # the links to the views are some of them
+    assert {view: missed for view, (_, missed) in made.items() if missed} == {}
 
 
 def test_the_keyboard_is_enough(visit):
