@@ -28,6 +28,7 @@ class Cache {
 // Runs frames over matrices {name: [rows, columns]} behind caches of l1 and l2 bytes. Returns {first: each
 // matrix's place in floats, frames: {places: each line's, 2 in L1, 1 in L2 only, 0 in memory, bytes: into
 // [L1, L2] so far, boxes: what was touched, {name: {r, c, w}}, rows and columns [from, to)}, less `touched`}.
+/** @param {Iterable<any>} frames @param {Record<string, number[]>} matrices @param {number} l1 @param {number} l2 */
 export function simulate(frames, matrices, l1, l2) {
   const first = {};
   let lines = 0;

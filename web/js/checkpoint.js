@@ -9,6 +9,7 @@ const [EMBEDDING, HEAD] = ["transformer.wte.weight", "lm_head.weight"];
 const MOST_PARAMETERS = 2 ** 28; // a gigabyte; WebAssembly has four
 
 // files: {config, characters} as parsed JSON, weights: an ArrayBuffer. Raises CheckpointError.
+/** @param {{ config: any, characters: any, weights: ArrayBuffer }} files */
 export function readCheckpoint({ config, characters, weights }) {
   checkConfig(config);
   const tensors = named(readSafetensors(weights));
@@ -114,6 +115,7 @@ function checkCharacters(characters, vocabSize) {
 }
 
 // The ids of a text's characters. Raises CheckpointError with those that the model does not know.
+/** @param {string} text @param {string[]} characters @returns {number[]} */
 export function encode(text, characters) {
   const ids = new Map(characters.map((c, i) => [c, i]));
   const unknown = [...new Set(text)].filter((c) => !ids.has(c)).sort();

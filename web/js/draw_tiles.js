@@ -31,6 +31,7 @@ export function scoreAt([rows, columns], isTurned, base, i, j) {
 
 // view: {N, d, left, heads: {q, k, v}, results: {S, P, O}, boxes, matrices: {name: [rows, columns]}, isTurned,
 // base: of S, kinds (N N): "", "scores" or "weights", progress (N): share of O, weightOf(i, j), place(m, i, c): 0-2}.
+/** @param {HTMLCanvasElement} canvas @param {any} view */
 export function draw(canvas, view) {
   const { N, d, heads, results, kinds } = view,
     scratch = Object.entries(view.matrices).filter(([m]) => !["Q", "K", "V", "O", "S"].includes(m));
@@ -110,6 +111,7 @@ export function draw(canvas, view) {
 }
 
 // A row's running m (line) and l (bars) after each tile; `now` is the last tile that is done.
+/** @param {HTMLCanvasElement} canvas @param {{ m: number, l: number }[]} history @param {number} now */
 export function drawRow(canvas, history, now) {
   const { pen, width, height } = fit(canvas),
     pad = 14,

@@ -7,6 +7,7 @@ import { admitted, CHOICES, SETTINGS } from "./state.js";
 const all = () => document.querySelectorAll("[name]:not(meta)");
 
 // Gives the fields their bounds; each change calls changed({name: value}).
+/** @param {(changes: Record<string, any>) => void} changed */
 export function bind(changed) {
   $("sampling").replaceWith(...SETTINGS.flatMap(slider));
   for (const field of all()) {

@@ -6,11 +6,13 @@ import { build } from "./kernels.js";
 import { parse } from "./state.js";
 
 export const KERNELS = `kernels-${build()}.wasm`; // this browser's
+/** @type {(model: string, precision: string) => string} */
 export const weightsOf = (model, precision) => MODELS[model].weights[precision];
 
 const requested = new Map(); // promises of bytes, by path
 
 // The bytes of a file, unpacked.
+/** @param {string} path @returns {Promise<ArrayBuffer>} */
 export function file(path) {
   const known = requested.get(path);
   if (known) return known;
@@ -20,6 +22,7 @@ export function file(path) {
   return loading;
 }
 
+/** @type {(path: string) => Promise<string>} */
 export const text = async (path) => new TextDecoder().decode(await file(path));
 
 export const paths = () => [...requested.keys()];

@@ -1,6 +1,7 @@
 // @ts-check
 // The formulas of attention for one head, with a causal mask, a window and scaled scores.
 
+/** @param {ArrayLike<number> & Iterable<number>} logits @returns {Float64Array} */
 export function softmax(logits) {
   const m = Math.max(...logits),
     weights = Float64Array.from(logits, (x) => Math.exp(x - m)),
@@ -9,6 +10,7 @@ export function softmax(logits) {
 }
 
 // S (N, N) scaled scores, P (N, N) weights, O (N, d).
+/** @param {any} heads @param {number} N @param {number} d @param {number} left keys before its own that a query sees */
 export function results({ q, k, v, slope }, N, d, left = N) {
   const S = new Float64Array(N * N),
     P = new Float64Array(N * N),
@@ -29,6 +31,7 @@ export function results({ q, k, v, slope }, N, d, left = N) {
 }
 
 // A row's running m and l after each of its tiles of Bc keys: [{m, l, correction}].
+/** @param {Float64Array} S @param {number} i @param {{ N: number, Br: number, Bc: number, left?: number }} sizes */
 export function online(S, i, { N, Br, Bc, left = N }) {
   const made = [];
   let m = -Infinity,

@@ -44,6 +44,7 @@ export class Gpu {
   /** @type {Record<string, number>} */ limits;
   /** @type {GPUFeatureName[]} that it has, of OPTIONAL */ features;
   name = "";
+  isCpu = false; // whether a driver runs it on the CPU
   isLost = false;
 
   // Raises Unfit.

@@ -7,6 +7,7 @@ const LEAST_MS = 100; // of many dispatches: a browser's clock is coarse
 
 // {name, isCpu, milliseconds, isRight} of a step: {needs, tiles}, see build.py. example: q, k, v and the output
 // (heads, N, d), one after the other. Raises Unfit if the GPU lacks something, and Lost.
+/** @param {import("./gpu.js").Gpu} gpu @param {any} step @param {{ heads: number, N: number, d: number }} sizes @param {Float32Array} example */
 export async function timedStep(gpu, { needs, tiles }, { heads, N, d }, example) {
   const { maxComputeWorkgroupStorageSize: most, maxComputeInvocationsPerWorkgroup: mostThreads } = gpu.limits,
     lacking = needs.filter((feature) => !gpu.features.includes(feature));

@@ -8,12 +8,14 @@ const module = file(KERNELS).then(compiled);
 module.catch(() => {}); // it is awaited with a model
 
 // A worker with a model of the page, and what its load() returns.
+/** @param {string} name @param {string} precision @returns {Promise<Engine>} */
 export function openModel(name, precision) {
   const { config, characters } = MODELS[name];
   return opened(config, characters, file(weightsOf(name, precision)).then(joined), precision);
 }
 
 // A worker with the checkpoint of the reader's files. Raises Error with a sentence.
+/** @param {File[]} files @returns {Promise<Engine>} */
 export async function openFiles(files) {
   const ends = [".safetensors", "config.json", "meta.json"],
     [weights, config, meta] = ends.map((end) => files.find(({ name }) => name.endsWith(end)));

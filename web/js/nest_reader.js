@@ -180,6 +180,7 @@ class Line {
 }
 
 // The statements of a script: {line, run, isLoop, isNaming, body: statements}. Raises ScriptError.
+/** @param {string} script @returns {any[]} */
 export function read(script) {
   const lines = script.split("\n").map((text, n) => new Line(text, n + 1)).filter(({ code }) => code),
     program = parsed(lines, lines[0]?.indent);

@@ -4,6 +4,7 @@
 // A sentence for the reader.
 export class ScriptError extends Error {}
 
+/** @param {number} at @param {string} text @returns {never} */
 export function fail(at, text) { throw new ScriptError(`Line ${at}: ${text}.`); }
 
 // The numbers [a, b). kind: "query" or "key" if they count such; base: which of them 0 is.

@@ -16,6 +16,7 @@ const areSizes = (list) => Array.isArray(list) && list.every((x) => Number.isSaf
 const checkFile = (holds, why) => check(holds, `model.safetensors cannot be read: ${why}`);
 
 // The tensors of a file by name: Map of {shape, data: Float32Array}.
+/** @param {ArrayBuffer} buffer @returns {Map<string, { shape: number[], data: Float32Array }>} */
 export function readSafetensors(buffer) {
   const { entries, start } = header(buffer);
   const data = ({ begin, end, dtype }) => floats(buffer.slice(start + begin, start + end), dtype);

@@ -61,6 +61,7 @@ const DEFAULTS = Object.fromEntries(Object.entries(CHOICES).map(([name, { value 
 const VIEWS = ["write", "wall", "race", "attention", "tiles", "measure"];
 
 // The value that a text means for a choice; undefined if there is none.
+/** @param {string} name @param {string} given */
 export function admitted(name, given) {
   const { value, admits } = CHOICES[name];
   let meant = typeof value === "string" ? given : given === "" ? NaN : Number(given);
@@ -76,6 +77,7 @@ export function namesView(fragment) {
 }
 
 // {view, choices} of a fragment. Unknown names and values out of their range are ignored.
+/** @param {string} fragment @returns {{ view: string, choices: Record<string, any> }} */
 export function parse(fragment) {
   const [view, query = ""] = fragment.replace(/^#/, "").split(/\?(.*)/s);
   const choices = { ...DEFAULTS };
@@ -84,6 +86,7 @@ export function parse(fragment) {
   return { view: VIEWS.includes(view) ? view : "write", choices };
 }
 
+/** @param {string} view @param {Record<string, any>} choices @returns {string} */
 export function format(view, choices) {
   const chosen = Object.entries(DEFAULTS).filter(([name, value]) => choices[name] !== value);
   const query = new URLSearchParams(chosen.map(([name]) => [name, choices[name]])).toString();
@@ -109,6 +112,7 @@ const MOST_SEED = 2n ** 63n - 1n; // the command line's limit
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
 // Returns {command}, or {why}: a sentence. own: whether the checkpoint is the reader's.
+/** @param {Record<string, any>} choices @param {boolean} own @returns {{ command?: string, why?: string }} */
 export function commandFor(choices, own = false) {
   const why = withoutCommand(choices, own);
   return why ? { why } : { command: words(choices).join(" ") };

@@ -44,6 +44,7 @@ function crowd(d) {
 
 // The streams of a call, of all heads in bytes; null for a part without formulas. call: {Nq, Nk, d, heads, br, bc, threads,
 // seen, ruled} and the kernels' sizes, see Session.block().
+/** @param {string} part @param {Record<string, number>} call @returns {{ minimum: number, again: number[][] }[] | null} */
 export function streams(part, call) {
   const counted = TRAFFIC.parts[part];
   if (!counted) return null;
@@ -62,6 +63,7 @@ export function streams(part, call) {
 const overfull = (workingSet, cache) => Math.min(1, Math.max(0, workingSet - cache) / (cache / CACHE_WAYS));
 
 // Bytes of these streams that come into a cache of `cache` bytes.
+/** @param {{ minimum: number, again: number[][] }[]} counted @param {number} cache @returns {number} */
 export function traffic(counted, cache) {
   const came = ({ minimum, again }) =>
     Math.max(minimum, ...again.map(([workingSet, moved]) => minimum + overfull(workingSet, cache) * (moved - minimum)));

@@ -82,6 +82,7 @@ export class CpuDecoder {
 }
 
 // The text before a stop string in it, or null without one. from: the start of the new text.
+/** @param {string} text @param {string} stop @param {number} from @returns {string | null} */
 export function stopped(text, stop, from) {
   const at = text.indexOf(stop, Math.max(0, from - stop.length + 1));
   return at < 0 ? null : text.slice(0, at);
