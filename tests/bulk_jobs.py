@@ -1,47 +1,51 @@
-"""What the tests of bulk jobs share: pools without processes, and what a finished directory must hold."""
+"""What the tests of bulk jobs share: workers without processes, and what a finished folder must hold."""
 
 import hashlib
 import json
 from collections import deque
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
 
-from shakespeare.generation.many import bulk, cluster
+from shakespeare.generation.many import bulk, workers
 from shakespeare.generation.many.jobs import MANIFEST
-from shakespeare.generation.many.shards import Scribe, Task
 
 TEXTS, SIZE = 46, 4  # the last file has fewer texts than the others
 TOKENS = 200  # of a text, beyond the model's window
 SLOW = 3000  # where a file must take longer than a kill
 
 
+class Death(Exception):
+    """A worker's, as its pool or Ray tells it."""
+
+
 class Here:
-    """A Pool without processes. faults: what happens to each task in turn; None lets it be written."""
+    """A Worker without a process. faults: what happens to each task in turn; None lets it be written."""
 
-    workers = 1
+    def __init__(self, order, faults=()) -> None:
+        self.order, self.faults = order, deque(faults)
 
-    def __init__(self, settings, shards, faults=()) -> None:
-        self.scribe, self.given, self.faults = Scribe(settings), deque[Task](), deque(faults)
-
-    @property
-    def idle(self) -> int:
-        return 1 - len(self.given)
-
-    def give(self, task) -> None:
-        self.given.append(task)
-
-    def wait(self):
-        task, fault = self.given.popleft(), self.faults.popleft() if self.faults else None
-        if isinstance(fault, BaseException):
+    def start(self, task) -> Future:
+        future: Future = Future()
+        fault = self.faults.popleft() if task and self.faults else None
+        if isinstance(fault, Death):
+            future.set_exception(fault)
+        elif fault:
             raise fault
-        return [(task, fault or self.scribe.write(task))]
+        else:
+            future.set_result(workers.work(self.order, task))
+        return future
 
-    def close(self) -> None:
-        pass
+    def end(self) -> None:
+        workers._scribe.cache_clear()
 
 
 def here(*faults):
-    return lambda settings, shards: Here(settings, shards, faults)
+    return lambda order, shards: [Here(order, faults)]
+
+
+def run(job, directory, open_workers=None, **more) -> dict:
+    """bulk.run() without processes; its manifest's content."""
+    return bulk.run(job, str(directory), open_workers or here(), **more).content
 
 
 def files(directory: Path, form="jsonl") -> dict[str, str]:
@@ -63,8 +67,3 @@ def check(directory: Path, expected: dict[str, str], texts: int = TEXTS) -> dict
     assert [row["index"] for row in rows(directory)] == list(range(texts))  # none lost, none twice
     assert {file.name for file in directory.iterdir()} == {MANIFEST, *expected}
     return manifest
-
-
-def drive(job, out: Path, address: str) -> None:
-    """A driver in a process of its own, on a Ray cluster."""
-    bulk.run(job, out, partial(cluster.open_pool, address, None))

@@ -1,7 +1,9 @@
-"""bulk: very many texts in files, over processes or a cluster."""
+"""bulk: very many texts in files, over processes, GPUs or a cluster."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,31 +12,33 @@ import click
 from shakespeare.app.cli import options
 from shakespeare.app.cli.terminal import notice, progress
 from shakespeare.attention_ext import PARTS, processor
-from shakespeare.generation.many import SHARD_SIZE, STALL_SECONDS
+from shakespeare.generation.many import GPU_WORKERS, SHARD_SECONDS, SHARD_SIZE
 
 if TYPE_CHECKING:
     from shakespeare.generation.many.bulk import Progress
     from shakespeare.generation.many.jobs import Job
 
 GPU_SHARD_SIZE = 8192  # which are written at once, if the GPU's memory suffices
-GPU_WORKERS = 2  # one prepares and packs texts while the GPU writes those of the other
 SIZES = f"{SHARD_SIZE}, on a GPU {GPU_SHARD_SIZE}"
-TIMEOUT = "Seconds of silence after which a worker is killed and its file tried again."
+OUT = "Folder of the files, or its URL: s3://, gs:// and others of fsspec."
+TIMEOUT = "Seconds that a worker may take for a file; then it is killed, and the file tried again."
 
 bulk_options = options.all_of(
     options.model,
     options.size("--texts", "Texts to write; text i has the seed SEED + i.", maximum=options.LARGEST_SEED),
-    options.folder("--out", "Directory of the files.", required=True),
+    options.option("--out", OUT, type=options.Directory(file_okay=False), required=True),
     options.choice("--part", "Attention to use.", choices=PARTS, default="part4"),
     options.cpu_or_cuda,
     options.choice("--format", "Format of the files; parquet needs pyarrow.", choices=("jsonl", "parquet")),
     options.size(
-        "--workers", "Processes.", maximum=2**16, show_default=f"one a core, on a GPU {GPU_WORKERS}"
+        "--workers", "Processes.", maximum=2**16, show_default=f"one a core, or {GPU_WORKERS} a GPU"
     ),
+    options.size("--gpus", "GPUs to use.", maximum=2**16, show_default="all that are visible"),
     options.option("--ray", "Write on this Ray cluster; 'auto' finds a running one.", metavar="ADDRESS"),
     options.file("--prompts", 'File with a text in each line: {"id": ..., "prompt": ..., "options": {...}}.'),
-    options.number("--timeout", TIMEOUT, minimum=1, maximum=86400, default=STALL_SECONDS),
+    options.number("--timeout", TIMEOUT, minimum=1, maximum=2**31, default=SHARD_SECONDS),
     options.size("--shard-size", "Texts in a file.", maximum=10**9, show_default=SIZES),
+    options.flag("--verify", "Hash the complete files, and write those again that were changed."),
     options.prompt,
     options.sampling,
     options.text_options(
@@ -52,15 +56,17 @@ class BulkOptions(options.TextOptions):
     """The values of bulk's options."""
 
     texts: int | None
-    out: Path
+    out: str
     part: str
     device: str
     format: str
     workers: int | None
+    gpus: int | None
     ray: str | None
     prompts: Path | None
     timeout: float
     shard_size: int | None
+    verify: bool
     simd: str
 
 
@@ -68,48 +74,45 @@ class BulkOptions(options.TextOptions):
 @bulk_options
 @options.gathered("chosen", BulkOptions)
 def bulk(chosen: BulkOptions) -> bool:
-    """Write very many texts to files, over processes or a Ray cluster. Run again, it continues.
+    """Write very many texts to files, over processes, GPUs or a Ray cluster. Run again, it continues.
 
     A file holds SHARD_SIZE texts. OUT/manifest.json records the request and the files that are complete. The
     bytes of a file are the same for any number of workers, kills and restarts. Ctrl-C stops; the same
-    command continues. The exit code is 1 if files were left out because their workers died repeatedly.
+    command continues. The exit code is 1 if files were left out because they failed repeatedly.
     """
     cuda = chosen.device == "cuda"
     out = chosen.out
     options.check()
-    if cuda:
-        options.refuse(("ray",), "does not go with --device cuda: its processes share the first GPU here")
+    if not cuda:
+        options.refuse(("gpus",), "goes with --device cuda only")
     if chosen.prompts is not None:
         options.refuse(("texts", "prompt", "prompt_file"), "does not go with --prompts")
     elif chosen.texts is None:
         raise click.UsageError("give --texts N or --prompts FILE")
     processor.let_waiting_threads_sleep()
     from shakespeare.generation.many import bulk as writing_many
-    from shakespeare.generation.many.processes import local_pool
+    from shakespeare.generation.many import cluster, workers
 
-    processes = chosen.workers or (GPU_WORKERS if cuda else processor.cores())
     job = job_of(chosen, chosen.shard_size or (GPU_SHARD_SIZE if cuda else SHARD_SIZE))
+    if chosen.ray is None:
+        gpus = workers.visible_gpus(chosen.gpus) if cuda else []
+        count = chosen.workers or GPU_WORKERS * len(gpus) or processor.cores()
+        place: AbstractContextManager = nullcontext(partial(workers.processes, count, gpus))
+    else:
+        place = cluster.connected(chosen.ray, chosen.device, chosen.workers, chosen.gpus)
 
-    def open_pool(settings, shards):
-        if chosen.ray is None:
-            return local_pool(settings, min(processes, shards), chosen.timeout)
-        from shakespeare.generation.many import cluster
+    def show(state: "Progress") -> None:
+        update(completed=state.texts, total=state.total, description=described(state))
 
-        return cluster.open_pool(chosen.ray, chosen.workers, settings, shards, chosen.timeout)
-
-    with progress() as (update, print_line):
-
-        def show(state: "Progress") -> None:
-            update(completed=state.texts, total=state.total, description=described(state))
-
-        try:
-            manifest = writing_many.run(job, out, open_pool, print_line, show)
-        except (KeyboardInterrupt, SystemExit):
-            notice(f"\nstopped; the same command goes on ({out})", nl=False)
-            raise
-        except OSError as error:
-            reason = f"{error.filename or out}: {error.strerror or error}"
-            raise click.ClickException(f"{reason}; the same command goes on") from None
+    try:
+        with progress() as (update, _), place as open_workers:
+            manifest = writing_many.run(job, out, open_workers, show, chosen.timeout, chosen.verify)
+    except (KeyboardInterrupt, SystemExit):
+        notice(f"\nstopped; the same command goes on ({out})", nl=False)
+        raise
+    except OSError as error:
+        reason = f"{error.filename or out}: {error.strerror or error}"
+        raise click.ClickException(f"{reason}; the same command goes on") from None
     shards = manifest.shards.values()
     texts, tokens = (sum(shard[name] for shard in shards) for name in ("texts", "tokens"))
     rejected = sum(len(shard["rejected"]) for shard in shards)
@@ -149,13 +152,21 @@ def job_of(chosen: BulkOptions, shard_size: int) -> "Job":
     )
     shards.request_for(settings, checkpoint.tokenizer, 0)  # checks the settings
     texts = prompts.lines if prompts else chosen.texts or 0
-    return Job(settings, texts, shard_size, prompts, shards.resolved(settings, checkpoint, shard_size))
+    away = (
+        chosen.ray is not None and chosen.device == "cuda"
+    )  # the driver may have no GPU; its nodes are alike
+    resolved = {} if away else shards.resolved(settings, checkpoint, shard_size)
+    return Job(settings, texts, shard_size, prompts, resolved)
 
 
 def described(state: "Progress") -> str:
-    """The line beside the bar: texts, tokens per second, time left, workers lost."""
+    """The line beside the bar: texts, their speed on all devices and on each, time left, workers lost."""
     line = f"{state.texts:,} of {state.total:,} texts"
-    if state.done:
-        left = timedelta(seconds=int((state.total - state.texts) * state.seconds / state.done))
-        line += f", {state.tokens / state.seconds:,.0f} tokens/s, {left} left"
+    speeds = {device: texts / state.seconds for device, texts in sorted(state.devices.items())}
+    if speeds:
+        speed = sum(speeds.values())
+        left = timedelta(seconds=int((state.total - state.texts) / speed))
+        line += f", {speed:,.0f} texts/s, {state.tokens / state.seconds:,.0f} tokens/s, {left} left"
+    if len(speeds) > 1:
+        line += f" ({', '.join(f'{device}: {speed:,.0f} texts/s' for device, speed in speeds.items())})"
     return f"{line}, {state.lost} workers lost"

@@ -35,9 +35,9 @@ class Notices(logging.Handler):
     """Shows what the library logs on stderr; an error as the command's own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sentence = record.getMessage()
+        sentence = one_line(record.getMessage())
         error = record.levelno >= logging.ERROR
-        notice(f"{program()}: error: {one_line(sentence)}" if error else sentence)
+        notice(f"{program()}: error: {sentence}" if error else sentence)
 
 
 NOTICES = Notices()

@@ -86,6 +86,12 @@ def gpu(index: int = 0) -> Gpu:
     )
 
 
+def count() -> int:
+    """The GPUs that this process may use, at least one. Raises BuildError as gpu() does."""
+    gpu()  # which starts the driver
+    return checked(bindings().cuDeviceGetCount())
+
+
 def attribute(name: str, index: int = 0) -> int:
     """An attribute of the GPU with this number, by the driver's name without CU_DEVICE_ATTRIBUTE."""
     driver = bindings()

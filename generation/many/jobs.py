@@ -3,9 +3,9 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,13 +16,14 @@ from shakespeare.attention_ext.parts import one_of
 from shakespeare.generation.engines.engine import EngineOptions
 from shakespeare.generation.engines.table import ENGINES
 from shakespeare.generation.many import SHARD_SIZE
-from shakespeare.generation.many.shards import Settings, Shard, Task
+from shakespeare.generation.many.shards import Settings, Task
+from shakespeare.generation.many.stores import Store
 from shakespeare.generation.sampling import LARGEST_SEED, RANDOM, drawn_seed
 from shakespeare.model import corpus
-from shakespeare.model.files import write_file
 
+log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
-VERSION = 1  # of the manifest's format
+VERSION = 2  # of the manifest's format
 RESOLVED = {"engine", "simd", "br", "bc"}  # what shards.resolved() may choose
 
 
@@ -60,10 +61,6 @@ class Job:
             "prompts_sha256": self.prompts.sha256 if self.prompts else None,
         }
         del decides["model"]
-        if self.settings.device == "cpu":  # older manifests name neither this nor the next
-            del decides["device"]
-        if not self.settings.ignore_eos:
-            del decides["ignore_eos"]
         return json.loads(json.dumps(decides))
 
     def tasks(self) -> Iterator[Task]:
@@ -77,63 +74,63 @@ class Job:
 
 
 class Prompts:
-    """A prompts file: hash, number of lines, where each shard begins. It stays open.
+    """A prompts file: hash, number of lines, where each shard begins.
 
-    Raises ValueError for UTF-16, BulkError once the file is written over. What replaces it is not read.
+    Raises ValueError for UTF-16, BulkError once the file is another one.
     """
 
     def __init__(self, path: Path, shard_size: int) -> None:
         self.path = path
         self.lines = 0
-        self._begins: dict[int, int] = {}
-        self._file = open(path, "rb")
-        weakref.finalize(self, self._file.close)
-        self._before = self._written_at()
+        self._begins: list[int] = []
+        self._size = shard_size
         digest = hashlib.sha256()
         at = 0
-        for line in self._file:
-            if not at and line.startswith(corpus.UTF_16):
-                corpus.decode(line, str(path))  # which refuses it
-            if self.lines % shard_size == 0:
-                self._begins[self.lines] = at
-            digest.update(line)
-            at += len(line)
-            self.lines += 1
+        with open(path, "rb") as file:
+            self._before = os.fstat(file.fileno())
+            for line in file:
+                if not at and line.startswith(corpus.UTF_16):
+                    corpus.decode(line, str(path))  # which refuses it
+                if self.lines % shard_size == 0:
+                    self._begins.append(at)
+                digest.update(line)
+                at += len(line)
+                self.lines += 1
         self.sha256 = digest.hexdigest()
 
     def read(self, first: int, count: int) -> list[bytes]:
         """`count` lines from line `first`, the first of a shard."""
-        self._file.seek(self._begins[first])
-        lines = [self._file.readline() for _ in range(count)]
-        if self._written_at() != self._before:
+        with open(self.path, "rb") as file:
+            file.seek(self._begins[first // self._size])
+            lines = [file.readline() for _ in range(count)]
+            now = os.fstat(file.fileno())
+        if (now.st_ino, now.st_mtime_ns) != (self._before.st_ino, self._before.st_mtime_ns):
             raise BulkError(
                 f"{self.path} was changed while the job ran; its texts are those of the file before"
             )
         return lines
 
-    def _written_at(self) -> int:
-        return os.fstat(self._file.fileno()).st_mtime_ns
-
 
 class Manifest:
-    """A job's record in its directory, replaced as a whole. Raises BulkError for another's or if damaged."""
+    """A job's record in its store, replaced as a whole. Raises BulkError for another's or if damaged."""
 
     content: dict[str, Any]
 
-    def __init__(self, directory: Path, job: Job) -> None:
-        self.path = directory / MANIFEST
+    def __init__(self, store: Store, out: str, job: Job) -> None:
+        self.store = store
         self._saved_at = 0.0
         self._save_seconds = 0.0
+        path = f"{out}/{MANIFEST}"
         other = "choose another directory"
         request = job.request()
-        if not self.path.exists():
-            if any(directory.glob("texts-*")):
-                raise BulkError(f"{directory} has texts, but no {MANIFEST}; {other}")
+        found = store.files()
+        if MANIFEST not in found:
+            if any(name.startswith("texts-") for name in found):
+                raise BulkError(f"{out} has texts, but no {MANIFEST}; {other}")
             self.content = {
                 "version": VERSION,
                 "model": job.settings.model,
                 "request": request,
-                "request_sha256": hash_of(request),
                 "resolved": job.resolved,
                 "complete": False,
                 "machines": {},
@@ -143,22 +140,20 @@ class Manifest:
             }
             return
         try:
-            self.content = json.loads(self.path.read_bytes())
+            self.content = read(store)
             recorded = {**self.content["request"]}
             version = self.content["version"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise BulkError(f"{self.path} is not a manifest; remove it, or {other}") from None
+            raise BulkError(f"{path} is not a manifest; remove it, or {other}") from None
         if version != VERSION:
-            raise BulkError(f"{self.path} has version {version}; this program writes {VERSION}")
-        if self.content.get("request_sha256") != hash_of(recorded):
-            raise BulkError(f"{self.path} was changed: its request does not match request_sha256")
+            raise BulkError(f"{path} has version {version}; this program writes {VERSION}")
         names = [name for name in recorded | request if recorded.get(name) != request.get(name)]
         if names:
-            raise BulkError(f"{directory} holds texts of another request ({', '.join(names)}); {other}")
+            raise BulkError(f"{out} holds texts of another request ({', '.join(names)}); {other}")
         try:
             self._check(job)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise BulkError(f"{self.path} was changed ({error}); remove it, or {other}") from None
+            raise BulkError(f"{path} was changed ({error}); remove it, or {other}") from None
 
     def _check(self, job: Job) -> None:
         """Raise an error for what no run of the job records; the directory may come from someone else."""
@@ -178,7 +173,7 @@ class Manifest:
             ]
             if numbers[:2] != [tasks[name].first, tasks[name].count]:
                 raise ValueError(f"{name} holds other texts")
-            len(shard["rejected"])
+            len(shard["rejected"]), shard["sha256"], shard["stamp"]
         mix_of(content["machines"].values())
         [*content["workers_lost"]], {**content["failed"]}
 
@@ -192,42 +187,38 @@ class Manifest:
         """Texts of the complete shards; rejected and empty lines count too."""
         return sum(shard["count"] for shard in self.shards.values())
 
-    def check_files(self) -> list[str]:
-        """Remove shards whose file is missing or changed from the record; return their names."""
+    def check_files(self, verify: bool) -> list[str]:
+        """Remove shards whose file is missing or changed from the record; return their names.
 
-        def digest(name: str) -> str:
-            try:
-                with open(self.path.parent / name, "rb") as file:
-                    return hashlib.file_digest(file, "sha256").hexdigest()
-            except FileNotFoundError:
-                return ""
-
-        bad = [name for name, shard in self.shards.items() if digest(name) != shard["sha256"]]
+        A file is read if its stamp is another one than when it was written, or to verify it.
+        """
+        found = self.store.files()
+        bad = []
+        for name, shard in self.shards.items():
+            stamp = found.get(name)
+            if stamp and (verify or stamp != shard["stamp"]):
+                with self.store.open(name) as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
+                        stamp = None
+            if stamp is None:
+                bad.append(name)
+            shard["stamp"] = stamp
         for name in bad:
             del self.shards[name]
         return bad
 
-    def add(self, name: str, task: Task, shard: Shard, attempts: int) -> bool:
-        """Record a shard after its file was written. Returns whether another machine wrote those before."""
-        key = hash_of(shard.machine)[:16]
+    def add(self, name: str, shard: dict[str, Any]) -> None:
+        """Record a shard that a worker wrote. A mix of machines is logged, and each rejected line."""
+        key = hash_of(shard["machine"])[:16]
         machines = self.content["machines"]
         differs = bool(machines) and key not in machines
-        machines[key] = shard.machine
+        machines[key] = shard["machine"]
+        if differs:
+            log.warning(mix_of(machines.values()))
+        for rejected in shard["rejected"]:
+            log.warning(f"line {rejected['line']}: {rejected['error']}")
         self.content["failed"].pop(name, None)
-        self.shards[name] = {
-            "first": task.first,
-            "count": task.count,
-            "sha256": hashlib.sha256(shard.data).hexdigest(),
-            "bytes": len(shard.data),
-            "texts": shard.texts,
-            "tokens": shard.tokens,
-            "rejected": [{"line": line, "error": error} for line, error in shard.rejected],
-            "machine": key,
-            "attempts": attempts,
-            "seconds": round(shard.seconds, 3),
-            "cpu_seconds": round(shard.cpu_seconds, 3),
-        }
-        return differs
+        self.shards[name] = shard | {"machine": key}
 
     def save(self, lazily: bool = False) -> None:
         """Replace the file. lazily: skip it if writing would take most of the time."""
@@ -235,15 +226,21 @@ class Manifest:
         if lazily and start - self._saved_at < 20 * self._save_seconds:
             return
         self.content["shards"] = dict(sorted(self.shards.items()))
-        write_file(self.path, (json.dumps(self.content, indent=1) + "\n").encode())
+        self.store.write(MANIFEST, (json.dumps(self.content, indent=1) + "\n").encode())
         self._saved_at = time.monotonic()
         self._save_seconds = self._saved_at - start
 
 
-def seed_for(directory: Path) -> int:
-    """The seed that a directory's manifest records, else a random one."""
+def read(store: Store) -> Any:
+    """The content of a store's manifest. Raises FileNotFoundError, or ValueError if it is no JSON."""
+    with store.open(MANIFEST) as file:
+        return json.load(file)
+
+
+def seed_for(store: Store) -> int:
+    """The seed that a store's manifest records, else a random one."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return whole_number("seed", json.loads((directory / MANIFEST).read_bytes())["request"]["seed"])
+        return whole_number("seed", read(store)["request"]["seed"])
     return drawn_seed(RANDOM)
 
 

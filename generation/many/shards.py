@@ -10,8 +10,8 @@ import json
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -29,12 +29,11 @@ from shakespeare.generation.request import Request
 from shakespeare.generation.sampling import RANDOM, SETTINGS, Sampling, Uniforms
 from shakespeare.generation.texts import capacity_for, complete, slots_for
 from shakespeare.generation.writer import Writer
-from shakespeare.model.checkpoint import Checkpoint, load
+from shakespeare.model.checkpoint import Checkpoint, loaded
 from shakespeare.model.config import EMBEDDING, HEAD
 from shakespeare.model.tokenizer import Tokenizer
 
 MOST_NEW_TOKENS = 2**20  # limit for a line of a prompts file: an endless text would block its shard
-ASK_SECONDS = 0.2  # time between two questions whether a shard is still wanted
 WRITE_SECONDS = 1.0  # of a call of the engine: nobody waits for its tokens
 LINE_OPTIONS = (*SETTINGS, "max_new_tokens", "seed", "stop", "context", "ignore_eos")
 
@@ -43,8 +42,8 @@ LINE_OPTIONS = (*SETTINGS, "max_new_tokens", "seed", "stop", "context", "ignore_
 class Settings:
     """All that decides the texts, besides their numbers.
 
-    model: a name for load(); only `fingerprint` decides. prompt: None if each text has its own. engine, simd,
-    br, bc: None or 'auto' if resolved() chooses.
+    model: a name for load(), or what it gives; only `fingerprint` decides. prompt: None if each text has its
+    own. engine, simd, br, bc: None or 'auto' if resolved() chooses.
     """
 
     model: str
@@ -80,37 +79,9 @@ class Task:
     lines: Sequence[bytes] | None = None
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A written shard: the bytes of its file, and the record of how it was written.
-
-    cpu_seconds: the process's. rejected: (line number from 1, the error). machine: see this_machine().
-    """
-
-    data: bytes
-    texts: int
-    tokens: int
-    seconds: float
-    cpu_seconds: float = 0.0
-    rejected: list[tuple[int, str]] = field(default_factory=list)
-    machine: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A shard that was not written. died: the worker was lost too. stalled: the silent worker was killed."""
-
-    reason: str
-    died: bool = True
-    stalled: bool = False
-
-
 def fingerprint(checkpoint: Checkpoint) -> str:
     """A hash of a model's configuration, weights and vocabulary."""
-    config = asdict(checkpoint.config)
-    if not checkpoint.config.eos_token_id:  # older fingerprints have none
-        del config["eos_token_id"]
-    digest = hashlib.sha256(json.dumps(config).encode())
+    digest = hashlib.sha256(json.dumps(asdict(checkpoint.config)).encode())
     for name, array in sorted({**checkpoint.weights, HEAD: checkpoint.weights[EMBEDDING]}.items()):
         digest.update(name.encode() + array.tobytes())
     tokenizer = checkpoint.tokenizer
@@ -156,6 +127,7 @@ def this_machine(device: str, kernels: str, *packages: str) -> dict[str, str]:
         gpu = {"gpu": cuda.gpu().name}
     features = hashlib.sha256(processor.capabilities().encode()).hexdigest()[:16]
     return {
+        "device": device,
         **gpu,
         "processor": processor.name(),
         "instructions": processor.instructions(),
@@ -218,10 +190,6 @@ def request_of_line(
     return identity, request
 
 
-class Stop(Exception):
-    """The shard is no longer wanted."""
-
-
 class Scribe:
     """Writes shards with one model and engine. texts: the most of a shard; a GPU gets no more slots.
 
@@ -230,46 +198,47 @@ class Scribe:
 
     def __init__(self, settings: Settings, texts: int = 2**31) -> None:
         with warnings.catch_warnings(action="ignore"):  # the driver has shown them
-            self.checkpoint = load(settings.model)
+            self.checkpoint = loaded(settings.model)
         if fingerprint(self.checkpoint) != settings.fingerprint:
             raise ValueError(f"model {settings.model!r} is not the one that the job was started with")
         self.settings = settings
-        self.texts = texts if settings.device == "cuda" else 2**31
         options = EngineOptions.from_names(
             vars(settings), threads=1, capacity=capacity_of(settings, self.checkpoint)
         )
-        self.at_once, slots = slots_for(self.texts, self.checkpoint.config, options)
+        most = texts if settings.device == "cuda" else 2**31
+        self.at_once, slots = slots_for(most, self.checkpoint.config, options)
         self.engine = open_engine(self.checkpoint, replace(options, slots=slots))
 
-    def write(self, task: Task, wanted: Callable[[], bool] = lambda: True) -> Shard:
-        """Write a task's texts. Raises Stop soon after wanted() is false."""
+    def write(self, task: Task) -> tuple[bytes, dict[str, Any]]:
+        """A task's texts as the bytes of a file, and their record in the manifest, with this machine's."""
         start = time.perf_counter()
         cpu_start = time.process_time()
-        rejected: list[tuple[int, str]] = []
-        written = self._together(task, wanted) or self._each(task, wanted, rejected)
+        rejected: list[dict[str, Any]] = []
+        written = self._together(task) or self._each(task, rejected)
         parquet = self.settings.format == "parquet"
         data = in_parquet(written, task.lines is not None) if parquet else in_jsonl(written)
-        seconds = time.perf_counter() - start
-        cpu_seconds = time.process_time() - cpu_start
         uses = {"pyarrow": parquet, "torch": self.engine.name == "torch"}
         packages = [name for name, used in uses.items() if used]
-        machine = this_machine(self.settings.device, prebuilt.level("decoder"), *packages)
-        tokens = sum(row["new_tokens"] for row in written)
-        return Shard(data, len(written), tokens, seconds, cpu_seconds, rejected, machine)
+        record = {
+            "first": task.first,
+            "count": task.count,
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "bytes": len(data),
+            "texts": len(written),
+            "tokens": sum(row["new_tokens"] for row in written),
+            "rejected": rejected,
+            "machine": this_machine(self.settings.device, prebuilt.level("decoder"), *packages),
+            "seconds": round(time.perf_counter() - start, 3),
+            "cpu_seconds": round(time.process_time() - cpu_start, 3),
+        }
+        return data, record
 
-    def _each(
-        self, task: Task, wanted: Callable[[], bool], rejected: list[tuple[int, str]]
-    ) -> list[dict[str, Any]]:
+    def _each(self, task: Task, rejected: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows of texts that join and leave, each by itself. rejected: as in _requests()."""
         rows: list[dict[str, Any]] = []
         requests = self._requests(task, rows, rejected)
         writer = Writer(self.engine, self.at_once, seconds=WRITE_SECONDS)
-        asked = time.perf_counter()
         for done, piece in complete(writer, self.checkpoint.tokenizer, requests):
-            if time.perf_counter() - asked > ASK_SECONDS:
-                asked = time.perf_counter()
-                if not wanted():
-                    raise Stop
             if not piece:
                 row = rows[done.number]
                 row["seed"] = done.request.seed
@@ -278,7 +247,7 @@ class Scribe:
                 row["finish_reason"] = done.finish_reason
         return rows
 
-    def _together(self, task: Task, wanted: Callable[[], bool]) -> list[dict[str, Any]]:
+    def _together(self, task: Task) -> list[dict[str, Any]]:
         """Rows of texts that begin and end together, else none. _each() takes 2.7 times as long (Zen 3)."""
         s = self.settings
         engine = self.engine
@@ -299,8 +268,6 @@ class Scribe:
         uniforms = np.array([Uniforms(seed)(tokens) for seed in seeds]).T  # (tokens, texts)
         written: list[NDArray[Any]] = []
         while (done := sum(map(len, written))) < tokens:
-            if not wanted():
-                raise Stop
             written.append(engine.write(slots, uniforms[done:], WRITE_SECONDS))
         texts = tokenizer.decode_all(np.concatenate(written).T)
         same = {"new_tokens": tokens, "finish_reason": "length"}
@@ -310,7 +277,7 @@ class Scribe:
         ]
 
     def _requests(
-        self, task: Task, rows: list[dict[str, Any]], rejected: list[tuple[int, str]]
+        self, task: Task, rows: list[dict[str, Any]], rejected: list[dict[str, Any]]
     ) -> Iterator[Request]:
         """Each text's request, with its first fields in `rows`; a malformed line is in `rejected`."""
         if task.lines is None:
@@ -326,7 +293,7 @@ class Scribe:
             try:
                 identity, request = request_of_line(self.settings, self.checkpoint, index, line)
             except (ValueError, TypeError, RecursionError) as error:
-                rejected.append((index + 1, str(error)))
+                rejected.append({"line": index + 1, "error": str(error)})
                 continue
             rows.append({"index": index, "id": identity})
             yield request

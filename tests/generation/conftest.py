@@ -1,13 +1,12 @@
 """The jobs that the tests of bulk and of its cluster write, and the bytes that they must give."""
 
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny
-from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, here
+from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, files, run
 from support import full
 
 from shakespeare import load
@@ -15,10 +14,10 @@ from shakespeare.attention_ext import PARTS
 from shakespeare.attention_ext.parts import BuildError, CachePrecision, Precision
 from shakespeare.generation.engines import cuda, layouts
 from shakespeare.generation.engines.table import open_engine
-from shakespeare.generation.many import bulk, shards
+from shakespeare.generation.many import shards
 from shakespeare.generation.many.jobs import Job
-from shakespeare.generation.many.processes import local_pool
 from shakespeare.generation.many.shards import Settings
+from shakespeare.generation.many.workers import processes
 from shakespeare.model import checkpoint
 
 # Each engine, and each part in the native one. By default one kernel stands for all.
@@ -76,7 +75,7 @@ def job(settings, model) -> Job:
 @pytest.fixture(scope="session")
 def expected(job, tmp_path_factory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("expected")
-    bulk.run(job, directory, here())
+    run(job, directory)
     assert len(files(directory)) == 12
     return files(directory)
 
@@ -89,7 +88,7 @@ def slow(job) -> Job:
 @pytest.fixture(scope="session")
 def slow_expected(slow, tmp_path_factory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("slow")
-    bulk.run(slow, directory, here())
+    run(slow, directory)
     return files(directory)
 
 
@@ -100,8 +99,7 @@ def long(job) -> Job:
 
 
 @pytest.fixture(scope="session")
-def long_expected(long, tmp_path_factory) -> tuple[dict[str, str], float]:
-    """The hashes of its files, and the seconds that two workers took."""
-    directory, start = tmp_path_factory.mktemp("long"), time.monotonic()
-    bulk.run(long, directory, lambda settings, shards: local_pool(settings, 2))
-    return files(directory), time.monotonic() - start
+def long_expected(long, tmp_path_factory) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("long")
+    run(long, directory, partial(processes, 2, ()))
+    return files(directory)

@@ -12,19 +12,21 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import tiny
-from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Here, check, files, here, rows
+from bulk_jobs import SIZE, SLOW, TEXTS, TOKENS, Death, check, files, here, rows, run
 from support import ROOT
 
 from shakespeare import generate, load
-from shakespeare.generation.many import bulk, shards
+from shakespeare.attention_ext.cuda import driver
+from shakespeare.generation.many import shards, stores
 from shakespeare.generation.many.jobs import MANIFEST, BulkError, Job, Prompts
-from shakespeare.generation.many.processes import local_pool
-from shakespeare.generation.many.shards import Loss, Stop, Task
+from shakespeare.generation.many.shards import Task
+from shakespeare.generation.many.workers import VISIBLE, Order, processes, visible_gpus
 from shakespeare.model.checkpoint import save
 from shakespeare.model.files import UNFINISHED, locked
 
@@ -32,7 +34,7 @@ from shakespeare.model.files import UNFINISHED, locked
 def test_two_processes_write_the_same_bytes(job, expected, model, tmp_path):
     """Text i has the seed plus i."""
     states = []
-    bulk.run(job, tmp_path, lambda s, _: local_pool(s, 2), progress=lambda now: states.append(now.texts))
+    run(job, tmp_path, partial(processes, 2, ()), progress=lambda now: states.append(now.texts))
     manifest = check(tmp_path, expected)
     assert states[0] == 0 and states[-1] == TEXTS and manifest["workers_lost"] == []
     (machine,) = manifest["machines"].values()
@@ -48,27 +50,46 @@ def test_texts_that_begin_and_end_together_are_the_same(settings, model):
     checkpoint = load(str(model))
     for prompt, tokens in itertools.product(("a", "abcdef"), (0, 1, 11, 12, 16, 17)):
         scribe = shards.Scribe(replace(settings, prompt=prompt, max_new_tokens=tokens))
-        shard = scribe.write(Task(3, 5))
-        for i, line in enumerate(shard.data.decode().splitlines(), 3):
+        data, _ = scribe.write(Task(3, 5))
+        for i, line in enumerate(data.decode().splitlines(), 3):
             text = generate(checkpoint, prompt, tokens, seed=5 + i)
             row = {"index": i, "seed": 5 + i, "text": text, "new_tokens": tokens, "finish_reason": "length"}
             assert line == json.dumps(row, ensure_ascii=False), (prompt, tokens)
-    with pytest.raises(Stop):
-        shards.Scribe(replace(settings, max_new_tokens=9)).write(Task(0, 3), lambda: False)
 
 
 def test_an_eos_token_ends_texts(settings, model, tmp_path):
     """Of a prompt that all texts share, and of lines."""
     save(tmp_path, tiny.gpt(eos_token_id=(3,)), tiny.VOCABULARY, {})
     ending = replace(settings, model=str(tmp_path), fingerprint=shards.fingerprint(load(tmp_path)))
-    assert ending.fingerprint != settings.fingerprint and "ignore_eos" not in Job(ending, 1).request()
+    assert ending.fingerprint != settings.fingerprint
     scribes = [shards.Scribe(replace(ending, max_new_tokens=12, ignore_eos=each)) for each in (True, False)]
     lines = [json.dumps({"id": i, "prompt": ""}).encode() for i in range(9)]
     for task in Task(0, 9), Task(0, 9, lines):
-        whole, cut = (map(json.loads, scribe.write(task).data.splitlines()) for scribe in scribes)
+        whole, cut = (map(json.loads, scribe.write(task)[0].splitlines()) for scribe in scribes)
         for text, line in zip(whole, cut, strict=True):
             assert line["text"] == text["text"].partition("b")[0] and line["new_tokens"] == len(line["text"])
             assert line["finish_reason"] == ("stop" if "b" in text["text"] else "length")
+
+
+def test_two_workers_share_each_of_the_visible_gpus(job, tmp_path, monkeypatch):
+    """No GPU is needed to see which one a process would take."""
+    monkeypatch.setattr(driver, "count", lambda: 3)
+    assert visible_gpus(None) == ["0", "1", "2"] and visible_gpus(2) == ["0", "1"]
+    monkeypatch.setenv(VISIBLE, "5,GPU-7,6")
+    assert visible_gpus(2) == ["5", "GPU-7"]
+    with pytest.raises(BulkError, match="--gpus is 4; this process may use 3"):
+        visible_gpus(4)
+    workers = processes(4, visible_gpus(2), Order(job.settings, SIZE, str(tmp_path)), 9)
+    assert [worker._gpu for worker in workers] == ["5", "GPU-7", "5", "GPU-7"]
+    made = []
+
+    def opened(order, shards):
+        made.extend(processes(2, visible_gpus(2), order, shards))
+        return made
+
+    manifest = run(job, tmp_path, opened)
+    devices = {shard["device"].partition(" GPU ")[2] for shard in manifest["shards"].values()}
+    assert devices == {"5", "GPU-7"} and manifest["complete"]
 
 
 @pytest.mark.full
@@ -80,9 +101,10 @@ def test_the_cuda_engine_writes_the_same_texts(emulated, monkeypatch, settings, 
         chosen = replace(settings, device=device, max_new_tokens=9, stop=stop)
         job = Job(chosen, 11, 8, resolved=shards.resolved(chosen, checkpoint, 8))
         assert job.resolved["engine"] == engine
-        manifest = bulk.run(job, tmp_path / device, here()).content
+        manifest = run(job, tmp_path / device)
         (machine,) = manifest["machines"].values()
-        assert ("device" in manifest["request"]) == ("gpu" in machine) == (device == "cuda")
+        assert manifest["request"]["device"] == machine["device"] == device
+        assert ("gpu" in machine) == (device == "cuda")
     assert rows(tmp_path / "cuda") == rows(tmp_path / "cpu")
 
 
@@ -119,7 +141,7 @@ def test_a_killed_driver_leaves_no_worker_and_is_resumed(slow, slow_expected, mo
     process.stderr.close()  # its workers have it too, so it may have no end
     wait_for_group(process)
     assert 0 < len(files(tmp_path)) < len(slow_expected)
-    bulk.run(slow, tmp_path, here())
+    run(slow, tmp_path)
     check(tmp_path, slow_expected)
 
 
@@ -140,7 +162,7 @@ def test_ctrl_c_stops_and_the_command_goes_on(model, slow_expected, tmp_path, cl
 
 
 def test_another_request_is_refused(job, settings, tmp_path):
-    bulk.run(job, tmp_path, here())
+    run(job, tmp_path)
     others = {
         "seed": replace(job, settings=replace(settings, seed=6)),
         "texts": replace(job, texts=TEXTS + 1),
@@ -150,49 +172,62 @@ def test_another_request_is_refused(job, settings, tmp_path):
     }
     for name, other in others.items():
         with pytest.raises(BulkError, match=rf"holds texts of another request \({name}\)"):
-            bulk.run(other, tmp_path, here())
-    bulk.run(replace(job, settings=replace(settings, model="elsewhere")), tmp_path, here())
+            run(other, tmp_path)
+    run(replace(job, settings=replace(settings, model="elsewhere")), tmp_path)
 
 
 def test_a_random_seed_is_recorded_and_goes_on(job, settings, tmp_path):
     drawn = replace(job, settings=replace(settings, seed=-1))
     with pytest.raises(KeyboardInterrupt):
-        bulk.run(drawn, tmp_path, here(None, KeyboardInterrupt()))
+        run(drawn, tmp_path, here(None, KeyboardInterrupt()))
     seed = json.loads((tmp_path / MANIFEST).read_text())["request"]["seed"]
-    assert seed >= 0 and bulk.run(drawn, tmp_path, here()).content["complete"]
-    bulk.run(replace(job, settings=replace(settings, seed=seed)), tmp_path / "again", here())
+    assert seed >= 0 and run(drawn, tmp_path)["complete"]
+    run(replace(job, settings=replace(settings, seed=seed)), tmp_path / "again")
     assert files(tmp_path) == files(tmp_path / "again")
 
 
-def test_files_that_are_missing_or_changed_are_written_again(job, expected, tmp_path):
-    bulk.run(job, tmp_path, here())
-    first, second, *_ = sorted(expected)
+def test_files_that_are_missing_or_changed_are_written_again(job, expected, tmp_path, caplog, monkeypatch):
+    """Only a file with another size or time is read; --verify reads all."""
+    run(job, tmp_path)
+    first, second, third, fourth, *_ = sorted(expected)
     (tmp_path / first).write_text("changed")
     (tmp_path / second).unlink()
+    os.utime(tmp_path / third)  # copied, say
+    (tmp_path / fourth).write_bytes(data := (tmp_path / fourth).read_bytes().replace(b"a", b"b"))
+    stamp = json.loads((tmp_path / MANIFEST).read_text())["shards"][fourth]["stamp"]
+    assert stamp[0] == len(data)
+    os.utime(tmp_path / fourth, ns=(int(stamp[1]),) * 2)
     left = tmp_path / f"{first}.0123abcd{UNFINISHED}"
     foreign = [tmp_path / name for name in (f"x{UNFINISHED}", f"{first}{UNFINISHED}", "lock")]
     for path in (left, *foreign):
         path.write_text("half")
-    lines = []
-    bulk.run(job, tmp_path, here(), lines.append)
+    opened = Mock(side_effect=stores.Folder.open, autospec=True)
+    monkeypatch.setattr(stores.Folder, "open", lambda *given: opened(*given))
+    run(job, tmp_path)
+    assert {call.args[1] for call in opened.call_args_list} == {MANIFEST, first, third}
+    run(job, tmp_path, verify=True)
     assert not left.exists() and all(path.read_text() == "half" for path in foreign)
     for path in foreign:
         path.unlink()
-    assert lines == [f"2 files are missing or changed, the first is {first}; they are written again"]
+    again = "files are missing or changed, the first is"
+    assert [line.partition(";")[0] for line in caplog.messages] == [
+        f"2 {again} {first}",
+        f"1 {again} {fourth}",
+    ]
     check(tmp_path, expected)
 
 
 def test_a_directory_that_is_not_the_jobs_is_refused(job, tmp_path):
     (tmp_path / "texts-1.jsonl").write_text("mine")
     with pytest.raises(BulkError, match="has texts, but no manifest.json"):
-        bulk.run(job, tmp_path, here())
+        run(job, tmp_path)
     (tmp_path / "texts-1.jsonl").unlink()
     for text in ("", "{", "[]", "{}", '{"request": 1, "version": 1}', "\udcff"):
         (tmp_path / MANIFEST).write_bytes(os.fsencode(text))
         with pytest.raises(BulkError, match="is not a manifest"):
-            bulk.run(job, tmp_path, here())
+            run(job, tmp_path)
     (tmp_path / MANIFEST).unlink()
-    bulk.run(job, tmp_path, here())
+    run(job, tmp_path)
     content = json.loads((tmp_path / MANIFEST).read_text())
     shards, machines = content["shards"], content["machines"]
     first = min(shards)
@@ -214,28 +249,28 @@ def test_a_directory_that_is_not_the_jobs_is_refused(job, tmp_path):
         with pytest.raises(
             BulkError, match=rf"manifest.json was changed \(.*{re.escape(why)}.*\); remove it"
         ):
-            bulk.run(job, tmp_path, here())
+            run(job, tmp_path)
     assert not (tmp_path / "ran").exists()
-    (tmp_path / MANIFEST).write_text(json.dumps(content | {"version": 2}))
-    with pytest.raises(BulkError, match="has version 2"):
-        bulk.run(job, tmp_path, here())
+    (tmp_path / MANIFEST).write_text(json.dumps(content | {"version": 1}))
+    with pytest.raises(BulkError, match="has version 1"):
+        run(job, tmp_path)
 
 
 def test_one_process_at_a_time_has_a_folder_and_its_lock_is_removed(job, tmp_path, monkeypatch):
-    lock = tmp_path / bulk.LOCK
+    lock = tmp_path / stores.LOCK
     taken = rf"another process \({os.getpid()}\) writes texts in"
     lock.write_text("1")  # of a killed process
     with locked(lock, "writes texts"), pytest.raises(ValueError, match=taken):
-        bulk.run(job, tmp_path, here())
+        run(job, tmp_path)
     assert not lock.exists()
     (other := tmp_path / "other").write_text("mine")
     lock.symlink_to(other)
     with pytest.raises(OSError, match=r"symbolic links: .*\.texts\.lock"):
-        bulk.run(job, tmp_path, here())
+        run(job, tmp_path)
     lock.unlink()
     lock.write_bytes(b"mine\xff")
     with pytest.raises(ValueError, match=r"\.texts\.lock is not a lock of this program"):
-        bulk.run(job, tmp_path, here())
+        run(job, tmp_path)
     assert lock.read_bytes() == b"mine\xff" and other.read_text() == "mine"
     lock.unlink()
     flock = fcntl.flock
@@ -247,7 +282,7 @@ def test_one_process_at_a_time_has_a_folder_and_its_lock_is_removed(job, tmp_pat
 
     monkeypatch.setattr(fcntl, "flock", late)
     with locked(lock, "writes texts"), pytest.raises(ValueError, match=taken):
-        bulk.run(job, tmp_path, here())
+        run(job, tmp_path)
 
 
 def test_a_disk_without_locks_and_fsync_gives_a_warning(job, expected, tmp_path, monkeypatch):
@@ -257,30 +292,31 @@ def test_a_disk_without_locks_and_fsync_gives_a_warning(job, expected, tmp_path,
         monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
         with pytest.warns(UserWarning, match=rf"no fsync \({error.strerror}\)"):
             with pytest.warns(UserWarning, match=rf"the disk has no file locks \({error.strerror}\)"):
-                bulk.run(job, tmp_path / str(number), here())
+                run(job, tmp_path / str(number))
         check(tmp_path / str(number), expected)
 
 
-def test_a_shard_that_fails_again_and_again_is_left_out(job, expected, tmp_path):
-    lines = []
-    once = Loss("kaboom")
+def test_a_shard_that_fails_again_and_again_is_left_out(job, expected, tmp_path, caplog):
+    once = Death("kaboom")
     faults = [once, *[None] * 11, once, once]  # the first task, then its retries after all others
-    manifest = bulk.run(job, tmp_path, here(*faults), lines.append).content
+    manifest = run(job, tmp_path, here(*faults))
     name = min(expected)
     assert not manifest["complete"] and len(manifest["workers_lost"]) == 3
-    assert manifest["failed"] == {name: {"attempts": 3, "error": "kaboom"}}
-    assert lines == [f"{name} was left out after 3 attempts: kaboom"]
-    manifest = bulk.run(job, tmp_path, here()).content
+    assert manifest["failed"] == {name: {"attempts": 3, "error": "Death: kaboom"}}
+    assert caplog.messages == [f"{name} was left out after 3 attempts: Death: kaboom"]
+    manifest = run(job, tmp_path)
     assert manifest["failed"] == {}
     check(tmp_path, expected)
+    with pytest.raises(BulkError, match="no worker wrote anything in 5 attempts: Death: kaboom"):
+        run(job, tmp_path / "dead", here(*[once] * 5))
 
 
 def test_the_tile_and_the_engine_of_the_first_run_are_kept(job, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        bulk.run(job, tmp_path, here(None, KeyboardInterrupt()))
-    opened = Mock(wraps=Here)
-    bulk.run(replace(job, resolved={"engine": "torch", "br": 1}), tmp_path, opened)
-    seen = opened.call_args.args[0]
+        run(job, tmp_path, here(None, KeyboardInterrupt()))
+    opened = Mock(wraps=here())
+    run(replace(job, resolved={"engine": "torch", "br": 1}), tmp_path, opened)
+    seen = opened.call_args.args[0].settings
     assert {name: getattr(seen, name) for name in job.resolved} == job.resolved
     assert seen.engine in ("native", "torch") and seen.br > 1
 
@@ -297,11 +333,11 @@ def test_a_full_disk_leaves_whole_files(job, expected, tmp_path, monkeypatch, st
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left on device") as error:
-        bulk.run(job, tmp_path, here())
+        run(job, tmp_path)
     assert str(tmp_path) in str(error.value.filename)
     monkeypatch.undo()
     assert not list(tmp_path.glob(f"*{UNFINISHED}")) and 0 < len(files(tmp_path)) < len(expected)
-    bulk.run(job, tmp_path, here())
+    run(job, tmp_path)
     check(tmp_path, expected)
 
 
@@ -348,12 +384,12 @@ def prompts(tmp_path) -> Path:
     return path
 
 
-def test_prompts_from_a_file(settings, model, prompts, tmp_path):
+def test_prompts_from_a_file(settings, model, prompts, tmp_path, caplog):
     found = Prompts(prompts, SIZE)
     assert found.lines == len(GOOD) + len(MALFORMED) + 2
     job = Job(replace(settings, prompt=None, max_new_tokens=30), found.lines, SIZE, found)
-    reported = []
-    manifest = bulk.run(job, tmp_path / "out", here(), reported.append).content
+    manifest = run(job, tmp_path / "out")
+    reported = caplog.messages
     written = rows(tmp_path / "out")
     assert [row["id"] for row in written] == [good["id"] for good in GOOD]
     lines = prompts.read_bytes().split(b"\n")
@@ -370,19 +406,19 @@ def test_prompts_from_a_file(settings, model, prompts, tmp_path):
     for each, line in zip(rejected, reported):
         text = os.fsdecode(lines[each["line"] - 1])
         assert MALFORMED[text] in each["error"], each
-        assert line == f"{prompts}:{each['line']}: {each['error']}"
-    other = replace(job, prompts=Prompts(prompts, SIZE))
-    prompts.write_bytes(prompts.read_bytes() + b"\n")
-    with pytest.raises(BulkError, match="was changed while the job ran"):
-        bulk.run(other, tmp_path / "changed", here())
-    assert not files(tmp_path / "changed")
-    other = replace(job, prompts=Prompts(prompts, SIZE))
+        assert line == f"line {each['line']}: {each['error']}"
     (again := tmp_path / "again").write_text("{}")
-    os.replace(again, prompts)  # as editors save
-    bulk.run(other, tmp_path / "renamed", here())
-    assert files(tmp_path / "renamed") == files(tmp_path / "out")
+    for change in (
+        lambda: prompts.write_bytes(prompts.read_bytes() + b"\n"),
+        lambda: os.replace(again, prompts),
+    ):
+        other = replace(job, prompts=Prompts(prompts, SIZE))
+        change()
+        with pytest.raises(BulkError, match="was changed while the job ran"):
+            run(other, tmp_path / other.prompts.sha256)
+        assert not files(tmp_path / other.prompts.sha256)
     with pytest.raises(BulkError, match=r"another request \(.*prompts_sha256\)"):
-        bulk.run(replace(job, prompts=Prompts(prompts, SIZE)), tmp_path / "out", here())
+        run(replace(job, prompts=Prompts(prompts, SIZE)), tmp_path / "out")
 
 
 def test_a_prompts_file_of_a_windows_editor_gives_the_same_texts(settings, tmp_path):
@@ -391,7 +427,7 @@ def test_a_prompts_file_of_a_windows_editor_gives_the_same_texts(settings, tmp_p
         changed = [mark + json.dumps(line).replace("\\n", json.dumps(end)[1:-1]) + end for line in lines]
         (path := tmp_path / f"prompts{len(mark)}").write_bytes("".join(changed).encode())
         job = Job(replace(settings, prompt=None), 2, 1, Prompts(path, 1))
-        bulk.run(job, tmp_path / f"out{len(mark)}", here())
+        run(job, tmp_path / f"out{len(mark)}")
     assert rows(tmp_path / "out0") == rows(tmp_path / "out1") and len(rows(tmp_path / "out1")) == 2
 
 
@@ -405,9 +441,9 @@ def test_a_row_is_a_line_whatever_its_strings_hold():
 
 def test_parquet(job, settings, model, tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    bulk.run(job, tmp_path / "lines", here())
+    run(job, tmp_path / "lines")
     for out in ("a", "b"):
-        bulk.run(replace(job, settings=replace(settings, format="parquet")), tmp_path / out, here())
+        run(replace(job, settings=replace(settings, format="parquet")), tmp_path / out)
     assert files(tmp_path / "a", "parquet") == files(tmp_path / "b", "parquet")
     tables = [parquet.read_table(file) for file in sorted((tmp_path / "a").glob("*.parquet"))]
     assert [row for table in tables for row in table.to_pylist()] == rows(tmp_path / "lines")
@@ -425,6 +461,6 @@ def test_wrong_requests_are_one_line(failed, model):
             "part is 'part1'; it must be part0 or part4 on CUDA",
         ),
         (["--texts", 3, "--device", "cuda", "--simd", "off"], "simd is 'off'; it must be left out on CUDA"),
-        (["--texts", 3, "--device", "cuda", "--ray", "auto"], "--ray does not go with --device cuda"),
+        (["--texts", 3, "--gpus", 2], "--gpus goes with --device cuda only"),
     ):
         assert line in failed("bulk", "-m", model, "--out", "o", *given)

@@ -1,68 +1,84 @@
-"""SIGKILL of workers at six random moments, on one machine and on Ray, and workers that stall.
+"""SIGKILL of workers, drivers and Ray's nodes at random moments, and workers that hang.
 
-However a worker is killed, no text is lost, none is written twice, and its files have the same bytes.
+Whatever is killed, no text is lost, none is written twice, and the files have the same bytes.
 """
 
 import contextlib
+import json
+import multiprocessing
 import os
 import random
 import signal
-import time
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from bulk_jobs import check
+from bulk_jobs import check, files, run
 
-from shakespeare.generation.many import STALL_SECONDS, bulk, cluster
-from shakespeare.generation.many.jobs import BulkError
-from shakespeare.generation.many.processes import Pool, local_pool
+from shakespeare.generation.many import cluster
+from shakespeare.generation.many.jobs import MANIFEST, BulkError
+from shakespeare.generation.many.workers import processes
 
 pytestmark = pytest.mark.full
+KILLS = int(os.environ.get("KILLS", 6))
+with_ray = pytest.mark.filterwarnings("default")  # Ray's own warnings are no errors
 
-KILLS = 6
+
+def drive(job, out: Path, address: str | None) -> None:
+    """A driver in a process of its own, until its job is complete."""
+    place = contextlib.nullcontext(partial(processes, 2, ()))
+    if address:
+        place = cluster.connected(address, "cpu", None, None)
+    with place as workers, contextlib.suppress(BulkError):
+        run(job, out, workers)
 
 
-def kill_at_random_moments(job, expected, seconds, out: Path, open_pool, kill) -> list[str]:
-    """Run a job, and again until it is complete, while `kill` is called at KILLS moments of its `seconds`.
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, but multiprocessing's tracker."""
+    found = Path(f"/proc/{pid}/task/{pid}/children")
+    with contextlib.suppress(OSError):
+        return [each for each in map(int, found.read_text().split()) if b"spawn_main" in command(each)]
+    return []
 
-    kill(chance): kills something that runs, if there is anything. This thread calls it: Ray starts nodes in
-    the main thread only. A moment after the end of the job does not count; it is drawn again for another one.
-    Returns why workers were lost.
+
+def command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def actors() -> list[int]:
+    """The processes of the actors: Ray names them after their class."""
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if command(pid).startswith(b"ray::Actor")]
+
+
+def kill_at_random_moments(job, expected, out: Path, kill, address: str | None = None) -> int:
+    """Run drivers of a job, one after the other, and jobs, while KILLS kills fall. Return the number of jobs.
+
+    kill(driver, chance): kills something that runs, and says whether it did.
     """
-    chance, killed, lost = random.Random(KILLS), 0, []
+    chance, killed, jobs = random.Random(KILLS), 0, 0
+    spawn = multiprocessing.get_context("spawn")
     while killed < KILLS:
-        directory = out / str(killed)
-        moments = sorted(chance.uniform(0, seconds) for _ in range(KILLS - killed))
-        with ThreadPoolExecutor(1) as thread:
-            done = thread.submit(run_to_the_end, job, directory, open_pool)
-            began = time.monotonic()
-            for moment in moments:
-                wait([done], max(0.0, began + moment - time.monotonic()))
-                while not (done.done() or (at_once := kill(chance))):  # there may be nothing to kill yet
-                    wait([done], 0.01)
-                if done.done():
-                    break
-                killed += at_once
-            done.result()
-        manifest = check(directory, expected, job.texts)
-        lost += [loss["reason"] for loss in manifest["workers_lost"]]
-        if killed < KILLS:
-            print(f"{KILLS - killed} of {len(moments)} moments fell after the end of the job")
-    assert lost
-    return lost
+        directory = out / str(jobs)
+        jobs += 1
+        complete = False
+        while not complete:
+            driver = spawn.Process(target=drive, args=(job, directory, address))
+            driver.start()
+            while driver.is_alive():
+                driver.join(chance.uniform(0, 4))
+                if driver.is_alive() and killed < KILLS:
+                    killed += kill(driver, chance)
+            with contextlib.suppress(OSError):
+                complete = json.loads((directory / MANIFEST).read_text())["complete"]
+        check(directory, expected, job.texts)
+    return jobs
 
 
-def run_to_the_end(job, directory: Path, open_pool) -> None:
-    complete = False
-    while not complete:
-        with contextlib.suppress(BulkError):
-            complete = bulk.run(job, directory, open_pool).content["complete"]
-
-
-def kill_process(pids: list[int], chance) -> bool:
+def kill_one(pids: list[int], chance) -> bool:
     with contextlib.suppress(ProcessLookupError):
         if pids:
             os.kill(chance.choice(pids), signal.SIGKILL)
@@ -70,84 +86,77 @@ def kill_process(pids: list[int], chance) -> bool:
     return False
 
 
-def opened(pools: list[Pool], settings, shards) -> Pool:
-    pools.append(local_pool(settings, 2))
-    return pools[-1]
+def test_killed_workers_and_drivers_cost_a_retry(long, long_expected, tmp_path):
+    """While they start, and while they write."""
+
+    def kill(driver, chance):
+        return kill_one([driver.pid] if chance.random() < 0.3 else children(driver.pid), chance)
+
+    kill_at_random_moments(long, long_expected, tmp_path, kill)
 
 
-def test_killed_workers_cost_a_retry(long, long_expected, tmp_path):
-    """While workers start, and while they write."""
-    pools: list[Pool] = []
-    open_pool = partial(opened, pools)
+def test_a_worker_that_hangs_is_killed_and_its_file_tried_again(job, expected, tmp_path, caplog):
+    """A stopped process hangs too. The driver names the file in one line."""
+    made, stopped = [], []
 
-    def kill(chance):
-        return bool(pools) and kill_process([worker.pid for worker in pools[-1].all], chance)
-
-    lost = kill_at_random_moments(long, *long_expected, tmp_path, open_pool, kill)
-    assert all(reason.endswith("was killed by SIGKILL") for reason in lost)
-
-
-def test_a_stalled_worker_is_killed_and_its_file_tried_again(slow, slow_expected, tmp_path):
-    """The driver names it in one line."""
-    pools, stopped, lines = list[Pool](), list[int](), list[str]()
+    def opened(order, shards):
+        made.extend(processes(2, (), order, shards))
+        return made
 
     def progress(state):
         if state.texts and not stopped:
-            stopped.append(pools[0].all[0].pid)
+            stopped.extend(made[0].pool._processes)
             os.kill(stopped[0], signal.SIGSTOP)
-            pools[0]._timeout = 2.0
 
-    def say(line):
-        lines.append(line)
-        pools[0]._timeout = STALL_SECONDS  # the next worker starts in its own time
-
-    bulk.run(slow, tmp_path, partial(opened, pools), say, progress)
-    reason = f"worker {stopped[0]} gave no sign of life for 2 s and was killed"
-    (loss,) = [loss for loss in check(tmp_path, slow_expected)["workers_lost"] if loss["reason"] == reason]
-    assert f"{reason}; it had {loss['shard']}" in lines
-
-
-with_ray = pytest.mark.filterwarnings("default")  # Ray's own warnings are no errors
+    run(job, tmp_path, opened, progress=progress, timeout=20.0)
+    (loss,) = check(tmp_path, expected)["workers_lost"]
+    assert loss["reason"] == f"a worker took more than 20 s for {loss['shard']} and was killed"
+    assert loss["reason"] in caplog.messages
 
 
 @pytest.fixture(scope="module")
 def nodes():
     """A cluster of two nodes with one CPU each, beside the head, which has none."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    pytest.importorskip("ray", reason="Ray is not installed")
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    made.add_node(num_cpus=1)
-    made.add_node(num_cpus=1)
+    for _ in range(2):
+        made.add_node(num_cpus=1)
     made.wait_for_nodes()
-    ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
     yield made
-    ray.shutdown()
     made.shutdown()
 
 
-def worker_pids() -> list[int]:
-    """The processes of the actors: Ray names them after their class."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (folder / "cmdline").read_bytes().startswith(b"ray::Actor"):
-                found.append(int(folder.name))
-    return found
+@with_ray
+def test_killed_actors_nodes_and_drivers_cost_a_retry(nodes, long, long_expected, tmp_path):
+    def kill(driver, chance):
+        what = chance.random()
+        if what < 0.2:
+            nodes.remove_node(chance.choice(list(nodes.worker_nodes)), allow_graceful=False)
+            nodes.add_node(num_cpus=1)
+            return True
+        return kill_one([driver.pid] if what < 0.4 else actors(), chance)
+
+    kill_at_random_moments(long, long_expected, tmp_path, kill, nodes.address)
 
 
 @with_ray
-def test_killed_ray_workers_cost_a_retry(nodes, long, long_expected, tmp_path):
-    open_pool = partial(cluster.open_pool, nodes.address, None)
-    more = (tmp_path, open_pool, lambda chance: kill_process(worker_pids(), chance))
-    kill_at_random_moments(long, *long_expected, *more)
+def test_actors_bring_the_package_and_need_the_folder(nodes, job, tmp_path, monkeypatch):
+    """A node that does not see the driver's folder says so in one line."""
+    with cluster.connected(nodes.address, "cpu", None, None) as workers:
+        (worker,) = workers(cluster.Order(job.settings, 4, str(tmp_path)), 1)
+        error = worker.start(None).result()
+    assert isinstance(error, BulkError) and "--out must be a URL, or a folder that all machines" in str(error)
+    with pytest.raises(BulkError, match="--gpus is 1; the Ray cluster has 0"):
+        with cluster.connected(nodes.address, "cuda", None, None):
+            pass
 
 
 @with_ray
 def test_no_cluster_is_one_line(failed, model, monkeypatch):
     ray = pytest.importorskip("ray", reason="Ray is not installed")
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", Mock(side_effect=ConnectionError("nobody there\nand more")))
     line = failed("bulk", "-m", model, "--texts", 1, "--out", "o", "--ray", "a:1")
     assert "no Ray cluster at 'a:1': nobody there\n" in line
-    assert ray.init.call_args.kwargs["address"] == "a:1"
+    assert ray.init.call_args.args == ("a:1",) and not files(Path("o"))

@@ -1,0 +1,133 @@
+"""Where a job's files lie: a folder, or a URL of fsspec. A file has its name only when it is complete."""
+
+import contextlib
+import functools
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from shakespeare.model.files import UNFINISHED, locked, write_file
+
+LOCK = ".texts.lock"
+FILE = "file://"
+VERSIONS = ("ETag", "etag", "mtime", "updated", "LastModified")  # what changes with a file, as stores name it
+Stamp = list  # a file's bytes, and its time or ETag
+
+
+class Folder:
+    """A folder of this machine, or one that all machines share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextlib.contextmanager
+    def locked(self):
+        """Make the folder and hold its lock. Raises ValueError if another process has it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with locked(self.path / LOCK, "writes texts"):
+            yield
+
+    def files(self) -> dict[str, Stamp]:
+        """The stamp of each file, by its name."""
+        found = {}
+        for entry in os.scandir(self.path):
+            with contextlib.suppress(FileNotFoundError):  # a worker of a killed driver has just renamed it
+                found[entry.name] = self._stamp(entry.stat())
+        return found
+
+    def open(self, name: str) -> Any:
+        """A file, to read it. Raises FileNotFoundError."""
+        return open(self.path / name, "rb")
+
+    def write(self, name: str, data: bytes) -> Stamp:
+        """Write a file completely, or not at all."""
+        write_file(self.path / name, data)
+        return self._stamp((self.path / name).stat())
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        (self.path / name).unlink()
+
+    @staticmethod
+    def _stamp(status: os.stat_result) -> Stamp:
+        return [status.st_size, str(status.st_mtime_ns)]
+
+
+@contextlib.contextmanager
+def _errors_as_of_a_disk():
+    """Let each error be an OSError; a store's library has its own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from None
+
+
+class Remote:
+    """A folder of a store that fsspec reaches; it has no locks. Raises OSError if there is no such store."""
+
+    @_errors_as_of_a_disk()
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+        except ImportError:
+            raise OSError("a URL needs fsspec; install it (pip install -e '.[cluster]')") from None
+        self._system, self._root = fsspec.url_to_fs(url)
+        # fsspec's own mv() copies: such a store cannot rename, and shows an object when it has all of it.
+        self._renames = type(self._system).mv is not fsspec.AbstractFileSystem.mv
+
+    @contextlib.contextmanager
+    def locked(self):
+        """Make the folder, where a store has any."""
+        if self._renames:
+            self._system.makedirs(self._root, exist_ok=True)
+        yield
+
+    @_errors_as_of_a_disk()
+    def files(self) -> dict[str, Stamp]:
+        """As Folder.files()."""
+        self._system.invalidate_cache()
+        try:
+            found = self._system.ls(self._root, detail=True)
+        except FileNotFoundError:  # an empty folder of a store without folders
+            return {}
+        return {file["name"].rpartition("/")[2]: self._stamp(file) for file in found}
+
+    @_errors_as_of_a_disk()
+    def open(self, name: str) -> Any:
+        """As Folder.open()."""
+        return self._system.open(f"{self._root}/{name}")
+
+    @_errors_as_of_a_disk()
+    def write(self, name: str, data: bytes) -> Stamp:
+        """As Folder.write()."""
+        path = f"{self._root}/{name}"
+        unfinished = path
+        if self._renames:
+            unfinished = f"{path}.{secrets.token_hex(4)}{UNFINISHED}"
+        self._system.pipe_file(unfinished, data)
+        if self._renames:
+            self._system.mv(unfinished, path)
+        return self._stamp(self._system.info(path))
+
+    @_errors_as_of_a_disk()
+    def remove(self, name: str) -> None:
+        """As Folder.remove()."""
+        self._system.rm_file(f"{self._root}/{name}")
+
+    @staticmethod
+    def _stamp(file: dict[str, Any]) -> Stamp:
+        return [file["size"], " ".join(str(file[name]) for name in VERSIONS if name in file)]
+
+
+Store = Folder | Remote
+
+
+@functools.cache
+def open_store(out: str) -> Store:
+    """The store of a folder's name or of a URL. Raises OSError if fsspec does not reach it."""
+    if "://" in out and not out.startswith(FILE):
+        return Remote(out)
+    return Folder(Path(out.removeprefix(FILE)).resolve())

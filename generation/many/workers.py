@@ -1,0 +1,129 @@
+"""Workers that write shards into a store. Those here are processes of this machine; cluster.py has Ray's."""
+
+import functools
+import gc
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shakespeare.generation.many.jobs import MANIFEST, BulkError, file_of
+from shakespeare.generation.many.shards import Scribe, Settings, Task
+from shakespeare.generation.many.stores import open_store
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # the GPUs that a process may use
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all workers of a job are told. texts: the most of a shard. out: a folder's name or a URL."""
+
+    settings: Settings
+    texts: int
+    out: str
+
+
+class Worker(Protocol):
+    """A worker as the driver sees it."""
+
+    def start(self, task: Task | None) -> Future:
+        """Let it work() on a task, or for None begin, also after its death, which is its future's error."""
+        ...
+
+    def end(self) -> None:
+        """Kill it."""
+        ...
+
+
+@functools.cache
+def _scribe(order: Order) -> Scribe:
+    """This process's. Raises BulkError if it does not see the driver's files."""
+    gc.set_threshold(100_000)  # thousands of texts live at a time, and few objects are in cycles
+    try:
+        open_store(order.out).open(MANIFEST).close()
+    except FileNotFoundError:
+        missing = f"{platform.node()} does not find {order.out}/{MANIFEST}"
+        raise BulkError(f"{missing}: --out must be a URL, or a folder that all machines share") from None
+    return Scribe(order.settings, order.texts)
+
+
+def work(order: Order, task: Task | None) -> dict[str, Any] | Exception | None:
+    """In a worker: write a task's file and return its record, or for None open the engine; or the error."""
+    try:
+        scribe = _scribe(order)
+        if task is None:
+            return None
+        data, record = scribe.write(task)
+        stamp = open_store(order.out).write(file_of(task, order.settings), data)
+        device = " GPU ".join([platform.node(), *filter(None, [os.environ.get(VISIBLE)])])
+        return record | {"stamp": stamp, "device": device}
+    except Exception as error:
+        return error
+
+
+class Process:
+    """A process of this machine: a pool of one, so that its death costs one shard. gpu: its VISIBLE."""
+
+    def __init__(self, order: Order, gpu: str | None = None) -> None:
+        self._order = order
+        self._gpu = gpu
+
+    def start(self, task: Task | None) -> Future:
+        """As Worker.start()."""
+        if task is None:
+            spawn = multiprocessing.get_context("spawn")
+            self.pool = ProcessPoolExecutor(1, spawn, _begin, (self._gpu,))
+        if sys.platform != "win32":  # Ctrl-C reaches all processes of a terminal; only the driver handles it
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return self.pool.submit(work, self._order, task)
+        except BrokenExecutor as error:  # it died after its last task
+            dead: Future = Future()
+            dead.set_exception(error)
+            return dead
+        finally:
+            if sys.platform != "win32":
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def end(self) -> None:
+        """As Worker.end()."""
+        for process in self.pool._processes.values():  # Python 3.14 has kill_workers()
+            process.kill()
+
+
+def _begin(gpu: str | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if gpu is not None:
+        os.environ[VISIBLE] = gpu
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+
+
+def _end_with_driver() -> None:
+    """A pool's process would wait for its next task also when the driver was killed."""
+    driver = multiprocessing.parent_process()
+    if driver:
+        driver.join()
+        os._exit(1)
+
+
+def processes(workers: int, gpus: Sequence[str], order: Order, shards: int) -> list[Worker]:
+    """Workers here, at most one for each shard, in turn on each of the GPUs, if there are any."""
+    return [Process(order, gpus[i % len(gpus)] if gpus else None) for i in range(min(workers, shards))]
+
+
+def visible_gpus(count: int | None) -> list[str]:
+    """The first `count` of the GPUs that this process may use, or all. Raises BulkError for too many."""
+    from shakespeare.attention_ext.cuda import driver
+
+    found = [str(index) for index in range(driver.count())]
+    if VISIBLE in os.environ:
+        found = os.environ[VISIBLE].split(",")[: len(found)]
+    if (count or 1) > len(found):
+        raise BulkError(f"--gpus is {count or 1}; this process may use {len(found)}")
+    return found[:count]
