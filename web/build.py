@@ -39,14 +39,13 @@ VECTORS = ("simd/vectors/*.cpp", "tools/limits.cpp")  # compiled for each build;
 LIBRARY = ("memory.cpp", "string.cpp")
 LIBRARY_FLAGS = ("-std=c++23", "-D_LIBCPP_BUILDING_LIBRARY", "-w")
 ONCE = "; the first time zig compiles C's library too, which takes a while"
-FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "web"))
+FOLDERS = tuple(ROOT / package / "csrc" for package in ("model", "generation", "training", "web"))
 # Part 4's steps in WGSL that the page measures, with heads of this width: those in float32.
 STEPS = [step for step in steps.STEPS.values() if "shader-f16" not in step.needs]
 STEPS_D = 32
 PORTABLE_BYTES = 16_384  # workgroup memory that WebGPU promises
 PORTABLE_INVOCATIONS = 256
-# Training's threads would wait for each other here, and the page has no Python.
-LEFT_OUT = ("part4_backward.cpp", "c_api.cpp")
+LEFT_OUT = ("bindings.cpp", "c_api.cpp")  # the page has no Python
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
 WEIGHTS = ".planes.gz"  # how the names of weights end

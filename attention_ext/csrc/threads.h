@@ -7,6 +7,9 @@
 #include <functional>
 #include <vector>
 
+#if !defined(__wasm__)
+#include <thread>
+#endif
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
@@ -44,6 +47,13 @@ class NoDenormals {
 #endif
     const uint64_t before;
 };
+
+// Lets another thread run. WebAssembly has one thread here.
+inline void yield() {
+#if !defined(__wasm__)
+    std::this_thread::yield();
+#endif
+}
 
 // A pool of threads: runs body(thread) for thread = 0 .. threads - 1, perhaps concurrently.
 using Pool = void(int threads, const std::function<void(int)>& body);

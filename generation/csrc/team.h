@@ -24,6 +24,8 @@
 #include <thread>
 #endif
 
+#include "threads.h"
+
 // A thread's work of one kind, in nanoseconds of the steady clock. Only thread 0, the caller, has `waiting`.
 struct Span {
     const char* kind;
@@ -95,12 +97,6 @@ class Timed {
     const char* kind;
     int64_t thread, begin;
 };
-
-inline void yield() {
-#if !defined(__wasm__)
-    std::this_thread::yield();
-#endif
-}
 
 constexpr size_t APART = 128;
 

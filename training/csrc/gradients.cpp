@@ -44,9 +44,10 @@ struct Block {
 
 class Gradients {
   public:
-    Gradients(const TrainingStep& step, const int64_t* tokens)
+    // parameters: the step's, or others in their place.
+    Gradients(const TrainingStep& step, const std::vector<Parameter>& parameters, const int64_t* tokens)
         : s(step.sizes),
-          parameters(step.parameters),
+          parameters(parameters),
           clip(step.settings.clip),
           tokens(tokens),
           memory(s, parameters, step.scratch),
@@ -67,6 +68,20 @@ class Gradients {
     int64_t phases() const { return /* pack, embed, four at the end */ 6 + 4 * s.L; }
 
     void run(Worker& m) {
+        forward(m, true);
+        for (int64_t l = s.L - 1; l >= 0; l--) {
+            backward_of_attention(m, l);
+            m.run(blocks, [&](int64_t i) {
+                back(m, block(i), memory.dx, memory.dx_2, memory.dqkv[l % 2], layer(l).w_qkv,
+                     layer(l).normal_1);
+                if (l > 0) mlp_backward(m, block(i), l - 1);
+            });
+        }
+        finish(m);
+    }
+
+    // The losses; if it goes on, also what follows them in a block of rows.
+    void forward(Worker& m, bool goes_on) {
         m.run(static_cast<int64_t>(to_pack.size()), [&](int64_t i) {
             const auto [weight, panel] = to_pack[static_cast<size_t>(i)];
             weight->pack(panel);
@@ -87,19 +102,14 @@ class Gradients {
                 leave(m, block(i), l);
                 if (l + 1 < s.L) return enter(m, block(i), layer(l + 1));
                 predict(m, block(i));
+                if (!goes_on) return;
+                back(m, block(i), memory.dx, {}, memory.dlogits, memory.w_head, memory.normal);
                 mlp_backward(m, block(i), l);
             });
         }
-        for (int64_t l = s.L - 1; l >= 0; l--) {
-            backward_of_attention(m, l);
-            m.run(blocks, [&](int64_t i) {
-                back(m, block(i), memory.dx, memory.dx_2, memory.dqkv[l % 2], layer(l).w_qkv,
-                     layer(l).normal_1);
-                if (l > 0) mlp_backward(m, block(i), l - 1);
-            });
-        }
-        finish(m);
     }
+
+    const float* losses() const { return memory.losses; }
 
     Result result() const {
         double loss = 0;
@@ -218,7 +228,7 @@ class Gradients {
         m.lap("products");
     }
 
-    // The head, the loss and its gradient, and back through the last norm.
+    // The head, the loss and its gradient.
     void predict(Worker& m, Block b) const {
         const Memory& a = memory;
         enter(m, b, a.dlogits, a.normal, a.w_head);
@@ -233,7 +243,6 @@ class Gradients {
             logits[target(r)] -= share;
         }
         m.lap("loss");
-        back(m, b, a.dx, {}, a.dlogits, a.w_head, a.normal);
     }
 
     // From dx after layer l to dx_2 and the gradient of the attention's output.
@@ -380,10 +389,19 @@ int64_t gradients_scratch(const Sizes& s) {
 }
 
 Result TrainingStep::gradients(const int64_t* tokens) {
-    Gradients computed(*this, tokens);
+    Gradients computed(*this, parameters, tokens);
     run_phases(computed.phases(), sizes.threads, sizes.pool, seconds,
                [&](Worker& worker) { computed.run(worker); });
     return computed.result();
+}
+
+void TrainingStep::losses(const int64_t* tokens, float* to) {
+    std::vector<Parameter> averages = parameters;
+    for (Parameter& p : averages) p.value = p.average;
+    Gradients computed(*this, averages, tokens);
+    run_phases(computed.phases(), sizes.threads, sizes.pool, seconds,
+               [&](Worker& worker) { computed.forward(worker, false); });
+    std::copy_n(computed.losses(), sizes.rows(), to);
 }
 
 }  // namespace training

@@ -5,9 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "threads.h"
@@ -36,15 +34,17 @@ class Worker {
             p.done.fetch_add(1, std::memory_order_acq_rel);
         }
         for (int spins = 0; p.done.load(std::memory_order_acquire) < pieces; spins++)
-            if (spins > SPINS) std::this_thread::yield();
+            if (spins > SPINS) yield();
         lap("waiting");
     }
 
     // Adds the time since the last lap to that of a kind of work.
     void lap(const char* kind) {
+#if !defined(__wasm__)  // the page has a slow clock
         const auto now = std::chrono::steady_clock::now();
         spent[kind] += now - last;
         last = now;
+#endif
     }
 
     void add_to(std::map<std::string, double>& seconds) const {
@@ -59,19 +59,22 @@ class Worker {
     std::map<const char*, std::chrono::steady_clock::duration> spent;
 };
 
-// Runs work(worker) on each of `threads` threads of a pool, with at most `most` phases.
+// Runs work(worker) on each of `threads` threads of a pool, with at most `most` phases. No pool: on this
+// thread.
 template <class Work>
 void run_phases(int64_t most, int threads, Pool* pool, std::map<std::string, double>& seconds,
                 const Work& work) {
     std::vector<Phase> phases(static_cast<size_t>(most));
-    std::mutex mutex;
-    pool(threads, [&](int thread) {
+    std::vector<std::map<std::string, double>> spent(static_cast<size_t>(threads));
+    const auto body = [&](int thread) {
         const NoDenormals flushed;
         Worker worker(phases, thread);
         work(worker);
-        const std::lock_guard<std::mutex> one(mutex);
-        worker.add_to(seconds);
-    });
+        worker.add_to(spent[static_cast<size_t>(thread)]);
+    };
+    pool ? pool(threads, body) : body(0);
+    for (const auto& own : spent)
+        for (const auto& [kind, time] : own) seconds[kind] += time;
 }
 
 }  // namespace training

@@ -72,9 +72,17 @@ struct TrainingStep {
     // Writes the clipped gradients of the mean cross-entropy. tokens (B, T + 1): a row's, and the next one.
     Result gradients(const int64_t* tokens);
 
+    // to (B, T) <- the cross-entropy of each row by the averages. tokens as above; no gradient changes.
+    void losses(const int64_t* tokens, float* to);
+
     // Updates all parameters and their averages. fraction: of the peak rates; average: the averages' decay.
     void update(double fraction, double average);
 };
+
+// Writes the values with which Trainer of training/trainer.py begins after torch.manual_seed(seed), to 1e-6.
+// The averages are the same. Returns the first place in the text, torch.rand()'s next number. At least 16
+// numbers in each matrix.
+double begin_values(const Sizes&, const std::vector<Parameter>&, uint64_t seed);
 
 int64_t gradients_scratch(const Sizes&);
 int64_t update_scratch(const Sizes&);

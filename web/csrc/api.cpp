@@ -39,6 +39,8 @@ EXPORT(add_tensor) float* page_add_tensor(Checkpoint* checkpoint, const char* na
     return checkpoint->tensors[name] = Buffer(floats);
 }
 
+EXPORT(close_checkpoint) void page_close_checkpoint(Checkpoint* checkpoint) { delete checkpoint; }
+
 // precision and part: rows of PRECISIONS and PARTS.
 EXPORT(open_decoder)
 Writer* page_open_decoder(const Checkpoint* checkpoint, int32_t precision, int32_t part, int32_t br, int32_t bc,

@@ -20,7 +20,6 @@
 #include <atomic>
 #include <cstdint>
 #include <limits>
-#include <thread>
 #include <vector>
 
 #include "attention.h"
@@ -156,7 +155,7 @@ void attend_panel(const AttentionGradient& a, int64_t head, int64_t n, int64_t p
             std::fill_n(dK + j * d, keys * d, 0.0f);
             std::fill_n(dV + j * d, keys * d, 0.0f);
         } else {
-            while (done[-1].load(std::memory_order_acquire) < j + keys) std::this_thread::yield();
+            while (done[-1].load(std::memory_order_acquire) < j + keys) yield();
         }
         const Keys rows{j,
                         {a.k.at(b, h) + j * a.k.row_stride, a.k.row_stride},
