@@ -11,16 +11,13 @@ from torch import Tensor
 
 from shakespeare.model import corpus
 from shakespeare.model.tokenizer import CharTokenizer
-from shakespeare.training.recipe import Recipe
+from shakespeare.training.recipe import MOST_EVALUATED, MOST_WATCHED, SHORTEST, Recipe
 
-SHORTEST = 2000  # characters of an own text: its validation part has a hundred
 # The search for repetitions takes PASSAGES passages of WINDOW characters.
 WINDOW = 32
 PASSAGES = 500
 FLATTERED = 0.3  # share of repeated passages that gives a note
 FACTOR = 0x9E3779B97F4A7C15  # of a hash: odd, with bits everywhere
-MOST_EVALUATED = 100_000  # characters of each held-out part; they give the loss to about 0.005 nats
-MOST_WATCHED = 16_384  # characters of the validation part that are evaluated during the run
 MOST_OLD = 32_768  # characters of the old text that are evaluated, before and after
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOMENTUM = 0.95
+from shakespeare.training.recipe import LEAST_NORM, MOMENTUM, QUINTIC
+
 ITERATIONS = 5  # of Newton-Schulz
-QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients, with a steep slope at 0
-LEAST_NORM = 1e-7  # added to a matrix's norm
 
 
 class States:

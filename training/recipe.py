@@ -17,6 +17,17 @@ DECAYS: dict[str, Callable[[float], float]] = {
 CLIP = 1.0  # the largest norm of all gradients
 BETAS = (0.9, 0.99)  # of AdamW
 EPSILON = 1e-8
+MOMENTUM = 0.95  # of Muon
+QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients, with a steep slope at 0
+LEAST_NORM = 1e-7  # added to a matrix's norm
+GOLDEN = (math.sqrt(5) - 1) / 2  # of the text from a window to the next
+SHORTEST = 2000  # characters of an own text: its validation part has a hundred
+MOST_EVALUATED = 100_000  # characters of each held-out part; they give the loss to about 0.005 nats
+MOST_WATCHED = 16_384  # characters of the validation part that are evaluated during the run
+EVALUATIONS = 40  # most evaluations of a run by time; a long one has more
+LONGEST_WAIT = 60.0  # seconds between two evaluations, unless they take long
+EVALUATING = 0.03  # share of the time that evaluations may take
+MARGIN = 1.2  # factor on the estimated time of a run's end
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,21 @@ class Recipe:
     def average_decay(self, done: int) -> float:
         """The decay of the average in the training step after `done` ones."""
         return min(self.average, 1 - 1 / max(1.0, self.covered * done)) if self.covered else self.average
+
+    def optimizer(self) -> dict[str, float | tuple[float, ...]]:
+        """Settings of training/csrc/training_step.h, in its order."""
+        return {
+            "clip": CLIP,
+            "muon_rate": self.muon_lr,
+            "adam_rate": self.adam_lr,
+            "position_rate": self.position_lr,
+            "weight_decay": self.weight_decay,
+            "momentum": MOMENTUM,
+            "betas": BETAS,
+            "epsilon": EPSILON,
+            "quintic": QUINTIC,
+            "least_norm": LEAST_NORM,
+        }
 
 
 RECIPES = {

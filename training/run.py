@@ -21,14 +21,13 @@ from shakespeare.model.gpt import GPT
 from shakespeare.model.loss import evaluate
 from shakespeare.training.finetuning import fitted
 from shakespeare.training.material import MOST_OLD, Material, divide, fit, windows
-from shakespeare.training.recipe import Recipe
+from shakespeare.training.recipe import MARGIN, Recipe
 from shakespeare.training.schedule import ByTime, Schedule, Watcher
 from shakespeare.training.state import FILE, check_state, load_state, only_run, save_state
 from shakespeare.training.trainer import Trainer
 
 STATE_SECONDS = 8.0  # time between two states, unless writing one takes long
 STATE_SHARE = 0.04  # share of the time that writing states may take
-MARGIN = 1.2  # factor on the estimated time of a run's end
 
 
 @none_is_default

@@ -7,11 +7,7 @@ from typing import Any
 from shakespeare.attention_ext.checks import finite, whole_number
 from shakespeare.model.gpt import GPT
 from shakespeare.model.tokenizer import CharTokenizer
-from shakespeare.training.recipe import DECAYS, Recipe
-
-EVALUATIONS = 40  # most evaluations of a run by time; a long one has more
-LONGEST_WAIT = 60.0  # seconds between two evaluations, unless they take long
-EVALUATING = 0.03  # share of the time that evaluations may take
+from shakespeare.training.recipe import DECAYS, EVALUATING, EVALUATIONS, LONGEST_WAIT, Recipe
 
 
 class Schedule:

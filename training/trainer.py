@@ -25,11 +25,10 @@ from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, alibi_bias, causal_attention
 from shakespeare.training.cuda import step
 from shakespeare.training.cuda.update import Flat
-from shakespeare.training.muon import LEAST_NORM, MOMENTUM, QUINTIC, Muon, States
-from shakespeare.training.recipe import BETAS, CLIP, EPSILON, Recipe
+from shakespeare.training.muon import Muon, States
+from shakespeare.training.recipe import BETAS, CLIP, EPSILON, GOLDEN, MOMENTUM, Recipe
 
 SIZES = ("block_size", "n_layer", "n_head", "n_embd", "positions", "window")
-GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -192,16 +191,7 @@ class Trainer:
             batch=self.batch,
             vocab_size=config.vocab_size,
             threads=torch.get_num_threads(),
-            muon_rate=recipe.muon_lr,
-            adam_rate=recipe.adam_lr,
-            position_rate=recipe.position_lr,
-            weight_decay=recipe.weight_decay,
-            momentum=MOMENTUM,
-            clip=CLIP,
-            quintic=QUINTIC,
-            least_norm=LEAST_NORM,
-            betas=BETAS,
-            epsilon=EPSILON,
+            **recipe.optimizer(),
         )
 
     def _batch_loss(self, x: Tensor, y: Tensor) -> Tensor:

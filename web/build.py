@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from shakespeare.generation.engines import native, slots, webgpu
 from shakespeare.generation.sampling import OFF, SETTINGS
 from shakespeare.lab import traffic
 from shakespeare.model.checkpoint import SUMS, bf16_bits, shipped
+from shakespeare.training import recipe
 
 WEB = Path(__file__).resolve().parent
 # Each build of the kernels: its flags. 'relaxed' has fused multiply-adds, which not every browser has.
@@ -46,6 +47,8 @@ STEPS_D = 32
 PORTABLE_BYTES = 16_384  # workgroup memory that WebGPU promises
 PORTABLE_INVOCATIONS = 256
 LEFT_OUT = ("bindings.cpp", "c_api.cpp")  # the page has no Python
+# Of training/recipe.py, for the page's runs.
+RUN = ("SHORTEST", "MOST_EVALUATED", "MOST_WATCHED", "EVALUATIONS", "LONGEST_WAIT", "MARGIN", "GOLDEN")
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
 PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
 WEIGHTS = ".planes.gz"  # how the names of weights end
@@ -90,6 +93,7 @@ def write_page(work: Path) -> Path:
     folder = work / "page"
     write_scripts(folder / "js")
     copies = [(WEB / "index.html", "index.html"), (WEB / "style.css", "style.css")]
+    copies += [(WEB / "sonnets.txt", "sonnets.txt")]
     copies += [(compiled(name), f"kernels-{name}.wasm") for name in BUILDS]
     copies += [(path, f"csrc/{path.name}") for path in sources()]
     (folder / "csrc").mkdir()
@@ -128,6 +132,9 @@ def facts() -> str:
         "DECODER": {name: int(value) for name, value in constants},
         "NESTS": nests(),
         "TRAFFIC": traffic.FORMULAS,
+        "RECIPE": asdict(recipe.OWN_TEXT),
+        "OPTIMIZER": recipe.OWN_TEXT.optimizer(),
+        **{name: getattr(recipe, name) for name in RUN},
     }
     return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items())
 

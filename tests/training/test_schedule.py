@@ -7,7 +7,7 @@ import pytest
 from support import naming
 
 from shakespeare.training import schedule
-from shakespeare.training.recipe import OWN_TEXT
+from shakespeare.training.recipe import EVALUATING, OWN_TEXT
 from shakespeare.training.schedule import ByTime
 
 
@@ -66,7 +66,7 @@ def test_evaluations_take_a_small_share_of_the_time(clock):
             clock.now += 0.5
             spent += 0.5
             by_time.evaluated(0.5)
-    assert 1.0 <= spent <= 60 * schedule.EVALUATING
+    assert 1.0 <= spent <= 60 * EVALUATING
 
 
 def test_a_schedule_goes_on_where_it_was(clock):

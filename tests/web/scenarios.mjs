@@ -4,7 +4,7 @@
 // where Playwright evaluates with eval(): there the page is served without its policy, but for the scenario `policy`, which
 // evaluates nothing.
 import { createServer } from "node:http";
-import { readFile } from "node:fs/promises";
+import { readFile, writeFile } from "node:fs/promises";
 import { createRequire } from "node:module";
 import { extname, join } from "node:path";
 import playwright from "playwright-core";
@@ -410,11 +410,70 @@ const scenarios = {
     return { said, text, note, other: await textOf("text-new") };
   },
 
+  // A run with a pause, its download, the model in Write, Race and Tiles, and the download dropped in again; before that
+  // what the page says of wrong texts.
+  async train({ wrong, files, text, choices, zip }) {
+    await open({ ...choices, length: 20 }, 20);
+    await show("train");
+    const made = { said: [] };
+    for (const given of wrong) {
+      await set("corpus", given);
+      await page.click("#train-start");
+      made.said.push(await problem());
+    }
+    for (const path of files) {
+      await page.setInputFiles("#corpus-file", path);
+      made.said.push(await problem());
+    }
+    await set("corpus", text);
+    await page.click("#train-start");
+    await says("train-status", "Training step");
+    await page.click("#train-pause");
+    await says("train-status", "Paused.");
+    const paused = await textOf("train-status");
+    await new Promise((done) => setTimeout(done, 1000));
+    made.waits = paused === (await textOf("train-status"));
+    await page.click("#train-pause");
+    await until("the end", () => !document.getElementById("train-save").disabled);
+    Object.assign(made, { status: await textOf("train-status"), losses: await textOf("losses-text"), sample: await textOf("sample") });
+    made.points = await numberOf("#losses circle");
+    const saved = await page.evaluate(() => // Firefox reports no download over BiDi
+      new Promise((done) => {
+        const make = URL.createObjectURL;
+        URL.createObjectURL = (blob) => {
+          blob.arrayBuffer().then((content) => done([...new Uint8Array(content)]));
+          return make.call(URL, blob);
+        };
+        document.getElementById("train-save").click();
+      }),
+    );
+    await writeFile(zip, Buffer.from(saved));
+    const before = await textOf("text-new");
+    await page.click("#train-use");
+    await changes("text-new", before);
+    await written(20);
+    made.text = await textOf("text-new");
+    await show("race");
+    await page.selectOption("#count", "8");
+    await page.click("#race-form button");
+    await says("race-status", "Attention alone");
+    made.raced = await textsOf(".lane .written");
+    await show("tiles");
+    await framesAreThere();
+    await show("write");
+    await page.selectOption("#model", "shakes128");
+    await changes("text-new", made.text);
+    await written(20);
+    await page.setInputFiles("#file", zip);
+    await says("text-new", made.text);
+    return made;
+  },
+
   async axe() {
     const source = await readFile(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
     await open({ length: 40 }, 40);
     const found = [];
-    for (const view of ["write", "wall", "race", "attention", "tiles", "script", "measure"]) {
+    for (const view of ["write", "wall", "race", "attention", "tiles", "script", "measure", "train"]) {
       if (view === "script") {
         await page.click("#as-script");
       } else await show(view);

@@ -7,6 +7,7 @@ const load = (name) => import(`${modules}/${name}.js`);
 const [{ Session }, { readCheckpoint, encode }, { PartNest }, formulas, board, traffic, state, writer] =
   await Promise.all(["session", "checkpoint", "part_nests", "formulas", "draw_tiles", "traffic", "state", "writer"].map(load));
 const { build } = await load("kernels");
+const { Training } = await load("training");
 const session = new Session(),
   compiled = {};
 const bytes = (path) => {
@@ -26,6 +27,12 @@ const calls = {
   async load(a) {
     compiled[a.wasm] ??= await WebAssembly.compile(readFileSync(a.wasm));
     await session.load({ precision: a.precision, module: compiled[a.wasm], ...files(a) });
+  },
+  // A whole run: its record, and a sample.
+  async train({ wasm, text, recipe }) {
+    const training = await Training.of({ module: await WebAssembly.compile(readFileSync(wasm)), text, recipe });
+    const { sample } = await training.more({ ms: 1e9 });
+    return { record: training.record, sample };
   },
   // The text of a request, whose prompt is text.
   async text({ prompt, length, stop, ...request }) {

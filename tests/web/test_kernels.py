@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +18,9 @@ from shakespeare.generation.sampling import SETTINGS, Sampling, sample
 from shakespeare.lab.traffic import Block, Case, streams, traffic
 from shakespeare.model.checkpoint import load, save
 from shakespeare.model.gpt import alibi_bias, causal_attention
+from shakespeare.training.recipe import OWN_TEXT
+from shakespeare.training.run import train
+from shakespeare.web import build
 
 WINDOW = 70  # of the model without an end
 KERNELS = ("part1", "part2", "part3", "part4")
@@ -37,6 +41,26 @@ def native(extension):
         return known[key]
 
     return write
+
+
+@pytest.mark.parametrize("kernels", ["simd", "relaxed"])
+def test_training_has_the_command_lines_losses(node, extension, tmp_path, kernels):
+    """Every row of the curve, and the losses on the held-out parts, some of which are sampled by windows."""
+    if kernels == "relaxed" and node("build") != kernels:
+        pytest.skip("this node has no relaxed SIMD")
+    rng = random.Random(5)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(1, 6))) for _ in range(40)]
+    for length, seed in ((3000, 1337), (240_000, 5)):
+        text = " ".join(rng.choices(words, k=length))[:length]
+        changes = {"minutes": None, "steps": 24, "eval_every": 8, "n_embd": 64, "n_head": 2, "n_layer": 2}
+        changes |= {"block_size": 72, "batch_chars": 512, "seed": seed}
+        given = {"text": text, "recipe": changes, "wasm": str(build.compiled(kernels))}
+        made = node("train", **given)
+        record = train(replace(OWN_TEXT, **changes), text, tmp_path / str(seed), part="part4")
+        assert made["record"]["curve"] == [pytest.approx(row, abs=1e-4) for row in record["curve"]]
+        for name in ("val_loss", "test_loss", "best_step", "steps"):
+            assert made["record"][name] == pytest.approx(record[name], abs=1e-4)
+        assert node("train", **given)["sample"] == made["sample"] and len(made["sample"]) >= 240
 
 
 def test_the_page_takes_the_parts_from_the_kernels(node):

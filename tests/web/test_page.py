@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shutil
 
 import pytest
 import safetensors.torch
@@ -215,6 +216,33 @@ def test_a_second_visit_needs_no_network(visit, extension):
     made = visit("offline", query=QUERY, other=build.STAMP)
     assert made["texts"] == [native(QUERY)] * 2
     assert made["kept"] == {"other": True, "file": False}
+
+
+@IN_BOTH
+def test_a_text_is_learned_and_the_model_used_in_the_other_views(visit, extension, tmp_path):
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 3000)
+    (tmp_path / "large.txt").write_bytes(b"a" * 10_000_000)
+    text = (build.WEB / "sonnets.txt").read_text()
+    files = [str(tmp_path / "binary.txt"), str(tmp_path / "large.txt")]
+    choices = {"width": 32, "layers": 1, "block": 32, "budget": "100steps", "window": 256}
+    zipped = tmp_path / "trained.zip"
+    wrong = ["", "abc\0" * 1000, "\U0001f600" * 1500]
+    made = visit("train", wrong=wrong, files=files, text=text, choices=choices, zip=str(zipped))
+    for said, part in zip(
+        made["said"],
+        ["has 0 characters; it must have 2,000", "NUL", "U+FFFF only", "binary", "has 9.54 MB"],
+        strict=True,
+    ):
+        assert part in said and said[0].isupper() and said.endswith(".")
+    assert made["waits"] and made["status"].startswith("100 training steps in ")
+    assert re.match(r"After 100 .*: training loss \d\.\d+, on the held-out text \d\.\d", made["losses"])
+    assert made["points"] >= 20 and len(made["sample"]) >= 240
+    shutil.unpack_archive(zipped, tmp_path)
+    record = json.loads((tmp_path / "trained" / "training.json").read_text())
+    assert f"{record['test_loss']:.3f} on the test text" in made["status"]
+    settings = {"temperature": 0.8, "top_k": 65, "seed": 1337}
+    assert made["text"] == generate(load(tmp_path / "trained"), "ROMEO:", 20, **settings)
+    assert len(made["raced"]) == 4 and len(set(made["raced"])) == 1
 
 
 def test_a_model_without_an_end_writes_on_the_cpu(visit, extension, tmp_path):

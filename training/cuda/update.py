@@ -17,8 +17,8 @@ from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
 from shakespeare.attention_ext.cuda.tiles import up
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import EMBEDDING, PLACES, GPTConfig
-from shakespeare.training.muon import ITERATIONS, LEAST_NORM, MOMENTUM, QUINTIC
-from shakespeare.training.recipe import BETAS, CLIP, EPSILON, Recipe
+from shakespeare.training.muon import ITERATIONS
+from shakespeare.training.recipe import BETAS, CLIP, EPSILON, LEAST_NORM, MOMENTUM, QUINTIC, Recipe
 
 FOLDER = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 THREADS = 256  # of a block

@@ -19,6 +19,9 @@ void* operator new(std::size_t bytes, std::align_val_t alignment) {
     const auto boundary = static_cast<std::size_t>(alignment);
     return checked(std::aligned_alloc(boundary, (bytes + boundary - 1) / boundary * boundary));
 }
+// std::stable_sort() does without this memory, if need be.
+const std::nothrow_t std::nothrow{};
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return std::malloc(bytes); }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }

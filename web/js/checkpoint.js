@@ -56,8 +56,11 @@ function checkConfig(config) {
   check([true, false, 1, 0, null].includes(bias), `bias is ${JSON.stringify(bias)}; it must be true or false`);
 }
 
-/** @returns {Iterable<any>} [name, shape] of each tensor */
-function* expectedTensors({ block_size, vocab_size, n_layer, n_embd: C, bias = true, window }) {
+/**
+ * In the order of the training step's parameters.
+ * @returns {Iterable<any>} [name, shape] of each tensor
+ */
+export function* expectedTensors({ block_size, vocab_size, n_layer, n_embd: C, bias = true, window }) {
   yield [EMBEDDING, [vocab_size, C]];
   if (!window) yield ["transformer.wpe.weight", [block_size, C]];
   const layer = function* (name, ...shape) {

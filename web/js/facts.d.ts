@@ -31,6 +31,18 @@ export const TRAFFIC: {
   }>;
 };
 
+/** The recipe for an own text, and the training step's settings, in the order of training_step.h. */
+export const RECIPE: Record<string, any>;
+export const OPTIMIZER: Record<string, number | number[]>;
+/** Of training/recipe.py. */
+export const SHORTEST: number;
+export const MOST_EVALUATED: number;
+export const MOST_WATCHED: number;
+export const EVALUATIONS: number;
+export const LONGEST_WAIT: number;
+export const MARGIN: number;
+export const GOLDEN: number;
+
 export interface Config {
   block_size: number;
   vocab_size: number;

@@ -13,12 +13,13 @@ import { RaceView } from "./race.js";
 import { openServer } from "./server.js";
 import { format, namesView, parse } from "./state.js";
 import { TilesView } from "./tiles.js";
+import { TrainView } from "./train.js";
 import { WallView } from "./wall.js";
 import { WriteView } from "./write.js";
 
 const VIEWS = {
   ...{ write: WriteView, wall: WallView, race: RaceView, attention: AttentionView },
-  ...{ tiles: TilesView, measure: MeasureView },
+  ...{ tiles: TilesView, measure: MeasureView, train: TrainView },
 };
 
 class Page {

@@ -3,8 +3,9 @@
 import { Engine } from "./engine.js";
 import { MODELS } from "./facts.js";
 import { file, KERNELS, weightsOf } from "./files.js";
+import { unzipped } from "./zip.js";
 
-const module = file(KERNELS).then(compiled);
+export const module = file(KERNELS).then(compiled);
 module.catch(() => {}); // it is awaited with a model
 
 // A worker with a model of the page, and what its load() returns.
@@ -17,9 +18,10 @@ export function openModel(name, precision) {
 // A worker with the checkpoint of the reader's files. Raises Error with a sentence.
 /** @param {File[]} files @returns {Promise<Engine>} */
 export async function openFiles(files) {
+  if (files.length === 1 && files[0].name.endsWith(".zip")) files = await unzipped(files[0]);
   const ends = [".safetensors", "config.json", "meta.json"],
     [weights, config, meta] = ends.map((end) => files.find(({ name }) => name.endsWith(end)));
-  if (!weights || !config || !meta) throw new Error("choose model.safetensors with its config.json and meta.json");
+  if (!weights || !config || !meta) throw new Error("choose model.safetensors with its config.json and meta.json, or a .zip of them");
   const { characters } = (await parsed(meta)) ?? {};
   return opened(await parsed(config), characters, weights.arrayBuffer(), "fp32");
 }

@@ -15,6 +15,9 @@ export class RaceView {
   /** @type {import("./engine.js").Engine | undefined} */ engine;
   /** @type {{ name: string, algorithm: string }[]} */ parts;
 
+  /** @type {Promise<any> | undefined} the engine of MODEL */
+  usual;
+
   constructor(page) {
     this.page = page;
     onSubmit("race-form", (button) => {
@@ -41,9 +44,9 @@ export class RaceView {
   async run(size, count) {
     this.cancelled = false;
     say("race-status", `Loading ${MODEL} …`);
-    this.engine ??= await openModel(MODEL, "bf16");
+    this.engine = this.page.own ? this.page.engine : await (this.usual ??= openModel(MODEL, "bf16"));
     this.offer(this.engine.parts);
-    const past = await this.past(size);
+    const past = await this.past(Math.min(size, this.engine.config.block_size));
     for (const lane of Object.values(this.lanes)) {
       lane.text.textContent = lane.time.textContent = "";
       lane.box.classList.remove("won");
@@ -51,7 +54,7 @@ export class RaceView {
     const totals = {};
     for (const { name: part } of [...this.parts].reverse()) {
       if (this.cancelled) break;
-      say("race-status", `${part} writes ${count} characters, each after reading ${number(size)} again …`);
+      say("race-status", `${part} writes ${count} characters, each after reading ${number(past.length)} again …`);
       totals[part] = await this.measure(part, past, count);
     }
     if (this.cancelled) return say("race-status", "Stopped, because another view was shown.");
@@ -70,7 +73,7 @@ export class RaceView {
   // The tokens of a text of a length, written with a cache.
   async past(size) {
     const { characters, config } = this.engine,
-      ids = encode(PROMPT, characters);
+      ids = this.page.own ? [0] : encode(PROMPT, characters);
     await this.begin([...ids], "part4", SEED, config.block_size, true);
     while (ids.length < size) ids.push(...(await this.engine.call("more", { most: size - ids.length })).tokens);
     return ids;

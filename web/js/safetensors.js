@@ -81,3 +81,24 @@ function fromHalf(bits) {
   if (exponent === 31) return fraction ? NaN : sign * Infinity;
   return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));
 }
+
+// A file of tensors, Map of {shape, data: Float32Array}, as readSafetensors() reads it.
+export function writeSafetensors(tensors) {
+  let end = 0;
+  const entries = [...tensors].map(([name, { shape, data }]) => {
+    const begin = end;
+    end += data.byteLength;
+    return [name, { dtype: "F32", shape, data_offsets: [begin, end] }];
+  });
+  const text = JSON.stringify(Object.fromEntries(entries)),
+    head = new TextEncoder().encode(text.padEnd(Math.ceil(text.length / 8) * 8)), // names are in ASCII
+    file = new Uint8Array(8 + head.length + end);
+  new DataView(file.buffer).setBigUint64(0, BigInt(head.length), true);
+  file.set(head, 8);
+  let at = 8 + head.length;
+  for (const { data } of tensors.values()) {
+    file.set(new Uint8Array(data.buffer, data.byteOffset, data.byteLength), at);
+    at += data.byteLength;
+  }
+  return file;
+}

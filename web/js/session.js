@@ -9,6 +9,7 @@ import { ScriptError } from "./nest_values.js";
 import { PartNest } from "./part_nests.js";
 import { Gpu, Lost, Unfit } from "./gpu.js";
 import { timedStep } from "./gpu_attention.js";
+import { Training } from "./training.js";
 import { GpuDecoder, GpuModel } from "./gpu_decoder.js";
 import { CpuDecoder, Writer } from "./writer.js";
 
@@ -28,6 +29,16 @@ export class Session {
     await this.restart();
     return { config: this.checkpoint.config, characters, parts: this.kernels.parts };
   }
+
+  // Begins a run of Training; its more() and files() follow.
+  async openTraining(request) {
+    this.training = await Training.of(request);
+    return this.training.state();
+  }
+
+  moreTraining(request) { return this.training.more(request); }
+
+  trained() { return this.training.files(); }
 
   // A fresh instance: after a refusal the old one has lost its stack.
   async restart() {

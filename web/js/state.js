@@ -1,6 +1,6 @@
 // @ts-check
 // The choices, as the address's fragment #view?name=value&... without defaults, and as a command.
-import { MODEL, MODELS, SLIDERS, WEIGHTS } from "./facts.js";
+import { MODEL, MODELS, RECIPE, SLIDERS, WEIGHTS } from "./facts.js";
 
 const text = (value, admits = () => true) => ({ value, admits });
 // by: the values are multiples of it; 0 admits fractions.
@@ -56,9 +56,17 @@ export const CHOICES = {
   l2: number(13, 11, 17),
   window: oneOf([256, 512, 1024], 1024),
   count: oneOf([8, 16, 32, 64], 16),
+  width: oneOf([32, 64, 96, 128, 192], 64), // of Train; a minute of a browser suits a small model
+  layers: number(2, 1, 6),
+  block: number(64, 16, 256, 8),
+  budget: oneOf({
+    ...{ "1min": "1 minute", "3min": "3 minutes", "10min": "10 minutes", "60min": "an hour" },
+    ...{ "100steps": "100 training steps", "1000steps": "1,000 training steps", "5000steps": "5,000 training steps" },
+  }),
+  trainseed: number(RECIPE.seed, 0, 2 ** 32 - 1),
 };
 const DEFAULTS = Object.fromEntries(Object.entries(CHOICES).map(([name, { value }]) => [name, value]));
-const VIEWS = ["write", "wall", "race", "attention", "tiles", "measure"];
+const VIEWS = ["write", "wall", "race", "attention", "tiles", "measure", "train"];
 
 // The value that a text means for a choice; undefined if there is none.
 /** @param {string} name @param {string} given */
