@@ -6,7 +6,7 @@ const unused = { "no-unused-vars": ["error", { args: "after-used", caughtErrors:
 
 export default [
   { ...js.configs.recommended, rules: { ...js.configs.recommended.rules, ...unused, eqeqeq: "error" } },
-  { files: ["web/js/*.js", "web/early.js"], languageOptions: { globals: { ...globals.browser, ...globals.worker } } },
+  { files: ["web/js/*.js"], languageOptions: { globals: { ...globals.browser, ...globals.worker } } },
   { files: ["web/sw.js"], languageOptions: { globals: globals.serviceworker } },
   {
     files: ["tests/web/*.mjs"], // their functions also run in pages
