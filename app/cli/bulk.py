@@ -41,9 +41,8 @@ bulk_options = options.all_of(
     options.flag("--verify", "Hash the complete files, and write those again that were changed."),
     options.prompt,
     options.sampling,
-    options.text_options(
-        options.any_seed(default=1337, callback=None)
-    ),  # a job that goes on keeps the one it drew
+    # A job that goes on keeps the seed that it drew.
+    options.text_options(options.any_seed(default=1337, callback=None)),
     options.engine,
     options.simd,
     options.weights,
@@ -152,10 +151,9 @@ def job_of(chosen: BulkOptions, shard_size: int) -> "Job":
     )
     shards.request_for(settings, checkpoint.tokenizer, 0)  # checks the settings
     texts = prompts.lines if prompts else chosen.texts or 0
-    away = (
-        chosen.ray is not None and chosen.device == "cuda"
-    )  # the driver may have no GPU; its nodes are alike
-    resolved = {} if away else shards.resolved(settings, checkpoint, shard_size)
+    # Ray's driver may have no GPU, so its nodes resolve for theirs, which are alike.
+    on_nodes = chosen.ray is not None and chosen.device == "cuda"
+    resolved = {} if on_nodes else shards.resolved(settings, checkpoint, shard_size)
     return Job(settings, texts, shard_size, prompts, resolved)
 
 

@@ -73,6 +73,7 @@ class Process:
     def __init__(self, order: Order, gpu: str | None = None) -> None:
         self._order = order
         self._gpu = gpu
+        self.pool: ProcessPoolExecutor | None = None
 
     def start(self, task: Task | None) -> Future:
         """As Worker.start()."""
@@ -82,6 +83,7 @@ class Process:
         if sys.platform != "win32":  # Ctrl-C reaches all processes of a terminal; only the driver handles it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
+            assert self.pool  # its first task is None
             return self.pool.submit(work, self._order, task)
         except BrokenExecutor as error:  # it died after its last task
             dead: Future = Future()
@@ -93,7 +95,7 @@ class Process:
 
     def end(self) -> None:
         """As Worker.end()."""
-        for process in self.pool._processes.values():  # Python 3.14 has kill_workers()
+        for process in self.pool._processes.values() if self.pool else ():  # Python 3.14 has kill_workers()
             process.kill()
 
 
