@@ -97,18 +97,23 @@ def test_killed_workers_and_drivers_cost_a_retry(long, long_expected, tmp_path):
 
 def test_a_worker_that_hangs_is_killed_and_its_file_tried_again(job, expected, tmp_path, caplog):
     """A stopped process hangs too. The driver names the file in one line."""
-    made, stopped = [], []
+    stopped = []
 
     def opened(order, shards):
-        made.extend(processes(2, (), order, shards))
+        made = processes(2, (), order, shards)
+        start = made[0].start
+
+        def started(task):
+            future = start(task)
+            if task and not stopped:
+                stopped.extend(made[0].pool._processes)
+                os.kill(stopped[0], signal.SIGSTOP)
+            return future
+
+        made[0].start = started
         return made
 
-    def progress(state):
-        if state.texts and not stopped:
-            stopped.extend(made[0].pool._processes)
-            os.kill(stopped[0], signal.SIGSTOP)
-
-    run(job, tmp_path, opened, progress=progress, timeout=20.0)
+    run(job, tmp_path, opened, timeout=20.0)
     (loss,) = check(tmp_path, expected)["workers_lost"]
     assert loss["reason"] == f"a worker took more than 20 s for {loss['shard']} and was killed"
     assert loss["reason"] in caplog.messages
