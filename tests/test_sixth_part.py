@@ -27,7 +27,7 @@ USE = "    logits = logits * sampling.gain\n"
 RULE = {
     r"^    sinks: Tensor \| None$": "    shift: float | None\n",
     r"^    bias: Tensor \| None = None$": "    shift: float = 0.0\n",
-    r'^    softcap = given.get\("softcap"\)$': '    found["shift"] = given.get("shift", 0)\n',
+    r'^    softcap = options.get\("softcap"\)$': '    found["shift"] = options.get("shift", 0)\n',
 }
 RULED = """
 import torch
