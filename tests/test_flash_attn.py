@@ -57,7 +57,7 @@ def defined(
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     Nq, Nk = s.shape[2:]
-    place = torch.arange(Nq)[:, None] + Nk - Nq - torch.arange(Nk)
+    place = (torch.arange(Nq)[:, None] + Nk - Nq - torch.arange(Nk)).to(s.device)
     if alibi_slopes is not None:
         s = s - alibi_slopes.double()[..., None, None] * place.abs()
     left, right = window_size
@@ -69,9 +69,26 @@ def defined(
     return out.transpose(1, 2), total[..., 0].log().masked_fill(total[..., 0] == 0, torch.inf)
 
 
-def tensors(*sizes, dtype=torch.float32, seed=0):
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request):
+    if request.param == "cuda":
+        request.getfixturevalue("gpu")
+    return request.param
+
+
+def tensors(*sizes, dtype=torch.float32, device="cpu", seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*size, generator=generator).to(dtype) for size in sizes]
+    return [torch.randn(*size, generator=generator).to(device, dtype) for size in sizes]
+
+
+def rules_on(device):
+    """RULES, with slopes on the device."""
+    return [{name: on(device, value) for name, value in rules.items()} for rules in RULES]
+
+
+def on(device, value):
+    """A value that may be a tensor, on the device."""
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def qkv(Nq, Nk, B=2, **options):
@@ -85,10 +102,10 @@ def close(got, expected, dtype=torch.float32, times=1):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_rule_and_length_is_flash_attns(dtype):
-    for rules in RULES:
+def test_every_rule_and_length_is_flash_attns(dtype, device):
+    for rules in rules_on(device):
         for Nq, Nk in SIZES:
-            q, k, v = (t.requires_grad_() for t in qkv(Nq, Nk, dtype=dtype))
+            q, k, v = (t.requires_grad_() for t in qkv(Nq, Nk, dtype=dtype, device=device))
             out, lse, probabilities = flash_attn_func(q, k, v, return_attn_probs=True, **rules)
             must, must_lse = defined(q, k, v, **rules)
             assert out.is_contiguous() and not probabilities.numel()
@@ -117,19 +134,22 @@ def test_packed_tensors_and_empty_texts():
     assert flash_attn_func(q[:, :0], k, v).shape == (2, 0, H, D)
 
 
-def test_varlen_is_each_text_alone():
+def test_varlen_is_each_text_alone(device):
     for lengths_q, lengths_k, shared in (
         ([5, 0, 9, 1], [5, 0, 9, 1], True),
         ([5, 3, 0, 8], [7, 0, 4, 3], False),
         ([4], [4], True),
     ):
-        for rules in RULES:
-            slopes = rules.get("alibi_slopes", SLOPES)
+        for rules in rules_on(device):
+            slopes = rules.get("alibi_slopes", SLOPES.to(device))
             if slopes.dim() == 2:
-                rules = rules | {"alibi_slopes": slopes[:1] * torch.arange(1, len(lengths_q) + 1)[:, None]}
-            q, k, v = tensors(*((n, h, D) for n, h in ((sum(lengths_q), H), *[(sum(lengths_k), HK)] * 2)))
+                rules = rules | {
+                    "alibi_slopes": slopes[:1] * torch.arange(1, len(lengths_q) + 1, device=device)[:, None]
+                }
+            sizes = ((sum(lengths_q), H), *[(sum(lengths_k), HK)] * 2)
+            q, k, v = tensors(*((n, h, D) for n, h in sizes), device=device)
             q, k, v = (t.requires_grad_() for t in (q, k, v))
-            ends = [torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k)]
+            ends = [torch.tensor([0, *n]).cumsum(0).int().to(device) for n in (lengths_q, lengths_k)]
             cu = (ends[0], ends[0] if shared else ends[1])
             most = (max(lengths_q), max(lengths_k))
             out, lse, _ = flash_attn_varlen_func(q, k, v, *cu, *most, return_attn_probs=True, **rules)
@@ -149,24 +169,26 @@ def test_varlen_is_each_text_alone():
                 close(got, expected, times=10)
             kv = torch.stack((k, v), 1)
             torch.testing.assert_close(flash_attn_varlen_kvpacked_func(q, kv, *cu, *most, **rules), out)
-    q, k, v = tensors(*[(6, H, D)] * 3)
-    cu = torch.tensor([0, 2, 6], dtype=torch.int32)
+    q, k, v = tensors(*[(6, H, D)] * 3, device=device)
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
     packed = flash_attn_varlen_qkvpacked_func(torch.stack((q, k, v), 1), cu, 4, causal=True)
     close(packed, flash_attn_varlen_func(q, k, v, cu, cu.clone(), 4, 4, causal=True))
 
 
-def test_a_cache_takes_new_keys_in_place():
+def test_a_cache_takes_new_keys_in_place(device):
     B, rows, S, new = 2, 3, 24, 3
-    for rules in RULES:
+    for rules in rules_on(device):
         for lengths in (
             10,
-            torch.tensor([4, 15], dtype=torch.int32),
-            torch.tensor([6, 6], dtype=torch.int32),
+            torch.tensor([4, 15], dtype=torch.int32, device=device),
+            torch.tensor([6, 6], dtype=torch.int32, device=device),
         ):
-            for places in (None, torch.tensor([2, 0], dtype=torch.int32)):
-                for leftpad in (None, torch.tensor([1, 3], dtype=torch.int32)):
-                    q, k, v = qkv(new, new)
-                    caches = tensors(*[(rows if places is not None else B, S, HK, D)] * 2, seed=1)
+            for places in (None, torch.tensor([2, 0], dtype=torch.int32, device=device)):
+                for leftpad in (None, torch.tensor([1, 3], dtype=torch.int32, device=device)):
+                    q, k, v = qkv(new, new, device=device)
+                    caches = tensors(
+                        *[(rows if places is not None else B, S, HK, D)] * 2, device=device, seed=1
+                    )
                     expected = [cache.clone() for cache in caches]
                     names = dict(cache_seqlens=lengths, cache_batch_idx=places, cache_leftpad=leftpad)
                     out, lse = flash_attn_with_kvcache(
@@ -188,7 +210,7 @@ def test_a_cache_takes_new_keys_in_place():
                         close(out[b : b + 1], must)
                         close(lse[b : b + 1], must_lse, times=20)
                     assert all(map(torch.equal, caches, expected))
-    q, k, v = qkv(1, S, dtype=torch.bfloat16)
+    q, k, v = qkv(1, S, dtype=torch.bfloat16, device=device)
     close(flash_attn_with_kvcache(q, k, v), defined(q, k, v)[0], torch.bfloat16)
 
 

@@ -80,18 +80,23 @@ def padded(side: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "gpt_oss", *map(full, sorted({*FAMILIES} - {"llama", "gemma2", "gpt_oss"}))]
 )
-def test_logits_texts_and_gradients_are_eagers(family):
-    model = made(family)
-    for mask in (None, torch.ones_like(IDS), padded("left"), padded("right")):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_logits_texts_and_gradients_are_eagers(family, device, request):
+    if device == "cuda":
+        request.getfixturevalue("gpu")
+    model = made(family).to(device)
+    ids = IDS.to(device)
+    left, right = (padded(side).to(device) for side in ("left", "right"))
+    for mask in (None, torch.ones_like(ids), left, right):
         with torch.no_grad():
-            logits = both(model, lambda: model(IDS, attention_mask=mask).logits)
-        real = torch.ones_like(IDS) if mask is None else mask
+            logits = both(model, lambda: model(ids, attention_mask=mask).logits)
+        real = torch.ones_like(ids) if mask is None else mask
         torch.testing.assert_close(*(t[real.bool()] for t in logits), rtol=1e-4, atol=1e-4)
     for cache in ("dynamic", "static"):
         with naming(cache):
             work = lambda: model.generate(  # noqa: E731
-                IDS,
-                attention_mask=padded("left"),
+                ids,
+                attention_mask=left,
                 do_sample=False,
                 max_new_tokens=9,
                 cache_implementation=cache,
@@ -99,10 +104,10 @@ def test_logits_texts_and_gradients_are_eagers(family):
             )
             assert torch.equal(*both(model, work))
 
-    packed = torch.cat((torch.arange(6), torch.arange(8))).expand(2, -1)
+    packed = torch.cat((torch.arange(6), torch.arange(8))).expand(2, -1).to(device)
 
     def gradients():
-        logits = model(IDS, position_ids=packed, use_cache=False).logits
+        logits = model(ids, position_ids=packed, use_cache=False).logits
         return torch.autograd.grad(logits.logsumexp(-1).sum(), [*model.parameters()], allow_unused=True)
 
     for got, expected in zip(*both(model, gradients)):
