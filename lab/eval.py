@@ -15,7 +15,6 @@ from shakespeare.attention_ext.checks import none_is_default
 from shakespeare.generation.engines.engine import Engine, EngineOptions
 from shakespeare.generation.engines.table import ENGINES, open_engine
 from shakespeare.lab.formats import counted
-from shakespeare.model import corpus
 from shakespeare.model.checkpoint import load
 
 
@@ -43,9 +42,11 @@ def held_out_loss(
     device: str = "cpu",
     kernel: str | None = None,
     threads: int | None = None,
+    between: tuple[float, float] = (0.9, 1.0),
 ) -> Loss:
     """The loss on the last 10 % of a text, over contiguous windows of the block size, or without an end.
 
+    between: the shares of the text where another part begins and ends.
     model: a name for load(). part: the attention. weights: a Precision or its name. kv_cache: a
     CachePrecision or its name, to which the keys and values that attention sees are rounded. device, kernel:
     as in EngineOptions. threads: the native engine's.
@@ -59,10 +60,13 @@ def held_out_loss(
         from shakespeare.attention_ext.cuda import driver
 
         driver.check_gpu()
-    _, held_out = corpus.split(checkpoint.tokenizer.normal(text))
+    text = checkpoint.tokenizer.normal(text)
+    begin, end = (int(share * len(text)) for share in between)
+    held_out = text[begin:end]
     ids = checkpoint.tokenizer.encode(held_out)
     if len(ids) < 2:
-        amount = f"its last 10 %, which are evaluated, have {counted(len(ids), 'token')}"
+        part = "last 10 %" if between == (0.9, 1.0) else "{:g} to {:g}".format(*between)
+        amount = f"its {part}, which are evaluated, have {counted(len(ids), 'token')}"
         raise ValueError(f"text has {counted(len(text), 'character')}; {amount} and must have at least 2")
     if ENGINES["native"].refuses(checkpoint, options) is None:
         precisions = {"weights": weights, "kv_cache": kv_cache}

@@ -20,9 +20,9 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 Ids = TypeVar("Ids", bound=Any)  # a text, a list, an array or a tensor
 
 
-def split(ids: Ids) -> tuple[Ids, Ids]:
-    """The first 90 % for training and the last 10 % for validation, as in nanoGPT."""
-    cut = int(0.9 * len(ids))
+def split(ids: Ids, held_out: float = 0.1) -> tuple[Ids, Ids]:
+    """The first 90 % for training and the last 10 %, or `held_out`, for validation, as in nanoGPT."""
+    cut = int((1 - held_out) * len(ids))
     return ids[:cut], ids[cut:]
 
 

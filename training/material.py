@@ -97,7 +97,7 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
     Raises ValueError if the part for training is not longer than a block.
     """
     tokenizer = tokenizer or CharTokenizer.from_text(text)
-    training, held_out = corpus.split(torch.from_numpy(tokenizer.encode_array(text)))
+    training, held_out = corpus.split(torch.from_numpy(tokenizer.encode_array(text)), recipe.held_out)
     if len(training) <= recipe.block_size:
         has = f"text has {len(training)} characters for training"
         raise ValueError(f"{has}; it must have more than block_size={recipe.block_size}")

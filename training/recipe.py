@@ -37,8 +37,9 @@ class Recipe:
     block_size in characters; batch_chars is batch size times block size. average: largest decay of the
     exponential moving average of the weights, per training step; covered: it covers at most this share of the
     training steps done; 0 sets no limit. warmup: training steps of the linear warm-up. decay: one of DECAYS.
-    minutes: the length of the run, which replaces steps and eval_every; None takes `steps`. test_share: share
-    of the text, at its end, that nothing selects on. The rest of the last tenth is the validation text.
+    minutes: the length of the run, which replaces steps and eval_every; None takes `steps`. held_out: share
+    of the text, at its end, that is not learned; with 0 the last weights are kept. test_share: the part of
+    it, at its end, that nothing selects on. The rest is the validation text.
     positions, window: as in GPTConfig.
     Raises TypeError or ValueError naming a number that is of another type, negative, infinite or NaN.
     """
@@ -61,6 +62,7 @@ class Recipe:
     decay: str = "cosine"
     minutes: float | None = None
     covered: float = 0.0
+    held_out: float = 0.1
     test_share: float = 0.0
     positions: str = "table"
     window: int | None = None

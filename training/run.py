@@ -47,6 +47,8 @@ def train(
 ) -> dict:
     """Train on the first 90 % of `text` and keep the average with the best loss on the validation text.
 
+    A recipe that holds nothing out learns all of it and keeps the last average; its losses are None.
+
     part, dtype: see Trainer. start: the model to fine-tune; the recipe has its sizes (start.recipe_of()).
     old_text: the loss on its last 10 % is measured before and after fine-tuning.
     resume: continue the run whose state is in `out`; the other arguments must be those of that run.
@@ -106,7 +108,7 @@ def train(
             (out / FILE).unlink(missing_ok=True)  # of a run that this one replaces
         run.schedule.begin(time.monotonic())  # on a GPU the trainer has compiled its training step before
         watcher.begin(trainer.averaged, material.tokenizer)
-        if start is not None and not run.schedule.done:
+        if start is not None and recipe.held_out and not run.schedule.done:
             run.measure_start(start.model)
         run.go()
         return run.end()
@@ -166,7 +168,7 @@ class _Run:
             if self.watcher.stops():
                 self._save_state()  # as that of a continuing run, without a row for this evaluation
                 loss = self._loss(self.material.watched)
-                if loss < self.best_loss:
+                if loss is None or loss < self.best_loss:
                     self._save_best(self.record | self._best_at(loss))
                 raise KeyboardInterrupt
         self._save_state()
@@ -174,11 +176,13 @@ class _Run:
 
     def end(self) -> dict:
         """Measure the best weights on all held-out text; return the record."""
-        if self.trainer.recipe.test_share:
+        recipe = self.trainer.recipe
+        if recipe.test_share:
             self._evaluated_weights(self.best)
             self.record["val_loss"] = self._loss(self.material.validation)
             self.record["test_loss"] = self._loss(self.material.test)
             self._measure_old("old_loss_after", self.trainer.averaged)
+        if recipe.test_share or not recipe.held_out:
             done = self.schedule.done
             seconds = self.schedule.elapsed()
             self.record["steps"] = done
@@ -217,23 +221,24 @@ class _Run:
         loss = self._loss(self.material.watched)
         self._evaluation_seconds = time.monotonic() - start
         self.schedule.evaluated(self._evaluation_seconds)
-        self._reserve(self._evaluation_seconds / self.material.watched.numel())
+        self._reserve(self._evaluation_seconds / max(1, self.material.watched.numel()))
         train_loss = self._loss_sum.item() / max(1, self._losses)
         self._loss_sum.zero_()
         self._losses = 0
         self._evaluated_at = done
-        row = [done, None if math.isnan(train_loss) else round(train_loss, 4), round(loss, 4)]
-        self.schedule.curve.append(row)
-        if not math.isfinite(loss):
-            raise ValueError(f"the validation loss is {loss} at step {done}: training diverged")
-        if loss < self.best_loss:
-            self.best_loss = loss
+        measured = None if math.isnan(train_loss) else train_loss, loss
+        self.schedule.curve.append([done, *(each and round(each, 4) for each in measured)])
+        name, decides = ("training", train_loss) if loss is None else ("validation", loss)
+        if not math.isfinite(decides):
+            raise ValueError(f"the {name} loss is {decides} at step {done}: training diverged")
+        if self.schedule.ended() if loss is None else loss < self.best_loss:
+            self.best_loss = math.inf if loss is None else loss
             self.best = _copied(self.trainer.averaged)
             self.record.update(self._best_at(loss))
             self._save_best(self.record)
         self.watcher.evaluated(self.schedule)
 
-    def _best_at(self, loss: float) -> dict[str, Any]:
+    def _best_at(self, loss: float | None) -> dict[str, Any]:
         done = self.schedule.done
         seconds = round(self.schedule.seconds)
         return {"val_loss": loss, "best_step": done, "seconds_to_best": seconds}
@@ -241,9 +246,11 @@ class _Run:
     def _save_best(self, record: dict) -> None:
         save(self.out, self.trainer.averaged, self.material.tokenizer, record)
 
-    def _loss(self, ids: Tensor) -> float:
-        """The average's loss on held-out tokens."""
-        return evaluate(self.trainer.averaged, ids, self.trainer.recipe.batch_chars)
+    def _loss(self, ids: Tensor) -> float | None:
+        """The average's loss on held-out tokens; None without any."""
+        return (
+            None if len(ids) == 0 else evaluate(self.trainer.averaged, ids, self.trainer.recipe.batch_chars)
+        )
 
     def _measure_old(self, name: str, model: GPT) -> None:
         """Record a model's loss on the old text under this name, if there is one."""

@@ -93,7 +93,7 @@ class Schedule:
         for done, training, validation in curve:
             whole_number("a step of the curve", done)
             finite("a training loss of the curve", 0 if training is None else training)
-            finite("a validation loss of the curve", validation)
+            finite("a validation loss of the curve", 0 if validation is None else validation)
         self.curve = curve
 
 

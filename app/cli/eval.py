@@ -8,6 +8,8 @@ from shakespeare.app.cli import options
 from shakespeare.attention_ext import PARTS
 
 TEXT = "Text; its last 10 % are evaluated."
+BETWEEN = "Evaluate another part of the text, between these shares of it."
+SHARE = options.Number(0, 1)
 
 
 @click.command("eval")
@@ -19,6 +21,7 @@ TEXT = "Text; its last 10 % are evaluated."
 @options.cpu_or_cuda
 @options.kernel
 @options.threads
+@options.option("--between", BETWEEN, type=(SHARE, SHARE), default=(0.9, 1.0), metavar="SHARE SHARE")
 def evaluate(
     model: str,
     corpus_file: Path | None,
@@ -28,6 +31,7 @@ def evaluate(
     device: str,
     kernel: str | None,
     threads: int | None,
+    between: tuple[float, float],
 ) -> None:
     """Print the loss on the last 10 % of a text, over contiguous windows of the block size.
 
@@ -41,7 +45,7 @@ def evaluate(
     from shakespeare.lab.eval import held_out_loss
 
     measured = held_out_loss(
-        model, options.read_corpus(corpus_file), part, weights, kv_cache, device, kernel, threads
+        model, options.read_corpus(corpus_file), part, weights, kv_cache, device, kernel, threads, between
     )
     click.echo(f"{model}: {measured.nats:.4f} nats = {measured.bits:.4f} bits per character")
     windows = f"windows of {measured.window} tokens" if measured.window else "one text without an end"

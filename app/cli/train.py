@@ -26,7 +26,7 @@ MODEL_SIZES = ("n_layer", "n_head", "n_embd")
 ENDLESS = ("positions", "window")
 # Options that do not go with a shipped recipe.
 NOT_WITH_RECIPE = (
-    *"minutes init old_corpus rates block_size batch_chars dropout".split(),
+    *"minutes init old_corpus rates block_size batch_chars dropout whole_text".split(),
     *MODEL_SIZES,
     *ENDLESS,
 )
@@ -99,6 +99,7 @@ class Changes:
     "--dtype", "Numbers of products on CUDA.", choices=("bf16", "fp32"), default=None, show_default="bf16"
 )
 @options.folder("--out", "Directory of the checkpoint.", show_default="out/NAME")
+@options.flag("--whole-text", "Learn all of the text, hold nothing out, and keep the last weights.")
 @options.flag("--resume", "Go on with a run that was stopped; give its options again.")
 @options.flag("--overwrite", "Replace the checkpoint in --out.")
 @options.flag("--quiet", "Print the end and warnings only.")
@@ -115,6 +116,7 @@ def train(
     part: str | None,
     dtype: str | None,
     out: Path | None,
+    whole_text: bool,
     resume: bool,
     overwrite: bool,
     quiet: bool,
@@ -131,7 +133,11 @@ def train(
         options.refuse(NOT_WITH_RECIPE, f"does not go with {name}, which has a recipe of its own")
     options.refuse_combinations(
         {"old_corpus": "init"},
-        not_with={"steps": ("minutes",), "resume": ("overwrite",), "init": (*MODEL_SIZES, *ENDLESS)},
+        not_with={
+            "steps": ("minutes",),
+            "resume": ("overwrite",),
+            "init": (*MODEL_SIZES, *ENDLESS, "whole_text"),
+        },
     )
     changed = {option: value for option, value in vars(changes).items() if value is not None}
     if changes.positions == "alibi":
@@ -141,6 +147,8 @@ def train(
     if device == "cpu" and dtype not in (None, "fp32"):
         raise click.UsageError(f"--dtype {dtype} goes with --device cuda only")
     changed.update(parsed_rates(rates))
+    if whole_text:
+        changed.update(held_out=0.0, test_share=0.0)
     options.set_threads(threads)
     directory = out or Path("out") / name
     check_directory(directory, replaces=resume or overwrite)
@@ -289,7 +297,10 @@ def command_to_resume() -> str:
 
 def print_end(record: dict[str, Any], directory: Path, text: str) -> None:
     """Print the losses, the speed, and how to write text."""
-    if "test_loss" in record:
+    if record["val_loss"] is None:
+        speed = f"{record['characters_per_second']:,} characters/s, {record['seconds']:.1f} s"
+        click.echo(f"training loss {record['curve'][-1][1]:.4f}; {record['steps']:,} steps, {speed}")
+    elif "test_loss" in record:
         if "old_loss_before" in record:
             losses = f"{record['old_loss_before']:.4f} before, {record['old_loss_after']:.4f} after"
             click.echo(f"loss on the old corpus: {losses}")

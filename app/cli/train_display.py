@@ -63,8 +63,9 @@ class Lines(Watcher):
         if train is None:
             notice(f"before the first step: val {validation:.4f}")
             return
+        held_out = "" if validation is None else f"val {validation:.4f}  "
         speed = f"{run.speed():,.0f} characters/s  {run.seconds:.0f} s, {run.left():.0f} s left"
-        notice(f"step {done}/{run.steps()}  train {train:.4f}  val {validation:.4f}  {speed}")
+        notice(f"step {done}/{run.steps()}  train {train:.4f}  {held_out}{speed}")
 
 
 class Picture(Watcher):

@@ -6,6 +6,7 @@ import shlex
 
 from support import ROOT, naming
 
+from benchmarks.speedrun import main as speedrun
 from shakespeare.app.cli import COMMANDS, cli, command_of
 from shakespeare.lab.bench import report
 from shakespeare.lab.bench.contenders import contenders
@@ -48,7 +49,7 @@ def test_every_shown_command_is_valid():
 def test_every_named_option_exists():
     """Those in backquotes, of any command; --local-addr is torchrun's, --max_iters nanoGPT's."""
     known = {option for name in COMMANDS for each in command_of(name).params for option in each.opts}
-    known |= {option for each in cli.params for option in each.opts}
+    known |= {option for each in (*cli.params, *speedrun.params) for option in each.opts}
     known.update(("--help", "--local-addr", "--max_iters"))
     for file, option in matches(r"`(?:-\w+, )?(--\w[-\w]*)[^`\n]*`"):
         with naming(file.name, option):

@@ -95,6 +95,27 @@ def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(t
     assert record["val_loss"] != pytest.approx(watched, abs=1e-4)
 
 
+def test_a_run_without_a_held_out_part_learns_all_and_keeps_the_last_weights(tmp_path, monkeypatch):
+    recipe = replace(RECIPE, held_out=0.0)
+    record = train(recipe, TEXT, tmp_path)
+    assert [row[::2] for row in record["curve"]] == [[30, None], [60, None], [80, None]]
+    assert (record["val_loss"], record["steps"]) == (None, 80)
+    trainer = Trainer(recipe, 8, torch.arange(100) % 8, torch.device("cpu"))
+    schedule = run.Schedule(recipe)
+    trainer.ids = torch.tensor(load(str(tmp_path)).tokenizer.encode(TEXT))
+    for _ in range(80):
+        trainer.lr.fill_(schedule.rate())
+        trainer.decay.fill_(recipe.average_decay(schedule.done))
+        trainer.step()
+        schedule.done += 1
+    loaded = load(str(tmp_path)).model.state_dict()
+    for name, weight in trainer.averaged.state_dict().items():
+        assert torch.equal(weight, loaded[name]), name
+    monkeypatch.setattr(Trainer, "_step", lambda trainer: trainer.loss.fill_(torch.nan))
+    with pytest.raises(ValueError, match="the training loss is nan at step 30: training diverged"):
+        train(recipe, TEXT, tmp_path / "diverged")
+
+
 def test_a_text_shorter_than_a_block_is_refused(tmp_path):
     with pytest.raises(ValueError, match="text has 7 characters for training; .* more than block_size=8"):
         train(RECIPE, "abcdefgh", tmp_path)

@@ -52,6 +52,18 @@ def test_a_text_of_ones_own_by_time(cli, extension):
     assert nats == pytest.approx((float(validation) + float(test)) / 2, abs=0.15)
 
 
+def test_a_whole_text_is_learned_and_other_parts_of_it_are_evaluated(cli, failed, extension):
+    words = ("train", "mine", *SMALL, "--steps", 20, "--whole-text")
+    done = cli(*words)
+    assert re.search(r"^training loss [\d.]+; 20 steps, ", done.stdout, re.M) and " val " not in done.stderr
+    assert "--whole-text does not go with --init" in failed(*words, "--init", "shakes128")
+    losses = [
+        cli("eval", "-m", "out/mine", "--corpus", "text.txt", "--between", a, 1).stdout for a in (0, 0.9)
+    ]
+    assert losses[0] != losses[1] == cli("eval", "-m", "out/mine", "--corpus", "text.txt").stdout
+    assert "0.5 to 0.5, which are" in failed("eval", "--corpus", "text.txt", "--between", 0.5, 0.5)
+
+
 def test_a_checkpoint_is_replaced_only_if_that_is_asked_for(cli, failed):
     arguments = ("train", "mine", *SMALL, "--steps", 1, "--part", "part0")
     cli(*arguments)
