@@ -126,7 +126,7 @@ def opened(handle: bytes) -> int:
     """The address here of another process's memory, by its handle()."""
     driver = bindings()
     known = driver.CUipcMemHandle()
-    known.reserved = handle
+    ctypes.memmove(known.getPtr(), handle, len(handle))
     at_first_use = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     return int(checked(driver.cuIpcOpenMemHandle(known, at_first_use)))
 
@@ -164,7 +164,9 @@ class Memory:
 
     def handle(self) -> bytes:
         """What opened() takes in another process."""
-        return bytes(checked(bindings().cuIpcGetMemHandle(self.address)).reserved)
+        driver = bindings()
+        found = checked(driver.cuIpcGetMemHandle(self.address))
+        return ctypes.string_at(found.getPtr(), driver.CU_IPC_HANDLE_SIZE)
 
     def tensor(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
         """A tensor in this memory, which must live as long."""

@@ -1,5 +1,6 @@
 """Without a GPU: each kernel compiles, its registers and spills are read, and it gets its arguments."""
 
+import ctypes
 import functools
 import itertools
 import math
@@ -179,3 +180,25 @@ def test_every_kernel_gets_its_arguments():
         pytest.skip("a driver is here, which the stand-in cannot replace; the other tests run the kernels")
     said = printed(sys.executable, ROOT / "tests" / "launcher_process.py", PYTHONPATH=str(ROOT))
     assert int(said.split()[0]) > 1000
+
+
+def test_a_handle_of_memory_reaches_another_process_whole(nvrtc, monkeypatch):
+    bound = driver.bindings()
+    handle = bytes(range(1, bound.CU_IPC_HANDLE_SIZE + 1))
+    arrived = []
+
+    def give(address):
+        given = bound.CUipcMemHandle()
+        ctypes.memmove(given.getPtr(), handle, len(handle))
+        return bound.CUresult.CUDA_SUCCESS, given
+
+    def take(given, flags):
+        arrived.append(ctypes.string_at(given.getPtr(), len(handle)))
+        return bound.CUresult.CUDA_SUCCESS, bound.CUdeviceptr(4096)
+
+    monkeypatch.setattr(bound, "cuIpcGetMemHandle", give)
+    monkeypatch.setattr(bound, "cuIpcOpenMemHandle", take)
+    memory = object.__new__(driver.Memory)
+    memory.address, memory._free = 4096, lambda address: (bound.CUresult.CUDA_SUCCESS,)
+    assert driver.opened(memory.handle()) == 4096 and arrived == [handle]
+    driver.opened.cache_clear()
