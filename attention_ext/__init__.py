@@ -78,7 +78,8 @@ def attention(
 
     Shapes
         q: (B, H, Nq, d). k, v: (B, Hk, Nk, d), where Hk divides H: query head h reads head h * Hk / H.
-        The output is (B, H, Nq, d), contiguous, in q's dtype. Tensors have any strides, no empty dimension.
+        The output is (B, H, Nq, d), contiguous, in q's dtype; part 4 on CUDA gives one that is contiguous as
+        (B, Nq, H, d) if q is so. Tensors have any strides, no empty dimension.
         On the CPU: float32, in part0 and part4 also bfloat16. In parts 1 to 4 Nq * Nk is below 2^50.
         On CUDA: part0 and part4, float32, bfloat16 or float16, all tensors on one device. part4's d is at
         most 256, Nq and Nk below 2^31 - 1023.

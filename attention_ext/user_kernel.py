@@ -378,7 +378,7 @@ class OnCuda:
         with torch.cuda.device(q.device):
             _, function, (br, threads, shared) = self._compiled(d, Dtype.parse(q.dtype), q.device.index or 0)
             data = (t.data_ptr() for t in (q, k, v, out))
-            strides = (t.stride()[:3] for t in (q, k, v))
+            strides = (t.stride()[:3] for t in (q, k, v, out))
             call = CudaCall(*data, None, *strides, B, H, Nq, Nk, causal, scale * math.log2(math.e))
             blocks = B * H * -(-Nq // br)
             try:

@@ -69,9 +69,17 @@ def _check_sizes(kernel: str | None, Nq: int, Nk: int, d: int) -> None:
             raise ValueError(f"{name} has {rows}={n} rows; it must have at most {MOST_ROWS} on CUDA")
 
 
+def _out(q: Tensor, name: str | None) -> Tensor:
+    """An output: contiguous, or as (B, Nq, H, d) if q is so and no kernel is named, as in launcher.cpp."""
+    turned = q.transpose(1, 2)
+    if name is None and not q.is_contiguous() and turned.is_contiguous():
+        return q.new_empty(turned.shape).transpose(1, 2)
+    return q.new_empty(q.shape)
+
+
 def _fake(q, k, v, causal, scale, name=None):
     check(q, k, v, causal, name)
-    return q.new_empty(q.shape)
+    return _out(q, name)
 
 
 def _fake_with_lse(q, k, v, causal, scale, name=None):
@@ -82,7 +90,7 @@ def _fake_ruled(q, k, v, causal, scale, name, *rules):
     check(q, k, v, causal, name, grouped=True)
     if name is not None:
         check_kernel(name, rules=1)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _out(q, name), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _fake_backward(dout, dlse, q, k, v, *rest):

@@ -321,7 +321,7 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, c
     return sizes;
 }
 
-Call call_of(const Sizes& s, const Matrices& q, const Matrices& k, const Matrices& v, void* out,
+Call call_of(const Sizes& s, const Matrices& q, const Matrices& k, const Matrices& v, const Matrices& out,
              std::optional<double> scale, const Given* given) {
     constexpr double LN2 = 0.693147180559945309417;
     const double factor = scale ? *scale : 1 / std::sqrt(static_cast<double>(s.d));
@@ -329,10 +329,11 @@ Call call_of(const Sizes& s, const Matrices& q, const Matrices& k, const Matrice
     call.q = q.data;
     call.k = k.data;
     call.v = v.data;
-    call.out = out;
+    call.out = const_cast<void*>(out.data);
     call.q_strides = q.strides;
     call.k_strides = k.strides;
     call.v_strides = v.strides;
+    call.out_strides = out.strides;
     call.batches = static_cast<int>(s.B);
     call.heads = static_cast<int>(s.H);
     call.Nq = static_cast<int>(s.Nq);
@@ -346,6 +347,22 @@ Call call_of(const Sizes& s, const Matrices& q, const Matrices& k, const Matrice
     return call;
 }
 
+// Whether q lies as (B, Nq, H, d), as models and flash-attn have it. attention_ext/cuda/operators.py says it too.
+bool heads_beside(const Tensor& q) {
+    int64_t dense = 1;
+    for (const int i : {3, 1, 2, 0}) {
+        if (q.size(i) != 1 && q.stride(i) != dense) return false;
+        dense *= q.size(i);
+    }
+    return !q.is_contiguous();
+}
+
+// (B, H, Nq, width); contiguous as (B, Nq, H, width) if `beside`.
+Tensor new_out(const Sizes& s, int64_t width, bool beside, const Tensor& q) {
+    if (!beside) return on_device({s.B, s.H, s.Nq, width}, q.scalar_type(), q);
+    return torch::stable::transpose(on_device({s.B, s.Nq, s.H, width}, q.scalar_type(), q), 1, 2);
+}
+
 // Without the padding of its rows.
 Tensor narrowed(Tensor t, const Sizes& s) {
     return t.size(3) == s.d ? t : torch::stable::contiguous(torch::stable::narrow(t, 3, 0, s.d));
@@ -357,7 +374,8 @@ void* stream_of(const Sizes& s) {
     return stream;
 }
 
-// out (B, H, Nq, d), contiguous; with lse also (B, H, Nq). No kernel: the fastest. No scale: 1 / sqrt(d).
+// out (B, H, Nq, d), contiguous; with lse also (B, H, Nq). No kernel: the fastest, and q with its heads beside
+// each other gives such an out. No scale: 1 / sqrt(d).
 Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal, std::optional<double> scale,
               const std::optional<std::string>& kernel, std::optional<Tensor>* lse = nullptr,
               const Given* given = nullptr) {
@@ -368,12 +386,14 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
     const Plan plan = plan_for(s);
     const int bytes = s.format == 0 ? 4 : 2;
     const Matrices q = laid_out(q_, plan, bytes), k = laid_out(k_, plan, bytes), v = laid_out(v_, plan, bytes);
-    Tensor out = on_device({s.B, s.H, s.Nq, plan.width}, q_.scalar_type(), q_);
+    const bool beside = !kernel && heads_beside(q_);
+    Tensor out = new_out(s, plan.width, beside && plan.box, q_);
     if (lse) *lse = on_device({s.B, s.H, s.Nq}, ScalarType::Float, q_);
     std::optional<Tensor> held;
     if (plan.scratch) held = on_device({plan.scratch}, ScalarType::Float, q_);
 
-    Call call = call_of(s, q, k, v, out.mutable_data_ptr(), scale, given);
+    const Matrices made{out, out.mutable_data_ptr(), {out.stride(0), out.stride(1), out.stride(2)}};
+    Call call = call_of(s, q, k, v, made, scale, given);
     call.lse = lse ? static_cast<float*>((*lse)->mutable_data_ptr()) : nullptr;
     void* scratch = held ? held->mutable_data_ptr() : nullptr;
     int number = plan.number;
@@ -387,6 +407,11 @@ Tensor attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, bool causal,
     if (plan.box && plan.scratch) libraries().check(libraries().fill(scratch, 0, plan.scratch, stream));
     for (int i = 0; i < plan.repeats; i++, number += plan.step)
         for (int j = 0; j < plan.count; j++) launch(plan.launches[j], plan.box ? with_maps : without, stream);
+    if (beside && (!plan.box || plan.width != s.d)) {
+        Tensor turned = new_out(s, s.d, true, q_);
+        torch::stable::copy_(turned, torch::stable::narrow(out, 3, 0, s.d));
+        return turned;
+    }
     return narrowed(out, s);
 }
 
@@ -432,13 +457,13 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_, std::opti
     const Plan plan = plan_for(s);
     const auto laid = [&](const Tensor& t) { return laid_out(t, plan, s.format == 0 ? 4 : 2); };
     const Matrices q = laid(q_), k = laid(k_), v = laid(v_), dout = laid(dout_);
-    const Matrices out = laid(torch::stable::contiguous(out_));
+    const Matrices out = laid(out_);
     const auto like = [&](const Matrices& m) {
         return on_device({s.B, m.tensor.size(1), m.tensor.size(2), plan.width}, q_.scalar_type(), q_);
     };
     Tensor dq = like(q), dk = like(k), dv = like(v), rows = on_device({plan.scratch}, ScalarType::Float, q_);
 
-    Call call = call_of(s, q, k, v, const_cast<void*>(out.data), scale, given);
+    Call call = call_of(s, q, k, v, out, scale, given);
     const auto data = [&](const std::optional<Tensor>& t, const char* name) {
         return Given::data<float>(t, q_, name, ScalarType::Float, {s.B, s.H, s.Nq});
     };

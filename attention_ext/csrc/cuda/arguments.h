@@ -34,7 +34,8 @@ struct Rules {
 #endif
 
 // softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is
-// (B, H, Nq, d), contiguous; lse, (B, H, Nq), gets the rows' logsumexp unless it is null.
+// (B, H, Nq, d), contiguous, but for kernel 6 with strides; lse, (B, H, Nq), gets the rows' logsumexp unless it
+// is null.
 //   causal  query i sees the keys j <= i + Nk - Nq. The score of a masked key becomes -inf and its weight 0. A
 //           NaN or infinity in its value may reach the rows of the same tile, because 0 times NaN is NaN.
 //   scale   of the scores, times log2(e), because the softmax takes powers of two
@@ -42,7 +43,7 @@ struct Call {
     const Element *q, *k, *v;
     Element* out;
     float* lse;
-    Strides q_strides, k_strides, v_strides;
+    Strides q_strides, k_strides, v_strides, out_strides;
     int batches, heads, Nq, Nk;
     int causal;
     float scale;

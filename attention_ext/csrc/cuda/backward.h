@@ -46,8 +46,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float lse = -INF, D = 0;
     if (exists && i < call.Nq) {
         const Element* const dout = dout_of(call, to, head) + i * to.dout_strides.row;
+        const Element* const out = call.out + head / call.heads * call.out_strides.batch +
+                                   head % call.heads * call.out_strides.head + i * call.out_strides.row;
         for (int c = lane * VECTOR; c < HEAD_DIM; c += LANES * VECTOR) {
-            const Piece x = *(const Piece*)(dout + c), y = *(const Piece*)(call.out + at * HEAD_DIM + c);
+            const Piece x = *(const Piece*)(dout + c), y = *(const Piece*)(out + c);
             UNROLLED(e, VECTOR) D += to_float(x.numbers[e]) * to_float(y.numbers[e]);
         }
         if (to.dlse && lane == 0) D -= to.dlse[at];

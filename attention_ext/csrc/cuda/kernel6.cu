@@ -214,6 +214,7 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
                              Softmax& softmax) {
     const int lane = threadIdx.x % 32, row = i0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     const long long row0 = ((long long)tile.batch * call.heads + tile.head) * call.Nq;
+    Element* const out = call.out + tile.batch * call.out_strides.batch + tile.head * call.out_strides.head;
     UNROLLED(h, 2) {
         const int i = row + 8 * h;
 #if RULES
@@ -222,7 +223,7 @@ __device__ inline void write(const Call& call, const Tile& tile, int i0, float (
 #else
         const float l = sum<1, 4>(softmax.l[h]), inverse = reciprocal_approx(l);
 #endif
-        store_row<d>(call.out + (row0 + i) * d, O, h, inverse, i < call.Nq);
+        store_row<d>(out + i * call.out_strides.row, O, h, inverse, i < call.Nq);
         if (call.lse && i < call.Nq && lane % 4 == 0)
             call.lse[row0 + i] = (softmax.m[h] * softmax.c + log2_approx(l)) * LN2;
     }

@@ -28,6 +28,8 @@ def test_the_operators_fake(dtype):
     assert out.shape == q.shape and out.is_contiguous() and (out.dtype, out.device) == (q.dtype, q.device)
     assert lse.shape == q.shape[:3] and (lse.dtype, lse.device) == (torch.float32, q.device)
     assert attention("part4", q, k, v).shape == q.shape
+    q = torch.empty(1, 5, 2, 33, dtype=q.dtype, device="cuda").transpose(1, 2)
+    assert attention("part4", q, k, v).transpose(1, 2).is_contiguous()
 
 
 def test_rules_and_heads_that_share_keys():

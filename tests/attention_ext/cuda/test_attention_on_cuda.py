@@ -155,6 +155,15 @@ def test_strides(row):
     shifted = [torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view_as(t) for t in (q, k, v)]
     for given in (views, columns, every_other, odd, shifted):
         assert torch.equal(attention("part4", *given, causal=True, kernel=kernel), expected)
+    beside = [t.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    out, held = (
+        attention("part4", *given, causal=True) for given in (beside, [t.requires_grad_() for t in (q, k, v)])
+    )
+    assert out.transpose(1, 2).is_contiguous() and held.is_contiguous() and torch.equal(out, held)
+    gradients = [
+        torch.autograd.grad(o.square().sum(), given) for o, given in ((out, beside), (held, (q, k, v)))
+    ]
+    assert all(map(torch.equal, *gradients))
     one_head = [t[:, :1].expand(2, 3, 70, 40) for t in (q, k, v)]  # stride 0
     held = [t.contiguous() for t in one_head]
     got, expected = (attention("part4", *given, causal=True, kernel=kernel) for given in (one_head, held))
