@@ -41,12 +41,13 @@ Options without a command are those of `part4 --inference`. `gpt.py` itself has:
 
 {}
 """
-MARKED = re.compile(r"(<!-- results: \w+ -->\n).*?(<!-- end of results -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 SPEEDRUN = "docs/results/speedrun.md"
 
 README = "amd-zen-5"  # the processor of its table
 GPU = "docs/learn/gpu.md"
 FLASH = result_files.RESULTS / "bench_flash-nvidia-h100.json"
+LADDER = result_files.RESULTS / "bench_kernels-nvidia-h200.json"
 OTHERS = {"sdpa-cudnn": "cuDNN", "flash-attn-4": "FA4"}
 
 # Figures that part 4's tables leave out.
@@ -140,10 +141,10 @@ GPT2 = "-m benchmarks.generation --cases 124M,124M-2t,124Mx8,124Mx8-2t,355M,355M
 GPT2 += " --engines native --peers CTranslate2,CTranslate2Int8,LlamaCpp,LlamaCppQ8 --rounds 2"
 BACKWARD = "gpt.py bench --backward --device cuda --dtype bf16 --tokens 16384 --columns 2048"
 BACKWARD += " -N 4096 -d 64,128 --mask none,causal --l2 warm -r 5"
-FLASH_COMMAND = "gpt.py bench kernel6,sdpa-flash,sdpa-cudnn,flash-attn-4 --device cuda --dtype bf16"
-FLASH_COMMAND += (
-    " --tokens 16384 --columns 2048 -N 512:16384*2 -d 64,128,256 --mask none,causal --l2 warm -r 5"
-)
+TOKENS = "--device cuda --dtype bf16 --tokens 16384 --columns 2048 -N 512:16384*2"
+LADDER_COMMAND = f"gpt.py bench kernel5,kernel6 {TOKENS} -d 64,128 --mask none --l2 warm -r 5"
+FLASH_COMMAND = f"gpt.py bench kernel6,sdpa-flash,sdpa-cudnn,flash-attn-4 {TOKENS} -d 64,128,256"
+FLASH_COMMAND += " --mask none,causal --l2 warm -r 5"
 # The kinds of files of results: heading, the command that saves one, and what shows it.
 KINDS = {
     "bench": ("The five parts", "gpt.py bench part0,part1,part2,part3,part4,sdpa", bench),
@@ -154,6 +155,7 @@ KINDS = {
     "bench_cuda": ("Attention on the GPU", "gpt.py bench --device cuda", bench),
     "bench_backward": ("Gradients", BACKWARD, bench),
     "bench_flash": ("FlashAttention's shapes", FLASH_COMMAND, bench),
+    "bench_kernels": ("Kernels 5 and 6", LADDER_COMMAND, bench),
 }
 
 
@@ -187,7 +189,7 @@ def readme(text: str) -> str:
     """The README with its table of parts from the file."""
     run = report.load(result_files.RESULTS / f"bench-{README}.json")
     rows = [described(report.row(run, result)) for result in run.results]
-    return marked(text, markdown(["part", "idea", "ms", "times PyTorch (more is faster)"], rows))
+    return marked(text, parts=markdown(["part", "idea", "ms", "times PyTorch (more is faster)"], rows))
 
 
 def beside_others() -> str:
@@ -206,9 +208,22 @@ def beside_others() -> str:
     return markdown(["", *(f"N = {N}" for N in lengths)], rows.values())
 
 
-def marked(text: str, shown: str) -> str:
-    """The text with another table between the marks."""
-    return MARKED.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", text)
+def kernel_6_beside_5() -> str:
+    """Kernel 6's TFLOP/s, and how many times kernel 5's speed that is, by d and N."""
+    run = report.load(LADDER)
+    rows = [report.row(run, result) for result in run.results]
+    titles = dict.fromkeys(f"N = {row['N']}" for row in rows)
+    lines: dict[int, list[str]] = {}
+    for five, six in zip(rows[::2], rows[1::2]):
+        lines.setdefault(six["d"], [f"d = {six['d']}"]).append(
+            f"{six['tflops']:.0f}, {five['ms'] / six['ms']:.2f} x"
+        )
+    return markdown(["", *titles], lines.values())
+
+
+def marked(text: str, **shown: str) -> str:
+    """The text with other tables between the marks, by the marks' names."""
+    return MARKED.sub(lambda marks: f"{marks[1]}{shown[marks[2]]}\n{marks[3]}", text)
 
 
 def described(row: dict[str, Any]) -> list[str]:
@@ -223,9 +238,9 @@ def described(row: dict[str, Any]) -> list[str]:
 def documents() -> dict[str, str]:
     """The text of every document that this script writes, by its path."""
     readme_text = readme((ROOT / "README.md").read_text())
-    gpu = marked((ROOT / GPU).read_text(), beside_others())
+    gpu = marked((ROOT / GPU).read_text(), flash=beside_others(), kernels=kernel_6_beside_5())
     fixed = {"README.md": readme_text, "docs/use/cli.md": cli_document(), GPU: gpu}
-    return fixed | results() | {SPEEDRUN: marked((ROOT / SPEEDRUN).read_text(), speedrun())}
+    return fixed | results() | {SPEEDRUN: marked((ROOT / SPEEDRUN).read_text(), speedrun=speedrun())}
 
 
 if __name__ == "__main__":
