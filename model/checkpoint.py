@@ -158,10 +158,10 @@ def directory_of(name: str | Path) -> Path:
     return path.parent if path.is_file() else path
 
 
-def save(directory: Path, model: GPT, tokenizer: CharTokenizer, record: dict) -> None:
+def save(directory: Path, model: GPT | Checkpoint, tokenizer: CharTokenizer, record: dict) -> None:
     """Write a checkpoint: weights, configuration, vocabulary and record, each file replaced as a whole."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_file(directory / "model.safetensors", safetensors.numpy.save(model.weights))
+    write_file(directory / "model.safetensors", safetensors.numpy.save({**model.weights}))
     config = asdict(model.config) | {"dropout": 0.0}
     if not model.config.endless:  # other readers know no such fields
         del config["positions"], config["window"]

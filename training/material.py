@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from shakespeare.model import corpus
 from shakespeare.model.tokenizer import CharTokenizer
@@ -31,10 +29,10 @@ class Material:
     """
 
     tokenizer: CharTokenizer
-    training: Tensor
-    validation: Tensor
-    watched: Tensor
-    test: Tensor
+    training: NDArray[Any]
+    validation: NDArray[Any]
+    watched: NDArray[Any]
+    test: NDArray[Any]
 
 
 def fit(text: str, recipe: Recipe) -> tuple[Recipe, list[str]]:
@@ -97,14 +95,14 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
     Raises ValueError if the part for training is not longer than a block.
     """
     tokenizer = tokenizer or CharTokenizer.from_text(text)
-    training, held_out = corpus.split(torch.from_numpy(tokenizer.encode_array(text)), recipe.held_out)
+    training, held_out = corpus.split(tokenizer.encode_array(text), recipe.held_out)
     if len(training) <= recipe.block_size:
         has = f"text has {len(training)} characters for training"
         raise ValueError(f"{has}; it must have more than block_size={recipe.block_size}")
     end = len(held_out) - int(recipe.test_share * len(text))
     size = recipe.block_size
-    validation = held_out[:end].long()
-    test = held_out[end:].long()
+    validation = held_out[:end].astype(np.int64)
+    test = held_out[end:].astype(np.int64)
     if not recipe.test_share:
         return Material(tokenizer, training, validation, validation, test)
     watched = windows(validation, size, MOST_WATCHED)
@@ -112,7 +110,7 @@ def divide(text: str, recipe: Recipe, tokenizer: CharTokenizer | None = None) ->
     return Material(tokenizer, training, validation, watched, windows(test, size, MOST_EVALUATED))
 
 
-def windows(ids: Tensor, block_size: int, limit: int) -> Tensor:
+def windows(ids: NDArray[Any], block_size: int, limit: int) -> NDArray[Any]:
     """ids (N,) if they are at most `limit`, else evenly spaced windows (n, block_size + 1) of them.
 
     Neighbouring windows share a token, because the last one of a window is only predicted.
@@ -120,6 +118,6 @@ def windows(ids: Tensor, block_size: int, limit: int) -> Tensor:
     if len(ids) <= limit:
         return ids
     block_size = min(block_size, len(ids) - 1)
-    every = ids.unfold(0, block_size + 1, block_size)
+    every = np.lib.stride_tricks.sliding_window_view(ids, block_size + 1)[::block_size]
     count = max(1, min(len(every), limit // block_size))
-    return every[torch.linspace(0, len(every) - 1, count).round().long()]
+    return every[np.linspace(0, len(every) - 1, count).round().astype(int)]

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shakespeare.training.recipe import LEAST_NORM, MOMENTUM, QUINTIC
-
-ITERATIONS = 5  # of Newton-Schulz
+from shakespeare.training.recipe import ITERATIONS, LEAST_NORM, MOMENTUM, QUINTIC
 
 
 class States:

@@ -2,29 +2,28 @@
 
 import hashlib
 import math
-import platform
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from shakespeare.attention_ext.checks import finite, none_is_default, whole_number
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.checkpoint import Checkpoint, save, save_record
-from shakespeare.model.config import HEAD
+from shakespeare.model.config import GPTConfig
 from shakespeare.model.corpus import split
-from shakespeare.model.gpt import GPT
-from shakespeare.model.loss import evaluate
-from shakespeare.training.finetuning import fitted
 from shakespeare.training.material import MOST_OLD, Material, divide, fit, windows
-from shakespeare.training.recipe import MARGIN, Recipe
+from shakespeare.training.recipe import MARGIN, SIZES, Recipe
 from shakespeare.training.schedule import ByTime, Schedule, Watcher
 from shakespeare.training.state import FILE, check_state, load_state, only_run, save_state
-from shakespeare.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from shakespeare.training.cuda.trainer import CudaTrainer
+    from shakespeare.training.trainer import Trainer
 
 STATE_SECONDS = 8.0  # time between two states, unless writing one takes long
 STATE_SHARE = 0.04  # share of the time that writing states may take
@@ -56,12 +55,10 @@ def train(
     Writes a checkpoint directory to `out` at every new best, and a state every ten seconds. Returns the
     training record: corpus hash, recipe, device, losses (nats per character) and the loss curve as
     [step, training loss, validation loss], the training loss being the mean since the row before.
-    Raises ValueError if the device is missing, the text does not suit, another process trains in `out`, there
-    is nothing to resume, or the loss becomes infinite or NaN. Raises OSError if `out` cannot be written, and
-    KeyboardInterrupt after the watcher stopped the run, when the state is saved.
+    Raises BuildError if the device is missing; ValueError if the text does not suit, another process trains
+    in `out`, there is nothing to resume, or the loss becomes infinite or NaN; OSError if `out` cannot be
+    written; KeyboardInterrupt after the watcher stopped the run, when the state is saved.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but PyTorch finds no GPU here; it must be 'cpu'")
     if old_text is not None and len(old_text) < 11:
         raise ValueError(f"old_text has {len(old_text)} characters; it must have at least 11")
     if resume:
@@ -72,6 +69,8 @@ def train(
     model = None
     tokenizer = None
     if start is not None:
+        from shakespeare.training.finetuning import fitted
+
         model, tokenizer, new = fitted(start, text, recipe.block_size, recipe.seed)
         if new:
             notes.append(f"the model's vocabulary grows by {len(new)} characters: {new[:20]!r}")
@@ -79,24 +78,21 @@ def train(
     for note in notes:
         watcher.note(note)
     out.mkdir(parents=True, exist_ok=True)  # a bad path fails now, not after hundreds of training steps
-    size = len(material.tokenizer)
-    on = torch.device(device)
-    trainer = Trainer(recipe, size, material.training, on, part, start=model, dtype=dtype)
+    trainer = trainer_of(recipe, material, device, part, model, dtype)
     identity = {
         "corpus_sha256": _sha256(text.encode()),
         "characters": len(text),
         "recipe": asdict(recipe),
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "torch": torch.__version__,
+        **trainer.facts,
         **(about or {}),
     }
     old = None
     if start is not None:
         weights = start.model.state_dict().values()
-        identity["init_sha256"] = _sha256(*(t.float().cpu().contiguous().numpy() for t in weights))
+        identity["init_sha256"] = _sha256(*(t.float().contiguous().numpy() for t in weights))
         if old_text is not None:
             _, held_out = split(start.tokenizer.normal(old_text))
-            old = torch.tensor(start.tokenizer.encode(held_out))
+            old = np.array(start.tokenizer.encode(held_out))
             old = windows(old, recipe.block_size, MOST_OLD)
     if old_text is not None:
         identity["old_corpus_sha256"] = _sha256(old_text.encode())
@@ -107,11 +103,42 @@ def train(
         else:
             (out / FILE).unlink(missing_ok=True)  # of a run that this one replaces
         run.schedule.begin(time.monotonic())  # on a GPU the trainer has compiled its training step before
-        watcher.begin(trainer.averaged, material.tokenizer)
+        watcher.begin(trainer, material.tokenizer)
         if start is not None and recipe.held_out and not run.schedule.done:
-            run.measure_start(start.model)
+            run.measure_start(start)
         run.go()
         return run.end()
+
+
+def trainer_of(
+    recipe: Recipe, material: Material, device: str, part: str, start: Any, dtype: Dtype
+) -> "Trainer | CudaTrainer":
+    """What trains: for part4 on a GPU by kernels alone, which need no PyTorch, if they take the model.
+
+    start: a GPT of PyTorch with the first weights, or None. Raises BuildError without the device.
+    """
+    size = len(material.tokenizer)
+    if device == "cuda" and part == "part4":
+        from shakespeare.attention_ext.cuda import driver
+        from shakespeare.training.cuda import step
+        from shakespeare.training.cuda.trainer import CudaTrainer
+
+        sizes: dict[str, Any] = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
+        fixed = GPTConfig(bias=False) if start is None else start.config
+        config = replace(fixed, vocab_size=size, **sizes)
+        if step.takes(config, dtype, driver.gpu()):
+            weights = None if start is None else start.weights
+            return CudaTrainer(recipe, config, material.training, dtype, weights)
+    import torch
+
+    from shakespeare.training.trainer import Trainer
+
+    if device == "cuda":
+        from shakespeare.attention_ext.cuda.driver import check_gpu
+
+        check_gpu()
+    ids = torch.from_numpy(material.training)
+    return Trainer(recipe, size, ids, torch.device(device), part, start=start, dtype=dtype)
 
 
 class _Run:
@@ -119,9 +146,9 @@ class _Run:
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: "Trainer | CudaTrainer",
         material: Material,
-        old: Tensor | None,
+        old: NDArray[Any] | None,
         out: Path,
         watcher: Watcher,
         identity: dict,
@@ -135,21 +162,27 @@ class _Run:
         self.identity = identity
         self.schedule = Schedule(recipe) if recipe.minutes is None else ByTime(recipe)
         self.record: dict[str, Any] = identity | {"curve": self.schedule.curve}
-        self.best: dict[str, Tensor] = {}
+        self.best: dict[str, NDArray[Any]] = {}
         self.best_loss = math.inf
-        self._launched: Any = torch.cuda.Event() if trainer.device.type == "cuda" else None
-        self._loss_sum = torch.zeros((), device=trainer.device, dtype=torch.float64)
+        self._loss_sum = 0.0  # of batches since the last evaluation, but for those that the trainer has
         self._losses = 0
         self._saved_at = time.monotonic()
         self._save_seconds = 0.0
         self._evaluated_at = -1  # the training steps before the last evaluation
         self._evaluation_seconds = 0.0
 
-    def measure_start(self, model: GPT) -> None:
+    def measure_start(self, start: Checkpoint) -> None:
         """Measure the model that is fine-tuned, before any training step."""
         self._losses = 1
-        self._loss_sum.fill_(math.nan)
-        self._measure_old("old_loss_before", model)
+        self._loss_sum = math.nan
+        if self.old is not None:
+            import torch
+
+            from shakespeare.model.loss import evaluate
+
+            old = torch.from_numpy(self.old)
+            block_size = self.trainer.recipe.block_size
+            self.record["old_loss_before"] = evaluate(start.model, old, block_size=block_size)
         self._evaluate()
 
     def go(self) -> None:
@@ -178,10 +211,11 @@ class _Run:
         """Measure the best weights on all held-out text; return the record."""
         recipe = self.trainer.recipe
         if recipe.test_share:
-            self._evaluated_weights(self.best)
+            self.trainer.set_averages(self.best)
             self.record["val_loss"] = self._loss(self.material.validation)
             self.record["test_loss"] = self._loss(self.material.test)
-            self._measure_old("old_loss_after", self.trainer.averaged)
+            if self.old is not None:
+                self.record["old_loss_after"] = self.trainer.evaluate(self.old)
         if recipe.test_share or not recipe.held_out:
             done = self.schedule.done
             seconds = self.schedule.elapsed()
@@ -193,18 +227,10 @@ class _Run:
         return self.record
 
     def _step(self) -> None:
-        trainer = self.trainer
         schedule = self.schedule
         start = time.monotonic()
-        trainer.lr.fill_(schedule.rate())
-        trainer.decay.fill_(trainer.recipe.average_decay(schedule.done))
-        trainer.step()
-        self._loss_sum += trainer.loss
+        self.trainer.advance(schedule.rate(), schedule.recipe.average_decay(schedule.done))
         self._losses += 1
-        if trainer.device.type == "cuda" and trainer.recipe.minutes is not None:
-            before, self._launched = self._launched, torch.cuda.Event()
-            self._launched.record()
-            before.synchronize()  # else launches are timed; this step runs while the next one is prepared
         schedule.stepped(time.monotonic() - start)
         if self._evaluated_at < 0:  # a forward pass is a third of a training step
             self._reserve(schedule.step_seconds / 2 / schedule.characters)
@@ -221,9 +247,9 @@ class _Run:
         loss = self._loss(self.material.watched)
         self._evaluation_seconds = time.monotonic() - start
         self.schedule.evaluated(self._evaluation_seconds)
-        self._reserve(self._evaluation_seconds / max(1, self.material.watched.numel()))
-        train_loss = self._loss_sum.item() / max(1, self._losses)
-        self._loss_sum.zero_()
+        self._reserve(self._evaluation_seconds / max(1, self.material.watched.size))
+        train_loss = self._total_loss() / max(1, self._losses)
+        self._loss_sum = 0.0
         self._losses = 0
         self._evaluated_at = done
         measured = None if math.isnan(train_loss) else train_loss, loss
@@ -233,7 +259,7 @@ class _Run:
             raise ValueError(f"the {name} loss is {decides} at step {done}: training diverged")
         if self.schedule.ended() if loss is None else loss < self.best_loss:
             self.best_loss = math.inf if loss is None else loss
-            self.best = _copied(self.trainer.averaged)
+            self.best = self.trainer.averages()
             self.record.update(self._best_at(loss))
             self._save_best(self.record)
         self.watcher.evaluated(self.schedule)
@@ -244,28 +270,28 @@ class _Run:
         return {"val_loss": loss, "best_step": done, "seconds_to_best": seconds}
 
     def _save_best(self, record: dict) -> None:
-        save(self.out, self.trainer.averaged, self.material.tokenizer, record)
+        tokenizer = self.material.tokenizer
+        checkpoint = Checkpoint(self.trainer.config, self.trainer.averages(), tokenizer)
+        save(self.out, checkpoint, tokenizer, record)
 
-    def _loss(self, ids: Tensor) -> float | None:
+    def _loss(self, ids: NDArray[Any]) -> float | None:
         """The average's loss on held-out tokens; None without any."""
-        return (
-            None if len(ids) == 0 else evaluate(self.trainer.averaged, ids, self.trainer.recipe.batch_chars)
-        )
+        return self.trainer.evaluate(ids) if len(ids) else None
 
-    def _measure_old(self, name: str, model: GPT) -> None:
-        """Record a model's loss on the old text under this name, if there is one."""
-        if self.old is not None:
-            self.record[name] = evaluate(model, self.old, block_size=self.trainer.recipe.block_size)
+    def _total_loss(self) -> float:
+        """The sum of the batches' losses since the last evaluation."""
+        self._loss_sum += self.trainer.take_losses()
+        return self._loss_sum
 
     def _reserve(self, seconds_per_char: float) -> None:
         """Tell the schedule how long the end of the run will take."""
         parts = (self.material.validation, self.material.watched, self.material.test, self.old)
-        characters = sum({id(part): part.numel() for part in parts if part is not None}.values())
+        characters = sum({id(part): part.size for part in parts if part is not None}.values())
         self.schedule.finishing = MARGIN * seconds_per_char * characters + self._save_seconds + 0.1
 
     def _save_state(self) -> None:
         start = time.monotonic()
-        total = self._loss_sum.item()
+        total = self._total_loss()
         if not math.isfinite(total):  # no run can continue from such weights
             when = f"before step {self.schedule.done}"
             raise ValueError(f"the training loss is {total} {when}: training diverged")
@@ -292,9 +318,9 @@ class _Run:
             self.schedule.load(progress["schedule"], self.record["curve"])
             self._evaluated_at = whole_number("evaluated_at", progress["evaluated_at"])
             total, count = progress["losses"]
-            self._loss_sum.fill_(finite("the sum of losses", total))
+            self._loss_sum = finite("the sum of losses", total)
             self._losses = whole_number("the number of losses", count)
-            current = _copied(self.trainer.averaged)
+            current = self.trainer.averages()
             if progress["best_loss"] is not None:
                 self.best_loss = finite("best_loss", progress["best_loss"])
                 self.best = {name: tensors[f"best.{name}"] for name in current}
@@ -303,13 +329,9 @@ class _Run:
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise ValueError(f"{self.out / FILE} is damaged ({error}); train without --resume") from None
         if self.best:
-            self._evaluated_weights(self.best)
+            self.trainer.set_averages(self.best)
             self._save_best(self.record)
-            self._evaluated_weights(current)
-
-    def _evaluated_weights(self, weights: dict[str, Tensor]) -> None:
-        """Let the average have these weights."""
-        self.trainer.averaged.load_state_dict(weights, strict=False)  # the head's are the embedding's
+            self.trainer.set_averages(current)
 
 
 def _sha256(*data: Any) -> str:
@@ -317,9 +339,3 @@ def _sha256(*data: Any) -> str:
     for piece in data:
         digest.update(piece)
     return digest.hexdigest()
-
-
-def _copied(model: GPT) -> dict[str, Tensor]:
-    """The model's weights on the CPU, without the head's, which are the embedding's."""
-    weights = model.state_dict().items()
-    return {name: t.detach().to("cpu", copy=True) for name, t in weights if name != HEAD}

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shakespeare.attention_ext.checks import finite, whole_number
-from shakespeare.model.gpt import GPT
 from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.recipe import DECAYS, EVALUATING, EVALUATIONS, LONGEST_WAIT, Recipe
+
+if TYPE_CHECKING:
+    from shakespeare.training.cuda.trainer import CudaTrainer
+    from shakespeare.training.trainer import Trainer
 
 
 class Schedule:
@@ -149,8 +152,8 @@ class Watcher:
     def __init__(self, stops: Callable[[], bool] = lambda: False) -> None:
         self.stops = stops
 
-    def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
-        """The run begins. averaged: the model that is evaluated and saved; each training step changes it."""
+    def begin(self, trainer: "Trainer | CudaTrainer", tokenizer: CharTokenizer) -> None:
+        """The run begins. trainer: has the averages that are evaluated and saved."""
 
     def note(self, sentence: str) -> None:
         """Report a sentence that the user should know."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
-from torch import Tensor
+import safetensors.numpy
+from numpy.typing import NDArray
 
 from shakespeare.model.files import locked, remove_unfinished, write_file
 
@@ -17,10 +17,12 @@ LOCK = ".lock"
 FORMAT = 1
 
 
-def save_state(directory: Path, tensors: dict[str, Tensor], run: dict[str, Any], progress: dict) -> None:
+def save_state(
+    directory: Path, tensors: dict[str, NDArray[Any]], run: dict[str, Any], progress: dict
+) -> None:
     """Write a run's state. run: the run's settings as JSON; load_state() needs the same. Raises OSError."""
     described = {"format": FORMAT, "run": run, "progress": progress}
-    write_file(directory / FILE, safetensors.torch.save(tensors, {"state": json.dumps(described)}))
+    write_file(directory / FILE, safetensors.numpy.save(tensors, {"state": json.dumps(described)}))
 
 
 @contextlib.contextmanager
@@ -40,7 +42,7 @@ def check_state(directory: Path) -> None:
         raise ValueError(f"{directory} {which}, so there is nothing to resume{more}")
 
 
-def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """(tensors, progress) as given to save_state(); no pickle is read.
 
     Raises ValueError naming the file if the state is missing, damaged, or from another run or version.
@@ -48,7 +50,7 @@ def load_state(directory: Path, run: dict[str, Any]) -> tuple[dict[str, Tensor],
     check_state(directory)
     path = directory / FILE
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with safetensors.safe_open(path, framework="np") as file:
             described = json.loads((file.metadata() or {})["state"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         saved = described["run"]

@@ -1,41 +1,32 @@
 """A training step: Muon, AdamW and an average of the weights.
 
 Muon trains hidden matrices, AdamW embeddings and norms. An exponential moving average of the weights is
-evaluated and saved. On a GPU the whole training step is one CUDA graph, which launches would bound. For part4
-it is native: TrainingStep of training/csrc on a CPU, of training/cuda on a GPU. Else it is PyTorch's,
-on a GPU around a compiled model.
+evaluated and saved. For part4 on a CPU it is native: TrainingStep of training/csrc. Else it is PyTorch's, on
+a GPU around a compiled model and as one CUDA graph, which launches would bound. cuda/trainer.py has another
+one for a GPU, without PyTorch.
 """
 
 import copy
-import math
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shakespeare.attention_ext import attention, default_tile, extension
-from shakespeare.attention_ext.cuda import driver
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import GPTConfig
 from shakespeare.model.gpt import GPT, alibi_bias, causal_attention
-from shakespeare.training.cuda import step
-from shakespeare.training.cuda.update import Flat
+from shakespeare.model.loss import evaluate
+from shakespeare.training.cuda.initial import sinusoids
 from shakespeare.training.muon import Muon, States
-from shakespeare.training.recipe import BETAS, CLIP, EPSILON, GOLDEN, MOMENTUM, Recipe
-
-SIZES = ("block_size", "n_layer", "n_head", "n_embd", "positions", "window")
-
-
-def sinusoids(length: int, width: int) -> Tensor:
-    """Vaswani et al.'s position encoding, (length, width), values in [-1, 1]."""
-    frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
-    angle = torch.arange(length)[:, None] * frequency
-    return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :width]
+from shakespeare.training.recipe import BETAS, CLIP, EPSILON, GOLDEN, MOMENTUM, SIZES, Recipe
 
 
 def windowed(config: GPTConfig, dropout: float, device: torch.device) -> Callable[..., Tensor]:
@@ -71,11 +62,11 @@ class Trainer:
 
     ids: (N,) training tokens, any integers. part: the attention, with a gradient; only part0, PyTorch's, has
     the recipe's dropout of attention's weights. start: the model with the initial weights and the recipe's
-    sizes. dtype: of the products on a GPU. Before a training step, lr is set to its share of the peak
-    learning rate, decay to that of the average.
-    native: the TrainingStep for part4, for a model as the shipped ones are: on a CPU in C++ over the SIMD
-    helpers `simd`, with torch.get_num_threads() threads, without dropout; on a GPU by training/cuda. None if
-    the training step is PyTorch's. Raises BuildError as load_training_step() and gpu.load() do.
+    sizes. dtype: of the products on a GPU. Before step(), lr is set to its share of the peak learning rate,
+    decay to that of the average.
+    native: the TrainingStep for part4 on a CPU, for a model as the shipped ones are, without dropout: in C++
+    over the SIMD helpers `simd`, with torch.get_num_threads() threads. None if the training step is
+    PyTorch's. Raises BuildError as load_training_step() does.
     """
 
     def __init__(
@@ -108,7 +99,7 @@ class Trainer:
         positions = None if config.endless else self.model.transformer.wpe.weight
         if positions is not None:
             with torch.no_grad():
-                positions.copy_(0.1 * sinusoids(*positions.shape))
+                positions.copy_(0.1 * torch.from_numpy(sinusoids(*positions.shape)))
         if start is not None:
             self.model.load_state_dict(start.state_dict())
         self.model.to(device)
@@ -130,9 +121,7 @@ class Trainer:
         self.decay = torch.full((), recipe.average, device=device)  # the average's
         on_gpu = device.type == "cuda"
         native = part == "part4" and config == GPTConfig(vocab_size=vocab_size, bias=False, **sizes)
-        if native:
-            on = driver.gpu(torch.cuda.current_device()) if on_gpu else None
-            native = step.takes(config, dtype, on) if on else not recipe.dropout
+        native = native and not on_gpu and not recipe.dropout
         every: dict[str, Any] = dict(lr=torch.zeros((), device=device), weight_decay=recipe.weight_decay)
         groups = [dict(params=ps, lr=torch.zeros((), device=device)) for ps in (others, placed)]
         of_matrices = [dict(params=ps, shape=shape) for shape, ps in matrices.items()]
@@ -149,24 +138,54 @@ class Trainer:
         # Multiples of the golden ratio, modulo 1, cover the text evenly, however many there are.
         self._strides = GOLDEN * torch.arange(self.batch + 1, device=device, dtype=torch.float64)
         self.place = torch.rand((), dtype=torch.float64).to(device)  # of the next window, a share of the text
-        make = self._step_on_gpu if on_gpu else partial(self._native_step, simd)
-        self.native: Any = make() if native else None
+        self.native: Any = self._native_step(simd) if native else None
         self.step = self._captured_step() if on_gpu else self._step
+        self._losses = torch.zeros((), device=device, dtype=torch.float64)
+        self._launched: Any = torch.cuda.Event() if on_gpu else None
 
-    def _step_on_gpu(self) -> Any:
-        """The TrainingStep of training/cuda, in whose memory all tensors then lie."""
-        flat = Flat(self.model.config, self.device)
-        for i, (p, average) in enumerate(zip(self.model.parameters(), self.averaged.parameters())):
-            views = flat.views(i)
-            for tensor, name in ((p, "value"), (average, "average")):
-                views[name].copy_(tensor.detach())
-                tensor.data = views[name]
-            p.grad = views["gradient"]
-            first = views["first"]
-            every = dict(step=flat.updates, momentum=first, exp_avg=first, exp_avg_sq=views["second"])
-            state = (self.muon if p in self.muon.state else self.adam).state[p]
-            state.update({name: every[name] for name in state})
-        return step.TrainingStep(self.model.config, self.recipe, self.batch, self.dtype, flat, self.loss)
+    @property
+    def config(self) -> GPTConfig:
+        """The model's sizes."""
+        return self.model.config
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a run's record says of the device."""
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else platform.machine()
+        return {"device": name, "torch": torch.__version__}
+
+    def advance(self, rate: float, decay: float) -> None:
+        """Do a training step, at a share of the peak learning rate and with the average's decay.
+
+        A run by time waits for the step before: else launches are timed.
+        """
+        self.lr.fill_(rate)
+        self.decay.fill_(decay)
+        self.step()
+        self._losses += self.loss
+        if self._launched and self.recipe.minutes is not None:
+            before, self._launched = self._launched, torch.cuda.Event()
+            self._launched.record()
+            before.synchronize()
+
+    def take_losses(self) -> float:
+        """The sum of the batches' losses since the last call."""
+        total = self._losses.item()
+        self._losses.zero_()
+        return total
+
+    def averages(self) -> dict[str, NDArray[np.float32]]:
+        """A copy of the average's weights, by name."""
+        return {name: weight.copy() for name, weight in self.averaged.weights.items()}
+
+    def set_averages(self, weights: Mapping[str, NDArray[np.float32]]) -> None:
+        """Let the average have these weights."""
+        tensors = {name: torch.from_numpy(weight) for name, weight in weights.items()}
+        self.averaged.load_state_dict(tensors, strict=False)  # the head's are the embedding's
+
+    def evaluate(self, ids: NDArray[Any]) -> float:
+        """The average's mean loss on windows or a text, as model.loss.evaluate() has it."""
+        return evaluate(self.averaged, torch.from_numpy(ids), self.recipe.batch_chars)
 
     def _native_step(self, simd: str) -> Any:
         """The TrainingStep on the tensors of the model, its average and its optimizers."""
@@ -211,9 +230,7 @@ class Trainer:
         self._update()
 
     def _gradients(self, tokens: Tensor) -> None:
-        """Set the loss and the gradients, clipped but by a GPU's native step, for tokens (B, T + 1)."""
-        if self.native and self.device.type == "cuda":
-            return self.native.gradients(tokens)
+        """Set the loss and the clipped gradients for tokens (B, T + 1)."""
         if self.native:
             loss, _ = self.native.gradients(tokens.numpy())
             self.loss.fill_(loss)
@@ -242,9 +259,8 @@ class Trainer:
     def _captured_step(self) -> Callable[[], None]:
         """The training step as a CUDA graph; model, optimizers and average are reset after the warm-up."""
         start = copy.deepcopy(self.model.state_dict())
-        if not self.native:
-            self._batch_loss = torch.compile(self._batch_loss)  # type: ignore[method-assign]
-            self.muon.step = torch.compile(self.muon.step)
+        self._batch_loss = torch.compile(self._batch_loss)  # type: ignore[method-assign]
+        self.muon.step = torch.compile(self.muon.step)
         self.lr.zero_()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -263,19 +279,20 @@ class Trainer:
         self.averaged.load_state_dict(start)
         return graph.replay
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies on the CPU, by name, of what the next training steps depend on besides corpus and recipe."""
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """Copies, by name, of what the next training steps depend on besides corpus and recipe."""
         tensors = self._tensors() | {"generator.cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             tensors["generator.cuda"] = torch.cuda.get_rng_state(self.device)
-        return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+        return {name: t.detach().to("cpu", copy=True).contiguous().numpy() for name, t in tensors.items()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Continue from a state_dict(), in the same tensors, which a captured graph or the native step holds.
 
         Raises ValueError if the state is from another model or device.
         """
         own = self._tensors()
+        state = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if any(name not in state or state[name].shape != t.shape for name, t in own.items()):
             raise ValueError("state is of a model of other sizes; they must be those of this run")
         devices = {name.removeprefix("generator.") for name in state if name.startswith("generator.")}

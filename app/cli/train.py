@@ -19,7 +19,7 @@ from shakespeare.app.cli.draft import make_draft
 from shakespeare.app.cli.terminal import notice, program, to_type
 from shakespeare.attention_ext import BuildError
 from shakespeare.attention_ext.parts import Dtype, able
-from shakespeare.model.config import POSITIONS
+from shakespeare.model.config import POSITIONS, GPTConfig
 from shakespeare.training.recipe import OWN_TEXT, RECIPES
 
 MODEL_SIZES = ("n_layer", "n_head", "n_embd")
@@ -149,17 +149,15 @@ def train(
     changed.update(parsed_rates(rates))
     if whole_text:
         changed.update(held_out=0.0, test_share=0.0)
-    options.set_threads(threads)
+    if device == "cpu":  # else PyTorch may not be needed
+        options.set_threads(threads)
     directory = out or Path("out") / name
     check_directory(directory, replaces=resume or overwrite)
     text = options.read_corpus(corpus_file)
 
     from shakespeare.app.cli.train_display import watch
-    from shakespeare.lab.machine import check_memory
     from shakespeare.model.checkpoint import load
-    from shakespeare.model.config import GPTConfig
     from shakespeare.model.corpus import alphabet
-    from shakespeare.training.finetuning import recipe_of
     from shakespeare.training.run import train as run
     from shakespeare.training.state import FILE
 
@@ -168,10 +166,14 @@ def train(
         changed.update(minutes=None, eval_every=math.ceil(changes.steps / 20))
     recipe = replace(RECIPES.get(name, OWN_TEXT), **changed)
     if start:
+        from shakespeare.training.finetuning import recipe_of
+
         recipe = recipe_of(recipe, start.model, changes.block_size)
     shape = {name: getattr(recipe, name) for name in (*MODEL_SIZES, *ENDLESS, "block_size")}
     config = GPTConfig(vocab_size=len(alphabet(text)), **shape)
     if device == "cpu":
+        from shakespeare.lab.machine import check_memory
+
         activations = ACTIVATION_BYTES * recipe.batch_chars * recipe.n_embd * recipe.n_layer
         needed = PARAMETER_BYTES * config.num_params + activations
         check_memory(f"n_layer={recipe.n_layer} and n_embd={recipe.n_embd}", needed)
@@ -180,7 +182,9 @@ def train(
             f"the model has {config.num_params:,} parameters, more than the text's {len(text):,} characters: "
             "in a long run it learns the text by heart; --dropout or a smaller model helps"
         )
-    part = part or default_part(name, device, recipe.dropout)
+    part = part or default_part(
+        name, device, recipe.dropout, replace(config, bias=False), Dtype(dtype or "bf16")
+    )
     facts = {"part": None if name in RECIPES and part == "part0" else part, "dtype": dtype, "init": init}
     old_text = None if old_corpus is None else options.read_corpus(old_corpus)
     try:
@@ -238,17 +242,20 @@ def check_directory(directory: Path, replaces: bool) -> None:
         raise click.UsageError(f"{directory} holds a {found}; {give}")
 
 
-def default_part(name: str, device: str, dropout: float) -> str:
+def default_part(name: str, device: str, dropout: float, config: GPTConfig, dtype: Dtype) -> str:
     """part4 if it has a gradient here and compiles, else part0. It compiles before the run's time begins.
 
-    Raises BuildError if there is no GPU for device cuda.
+    config, dtype: of a model without biases, and of products on a GPU. Raises BuildError if a GPU is missing.
     """
     if name in RECIPES or dropout and device == "cpu":
         return "part0"
     if device == "cuda":
-        from shakespeare.attention_ext.cuda.driver import check_gpu
+        from shakespeare.attention_ext.cuda import driver
+        from shakespeare.training.cuda.step import takes
 
-        check_gpu()  # else the launcher would be compiled in vain
+        if takes(config, dtype, driver.gpu()):
+            return "part4"
+        driver.check_gpu()  # else the launcher would be compiled in vain
     try:
         if device == "cuda":
             import_module("shakespeare.attention_ext.cuda.operators")  # compiles the launcher

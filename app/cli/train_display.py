@@ -1,11 +1,11 @@
 """What train shows while it runs: a live picture on a terminal, else a line for each evaluation."""
 
 import contextlib
-import copy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from rich.align import Align
 from rich.bar import Bar
@@ -21,9 +21,12 @@ from shakespeare.app.cli.terminal import notice
 from shakespeare.attention_ext import BuildError
 from shakespeare.lab.race import harmless
 from shakespeare.model.checkpoint import Checkpoint
-from shakespeare.model.gpt import GPT
 from shakespeare.model.tokenizer import CharTokenizer
 from shakespeare.training.schedule import Schedule, Watcher
+
+if TYPE_CHECKING:
+    from shakespeare.training.cuda.trainer import CudaTrainer
+    from shakespeare.training.trainer import Trainer
 
 SAMPLE_SHARE = 0.015  # share of the time that samples may take
 SAMPLE_SECONDS = 3.0  # least time between two samples
@@ -81,8 +84,8 @@ class Picture(Watcher):
         self.sample = ""
         self._drawn = 0.0
 
-    def begin(self, averaged: GPT, tokenizer: CharTokenizer) -> None:
-        self._averaged = averaged
+    def begin(self, trainer: "Trainer | CudaTrainer", tokenizer: CharTokenizer) -> None:
+        self._trainer = trainer
         self._tokenizer = tokenizer
         self._prompt = "\n" if "\n" in tokenizer.characters else tokenizer.characters[0]
         self._next_sample = time.monotonic() + SAMPLE_SECONDS
@@ -105,10 +108,7 @@ class Picture(Watcher):
 
     def write(self) -> str:
         """A sample. If the kernels cannot be compiled, PyTorch's attention is used from now on."""
-        model = self._averaged
-        if next(model.parameters()).is_cuda:
-            model = copy.deepcopy(model).cpu()
-        checkpoint = Checkpoint(model.config, model.weights, self._tokenizer)
+        checkpoint = Checkpoint(self._trainer.config, self._trainer.averages(), self._tokenizer)
         try:
             text = generate(checkpoint, self._prompt, self.tokens, part=self.part, seed=1, context="reset")
             return str(text)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -159,14 +160,17 @@ def _core() -> Any:
 
 def versions() -> tuple[str, ...]:
     """The versions of cuda-core and NVRTC. Raises BuildError if one is missing."""
-    core = _core()
+    try:
+        core = metadata.version("cuda-core")  # to import it takes longer than all else
+    except metadata.PackageNotFoundError:
+        raise missing("cuda.core is missing") from None
     try:
         from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
     except Exception as error:  # cuda-pathfinder has types of its own for a missing library
         raise missing(f"NVRTC cannot be loaded ({_reason(error)})") from None
-    return core.__version__, f"{major}.{minor}"
+    return core, f"{major}.{minor}"
 
 
 def _reason(error: Exception) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -121,6 +121,35 @@ def synchronize(stream: Any = 0) -> None:
     checked(bindings().cuStreamSynchronize(stream))
 
 
+def captured(stream: Any, launches: Callable[[], None]) -> Callable[[], None]:
+    """What launches() gives the stream, which does not run yet, as a CUDA graph; a call launches that."""
+    driver = bindings()
+    checked(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    launches()
+    graph = checked(driver.cuGraphInstantiate(checked(driver.cuStreamEndCapture(stream)), 0))
+    return lambda: checked(driver.cuGraphLaunch(graph, stream))
+
+
+def synchronize_all() -> None:
+    """Wait for all that the current context was given. Raises BuildError if that failed."""
+    checked(bindings().cuCtxSynchronize())
+
+
+class Event:
+    """A moment of a stream."""
+
+    def __init__(self) -> None:
+        self._event = checked(bindings().cuEventCreate(bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def record(self, stream: Any) -> None:
+        """Make it the end of what the stream was given."""
+        checked(bindings().cuEventRecord(self._event, stream))
+
+    def wait(self) -> None:
+        """Wait for the moment; for none, if it was never recorded."""
+        checked(bindings().cuEventSynchronize(self._event))
+
+
 @functools.cache
 def opened(handle: bytes) -> int:
     """The address here of another process's memory, by its handle()."""
@@ -176,6 +205,11 @@ class Memory:
         """Let a stream copy so many bytes of the host to the beginning."""
         checked(bindings().cuMemcpyHtoDAsync(self.address, host.address, size, stream))
 
+    def set_later(self, number: float, stream: Any) -> None:
+        """Let a stream set the first four bytes to a float32."""
+        bits = ctypes.c_uint.from_buffer(ctypes.c_float(number)).value
+        checked(bindings().cuMemsetD32Async(self.address, bits, 1, stream))
+
     def clear_later(self, stream: Any) -> None:
         """Let a stream set all bytes to zero."""
         checked(bindings().cuMemsetD8Async(self.address, 0, self.size, stream))
@@ -230,15 +264,22 @@ class Module:
 
 
 def launch(
-    function: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0, early: bool = False
+    function: Any,
+    blocks: int,
+    threads: int,
+    *arguments: Any,
+    shared: int = 0,
+    early: bool = False,
+    stream: Any = None,
 ) -> None:
-    """Launch a kernel on PyTorch's stream. arguments: ctypes objects. shared: bytes of a block.
+    """Launch a kernel on a stream, by default PyTorch's. arguments: ctypes objects. shared: bytes of a block.
 
     early: before the launch before it ends; the kernel waits for that itself.
     """
-    import torch
+    if stream is None:
+        import torch
 
-    stream = torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream().cuda_stream
     pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     launch_prepared(prepared_launch(blocks, threads, shared, stream, early=early), function, pointers)
 

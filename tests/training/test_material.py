@@ -3,8 +3,8 @@
 import dataclasses
 import tracemalloc
 
+import numpy as np
 import pytest
-import torch
 from training_texts import TINY, words
 
 from shakespeare.model import corpus
@@ -54,7 +54,7 @@ def test_a_long_text_takes_little_memory():
 def test_the_parts_are_the_text_in_order():
     text = words(2001)
     material = divide(text, TINY)
-    whole = torch.cat([material.training, material.validation, material.test])
+    whole = np.concatenate([material.training, material.validation, material.test])
     assert whole.tolist() == CharTokenizer.from_text(text).encode(text)
     assert [len(part) for part in (material.training, material.validation, material.test)] == [1800, 101, 100]
     shipped = divide(text, dataclasses.replace(TINY, test_share=0.0))

@@ -9,14 +9,16 @@ import torch
 from support import naming
 from training_texts import TINY, words
 
+from shakespeare.attention_ext.parts import BuildError
 from shakespeare.model import corpus
 from shakespeare.model.checkpoint import load
 from shakespeare.model.loss import evaluate
 from shakespeare.training import run
+from shakespeare.training.cuda.initial import sinusoids
 from shakespeare.training.material import windows
 from shakespeare.training.recipe import OWN_TEXT, Recipe
 from shakespeare.training.run import train
-from shakespeare.training.trainer import Trainer, sinusoids
+from shakespeare.training.trainer import Trainer
 
 TEXT = "abcdefgh" * 100
 RECIPE = replace(TINY, block_size=8, steps=80, eval_every=30, average=0.8, covered=0.0, test_share=0.0)
@@ -34,7 +36,7 @@ def test_it_learns_and_what_it_saves_has_the_loss_it_records(tmp_path):
 
 def test_the_best_so_far_survives_an_interruption_and_a_divergence(tmp_path, monkeypatch):
     losses = iter([2.0, 1.5, float("nan")])
-    monkeypatch.setattr(run, "evaluate", lambda *_: next(losses))
+    monkeypatch.setattr(Trainer, "evaluate", lambda *_: next(losses))
     with pytest.raises(ValueError, match="the validation loss is nan at step 80: training diverged"):
         train(RECIPE, TEXT, out=tmp_path)
     record = json.loads((tmp_path / "training.json").read_text())
@@ -46,11 +48,11 @@ def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, m
     losses = iter([2.0, 1.5, 1.7])
     seen = []
 
-    def evaluate(model, *_):
-        seen.append(model.transformer.wte.weight.detach().clone())
+    def evaluate(trainer, _):
+        seen.append(trainer.averaged.transformer.wte.weight.detach().clone())
         return next(losses)
 
-    monkeypatch.setattr(run, "evaluate", evaluate)
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
     record = train(RECIPE, TEXT, out=tmp_path)
     assert [(step, loss) for step, _, loss in record["curve"]] == [(30, 2.0), (60, 1.5), (80, 1.7)]
     assert (record["val_loss"], record["best_step"]) == (1.5, 60)
@@ -61,7 +63,7 @@ def test_the_record_has_the_whole_curve_and_the_weights_are_the_best(tmp_path, m
 def test_the_ingredients_of_the_recipe():
     trainer = Trainer(RECIPE, 8, torch.arange(100) % 8, torch.device("cpu"))
     wpe = trainer.model.transformer.wpe.weight
-    torch.testing.assert_close(wpe.detach(), 0.1 * sinusoids(8, 16))
+    torch.testing.assert_close(wpe.detach(), torch.from_numpy(0.1 * sinusoids(8, 16)))
     assert {m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)} == {RECIPE.dropout}
     assert all(group["weight_decay"] == RECIPE.weight_decay for group in trainer.muon.param_groups)
     assert all(group["weight_decay"] == RECIPE.weight_decay for group in trainer.adam.param_groups)
@@ -91,7 +93,9 @@ def test_a_run_with_a_test_part_measures_the_best_weights_on_all_held_out_text(t
     assert evaluate(loaded.model, validation) == pytest.approx(record["val_loss"], abs=1e-5)
     assert evaluate(loaded.model, test) == pytest.approx(record["test_loss"], abs=1e-5)
     watched = min(loss for _, _, loss in record["curve"])
-    assert evaluate(loaded.model, windows(validation, 16, 96)) == pytest.approx(watched, abs=1e-4)
+    assert evaluate(loaded.model, torch.from_numpy(windows(validation.numpy(), 16, 96))) == pytest.approx(
+        watched, abs=1e-4
+    )
     assert record["val_loss"] != pytest.approx(watched, abs=1e-4)
 
 
@@ -137,6 +141,7 @@ def test_a_recipe_keeps_numbers_of_python_and_names_a_wrong_one():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_a_missing_gpu_is_named(tmp_path):
-    with pytest.raises(ValueError, match="device is 'cuda', but PyTorch finds no GPU"):
-        train(RECIPE, TEXT, tmp_path, device="cuda")
+@pytest.mark.parametrize("part", ["part0", "part4"])
+def test_a_missing_gpu_is_named(tmp_path, part):
+    with pytest.raises(BuildError, match="device is 'cuda', and "):
+        train(RECIPE, TEXT, tmp_path, device="cuda", part=part)

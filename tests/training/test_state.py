@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import safetensors.numpy
 import safetensors.torch
 import torch
 from support import ROOT, naming, start_python
@@ -153,26 +155,26 @@ def test_a_killed_run_leaves_a_state_to_go_on_from(tmp_path, native):
     assert (out / "model.safetensors").read_bytes() == (native[1] / "model.safetensors").read_bytes()
 
 
-def tensors(value: float) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((1000,), value)}
+def arrays(value: float) -> dict[str, np.ndarray]:
+    return {"a": np.full(1000, value)}
 
 
 def test_a_failed_write_leaves_the_old_state(tmp_path):
-    save_state(tmp_path, tensors(1.0), {"recipe": {}}, {"n": 1})
+    save_state(tmp_path, arrays(1.0), {"recipe": {}}, {"n": 1})
     full = Mock(side_effect=OSError(28, "No space left on device"))
     for call in ("fsync", "replace"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(files.os, call, full)
             with pytest.raises(OSError, match="No space left"):
-                save_state(tmp_path, tensors(2.0), {"recipe": {}}, {"n": 2})
+                save_state(tmp_path, arrays(2.0), {"recipe": {}}, {"n": 2})
         loaded, progress = load_state(tmp_path, {"recipe": {}})
-        assert progress == {"n": 1} and torch.equal(loaded["a"], tensors(1.0)["a"])
+        assert progress == {"n": 1} and np.array_equal(loaded["a"], arrays(1.0)["a"])
         assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
 def test_damaged_states_are_refused_in_one_sentence(tmp_path):
     run_ = {"recipe": {"seed": 1}}
-    save_state(tmp_path, tensors(1.0), run_, {})
+    save_state(tmp_path, arrays(1.0), run_, {})
     whole_file = (tmp_path / FILE).read_bytes()
     for length in (0, 1, 7, 8, 50, 200, len(whole_file) - 1):
         (tmp_path / FILE).write_bytes(whole_file[:length])
@@ -185,7 +187,7 @@ def test_damaged_states_are_refused_in_one_sentence(tmp_path):
         ("[" * 10_000, "is damaged"),
         ('{"format": 99, "run": {}, "progress": {}}', "is of format 99; it must be 1"),
     ):
-        safetensors.torch.save_file(tensors(1.0), tmp_path / FILE, {"state": about})
+        safetensors.numpy.save_file(arrays(1.0), tmp_path / FILE, {"state": about})
         with pytest.raises(ValueError, match=message):
             load_state(tmp_path, run_)
 
@@ -196,12 +198,12 @@ def test_a_state_with_other_weights_or_without_numbers_is_refused(tmp_path):
         train(**arguments, watcher=StoppedAt(12))
     about = json.loads(safetensors.safe_open(tmp_path / FILE, "pt").metadata()["state"])
     run_, progress, record = about["run"], about["progress"], about["progress"]["record"]
-    stored = safetensors.torch.load_file(tmp_path / FILE)
+    stored = safetensors.numpy.load_file(tmp_path / FILE)
     best = next(name for name in stored if name.startswith("best."))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != FILE}
-    for tensors, changes in (
+    for state, changes in (
         ({name: t for name, t in stored.items() if not name.startswith("best.")}, {}),
-        (stored | {best: torch.zeros(1)}, {}),
+        (stored | {best: np.zeros(1)}, {}),
         (stored, {"best_loss": "1"}),
         (stored, {"best_loss": math.nan}),
         (stored, {"losses": ["1", 1]}),
@@ -212,7 +214,7 @@ def test_a_state_with_other_weights_or_without_numbers_is_refused(tmp_path):
         (stored, {"record": record | {"val_loss": "2"}}),
         (stored, {"record": [record]}),
     ):
-        save_state(tmp_path, tensors, run_, progress | changes)
+        save_state(tmp_path, state, run_, progress | changes)
         with naming(changes), pytest.raises(ValueError, match=r"resume.safetensors is damaged \("):
             train(**arguments, resume=True)
         assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != FILE} == before

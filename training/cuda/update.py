@@ -2,13 +2,12 @@
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from shakespeare.attention_ext.build import nvrtc
 from shakespeare.attention_ext.build.structs import structure
@@ -17,14 +16,21 @@ from shakespeare.attention_ext.cuda.launches import EARLY_LAUNCH
 from shakespeare.attention_ext.cuda.tiles import up
 from shakespeare.attention_ext.parts import Dtype
 from shakespeare.model.config import EMBEDDING, PLACES, GPTConfig
-from shakespeare.training.muon import ITERATIONS
-from shakespeare.training.recipe import BETAS, CLIP, EPSILON, LEAST_NORM, MOMENTUM, QUINTIC, Recipe
+from shakespeare.training.recipe import (
+    BETAS,
+    CLIP,
+    EPSILON,
+    ITERATIONS,
+    LEAST_NORM,
+    MOMENTUM,
+    QUINTIC,
+    Recipe,
+)
 
 FOLDER = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 THREADS = 256  # of a block
 RESIDENT = 2  # blocks of weight_gradients on a multiprocessor
 SLICE_COST = 64  # rows whose products take about as long as writing and reading a slice's sums
-ARGUMENTS: dict = {int: ctypes.c_int, float: ctypes.c_float, Tensor: lambda t: ctypes.c_void_p(t.data_ptr())}
 # The numbers of Muon and AdamW in update.cu.
 FACTORS = {
     **dict(zip(("A1", "A3", "A5"), QUINTIC)),
@@ -43,25 +49,66 @@ TILE, STRIP, PIECE, PACKING = (
 )
 
 
-class Flat:
-    """A model's parameters, gradients, averages and the optimizers' states, each one float32 tensor.
+class Array:
+    """Numbers on the GPU, of `bytes` each, 0 at first. memory, address: a part of another Array's."""
 
-    All are 0 at first. Parameters are in the order of GPTConfig.shapes() and begin at `offsets`. first and
-    second: Muon's momentum and nothing, AdamW's exp_avg and exp_avg_sq. updates: a scalar, their number.
+    def __init__(
+        self, *shape: int, bytes: int = 4, memory: driver.Memory | None = None, address: int = 0
+    ) -> None:
+        self.shape = shape
+        self.bytes = bytes
+        self.memory = memory or driver.Memory(max(1, math.prod(shape)) * bytes)
+        self.address = address or self.memory.address
+
+    @classmethod
+    def of(cls, numbers: NDArray[Any]) -> "Array":
+        """With these numbers."""
+        array = cls(*numbers.shape, bytes=numbers.itemsize)
+        array.memory.write(numbers)
+        return array
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, i: int) -> "Array":
+        address = self.address + i * math.prod(self.shape[1:]) * self.bytes
+        return Array(*self.shape[1:], bytes=self.bytes, memory=self.memory, address=address)
+
+    def read(self) -> NDArray[np.float32]:
+        """Numbers that are float32, when all launches have ended."""
+        driver.synchronize_all()
+        return self.memory.read(np.empty(self.shape, np.float32), self.address - self.memory.address)
+
+
+class Flat:
+    """A model's parameters, gradients, averages and the optimizers' states, each one Array of float32.
+
+    Parameters are in the order of GPTConfig.shapes() and begin `at` a number by their names. first and
+    second: Muon's momentum and nothing, AdamW's exp_avg and exp_avg_sq. updates: one number, theirs.
     """
 
-    def __init__(self, config: GPTConfig, device: torch.device) -> None:
-        self.shapes = list(config.shapes().values())
-        *self.offsets, end = np.cumsum([0, *(up(math.prod(shape), 64) for shape in self.shapes)]).tolist()
-        zeros = (torch.zeros(end, device=device) for _ in FLAT)
-        self.value, self.gradient, self.average, self.first, self.second = zeros
-        self.updates = torch.zeros((), device=device)
+    def __init__(self, config: GPTConfig) -> None:
+        self.shapes = config.shapes()
+        *offsets, end = np.cumsum([0, *(up(math.prod(s), 64) for s in self.shapes.values())]).tolist()
+        self.at = dict(zip(self.shapes, offsets))
+        self.value, self.gradient, self.average, self.first, self.second = (Array(end) for _ in FLAT)
+        self.updates = Array(1)
 
-    def views(self, i: int) -> dict[str, Tensor]:
-        """Parameter i, in its shape, in each of the five tensors."""
-        begin = self.offsets[i]
-        shape = self.shapes[i]
-        return {name: getattr(self, name)[begin : begin + math.prod(shape)].view(shape) for name in FLAT}
+    def read(self, name: str) -> dict[str, NDArray[np.float32]]:
+        """Each parameter's numbers in one of FLAT, in its shape."""
+        numbers = getattr(self, name).read()
+        return {
+            each: numbers[at : at + math.prod(shape)].reshape(shape)
+            for (each, shape), at in zip(self.shapes.items(), self.at.values())
+        }
+
+    def write(self, name: str, arrays: Mapping[str, NDArray[np.float32]]) -> None:
+        """Replace what read() gives."""
+        numbers = np.zeros(len(self.value), np.float32)
+        for each, at in self.at.items():
+            numbers[at : at + arrays[each].size] = arrays[each].ravel()
+        driver.synchronize_all()
+        getattr(self, name).memory.write(numbers)
 
 
 class Weight(NamedTuple):
@@ -97,7 +144,8 @@ class Update:
 
     operands: (dY, X) of the head, the embedding, and of each layer c_attn, attn_proj, c_fc and mlp_proj, each
     (padded rows, width), V rounded up to 32; gradients are dY^T X. dx0: (rows, C) float32, that of the
-    embeddings. losses: (rows,) float32, whose mean is written to the scalar `loss`. packed: the weights as
+    embeddings. losses: (rows,) float32, whose mean is written to `loss` and added to the float64 after it,
+    both of (2,) float64. packed: the weights as
     csrc/cuda/step.h says, of the head and of each layer in that order, for y = x W^T, then for dx = dy W.
     Raises BuildError as driver.Module does.
     """
@@ -107,15 +155,15 @@ class Update:
         config: GPTConfig,
         recipe: Recipe,
         flat: Flat,
-        operands: Sequence[tuple[Tensor, Tensor]],
-        dx0: Tensor,
-        losses: Tensor,
-        loss: Tensor,
+        operands: Sequence[tuple[Array, Array]],
+        dx0: Array,
+        losses: Array,
+        loss: Array,
         dtype: Dtype,
-        index: int,
+        stream: Any,
     ) -> None:
-        on = driver.gpu(index)
-        self.dtype = getattr(torch, dtype.torch_name)
+        on = driver.gpu()
+        self.stream = stream
         self.size = dtype.bytes
         self.config = config
         self.recipe = recipe
@@ -128,7 +176,7 @@ class Update:
         # rows and columns of a tile, bytes of shared memory
         self.products = dict(zip(("weight_gradients", "gram", "polynomial", "apply"), sizes[:2] + sizes[1:]))
 
-        self.at = dict(zip(config.shapes(), flat.offsets))
+        self.at = flat.at
         shapes = [[t.shape[1] for t in pair] for pair in operands]
         self.sums = np.cumsum([0, *map(math.prod, shapes)]).tolist()
         head = self.at[EMBEDDING], config.vocab_size, config.n_embd, self.at["transformer.ln_f.weight"]
@@ -147,9 +195,9 @@ class Update:
         scalars = self.flat.value, self.flat.gradient, self.squares, self.losses, len(self.losses), self.loss
         self._launch("reduce_gradients", self.strips, *scalars, more=1)
 
-    def step(self, fraction: Tensor, decay: Tensor) -> None:
+    def step(self, fraction: Array, decay: Array) -> None:
         """Clip; step the optimizers by a share of the peak rates, and the average by its decay; scalars."""
-        flat = (ctypes.c_void_p * len(FLAT))(*(getattr(self.flat, name).data_ptr() for name in FLAT))
+        flat = (ctypes.c_void_p * len(FLAT))(*(getattr(self.flat, name).address for name in FLAT))
         clip = (self.squares, len(self.squares))
         updates = self.flat.updates
         self._launch("momentum", self.muon, flat, self.x[0], *clip, self.squares_of_x, updates)
@@ -161,26 +209,23 @@ class Update:
         scalars = fraction, decay, float(self.recipe.weight_decay)
         self._launch("update", self.pieces, flat, self.x[ITERATIONS % 2], *clip, updates, *scalars)
 
-    def pack(self) -> None:
-        """Pack the weights for the next passes."""
-        self._launch("pack_weights", self.packings, self.flat.value, self.packed)
+    def pack(self, weights: Array) -> None:
+        """Pack the weights, Flat's values or averages, for the next passes."""
+        self._launch("pack_weights", self.packings, weights, self.packed)
 
-    def _launch(self, name: str, table: Tensor, *arguments: Any, more: int = 0) -> None:
+    def _launch(self, name: str, table: Array, *arguments: Any, more: int = 0) -> None:
         """A block for each job, and `more`."""
-        scalars = [ARGUMENTS.get(type(each), lambda same: same)(each) for each in (table, *arguments)]
+        kinds: dict = {int: ctypes.c_int, float: ctypes.c_float, Array: lambda a: ctypes.c_void_p(a.address)}
+        scalars = [kinds.get(type(each), lambda same: same)(each) for each in (table, *arguments)]
         shared = self.products.get(name, [0])[-1]
         function = self.module.function(name, shared)
-        how = dict[str, Any](shared=shared, early=self.early)
+        how = dict[str, Any](shared=shared, early=self.early, stream=self.stream)
         driver.launch(function, len(table) + more, THREADS, *scalars, **how)
 
-    def _zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(count, dtype=dtype, device=self.flat.value.device)
-
-    def _table(self, dtype: np.dtype, jobs: list[tuple]) -> Tensor:
+    def _table(self, dtype: np.dtype, jobs: list[tuple]) -> Array:
         if dtype is TILE:
             jobs = sorted(jobs, key=lambda tile: -tile[-1])  # the longest sums first
-        data = np.array(jobs, dtype).view(np.uint8).reshape(len(jobs), -1)
-        return torch.from_numpy(data).to(self.flat.value.device)
+        return Array.of(np.array(jobs, dtype))
 
     def _tiles(
         self, name: str, a: tuple, b: tuple, out: int, shape: tuple, norm: tuple = (0, 0)
@@ -199,7 +244,7 @@ class Update:
             for i, j, h, w in _grid(n, height, k, width)
         ]
 
-    def _gradients(self, operands: Sequence[tuple[Tensor, Tensor]], dx0: Tensor, slots: int) -> None:
+    def _gradients(self, operands: Sequence[tuple[Array, Array]], dx0: Array, slots: int) -> None:
         """The tables of gradients(). slots: blocks that the GPU holds at a time."""
         height, width, _ = self.products["weight_gradients"]
         rows = len(operands[0][0])
@@ -209,13 +254,13 @@ class Update:
             return -(-count * slices // slots) * rows / slices + SLICE_COST * slices
 
         slices = _cut(rows, up(-(-rows // min(range(1, slots + 1), key=cost)), 32))
-        self.partials = self._zeros(len(slices) * self.sums[-1])
-        partials = self.partials.data_ptr()
+        self.partials = Array(len(slices) * self.sums[-1])
+        partials = self.partials.address
         tiles = []
         strips = []
         for number, (first, depth) in enumerate(slices):
             for pair, sums in zip(operands, self.sums):
-                a, b = ((t[first].data_ptr(), t.shape[1], 1) for t in pair)
+                a, b = ((t[first].address, t.shape[1], 1) for t in pair)
                 out = partials + (number * self.sums[-1] + sums) * 4
                 tiles += self._tiles("weight_gradients", a, b, out, (a[1], b[1], depth))
         self.tiles = self._table(TILE, tiles)
@@ -225,7 +270,7 @@ class Update:
             T = self.config.block_size
             C = self.config.n_embd
             places = Weight(self.at[PLACES], T, C, gamma=-1, sums=0, matrices=1)
-            every.append((places, dx0.data_ptr(), T * C, len(dx0) // T))
+            every.append((places, dx0.address, T * C, len(dx0) // T))
         for w, sums, slice, count in every:
             embedding = 0 if w.matrices else sums + self.sums[1] * 4
             for i, j, h, _ in _grid(w.rows, THREADS // 2 if w.gamma < 0 else w.rows, w.width, 8):
@@ -234,7 +279,7 @@ class Update:
                 addresses = sums + (w.sums + place) * 4, embedding and embedding + place * 4
                 strips.append((*addresses, slice, w.at + place, gamma, count, h, w.width))
         self.strips = self._table(STRIP, strips)
-        self.squares = self._zeros(len(strips))
+        self.squares = Array(len(strips))
 
     def _optimizers(self) -> None:
         """The tables of step(), and Muon's X, twice, S and P of all matrices."""
@@ -257,20 +302,20 @@ class Update:
                 matrices.append((n, m, x, s, begin, len(pieces) - begin))
                 x += n * m
                 s += n * n
-        self.x = [self._zeros(x, self.dtype) for _ in range(2)]
-        self.square = self._zeros(2 * s, self.dtype)
-        self.squares_of_x = self._zeros(len(pieces))
+        self.x = [Array(x, bytes=self.size) for _ in range(2)]
+        self.square = Array(2 * s, bytes=self.size)
+        self.squares_of_x = Array(len(pieces))
         self.muon = self._table(PIECE, pieces)
         self.iterations = []  # with even and with odd numbers
         for x_now, x_next in (self.x, self.x[::-1]):
             jobs: dict[str, list[tuple]] = {"gram": [], "polynomial": [], "apply": []}
             for n, m, x, at, begin, count in matrices:
-                norm = (self.squares_of_x[begin:].data_ptr(), count)
-                X = x_now[x:].data_ptr()
-                S, P = ((self.square[place:].data_ptr(), n, n) for place in (at, s + at))
+                norm = (self.squares_of_x[begin].address, count)
+                X = x_now[x].address
+                S, P = ((self.square[place].address, n, n) for place in (at, s + at))
                 jobs["gram"] += self._tiles("gram", (X, m, m), (X, m, m), S[0], (n, n, m), norm)
                 jobs["polynomial"] += self._tiles("polynomial", S, S, P[0], (n, n, n))
-                jobs["apply"] += self._tiles("apply", P, (X, m, 1), x_next[x:].data_ptr(), (n, m, n), norm)
+                jobs["apply"] += self._tiles("apply", P, (X, m, 1), x_next[x].address, (n, m, n), norm)
             self.iterations.append({name: self._table(TILE, tiles) for name, tiles in jobs.items()})
         for name, shape in self.config.shapes().items():
             if ".h." not in name or len(shape) == 1:
@@ -290,5 +335,5 @@ class Update:
                 job = w.at, w.gamma, out, w.rows, w.width, n, k, transposed
                 jobs += [(*job, first) for first, _ in _cut(n // 8 * (k // columns), THREADS // 32)]
                 out += n * k
-        self.packed = self._zeros(out, self.dtype)
+        self.packed = Array(out, bytes=self.size)
         self.packings = self._table(PACKING, jobs)

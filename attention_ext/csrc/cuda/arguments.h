@@ -4,7 +4,6 @@
 #ifdef FORMAT
 #include "numbers.h"
 #else  // the launcher, which knows no dtype
-#define RULES 1
 using Element = void;
 struct int4;
 struct float2;
@@ -21,7 +20,6 @@ struct Strides {
     long long batch, head, row;
 };
 
-#if RULES
 // Arrays are null where a rule is not given.
 struct Rules {
     const float *slopes, *sinks;   // (B, H), (H)
@@ -31,7 +29,6 @@ struct Rules {
     int group;                     // heads of q that read one head of k and v
     float softcap, softcap_below;  // times log2(e); 1 / softcap
 };
-#endif
 
 // softmax(scale q k^T) v for every batch and head. q is (B, H, Nq, d); k and v are (B, H, Nk, d); out is
 // (B, H, Nq, d), contiguous, but for kernel 6 with strides; lse, (B, H, Nq), gets the rows' logsumexp unless it
@@ -47,9 +44,7 @@ struct Call {
     int batches, heads, Nq, Nk;
     int causal;
     float scale;
-#if RULES
-    Rules rules;
-#endif
+    Rules rules;  // read where RULES are compiled in
 };
 
 // Beside Call, whose `out` and `lse` are the forward pass's.

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ ptxas info    : Used 64 registers, used 1 barriers, 1024 bytes smem"""
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    monkeypatch.setattr(nvrtc.metadata, "version", Mock(side_effect=nvrtc.metadata.PackageNotFoundError))
     with pytest.raises(BuildError, match=r"^CUDA kernels need .* cuda.core is missing; pip install"):
         nvrtc.versions()
 

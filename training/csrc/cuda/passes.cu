@@ -1,6 +1,7 @@
 // Forward and backward pass of the GPT but for its attention, in 2 L + 1 launches; training/cuda/step.py puts
 // the attention's kernels between them.
 //
+//   take_batch   the next tokens of the text, a block for each window
 //   begin        x <- wte[id] + wpe[t];  qkv <- LN(x) W of the first layer
 //   forward(l)   x <- x + out W;  x <- x + GELU(LN(x) W) W;  qkv <- LN(x) W of the next layer, or the last one:
 //                logits <- LN(x) wte^T, loss, and back to the gradient of the last attention's output
@@ -12,7 +13,7 @@
 // update.cu adds up from the operands that are kept here. Least architecture: sm_80.
 //
 // Macros, by training/cuda/step.py: FORMAT of the operands, sums are float32; EMBD (C), VOCAB (V), HEAD_SIZE
-// (d), THREADS, DROPOUT 1 where numbers are dropped.
+// (d), THREADS, DROPOUT 1 where numbers are dropped, ID the type of a text's tokens.
 #include "step.h"
 
 constexpr int C = EMBD, D = HEAD_SIZE, ROWS = 16, WARPS = THREADS / 32, PIECE = 16 / sizeof(Element);
@@ -295,6 +296,16 @@ __device__ inline void predict(const Step& s) {
     __syncthreads();
     product_in_y<VP, C>(m.wide[0], LONG, s.packed + VP * C);
     normalize_backward(s, 2 * s.layers, false);
+}
+
+// Multiples of the golden ratio, modulo 1, cover the text evenly, however many there are. last: where the last
+// window ends before.
+extern "C" __global__ void take_batch(const Step s, const ID* ids, long long last, double place, double golden) {
+    wait_for_launches();
+    const double at = place + ((double)*s.updates * gridDim.x + blockIdx.x) * golden;
+    const long long start = (long long)((at - floor(at)) * (double)last);
+    long long* const tokens = (long long*)s.tokens + blockIdx.x * (s.T + 1LL);
+    for (int t = threadIdx.x; t <= s.T; t += blockDim.x) tokens[t] = ids[start + t];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) begin(const Step s) {

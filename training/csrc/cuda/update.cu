@@ -250,12 +250,12 @@ __device__ inline void add_slices(float4& x, const float* from, const Strip& str
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     reduce_gradients(const Strip* strips, const float* value, float* gradient, float* squares,
-                     const float* losses, int rows, float* loss) {
+                     const float* losses, int rows, double* loss) {
     wait_for_launches();
     __shared__ float parts[WARPS][8];
     if (blockIdx.x == gridDim.x - 1) {  // beyond the strips
         const float all = total(losses, rows);
-        if (threadIdx.x == 0) *loss = all / rows;
+        if (threadIdx.x == 0) loss[0] = all / rows, loss[1] += loss[0];
         return;
     }
     const Strip strip = strips[blockIdx.x];

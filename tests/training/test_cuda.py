@@ -1,0 +1,195 @@
+"""Training on a GPU by kernels alone: gradients, both optimizers, evaluation; PyTorch is not imported."""
+
+import copy
+import dataclasses
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import torch
+from support import ROOT, naming, printed
+from training_texts import TINY, words
+
+from shakespeare.attention_ext.parts import Dtype
+from shakespeare.model.checkpoint import load
+from shakespeare.model.config import GPTConfig
+from shakespeare.model.gpt import GPT, causal_attention
+from shakespeare.model.loss import evaluate
+from shakespeare.training.cuda.initial import first_weights
+from shakespeare.training.cuda.trainer import CudaTrainer
+from shakespeare.training.recipe import SIZES, Recipe
+from shakespeare.training.run import train
+from shakespeare.training.trainer import Trainer
+
+RECIPE = Recipe(16, steps=1, dropout=0.0, batch_chars=64, n_layer=2, n_head=2, n_embd=32, average=0.8)
+# Batch, block, V, C, heads, layers, and the window of an endless model
+ON_GPU = [
+    (4, 16, 12, 32, 2, 2),
+    (33, 5, 65, 64, 4, 3),
+    (2, 200, 130, 96, 3, 1),
+    (300, 9, 7, 32, 1, 1),
+    (32, 128, 65, 128, 4, 2),
+    (2, 70, 9, 64, 2, 2, 20),
+]
+
+
+def recipe_of(sizes, recipe: Recipe = RECIPE) -> Recipe:
+    batch, block, _, C, H, layers, *window = sizes
+    endless = dict(positions="alibi", window=window[0]) if window else {}
+    change = endless | dict(block_size=block, batch_chars=batch * block, n_embd=C, n_head=H, n_layer=layers)
+    return dataclasses.replace(recipe, **change)
+
+
+def trainer(sizes=ON_GPU[0], factor=1.0, recipe=RECIPE, dtype=Dtype.FP32) -> CudaTrainer:
+    """A trainer of a model of these sizes, whose first weights are multiplied by a factor."""
+    V = sizes[2]
+    recipe = recipe_of(sizes, recipe)
+    shape = {name: getattr(recipe, name) for name in (*SIZES, "dropout")}
+    config = GPTConfig(vocab_size=V, bias=False, **shape)
+    weights = {name: factor * weight for name, weight in first_weights(config, recipe.seed)[0].items()}
+    ids = np.random.default_rng(1).integers(V, size=500).astype(np.uint8)
+    return CudaTrainer(recipe, config, ids, dtype, weights)
+
+
+def tokens_of(sizes, seed=0) -> np.ndarray:
+    batch, block, V, *_ = sizes
+    return np.random.default_rng(seed).integers(V, size=(batch, block + 1))
+
+
+def test_gradients_and_loss(gpu):
+    for sizes, factor in itertools.product(ON_GPU, (1.0, 5.0)):
+        native, tokens = trainer(sizes, factor), tokens_of(sizes)
+        model = copy.deepcopy(GPT.from_weights(native.config, native.flat.read("value"))).double()
+        for block in model.transformer.h:
+            block.attn.attend = causal_attention
+        logits = model(torch.from_numpy(tokens[:, :-1]))
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), torch.from_numpy(tokens[:, 1:]).flatten()
+        )
+        loss.backward()
+        native.native.tokens.memory.write(tokens)
+        native.native.gradients()
+        native.native.gradients()
+        with naming(sizes, factor):
+            assert native.take_losses() == pytest.approx(2 * float(loss), rel=1e-5)
+            assert native.take_losses() == 0
+            found = native.flat.read("gradient")
+            for name, p in model.named_parameters():
+                with naming(name):
+                    allowed = 1e-4 * float(p.grad.abs().max()) + 1e-9
+                    torch.testing.assert_close(
+                        torch.from_numpy(found[name]).double(), p.grad, rtol=0, atol=allowed
+                    )
+
+
+def test_the_training_step_follows_pytorchs(gpu):
+    """Tokens, losses, weights, averages and the optimizers' states, from the same gradients each time."""
+    native = trainer()
+    ids = torch.from_numpy(np.random.default_rng(1).integers(12, size=500))
+    pytorchs = Trainer(RECIPE, 12, ids, torch.device("cpu"), "part0")
+    for name, p in pytorchs.model.named_parameters():
+        p.data.copy_(torch.from_numpy(native.flat.read("value")[name]))
+    pytorchs.averaged.load_state_dict(pytorchs.model.state_dict())
+    start = {name: p.detach().clone() for name, p in pytorchs.model.named_parameters()}
+    for step in range(6):
+        pytorchs.advance((step + 1) / 6, 0.8)
+        native._rate.memory.write(np.float32([(step + 1) / 6]))
+        native._decay.memory.write(np.float32([0.8]))
+        native.native.take_batch()
+        native.native.gradients()
+        gradients = {name: p.grad.numpy() for name, p in pytorchs.model.named_parameters()}
+        native.flat.write("gradient", gradients)
+        native.native.update(native._rate, native._decay)
+        assert native.take_losses() == pytest.approx(pytorchs.take_losses(), rel=1e-4)
+    found = {name: native.flat.read(name) for name in ("value", "average", "first", "second")}
+    for (name, p), average in zip(pytorchs.model.named_parameters(), pytorchs.averaged.parameters()):
+        moved = float((p.detach() - start[name]).abs().max())
+        state = {**pytorchs.muon.state, **pytorchs.adam.state}[p]
+        with naming(name):
+            np.testing.assert_allclose(found["value"][name], p.detach(), rtol=0, atol=1e-3 * moved)
+            np.testing.assert_allclose(found["average"][name], average.detach(), rtol=0, atol=1e-3 * moved)
+            first = state.get("momentum", state.get("exp_avg"))
+            np.testing.assert_allclose(found["first"][name], first, atol=1e-3 * float(first.abs().max()))
+            if "exp_avg_sq" in state:
+                second = state["exp_avg_sq"]
+                largest = float(second.abs().max())
+                np.testing.assert_allclose(found["second"][name], second, atol=1e-3 * largest)
+    assert native.flat.updates.read()[0] == 6
+
+
+def test_equal_bits_and_a_state(gpu):
+    """Two runs in bf16, with dropout; one continues from a state."""
+    recipe = dataclasses.replace(RECIPE, dropout=0.2)
+    seen = []
+    for resumed in (False, True):
+        native = trainer(recipe=recipe, dtype=Dtype.BF16)
+        for step in range(8):
+            if resumed and step == 5:
+                state = native.state_dict()
+                native = trainer(recipe=recipe, dtype=Dtype.BF16)
+                native.load_state_dict(state)
+            native.advance(1.0, 0.8)
+        seen.append(native.state_dict())
+    for name, array in seen[0].items():
+        assert np.isfinite(array).all() and np.array_equal(array, seen[1][name]), name
+    with pytest.raises(ValueError, match="of other sizes"):
+        trainer(ON_GPU[1]).load_state_dict(state)
+
+
+def test_evaluation_is_pytorchs(gpu):
+    for sizes in ON_GPU:
+        for dropout in (0.0, 0.3):
+            native = trainer(sizes, 3.0, dataclasses.replace(RECIPE, dropout=dropout))
+            _, T, V, *_ = sizes
+            model = GPT.from_weights(native.config, native.averages())
+            text = np.random.default_rng(2).integers(V, size=7 * T + 3)
+            for ids in (text, text[: 6 * T + 6].reshape(6, T + 1)):
+                with naming(sizes, dropout, ids.ndim):
+                    right = evaluate(model, torch.from_numpy(ids))
+                    assert native.evaluate(ids) == pytest.approx(right, rel=1e-5)
+
+
+def test_a_run_learns_and_records_the_loss_of_what_it_saves(gpu, tmp_path):
+    text = words(8000)
+    recipe = dataclasses.replace(TINY, n_embd=32, dropout=0.0)
+    record = train(recipe, text, tmp_path, "cuda", part="part4", dtype=Dtype.FP32)
+    assert record["curve"][-1][2] < record["curve"][0][2] and "torch" not in record
+    loaded = load(str(tmp_path))
+    ids = torch.tensor(loaded.tokenizer.encode(text))
+    assert evaluate(loaded.model, ids[7600:]) == pytest.approx(record["test_loss"], abs=1e-5)
+    on_cpu = train(recipe, text, tmp_path / "cpu")
+    assert record["test_loss"] == pytest.approx(on_cpu["test_loss"], abs=1e-3)
+
+
+WITHOUT_A_GPU = """
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, "tests")
+import cuda_on_cpu
+from shakespeare.attention_ext.cuda import driver
+from shakespeare.attention_ext.cuda.launches import Gpu
+fake = cuda_on_cpu.Driver()
+fake.cuMemsetD32Async = fake.cuCtxSynchronize = lambda *_: (0,)
+driver.bindings = lambda: fake
+driver.gpu = lambda index=0: Gpu("none", (8, 0), 163 * 1024, 108)
+driver.activate = driver.stream = lambda index=0: None
+driver.launch = driver.launch_prepared = lambda *_, **__: None
+driver.prepared_launch = lambda *_, **__: SimpleNamespace()
+driver.captured = lambda stream, launches: launches() or (lambda: None)
+driver.Event = SimpleNamespace
+driver.Module = lambda source: SimpleNamespace(function=lambda *_: 0, ints=lambda name, n: n * [64])
+from shakespeare.app.cli import main
+try: main(sys.argv[1:])
+except SystemExit as end: assert not end.code
+print("torch" in sys.modules)
+"""
+
+
+def test_pytorch_is_not_imported(tmp_path, extension):
+    """With launches that do nothing: by the command line, evaluations, files and the draft."""
+    (tmp_path / "text.txt").write_text(words(8000))
+    own = ["train", "mine", "--corpus", tmp_path / "text.txt", "--steps", 3, "--device", "cuda", "--out"]
+    for more in ([], ["--whole-text"]):
+        command = [sys.executable, "-c", WITHOUT_A_GPU, *own, tmp_path / "out", "--overwrite", *more]
+        assert printed(*map(str, command), cwd=ROOT).endswith("\nFalse\n"), more
