@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ LEFT_OUT = ("bindings.cpp", "c_api.cpp")  # the page has no Python
 # Of training/recipe.py, for the page's runs.
 RUN = ("SHORTEST", "MOST_EVALUATED", "MOST_WATCHED", "EVALUATIONS", "LONGEST_WAIT", "MARGIN", "GOLDEN")
 MODEL = "shakes256"  # the page begins with it, and with the first of the precisions
-PRECISIONS = {"bf16": "bf16, smaller", "fp32": "fp32, exact"}  # how the page names them
+PRECISIONS = ("bf16", "fp32")
 WEIGHTS = ".planes.gz"  # how the names of weights end
 STAMP = "shakespeare-page.json"  # names the files of a page in its folder
 MAKER = "gpt.py web --build"  # in the stamp
@@ -122,8 +122,11 @@ def facts() -> str:
     tables = {
         "MODEL": MODEL,
         "MODELS": models(),
-        "WEIGHTS": PRECISIONS,
         "PRECISIONS": list(Precision),
+        "PARTS": [
+            {"name": part.name, "operator": part.operator} for part in PARTS.values() if part.operator
+        ],
+        "BLOCK": [field.name for field in fields(traffic.Block)],
         "TILE": default_tile.DEFAULT,
         "SLIDERS": sliders,
         "OFF": OFF,

@@ -289,6 +289,20 @@ const scenarios = {
     return { said: bySliders, maps: await numberOf("#maps canvas") };
   },
 
+  // What the page leaves of addresses: of good choices, of each wrong value, and of a random seed.
+  async address({ choices, wrong }) {
+    const left = async (query) => {
+      await page.goto("about:blank");
+      await page.goto(`${home}#race?${query}`);
+      await until("the choices", () => document.getElementById("length").value !== "" && document.title.startsWith("Race"));
+      return Object.fromEntries(new URLSearchParams(new URL(page.url()).hash.split("?")[1]));
+    };
+    const made = { kept: await left(new URLSearchParams(choices)), left: [] };
+    for (const query of wrong) made.left.push(await left(query));
+    made.random = (await left("seed=-1")).seed;
+    return made;
+  },
+
   // Every part's frames, to the end; where the canvas is drawn.
   async tiles() {
     await open({ length: 60 }, 60);

@@ -72,7 +72,6 @@ const calls = {
   build: () => build(),
   block: () => session.block(),
   distribution: (a) => [formulas.softmax(a.logits), session.distribution(a)].map((p) => Array.from(p)),
-  parts: () => session.kernels.parts,
   // 'fine', or why a checkpoint is refused.
   check(a) {
     readCheckpoint(files(a));
@@ -106,9 +105,7 @@ const calls = {
     const { S, P, O } = formulas.results(session.heads({ layer, head }), T, d, sizes.left);
     return { history: formulas.online(S, i, { N: T, ...sizes }), S: Array.from(S), P: Array.from(P), O: Array.from(O) };
   },
-  parse: ({ fragment }) => state.parse(fragment),
-  command: ({ choices, own }) => state.commandFor({ ...state.parse("").choices, ...choices }, own),
-  format: ({ view, choices }) => state.format(view, choices),
+  command: ({ choices, own }) => state.commandFor(choices, own),
 };
 
 for await (const line of createInterface({ input: process.stdin })) {

@@ -163,6 +163,24 @@ def test_a_link_shows_the_weight_and_the_frame(visit):
     assert made["other"].startswith("Frame 31 of") and made["title"].startswith("Tiles – ")
 
 
+WRONG = """
+    seed=-2 seed=18446744073709551616 length=0 length=1.5 length=1e9 temperature=-1 topp=0 window=5000
+    l1=60 n=33 br=0 part=flash weights=int8 layer=-2 key=-2 frame=1.5 length= branches=3:65.5
+    branches=0.5:65,:,3 model=constructor where=moon foo=1 __proto__=2
+""".split()
+
+
+@IN_BOTH
+def test_the_address_keeps_all_choices_and_ignores_values_out_of_their_range(visit):
+    choices = {"prompt": "To be, & not?\n#", "seed": "18446744073709551615", "temperature": 0, "br": 48}
+    choices |= {"branches": "3:120", "topp": 0.777, "stop": "\n", "trainseed": 7, "pace": 0, "length": 5}
+    many = [*WRONG, f"script={'x' * 4001}"]
+    made = visit("address", choices=choices, wrong=many)
+    assert made["kept"] == {name: str(value) for name, value in choices.items()}
+    assert dict(zip(many, made["left"], strict=True)) == dict.fromkeys(many, {})
+    assert made["random"] != "1337" and made["random"].isdigit()
+
+
 def test_tiles_shows_every_part(visit):
     made = visit("tiles")
     assert list(made) == [name for name, part in PARTS.items() if part.operator]

@@ -164,30 +164,9 @@ def test_m_and_l_are_the_rows_maximum_and_sum(node):
     assert torch.allclose(torch.tensor(made["O"]).view(T, 32), P @ v, atol=1e-5)
 
 
-def test_the_address_keeps_all_choices(node):
-    first = node("parse", fragment="")
-    assert first["view"] == "write" and node("format", **first) == "#write"
-    choices = first["choices"] | {
-        "prompt": "To be, & not?\n#",
-        "seed": "18446744073709551615",
-        "temperature": 0,
-        "branches": "3:120",
-    }
-    address = node("format", view="tiles", choices=choices)
-    assert node("parse", fragment=address) == {"view": "tiles", "choices": choices}
-    assert node("parse", fragment="#nothing?length=x&foo=1&__proto__=2") == first
-
-
-def test_a_value_out_of_its_range_is_ignored(node):
-    for wrong in """
-        seed=-2 seed=18446744073709551616 length=0 length=1.5 length=1e9 temperature=-1 topp=0 window=5000
-        l1=60 n=33 br=0 part=flash weights=int8 layer=-2 key=-2 frame=1.5 length= branches=3:65.5
-        branches=0.5:65,:,3
-    """.split():
-        found = node("parse", fragment=f"#race?{wrong}")["choices"]
-        assert found == node("parse", fragment="")["choices"], wrong
-
-
+DEFAULTS = dict(model="shakes256", weights="bf16", where="browser", prompt="ROMEO:", seed="1337", length=250)
+DEFAULTS |= dict(context="slide", stop="", branches="")
+DEFAULTS |= {name.replace("_", ""): known.default for name, known in SETTINGS.items() if known.slider}
 RESET = dict(length=300, context="reset", topk=10, topp=0.9, temperature=0.77, prompt="- it's")
 STOP = dict(length=200, stop="\n", prompt="", temperature=1.5, seed="9223372036854775807")
 
@@ -196,7 +175,7 @@ STOP = dict(length=200, stop="\n", prompt="", temperature=1.5, seed="92233720368
 @pytest.mark.usefixtures("wasm")
 @pytest.mark.parametrize("choices", [full(RESET), STOP], ids=["reset", "stop"])
 def test_the_command_writes_the_same_text(node, extension, choices):
-    words = shlex.split(node("command", choices=choices)["command"])
+    words = shlex.split(node("command", choices=DEFAULTS | choices)["command"])
     assert words[:2] == ["python", "gpt.py"]
     shown = printed(sys.executable, *words[1:])
     node.load(precision="bf16")
@@ -214,5 +193,5 @@ def test_no_command_is_shown_where_none_writes_the_same_text(node):
         ({"branches": "3:65"}, False, "it has a branch"),
         ({"seed": "9223372036854775808"}, False, "its seeds end at 9223372036854775807"),
     ):
-        made = node("command", choices=choices, own=own)
+        made = node("command", choices=DEFAULTS | choices, own=own)
         assert why in made["why"] and "command" not in made

@@ -1,10 +1,10 @@
 // The decoder for a page: JavaScript fills in a checkpoint's tensors, opens a decoder and writes with it.
 // The page closes what it opens, and drops the whole instance after refuse().
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <numeric>
-#include <string>
 #include <vector>
 
 #include "generation/csrc/decoder.h"
@@ -55,14 +55,6 @@ Writer* page_open_decoder(const Checkpoint* checkpoint, int32_t precision, int32
 
 EXPORT(close_decoder) void page_close_decoder(Writer* writer) { delete writer; }
 
-// The names of the operators of PARTS, each followed by a line end.
-EXPORT(names) const char* page_names() {
-    static std::string lines;
-    lines.clear();
-    for (const Part& part : PARTS) lines += std::string(part.name) + '\n';
-    return lines.c_str();
-}
-
 EXPORT(begin_text) void page_begin_text(Writer* writer, uint64_t seed, const SamplingNumbers* sampling) {
     writer->uniforms = Uniforms(seed);
     writer->decoder.set_sampling(0, {*sampling});
@@ -112,10 +104,8 @@ void page_distribution(const float* logits, int32_t V, const int32_t* ids, int32
     std::transform(weight.begin(), weight.end(), to, [&](double w) { return w / total; });
 }
 
-// The sizes that the kernels are compiled with, as lab/traffic.py names them.
-EXPORT(lanes) int32_t page_lanes() { return static_cast<int32_t>(simd::lanes()); }
-EXPORT(panel) int32_t page_panel() { return static_cast<int32_t>(simd::panel()); }
-EXPORT(rows) int32_t page_rows() { return static_cast<int32_t>(simd::rows()); }
-EXPORT(part2_tile) int32_t page_part2_tile() { return part2::T; }
-EXPORT(part2_depth) int32_t page_part2_depth() { return part2::DEPTH; }
-EXPORT(part4_step) int32_t page_part4_step() { return part4::STEP; }
+// The sizes that the kernels are compiled with, in the order of Block in lab/traffic.py.
+EXPORT(block) void page_block(double* to) {
+    const std::array sizes{simd::lanes(), simd::panel(), simd::rows(), part2::T, part2::DEPTH, part4::STEP};
+    std::copy(sizes.begin(), sizes.end(), to);
+}

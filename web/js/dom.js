@@ -28,7 +28,7 @@ export function make(tag, properties = {}, ...children) {
 
 export const copy = (id) => $(id).content.firstElementChild.cloneNode(true);
 
-export const option = (value, label = value) => make("option", { value, textContent: label });
+export const option = (value, label, defaultSelected = false) => make("option", { value, textContent: label, defaultSelected });
 
 // heading: null for a row without one. cells: texts or elements.
 /** @param {string | null} heading @param {...(Node | string)} cells */
@@ -51,6 +51,9 @@ export function colour(name) {
   probe.remove();
   return rgb.match(/\d+/g).slice(0, 3).map(Number);
 }
+
+// part4_flash: flash
+export const algorithmOf = (operator) => operator.replace(/.*?_/, "").replaceAll("_", " ");
 
 export const shown = (character) => ({ "\n": "⏎", " ": "␣" })[character] ?? character;
 

@@ -12,7 +12,6 @@ export class Engine {
   isPaced = true;
   /** @type {import("./facts.js").Config} */ config;
   /** @type {string[]} the vocabulary */ characters;
-  /** @type {{ name: string, algorithm: string }[]} */ parts;
   /** @type {string} */ gpuName;
   /** @type {string | undefined} why the CPU writes in place of the GPU */ why;
 

@@ -4,10 +4,12 @@
 export const MODEL: string;
 /** Each model's files: config.json, the vocabulary, and the paths of its weights by precision. */
 export const MODELS: Record<string, { config: Config; characters: string[]; weights: Record<string, string> }>;
-/** How the page calls the precisions of weights. */
-export const WEIGHTS: Record<string, string>;
 /** The kernels' precisions, in their order. */
 export const PRECISIONS: string[];
+/** The parts that are kernels, in their order. */
+export const PARTS: { name: string; operator: string }[];
+/** Names of the sizes that the kernels are compiled with. */
+export const BLOCK: string[];
 /** Br and Bc of part 4. */
 export const TILE: [number, number];
 /** The settings of sampling with a slider: least, most (null: the vocabulary) and step. */

@@ -1,9 +1,8 @@
 // @ts-check
 // The page's files, each requested once: the kernels and the weights of the address at once, before the other modules,
 // because they are most of a first visit's bytes.
-import { MODELS } from "./facts.js";
+import { MODEL, MODELS } from "./facts.js";
 import { build } from "./kernels.js";
-import { parse } from "./state.js";
 
 export const KERNELS = `kernels-${build()}.wasm`; // this browser's
 /** @type {(model: string, precision: string) => string} */
@@ -36,6 +35,7 @@ async function loaded(path) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
 }
 
-const { model, weights } = parse(location.hash).choices;
+const chosen = new URLSearchParams(location.hash.split("?")[1]); // its fields may not be there yet
+const row = (table, name, usual) => table[Object.hasOwn(table, chosen.get(name)) ? chosen.get(name) : usual];
 file(KERNELS);
-file(weightsOf(model, weights));
+file(row(row(MODELS, "model", MODEL).weights, "weights", "bf16"));

@@ -1,17 +1,15 @@
 // @ts-check
 // The page: the choices, the model, the views.
-import { $, option, say } from "./dom.js";
+import { $, say } from "./dom.js";
 import { AttentionView } from "./attention.js";
 import { Closed } from "./engine.js";
-import { MODELS } from "./facts.js";
-import { bind } from "./fields.js";
+import { bind, format, namesView, parse } from "./choices.js";
 import { paths } from "./files.js";
 import { build } from "./kernels.js";
 import { MeasureView } from "./measure.js";
 import { openFiles, openModel } from "./models.js";
 import { RaceView } from "./race.js";
 import { openServer } from "./server.js";
-import { format, namesView, parse } from "./state.js";
 import { TilesView } from "./tiles.js";
 import { TrainView } from "./train.js";
 import { WallView } from "./wall.js";
@@ -33,7 +31,6 @@ class Page {
     say("build", `The kernels are the ${build() === "relaxed" ? "relaxed " : ""}SIMD build.`);
     this.server = await openServer();
     Object.assign(this.choices, this.follow());
-    $("model").replaceChildren(...Object.keys(MODELS).map((name) => option(name)));
     bind((changes) => this.choose(changes));
     this.views = Object.fromEntries(Object.entries(VIEWS).map(([name, View]) => [name, new View(this)]));
     this.views.write.fill();
@@ -137,7 +134,6 @@ class Page {
   use(engine) {
     this.engine?.close();
     this.engine = engine;
-    this.views.race.offer(engine.parts);
     $("loading").hidden = true;
     return engine;
   }

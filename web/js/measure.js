@@ -1,7 +1,7 @@
 // @ts-check
 // The view Measure: a roofline of one worker on this machine, after Williams, Waterman & Patterson 2009.
 import { $, brief, bytes, make, number, on, say, tableRow } from "./dom.js";
-import { STEPS, TILE } from "./facts.js";
+import { PARTS, STEPS, TILE } from "./facts.js";
 import { streams, traffic } from "./traffic.js";
 
 const N = 1024,
@@ -32,7 +32,7 @@ export class MeasureView {
       say("measure-status", `Reads from ${bytes(size)} …`);
       bandwidths.push(await engine.call("bandwidth", { bytes: size }));
     }
-    for (const { name: part } of engine.parts) {
+    for (const { name: part } of PARTS) {
       say("measure-status", `${part} …`);
       const { milliseconds, scratch } = await engine.call("attention", { part, ...CALL });
       const counted = streams(part, call), // null for a part without counts

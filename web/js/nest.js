@@ -98,6 +98,8 @@ export class Nest {
     return fail(this.at, `a number was expected, not ${shown}`);
   }
 
+  divide(x, y) { return Math.floor(x / (y || fail(this.at, "a divisor that is not 0 was expected"))); }
+
   span(value) {
     if (typeof value === "number") return span(value, value + 1);
     if (typeof value !== "string") return value;

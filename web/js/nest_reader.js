@@ -1,12 +1,10 @@
 // @ts-check
 // Reads a loop nest (nest.js): what its lines say becomes functions of a walk.
+import { Expression, FUNCTIONS, OPERATORS } from "./expressions.js";
 import { fail, size, span } from "./nest_values.js";
 
-const MOST_DEPTH = 30; // parentheses
-
-const TOKEN = /[A-Za-z]\w*|\d+|\+=|\S/g;
-
-const FUNCTIONS = {
+const VALUES = {
+  ...FUNCTIONS,
   first: (run, x) => run.span(x).a,
   end: (run, x) => run.span(x).b,
   size: (run, x) => size(run.span(x)),
@@ -18,95 +16,31 @@ const FUNCTIONS = {
     const { a, b } = run.counted(j, "key");
     return span(a, Math.min(run.N, b + run.left), "query");
   },
-  min: (run, x, y) => Math.min(run.number(x), run.number(y)),
-  max: (run, x, y) => Math.max(run.number(x), run.number(y)),
 };
-const OPERATORS = {
-  "+": (run, x, y) => run.number(x) + run.number(y),
-  "-": (run, x, y) => run.number(x) - run.number(y),
-  "*": (run, x, y) => run.number(x) * run.number(y),
-  "/": (run, x, y) => Math.floor(run.number(x) / (run.number(y) || fail(run.at, "a divisor that is not 0 was expected"))),
+const RANGES = {
   "&": (run, x, y) => run.both(run.span(x), run.span(y)),
   in: (run, x, y) => run.within(run.span(x), run.span(y)),
 };
-const LEVELS = [["in", "&"], ["+", "-"], ["*", "/"]]; // of operators, those that bind least first
-const WORDS = ["for", "of", "in", "if", "frame", "read", "write", "multiply", "tiles", "matrix", ...Object.keys(FUNCTIONS)];
+const WORDS = ["for", "of", "in", "if", "frame", "read", "write", "multiply", "tiles", "matrix", ...Object.keys(VALUES)];
 
 // A line of the script; what it reads becomes functions of a Nest.
-class Line {
+class Line extends Expression {
   at = 0; // its number
   code = "";
   comment = "";
   indent = 0;
+  functions = VALUES;
+  operators = [RANGES, ...OPERATORS];
+  words = WORDS;
 
   constructor(text, at) {
     const [code, ...comment] = text.split("#");
+    super(code);
     Object.assign(this, { at, code: code.trim(), comment: comment.join("#").trim(), indent: code.search(/\S/) });
-    this.tokens = code.match(TOKEN) ?? [];
-    this.next = this.depth = 0;
   }
-
-  get token() { return this.tokens[this.next] ?? ""; }
 
   expected(what) {
     fail(this.at, `${what} was expected, not ${this.token ? `“${this.token}”` : "the end of the line"}`);
-  }
-
-  takes(token) {
-    const isHere = this.token === token;
-    if (isHere) this.next++;
-    return isHere;
-  }
-
-  must(token) { if (!this.takes(token)) this.expected(`“${token}”`); }
-
-  name(what) {
-    const { token } = this;
-    if (!/^[A-Za-z]/.test(token) || WORDS.includes(token)) this.expected(what);
-    this.next++;
-    return token;
-  }
-
-  // A value whose operators bind at least as tightly as the level's.
-  value(level = 0) {
-    if (level === LEVELS.length) return this.atom();
-    let left = this.value(level + 1);
-    while (LEVELS[level].includes(this.token)) {
-      const call = OPERATORS[this.tokens[this.next++]],
-        [x, y] = [left, this.value(level + 1)];
-      left = (run) => call(run, x(run), y(run));
-    }
-    return left;
-  }
-
-  // (value) or (value, value), of so many values
-  values(count) {
-    this.must("(");
-    if (this.depth++ === MOST_DEPTH) this.expected(`a value in at most ${MOST_DEPTH} parentheses`);
-    const values = Array.from({ length: count }, (_, n) => {
-      if (n) this.must(",");
-      return this.value();
-    });
-    this.must(")");
-    this.depth--;
-    return values;
-  }
-
-  atom() {
-    const { token } = this;
-    if (token === "(") return this.values(1)[0];
-    if (/^\d/.test(token)) {
-      this.next++;
-      return () => Number(token);
-    }
-    if (Object.hasOwn(FUNCTIONS, token)) {
-      const call = FUNCTIONS[token];
-      this.next++;
-      const given = this.values(call.length - 1);
-      return (run) => call(run, ...given.map((x) => x(run)));
-    }
-    const name = this.name("a number or a name");
-    return (run) => run.get(name);
   }
 
   // M, M[rows] or M[rows, columns]

@@ -1,8 +1,8 @@
 // @ts-check
 // The view Race: the parts write the same text one after the other.
-import { $, brief, copy, make, number, onSubmit, say, tableRow } from "./dom.js";
+import { $, algorithmOf, brief, copy, make, number, onSubmit, say, tableRow } from "./dom.js";
 import { encode } from "./checkpoint.js";
-import { FASTEST } from "./facts.js";
+import { FASTEST, PARTS } from "./facts.js";
 import { openModel } from "./models.js";
 
 const CASE = { heads: 4, N: 1024, d: 32 };
@@ -13,30 +13,23 @@ const WARM_UPS = 2; // browsers optimise a kernel after its first runs
 
 export class RaceView {
   /** @type {import("./engine.js").Engine | undefined} */ engine;
-  /** @type {{ name: string, algorithm: string }[]} */ parts;
-
   /** @type {Promise<any> | undefined} the engine of MODEL */
   usual;
 
   constructor(page) {
     this.page = page;
+    this.lanes = Object.fromEntries(PARTS.map(this.newLane));
     onSubmit("race-form", (button) => {
       page.measured("race", button, () => this.run(page.choices.window, page.choices.count));
     });
   }
 
-  offer(parts) {
-    if (this.parts) return;
-    this.parts = parts;
-    this.lanes = Object.fromEntries(parts.map((part) => [part.name, this.newLane(part)]));
-  }
-
-  newLane({ name, algorithm }) {
+  newLane({ name, operator }) {
     const box = copy("lane"),
       [title, time, text] = box.children;
-    title.append(name, make("small", {}, algorithm));
+    title.append(name, make("small", {}, algorithmOf(operator)));
     $("lanes").append(box);
-    return { box, time, text };
+    return [name, { box, time, text }];
   }
 
   hide() { this.cancelled = true; }
@@ -45,14 +38,13 @@ export class RaceView {
     this.cancelled = false;
     say("race-status", `Loading ${MODEL} …`);
     this.engine = this.page.own ? this.page.engine : await (this.usual ??= openModel(MODEL, "bf16"));
-    this.offer(this.engine.parts);
     const past = await this.past(Math.min(size, this.engine.config.block_size));
     for (const lane of Object.values(this.lanes)) {
       lane.text.textContent = lane.time.textContent = "";
       lane.box.classList.remove("won");
     }
     const totals = {};
-    for (const { name: part } of [...this.parts].reverse()) {
+    for (const { name: part } of [...PARTS].reverse()) {
       if (this.cancelled) break;
       say("race-status", `${part} writes ${count} characters, each after reading ${number(past.length)} again …`);
       totals[part] = await this.measure(part, past, count);
@@ -102,9 +94,9 @@ export class RaceView {
   // Bars with the time of one call of attention.
   async alone() {
     const calls = [];
-    for (const { name: part, algorithm } of this.parts) {
+    for (const { name: part, operator } of PARTS) {
       const { milliseconds } = await this.engine.call("attention", { part, ...CASE });
-      calls.push({ part, title: `${part}, ${algorithm}`, milliseconds });
+      calls.push({ part, title: `${part}, ${algorithmOf(operator)}`, milliseconds });
     }
     const timeOf = (name) => calls.find(({ part }) => part === name).milliseconds,
       gain = brief(timeOf("part1") / timeOf("part4")),

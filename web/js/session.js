@@ -1,6 +1,6 @@
 // @ts-check
 // The work of the page's worker: it holds a checkpoint and answers calls by name. It uses no DOM, so it runs in node.
-import { NESTS, PRECISIONS, TILE } from "./facts.js";
+import { BLOCK, NESTS, PRECISIONS, TILE } from "./facts.js";
 import { simulate } from "./caches.js";
 import { readCheckpoint } from "./checkpoint.js";
 import { Kernels } from "./kernels.js";
@@ -13,21 +13,20 @@ import { Training } from "./training.js";
 import { GpuDecoder, GpuModel } from "./gpu_decoder.js";
 import { CpuDecoder, Writer } from "./writer.js";
 
-const SIZES = ["lanes", "panel", "rows", "part2_tile", "part2_depth", "part4_step"]; // of the kernels
 const AT_ONCE = 128; // most tokens of a call
 const LEAST_TICKS_MS = 10; // shortest time that is measured
 const FAR = 16; // characters
 const ENDLESS = 2 ** 31 - 1; // tokens of a text of a model with a window
 
 export class Session {
-  // module: of a build. {config, characters, parts of the kernels}. Raises CheckpointError if the files are not a
+  // module: of a build. {config, characters}. Raises CheckpointError if the files are not a
   // checkpoint's.
   async load({ config, characters, weights, precision, module }) {
     this.module = module;
     this.checkpoint = readCheckpoint({ config, characters, weights });
     this.precision = PRECISIONS.indexOf(precision);
     await this.restart();
-    return { config: this.checkpoint.config, characters, parts: this.kernels.parts };
+    return { config: this.checkpoint.config, characters };
   }
 
   // Begins a run of Training; its more() and files() follow.
@@ -270,7 +269,9 @@ export class Session {
 
   // The sizes that the kernels are compiled with, as traffic.js takes them.
   block() {
-    return Object.fromEntries(SIZES.map((name) => [name, this.kernels.call(name)]));
+    const sizes = new Float64Array(BLOCK.length);
+    this.kernels.call("block", sizes);
+    return Object.fromEntries(BLOCK.map((name, n) => [name, sizes[n]]));
   }
 }
 

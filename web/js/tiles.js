@@ -2,17 +2,14 @@
 // The view Tiles: the frames of a part over the text's own Q, K and V, with two small caches.
 import { $, bytes, frame, make, number, on, onSubmit, option, say, tableRow } from "./dom.js";
 import { draw, drawRow } from "./draw_tiles.js";
-import { NESTS } from "./facts.js";
-import { fill } from "./fields.js";
+import { NESTS, PARTS } from "./facts.js";
+import { fill } from "./choices.js";
 import { text } from "./files.js";
 import { online, results } from "./formulas.js";
 import { allHeads, Reading } from "./reading.js";
-import { MOST_SCRIPT } from "./state.js";
 import { LINE, streams, traffic } from "./traffic.js";
 
 const A_FRAME_MS = 450;
-
-const sourceOf = ({ name, algorithm }) => `csrc/${name}_${algorithm.replaceAll(" ", "_")}.cpp`;
 
 export class TilesView extends Reading {
   N = 0; // queries, and keys
@@ -35,11 +32,10 @@ export class TilesView extends Reading {
     this.at = 0;
     onSubmit("tiles-form", () => {});
     on("tiles-part", "change", ({ target }) => {
-      page.choose({ part: target.value, frame: 0 });
+      page.choose({ frame: 0 });
       if (target.value === "script") page.choices.script ||= this.nest();
       this.make();
     });
-    $("script").maxLength = MOST_SCRIPT;
     on("script", "input", ({ target }) => {
       page.choose({ script: target.value });
       this.make(true);
@@ -80,10 +76,8 @@ export class TilesView extends Reading {
   async read() {
     const { engine } = this;
     this.block ??= await engine.call("block");
-    this.sources ??= Object.fromEntries(await Promise.all(engine.parts.map(async (part) => [part.name, await text(sourceOf(part))])));
+    this.sources ??= Object.fromEntries(await Promise.all(PARTS.map(async ({ name, operator }) => [name, await text(`csrc/${operator}.cpp`)])));
     if (!this.isCurrent()) return;
-    const parts = engine.parts.map(({ name, algorithm }) => option(name, `${name}, ${algorithm}`));
-    $("tiles-part").replaceChildren(...parts, option("script", "your own script"));
     const { n_layer: layers, n_head } = engine.config;
     const titles = allHeads({ layers, heads: n_head }).map(({ layer, head, title }) => option(`${layer},${head}`, title));
     $("tiles-head").replaceChildren(...titles);
@@ -108,10 +102,10 @@ export class TilesView extends Reading {
   // Makes the frames, in the worker. keep: stay at about the same place. Of several calls the last counts.
   async make(keep = false) {
     if (!this.heads) return;
-    const { choices, engine } = this.page,
+    const { choices } = this.page,
       { N, d, heads, block } = this,
       { script } = choices;
-    const part = [...engine.parts.map(({ name }) => name), "script"].includes(choices.part) ? choices.part : "part4",
+    const { part } = choices,
       Br = Math.min(choices.br, N),
       Bc = Math.min(choices.bc, N),
       left = Math.min(choices.left, N - 1),
@@ -121,7 +115,6 @@ export class TilesView extends Reading {
     $("br").max = $("bc").max = N;
     $("left").max = N - 1;
     fill(choices);
-    $("tiles-part").value = part;
     say("br-name", part === "part2" ? "T" : "Br");
     $("br").disabled = !["part2", "part4", "script"].includes(part);
     $("bc").disabled = !["part4", "script"].includes(part);
@@ -149,16 +142,14 @@ export class TilesView extends Reading {
   }
 
   showCode() {
-    const { part, engine } = this,
+    const { part } = this,
       isScript = part === "script",
       nest = isScript ? this.script : this.nest();
     this.nestLines = nest.split("\n").map((line, n) => make("li", {}, `${String(n + 1).padStart(2)}  ${line}`));
     $("nest").replaceChildren(...this.nestLines);
-    const row = engine.parts.find(({ name }) => name === part),
-      name = row ? sourceOf(row).replace("csrc/", "") : "",
-      source = row ? this.sources[part] : "";
+    const name = isScript ? "" : `${PARTS.find((row) => row.name === part).operator}.cpp`;
     say("source-title", isScript ? "Your loop nest" : `Our C++: ${name}`);
-    this.lines = source.split("\n").map((line) => make("span", {}, line || " "));
+    this.lines = (this.sources[part] ?? "").split("\n").map((line) => make("span", {}, line || " "));
     $("source").replaceChildren(...this.lines);
     $("source").ariaLabel = name;
     $("source").hidden = isScript;

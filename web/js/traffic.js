@@ -1,40 +1,16 @@
 // @ts-check
 // Bytes that a call of a part brings into a cache: the formulas of lab/traffic.json, counted as lab/traffic.py does.
+import { Expression, FUNCTIONS } from "./expressions.js";
 import { TRAFFIC } from "./facts.js";
 
 export const { LINE, FLOAT_BYTES, CACHE_WAYS } = TRAFFIC.constants;
 
-const TOKEN = /\w+|\S/g;
-const FUNCTIONS = { min: Math.min, max: Math.max, ceil: Math.ceil };
-const OPERATORS = [ // those that bind least first
-  { "+": (x, y) => x + y, "-": (x, y) => x - y },
-  { "*": (x, y) => x * y, "/": (x, y) => x / y },
-];
-
-function value(formula, names) {
-  const tokens = formula.match(TOKEN);
-  const inParentheses = () => {
-    const values = [];
-    do {
-      tokens.shift();
-      values.push(operation(0));
-    } while (tokens[0] === ",");
-    tokens.shift();
-    return values;
-  };
-  const operand = () => {
-    if (tokens[0] === "(") return inParentheses()[0];
-    const token = tokens.shift();
-    return tokens[0] === "(" ? FUNCTIONS[token](...inParentheses()) : (names[token] ?? Number(token));
-  };
-  const operation = (level) => {
-    if (level === OPERATORS.length) return operand();
-    let left = operation(level + 1);
-    while (tokens[0] in OPERATORS[level]) left = OPERATORS[level][tokens.shift()](left, operation(level + 1));
-    return left;
-  };
-  return operation(0);
+class Formula extends Expression {
+  functions = { ...FUNCTIONS, ceil: (run, x) => Math.ceil(x) };
 }
+
+const value = (formula, names) =>
+  new Formula(formula).value()({ get: (name) => names[name], number: (x) => x, divide: (x, y) => x / y });
 
 // Lines of cache that a row of d floats needs in a walk down a column.
 function crowd(d) {

@@ -2,11 +2,11 @@
 // The view Wall: texts of neighbouring seeds, written at once on the GPU, or fewer one after the other on the CPU.
 import { $, frame, make, number, onSubmit, say } from "./dom.js";
 import { encode } from "./checkpoint.js";
-import { format, sampling } from "./state.js";
+import { format } from "./choices.js";
+import { MOST_SEED, sampling } from "./state.js";
 
 const TEXTS = { gpu: 1000, browser: 32 };
 const LENGTH = 100; // characters, or the window if that is less
-const MOST_SEED = 2n ** 64n;
 
 export class WallView {
   constructor(page) {

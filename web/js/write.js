@@ -2,12 +2,12 @@
 // The view Write: a text, the distribution of each of its characters, branches.
 import { $, brief, copy, number, on, onSubmit, say, shown } from "./dom.js";
 import { Closed } from "./engine.js";
-import { fill } from "./fields.js";
+import { fill, randomSeed } from "./choices.js";
 import { softmax } from "./formulas.js";
 import { encode } from "./checkpoint.js";
 import { findGpu } from "./gpu.js";
 import { Server } from "./server.js";
-import { commandFor, formatBranches, parseBranches, randomSeed, sampling, SETTINGS } from "./state.js";
+import { commandFor, formatBranches, parseBranches, sampling, SETTINGS } from "./state.js";
 import { Writing } from "./text.js";
 
 const BARS = 10;
@@ -153,10 +153,9 @@ export class WriteView {
 
   touch({ clientX, clientY }) {
     const { node } = this,
-      caret = document.caretPositionFromPoint?.(clientX, clientY),
-      old = caret ? null : document.caretRangeFromPoint?.(clientX, clientY);
-    let at = caret?.offset ?? old?.startOffset;
-    if ((caret?.offsetNode ?? old?.startContainer) !== node) return;
+      caret = document.caretPositionFromPoint(clientX, clientY);
+    if (caret?.offsetNode !== node) return;
+    let at = caret.offset;
     // The caret is before or after the letter.
     if (at > 0 && (at >= node.length || clientX < letter(node, at).getBoundingClientRect().left)) at--;
     this.select(Math.min(at, node.length - 1));
@@ -169,7 +168,6 @@ export class WriteView {
 
   // Underlines branches and marks the chosen letter.
   mark(at = -1) {
-    if (!globalThis.CSS?.highlights) return;
     const highlight = (name, places) => {
       const inside = places.filter((i) => i >= 0 && i < this.node.length);
       CSS.highlights.set(name, new Highlight(...inside.map((i) => letter(this.node, i))));
